@@ -132,7 +132,8 @@ def _help(program: tuple[str, ...]) -> str:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         patch.syspath_prepend(str(ROOT))
         patch.setenv("COLUMNS", "200")
-        patch.setattr(sys, "argv", [module, *words, "--help"])
+        with_config = module == "train_smol_gpt" or words in (["train"], ["distill"], ["sweep"])
+        patch.setattr(sys, "argv", [module, *words, "--help-all" if with_config else "--help"])
         if module == "tricycle_cli.main":
             from tricycle_cli.main import main
 

@@ -18,7 +18,7 @@ from tricycle.pretrained import load
 from tricycle_cli.serve import Arguments, address
 from tricycle_cli.serve import load as load_served
 from tricycle_serve.app import new_app
-from tricycle_serve.server import listen, new_server
+from tricycle_serve.server import Server, listen
 
 STOP = 2  # the tiny model's end of an answer
 
@@ -66,7 +66,7 @@ def serving(source: Path, *, start: bool = True, served: Any = None, **settings:
     served = served or load_served(arguments)
     app = new_app(served, names=arguments.names, origins=arguments.origins, key=key, most_bytes=arguments.body)
     listener = listen("127.0.0.1", 0)
-    server = new_server(app, served.close)
+    server = Server(app, served.close)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     if start:

@@ -1,22 +1,18 @@
 """experiments/autoencoder: the linear answers are right, measures are what they say, a tiny run leaves all."""
 
-import contextlib
 import gzip
-import io
-import json
-import re
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
+from studies import check_left, run_study
 from tables import wrong_flags
 
 from experiments.autoencoder import data, report, study
 from experiments.autoencoder.__main__ import main
-from experiments.autoencoder.linear import PCA, LinearFilter
+from experiments.autoencoder.models import PCA, LinearFilter
 from experiments.autoencoder.study import Settings, Study, bound, likeness, missed
+from experiments.shared.results import read
+from experiments.shared.training import stream
 from tricycle_datasets import mnist
 from tricycle_datasets.download import file_sha256
 
@@ -89,14 +85,6 @@ def test_mnist_from_files_packed_and_not(made_up, monkeypatch):
         mnist.mnist("train")
 
 
-def test_mnist_that_is_not_there_says_where_to_put_it(tmp_path, monkeypatch):
-    for name in ("TRICYCLE_DATA", "TRICYCLE_CACHE"):
-        monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.setattr(mnist, "URL", "http://127.0.0.1:9/{name}")
-    with pytest.raises(OSError, match=re.escape(str(tmp_path / "mnist" / "train-images-idx3-ubyte.gz"))):
-        mnist.mnist("train")
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -113,35 +101,24 @@ def test_other_files_are_refused(content, said):
 
 
 # -------------------------------------------------------------------- linear answers and measures
-def test_pca_is_that_of_scikit_learn(digits):
-    from sklearn.decomposition import PCA as Theirs
-
-    ours, pixels = PCA(digits.train.images, 5), digits.train.images.reshape(1197, -1).astype(float)
-    theirs = Theirs(5, svd_solver="full").fit(pixels)
-    codes = theirs.transform(pixels)
-    np.testing.assert_allclose(np.abs(ours.encode(digits.train.images)), np.abs(codes), atol=1e-8)
-    made = ours.decode(ours.encode(digits.train.images))
-    np.testing.assert_allclose(made.reshape(1197, -1), theirs.inverse_transform(codes), atol=1e-8)
-    drawn = ours.draw(20_000, np.random.default_rng(0)).reshape(20_000, -1)
-    spread = (ours.directions.T * (ours.variances - ours.noise)) @ ours.directions
-    np.testing.assert_allclose(np.cov(drawn.T), spread, atol=0.02)
-
-
-def test_the_likelihood_of_pca_is_that_of_its_normal_distribution(digits):
+def test_pca_is_a_normal_distribution(digits):
     from scipy.stats import multivariate_normal
 
     pca = PCA(digits.train.images, 5)
-    loadings = pca.directions.T * (pca.variances - pca.noise)
-    normal = multivariate_normal(pca.mean, loadings @ pca.directions + pca.noise * np.eye(64))
-    surprise = -normal.logpdf(digits.test.images.reshape(300, -1).astype(float)).mean()
-    assert pca.surprise(digits.test.images) == pytest.approx(surprise, rel=1e-6)
+    images = digits.test.images.reshape(300, -1).astype(float)
+    mean, spread = pca.fitted.mean_, pca.fitted.get_covariance()
+    assert pca.surprise(digits.test.images) == pytest.approx(-multivariate_normal(mean, spread).logpdf(images).mean())
+    drawn = pca.draw(20_000, np.random.default_rng(0)).reshape(20_000, -1)
+    np.testing.assert_allclose(np.cov(drawn.T), spread - pca.fitted.noise_variance_ * np.eye(64), atol=0.02)
+    made = pca.decode(pca.encode(digits.test.images))
+    assert made.shape == (300, 8, 8, 1) and missed(made, digits.test.images, digits) < 0.6
 
 
 @pytest.mark.nightly
 def test_no_linear_map_removes_noise_better(digits, rng):
     clean = digits.train.images.repeat(40, axis=0)
     noisy = clean + 0.5 * rng.standard_normal(clean.shape)
-    x, y = ((images - PCA(digits.train.images, 2).mean.reshape(8, 8, 1)).reshape(-1, 64) for images in (noisy, clean))
+    x, y = ((images - digits.train.images.mean(axis=0)).reshape(-1, 64) for images in (noisy, clean))
     regression = np.linalg.lstsq(x, y, rcond=None)[0]
     assert np.abs(LinearFilter(digits.train.images, 0.5).weights - regression).max() < 0.05
     assert missed(LinearFilter(digits.train.images, 0.5)(noisy), clean, digits) < 0.55
@@ -192,62 +169,32 @@ def test_a_training_pays_repeats_and_can_beat_pca(digits):
     one = Study(digits, settings, 0, "validation")
     shares = one.reconstruction()
     assert shares["dense"][0] < shares["PCA"][0] - 0.1
-    fresh = study.new_model("dense", digits.shape, 2, study.stream(study.TRAINING, 0, 0))
+    fresh = study.new_model("dense", digits.shape, 2, stream(study.TRAINING, 0, 0))
     again = study.train(fresh, digits, settings, 0, "")
     for name, array in again.state_dict().items():
         np.testing.assert_array_equal(array, one.trained("dense", 2).state_dict()[name])
 
 
-def test_every_kind_repeats_with_its_noise(digits):
-    a, b = (Study(digits, TINY, 1).trained("convolutional", 4, 0.0, 0.3).state_dict() for _ in range(2))
-    for name, array in a.items():
-        np.testing.assert_array_equal(array, b[name])
-
-
 # -------------------------------------------------------------------- the program
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder, said = tmp_path_factory.mktemp("runs") / "a run", io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        patch.setattr(sys, "argv", ["autoencoder", *WORDS, "--output", str(folder)])
-        patch.setattr(study, "CLASSIFIER_STEPS", 40)
-        assert main() == 0
-    return folder, said.getvalue()
-
-
 @pytest.mark.nightly
-def test_what_a_run_leaves(finished):
-    folder, out = finished
+def test_what_a_run_leaves(tmp_path):
+    out = run_study(main, *WORDS, "--output", tmp_path / "a run")
     pictures = ["between", "codes", "denoising", "drawn", "errors", "plane", "reconstruction"]
-    left = sorted(path.name for path in folder.iterdir())
-    assert left == sorted([*(f"{name}.png" for name in pictures), "results.json"])
-    results = json.loads((folder / "results.json").read_text())
+    check_left(tmp_path / "a run", ["results.json", *(f"{name}.png" for name in pictures)], 150)
+    results = read(tmp_path / "a run" / "results.json")
     assert [run["seed"] for run in results["runs"]] == [0, 1]
     one, other = (run["reconstruction"] for run in results["runs"])
     assert one["PCA"] == other["PCA"] and one["dense"] != other["dense"]
-    for name in pictures:
-        height, width, _ = imread(folder / f"{name}.png").shape
-        assert height > 150 < width
     for title, table in report.tables(results["runs"], results["settings"]).items():
         assert f"{title}\n\n{table}" in out
 
 
 test_wrong_flags_are_refused = wrong_flags(
     main,
-    (["--data", "letters"], "expected --data to be digits or mnist, got letters"),
+    (["--data", "letters"], "expected --data among digits, mnist, got letters"),
     (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
     (["--code-sizes", "2", "64"], "expected --code-sizes to be numbers from 1 to 63, got 2 64"),
     (["--noises", "-1"], "expected --noises to be numbers above 0, got -1"),
     (["--variational-size", "99"], "expected --variational-size to be at most 63, got 99"),
     (["--learning-rate", "0"], "expected --learning-rate above 0 and below 1, got 0"),
 )
-
-
-def test_the_readme_shows_the_results_that_lie_beside_it():
-    folder = Path(report.__file__).parent
-    readme = (folder / "README.md").read_text(encoding="utf-8")
-    for path in sorted((folder / "results").glob("*.json")):
-        results = json.loads(path.read_text())
-        for table in report.tables(results["runs"], results["settings"]).values():
-            assert table in readme
-    assert (folder / "results" / "results.json").is_file()

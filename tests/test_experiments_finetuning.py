@@ -1,6 +1,5 @@
 """experiments/finetuning: sums are right, nothing held out is learnt, a tiny run leaves all and goes on."""
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from studies import run_study
 from tables import wrong_flags
 
 pytest.importorskip("tokenizers")
@@ -15,9 +15,10 @@ pytest.importorskip("jinja2")
 
 from tiny_models import tiny_tokeniser, write_folder
 
-from experiments.finetuning import docstrings, page, report, study, sums, tasks, voice
+from experiments.finetuning import docstrings, report, study, sums, tasks, voice
 from experiments.finetuning.__main__ import main
 from experiments.finetuning.sums import Sum, in_words, last_number
+from experiments.shared.results import read
 from tricycle import training
 from tricycle_datasets.examples import Reader, read_records
 
@@ -196,20 +197,8 @@ def model(tmp_path_factory) -> Path:
 def finished(model, tmp_path_factory):
     """A tiny run, cut off once; with what it left, and what it said at its end."""
     folder = tmp_path_factory.mktemp("runs") / "a run"
-    words = [
-        "--quick",
-        "--model",
-        str(model),
-        "--tasks",
-        *tasks.TASKS,
-        "--methods",
-        "lora",
-        "all",
-        "--updates",
-        "4",
-        "--tested",
-        "3",
-    ]
+    words = ["--quick", "--model", str(model), "--tasks", *tasks.TASKS, "--methods", "lora", "all"]
+    words += ["--updates", "4", "--tested", "3"]
     words += ["--context-window", "512", "--batch-size", "1", "--output", str(folder), "--precision", "float32"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["finetuning", *words])
@@ -228,7 +217,7 @@ def finished(model, tmp_path_factory):
         patch.setattr(training, "gradients", breaking)
         with pytest.raises(OSError, match="the power is gone"):
             main()
-        before = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        before = read(folder / "results.json")
         patch.setattr(training, "gradients", step)
         assert main() == 0
         yield folder, before, words
@@ -241,7 +230,7 @@ def quicker(task: tasks.Task) -> tasks.Task:
 @pytest.mark.nightly
 def test_what_a_run_leaves(finished):
     folder, before, _ = finished
-    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    results = read(folder / "results.json")
     assert results["before"] == before["before"]
     assert [(run["task"], run["method"]) for run in before["runs"]] == [("sums", "lora")]
     wanted = [(task, method) for task in tasks.TASKS for method in study.METHODS]
@@ -260,18 +249,15 @@ def test_what_a_run_leaves(finished):
 
 
 @pytest.mark.nightly
-def test_nothing_is_done_twice(finished, monkeypatch, capsys):
+def test_nothing_is_done_twice(finished, monkeypatch):
     folder, _, words = finished
     monkeypatch.setattr(study, "finetune", None)
-    monkeypatch.setattr(sys, "argv", ["finetuning", *words])
-    assert main() == 0
-    said = capsys.readouterr().out
-    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    said = run_study(main, *words)
+    results = read(folder / "results.json")
     for table in report.tables(results).values():
         assert table in said
-    monkeypatch.setattr(sys, "argv", ["finetuning", *words, "--batch-size", "2"])
     with pytest.raises(ValueError, match="results of other settings: batch_size 1 there and 2 here"):
-        main()
+        run_study(main, *words, "--batch-size", 2)
 
 
 @pytest.mark.nightly
@@ -286,9 +272,9 @@ def test_a_stopped_training_is_not_measured(finished, monkeypatch, tmp_path):
 @pytest.mark.nightly
 def test_the_page_shows_what_was_said(finished, tmp_path):
     folder, _, _ = finished
-    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    results = read(folder / "results.json")
     results["before"]["samples"]["sums"][0][2] = "<script>&"
-    page.write(results, tmp_path / "samples.html")
+    report.write_page(results, tmp_path / "samples.html")
     text = (tmp_path / "samples.html").read_text(encoding="utf-8")
     assert "&lt;script&gt;&amp;" in text and "<script>" not in text
     assert text.count("<table>") == 6
@@ -318,11 +304,3 @@ test_wrong_flags_are_refused = wrong_flags(
     (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
     (["--context-window", "20"], "expected --context-window to be at least 128, got 20"),
 )
-
-
-def test_the_readme_shows_the_results_that_lie_beside_it():
-    folder = Path(report.__file__).parent
-    readme = (folder / "README.md").read_text(encoding="utf-8")
-    results = json.loads((folder / "results" / "results.json").read_text(encoding="utf-8"))
-    for table in report.tables(results).values():
-        assert table in readme

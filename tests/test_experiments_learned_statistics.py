@@ -1,36 +1,40 @@
 """experiments/learned_statistics: nothing frozen changes, exact is exact, and a tiny run leaves all it promises."""
 
 import dataclasses
-import json
 import random
-import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
-from test_programs import call, good
+from studies import check_left, run_study
+from tables import wrong_flags
+from test_programs import call
 
 from experiments.learned_statistics import report
 from experiments.learned_statistics.__main__ import main
-from experiments.learned_statistics.bench import Bench, Job, Record, all_jobs
-from experiments.learned_statistics.study import (
-    Settings,
+from experiments.learned_statistics.blocks import (
+    Job,
+    Rows,
     Subject,
-    about_maps,
+    attention_of,
     block_starts,
+    coarsen,
     cut,
     equal_shares,
-    find_checkpoint,
-    held_out_rows,
-    learn,
-    look,
-    loss_of,
-    make_whole,
-    mean_shares,
-    set_scales,
+    exact_shares,
 )
+from experiments.learned_statistics.study import (
+    FREE,
+    Settings,
+    about_maps,
+    all_rows,
+    find_checkpoint,
+    job_of,
+    measure,
+    new_bench,
+    spread_windows,
+)
+from experiments.shared.results import read
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs import GPTConfig
 from tricycle.evaluation import HeldOut
@@ -45,56 +49,60 @@ CONFIG = GPTConfig(vocab_size=257, context_window=13, embedding_dim=8, n_heads=2
 SETTINGS = Settings(blocks=(2, 3), seeds=2, batch_size=3, scale_steps=5, windows=6)
 
 
+TOKENS = np.random.default_rng(0).integers(0, 7, 800)
+HELD_OUT = HeldOut(TOKENS[:200], 199)
+
+
 @pytest.fixture
 def subject() -> Subject:
-    tokens = np.random.default_rng(0).integers(0, 7, 800)
-    state = new_state(CONFIG, tokens)
+    state = new_state(CONFIG, TOKENS)
     for _ in range(5):
         train_step(state)
     for block in state.model.blocks:  # weights of attention that differ from each other
         block.attention.qkv.weights.array *= 30
     state.model.freeze().eval()
-    return Subject(state.model, BPETokeniser(257), tokens, HeldOut(tokens[:200], 199))
+    return Subject(state.model, BPETokeniser(257), 13, lambda text, part, n: spread_windows(TOKENS, n, 13))
+
+
+def learned(subject: Subject, kind: str, folder: Path, seed: int = 0, **changes) -> list[np.ndarray]:
+    settings = dataclasses.replace(SETTINGS, output=folder, **changes)
+    return new_bench(subject, 0, settings).scales(job_of(settings, kind, 3, seed))[0]
 
 
 # -------------------------------------------------------------------- blocks and scales
-@pytest.mark.parametrize("per_head", [False, True])
-def test_nothing_but_scales_changes(subject, per_head):
+@pytest.mark.parametrize("kind", ["learned", "learned per head"])
+def test_nothing_but_scales_changes(subject, kind, tmp_path):
     before = {name: p.array.tobytes() for name, p in subject.model.named_parameters()}
-    scales = learn(subject, 3, per_head, 0, SETTINGS)
+    scales = learned(subject, kind, tmp_path)
     after = dict(subject.model.named_parameters())
     new = {name for name, p in after.items() if p.requires_grad}
     assert new == after.keys() - before.keys() == {f"blocks.{i}.attention.softmax_scales" for i in range(2)}
     assert {name: p.array.tobytes() for name, p in after.items() if name in before} == before
     for array in scales:
-        assert array.shape == ((2, 3, 13) if per_head else (3, 13))
+        assert array.shape == ((2, 3, 13) if kind == "learned per head" else (3, 13))
         for i, start in enumerate(block_starts(3, 13)):
             assert (array[..., i, :start] == 1).all()  # positions that do not see the block have no gradient
             assert (array[..., i, start:] != 1).mean() > 0.9
+    first = learned(subject, kind, tmp_path / "equal", scale_steps=1, scale_rate=1e-6, equal_start=True)
+    for array in first:
+        np.testing.assert_allclose(array, np.broadcast_to(equal_shares(3, 13), array.shape), rtol=1e-5)
 
 
-def test_scales_learn_other_things_from_other_batches(subject):
-    first, again, other = (learn(subject, 2, False, seed, SETTINGS) for seed in (0, 0, 1))
+def test_scales_learn_other_things_from_other_batches(subject, tmp_path):
+    first, again, other = (learned(subject, "learned", tmp_path / str(i), i // 2) for i in range(3))
     for a, b, c in zip(first, again, other):
         np.testing.assert_array_equal(a, b)
         assert (a != c).any()
 
 
-@pytest.mark.parametrize("per_head", [False, True])
-def test_where_scales_begin(subject, per_head):
-    settings = dataclasses.replace(SETTINGS, scale_steps=1, scale_rate=1e-6, equal_start=True)
-    for array in learn(subject, 3, per_head, 0, settings):
-        np.testing.assert_allclose(array, np.broadcast_to(equal_shares(3, 13), array.shape), rtol=1e-5)
-
-
 @pytest.mark.parametrize("n_blocks", [2, 3, 8])
 def test_exact_statistics_give_the_whole_softmax(subject, n_blocks):
-    make_whole(subject.model)
-    whole = loss_of(subject, SETTINGS)
-    cut(subject.model, n_blocks, "exact")
-    assert loss_of(subject, SETTINGS) == pytest.approx(whole, rel=1e-6)
-    cut(subject.model, n_blocks, "none")
-    assert loss_of(subject, SETTINGS) != pytest.approx(whole, rel=1e-4)
+    bench = new_bench(subject, 0, SETTINGS)
+    whole, exact, none = (
+        measure(bench, Job(kind, n_blocks), HELD_OUT, SETTINGS)["loss"] for kind in ("whole", "exact", "none")
+    )
+    assert exact == pytest.approx(whole, rel=1e-6)
+    assert none != pytest.approx(whole, rel=1e-4)
 
 
 def test_equal_shares():
@@ -104,36 +112,21 @@ def test_equal_shares():
 
 @pytest.mark.parametrize("n_blocks", [2, 3, 5])
 def test_measured_shares(subject, n_blocks):
-    means = mean_shares(subject, n_blocks, per_head=False)
-    by_head = mean_shares(subject, n_blocks, per_head=True)
-    for mean, heads in zip(means, by_head, strict=True):
-        assert (mean.shape, heads.shape) == ((n_blocks, 13), (2, n_blocks, 13))
-        np.testing.assert_allclose(heads.sum(axis=1), 1, rtol=1e-5)
-        np.testing.assert_allclose(heads.mean(axis=0), mean, rtol=1e-5)
-        for i, start in enumerate(block_starts(n_blocks, 13)):
-            assert (mean[i, :start] == 0).all()
-            assert (mean[i, start:] > 0).all()
-
-
-def test_measured_shares_of_one_text_are_its_exact_statistics(subject):
-    """Where all training text is one window, and heads have their own scales, nothing is averaged."""
-    row = subject.train[:13]
-    alone = subject._replace(train=row)
-    measured = mean_shares(alone, 2, per_head=True)
-    set_scales(cut(subject.model, 2, "learned", per_head=True), measured)
-    ours = look(subject.model, row[None])
-    make_whole(subject.model)
-    for name, weights in look(subject.model, row[None]).items():
-        np.testing.assert_allclose(ours[name], weights, rtol=1e-4, atol=1e-6)
+    shares = exact_shares(subject, subject.rows("", "train", 8), (n_blocks,)).mean[n_blocks]
+    assert shares.shape == (2, 2, n_blocks, 13)
+    np.testing.assert_allclose(shares.sum(axis=2), 1, rtol=1e-5)
+    np.testing.assert_allclose(coarsen(shares, "position"), shares.mean(axis=1), rtol=1e-5)
+    for i, start in enumerate(block_starts(n_blocks, 13)):
+        assert (shares[:, :, i, :start] == 0).all()
+        assert (shares[:, :, i, start:] > 0).all()
 
 
 def test_numbers_of_maps(subject):
-    rows = held_out_rows(subject, 4)
-    assert rows.shape == (4, 13)
-    make_whole(subject.model)
-    whole = look(subject.model, rows)
-    cut(subject.model, 2, "none")
-    none = look(subject.model, rows)
+    rows = subject.rows("", "test", 4)[:, :-1]
+    cut(subject.model, Job("whole"))
+    whole = attention_of(subject.model, rows)
+    cut(subject.model, Job("none", 2))
+    none = attention_of(subject.model, rows)
     assert [w.shape for w in none.values()] == [(4, 2, 13, 13)] * 2
     assert about_maps(whole, whole)["distance"] == [0, 0]
     # rows of the second block sum to 2, those of the first to 1: 6 of 13 are at least 1 away
@@ -144,21 +137,19 @@ def test_numbers_of_maps(subject):
 # -------------------------------------------------------------------- rows
 def test_a_row_is_measured_once(subject, tmp_path):
     settings = dataclasses.replace(SETTINGS, output=tmp_path)
-    record, bench = Record(settings), Bench(subject, 0, settings)
-    job = Job("learned", 2, 1)
-    assert not record.has(0, job)
-    record.add(0, job, bench.measure(job))
-    again = Record(dataclasses.replace(settings, seeds=5, blocks=(2,)))
-    assert again.has(0, job)
-    assert not again.has(0, Job("learned", 2, 0))
-    assert not again.has(1, job)
-    first = bench.scales(job)
-    (path,) = (tmp_path / "scales").iterdir()
-    assert path.name == "0-2-learned-1.npz"
-    for a, b in zip(first, Bench(subject, 0, settings).scales(job), strict=True):
+    record, bench = Rows(settings, FREE, rows=[]), new_bench(subject, 0, settings)
+    row = {"model": 0, "kind": "learned", "blocks": 2, "seed": 1}
+    assert record.row(row) is None
+    job = job_of(settings, "learned", 2, 1)
+    record.add(row, measure(bench, job, HELD_OUT, settings))
+    again = Rows(dataclasses.replace(settings, seeds=5, blocks=(2,)), FREE)
+    assert again.row(row) and not again.row({**row, "seed": 0}) and not again.row({**row, "model": 1})
+    (path,) = (tmp_path / "scales" / "0").iterdir()
+    assert path.name == f"{job.file_name}.npz"
+    for a, b in zip(bench.scales(job)[0], new_bench(subject, 0, settings).scales(job)[0], strict=True):
         np.testing.assert_array_equal(a, b)
-    with pytest.raises(ValueError, match="expected these settings, found others; name another --output"):
-        Record(dataclasses.replace(settings, scale_steps=6))
+    with pytest.raises(ValueError, match="results of other settings: scale_steps 5 there and 6 here; name another"):
+        Rows(dataclasses.replace(settings, scale_steps=6), FREE)
 
 
 def row(kind: str, perplexity: float, blocks: int = 2, seed: int = 0) -> dict:
@@ -191,9 +182,8 @@ def text(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, text) -> tuple[Path, list, str]:
     folder = tmp_path_factory.mktemp("runs") / "a run"
-    words = ["-m", "experiments.learned_statistics", *shlex.split(TINY), "--seeds", 2, "--files", text]
-    words += ["--output", folder]
-    return folder, words, good(call(*words))
+    words = [*TINY.split(), "--seeds", 2, "--files", text, "--output", folder]
+    return folder, words, run_study(main, *words)
 
 
 PICTURES = {"attention-best.png", "attention-worst.png", "spikiness.png", "scales.png"}
@@ -202,24 +192,13 @@ PICTURES = {"attention-best.png", "attention-worst.png", "spikiness.png", "scale
 @pytest.mark.nightly
 def test_what_a_run_leaves(finished):
     folder, _, out = finished
-    assert {path.name for path in folder.iterdir()} == {
-        "results.json",
-        "model-0.safetensors",
-        "scales",
-        "attention.html",
-        *PICTURES,
-    }
-    for name in PICTURES:
-        height, width, _ = imread(folder / name).shape
-        assert height > 300 < width
-    results = json.loads((folder / "results.json").read_text())
-    jobs = all_jobs(dataclasses.replace(SETTINGS, seeds=2))
-    assert [Job(row["kind"], row["blocks"], row["seed"]) for row in results["rows"]] == jobs
+    check_left(folder, {"results.json", "model-0.safetensors", "scales", "attention.html", *PICTURES}, 300)
+    results = read(folder / "results.json")
+    rows = [{key: row[key] for key in ("kind", "blocks", "seed")} for row in results["rows"]]
+    assert rows == all_rows(dataclasses.replace(SETTINGS, seeds=2))
     assert len({row["perplexity"] for row in results["rows"]}) > 10
-    for table in (report.perplexity_table, report.won_back_table, report.seed_table):
-        assert table(results["rows"]) in out
-    for what in ("spikiness", "distance"):
-        assert report.maps_table(results["attention"], what) in out
+    for table in report.tables(results["rows"], results["attention"]).values():
+        assert table in out
     exact = report.won_back(results["rows"], "exact", 2, 0)
     assert exact == pytest.approx(100, abs=5)  # of next to nothing after four steps
 
@@ -228,10 +207,10 @@ def test_what_a_run_leaves(finished):
 def test_what_is_finished_is_not_done_again(finished):
     folder, words, out = finished
     before = (folder / "model-0.safetensors").stat().st_mtime_ns
-    rows = json.loads((folder / "results.json").read_text())["rows"]
-    assert good(call(*words)) == out
+    rows = read(folder / "results.json")["rows"]
+    assert run_study(main, *words) == out
     assert (folder / "model-0.safetensors").stat().st_mtime_ns == before
-    assert json.loads((folder / "results.json").read_text())["rows"] == rows  # with the seconds that it took
+    assert read(folder / "results.json")["rows"] == rows  # with the seconds that it took
 
 
 @pytest.mark.nightly
@@ -239,8 +218,8 @@ def test_a_model_of_a_run_folder(finished, text, tmp_path):
     run = tmp_path / "a run of its own"
     save_checkpoint(run / "last.safetensors", GPT(dataclasses.replace(CONFIG, vocab_size=300)), BPETokeniser(257))
     assert find_checkpoint(run) == run / "last.safetensors"
-    words = [*shlex.split(TINY), "--files", text, "--seeds", 1, "--model", run, "--output", tmp_path / "out"]
-    out = good(call("-m", "experiments.learned_statistics", *words))
+    words = [*TINY.split(), "--files", text, "--seeds", 1, "--model", run, "--output", tmp_path / "out"]
+    out = run_study(main, *words)
     assert not list((tmp_path / "out").glob("*.safetensors"))
     assert out.count("| ours, 0 |") == 1
 
@@ -253,26 +232,18 @@ def test_another_softmax_and_other_tokens_are_refused(text, tmp_path):
     ):
         save_checkpoint(tmp_path / "odd.safetensors", GPT(config), tokeniser)
         words = ["--files", text, "--model", tmp_path / "odd.safetensors", "--output", tmp_path / "out"]
-        done = call("-m", "experiments.learned_statistics", *words)
-        assert done.returncode == 1
-        assert done.stderr.count("\n") == 1
-        assert said in done.stderr
+        with pytest.raises(ValueError, match=said):
+            run_study(main, *words)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--seeds 0", "expected --seeds to be at least 1, got 0"),
-        ("--scale-steps 0", "expected --scale-steps to be at least 1, got 0"),
-        ("--blocks 2 1", "expected --blocks of 2 or more, got 2 1"),
-        ("--model x --models 2", "expected one model with --model, got --models 2"),
-        ("--scale-rate 0", "expected --scale-rate to be above 0, got 0.0"),
-    ],
+test_wrong_flags_are_refused = wrong_flags(
+    main,
+    (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
+    (["--scale-steps", "0"], "expected --scale-steps to be at least 1, got 0"),
+    (["--blocks", "2", "1"], "expected --blocks of 2 or more, got 2 1"),
+    (["--model", "x", "--models", "2"], "expected one model with --model, got --models 2"),
+    (["--scale-rate", "0"], "expected --scale-rate to be above 0, got 0.0"),
 )
-def test_wrong_flags_are_refused(monkeypatch, words, said):
-    monkeypatch.setattr(sys, "argv", ["learned_statistics", *words.split()])
-    with pytest.raises(ValueError, match=said):
-        main()
 
 
 @pytest.mark.nightly
@@ -281,15 +252,3 @@ def test_a_missing_model_is_named(tmp_path):
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "there is no such file" in done.stderr
-
-
-def test_the_readme_shows_the_results_that_lie_beside_it():
-    folder = Path(report.__file__).parent
-    results = json.loads((folder / "results" / "results.json").read_text())
-    readme = (folder / "README.md").read_text(encoding="utf-8")
-    for table in (report.perplexity_table, report.won_back_table, report.seed_table):
-        assert table(results["rows"]) in readme
-    for what in ("spikiness", "distance"):
-        assert report.maps_table(results["attention"], what) in readme
-    other = json.loads((folder / "results" / "equal_start.json").read_text())
-    assert report.won_back_table(other["rows"]) in readme

@@ -14,28 +14,38 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-from matplotlib.image import imread
+from studies import check_left, run_study
+from tables import wrong_flags
 
 from experiments.learned_statistics import __main__ as program
-from experiments.learned_statistics import random_opt, real, real_bench, real_report, real_study
-from experiments.learned_statistics.real_bench import Bench, Record, all_jobs, job_of, learned, mean, written_jobs
-from experiments.learned_statistics.real_study import (
+from experiments.learned_statistics import blocks, random_opt, real, real_report, real_study
+from experiments.learned_statistics.blocks import (
     GRAINS,
     Job,
-    RealSettings,
+    Rows,
     coarsen,
     cut,
     digest,
     exact_shares,
-    explained,
     first_scales,
+    job_of,
     learn,
+)
+from experiments.learned_statistics.real_study import (
+    FREE,
+    RealBench,
+    RealSettings,
+    all_jobs,
+    explained,
+    learned,
+    mean,
     new_subject,
-    read,
     repeated,
     same_beginning,
     spread,
+    written_jobs,
 )
+from experiments.shared.language_models import read
 from tricycle.evaluation import evaluate
 from tricycle.pretrained import load
 
@@ -87,6 +97,10 @@ def subject(settings):
     return subject
 
 
+def rows_of(subject, text: str) -> np.ndarray:
+    return subject.rows(text, "test", 3)
+
+
 # -------------------------------------------------------------------- the model
 def test_the_model_has_opts_architecture(folder):
     fields = json.loads((folder / "config.json").read_text())
@@ -103,8 +117,9 @@ def test_blocks_are_parts_of_the_window(settings, subject):
     cut(subject.model, Job("learned", 4, "position"), first_scales(Job("learned", 4, "position"), 2, 4, WINDOW))
     (scales, *_) = (block.attention.softmax_scales for block in subject.model.blocks)
     assert scales.shape == (4, WINDOW)
-    assert [rows.shape for rows in subject.tests.values()] == [(3, WINDOW + 1)] * 3
-    assert [len(prompt) for prompt in subject.prompts] == [16] * 3
+    bench = RealBench(settings, subject)
+    assert [rows.shape for rows in bench.tests.values()] == [(3, WINDOW + 1)] * 3
+    assert [len(prompt) for prompt in bench.prompts] == [16] * 3
     with pytest.raises(ValueError, match="expected --window of at most 40, got 41"):
         new_subject(dataclasses.replace(settings, window=41))
 
@@ -115,15 +130,15 @@ def test_nothing_but_scales_changes(subject, settings, grain):
     job = learned(settings, grain=grain)
     before = digest(subject.model)
     first = first_scales(job, 2, 4, WINDOW)
-    scales, losses = learn(subject, job, settings, first)
+    scales, losses = learn(subject, job, 3, 2, first)
     assert digest(subject.model) == before
     per_head, per_position = GRAINS[grain]
     shape = (*[4] * per_head, 4, WINDOW if per_position else 4)
     assert [array.shape for array in (*scales, *first)] == [shape] * 4
     assert all(abs(a - b).max() > 0.05 for a, b in zip(scales, first))
     assert len(losses) == settings.steps
-    again, _ = learn(subject, job, settings, first)
-    other, _ = learn(subject, job._replace(seed=1), settings, first)
+    again, _ = learn(subject, job, 3, 2, first)
+    other, _ = learn(subject, job._replace(seed=1), 3, 2, first)
     for a, b, c in zip(scales, again, other):
         np.testing.assert_array_equal(a, b)
         assert abs(a - c).max() > 0
@@ -134,9 +149,9 @@ def test_weights_that_change_are_noticed(subject, settings, monkeypatch):
         model.norm.gain.array[0] += 1
         return 1.0
 
-    monkeypatch.setattr(real_study, "train_on_batch", careless)
+    monkeypatch.setattr(blocks, "train_on_batch", careless)
     with pytest.raises(RuntimeError, match="expected the model's own weights to stay as they are"):
-        learn(subject, learned(settings), settings, first_scales(learned(settings), 2, 4, WINDOW))
+        learn(subject, learned(settings), 3, 2, first_scales(learned(settings), 2, 4, WINDOW))
 
 
 def test_where_scales_begin():
@@ -152,7 +167,7 @@ def test_where_scales_begin():
 # -------------------------------------------------------------------- shares
 def test_the_shares_of_one_row_are_what_is_missing(subject):
     """With one row, its mean is exact: so attention is the whole softmax again."""
-    row = subject.tests["code"][:1]
+    row = rows_of(subject, "code")[:1]
     shares = exact_shares(subject, row, (4,))
     whole = read(subject.model, row)
     begun = np.arange(WINDOW) >= np.arange(0, WINDOW, 6)[:, None]
@@ -168,7 +183,7 @@ def test_the_shares_of_one_row_are_what_is_missing(subject):
 
 
 def test_means_of_coarser_scales(subject):
-    shares = exact_shares(subject, subject.tests["code"], (2, 4))
+    shares = exact_shares(subject, rows_of(subject, "code"), (2, 4))
     mean = shares.mean[4]
     np.testing.assert_allclose(mean[:, :, 0] + mean[:, :, 1] + mean[:, :, 2] + mean[:, :, 3], 1, rtol=1e-5)
     np.testing.assert_allclose(coarsen(mean, "position"), mean.mean(axis=1), rtol=1e-6)
@@ -181,7 +196,7 @@ def test_means_of_coarser_scales(subject):
     assert known["layer"] < min(known["head"], known["position"])
     assert max(known["head"], known["position"]) < known["head and position"] < 1
     # by the definition, over all rows of each window by itself
-    each = np.stack([exact_shares(subject, row[None], (4,)).mean[4] for row in subject.tests["code"]])
+    each = np.stack([exact_shares(subject, row[None], (4,)).mean[4] for row in rows_of(subject, "code")])
     equal = np.where(np.arange(WINDOW) >= np.arange(0, WINDOW, 6)[:, None], 1 / (np.arange(WINDOW) // 6 + 1), 0)
     distances = [((each - scales) ** 2)[..., 6:].sum() for scales in (spread(mean, "position"), equal)]
     assert known["position"] == pytest.approx(1 - distances[0] / distances[1], rel=1e-4)
@@ -189,7 +204,7 @@ def test_means_of_coarser_scales(subject):
 
 # -------------------------------------------------------------------- measuring
 def test_losses_and_likeliest_tokens(subject):
-    rows = subject.tests["captions"]
+    rows = rows_of(subject, "captions")
     found = read(subject.model, rows, 2)
     means = [evaluate(subject.model, row, 1)[0] for row in rows]
     np.testing.assert_allclose(found.losses.mean(axis=1), means, rtol=1e-5)
@@ -216,39 +231,30 @@ def test_jobs():
 
 
 def test_a_row_is_measured_once(subject, settings):
-    bench, record, job = Bench(settings, subject), Record(settings), learned(settings)
-    for row in (Job("whole"), job, mean(settings)):
-        record.add(row, bench.measure(row))
-    again = Record(dataclasses.replace(settings, seeds=5))
-    assert again.has(job) and again.row(job) == record.row(job) and not again.has(job._replace(seed=1))
+    bench, record, job = RealBench(settings, subject), Rows(settings, FREE, rows=[]), learned(settings)
+    for one in (Job("whole"), job, mean(settings)):
+        record.add(one._asdict(), bench.measure(one))
+    again = Rows(dataclasses.replace(settings, seeds=5), FREE)
+    assert again.row(job._asdict()) == record.row(job._asdict()) and not again.row(job._replace(seed=1)._asdict())
     for a, b in zip(bench.first(job._replace(start="mean")), bench.scales(mean(settings))[0]):
         np.testing.assert_array_equal(a, b)
-    assert bench.measure(job)["texts"] == record.row(job)["texts"]  # with scales from their file
-    assert record.row(Job("whole"))["texts"]["code"]["same"] == 1
-    with pytest.raises(ValueError, match="expected these settings, found others; name another --output"):
-        Record(dataclasses.replace(settings, steps=6))
+    assert bench.measure(job)["texts"] == record.row(job._asdict())["texts"]  # with scales from their file
+    assert record.row(Job("whole")._asdict())["texts"]["code"]["same"] == 1
+    with pytest.raises(ValueError, match="results of other settings: steps 3 there and 6 here; name another --output"):
+        Rows(dataclasses.replace(settings, steps=6), FREE)
 
 
 # -------------------------------------------------------------------- the program
 PICTURES = {"blocks.png", "positions.png", "grains.png", "learning.png", "scales.png"}
 
 
-def run(monkeypatch, capsys, *words) -> str:
-    monkeypatch.setattr(sys, "argv", ["learned_statistics", *map(str, words)])
-    assert program.main() == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.nightly
-def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch, capsys):
+def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch):
     output = tmp_path / "a run"
     words = ["--model", folder, "--output", output, "--window", WINDOW, "--steps", 2, "--batch-size", 1, "--seeds", 2]
     words += ["--test-windows", 2, "--measured-windows", 1, "--prompts", 1, "--n-written", 4, "--blocks", 2, 4]
-    out = run(monkeypatch, capsys, *words)
-    assert {path.name for path in output.iterdir()} == {"results.json", "page.html", "scales", *PICTURES}
-    for name in PICTURES:
-        height, width, _ = imread(output / name).shape
-        assert height > 200 < width
+    out = run_study(program.main, *words)
+    check_left(output, {"results.json", "page.html", "scales", *PICTURES}, 200)
     results = json.loads((output / "results.json").read_text())
     asked = RealSettings(str(folder), blocks=(2, 4), seeds=2)
     assert [job_of(row) for row in results["rows"]] == all_jobs(asked)
@@ -264,11 +270,10 @@ def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch, capsys)
     def never(*args):
         raise AssertionError("done again")
 
-    monkeypatch.setattr(real_bench, "learn", never)
-    monkeypatch.setattr(Bench, "measure", never)
-    for name in ("blocks", "positions", "grains", "learning", "scales"):  # which take long to draw
-        monkeypatch.setattr(real_report, f"plot_{name}", lambda *args: None)
-    assert run(monkeypatch, capsys, *words) == out
+    monkeypatch.setattr(blocks, "learn", never)
+    monkeypatch.setattr(RealBench, "measure", never)
+    monkeypatch.setattr(real_report, "plot", lambda *args: None)  # which takes long
+    assert run_study(program.main, *words) == out
 
 
 @pytest.mark.parametrize(
@@ -288,21 +293,16 @@ def test_whose_model_is_named(folder, words, is_theirs):
     assert real.is_asked_for([word.replace("FOLDER", str(folder)) for word in words.split()]) == is_theirs
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--seeds 0", "expected --seeds to be at least 1, got 0"),
-        ("--text poems", "expected --text to be one of code, shakespeare, captions, got poems"),
-        ("--rate 0", "expected rates above 0, got 0.0"),
-        ("--blocks 2 8", "expected --blocks of 2 or more with --middle among them, got 2 8 and 4"),
-        ("--window 12", "expected no more blocks than tokens in a window"),
-        ("--n-written 65", "expected --n-written of at most a quarter of --window, got 65"),
-    ],
+OF_SMOLLM2 = ["--model", "smollm2"]
+test_wrong_flags_are_refused = wrong_flags(
+    program.main,
+    ([*OF_SMOLLM2, "--seeds", "0"], "expected --seeds to be at least 1, got 0"),
+    ([*OF_SMOLLM2, "--text", "poems"], "expected --text among code, shakespeare, captions, got poems"),
+    ([*OF_SMOLLM2, "--rate", "0"], "expected rates above 0, got 0.0"),
+    ([*OF_SMOLLM2, "--blocks", "2", "8"], "expected --blocks of 2 or more with --middle among them, got 2 8 and 4"),
+    ([*OF_SMOLLM2, "--window", "12"], "expected no more blocks than tokens in a window"),
+    ([*OF_SMOLLM2, "--n-written", "65"], "expected --n-written of at most a quarter of --window, got 65"),
 )
-def test_wrong_flags_are_refused(monkeypatch, words, said):
-    monkeypatch.setattr(sys, "argv", ["learned_statistics", "--model", "smollm2", *words.split()])
-    with pytest.raises(ValueError, match=said):
-        program.main()
 
 
 def test_a_folder_that_is_no_model(folder, tmp_path, monkeypatch):
@@ -312,16 +312,3 @@ def test_a_folder_that_is_no_model(folder, tmp_path, monkeypatch):
         path.unlink()
     with pytest.raises(ValueError, match="expected a decoder with a tokeniser"):
         new_subject(RealSettings(str(broken), window=WINDOW))
-
-
-def test_the_readme_shows_the_results_that_lie_beside_it(tmp_path):
-    folder = Path(real_report.__file__).parent
-    shutil.copy(folder / "results" / "real" / "results.json", tmp_path)
-    results = real_report.Results(Record(RealSettings(output=tmp_path)), RealSettings())
-    readme = (folder / "README.md").read_text(encoding="utf-8")
-    for text in real.TEXTS:
-        assert real_report.perplexity_table(results, text) in readme
-    for name in ("won_back", "grain", "transfer", "rate", "explained", "written", "seed"):
-        assert getattr(real_report, f"{name}_table")(results) in readme
-    for picture in PICTURES:
-        assert f"results/real/{picture}" in readme

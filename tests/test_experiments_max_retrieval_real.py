@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from studies import run_study
 from tiny_models import TEXT, lively_model, tiny_tokeniser, write_folder
 
 from experiments.max_retrieval import fits, real, real_report
@@ -231,28 +232,25 @@ def test_a_model_reads_beyond_its_window():
 
 
 @pytest.mark.nightly
-def test_a_tiny_run_and_its_going_on(tmp_path, monkeypatch, capsys):
+def test_a_tiny_run_and_its_going_on(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "text_of", lambda name, part: f"{name} {part} {TEXT * 3}")
     monkeypatch.setattr(fits, "TRIED", (1.0, 2.0))
     folder = write_folder(tmp_path / "model")
     words = ["--model", str(folder), *RUN, "--output", str(tmp_path / "out")]
-    assert real.main(words) == 0
+    printed = run_study(real.main, *words)
     left = {path.name for path in (tmp_path / "out").iterdir()}
     pictures = {"accuracy.png", "nats.png", "positions.png", "entropy.png", "heads.png"}
     assert left == {"parts", "results.json", "tables.md", "heads.html", *pictures}
-    printed = capsys.readouterr().out
     assert "a key in a table of n rows: 4" in printed and "tasks, ln n, 0: " in printed
     page = (tmp_path / "out" / "heads.html").read_text(encoding="utf-8")
     assert "__DATA__" not in page and "http" not in page
     first = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     assert first["beyond"]["softmax, shakespeare"]["lengths"] == [64, 128]
-    assert real.main(words) == 0  # nothing is computed again
-    assert "tasks, ln n, 0: " not in capsys.readouterr().out
+    assert "tasks, ln n, 0: " not in run_study(real.main, *words)  # nothing is computed again
     for path in (tmp_path / "out" / "parts").glob("tasks-*"):
         path.unlink()
-    assert real.main([*words, "--report"]) == 0  # of what is there
-    printed = capsys.readouterr().out
+    printed = run_study(real.main, *words, "--report")  # of what is there
     assert "left out, for this part is not there: 'tasks'" in printed and "| code, 1 to 64 |" in printed
     words[words.index("--steps") + 1] = "4"
-    with pytest.raises(ValueError, match="expected a run with these settings"):
-        real.main(words)
+    with pytest.raises(ValueError, match="holds results of other settings: steps 3 there and 4 here"):
+        run_study(real.main, *words)

@@ -1,20 +1,18 @@
 """experiments/names: names come once, measures are right by hand, and a tiny run leaves all it promises."""
 
-import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
+from studies import check_left, run_study
 from tables import wrong_flags
 
-from experiments import classification as shared
-from experiments.classification import MODELS
 from experiments.names import data, report, study
 from experiments.names.__main__ import main
-from tricycle_datasets.download import DownloadError
+from experiments.shared import classification as shared
+from experiments.shared.classification import MODELS
+from experiments.shared.results import read
 from tricycle_datasets.names import LANGUAGES, SHA256, names
 
 NEEDS_DATA = pytest.mark.skipif(
@@ -68,12 +66,7 @@ def test_the_names():
     assert problem.longest == 22
 
 
-def test_without_the_files(tmp_path, monkeypatch):
-    for name in ("TRICYCLE_DATA", "TRICYCLE_CACHE"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.setattr("tricycle_datasets.names.URL", "http://127.0.0.1:9/{name}")
-    with pytest.raises(DownloadError, match=r"put the file at .*Arabic\.txt"):
-        names("Arabic")
+def test_an_unknown_language():
     with pytest.raises(ValueError, match=r"names: expected a language of Arabic, Chinese, .*, got 'Klingon'"):
         names("Klingon")
 
@@ -110,17 +103,13 @@ WORDS = "--folds 4 --tested 2 --epochs 2 --shown 1".split()
 
 
 @pytest.mark.nightly
-def test_what_a_run_leaves(monkeypatch, capsys, tmp_path):
+def test_what_a_run_leaves(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "names", made_up)
-    monkeypatch.setattr(sys, "argv", ["names", "--quick", *WORDS, "--output", str(tmp_path)])
-    assert main() == 0
-    out = capsys.readouterr().out
+    out = run_study(main, "--quick", *WORDS, "--output", tmp_path)
     files = ["balanced.png", "confusion.png", "letters.png", "looked_at.html", "results.json", "training.png"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == files
-    for name in files:
-        assert not name.endswith(".png") or min(imread(tmp_path / name).shape[:2]) > 80
-    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    names_of_models = [*MODELS, study.TOGETHER, study.BAYES, study.ALWAYS]
+    check_left(tmp_path, files)
+    results = read(tmp_path / "results.json")
+    names_of_models = [*MODELS, shared.TOGETHER, study.BAYES, study.ALWAYS]
     assert [run["model"] for run in results["runs"]] == names_of_models * 2
     for matrices in results["confusion"].values():
         assert 20 <= np.sum(matrices["plain"]) == np.sum(matrices["even"]) <= 24  # two of four folds of 44
@@ -149,13 +138,3 @@ test_wrong_flags_are_refused = wrong_flags(
     (["--names", "4"], "expected --names to be at least 5, got 4"),
     (["--shown", "0"], "expected --shown to be at least 1, got 0"),
 )
-
-
-def test_the_readme_shows_the_results_that_lie_beside_it():
-    folder = Path(report.__file__).parent
-    readme = (folder / "README.md").read_text(encoding="utf-8")
-    results = json.loads((folder / "results" / "results.json").read_text(encoding="utf-8"))
-    for title, table in report.tables(results["runs"], results["classes"], results["confusion"]).items():
-        assert table in readme, title
-    recipes = json.loads(json.dumps({name: vars(recipe) for name, recipe in study.RECIPES.items()}))
-    assert results["recipes"] == recipes  # what the program would do now

@@ -5,10 +5,11 @@ import math
 
 import numpy as np
 import pytest
+from tables import wrong_flags
 from test_programs import NEEDS_SHAKESPEARE, call, good
 
-from experiments.quiet_attention.__main__ import Arguments, measure, new_config, run
-from experiments.tables import cell, markdown
+from experiments.quiet_attention.__main__ import Arguments, main, measure, new_config, run
+from experiments.shared.tables import cell, markdown
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.system.files import atomic_write
@@ -101,12 +102,12 @@ def test_the_program(tmp_path):
     assert line in again
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("flag", "least"), [("--seeds", 1), ("--measurements", 1), ("--steps", 0)])
-def test_numbers_that_make_no_sense(flag, least):
-    done = call("-m", "experiments.quiet_attention", flag, least - 1)
-    assert done.returncode != 0
-    assert f"quiet_attention: expected {flag} to be at least {least}, got {least - 1}" in done.stderr
+test_wrong_flags_are_refused = wrong_flags(
+    main,
+    (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
+    (["--measurements", "0"], "expected --measurements to be at least 1, got 0"),
+    (["--steps", "-1"], "expected --steps to be at least 0, got -1"),
+)
 
 
 # -------------------------------------------------------------------- what experiments share

@@ -9,17 +9,19 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
+from studies import check_left
 from tiny_models import TEXT, lively_model, write_folder
 
-from experiments import real_model
 from experiments.quiet_attention import __main__ as program
 from experiments.quiet_attention import pretrained
 from experiments.quiet_attention.eight_bits import MORE_WAYS, WAYS, Way, eight_bits, rounded
 from experiments.quiet_attention.inside import look_inside, massive_tokens, weight_outliers
-from experiments.quiet_attention.pretrained import Settings, kept, variants_of
+from experiments.quiet_attention.pretrained import FREE, Settings, variants_of
 from experiments.quiet_attention.pretrained_report import grouped, report
 from experiments.quiet_attention.teaching import Lesson, Variant, teach, use_softmax
-from experiments.real_model import load_model, token_losses
+from experiments.shared import language_models
+from experiments.shared.language_models import load_model, token_losses
+from experiments.shared.results import Record
 from tricycle_lab.probe import excess_kurtosis
 
 SMALL = {"steps": 2, "rows": 2, "tokens": 24, "tested": 2, "rounded": 1, "inside": 1, "survey": 2}
@@ -32,7 +34,7 @@ def ids():
 
 @pytest.fixture
 def texts(monkeypatch):
-    monkeypatch.setattr(real_model, "READERS", dict.fromkeys(real_model.TEXTS, lambda held_out: TEXT))
+    monkeypatch.setattr(language_models, "READERS", dict.fromkeys(language_models.TEXTS, lambda held_out: TEXT))
 
 
 # -------------------------------------------------------------------- 8 bits
@@ -165,8 +167,7 @@ def test_a_run_leaves_all_and_goes_on(tmp_path, texts, monkeypatch, capsys):
     monkeypatch.setattr(pretrained, "variants_of", lambda *_: [Variant("softmax"), Variant("sink", "lora")])
     results = pretrained.measure(settings, quick=True)
     report(settings, results)
-    names = {path.name for path in settings.output.iterdir()}
-    assert names >= {"results.json", "model.png", "model.html"}
+    check_left(settings.output, ["results.json", "model.png", "model.html"])
     tables = capsys.readouterr().out
     assert "Training reads 96 tokens in 2 updates." in tables
     assert "| softmax, as it is |" in tables
@@ -176,7 +177,7 @@ def test_a_run_leaves_all_and_goes_on(tmp_path, texts, monkeypatch, capsys):
     monkeypatch.setattr(pretrained, "teach", lambda *_: pytest.fail("taught again"))
     assert pretrained.measure(settings, quick=True)["variants"] == results["variants"]
     with pytest.raises(ValueError, match="steps 2 there and 3 here"):
-        kept(Settings(str(folder), 1, output=tmp_path / "out", **{**SMALL, "steps": 3}))
+        Record(Settings(str(folder), 1, output=tmp_path / "out", **{**SMALL, "steps": 3}), FREE)
     assert list(grouped(results["variants"])) == ["softmax, as it is", "sink, LoRA"]
 
 

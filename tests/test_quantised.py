@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tricycle.pretrained.quantised import BLOCKS, dequantise, quantise
-
-WRITABLE = [kind for kind, blocks in BLOCKS.items() if blocks.pack]
+from tricycle.pretrained.quantised import BLOCKS, WRITABLE, dequantise, quantise
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0, scales: str = "any") -> np.ndarray:

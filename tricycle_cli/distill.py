@@ -1,7 +1,7 @@
 """Distil a pretrained teacher into a smaller student.
 
 The student reads the same texts as in `tricycle train` and learns the probabilities that the teacher gives to each next
-token (Hinton et al. 2015). It has the teacher's tokeniser, and any shape.
+token (Hinton et al. 2015). It has the teacher's tokeniser, and any shape. `--resume RUN-FOLDER` continues a run.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ WIDE = 10_000  # columns, so that tyro breaks no line of its own
 LEFT, MOST_COLUMNS = 28, 120
 # Where a flag is shown; the flags of a config that are named nowhere are those of other people's models.
 GROUPS = {
-    "model": """vocab-size context-window embedding-dim n-heads n-layers n-key-heads activation
+    "model": """vocab-size context-window embedding-dim n-heads n-layers activation
         norm positions window softmax bias tied dropout""",
     "training": """batch-size accumulation-steps steps minutes optimiser schedule max-learning-rate min-learning-rate
         warmup-steps weight-decay max-gradient-norm precision recompute seed""",

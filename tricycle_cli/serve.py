@@ -26,10 +26,8 @@ from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.memory import free_memory
 from tricycle_cli.flags import parse
 from tricycle_cli.models import Cache, ModelFlags, SamplingFlags, cache_dtype, load_file, load_model, use_gpu
-from tricycle_serve.app import new_app
 from tricycle_serve.engine import Limits
 from tricycle_serve.served import Encoder, Served, Ways, Writer
-from tricycle_serve.server import listen, run
 
 KEY = "TRICYCLE_API_KEY"
 SHARE = 0.5  # of the memory that is free once the model is loaded, for what it remembers of texts
@@ -89,6 +87,9 @@ def main(args: Sequence[str] | None = None) -> None:
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(f'tricycle serve needs {package}: pip install "tricycle-gpt[serve]"')
+    from tricycle_serve.app import new_app
+    from tricycle_serve.server import Server, listen
+
     key = api_key(arguments)
     listener = listen(arguments.host, arguments.port)  # before the model is loaded, which may take a while
     served = load(arguments)
@@ -97,7 +98,7 @@ def main(args: Sequence[str] | None = None) -> None:
     served.engine.start()
     print(f"{served.name} at {address(listener)} (Ctrl-C ends it)", flush=True)
     try:
-        run(app, listener, served.engine.close)
+        Server(app, served.engine.close).run(sockets=[listener])
     except KeyboardInterrupt:
         print("ended", flush=True)
     finally:

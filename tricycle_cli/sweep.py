@@ -1,8 +1,7 @@
 """Search for good settings: train a run for each of many settings, and report the best.
 
 All flags of `tricycle train` are accepted too, and set what all runs have in common. The objective is bits a byte of
-the held-out text, which compare between vocabularies too. The sweep's folder has sweep.csv, sweep.png, and a run folder
-for each trial; --resume continues an interrupted sweep.
+held-out text. The folder has sweep.csv, sweep.png, and a run folder for each trial; --resume continues a sweep.
 """
 
 from __future__ import annotations

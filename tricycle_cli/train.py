@@ -1,7 +1,7 @@
 """Train a GPT on real text, from the first token to samples.
 
 Without arguments it trains for about ten minutes on the source code of Python's standard library, needs no
-network, and ends with the command that generates from the result. --help-all lists every setting.
+network, and ends with the command that generates from the result. `--resume RUN-FOLDER` continues a run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Arguments:
     """What to train, on what, and where to leave it."""
 
     preset: OneOf[str, PRESETS] = "laptop"
-    """where the settings below start from; without it "smol" on a GPU, else "laptop" """
+    """initial settings; unless given "smol" on a GPU, else "laptop" """
     data: OneOf[str, CORPORA] = "python"
     """the text: Python's standard library, tiny Shakespeare, your own --files, or a streamed corpus"""
     files: tuple[Path, ...] = ()

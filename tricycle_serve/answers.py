@@ -27,11 +27,6 @@ def to_json(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
-def error_event(error: ApiError) -> bytes:
-    """An error in the middle of a stream."""
-    return event(error.fields())
-
-
 @dataclass
 class Answer:
     """An answer to a request for texts, of either kind.
@@ -95,16 +90,13 @@ class Answer:
         Raises:
             ApiError, Gone: as of `Work.pieces`.
         """
-        every: list[list[Piece]] = [[] for _ in self.orders]
-        async for pieces in self.work.pieces():
-            for piece in pieces:
-                every[piece.number].append(piece)
-        n_drawn = sum(piece.n_tokens for pieces in every for piece in pieces)
+        every = [piece async for pieces in self.work.pieces() for piece in pieces]
         choices = []
-        for index, pieces in enumerate(every):
-            text = "".join(piece.text for piece in pieces)
-            told = [one for piece in pieces for one in piece.told]
-            choices.append(self.choice(index, text, told, pieces[-1].finish))
+        for index in range(len(self.orders)):
+            own = [piece for piece in every if piece.number == index]
+            told = [one for piece in own for one in piece.told]
+            choices.append(self.choice(index, "".join(piece.text for piece in own), told, own[-1].finish))
+        n_drawn = sum(piece.n_tokens for piece in every)
         return {**self.head(self.object), "choices": choices, "usage": self.usage(n_drawn)}
 
     async def events(self) -> Any:
@@ -125,7 +117,7 @@ class Answer:
                 for piece in merged(pieces):
                     yield b"".join(event({**head, "choices": [chunk]}) for chunk in self.chunks(piece))
         except ApiError as error:
-            yield error_event(error)
+            yield event(error.fields())
             return
         if self.wish.usage:
             yield event({**head, "choices": [], "usage": self.usage(n_drawn)})
@@ -178,15 +170,14 @@ class ChatAnswer(Answer):
     def _logprobs(self, told: list[Told]) -> dict[str, Any] | None:
         if self.wish.n_rivals is None:
             return None
-        content = []
-        for one in told:
-            rivals = [self._token(*rival) for rival in one.rivals]
-            content.append({**self._token(one.token, one.logprob), "top_logprobs": rivals})
-        return {"content": content, "refusal": None}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text, raw = self.tokens(token)
-        return {"token": text, "logprob": logprob, "bytes": raw}
+        def about(token: int, logprob: float) -> dict[str, Any]:
+            text, raw = self.tokens(token)
+            return {"token": text, "logprob": logprob, "bytes": raw}
+
+        rivals = [[about(*rival) for rival in one.rivals] for one in told]
+        content = [{**about(one.token, one.logprob), "top_logprobs": some} for one, some in zip(told, rivals)]
+        return {"content": content, "refusal": None}
 
 
 class TextAnswer(Answer):
@@ -197,8 +188,7 @@ class TextAnswer(Answer):
     object_of_chunk = "text_completion"
 
     def choice(self, index: int, text: str, told: list[Told], finish: str | None) -> dict[str, Any]:
-        text = self._prefix(index) + text
-        return {"index": index, "text": text, "logprobs": self._logprobs(told), "finish_reason": finish}
+        return self._chunk(index, self._prefix(index) + text, told, finish)
 
     def first_chunks(self) -> list[dict[str, Any]]:
         prefixes = [(index, self._prefix(index)) for index in range(len(self.orders))]

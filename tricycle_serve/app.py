@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tricycle_serve.answers import Answer
 from tricycle_serve.errors import ApiError
 from tricycle_serve.fields import Fields, read_object
 from tricycle_serve.gate import Gate
-from tricycle_serve.replies import Application, Receive, Reply, Scope, Send, raw_headers, refusal, reply
+from tricycle_serve.replies import refusal, reply
 from tricycle_serve.served import Served, no_such_model
-from tricycle_serve.work import Gone, Work
-
-if TYPE_CHECKING:
-    from starlette.exceptions import HTTPException
-    from starlette.requests import Request
+from tricycle_serve.work import Gone
 
 MOST_BYTES = 2**22  # of a request
 MOST_SECONDS = 30.0  # in which it has to arrive
@@ -31,8 +33,9 @@ PAGES = {
     "/chat.js": ("chat.js", "text/javascript"),
 }
 
-Answering = Callable[[Fields], Awaitable[Any]]
-Endpoint = Callable[["Request"], Awaitable[Application]]
+STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+
+Endpoint = Callable[[Request], Awaitable[Any]]
 
 
 def new_app(
@@ -49,10 +52,6 @@ def new_app(
         names, origins, key: as of `Gate`.
         most_bytes: of a request.
     """
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
-    from starlette.routing import Route
-
     desk = _Desk(served, most_bytes)
     routes: Any = [
         Route("/v1/chat/completions", desk.answering(served.chat), methods=["POST"]),
@@ -77,24 +76,21 @@ class _Desk:
         self._most_bytes = most_bytes
         self._n_open = 0
 
-    def answering(self, ask: Answering) -> Endpoint:
+    def answering(self, ask: Callable[[Fields], Awaitable[Any]]) -> Endpoint:
         """What a POST to an address does."""
 
-        from starlette.requests import ClientDisconnect
-
-        async def answer(request: Request) -> Application:
+        async def answer(request: Request) -> ASGIApp:
             if self._n_open >= MOST_REQUESTS:
                 raise ApiError("too many requests are open", 503, code="overloaded", wait=5)
             self._n_open += 1
             try:
-                fields = Fields(read_object(await self._body(request)))
-                return _Sending(await ask(fields), self._finish)
+                return _Sending(await ask(Fields(read_object(await self._body(request)))), self._finish)
             except BaseException as error:
                 self._finish()
                 if isinstance(error, (ApiError, asyncio.CancelledError)):
                     raise
                 if isinstance(error, ClientDisconnect):
-                    return Reply(b"", 499)
+                    return Response(status_code=499)
                 return refusal(_unexpected(error, request.url.path))
 
         return answer
@@ -103,10 +99,7 @@ class _Desk:
         self._n_open -= 1
 
     async def _body(self, request: Request) -> bytes:
-        """
-        Raises:
-            ApiError: too much, or too slow.
-        """
+        """Return the body of a request; raise ApiError where it is too large, or too slow."""
         too_large = ApiError(f"expected a request of at most {self._most_bytes:,} bytes", 413, code="too_large")
         stated = request.headers.get("content-length", "0")
         if not stated.isdecimal() or int(stated[:20]) > self._most_bytes:
@@ -122,17 +115,17 @@ class _Desk:
             raise ApiError(f"expected the whole request within {MOST_SECONDS:.0f} s", 408, code="too_slow") from None
         return bytes(body)
 
-    async def health(self, request: Request) -> Reply:
+    async def health(self, request: Request) -> Response:
         """Whether requests for texts are answered: 200, or 503 once the model's thread has ended."""
         if self._served.engine.is_alive:
             return reply({"status": "ok"})
         return refusal(ApiError("the model's thread has ended: start the server again", 503, code="model_failed"))
 
-    async def models(self, request: Request) -> Reply:
+    async def models(self, request: Request) -> Response:
         """The one that there is."""
         return reply({"object": "list", "data": [self._served.about()]})
 
-    async def model(self, request: Request) -> Reply:
+    async def model(self, request: Request) -> Response:
         """That of a name."""
         name = request.path_params["name"]
         if name != self._served.name:
@@ -152,77 +145,62 @@ class _Sending:
         self._finish = finish
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = self._answer.work
+
+        async def wait() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            work.leave()
+
+        waiting = asyncio.create_task(wait())
         try:
-            async with _watched(receive, self._answer.work):
-                if isinstance(self._answer, Answer) and self._answer.wish.stream:
-                    await self._stream(send)
-                else:
-                    await (await self._whole(scope["path"]))(scope, receive, send)
+            if isinstance(self._answer, Answer) and self._answer.wish.stream:
+                await self._stream(send)
+            else:
+                await (await self._whole(scope["path"]))(scope, receive, send)
         except Gone:
             pass
         finally:
+            waiting.cancel()
+            work.leave()
             self._finish()
 
-    async def _whole(self, path: str) -> Reply:
+    async def _whole(self, path: str) -> Response:
         try:
             return reply(await self._answer.whole())
-        except Gone:
+        except (Gone, asyncio.CancelledError):
             raise
         except ApiError as error:
             return refusal(error)
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:  # a panic in Rust is no Exception
             return refusal(_unexpected(error, path))
 
     async def _stream(self, send: Send) -> None:
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
-        await send({"type": "http.response.start", "status": 200, "headers": raw_headers(headers)})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM})
         async for part in self._answer.events():
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-@contextlib.asynccontextmanager
-async def _watched(receive: Receive, work: Work) -> AsyncIterator[None]:
-    """Within this block the work ends when the client leaves."""
-
-    async def wait() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        work.leave()
-
-    task = asyncio.create_task(wait())
-    try:
-        yield
-    finally:
-        task.cancel()
-        work.leave()
 
 
 def _page(name: str, kind: str) -> Endpoint:
     """A file of this package, read once."""
     content = (files("tricycle_serve") / "pages" / name).read_bytes()
 
-    async def page(request: Request) -> Reply:
-        return Reply(content, kind=kind, headers={"Cache-Control": "no-cache"})
+    async def page(request: Request) -> Response:
+        return Response(content, headers={"Cache-Control": "no-cache"}, media_type=kind)
 
     return page
 
 
-async def _api_error(request: Request, error: ApiError) -> Reply:
+async def _api_error(request: Request, error: ApiError) -> Response:
     return refusal(error)
 
 
-async def _http_error(request: Request, error: HTTPException) -> Reply:
-    if error.status_code == 404:
-        message = f"there is no {request.url.path[:100]!r} here"
-    elif error.status_code == 405:
-        message = f"expected another method than {request.method[:20]} for {request.url.path[:100]}"
-    else:
-        message = error.detail
-    code = "not_found" if error.status_code == 404 else None
-    return refusal(ApiError(message, error.status_code, code=code), dict(error.headers or {}))
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    path, status = request.url.path[:100], error.status_code
+    known = {404: f"there is no {path!r} here", 405: f"expected another method than {request.method[:20]} for {path}"}
+    code = "not_found" if status == 404 else None
+    return refusal(ApiError(known.get(status, error.detail), status, code=code), dict(error.headers or {}))
 
 
 def _unexpected(error: BaseException, path: str) -> ApiError:

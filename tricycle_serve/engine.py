@@ -35,6 +35,7 @@ class Engine(ABC):
 
     def __init__(self, n_queue: int) -> None:
         self._n_queue = n_queue
+        self._queue: deque[Any] = deque()
         self._condition = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
@@ -63,10 +64,8 @@ class Engine(ABC):
             raise ApiError("the server is shutting down", status=503, code="shutting_down")
         n_waiting = self._n_waiting()
         if n_waiting + n > self._n_queue and n_waiting:
-            wait = min(MOST_WAIT, 1 + n_waiting // 4)
-            raise ApiError(
-                f"too many requests: {n_waiting} texts are waiting; try again later", 429, code="queue_full", wait=wait
-            )
+            message = f"too many requests: {n_waiting} texts are waiting; try again later"
+            raise ApiError(message, 429, code="queue_full", wait=min(MOST_WAIT, 1 + n_waiting // 4))
 
     @property
     def is_alive(self) -> bool:
@@ -96,13 +95,13 @@ class Engine(ABC):
         """Print an error for who runs the server; clients are told little."""
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
 
-    @abstractmethod
     def _n_waiting(self) -> int:
         """How many are in the queue."""
+        return len(self._queue)
 
-    @abstractmethod
     def _has_work(self) -> bool:
         """Whether there is anything to do."""
+        return bool(self._queue)
 
     @abstractmethod
     def _turn(self) -> None:
@@ -190,7 +189,6 @@ class TextEngine(Engine):
         self.tokeniser = tokeniser
         self._limits = limits
         self._dtype = dtype
-        self._queue: deque[_Text] = deque()
         self._reading: deque[_Text] = deque()
         self._writing: dict[int, _Text] = {}
         self._batch = Batch(model)
@@ -206,25 +204,19 @@ class TextEngine(Engine):
         texts = []
         for i, order in enumerate(orders):
             is_first = i == 0 or orders[i - 1].prompt is not order.prompt
-            writing = Writing(order, self.tokeniser, i)
-            texts.append(_Text(work, writing, self._room(order), is_first, SpeculativeState(self.model, self._dtype)))
+            room = len(order.prompt) + order.n_tokens
+            if room > self._limits.n_tokens:
+                most = int(self._limits.n_tokens)
+                raise ApiError(f"expected at most {most} tokens with the answer, for memory is short, got {room}")
+            state = SpeculativeState(self.model, self._dtype)
+            texts.append(_Text(work, Writing(order, self.tokeniser, i), room, is_first, state))
         with self._condition:
             self._expect_room(len(texts))
             self._queue += texts
             self._condition.notify()
         return work
 
-    def _room(self, order: Order) -> int:
-        room = len(order.prompt) + order.n_tokens
-        if room > self._limits.n_tokens:
-            most = int(self._limits.n_tokens)
-            raise ApiError(f"expected at most {most} tokens with the answer, for memory is short, got {room}")
-        return room
-
     # ---------------------------------------------------------------- a turn
-    def _n_waiting(self) -> int:
-        return len(self._queue)
-
     def _has_work(self) -> bool:
         return bool(self._queue or self._reading or self._writing)
 
@@ -240,13 +232,11 @@ class TextEngine(Engine):
             over = [text for text in self._queue if text.work.is_over or text.work.is_late]
             for text in over:
                 self._queue.remove(text)
-        for text in over:
-            if not text.work.is_over:
-                text.work.fail(no_time())
         for text in [*self._reading, *self._writing.values()]:
-            if not text.work.is_over and not text.work.is_late:
-                continue
-            self._release(text)
+            if text.work.is_over or text.work.is_late:
+                self._release(text)
+                over.append(text)
+        for text in over:
             if not text.work.is_over and text.number is None:
                 text.work.fail(no_time())
             elif not text.work.is_over:
@@ -270,7 +260,11 @@ class TextEngine(Engine):
                 return
             if any(other.order.prompt is text.order.prompt for other in self._reading):
                 continue  # until that prompt has been read
-            if not self._has_room(text):
+            most = self._limits.n_tokens
+            used = text.room + sum(other.room for other in (*self._reading, *self._writing.values()))
+            while self._memory.states and used + self._memory.n_tokens() > most:
+                del self._memory.states[0]  # a conversation is forgotten
+            if used > most:
                 return
             text.state = self._state_for(text.order.prompt)
             if text.is_first:
@@ -278,14 +272,6 @@ class TextEngine(Engine):
             with self._condition:
                 self._queue.remove(text)
             self._reading.append(text)
-
-    def _has_room(self, text: _Text) -> bool:
-        """Whether memory is left, if need be by forgetting conversations."""
-        most = self._limits.n_tokens
-        used = sum(other.room for other in (*self._reading, *self._writing.values()))
-        while self._memory.states and used + text.room + self._memory.n_tokens() > most:
-            del self._memory.states[0]
-        return used + text.room <= most
 
     def _state_for(self, prompt: list[int]) -> SpeculativeState:
         """Return a state, used by no other text, that has processed as much of the prompt as any."""
@@ -312,32 +298,27 @@ class TextEngine(Engine):
                 self._reading.popleft()
                 self._join(text)
             elif left == READ_AT_ONCE:
-                self._read_part(text, left)
+                try:
+                    text.state.logits(text.order.prompt[: len(text.state.tokens) + left])
+                except (ValueError, MemoryError) as error:
+                    self._fail_one(text, error)
+                else:
+                    self._reading.rotate(-1)
                 return
             self._reading.rotate(-1)
 
-    def _read_part(self, text: _Text, n: int) -> None:
-        try:
-            text.state.logits(text.order.prompt[: len(text.state.tokens) + n])
-        except (ValueError, MemoryError) as error:  # nobody else need suffer from it
-            self._explain(error)
-            self._release(text)
-            text.work.fail(error)
-            return
-        self._reading.rotate(-1)
+    def _fail_one(self, text: _Text, error: BaseException) -> None:
+        """End one text; the others go on."""
+        self._explain(error)
+        self._release(text)
+        text.work.fail(error)
 
     def _join(self, text: _Text) -> None:
         """Let it be written with the others from now on."""
         order = text.order
         listener = None if order.n_rivals is None else text.writing.listen
-        text.number = self._batch.add(
-            order.prompt,
-            order.n_tokens,
-            order.sampling,
-            state=text.state,
-            overflow="refuse",
-            listener=listener,
-        )
+        how: dict[str, Any] = {"state": text.state, "overflow": "refuse", "listener": listener}
+        text.number = self._batch.add(order.prompt, order.n_tokens, order.sampling, **how)
         self._writing[text.number] = text
 
     def _write(self) -> None:
@@ -350,10 +331,8 @@ class TextEngine(Engine):
                 continue
             try:
                 piece = text.writing.take(token)
-            except ValueError as error:  # of its tokeniser: the others are written on
-                self._explain(error)
-                self._release(text)
-                text.work.fail(error)
+            except ValueError as error:  # of its tokeniser
+                self._fail_one(text, error)
                 continue
             if piece is None:
                 continue

@@ -15,10 +15,7 @@ MOST_WORDS = 40  # characters of a value that a message shows
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """
-    Raises:
-        ApiError: no JSON, or no object of it.
-    """
+    """Return the JSON object that a body is; raise ApiError where it is none."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError:
@@ -80,12 +77,7 @@ class Fields:
             return default
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if (
-            not isinstance(value, int)
-            or isinstance(value, bool)
-            or value < least
-            or (most is not None and value > most)
-        ):
+        if type(value) is not int or value < least or (most is not None and value > most):
             self.refuse(name, wanted)
         return value
 
@@ -126,6 +118,5 @@ class Fields:
         """Nothing is there that nobody took."""
         for name in self._values:
             if name not in self._taken:
-                raise ApiError(
-                    f"unrecognised field: {name[:MOST_WORDS]}", param=name[:MOST_WORDS], code="unknown_field"
-                )
+                short = name[:MOST_WORDS]
+                raise ApiError(f"unrecognised field: {short}", param=short, code="unknown_field")

@@ -7,10 +7,15 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from tricycle_serve.errors import ApiError
-from tricycle_serve.replies import Application, Receive, Reply, Scope, Send, raw_headers, refusal
+from tricycle_serve.replies import refusal
 
 # A page may load what lies beside it, and talk to this server, and nothing else.
 POLICY = "; ".join(
@@ -50,7 +55,7 @@ class Gate:
     """
 
     def __init__(
-        self, app: Application, names: Iterable[str] = (), origins: Iterable[str] = (), key: str | None = None
+        self, app: ASGIApp, names: Iterable[str] = (), origins: Iterable[str] = (), key: str | None = None
     ) -> None:
         self._app = app
         self._names = {"localhost", *(name.lower() for name in names)}
@@ -68,14 +73,13 @@ class Gate:
             extra |= {"Access-Control-Allow-Origin": headers["origin"], "Vary": "Origin"}
             extra["Cross-Origin-Resource-Policy"] = "cross-origin"
         try:
-            self._check_host(headers)
-            self._check_origin(headers, origin)
+            self._check_names(headers, origin)
             if scope["method"] == "OPTIONS" and origin in self._origins:
                 allowed = {
                     "Access-Control-Allow-Methods": "GET, POST",
                     "Access-Control-Allow-Headers": "*, Authorization",
                 }
-                await Reply(b"{}", headers=extra | allowed)(scope, receive, send)
+                await Response("{}", headers=extra | allowed, media_type="application/json")(scope, receive, send)
                 return
             self._check_key(headers, scope["path"])
         except ApiError as error:
@@ -84,27 +88,22 @@ class Gate:
 
         async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *raw_headers(extra)]}
+                MutableHeaders(scope=message).update(extra)
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
 
-    def _check_host(self, headers: dict[str, str]) -> None:
+    def _check_names(self, headers: dict[str, str], origin: str) -> None:
         name = host_name(headers.get("host", ""))
-        if name not in self._names and not _is_address(name):
-            raise ApiError(
-                f"expected Host to be this server's, got {name[:100]!r}; --names admits it", 403, code="wrong_host"
-            )
-
-    def _check_origin(self, headers: dict[str, str], origin: str) -> None:
-        if not origin or origin in self._origins:
-            return
-        if origin.partition("://")[2] != headers.get("host", "").lower():
-            raise ApiError(
-                f"expected a page of this server, got one of {origin[:100]!r}; --origins admits it",
-                403,
-                code="wrong_origin",
-            )
+        is_known = name in self._names
+        with suppress(ValueError):  # a name is no address
+            is_known = is_known or bool(ipaddress.ip_address(name))
+        if not is_known:
+            message = f"expected Host to be this server's, got {name[:100]!r}; --names admits it"
+            raise ApiError(message, 403, code="wrong_host")
+        if origin and origin not in self._origins and origin.partition("://")[2] != headers.get("host", "").lower():
+            message = f"expected a page of this server, got one of {origin[:100]!r}; --origins admits it"
+            raise ApiError(message, 403, code="wrong_origin")
 
     def _check_key(self, headers: dict[str, str], path: str) -> None:
         if self._key is None or not path.startswith(PRIVATE):
@@ -118,14 +117,6 @@ def host_name(host: str) -> str:
     """Return what a Host header names, without the port; "" where it is not a host and a port."""
     match = HOST.fullmatch(host)
     return "" if match is None else (match["address"] or match["name"]).lower().rstrip(".")
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _digest(key: bytes) -> bytes:

@@ -78,9 +78,8 @@ class Wish:
         every: list[Order] = []
         for prompt in prompts:
             if len(prompt) >= window:
-                message = (
-                    f"the context has {window} tokens: expected a prompt of at most {window - 1}, got {len(prompt)}"
-                )
+                wanted_prompt = f"expected a prompt of at most {window - 1}, got {len(prompt)}"
+                message = f"the context has {window} tokens: {wanted_prompt}"
                 raise ApiError(message, code="context_length_exceeded")
             n_tokens = min(wanted, window - len(prompt))
             for _ in range(self.n):
@@ -184,10 +183,8 @@ def _bias(fields: Fields, n_vocab: int | None) -> tuple[tuple[int, float], ...] 
         known = token.isascii() and token.isdecimal() and len(token) < 10 and (n_vocab is None or int(token) < n_vocab)
         sound = isinstance(bias, (int, float)) and not isinstance(bias, bool) and -100 <= bias <= 100
         if not known or not sound:
-            wanted = "ids of tokens and numbers from -100 to 100"
-            raise ApiError(
-                f"expected logit_bias to be of {wanted}, got {shown(token)}: {shown(bias)}", param="logit_bias"
-            )
+            wanted = "expected logit_bias to be of ids of tokens and numbers from -100 to 100"
+            raise ApiError(f"{wanted}, got {shown(token)}: {shown(bias)}", param="logit_bias")
         pairs.append((int(token), float(bias)))
     return tuple(pairs)
 
@@ -218,9 +215,8 @@ def _message(message: Any, i: int) -> dict[str, str]:
         raise ApiError(f"expected {place} to be an object, got {shown(message)}", param=place)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise ApiError(
-            f"expected {place}.role to be one of {', '.join(ROLES)}, got {shown(role)}", param=f"{place}.role"
-        )
+        wanted = f"expected {place}.role to be one of {', '.join(ROLES)}, got {shown(role)}"
+        raise ApiError(wanted, param=f"{place}.role")
     for name in ("tool_calls", "function_call", "audio"):
         if message.get(name):
             raise ApiError(f"{place}.{name} is not supported: {NO_TOOLS}", param=f"{place}.{name}")
@@ -260,10 +256,7 @@ def prompts_of(fields: Fields, n_vocab: int) -> list[str | list[int]]:
     if len(prompts) > MOST_PROMPTS:
         fields.refuse("prompt", wanted)
     for part in prompts:
-        if not isinstance(part, (str, list)) or (isinstance(part, list) and not _are_ids(part, n_vocab)):
+        are_ids = isinstance(part, list) and part and all(type(token) is int and 0 <= token < n_vocab for token in part)
+        if not isinstance(part, str) and not are_ids:
             raise ApiError(f"expected prompt to be {wanted} below {n_vocab}", param="prompt")
     return [clean(part) if isinstance(part, str) else part for part in prompts]
-
-
-def _are_ids(tokens: list[Any], n_vocab: int) -> bool:
-    return len(tokens) > 0 and all(type(token) is int and 0 <= token < n_vocab for token in tokens)

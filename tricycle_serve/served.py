@@ -74,29 +74,23 @@ class Served:
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
     def check_name(self, fields: Fields) -> None:
-        """
-        Raises:
-            ApiError: a request for another model.
-        """
+        """Raise ApiError for a request of another model."""
         name = fields.text("model")
         if name is not None and name != self.name:
             raise no_such_model(name, self.name)
 
     async def prepared(self, function: Any, *args: Any) -> Any:
         """The result of something that may take a while, while others are answered."""
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, functools.partial(function, *args))
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, function, *args)
 
     async def chat(self, fields: Fields) -> Answer:
-        raise self._cannot("answer in conversations")
+        raise ApiError(f"{self.name} cannot answer in conversations", code="unsupported_endpoint")
 
     async def complete(self, fields: Fields) -> Answer:
-        raise self._cannot("write")
+        raise ApiError(f"{self.name} cannot write", code="unsupported_endpoint")
 
     async def embed(self, fields: Fields) -> VectorAnswer:
-        raise self._cannot("make embeddings: an encoder is needed")
-
-    def _cannot(self, what: str) -> ApiError:
-        return ApiError(f"{self.name} cannot {what}", code="unsupported_endpoint")
+        raise ApiError(f"{self.name} cannot make embeddings: an encoder is needed", code="unsupported_endpoint")
 
 
 def no_such_model(name: str, known: str) -> ApiError:
@@ -120,19 +114,19 @@ class Writer(Served):
         self.tokens = TokenTexts(self.tokeniser)
         self.engine: TextEngine = TextEngine(loaded.model, self.tokeniser, limits, cache)
         self._ways = ways
-        self._most_characters = MARGIN * self.window * longest_token(self.tokeniser)
+        if hasattr(self.tokeniser, "backend"):
+            lengths = map(len, self.tokeniser.backend.get_vocab(with_added_tokens=True))
+        else:
+            lengths = map(len, map(self.tokeniser.token_bytes, range(self.tokeniser.n_vocab)))
+        self._most_characters = MARGIN * self.window * max(lengths)
         self._talks = bool(self.tokeniser.chat_template)
         self.kind = "chat" if self._talks else "text"
-        if self._talks:
-            self._ways = replace(ways, chat=self._ending(ways.chat))
-
-    def _ending(self, way: PenalizedSampling) -> PenalizedSampling:
-        """Files may name the end of texts alone; the template says what ends an answer."""
-        with contextlib.suppress(ValueError):  # a template may refuse such a short conversation
-            end = self.tokeniser.end_of_answer()
-            if end is not None and not way.ends_with(end):
-                return replace(way, stop_tokens=(*way.stop_tokens, end))  # type: ignore[misc]
-        return way
+        if self._talks:  # files may name the end of texts alone; the template says what ends an answer
+            with contextlib.suppress(ValueError):  # a template may refuse such a short conversation
+                end = self.tokeniser.end_of_answer()
+                if end is not None and not ways.chat.ends_with(end):
+                    chat = replace(ways.chat, stop_tokens=(*ways.chat.stop_tokens, end))  # type: ignore[misc]
+                    self._ways = replace(ways, chat=chat)
 
     async def chat(self, fields: Fields) -> Answer:
         """An answer to a conversation.
@@ -148,13 +142,10 @@ class Writer(Served):
         self._check_length(sum(len(message["content"]) for message in messages), "messages")
         wish = wish_of(fields, self._ways.chat, chat=True)
         try:
-            prompt = await self.prepared(self._conversation, messages)
+            prompt = await self.prepared(functools.partial(self.tokeniser.chat, messages, allowed_special=False))
         except ValueError as error:
             raise ApiError(f"the model does not take this conversation: {error}", param="messages") from None
         return self._answer(ChatAnswer, wish, [prompt], [])
-
-    def _conversation(self, messages: list[dict[str, str]]) -> list[int]:
-        return [int(token) for token in self.tokeniser.chat(messages, allowed_special=False)]
 
     async def complete(self, fields: Fields) -> Answer:
         """The continuation of texts.
@@ -186,13 +177,6 @@ class Writer(Served):
         orders = wish.orders(prompts, self._ways.length, self.window)
         work = self.engine.submit(orders, self._ways.seconds)
         return kind(wish, orders, work, self.name, self.tokens, prefixes)
-
-
-def longest_token(tokeniser: Any) -> int:
-    """Of how many characters it is, at most."""
-    if hasattr(tokeniser, "backend"):
-        return max(map(len, tokeniser.backend.get_vocab(with_added_tokens=True)))
-    return max(len(tokeniser.token_bytes(token)) for token in range(tokeniser.n_vocab))
 
 
 @dataclass

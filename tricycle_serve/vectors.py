@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,14 +17,8 @@ MOST_INPUTS = 2048
 AT_ONCE = 16  # texts that are computed before it is another request's turn
 
 
-@dataclass(frozen=True)
-class VectorWish:
-    """What a request for embeddings says.
-
-    Attributes:
-        cuts: texts that are too long are cut, and not refused.
-        as_base64: the numbers as bytes.
-    """
+class VectorWish(NamedTuple):
+    """What a request for embeddings says; texts that are too long are cut, or refused."""
 
     texts: list[str]
     cuts: bool
@@ -34,10 +26,7 @@ class VectorWish:
 
 
 def vector_wish_of(fields: Fields, width: int) -> VectorWish:
-    """
-    Raises:
-        ApiError: names the field that is wrong.
-    """
+    """Return what the fields of a request ask for; raise ApiError, which names the field that is wrong."""
     texts = fields.take("input")
     texts = [texts] if isinstance(texts, str) else texts
     sound = isinstance(texts, list) and 0 < len(texts) <= MOST_INPUTS and all(isinstance(text, str) for text in texts)
@@ -48,9 +37,7 @@ def vector_wish_of(fields: Fields, width: int) -> VectorWish:
         fields.refuse("encoding_format", "float or base64")
     dimensions = fields.whole("dimensions", width, 1)
     if dimensions != width:
-        raise ApiError(
-            f"expected dimensions to be {width}, as the model has them, got {dimensions}", param="dimensions"
-        )
+        raise ApiError(f"expected dimensions to be {width}, as the model has, got {dimensions}", param="dimensions")
     cuts = fields.flag("truncate")
     fields.ignore("user")
     fields.expect_no_more()
@@ -74,7 +61,6 @@ class VectorEngine(Engine):
     def __init__(self, encoder: SentenceEncoder, n_queue: int) -> None:
         super().__init__(n_queue)
         self.encoder = encoder
-        self._queue: deque[tuple[Work, list[str]]] = deque()
 
     def submit(self, texts: list[str], seconds: float) -> Work:
         """Ask for vectors; the result gives them as arrays (N, C), in the order of the texts.
@@ -89,12 +75,6 @@ class VectorEngine(Engine):
             self._queue.append((work, texts))
             self._condition.notify()
         return work
-
-    def _n_waiting(self) -> int:
-        return len(self._queue)
-
-    def _has_work(self) -> bool:
-        return bool(self._queue)
 
     def _turn(self) -> None:
         with self._condition:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -35,11 +34,9 @@ class Work:
         self.n_cached = 0
         self.gone = False
         self._n_open = n_parts
-        self._pieces: list[Any] = []
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        self._has_failed = False
         self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
+        self._queue: asyncio.Queue[tuple[Any, bool, BaseException | None]] = asyncio.Queue()  # pieces and ends
 
     # ---------------------------------------------------------------- for the model's thread
     @property
@@ -49,24 +46,21 @@ class Work:
     @property
     def is_over(self) -> bool:
         """Whether there is nothing left to do for it."""
-        return self.gone or self._error is not None or self._n_open == 0
+        return self.gone or self._has_failed or self._n_open == 0
 
     def put(self, piece: Any, last: bool) -> None:
         """Hand something on."""
-        with self._lock:
-            self._pieces.append(piece)
-            self._n_open -= last
-        self._tell()
+        self._n_open -= last
+        self._tell(piece, self._n_open == 0)
 
     def fail(self, error: BaseException) -> None:
         """It comes to nothing, or to nothing more."""
-        with self._lock:
-            self._error = self._error or error
-        self._tell()
+        self._has_failed = True
+        self._tell(None, False, error)
 
-    def _tell(self) -> None:
+    def _tell(self, piece: Any, is_done: bool, error: BaseException | None = None) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._changed.set)
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (piece, is_done, error))
         except RuntimeError:  # the server's thread has ended
             self.gone = True
 
@@ -74,7 +68,7 @@ class Work:
     def leave(self) -> None:
         """Nobody waits for it any more."""
         self.gone = True
-        self._changed.set()
+        self._queue.put_nowait((None, False, None))
 
     async def pieces(self) -> AsyncIterator[list[Any]]:
         """All pieces that are there, until the last has come.
@@ -83,18 +77,16 @@ class Work:
             ApiError: it came to nothing.
             Gone: nobody waits for it.
         """
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
+        is_done = False
+        while not is_done:
+            items = [await self._queue.get()]
+            while not self._queue.empty():
+                items.append(self._queue.get_nowait())
             if self.gone:
                 raise Gone
-            with self._lock:
-                some, self._pieces = self._pieces, []
-                done = self._n_open == 0
-                error = self._error
-            if some:
+            if some := [piece for piece, _, _ in items if piece is not None]:
                 yield some
-            if done:
-                return
-            if error is not None:
+            is_done = any(done for _, done, _ in items)
+            error = next((error for _, _, error in items if error is not None), None)
+            if error is not None and not is_done:
                 raise error if isinstance(error, ApiError) else ApiError("the model failed", status=500)

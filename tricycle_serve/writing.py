@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tricycle import kernels
 from tricycle_serve.orders import Order
 
 LEAST_LOGPROB = -9999.0  # of what is impossible; JSON has no infinity
@@ -64,17 +65,12 @@ class Stopper:
             self.stopped = True
             self._held = ""
             return text[: end + length]
-        n_held = self._n_held(text)
-        self._held = text[len(text) - n_held :]
-        return text[: len(text) - n_held]
-
-    def _n_held(self, text: str) -> int:
-        """How many characters at the end may be the beginning of a stop."""
-        for n in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-n:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return n
-        return 0
+        # the longest end of the text that may be the beginning of a stop
+        places = range(max(0, len(text) - self._longest + 1), len(text))
+        begins = (place for place in places if any(stop.startswith(text[place:]) for stop in self._stops))
+        place = next(begins, len(text))
+        self._held = text[place:]
+        return text[:place]
 
     def flush(self) -> str:
         """What was held back, where nothing more comes."""
@@ -107,14 +103,13 @@ class Writing:
         """As of `Batch.add`: remember how probable tokens are."""
         if token in self._ends:
             return
-        logits = logits[: self.order.sampling.n_vocab].astype(np.float64)
-        shifted = logits - logits.max()
-        logprobs = shifted - np.log(np.exp(shifted).sum())
+        logprobs = kernels.log_softmax(logits[: self.order.sampling.n_vocab].astype(np.float64))
         n = min(self.order.n_rivals or 0, len(logprobs))
         likely = np.argpartition(-logprobs, n - 1)[:n] if n else np.array([], int)
         likely = likely[np.argsort(-logprobs[likely], kind="stable")]
-        rivals = [(int(rival), _finite(logprobs[rival])) for rival in likely]
-        self._told.append(Told(token, _finite(logprobs[token]), rivals, -1))
+        finite = np.maximum(logprobs, LEAST_LOGPROB)
+        rivals = [(int(rival), float(finite[rival])) for rival in likely]
+        self._told.append(Told(token, float(finite[token]), rivals, -1))
 
     def take(self, token: int) -> Piece | None:
         """What a token adds; None for nothing yet."""
@@ -153,10 +148,6 @@ class Writing:
         return Piece(self.number, text, told, n_new, finish)
 
 
-def _finite(logprob: float) -> float:
-    return max(float(logprob), LEAST_LOGPROB)
-
-
 class TokenTexts:
     """The text of single tokens, each looked up once."""
 
@@ -170,12 +161,9 @@ class TokenTexts:
     def __call__(self, token: int) -> tuple[str, list[int] | None]:
         """Its text, and its bytes; None where it is a part of a character and nobody knows which."""
         if token not in self._known:
-            self._known[token] = self._look_up(token)
+            text = self._tokeniser.decode([*self._before, token])[self._n_before :]
+            raw: bytes | None = None if "\ufffd" in text else text.encode("utf-8")
+            if hasattr(self._tokeniser, "token_bytes"):
+                raw = b"" if token >= len(self._tokeniser) else self._tokeniser.token_bytes(token)
+            self._known[token] = text, None if raw is None else list(raw)
         return self._known[token]
-
-    def _look_up(self, token: int) -> tuple[str, list[int] | None]:
-        text = self._tokeniser.decode([*self._before, token])[self._n_before :]
-        if hasattr(self._tokeniser, "token_bytes"):
-            raw = b"" if token >= len(self._tokeniser) else self._tokeniser.token_bytes(token)
-            return text, list(raw)
-        return text, None if "\ufffd" in text else list(text.encode("utf-8"))

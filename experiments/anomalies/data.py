@@ -4,8 +4,6 @@ A beat is a wave with a smaller one behind it. Beats differ in length (with the 
 shape; the whole drifts slowly, and there is noise. About 32 samples are a beat: a second, if one likes.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -18,14 +16,8 @@ FASTER = 0.6  # how long a beat of "fast beats" is
 
 
 class Series(NamedTuple):
-    """
-    Attributes:
-        values: (n_samples,).
-        events: of each what it is, its first sample, and the one behind its last.
-    """
-
-    values: np.ndarray
-    events: list[tuple[str, int, int]]
+    values: np.ndarray  # (n_samples,)
+    events: list[tuple[str, int, int]]  # of each what it is, its first sample, and the one behind its last
 
 
 def normal_series(n_samples: int, generator: np.random.Generator) -> Series:

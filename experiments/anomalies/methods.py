@@ -3,23 +3,14 @@
 All see normal windows only. Shapes: N windows, T samples of one, Z size of a code.
 """
 
-from __future__ import annotations
-
-import math
 from collections.abc import Callable
 
 import numpy as np
-from tqdm import tqdm
 
-from tricycle.optimisers import AdamW
-from tricycle.scheduler import WarmupCosine
 from tricycle.sequences.autoencoders import Autoencoder, RecurrentAutoencoder
-from tricycle.tensor import Tensor, no_grad
-from tricycle.training import NonFiniteError, train_on_batch
+from tricycle.tensor import no_grad
 
 Expect = Callable[[np.ndarray], np.ndarray]  # windows (N, T) to what was to be expected, (N, T)
-CHECKS = 20  # looks at validation windows in a training; the weights of the best one are kept
-NOT_FINITE = "the loss is not finite; try a lower learning rate"
 CHUNK = 500  # windows at once
 AVERAGED = 33  # samples of a moving average: one more than a beat
 PAST = 16  # samples from which a linear prediction is made
@@ -79,10 +70,9 @@ def nearest(windows: np.ndarray) -> Expect:
 
 def restored(model: Autoencoder) -> Expect:
     """What an autoencoder makes of it."""
-    one_more = isinstance(model, RecurrentAutoencoder)
 
     def expect(asked: np.ndarray) -> np.ndarray:
-        x = asked.astype(np.float32)[..., None] if one_more else asked.astype(np.float32)
+        x = shaped(model, asked)
         model.eval()
         with no_grad():
             made = np.concatenate([model(x[i : i + CHUNK]).array for i in range(0, len(x), CHUNK)])
@@ -91,40 +81,7 @@ def restored(model: Autoencoder) -> Expect:
     return expect
 
 
-def train(
-    model: Autoencoder,
-    windows: np.ndarray,
-    validation: np.ndarray,
-    steps: int,
-    batch_size: int,
-    rate: float,
-    generator: np.random.Generator,
-    name: str,
-) -> Autoencoder:
-    """Keeps the weights with the lowest error on the (normal) validation windows among those at the checks."""
-    shaped = (..., None) if isinstance(model, RecurrentAutoencoder) else (...,)
-    windows, validation = (x.astype(np.float32)[shaped] for x in (windows, validation))
-    optimiser = AdamW(WarmupCosine(rate, 0, min(100, steps), steps), weight_decay=0)
-    best, kept = math.inf, model.state_dict()
-    every = max(1, steps // CHECKS)
-
-    def loss_of(batch: np.ndarray, factor: float) -> Tensor:
-        return model.loss(batch) * factor
-
-    with tqdm(range(1, steps + 1), desc=name, unit="step", leave=False) as bar:
-        for step in bar:
-            batch = windows[generator.integers(0, len(windows), batch_size)]
-            try:
-                train_on_batch(model.train(), optimiser, loss_of, batch, max_norm=1.0)
-            except NonFiniteError as error:
-                raise ArithmeticError(f"{name}: {NOT_FINITE} than {rate:g}") from error
-            if step % every == 0 or step == steps:
-                with model.evaluating():
-                    error = float(model.loss(validation))
-                bar.set_postfix(validation=f"{error:.4f}")
-                if error < best:
-                    best, kept = error, {key: array.copy() for key, array in model.state_dict().items()}
-    if not math.isfinite(best):
-        raise ArithmeticError(f"{name}: {NOT_FINITE} than {rate:g}")
-    model.load_state_dict(kept)
-    return model
+def shaped(model: Autoencoder, windows: np.ndarray) -> np.ndarray:
+    """Return windows (N, T) as a model takes them: (N, T, 1) if it is recurrent."""
+    x = windows.astype(np.float32)
+    return x[..., None] if isinstance(model, RecurrentAutoencoder) else x

@@ -3,8 +3,6 @@
 Shapes: N windows, T samples of one.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.anomalies import methods
-from experiments.anomalies.data import KINDS, Series, labels_of, normal_series, series_with_events, windows_of
+from experiments.anomalies.data import KINDS, SLOT, Series, labels_of, normal_series, series_with_events, windows_of
 from experiments.anomalies.methods import Expect
+from experiments.shared.program import at_least, between_0_and_1
+from experiments.shared.training import stream, train_best
 from tricycle.sequences.autoencoders import Autoencoder, RecurrentAutoencoder
 
 DATA, TRAINING = 1, 2  # streams that share no number
@@ -25,36 +25,35 @@ RATES = np.linspace(0, 0.3, 61)  # shares of false alarms at which curves are ke
 class Settings:
     """What a run does."""
 
-    seeds: int = 3
-    """how many series, each with models of its own"""
-    train_samples: int = 20_000
-    """of the normal series to train on"""
-    validation_samples: int = 20_000
-    """of the normal series that chooses weights and thresholds"""
-    each: int = 20
-    """events of each kind in the test series"""
-    window: int = 64
-    """samples"""
-    code_size: int = 8
-    """of PCA and of both autoencoders"""
-    hidden_size: int = 48
-    """of the recurrent autoencoder"""
-    steps: int = 1500
-    """updates of the recurrent autoencoder"""
-    dense_steps: int = 4000
-    """updates of the dense one"""
-    batch_size: int = 64
-    """windows of an update"""
-    rate: float = 0.01
-    """learning rate of the recurrent autoencoder at its peak"""
-    dense_rate: float = 0.003
-    """and of the dense one"""
-    quantile: float = 0.99
-    """share of normal validation windows that lie below the threshold"""
-    quick: bool = False
-    """a smaller form, within three minutes"""
-    output: Path = Path("runs/anomalies")
-    """where results.json and the pictures are left"""
+    seeds: int = 3  # how many series, each with models of its own
+    train_samples: int = 20_000  # of the normal series to train on
+    validation_samples: int = 20_000  # of the normal series that chooses weights and thresholds
+    each: int = 20  # events of each kind in the test series
+    window: int = 64  # samples
+    code_size: int = 8  # of PCA and of both autoencoders
+    hidden_size: int = 48  # of the recurrent autoencoder
+    steps: int = 1500  # updates of the recurrent autoencoder
+    dense_steps: int = 4000  # updates of the dense one
+    batch_size: int = 64  # windows of an update
+    rate: float = 0.01  # learning rate of the recurrent autoencoder at its peak
+    dense_rate: float = 0.003  # and of the dense one
+    quantile: float = 0.99  # share of normal validation windows that lie below the threshold
+    quick: bool = False  # a smaller form, within three minutes
+    output: Path = Path("runs/anomalies")  # where results.json and the pictures are left
+
+
+QUICK: dict[str, Any] = {"seeds": 1, "each": 10, "steps": 600, "dense_steps": 2000}
+
+
+def check(settings: Settings) -> None:
+    """Raise ValueError for settings with which nothing could be measured."""
+    at_least(settings, seeds=1, each=1, window=20, code_size=1, hidden_size=1, steps=1, dense_steps=1, batch_size=1)
+    at_least(settings, train_samples=10 * settings.window, validation_samples=10 * settings.window)
+    if settings.window > SLOT // 4:  # or too few windows between two events were normal
+        raise ValueError(f"expected --window to be at most {SLOT // 4}, got {settings.window}")
+    if 2 * settings.code_size >= settings.window:
+        raise ValueError(f"expected --code-size below half of --window, got {settings.code_size}")
+    between_0_and_1(settings, "rate", "dense_rate", "quantile")
 
 
 class Windows(NamedTuple):
@@ -70,10 +69,6 @@ class Windows(NamedTuple):
     test: np.ndarray
     labels: np.ndarray
     series: Series
-
-
-def stream(*key: int) -> np.random.Generator:
-    return np.random.default_rng(key)
 
 
 def new_windows(settings: Settings, seed: int) -> Windows:
@@ -95,9 +90,11 @@ def fitted(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, E
 
     def learned(model: Autoencoder, steps: int, rate: float, name: str) -> Expect:
         generator = stream(TRAINING, seed, 1)
-        batch = settings.batch_size
-        model = methods.train(model, train, windows.validation, steps, batch, rate, generator, f"seed {seed}, {name}")
-        return methods.restored(model)
+        x, validation = (methods.shaped(model, part) for part in (train, windows.validation))
+        batches = (x[generator.integers(0, len(x), settings.batch_size)] for _ in range(steps))
+        loss_of = lambda batch, factor: model.loss(batch) * factor
+        validate = lambda: float(model.loss(validation))
+        return methods.restored(train_best(model, loss_of, batches, steps, rate, validate, f"seed {seed}, {name}", 1.0))
 
     def dense() -> Expect:
         model = Autoencoder.dense((size, 64, 32, code), generator=stream(TRAINING, seed, 0))

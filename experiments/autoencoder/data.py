@@ -1,7 +1,5 @@
 """Images of digits in three fixed parts: to train on, to choose by, and to look at once."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -13,14 +11,8 @@ HELD_OUT_MNIST = 5_000  # of the 60,000 training images, the last; the test has 
 
 
 class Part(NamedTuple):
-    """
-    Attributes:
-        images: (N, height, width, 1), float32 from 0 (paper) to 1 (ink).
-        labels: (N,), the digits.
-    """
-
-    images: np.ndarray
-    labels: np.ndarray
+    images: np.ndarray  # (N, height, width, 1), float32 from 0 (paper) to 1 (ink)
+    labels: np.ndarray  # (N,), the digits
 
 
 class Data(NamedTuple):
@@ -49,8 +41,7 @@ def _digits() -> Data:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        said = "the digits come with scikit-learn: pip install scikit-learn, or name --data mnist"
-        raise ImportError(said) from error
+        raise ImportError("the digits and PCA come with scikit-learn: pip install scikit-learn") from error
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))  # the parts are the same in every run
     everything = part(images[order].reshape(-1, 8, 8) / 16, labels[order])

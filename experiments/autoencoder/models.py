@@ -1,6 +1,7 @@
-"""The autoencoders that are compared. All take and give images (B, height, width, 1)."""
+"""The autoencoders that are compared, and what linear algebra offers instead, fitted in closed form.
 
-from __future__ import annotations
+Shapes: B or N images, (N, height, width, 1), P pixels, Z size of the code.
+"""
 
 import math
 
@@ -8,6 +9,70 @@ import numpy as np
 
 from tricycle.layers import Sequential
 from tricycle.sequences.autoencoders import Autoencoder, Reshape, VariationalAutoencoder
+
+
+class PCA:
+    """Codes are coordinates along the directions of the largest variance, the best linear code for squared errors.
+
+    With normal codes and noise of one variance it is a probabilistic model (Tipping and Bishop 1999), of which images
+    have a likelihood and from which new ones can be drawn.
+
+    Args:
+        images: (N, height, width, 1) to fit to.
+        code_size: Z.
+    """
+
+    def __init__(self, images: np.ndarray, code_size: int) -> None:
+        from sklearn.decomposition import PCA as Fitted
+
+        self.shape = images.shape[1:]
+        self.fitted = Fitted(code_size, svd_solver="covariance_eigh").fit(flat(images))
+
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        """(N, Z)."""
+        return self.fitted.transform(flat(images))
+
+    def decode(self, codes: np.ndarray) -> np.ndarray:
+        """(N, Z) to (N, height, width, 1)."""
+        return self.fitted.inverse_transform(codes).reshape(-1, *self.shape)
+
+    def draw(self, n: int, generator: np.random.Generator) -> np.ndarray:
+        """New images, without the noise of the pixels."""
+        deviations = np.sqrt((self.fitted.explained_variance_ - self.fitted.noise_variance_).clip(0))
+        return self.decode(generator.standard_normal((n, len(deviations))) * deviations)
+
+    def surprise(self, images: np.ndarray) -> float:
+        """-log p(image), in nats, the mean over images."""
+        return -float(self.fitted.score(flat(images)))
+
+
+class LinearFilter:
+    """Of all linear maps of an image with noise the one that comes closest to the clean one (Wiener 1949).
+
+    Args:
+        images: (N, height, width, 1), clean ones to fit to.
+        deviation: of the noise, which is known.
+    """
+
+    def __init__(self, images: np.ndarray, deviation: float) -> None:
+        self.mean, covariance = moments(images)
+        noise = deviation**2 * np.eye(len(covariance))
+        self.weights = np.linalg.solve(covariance + noise, covariance)
+
+    def __call__(self, images: np.ndarray) -> np.ndarray:
+        return ((flat(images) - self.mean) @ self.weights + self.mean).reshape(images.shape)
+
+
+def flat(images: np.ndarray) -> np.ndarray:
+    """(N, height, width, 1) to (N, P), in float64."""
+    return images.reshape(len(images), -1).astype(float)
+
+
+def moments(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean (P,) and the covariance (P, P)."""
+    pixels = flat(images)
+    return pixels.mean(axis=0), np.cov(pixels.T, bias=True)
+
 
 # Hidden layers by the number of an image's pixels: of dense models their widths, of convolutional ones the channels.
 WIDTHS = {64: (128, 64), 784: (256, 128)}

@@ -1,72 +1,45 @@
 """What came out, as Markdown tables and pictures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments.autoencoder.data import Data
-from experiments.autoencoder.study import DRAWING, NOISE, Study, encode, stream, with_noise
-from experiments.tables import cell, markdown
-from tricycle_lab.plot import plot_curves, save_figure
+from experiments.autoencoder.study import DRAWING, NOISE, Study, encode, with_noise
+from experiments.shared.figures import drawing
+from experiments.shared.results import Runs, of
+from experiments.shared.tables import cell, grid, markdown
+from experiments.shared.training import stream
+from tricycle_lab.plot import plot_curves
 
-Runs = list[dict[str, Any]]
 N_COLUMNS = 14  # digits in a row of a picture
 N_DRAWN = 20
 N_BETWEEN = 11  # images from one digit to another, both ends included
 
 
-def of(runs: Runs, *keys: Any) -> list:
-    """What each run has at the end of a path."""
-    values: list = runs
-    for key in keys:
-        values = [inner[key] for inner in values]
-    return values
-
-
 # -------------------------------------------------------------------- tables
 def tables(runs: Runs, settings: dict[str, Any]) -> dict[str, str]:
     """By title."""
-    size, few = settings["variational_size"], settings["few_labels"]
+    sizes, noises, few = settings["code_sizes"], settings["noises"], settings["few_labels"]
+    by_place = lambda what: lambda name, i: of(runs, what, name, i)
+
+    def accuracies(name: str, i: int) -> str:
+        if i >= len(runs[0]["classification"][name]):  # pixels have no code
+            return ""
+        return " / ".join(cell(of(runs, "classification", name, i, labels), 1, 100) for labels in ("few", "all"))
+
+    lost, accurate = "Variance missed, %, by the size of the code", f"Accuracy of a layer on {few} labels / on all, %"
+    cleaned = f"Variance missed behind a code of {settings['denoising_size']}, %, by the noise"
+    of_sizes, of_noises = ({f"{n:g}": i for i, n in enumerate(each)} for each in (sizes, noises))
     return {
-        "Variance missed, %, by the size of the code": reconstruction_table(runs, settings),
-        f"Variance missed behind a code of {settings['denoising_size']}, %, by the noise": denoising_table(
-            runs, settings
+        lost: grid(list(runs[0]["reconstruction"]), of_sizes, by_place("reconstruction"), 1, 100),
+        cleaned: grid(list(runs[0]["denoising"]), of_noises, by_place("denoising"), 1, 100),
+        f"{accurate}, by the size of the code": grid(list(runs[0]["classification"]), of_sizes, accuracies),
+        f"New digits from codes of {settings['variational_size']}; surprise and divergence in nats an image": (
+            drawing_table(runs)
         ),
-        f"Accuracy of a layer on {few} labels / on all, %, by the size of the code": classification_table(
-            runs, settings
-        ),
-        f"New digits from codes of {size}; surprise and divergence in nats an image": drawing_table(runs),
     }
-
-
-def reconstruction_table(runs: Runs, settings: dict[str, Any]) -> str:
-    rows = [
-        [name, *(cell(of(runs, "reconstruction", name, i), 1, 100) for i in range(len(settings["code_sizes"])))]
-        for name in runs[0]["reconstruction"]
-    ]
-    return markdown(["", *map(str, settings["code_sizes"])], rows)
-
-
-def denoising_table(runs: Runs, settings: dict[str, Any]) -> str:
-    rows = [
-        [name, *(cell(of(runs, "denoising", name, i), 1, 100) for i in range(len(settings["noises"])))]
-        for name in runs[0]["denoising"]
-    ]
-    return markdown(["", *(f"{noise:g}" for noise in settings["noises"])], rows)
-
-
-def classification_table(runs: Runs, settings: dict[str, Any]) -> str:
-    rows = []
-    for name, accuracies in runs[0]["classification"].items():
-        cells = [
-            " / ".join(cell(of(runs, "classification", name, i, labels), 1, 100) for labels in ("few", "all"))
-            for i in range(len(accuracies))
-        ]
-        rows.append([name, *cells, *[""] * (len(settings["code_sizes"]) - len(cells))])
-    return markdown(["", *map(str, settings["code_sizes"])], rows)
 
 
 def drawing_table(runs: Runs) -> str:
@@ -98,8 +71,8 @@ def plot_errors(runs: Runs, settings: dict[str, Any], path: Path) -> None:
     plot_curves(curves, path, "numbers in the code", "", title, log="x", share_y=False)
 
 
-def plot_grids(study: Study, folder: Path) -> list[str]:
-    """Reconstructions, noise removed, drawn digits and ways between digits; returns the files' names."""
+def plot_pictures(study: Study, folder: Path) -> list[str]:
+    """Draw reconstructions, noise removed, new digits, ways between digits and codes; return the files' names."""
     data, settings = study.data, study.settings
     images = first_of_each(data)
     rows = {"image": images}
@@ -115,7 +88,9 @@ def plot_grids(study: Study, folder: Path) -> list[str]:
     rows |= {name: draw(N_DRAWN, stream(DRAWING, study.seed, 1)) for name, draw in study.drawers().items()}
     draw_rows(rows, folder / "drawn.png", f"New digits, codes of {settings.variational_size}")
     draw_rows(between(study), folder / "between.png", "Straight ways from one test image to another")
-    return ["reconstruction.png", "denoising.png", "drawn.png", "between.png"]
+    plot_latent(study, folder / "codes.png")
+    plot_plane(study, folder / "plane.png")
+    return [f"{name}.png" for name in ("reconstruction", "denoising", "drawn", "between", "codes", "plane")]
 
 
 def between(study: Study) -> dict[str, np.ndarray]:
@@ -123,9 +98,8 @@ def between(study: Study) -> dict[str, np.ndarray]:
     images = first_of_each(study.data)
     shares = np.linspace(0, 1, N_BETWEEN, dtype=np.float32)[:, None, None, None]
     size, rows = study.settings.variational_size, {}
-    kind = "dense"
-    plain = study.trained(kind, size)
-    variational = study.trained(kind, size, 0.0, study.chosen_deviation(kind))
+    plain = study.trained("dense", size)
+    variational = study.trained("dense", size, 0.0, study.chosen_deviation("dense"))
     for a, b in ((0, 1), (3, 8), (4, 9)):
         rows[f"{a} to {b}, pixels"] = (1 - shares) * images[a] + shares * images[b]
         for name, model in (("plain", plain), ("variational", variational)):
@@ -145,22 +119,19 @@ def first_of_each(data: Data) -> np.ndarray:
 
 def draw_rows(rows: dict[str, np.ndarray], path: Path, title: str) -> None:
     """A row of images for each name, (n, height, width, 1)."""
-    from matplotlib.figure import Figure
-
     together, places = sheet(list(rows.values()))
     inches = 0.54 / (places[1] - places[0]) if len(rows) > 1 else 0.06  # a pixel
     height, width = (inches * n for n in together.shape)
     margin, title_height = 0.085 * max(map(len, rows)) + 0.1, 0.35
     size = margin + width, height + title_height
-    figure = Figure(figsize=size)
-    axes = figure.add_axes((margin / size[0], 0, width / size[0], height / size[1]))
-    axes.imshow(together, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
-    axes.set_xticks([])
-    axes.set_yticks(places, rows)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    axes.set_title(title, fontsize=11)
-    save_figure(figure, path, 100)
+    with drawing(path, size, dpi=100, layout="none") as figure:
+        axes = figure.add_axes((margin / size[0], 0, width / size[0], height / size[1]))
+        axes.imshow(together, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
+        axes.set_xticks([])
+        axes.set_yticks(places, rows)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_title(title, fontsize=11)
 
 
 def sheet(rows: list[np.ndarray]) -> tuple[np.ndarray, list[float]]:
@@ -177,39 +148,32 @@ def sheet(rows: list[np.ndarray]) -> tuple[np.ndarray, list[float]]:
 
 def plot_latent(study: Study, path: Path) -> None:
     """Test images as points in two dimensions, coloured by digit, for each model that makes codes of two numbers."""
-    from matplotlib.figure import Figure
-
     deviation = study.settings.deviations[-1]
     codes = {name: make(study.data.test.images) for name, make in study.encoders(2).items() if name != "untrained"}
-    model = study.trained("dense", 2, 0.0, deviation)
-    codes["variational, dense"] = encode(model, study.data.test.images)
-    figure = Figure(figsize=(4 * len(codes), 4.3), layout="constrained")
-    panels = figure.subplots(1, len(codes))
-    for axes, (name, points) in zip(panels, codes.items()):
-        axes.set_title(name)
-        seen = points[:3000]
-        low, high = np.quantile(seen, (0.002, 0.998), axis=0)
-        margin = 0.08 * (high - low)
-        axes.set(xlim=(low[0] - margin[0], high[0] + margin[0]), ylim=(low[1] - margin[1], high[1] + margin[1]))
-        dots = axes.scatter(*seen.T, c=study.data.test.labels[:3000], cmap="tab10", s=14, vmin=-0.5, vmax=9.5)
-    figure.colorbar(dots, ax=panels, ticks=range(10), label="digit")
-    figure.suptitle("Codes of two numbers of test images, which saw no labels", fontsize=11)
-    save_figure(figure, path, 100)
+    codes["variational, dense"] = encode(study.trained("dense", 2, 0.0, deviation), study.data.test.images)
+    title = "Codes of two numbers of test images, which saw no labels"
+    with drawing(path, (4 * len(codes), 4.3), title, dpi=100) as figure:
+        panels = figure.subplots(1, len(codes))
+        for axes, (name, points) in zip(panels, codes.items()):
+            axes.set_title(name)
+            seen = points[:3000]
+            low, high = np.quantile(seen, (0.002, 0.998), axis=0)
+            margin = 0.08 * (high - low)
+            axes.set(xlim=(low[0] - margin[0], high[0] + margin[0]), ylim=(low[1] - margin[1], high[1] + margin[1]))
+            dots = axes.scatter(*seen.T, c=study.data.test.labels[:3000], cmap="tab10", s=14, vmin=-0.5, vmax=9.5)
+        figure.colorbar(dots, ax=panels, ticks=range(10), label="digit")
 
 
 def plot_plane(study: Study, path: Path, n: int = 16) -> None:
     """What a variational autoencoder decodes from a grid of two numbers, even in their probability."""
     from statistics import NormalDist
 
-    from matplotlib.figure import Figure
-
     model = study.trained("dense", 2, 0.0, study.settings.deviations[-1])
     places = np.array([NormalDist().inv_cdf((i + 0.5) / n) for i in range(n)], np.float32)
     codes = np.stack(np.meshgrid(places, places[::-1]), axis=-1).reshape(-1, 2)
     images = model.eval().decode(codes).numpy().reshape(n, n, *study.data.shape)
-    figure = Figure(figsize=(6, 6.3), layout="constrained")
-    axes = figure.subplots()
-    axes.imshow(sheet(list(images))[0], cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
-    axes.set_axis_off()
-    axes.set_title("Codes of two numbers, decoded", fontsize=11)
-    save_figure(figure, path, 100)
+    with drawing(path, (6, 6.3), dpi=100) as figure:
+        axes = figure.subplots()
+        axes.imshow(sheet(list(images))[0], cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
+        axes.set_axis_off()
+        axes.set_title("Codes of two numbers, decoded", fontsize=11)

@@ -3,32 +3,28 @@
 Shapes: N images, Z size of the code.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from experiments.autoencoder.data import Data, Part
-from experiments.autoencoder.linear import PCA, LinearFilter
-from experiments.autoencoder.models import new_model
+from experiments.autoencoder.models import PCA, LinearFilter, new_model
+from experiments.shared.program import among, at_least, between_0_and_1, flag, words
+from experiments.shared.training import stream, train_best
 from tricycle.layers import Dense
 from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
 from tricycle.sequences.autoencoders import Autoencoder, VariationalAutoencoder
 from tricycle.tensor import Tensor, no_grad
-from tricycle.training import NonFiniteError, train_on_batch
+from tricycle.training import train_on_batch
 
 TRAINING, LABELS, NOISE, DRAWING, BOUND = range(1, 6)  # streams that share no number
 KINDS = ("dense", "convolutional")
-CHECKS = 20  # looks at validation images in a training; the weights of the best one are kept
-NOT_FINITE = "the loss is not finite; try a --learning-rate"
 CHUNK = 1000  # images that go through a model at once when it is measured
 DECAYS = (0.0, 0.3, 3.0)  # weight decays that a classifier is tried with
 CLASSIFIER_STEPS, CLASSIFIER_RATE, CLASSIFIER_BATCH = 400, 0.01, 512
@@ -41,40 +37,50 @@ MOST_COMPARED = 3000  # images whose distances to each other are taken
 class Settings:
     """What a run does."""
 
-    data: str = "digits"
-    """"digits" (8 x 8, comes with scikit-learn) or "mnist" (28 x 28, downloaded)"""
-    code_sizes: tuple[int, ...] = (2, 4, 8, 16, 32)
-    """numbers in a code, from few to many"""
-    noises: tuple[float, ...] = (0.25, 0.5)
-    """standard deviations of the noise to be removed; ink is 1 and paper 0"""
+    data: str = "digits"  # "digits" (8 x 8, comes with scikit-learn) or "mnist" (28 x 28, downloaded)
+    code_sizes: tuple[int, ...] = (2, 4, 8, 16, 32)  # numbers in a code, from few to many
+    noises: tuple[float, ...] = (0.25, 0.5)  # standard deviations of the noise to be removed; ink is 1 and paper 0
     deviations: tuple[float, ...] = (0.1, 0.15, 0.3)
     """of variational autoencoders: the standard deviation of pixels around what is decoded"""
-    variational_size: int = 16
-    """numbers in their codes, and in those of what they are compared with"""
-    denoising_size: int = 32
-    """numbers in the codes of what removes noise"""
-    few_labels: int = 100
-    """labels for a classifier on frozen codes, as many of each digit; it is also given all"""
-    seeds: int = 3
-    """how often to train everything, from other first weights"""
-    steps: int = 2500
-    """updates of a training"""
-    batch_size: int = 64
-    """images of an update"""
-    learning_rate: float = 0.01
-    """at its peak; it falls to 0 along half a cosine"""
-    quick: bool = False
-    """a smaller form, within three minutes"""
-    output: Path = Path("runs/autoencoder")
-    """where results.json and the pictures are left"""
+    variational_size: int = 16  # numbers in their codes, and in those of what they are compared with
+    denoising_size: int = 32  # numbers in the codes of what removes noise
+    few_labels: int = 100  # labels for a classifier on frozen codes, as many of each digit; it is also given all
+    seeds: int = 3  # how often to train everything, from other first weights
+    steps: int = 2500  # updates of a training
+    batch_size: int = 64  # images of an update
+    learning_rate: float = 0.01  # at its peak; it falls to 0 along half a cosine
+    quick: bool = False  # a smaller form, within three minutes
+    output: Path = Path("runs/autoencoder")  # where results.json and the pictures are left
+
+
+QUICK: dict[str, Any] = {
+    "code_sizes": (2, 8, 32),
+    "noises": (0.5,),
+    "deviations": (0.1, 0.2),
+    "variational_size": 8,
+    "seeds": 1,
+    "steps": 500,
+}
+MOST = 63  # numbers in a code: a small digit has 64 pixels
+
+
+def check(settings: Settings) -> None:
+    """Raise ValueError for settings with which nothing could be measured."""
+    among(settings, data=("digits", "mnist"))
+    at_least(settings, seeds=1, steps=1, batch_size=1, few_labels=10, denoising_size=1, variational_size=2)
+    for name, most in (("code_sizes", MOST), ("noises", np.inf), ("deviations", np.inf)):
+        values = getattr(settings, name)
+        if not values or min(values) <= 0 or max(values) > most:
+            wanted = f"numbers from 1 to {most}" if most == MOST else "numbers above 0"
+            raise ValueError(f"expected {flag(name)} to be {wanted}, got {words(values)}")
+    for name in ("variational_size", "denoising_size"):
+        if getattr(settings, name) > MOST:
+            raise ValueError(f"expected {flag(name)} to be at most {MOST}, got {getattr(settings, name)}")
+    between_0_and_1(settings, "learning_rate")
 
 
 Measures = dict[str, Any]
 Make = Callable[[np.ndarray], np.ndarray]  # images to images
-
-
-def stream(*key: int) -> np.random.Generator:
-    return np.random.default_rng(key)
 
 
 def in_chunks(function: Callable[[np.ndarray], Any], images: np.ndarray) -> np.ndarray:
@@ -100,31 +106,16 @@ def train(model: Autoencoder, data: Data, settings: Settings, seed: int, name: s
     """
     generator, images = stream(TRAINING, seed, 1), data.train.images
     seen = with_noise(data.validation.images, noise, stream(NOISE, 0))
-    optimiser = AdamW(WarmupCosine(settings.learning_rate, 0, min(100, settings.steps), settings.steps), weight_decay=0)
-    best, kept = math.inf, model.state_dict()
-    every = max(1, settings.steps // CHECKS)
 
-    def loss_of(batch: Any, factor: Any) -> Tensor:
-        shown, clean = batch
-        return model.loss(shown, clean) * factor
-
-    with tqdm(range(1, settings.steps + 1), desc=f"seed {seed}, {name}", unit="step", leave=False) as bar:
-        for step in bar:
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        while True:
             clean = images[generator.integers(0, len(images), settings.batch_size)]
-            try:
-                train_on_batch(model.train(), optimiser, loss_of, (with_noise(clean, noise, generator), clean))
-            except NonFiniteError as error:
-                raise ArithmeticError(f"{name}: {NOT_FINITE} below {settings.learning_rate:g}") from error
-            if step % every == 0 or step == settings.steps:
-                with model.evaluating():
-                    error = float(model.loss(seen, data.validation.images))
-                bar.set_postfix(validation=f"{error:.4g}")
-                if error < best:
-                    best, kept = error, {name: array.copy() for name, array in model.state_dict().items()}
-    if not math.isfinite(best):
-        raise ArithmeticError(f"{name}: {NOT_FINITE} below {settings.learning_rate:g}")
-    model.load_state_dict(kept)
-    return model
+            yield with_noise(clean, noise, generator), clean
+
+    loss_of = lambda batch, factor: model.loss(*batch) * factor
+    validate = lambda: float(model.loss(seen, data.validation.images))
+    title = f"seed {seed}, {name}"
+    return train_best(model, loss_of, batches(), settings.steps, settings.learning_rate, validate, title)
 
 
 def with_noise(images: np.ndarray, deviation: float, generator: np.random.Generator) -> np.ndarray:
@@ -250,8 +241,7 @@ class Study:
 
     def restorers(self, size: int) -> dict[str, Make]:
         """By name, images to what is left of them after a code of a size."""
-        pca = self.pca(size)
-        makes: dict[str, Make] = {"PCA": lambda images: pca.decode(pca.encode(images))}
+        makes: dict[str, Make] = {"PCA": self.restorers_of_pca(size)}
         for kind in KINDS:
             makes[kind] = lambda images, kind=kind: restore(self.trained(kind, size), images)
         return makes
@@ -389,11 +379,5 @@ class Study:
         return measures
 
     def everything(self) -> Measures:
-        return {
-            "seed": self.seed,
-            "reconstruction": self.reconstruction(),
-            "denoising": self.denoising(),
-            "classification": self.classification(),
-            "variational": self.variational(),
-            "drawing": self.drawing(),
-        }
+        parts = self.reconstruction, self.denoising, self.classification, self.variational, self.drawing
+        return {"seed": self.seed, **{part.__name__: part() for part in parts}}

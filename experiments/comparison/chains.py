@@ -12,8 +12,6 @@ table calls sequential operations.
 a signal takes from there, forward or back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,16 +32,9 @@ YES_OR_NO = {np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.grea
 
 @dataclass
 class Rule:
-    """
-    Attributes:
-        join: which of two chains counts where both lead to a number.
-        nothing: what a number holds that comes from nowhere.
-        multiplications: in all products of matrices so far.
-    """
-
-    join: np.ufunc
-    nothing: float
-    multiplications: int = 0
+    join: np.ufunc  # which of two chains counts where both lead to a number
+    nothing: float  # what a number holds that comes from nowhere
+    multiplications: int = 0  # in all products of matrices so far
 
 
 _rule: ContextVar[Rule] = ContextVar("rule")

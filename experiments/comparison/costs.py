@@ -1,7 +1,5 @@
 """What one layer of each kind costs against the number of tokens: time, memory, multiplications, and what must wait."""
 
-from __future__ import annotations
-
 import time
 import tracemalloc
 from typing import Any
@@ -11,7 +9,9 @@ from tqdm import tqdm
 
 from experiments.comparison.chains import longest, shortest
 from experiments.comparison.layers import LAYERS
-from experiments.comparison.settings import COST, Settings, stream
+from experiments.comparison.settings import COST, Settings
+from experiments.shared.results import rounded
+from experiments.shared.training import stream
 from tricycle.layers import Layer, Sequential
 from tricycle.tensor import Tensor
 
@@ -84,6 +84,7 @@ def timed(layer: Layer, x: Tensor, repeats: int) -> tuple[float, float]:
 
 def peak_memory(layer: Layer, x: Tensor) -> int:
     """The most bytes that a forward and backward hold at once, beside what is there before."""
+    forward_and_backward(layer, x)  # the first call loads and compiles kernels, which is not the layer's memory
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     forward_and_backward(layer, x)
@@ -99,10 +100,6 @@ def exponents(sizes: list[int], values: Any) -> list[float]:
     if logs.shape[1] < 2:
         return []
     return [rounded(np.polyfit(np.log(sizes[upper]), row, 1)[0]) for row in logs]
-
-
-def rounded(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 # -------------------------------------------------------------------- paths

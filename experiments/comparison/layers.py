@@ -3,8 +3,6 @@
 Shapes: B batch, T tokens, C channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ for it. Noise has an alphabet of its own, so all that is hard is the distance.
 Shapes: B batch, T tokens, C channels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What came out, as Markdown tables and pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from experiments.comparison.recall import N_CLASSES
-from experiments.tables import cell, markdown
+from experiments.shared.results import Runs, distinct, of, select
+from experiments.shared.tables import cell, grid, markdown
 from tricycle_lab.plot import plot_curves
 
 Measures = dict[str, dict[str, Any]]  # by kind of layer
-Runs = list[dict[str, Any]]
 
 # Table 1 of Vaswani et al. 2017: work of a layer, sequential operations, maximum path length. d: width, k: kernel.
 THEIRS = {
@@ -31,13 +29,9 @@ def theirs(kind: str) -> tuple[str, str, str]:
     return THEIRS[KIN.get(family, family)]
 
 
-def kinds(runs: Runs) -> list[str]:
-    return list(dict.fromkeys(run["kind"] for run in runs))
-
-
-def of(runs: Runs, kind: str, key: str) -> np.ndarray:
+def measured(runs: Runs, kind: str, key: str) -> np.ndarray:
     """(seeds, distances)."""
-    return np.array([run[key] for run in runs if run["kind"] == kind], float)
+    return np.array(of(select(runs, kind=kind), key), float)
 
 
 # -------------------------------------------------------------------- tables
@@ -57,22 +51,16 @@ def lecture_table(sizes: list[int], distances: list[int], costs: Measures, paths
     rows = []
     for kind, of_kind in costs.items():
         work, sequential, path = theirs(kind)
-        row = [
-            kind,
-            work,
-            f"{of_kind['multiplications'][-1] / 1e6:,.0f} M",
-            sequential,
-            f"{of_kind['sequential'][-1]:,}",
-        ]
-        rows.append([*row, path, *(f"{paths[kind][key][-1]:,}" for key in ("layers", "products"))])
+        row = [kind, work, f"{of_kind['multiplications'][-1] / 1e6:,.0f} M", sequential]
+        row += [f"{of_kind['sequential'][-1]:,}", path]
+        rows.append([*row, *(f"{paths[kind][key][-1]:,}" for key in ("layers", "products"))])
     return markdown(titles, rows)
 
 
 def exponent_table(costs: Measures) -> str:
     """The p of n^p over the upper half of the numbers of tokens."""
     keys = {"time": "cpu", "memory": "memory", "multiplications": "multiplications", "products in a row": "sequential"}
-    rows = [[kind, *(power(of_kind["exponents"][key]) for key in keys.values())] for kind, of_kind in costs.items()]
-    return markdown(["exponent of", *keys], rows)
+    return grid(list(costs), keys, lambda kind, key: costs[kind]["exponents"][key], corner="exponent of")
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
@@ -91,34 +79,27 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def power(exponents: list[float]) -> str:
-    return cell(exponents) if exponents else ""
-
-
 def cost_table(sizes: list[int], costs: Measures, key: str) -> str:
     """Milliseconds ("cpu" or "wall") or MiB ("memory") at every number of tokens."""
-    rows = []
-    for kind, of_kind in costs.items():
-        values = np.atleast_2d(of_kind[key])
-        rows.append([kind, *(cell(column, 1) for column in values.T)])
-    return markdown(["n", *(f"{n:,}" for n in sizes)], rows)
+    columns = {f"{n:,}": i for i, n in enumerate(sizes)}
+    return grid(list(costs), columns, lambda kind, i: np.atleast_2d(costs[kind][key])[:, i], 1, corner="n")
 
 
 def recall_table(distances: list[int], runs: Runs) -> str:
     """Accuracy on test data in percent."""
     rows = []
-    for kind in kinds(runs):
-        size = next(run["parameters"] for run in runs if run["kind"] == kind)
-        rows.append([kind, f"{size:,}", *(cell(column, 1, 100) for column in of(runs, kind, "accuracy").T)])
+    for kind in distinct(runs, "kind"):
+        size = select(runs, kind=kind)[0]["parameters"]
+        rows.append([kind, f"{size:,}", *(cell(column, 1, 100) for column in measured(runs, kind, "accuracy").T)])
     return markdown(["distance", "parameters", *map(str, distances)], rows)
 
 
 def updates_table(distances: list[int], runs: Runs) -> str:
     """Updates until the task was first found to be learned: the mean of the trainings that did, and how many did."""
     rows = []
-    for kind in kinds(runs):
+    for kind in distinct(runs, "kind"):
         cells = []
-        for column in of(runs, kind, "learned").T:
+        for column in measured(runs, kind, "learned").T:
             did = column[~np.isnan(column)]
             few = f" ({len(did)} of {len(column)})" if len(did) < len(column) else ""
             cells.append(f"{did.mean():.0f}{few}" if len(did) else "-")
@@ -129,8 +110,8 @@ def updates_table(distances: list[int], runs: Runs) -> str:
 def gradient_table(distances: list[int], runs: Runs) -> str:
     """The norm that comes back, before training and after it: medians, for powers of ten lie between seeds."""
     rows = []
-    for kind in kinds(runs):
-        medians = [np.median(of(runs, kind, key)[:, d]) for key in ("before", "after") for d in distances]
+    for kind in distinct(runs, "kind"):
+        medians = [np.median(measured(runs, kind, key)[:, d]) for key in ("before", "after") for d in distances]
         rows.append([kind, *(f"{value:.0e}" if value else "0" for value in medians)])
     return markdown(["distance", *(f"{d}{end}" for end in ("", ", trained") for d in distances)], rows)
 
@@ -159,7 +140,9 @@ def panels(lines: dict[str, Any], reference: dict[str, Any]) -> dict[str, dict[s
 
 
 def plot_recall(distances: list[int], runs: Runs, path: Path) -> None:
-    lines: dict[str, Any] = {kind: (distances, 100 * of(runs, kind, "accuracy")) for kind in kinds(runs)}
+    lines: dict[str, Any] = {
+        kind: (distances, 100 * measured(runs, kind, "accuracy")) for kind in distinct(runs, "kind")
+    }
     curves = panels(lines, {"chance": (distances, np.full(len(distances), 100 / N_CLASSES))})
     plot_curves(curves, path, "distance, tokens", "accuracy, %", "Remembering a token over a distance", log="x")
 
@@ -170,8 +153,8 @@ def plot_gradients(distances: list[int], runs: Runs, path: Path) -> None:
     curves: dict[str, dict[str, Any]] = {}
     for key, title in {"before": "before training", "after": f"after training at {last}"}.items():
         lines: dict[str, Any] = {}
-        for kind in kinds(runs):
-            values = np.median(of(runs, kind, key), axis=0)
+        for kind in distinct(runs, "kind"):
+            values = np.median(measured(runs, kind, key), axis=0)
             n = int((values > LEAST_NORM).cumprod().sum())
             lines[kind] = np.arange(n), np.log10(values[:n])
         parts = panels(lines, {"handed on as it is": (np.arange(last + 1), np.zeros(last + 1))})

@@ -1,13 +1,12 @@
 """What can be set, and the streams of random numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from experiments.comparison.recall import BODIES
+from experiments.comparison.recall import BODIES, new_model
+from experiments.shared.program import among, at_least, between_0_and_1
+from experiments.shared.training import stream
 
 COST, TRAINING, VALIDATION, TEST, WEIGHTS, GRADIENTS = range(1, 7)  # streams that share no number
 SHORTEST, NEAREST = 64, 4  # where the sequences to time and the distances to remember over begin
@@ -17,32 +16,20 @@ SHORTEST, NEAREST = 64, 4  # where the sequences to time and the distances to re
 class Settings:
     """Costs first, then memory."""
 
-    width: int = 128
-    """channels d of the layers whose costs are measured"""
-    longest: int = 4096
-    """measure costs at n = 64, 128, ... up to so many tokens"""
-    rounds: int = 5
-    """how often to time every layer at every n"""
-    kinds: tuple[str, ...] = tuple(BODIES)
-    """which models remember"""
-    farthest: int = 128
-    """remember over 4, 8, 16, ... up to so many tokens"""
-    parameters: int = 20_000
-    """of each model that remembers, at most"""
-    updates: int = 400
-    """of each training"""
-    batch_size: int = 32
-    """sequences of an update"""
+    width: int = 128  # channels d of the layers whose costs are measured
+    longest: int = 4096  # measure costs at n = 64, 128, ... up to so many tokens
+    rounds: int = 5  # how often to time every layer at every n
+    kinds: tuple[str, ...] = tuple(BODIES)  # which models remember
+    farthest: int = 128  # remember over 4, 8, 16, ... up to so many tokens
+    parameters: int = 20_000  # of each model that remembers, at most
+    updates: int = 400  # of each training
+    batch_size: int = 32  # sequences of an update
     rates: tuple[float, ...] = (3e-3, 1e-3, 1e-2)
     """learning rates, tried in turn until one has learned; if none has, the lowest loss on validation data decides"""
-    seeds: int = 3
-    """how often to train, each time from other weights and on other data"""
-    tested: int = 1000
-    """sequences to test on, at each distance; as many for validation"""
-    quick: bool = False
-    """at most three minutes: fewer rounds, shorter sequences and trainings, one rate, one seed"""
-    output: Path = Path("runs/comparison")
-    """where results.json, costs.png, recall.png and gradients.png are left"""
+    seeds: int = 3  # how often to train, each time from other weights and on other data
+    tested: int = 1000  # sequences to test on, at each distance; as many for validation
+    quick: bool = False  # at most three minutes: fewer rounds, shorter sequences and trainings, one rate, one seed
+    output: Path = Path("runs/comparison")  # where results.json, costs.png, recall.png and gradients.png are left
 
     @property
     def sizes(self) -> list[int]:
@@ -59,5 +46,22 @@ def doubled(first: int, last: int) -> list[int]:
     return [first * 2**i for i in range((last // first).bit_length())]
 
 
-def stream(*key: int) -> np.random.Generator:
-    return np.random.default_rng(key)
+QUICK: dict[str, Any] = {
+    "longest": 1024,
+    "rounds": 3,
+    "farthest": 32,
+    "updates": 200,
+    "rates": (3e-3,),
+    "seeds": 1,
+    "tested": 500,
+}
+
+
+def check(settings: Settings) -> None:
+    """Raise ValueError for settings with which nothing could be measured."""
+    at_least(settings, width=1, longest=SHORTEST, rounds=1)
+    at_least(settings, farthest=NEAREST, updates=1, batch_size=1, seeds=1, tested=1)
+    between_0_and_1(settings, "rates")
+    among(settings, kinds=BODIES)
+    for kind in settings.kinds:
+        new_model(kind, settings.parameters, settings.farthest, stream(0))  # refuses a number that none can have

@@ -1,7 +1,5 @@
 """Train every kind of model to remember over every distance, and follow gradients back through them."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -9,7 +7,9 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.comparison.recall import MOST_BEFORE, Recaller, new_batch, new_model
-from experiments.comparison.settings import GRADIENTS, TEST, TRAINING, VALIDATION, WEIGHTS, Settings, stream
+from experiments.comparison.settings import GRADIENTS, TEST, TRAINING, VALIDATION, WEIGHTS, Settings
+from experiments.shared.results import rounded
+from experiments.shared.training import stream
 from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
@@ -127,7 +127,3 @@ def gradient_norms(model: Recaller, distance: int) -> list[float]:
     gradient: Any = read.grad
     squares = (gradient.array.astype(float) ** 2).sum(axis=-1).mean(axis=0)
     return [rounded(value) for value in np.sqrt(squares / mixed.shape[-1])[::-1]]
-
-
-def rounded(value: float) -> float:
-    return float(f"{value:.4g}")

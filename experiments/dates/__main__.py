@@ -8,8 +8,6 @@
 Learning rates, steps and the number of parameters were settled on validation dates; see the README.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -18,8 +16,9 @@ import numpy as np
 from experiments.dates import report, several, study
 from experiments.dates.models import MODELS, new_model
 from experiments.dates.study import Settings, rounded
-from experiments.settings import at_least, save
-from tricycle_cli.flags import parse, run_main
+from experiments.shared.program import Outcome, among, at_least, between_0_and_1, run_study
+from experiments.shared.results import Runs, save
+from tricycle_cli.flags import run_main
 
 QUICK: dict[str, Any] = {
     "models": ("fixed context", "additive", "Luong general", "hard", "Transformer"),
@@ -34,23 +33,18 @@ POINTS = 60  # of a loss curve
 
 
 def main() -> int:
-    values = QUICK if "--quick" in sys.argv[1:] else {}
+    quick = QUICK
+    default = Settings()
     if "--several" in sys.argv[1:]:
-        values = SEVERAL | values | {"models": SEVERAL["models"]}
-    default = Settings(**values)
-    settings = parse(Settings, default, description=__doc__ or "")  # other flags start from the presets' values
-    check(settings)
-    files, tables = several_dates(settings) if settings.several else one_date(settings)
-    for title, table in tables.items():
-        print(f"\n{title}\n\n{table}")
-    print(f"\n{settings.output}: {', '.join(files)}")
-    return 0
+        quick = SEVERAL | QUICK | {"models": SEVERAL["models"]}
+        default = Settings(**SEVERAL)
+    return run_study(Settings, lambda s: (several_dates if s.several else one_date)(s), __doc__, quick, check, default)
 
 
-def one_date(settings: Settings) -> tuple[list[str], dict[str, str]]:
-    """Every model on texts with one date; returns the files that are left, and tables."""
+def one_date(settings: Settings) -> Outcome:
+    """Train and measure every model on texts with one date."""
     examples, folder = study.shown(), settings.output
-    runs: report.Runs = []
+    runs: Runs = []
     maps: dict[str, list[np.ndarray]] = {}
     for name in settings.models:
         for seed in range(settings.seeds):
@@ -72,12 +66,12 @@ def one_date(settings: Settings) -> tuple[list[str], dict[str, str]]:
         files.append("models.png")
         one = {name: values[:1] for name, values in maps.items()}
         report.plot_alignments(examples[:1], one, folder / files[-1], n_columns=2)
-    return files, report.tables(runs)
+    return report.tables(runs), files
 
 
-def several_dates(settings: Settings) -> tuple[list[str], dict[str, str]]:
-    """Every model on texts with several dates; returns the files that are left, and the table."""
-    runs: report.Runs = []
+def several_dates(settings: Settings) -> Outcome:
+    """Train and measure every model on texts with several dates."""
+    runs: Runs = []
     for name in settings.models:
         for seed in range(settings.seeds):
             model, history, measured = several.run(name, settings, seed)
@@ -85,24 +79,16 @@ def several_dates(settings: Settings) -> tuple[list[str], dict[str, str]]:
             save(settings.output / "several.json", settings, runs=runs, counts=several.COUNTS)
     report.plot_several(runs, settings.output / "several.png")
     title = "Answers right to the last character, and dates right in their place, in %, by dates of the text"
-    return ["several.json", "several.png"], {title: report.several_table(runs)}
+    return {title: report.several_table(runs)}, ["several.json", "several.png"]
 
 
 def check(settings: Settings) -> None:
-    """
-    Raises:
-        ValueError: settings with which nothing could be measured.
-    """
+    """Raise ValueError for settings with which nothing could be measured."""
     at_least(settings, seeds=1, steps=study.CHECKS, examples=1, validated=1, tested=1, max_tokens=128)
-    unknown = [name for name in settings.models if name not in MODELS]
-    if unknown or not settings.models:
-        raise ValueError(f"expected --models among {', '.join(MODELS)}, got {', '.join(unknown) or 'none'}")
+    among(settings, models=MODELS)
     if settings.several and "hard" in settings.models:
         raise ValueError("expected --models without hard beside --several: its rewards are for answers of one length")
-    for name in ("learning_rate", "transformer_rate"):
-        if not 0 < getattr(settings, name) < 1:
-            got = getattr(settings, name)
-            raise ValueError(f"expected --{name.replace('_', '-')} above 0 and below 1, got {got}")
+    between_0_and_1(settings, "learning_rate", "transformer_rate")
     for name in settings.models:
         new_model(name, settings.parameters, np.random.default_rng(0))  # refuses a number that none can have
 

@@ -12,13 +12,13 @@ No date is ever written so that it could be read in two ways:
 Shapes: N examples, S characters of a source, T = 11 tokens of a target.
 """
 
-from __future__ import annotations
-
 import string
+import tomllib
 import unicodedata
 from collections.abc import Sequence
 from datetime import date, timedelta
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -43,136 +43,29 @@ BARE = 0.3  # of the examples stand alone, the others within other words
 
 
 class Language(NamedTuple):
-    """
-    Attributes:
-        forms: templates of `write`.
-        filler: words that may stand around a date: no digits, no names of months or days in them.
-    """
-
     months: list[str]
     short_months: list[str]
     weekdays: list[str]
     short_weekdays: list[str]
-    forms: list[str]
-    filler: list[str]
+    forms: list[str]  # templates of `write`; those of numbers alone are in every language
+    filler: list[str]  # words that may stand around a date: no digits, no names of months or days in them
 
 
-LANGUAGES = {
-    "English": Language(
-        "January February March April May June July August September October November December".split(),
-        "Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split(),
-        "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(),
-        "Mon Tue Wed Thu Fri Sat Sun".split(),
-        [
-            "{d} {month} {yyyy}",
-            "{month} {d}, {yyyy}",
-            "{month} {ordinal}, {yyyy}",
-            "{weekday}, {d} {month} {yyyy}",
-            "{weekday}, the {ordinal} of {month}, {yyyy}",
-            "the {ordinal} of {month} {yyyy}",
-            "{weekday} {month} {d} {yyyy}",
-            "{short} {d}, {yyyy}",
-            "{wd} {d} {short} {yyyy}",
-            "{d}-{short}-{yy}",
-            "{d} {month} '{yy}",
-            "{short} {d} '{yy}",
-            "{yyyy} {month} {d}",
-            "{dd} {short} {yy}",
-            "{mm}_{dd}_{yyyy}",
-            "{m}_{d}_{yyyy}",
-            "{mm}_{dd}_{yy}",
-        ],
-        "we wrote to you about the house near the old bridge and the garden behind it when rain was falling again "
-        "please bring your letter with the keys so that all of us can leave early there will be tea bread and good "
-        "company".split(),
-    ),
-    "German": Language(
-        "Januar Februar März April Mai Juni Juli August September Oktober November Dezember".split(),
-        "Jan. Feb. März Apr. Mai Jun. Jul. Aug. Sept. Okt. Nov. Dez.".split(),
-        "Montag Dienstag Mittwoch Donnerstag Freitag Samstag Sonntag".split(),
-        "Mo Di Mi Do Fr Sa So".split(),
-        [
-            "{d}. {month} {yyyy}",
-            "der {d}. {month} {yyyy}",
-            "am {d}. {month} {yyyy}",
-            "{weekday}, {d}. {month} {yyyy}",
-            "{weekday}, den {d}. {month} {yyyy}",
-            "am {weekday}, dem {d}. {month} {yyyy}",
-            "{wd}, {d}. {short} {yyyy}",
-            "{d}. {short} {yyyy}",
-            "{dd}. {month} {yy}",
-            "{d}. {month} '{yy}",
-            "{wd} {d}. {short} '{yy}",
-        ],
-        "wir haben lange nach dem alten Haus hinter der Kirche gesucht und doch nur den Garten gefunden weil es "
-        "regnete bitte bringt eure Briefe mit damit alle zusammen essen können dann gehen sie wieder fort über die "
-        "Brücke".split(),
-    ),
-    "French": Language(
-        "janvier février mars avril mai juin juillet août septembre octobre novembre décembre".split(),
-        "janv. févr. mars avr. mai juin juil. août sept. oct. nov. déc.".split(),
-        "lundi mardi mercredi jeudi vendredi samedi dimanche".split(),
-        [],  # "mar." would be Tuesday as well as a month
-        [
-            "{ordinal} {month} {yyyy}",
-            "le {ordinal} {month} {yyyy}",
-            "{weekday} {ordinal} {month} {yyyy}",
-            "le {weekday} {ordinal} {month} {yyyy}",
-            "{d} {short} {yyyy}",
-            "{weekday}, {d} {short} {yyyy}",
-            "{dd} {month} {yy}",
-            "le {ordinal} {month} '{yy}",
-            "{d} {short} '{yy}",
-            "en date du {ordinal} {month} {yyyy}",
-        ],
-        "nous avons cherché longtemps la vieille demeure derrière le pont et le jardin sous la pluie puis ils sont "
-        "venus avec leurs lettres pour manger ensemble chez nous il y aura du pain et une bonne soupe très "
-        "chaude".split(),
-    ),
-    "Spanish": Language(
-        "enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre diciembre".split(),
-        "ene. feb. mar. abr. may. jun. jul. ago. sept. oct. nov. dic.".split(),
-        "lunes martes miércoles jueves viernes sábado domingo".split(),
-        [],
-        [
-            "{ordinal} de {month} de {yyyy}",
-            "el {ordinal} de {month} de {yyyy}",
-            "{d} de {month} del {yyyy}",
-            "{weekday} {ordinal} de {month} de {yyyy}",
-            "el {weekday}, {d} de {month} de {yyyy}",
-            "{d} {short} {yyyy}",
-            "{d}-{short}-{yy}",
-            "a {d} de {month} de '{yy}",
-            "{dd} {month} {yy}",
-            "{weekday}, {d} de {short} de {yyyy}",
-        ],
-        "hemos buscado la casa vieja detrás del puente y el huerto bajo la lluvia pero nadie nos vio llegar con las "
-        "cartas para comer unidos habrá pan caliente una buena sopa y después ellos se van otra vez por la "
-        "calle".split(),
-    ),
-}
-NUMBERS = [  # in every language; "_" stands for a separator
-    "{dd}_{mm}_{yyyy}",
-    "{d}_{m}_{yyyy}",
-    "{dd}_{mm}_{yy}",
-    "{yyyy}_{mm}_{dd}",
-    "{yyyy}-{mm}-{dd}",
-]
+def _languages() -> dict[str, Language]:
+    tables = tomllib.loads(Path(__file__).with_name("languages.toml").read_text(encoding="utf-8"))
+    numbers = tables.pop("numbers")["forms"]
+    listed = lambda value: value.split() if isinstance(value, str) else value + numbers
+    return {name: Language(**{key: listed(value) for key, value in words.items()}) for name, words in tables.items()}
+
+
+LANGUAGES = _languages()
 
 
 class Example(NamedTuple):
-    """
-    Attributes:
-        source: the text.
-        fields: for each of its characters NOTHING, DAY, MONTH or YEAR.
-        iso: the answer, such as 1998-03-03; of several dates one after the other.
-        language: of its words; of several dates that of the last.
-    """
-
-    source: str
-    fields: list[int]
-    iso: str
-    language: str
+    source: str  # the text
+    fields: list[int]  # for each of its characters NOTHING, DAY, MONTH or YEAR
+    iso: str  # the answer, such as 1998-03-03; of several dates one after the other
+    language: str  # of its words; of several dates that of the last
 
 
 # -------------------------------------------------------------------- one date
@@ -220,12 +113,7 @@ def numbers(day: date) -> dict[str, str]:
 
 PARTS = {
     name: field
-    for field, names in {
-        DAY: "d dd ordinal",
-        MONTH: "m mm month short",
-        YEAR: "yy yyyy",
-        NOTHING: "weekday wd",
-    }.items()
+    for field, names in {DAY: "d dd ordinal", MONTH: "m mm month short", YEAR: "yy yyyy", NOTHING: "weekday wd"}.items()
     for name in names.split()
 }
 
@@ -262,7 +150,7 @@ def write(day: date, language: str, form: str) -> tuple[str, list[int]]:
 
 def human(day: date, language: str, generator: np.random.Generator) -> tuple[str, list[int]]:
     """A date as somebody may write it: in a form, with or without accents, in small or capital letters."""
-    forms = LANGUAGES[language].forms + NUMBERS
+    forms = LANGUAGES[language].forms
     while not is_clear(form := forms[generator.integers(len(forms))], day):
         pass  # some forms are clear for every date
     source, fields = write(day, language, form)
@@ -358,9 +246,3 @@ def targets(examples: Sequence[Example]) -> np.ndarray:
 def decode(tokens: Sequence[int]) -> str:
     """What a model wrote; an inner BEGIN shows as "?"."""
     return "".join(ISO_ALPHABET[token] if token < BEGIN else "?" for token in tokens)
-
-
-def words_of_dates() -> set[str]:
-    """Names of months and days in all languages, in small letters, without dots."""
-    lists = [part for language in LANGUAGES.values() for part in language[:4]]
-    return {word.lower().strip(".") for words in lists for word in words}

@@ -3,8 +3,6 @@
 Shapes: B batch, S source characters, T target tokens, H hidden size of recurrent layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,9 +1,6 @@
 """What came out, as Markdown tables and pictures."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -11,20 +8,13 @@ from experiments.dates.data import Example
 from experiments.dates.several import COUNTS
 from experiments.dates.several import TRAINED as TRAINED_DATES
 from experiments.dates.study import LENGTHS, TRAINED
-from experiments.tables import cell, markdown
-from tricycle_lab.plot import COLOURS, plot_curves, save_figure
+from experiments.shared.figures import drawing
+from experiments.shared.results import Runs, distinct, of, select
+from experiments.shared.tables import cell, grid, markdown
+from tricycle_lab.plot import COLOURS, plot_curves
 
-Runs = list[dict[str, Any]]
 BEYOND = [i for i, (least, _) in enumerate(LENGTHS) if least > TRAINED]
 FIELD_COLOURS = dict(zip(("year", "month", "day"), (COLOURS[1], COLOURS[0], COLOURS[2])))
-
-
-def of(runs: Runs, model: str) -> Runs:
-    return [run for run in runs if run["model"] == model]
-
-
-def names(runs: Runs) -> list[str]:
-    return list(dict.fromkeys(run["model"] for run in runs))
 
 
 def title_of(lengths: tuple[int, int]) -> str:
@@ -36,11 +26,11 @@ def main_table(runs: Runs) -> str:
     """A row a model: its size, what it costs, how often it is right, and how much of its attention is in place."""
     titles = "model;parameters;steps;seconds;exact, %;beyond, %;on the field, %;most on the field, %".split(";")
     rows = []
-    for name in names(runs):
-        mine = of(runs, name)
+    for name in distinct(runs):
+        mine = select(runs, model=name)
         beyond = [np.mean([run["lengths"][i] for i in BEYOND]) for run in mine]
-        row = [name, f"{mine[0]['parameters']:,}", f"{mine[0]['steps']:,}", cell([run["seconds"] for run in mine], 0)]
-        row += [cell([run["exact"] for run in mine], 2, 100), cell(beyond, 1, 100)]
+        row = [name, f"{mine[0]['parameters']:,}", f"{mine[0]['steps']:,}", cell(of(mine, "seconds"), 0)]
+        row += [cell(of(mine, "exact"), 2, 100), cell(beyond, 1, 100)]
         seen = "share" in mine[0]
         row += [cell([np.mean(run[key]) for run in mine], 1, 100) if seen else "" for key in ("share", "top")]
         rows.append(row)
@@ -53,34 +43,28 @@ def main_table(runs: Runs) -> str:
 
 def length_table(runs: Runs) -> str:
     """Exact answers in percent by the length of the text."""
-    rows = []
-    for name in names(runs):
-        shares = np.array([run["lengths"] for run in of(runs, name)])
-        rows.append([name, *(cell(column, 1, 100) for column in shares.T)])
-    return markdown(["characters", *map(title_of, LENGTHS)], rows)
+    columns = {title_of(lengths): i for i, lengths in enumerate(LENGTHS)}
+    found = lambda name, i: of(select(runs, model=name), "lengths", i)
+    return grid(distinct(runs), columns, found, 1, 100, "characters")
 
 
 def field_table(runs: Runs) -> str:
     """Year, month and day: the share of weight on the field's characters, and how often the most is there."""
-    rows = []
-    for name in names(runs):
-        for label, pick in ((name, lambda run: run), (f"{name}, best head", lambda run: run.get("of_best", {}))):
-            mine = [pick(run) for run in of(runs, name)]
-            if "share" in mine[0]:
-                cells = [cell([run[key][i] for run in mine], 1, 100) for key in ("share", "top") for i in range(3)]
-                rows.append([label, *cells])
-    rows.append(["even weights", *(cell(value, 1, 100) for value in runs[0]["even"]), "", "", ""])
-    return markdown(["", *(f"{field}{end}" for end in ("", ", most") for field in FIELD_COLOURS)], rows)
+    rows: dict[str, Runs] = {}
+    for name in distinct(runs):
+        mine = select(runs, model=name)
+        rows |= {name: mine, f"{name}, best head": [run.get("of_best", {}) for run in mine]}
+    rows = {name: mine for name, mine in rows.items() if "share" in mine[0]}
+    rows["even weights"] = [{"share": runs[0]["even"]}]
+    keys = (("share", ""), ("top", ", most"))
+    columns = {f"{field}{end}": (key, i) for key, end in keys for i, field in enumerate(FIELD_COLOURS)}
+    return grid(rows, columns, lambda mine, column: of(mine, *column) if column[0] in mine[0] else [], 1, 100)
 
 
 def language_table(runs: Runs) -> str:
     """Exact answers in percent by language, on texts as in training."""
-    languages = list(runs[0]["languages"])
-    rows = [
-        [name, *(cell([run["languages"][language] for run in of(runs, name)], 2, 100) for language in languages)]
-        for name in names(runs)
-    ]
-    return markdown(["", *languages], rows)
+    right = lambda name, language: of(select(runs, model=name), "languages", language)
+    return grid(distinct(runs), list(runs[0]["languages"]), right, 2, 100)
 
 
 def tables(runs: Runs) -> dict[str, str]:
@@ -94,20 +78,18 @@ def tables(runs: Runs) -> dict[str, str]:
 
 def several_table(runs: Runs) -> str:
     """A row for each model and measure, a column for each number of dates."""
-    rows = []
-    for name in names(runs):
-        for key, what in (("whole", "whole"), ("each", "each date")):
-            values = np.array([run[key] for run in of(runs, name)])
-            rows.append([f"{name}, {what}", *(cell(column, 1, 100) for column in values.T)])
-    return markdown(["dates", *map(str, COUNTS)], rows)
+    kinds = {"whole": "whole", "each date": "each"}
+    rows = {f"{name}, {title}": (name, key) for name in distinct(runs) for title, key in kinds.items()}
+    right = lambda row, i: of(select(runs, model=row[0]), row[1], i)
+    return grid(rows, {str(count): i for i, count in enumerate(COUNTS)}, right, 1, 100, "dates")
 
 
 # -------------------------------------------------------------------- pictures
 def plot_training(runs: Runs, path: Path) -> None:
     losses, checks = {}, {}
-    for name in names(runs):
-        mine = of(runs, name)
-        losses[name] = mine[0]["loss_steps"], [run["losses"] for run in mine]
+    for name in distinct(runs):
+        mine = select(runs, model=name)
+        losses[name] = mine[0]["loss_steps"], of(mine, "losses")
         steps = [step for step, _ in mine[0]["checks"]]
         checks[name] = steps, [[100 * value for _, value in run["checks"]] for run in mine]
     curves = {"cross entropy in training, nats": losses, "validation dates exactly right, %": checks}
@@ -116,44 +98,37 @@ def plot_training(runs: Runs, path: Path) -> None:
 
 def plot_lengths(runs: Runs, path: Path) -> None:
     """Accuracy against the length of the text, and attention's share on the right field."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    panels = figure.subplots(1, 2)
-    places = range(len(LENGTHS))
-    for number, name in enumerate(names(runs)):
-        mine = of(runs, name)
-        colour, marker = COLOURS[number % len(COLOURS)], "os^vDPX*"[number % 8]
-        style = {"color": colour, "marker": marker, "markersize": 5, "label": name}
-        for axes, key in zip(panels, ("lengths", "share_at_lengths")):
-            if key in mine[0]:
-                values = 100 * np.array([run[key] for run in mine])
-                axes.plot(places, values.mean(axis=0), **style)
-                low, high = values.min(axis=0), values.max(axis=0)
-                axes.fill_between(places, low, high, color=style["color"], alpha=0.15, linewidth=0)
-        if "of_best" in mine[0]:
-            values = 100 * np.array([run["of_best"]["share_at_lengths"] for run in mine]).mean(axis=0)
-            panels[1].plot(places, values, "--", color=style["color"], label=f"{name}, best head")
-    for axes, what in zip(panels, ("exactly right, %", "weight on the characters of the right field, %")):
-        axes.axvspan(-0.4, BEYOND[0] - 0.5, color="#f0f0f0", zorder=0)
-        axes.set_xticks(places, map(title_of, LENGTHS), rotation=30)
-        axes.set(xlabel="characters of the text (grey: in training)", ylabel=what, ylim=(-2, 102))
-        axes.grid(alpha=0.25)
-    panels[0].legend(frameon=False)
-    panels[1].legend(frameon=False, fontsize=8)
-    figure.suptitle("Unseen dates: the mean of the seeds, and their range")
-    save_figure(figure, path, 110)
+    with drawing(path, (12, 5), "Unseen dates: the mean of the seeds, and their range") as figure:
+        panels = figure.subplots(1, 2)
+        places = range(len(LENGTHS))
+        for number, name in enumerate(distinct(runs)):
+            mine = select(runs, model=name)
+            colour, marker = COLOURS[number % len(COLOURS)], "os^vDPX*"[number % 8]
+            style = {"color": colour, "marker": marker, "markersize": 5, "label": name}
+            for axes, key in zip(panels, ("lengths", "share_at_lengths")):
+                if key in mine[0]:
+                    values = 100 * np.array([run[key] for run in mine])
+                    axes.plot(places, values.mean(axis=0), **style)
+                    low, high = values.min(axis=0), values.max(axis=0)
+                    axes.fill_between(places, low, high, color=style["color"], alpha=0.15, linewidth=0)
+            if "of_best" in mine[0]:
+                values = 100 * np.array([run["of_best"]["share_at_lengths"] for run in mine]).mean(axis=0)
+                panels[1].plot(places, values, "--", color=style["color"], label=f"{name}, best head")
+        for axes, what in zip(panels, ("exactly right, %", "weight on the characters of the right field, %")):
+            axes.axvspan(-0.4, BEYOND[0] - 0.5, color="#f0f0f0", zorder=0)
+            axes.set_xticks(places, map(title_of, LENGTHS), rotation=30)
+            axes.set(xlabel="characters of the text (grey: in training)", ylabel=what, ylim=(-2, 102))
+            axes.grid(alpha=0.25)
+        panels[0].legend(frameon=False)
+        panels[1].legend(frameon=False, fontsize=8)
 
 
 def plot_several(runs: Runs, path: Path) -> None:
     """What is right by the number of dates."""
-    whole, each = {}, {}
-    for name in names(runs):
-        mine = of(runs, name)
-        whole[name] = COUNTS, [[100 * value for value in run["whole"]] for run in mine]
-        each[name] = COUNTS, [[100 * value for value in run["each"]] for run in mine]
-    titles = f"whole answers right, % (1 to {TRAINED_DATES} dates in training)", "dates right, %"
-    plot_curves(dict(zip(titles, (whole, each))), path, "dates of the text", "", share_y=False, n_columns=2)
+    titles = {f"whole answers right, % (1 to {TRAINED_DATES} dates in training)": "whole", "dates right, %": "each"}
+    right = lambda name, key: 100 * np.array(of(select(runs, model=name), key))
+    curves = {title: {name: (COUNTS, right(name, key)) for name in distinct(runs)} for title, key in titles.items()}
+    plot_curves(curves, path, "dates of the text", "", share_y=False, n_columns=2)
 
 
 def plot_alignments(shown: list[Example], maps: dict[str, list[np.ndarray]], path: Path, n_columns: int = 1) -> None:
@@ -164,32 +139,32 @@ def plot_alignments(shown: list[Example], maps: dict[str, list[np.ndarray]], pat
     Args:
         maps: by model, for each example weights (T, S).
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     pairs = [(name, one, values) for name, arrays in maps.items() for one, values in zip(shown, arrays)]
     panels = [(f"{name}: {one.language}" if len(shown) > 1 else name, one, values) for name, one, values in pairs]
     n_rows = -(-len(panels) // n_columns)
     width = max(len(one.source) for one in shown)
-    figure = Figure(figsize=(0.19 * width * n_columns + 1.6, 2.5 * n_rows + 0.5), layout="constrained")
-    grid = figure.subplots(n_rows, n_columns, squeeze=False)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_axis_off()
-    colours = ["black", *(FIELD_COLOURS[field] for field in ("day", "month", "year"))]
-    for axes, (title, one, values) in zip(grid.flat, panels):
-        image = axes.imshow(values[: len(one.iso)], cmap="Greys", vmin=0, vmax=1, aspect="auto")
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set_xticks(range(len(one.source)), one.source.replace(" ", "·"), family="monospace", fontsize=9)
-        axes.set_yticks(range(len(one.iso)), one.iso, family="monospace", fontsize=9)
-        axes.tick_params(length=0)
-        for label, field in zip(axes.get_xticklabels(), one.fields):
-            label.set_color(colours[field])
-        for field, (first, last) in {3: (0, 3), 2: (5, 6), 1: (8, 9)}.items():
-            for row in range(first, last + 1):
-                axes.get_yticklabels()[row].set_color(colours[field])
-            columns = np.flatnonzero(np.array(one.fields) == field)
-            corner = columns[0] - 0.5, first - 0.5
-            size = columns[-1] - columns[0] + 1, last - first + 1
-            axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor=colours[field], linewidth=1.2, clip_on=False))
-    figure.colorbar(image, ax=grid, label="attention weight", shrink=0.6 if n_rows > 1 else 1, aspect=30)
-    save_figure(figure, path, 110)
+    with drawing(path, (0.19 * width * n_columns + 1.6, 2.5 * n_rows + 0.5)) as figure:
+        grid = figure.subplots(n_rows, n_columns, squeeze=False)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_axis_off()
+        colours = ["black", *(FIELD_COLOURS[field] for field in ("day", "month", "year"))]
+        for axes, (title, one, values) in zip(grid.flat, panels):
+            image = axes.imshow(values[: len(one.iso)], cmap="Greys", vmin=0, vmax=1, aspect="auto")
+            axes.set_title(title, fontsize=10, loc="left")
+            axes.set_xticks(range(len(one.source)), one.source.replace(" ", "·"), family="monospace", fontsize=9)
+            axes.set_yticks(range(len(one.iso)), one.iso, family="monospace", fontsize=9)
+            axes.tick_params(length=0)
+            for label, field in zip(axes.get_xticklabels(), one.fields):
+                label.set_color(colours[field])
+            for field, (first, last) in {3: (0, 3), 2: (5, 6), 1: (8, 9)}.items():
+                for row in range(first, last + 1):
+                    axes.get_yticklabels()[row].set_color(colours[field])
+                columns = np.flatnonzero(np.array(one.fields) == field)
+                corner = columns[0] - 0.5, first - 0.5
+                size = columns[-1] - columns[0] + 1, last - first + 1
+                axes.add_patch(
+                    Rectangle(corner, *size, fill=False, edgecolor=colours[field], linewidth=1.2, clip_on=False)
+                )
+        figure.colorbar(image, ax=grid, label="attention weight", shrink=0.6 if n_rows > 1 else 1, aspect=30)

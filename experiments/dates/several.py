@@ -1,7 +1,5 @@
 """Several dates in one text, all of which are to be written: how much a context of fixed size can hold."""
 
-from __future__ import annotations
-
 from statistics import mean
 from typing import Any
 

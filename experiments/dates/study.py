@@ -3,8 +3,6 @@
 Shapes: B batch, S source characters, T = 11 target tokens.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from tqdm import tqdm
 from experiments.dates import data as dates
 from experiments.dates.data import BEGIN, END, FIELDS, IGNORED, ISO_FIELDS, LANGUAGES, MONTH, Example, examples
 from experiments.dates.models import MODELS, Seq2SeqHard, new_model
+from tricycle import kernels
 from tricycle.dataset import Buckets, pad
 from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
@@ -43,32 +42,19 @@ MOST = 10_000  # characters that go through a model at once when it is measured
 class Settings:
     """What a run does."""
 
-    models: tuple[str, ...] = tuple(MODELS)
-    """which models, by the names in the table"""
-    seeds: int = 3
-    """how often to train each, from other weights and on other texts"""
-    steps: int = 1500
-    """updates of a training; SLOW models have so many times as many"""
-    parameters: int = 100_000
-    """about how many each model has"""
-    examples: int = 40_000
-    """texts to train on"""
-    max_tokens: int = 2048
-    """of a batch: source characters and answers, padding included"""
-    learning_rate: float = 4e-3
-    """at its peak, of recurrent models"""
-    transformer_rate: float = 8e-3
-    """at its peak, of the Transformer"""
-    validated: int = 500
-    """validation dates to look at along a training"""
-    tested: int = 500
-    """unseen dates for each range of lengths; four times as many on texts as in training"""
-    several: bool = False
-    """texts of one to four dates instead, all of which are to be written"""
-    quick: bool = False
-    """within three minutes: one seed, shorter trainings, fewer models"""
-    output: Path = Path("runs/dates")
-    """where results.json (or several.json) and the pictures are left"""
+    models: tuple[str, ...] = tuple(MODELS)  # which models, by the names in the table
+    seeds: int = 3  # how often to train each, from other weights and on other texts
+    steps: int = 1500  # updates of a training; SLOW models have so many times as many
+    parameters: int = 100_000  # about how many each model has
+    examples: int = 40_000  # texts to train on
+    max_tokens: int = 2048  # of a batch: source characters and answers, padding included
+    learning_rate: float = 4e-3  # at its peak, of recurrent models
+    transformer_rate: float = 8e-3  # at its peak, of the Transformer
+    validated: int = 500  # validation dates to look at along a training
+    tested: int = 500  # unseen dates for each range of lengths; four times as many on texts as in training
+    several: bool = False  # texts of one to four dates instead, all of which are to be written
+    quick: bool = False  # within three minutes: one seed, shorter trainings, fewer models
+    output: Path = Path("runs/dates")  # where results.json (or several.json) and the pictures are left
 
 
 class Texts(NamedTuple):
@@ -172,14 +158,9 @@ def loss_of(
     loss = CrossEntropy(IGNORED)(target[:, 1:], logits)
     told = float(loss)
     if isinstance(model, Seq2SeqHard):
-        reward = np.take_along_axis(log_softmax(logits.array), target[:, 1:, None], axis=2)[..., 0]
+        reward = np.take_along_axis(kernels.log_softmax(logits.array), target[:, 1:, None], axis=2)[..., 0]
         loss = loss + reinforce(state["log_probability"], reward, critic(reward))
     return loss, told
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 # -------------------------------------------------------------------- measuring
@@ -218,17 +199,11 @@ def look(model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths:
 
 
 class Sight(NamedTuple):
-    """Where the tokens of each field look, of each of A heads: (A, 3) for year, month and day.
+    """Where the tokens of each field look, of each of A heads: (A, 3) for year, month and day."""
 
-    Attributes:
-        share: how much weight lies on the characters of the same field.
-        top: how often the character with the most weight is one of them.
-        even: (3,), the share that even weights over the whole text would have.
-    """
-
-    share: np.ndarray
-    top: np.ndarray
-    even: np.ndarray
+    share: np.ndarray  # how much weight lies on the characters of the same field
+    top: np.ndarray  # how often the character with the most weight is one of them
+    even: np.ndarray  # (3,), the share that even weights over the whole text would have
 
 
 def sight(model: EncoderDecoder, data: Texts) -> Sight:

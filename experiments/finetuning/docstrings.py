@@ -4,20 +4,16 @@ Held out are whole modules, with all that stands in their folder, so that no hel
 learnt; and of these no function whose line, or code, stands in a module of another part.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import re
-import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
-from tricycle_datasets.python_code import SKIPPED_FOLDERS
+from experiments.shared.texts import python_files, python_root
 
 CODE = 60, 700  # characters of a function, at least and at most
 LINE = 12, 100  # characters of what is said about it
@@ -70,16 +66,12 @@ def part_of(module: str) -> str:
 
 
 def library() -> Iterator[Function]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        place = path.relative_to(root)
-        if SKIPPED_FOLDERS & set(place.parts):
-            continue
-        module = place.parts[0].removesuffix(".py").strip("_").removeprefix("py")  # _pydecimal is decimal
+    for name in python_files():
+        module = name.split("/")[0].removesuffix(".py").strip("_").removeprefix("py")  # _pydecimal is decimal
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about escapes in strings
-                text = path.read_text(encoding="utf-8")
+                text = (python_root() / name).read_text(encoding="utf-8")
                 tree = ast.parse(text)
         except (SyntaxError, ValueError):
             continue
@@ -137,8 +129,3 @@ def overlap(answer: str, wanted: str) -> float:
 def same(answer: str, wanted: str) -> bool:
     """Whether they are the same words in the same order."""
     return re.findall(r"[a-z0-9]+", answer.lower()) == re.findall(r"[a-z0-9]+", wanted.lower())
-
-
-def name_as_answer(function: Function) -> str:
-    """What needs no model: the words of a function's name."""
-    return " ".join(re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", function.name))

@@ -1,7 +1,6 @@
 """What came out, as Markdown tables and a picture."""
 
-from __future__ import annotations
-
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,11 @@ import numpy as np
 
 from experiments.finetuning.study import OWN_ANSWERS
 from experiments.finetuning.tasks import TASKS
-from experiments.tables import cell, markdown
-from tricycle_lab.plot import COLOURS, save_figure
+from experiments.shared.figures import drawing
+from experiments.shared.results import of, select
+from experiments.shared.tables import cell, grid, markdown
+from tricycle.system.files import atomic_write
+from tricycle_lab.plot import COLOURS
 
 Results = dict[str, Any]
 WAYS = {"before": "before", "lora": "LoRA", "all": "all weights"}
@@ -22,11 +24,9 @@ SCORES = {  # what the table shows of a task, in percent
 TEXTS = (*TASKS, "captions", "reviews", OWN_ANSWERS)
 
 
-def of(results: Results, task: str, way: str) -> list[Results]:
+def found(results: Results, task: str, way: str) -> list[Results]:
     """What was found of a task: before, or after a method with each seed."""
-    if way == "before":
-        return [results["before"]]
-    return [run for run in results["runs"] if (run["task"], run["method"]) == (task, way)]
+    return [results["before"]] if way == "before" else select(results["runs"], task=task, method=way)
 
 
 def pairs(results: Results) -> list[tuple[str, str]]:
@@ -35,7 +35,7 @@ def pairs(results: Results) -> list[tuple[str, str]]:
         (task, way)
         for task in TASKS
         for way in WAYS
-        if of(results, task, way) and any(run["task"] == task for run in results["runs"])
+        if found(results, task, way) and any(run["task"] == task for run in results["runs"])
     ]
 
 
@@ -44,8 +44,8 @@ def main_table(results: Results) -> str:
     """Of each task what is held out, before and after, and what it took."""
     rows = []
     for task, way in pairs(results):
-        mine = of(results, task, way)
-        row = [f"{TASKS[task].title}, {WAYS[way]}", cell([run["bits"][task] for run in mine], 3)]
+        mine = found(results, task, way)
+        row = [f"{TASKS[task].title}, {WAYS[way]}", cell(of(mine, "bits", task), 3)]
         scores = [score(mine, task, name) for name in SCORES[task][:2]]
         row += [*scores, ""][:2]
         row += ["", "", ""] if way == "before" else times(mine)
@@ -54,17 +54,13 @@ def main_table(results: Results) -> str:
 
 
 def score(runs: list[Results], task: str, name: str) -> str:
-    return f"{name} {cell([run['scores'][task][name] for run in runs], 1, 100)}"
+    return f"{name} {cell(of(runs, 'scores', task, name), 1, 100)}"
 
 
 def sums_table(results: Results) -> str:
     """How many sums are right, in percent."""
-    rows = []
-    for way in (way for task, way in pairs(results) if task == "sums"):
-        mine = of(results, "sums", way)
-        cells = [cell([run["scores"]["sums"][name] for run in mine], 1, 100) for name in SCORES["sums"]]
-        rows.append([WAYS[way], *cells])
-    return markdown(["", *SCORES["sums"]], rows)
+    ways = {WAYS[way]: found(results, "sums", way) for task, way in pairs(results) if task == "sums"}
+    return grid(ways, SCORES["sums"], lambda mine, name: of(mine, "scores", "sums", name), 1, 100)
 
 
 def times(runs: list[Results]) -> list[str]:
@@ -80,52 +76,50 @@ def forgotten_table(results: Results) -> str:
     rows.append(["before", *(cell(results["before"]["bits"][text], 3) for text in TEXTS)])
     for task, way in pairs(results):
         if way != "before":
-            mine = of(results, task, way)
-            cells = [cell([run["bits"][text] for run in mine], 3) for text in TEXTS]
+            cells = [cell(of(found(results, task, way), "bits", text), 3) for text in TEXTS]
             cells = [f"*{value}*" if text == task else value for text, value in zip(TEXTS, cells)]
             rows.append([f"{TASKS[task].title}, {WAYS[way]}", *cells])
-    return markdown(["", *(TASKS[text].title if text in TASKS else text for text in TEXTS)], rows)
+    return markdown(["", *map(title_of, TEXTS)], rows)
+
+
+def title_of(text: str) -> str:
+    return TASKS[text].title if text in TASKS else text
 
 
 def tables(results: Results) -> dict[str, str]:
     titled = {"What is held out, before and after": main_table(results)}
     if any(task == "sums" for task, _ in pairs(results)):
         titled["Sums that are right, in %"] = sums_table(results)
-    return titled | {
-        "Bits a byte of other texts (in italics: what was learnt)": forgotten_table(results),
-    }
+    return titled | {"Bits a byte of other texts (in italics: what was learnt)": forgotten_table(results)}
 
 
 # -------------------------------------------------------------------- the picture
 def plot(results: Results, path: Path) -> None:
     """Held-out bits a byte of each task; and by how much other texts have become harder."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=(3, 2, 5))
-    tasks = [task for task in TASKS if any(run["task"] == task for run in results["runs"])]
-    for number, (way, label) in enumerate(WAYS.items()):
-        there = [(place, task) for place, task in enumerate(tasks) if of(results, task, way)]
-        values = [[run["bits"][task] for run in of(results, task, way)] for _, task in there]
-        bars(left, [place for place, _ in there], values, number, label)
-    left.set_xticks(range(len(tasks)), [TASKS[task].title.replace(" ", "\n", 1) for task in tasks])
-    left.set(ylabel="bits a byte", title="what is held out")
-    if "sums" in tasks:
-        names = SCORES["sums"][:1] + SCORES["sums"][2:]
-        for number, way in enumerate(WAYS):
-            mine = of(results, "sums", way)
-            values = [[100 * run["scores"]["sums"][name] for run in mine] for name in names]
-            bars(middle, list(range(len(names))), values if mine else [], number)
-        middle.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names])
-    middle.set(ylabel="%", title="sums that are right", ylim=(0, 100))
-    harder(right, results)
-    for axes in (left, middle, right):
-        axes.grid(alpha=0.25, axis="y")
-        axes.set_axisbelow(True)
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside lower left", ncols=3)
-    figure.legend(*right.get_legend_handles_labels(), frameon=False, loc="outside lower right", ncols=3)
-    save_figure(figure, path, 110)
+    with drawing(path, (12, 4.6)) as figure:
+        left, middle, right = figure.subplots(1, 3, width_ratios=(3, 2, 5))
+        tasks = [task for task in TASKS if any(run["task"] == task for run in results["runs"])]
+        for number, (way, label) in enumerate(WAYS.items()):
+            there = [(place, task) for place, task in enumerate(tasks) if found(results, task, way)]
+            values = [[run["bits"][task] for run in found(results, task, way)] for _, task in there]
+            bars(left, [place for place, _ in there], values, number, label)
+        left.set_xticks(range(len(tasks)), [TASKS[task].title.replace(" ", "\n", 1) for task in tasks])
+        left.set(ylabel="bits a byte", title="what is held out")
+        if "sums" in tasks:
+            names = SCORES["sums"][:1] + SCORES["sums"][2:]
+            for number, way in enumerate(WAYS):
+                mine = found(results, "sums", way)
+                values = [[100 * run["scores"]["sums"][name] for run in mine] for name in names]
+                bars(middle, list(range(len(names))), values if mine else [], number)
+            middle.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names])
+        middle.set(ylabel="%", title="sums that are right", ylim=(0, 100))
+        harder(right, results)
+        for axes in (left, middle, right):
+            axes.grid(alpha=0.25, axis="y")
+            axes.set_axisbelow(True)
+        handles, labels = left.get_legend_handles_labels()
+        figure.legend(handles, labels, frameon=False, loc="outside lower left", ncols=3)
+        figure.legend(*right.get_legend_handles_labels(), frameon=False, loc="outside lower right", ncols=3)
 
 
 def bars(axes: Any, places: list[int], groups: list[list[float]], number: int, label: str | None = None) -> None:
@@ -145,15 +139,63 @@ def harder(axes: Any, results: Results) -> None:
     for number, (task, way) in enumerate(ways):
         shown = [(place, text) for place, text in enumerate(TEXTS) if text != task]
         before = results["before"]["bits"]
-        mine = of(results, task, way)
+        mine = found(results, task, way)
         after = {text: np.mean([run["bits"][text] for run in mine]) for _, text in shown}
         changes = [100 * (after[text] / before[text] - 1) for _, text in shown]
         x = [place + 0.1 * (number - (len(ways) - 1) / 2) for place, _ in shown]
         colour = COLOURS[list(WAYS).index(way)]
         axes.plot(x, changes, markers[task], color=colour, markersize=7)
     axes.axhline(0, color="black", linewidth=0.8)
-    names = [TASKS[text].title if text in TASKS else text for text in TEXTS]
-    axes.set_xticks(range(len(TEXTS)), [name.replace(" ", "\n", 1) for name in names])
+    axes.set_xticks(range(len(TEXTS)), [title_of(text).replace(" ", "\n", 1) for text in TEXTS])
     axes.set(ylabel="more bits than before, %", title="what was forgotten")
     for task in dict.fromkeys(task for task, _ in ways):
         axes.plot([], [], markers[task], color="grey", markersize=7, label=f"after {TASKS[task].title}")
+
+
+# -------------------------------------------------------------------- the page
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 76em; padding: 0 1em; color: #222; }
+table { border-collapse: collapse; width: 100%; table-layout: fixed; margin-bottom: 2.5em; }
+th, td { border-top: 1px solid #ccc; padding: .5em .7em; text-align: left; vertical-align: top; }
+td { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.4 ui-monospace, monospace; }
+td:first-child { background: #f6f6f6; }
+th:first-child { width: 30%; }
+td.wanted { color: #006b4e; }
+"""
+
+
+def write_page(results: Results, path: Path) -> None:
+    """Write a page with what the model answered before and after, side by side."""
+    there = pairs(results)
+    parts = []
+    for task in dict.fromkeys(name for name, _ in there):
+        ways = [way for name, way in there if name == task]
+        parts.append(f"<h2>{escape(TASKS[task].title)}</h2>")
+        parts.append(page_table(results, task, task, ways))
+        parts.append("<p>The same models, asked something else:</p>")
+        parts.append(page_table(results, task, "general", ways))
+    title = "What a small model said before and after"
+    with atomic_write(path, text=True) as file:
+        file.write(f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n')
+        file.write(f"<style>{STYLE}</style>\n<h1>{title}</h1>\n")
+        file.write("\n".join(parts))
+        file.write("\n</html>\n")
+
+
+def page_table(results: Results, task: str, kind: str, ways: list[str]) -> str:
+    """A row for each question.
+
+    Args:
+        kind: the task, or "general".
+    """
+    every = [found(results, task, way)[0]["samples"][kind] for way in ways]
+    judged = any(wanted for _, wanted, _ in every[0])
+    heads = ["asked", *(["right"] if judged else []), *(WAYS[way] for way in ways)]
+    rows = ["".join(f"<th>{escape(head)}</th>" for head in heads)]
+    for samples in zip(*every):
+        question, wanted, _ = samples[0]
+        cells = [f"<td>{escape(question)}</td>"]
+        cells += [f'<td class="wanted">{escape(wanted)}</td>'] if judged else []
+        cells += [f"<td>{escape(answer.strip())}</td>" for _, _, answer in samples]
+        rows.append("".join(cells))
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"

@@ -1,7 +1,5 @@
 """Look at the model as it is, teach it each task in each way, and look again. What is finished is kept."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence
@@ -13,7 +11,8 @@ import numpy as np
 
 from experiments.finetuning import voice
 from experiments.finetuning.tasks import TASKS, Question, Task, write_records
-from experiments.settings import save
+from experiments.shared.program import among, at_least
+from experiments.shared.results import Record, rounded, select
 from tricycle.checkpoint import load_checkpoint
 from tricycle.decoding.batch import generate_batch
 from tricycle.finetuning.packing import Example, PackedDataset, packs
@@ -54,44 +53,40 @@ GENERAL = (
 class Settings:
     """What is taught, and how often."""
 
-    model: str = "smollm2"
-    """a model with a chat template, as `tricycle finetune` takes it"""
-    tasks: tuple[str, ...] = tuple(TASKS)
-    """sums, docstrings, voice"""
-    methods: tuple[str, ...] = METHODS
-    """lora, all"""
-    seeds: int = 3
-    """how often sums are taught, with other small matrices and in another order; the other tasks once"""
-    updates: int = 0
-    """of each training; 0 for the task's own number"""
-    batch_size: int = 4
-    """rows of an update"""
-    context_window: int = 256
-    """tokens of a row"""
-    precision: str = "bfloat16"
-    """of matrix products in training, bfloat16 or float32; all is measured in float32"""
-    tested: int = 210
-    """the most questions of a task that are asked"""
-    keep: bool = False
-    """keep checkpoints with all weights, 1.6 GB each, and not adapters alone"""
-    quick: bool = False
-    """within three minutes: sums by LoRA alone, once, twenty updates, few questions"""
+    model: str = "smollm2"  # a model with a chat template, as `tricycle finetune` takes it
+    tasks: tuple[str, ...] = tuple(TASKS)  # sums, docstrings, voice
+    methods: tuple[str, ...] = METHODS  # lora, all
+    seeds: int = 3  # how often sums are taught, with other small matrices and in another order; the other tasks once
+    updates: int = 0  # of each training; 0 for the task's own number
+    batch_size: int = 4  # rows of an update
+    context_window: int = 256  # tokens of a row
+    precision: str = "bfloat16"  # of matrix products in training, bfloat16 or float32; all is measured in float32
+    tested: int = 210  # the most questions of a task that are asked
+    keep: bool = False  # keep checkpoints with all weights, 1.6 GB each, and not adapters alone
+    quick: bool = False  # within three minutes: sums by LoRA alone, once, twenty updates, few questions
     output: Path = Path("runs/finetuning")
     """where results.json, the chart, the page and the runs are left; what is finished there is not done again"""
 
 
-PASSING = {"tasks", "methods", "seeds", "keep", "quick"}  # results do not hang on these
+FREE = ("tasks", "methods", "seeds", "keep", "quick")  # results do not depend on these
+QUICK: dict[str, Any] = {"tasks": ("sums",), "methods": ("lora",), "seeds": 1, "updates": 20, "tested": 30}
+
+
+def check(settings: Settings) -> None:
+    """Raise ValueError for settings with which nothing could be measured."""
+    at_least(settings, seeds=1, updates=0, batch_size=1, context_window=128, tested=1)
+    among(settings, tasks=TASKS, methods=METHODS, precision=("bfloat16", "float32"))
 
 
 # -------------------------------------------------------------------- all of it
-def measure(settings: Settings) -> dict[str, Any]:
+def measure(settings: Settings) -> Record:
     """The results, those of earlier calls too.
 
     Raises:
         ValueError: results of other settings lie there.
         KeyboardInterrupt: a training was stopped; the next call goes on with it.
     """
-    results = kept(settings)
+    results = Record(settings, FREE, runs=[])
     folder = settings.output / "data"
     folder.mkdir(parents=True, exist_ok=True)
     for task in TASKS.values():
@@ -100,39 +95,15 @@ def measure(settings: Settings) -> dict[str, Any]:
     if "before" not in results:
         loaded = load_model(settings.model, device="cpu")
         results["before"] = look(loaded, settings, list(TASKS.values()), None)
-        write(settings, results)
+        results.save()
     for task, method, seed in trainings(settings):
-        if not any((run["task"], run["method"], run["seed"]) == (task.name, method, seed) for run in results["runs"]):
+        about = {"task": task.name, "method": method, "seed": seed}
+        if not select(results["runs"], **about):
             print(f"\n=== {task.title}, {method}, seed {seed}", flush=True)
-            about = {"task": task.name, "method": method, "seed": seed}
             run = {**about, **teach_and_look(task, method, seed, settings, results["before"]["answers"])}
             results["runs"].append(run)
-            write(settings, results)
+            results.save()
     return results
-
-
-def kept(settings: Settings) -> dict[str, Any]:
-    """
-    Raises:
-        ValueError: as of `measure`.
-    """
-    path = settings.output / "results.json"
-    if not path.is_file():
-        return {"runs": []}
-    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    now = {name: value for name, value in vars(settings).items() if name not in PASSING and name != "output"}
-    other = [
-        f"{name} {results['settings'].get(name)!r} there and {value!r} here"
-        for name, value in now.items()
-        if results["settings"].get(name) != value
-    ]
-    if other:
-        raise ValueError(f"{path} holds results of other settings: {'; '.join(other)}; name another --output")
-    return results
-
-
-def write(settings: Settings, results: dict[str, Any]) -> None:
-    results |= save(settings.output / "results.json", settings, before=results.get("before"), runs=results["runs"])
 
 
 def trainings(settings: Settings) -> list[tuple[Task, str, int]]:
@@ -228,7 +199,7 @@ def look(loaded: Pretrained, settings: Settings, tasks: Sequence[Task], own: lis
     for task in tasks:
         questions = chosen(task.questions(), settings.tested)
         answers = told(loaded, ask(loaded, questions, task.n_tokens, settings, task.temperature))
-        results["scores"][task.name] = {name: rounded(value) for name, value in task.judge(questions, answers).items()}
+        results["scores"][task.name] = rounded(task.judge(questions, answers))
         if task.name == "voice":
             questions = [Question(text, False, "") for text in voice.OPENINGS]
             answers = told(loaded, ask(loaded, questions, task.n_tokens, settings, task.temperature))
@@ -251,10 +222,6 @@ def texts_of(loaded: Pretrained, settings: Settings, own: list[Any]) -> dict[str
     texts["reviews"] = list(reader.windows(reader.text_ids(reviews())))
     texts[OWN_ANSWERS] = [answer_example(ids, drawn, window) for ids, drawn in own]
     return texts
-
-
-def rounded(value: float) -> float:
-    return round(float(value), 5)
 
 
 def chosen(questions: list[Question], n: int) -> list[Question]:

@@ -4,8 +4,6 @@ A sum is where it starts and what is added or taken away, or that it doubles. No
 training, however it is told; held out are also stories of another kind, none of whose sentences stand in training.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 
@@ -62,10 +60,7 @@ class Sum(NamedTuple):
 
 
 def in_words(number: int) -> str:
-    """
-    Raises:
-        ValueError: a number that is not from 0 to 999.
-    """
+    """Raise ValueError: a number that is not from 0 to 999."""
     if not 0 <= number <= 999:
         raise ValueError(f"in_words: expected a number from 0 to 999, got {number}")
     if number < len(ONES):

@@ -1,7 +1,5 @@
 """The three tasks: their records for `tricycle finetune`, what is asked of a model, and how its answers are judged."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,19 +20,12 @@ ORDER = {"train": TRAINING, "validation": VALIDATION, "test": TEST}
 
 @dataclass(frozen=True)
 class Question:
-    """What a model is to answer.
+    """What a model is to answer."""
 
-    Attributes:
-        text: what is asked.
-        is_chat: whether it is a message, or a text to go on with.
-        wanted: the right answer, or what there is to judge one by.
-        group: questions of one group are counted together.
-    """
-
-    text: str
-    is_chat: bool
-    wanted: Any
-    group: str = ""
+    text: str  # what is asked
+    is_chat: bool  # whether it is a message, or a text to go on with
+    wanted: Any  # the right answer, or what there is to judge one by
+    group: str = ""  # questions of one group are counted together
 
 
 @dataclass(frozen=True)
@@ -113,10 +104,6 @@ def function_records(part: str) -> list[Any]:
     ]
 
 
-def function_questions() -> list[Question]:
-    return [Question(one.question, True, one.line) for one in docstrings.functions()["test"]]
-
-
 def judge_lines(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
     """Words in common with the author's line, and how often they are the same."""
     lines = [docstrings.first_line(answer) for answer in answers]
@@ -126,15 +113,6 @@ def judge_lines(questions: Sequence[Question], answers: Sequence[str]) -> dict[s
 
 
 # -------------------------------------------------------------------- the voice
-def play_records(part: str) -> list[Any]:
-    text = voice.part(part)
-    return [text[: voice.TESTED] if part == "test" else text]
-
-
-def play_questions() -> list[Question]:
-    return [Question(opening, False, rest) for opening, rest in voice.openings()]
-
-
 def judge_voice(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
     """How much was copied; and how much of what Shakespeare himself goes on with stands in the training text."""
     wanted = [question.wanted for question in questions]
@@ -143,8 +121,25 @@ def judge_voice(questions: Sequence[Question], answers: Sequence[str]) -> dict[s
 
 SUMS_RATES = {"lora": 2e-3, "all": 2e-4}
 SUMS = Task("sums", "sums in words", ".jsonl", story_records, story_questions, judge_sums, 96, rates=SUMS_RATES)
-DOCSTRINGS = Task("docstrings", "docstrings", ".jsonl", function_records, function_questions, judge_lines, 32)
-VOICE = Task("voice", "Shakespeare", ".txt", play_records, play_questions, judge_voice, 48, temperature=0.8)
+DOCSTRINGS = Task(
+    "docstrings",
+    "docstrings",
+    ".jsonl",
+    function_records,
+    lambda: [Question(one.question, True, one.line) for one in docstrings.functions()["test"]],
+    judge_lines,
+    32,
+)
+VOICE = Task(
+    "voice",
+    "Shakespeare",
+    ".txt",
+    lambda part: [voice.part(part)[: voice.TESTED if part == "test" else None]],
+    lambda: [Question(opening, False, rest) for opening, rest in voice.openings()],
+    judge_voice,
+    48,
+    temperature=0.8,
+)
 TASKS = {task.name: task for task in (SUMS, DOCSTRINGS, VOICE)}
 
 

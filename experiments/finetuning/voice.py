@@ -1,12 +1,9 @@
 """Shakespeare's voice: plays to go on with, and how much of what a model writes it has by heart."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 
-from tricycle_datasets import shakespeare
-from tricycle_datasets.download import fetch
+from experiments.shared import texts
 
 TENTHS = {"train": (0, 8), "validation": (8, 9), "test": (9, 10)}  # of the text, from its beginning to its end
 TESTED = 20_000  # characters of the test's tenth that are looked at
@@ -17,13 +14,7 @@ OPENING_WORDS, N_OPENINGS = 24, 12
 
 @cache
 def plays() -> str:
-    """Tiny Shakespeare, 1.1 million characters.
-
-    Raises:
-        OSError, ValueError: as of `tricycle_datasets.download.fetch`.
-    """
-    path = fetch("input.txt", shakespeare.URL, shakespeare.SHA256, folder="tinyshakespeare")
-    return path.read_text(encoding="utf-8")
+    return texts.plays().decode("utf-8")
 
 
 def part(name: str) -> str:

@@ -9,94 +9,74 @@
 What is finished lies in the output folder and is not done again when the command is given again.
 """
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 from tqdm import tqdm
 
 from experiments.learned_statistics import real, report
-from experiments.learned_statistics.bench import Bench, Job, Record, all_jobs
-from experiments.learned_statistics.study import SEEN_WINDOWS, Settings, about_maps, held_out_rows, look, new_subject
-from experiments.settings import at_least
-from tricycle_cli.flags import parse, run_main
-
-QUICK: dict[str, Any] = {
-    "blocks": (2, 4),
-    "seeds": 1,
-    "width": 64,
-    "layers": 3,
-    "context_window": 128,
-    "steps": 2000,
-    "scale_steps": 300,
-    "windows": 128,
-}
+from experiments.learned_statistics.blocks import Bench, Job, Rows, attention_of
+from experiments.learned_statistics.study import (
+    FREE,
+    QUICK,
+    SEEN_WINDOWS,
+    Settings,
+    about_maps,
+    all_rows,
+    check,
+    job_of,
+    measure,
+    new_bench,
+    new_subject,
+)
+from experiments.shared.program import Outcome, run_study
+from tricycle_cli.flags import run_main
 
 
 def main() -> int:
     if real.is_asked_for(sys.argv[1:]):
         return real.main()
-    default = Settings(**QUICK) if "--quick" in sys.argv[1:] else Settings()  # other flags start from its values
-    settings = parse(Settings, default, description=__doc__ or "")
-    check(settings)
-    record = Record(settings)
+    return run_study(Settings, study, __doc__, QUICK, check)
+
+
+def study(settings: Settings) -> Outcome:
+    record = Rows(settings, FREE, rows=[], attention={})
     files: list[str] = []
+    rows = []
     for number in range(settings.models):
-        bench = Bench(new_subject(settings, number), number, settings)
-        with tqdm(all_jobs(settings), desc=f"model {number}", unit="row", dynamic_ncols=True) as bar:
-            for job in bar:
-                if not record.has(number, job):
-                    record.add(number, job, bench.measure(job))
-        files = files or show(bench, record)
-    rows, attention = record.rows(settings), record.results["attention"]
-    print(f"\nPerplexity on held-out text\n\n{report.perplexity_table(rows)}")
-    print(f"\nShare of the lost perplexity that is won back, %\n\n{report.won_back_table(rows)}")
-    print(f"\nBeside seed document 002 (on Wikitext-2)\n\n{report.seed_table(rows)}")
-    print(f"\nSpikiness of the attention maps\n\n{report.maps_table(attention, 'spikiness')}")
-    print(f"\nTheir distance from those of the whole softmax\n\n{report.maps_table(attention, 'distance')}")
-    print(f"\n{settings.output}: results.json, {', '.join(files)}")
-    return 0
+        subject, held_out = new_subject(settings, number)
+        bench = new_bench(subject, number, settings)
+        for row in tqdm(all_rows(settings), desc=f"model {number}", unit="row", dynamic_ncols=True):
+            wanted = {"model": number, **row}
+            if record.row(wanted) is None:
+                record.add(wanted, measure(bench, job_of(settings, **row), held_out, settings))
+            rows.append(record.row(wanted))
+        files = files or show(bench, record, settings)
+    return report.tables(rows, record["attention"]), ["results.json", *files]
 
 
-def check(settings: Settings) -> None:
-    """
-    Raises:
-        ValueError: settings with which nothing could be measured.
-    """
-    at_least(settings, seeds=1, models=1, steps=1, scale_steps=1, batch_size=1, layers=1, windows=0)
-    if not settings.scale_rate > 0:
-        raise ValueError(f"expected --scale-rate to be above 0, got {settings.scale_rate}")
-    if min(settings.blocks, default=0) < 2:
-        raise ValueError(f"expected --blocks of 2 or more, got {' '.join(map(str, settings.blocks)) or 'none'}")
-    if settings.model and settings.models > 1:
-        raise ValueError(f"expected one model with --model, got --models {settings.models}")
-
-
-def show(bench: Bench, record: Record) -> list[str]:
-    """Look at the attention of a few texts, whole and in blocks, and draw it; returns the files' names."""
-    subject, settings = bench.subject, bench.settings
-    texts = held_out_rows(subject, SEEN_WINDOWS)
-    folder, few = settings.output, min(settings.blocks)
+def show(bench: Bench, record: Rows, settings: Settings) -> list[str]:
+    """Draw the attention of a few texts, whole and in blocks; return the files' names."""
+    subject, folder, few = bench.subject, settings.output, min(settings.blocks)
+    texts = subject.rows("", "test", SEEN_WINDOWS)[:, :-1]
     bench.prepare(Job("whole"))
-    whole = look(subject.model, texts)
+    whole = attention_of(subject.model, texts)
     attention, drawn = {"whole": about_maps(whole, whole)}, {"whole": whole}
     for n in settings.blocks:
         for kind, name in report.SHOWN.items():
-            bench.prepare(Job(kind, n))
-            maps = look(subject.model, texts)
+            bench.prepare(job_of(settings, kind, n))
+            maps = attention_of(subject.model, texts)
             label = f"{n} blocks, {name}"
             attention[label] = about_maps(maps, whole)
             if n == few and kind in report.DRAWN:
                 drawn[label] = maps
-    record.results["attention"] = attention
+    record["attention"] = attention
     record.save()
     one = {label: {layer: weights[0] for layer, weights in maps.items()} for label, maps in drawn.items()}
     tokens = [subject.tokeniser.decode([token]) for token in texts[0].tolist()]
     files = report.draw_maps(one, attention[f"{few} blocks, learned"]["distance"], tokens, folder)
     report.plot_spikiness(attention, settings.blocks, folder / "spikiness.png")
-    learned = [bench.scales(Job("learned", few, seed)) for seed in range(settings.seeds)]
-    report.plot_scales(learned, bench.scales(Job("measured", few)), folder / "scales.png")
+    learned = [bench.scales(job_of(settings, "learned", few, seed))[0] for seed in range(settings.seeds)]
+    report.plot_scales(learned, bench.scales(job_of(settings, "measured", few))[0], folder / "scales.png")
     return [*files, "spikiness.png", "scales.png"]
 
 

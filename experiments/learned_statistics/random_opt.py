@@ -7,15 +7,13 @@ Its perplexities say nothing. It shows that the experiment is ready for OPT's ow
 --heads 12 --vocabulary 50272 --context-window 2048` it is as large as OPT-125M.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from experiments.real_model import text_of
+from experiments.shared.language_models import text_of
 from tricycle.configs import ModelConfig
 from tricycle.models import GPT
 from tricycle.pretrained.export import export_folder
@@ -28,20 +26,13 @@ from tricycle_cli.flags import parse, run_main
 class Settings:
     """The shape, and where to write it."""
 
-    folder: Annotated[Path, tyro.conf.Positional]
-    """a new or an empty one"""
-    width: int = 64
-    """channels"""
-    layers: int = 3
-    """transformer blocks"""
-    heads: int = 4
-    """attention heads in each"""
-    context_window: int = 512
-    """the most tokens it sees at once"""
-    vocabulary: int = 512
-    """tokens; those of the tokeniser, which learns from code, are as many or fewer"""
-    seed: int = 0
-    """of the weights"""
+    folder: Annotated[Path, tyro.conf.Positional]  # a new or an empty one
+    width: int = 64  # channels
+    layers: int = 3  # transformer blocks
+    heads: int = 4  # attention heads in each
+    context_window: int = 512  # the most tokens it sees at once
+    vocabulary: int = 512  # tokens; those of the tokeniser, which learns from code, are as many or fewer
+    seed: int = 0  # of the weights
 
 
 def new_opt(settings: Settings) -> GPT:

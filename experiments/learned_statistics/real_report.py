@@ -1,6 +1,4 @@
-"""What came out for a model that others trained, as Markdown tables and pictures; `real_page` makes the page."""
-
-from __future__ import annotations
+"""What came out for a model that others trained, as Markdown tables and pictures."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.learned_statistics.real_bench import Record, job_of, learned, mean
-from experiments.learned_statistics.real_study import GRAINS, STARTS, Job, RealSettings
-from experiments.learned_statistics.report import SEED_TABLE
-from experiments.learned_statistics.study import block_starts
-from experiments.real_model import TEXTS
-from experiments.tables import cell, markdown
-from tricycle_lab.plot import COLOURS, plot_curves, save_figure
+from experiments.learned_statistics.blocks import GRAINS, STARTS, Job, Rows, block_starts, job_of
+from experiments.learned_statistics.real_study import RealSettings, learned, mean
+from experiments.learned_statistics.report import beside_seed
+from experiments.shared.figures import drawing
+from experiments.shared.language_models import TEXTS
+from experiments.shared.tables import cell, grid, markdown
+from tricycle_lab.plot import COLOURS, plot_curves
 
 WHOLE = Job("whole")
 # Scales in each layer, in words.
@@ -29,10 +27,9 @@ GRAIN_WORDS = {
 class Results:
     """The rows of a record, by their jobs."""
 
-    def __init__(self, record: Record, settings: RealSettings) -> None:
-        self.settings = settings
-        self.rows = {job_of(row): row for row in record.results["rows"]}
-        self.other = {name: value for name, value in record.results.items() if name != "rows"}
+    def __init__(self, record: Rows, settings: RealSettings) -> None:
+        self.settings, self.other = settings, record
+        self.rows = {job_of(row): row for row in record["rows"]}
 
     def has(self, job: Job) -> bool:
         return job in self.rows
@@ -69,15 +66,24 @@ def ways(settings: RealSettings, blocks: int) -> dict[str, Job]:
 
 
 # -------------------------------------------------------------------- tables
+def tables(results: Results) -> dict[str, str]:
+    """Return all tables by title."""
+    return {f"Perplexity, {text}": perplexity_table(results, text) for text in TEXTS} | {
+        "Share of the lost nats a token that is won back, %": won_back_table(results),
+        f"All kinds of scales, {results.settings.middle} blocks": grain_table(results),
+        "From one text to another": transfer_table(results),
+        "Learning rates": rate_table(results),
+        "What means know of the exact shares, %": explained_table(results),
+        "What is left in generation": written_table(results),
+        "Beside seed document 002 (on Wikitext-2)": seed_table(results),
+    }
+
+
 def perplexity_table(results: Results, text: str) -> str:
     """A line for each number of blocks."""
-    settings = results.settings
-    names = list(ways(settings, 2))
-    lines = []
-    for n in settings.blocks:
-        cells = [_cell(results, job, text) for job in ways(settings, n).values()]
-        lines.append([str(n), _cell(results, WHOLE, text), *cells])
-    return markdown(["blocks", "whole", *names], lines)
+    jobs = {n: {"whole": WHOLE, **ways(results.settings, n)} for n in results.settings.blocks}
+    names = list(next(iter(jobs.values())))
+    return grid(list(jobs), names, lambda n, name: results.perplexities(jobs[n][name], text), corner="blocks")
 
 
 def won_back_table(results: Results) -> str:
@@ -87,8 +93,7 @@ def won_back_table(results: Results) -> str:
     for text in TEXTS:
         for n in results.settings.blocks:
             jobs = ways(results.settings, n)
-            values = [results.won_back(jobs[name], text) for name in names]
-            lines.append([text, str(n), *(cell(value, 1) if value.size else "" for value in values)])
+            lines.append([text, str(n), *(cell(results.won_back(jobs[name], text), 1) for name in names)])
     return markdown(["text", "blocks", *names], lines)
 
 
@@ -111,7 +116,7 @@ def _texts_table(results: Results, jobs: dict[str, Job]) -> str:
     for name, job in jobs.items():
         if results.has(job):
             same = [f"{100 * results.same(job, text):.1f}" for text in TEXTS]
-            lines.append([name, *(_cell(results, job, text) for text in TEXTS), *same])
+            lines.append([name, *(cell(results.perplexities(job, text)) for text in TEXTS), *same])
     return markdown(titles, lines)
 
 
@@ -139,15 +144,15 @@ def rate_table(results: Results) -> str:
 def explained_table(results: Results) -> str:
     """In percent: of the exact shares' squared distance from 1 / k, what their means take away."""
     found = results.other["explained"]
-    lines = [[n, *(f"{100 * found[n][grain]:.1f}" for grain in GRAINS)] for n in found]
-    return markdown(["blocks", *(f"one for {GRAIN_WORDS[grain]}" for grain in GRAINS)], lines)
+    columns = {f"one for {GRAIN_WORDS[grain]}": grain for grain in GRAINS}
+    return grid(list(found), columns, lambda n, grain: found[n][grain], 1, 100, "blocks")
 
 
 def written_table(results: Results) -> str:
     """What is left of the whole softmax's texts."""
     lines = []
     for way in results.other["written"]:
-        job = Job(**{name: way[name] for name in Job._fields})
+        job = job_of(way)
         same = np.mean([results.same(job, text) for text in TEXTS]) if results.has(job) else np.nan
         numbers = [f"{100 * same:.1f}", f"{100 * way['same']:.1f}", f"{way['until']:.1f}"]
         lines.append([name_of(job), *numbers, f"{100 * way['repeated']:.1f}"])
@@ -157,20 +162,17 @@ def written_table(results: Results) -> str:
 
 def seed_table(results: Results) -> str:
     """The seed document's figures beside ours, for two blocks with one scale a layer, block and position."""
-    lines = [
-        [name, f"{whole:.2f}", f"{ours:.2f}", f"{100 * (ours / whole - 1):+.1f}%"]
-        for name, (whole, ours) in SEED_TABLE.items()
-    ]
-    for text in TEXTS:
-        for start in STARTS:
-            job = learned(results.settings, blocks=2, start=start)
-            if results.has(job):
-                whole, found = results.perplexities(WHOLE, text)[0], results.perplexities(job, text)
-                change = 100 * (found.mean() / whole - 1)
-                lines.append(
-                    [f"{results.settings.model}, {text}, from {start}", f"{whole:.2f}", cell(found), f"{change:+.1f}%"]
-                )
-    return markdown(["model", "perplexity, whole", "2 blocks, learned scales", "change"], lines)
+    jobs = {start: learned(results.settings, blocks=2, start=start) for start in STARTS}
+    ours = {
+        f"{results.settings.model}, {text}, from {start}": (
+            results.perplexities(WHOLE, text)[0],
+            results.perplexities(job, text),
+        )
+        for text in TEXTS
+        for start, job in jobs.items()
+        if results.has(job)
+    }
+    return beside_seed(ours, 2)
 
 
 def name_of(job: Job) -> str:
@@ -186,16 +188,28 @@ def learned_from(start: str) -> str:
     return f"learned from {'mean shares' if start == 'mean' else start}"
 
 
-def _cell(results: Results, job: Job, text: str) -> str:
-    values = results.perplexities(job, text)
-    return cell(values) if values.size else ""
-
-
 # -------------------------------------------------------------------- pictures
-def plot_blocks(results: Results, path: Path) -> None:
+PICTURES = ("blocks", "positions", "grains", "learning", "scales")
+Panels = dict[str, dict[str, tuple[Any, Any]]]
+
+
+def plot(results: Results, scales: dict[str, Sequence[np.ndarray]], folder: Path) -> None:
+    """Draw all PICTURES."""
+    settings, paths = results.settings, {name: folder / f"{name}.png" for name in PICTURES}
+    title = f"Perplexity of {settings.model} with its softmax in blocks; scales from {settings.text}"
+    plot_curves(by_blocks(results), paths["blocks"], "blocks", "perplexity", title, log="xy")
+    title = f"{settings.middle} blocks: loss beside that of the whole softmax"
+    plot_curves(by_position(results), paths["positions"], "position of the token", "nats a token more", title)
+    plot_grains(results, paths["grains"])
+    title = f"Loss while scales learn, {settings.middle} blocks where no number stands"
+    plot_curves(losses(results), paths["learning"], "update", "nats a token", title)
+    title = f"Scales of {settings.middle} blocks: the mean of the exact shares, and what was learned"
+    plot_scales(scales, paths["scales"], title)
+
+
+def by_blocks(results: Results) -> Panels:
     """Perplexity against the number of blocks, a panel for each text."""
-    settings = results.settings
-    panels: dict[str, dict[str, tuple[Any, Any]]] = {}
+    settings, panels = results.settings, Panels()
     for text in TEXTS:
         whole = results.perplexities(WHOLE, text)[0]
         lines = panels[text] = {"whole": (list(settings.blocks), [whole] * len(settings.blocks))}
@@ -204,72 +218,54 @@ def plot_blocks(results: Results, path: Path) -> None:
             there = {n: results.perplexities(job, text).mean() for n, job in jobs.items() if results.has(job)}
             if there:
                 lines[name] = list(there), list(there.values())
-    title = f"Perplexity of {settings.model} with its softmax in blocks; scales from {settings.text}"
-    plot_curves(panels, path, "blocks", "perplexity", title, log="xy")
+    return panels
 
 
-def plot_positions(results: Results, path: Path) -> None:
+def by_position(results: Results) -> Panels:
     """How much is lost along the window, a panel for each text."""
-    settings = results.settings
-    panels: dict[str, dict[str, tuple[Any, Any]]] = {}
+    panels = Panels()
     for text in TEXTS:
         whole = results.positions(WHOLE, text)
-        middles = (np.arange(len(whole)) + 0.5) * settings.window / len(whole)
-        lines = panels[text] = {}
-        for name, job in ways(settings, settings.middle).items():
-            if results.has(job):
-                lines[name] = middles, results.positions(job, text) - whole
-    title = f"{settings.middle} blocks: loss beside that of the whole softmax"
-    plot_curves(panels, path, "position of the token", "nats a token more", title)
+        middles = (np.arange(len(whole)) + 0.5) * results.settings.window / len(whole)
+        jobs = {name: job for name, job in ways(results.settings, results.settings.middle).items() if results.has(job)}
+        panels[text] = {name: (middles, results.positions(job, text) - whole) for name, job in jobs.items()}
+    return panels
 
 
 def plot_grains(results: Results, path: Path) -> None:
     """Perplexity by the kind of scale at `middle` blocks, a panel for each text, bars."""
-    from matplotlib.figure import Figure
-
     settings = results.settings
     kinds = {
         "mean shares": {grain: mean(settings, grain=grain) for grain in GRAINS},
         "learned from 1 / k": {grain: learned(settings, grain=grain) for grain in GRAINS},
     }
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    for axes, text in zip(figure.subplots(1, len(TEXTS)), TEXTS):
-        for i, (kind, jobs) in enumerate(kinds.items()):
-            values = [results.perplexities(job, text) for job in jobs.values()]
-            heights = [value.mean() if value.size else np.nan for value in values]
-            x = np.arange(len(GRAINS)) + 0.4 * (i - 0.5)
-            axes.bar(x, heights, 0.37, color=COLOURS[i], label=kind)
-        axes.axhline(results.perplexities(WHOLE, text)[0], color="black", linewidth=1, label="whole")
-        equal = results.perplexities(Job("1 / k", settings.middle), text)[0]
-        axes.axhline(equal, color="grey", linewidth=1, linestyle="--", label="1 / k")
-        axes.set_xticks(range(len(GRAINS)), [grain.replace(" and ", "\nand ") for grain in GRAINS], fontsize=8)
-        axes.set_title(text)
-        axes.grid(alpha=0.25, axis="y")
-    figure.axes[0].set_ylabel("perplexity")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    figure.suptitle(f"{settings.middle} blocks: what each scale belongs to in a layer", fontsize=11)
-    save_figure(figure, path, 110)
+    with drawing(path, (11, 4.2), f"{settings.middle} blocks: what each scale belongs to in a layer") as figure:
+        for axes, text in zip(figure.subplots(1, len(TEXTS)), TEXTS):
+            for i, (kind, jobs) in enumerate(kinds.items()):
+                values = [results.perplexities(job, text) for job in jobs.values()]
+                heights = [value.mean() if value.size else np.nan for value in values]
+                axes.bar(np.arange(len(GRAINS)) + 0.4 * (i - 0.5), heights, 0.37, color=COLOURS[i], label=kind)
+            axes.axhline(results.perplexities(WHOLE, text)[0], color="black", linewidth=1, label="whole")
+            equal = results.perplexities(Job("1 / k", settings.middle), text)[0]
+            axes.axhline(equal, color="grey", linewidth=1, linestyle="--", label="1 / k")
+            axes.set_xticks(range(len(GRAINS)), [grain.replace(" and ", "\nand ") for grain in GRAINS], fontsize=8)
+            axes.set_title(text)
+            axes.grid(alpha=0.25, axis="y")
+        figure.axes[0].set_ylabel("perplexity")
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
 
 
-def plot_learning(results: Results, path: Path) -> None:
+def losses(results: Results) -> Panels:
     """Loss on the batches of learning, a panel for each start."""
-    settings = results.settings
-    panels: dict[str, dict[str, tuple[Any, Any]]] = {}
+    settings, panels = results.settings, Panels()
     for start in STARTS:
-        lines = panels[learned_from(start)] = {}
-        for grain in GRAINS:
-            job = learned(settings, grain=grain, start=start)
-            if results.has(job):
-                losses = results.rows[job]["losses"]
-                lines[grain] = np.arange(1, len(losses) + 1), losses
-        for n in settings.blocks:
-            job = learned(settings, blocks=n, start=start)
-            if n != settings.middle and results.has(job):
-                losses = results.rows[job]["losses"]
-                lines[f"position, {n} blocks"] = np.arange(1, len(losses) + 1), losses
-    title = f"Loss while scales learn, {settings.middle} blocks where no number stands"
-    plot_curves(panels, path, "update", "nats a token", title)
+        jobs = {grain: learned(settings, grain=grain, start=start) for grain in GRAINS}
+        others = [n for n in settings.blocks if n != settings.middle]
+        jobs |= {f"position, {n} blocks": learned(settings, blocks=n, start=start) for n in others}
+        found = {name: results.rows[job]["losses"] for name, job in jobs.items() if results.has(job)}
+        panels[learned_from(start)] = {name: (np.arange(1, len(ys) + 1), ys) for name, ys in found.items()}
+    return panels
 
 
 def plot_scales(scales: dict[str, Sequence[np.ndarray]], path: Path, title: str) -> None:
@@ -278,21 +274,17 @@ def plot_scales(scales: dict[str, Sequence[np.ndarray]], path: Path, title: str)
     Args:
         scales: by the way's name, those of each layer.
     """
-    from matplotlib.figure import Figure
-
     n, window = next(iter(scales.values()))[0].shape
-    figure = Figure(figsize=(2.9 * n + 1, 2.3 * len(scales) + 0.8), layout="constrained")
-    grid = figure.subplots(len(scales), n, squeeze=False, sharex=True, sharey=True)
-    for row, (name, arrays) in enumerate(scales.items()):
-        for i, axes in enumerate(grid[row]):
-            values = np.stack([array[i] for array in arrays]).astype(float)
-            values[:, : block_starts(n, window)[i]] = np.nan  # which do not see the block
-            image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
-            if i == 0:
-                axes.set_ylabel(f"{name}\nlayer", fontsize=8)
-            if row == 0:
-                axes.set_title(f"block {i} of the keys", fontsize=9)
-    figure.supxlabel("position of the query", fontsize=9)
-    figure.suptitle(title, fontsize=11)
-    figure.colorbar(image, ax=grid, label="scale", shrink=0.7, extend="both")
-    save_figure(figure, path, 100)
+    with drawing(path, (2.9 * n + 1, 2.3 * len(scales) + 0.8), title, 100) as figure:
+        grid = figure.subplots(len(scales), n, squeeze=False, sharex=True, sharey=True)
+        for row, (name, arrays) in enumerate(scales.items()):
+            for i, axes in enumerate(grid[row]):
+                values = np.stack([array[i] for array in arrays]).astype(float)
+                values[:, : block_starts(n, window)[i]] = np.nan  # which do not see the block
+                image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+                if i == 0:
+                    axes.set_ylabel(f"{name}\nlayer", fontsize=8)
+                if row == 0:
+                    axes.set_title(f"block {i} of the keys", fontsize=9)
+        figure.supxlabel("position of the query", fontsize=9)
+        figure.colorbar(image, ax=grid, label="scale", shrink=0.7, extend="both")

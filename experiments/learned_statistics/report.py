@@ -1,63 +1,73 @@
 """What came out, as Markdown tables, pictures and a page."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.learned_statistics.study import block_starts
-from experiments.tables import cell, markdown
+from experiments.learned_statistics.blocks import block_starts
+from experiments.learned_statistics.study import WAYS
+from experiments.shared.results import Runs, of, select
+from experiments.shared.tables import cell, grid, markdown
 from tricycle_lab.plot import attention_page, plot_attention, plot_curves
 
-Rows = Sequence[Mapping[str, Any]]
 Maps = Mapping[str, np.ndarray]
 
 # Perplexity on Wikitext-2 in seed document 002: of the model as it is, and of 2 blocks with learned scales.
 SEED_TABLE = {"OPT-125M": (26, 22.36), "OPT-350M": (16.84, 17.81), "OPT-1.3B": (11.78, 12.63), "OPT-2.7B": (11, 12.56)}
-TABLE = ("none", "1 / k", "measured", "measured per head", "learned", "learned per head", "exact")
 # Whose attention is looked at beside the whole softmax's, its name in tables and pictures, and what is drawn as maps.
-SHOWN = {
-    "none": "no correction",
-    "measured": "measured",
-    "learned": "learned",
-    "learned per head": "learned per head",
-}
+SHOWN = {"none": "no correction", **{name: name for name in ("measured", "learned", "learned per head")}}
 DRAWN = ("none", "learned")
 PAGE_BYTES = 1_400_000  # of weights on the page; as many layers as fit
 
 
-def find(rows: Rows, kind: str, blocks: int, model: int) -> np.ndarray:
-    """Perplexities of all seeds."""
-    wanted = {"kind": kind, "blocks": blocks, "model": model}
-    return np.array([row["perplexity"] for row in rows if wanted.items() <= row.items()])
+def find(rows: Runs, kind: str, blocks: int, model: int) -> np.ndarray:
+    """Return the perplexities of all seeds."""
+    return np.array(of(select(rows, kind=kind, blocks=blocks, model=model), "perplexity"))
 
 
-def won_back(rows: Rows, kind: str, blocks: int, model: int) -> np.ndarray:
-    """Which share of the perplexity that blocks without correction lose comes back, in percent."""
+def won_back(rows: Runs, kind: str, blocks: int, model: int) -> np.ndarray:
+    """Return the share of the perplexity that blocks without correction lose that comes back, in percent."""
     (whole,), (none,) = find(rows, "whole", 1, model), find(rows, "none", blocks, model)
     return 100 * (none - find(rows, kind, blocks, model)) / (none - whole)
 
 
-def cases(rows: Rows) -> list[tuple[int, int]]:
-    """Models and numbers of blocks, in order."""
+# -------------------------------------------------------------------- tables
+def tables(rows: Runs, attention: Mapping[str, Mapping[str, list[float]]]) -> dict[str, str]:
+    """Return all tables by title."""
+    titled = {
+        "Perplexity on held-out text": perplexity_table(rows),
+        "Share of the lost perplexity that is won back, %": won_back_table(rows),
+        "Beside seed document 002 (on Wikitext-2)": seed_table(rows),
+    }
+    for what, title in {
+        "spikiness": "Spikiness of the attention maps",
+        "distance": "Their distance from those of the whole softmax",
+    }.items():
+        layers = {f"layer {i}": i for i in range(len(attention["whole"][what]) if attention else 0)}
+        titled[title] = grid(
+            list(attention), layers, lambda way, i, what=what: attention[way][what][i], 3, 1, "softmax"
+        )
+    return titled
+
+
+def cases(rows: Runs) -> list[tuple[int, int]]:
+    """Return models and numbers of blocks, in order."""
     return sorted({(row["model"], row["blocks"]) for row in rows if row["kind"] != "whole"})
 
 
-def perplexity_table(rows: Rows) -> str:
-    titles = ["model", "blocks", "whole", *TABLE]
+def perplexity_table(rows: Runs) -> str:
     lines = []
     for model, blocks in cases(rows):
-        values = [find(rows, kind, blocks, model) for kind in TABLE]
-        lines.append([str(model), str(blocks), cell(find(rows, "whole", 1, model), 3), *(cell(v, 3) for v in values)])
-    return markdown(titles, lines)
+        values = [find(rows, "whole", 1, model), *(find(rows, kind, blocks, model) for kind in WAYS)]
+        lines.append([str(model), str(blocks), *(cell(value, 3) for value in values)])
+    return markdown(["model", "blocks", "whole", *WAYS], lines)
 
 
-def won_back_table(rows: Rows) -> str:
+def won_back_table(rows: Runs) -> str:
     """In percent: 0 is as bad as no correction, 100 as good as the whole softmax."""
-    kinds = TABLE[1:]
+    kinds = list(WAYS)[1:]
     lines = [
         [str(model), str(blocks), *(cell(won_back(rows, kind, blocks, model), 1) for kind in kinds)]
         for model, blocks in cases(rows)
@@ -65,25 +75,23 @@ def won_back_table(rows: Rows) -> str:
     return markdown(["model", "blocks", *kinds], lines)
 
 
-def seed_table(rows: Rows) -> str:
+def seed_table(rows: Runs) -> str:
     """The seed document's figures beside ours, for two blocks with one scale a layer, block and position."""
-    lines = [
-        [name, f"{whole:.2f}", f"{ours:.2f}", f"{100 * (ours / whole - 1):+.1f}%"]
-        for name, (whole, ours) in SEED_TABLE.items()
-    ]
-    for model, blocks in cases(rows):
-        if blocks == 2:
-            (whole,), learned = find(rows, "whole", 1, model), find(rows, "learned", 2, model)
-            change = 100 * (learned.mean() / whole - 1)
-            lines.append([f"ours, {model}", f"{whole:.3f}", cell(learned, 3), f"{change:+.1f}%"])
+    ours = {
+        f"ours, {model}": (find(rows, "whole", 1, model)[0], find(rows, "learned", 2, model))
+        for model, blocks in cases(rows)
+        if blocks == 2
+    }
+    return beside_seed(ours, 3)
+
+
+def beside_seed(ours: Mapping[str, tuple[float, np.ndarray]], digits: int) -> str:
+    """Return a table of perplexities of the whole softmax and of 2 blocks with learned scales."""
+    lines = []
+    for name, (whole, found) in {**SEED_TABLE, **ours}.items():
+        n = 2 if name in SEED_TABLE else digits
+        lines.append([name, f"{whole:.{n}f}", cell(found, n), f"{100 * (np.mean(found) / whole - 1):+.1f}%"])
     return markdown(["model", "perplexity, whole", "2 blocks, learned scales", "change"], lines)
-
-
-def maps_table(attention: Mapping[str, Mapping[str, list[float]]], what: str, digits: int = 3) -> str:
-    """A number of each layer's attention maps, for each way to weigh."""
-    n_layers = len(next(iter(attention.values()))[what])
-    lines = [[name, *(f"{value:.{digits}f}" for value in found[what])] for name, found in attention.items()]
-    return markdown(["softmax", *(f"layer {i}" for i in range(n_layers))], lines)
 
 
 # -------------------------------------------------------------------- pictures

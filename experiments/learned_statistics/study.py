@@ -1,108 +1,95 @@
-"""The model, its softmax cut into blocks, scales that learn, and what is measured.
+"""A small GPT that is trained here, its softmax in blocks, and what is measured of it."""
 
-Shapes: B batch, T tokens, S keys, H heads, W context window.
-"""
-
-from __future__ import annotations
-
-import dataclasses
+import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from experiments.learned_statistics.blocks import Bench, Job, Subject
+from experiments.shared.program import at_least, words
 from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import GPTConfig
-from tricycle.devices import to_cpu
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.models import GPT
-from tricycle.softmaxes import BlockSoftmax
-from tricycle.tokeniser import BPETokeniser
 from tricycle.training_state import new_state, resume_state, train_step
 from tricycle_datasets.corpus import Corpus
 from tricycle_datasets.shakespeare import Shakespeare
 from tricycle_datasets.text import TextFiles
-from tricycle_lab.probe import Probe, spikiness
+from tricycle_lab.probe import spikiness
 
 BYTES = 257  # the vocabulary: single bytes and the end of a text
 MEASURED_WINDOWS = 64  # of training text, for the mean of the exact statistics
 SEEN_WINDOWS = 8  # of held-out text, for spikiness
 SAVE_INTERVAL = 250
+# Settings that may change when a command is given again: they ask for more rows, not for other ones.
+FREE = ("quick", "blocks", "seeds", "models", "device")
 
 
 @dataclass(frozen=True)
 class Settings:
     """What to take apart, how long to learn, and where to leave what came out."""
 
-    quick: bool = False
-    """a smaller model, fewer blocks and one seed: at most 3 minutes on two CPU cores"""
-    model: Path | None = None
-    """a run folder or checkpoint whose model to take, instead of training one"""
-    files: tuple[Path, ...] = ()
-    """your own text files or folders of them, instead of tiny Shakespeare"""
-    blocks: tuple[int, ...] = (2, 4, 8)
-    """into how many blocks to cut the softmax"""
-    seeds: int = 3
-    """how often to learn the scales, each time on other batches"""
-    models: int = 1
-    """how many models to train, from other first weights on other batches"""
-    width: int = 128
-    """channels of the model trained here"""
-    layers: int = 4
-    """its transformer blocks"""
-    heads: int = 4
-    """attention heads in each, a divisor of the width"""
-    context_window: int = 256
-    """the most tokens it sees at once"""
-    batch_size: int = 8
-    """sequences a batch, for the model, the scales and measuring"""
-    steps: int = 1500
-    """updates of the model"""
-    scale_steps: int = 400
-    """updates of the scales"""
-    scale_rate: float = 1e-2
-    """the scales' learning rate, which falls to 0 along half a cosine"""
+    quick: bool = False  # a smaller model, fewer blocks and one seed: at most 3 minutes on two CPU cores
+    model: str = ""  # a run folder or checkpoint whose model to take, instead of training one
+    files: tuple[str, ...] = ()  # your own text files or folders of them, instead of tiny Shakespeare
+    blocks: tuple[int, ...] = (2, 4, 8)  # into how many blocks to cut the softmax
+    seeds: int = 3  # how often to learn the scales, each time on other batches
+    models: int = 1  # how many models to train, from other first weights on other batches
+    width: int = 128  # channels of the model trained here
+    layers: int = 4  # its transformer blocks
+    heads: int = 4  # attention heads in each, a divisor of the width
+    context_window: int = 256  # the most tokens it sees at once
+    batch_size: int = 8  # sequences a batch, for the model, the scales and measuring
+    steps: int = 1500  # updates of the model
+    scale_steps: int = 400  # updates of the scales
+    scale_rate: float = 1e-2  # the scales' learning rate, which falls to 0 along half a cosine
     equal_start: bool = False
     """let the scales begin at 1 / k for each of the k blocks that a position sees, instead of at 1"""
-    windows: int = 0
-    """held-out windows to measure perplexity on, spread evenly; 0 for all"""
-    output: Path = Path("runs/learned_statistics")
-    """the folder for everything"""
-    device: str = "auto"
-    """"auto" takes a GPU if there is one, "cpu" does not"""
+    windows: int = 0  # held-out windows to measure perplexity on, spread evenly; 0 for all
+    output: Path = Path("runs/learned_statistics")  # the folder for everything
+    device: str = "auto"  # "auto" takes a GPU if there is one, "cpu" does not
 
 
-class Subject(NamedTuple):
-    """A model that is taken apart, and texts in its tokens.
+QUICK: dict[str, Any] = {
+    "blocks": (2, 4),
+    "seeds": 1,
+    "width": 64,
+    "layers": 3,
+    "context_window": 128,
+    "steps": 2000,
+    "scale_steps": 300,
+    "windows": 128,
+}
 
-    Of the model, this experiment asks for logits, a context window and `attention.use_softmax` in each of its `blocks`.
-    """
 
-    model: GPT
-    tokeniser: BPETokeniser
-    train: Any
-    held_out: HeldOut
-
-    @property
-    def window(self) -> int:
-        return self.model.config.context_window
+def check(settings: Settings) -> None:
+    """Raise ValueError for settings with which nothing could be measured."""
+    at_least(settings, seeds=1, models=1, steps=1, scale_steps=1, batch_size=1, layers=1, windows=0)
+    if not settings.scale_rate > 0:
+        raise ValueError(f"expected --scale-rate to be above 0, got {settings.scale_rate}")
+    if min(settings.blocks, default=0) < 2:
+        raise ValueError(f"expected --blocks of 2 or more, got {words(settings.blocks)}")
+    if settings.model and settings.models > 1:
+        raise ValueError(f"expected one model with --model, got --models {settings.models}")
 
 
 # -------------------------------------------------------------------- the model
-def new_subject(settings: Settings, seed: int) -> Subject:
-    """The model that --model names, or one that is trained here, frozen. All that asks for our own GPT is here.
+def new_subject(settings: Settings, seed: int) -> tuple[Subject, HeldOut]:
+    """Return the model that --model names, or one that is trained here, frozen.
 
     Raises:
         ValueError: a model that learned with another softmax, or a tokeniser that does not fit.
     """
     on_gpu = settings.device != "cpu" and devices.gpu_problem() is None
-    checkpoint = load_checkpoint(find_checkpoint(settings.model)) if settings.model else None
+    checkpoint = load_checkpoint(find_checkpoint(Path(settings.model))) if settings.model else None
     tokeniser = checkpoint.tokeniser() if checkpoint else None
-    words = (None if tokeniser else BYTES, tokeniser)
-    corpus: Corpus = TextFiles(settings.files, *words) if settings.files else Shakespeare(*words)
+    vocabulary = (None if tokeniser else BYTES, tokeniser)
+    corpus: Corpus = TextFiles(settings.files, *vocabulary) if settings.files else Shakespeare(*vocabulary)
     if checkpoint:
         model = checkpoint.model()
     else:
@@ -116,7 +103,15 @@ def new_subject(settings: Settings, seed: int) -> Subject:
         model.to_gpu()
     model.freeze().eval()
     tokens = np.concatenate([[corpus.tokeniser.end_of_text], corpus.validation])
-    return Subject(model, corpus.tokeniser, corpus.train, HeldOut(tokens, len(corpus.validation_bytes)))
+    parts, window = {"train": corpus.train, "test": tokens}, model.config.context_window
+    rows = lambda text, part, n: spread_windows(parts[part], n, window)
+    return Subject(model, corpus.tokeniser, window, rows), HeldOut(tokens, len(corpus.validation_bytes))
+
+
+def spread_windows(tokens: Any, n_rows: int, window: int) -> np.ndarray:
+    """Return windows (N, W + 1) of tokens, spread evenly."""
+    starts = np.linspace(0, len(tokens) - window - 1, n_rows + 2).astype(int)[1:-1]
+    return np.stack([np.asarray(tokens[start : start + window + 1], np.int64) for start in starts])
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -158,111 +153,50 @@ def train_model(config: GPTConfig, corpus: Corpus, path: Path, on_gpu: bool) -> 
     return state.model
 
 
-# -------------------------------------------------------------------- blocks and their scales
-def cut(model: GPT, n_blocks: int, correction: str = "learned", per_head: bool = False) -> list[Any]:
-    """Let each layer's softmax work in blocks from now on.
-
-    Returns:
-        the layers' scales, ([H,] n_blocks, W), each 1, if they are "learned": the only parameters that are not frozen.
-    """
-    for block in model.blocks:
-        block.attention.use_softmax(BlockSoftmax(n_blocks, correction, per_head))
-    return [block.attention.softmax_scales for block in model.blocks]
-
-
-def make_whole(model: GPT) -> None:
-    """Undo `cut`."""
-    for block in model.blocks:
-        block.attention.use_softmax("softmax")
-
-
-def set_scales(layers: list[Any], arrays: list[np.ndarray]) -> None:
-    """Put values, one array a layer, into what `cut` returned."""
-    for scales, array in zip(layers, arrays, strict=True):
-        scales.array[...] = scales.xp.asarray(array)
-
-
-def learn(subject: Subject, n_blocks: int, per_head: bool, seed: int, settings: Settings) -> list[np.ndarray]:
-    """Cut the softmax and let the scales learn to predict the next token of the training text."""
-    scales = cut(subject.model, n_blocks, "learned", per_head)
-    if settings.equal_start:
-        set_scales(scales, [equal_shares(n_blocks, subject.window)] * len(scales))
-    config = dataclasses.replace(
-        subject.model.config,
-        batch_size=settings.batch_size,
-        accumulation_steps=1,
-        steps=settings.scale_steps,
-        minutes=0.0,
-        max_learning_rate=settings.scale_rate,
-        min_learning_rate=0.0,
-        warmup_steps=0,
-        weight_decay=0.0,
-        beta1=0.9,
-        beta2=0.999,
-        max_gradient_norm=0.0,
-        seed=seed,
-    )
-    state = new_state(config, subject.train, model=subject.model)
-    title = f"{n_blocks} blocks, scales {'per head' if per_head else 'per layer'}, seed {seed}"
-    with tqdm(total=config.steps, desc=title, unit="step", position=1, leave=False, dynamic_ncols=True) as bar:
-        while state.step < config.steps:
-            loss, _ = train_step(state)
-            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-            bar.update()
-    return [to_cpu(parameter.array) for parameter in scales]
-
-
-def block_starts(n_blocks: int, window: int) -> np.ndarray:
-    """Where the blocks of keys begin, as `BlockSoftmax` cuts them."""
-    return np.arange(0, window, max(1, -(-window // n_blocks)))
-
-
-def equal_shares(n_blocks: int, window: int) -> np.ndarray:
-    """Scales (n_blocks, W) that know nothing but how many blocks a position sees: 1 / k for each of k."""
-    n_seen = np.searchsorted(block_starts(n_blocks, window), np.arange(window), side="right")
-    return np.tile(1 / n_seen, (n_blocks, 1)).astype(np.float32)
-
-
-def mean_shares(subject: Subject, n_blocks: int, per_head: bool) -> list[np.ndarray]:
-    """What flash attention would compute, on average over training text: scales by measuring, with no gradient.
-
-    Returns:
-        ([H,] n_blocks, W) for each layer.
-    """
-    make_whole(subject.model)
-    window, totals = subject.window, list[np.ndarray]()
-    starts = np.linspace(0, len(subject.train) - window, MEASURED_WINDOWS).astype(int)
-    edges = block_starts(n_blocks, window)
-    for start in starts:
-        row = np.asarray(subject.train[start : start + window], np.int64)[None]
-        shares = [np.add.reduceat(w[0], edges, axis=-1) for w in look(subject.model, row).values()]  # (H, T, n_blocks)
-        totals = [a + b for a, b in zip(totals, shares)] or shares
-    means = [total.swapaxes(1, 2) / len(starts) for total in totals]
-    full = [np.zeros((len(mean), n_blocks, window), np.float32) for mean in means]  # some blocks may have no keys
-    for array, mean in zip(full, means):
-        array[:, : len(edges)] = mean
-    return full if per_head else [array.mean(axis=0) for array in full]
-
-
 # -------------------------------------------------------------------- measuring
-def loss_of(subject: Subject, settings: Settings) -> float:
-    """The held-out loss in nats a token, in windows of the full context window, which need all scales."""
+WAYS = {  # of blocks to be put together, by their names in tables
+    "none": Job("none"),
+    "1 / k": Job("1 / k"),
+    "measured": Job("mean", grain="position"),
+    "measured per head": Job("mean", grain="head and position"),
+    "learned": Job("learned", grain="position"),
+    "learned per head": Job("learned", grain="head and position"),
+    "exact": Job("exact"),
+}
+
+
+def job_of(settings: Settings, kind: str, blocks: int = 1, seed: int = 0) -> Job:
+    """Return the job of a kind in WAYS, or "whole"."""
+    job = WAYS.get(kind, Job(kind))._replace(blocks=blocks)
+    if job.kind != "learned":
+        return job
+    return job._replace(start="1 / k" if settings.equal_start else "1", rate=settings.scale_rate, seed=seed)
+
+
+def all_rows(settings: Settings) -> list[dict[str, Any]]:
+    """Return the rows to be measured of a model: the arguments of `job_of`."""
+    rows = [{"kind": "whole", "blocks": 1, "seed": 0}]
+    for n in settings.blocks:
+        for kind, job in WAYS.items():
+            n_seeds = settings.seeds if job.kind == "learned" else 1
+            rows += [{"kind": kind, "blocks": n, "seed": seed} for seed in range(n_seeds)]
+    return rows
+
+
+def new_bench(subject: Subject, number: int, settings: Settings) -> Bench:
+    folder = settings.output / "scales" / str(number)
+    return Bench(subject, folder, settings.scale_steps, settings.batch_size, MEASURED_WINDOWS, settings.blocks)
+
+
+def measure(bench: Bench, job: Job, held_out: HeldOut, settings: Settings) -> dict[str, Any]:
+    """Return the held-out loss in nats a token, in windows of the full context window, which need all scales."""
+    started = time.perf_counter()
+    bench.prepare(job)
+    prepared = time.perf_counter()
     n_batches = -(-settings.windows // settings.batch_size)
-    return evaluate(subject.model, subject.held_out.tokens, settings.batch_size, n_batches)[0]
-
-
-def look(model: GPT, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Attention weights (B, H, T, T) of each layer, for tokens (B, T)."""
-    with model.evaluating(), Probe(model) as probe:
-        model(model.place(rows))
-    return {name: to_cpu(weights) for name, weights in probe.weights.items()}
-
-
-def held_out_rows(subject: Subject, n_rows: int) -> np.ndarray:
-    """Windows of held-out text (n_rows, W), spread evenly."""
-    tokens, window = subject.held_out.tokens, subject.window
-    starts = np.linspace(0, len(tokens) - window, n_rows + 2).astype(int)[1:-1]
-    return np.stack([np.asarray(tokens[start : start + window], np.int64) for start in starts])
+    loss, _ = evaluate(bench.subject.model, held_out.tokens, settings.batch_size, n_batches)
+    seconds = {"seconds_of_learning": prepared - started, "seconds": time.perf_counter() - started}
+    return {"loss": loss, "perplexity": math.exp(loss), **{name: round(s, 1) for name, s in seconds.items()}}
 
 
 def about_maps(maps: dict[str, np.ndarray], whole: dict[str, np.ndarray]) -> dict[str, list[float]]:

@@ -3,8 +3,6 @@
 Shapes: N texts, T tokens, L layers, H heads, S keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ go, each after the right answers to those before it, so a text is read once what
 Shapes: N texts, T tokens.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -36,27 +34,14 @@ N_QUESTIONS = 8  # that count, where a text has so many
 
 
 class Prompt(NamedTuple):
-    """
-    Attributes:
-        ids: whole numbers (T,).
-        answers: for each question that counts the places of its answer in ids.
-    """
-
-    ids: np.ndarray
-    answers: Sequence[slice]
+    ids: np.ndarray  # whole numbers (T,)
+    answers: Sequence[slice]  # for each question that counts the places of its answer in ids
 
 
 class Text(NamedTuple):
-    """
-    Attributes:
-        context: comes first.
-        questions: and then these, each with its answer.
-        n_examples: how many of them do not count.
-    """
-
-    context: str
-    questions: Sequence[tuple[str, str]]
-    n_examples: int
+    context: str  # comes first
+    questions: Sequence[tuple[str, str]]  # and then these, each with its answer
+    n_examples: int  # how many of them do not count
 
 
 def words_of(tokeniser: Any) -> tuple[str, ...]:

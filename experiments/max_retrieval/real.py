@@ -11,7 +11,6 @@ its numbers in the folder, so that a run that was cut off goes on where it was.
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,15 +24,14 @@ import numpy as np
 from experiments.max_retrieval import fits, real_report
 from experiments.max_retrieval.prompts import TASKS, Prompt, Prompter
 from experiments.max_retrieval.tempering import Betas, LogN, Temperature, tempered
-from experiments.real_model import TEXTS, load_model, text_of, token_losses, windows
-from experiments.settings import at_least, save
+from experiments.shared.language_models import TEXTS, load_model, text_of, token_losses, windows
+from experiments.shared.program import Outcome, at_least, run_study
+from experiments.shared.results import read, refuse_others, save, stated, write_json
 from tricycle.attention import Attention, scores_and_weights
 from tricycle.models import GPT
 from tricycle.softmaxes import AdaptiveSoftmax
-from tricycle.system.files import atomic_write
 from tricycle.tensor import Tensor, no_grad
 from tricycle.weights import use_order
-from tricycle_cli.flags import parse
 from tricycle_lab.probe import entropy
 from tricycle_lab.taps import tap
 
@@ -63,40 +61,36 @@ NAMES = (
 class RealSettings:
     """What is asked of a model, and how often."""
 
-    model: str = "smollm2"
-    """what `tricycle.pretrained.load` takes"""
-    quick: bool = False
-    """three minutes: one seed, small lists, short texts, few updates"""
-    seeds: int = 3
-    """sets of tasks, each with other names, words and numbers"""
-    texts: int = 1
-    """texts of a set for each size, more of the small ones"""
-    largest_size: int = 512
-    """lines of the longest task"""
-    steps: int = 24
-    """updates of each fit by gradient"""
-    length: int = 8192
-    """tokens of the longest text"""
-    beyond: int = 16_384
-    """tokens of a text longer than the model's window; 0 for none"""
-    report: bool = False
-    """compute nothing; report what parts there are"""
-    output: Path = Path("runs/max_retrieval_smollm2")
-    """where everything is left"""
+    model: str = "smollm2"  # what `tricycle.pretrained.load` takes
+    quick: bool = False  # three minutes: one seed, small lists, short texts, few updates
+    seeds: int = 3  # sets of tasks, each with other names, words and numbers
+    texts: int = 1  # texts of a set for each size, more of the small ones
+    largest_size: int = 512  # lines of the longest task
+    steps: int = 24  # updates of each fit by gradient
+    length: int = 8192  # tokens of the longest text
+    beyond: int = 16_384  # tokens of a text longer than the model's window; 0 for none
+    report: bool = False  # compute nothing; report what parts there are
+    output: Path = Path("runs/max_retrieval_smollm2")  # where everything is left
 
 
-QUICK = RealSettings(quick=True, seeds=1, largest_size=16, steps=3, length=512, beyond=0)
+QUICK: dict[str, Any] = {"seeds": 1, "largest_size": 16, "steps": 3, "length": 512, "beyond": 0}
 
 
-def main(words: list[str]) -> int:
-    settings = parse(RealSettings, QUICK if "--quick" in words else RealSettings(), words, __doc__ or "")
+def main() -> int:
+    return run_study(RealSettings, study, __doc__, QUICK, check)
+
+
+def check(settings: RealSettings) -> None:
+    """Raise ValueError for settings with which nothing could be measured."""
     at_least(settings, seeds=1, texts=1, largest_size=4, steps=1, length=64, beyond=0)
+
+
+def study(settings: RealSettings) -> Outcome:
     if not settings.report:
         Study(settings).run()
     results = results_in(settings.output / "parts")
     save(settings.output / "results.json", settings, **results)
-    real_report.report(settings.output, results)
-    return 0
+    return real_report.report(settings.output, results)
 
 
 class Study:
@@ -114,39 +108,36 @@ class Study:
     def part(self, name: str, work: Callable[[], Any]) -> Any:
         """What stands in its file, or else what comes out of the work, with the seconds that it took."""
         path = self.folder / f"{name.replace(' ', '-').replace(',', '')}.json"
-        about = dataclasses.asdict(self.settings)
-        for key in ("model", "report", "output"):
-            del about[key]
+        about = {key: value for key, value in stated(self.settings).items() if key not in ("model", "report")}
         if path.exists():
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            if kept["settings"] != about:
-                raise ValueError(f"{path}: expected a run with these settings, found another; name another --output")
+            kept = read(path)
+            refuse_others(path, kept["settings"], about)
         else:
             started = time.perf_counter()
             kept = {"name": name, "settings": about, "value": work(), "seconds": 0.0}
             kept["seconds"] = round(time.perf_counter() - started, 1)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path, text=True) as file:
-                json.dump(kept, file)
+            write_json(path, kept)
             print(f"{name}: {kept['seconds']:.0f} s", flush=True)
         return kept["value"]
 
     def run(self) -> None:
         temperatures = self.temperatures()
-        lengths = text_lengths(self.settings.length)
+        # of the plays all, of the others a quarter, for the time goes with the square of the length
+        quarter = max(64, self.settings.length // 4)
+        lengths = {"shakespeare": self.settings.length, "code": quarter, "captions": quarter}
         for text, length in lengths.items():
-            self.part(f"text, {PLAIN}, {text}", partial(self.read, None, text, length))
+            self.part(f"text, {PLAIN}, {text}", partial(self.listen, None, text, length))
         for seed in range(self.settings.seeds):
             for name, temperature in temperatures.items():
                 self.part(f"tasks, {name}, {seed}", partial(self.grade_tasks, temperature, seed))
         for text, length in reversed(lengths.items()):
             for name, temperature in temperatures.items():
                 if name != CONTROL:
-                    self.part(f"text, {name}, {text}", partial(self.read, temperature, text, length))
+                    self.part(f"text, {name}, {text}", partial(self.listen, temperature, text, length))
         if self.settings.beyond:
             widen(self.model, self.settings.beyond)
             for name in (PLAIN, "ln n"):
-                work = partial(self.read, temperatures[name], "shakespeare", self.settings.beyond)
+                work = partial(self.listen, temperatures[name], "shakespeare", self.settings.beyond)
                 self.part(f"beyond, {name}, shakespeare", work)
 
     # ---------------------------------------------------------------- temperatures
@@ -241,8 +232,10 @@ class Study:
                 right: list[bool] = []
                 nats: list[float] = []
                 with tempered(self.model, temperature):
-                    for batch in in_batches(prompts):
-                        for all_rows, rows in zip((right, nats), fits.grade(self.model, batch)):
+                    together = max(1, TOKENS_AT_ONCE // max(len(prompt.ids) for prompt in prompts))
+                    for start in range(0, len(prompts), together):
+                        graded = fits.grade(self.model, prompts[start : start + together])
+                        for all_rows, rows in zip((right, nats), graded):
                             all_rows.extend(rows)
                 numbers = {"accuracy": float(np.mean(right)), "nats": round(float(np.mean(nats)), 4)}
                 size = round(float(np.mean([len(prompt.ids) for prompt in prompts])))
@@ -255,7 +248,7 @@ class Study:
             return (4 if self.settings.quick else 10) * self.settings.texts
         return self.settings.texts if n > 64 or self.settings.quick else 2 * self.settings.texts
 
-    def read(self, temperature: Temperature, text: str, n_tokens: int) -> dict[str, Any]:
+    def listen(self, temperature: Temperature, text: str, n_tokens: int) -> dict[str, Any]:
         """The loss by position and the entropy of each head by length, on a held-out text."""
         ids = windows(self.tokeniser, text_of(text, "test"), 1, n_tokens).ids
         lengths = [2**i for i in range(6, 20) if 2**i <= n_tokens]
@@ -273,31 +266,16 @@ def results_in(folder: Path) -> dict[str, Any]:
     """All numbers in the files of parts, by the kind of part; temperatures in their order."""
     parts = {}
     for path in sorted(folder.glob("*.json")):
-        part = json.loads(path.read_text(encoding="utf-8"))
+        part = read(path)
         parts[part["name"]] = part
     kinds: dict[str, Any] = {"seconds": round(sum(part["seconds"] for part in parts.values()))}
-    for name in sorted(parts, key=_place):
+    # longer names of temperatures first, where one is the beginning of another
+    known = sorted(NAMES, key=len, reverse=True)
+    place = lambda name: next((NAMES.index(one) for one in known if f", {one}" in name), 0)
+    for name in sorted(parts, key=lambda name: (place(name), name)):
         kind, _, rest = name.partition(", ")
         kinds.setdefault(kind, {})[rest] = parts[name]["value"]
     return kinds
-
-
-def _place(name: str) -> tuple[int, str]:
-    """Longer names come first where one is the beginning of another."""
-    within = [i for i, known in enumerate(NAMES) if f", {known}" in name]
-    return max(within, key=lambda i: len(NAMES[i]), default=0), name
-
-
-def text_lengths(length: int) -> dict[str, int]:
-    """The plays whole; the other texts a quarter as long, for the time goes with the square of the length."""
-    return {"shakespeare": length, "code": max(64, length // 4), "captions": max(64, length // 4)}
-
-
-def in_batches(prompts: list[Prompt]) -> Iterator[list[Prompt]]:
-    """Prompts together, as long as they have no more tokens than that."""
-    together = max(1, TOKENS_AT_ONCE // max(len(prompt.ids) for prompt in prompts))
-    for start in range(0, len(prompts), together):
-        yield prompts[start : start + together]
 
 
 def few_heads(betas: Betas, gains: np.ndarray, count: int) -> Betas:

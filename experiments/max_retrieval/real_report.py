@@ -3,18 +3,18 @@
 Shapes: L layers, H heads.
 """
 
-from __future__ import annotations
-
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.tables import cell, markdown
+from experiments.shared.figures import drawing
+from experiments.shared.pages import write_page
+from experiments.shared.program import Outcome
+from experiments.shared.tables import cell, markdown
 from tricycle.system.files import atomic_write
-from tricycle_lab.plot import plot_curves, save_figure
+from tricycle_lab.plot import plot_curves
 
 PAGE = Path(__file__).with_name("heads.html")
 TITLES = {
@@ -26,12 +26,23 @@ PLAIN = "softmax"
 N_LISTED = 12  # heads
 
 
-def report(folder: Path, results: dict[str, Any]) -> None:
-    """Print the tables; leave them as tables.md, pictures and heads.html in the folder.
+def report(folder: Path, results: dict[str, Any]) -> Outcome:
+    """Draw the pictures and write tables.md and heads.html, leaving out what needs parts that are not there yet."""
+    made = tables(results)
+    with atomic_write(folder / "tables.md", text=True) as file:
+        file.write("\n\n".join(f"## {title}\n\n{table}" for title, table in made.items()) + "\n")
+    if_there(lambda: plot_tasks(results, folder))
+    if_there(lambda: plot_texts(results, folder / "positions.png"))
+    if_there(lambda: plot_entropies(results, folder / "entropy.png"))
+    if_there(lambda: plot_heads(results, folder / "heads.png"))
+    if_there(lambda: write_page(PAGE, folder / "heads.html", page_data(results)))
+    print(f"{results['seconds'] / 60:.0f} minutes")
+    return made, ["results.json", "tables.md", "heads.html", "pictures"]
 
-    What needs parts that are not there yet is left out.
-    """
-    tables = {
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Return the tables that the parts suffice for, by title."""
+    makers = {
         "Accuracy, % of answers that are right as a whole": lambda: task_table(results, "accuracy", 1, 100),
         "Nats an answer": lambda: task_table(results, "nats"),
         "Perplexity by position": lambda: text_table(results),
@@ -39,17 +50,7 @@ def report(folder: Path, results: dict[str, Any]) -> None:
         "Heads whose sharpness the tasks ask for most": lambda: head_table(results),
         "The start of ln n": lambda: start_table(results),
     }
-    sections = [f"## {title}\n\n{made}" for title, table in tables.items() if (made := if_there(table))]
-    text = "\n\n".join(sections)
-    with atomic_write(folder / "tables.md", text=True) as file:
-        file.write(text + "\n")
-    print(f"\n{text}\n")
-    if_there(lambda: plot_tasks(results, folder))
-    if_there(lambda: plot_texts(results, folder / "positions.png"))
-    if_there(lambda: plot_entropies(results, folder / "entropy.png"))
-    if_there(lambda: plot_heads(results, folder / "heads.png"))
-    if_there(lambda: write_page(results, folder / "heads.html"))
-    print(f"{results['seconds'] / 60:.0f} minutes; {folder}: results.json, tables.md, heads.html, pictures")
+    return {title: table for title, make in makers.items() if (table := if_there(make))}
 
 
 def if_there(make: Callable[[], Any]) -> Any:
@@ -165,8 +166,8 @@ def head_table(results: dict[str, Any]) -> str:
 
 def start_table(results: dict[str, Any]) -> str:
     found = results["fit"]["ln n"]
-    rows = [[str(start), f"{loss:.3f}"] for start, loss in found["losses"].items()]
-    return markdown(["start", "loss of answers"], [*rows, ["softmax", f"{found['softmax']:.3f}"]])
+    rows = [[start, f"{loss:.3f}"] for start, loss in {**found["losses"], "softmax": found["softmax"]}.items()]
+    return markdown(["start", "loss of answers"], rows)
 
 
 # -------------------------------------------------------------------- pictures
@@ -201,37 +202,34 @@ def plot_texts(results: dict[str, Any], path: Path) -> None:
 
 def plot_entropies(results: dict[str, Any], path: Path) -> None:
     """A line for each head, and below it the share of its weight that goes to the first token."""
-    from matplotlib.figure import Figure
-
     lengths, entropies = layers(results, "entropy")
     first = layers(results, "first")[1]
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    grows = growth_within(results).ravel()
-    import matplotlib
+    with drawing(path, (12, 4.8), dpi=90) as figure:
+        left, right = figure.subplots(1, 2)
+        grows = growth_within(results).ravel()
+        import matplotlib
 
-    shades = matplotlib.colormaps["viridis"](np.clip(grows, 0, 1))
-    for axes, values in ((left, entropies), (right, first)):
-        for line, shade in zip(values.reshape(len(lengths), -1).T, shades):
-            axes.plot(lengths, line, color=shade, linewidth=0.7, antialiased=False)
-        axes.plot(lengths, values.mean(axis=(1, 2)), "o-", color="#d55e00", linewidth=2.2, label="mean of all heads")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{n:,}" for n in lengths], fontsize=8)
-        axes.set_xlabel("tokens read")
-        axes.grid(alpha=0.25)
-    left.plot(lengths, np.log(lengths), "--", color="black", label="ln n: all keys alike")
-    left.set_ylabel("entropy of the weights, nats")
-    right.set_ylabel("share of weight on the first token")
-    left.legend(frameon=False)
-    scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, 1), "viridis")
-    figure.colorbar(scale, ax=right, label="entropy by ln n")
-    save_figure(figure, path, 90)
+        shades = matplotlib.colormaps["viridis"](np.clip(grows, 0, 1))
+        for axes, values in ((left, entropies), (right, first)):
+            for line, shade in zip(values.reshape(len(lengths), -1).T, shades):
+                axes.plot(lengths, line, color=shade, linewidth=0.7, antialiased=False)
+            axes.plot(
+                lengths, values.mean(axis=(1, 2)), "o-", color="#d55e00", linewidth=2.2, label="mean of all heads"
+            )
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(lengths, [f"{n:,}" for n in lengths], fontsize=8)
+            axes.set_xlabel("tokens read")
+            axes.grid(alpha=0.25)
+        left.plot(lengths, np.log(lengths), "--", color="black", label="ln n: all keys alike")
+        left.set_ylabel("entropy of the weights, nats")
+        right.set_ylabel("share of weight on the first token")
+        left.legend(frameon=False)
+        scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, 1), "viridis")
+        figure.colorbar(scale, ax=right, label="entropy by ln n")
 
 
 def plot_heads(results: dict[str, Any], path: Path) -> None:
     """Four maps of all heads, a column for each layer."""
-    from matplotlib.figure import Figure
-
     fit = results["fit"]
     maps: dict[str, Any] = {
         "entropy by ln n (0 stays sharp, 1 spreads)": (growth_within(results), "viridis", 0, 1),
@@ -240,16 +238,15 @@ def plot_heads(results: dict[str, Any], path: Path) -> None:
     }
     if "heads, tasks" in fit:
         maps["beta fitted to tasks"] = np.exp(fit["heads, tasks"]["levels"]), "coolwarm_r", 0.5, 1.5
-    figure = Figure(figsize=(11, 2.25 * len(maps)), layout="constrained")
-    for axes, (title, (values, colours, *limits)) in zip(figure.subplots(len(maps), 1), maps.items()):
-        extent = np.percentile(abs(values), 98) or 1
-        low, high = limits or (-extent, extent)
-        image = axes.imshow(np.array(values).T, cmap=colours, vmin=low, vmax=high, aspect="auto")
-        axes.set_title(title, fontsize=10)
-        axes.set_ylabel("head")
-        figure.colorbar(image, ax=axes)
-    axes.set_xlabel("layer")
-    save_figure(figure, path, 100)
+    with drawing(path, (11, 2.25 * len(maps)), dpi=100) as figure:
+        for axes, (title, (values, colours, *limits)) in zip(figure.subplots(len(maps), 1), maps.items()):
+            extent = np.percentile(abs(values), 98) or 1
+            low, high = limits or (-extent, extent)
+            image = axes.imshow(np.array(values).T, cmap=colours, vmin=low, vmax=high, aspect="auto")
+            axes.set_title(title, fontsize=10)
+            axes.set_ylabel("head")
+            figure.colorbar(image, ax=axes)
+        axes.set_xlabel("layer")
 
 
 def _mean(rows: Any) -> np.ndarray:
@@ -257,8 +254,8 @@ def _mean(rows: Any) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- the page
-def write_page(results: dict[str, Any], path: Path) -> None:
-    """One HTML file that needs nothing else: all heads as a map, and the chosen one's entropy, slopes and betas."""
+def page_data(results: dict[str, Any]) -> dict[str, Any]:
+    """Return what the page shows: all heads as a map, and the chosen one's entropy, slopes and betas."""
     fit = results["fit"]
     lengths = layers(results, "entropy")[0]
     heads = {
@@ -282,6 +279,4 @@ def write_page(results: dict[str, Any], path: Path) -> None:
         if names and (sizes := sizes_of(results, task))
     }
     curves = {key: layers(results, key)[1].tolist() for key in ("entropy", "first")}
-    data = json.dumps({"lengths": lengths, "heads": heads, "curves": curves, "tasks": tasks}).replace("<", "\\u003c")
-    with atomic_write(path, text=True) as file:
-        file.write(PAGE.read_text(encoding="utf-8").replace("__DATA__", data))
+    return {"lengths": lengths, "heads": heads, "curves": curves, "tasks": tasks}

@@ -1,13 +1,12 @@
 """What came out, as a Markdown table and two pictures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 
-from experiments.tables import cell, markdown
-from tricycle_lab.plot import save_figure
+from experiments.shared.figures import drawing
+from experiments.shared.results import Runs, of
+from experiments.shared.tables import cell, grid, markdown
 
 # Accuracy in percent at 2, 4, 8, ... items in seed 001's notebook, 352 examples each; its output breaks off at 256.
 NOTEBOOK = {
@@ -24,12 +23,12 @@ COLOURS = {
 }
 
 
-def gather(runs: list[dict], key: str, name: str | None = None) -> np.ndarray:
+def gather(runs: Runs, *keys: str) -> np.ndarray:
     """What all runs measured, (runs, sizes)."""
-    return np.array([run[key] if name is None else run[key][name] for run in runs])
+    return np.array(of(runs, *keys))
 
 
-def accuracy_table(sizes: list[int], runs: list[dict]) -> str:
+def accuracy_table(sizes: list[int], runs: Runs) -> str:
     """Accuracy in percent."""
     names = list(runs[0]["accuracy"])
     titles = ["items", "notebook, plain", "notebook, adaptive", *names, "highest score", "entropy"]
@@ -42,68 +41,61 @@ def accuracy_table(sizes: list[int], runs: list[dict]) -> str:
     return markdown(titles, rows)
 
 
-def loss_table(sizes: list[int], runs: list[dict]) -> str:
+def loss_table(sizes: list[int], runs: Runs) -> str:
     """The cross entropy in nats."""
-    names = list(runs[0]["loss"])
-    rows = [[f"{n:,}", *(cell(gather(runs, "loss", name)[:, i]) for name in names)] for i, n in enumerate(sizes)]
-    return markdown(["items", *names], rows)
+    rows = {f"{n:,}": i for i, n in enumerate(sizes)}
+    return grid(rows, list(runs[0]["loss"]), lambda i, name: gather(runs, "loss", name)[:, i], corner="items")
 
 
-def plot_accuracy(sizes: list[int], runs: list[dict], path: Path) -> None:
+def plot_accuracy(sizes: list[int], runs: Runs, path: Path) -> None:
     """Accuracy, and what each softmax gains over the plain one, against the number of items.
 
     Lines are the mean of the training seeds, bands go from the lowest to the highest.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 5.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    plain = 100 * gather(runs, "accuracy", "plain")
-    for name in runs[0]["accuracy"]:
-        values = 100 * gather(runs, "accuracy", name)
-        style = {"color": COLOURS[name], "linestyle": "--" if name == "constant" else "-", "label": name}
-        for axes, found in ((left, values), (right, values - plain)):
-            axes.plot(sizes, found.mean(axis=0), "o", markersize=3.5, **style)
-            if name in ("plain", "fit to errors") or (axes is right and name != "constant"):
-                low, high = found.min(axis=0), found.max(axis=0)
-                axes.fill_between(sizes, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
-    found = 100 * gather(runs, "found")
-    for axes, values in ((left, found), (right, found - plain)):
-        axes.plot(sizes, values.mean(axis=0), ":", color="black", label="class of the highest score")
-        axes.axvspan(5, 16, color="#f0f0f0", zorder=0)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(n) for n in sizes])
-        axes.set_xlabel("items (grey: in training)")
-        axes.grid(alpha=0.25)
-    for name, shift in {"plain": 0.94, "adaptive": 1.06}.items():
-        theirs = np.array(NOTEBOOK[name])[: len(sizes)]
-        noise = np.sqrt(theirs * (100 - theirs) / NOTEBOOK_EXAMPLES)
-        places = np.array(sizes[: len(theirs)]) * shift
-        left.errorbar(places, theirs, noise, fmt="x", color=COLOURS[name], capsize=2, label=f"notebook, {name}")
-    left.axhline(10, color="#636363", linewidth=0.8)
-    left.text(2, 10.8, "chance", color="#636363")
-    left.set(ylabel="accuracy, %", ylim=(0, 102), title=f"Max retrieval, training seeds: {len(runs)}")
-    left.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 0.12))
-    right.set(ylabel="points of accuracy", title="Gained over the plain softmax")
-    save_figure(figure, path, 110)
+    with drawing(path, (13, 5.4)) as figure:
+        left, right = figure.subplots(1, 2)
+        plain = 100 * gather(runs, "accuracy", "plain")
+        for name in runs[0]["accuracy"]:
+            values = 100 * gather(runs, "accuracy", name)
+            style = {"color": COLOURS[name], "linestyle": "--" if name == "constant" else "-", "label": name}
+            for axes, found in ((left, values), (right, values - plain)):
+                axes.plot(sizes, found.mean(axis=0), "o", markersize=3.5, **style)
+                if name in ("plain", "fit to errors") or (axes is right and name != "constant"):
+                    low, high = found.min(axis=0), found.max(axis=0)
+                    axes.fill_between(sizes, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
+        found = 100 * gather(runs, "found")
+        for axes, values in ((left, found), (right, found - plain)):
+            axes.plot(sizes, values.mean(axis=0), ":", color="black", label="class of the highest score")
+            axes.axvspan(5, 16, color="#f0f0f0", zorder=0)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes, [str(n) for n in sizes])
+            axes.set_xlabel("items (grey: in training)")
+            axes.grid(alpha=0.25)
+        for name, shift in {"plain": 0.94, "adaptive": 1.06}.items():
+            theirs = np.array(NOTEBOOK[name])[: len(sizes)]
+            noise = np.sqrt(theirs * (100 - theirs) / NOTEBOOK_EXAMPLES)
+            places = np.array(sizes[: len(theirs)]) * shift
+            left.errorbar(places, theirs, noise, fmt="x", color=COLOURS[name], capsize=2, label=f"notebook, {name}")
+        left.axhline(10, color="#636363", linewidth=0.8)
+        left.text(2, 10.8, "chance", color="#636363")
+        left.set(ylabel="accuracy, %", ylim=(0, 102), title=f"Max retrieval, training seeds: {len(runs)}")
+        left.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 0.12))
+        right.set(ylabel="points of accuracy", title="Gained over the plain softmax")
 
 
 def plot_weights(sizes: list[int], weights: dict[str, np.ndarray], path: Path) -> None:
     """Heat maps of the largest items' weights against the number of items: one example above, the mean below."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2 * len(weights), 6.6), layout="constrained")
-    grid = figure.subplots(2, len(weights), squeeze=False, sharex=True, sharey=True)
-    for column, (name, found) in zip(grid.T, weights.items()):
-        for axes, values, what in zip(column, (found[:, 0], found.mean(axis=1)), ("one example", "mean of 32")):
-            n_top = values.shape[1]
-            image = axes.imshow(values, cmap="magma", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-            axes.set_facecolor("#d9d9d9")  # where there is no item
-            axes.set_title(f"{name}, {what}")
-            axes.set_yticks(range(len(sizes)), [str(n) for n in sizes])
-            axes.set_xticks(range(n_top), range(n_top, 0, -1))
-    for axes in grid[:, 0]:
-        axes.set_ylabel("items")
-    figure.supxlabel("rank of the item: 1 has the highest priority")
-    figure.colorbar(image, ax=grid, label="weight", shrink=0.7)
-    save_figure(figure, path, 110)
+    with drawing(path, (4.2 * len(weights), 6.6)) as figure:
+        grid = figure.subplots(2, len(weights), squeeze=False, sharex=True, sharey=True)
+        for column, (name, found) in zip(grid.T, weights.items()):
+            for axes, values, what in zip(column, (found[:, 0], found.mean(axis=1)), ("one example", "mean of 32")):
+                n_top = values.shape[1]
+                image = axes.imshow(values, cmap="magma", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+                axes.set_facecolor("#d9d9d9")  # where there is no item
+                axes.set_title(f"{name}, {what}")
+                axes.set_yticks(range(len(sizes)), [str(n) for n in sizes])
+                axes.set_xticks(range(n_top), range(n_top, 0, -1))
+        for axes in grid[:, 0]:
+            axes.set_ylabel("items")
+        figure.supxlabel("rank of the item: 1 has the highest priority")
+        figure.colorbar(image, ax=grid, label="weight", shrink=0.7)

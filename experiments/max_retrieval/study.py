@@ -1,28 +1,98 @@
-"""Train, fit a temperature, measure. Every random number comes from a stream with a name, so runs repeat exactly."""
+"""The task, the model and its loss; train, fit a temperature, measure.
 
-from __future__ import annotations
+Each of n items has a priority and a class; the answer is the class of the item with the highest priority. Every random
+number comes from a stream with a name, so that runs repeat exactly.
 
+Shapes: B batch, N items, C channels = width.
+"""
+
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from experiments.max_retrieval.task import Batch, MaxRetrieval, loss_of, new_batch
+from experiments.shared.program import at_least
+from experiments.shared.training import stream
 from tricycle import kernels
+from tricycle.activation import GeLU
 from tricycle.attention import Attention, scores_and_weights
 from tricycle.functions import RowSoftmax, Softmax
+from tricycle.layers import Dense, Layer, Sequential
+from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
+from tricycle.sequences.cross_attention import MultiHeadAttention
 from tricycle.softmaxes import AdaptiveSoftmax
 from tricycle.tensor import Tensor, no_grad
 from tricycle.training import train_on_batch
 from tricycle_accelerators.threads import parallel
 from tricycle_lab.temperature import fit_adaptive_temperature
+
+N_CLASSES = 10
+
+
+class Batch(NamedTuple):
+    items: np.ndarray  # (B, N, 1 + N_CLASSES): a priority, uniform in [0, 1), beside a class as one of 0 and 1
+    query: np.ndarray  # (B, 1, 1), uniform in [0, 1), which says nothing
+    targets: np.ndarray  # (B,), the class of the item with the highest priority
+
+
+def new_batch(n_items: int, size: int, generator: np.random.Generator) -> Batch:
+    priorities = generator.random((size, n_items), dtype=np.float32)
+    classes = generator.integers(0, N_CLASSES, (size, n_items))
+    items = np.concatenate([priorities[..., None], np.eye(N_CLASSES, dtype=np.float32)[classes]], axis=-1)
+    query = generator.random((size, 1, 1), dtype=np.float32)
+    return Batch(items, query, classes[np.arange(size), priorities.argmax(axis=1)])
+
+
+def lecun(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    """Normal with variance 1 / inputs (LeCun et al. 1998), which flax's layers start from."""
+    return generator.standard_normal(shape, dtype=np.float32) / np.float32(math.sqrt(shape[0]))
+
+
+class MaxRetrieval(Layer):
+    """Two layers for each item and two for the query, one head of attention, two layers for the answer."""
+
+    def __init__(self, generator: np.random.Generator, width: int = 128) -> None:
+        def dense(from_size: int, to_size: int) -> Dense:
+            return Dense(from_size, to_size, initialiser=lecun, generator=generator)
+
+        self.read_items = Sequential(dense(1 + N_CLASSES, width), GeLU(), dense(width, width), GeLU())
+        self.read_query = Sequential(dense(1, width), GeLU(), dense(width, width), GeLU())
+        self.attention = MultiHeadAttention(width, n_heads=1, initialiser=lecun, generator=generator)
+        self.answer = Sequential(dense(width, width), GeLU(), dense(width, N_CLASSES))
+
+    def forward(self, items: np.ndarray, query: np.ndarray) -> Tensor:
+        """(B, N, 1 + N_CLASSES) and (B, 1, 1) to logits (B, N_CLASSES)."""
+        return self.answer(self.attention(self.read_query(query), self.read_items(items))[:, 0])
+
+    def project(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """What attention makes of a batch before its softmax: queries (B, 1, C), keys and values (B, N, C)."""
+        items, query = self.read_items(batch.items), self.read_query(batch.query)
+        return self.attention.query(query), self.attention.key(items), self.attention.value(items)
+
+    def finish(self, mixed: Tensor) -> np.ndarray:
+        """From the mixture of values (B, 1, C) to logits (B, N_CLASSES)."""
+        return self.answer(self.attention.projection(mixed)[:, 0]).array
+
+
+def loss_of(model: MaxRetrieval, batch: Batch, l2: float) -> Tensor:
+    """The cross entropy, and l2 times the squares of all parameters.
+
+    The squares are part of the loss, so Adam divides their gradient as any other: this is no decoupled weight decay.
+    """
+    loss = CrossEntropy()(batch.targets, model(batch.items, batch.query))
+    for parameter in model.parameters():
+        loss = loss + l2 * (parameter * parameter).sum()
+    return loss
+
 
 TRAINING, FITTING, EVALUATION, PICTURES = 1, 2, 3, 4  # streams that share no number
 FEWEST, MOST = 5, 16  # items of a training example
@@ -36,34 +106,20 @@ CONSTANT = 8.0  # a control: as sharp as the fitted polynomial about is, whateve
 class Settings:
     """Where no preset is named, training is that of seed 001's notebook."""
 
-    steps: int = 5_000
-    """training steps; the notebook's"""
-    batch_size: int = 128
-    """examples of a step; the notebook's and the paper's"""
-    learning_rate: float = 1e-3
-    """of Adam; the notebook's and the paper's"""
-    decay: bool = False
-    """let the learning rate fall to 0 along half a cosine"""
-    l2: float = 1e-3
-    """what the squares of all parameters are multiplied by before they are added to the loss"""
-    width: int = 128
-    """channels of all layers"""
-    seeds: int = 3
-    """how often to train, each time from other weights and on other data"""
-    data_seeds: int = 10
-    """how many sets of data to measure on; the same for all trained models"""
-    samples: int = 512
-    """examples of a set, for each number of items"""
-    largest: int = 4096
-    """measure at 2, 4, 8, ... up to so many items"""
-    fit_rows: int = 1024
-    """examples for each number of items to fit a temperature on"""
-    quick: bool = False
-    """a run of half a minute: 2,000 steps, one seed, fewer examples"""
-    paper: bool = False
-    """the paper's longer training: 100,000 steps, a falling learning rate"""
-    output: Path = Path("runs/max_retrieval")
-    """where results.json, accuracy.png and weights.png are left"""
+    steps: int = 5_000  # training steps; the notebook's
+    batch_size: int = 128  # examples of a step; the notebook's and the paper's
+    learning_rate: float = 1e-3  # of Adam; the notebook's and the paper's
+    decay: bool = False  # let the learning rate fall to 0 along half a cosine
+    l2: float = 1e-3  # what the squares of all parameters are multiplied by before they are added to the loss
+    width: int = 128  # channels of all layers
+    seeds: int = 3  # how often to train, each time from other weights and on other data
+    data_seeds: int = 10  # how many sets of data to measure on; the same for all trained models
+    samples: int = 512  # examples of a set, for each number of items
+    largest: int = 4096  # measure at 2, 4, 8, ... up to so many items
+    fit_rows: int = 1024  # examples for each number of items to fit a temperature on
+    quick: bool = False  # a run of half a minute: 2,000 steps, one seed, fewer examples
+    paper: bool = False  # the paper's longer training: 100,000 steps, a falling learning rate
+    output: Path = Path("runs/max_retrieval")  # where results.json, accuracy.png and weights.png are left
 
     @property
     def sizes(self) -> list[int]:
@@ -71,8 +127,9 @@ class Settings:
         return [2**i for i in range(1, self.largest.bit_length())]
 
 
-def stream(*key: int) -> np.random.Generator:
-    return np.random.default_rng(key)
+def check(settings: Settings) -> None:
+    """Raise ValueError for settings with which nothing could be measured."""
+    at_least(settings, steps=1, batch_size=1, width=1, seeds=1, data_seeds=1, samples=1, fit_rows=1, largest=16)
 
 
 # -------------------------------------------------------------------- training
@@ -238,7 +295,7 @@ def top_weights(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings:
     return found
 
 
-def study(settings: Settings, seed: int) -> tuple[MaxRetrieval, dict[str, RowSoftmax], float, float]:
+def train_and_fit(settings: Settings, seed: int) -> tuple[MaxRetrieval, dict[str, RowSoftmax], float, float]:
     """Train once and fit twice.
 
     Returns:

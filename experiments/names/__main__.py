@@ -8,45 +8,29 @@
 The models' sizes and how they are trained were settled on validation names; see the README.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import sys
-from typing import Any
 
-from experiments.classification import check_models
 from experiments.names import data, report
-from experiments.names.study import RECIPES, Settings, confusions, run
-from experiments.settings import at_least, save
-from tricycle_cli.flags import parse, run_main
+from experiments.names.study import QUICK, RECIPES, Settings, confusions, run
+from experiments.shared.classification import check_folds
+from experiments.shared.program import Outcome, run_study
+from experiments.shared.results import save
+from tricycle_cli.flags import run_main
 
-QUICK: dict[str, Any] = {"tested": 2, "epochs": 4}
 
-
-def main() -> int:
-    default = Settings(**(QUICK if "--quick" in sys.argv[1:] else {}))  # other flags start from its values
-    settings = parse(Settings, default, description=__doc__ or "")
-    check(settings)
+def study(settings: Settings) -> Outcome:
     problem = data.load(settings.repeated, settings.names)
     runs, outcome = run(problem, settings)
     matrices = {name: confusions(problem, outcome, name) for name in settings.models}
-    files = report.write(problem, outcome, runs, matrices, settings)
+    files = report.draw(problem, outcome, runs, matrices, settings)
     recipes = {name: dataclasses.asdict(RECIPES[name]) for name in settings.models}
     found_out = {"classes": problem.classes, "runs": runs, "confusion": matrices}
     save(settings.output / "results.json", settings, recipes=recipes, **found_out)
-    for title, table in report.tables(runs, problem.classes, matrices).items():
-        print(f"\n{title}\n\n{table}")
-    print(f"\n{settings.output}: {', '.join(['results.json', *files])}")
-    return 0
+    return report.tables(runs, problem.classes, matrices), ["results.json", *files]
 
 
-def check(settings: Settings) -> None:
-    """
-    Raises:
-        ValueError: settings with which nothing could be measured.
-    """
-    at_least(settings, folds=3, tested=1, epochs=0, names=settings.folds, shown=1, seed=0)
-    check_models(settings)
+def main() -> int:
+    return run_study(Settings, study, __doc__, QUICK, lambda settings: check_folds(settings, names=settings.folds))
 
 
 if __name__ == "__main__":

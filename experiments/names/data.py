@@ -5,14 +5,12 @@ in several languages. Here each pair comes once, and all pairs of one name are i
 tested name was ever learnt.
 """
 
-from __future__ import annotations
-
 import unicodedata
 from collections import Counter
 
 import numpy as np
 
-from experiments.classification import Problem
+from experiments.shared.classification import Problem
 from tricycle_datasets.names import LANGUAGES, names
 
 BEGIN, END = "^", "$"  # no name has them

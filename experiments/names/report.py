@@ -1,17 +1,15 @@
 """What came out, as Markdown tables, pictures and a page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 
-from experiments.classification import MODELS, Outcome, Problem, Runs, names_of, of
-from experiments.looked_at import Item, new_items, paint, write_page
 from experiments.names.study import Settings
-from experiments.pictures import plot_folds, plot_training
-from experiments.tables import cell, markdown
-from tricycle_lab.plot import save_figure
+from experiments.shared.classification import MODELS, Outcome, Problem, described
+from experiments.shared.figures import drawing, plot_folds, plot_training
+from experiments.shared.looked_at import new_items, paint, spread, write_page
+from experiments.shared.results import Runs, distinct, of, select
+from experiments.shared.tables import cell, markdown
 
 KINDS = {"plain": "languages as they come", "even": "as if all languages were as frequent"}
 NOTE = (
@@ -30,15 +28,10 @@ def main_table(runs: Runs) -> str:
     titles = ["", "parameters", "seconds", "validation"]
     titles += [f"{what}{end}" for end in ("", ", even") for what in ("accuracy", "balanced", "F1")]
     rows = []
-    for name in names_of(runs):
-        mine = of(runs, name)
-        row = [name, "", "", ""]
-        if name in MODELS:
-            row[1] = f"{np.mean([run['parameters'] for run in mine]):,.0f}"
-            row[2] = cell([run["seconds"] for run in mine], 0)
-            row[3] = cell([run["validation"] for run in mine], 1, 100)
-        row += [cell([run[kind][key] for run in mine], 1, 100) for kind in KINDS for key in mine[0][kind]]
-        rows.append(row)
+    for name in distinct(runs):
+        mine = select(runs, model=name)
+        found = [cell(of(mine, kind, key), 1, 100) for kind in KINDS for key in mine[0][kind]]
+        rows.append([name, *described(mine), *found])
     return markdown(titles, rows)
 
 
@@ -65,51 +58,42 @@ def tables(runs: Runs, classes: tuple[str, ...] | list[str], matrices: Matrices)
 # -------------------------------------------------------------------- pictures
 def best_model(runs: Runs) -> str:
     """That with the most validation names right."""
-    means = {name: np.mean([run["validation"] for run in of(runs, name)]) for name in names_of(runs) if name in MODELS}
-    return max(means, key=means.__getitem__)
+    names = [name for name in distinct(runs) if name in MODELS]
+    return max(names, key=lambda name: np.mean(of(select(runs, model=name), "validation")))
 
 
 def plot_confusion(classes: tuple[str, ...], matrices: dict[str, list[list[int]]], title: str, path: Path) -> None:
     """Shares of each language's names (rows) that were given each answer (columns), in percent."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(16, 7.4), layout="constrained")
-    grid = figure.subplots(1, 2)
-    for axes, (kind, counts) in zip(grid, matrices.items()):
-        there = np.array(counts).sum(axis=1)
-        shares = 100 * np.array(counts) / np.maximum(there, 1)[:, None]
-        image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100)
-        for i, j in np.argwhere(shares >= 1):
-            colour = "white" if shares[i, j] > 55 else "black"
-            axes.text(j, i, f"{shares[i, j]:.0f}", ha="center", va="center", fontsize=8, color=colour)
-        axes.set_xticks(range(len(classes)), classes, rotation=90)
-        axes.set_yticks(range(len(classes)), [f"{name} ({n:,})" for name, n in zip(classes, there)])
-        axes.set(title=KINDS[kind], xlabel="answer", ylabel="truth")
-    figure.suptitle(f"{title}: answers in % of each language's names")
-    figure.colorbar(image, ax=grid, label="%", shrink=0.7, aspect=30)
-    save_figure(figure, path, 110)
+    with drawing(path, (16, 7.4)) as figure:
+        grid = figure.subplots(1, 2)
+        for axes, (kind, counts) in zip(grid, matrices.items()):
+            there = np.array(counts).sum(axis=1)
+            shares = 100 * np.array(counts) / np.maximum(there, 1)[:, None]
+            image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100)
+            for i, j in np.argwhere(shares >= 1):
+                colour = "white" if shares[i, j] > 55 else "black"
+                axes.text(j, i, f"{shares[i, j]:.0f}", ha="center", va="center", fontsize=8, color=colour)
+            axes.set_xticks(range(len(classes)), classes, rotation=90)
+            axes.set_yticks(range(len(classes)), [f"{name} ({n:,})" for name, n in zip(classes, there)])
+            axes.set(title=KINDS[kind], xlabel="answer", ylabel="truth")
+        figure.colorbar(image, ax=grid, label="%", shrink=0.7, aspect=30)
+        figure.suptitle(f"{title}: answers in % of each language's names")
 
 
 # -------------------------------------------------------------------- all of it
-def write(problem: Problem, outcome: Outcome, runs: Runs, matrices: Matrices, settings: Settings) -> list[str]:
-    """Everything but results.json; returns the files' names."""
+def draw(problem: Problem, outcome: Outcome, runs: Runs, matrices: Matrices, settings: Settings) -> list[str]:
+    """Draw the pictures and write the page; return the files' names."""
     folder, best = settings.output, best_model(runs)
     values = {
-        f"{name}{end}": [100 * run[kind]["balanced"] for run in of(runs, name)]
+        f"{name}{end}": [100 * recall for recall in of(select(runs, model=name), kind, "balanced")]
         for kind, end in (("plain", ""), ("even", ", even"))
-        for name in names_of(runs)
+        for name in distinct(runs)
     }
     plot_folds(values, folder / "balanced.png", "mean recall of the languages, %", "Surnames, a point for each fold")
     plot_confusion(problem.classes, matrices[best], best, folder / "confusion.png")
     plot_training(runs, folder / "training.png")
-    shown = new_items(
-        problem, outcome, lambda number: [""] * len(problem.tokens[number]), settings.shown, settings.seed
-    )
-    paint(folder / "letters.png", problem.classes, several(shown), n_columns=24, n_blocks=3)
+    gaps = lambda number: [""] * len(problem.tokens[number])
+    shown = new_items(problem, outcome, gaps, settings.shown, settings.seed)
+    paint(folder / "letters.png", problem.classes, spread(shown, 12), n_columns=24, n_blocks=3)
     write_page(folder / "looked_at.html", "Surnames: what the models looked at", NOTE, problem.classes, shown)
     return ["balanced.png", "confusion.png", "training.png", "letters.png", "looked_at.html"]
-
-
-def several(shown: list[Item], n: int = 12) -> list[Item]:
-    """Names from all over a list."""
-    return [shown[i * (len(shown) - 1) // (n - 1)] for i in range(n)]

@@ -1,18 +1,16 @@
 """Cross validation of every model, as the languages come and as if all came alike."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments import classification as shared
-from experiments.classification import MODELS, Outcome, Parts, Predicted, Problem, Recipe, Runs
 from experiments.names.data import ceiling
+from experiments.shared import classification as shared
+from experiments.shared.classification import FoldSettings, Outcome, Parts, Problem, Recipe
+from experiments.shared.results import Runs
 
-TOGETHER = "all together"
 BAYES, N_LETTERS = "naive Bayes, runs of letters", 4
 ALWAYS = "always the most frequent"
 
@@ -28,53 +26,38 @@ RECIPES = {
 }
 
 
+QUICK: dict[str, Any] = {"tested": 2, "epochs": 4}
+
+
 @dataclass(frozen=True)
-class Settings:
+class Settings(FoldSettings):
     """What a run does."""
 
-    models: tuple[str, ...] = tuple(MODELS)
-    """which models, by the names in the table"""
-    folds: int = 5
-    """how many parts the names are dealt into"""
-    tested: int = 5
-    """how many of the parts to be tested on; for each, every model is trained anew"""
-    epochs: int = 0
-    """passes over the training names; 0 for as many as each model's recipe says"""
-    names: int = 10_000
-    """of each language, at most"""
+    folds: int = 5  # how many parts the names are dealt into
+    tested: int = 5  # how many of the parts to be tested on; for each, every model is trained anew
+    names: int = 10_000  # of each language, at most
     repeated: bool = False
     """every line of the files as a name of its own, wherever it falls: what a careless split measures"""
     shown: int = 3
     """names on the page, of each language: so many that all models have right, as many where they differ, all wrong"""
-    seed: int = 0
-    """decides folds, first weights and orders"""
-    quick: bool = False
-    """within three minutes: two parts to be tested on, four epochs"""
-    output: Path = Path("runs/names")
-    """where results.json, the pictures and looked_at.html are left"""
+    output: Path = Path("runs/names")  # where results.json, the pictures and looked_at.html are left
 
 
 def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:
-    """All trainings: a record for each model and fold, and all predictions."""
-    runs: Runs = []
-    folds: list[tuple[Parts, dict[str, Predicted]]] = []
+    """Return a record for each model and fold, and all predictions."""
     n_classes = len(problem.classes)
-    for fold in range(settings.tested):
-        parts = shared.split(problem, settings.folds, fold, settings.seed)
-        prior = shared.log_prior(parts.training.labels, n_classes)
-        said: dict[str, Predicted] = {}
-        for name in settings.models:
-            recipe = replace(RECIPES[name], epochs=settings.epochs or RECIPES[name].epochs)
-            _, said[name], record = shared.one_fold(problem, parts, name, recipe, (settings.seed, fold))
-            runs.append({**record, **both(said[name].logits, parts.test.labels, prior)})
-        others = {TOGETHER: shared.mean_logits(said)} if len(said) > 1 else {}
-        others[BAYES] = shared.naive_bayes(problem, parts, N_LETTERS)
-        others[ALWAYS] = np.broadcast_to(prior, (len(parts.test.labels), n_classes))
-        for name, logits in others.items():
-            runs.append({"model": name, "fold": fold, **both(logits, parts.test.labels, prior)})
-        runs[-1]["ceiling"] = ceiling(problem, parts.where[2])
-        folds.append((parts, said))
-    return runs, shared.together(problem, folds)
+    prior_of = lambda parts: shared.log_prior(parts.training.labels, n_classes)
+
+    def of_logits(logits: np.ndarray, parts: Parts) -> dict[str, Any]:
+        measured = both(logits, parts.test.labels, prior_of(parts))
+        return {**measured, "ceiling": ceiling(problem, parts.where[2])}
+
+    def others(parts: Parts) -> dict[str, np.ndarray]:
+        always = np.broadcast_to(prior_of(parts), (len(parts.test.labels), n_classes))
+        return {BAYES: shared.naive_bayes(problem, parts, N_LETTERS), ALWAYS: always}
+
+    of_model = lambda model, parts, predicted, key: of_logits(predicted.logits, parts)
+    return shared.cross_validate(problem, settings, RECIPES, of_model, of_logits, others)
 
 
 def both(logits: np.ndarray, labels: np.ndarray, prior: np.ndarray) -> dict[str, Any]:

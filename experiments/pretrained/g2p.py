@@ -8,8 +8,6 @@ The file is found by itself (`packages.py`), or named by --path. It belongs to g
 Jongseok Kim (Apache License 2.0).
 """
 
-from __future__ import annotations
-
 import io
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from experiments.pretrained.packages import DAMAGED, G2P
-from experiments.settings import at_least
+from experiments.shared.program import at_least
 from tricycle.layers import Dense, Embedding, Generator, new_generator
 from tricycle.ops import as_tensor
 from tricycle.sequences.beam_search import beam_search

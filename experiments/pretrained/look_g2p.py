@@ -8,8 +8,6 @@ Averages are over words of the Python language reference, which comes with Pytho
 version to the next.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from experiments.pretrained.g2p import LETTERS, SOUNDS, Speller, ids_of, load, pronounce
-from experiments.settings import at_least, save
-from experiments.tables import markdown
+from experiments.shared.figures import drawing
+from experiments.shared.program import Outcome, at_least, run_study
+from experiments.shared.results import save
+from experiments.shared.tables import grid, markdown
 from tricycle import kernels
 from tricycle.loss import CrossEntropy
 from tricycle.tensor import no_grad, to_tensor
-from tricycle_cli.flags import parse, run_main
-from tricycle_lab.plot import save_figure
+from tricycle_cli.flags import run_main
 
 BEGIN, END = SOUNDS.index("<s>"), SOUNDS.index("</s>")
 LONGEST = 40  # sounds of a word: twice what g2p-en allows, so that nothing is cut off
@@ -252,61 +251,62 @@ def share(counts: Sequence[tuple[int, ...]]) -> float:
 # -------------------------------------------------------------------- pictures
 def draw_maps(path: Path, model: Speller, words: Sequence[str]) -> None:
     """A row for each word: sounds by letters, in three ways."""
-    from matplotlib.figure import Figure
-
     spoken = pronounce(model, list(words))
     heights = [len(sounds) + 3 for sounds in spoken]
-    figure = Figure(figsize=(12, 0.21 * sum(heights) + 0.8), layout="constrained")
-    grid = figure.subplots(len(words), 3, squeeze=False, height_ratios=heights)
-    for row, word, sounds in zip(grid, words, spoken):
-        ids = [*(SOUNDS.index(sound) for sound in sounds), END]
-        gradient, _ = gradients(model, word, ids)
-        maps = left_out(model, word, ids), gradient / gradient.sum(axis=1, keepdims=True), so_far(model, word, ids)
-        columns = list(word), list(word), ["·", *word, "end"]
-        for axes, map_, letters in zip(row, maps, columns):
-            axes.imshow(map_, cmap="gist_heat_r", aspect="auto", vmin=0, vmax=1 if letters[0] == "·" else None)
-            axes.set_xticks(range(len(letters)), letters, fontsize=8)
-            axes.set_yticks(range(len(ids)), [*sounds, "end"], fontsize=8, family="monospace")
-    titles = (
-        "this letter left out: bits by which\nthe sound's distribution changes",
-        "shares of the norm of the gradient\nof the sound's log probability",
-        "probability of the sound if\nreading ends here",
-    )
-    for axes, title in zip(grid[0], titles):
-        axes.set_title(title, fontsize=9)
-    save_figure(figure, path, 110)
+    with drawing(path, (12, 0.21 * sum(heights) + 0.8)) as figure:
+        grid = figure.subplots(len(words), 3, squeeze=False, height_ratios=heights)
+        for row, word, sounds in zip(grid, words, spoken):
+            ids = [*(SOUNDS.index(sound) for sound in sounds), END]
+            gradient, _ = gradients(model, word, ids)
+            maps = left_out(model, word, ids), gradient / gradient.sum(axis=1, keepdims=True), so_far(model, word, ids)
+            columns = list(word), list(word), ["·", *word, "end"]
+            for axes, map_, letters in zip(row, maps, columns):
+                axes.imshow(map_, cmap="gist_heat_r", aspect="auto", vmin=0, vmax=1 if letters[0] == "·" else None)
+                axes.set_xticks(range(len(letters)), letters, fontsize=8)
+                axes.set_yticks(range(len(ids)), [*sounds, "end"], fontsize=8, family="monospace")
+        titles = (
+            "this letter left out: bits by which\nthe sound's distribution changes",
+            "shares of the norm of the gradient\nof the sound's log probability",
+            "probability of the sound if\nreading ends here",
+        )
+        for axes, title in zip(grid[0], titles):
+            axes.set_title(title, fontsize=9)
 
 
 def draw_memory(path: Path, mean: np.ndarray, delay: Sequence[int], held: dict, errors: dict) -> None:
     """The mean map, when sounds are known, which letters the state holds, what long words lose."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    (place, when), (memory, lost) = figure.subplots(2, 2)
-    place.imshow(mean, cmap="gist_heat_r", vmin=0, extent=(0, 1, 1, 0), aspect="auto")
-    place.set(title="letter left out: mean of many words", xlabel="place of the letter", ylabel="place of the sound")
-    late = np.clip(delay, -2, 6)
-    shares = [100 * float((late == n).mean()) for n in range(-2, 7)]
-    when.bar(range(-2, 7), shares)
-    when.set_xticks(range(-2, 7), ["≤ -2", *range(-1, 6), "≥ 6"])
-    when.set(title="when a sound becomes probable", xlabel="letters after its own", ylabel="sounds, %")
-    lengths = list(held)
-    grid = np.full((len(lengths), max(lengths)), np.nan)
-    for row, length in zip(grid, lengths):
-        row[:length] = held[length]
-    image = memory.imshow(100 * grid, cmap="viridis", vmin=0, vmax=100, aspect="auto")
-    memory.set_yticks(range(len(lengths)), lengths)
-    memory.set_xticks(range(0, max(lengths), 2), range(1, max(lengths) + 1, 2))
-    memory.set(title="letters that can be read from the last state, %", xlabel="letter", ylabel="letters of the word")
-    figure.colorbar(image, ax=memory)
-    for label, of_length in errors.items():
-        lost.plot(list(of_length), [100 * part for _, part in of_length.values()], marker="o", label=label)
-    lost.set(
-        title="consonants (b f l m n p r v) that go missing", xlabel="letters of the word", ylabel="%", ylim=(0, None)
-    )
-    lost.legend(frameon=False)
-    lost.grid(alpha=0.25)
-    save_figure(figure, path, 110)
+    with drawing(path, (12, 8)) as figure:
+        (place, when), (memory, lost) = figure.subplots(2, 2)
+        place.imshow(mean, cmap="gist_heat_r", vmin=0, extent=(0, 1, 1, 0), aspect="auto")
+        place.set(
+            title="letter left out: mean of many words", xlabel="place of the letter", ylabel="place of the sound"
+        )
+        late = np.clip(delay, -2, 6)
+        shares = [100 * float((late == n).mean()) for n in range(-2, 7)]
+        when.bar(range(-2, 7), shares)
+        when.set_xticks(range(-2, 7), ["≤ -2", *range(-1, 6), "≥ 6"])
+        when.set(title="when a sound becomes probable", xlabel="letters after its own", ylabel="sounds, %")
+        lengths = list(held)
+        grid = np.full((len(lengths), max(lengths)), np.nan)
+        for row, length in zip(grid, lengths):
+            row[:length] = held[length]
+        image = memory.imshow(100 * grid, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+        memory.set_yticks(range(len(lengths)), lengths)
+        memory.set_xticks(range(0, max(lengths), 2), range(1, max(lengths) + 1, 2))
+        memory.set(
+            title="letters that can be read from the last state, %", xlabel="letter", ylabel="letters of the word"
+        )
+        figure.colorbar(image, ax=memory)
+        for label, of_length in errors.items():
+            lost.plot(list(of_length), [100 * part for _, part in of_length.values()], marker="o", label=label)
+        lost.set(
+            title="consonants (b f l m n p r v) that go missing",
+            xlabel="letters of the word",
+            ylabel="%",
+            ylim=(0, None),
+        )
+        lost.legend(frameon=False)
+        lost.grid(alpha=0.25)
 
 
 # -------------------------------------------------------------------- the program
@@ -363,12 +363,14 @@ def look(model: Speller, settings: Settings) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    settings = parse(Settings, description=__doc__ or "")
+def check(settings: Settings) -> None:
+    """Raise ValueError for settings with which nothing could be measured."""
     at_least(settings, most=50, seed=0)
     if not settings.words or not all(word.isalpha() for word in settings.words):
         raise ValueError(f"expected --words with a word or more, of letters alone, got {' '.join(settings.words)}")
-    settings.output.mkdir(parents=True, exist_ok=True)
+
+
+def study(settings: Settings) -> Outcome:
     model = load(settings.path)
     for word in settings.words:
         print(f"\n{word}: what is said if reading ends after some letters, without the mark of the end; then with it")
@@ -377,42 +379,44 @@ def main() -> int:
             print(f"  {prefix:<22}{' '.join(sounds)}")
     results = look(model, settings)
     save(settings.output / "g2p.json", settings, **results)
-    report(results)
-    print(f"\n{settings.output}: g2p.json, g2p-maps.png, g2p-memory.png")
-    return 0
+    return tables(results), ["g2p.json", "g2p-maps.png", "g2p-memory.png"]
 
 
-def report(results: dict[str, Any]) -> None:
-    """The tables of the README."""
-    rows = [
-        [view, *(f"{100 * of_view[key]:.1f}" for key in ("hit", "near", "in order"))]
-        for view, of_view in results["alignment"].items()
-    ]
-    n_pairs = results["alignment"][VIEWS[0]]["pairs"]
-    print(f"\n{results['words']} words, {n_pairs} letters whose sound is sure; %\n")
-    print(markdown(["", "the right letter", "it or a neighbour", "pairs in order"], rows))
-    print("\nletters after its own at which a sound's probability rises most, %:", end=" ")
-    print(", ".join(f"{n}: {100 * share:.1f}" for n, share in results["delay"].items() if share >= 0.005))
-    print(f"said the same without the mark of the end: {100 * results['same unended']:.1f}%\n")
-    rows = []
-    for name, held in results["letters held"].items():
+def main() -> int:
+    return run_study(Settings, study, __doc__, check=check)
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Return the tables of the README."""
+    views, shares = results["alignment"], results["delay"]
+    columns = {"the right letter": "hit", "it or a neighbour": "near", "pairs in order": "in order"}
+    late = ", ".join(f"{n}: {100 * share:.1f}" for n, share in shares.items() if share >= 0.005)
+    held = {}
+    for name, of_lengths in results["letters held"].items():
         for least, most in LENGTHS[:4]:  # of longer words there are too few
-            of_length = [held[n] for n in range(least, most + 1) if n in held]
+            of_length = [of_lengths[n] for n in range(least, most + 1) if n in of_lengths]
             if of_length:
-                ends = [np.mean([shares[k] for shares in of_length]) for k in (0, 1, -2, -1)]
-                middle = np.mean([shares[len(shares) // 2] for shares in of_length])
-                means = (*ends[:2], middle, *ends[2:])
-                rows.append([f"{name}, {least} to {most}", *(f"{100 * mean:.0f}" for mean in means)])
-    print(markdown(["letters read from the last state, %", "1st", "2nd", "middle", "last but one", "last"], rows))
+                held[f"{name}, {least} to {most}"] = of_length
+    places = {"1st": lambda n: 0, "2nd": lambda n: 1, "middle": lambda n: n // 2}
+    places |= {"last but one": lambda n: n - 2, "last": lambda n: n - 1}
+    mean_at = lambda rows, place: np.mean([shares[place(len(shares))] for shares in rows])
     rows = []
     for length in dict.fromkeys(length for of_length in results["consonants missed"].values() for length in of_length):
         row = [length]
         for of_length in results["consonants missed"].values():
             row += [str(of_length[length][0]), f"{100 * of_length[length][1]:.1f}"] if length in of_length else ["", ""]
-        shares = results["sounds missed of two joined"].get(length, [])
-        rows.append(row + [f"{100 * part:.1f}" for part in shares] + [""] * (2 - len(shares)))
+        parts = results["sounds missed of two joined"].get(length, [])
+        rows.append(row + [f"{100 * part:.1f}" for part in parts] + [""] * (2 - len(parts)))
     titles = ["letters", "words", "consonants missed, %", "two words joined", "consonants missed, %"]
-    print(f"\n{markdown([*titles, 'sounds of the first, %', 'of the second, %'], rows)}")
+    n_pairs, same = views[VIEWS[0]]["pairs"], f"{100 * results['same unended']:.1f}%"
+    return {
+        f"{results['words']} words, {n_pairs} letters whose sound is sure; %": (
+            grid(list(views), columns, lambda view, key: views[view][key], 1, 100)
+        ),
+        f"Letters after its own at which a sound's probability rises most, %: {late}; without the mark of the end, "
+        f"{same} are said the same": grid(held, places, mean_at, 0, 100, "letters read from the last state, %"),
+        "What goes missing": markdown([*titles, "sounds of the first, %", "of the second, %"], rows),
+    }
 
 
 if __name__ == "__main__":

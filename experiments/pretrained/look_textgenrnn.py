@@ -5,13 +5,10 @@ python -m experiments.pretrained.look_textgenrnn --titles "My cat ate my homewor
 python -m experiments.pretrained.look_textgenrnn --quick               three titles, and no other text
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import io
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +16,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.looked_at import Answer, Item, write_page
 from experiments.pretrained.textgenrnn import MARK, TITLES, WINDOW, CharacterModel, load, windows
-from experiments.settings import save
-from experiments.tables import markdown
+from experiments.shared.figures import drawing
+from experiments.shared.looked_at import Answer, Item, write_page
+from experiments.shared.program import Outcome, run_study
+from experiments.shared.results import save
+from experiments.shared.tables import grid, markdown
 from tricycle import kernels
 from tricycle.loss import CrossEntropy
 from tricycle.tensor import to_tensor
-from tricycle_cli.flags import parse, run_main
-from tricycle_lab.plot import COLOURS, save_figure
+from tricycle_cli.flags import run_main
+from tricycle_lab.plot import COLOURS
 
 MORE_TITLES = (
     "What is something that everyone should know before they turn 30?",
@@ -205,54 +204,48 @@ def least_on_last(reading: Read, characters: Mapping[int, str], n: int = 6) -> d
 def draw_title(path: Path, text: str, shares: Mapping[str, np.ndarray]) -> None:
     """A map for each of the shares (T + 1, 40): characters to be written by the characters that are looked at."""
     from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
 
     columns, rows = [SHOWN[MARK], *text], [*text, SHOWN[MARK]]
-    figure = Figure(figsize=(7 * len(shares), 0.13 * len(rows) + 1.2), layout="constrained")
-    for axes, (title, array) in zip(figure.subplots(1, len(shares), squeeze=False)[0], shares.items()):
-        map_ = np.zeros((len(rows), len(columns)))
-        for i, row in enumerate(array):
-            n = min(i + 1, WINDOW)
-            map_[i, i + 1 - n : i + 1] = row[WINDOW - n :]
-        image = axes.imshow(map_, norm=PowerNorm(0.5, 0, 1), cmap="gist_heat_r", aspect="auto")
-        style = {"fontsize": 7, "family": "monospace"}
-        axes.set_xticks(range(len(columns)), [visible(character) for character in columns], **style)
-        axes.set_yticks(range(len(rows)), [visible(character) for character in rows], **style)
-        axes.set(title=title, xlabel="looked at", ylabel="to be written")
-    figure.colorbar(image, ax=figure.axes, label="share", aspect=30)
-    save_figure(figure, path, 110)
+    with drawing(path, (7 * len(shares), 0.13 * len(rows) + 1.2)) as figure:
+        for axes, (title, array) in zip(figure.subplots(1, len(shares), squeeze=False)[0], shares.items()):
+            map_ = np.zeros((len(rows), len(columns)))
+            for i, row in enumerate(array):
+                n = min(i + 1, WINDOW)
+                map_[i, i + 1 - n : i + 1] = row[WINDOW - n :]
+            image = axes.imshow(map_, norm=PowerNorm(0.5, 0, 1), cmap="gist_heat_r", aspect="auto")
+            style = {"fontsize": 7, "family": "monospace"}
+            axes.set_xticks(range(len(columns)), [visible(character) for character in columns], **style)
+            axes.set_yticks(range(len(rows)), [visible(character) for character in rows], **style)
+            axes.set(title=title, xlabel="looked at", ylabel="to be written")
+        figure.colorbar(image, ax=figure.axes, label="share", aspect=30)
 
 
 def visible(character: str) -> str:
-    """Return a label of an axis, where a dollar sign would begin a formula."""
-    return SHOWN.get(character, character).replace("$", r"\$")
+    return SHOWN.get(character, character)
 
 
 def draw_averages(path: Path, reading: Read, gradient: np.ndarray, seen: Sequence[float], least: float) -> None:
     """By how far back a character stands: shares, scores; and what it costs to see fewer."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    shares, scores, costs = figure.subplots(1, 3)
-    back = np.arange(WINDOW, 0, -1)
-    for (label, array), colour in zip({"attention": reading.weights, "gradient": gradient}.items(), COLOURS):
-        shares.semilogy(back, 100 * array.mean(axis=0), color=colour, label=label)
-    shares.set(title="who is looked at", ylabel="share, %", ylim=(1e-4, 120))
-    shares.yaxis.set_major_formatter("{x:g}")
-    low, mean, high = (np.quantile(reading.scores, q, axis=0) for q in (0.05, 0.5, 0.95))
-    scores.plot(back, mean, color=COLOURS[0], label="median")
-    scores.fill_between(back, low, high, color=COLOURS[0], alpha=0.25, linewidth=0, label="nine of ten")
-    scores.set(title="the attention's score", ylabel="score before the softmax")
-    costs.plot(VISIBLE, seen, color=COLOURS[0], marker="o", label="the others are zeros")
-    costs.axhline(least, color=COLOURS[1], linestyle="--", label="attention replaced by the last state")
-    costs.set(title="what seeing fewer costs", xlabel="last characters seen", ylabel="bits a character")
-    for axes in (shares, scores):
-        axes.set_xlabel("characters back")
-        axes.invert_xaxis()
-    for axes in (shares, scores, costs):
-        axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=8)
-    save_figure(figure, path, 110)
+    with drawing(path, (12, 3.6)) as figure:
+        shares, scores, costs = figure.subplots(1, 3)
+        back = np.arange(WINDOW, 0, -1)
+        for (label, array), colour in zip({"attention": reading.weights, "gradient": gradient}.items(), COLOURS):
+            shares.semilogy(back, 100 * array.mean(axis=0), color=colour, label=label)
+        shares.set(title="who is looked at", ylabel="share, %", ylim=(1e-4, 120))
+        shares.yaxis.set_major_formatter("{x:g}")
+        low, mean, high = (np.quantile(reading.scores, q, axis=0) for q in (0.05, 0.5, 0.95))
+        scores.plot(back, mean, color=COLOURS[0], label="median")
+        scores.fill_between(back, low, high, color=COLOURS[0], alpha=0.25, linewidth=0, label="nine of ten")
+        scores.set(title="the attention's score", ylabel="score before the softmax")
+        costs.plot(VISIBLE, seen, color=COLOURS[0], marker="o", label="the others are zeros")
+        costs.axhline(least, color=COLOURS[1], linestyle="--", label="attention replaced by the last state")
+        costs.set(title="what seeing fewer costs", xlabel="last characters seen", ylabel="bits a character")
+        for axes in (shares, scores):
+            axes.set_xlabel("characters back")
+            axes.invert_xaxis()
+        for axes in (shares, scores, costs):
+            axes.grid(alpha=0.25)
+            axes.legend(frameon=False, fontsize=8)
 
 
 def write_looked_at(
@@ -332,50 +325,55 @@ def look(model: CharacterModel, vocabulary: dict[str, int], settings: Settings) 
     }
 
 
-def main() -> int:
-    quick = Settings(titles=TITLES) if "--quick" in sys.argv[1:] else None
-    settings = parse(Settings, quick, description=__doc__ or "")
+def check(settings: Settings) -> None:
+    """Raise ValueError for settings with which nothing could be measured."""
     if sum(map(len, settings.titles)) < 100 or not settings.titles[0]:
         raise ValueError("expected --titles with 100 characters or more")
+
+
+def study(settings: Settings) -> Outcome:
     model, vocabulary = load(settings.path)
-    settings.output.mkdir(parents=True, exist_ok=True)
     results = look(model, vocabulary, settings)
     save(settings.output / "textgenrnn.json", settings, **results)
-    report(results)
-    files = "textgenrnn.json, textgenrnn-title.png, textgenrnn-averages.png, textgenrnn.html"
-    print(f"\n{settings.output}: {files}")
-    return 0
+    files = ["textgenrnn.json", "textgenrnn-title.png", "textgenrnn-averages.png", "textgenrnn.html"]
+    return tables(results), files
 
 
-def report(results: dict[str, Any]) -> None:
-    """The tables of the README."""
-    costs = results["bits"]
-    ways = next(iter(costs.values()))
-    rows = [[way, *(f"{of[way]:.3f}" for of in costs.values())] for way in ways]
-    counts = [f"{name}, {results['characters'][name]:,} characters" for name in costs]
-    print(f"\nBits a character by how the states are weighed\n\n{markdown(['', *counts], rows)}")
-    rows = [
-        [name, *(f"{100 * share:.1f}" for share in shares[:5]), f"{100 * sum(shares[5:]):.1f}"]
-        for name, shares in results["by distance"].items()
-    ]
-    print(f"\n{markdown(['characters back, share in %', '1', '2', '3', '4', '5', '6 to 40'], rows)}")
-    print(f"\nthe last has the largest weight in {100 * results['last has the most']:.1f}% of the windows\n")
-    rows = [[kind, *(f"{100 * x:.1f}" for x in shares.values())] for kind, shares in results["by kind"].items()]
-    rows = [row + [""] * (5 - len(row)) for row in rows]  # nothing stands last that is before a beginning
-    print(markdown(["%", "of the places", "of the attention", "of the gradient", "weight where it is last"], rows))
+def main() -> int:
+    return run_study(Settings, study, __doc__, {"titles": TITLES}, check)
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Return the tables of the README, and lists in their form."""
+    costs, kinds, back = results["bits"], results["by kind"], results["by distance"]
+    of_texts = {f"{name}, {results['characters'][name]:,} characters": name for name in costs}
+    distances = {str(i + 1): slice(i, i + 1) for i in range(5)} | {"6 to 40": slice(5, None)}
+    of_kinds = {"of the places": "places", "of the attention": "attention", "of the gradient": "gradient"}
+    of_kinds["weight where it is last"] = "where last"
     words = sorted(results["by word"].items(), key=lambda row: -row[1])
-    for title, some in {"most": words[:10], "least": words[-10:]}.items():
-        print(f"\n{title} of the gradient, times what is due so far back:", ", ".join(f"{w} {x:.1f}" for w, x in some))
-    print("\nleast weight on the last:")
-    for end, (weight, most) in results["least on the last"].items():
-        print(f"  {end!r}: {weight:.2f}, most on {most!r}")
-    rows = [
+    listed = lambda some: ", ".join(f"{word} {times:.1f}" for word, times in some)
+    least = [[repr(end), f"{weight:.2f}", repr(most)] for end, (weight, most) in results["least on the last"].items()]
+    windows = [
         [str(row["size"]), f"{100 * row['weight on the last']:.1f}"]
         + [f"{row[way]:.2f}" for way in ("attention", "the last alone")]
         for row in results["windows"]
     ]
-    print(f"\n{markdown(['window', 'weight on the last, %', 'bits by attention', 'by the last alone'], rows)}")
-    print("\nbits by characters seen:", ", ".join(f"{n}: {cost:.2f}" for n, cost in results["visible"].items()))
+    titles = ["window", "weight on the last, %", "bits by attention", "by the last alone"]
+    return {
+        "Bits a character by how the states are weighed": (
+            grid(list(next(iter(costs.values()))), of_texts, lambda way, name: costs[name][way], 3)
+        ),
+        f"The last has the largest weight in {100 * results['last has the most']:.1f}% of the windows": (
+            grid(back, distances, lambda row, part: sum(row[part]), 1, 100, "characters back, share in %")
+        ),
+        "Kinds of characters": grid(list(kinds), of_kinds, lambda kind, key: kinds[kind].get(key, []), 1, 100, "%"),
+        "Words by the gradient, times what is due so far back": (
+            markdown(["", "words"], [["most", listed(words[:10])], ["least", listed(words[-10:])]])
+        ),
+        "Least weight on the last": markdown(["end", "weight", "most on"], least),
+        "Windows of other sizes": markdown(titles, windows),
+        "Bits by characters seen": grid(["bits"], list(results["visible"]), lambda _, n: results["visible"][n], 2),
+    }
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ The file is found by itself (`packages.py`), or named by --path. The model is by
 (Reimers and Gurevych 2019; Apache License 2.0). Its tokeniser needs the extra "pretrained".
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import sys
@@ -23,8 +21,8 @@ import numpy as np
 
 import tricycle
 from experiments.pretrained.packages import DAMAGED, MINILM
-from experiments.settings import at_least
-from experiments.tables import markdown
+from experiments.shared.program import at_least
+from experiments.shared.tables import grid
 from tricycle.pretrained.sentences import SentenceEncoder, load_sentences
 from tricycle_cli.flags import parse, run_main
 
@@ -116,8 +114,8 @@ def main() -> int:
 def table(model: SentenceEncoder, texts: tuple[str, ...]) -> str:
     """The cosines of all with all."""
     vectors = model.encode(texts)
-    rows = [[text, *(f"{cosine:.4f}" for cosine in row)] for text, row in zip(texts, vectors @ vectors.T)]
-    return markdown(["cosine", *map(str, range(1, len(texts) + 1))], rows)
+    columns = {str(i + 1): vector for i, vector in enumerate(vectors)}
+    return grid(dict(zip(texts, vectors)), columns, lambda a, b: a @ b, 4, corner="cosine")
 
 
 if __name__ == "__main__":

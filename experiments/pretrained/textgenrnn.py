@@ -8,8 +8,6 @@ The file is found by itself (`packages.py`), or named by --path. It belongs to t
 License). Reading it needs h5py, which is one of the extras "experiments".
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -20,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from experiments.pretrained.packages import TEXTGENRNN
-from experiments.settings import at_least
+from experiments.shared.program import at_least
 from tricycle import kernels
 from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.extra_ops import concatenate

@@ -5,9 +5,6 @@ matrix and of the activations, the largest activations, and the perplexity on he
 measurements and a checkpoint in the folder, so that a run that was cut off goes on where it was.
 """
 
-from __future__ import annotations
-
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -21,11 +18,11 @@ from experiments.quiet_attention.pretrained import Settings
 from experiments.quiet_attention.pretrained import measure as measure_model
 from experiments.quiet_attention.pretrained_report import report as report_model
 from experiments.quiet_attention.report import report
-from experiments.settings import at_least
+from experiments.shared.program import at_least
+from experiments.shared.results import read, write_json
 from tricycle import devices
 from tricycle.configs import GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
-from tricycle.system.files import atomic_write
 from tricycle.training_state import TrainingState, new_state, resume_state, train_step
 from tricycle_cli.flags import parse, run_main
 from tricycle_datasets.shakespeare import Shakespeare
@@ -39,22 +36,14 @@ BYTES = 257  # the vocabulary: single bytes and the end of a text
 class Arguments:
     """How long, how often, and where to leave what came out."""
 
-    quick: bool = False
-    """a small model for 3 minutes on two CPU cores, instead of the seed document's"""
-    steps: int = 0
-    """updates a run; 0 for 5000 on a GPU, 1000 on a CPU, 200 with --quick"""
-    batch_size: int = 0
-    """sequences a batch; 0 for 64 on a GPU, 6 on a CPU"""
-    seeds: int = 3
-    """pairs of runs"""
-    measurements: int = 10
-    """how often along a run to measure, besides its beginning"""
-    output: Path = Path("runs/quiet_attention")
-    """the folder for everything"""
-    device: str = "auto"
-    """"auto" takes a GPU if there is one, "cpu" does not"""
-    model: str = ""
-    """ask a model that others trained instead, such as smollm2: with softmax1 and a learned sink"""
+    quick: bool = False  # a small model for 3 minutes on two CPU cores, instead of the seed document's
+    steps: int = 0  # updates a run; 0 for 5000 on a GPU, 1000 on a CPU, 200 with --quick
+    batch_size: int = 0  # sequences a batch; 0 for 64 on a GPU, 6 on a CPU
+    seeds: int = 3  # pairs of runs
+    measurements: int = 10  # how often along a run to measure, besides its beginning
+    output: Path = Path("runs/quiet_attention")  # the folder for everything
+    device: str = "auto"  # "auto" takes a GPU if there is one, "cpu" does not
+    model: str = ""  # ask a model that others trained instead, such as smollm2: with softmax1 and a learned sink
 
 
 def main() -> None:
@@ -117,7 +106,7 @@ def run(config: GPTConfig, tokens: Any, held_out: HeldOut, folder: Path, n_measu
     if state.config != config:
         raise ValueError(f"{folder}: expected a run with these settings, found another; name another --output")
     interval = max(1, config.steps // n_measurements)
-    rows = json.loads(measured.read_text(encoding="utf-8")) if measured.exists() else []
+    rows = read(measured) if measured.exists() else []
     bar = tqdm(total=config.steps, initial=state.step, desc=folder.name, unit="step", file=sys.stdout)
     with bar:
         while True:
@@ -125,8 +114,7 @@ def run(config: GPTConfig, tokens: Any, held_out: HeldOut, folder: Path, n_measu
             if due and state.step not in [row["step"] for row in rows]:
                 rows.append(measure(state, held_out))
                 bar.set_postfix(perplexity=f"{rows[-1]['perplexity']:.2f}")
-                with atomic_write(measured, text=True) as file:
-                    json.dump(rows, file, indent=1)
+                write_json(measured, rows)
                 state.save(checkpoint, None)
             if state.step == config.steps:
                 return

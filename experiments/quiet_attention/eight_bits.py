@@ -4,8 +4,6 @@ A value x becomes s round(x / s) with s = max |x| / 127: symmetric, by the large
 tensor, one outlier makes s large for all. Products of such values in float32 are those that int8 hardware would give.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -72,18 +70,14 @@ def eight_bits(model: GPT, way: Way) -> Iterator[None]:
         for block in model.blocks:
             for name, layer in block.named_layers():
                 if isinstance(layer, Dense) and way.only in ("", name):
-                    undo.callback(_put, layer, layer.weights.array)
+                    undo.callback(setattr, layer.weights, "array", layer.weights.array)
                     if way.weights:
                         layer.weights.array = rounded(layer.weights.array, way.weights, axis=0)
                     if way.activations:
                         undo.callback(tap(layer, "exchanges", _rounds_input(way)))
             if way.stream:
-                undo.callback(tap(block, "changes", _rounded_output))
+                undo.callback(tap(block, "changes", lambda out, *args: Tensor(rounded(out.array, "tensor"), False)))
         yield
-
-
-def _put(layer: Any, array: np.ndarray) -> None:
-    layer.weights.array = array
 
 
 def _rounds_input(way: Way) -> Any:
@@ -96,7 +90,3 @@ def _rounds_input(way: Way) -> Any:
         return layer, (Tensor(new, False), *rest)
 
     return exchange
-
-
-def _rounded_output(out: Tensor, *args: Any) -> Tensor:
-    return Tensor(rounded(out.array, "tensor"), False)

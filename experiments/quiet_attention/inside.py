@@ -3,8 +3,6 @@
 Shapes: L layers, H heads, T tokens, S keys, C channels.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,9 +1,6 @@
 """The question asked of a model that others trained: every variant is made, measured, and kept."""
 
-from __future__ import annotations
-
 import itertools
-import json
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,7 +12,7 @@ import numpy as np
 from experiments.quiet_attention.eight_bits import MATRICES, MORE_WAYS, WAYS, Way, eight_bits
 from experiments.quiet_attention.inside import attention_maps, look_inside, weight_outliers
 from experiments.quiet_attention.teaching import Lesson, Variant, teach, use_softmax
-from experiments.real_model import (
+from experiments.shared.language_models import (
     TEXTS,
     Windows,
     bits_per_byte,
@@ -25,7 +22,7 @@ from experiments.real_model import (
     token_losses,
     windows,
 )
-from experiments.settings import save
+from experiments.shared.results import Record
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle_cli import clock
@@ -33,6 +30,7 @@ from tricycle_lab.taps import tap
 
 LEARNT_CHARACTERS = 2**20  # of each text, to draw from
 SHOWN_TOKENS = 40
+FREE = ("seeds",)  # settings that ask for more results, not for other ones
 BEGINNINGS = "<|im_start|>", "<|endoftext|>", "\n", " the", ".", " King", "def", " ", "0"
 
 
@@ -40,26 +38,16 @@ BEGINNINGS = "<|im_start|>", "<|endoftext|>", "\n", " the", ".", " King", "def",
 class Settings:
     """How much is learnt and looked at."""
 
-    model: str
-    """as `tricycle.pretrained.load` takes it"""
-    seeds: int
-    """how often what is learnt is learnt"""
-    steps: int
-    """updates of each training"""
-    rows: int = 2
-    """pieces of text an update"""
-    tokens: int = 256
-    """of each piece"""
-    tested: int = 6
-    """pieces of each text that perplexity is taken of"""
-    rounded: int = 3
-    """of these, how many with 8 bits"""
-    inside: int = 2
-    """of these, how many are looked into"""
-    survey: int = 24
-    """pieces of each text in which massive tokens are counted, of the model as it is"""
-    output: Path = Path("runs/quiet_attention/model")
-    """where everything is left"""
+    model: str  # as `tricycle.pretrained.load` takes it
+    seeds: int  # how often what is learnt is learnt
+    steps: int  # updates of each training
+    rows: int = 2  # pieces of text an update
+    tokens: int = 256  # of each piece
+    tested: int = 6  # pieces of each text that perplexity is taken of
+    rounded: int = 3  # of these, how many with 8 bits
+    inside: int = 2  # of these, how many are looked into
+    survey: int = 24  # pieces of each text in which massive tokens are counted, of the model as it is
+    output: Path = Path("runs/quiet_attention/model")  # where everything is left
 
 
 def variants_of(settings: Settings, quick: bool) -> list[Variant]:
@@ -76,13 +64,13 @@ def variants_of(settings: Settings, quick: bool) -> list[Variant]:
     return [*made, Variant("sink", "lora"), Variant("sink", "sinks", 0, -5.0)]
 
 
-def measure(settings: Settings, quick: bool = False) -> dict[str, Any]:
+def measure(settings: Settings, quick: bool = False) -> Record:
     """The results, those of earlier calls too: what is finished is not done again.
 
     Raises:
         ValueError: results of other settings lie there.
     """
-    results = kept(settings)
+    results = Record(settings, FREE, variants={})
     loaded = load_model(settings.model)
     pieces = {
         name: windows(loaded.tokeniser, text_of(name, "test"), settings.tested, settings.tokens) for name in TEXTS
@@ -90,12 +78,15 @@ def measure(settings: Settings, quick: bool = False) -> dict[str, Any]:
     lesson: Lesson | None = None
     if "before" not in results:
         results["before"] = survey(loaded, settings)
-        write(settings, results)
+        results.save()
     for variant in variants_of(settings, quick):
         if variant.key in results["variants"]:
             continue
         print(f"=== {variant.key}", flush=True)
-        lesson = lesson or lesson_of(loaded, settings)
+        if lesson is None:
+            texts = [loaded.tokeniser.encode_plain(text_of(name, "train")[:LEARNT_CHARACTERS]) for name in TEXTS]
+            ids = [text.astype(np.int64) for text in texts]
+            lesson = Lesson(ids, settings.steps, settings.rows, settings.tokens)
         loaded = load_model(settings.model)
         started = clock.awake_seconds()
         losses = teach(loaded, variant, lesson)
@@ -104,39 +95,12 @@ def measure(settings: Settings, quick: bool = False) -> dict[str, Any]:
         seconds = {"teaching": round(taught - started, 1), "looking": round(clock.awake_seconds() - taught, 1)}
         about = {"variant": variant._asdict(), "title": variant.title, "losses": np.round(losses, 4).tolist()}
         results["variants"][variant.key] = {**about, "seconds": seconds, **result}
-        write(settings, results)
+        results.save()
     if "places" not in results:
         results["places"] = places(load_model(settings.model), pieces, settings)
         results["positions"] = cost_by_position(load_model(settings.model), pieces)
-        write(settings, results)
+        results.save()
     return results
-
-
-def kept(settings: Settings) -> dict[str, Any]:
-    path = settings.output / "results.json"
-    if not path.is_file():
-        return {"variants": {}}
-    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    now = {name: value for name, value in vars(settings).items() if name not in ("output", "seeds")}
-    other = [
-        f"{name} {results['settings'].get(name)!r} there and {value!r} here"
-        for name, value in now.items()
-        if results["settings"].get(name) != value
-    ]
-    if other:
-        raise ValueError(f"{path} holds results of other settings: {'; '.join(other)}; name another --output")
-    return results
-
-
-def write(settings: Settings, results: dict[str, Any]) -> None:
-    settings.output.mkdir(parents=True, exist_ok=True)
-    found = {name: results[name] for name in ("before", "variants", "places", "positions") if name in results}
-    results |= save(settings.output / "results.json", settings, **found)
-
-
-def lesson_of(loaded: Pretrained, settings: Settings) -> Lesson:
-    texts = [loaded.tokeniser.encode_plain(text_of(name, "train")[:LEARNT_CHARACTERS]) for name in TEXTS]
-    return Lesson([ids.astype(np.int64) for ids in texts], settings.steps, settings.rows, settings.tokens)
 
 
 # -------------------------------------------------------------------- what is measured

@@ -1,7 +1,5 @@
 """What was found in a model that others trained, as tables, a picture and a page."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,9 +9,12 @@ import numpy as np
 
 from experiments.quiet_attention.eight_bits import MORE_WAYS, WAYS
 from experiments.quiet_attention.pretrained import Settings, maps
-from experiments.real_model import TEXTS
-from experiments.tables import cell, markdown
-from tricycle_lab.plot import COLOURS, attention_page, save_figure
+from experiments.shared.figures import drawing
+from experiments.shared.language_models import TEXTS
+from experiments.shared.program import print_tables
+from experiments.shared.results import of
+from experiments.shared.tables import cell, grid, markdown
+from tricycle_lab.plot import COLOURS, attention_page
 
 Result = dict[str, Any]
 Groups = dict[str, list[Result]]  # by title: the result of each seed
@@ -25,31 +26,33 @@ def report(settings: Settings, results: dict[str, Any]) -> None:
     before = results["before"]
     n_tokens = settings.steps * settings.rows * settings.tokens
     print(f"\nTraining reads {n_tokens:,} tokens in {settings.steps} updates.")
-    parts = {
+    print_tables(tables(results, groups))
+    draw(settings.output / "model.png", groups, before)
+    n_layers = len(before["weights"]["heads"]["queries"])
+    layers = np.unique(np.linspace(0, n_layers - 1, min(SHOWN_LAYERS, n_layers)).astype(int)).tolist()  # evenly spread
+    tokens, found = maps(settings, layers)
+    attention_page(settings.output / "model.html", found, tokens, f"Attention of {settings.model}, untrained here")
+    print(f"\nresults.json, model.png, model.html are in {settings.output}")
+
+
+def tables(results: dict[str, Any], groups: Groups) -> dict[str, str]:
+    """Return all tables by title."""
+    before = results["before"]
+    untaught = {title: some for title, some in groups.items() if not some[0]["variant"]["method"]}
+    return {
         "Where attention goes, as it is": sink_table(before),
         "What begins a text": beginning_table(before),
         "Outliers of the weights": weight_table(before),
         "Perplexity a token": perplexity_table(groups),
         "Inside": inside_table(groups),
         "8 bits: perplexity is multiplied by": eight_bits_table(groups, list(WAYS)),
-        "8 bits, models as they are": eight_bits_table(as_they_are(groups), [*MORE_WAYS]),
+        "8 bits, models as they are": eight_bits_table(untaught, [*MORE_WAYS]),
         "8 bits, one kind of input alone, a scale a tensor": place_table(results["places"]),
         "Nats a token that softmax1 adds, untrained": position_table(results["positions"]),
         "8 bits: perplexity itself, weights and activations, a scale a tensor": rounded_perplexities(groups),
         "What the sinks learned": learned_sinks(groups),
         "Seconds": time_table(groups),
     }
-    for title, table in parts.items():
-        print(f"\n{title}\n\n{table}")
-    draw(settings.output / "model.png", groups, before)
-    tokens, found = maps(settings, shown_layers(len(before["weights"]["heads"]["queries"])))
-    attention_page(settings.output / "model.html", found, tokens, f"Attention of {settings.model}, untrained here")
-    print(f"\nresults.json, model.png, model.html are in {settings.output}")
-
-
-def shown_layers(n_layers: int) -> list[int]:
-    """Some layers, evenly spread."""
-    return sorted(set(np.linspace(0, n_layers - 1, min(SHOWN_LAYERS, n_layers)).astype(int).tolist()))
 
 
 def grouped(variants: Mapping[str, Result]) -> Groups:
@@ -64,10 +67,6 @@ def grouped(variants: Mapping[str, Result]) -> Groups:
         return methods.index(variant["method"]), order[variant["softmax"]]
 
     return {title: groups[title] for title in sorted(groups, key=place)}
-
-
-def as_they_are(groups: Groups) -> Groups:
-    return {title: some for title, some in groups.items() if not some[0]["variant"]["method"]}
 
 
 # -------------------------------------------------------------------- tables
@@ -124,8 +123,8 @@ def _spread(values: np.ndarray) -> list[str]:
 def perplexity_table(groups: Groups) -> str:
     rows = []
     for title, some in groups.items():
-        cells = [cell([one["texts"][name]["all"][0] for one in some]) for name in TEXTS]
-        bits = [np.mean([one["texts"][name]["all"][1] for name in TEXTS]) for one in some]
+        cells = [cell(of(some, "texts", name, "all", 0)) for name in TEXTS]
+        bits = np.mean([of(some, "texts", name, "all", 1) for name in TEXTS], axis=0)
         rows.append([title, *cells, cell(bits, 4)])
     return markdown(["", *TEXTS, "bits a byte, mean of texts"], rows)
 
@@ -156,17 +155,12 @@ def factor(result: Result, way: str) -> float:
 
 
 def eight_bits_table(groups: Groups, ways: Sequence[str]) -> str:
-    rows = [[title, *(cell([factor(one, way) for one in some], 3) for way in ways)] for title, some in groups.items()]
-    return markdown(["", *ways], rows)
+    return grid(groups, ways, lambda some, way: [factor(one, way) for one in some], 3)
 
 
 def rounded_perplexities(groups: Groups) -> str:
     way = list(WAYS)[1]
-    rows = [
-        [title, *(cell([one["texts"][name][way][0] for one in some]) for name in TEXTS)]
-        for title, some in groups.items()
-    ]
-    return markdown(["", *TEXTS], rows)
+    return grid(groups, TEXTS, lambda some, name: of(some, "texts", name, way, 0))
 
 
 def place_table(places: Result) -> str:
@@ -208,27 +202,24 @@ SOFTMAX_COLOURS = dict(zip(("softmax", "softmax1", "sink"), COLOURS))
 
 
 def draw(path: Path, groups: Groups, before: Result) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 9.5), layout="constrained")
-    (heads, stream), (share, bars) = figure.subplots(2, 2)
-    _draw_heads(figure, heads, before)
-    for title, some in groups.items():
-        variant = some[0]["variant"]
-        style = {"color": SOFTMAX_COLOURS[variant["softmax"]], "linestyle": STYLES[variant["method"]]}
-        largest = np.mean(
-            [np.maximum(one["inside"]["largest_first"], one["inside"]["largest_later"]) for one in some], 0
-        )
-        stream.plot(largest, label=title, **style)
-        share.plot(100 * np.mean([np.mean(one["inside"]["first"], axis=1) for one in some], axis=0), **style)
-    stream.set(yscale="log", xlabel="layer", title="Largest value of the residual stream behind each block")
-    stream.yaxis.set_major_formatter("{x:,.0f}")
-    stream.legend(frameon=False, fontsize=8)
-    share.set(xlabel="layer", ylim=(0, None), title="Weight that goes to the first token, %, mean of heads")
-    _draw_bars(bars, groups)
-    for axes in (stream, share):
-        axes.grid(alpha=0.25)
-    save_figure(figure, path, 90)
+    with drawing(path, (13, 9.5), dpi=90) as figure:
+        (heads, stream), (share, bars) = figure.subplots(2, 2)
+        _draw_heads(figure, heads, before)
+        for title, some in groups.items():
+            variant = some[0]["variant"]
+            style = {"color": SOFTMAX_COLOURS[variant["softmax"]], "linestyle": STYLES[variant["method"]]}
+            largest = np.mean(
+                [np.maximum(one["inside"]["largest_first"], one["inside"]["largest_later"]) for one in some], 0
+            )
+            stream.plot(largest, label=title, **style)
+            share.plot(100 * np.mean([np.mean(one["inside"]["first"], axis=1) for one in some], axis=0), **style)
+        stream.set(yscale="log", xlabel="layer", title="Largest value of the residual stream behind each block")
+        stream.yaxis.set_major_formatter("{x:,.0f}")
+        stream.legend(frameon=False, fontsize=8)
+        share.set(xlabel="layer", ylim=(0, None), title="Weight that goes to the first token, %, mean of heads")
+        _draw_bars(bars, groups)
+        for axes in (stream, share):
+            axes.grid(alpha=0.25)
 
 
 def _draw_heads(figure: Any, axes: Any, before: Result) -> None:

@@ -1,17 +1,14 @@
 """What the runs of quiet_attention left, as tables, pictures and a page."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.tables import cell, markdown
+from experiments.shared.results import of, read, rounded, write_json
+from experiments.shared.tables import cell, grid, markdown
 from tricycle.checkpoint import load_checkpoint
-from tricycle.system.files import atomic_write
 from tricycle.tokeniser import BPETokeniser
 from tricycle_lab.plot import attention_page, plot_curves, plot_distributions
 from tricycle_lab.probe import Probe
@@ -48,9 +45,11 @@ FIGURES: dict[str, tuple[Callable[[Row], float], int]] = {
 
 def report(folder: Path, variants: tuple[str, ...], seeds: int, tokeniser: BPETokeniser, tokens: Any) -> None:
     """Print the tables; leave results.json, curves.png, activations.png and attention.html in the folder."""
-    runs = {variant: [_read(folder / f"{variant}-{seed}") for seed in range(seeds)] for variant in variants}
-    with atomic_write(folder / "results.json", text=True) as file:
-        json.dump(_rounded(runs), file)
+    runs = {
+        variant: [read(folder / f"{variant}-{seed}" / "measurements.json") for seed in range(seeds)]
+        for variant in variants
+    }
+    write_json(folder / "results.json", rounded(runs))
     last = runs[variants[0]][0][-1]["step"]
     print(f"\nAfter {last:,} steps, mean ± standard deviation of {seeds} seeds:\n\n{summary(runs)}")
     for key in ("weight_kurtosis", "activation_kurtosis"):
@@ -74,9 +73,10 @@ def report(folder: Path, variants: tuple[str, ...], seeds: int, tokeniser: BPETo
 
 
 def summary(runs: Runs) -> str:
-    rows = []
-    for name, (figure, digits) in FIGURES.items():
-        rows.append([name, *(cell([figure(run[-1]) for run in found], digits) for found in runs.values())])
+    rows = [
+        [name, *(cell([figure(run[-1]) for run in found], digits) for found in runs.values())]
+        for name, (figure, digits) in FIGURES.items()
+    ]
     return markdown(["", *runs], rows)
 
 
@@ -85,8 +85,7 @@ def by_layer(runs: Runs, key: str) -> str:
     names = list(next(iter(runs.values()))[0][-1][key])
     if key.startswith("activation"):
         names = [name for name in names if not name.endswith(("dropout", "projection"))]
-    rows = [[name, *(cell([run[-1][key][name] for run in found]) for found in runs.values())] for name in names]
-    return markdown(["", *runs], rows)
+    return grid(names, runs, lambda name, found: of(found, -1, key, name))
 
 
 def draw(path: Path, runs: Runs) -> None:
@@ -99,16 +98,3 @@ def draw(path: Path, runs: Runs) -> None:
                 values = [[figure(row) for row in run[start:]] for run in found]
                 curves.setdefault(name, {})[variant] = (steps, values)
     plot_curves(curves, path, "step", "", "softmax and softmax1, mean and range of the seeds", share_y=False)
-
-
-def _read(folder: Path) -> list[Row]:
-    return json.loads((folder / "measurements.json").read_text(encoding="utf-8"))
-
-
-def _rounded(value: Any) -> Any:
-    """Five digits are enough for any reader."""
-    if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_rounded(inner) for inner in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value

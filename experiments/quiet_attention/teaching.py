@@ -1,7 +1,5 @@
 """A model that others trained goes on learning for a while, with softmax as before or with another one in its place."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

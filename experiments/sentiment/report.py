@@ -1,17 +1,11 @@
 """What came out, as Markdown tables, pictures and a page."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import numpy as np
-
-from experiments.classification import MODELS, Outcome, Problem, Runs, names_of, of
-from experiments.looked_at import new_items, paint, write_page
-from experiments.pictures import plot_folds, plot_training
-from experiments.sentiment.data import gaps
-from experiments.sentiment.study import Settings
-from experiments.tables import cell, markdown
+from experiments.sentiment.study import Settings, gaps
+from experiments.shared.classification import MODELS, Outcome, Problem, described
+from experiments.shared.figures import plot_folds, plot_training
+from experiments.shared.looked_at import new_items, paint, spread, write_page
+from experiments.shared.results import Runs, distinct, of, select
+from experiments.shared.tables import cell, grid, markdown
 
 KIM = "CNN of Kim 2014, own vectors", 76.1  # his table 2, CNN-rand on MR: ten-fold, no pretrained vectors
 NOTE = (
@@ -25,28 +19,17 @@ NOTE = (
 # -------------------------------------------------------------------- tables
 def main_table(runs: Runs) -> str:
     """Accuracy in percent: mean and standard deviation of the folds."""
-    rows = []
-    for name in names_of(runs):
-        mine = of(runs, name)
-        row = [name, "", "", "", cell([run["test"] for run in mine], 1, 100)]
-        if name in MODELS:
-            row[1] = f"{np.mean([run['parameters'] for run in mine]):,.0f}"
-            row[2] = cell([run["seconds"] for run in mine], 0)
-            row[3] = cell([run["validation"] for run in mine], 1, 100)
-        rows.append(row)
+    by_name = {name: select(runs, model=name) for name in distinct(runs)}
+    rows = [[name, *described(mine), cell(of(mine, "test"), 1, 100)] for name, mine in by_name.items()]
     rows.append([KIM[0], "", "", "", f"{KIM[1]}"])
     return markdown(["", "parameters", "seconds", "validation, %", "test, %"], rows)
 
 
 def hidden_table(runs: Runs) -> str:
     """Answers that change when one word is made unknown, in percent."""
-    kinds = {"most": "most looked at", "random": "at random", "least": "least looked at"}
-    rows = [
-        [name, *(cell([run[kind] for run in of(runs, name)], 1, 100) for kind in kinds)]
-        for name in names_of(runs)
-        if name in MODELS
-    ]
-    return markdown(["", *kinds.values()], rows)
+    kinds = {"most looked at": "most", "at random": "random", "least looked at": "least"}
+    names = [name for name in distinct(runs) if name in MODELS]
+    return grid(names, kinds, lambda name, kind: of(select(runs, model=name), kind), 1, 100)
 
 
 def favourites_table(words: dict[str, list[tuple[str, float, int]]], n: int = 12) -> str:
@@ -66,19 +49,14 @@ def tables(runs: Runs, words: dict[str, list[tuple[str, float, int]]]) -> dict[s
 
 
 # -------------------------------------------------------------------- pictures
-def plot_accuracy(runs: Runs, path: Path) -> None:
-    values = {name: [100 * run["test"] for run in of(runs, name)] for name in names_of(runs)}
-    n_folds = len(next(iter(values.values())))
-    plot_folds(values, path, "accuracy on the test fold, %", f"Film reviews, folds: {n_folds}", KIM)
-
-
-# -------------------------------------------------------------------- the page
-def write(texts: list[str], problem: Problem, outcome: Outcome, runs: Runs, settings: Settings) -> list[str]:
-    """Everything but results.json; returns the files' names."""
+def draw(texts: list[str], problem: Problem, outcome: Outcome, runs: Runs, settings: Settings) -> list[str]:
+    """Draw the pictures and write the page; return the files' names."""
     folder = settings.output
     shown = new_items(problem, outcome, lambda number: gaps(texts[number]), settings.shown, settings.seed)
-    plot_accuracy(runs, folder / "accuracy.png")
+    values = {name: [100 * right for right in of(select(runs, model=name), "test")] for name in distinct(runs)}
+    title = f"Film reviews, folds: {len(next(iter(values.values())))}"
+    plot_folds(values, folder / "accuracy.png", "accuracy on the test fold, %", title, KIM)
     plot_training(runs, folder / "training.png")
-    paint(folder / "words.png", problem.classes, [shown[i * (len(shown) - 1) // 3] for i in range(4)])
+    paint(folder / "words.png", problem.classes, spread(shown, 4))
     write_page(folder / "looked_at.html", "Film reviews: what the models looked at", NOTE, problem.classes, shown)
     return ["accuracy.png", "training.png", "words.png", "looked_at.html"]

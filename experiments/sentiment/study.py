@@ -1,18 +1,45 @@
 """Ten-fold cross validation of every model, and whether the words that they look at matter."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from experiments import classification as shared
-from experiments.classification import MODELS, Outcome, Parts, Predicted, Problem, Recipe, Runs
+from experiments.shared import classification as shared
+from experiments.shared.classification import FoldSettings, Outcome, Parts, Predicted, Problem, Recipe
+from experiments.shared.results import Runs
 from tricycle.sequences.classifiers import Classifier
+from tricycle_datasets.rt_polarity import CLASSES, rt_polarity
+
+# "n't" and what follows another apostrophe within a word ("'s") are words of their own, as are single marks.
+WORD = re.compile(r"n't|(?<=\w)'\w+|\w+?(?=n't)|\w+|[^\w\s]", re.IGNORECASE)
+LEAST = 2  # a word that comes once in training is unknown
+
+
+def words(text: str) -> list[str]:
+    return [word.lower() for word in WORD.findall(text)]
+
+
+def gaps(text: str) -> list[str]:
+    """What stands before each word, so that the two together are the text, but for capital letters."""
+    spans = [match.span() for match in WORD.finditer(text)]
+    ends = [0, *(end for _, end in spans)]
+    return [text[end:start] for end, (start, _) in zip(ends, spans)]
+
+
+def load(most: int) -> tuple[list[str], Problem]:
+    """The texts, and what is asked of them; of each class the first `most`."""
+    texts, labels = rt_polarity()
+    chosen = [i for label in range(len(CLASSES)) for i in np.flatnonzero(np.array(labels) == label)[:most]]
+    texts, kept = [texts[i] for i in chosen], np.array([labels[i] for i in chosen])
+    # a sentence is a group, so that one that comes twice is never in two parts
+    groups = np.unique(texts, return_inverse=True)[1]
+    return texts, Problem([words(text) for text in texts], kept, CLASSES, groups, LEAST)
+
 
 PLACES = 6  # a stream of random numbers, beside those of classification.py
-TOGETHER = "all together"
 BAYES = {"naive Bayes, words": 1, "naive Bayes, words and pairs": 2}  # up to so many words in a row
 
 # Settled on validation sentences of the first folds; the README says what was tried.
@@ -21,49 +48,22 @@ RECIPES = {
     "recurrent": Recipe(embedding=128, size=64, inner_dropout=0.3, epochs=4),
     "Transformer": Recipe(embedding=64, size=2, inner_dropout=0.3, token_dropout=0.1, epochs=6),
 }
+QUICK: dict[str, Any] = {"tested": 2, "epochs": 3}
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(FoldSettings):
     """What a run does."""
 
-    models: tuple[str, ...] = tuple(MODELS)
-    """which models, by the names in the table"""
-    folds: int = 10
-    """how many parts the sentences are dealt into"""
-    tested: int = 10
-    """how many of the parts to be tested on; for each, every model is trained anew"""
-    epochs: int = 0
-    """passes over the training sentences; 0 for as many as each model's recipe says"""
-    sentences: int = 5331
-    """of each class, at most"""
-    shown: int = 15
-    """sentences on the page, of each class: so many that all models have right, as many where they differ, all wrong"""
-    seed: int = 0
-    """decides folds, first weights and orders"""
-    quick: bool = False
-    """within three minutes: two parts to be tested on, three epochs"""
-    output: Path = Path("runs/sentiment")
-    """where results.json, the pictures and looked_at.html are left"""
+    sentences: int = 5331  # of each class, at most
+    output: Path = Path("runs/sentiment")  # where results.json, the pictures and looked_at.html are left
 
 
 def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:
-    """All trainings: a record for each model and fold, and all predictions."""
-    runs: Runs = []
-    folds: list[tuple[Parts, dict[str, Predicted]]] = []
-    for fold in range(settings.tested):
-        parts = shared.split(problem, settings.folds, fold, settings.seed)
-        said: dict[str, Predicted] = {}
-        for name in settings.models:
-            recipe = replace(RECIPES[name], epochs=settings.epochs or RECIPES[name].epochs)
-            model, said[name], record = shared.one_fold(problem, parts, name, recipe, (settings.seed, fold))
-            runs.append({**record, **changed(model, parts, said[name], (settings.seed, fold))})
-        others = {TOGETHER: shared.mean_logits(said)} if len(said) > 1 else {}
-        others |= {name: shared.naive_bayes(problem, parts, most) for name, most in BAYES.items()}
-        for name, logits in others.items():
-            runs.append({"model": name, "fold": fold, "test": shared.judge(logits, parts.test.labels)[1]})
-        folds.append((parts, said))
-    return runs, shared.together(problem, folds)
+    """Return a record for each model and fold, and all predictions."""
+    right = lambda logits, parts: {"test": shared.judge(logits, parts.test.labels)[1]}
+    bayes = lambda parts: {name: shared.naive_bayes(problem, parts, most) for name, most in BAYES.items()}
+    return shared.cross_validate(problem, settings, RECIPES, changed, right, bayes)
 
 
 def changed(model: Classifier, parts: Parts, predicted: Predicted, key: tuple[int, ...]) -> dict[str, float]:

@@ -1,9 +1,7 @@
 """The recipe with one of its levers taken out, or turned: a table of names and of the fields that change."""
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,14 +13,8 @@ FIELDS = {field.name for field in fields(GPTConfig)}
 
 @dataclass(frozen=True)
 class Variant:
-    """
-    Attributes:
-        label: what stands in tables and charts.
-        changes: values of the config's fields, or functions that make them from the recipe.
-    """
-
-    label: str
-    changes: dict[str, Any | Callable[[GPTConfig], Any]]
+    label: str  # what stands in tables and charts
+    changes: dict[str, Any]  # values of the config's fields
 
     def of(self, recipe: GPTConfig) -> GPTConfig:
         """The recipe with the changes; fields that this version of the config lacks are left out.
@@ -30,8 +22,7 @@ class Variant:
         Raises:
             ValueError: a config that cannot be.
         """
-        changes = {name: value(recipe) if callable(value) else value for name, value in self.changes.items()}
-        return replace(recipe, **{name: value for name, value in changes.items() if name in FIELDS})
+        return replace(recipe, **{name: value for name, value in self.changes.items() if name in FIELDS})
 
 
 # The preset before this recipe: GPT-2's model and training, with rates and a size that were chosen for ten minutes.
@@ -72,97 +63,22 @@ LEARNED = {"positions": "learned", "qk_norm": False}  # the norm of queries and 
 ADAMW = {name: PLAIN[name] for name in ("optimiser", "max_learning_rate", "warmup_steps", "max_gradient_norm")}
 
 
-def _times(name: str, factor: float) -> dict[str, Any]:
-    return {name: lambda recipe: type(getattr(recipe, name))(round(getattr(recipe, name) * factor, 9))}
-
-
-def _at_least_one(name: str, factor: float) -> dict[str, Any]:
-    return {name: lambda recipe: max(1, round(getattr(recipe, name) * factor))}
-
-
-def _layers(more: int, sign: int) -> dict[str, Any]:
-    """More layers and fewer channels, or the reverse, in heads of the recipe's size."""
-
-    def heads(recipe: GPTConfig) -> int:
-        return max(1, recipe.n_heads - sign)
-
-    return {
-        "n_layers": lambda recipe: max(1, recipe.n_layers + more),
-        "n_heads": heads,
-        "embedding_dim": lambda recipe: recipe.embedding_dim // recipe.n_heads * heads(recipe),
-    }
-
-
-def _wider(more: int) -> dict[str, Any]:
-    return {
-        "n_heads": lambda recipe: max(1, recipe.n_heads + more),
-        "embedding_dim": lambda recipe: recipe.embedding_dim // recipe.n_heads * max(1, recipe.n_heads + more),
-    }
-
-
-def _window(tokens: int) -> dict[str, Any]:
-    """Another window with as many tokens in a batch."""
-    return {
-        "context_window": tokens,
-        "batch_size": lambda recipe: max(1, round(recipe.batch_size * recipe.context_window / tokens)),
-    }
-
-
 VARIANTS: dict[str, Variant] = {
     RECIPE: Variant("the recipe", {}),
     "plain": Variant("none of it: GPT-2's model, AdamW", PLAIN),
-    # one lever out
     "adamw": Variant("AdamW instead of Muon, with its own rate, warm-up and clipping", ADAMW),
     "no-qk-norm": Variant("no QK-norm", {"qk_norm": False}),
     "learned-positions": Variant("learned positions, no QK-norm", LEARNED),
     "gelu": Variant("GELU instead of squared ReLU", {"activation": "gelu"}),
     "swiglu": Variant("SwiGLU instead of squared ReLU", {"activation": "swiglu"}),
     "layer-norm": Variant("layer norm and biases", {"norm": "layer_norm", "bias": True}),
-    "biases": Variant("biases", {"bias": True}),
     "no-zeros": Variant("projections not at zero", {"zero_projections": False}),
     "no-shift": Variant("no token shift", {"token_shift": False}),
     "no-key-shift": Variant("no shift of keys", {"key_shift": False}),
-    "all-turned": Variant("all channels of a head turned by position", {"rotary_fraction": 1.0}),
-    "flatter": Variant("scores as they come, 1 / sqrt(head size)", {"score_scale": 0.0}),
     "cosine": Variant("cosine instead of linear", {"schedule": "cosine"}),
-    "end-rate": Variant(
-        "rates end at 5%, not lower", {"min_learning_rate": lambda recipe: 0.05 * recipe.max_learning_rate}
-    ),
-    "zero-rate": Variant("rates end at 0", {"min_learning_rate": 0.0}),
     "untied": Variant("output layer of its own", {"tied": False}),
-    "float32": Variant("float32 products", {"precision": "float32"}),
-    "bfloat16": Variant("bfloat16 products", {"precision": "bfloat16"}),
-    # one lever turned
-    "clip": Variant("gradients clipped at 1", {"max_gradient_norm": 1.0}),
-    "no-clip": Variant("gradients not clipped", {"max_gradient_norm": 0.0}),
-    "no-decay": Variant("no weight decay", {"weight_decay": 0.0}),
-    "vocabulary-512": Variant("vocabulary of 512", {"vocab_size": 512}),
     "vocabulary-1024": Variant("vocabulary of 1,024", {"vocab_size": 1024}),
-    "vocabulary-2048": Variant("vocabulary of 2,048", {"vocab_size": 2048}),
-    "vocabulary-4096": Variant("vocabulary of 4,096", {"vocab_size": 4096}),
-    "window-128": Variant("window of 128 tokens", _window(128)),
-    "window-256": Variant("window of 256 tokens", _window(256)),
-    "window-512": Variant("window of 512 tokens", _window(512)),
-    "window-1024": Variant("window of 1,024 tokens", _window(1024)),
-    "batch-double": Variant("batch twice as large", _at_least_one("batch_size", 2)),
-    "batch-half": Variant("batch half as large", _at_least_one("batch_size", 0.5)),
-    "rate-high": Variant("rates 1.5 times as high", _times("max_learning_rate", 1.5)),
-    "rate-low": Variant(
-        "rates 2/3 as high",
-        {
-            "max_learning_rate": lambda recipe: recipe.max_learning_rate / 1.5,
-            "min_learning_rate": lambda recipe: recipe.min_learning_rate / 1.5,
-        },
-    ),
-    "matrix-rate-high": Variant("Muon's rate 1.5 times as high", _times("matrix_rate", 1.5)),
-    "matrix-rate-low": Variant("Muon's rate 2/3 as high", _times("matrix_rate", 1 / 1.5)),
-    "deeper": Variant("two layers more, one head narrower", _layers(2, 1)),
-    "shallower": Variant("a layer less, one head wider", _layers(-1, -1)),
-    "wider": Variant("one head wider", _wider(1)),
-    "narrower": Variant("one head narrower", _wider(-1)),
-    "more-layers": Variant("a layer more", {"n_layers": lambda recipe: recipe.n_layers + 1}),
     "softmax1": Variant("softmax1 in attention", {"softmax": "softmax1"}),
-    "dropout": Variant("dropout of 0.1", {"dropout": 0.1}),
 }
 
 

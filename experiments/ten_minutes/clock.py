@@ -1,11 +1,9 @@
 """Training for a given time: how many updates it allows is known better with each one, and the schedule with it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 
-from tricycle_cli.run import UNTIMED_STEPS
+from tricycle_cli.updates import UNTIMED_STEPS
 
 
 class Budget:
@@ -19,11 +17,7 @@ class Budget:
     """
 
     def __init__(
-        self,
-        seconds: float,
-        clock: Callable[[], float] = time.process_time,
-        spent: float = 0.0,
-        reserve: float = 0.0,
+        self, seconds: float, clock: Callable[[], float] = time.process_time, spent: float = 0.0, reserve: float = 0.0
     ) -> None:
         self.seconds, self.clock, self.reserve, self.step = seconds, clock, reserve, 0
         self._started = clock() - spent

@@ -1,20 +1,17 @@
 """Texts to train and to choose on, without the held-out text that a recipe is judged by in the end."""
 
-from __future__ import annotations
-
 import hashlib
 import os
-import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+from experiments.shared.texts import plays, python_files, python_root
 from tricycle.evaluation import HeldOut
 from tricycle_datasets.corpus import Corpus, Document, is_held_out
-from tricycle_datasets.download import fetch
-from tricycle_datasets.python_code import SKIPPED_FOLDERS, PythonCode
-from tricycle_datasets.shakespeare import SHA256, URL, Shakespeare
+from tricycle_datasets.python_code import PythonCode
+from tricycle_datasets.shakespeare import Shakespeare
 from tricycle_datasets.text import TextFiles, text_files
 
 Files = Iterable[str | os.PathLike[str]]
@@ -58,30 +55,15 @@ def is_for_validation(path: str) -> bool:
     return int(hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest(), 16) % 20 == 1
 
 
-# -------------------------------------------------------------------- Python's standard library
-def python_root() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
-
-
-def python_files() -> list[str]:
-    """The relative paths of all files that `PythonCode` reads, held-out ones too, in its order."""
-    root, names = python_root(), []
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
-    return sorted(names)
-
-
+# -------------------------------------------------------------------- documents
 def python_documents() -> Iterator[Document]:
     for name in python_files():
         if not is_held_out(name):
             yield (python_root() / name).read_bytes(), is_for_validation(name)
 
 
-# -------------------------------------------------------------------- other texts
 def shakespeare_documents() -> Iterator[Document]:
-    text = fetch("input.txt", URL, SHA256, folder="tinyshakespeare").read_bytes()
-    yield from hold_out_tenth_before_last(text)
+    return hold_out_tenth_before_last(plays())
 
 
 def text_documents(paths: Files) -> Iterator[Document]:

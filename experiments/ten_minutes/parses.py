@@ -8,13 +8,11 @@ of a function in a held-out file, which it has never seen, and the indentation o
 the first line that is not indented. Nothing that a model wrote is ever run.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +20,18 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from experiments.settings import at_least, save
-from experiments.ten_minutes.data import python_files, python_root
+from experiments.shared.program import at_least
+from experiments.shared.results import save
+from experiments.shared.texts import python_files, python_root
 from experiments.ten_minutes.report import parses_table
 from tricycle.checkpoint import load_checkpoint
+from tricycle.decoding.batch import Batch
 from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.models import GPT
 from tricycle.sampling import Sampling
-from tricycle.sequences.beam_search import select
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.flags import parse, run_main
-from tricycle_cli.run import SAMPLING
+from tricycle_cli.models import SAMPLING
 from tricycle_datasets.corpus import is_held_out
 
 PLAIN, CONSTRAINED = "plain", "constrained"
@@ -46,24 +45,17 @@ END = re.compile(rb"\n(?=[^ \t\r\n\f)\]}])")
 class Settings:
     """Which model, and how many functions."""
 
-    run: tyro.conf.Positional[Path]
-    """a run folder of train_smol_gpt.py on Python code, or a checkpoint"""
+    run: tyro.conf.Positional[Path]  # a run folder of train_smol_gpt.py on Python code, or a checkpoint
     samples: int = 200
     """functions for each kind of prompt and temperature; constrained ones at most as many as the files have"""
-    temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)
-    """of sampling; at 0 the likeliest token that is allowed is taken"""
-    top_p: float = 1.0
-    """draw among the likeliest tokens whose probabilities reach this sum"""
-    min_p: float = SAMPLING.min_p
-    """draw among the tokens at least this many times as probable as the likeliest"""
+    temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)  # of sampling; at 0 the likeliest token that is allowed is taken
+    top_p: float = 1.0  # draw among the likeliest tokens whose probabilities reach this sum
+    min_p: float = SAMPLING.min_p  # draw among the tokens at least this many times as probable as the likeliest
     no_repeat_ngram_size: int = SAMPLING.no_repeat_ngram_size
     """never write so many tokens a second time in the same order; 0 lets them be"""
-    tokens: int = 512
-    """the most tokens of a function with its prompt"""
-    batch: int = 50
-    """functions that are written at a time"""
-    seed: int = 0
-    """decides what is drawn, and which functions of the held-out files begin the constrained ones"""
+    tokens: int = 512  # the most tokens of a function with its prompt
+    batch: int = 50  # functions that are written at a time
+    seed: int = 0  # decides what is drawn, and which functions of the held-out files begin the constrained ones
     output: Path | None = None
     """the JSON file in which counts and examples are left; parses.json in the run folder unless named"""
 
@@ -85,10 +77,7 @@ def main() -> int:
 
 
 def check(settings: Settings) -> None:
-    """
-    Raises:
-        ValueError: settings with which nothing could be measured.
-    """
+    """Raise ValueError for settings with which nothing could be measured."""
     at_least(settings, samples=1, tokens=16, batch=1, seed=0)
     if not settings.temperatures:
         raise ValueError("expected --temperatures of 0 or more, got none")
@@ -99,10 +88,7 @@ def check(settings: Settings) -> None:
 
 
 def sampling_of(settings: Settings, temperature: float) -> Sampling:
-    """
-    Raises:
-        ValueError: a setting out of range.
-    """
+    """Return how tokens are drawn; raise ValueError for a setting out of range."""
     n_gram = settings.no_repeat_ngram_size
     return PenalizedSampling(temperature, top_p=settings.top_p, min_p=settings.min_p, no_repeat_ngram_size=n_gram)
 
@@ -124,13 +110,13 @@ def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dic
     with tqdm(total=total, unit="function", dynamic_ncols=True) as bar:
         for kind, starts in prompts.items():
             for temperature in settings.temperatures:
-                generator = np.random.default_rng((settings.seed, len(rows)))
                 # the likeliest continuation of one prompt is one text
                 some = starts[:1] if temperature == 0 and kind == PLAIN else starts
                 samples: list[tuple[str, bool]] = []
+                seed = settings.seed + settings.samples * len(rows)
                 for first in range(0, len(some), settings.batch):
                     batch = some[first : first + settings.batch]
-                    samples += write(model, tokeniser, batch, settings, temperature, generator)
+                    samples += write(model, tokeniser, batch, settings, temperature, seed + first)
                     bar.update(len(batch))
                 bar.update(len(starts) - len(some))
                 rows.append({"prompt": kind, "temperature": temperature, **counted(samples)})
@@ -202,47 +188,26 @@ def beginnings(source: bytes) -> Iterator[bytes]:
 
 # -------------------------------------------------------------------- sampling
 def write(
-    model: GPT,
-    tokeniser: BPETokeniser,
-    prompts: Sequence[bytes],
-    settings: Settings,
-    temperature: float,
-    generator: np.random.Generator,
+    model: GPT, tokeniser: BPETokeniser, prompts: Sequence[bytes], settings: Settings, temperature: float, seed: int
 ) -> list[tuple[str, bool]]:
-    """Functions that begin with some prompts, all written at a time, a token of each in one pass.
-
-    Prompts are of different lengths, so each row reads its own token by token and goes on by itself from there. When
-    the window is full, its later half is read anew, as in `generate`.
+    """Write functions that begin with some prompts, all at a time.
 
     Returns:
         for each the text from its "def" on, and whether it came to an end.
     """
     end = tokeniser.end_of_text
-    starts = [[end, *map(int, tokeniser.encode(prompt))] for prompt in prompts]
-    rows = [list(start[:1]) for start in starts]
-    ended = [False] * len(rows)
-    sampling = sampling_of(settings, temperature)
-    alive, caches, window, n_seen = np.arange(len(rows)), model.new_caches(), model.config.context_window, 0
+    sampling = replace(sampling_of(settings, temperature), seed=seed, n_vocab=tokeniser.n_vocab)
+    rows = [[end, *map(int, tokeniser.encode(prompt))] for prompt in prompts]
+    batch, ended = Batch(model), [False] * len(rows)
     with model.evaluating():
-        for t in range(settings.tokens - 1):
-            unread = 1
-            if n_seen == window:
-                caches, unread, n_seen = model.new_caches(), max(1, window // 2), 0
-            n_seen += unread
-            latest = np.array([rows[i][-unread:] for i in alive])
-            logits = model(model.place(latest), caches).numpy()[:, -1, : tokeniser.n_vocab]
-            for row, i in zip(logits, alive):
-                if t + 1 < len(starts[i]):  # given
-                    rows[i].append(starts[i][t + 1])
-                    continue
-                token = sampling.draw(row, generator, rows[i])
+        for i, row in enumerate(rows):
+            batch.add(row, settings.tokens - len(row), sampling.of_text(i))
+        while len(batch):
+            for i, token in batch.step():
                 rows[i].append(token)
-                ended[i] = token == end or is_over(tokeniser.decode_bytes(rows[i][1:]))
-            going = [k for k, i in enumerate(alive) if not ended[i]]
-            if len(going) < len(alive):
-                alive, caches = alive[going], select(caches, np.array(going, int))
-            if not going:
-                break
+                if token == end or is_over(tokeniser.decode_bytes(rows[i][1:])):
+                    ended[i] = True
+                    batch.remove(i)
     return [(function_of(tokeniser, row, end), done) for row, done in zip(rows, ended)]
 
 

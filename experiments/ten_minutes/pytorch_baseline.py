@@ -8,9 +8,7 @@ First weights, batches, schedule and the final measurement are those of a run of
 minutes are those of the whole program, with the training of the tokeniser and the measurement at the end. Needs torch.
 """
 
-from __future__ import annotations
-
-import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,21 +19,24 @@ from typing import Any, Literal
 import numpy as np
 from tqdm import tqdm
 
-from experiments.settings import at_least, save
+from experiments.shared.program import at_least
+from experiments.shared.results import save
 from experiments.ten_minutes.ablations import FIELDS, PLAIN
 from experiments.ten_minutes.clock import Budget
 from experiments.ten_minutes.data import held_out, load
-from tricycle.configs import PRESETS, GPTConfig
+from experiments.ten_minutes.study import check_recipe, preset
+from tricycle.configs import GPTConfig
 from tricycle.evaluation import evaluate
 from tricycle.optimiser_rules.muon import is_hidden_matrix
 from tricycle.optimisers import decays
 from tricycle.tensor import Tensor, no_grad, to_tensor
 from tricycle.training_state import TrainingState, new_state
 from tricycle_cli.flags import parse, run_main
-from tricycle_cli.run import FINAL_OVERLAP
-from tricycle_cli.train import compressed_bits
+from tricycle_cli.text_task import OVERLAP, compressed_bits
 
-LAST_SECONDS = 10  # kept for what comes after the last update, besides the measurement: as `tricycle_cli.run` does
+LAST_SECONDS = (
+    10  # kept for what comes after the last update, besides the measurement: as `tricycle_cli.text_task` does
+)
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,14 @@ class Settings:
 
     recipe: Literal["laptop", "gpt2"] = "laptop"
     """laptop: the preset of train_smol_gpt.py; gpt2: plain, with AdamW, what that preset was before"""
-    compile: bool = False
-    """let torch.compile fuse the model; its time counts"""
-    threads: int = 2
-    """of PyTorch"""
+    compile: bool = False  # let torch.compile fuse the model; its time counts
+    threads: int = 2  # of PyTorch
     data: Literal["python", "shakespeare", "text"] = "python"
     """the text: python (the standard library), shakespeare, or text with --files"""
-    files: tuple[str, ...] = ()
-    """text files or folders of them, for --data text"""
+    files: tuple[str, ...] = ()  # text files or folders of them, for --data text
     part: Literal["held-out", "validation"] = "held-out"
     """what is scored: held-out, as train_smol_gpt.py does, or validation, to choose on"""
-    output: Path = Path("runs/ten_minutes")
-    """the folder in which the result is left, as pytorch-....json"""
+    output: Path = Path("runs/ten_minutes")  # the folder in which the result is left, as pytorch-....json
     config: GPTConfig = field(default_factory=GPTConfig)
 
     @property
@@ -67,7 +64,11 @@ class Settings:
 
 def main() -> int:
     started = time.perf_counter()
-    settings = parse_settings()
+    config = preset()
+    start = Settings(config=config)
+    if {"--recipe=gpt2", "gpt2"} & set(sys.argv[1:]):  # the recipe's flags start from the values of --recipe
+        start = Settings(recipe="gpt2", config=plain(config))
+    settings = parse(Settings, start, description=__doc__ or "")
     check(settings)
     try:
         import torch
@@ -84,36 +85,17 @@ def main() -> int:
     return 0
 
 
-def parse_settings() -> Settings:
-    """The flags; those of the recipe start from the values of --recipe."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--recipe", default="laptop")
-    recipe = first.parse_known_args()[0].recipe
-    config = GPTConfig.from_dict(PRESETS["laptop"]().to_dict())
-    if recipe == "gpt2":
-        config = plain(config)
-    default = Settings(recipe="gpt2" if recipe == "gpt2" else "laptop", config=config)
-    settings = parse(Settings, default, description=__doc__ or "")
-    return replace(settings, files=tuple(str(Path(name).resolve()) for name in settings.files))
-
-
 def plain(config: GPTConfig) -> GPTConfig:
     """GPT-2's model and AdamW, for as many minutes."""
     return replace(config, **{name: value for name, value in PLAIN.items() if name in FIELDS})
 
 
 def check(settings: Settings) -> None:
-    """
-    Raises:
-        ValueError: settings with which nothing could be measured.
-    """
+    """Raise ValueError for settings with which nothing could be measured."""
     at_least(settings, threads=1)
-    if settings.config.minutes <= 0:
-        raise ValueError(f"expected --minutes above 0, got {settings.config.minutes}")
+    check_recipe(settings)
     if settings.config.precision not in ("float32", "bfloat16"):
         raise ValueError(f"expected --precision float32 or bfloat16, got {settings.config.precision}")
-    if (settings.data == "text") != bool(settings.files):
-        raise ValueError(f"expected --files with --data text and only with it, got --data {settings.data}")
 
 
 # -------------------------------------------------------------------- training
@@ -232,7 +214,7 @@ def measure(settings: Settings, started: float) -> dict[str, Any]:
     trainer = Trainer(state, settings.compile)
     n_tokens = config.batch_size * config.context_window * config.accumulation_steps
     # a forward pass takes about a third of an update
-    reserve = FINAL_OVERLAP * len(text.tokens) / n_tokens / 3
+    reserve = OVERLAP * len(text.tokens) / n_tokens / 3
     begun = time.perf_counter()
     last = min(LAST_SECONDS, 6 * config.minutes)
     budget = Budget(60 * config.minutes - last, time.perf_counter, begun - started, reserve)
@@ -244,7 +226,7 @@ def measure(settings: Settings, started: float) -> dict[str, Any]:
             bar.update()
     trained = time.perf_counter() - begun
     scored: Any = Scored(trainer)
-    loss, _ = evaluate(scored, text.tokens, config.batch_size, stride=max(1, config.context_window // FINAL_OVERLAP))
+    loss, _ = evaluate(scored, text.tokens, config.batch_size, stride=max(1, config.context_window // OVERLAP))
     return {
         "bits": text.bits_per_byte(loss),
         "loss": loss,

@@ -1,22 +1,19 @@
 """What came out, as a Markdown table and a chart."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.tables import cell, markdown
+from experiments.shared.figures import drawing
+from experiments.shared.results import Runs, of, read
+from experiments.shared.tables import cell, markdown
 from experiments.ten_minutes.ablations import RECIPE
-from tricycle_lab.plot import COLOURS, save_figure
-
-Trials = list[dict[str, Any]]
+from tricycle_lab.plot import COLOURS
 
 
-def trials_in(folder: Path) -> Trials:
+def trials_in(folder: Path) -> Runs:
     """Those of as many minutes as the latest call asked for: others cannot be compared with them."""
     if not (folder / "results.json").is_file():
         return []
@@ -25,22 +22,22 @@ def trials_in(folder: Path) -> Trials:
     return [trial for trial in results["trials"] if trial["config"]["minutes"] == minutes]
 
 
-def by_variant(trials: Trials) -> dict[str, Trials]:
+def by_variant(trials: Runs) -> dict[str, Runs]:
     """The trials of each variant, the recipe's first, then from the best to the worst."""
-    by_name: dict[str, Trials] = {}
+    by_name: dict[str, Runs] = {}
     for trial in trials:
         by_name.setdefault(trial["variant"], []).append(trial)
     mean = lambda name: float(np.mean([trial["bits"] for trial in by_name[name]]))
     return {name: by_name[name] for name in sorted(by_name, key=lambda name: (name != RECIPE, mean(name)))}
 
 
-def lost(variant: Trials, recipe: Trials) -> list[float]:
+def lost(variant: Runs, recipe: Runs) -> list[float]:
     """Bits a byte more than the recipe's with the same seed, for each seed that both have."""
     bits = {trial["seed"]: trial["bits"] for trial in recipe}
     return [trial["bits"] - bits[trial["seed"]] for trial in variant if trial["seed"] in bits]
 
 
-def losses(trials: Trials) -> dict[str, list[float]]:
+def losses(trials: Runs) -> dict[str, list[float]]:
     """What each variant has lost, by its label; those that can be compared with the recipe."""
     by_name = by_variant(trials)
     recipe = by_name.pop(RECIPE, [])
@@ -54,18 +51,20 @@ def signed(values: Sequence[float]) -> str:
     return text if text.startswith("-") else f"+{text}"
 
 
-def table(trials: Trials) -> str:
+def table(trials: Runs) -> str:
     """A row for each variant."""
     by_name = by_variant(trials)
     titles = ["", "bits a byte", "against the recipe", "seeds", "parameters", "updates", "tokens a second"]
     rows = []
     for name, runs in by_name.items():
-        bits = cell([run["bits"] for run in runs], 3)
+        bits = cell(of(runs, "bits"), 3)
         against = lost(runs, by_name.get(RECIPE, []))
         n = len(runs)
-        of = lambda key, runs=runs: f"{np.mean([run[key] for run in runs]):,.0f}"
+        mean = lambda key, runs=runs: f"{np.mean(of(runs, key)):,.0f}"
         behind = "" if name == RECIPE or not against else signed(against)
-        rows.append([runs[0]["label"], bits, behind, str(n), of("parameters"), of("steps"), of("tokens_per_second")])
+        rows.append(
+            [runs[0]["label"], bits, behind, str(n), mean("parameters"), mean("steps"), mean("tokens_per_second")]
+        )
     return markdown(titles, rows)
 
 
@@ -110,46 +109,40 @@ def tables(folder: Path) -> dict[str, str]:
     return titled
 
 
-def read(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
-
-
-def compressors(trials: Trials) -> str:
+def compressors(trials: Runs) -> str:
     """What the usual compressors need for the text that was scored."""
     return ", ".join(f"{name} {bits:.2f}" for name, bits in trials[0]["compressed"].items())
 
 
-def plot(trials: Trials, path: Path) -> None:
+def plot(trials: Runs, path: Path) -> None:
     """A bar for each variant: what is lost without a lever, or gained; a point for each seed.
 
     Raises:
         ValueError: no variant beside the recipe, or no recipe with the same seed.
     """
-    from matplotlib.figure import Figure
-
     values, recipe = losses(trials), by_variant(trials).get(RECIPE, [])
     if not values:
         raise ValueError("expected the recipe and at least one variant of it with the same seed, got none")
     means = [float(np.mean(each)) for each in values.values()]
-    figure = Figure(figsize=(9, 0.34 * len(values) + 1.5), layout="constrained")
-    axes = figure.subplots()
-    places = np.arange(len(values))
-    axes.barh(places, means, color=[COLOURS[1] if mean > 0 else COLOURS[2] for mean in means], alpha=0.75, height=0.7)
-    ends = [max(0.0, mean, *each) for mean, each in zip(means, values.values())]
-    for place, mean, each, end in zip(places, means, values.values(), ends):
-        if len(each) > 1:
-            axes.plot(each, np.full(len(each), place), "o", color="black", markersize=3)
-        axes.annotate(f"{mean:+.3f}", (end, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    if len(recipe) > 1:
-        spread = float(np.std([run["bits"] for run in recipe], ddof=1))
-        axes.axvspan(-spread, spread, color="grey", alpha=0.2, linewidth=0, label="recipe: ± 1 SD over seeds")
-        figure.legend(frameon=False, fontsize=8, loc="outside lower center")
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(places, list(values), fontsize=8)
-    axes.margins(x=0.12)
-    mean = np.mean([run["bits"] for run in recipe])
-    axes.set(xlabel="bits a byte lost (positive) or gained", ylim=(len(values) - 0.4, -0.6))
-    axes.set_title(f"One lever at a time, against the recipe's {mean:.3f} bits a byte", fontsize=11)
-    axes.grid(alpha=0.25, axis="x")
-    save_figure(figure, path)
+    with drawing(path, (9, 0.34 * len(values) + 1.5), dpi=130) as figure:
+        axes = figure.subplots()
+        places = np.arange(len(values))
+        axes.barh(
+            places, means, color=[COLOURS[1] if mean > 0 else COLOURS[2] for mean in means], alpha=0.75, height=0.7
+        )
+        ends = [max(0.0, mean, *each) for mean, each in zip(means, values.values())]
+        for place, mean, each, end in zip(places, means, values.values(), ends):
+            if len(each) > 1:
+                axes.plot(each, np.full(len(each), place), "o", color="black", markersize=3)
+            axes.annotate(f"{mean:+.3f}", (end, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        if len(recipe) > 1:
+            spread = float(np.std([run["bits"] for run in recipe], ddof=1))
+            axes.axvspan(-spread, spread, color="grey", alpha=0.2, linewidth=0, label="recipe: ± 1 SD over seeds")
+            figure.legend(frameon=False, fontsize=8, loc="outside lower center")
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_yticks(places, list(values), fontsize=8)
+        axes.margins(x=0.12)
+        mean = np.mean([run["bits"] for run in recipe])
+        axes.set(xlabel="bits a byte lost (positive) or gained", ylim=(len(values) - 0.4, -0.6))
+        axes.set_title(f"One lever at a time, against the recipe's {mean:.3f} bits a byte", fontsize=11)
+        axes.grid(alpha=0.25, axis="x")

@@ -1,7 +1,5 @@
 """Train every variant with every seed, some at a time, and keep what is finished."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue
@@ -16,9 +14,10 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from experiments.settings import save
+from experiments.shared.program import at_least
+from experiments.shared.results import Record, refuse_others, select, stated
 from experiments.ten_minutes.ablations import all_variants, configs
-from tricycle.configs import GPTConfig
+from tricycle.configs import PRESETS, GPTConfig
 
 ONE_THREAD = dict.fromkeys("TRICYCLE_NUM_THREADS OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS".split(), "1")
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,69 +30,69 @@ PASSING = {"seed", "minutes", "steps", "eval_interval", "eval_batches", "sample_
 class Settings:
     """What to train, for how long, and how often. Flags of the recipe itself start from its preset."""
 
-    variants: tuple[str, ...] = ()
-    """which to train beside the recipe; all that change something if none is named"""
-    also: tuple[str, ...] = ()
-    """further variants, each as "name: field=value, field=value" """
-    seeds: int = 1
-    """how often to train each, with other weights and another order of the data"""
-    jobs: int = 1
-    """how many trainings at a time, each with one thread, and on a core of its own where the system can"""
+    variants: tuple[str, ...] = ()  # which to train beside the recipe; all that change something if none is named
+    also: tuple[str, ...] = ()  # further variants, each as "name: field=value, field=value"
+    seeds: int = 1  # how often to train each, with other weights and another order of the data
+    jobs: int = 1  # how many trainings at a time, each with one thread, and on a core of its own where the system can
     data: Literal["python", "shakespeare", "text"] = "python"
     """the text: python (the standard library), shakespeare, or text with --files"""
-    files: tuple[str, ...] = ()
-    """text files or folders of them, for --data text"""
+    files: tuple[str, ...] = ()  # text files or folders of them, for --data text
     part: Literal["validation", "held-out"] = "validation"
     """what is scored: validation (a part of the training text), or held-out, which is to be looked at once"""
     batches: int = 0
     """score only so many batches, evenly spread; 0 for all of the text, in windows that overlap by half"""
-    report: bool = False
-    """train nothing: draw and print what is there"""
-    quick: bool = False
-    """at most three minutes: four variants, each for a quarter of a minute"""
+    report: bool = False  # train nothing: draw and print what is there
+    quick: bool = False  # at most three minutes: four variants, each for a quarter of a minute
     output: Path = Path("runs/ten_minutes")
     """where results.json and ablations.png are left; what is finished there is not done again"""
     config: GPTConfig = field(default_factory=GPTConfig)
 
 
-@dataclass
-class Record:
-    """The trials that are finished, in results.json."""
+def preset() -> GPTConfig:
+    """Return the recipe that is the default."""
+    return GPTConfig.from_dict(PRESETS["laptop"]().to_dict())
 
-    settings: Settings
-    trials: list[dict[str, Any]]
 
-    @staticmethod
-    def of(settings: Settings) -> Record:
-        """What lies in the output folder.
+def check(settings: Settings) -> None:
+    """Raise ValueError for settings with which nothing could be measured."""
+    at_least(settings, seeds=1, jobs=1, batches=0)
+    check_recipe(settings)
+    configs(settings.config, settings.variants, settings.also)
 
-        Raises:
-            ValueError: results of another recipe or text.
-        """
-        path = settings.output / "results.json"
-        if not path.is_file():
-            return Record(settings, [])
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        before, now = plain(GPTConfig.from_dict(stored["settings"]["config"])), plain(settings.config)
-        values = zip(before.items(), now.values())
-        other = [f"{name} {then!r} there and {value!r} here" for (name, then), value in values if then != value]
-        for name in ("data", "part", "batches"):
-            if stored["settings"][name] != getattr(settings, name):
-                other.append(f"{name} {stored['settings'][name]!r} there and {getattr(settings, name)!r} here")
-        if other:
-            raise ValueError(f"{path} holds results of other settings: {'; '.join(other)}; name another --output")
-        return Record(settings, stored["trials"])
+
+def check_recipe(settings: Any) -> None:
+    """Raise ValueError for settings with which nothing could be trained."""
+    if settings.config.minutes <= 0:
+        raise ValueError(f"expected --minutes above 0, got {settings.config.minutes}")
+    if (settings.data == "text") != bool(settings.files):
+        raise ValueError(f"expected --files with --data text and only with it, got --data {settings.data}")
+
+
+class Trials(Record):
+    """The trials that are finished, in results.json.
+
+    Raises:
+        ValueError: the folder holds results of another recipe or text.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, stated(settings), trials=[])  # all settings are free: those of the recipe follow
+        if self.path.is_file():
+            there, here = self["settings"], stated(settings)
+            same = "data", "part", "batches"
+            refuse_others(
+                self.path,
+                plain(GPTConfig.from_dict(there["config"])) | {name: there[name] for name in same},
+                plain(settings.config) | {name: here[name] for name in same},
+            )
 
     def has(self, name: str, config: GPTConfig) -> bool:
-        wanted = config.to_dict()
-        return any(
-            trial["variant"] == name and GPTConfig.from_dict(trial["config"]).to_dict() == wanted
-            for trial in self.trials
-        )
+        mine = select(self["trials"], variant=name)
+        return any(GPTConfig.from_dict(trial["config"]) == config for trial in mine)
 
     def add(self, trial: dict[str, Any]) -> None:
-        self.trials.append(trial)
-        save(self.settings.output / "results.json", self.settings, trials=self.trials)
+        self["trials"].append(trial)
+        self.save()
 
 
 def plain(config: GPTConfig) -> dict[str, Any]:
@@ -101,7 +100,7 @@ def plain(config: GPTConfig) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if name not in PASSING}
 
 
-def todo(settings: Settings, record: Record) -> Iterator[tuple[str, GPTConfig]]:
+def todo(settings: Settings, record: Trials) -> Iterator[tuple[str, GPTConfig]]:
     """Trials that are not finished: all variants with one seed before the next seed."""
     chosen = configs(settings.config, settings.variants, settings.also)
     for seed in range(settings.config.seed, settings.config.seed + settings.seeds):
@@ -112,12 +111,8 @@ def todo(settings: Settings, record: Record) -> Iterator[tuple[str, GPTConfig]]:
 
 
 def measure(settings: Settings) -> list[dict[str, Any]]:
-    """All trials, those of earlier calls too.
-
-    Raises:
-        RuntimeError: some trials failed; all others are saved.
-    """
-    record = Record.of(settings)
+    """All trials, those of earlier calls too. Raises RuntimeError: some trials failed; all others are saved."""
+    record = Trials(settings)
     trials = list(todo(settings, record))
     cores: queue.Queue[int | None] = queue.Queue()
     for core in free_cores(settings.jobs):
@@ -153,7 +148,7 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
             raise
     if failures:
         raise RuntimeError(f"{len(failures)} of {len(trials)} trainings failed, {failures[0]}")
-    return record.trials
+    return record["trials"]
 
 
 def free_cores(n: int) -> list[int | None]:
@@ -170,7 +165,7 @@ def run_trial(settings: Settings, config: GPTConfig, cores: queue.Queue[int | No
         "seconds": 60 * config.minutes,
         "data": settings.data,
         "part": settings.part,
-        "files": list(settings.files),
+        "files": [str(Path(name).resolve()) for name in settings.files],
         "batches": settings.batches,
         "core": core,
     }

@@ -3,8 +3,6 @@
 Parameters have the names and shapes of ours. Shapes: B batch, T tokens, C channels, H heads, D = C / H.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

@@ -5,8 +5,6 @@
 It prints a line of JSON now and then, and the result as the last. `study.py` starts it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -40,13 +38,13 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
     """
     import numpy as np  # after the cores are chosen
 
+    from experiments.shared.results import rounded
     from experiments.ten_minutes.clock import Budget
     from experiments.ten_minutes.data import held_out, load
     from tricycle.configs import GPTConfig
     from tricycle.evaluation import evaluate
     from tricycle.training_state import new_state, train_step
-    from tricycle_cli.run import FINAL_OVERLAP
-    from tricycle_cli.train import compressed_bits
+    from tricycle_cli.text_task import OVERLAP, compressed_bits
 
     config = GPTConfig.from_dict(task["config"])
     corpus = load(task["data"], task["part"], config.vocab_size, task["files"])
@@ -63,7 +61,7 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
             said = used
     used = budget.used
     text = held_out(corpus)
-    stride = 0 if task["batches"] else max(1, config.context_window // FINAL_OVERLAP)
+    stride = 0 if task["batches"] else max(1, config.context_window // OVERLAP)
     loss, _ = evaluate(state.model, text.tokens, config.batch_size, task["batches"], stride)
     lately = float(np.mean(losses[-max(1, len(losses) // 10) :]))
     n_tokens = config.batch_size * config.accumulation_steps * config.context_window * state.step
@@ -77,10 +75,6 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
         "parameters": state.model.n_parameters,
         "compressed": compressed_bits(corpus.validation_bytes),
     }
-
-
-def rounded(value: float) -> float:
-    return float(f"{value:.5g}")
 
 
 if __name__ == "__main__":

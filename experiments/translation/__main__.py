@@ -11,101 +11,66 @@ A run leaves <model>-<target>-<seed>.json and .safetensors in --output. While it
 minutes, and --resume goes on from there.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import json
-import os
-import platform
 import sys
 import time
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.settings import at_least
+from experiments.shared.program import among, at_least, flag, print_tables
+from experiments.shared.results import about, rounded, write_json
 from experiments.translation import report
 from experiments.translation.alignment import SHOWN, align
-from experiments.translation.data import Pairs, bleu, bleu_metric
-from experiments.translation.models import CONTEXT_WINDOW, RECIPES, Recipe
-from experiments.translation.study import Plan, Training, mean_loss, translate
+from experiments.translation.study import (
+    CONTEXT_WINDOW,
+    RECIPES,
+    Pairs,
+    Plan,
+    Recipe,
+    Training,
+    bleu,
+    bleu_metric,
+    mean_loss,
+    translate,
+)
 from tricycle.sequences.translators import Vocabulary, load_translator
-from tricycle.system.files import atomic_write
-from tricycle_accelerators.threads import n_threads
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.look import show
 from tricycle_datasets.multi30k import LANGUAGES, multi30k
 from tricycle_lab.look.subjects import saved_translator
 
 QUICK = {"minutes": 0.4, "measurements": 2, "measured": 50, "tested": 100}
-TEST = "test_2016_flickr"
 NOT_OF_A_RUN = ("output", "translate", "look", "out")  # settings
 RANGES = ((1, 8), (9, 10), (11, 12), (13, 15), (16, 19), (20, 99))  # words of a source
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Plan):
     """What is not given here is in RECIPES, for each model."""
 
-    model: str = "all"
-    """fixed, bahdanau, luong, transformer, or all of them, one after the other"""
-    target: str = "de"
-    """translate English to de (German) or fr (French)"""
-    minutes: float = 25.0
-    """of training for each model, by the clock; the learning rate falls to 0 in that time"""
-    processor_time: bool = False
-    """count minutes of this program's own work, for a machine that has other work too"""
-    steps: int = 0
-    """train for so many steps instead: the same result each time, however fast the machine"""
-    width: int | None = None
-    """channels of embeddings and states"""
-    layers: int | None = None
-    """of the encoder and of the decoder each"""
-    learning_rate: float | None = None
-    """the highest"""
-    dropout: float | None = None
-    """probability of dropping an element"""
-    max_tokens: int | None = None
-    """of a batch, both sides and padding included"""
-    vocab_size: int = 3000
-    """byte-pair tokens of both languages together"""
-    label_smoothing: float = 0.1
-    """this share of the truth is spread over all tokens"""
-    weight_decay: float = 0.01
-    """of AdamW"""
-    warmup: float = 0.08
-    """the share of the training in which the learning rate rises"""
-    average: float = 0.99
-    """how much of the running mean of the weights, which is what is measured, each step keeps"""
-    measurements: int = 10
-    """how often along a run to measure on validation data"""
-    measured: int = 250
-    """validation sentences that are translated each time"""
-    tested: int = 0
-    """test sentences; 0 for all"""
-    beam: int = 5
-    """translations that are kept in mind"""
-    length_penalty: float = 1.0
-    """finished translations are compared by log probability / length to this power"""
-    seed: int = 0
-    """of first weights, order and dropout"""
-    quick: bool = False
-    """less than half a minute of training for each model, and part of the data to measure on"""
-    resume: bool = False
-    """go on with a run that was cut off"""
-    translate: str = ""
-    """a sentence to translate with a trained model (the Transformer unless --model names another)"""
+    model: str = "all"  # fixed, bahdanau, luong, transformer, or all of them, one after the other
+    target: str = "de"  # translate English to de (German) or fr (French)
+    processor_time: bool = False  # count minutes of this program's own work, for a machine that has other work too
+    width: int | None = None  # channels of embeddings and states
+    layers: int | None = None  # of the encoder and of the decoder each
+    learning_rate: float | None = None  # the highest
+    dropout: float | None = None  # probability of dropping an element
+    max_tokens: int | None = None  # of a batch, both sides and padding included
+    vocab_size: int = 3000  # byte-pair tokens of both languages together
+    tested: int = 0  # test sentences; 0 for all
+    beam: int = 5  # translations that are kept in mind
+    length_penalty: float = 1.0  # finished translations are compared by log probability / length to this power
+    quick: bool = False  # less than half a minute of training for each model, and part of the data to measure on
+    resume: bool = False  # go on with a run that was cut off
+    translate: str = ""  # a sentence to translate with a trained model (the Transformer unless --model names another)
     look: str = ""
     """a sentence to see that model translate, in a browser; what stands behind => is taken for its translation"""
-    out: Path | None = None
-    """write what --look shows as one HTML file"""
-    report: bool = False
-    """only make tables and pictures of the runs in --output"""
-    output: Path = Path("runs/translation")
-    """where everything is left"""
+    out: Path | None = None  # write what --look shows as one HTML file
+    report: bool = False  # only make tables and pictures of the runs in --output
+    output: Path = Path("runs/translation")  # where everything is left
 
 
 def main() -> int:
@@ -128,33 +93,24 @@ def main() -> int:
         for name in names_of(settings):
             run(settings, name, *data)
     runs = report.load_runs(settings.output)
-    for target in dict.fromkeys(language for language, _ in runs):
-        print(f"\nEnglish to {LANGUAGES[target]}, {TEST}\n\n{report.table(runs, target)}")
-        print(f"\nBLEU by length\n\n{report.length_table(runs, target)}")
+    print_tables(report.tables(runs))
     print(f"\n{', '.join(report.draw(runs, settings.output))} are in {settings.output}")
     return 0
 
 
 def check(settings: Settings) -> None:
-    """
-    Raises:
-        ValueError: settings with which nothing could be trained or measured.
-    """
-    if settings.model not in ("all", *RECIPES):
-        raise ValueError(f"expected --model to be all, {', '.join(RECIPES)}, got {settings.model!r}")
-    targets = [language for language in LANGUAGES if language != "en"]
-    if settings.target not in targets:
-        raise ValueError(f"expected --target to be {' or '.join(targets)}, got {settings.target!r}")
+    """Raise ValueError for settings with which nothing could be trained or measured."""
+    among(settings, model=("all", *RECIPES), target=[language for language in LANGUAGES if language != "en"])
     if settings.steps == 0 and not 0 < settings.minutes < float("inf"):
         raise ValueError(f"expected --minutes to be above 0, got {settings.minutes}")
     for name in ("warmup", "average", "dropout", "label_smoothing"):
         value = getattr(settings, name)
         if value is not None and not 0 <= value < 1:
-            raise ValueError(f"expected --{name.replace('_', '-')} from 0 to below 1, got {value}")
+            raise ValueError(f"expected {flag(name)} from 0 to below 1, got {value}")
     for name in ("width", "layers", "learning_rate", "max_tokens"):
         value = getattr(settings, name)
         if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"expected --{name.replace('_', '-')} to be above 0, got {value}")
+            raise ValueError(f"expected {flag(name)} to be above 0, got {value}")
     at_least(settings, steps=0, vocab_size=260, measurements=0, measured=1, tested=0, beam=1, seed=0)
 
 
@@ -167,20 +123,15 @@ def path_of(settings: Settings, name: str, ending: str) -> Path:
 
 
 def recipe_of(settings: Settings, name: str) -> Recipe:
-    changes = {
-        "width": settings.width,
-        "n_layers": settings.layers,
-        "learning_rate": settings.learning_rate,
-        "dropout": settings.dropout,
-        "max_tokens": settings.max_tokens,
-    }
+    changes = {name: getattr(settings, name) for name in ("width", "learning_rate", "dropout", "max_tokens")}
+    changes["n_layers"] = settings.layers
     return dataclasses.replace(RECIPES[name], **{key: value for key, value in changes.items() if value is not None})
 
 
 def load_data(settings: Settings) -> tuple[Pairs, Pairs, list[tuple[str, str]]]:
     """Training and validation pairs as numbers, and the test sentences with their translations."""
     train, held_out, test = (
-        [multi30k(split, language) for language in ("en", settings.target)] for split in ("train", "val", TEST)
+        [multi30k(split, language) for language in ("en", settings.target)] for split in ("train", "val", report.TEST)
     )
     vocabulary = Vocabulary.learn(train[0] + train[1], settings.vocab_size, progress=False)
     pairs, validation = Pairs(vocabulary, *train, CONTEXT_WINDOW), Pairs(vocabulary, *held_out)
@@ -202,10 +153,7 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
     with training.settled() as model:
         texts = held_out.texts[: settings.tested or None]
         said = translate(model, pairs.vocabulary, [source for source, _ in texts])
-        validation = {
-            "loss": mean_loss(model, held_out),
-            "greedy": bleu(said, [target for _, target in texts])[0],
-        }
+        validation = {"loss": mean_loss(model, held_out), "greedy": bleu(said, [target for _, target in texts])[0]}
         greedy = translate(model, pairs.vocabulary, sources)
         beam = translate(model, pairs.vocabulary, sources, settings.beam, settings.length_penalty)
         shown = [held_out.texts[i][0] for i in SHOWN if i < len(held_out)]
@@ -214,8 +162,7 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
     result = {
         "settings": {key: value for key, value in vars(settings).items() if key not in NOT_OF_A_RUN},
         "recipe": vars(training.recipe),
-        "date": str(date.today()),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {n_threads()} threads",
+        **about(),
         "vocabulary": len(pairs.vocabulary),
         "parameters": training.model.n_parameters,
         "steps": training.step,
@@ -232,9 +179,7 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
         ],
         "alignments": alignments,
     }
-    with atomic_write(path_of(settings, name, "json"), text=True) as file:
-        json.dump(_rounded(result), file, ensure_ascii=False)
-        file.write("\n")
+    write_json(path_of(settings, name, "json"), rounded(result))
     scores = f"{result['test']['greedy']:.1f} greedy, {score:.1f} with a beam of {settings.beam}"
     print(f"{name}: BLEU {scores}; {signature}")
 
@@ -251,15 +196,6 @@ def by_length(sources: list[str], references: list[str], said: list[str]) -> lis
             mean = float(words[chosen].mean())
             parts.append({"words": title, "sentences": len(chosen), "mean_words": mean, "bleu": score})
     return parts
-
-
-def _rounded(value: Any) -> Any:
-    """Five digits are enough for any reader."""
-    if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_rounded(inner) for inner in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

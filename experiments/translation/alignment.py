@@ -1,7 +1,5 @@
 """Where a decoder looks while it translates a sentence."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from experiments.translation.study import translate

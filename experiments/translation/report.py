@@ -3,23 +3,20 @@
 Each run left one JSON file, so that runs of different times stand in one table.
 """
 
-from __future__ import annotations
-
-import io
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.tables import cell, markdown
-from experiments.translation.models import RECIPES
-from tricycle.system.files import atomic_write
+from experiments.shared.figures import drawing
+from experiments.shared.results import of, read
+from experiments.shared.tables import cell, markdown
+from experiments.translation.study import RECIPES
 from tricycle_datasets.multi30k import LANGUAGES
 from tricycle_lab.plot import plot_curves
 
 Run = dict[str, Any]
-TITLES = ["model", "parameters", "minutes", "passes", "validation loss", "validation BLEU", "greedy", "beam"]
+TEST = "test_2016_flickr"
 PAINTED = ("bahdanau", "luong", "transformer")
 
 
@@ -33,49 +30,50 @@ def load_runs(folder: Path) -> dict[tuple[str, str], list[Run]]:
     for target in LANGUAGES:
         for name in RECIPES:
             for path in sorted(folder.glob(f"{name}-{target}-*.json")):
-                runs.setdefault((target, name), []).append(json.loads(path.read_text(encoding="utf-8")))
+                runs.setdefault((target, name), []).append(read(path))
     if not runs:
         raise ValueError(f"{folder}: expected results of runs such as transformer-de-0.json, found none")
     return runs
 
 
+def tables(runs: dict[tuple[str, str], list[Run]]) -> dict[str, str]:
+    """Return the tables of all target languages by title."""
+    titled = {}
+    for target in dict.fromkeys(language for language, _ in runs):
+        titled[f"English to {LANGUAGES[target]}, {TEST}"] = table(runs, target)
+        titled[f"BLEU by length, {LANGUAGES[target]}"] = length_table(runs, target)
+    return titled
+
+
 def table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
     """Means over seeds, with standard deviations where there are several."""
+    columns: dict[str, tuple[tuple[str, ...], int, float]] = {
+        "minutes": (("seconds",), 1, 1 / 60),
+        "passes": (("passes",), 0, 1),
+        "validation loss": (("validation", "loss"), 3, 1),
+        "validation BLEU": (("validation", "greedy"), 1, 1),
+        "greedy": (("test", "greedy"), 1, 1),
+        "beam": (("test", "beam"), 1, 1),
+    }
     rows = []
-    for (language, name), of_model in runs.items():
-        if language == target:
-            of = lambda *keys: [_dig(run, keys) for run in of_model]  # noqa: B023 (called in this round)
-            rows.append(
-                [
-                    RECIPES[name].title,
-                    f"{of_model[0]['parameters'] / 1e6:.1f} M",
-                    cell(of("seconds"), 1, 1 / 60),
-                    cell(of("passes"), 0),
-                    cell(of("validation", "loss"), 3),
-                    cell(of("validation", "greedy"), 1),
-                    cell(of("test", "greedy"), 1),
-                    cell(of("test", "beam"), 1),
-                ]
-            )
-    return markdown(TITLES, rows)
+    for name, mine in of_target(runs, target).items():
+        cells = [cell(of(mine, *keys), digits, scale) for keys, digits, scale in columns.values()]
+        rows.append([RECIPES[name].title, f"{mine[0]['parameters'] / 1e6:.1f} M", *cells])
+    return markdown(["model", "parameters", *columns], rows)
 
 
 def length_table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
     """BLEU of the beam's translations by how many words the source has."""
-    chosen = {name: of_model for (language, name), of_model in runs.items() if language == target}
-    ranges = next(iter(chosen.values()))[0]["by_length"]
-    titles = ["words of the source", "sentences", *chosen]
+    chosen = of_target(runs, target)
     rows = []
-    for i, part in enumerate(ranges):
-        scores = [cell([run["by_length"][i]["bleu"] for run in of_model], 1) for of_model in chosen.values()]
+    for i, part in enumerate(next(iter(chosen.values()))[0]["by_length"]):
+        scores = [cell(of(mine, "by_length", i, "bleu"), 1) for mine in chosen.values()]
         rows.append([part["words"], str(part["sentences"]), *scores])
-    return markdown(titles, rows)
+    return markdown(["words of the source", "sentences", *chosen], rows)
 
 
-def _dig(value: Any, keys: tuple[str, ...]) -> float:
-    for key in keys:
-        value = value[key]
-    return float(value)
+def of_target(runs: dict[tuple[str, str], list[Run]], target: str) -> dict[str, list[Run]]:
+    return {name: mine for (language, name), mine in runs.items() if language == target}
 
 
 # -------------------------------------------------------------------- pictures
@@ -83,7 +81,7 @@ def draw(runs: dict[tuple[str, str], list[Run]], folder: Path) -> list[str]:
     """curves.png, lengths.png and alignment.png for each target; returns their names."""
     names = []
     for target in dict.fromkeys(language for language, _ in runs):
-        chosen = {name: of_model for (language, name), of_model in runs.items() if language == target}
+        chosen = of_target(runs, target)
         plot_curves(_curves(chosen), folder / f"curves-{target}.png", "minutes of training", "", share_y=False)
         lines = {name: _by_length(of_model) for name, of_model in chosen.items()}
         title = f"English to {LANGUAGES[target]}, test_2016_flickr, beam"
@@ -119,26 +117,21 @@ def plot_alignments(runs: dict[str, Run], path: Path) -> None:
     Of the Transformer, the mean of the heads of the layer in which rows have the least entropy over all sentences.
     """
     from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
 
     n_rows = len(next(iter(runs.values()))["alignments"])
-    figure = Figure(figsize=(5.2 * len(runs) + 0.6, 5 * n_rows), layout="constrained")
-    grid = figure.subplots(n_rows, len(runs), squeeze=False)
-    for column, (name, run) in zip(grid.T, runs.items()):
-        layer = sharpest(run["alignments"])
-        for axes, shown in zip(column, run["alignments"]):
-            weights = np.array(shown["weights"][layer])
-            image = axes.imshow(weights, norm=PowerNorm(0.5, 0, 1), cmap="gist_heat_r", aspect="auto")
-            axes.set_xticks(range(len(shown["source"])), _labels(shown["source"]), rotation=90, fontsize=8)
-            axes.set_yticks(range(len(shown["target"])), _labels(shown["target"]), fontsize=8)
-            axes.set_title(name if layer == "attention" else f"{name}, {layer}, mean of heads", fontsize=10)
-    figure.supxlabel("English: what is attended to", fontsize=10)
-    figure.supylabel("translation: what is being said", fontsize=10)
-    figure.colorbar(image, ax=grid, label="attention weight", shrink=0.5, aspect=40)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=80)
-    with atomic_write(path) as file:
-        file.write(picture.getvalue())
+    with drawing(path, (5.2 * len(runs) + 0.6, 5 * n_rows), dpi=80) as figure:
+        grid = figure.subplots(n_rows, len(runs), squeeze=False)
+        for column, (name, run) in zip(grid.T, runs.items()):
+            layer = sharpest(run["alignments"])
+            for axes, shown in zip(column, run["alignments"]):
+                weights = np.array(shown["weights"][layer])
+                image = axes.imshow(weights, norm=PowerNorm(0.5, 0, 1), cmap="gist_heat_r", aspect="auto")
+                axes.set_xticks(range(len(shown["source"])), _labels(shown["source"]), rotation=90, fontsize=8)
+                axes.set_yticks(range(len(shown["target"])), _labels(shown["target"]), fontsize=8)
+                axes.set_title(name if layer == "attention" else f"{name}, {layer}, mean of heads", fontsize=10)
+        figure.supxlabel("English: what is attended to", fontsize=10)
+        figure.supylabel("translation: what is being said", fontsize=10)
+        figure.colorbar(image, ax=grid, label="attention weight", shrink=0.5, aspect=40)
 
 
 def sharpest(alignments: list[dict[str, Any]]) -> str:
@@ -156,7 +149,7 @@ def _labels(tokens: list[str]) -> list[str]:
     """Tokens without the spaces in them; what goes on a word has a hyphen in front."""
     labels = []
     for before, token in zip([" ", *tokens], tokens):
-        text = "".join(c if c.isprintable() else "·" for c in token.strip()).replace("$", r"\$")
+        text = "".join(c if c.isprintable() else "·" for c in token.strip())
         goes_on = text[:1].isalpha() and not token.startswith(" ") and not before.endswith(" ")
         labels.append(f"-{text}" if goes_on else text)
     return labels

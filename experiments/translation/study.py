@@ -3,12 +3,10 @@
 The weights that are measured and kept are a running mean of those along the way (Polyak and Juditsky 1992).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,44 +15,116 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from experiments.translation.data import Pairs, bleu
-from experiments.translation.models import CONTEXT_WINDOW, Recipe, new_model
+from experiments.shared.training import copied
 from tricycle.checkpoint import expecting
 from tricycle.dataset import Buckets
 from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
 from tricycle.sequences.beam_search import beam_search
 from tricycle.sequences.seq2seq import EncoderDecoder
-from tricycle.sequences.translators import Batch, Vocabulary
+from tricycle.sequences.translators import Batch, TranslatorConfig, Vocabulary, new_translator
 from tricycle.system.files import atomic_write
 from tricycle.tensor import Tensor, no_grad
 from tricycle.training import train_on_batch
 
+CONTEXT_WINDOW = 128  # tokens of a sentence, more than any in the data
 A_RUN = "a trained model of this experiment"
+
+
+class Pairs:
+    """Sentences in two languages, and their ids.
+
+    Args:
+        longest: pairs with a longer side are left out (of training only); 0 keeps all.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, sources: Sequence[str], targets: Sequence[str], longest: int = 0
+    ) -> None:
+        if len(sources) != len(targets) or not sources:
+            raise ValueError(f"Pairs: expected as many targets as sources, got {len(targets)} and {len(sources)}")
+        self.vocabulary = vocabulary
+        numbers = [(vocabulary.encode(source), vocabulary.encode(target)) for source, target in zip(sources, targets)]
+        kept = [i for i, pair in enumerate(numbers) if not longest or max(map(len, pair)) < longest]
+        self.texts = [(sources[i], targets[i]) for i in kept]
+        self.numbers = [numbers[i] for i in kept]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(N, 2): source tokens, and target tokens with the end."""
+        return np.array([(len(source), len(target) + 1) for source, target in self.numbers])
+
+    def batch(self, chosen: Sequence[int] | np.ndarray) -> Batch:
+        return self.vocabulary.batch(*zip(*(self.numbers[i] for i in chosen)))
+
+
+def bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
+    """BLEU of detokenised, cased text, and sacrebleu's signature that says how it was computed (Post 2018).
+
+    Raises:
+        ImportError: sacrebleu is not installed.
+    """
+    metric = bleu_metric()
+    score = metric.corpus_score(list(translations), [list(references)]).score
+    return float(score), str(metric.get_signature())
+
+
+def bleu_metric() -> Any:
+    """sacrebleu's, with its usual settings. Raises ImportError: sacrebleu is not installed."""
+    try:
+        from sacrebleu.metrics import BLEU
+    except ImportError:
+        raise ImportError("translation is measured with sacrebleu, which is missing: pip install sacrebleu") from None
+    return BLEU()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    title: str
+    width: int  # channels of embeddings and of states
+    n_layers: int  # of the encoder and of the decoder each
+    learning_rate: float  # the highest
+    dropout: float  # probability of dropping an element
+    max_tokens: int  # of a batch, both sides and padding included
+    n_heads: int = 4
+    expansion: float = 2  # how many times wider than that the hidden layer of the Transformer's MLP is
+    norm_first: bool = True
+
+    def config(self, name: str, n_vocab: int) -> TranslatorConfig:
+        """What of it is the model's."""
+        shape = (self.width, self.n_layers, self.dropout, self.n_heads, self.expansion, self.norm_first)
+        return TranslatorConfig(name, n_vocab, *shape, CONTEXT_WINDOW)
+
+
+RECIPES = {
+    "fixed": Recipe("fixed context (Cho et al. 2014)", 256, 1, 3e-3, 0.2, 2048),
+    "bahdanau": Recipe("additive attention (Bahdanau et al. 2015)", 256, 1, 3e-3, 0.2, 2048),
+    "luong": Recipe("general attention (Luong et al. 2015)", 256, 1, 3e-3, 0.2, 2048),
+    "transformer": Recipe("Transformer (Vaswani et al. 2017)", 192, 3, 2e-3, 0.2, 3072),
+}
+
+
+def new_model(name: str, recipe: Recipe, n_vocab: int, generator: np.random.Generator) -> EncoderDecoder:
+    """A model whose source and target embeddings are one table, for both languages share a vocabulary."""
+    return new_translator(recipe.config(name, n_vocab), generator)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train, whatever the model.
+    """How to train, whatever the model. With the flags of the study their help and defaults."""
 
-    Attributes:
-        minutes: when to stop, everything counted; 0 for after `steps`.
-        steps: when to stop where no minutes are given.
-        warmup: the share of the training in which the learning rate rises.
-        average: how much of the mean of the weights each step keeps.
-        measurements: how often along the run to measure on validation data.
-        measured: validation sentences that are translated each time.
-    """
-
-    minutes: float
-    steps: int
-    label_smoothing: float
-    weight_decay: float
-    warmup: float
-    average: float
-    measurements: int
-    measured: int
-    seed: int
+    minutes: float = 25.0  # of training for each model, by the clock; the learning rate falls to 0 in that time
+    steps: int = 0  # train for so many steps instead: the same result each time, however fast the machine
+    label_smoothing: float = 0.1  # this share of the truth is spread over all tokens
+    weight_decay: float = 0.01  # of AdamW
+    warmup: float = 0.08  # the share of the training in which the learning rate rises
+    average: float = 0.99  # how much of the running mean of the weights, which is what is measured, each step keeps
+    measurements: int = 10  # how often along a run to measure on validation data
+    measured: int = 250  # validation sentences that are translated each time
+    seed: int = 0  # of first weights, order and dropout
 
 
 class Training:
@@ -79,7 +149,7 @@ class Training:
         self.curve: list[dict[str, Any]] = []
         self.generator = np.random.default_rng(plan.seed)
         self.model = new_model(name, recipe, len(self.vocabulary), self.generator)
-        self.mean = {name: array.copy() for name, array in self.model.state_dict().items()}
+        self.mean = copied(self.model)
         self.buckets = Buckets(pairs.lengths, recipe.max_tokens, plan.seed)
         self.loss = CrossEntropy(self.vocabulary.pad, label_smoothing=plan.label_smoothing)
         self.optimiser = AdamW(self.rate, (0.9, 0.98), 1e-9, plan.weight_decay)
@@ -138,7 +208,7 @@ class Training:
     @contextmanager
     def settled(self) -> Iterator[EncoderDecoder]:
         """The model with the mean of its weights and without dropout, for a while."""
-        shaken = {name: array.copy() for name, array in self.model.state_dict().items()}
+        shaken = copied(self.model)
         self.model.load_state_dict(self.mean)
         self.model.eval()
         try:

@@ -307,7 +307,7 @@ def make_sentences(root: Path) -> None:
 
 
 IMPORTED = """
-tiktoken tokenizers jinja2.ext matplotlib.figure matplotlib.font_manager safetensors.numpy tyro pooch requests
+tiktoken tokenizers jinja2.ext gguf matplotlib.figure matplotlib.font_manager safetensors.numpy tyro pooch requests
 tricycle.pretrained.sentences tricycle_accelerators.cpu tricycle_accelerators.compiled.loops tricycle_cli.chat
 tricycle_cli.evaluate tricycle_cli.export tricycle_cli.generate tricycle_cli.train tricycle_datasets.text
 """.split()

@@ -278,8 +278,7 @@ def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, pre
             _add(dx, few)
         return [dx.reshape(x.shape), ddown, *dups]
 
-    args = (x, low_rank.down, *low_rank.ups)
-    return record(y.reshape(*x.shape[:-1], to_size), args, backward, "dense")
+    return record(y.reshape(*x.shape[:-1], to_size), (x, low_rank.down, *low_rank.ups), backward, "dense")
 
 
 def _product(a: Array, b: Array, precision: str) -> Array:

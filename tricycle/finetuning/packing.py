@@ -59,12 +59,12 @@ class Batch(NamedTuple):
 def packs(model: GPT) -> bool:
     """Return whether a mask keeps texts side by side apart: not where tokens mix with the one before, or where weights
     of attention depend on positions in the row."""
-    return all(_is_separable(getattr(block, "attention", None)) for block in model.blocks)
-
-
-def _is_separable(attention: Any) -> bool:
-    inner = getattr(attention, "attention", None)
-    return isinstance(inner, Attention) and inner.softmax.fused and not attention.mixes
+    for block in model.blocks:
+        attention: Any = getattr(block, "attention", None)
+        inner = getattr(attention, "attention", None)
+        if not (isinstance(inner, Attention) and inner.softmax.fused) or attention.mixes:
+            return False
+    return True
 
 
 def separate(model: GPT, tokens: Any, documents: Array | None) -> dict[str, Any]:
@@ -93,8 +93,7 @@ def positions_in(documents: Array) -> Array:
     places = xp.arange(documents.shape[-1]) + xp.zeros_like(documents)
     begins = xp.ones(documents.shape, bool)
     begins[..., 1:] = documents[..., 1:] != documents[..., :-1]
-    starts = xp.where(begins, places, 0)
-    return places - xp.maximum.accumulate(starts, axis=-1)
+    return places - xp.maximum.accumulate(xp.where(begins, places, 0), axis=-1)
 
 
 def packed(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -75,8 +75,7 @@ class PairDataset(PackedDataset):
             for first in range(0, self.n_items, size):
                 rows = range(first, min(first + size, self.n_items))
                 batch = self.together(rows)
-                hidden = model.hidden(model.place(batch.tokens))
-                values = to_cpu(log_probabilities(model, hidden, batch.labels))
+                values = to_cpu(log_probabilities(model, model.hidden(model.place(batch.tokens)), batch.labels))
                 self.reference[list(rows)] = values.reshape(2, -1).T
 
 

@@ -14,7 +14,7 @@ from tricycle.pretrained.folder import CONFIG, INDEX, WEIGHTS, read_folder
 from tricycle.pretrained.gguf import GGUFSource, read_gguf
 from tricycle.pretrained.packaged import smollm2_path
 from tricycle.pretrained.settings import GenerationSettings
-from tricycle.pretrained.source import Source
+from tricycle.pretrained.source import Source, error_prefix
 from tricycle.pretrained.tensor_files import read_tensors
 from tricycle.pretrained.tokenisers import from_folder, from_gguf
 from tricycle.weights import quantize, use_order
@@ -68,17 +68,16 @@ def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pret
     """
     if weights not in KINDS_OF_WEIGHTS:
         raise ValueError(f"load: expected weights to be one of {', '.join(KINDS_OF_WEIGHTS)}, got {weights!r}")
-    loaded = _load(_place_of(os.fspath(path_or_name)), weights)
+    path = _place_of(os.fspath(path_or_name))
+    if _is_gguf(path):
+        loaded = _load_source(read_gguf(path), weights)
+    elif (checkpoint := _own_checkpoint(path)) is not None:
+        loaded = _load_own(checkpoint, weights)
+    else:
+        loaded = _load_source(read_folder(path), weights)
     if weights == "bfloat16":
         loaded.model.use_precision("bfloat16")
     return loaded
-
-
-def _load(path: Path, weights: str) -> Pretrained:
-    if _is_gguf(path):
-        return _load_source(read_gguf(path), weights)
-    checkpoint = _own_checkpoint(path)
-    return _load_own(checkpoint, weights) if checkpoint is not None else _load_source(read_folder(path), weights)
 
 
 def _place_of(path_or_name: str) -> Path:
@@ -105,18 +104,14 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _load_source(source: Source, weights: str) -> Pretrained:
-    tokeniser = _tokeniser_of(source)
-    try:
+    with error_prefix(f"{source.path}: "):
+        tokeniser = _tokeniser_of(source)
         settings = GenerationSettings.from_fields(source.generation, source.fields)
-    except ValueError as error:
-        raise ValueError(f"{source.path}: {error}") from None
     model = build(source, weights)
-    n_known = model.config.vocab_size  # type: ignore[attr-defined]
-    if tokeniser is not None and tokeniser.n_vocab > n_known:
-        n_tokens = tokeniser.n_vocab
-        raise ValueError(
-            f"{source.path}: expected a tokeniser of at most {n_known} tokens, as the model knows, got {n_tokens}"
-        )
+    known = model.config.vocab_size  # type: ignore[attr-defined]
+    if tokeniser is not None and tokeniser.n_vocab > known:
+        n = tokeniser.n_vocab
+        raise ValueError(f"{source.path}: expected a tokeniser of at most {known} tokens, as the model knows, got {n}")
     return Pretrained(model, tokeniser, settings, source)
 
 
@@ -124,10 +119,7 @@ def _tokeniser_of(source: Source) -> Any:
     """The tokeniser in the same folder or file; None where there is none."""
     if isinstance(source, GGUFSource):
         metadata = source.metadata or {}
-        try:
-            return from_gguf(metadata) if "tokenizer.ggml.model" in metadata else None
-        except ValueError as error:
-            raise ValueError(f"{source.path}: {error}") from None
+        return from_gguf(metadata) if "tokenizer.ggml.model" in metadata else None
     folder = source.path if source.path.is_dir() else source.path.parent
     try:
         return from_folder(folder)

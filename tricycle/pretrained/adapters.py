@@ -11,11 +11,11 @@ family there can express has its own names, and nobody but Tricycle reads its ad
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +24,10 @@ import numpy as np
 from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig, LowRank, Part
 from tricycle.layers import Dense
 from tricycle.pretrained import Pretrained
-from tricycle.pretrained.export import family_of_config
+from tricycle.pretrained.export import family_of_config, write_json
 from tricycle.pretrained.families import family_of
-from tricycle.pretrained.families.family import Family, Layout
-from tricycle.pretrained.source import StoredTensor
+from tricycle.pretrained.families.family import Family, Layout, some_names
+from tricycle.pretrained.source import StoredTensor, error_prefix
 from tricycle.pretrained.tensor_files import read_tensors, write_tensors
 from tricycle.system.files import atomic_write, read_json_object
 
@@ -46,17 +46,10 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base's own matrices
 }
-MOST_NAMED = 4
 
 
 class Place(NamedTuple):
-    """Where an adapter can stand: a layer as other people call it.
-
-    Attributes:
-        name: theirs.
-        layer: ours, which it is a part of.
-        start, stop: its columns of ours.
-    """
+    """A layer that can have an adapter: its name as others call it, the layer of ours that contains it, its columns."""
 
     name: str
     layer: str
@@ -75,23 +68,24 @@ class Places:
 
     def __init__(self, loaded: Pretrained) -> None:
         self.model = loaded.model
-        self.family = _family(loaded)
+        self.family: Family | None = None
+        if loaded.source is not None:
+            self.family = family_of(loaded.source)
+        else:
+            with suppress(ValueError):  # no family computes the same
+                self.family = family_of_config(loaded.model.config)[0]
         self.layout = None if self.family is None else Layout(self.family, loaded.model)
-        self.all = list(self._places())
-
-    def _places(self) -> Iterable[Place]:
+        self.all: list[Place] = []
         for name, layer in self.model.named_layers():
             if isinstance(layer, Dense):
-                yield from self._places_in(name, layer)
-
-    def _places_in(self, name: str, layer: Dense) -> Iterable[Place]:
-        try:
-            pieces = [] if self.layout is None else self.layout.pieces(f"{name}.weights")
-        except KeyError:  # the family has no name for it
-            pieces = []
-        if not pieces:
-            return [Place(name, name, 0, layer.to_size)]
-        return [Place(p.name.removesuffix(".weight"), name, p.columns.start, p.columns.stop) for p in pieces]
+                try:
+                    pieces = [] if self.layout is None else self.layout.pieces(f"{name}.weights")
+                except KeyError:  # the family has no name for it
+                    pieces = []
+                places = [(p.name.removesuffix(".weight"), p.columns.start, p.columns.stop) for p in pieces]
+                for theirs, start, stop in places or [(name, 0, layer.to_size)]:
+                    self.all.append(Place(theirs, name, start, stop))
+        self.by_name = {place.name: place for place in self.all}
 
     def chosen(self, targets: Iterable[str]) -> list[Place]:
         """Those that names mean, which are whole names or their ends.
@@ -113,30 +107,24 @@ class Places:
 
     def to_theirs(self, place: Place, up: np.ndarray) -> np.ndarray:
         """A matrix B of ours (r, out) as theirs (out, r)."""
-        if self.layout is None or not self.layout.is_woven(place.layer + ".weights"):
-            return up.T
         theirs = np.empty(up.shape[::-1], up.dtype)
-        ours, views = self.layout.by_head(up, theirs)
+        views, ours = self._views(place, theirs, up)
         views[...] = ours
         return theirs
 
     def to_ours(self, place: Place, theirs: np.ndarray) -> np.ndarray:
         """The way back."""
-        if self.layout is None or not self.layout.is_woven(place.layer + ".weights"):
-            return theirs.T
         up = np.empty(theirs.shape[::-1], np.float32)
-        views, parts = self.layout.by_head(up, theirs)
-        views[...] = parts
+        parts, ours = self._views(place, theirs, up)
+        ours[...] = parts
         return up
 
-
-def _family(loaded: Pretrained) -> Family | None:
-    if loaded.source is not None:
-        return family_of(loaded.source)
-    try:
-        return family_of_config(loaded.model.config)[0]
-    except ValueError:
-        return None
+    def _views(self, place: Place, theirs: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Views of the same shape and the same meaning."""
+        if self.layout is None or not self.layout.is_woven(place.layer + ".weights"):
+            return theirs, up.T
+        ours, parts = self.layout.by_head(up, theirs)
+        return parts, ours
 
 
 # -------------------------------------------------------------------- new ones
@@ -152,10 +140,8 @@ def new_adapter(loaded: Pretrained, config: LoRAConfig | None = None, seed: int 
     """
     config = config or LoRAConfig()
     scale = _scale(config.alpha, config.rank, config.rank_stabilised)
-    try:
+    with error_prefix("new_adapter: "):
         places = Places(loaded).chosen(config.targets)
-    except ValueError as error:
-        raise ValueError(f"new_adapter: {error}") from None
     parts = [(place, Part(place.name, place.start, place.stop, config.rank, scale)) for place in places]
     return Adapter(loaded.model, _low_ranks(loaded.model, parts, config, seed), config, base_name).put_on()
 
@@ -197,22 +183,19 @@ def save_adapter(adapter: Adapter, loaded: Pretrained, folder: str | os.PathLike
             raise ValueError(f"save_adapter: expected finite numbers, {name} has NaN or infinity")
     with atomic_write(folder / WEIGHTS) as file:
         write_tensors(file, {name: array.shape for name, array in tensors.items()}, tensors.items(), "F32")
-    with atomic_write(folder / CONFIG, text=True) as file:
-        json.dump(_fields(adapter, places), file, indent=2)
-        file.write("\n")
+    write_json(folder / CONFIG, _fields(adapter, places))
 
 
 def _tensors(adapter: Adapter, places: Places) -> dict[str, np.ndarray]:
-    by_name = {place.name: place for place in places.all}
     tensors = {}
     for low_rank in adapter.low_ranks.values():
         for part, ranks, up in low_rank.ranks():
             name = f"{PREFIX}{part.name}"
             tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(low_rank.down.numpy()[:, ranks].T)
-            theirs = places.to_theirs(by_name[part.name], up.numpy())
+            theirs = places.to_theirs(places.by_name[part.name], up.numpy())
             tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(theirs)
         for part, magnitude in zip(low_rank.parts, low_rank.magnitudes):
-            theirs = places.to_theirs(by_name[part.name], magnitude.numpy()[None])
+            theirs = places.to_theirs(places.by_name[part.name], magnitude.numpy()[None])
             tensors[f"{PREFIX}{part.name}.lora_magnitude_vector"] = np.ascontiguousarray(theirs[:, 0])
     return tensors
 
@@ -221,6 +204,9 @@ def _fields(adapter: Adapter, places: Places) -> dict[str, Any]:
     """Of adapter_config.json."""
     config = adapter.config
     parts = [part for low_rank in adapter.low_ranks.values() for part in low_rank.parts]
+    names = {part.name for part in parts}
+    ends = sorted({name.rpartition(".")[2] for name in names})  # the shortest names, if they mean no others
+    meant = {place.name for place in places.all if place.name.rpartition(".")[2] in ends}
     alphas = {p.name: p.scale * (math.sqrt(p.rank) if config.rank_stabilised else p.rank) for p in parts}
     return {
         "peft_type": "LORA",
@@ -229,7 +215,7 @@ def _fields(adapter: Adapter, places: Places) -> dict[str, Any]:
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": _target_modules(parts, places),
+        "target_modules": ends if meant == names else sorted(names),
         "use_rslora": config.rank_stabilised,
         "use_dora": config.dora,
         "bias": "none",
@@ -240,14 +226,6 @@ def _fields(adapter: Adapter, places: Places) -> dict[str, Any]:
         "rank_pattern": {part.name: part.rank for part in parts if part.rank != config.rank},
         "alpha_pattern": {name: a for name, a in alphas.items() if not math.isclose(a, config.alpha, rel_tol=1e-6)},
     }
-
-
-def _target_modules(parts: list[Part], places: Places) -> list[str]:
-    """The shortest names that mean these and no others."""
-    names = {part.name for part in parts}
-    ends = sorted({name.rpartition(".")[2] for name in names})
-    meant = {place.name for place in places.all if place.name.rpartition(".")[2] in ends}
-    return ends if meant == names else sorted(names)
 
 
 # -------------------------------------------------------------------- reading
@@ -266,20 +244,17 @@ def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
     fields = read_json_object(folder / CONFIG)
     tensors, _ = read_tensors(folder / WEIGHTS)
     places = Places(loaded)
-    try:
+    with error_prefix(f"{folder}: "):
         config = _config_of(fields)
         pairs = _pairs(tensors, config.dora)
         parts = _parts(pairs, places, config, fields)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
     low_ranks = _low_ranks(loaded.model, parts, config, 0)
-    by_name = {place.name: place for place in places.all}
     for low_rank in low_ranks.values():
         for number, (part, ranks, up) in enumerate(low_rank.ranks()):
             down, theirs, *lengths = (np.asarray(tensor.read(), np.float32) for tensor in pairs[part.name])
             if not all(np.isfinite(array).all() for array in (down, theirs, *lengths)):
                 raise ValueError(f"{folder}: {part.name}: expected finite numbers, got NaN or infinity")
-            place = by_name[part.name]
+            place = places.by_name[part.name]
             low_rank.down.array[:, ranks] = down.T
             up.array[...] = places.to_ours(place, theirs)
             if lengths:
@@ -301,10 +276,7 @@ def adapter_folder(folder: Path) -> Path:
 
 
 def _config_of(fields: Mapping[str, Any]) -> LoRAConfig:
-    """
-    Raises:
-        ValueError: a kind of adapter that is not known here, or a field that is none.
-    """
+    """Return what the fields describe; raise ValueError for a kind of adapter that is not known here."""
     for name, allowed in MUST_BE.items():
         if name in fields and not any(fields[name] == value and type(fields[name]) is type(value) for value in allowed):
             raise ValueError(f"{CONFIG}: expected {name} to be {allowed[0]!r}, got {fields[name]!r:.60}")
@@ -343,21 +315,15 @@ def _pairs(tensors: Mapping[str, StoredTensor], dora: bool) -> dict[str, tuple[S
 def _parts(
     pairs: Mapping[str, tuple[StoredTensor, ...]], places: Places, config: LoRAConfig, fields: dict[str, Any]
 ) -> list[tuple[Place, Part]]:
-    """
-    Raises:
-        ValueError: layers that the model has not got, or of other sizes: it is another model's adapter.
-    """
-    by_name = {place.name: place for place in places.all}
-    strange = [name for name in pairs if name not in by_name]
+    """Return where each pair belongs; raise ValueError for layers that the model has not got, or of other sizes."""
+    strange = [name for name in pairs if name not in places.by_name]
     if strange:
-        some = ", ".join(strange[:MOST_NAMED]) + (
-            f" and {len(strange) - MOST_NAMED} more" if strange[MOST_NAMED:] else ""
-        )
+        some = some_names(strange)
         raise ValueError(f"expected an adapter of this model, got one for layers that it has not got: {some}")
     layers = dict(places.model.named_layers())
     parts = []
     for name, (down, up, *lengths) in pairs.items():
-        place = by_name[name]
+        place = places.by_name[name]
         size = layers[place.layer].from_size
         rank = down.shape[0] if len(down.shape) == 2 else 0
         wanted = (rank, size), (place.stop - place.start, rank)
@@ -383,7 +349,7 @@ def _of_pattern(patterns: Any, name: str, otherwise: float) -> float:
     for pattern, value in (patterns or {}).items() if isinstance(patterns, dict) else ():
         if not re.fullmatch(r"[\w.]+", pattern) or type(value) not in (int, float) or not 0 < value < math.inf:
             raise ValueError(
-                f"{CONFIG}: expected names and numbers as alpha_pattern, got {pattern!r:.60}: {value!r:.60}"
+                f"{CONFIG}: expected names and numbers as alpha_pattern, got {pattern!r:.50}: {value!r:.50}"
             )
         if f".{name}".endswith(f".{pattern}"):
             return float(value)

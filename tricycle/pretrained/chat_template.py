@@ -12,11 +12,15 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import jinja2.nodes
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 MOST_SOURCE = 2**20  # characters of a template
 MOST_CHARACTERS = 2**22  # of any value that a template makes, if it were written out
@@ -42,9 +46,6 @@ class Budget:
     """
 
     def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
         self.rounds = MOST_ROUNDS
         self.output = MOST_OUTPUT
         self.deadline = time.monotonic() + MOST_SECONDS
@@ -60,37 +61,21 @@ class Budget:
         if self.rounds % 64 == 0 and time.monotonic() > self.deadline:
             raise ValueError(f"it takes more than {MOST_SECONDS:.0f} seconds")
 
-    def loop(self, values: Iterable[Any], characters: int) -> Iterator[Any]:
-        """The values of a loop whose body has so many characters of text."""
-        for value in values:
-            self.spend(characters)
-            yield value
-
-    def written(self, value: Any) -> Any:
-        """What goes into the output."""
-        self.spend(size(value))
-        return value
-
-    def small(self, value: Any) -> Any:
-        """A value that was made."""
-        size(value)
-        return value
-
     def product(self, operator: str, left: Any, right: Any) -> None:
         """Before a binary operation."""
         self.spend()
         if operator == "**":
             digits = abs(right) * len(str(left)) if isinstance(left, int) and isinstance(right, (int, float)) else 0
-            self._at_most(digits, MOST_DIGITS, "digits")
+            _at_most(digits, MOST_DIGITS, "digits")
         elif operator == "%" and isinstance(left, str):
             self._format(left, [right])
         elif operator == "*":
             for many, times in ((left, right), (right, left)):
                 if isinstance(many, (str, list, tuple)) and isinstance(times, int):
                     length = len(many) if isinstance(many, str) else size(many)
-                    self._at_most(length * times, MOST_CHARACTERS, "characters")
+                    _at_most(length * times, MOST_CHARACTERS, "characters")
             if isinstance(left, int) and isinstance(right, int):
-                self._at_most(left.bit_length() + right.bit_length(), 4 * MOST_DIGITS, "bits")
+                _at_most(left.bit_length() + right.bit_length(), 4 * MOST_DIGITS, "bits")
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a method of a text or a filter of that name; `args` begins with the text or value itself."""
@@ -101,13 +86,13 @@ class Budget:
         if name in _WIDENING:
             for value in values[1:]:
                 if isinstance(value, (int, float)):
-                    self._at_most(value, MOST_WIDTH, "characters of width")
+                    _at_most(value, MOST_WIDTH, "characters of width")
                 elif isinstance(value, str):
-                    self._at_most(size(values[0]) * len(value), MOST_CHARACTERS, "characters")
+                    _at_most(size(values[0]) * len(value), MOST_CHARACTERS, "characters")
         elif name == "replace":
             text, *rest = map(str, values)
             times = text.count(rest[0]) if rest else 0
-            self._at_most(len(text) + times * (len(rest[1]) if rest[1:] else 0), MOST_CHARACTERS, "characters")
+            _at_most(len(text) + times * (len(rest[1]) if rest[1:] else 0), MOST_CHARACTERS, "characters")
         elif name in ("format", "format_map"):
             self._format(str(values[0]), values[1:])
         elif name == "translate":
@@ -115,17 +100,18 @@ class Budget:
 
     def join(self, separator: Any, items: list[Any]) -> None:
         """Before texts are put together."""
-        self._at_most(size(items) + len(items) * len(str(separator)), MOST_CHARACTERS, "characters")
+        _at_most(size(items) + len(items) * len(str(separator)), MOST_CHARACTERS, "characters")
 
     def _format(self, text: str, values: list[Any]) -> None:
         if _WIDE.search(text):
             raise ValueError("it formats to a width that templates must not ask for")
         places = text.count("%") + text.count("{")
-        self._at_most(len(text) + places * sum(map(size, values)), MOST_CHARACTERS, "characters")
+        _at_most(len(text) + places * sum(map(size, values)), MOST_CHARACTERS, "characters")
 
-    def _at_most(self, n: float, most: int, what: str) -> None:
-        if n > most:
-            raise ValueError(f"it makes a value of more than {most:,} {what}")
+
+def _at_most(n: float, most: int, what: str) -> None:
+    if n > most:
+        raise ValueError(f"it makes a value of more than {most:,} {what}")
 
 
 def size(value: Any) -> int:
@@ -143,10 +129,9 @@ def size(value: Any) -> int:
         elif isinstance(part, dict):
             waiting.extend(part)
             waiting.extend(part.values())
-        elif isinstance(part, int) and part.bit_length() > 4 * MOST_DIGITS:
-            raise ValueError(f"it makes a number of more than {MOST_DIGITS:,} digits")
-        if total > MOST_CHARACTERS:
-            raise ValueError(f"it makes a value of more than {MOST_CHARACTERS:,} characters")
+        elif isinstance(part, int):
+            _at_most(part.bit_length() // 4, MOST_DIGITS, "digits")
+        _at_most(total, MOST_CHARACTERS, "characters")
     return total
 
 
@@ -158,16 +143,14 @@ class ChatTemplate:
     `tojson`, which leaves characters as they are; the functions `raise_exception` and `strftime_now`.
 
     Raises:
-        ImportError: Jinja is not installed.
         ValueError: it is no template; names the line.
     """
 
     def __init__(self, source: str) -> None:
         if len(source) > MOST_SOURCE:
             raise ValueError(f"chat template: expected at most {MOST_SOURCE:,} characters, got {len(source):,}")
-        self._budget = Budget()
         self._lock = threading.Lock()
-        self._environment = _environment(self._budget)
+        self._environment = Sandbox()
         with _naming_lines():
             tree = self._environment.parse(source)
             self._environment.text_length = _text_length([tree])
@@ -182,20 +165,17 @@ class ChatTemplate:
                 the line.
         """
         with self._lock, _naming_lines():
-            self._budget.restart()
+            self._environment.budget = Budget()
             return "".join(self._template.generate(plain_variables(variables)))
 
 
-class _naming_lines:
-    """Turns whatever a template raises into one line that says where in it."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or not isinstance(error, Exception):
-            return
-        line = getattr(error, "lineno", None)
+@contextmanager
+def _naming_lines() -> Iterator[None]:
+    """Turn whatever a template raises into one line that says where in it."""
+    try:
+        yield
+    except Exception as error:
+        line, trace = getattr(error, "lineno", None), error.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code.co_filename == "<template>":
                 line = trace.tb_lineno
@@ -237,10 +217,8 @@ def _plain(value: Any) -> Any:
     raise ValueError(f"expected texts, numbers, lists and dicts in a conversation, got a {type(value).__name__}")
 
 
-def _guard(tree: jinja2.nodes.Template) -> None:
+def _guard(tree: nodes.Template) -> None:
     """Put checks around all that makes values in a program, and into its loops."""
-    from jinja2 import nodes
-
     makers = (nodes.Concat, nodes.List, nodes.Tuple, nodes.Dict, nodes.Filter, nodes.Call)
 
     def checked(node: nodes.Expr) -> nodes.Expr:
@@ -270,87 +248,107 @@ def _guard(tree: jinja2.nodes.Template) -> None:
 
 def _text_length(body: Any) -> int:
     """How many characters of a template's own text stand in some statements."""
-    from jinja2 import nodes
-
     return sum(len(text.data) for statement in body for text in statement.find_all(nodes.TemplateData))
 
 
-# Cache: valid for the life of the process: a class of Jinja's, which is imported once.
-@functools.cache
-def _sandbox() -> Any:
-    """The class of sandboxes, made when Jinja is first needed.
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's own, which asks a budget before it calls or computes anything.
 
-    Raises:
-        ImportError: Jinja is not installed.
+    Attributes:
+        budget: of the rendering at present.
+        text_length: characters of all text that stands in the template.
     """
-    try:
-        import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise ImportError('chat templates need Jinja: pip install "tricycle-gpt[pretrained]"') from None
 
-    class Sandbox(ImmutableSandboxedEnvironment):
-        """Jinja's own, which asks a budget before it calls or computes anything."""
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    text_length = 0
 
-        intercepted_binops = frozenset(("+", "*", "**", "%"))
-        budget: Budget
-        text_length = 0  # of all text that stands in the template
+    def __init__(self) -> None:
+        extensions: list[Any] = [Generation, "jinja2.ext.loopcontrols"]
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=self._written, extensions=extensions
+        )
+        self.budget = Budget()
+        self.filters["tojson"] = _to_json
+        self.filters = {name: self._guarded(name, function) for name, function in self.filters.items()}
+        self.filters |= {" small": _small, " loop": self._loop}
+        del self.globals["lipsum"]
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda form: datetime.now().strftime(str(form)[:MOST_WIDTH]),
+            "namespace": PublicNamespace,
+            "dict": lambda *args, **kwargs: dict(*args, **kwargs),  # as a type it would offer more than to be called
+        }
 
-        def call(__self, __context: Any, __function: Any, *args: Any, **kwargs: Any) -> Any:
-            method = getattr(__function, "__wrapped__", __function)  # of str.format, the sandbox has its own
-            owner = getattr(method, "__self__", None)
-            name = getattr(method, "__name__", "")
-            if isinstance(owner, str):
-                if name == "join":
-                    args = ([*args[0]],) if args else args
-                    __self.budget.join(owner, *args)
-                __self.budget.call(name, (owner, *args), kwargs)
-            elif isinstance(__function, jinja2.runtime.Macro):
-                __self.budget.spend(__self.text_length)
-            else:
-                __self.budget.call("", args, kwargs)
-            return super().call(__context, __function, *args, **kwargs)
+    def call(__self, __context: Any, __function: Any, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(__function, "__wrapped__", __function)  # of str.format, the sandbox has its own
+        owner = getattr(method, "__self__", None)
+        name = getattr(method, "__name__", "")
+        if isinstance(owner, str):
+            if name == "join":
+                args = ([*args[0]],) if args else args
+                __self.budget.join(owner, *args)
+            __self.budget.call(name, (owner, *args), kwargs)
+        elif isinstance(__function, Macro):
+            __self.budget.spend(__self.text_length)
+        else:
+            __self.budget.call("", args, kwargs)
+        return super().call(__context, __function, *args, **kwargs)
 
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            self.budget.product(operator, left, right)
-            return self.budget.small(super().call_binop(context, operator, left, right))
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        self.budget.product(operator, left, right)
+        return _small(super().call_binop(context, operator, left, right))
 
-    return Sandbox
+    def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that asks the budget first."""
+        n_hidden = 1 if hasattr(function, "jinja_pass_arg") else 0  # arguments that Jinja adds
+
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            hidden, (value, *rest) = args[:n_hidden], args[n_hidden:]
+            if name == "join":
+                value = [*value]
+                self.budget.join(rest[0] if rest else kwargs.get("d", ""), value)
+            self.budget.call(name, (value, *rest), kwargs)
+            return function(*hidden, value, *rest, **kwargs)
+
+        return guarded
+
+    def _written(self, value: Any) -> Any:
+        """What goes into the output."""
+        self.budget.spend(size(value))
+        return value
+
+    def _loop(self, values: Iterable[Any], characters: int) -> Iterator[Any]:
+        """The values of a loop whose body has so many characters of text."""
+        for value in values:
+            self.budget.spend(characters)
+            yield value
 
 
-# Cache: valid for the life of the process: classes of Jinja's, which is imported once.
-@functools.cache
-def _extras() -> tuple[Any, Any]:
-    """The generation tag and the namespace, made when Jinja is first needed."""
-    import jinja2
-    from jinja2.ext import Extension
+class Generation(Extension):
+    """`{% generation %}`: what an assistant said, for those who train on nothing else. Its text is as it is."""
 
-    class Generation(Extension):
-        """`{% generation %}`: what an assistant said, for those who train on nothing else. Its text is as it is."""
+    tags = {"generation"}
 
-        tags = {"generation"}
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body, lineno=line)
 
-    class Namespace(jinja2.utils.Namespace):
-        """Jinja's own, without names that begin with an underscore. What it holds is not written out."""
+class PublicNamespace(Namespace):
+    """Jinja's own, without names that begin with an underscore. What it holds is not written out."""
 
-        def __init__(*args: Any, **kwargs: Any) -> None:
-            jinja2.utils.Namespace.__init__(*args, **kwargs)
-            for name in dict(*args[1:], **kwargs):
-                _check_name(name)
-
-        def __setitem__(self, name: str, value: Any) -> None:
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        Namespace.__init__(*args, **kwargs)
+        for name in dict(*args[1:], **kwargs):
             _check_name(name)
-            super().__setitem__(name, value)
 
-        def __repr__(self) -> str:
-            return "<Namespace>"
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
 
-    return Generation, Namespace
+    def __repr__(self) -> str:
+        return "<Namespace>"
 
 
 def _check_name(name: str) -> None:
@@ -358,46 +356,10 @@ def _check_name(name: str) -> None:
         raise ValueError(f"expected no name that begins with an underscore in a namespace, got {name!r}")
 
 
-def _environment(budget: Budget) -> Any:
-    """The sandbox of one template."""
-    sandbox, (generation, namespace) = _sandbox(), _extras()
-    environment = sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        optimized=False,
-        finalize=budget.written,
-        extensions=[generation, "jinja2.ext.loopcontrols"],
-    )
-    environment.budget = budget
-    environment.filters["tojson"] = _to_json
-    for name, function in environment.filters.items():
-        environment.filters[name] = _guarded(budget, name, function)
-    environment.filters[" small"] = budget.small
-    environment.filters[" loop"] = budget.loop
-    del environment.globals["lipsum"]
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "namespace": namespace,
-        "dict": _new_dict,
-    }
-    return environment
-
-
-def _guarded(budget: Budget, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that asks the budget first."""
-    n_hidden = 1 if hasattr(function, "jinja_pass_arg") else 0  # arguments that Jinja adds
-
-    @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        hidden, (value, *rest) = args[:n_hidden], args[n_hidden:]
-        if name == "join":
-            value = [*value]
-            budget.join(rest[0] if rest else kwargs.get("d", ""), value)
-        budget.call(name, (value, *rest), kwargs)
-        return function(*hidden, value, *rest, **kwargs)
-
-    return guarded
+def _small(value: Any) -> Any:
+    """Return a value that was made, if it is not too long."""
+    size(value)
+    return value
 
 
 def _to_json(
@@ -413,12 +375,3 @@ def _to_json(
 
 def _raise_exception(message: Any) -> None:
     raise ValueError(str(message))
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(str(form)[:MOST_WIDTH])
-
-
-def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """`dict`, which as a type would offer more than to be called."""
-    return dict(*args, **kwargs)

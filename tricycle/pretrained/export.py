@@ -27,6 +27,7 @@ from tricycle.pretrained.fields import Fields
 from tricycle.pretrained.folder import CONFIG, GENERATION, WEIGHTS
 from tricycle.pretrained.same import differing, effective
 from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.source import error_prefix
 from tricycle.pretrained.tensor_files import write_tensors
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.pretrained.tokenizer_json import SPLITS, to_tokenizer_json
@@ -53,10 +54,8 @@ def family_of_config(config: ModelConfig, avoided: str = "") -> tuple[Family, di
     Raises:
         ValueError: there is none; names the fields that are in the way.
     """
-    try:
+    with error_prefix("no family of transformers computes what this model does; "):
         return best_of(config, [family for family in ALL if family.model_types[0] != avoided])
-    except ValueError as error:
-        raise ValueError(f"no family of transformers computes what this model does; {error}") from None
 
 
 def best_of(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, dict[str, Any], ModelConfig]:
@@ -81,7 +80,9 @@ def best_of(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, di
             nearest = min(nearest, (99, f"{kind}: {error}"))
             continue
         differences = differing(config, back)
-        in_the_way = [name for name in differences if not _is_neutral(name, config, back)]
+        ours, theirs = effective(config), effective(back)
+        neutral = {name for name in NEUTRAL if not ours[name] and theirs[name]}
+        in_the_way = [name for name in differences if name not in neutral]
         if not in_the_way:
             fitting.append((len(differences), family, fields, back))
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in in_the_way)
@@ -89,10 +90,6 @@ def best_of(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, di
     if not fitting:
         raise ValueError(nearest[1])
     return min(fitting, key=lambda fit: fit[0])[1:]
-
-
-def _is_neutral(name: str, config: ModelConfig, back: ModelConfig) -> bool:
-    return name in NEUTRAL and not effective(config)[name] and bool(effective(back)[name])
 
 
 # -------------------------------------------------------------------- the folder
@@ -133,27 +130,27 @@ def export_folder(
     n_known = model.config.vocab_size
     if tokeniser is not None and tokeniser.n_vocab > n_known:
         raise ValueError(f"export: expected a tokeniser of at most {n_known} tokens, got {tokeniser.n_vocab}")
-    document = _tokenizer_document(tokeniser)
-    family, fields, back = family_of_config(model.config, _not_to_be_read_by(document))
+    document, avoided = _tokenizer_document(tokeniser)
+    family, fields, back = family_of_config(model.config, avoided)
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder}: expected a folder that is new or empty")
     special = _special_ids(tokeniser)
-    files = {
-        CONFIG: {"architectures": [family.architecture], **fields, **special, "torch_dtype": dtype},
-    }
+    files = {CONFIG: {"architectures": [family.architecture], **fields, **special, "torch_dtype": dtype}}
+    texts = {"README.md": model_card(folder.name, model, fields["model_type"], card or {})}
     if isinstance(model, GPT):
         files[GENERATION] = _generation_fields(generation, special, tokeniser, n_known)
+    if document is not None:
+        files["tokenizer_config.json"] = _tokeniser_fields(tokeniser, model.config)
+        texts["tokenizer.json"] = document
     with _whole_folder(folder) as place:
         for name, values in files.items():
-            _write_json(place / name, values)
-        _write_weights(place / WEIGHTS, model, family, back, KINDS[dtype])
-        if document is not None:
-            with atomic_write(place / "tokenizer.json", text=True) as file:
-                file.write(document)
-            _write_json(place / "tokenizer_config.json", _tokeniser_fields(tokeniser, model.config))
-        with atomic_write(place / "README.md", text=True) as file:
-            file.write(model_card(folder.name, model, fields["model_type"], card or {}))
+            write_json(place / name, values)
+        with atomic_write(place / WEIGHTS) as file:
+            write_tensors(file, *weights_of(model, family, back), KINDS[dtype])
+        for name, text in texts.items():
+            with atomic_write(place / name, text=True) as file:
+                file.write(text)
     return str(fields["model_type"])
 
 
@@ -172,7 +169,8 @@ def _whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a JSON file as people read it, whole or not at all."""
     with atomic_write(path, text=True) as file:
         json.dump(values, file, indent=2, ensure_ascii=False)
         file.write("\n")
@@ -204,24 +202,15 @@ def weights_of(
     return shapes, arrays()
 
 
-def _write_weights(path: Path, model: BlockStack, family: Family, config: ModelConfig, kind: str) -> None:
-    """
-    Raises:
-        ValueError: a weight is not finite.
-    """
-    shapes, arrays = weights_of(model, family, config)
-    with atomic_write(path) as file:
-        write_tensors(file, shapes, arrays, kind)
-
-
 # -------------------------------------------------------------------- how it writes
 def _special_ids(tokeniser: Any) -> dict[str, Any]:
     """What config.json says of the ends of texts."""
+    bos, eos = None, None
     if isinstance(tokeniser, PretrainedTokeniser):
-        return {"bos_token_id": tokeniser.bos, "eos_token_id": tokeniser.eos}
-    if isinstance(tokeniser, BPETokeniser) and END_OF_TEXT in tokeniser.special_tokens:
-        return {"bos_token_id": tokeniser.end_of_text, "eos_token_id": tokeniser.end_of_text}
-    return {"bos_token_id": None, "eos_token_id": None}
+        bos, eos = tokeniser.bos, tokeniser.eos
+    elif isinstance(tokeniser, BPETokeniser):
+        bos = eos = tokeniser.special_tokens.get(END_OF_TEXT)
+    return {"bos_token_id": bos, "eos_token_id": eos}
 
 
 def _generation_fields(
@@ -243,28 +232,16 @@ def _generation_fields(
 
 
 # -------------------------------------------------------------------- its tokeniser
-def _tokenizer_document(tokeniser: Any) -> str | None:
-    """Its tokenizer.json."""
+def _tokenizer_document(tokeniser: Any) -> tuple[str | None, str]:
+    """Return its tokenizer.json, and a model_type with which `transformers` 5 would not read it: that makes a tokeniser
+    of Qwen's kind of whatever is beside a model of type qwen2.
+    """
     if tokeniser is None:
-        return None
+        return None, ""
     is_other = isinstance(tokeniser, PretrainedTokeniser)
-    return tokeniser.to_tokenizer_json() if is_other else to_tokenizer_json(tokeniser)
-
-
-def _not_to_be_read_by(document: str | None) -> str:
-    """A model_type with which `transformers` 5 would cut text in another way than the tokeniser says: it makes one of
-    Qwen's kind of whatever stands beside a model of type qwen2."""
-    if document is None or SPLITS["qwen"] in _patterns(json.loads(document).get("pre_tokenizer")):
-        return ""
-    return "qwen2"
-
-
-def _patterns(value: Any) -> list[str]:
-    """All texts inside a value of JSON."""
-    if isinstance(value, str):
-        return [value]
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    return [text for part in inside for text in _patterns(part)]
+    document: str = tokeniser.to_tokenizer_json() if is_other else to_tokenizer_json(tokeniser)
+    cuts = json.dumps(json.loads(document).get("pre_tokenizer"))
+    return document, "" if json.dumps(SPLITS["qwen"]) in cuts else "qwen2"
 
 
 def _tokeniser_fields(tokeniser: Any, config: ModelConfig) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tricycle.configs.model import ModelConfig
+
 # Words of transformers for activations that are here too, by ours. The first is the one that is written.
 ACTIVATION_WORDS: dict[str, tuple[str, ...]] = {
     "gelu": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"),
@@ -14,6 +16,15 @@ ACTIVATION_WORDS: dict[str, tuple[str, ...]] = {
     "swish": ("silu", "swish"),
     "sigmoid": ("sigmoid",),
     "tanh": ("tanh",),
+}
+# Our fields that every family has, by the names that most families give them.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "context_window": "max_position_embeddings",
+    "embedding_dim": "hidden_size",
+    "hidden_size": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
 }
 OURS = {word: ours for ours, words in ACTIVATION_WORDS.items() for word in words}
 
@@ -45,21 +56,34 @@ class Fields:
     def whole(self, name: str, default: int) -> int:
         """A whole number above 0."""
         value = self.get(name, default)
-        return _whole(name, value)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
+            raise wrong(name, "a whole number above 0", value)
+        return value
 
-    def whole_or_none(self, name: str, default: int | None) -> int | None:
+    def whole_or_none(self, name: str, default: int | None = None) -> int | None:
         """A whole number above 0, or null."""
-        value = self.get(name, default)
-        return None if value is None else _whole(name, value)
+        return None if self.get(name, default) is None else self.whole(name, default or 0)
 
     def number(self, name: str, default: float) -> float:
         """A number above 0."""
-        return _number(name, self.get(name, default))
+        value = self.get(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
+            raise wrong(name, "a number above 0", value)
+        return float(value)
 
     def number_or_none(self, name: str, default: float | None) -> float | None:
         """A number above 0, or null."""
-        value = self.get(name, default)
-        return None if value is None else _number(name, value)
+        return None if self.get(name, default) is None else self.number(name, default or 0)
+
+    def sizes(self, *defaults: int, **names: str) -> dict[str, Any]:
+        """Return our fields of SIZES.
+
+        Args:
+            defaults: of these in their order.
+            names: of some of ours, where this family has another name for them.
+        """
+        both = zip((SIZES | names).items(), defaults, strict=True)
+        return {ours: self.whole(theirs, default) for (ours, theirs), default in both}
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false; null is the default."""
@@ -108,17 +132,10 @@ def wrong(name: str, wanted: str, value: Any) -> ValueError:
     return ValueError(f"expected {name} to be {wanted}, got {text if len(text) <= 60 else text[:60] + '...'}")
 
 
-def _whole(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
-        raise wrong(name, "a whole number above 0", value)
-    return value
-
-
-def _number(name: str, value: Any) -> float:
-    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e30
-    if not fits:
-        raise wrong(name, "a number above 0", value)
-    return float(value)
+def size_fields(config: ModelConfig, **names: str) -> dict[str, Any]:
+    """Return their fields of SIZES; `names` as of `Fields.sizes`."""
+    ours = {name: getattr(config, name) for name in SIZES} | {"hidden_size": config.mlp_width}
+    return {theirs: ours[name] for name, theirs in (SIZES | names).items()}
 
 
 # -------------------------------------------------------------------- rotary positions
@@ -151,17 +168,15 @@ def rotary_section(section: dict[str, Any], place: str, theta: float, fraction: 
         return ours
     if kind not in ("linear", "llama3"):
         raise wrong(f"{place}.rope_type", "default, linear or llama3", kind)
-    _must_have(section, place, ["factor"])
+    numbers = ["factor"]
+    if kind == "llama3":
+        numbers += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    for name in numbers:
+        if section.get(name) is None:
+            raise wrong(f"{place}.{name}", "a number above 0", None)
     ours |= {"rotary_scaling": kind, "rotary_factor": inside.number(f"{place}.factor", 1.0)}
     if kind == "llama3":
-        _must_have(section, place, ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
         ours["rotary_low_frequency"] = inside.number(f"{place}.low_freq_factor", 1.0)
         ours["rotary_high_frequency"] = inside.number(f"{place}.high_freq_factor", 4.0)
         ours["rotary_original_window"] = inside.whole(f"{place}.original_max_position_embeddings", 8192)
     return ours
-
-
-def _must_have(section: dict[str, Any], place: str, names: list[str]) -> None:
-    for name in names:
-        if section.get(name) is None:
-            raise wrong(f"{place}.{name}", "a number above 0", section.get(name))

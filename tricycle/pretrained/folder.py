@@ -27,8 +27,7 @@ def read_folder(path: Path) -> Source:
     folder = path.parent if path.is_file() else path
     fields = read_json_object(folder / CONFIG)
     generation = read_json_object(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    tensors = read_tensors(path)[0] if path.is_file() else _read_weights(folder)
-    return Source(path, fields, tensors, generation)
+    return Source(path, fields, read_tensors(path)[0] if path.is_file() else _read_weights(folder), generation)
 
 
 def _read_weights(folder: Path) -> dict[str, StoredTensor]:

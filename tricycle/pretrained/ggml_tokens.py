@@ -9,19 +9,14 @@ from typing import Any
 from tricycle.bpe import END_OF_TEXT
 from tricycle.pretrained.ggml_vocabulary import CONTROL, NORMAL, UNUSED, USER_DEFINED
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
-from tricycle.pretrained.tokenizer_json import SPLITS, to_tokenizer_json
+from tricycle.pretrained.tokenizer_json import byte_level_parts, to_tokenizer_json
 from tricycle.tokeniser import BPETokeniser
 
 Keys = dict[str, Any]
 
-# The ways to cut text into pieces that llama.cpp knows by a name, each as its steps: kind, and what decides about it.
-_BYTES, _BYTES_AND_CUTS = ("ByteLevel", False), ("ByteLevel", True)
-_CUTS: dict[str, tuple[tuple[str, Any], ...]] = {
-    "gpt-2": (_BYTES_AND_CUTS,),
-    "smollm": (("Digits", True), _BYTES_AND_CUTS),
-    "llama-bpe": (("Split", SPLITS["llama-3"]), _BYTES),
-    "qwen2": (("NFC", None), ("Split", SPLITS["qwen"]), _BYTES),
-}
+# The ways to cut text into pieces that llama.cpp knows: its name, and ours.
+_CUTS = {"gpt-2": "gpt2", "smollm": "smollm", "llama-bpe": "llama-3", "qwen2": "qwen"}
+WHY_AN_END = "for llama.cpp ends every text with some token"
 _KEEPS_WHOLE_PIECES = ("llama-bpe",)  # a piece that is a token is one, without looking at merges
 
 
@@ -51,16 +46,15 @@ def tokeniser_keys(tokeniser: Any, n_rows: int) -> Keys:
 
 # -------------------------------------------------------------------- cutting and merging
 def _name_of_cut(document: Keys) -> str:
-    """
-    Raises:
-        ValueError: it is none that llama.cpp knows.
-    """
-    steps = tuple(_steps([document.get("normalizer"), document.get("pre_tokenizer")]))
-    for name, known in _CUTS.items():
-        if steps == known:
+    """Return llama.cpp's name of the way to cut text; raise ValueError where it knows none."""
+    for name, cut in _CUTS.items():
+        if _steps_of(document) == _steps_of(byte_level_parts(cut)):
             return name
-    known_names = ", ".join(_CUTS)
-    raise ValueError(f"expected a tokeniser that cuts text as one of {known_names} does, which llama.cpp knows")
+    raise ValueError(f"expected a tokeniser that cuts text as one of {', '.join(_CUTS)} does, which llama.cpp knows")
+
+
+def _steps_of(document: Keys) -> list[tuple[str, Any]]:
+    return [*_steps([document.get("normalizer"), document.get("pre_tokenizer")])]
 
 
 def _steps(parts: list[Any]) -> Iterator[tuple[str, Any]]:
@@ -82,10 +76,7 @@ def _steps(parts: list[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _check_merging(document: Keys, cut: str) -> None:
-    """
-    Raises:
-        ValueError: what llama.cpp makes of the pieces would differ.
-    """
+    """Raise ValueError where what llama.cpp makes of the pieces would differ."""
     model = document["model"]
     unusual = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout")
     in_the_way = [name for name in unusual if model.get(name)]
@@ -116,10 +107,8 @@ def _token_lists(document: Keys, n_rows: int) -> Keys:
     tokens: dict[int, tuple[str, int]] = {i: (token, NORMAL) for token, i in document["model"]["vocab"].items()}
     for token in document.get("added_tokens", []):
         tokens[token["id"]] = (token["content"], CONTROL if token.get("special") else USER_DEFINED)
-    if max(tokens) >= n_rows:
-        raise ValueError(
-            f"expected a tokeniser of at most {n_rows} tokens, as the model has rows, got {max(tokens) + 1}"
-        )
+    if (n_tokens := max(tokens) + 1) > n_rows:
+        raise ValueError(f"expected a tokeniser of at most {n_rows} tokens, as the model has rows, got {n_tokens}")
     rows = [tokens.get(i, (f"[PAD{i}]", UNUSED)) for i in range(n_rows)]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in document["model"]["merges"]]
     return {
@@ -132,24 +121,20 @@ def _token_lists(document: Keys, n_rows: int) -> Keys:
 # -------------------------------------------------------------------- ends and templates
 def _ends_of_ours(tokeniser: BPETokeniser) -> Keys:
     if END_OF_TEXT not in tokeniser.special_tokens:
-        raise ValueError(f"expected a tokeniser with {END_OF_TEXT}, for llama.cpp ends every text with some token")
+        raise ValueError(f"expected a tokeniser with {END_OF_TEXT}, {WHY_AN_END}")
     return _ends(tokeniser.end_of_text, tokeniser.end_of_text, False, False)
 
 
 def _ends_of_theirs(tokeniser: PretrainedTokeniser) -> Keys:
     bos, eos = tokeniser.bos, tokeniser.eos
     if bos is None and eos is None:
-        raise ValueError(
-            "expected a tokeniser with bos_token or eos_token, for llama.cpp ends every text with some token"
-        )
+        raise ValueError(f"expected a tokeniser with bos_token or eos_token, {WHY_AN_END}")
     around = tokeniser.encode("")
     starts, ends = around[:1] == [bos] and bos is not None, around[-1:] == [eos] and eos is not None
     if around == [bos] and bos == eos:
         ends = False
     if len(around) != starts + ends:
-        raise ValueError(
-            f"expected a tokeniser that puts bos_token and eos_token around a text at most, got ids {around}"
-        )
+        raise ValueError(f"expected a tokeniser that puts bos_token and eos_token around a text at most, got {around}")
     keys = _ends(bos if bos is not None else eos, eos if eos is not None else bos, starts, ends)
     vocabulary = tokeniser.backend.get_vocab(with_added_tokens=True)
     for name, key in (("unk_token", "unknown"), ("pad_token", "padding")):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.pretrained import tokenizer_json as form
+from tricycle.pretrained.gguf_file import shown
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
 
@@ -40,13 +41,15 @@ class Vocabulary:
         self._metadata = metadata
         self.kind = self._value("model", str)
         if self.kind not in ("gpt2", "llama", "bert"):
-            raise ValueError(f"GGUF: expected tokenizer.ggml.model gpt2, llama or bert, got {self.kind!r}")
+            raise ValueError(f"expected tokenizer.ggml.model gpt2, llama or bert, got {self.kind!r}")
         self.tokens = self._texts("tokens")
-        self.types = self._types()
+        self.types: list[int] = self._value("token_type", list, [NORMAL] * len(self.tokens))
+        if len(self.types) != len(self.tokens):
+            raise ValueError(f"expected {len(self.tokens)} of tokenizer.ggml.token_type, got {len(self.types)}")
         self.cut = self._value("pre", str, "gpt-2") if self.kind == "gpt2" else ""
         if self.cut and self.cut not in CUT_OF:
             known = ", ".join(CUT_OF)
-            raise ValueError(f"GGUF: expected tokenizer.ggml.pre to be one of {known}, got {self.cut!r}")
+            raise ValueError(f"expected tokenizer.ggml.pre to be one of {known}, got {self.cut!r}")
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "mask": "mask"}
         if self.kind == "bert":
             names |= {"cls": "cls", "sep": "seperator"}  # spelt so in the files
@@ -55,7 +58,7 @@ class Vocabulary:
             token = self._value(f"{key}_token_id", int, -1)
             if not -1 <= token < len(self.tokens):
                 at_most = len(self.tokens) - 1
-                raise ValueError(f"GGUF: expected tokenizer.ggml.{key}_token_id to be at most {at_most}, got {token}")
+                raise ValueError(f"expected tokenizer.ggml.{key}_token_id to be at most {at_most}, got {token}")
             if token >= 0:
                 self.special[f"{name}_token"] = self.tokens[token]
         adds_bos = self.kind == "llama" or self.cut in WHOLE_PIECES
@@ -66,22 +69,14 @@ class Vocabulary:
         key = f"tokenizer.ggml.{name}"
         value = self._metadata.get(key, default)
         if not isinstance(value, kind):
-            raise ValueError(f"GGUF: expected {key} to be of type {kind.__name__}, got {_shown(value)}")
+            raise ValueError(f"expected {key} to be of type {kind.__name__}, got {shown(value)}")
         return value
 
     def _texts(self, name: str) -> list[str]:
-        values = [*self._value(name, list)]
+        values: list[Any] = self._value(name, list)
         odd = [value for value in values if not isinstance(value, str)]
         if odd or not values:
-            raise ValueError(
-                f"GGUF: expected tokenizer.ggml.{name} to be texts, got {_shown(odd[0] if odd else values)}"
-            )
-        return values
-
-    def _types(self) -> list[int]:
-        values = [*self._value("token_type", list, [NORMAL] * len(self.tokens))]
-        if len(values) != len(self.tokens):
-            raise ValueError(f"GGUF: expected {len(self.tokens)} of tokenizer.ggml.token_type, got {len(values)}")
+            raise ValueError(f"expected tokenizer.ggml.{name} to be texts, got {shown((odd or [values])[0])}")
         return values
 
     def document(self) -> dict[str, Any]:
@@ -103,12 +98,11 @@ class Vocabulary:
     def _scored(self) -> dict[str, Any]:
         # runs of spaces are stored as such, though the text has other characters there when they are looked for
         tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in self.tokens]
-        scores: list[float] = [*self._value("scores", list, [])]
+        scores: list[float] = self._value("scores", list, [])
         if len(scores) != len(tokens):
-            raise ValueError(f"GGUF: expected {len(tokens)} of tokenizer.ggml.scores, got {len(scores)}")
+            raise ValueError(f"expected {len(tokens)} of tokenizer.ggml.scores, got {len(scores)}")
         prefix = self._value("add_space_prefix", bool, True)
-        unknown = self.special.get("unk_token")
-        settings = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+        settings = {"unk_token": self.special.get("unk_token"), "fuse_unk": True, "byte_fallback": True}
         model = form.bpe(self._ids(tokens), self._merges(tokens, scores), **settings)
         around = self._around()
         return form.document(model, self._added(tokens), **form.spaces_as_letters_parts(prefix), post_processor=around)
@@ -126,7 +120,11 @@ class Vocabulary:
         return merges
 
     def _word_pieces(self) -> dict[str, Any]:
-        tokens = [_word_piece(token) for token in self.tokens]
+        # files mark the beginning of a word, and BERT its continuation
+        plain = [token.startswith(SPACE) or (token.startswith("[") and token.endswith("]")) for token in self.tokens]
+        tokens = [
+            token.removeprefix(SPACE) if is_plain else f"##{token}" for token, is_plain in zip(self.tokens, plain)
+        ]
         first, last = (self.special.get(name) for name in ("cls_token", "sep_token"))
         unknown = self.special.get("unk_token", "[UNK]")
         return form.word_piece(self._ids(tokens), True, first or "[CLS]", last or "[SEP]", unknown)
@@ -135,7 +133,7 @@ class Vocabulary:
         ids = {token: i for i, token in enumerate(tokens)}
         if len(ids) < len(tokens):
             twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
-            raise ValueError(f"GGUF: expected different tokens in tokenizer.ggml.tokens, got {_shown(twice)} twice")
+            raise ValueError(f"expected different tokens in tokenizer.ggml.tokens, got {shown(twice)} twice")
         return ids
 
     def _added(self, tokens: list[str]) -> list[dict[str, Any]]:
@@ -158,17 +156,5 @@ def _pair(merge: str) -> tuple[str, str]:
     """A merge, whose halves have a space between them."""
     left, space, right = merge.partition(" ")
     if not left or not space or not right or " " in right:
-        raise ValueError(f"GGUF: expected two tokens with a space between them in merges, got {_shown(merge)}")
+        raise ValueError(f"expected two tokens with a space between them in merges, got {shown(merge)}")
     return left, right
-
-
-def _word_piece(token: str) -> str:
-    """As BERT spells it: files mark the beginning of a word, and not its continuation."""
-    if token.startswith(SPACE):
-        return token[1:]
-    return token if token.startswith("[") and token.endswith("]") else f"##{token}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

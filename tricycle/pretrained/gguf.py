@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -73,8 +71,11 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFSource:
         keys.head_size(),
     )
     tensors = _Translation(file, keys, LAYOUTS[architecture], heads).tensors()
-    if architecture == "gpt2":
-        _tie_copies(file, fields, tensors)
+    output, embedding = file.tensors.get("output.weight"), file.tensors["token_embd.weight"]
+    alike = output and (output.kind, output.shape) == (embedding.kind, embedding.shape)
+    if architecture == "gpt2" and output and alike and np.array_equal(file.read(output), file.read(embedding)):
+        fields["tie_word_embeddings"] = True  # converters used to write GPT-2's embedding twice
+        del tensors["lm_head.weight"]
     return GGUFSource(file.path, fields, tensors, _generation(file.metadata, fields), file.metadata)
 
 
@@ -98,14 +99,14 @@ def _check_whole(file: GGUFFile, keys: Keys) -> None:
             raise keys.error(f"{keys.architecture}.{key} is {keys.whole(key)}, but its tensors are of {size}")
 
 
+@dataclass(frozen=True)
 class _Translation:
     """Of a file's tensors into Hugging Face's names and values."""
 
-    def __init__(self, file: GGUFFile, keys: Keys, layout: Layout, heads: Heads) -> None:
-        self.file = file
-        self.keys = keys
-        self.layout = layout
-        self.heads = heads
+    file: GGUFFile
+    keys: Keys
+    layout: Layout
+    heads: Heads
 
     def tensors(self) -> dict[str, StoredTensor]:
         """All of them but what the fields say already."""
@@ -128,53 +129,33 @@ class _Translation:
             raise self.keys.error(f"tensor {shown(name)} has no place in a model of the kind {self.keys.architecture}")
         number = match[1] if match else ""
         full = [f"{one.replace('.N.', f'.{number}.')}.{suffix}" for one in theirs]
-        change = self.layout.changes.get(general)
+        change = self.layout.changes.get(general, Change())
         if len(full) == 1:
             return [(full[0], self._stored(entry, slice(None), entry.shape, change))]
         if entry.shape[0] != sum(self.heads.rows):
             raise self.keys.error(f"expected {sum(self.heads.rows)} rows of tensor {shown(name)}, got {entry.shape[0]}")
-        ends = np.cumsum((0, *self.heads.rows)).tolist()
-        pieces = [slice(start, end) for start, end in pairwise(ends)]
-        shapes = [(n_rows, *entry.shape[1:]) for n_rows in self.heads.rows]
-        return [(one, self._stored(entry, rows, shape, change)) for one, rows, shape in zip(full, pieces, shapes)]
+        parts, start = [], 0
+        for one, n_rows in zip(full, self.heads.rows):
+            rows, start = slice(start, start + n_rows), start + n_rows
+            parts.append((one, self._stored(entry, rows, (n_rows, *entry.shape[1:]), change)))
+        return parts
 
-    def _stored(self, entry: Entry, rows: slice, shape: tuple[int, ...], change: Change | None) -> StoredTensor:
-        has_blocks = entry.kind == "Q8_0" and len(shape) == 2
-        if change is None or (change.transposes and len(shape) == 1):
-            blocks = partial(self.file.read_blocks, entry, rows) if has_blocks else None
-            return StoredTensor(shape, entry.kind, partial(self.file.read, entry, rows), blocks)
-        self._check_shape(entry, change)
-        new_shape = shape[::-1] if change.transposes else shape
-        has_blocks = has_blocks and (change.transposes or change.rows is not None)
-        return StoredTensor(
-            new_shape,
-            entry.kind,
-            lambda: change.back(self.file.read(entry, rows), self.heads),
-            partial(self._blocks, entry, rows, change) if has_blocks else None,
-        )
-
-    def _blocks(self, entry: Entry, rows: slice, change: Change) -> tuple[np.ndarray, np.ndarray]:
-        """As of a StoredTensor: rows that have changed places do so as blocks."""
-        values, scales = self.file.read_blocks(entry, rows)
-        if change.transposes:
-            return values, scales
-        return change.back(values, self.heads), change.back(scales, self.heads)
-
-    def _check_shape(self, entry: Entry, change: Change) -> None:
-        """That the values can be put in another order: said now, and not when they are read."""
+    def _stored(self, entry: Entry, rows: slice, shape: tuple[int, ...], change: Change) -> StoredTensor:
         heads = self.heads
+        # that the values can be put in another order is checked now, and not when they are read
         if change.rows and (entry.shape[0] != change.rows(heads) or heads.size % 2):
             said = f"{heads.n_heads} heads of queries, {heads.n_key_heads} of keys, of {heads.size} channels"
             raise self.keys.error(f"tensor {shown(entry.name)} of shape {entry.shape} does not fit {said}")
 
+        def read() -> np.ndarray:
+            return change.back(self.file.read(entry, rows), heads)
 
-def _tie_copies(file: GGUFFile, fields: Fields, tensors: dict[str, StoredTensor]) -> None:
-    """GPT-2's output layer is its embedding; converters used to write it twice."""
-    output, embedding = file.tensors.get("output.weight"), file.tensors["token_embd.weight"]
-    alike = output and (output.kind, output.shape) == (embedding.kind, embedding.shape)
-    if output and alike and np.array_equal(file.read(output), file.read(embedding)):
-        fields["tie_word_embeddings"] = True
-        del tensors["lm_head.weight"]
+        def blocks() -> tuple[np.ndarray, np.ndarray]:
+            values, scales = self.file.read_blocks(entry, rows)
+            return (values, scales) if change.transposes else (change.back(values, heads), change.back(scales, heads))
+
+        new_shape = shape[::-1] if change.transposes else shape
+        return StoredTensor(new_shape, entry.kind, read, blocks if entry.kind == "Q8_0" and len(shape) == 2 else None)
 
 
 def _generation(metadata: dict[str, Any], fields: Fields) -> Fields:

@@ -13,10 +13,19 @@ from typing import Any
 
 import numpy as np
 
+from tricycle.pretrained.fields import SIZES
 from tricycle.pretrained.gguf_file import GGUFFile, shown
 
 Fields = dict[str, Any]
 _REQUIRED: Any = object()
+# Our fields of sizes by their keys.
+SIZE_KEYS = {
+    "context_window": "context_length",
+    "embedding_dim": "embedding_length",
+    "hidden_size": "feed_forward_length",
+    "n_layers": "block_count",
+    "n_heads": "attention.head_count",
+}
 _USUAL = (8192.0, 1.0, 4.0)  # of Llama 3.1 and 3.2: original window, lower and upper bound
 
 
@@ -103,8 +112,7 @@ class Keys:
 
     def ends(self) -> Fields:
         """Fields about the embedding and the output layer."""
-        tied = not self.has("output.weight")
-        return {"vocab_size": self.shape("token_embd")[0], "tie_word_embeddings": tied}
+        return {"vocab_size": self.shape("token_embd")[0], "tie_word_embeddings": not self.has("output.weight")}
 
     def special_tokens(self) -> Fields:
         """Ids of tokens that begin, end and fill up texts."""
@@ -209,23 +217,27 @@ def _bracketed(divisors: np.ndarray, frequencies: np.ndarray, factor: float) -> 
 
 
 # -------------------------------------------------------------------- architectures
-def _like_llama(keys: Keys, divisors: np.ndarray | None) -> Fields:
-    """What llama, qwen and gemma have in common."""
+def _sizes(keys: Keys, norm: str) -> Fields:
+    """What all but GPT-2 share. The norm is "rms" or "layer"."""
+    name = {"rms": "layer_norm_rms_epsilon", "layer": "layer_norm_epsilon"}[norm]
+    return {
+        **{SIZES[ours]: keys.whole(key) for ours, key in SIZE_KEYS.items()},
+        f"{norm}_norm_eps": keys.number(f"attention.{name}"),
+    }
+
+
+def _like_llama(keys: Keys, divisors: np.ndarray | None, model_type: str) -> Fields:
+    """What llama, qwen, olmo2 and gemma have in common."""
     if keys.maybe("expert_count"):
         raise keys.error(f"is a mixture of {shown(keys.maybe('expert_count'))} experts, which is not known here")
     size = keys.head_size()
     if keys.rotated() != size:
         raise keys.error(f"expected all {size} channels of a head to turn, got {keys.rotated()}")
-    n_heads = keys.whole("attention.head_count")
     return {
-        "hidden_size": keys.whole("embedding_length"),
-        "intermediate_size": keys.whole("feed_forward_length"),
-        "num_hidden_layers": keys.whole("block_count"),
-        "num_attention_heads": n_heads,
-        "num_key_value_heads": keys.whole("attention.head_count_kv", n_heads),
+        "model_type": model_type,
+        **_sizes(keys, "rms"),
+        "num_key_value_heads": keys.whole("attention.head_count_kv", keys.whole("attention.head_count")),
         "head_dim": size,
-        "max_position_embeddings": keys.whole("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.number("rope.freq_base", 10_000.0),
         **_scaling(keys, divisors),
         **keys.ends(),
@@ -233,9 +245,8 @@ def _like_llama(keys: Keys, divisors: np.ndarray | None) -> Fields:
 
 
 def _llama(keys: Keys, divisors: np.ndarray | None) -> Fields:
-    fields = _like_llama(keys, divisors) | {"model_type": "llama", "hidden_act": "silu"}
+    fields = _like_llama(keys, divisors, "llama") | {"hidden_act": "silu", "mlp_bias": keys.has("blk.0.ffn_up.bias")}
     fields["attention_bias"] = keys.has("blk.0.attn_q.bias")
-    fields["mlp_bias"] = keys.has("blk.0.ffn_up.bias")
     if fields["attention_bias"] and not keys.has("blk.0.attn_output.bias"):  # Hugging Face's Llama has it too, or none
         return fields | {"model_type": "qwen2", "use_sliding_window": False}
     if keys.maybe("attention.sliding_window"):
@@ -244,31 +255,28 @@ def _llama(keys: Keys, divisors: np.ndarray | None) -> Fields:
 
 
 def _qwen2(keys: Keys, divisors: np.ndarray | None) -> Fields:
-    return _like_llama(keys, divisors) | {"model_type": "qwen2", "hidden_act": "silu", "use_sliding_window": False}
+    return _like_llama(keys, divisors, "qwen2") | {"hidden_act": "silu", "use_sliding_window": False}
 
 
 def _qwen3(keys: Keys, divisors: np.ndarray | None) -> Fields:
-    fields = _like_llama(keys, divisors) | {"model_type": "qwen3", "hidden_act": "silu", "use_sliding_window": False}
-    fields["attention_bias"] = keys.has("blk.0.attn_q.bias")
-    return fields
+    return _qwen2(keys, divisors) | {"model_type": "qwen3", "attention_bias": keys.has("blk.0.attn_q.bias")}
 
 
 def _olmo2(keys: Keys, divisors: np.ndarray | None) -> Fields:
-    fields = _like_llama(keys, divisors) | {"model_type": "olmo2", "hidden_act": "silu"}
-    return fields | {"attention_bias": keys.has("blk.0.attn_q.bias")}
+    bias = keys.has("blk.0.attn_q.bias")
+    return _like_llama(keys, divisors, "olmo2") | {"hidden_act": "silu", "attention_bias": bias}
 
 
-def _like_gemma(keys: Keys, divisors: np.ndarray | None, layers_of_27b: int) -> Fields:
+def _like_gemma(keys: Keys, divisors: np.ndarray | None, model_type: str, layers_of_27b: int) -> Fields:
     """What Gemma 2 and 3 share. Only the largest divides scores by width / heads, known by its number of layers."""
-    fields = _like_llama(keys, divisors)
+    fields = _like_llama(keys, divisors, model_type)
     largest = fields["num_hidden_layers"] == layers_of_27b
     scalar = fields["hidden_size"] // fields["num_attention_heads"] if largest else fields["head_dim"]
     return fields | {"query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh"}
 
 
 def _gemma2(keys: Keys, divisors: np.ndarray | None) -> Fields:
-    return _like_gemma(keys, divisors, layers_of_27b=46) | {
-        "model_type": "gemma2",
+    return _like_gemma(keys, divisors, "gemma2", layers_of_27b=46) | {
         "sliding_window": keys.whole("attention.sliding_window", 4096),
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
@@ -276,19 +284,16 @@ def _gemma2(keys: Keys, divisors: np.ndarray | None) -> Fields:
 
 
 def _gemma3(keys: Keys, divisors: np.ndarray | None) -> Fields:
-    """Every sixth layer sees all tokens; the others turn by a base of their own."""
-    fields = _like_gemma(keys, divisors, layers_of_27b=62) | {
-        "model_type": "gemma3_text",
+    """Every sixth layer sees all tokens; the others rotate by another base."""
+    cap = "final_logit_softcapping"
+    return _like_gemma(keys, divisors, "gemma3_text", layers_of_27b=62) | {
         "sliding_window": keys.whole("attention.sliding_window"),
         "sliding_window_pattern": keys.whole("attention.sliding_window_pattern", 6),
         "rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0),
         "rope_theta": keys.number("rope.freq_base", 1_000_000.0),
         "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
+        cap: keys.number(cap) if keys.maybe(cap) else None,
     }
-    if keys.maybe("final_logit_softcapping"):
-        fields["final_logit_softcapping"] = keys.number("final_logit_softcapping")
-    return fields
 
 
 def _gpt2(keys: Keys, divisors: np.ndarray | None) -> Fields:
@@ -305,30 +310,18 @@ def _gpt2(keys: Keys, divisors: np.ndarray | None) -> Fields:
     }
 
 
-def _with_layer_norm(keys: Keys) -> Fields:
-    """What GPT-NeoX, Phi and BERT share."""
-    return {
-        "hidden_size": keys.whole("embedding_length"),
-        "intermediate_size": keys.whole("feed_forward_length"),
-        "num_hidden_layers": keys.whole("block_count"),
-        "num_attention_heads": keys.whole("attention.head_count"),
-        "max_position_embeddings": keys.whole("context_length"),
-        "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
-    }
-
-
-def _turning_part(keys: Keys) -> float:
-    """The part of a head's channels that turns: times the size and cut off, it gives their number."""
+def _rotated_fraction(keys: Keys) -> float:
+    """The fraction of a head's channels that rotate: times the size and cut off, it gives their number."""
     size, rotated = keys.head_size(), keys.rotated()
     part = rotated / size
     return part if int(size * part) == rotated else math.nextafter(part, 1)
 
 
 def _neox(keys: Keys, divisors: np.ndarray | None) -> Fields:
-    return _with_layer_norm(keys) | {
+    return _sizes(keys, "layer") | {
         "model_type": "gpt_neox",
         "hidden_act": "gelu",
-        "rotary_pct": _turning_part(keys),
+        "rotary_pct": _rotated_fraction(keys),
         "rotary_emb_base": keys.number("rope.freq_base", 10_000.0),
         "use_parallel_residual": keys.flag("use_parallel_residual", True),
         **_scaling(keys, divisors),
@@ -337,12 +330,11 @@ def _neox(keys: Keys, divisors: np.ndarray | None) -> Fields:
 
 
 def _phi2(keys: Keys, divisors: np.ndarray | None) -> Fields:
-    fields = _with_layer_norm(keys)
-    return fields | {
+    return _sizes(keys, "layer") | {
         "model_type": "phi",
         "hidden_act": "gelu_new",
-        "num_key_value_heads": keys.whole("attention.head_count_kv", fields["num_attention_heads"]),
-        "partial_rotary_factor": _turning_part(keys),
+        "num_key_value_heads": keys.whole("attention.head_count_kv", keys.whole("attention.head_count")),
+        "partial_rotary_factor": _rotated_fraction(keys),
         "rope_theta": keys.number("rope.freq_base", 10_000.0),
         **_scaling(keys, divisors),
         **keys.ends(),
@@ -350,11 +342,9 @@ def _phi2(keys: Keys, divisors: np.ndarray | None) -> Fields:
 
 
 def _bert(keys: Keys, divisors: np.ndarray | None) -> Fields:
-    fields = _with_layer_norm(keys) | {"model_type": "bert", "hidden_act": "gelu"}
-    fields["vocab_size"] = keys.shape("token_embd")[0]
-    fields["type_vocab_size"] = keys.shape("token_types")[0]
-    fields["max_position_embeddings"] = keys.shape("position_embd")[0]
-    return fields
+    sizes = {"vocab_size": "token_embd", "type_vocab_size": "token_types", "max_position_embeddings": "position_embd"}
+    shapes = {name: keys.shape(tensor)[0] for name, tensor in sizes.items()}
+    return _sizes(keys, "layer") | {"model_type": "bert", "hidden_act": "gelu", **shapes}
 
 
 # By `general.architecture`: keys, and the values of rope_freqs.weight where a file has it.

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.pretrained.quantised import BLOCKS, dequantise, split_q8_0
+from tricycle.pretrained.tensor_files import READABLE, from_bfloat16
 
 MAGIC = b"GGUF"
 _COUNT = struct.Struct("<Q")
@@ -29,20 +30,8 @@ _STRING, _ARRAY = 8, 9
 _MOST_VALUES = 2**22  # in all arrays together: the largest vocabularies have 2**18 tokens and twice as many merges
 _MOST_NAMES = 2**16  # of keys, or of tensors: the largest models have some thousands
 _MOST_DIMENSIONS = 4
-_FLOATS = {"F32": 4, "F16": 2, "BF16": 2}  # bytes
-_KINDS = {
-    0: "F32",
-    1: "F16",
-    30: "BF16",
-    2: "Q4_0",
-    3: "Q4_1",
-    6: "Q5_0",
-    7: "Q5_1",
-    8: "Q8_0",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
-}
+_SIZES = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), **BLOCKS}  # values and bytes of a block
+_KINDS = dict(zip((0, 1, 30, 8, 2, 3, 6, 7, 12, 13, 14), _SIZES))  # by the numbers that ggml gives them
 
 
 @dataclass(frozen=True)
@@ -145,14 +134,8 @@ def _unpacked(packed: np.ndarray, kind: str) -> np.ndarray:
     if kind in BLOCKS:
         return dequantise(packed, kind)
     packed = np.require(packed, requirements="C")
-    if kind != "BF16":
-        return np.require(packed.view("<f4" if kind == "F32" else "<f2"), requirements="A")
-    halves = np.require(packed.view("<u2"), requirements="A")
-    try:
-        import ml_dtypes
-    except ImportError:
-        return (halves.astype(np.uint32) << 16).view(np.float32)
-    return halves.view(ml_dtypes.bfloat16)
+    values = np.require(packed.view(READABLE[kind]), requirements="A")
+    return from_bfloat16(values) if kind == "BF16" else values
 
 
 class _Header:
@@ -181,7 +164,10 @@ class _Header:
             if key in metadata:
                 raise self._error(f"key {shown(key)} comes twice")
             metadata[key] = self._value(shown(key))
-        return GGUFFile(self.path, metadata, self._tensors(n_tensors, _alignment(self.path, metadata)))
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment < 2**32 or alignment & (alignment - 1):
+            raise self._error(f"expected general.alignment to be a power of two, got {shown(alignment)}")
+        return GGUFFile(self.path, metadata, self._tensors(n_tensors, alignment))
 
     # ---------------------------------------------------------------- pieces
     def _error(self, why: str) -> ValueError:
@@ -297,7 +283,7 @@ class _Header:
         kind = _KINDS.get(code)
         if kind is None:
             raise self._error(f"tensor {named} is of type {code}; expected one of {', '.join(_KINDS.values())}")
-        per_block, n_bytes = (BLOCKS[kind].n_values, BLOCKS[kind].n_bytes) if kind in BLOCKS else (1, _FLOATS[kind])
+        per_block, n_bytes = _SIZES[kind]
         if min(shape) < 1 or shape[-1] % per_block:
             multiple = f"rows of a multiple of {per_block} values" if per_block > 1 else "a value at least"
             raise self._error(f"expected {multiple} in tensor {named} ({kind}), got shape {shape}")
@@ -312,11 +298,3 @@ def shown(value: Any) -> str:
     short.maxstring = short.maxother = 66
     short.maxlist = 2
     return short.repr(value)
-
-
-def _alignment(path: Path, metadata: dict[str, Any]) -> int:
-    alignment = metadata.get("general.alignment", 32)
-    whole = isinstance(alignment, int) and not isinstance(alignment, bool)
-    if not whole or not 0 < alignment < 2**32 or alignment & (alignment - 1):
-        raise ValueError(f"{path}: expected general.alignment to be a power of two, got {shown(alignment)}")
-    return alignment

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from tricycle.models import GPT
 from tricycle.pretrained.export import best_of, weights_of
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.llama import LLAMA
+from tricycle.pretrained.fields import size_fields
 from tricycle.pretrained.ggml_tokens import tokeniser_keys
-from tricycle.pretrained.gguf_fields import llama3_divisors
+from tricycle.pretrained.gguf_fields import SIZE_KEYS, llama3_divisors
 from tricycle.pretrained.gguf_names import LAYOUTS, Change, Heads
 from tricycle.pretrained.quantised import BLOCKS, quantise
+from tricycle.pretrained.source import error_prefix
 from tricycle.system.files import atomic_write
 
 Keys = dict[str, Any]
@@ -36,13 +39,13 @@ class Written:
         name: llama.cpp's.
         kind: of its values.
         shape: slowest dimension first.
-        change: what is done to Hugging Face's values, if anything.
+        change: what is done to Hugging Face's values.
     """
 
     name: str
     kind: str
     shape: tuple[int, ...]
-    change: Change | None = None
+    change: Change
 
 
 def export_gguf(model: Any, tokeniser: Any, path: str | os.PathLike[str], kind: str = "F32") -> str:
@@ -68,15 +71,13 @@ def export_gguf(model: Any, tokeniser: Any, path: str | os.PathLike[str], kind: 
         raise ValueError(f"export_gguf: expected a GPT, got {type(model).__name__}")
     if kind not in FILE_TYPES:
         raise ValueError(f"export_gguf: expected kind to be one of {', '.join(FILE_TYPES)}, got {kind!r}")
-    try:
+    with error_prefix("export_gguf: llama.cpp cannot run this model: "):
         family, fields, config = best_of(model.config, [LLAMA, GPT2])
         architecture = str(fields["model_type"])
         keys = {"general.name": Path(path).stem, "general.file_type": FILE_TYPES[kind]}
         keys |= _model_keys(architecture, fields, config)
         if tokeniser is not None:
             keys |= tokeniser_keys(tokeniser, config.vocab_size)
-    except ValueError as error:
-        raise ValueError(f"export_gguf: llama.cpp cannot run this model: {error}") from None
     if kind == "Q8_0":
         keys["general.quantization_version"] = 2
     shapes, arrays = weights_of(model, family, config)
@@ -85,7 +86,7 @@ def export_gguf(model: Any, tokeniser: Any, path: str | os.PathLike[str], kind: 
     tensors = ((plan[name], _encoded(plan[name], array, heads)) for name, array in arrays)
     extra = _divisors(config) if config.rotary_scaling == "llama3" else {}
     with atomic_write(path) as file:
-        _write(file.name, architecture, keys, [*plan.values(), *extra], _then(tensors, extra))
+        _write(file.name, architecture, keys, [*plan.values(), *extra], chain(tensors, extra.items()))
     return architecture
 
 
@@ -102,14 +103,7 @@ def _model_keys(architecture: str, fields: Keys, config: ModelConfig) -> Keys:
         raise ValueError(f"in the way of {architecture}: activation={config.activation!r}")
     if architecture == "gpt2" and config.score_scale:
         raise ValueError(f"in the way of gpt2: score_scale={config.score_scale!r}")
-    keys: Keys = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.context_window,
-        "embedding_length": config.embedding_dim,
-        "feed_forward_length": config.mlp_width,
-        "block_count": config.n_layers,
-        "attention.head_count": config.n_heads,
-    }
+    keys: Keys = size_fields(config, **SIZE_KEYS)
     keys |= _llama_keys(config) if architecture == "llama" else {"attention.layer_norm_epsilon": config.norm_eps}
     return {f"{architecture}.{name}": value for name, value in keys.items()}
 
@@ -135,7 +129,7 @@ def _divisors(config: ModelConfig) -> dict[Written, np.ndarray]:
     frequencies = config.rotary_base ** (-np.arange(n_pairs, dtype=np.float64) / n_pairs)
     bounds = config.rotary_low_frequency, config.rotary_high_frequency
     divisors = llama3_divisors(frequencies, config.rotary_factor, config.rotary_original_window, *bounds)
-    return {Written(_DIVISORS, "F32", (n_pairs,)): divisors.astype(np.float32)}
+    return {Written(_DIVISORS, "F32", (n_pairs,), Change()): divisors.astype(np.float32)}
 
 
 # -------------------------------------------------------------------- tensors
@@ -147,9 +141,9 @@ def _planned(architecture: str, name: str, shape: tuple[int, ...], kind: str) ->
     number = next((part for part in layer.split(".") if part.isdigit()), "")
     general = back[layer.replace(f".{number}.", ".N.") if number else layer]
     full = f"{general.replace('.N.', f'.{number}.')}.{suffix}"
-    change = layout.changes.get(general)
-    if change is not None and change.transposes:
-        shape, change = shape[::-1], change if len(shape) > 1 else None
+    change = layout.changes.get(general, Change())
+    if change.transposes:
+        shape = shape[::-1]
     if len(shape) == 1 or full in _ALWAYS_F32:
         kind = "F32"
     elif kind in BLOCKS and shape[-1] % BLOCKS[kind].n_values:
@@ -163,21 +157,12 @@ def _encoded(tensor: Written, array: np.ndarray, heads: Heads) -> np.ndarray:
     Raises:
         ValueError: one is too large for 16 bits.
     """
-    if tensor.change is not None:
-        array = tensor.change.there(array, heads)
-    array = np.ascontiguousarray(array, "<f4")
+    array = np.ascontiguousarray(tensor.change.there(array, heads), "<f4")
     if tensor.kind == "F32":
         return array
     if np.abs(array).max() > np.finfo(np.float16).max:
         raise ValueError(f"export_gguf: expected values that {tensor.kind} can hold, {tensor.name} has larger ones")
     return quantise(array, tensor.kind) if tensor.kind in BLOCKS else array.astype("<f2")
-
-
-def _then(
-    tensors: Iterator[tuple[Written, np.ndarray]], extra: dict[Written, np.ndarray]
-) -> Iterator[tuple[Written, np.ndarray]]:
-    yield from tensors
-    yield from extra.items()
 
 
 def _write(

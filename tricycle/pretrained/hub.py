@@ -37,7 +37,7 @@ def download(name: str) -> Path:
         FileNotFoundError: no such model, or no way to it; says what to do.
     """
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
@@ -52,17 +52,11 @@ def download(name: str) -> Path:
     except RepositoryNotFoundError:
         reason = "huggingface.co has no model of that name that is open to you"
     except LocalEntryNotFoundError:
-        reason = _without_network(repository)
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "huggingface.co cannot be reached"
+        reason = (
+            f"no model of that name in {constants.HF_HUB_CACHE}, while {why}: where there is a network, run "
+            f"`hf download {repository}`, copy the folder that it names, and give that"
+        )
     except (OSError, ValueError) as error:  # of a connection, or of a name
         reason = " ".join(str(error).split())[:200] or type(error).__name__
     raise FileNotFoundError(f"{name}: there is no such folder or file here, and {reason}")
-
-
-def _without_network(repository: str) -> str:
-    from huggingface_hub import constants
-
-    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "huggingface.co cannot be reached"
-    return (
-        f"no model of that name in {constants.HF_HUB_CACHE}, while {why}: where there is a network, run "
-        f"`hf download {repository}`, copy the folder that it names, and give that"
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tricycle.configs.encoder import EncoderConfig
@@ -31,11 +32,25 @@ def effective(config: ModelConfig) -> dict[str, Any]:
     values["bias"] = config.bias and config.norm == "layer_norm"  # what is left of it are the norms' own
     if isinstance(config, EncoderConfig):
         values |= {"token_types": config.token_types, "embedding_norm": config.embedding_norm}
-    values |= _windows(config) | _positions(config)
-    if not config.qk_norm:
-        values |= _usual("qk_norm_gain qk_norm_eps qk_norm_per_head")
-    if config.softmax != "blocks":
-        values |= _usual("softmax_blocks")
+    full = tuple(layer for layer in range(config.n_layers) if config.window_of(layer) is None)
+    local = config.rotary_local_base
+    if not local and config.rotary_scaling == "none":
+        local = config.rotary_base
+    values |= {"full_layers": full, "rotary_local_base": local}
+    is_rotary = config.positions == "rotary"
+    scaling = config.rotary_scaling if is_rotary else "none"
+    unused = {
+        "window full_layers rotary_local_base": len(full) == config.n_layers,
+        "position_offset": config.positions != "learned",
+        "rotary_base rotary_local_base rotary_fraction rotary_scaling": not is_rotary,
+        "rotary_factor": scaling == "none",
+        "rotary_low_frequency rotary_high_frequency rotary_original_window": scaling != "llama3",
+        "qk_norm_gain qk_norm_eps qk_norm_per_head": not config.qk_norm,
+        "softmax_blocks": config.softmax != "blocks",
+    }
+    for names, is_unused in unused.items():
+        for name in names.split() if is_unused else ():
+            values[name] = ModelConfig.__dataclass_fields__[name].default
     return values
 
 
@@ -45,40 +60,11 @@ def has_bias(config: ModelConfig, part: str) -> bool:
     return config.bias if own is None else bool(own)
 
 
-def _windows(config: ModelConfig) -> dict[str, Any]:
-    full = tuple(layer for layer in range(config.n_layers) if config.window_of(layer) is None)
-    if len(full) == config.n_layers:
-        return _usual("window full_layers rotary_local_base")
-    local = config.rotary_local_base
-    if not local and config.rotary_scaling == "none":
-        local = config.rotary_base
-    return {"window": config.window, "full_layers": full, "rotary_local_base": local}
-
-
-def _positions(config: ModelConfig) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    if config.positions != "learned":
-        values |= _usual("position_offset")
-    if config.positions != "rotary":
-        values |= _usual("rotary_base rotary_local_base rotary_fraction rotary_scaling")
-    if config.positions != "rotary" or config.rotary_scaling == "none":
-        values |= _usual("rotary_factor")
-    if config.positions != "rotary" or config.rotary_scaling != "llama3":
-        values |= _usual("rotary_low_frequency rotary_high_frequency rotary_original_window")
-    return values
-
-
-def _usual(names: str) -> dict[str, Any]:
-    return {name: ModelConfig.__dataclass_fields__[name].default for name in names.split()}
-
-
 def differing(config: ModelConfig, other: ModelConfig) -> list[str]:
     """The fields in which two configs make different models."""
     ours, theirs = effective(config), effective(other)
-    return [name for name in ours if not _equal(ours[name], theirs[name])]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, (int, float)):
-        return abs(a - b) <= 1e-12 * abs(a)
-    return bool(a == b)
+    floats = {
+        name for name, value in ours.items() if isinstance(value, float) and isinstance(theirs[name], (int, float))
+    }
+    near = {name for name in floats if math.isclose(ours[name], theirs[name], rel_tol=1e-12)}
+    return [name for name in ours if name not in near and ours[name] != theirs[name]]

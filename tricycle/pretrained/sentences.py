@@ -16,6 +16,7 @@ import numpy as np
 
 from tricycle.pretrained import Pretrained, load
 from tricycle.pretrained.fields import Fields, wrong
+from tricycle.pretrained.source import error_prefix
 from tricycle.pretrained.tokenisers import PretrainedTokeniser, from_folder
 from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
 from tricycle.system.files import read_json, read_json_object
@@ -127,22 +128,18 @@ def sentences_of(loaded: Pretrained, path_or_name: str | os.PathLike[str]) -> Se
         FileNotFoundError, ValueError: as of `load_sentences`.
     """
     if loaded.source is None or not isinstance(loaded.model, TextEncoder):
-        raise ValueError(
-            f"{path_or_name}: expected an encoder, got a {type(loaded.model).__name__}, which writes texts"
-        )
+        kind = type(loaded.model).__name__
+        raise ValueError(f"{path_or_name}: expected an encoder, got a {kind}, which writes texts")
     path = loaded.source.path
     folder = path.parent if path.is_file() else path
     tokeniser = loaded.tokeniser or from_folder(folder)
-    try:
+    with error_prefix(f"{path_or_name}: "):
         limits = Fields(_object(folder / "sentence_bert_config.json"))
         longest = limits.whole_or_none("max_seq_length", None)
         lower = limits.flag("do_lower_case", False)
         if _object(folder / "config_sentence_transformers.json").get("default_prompt_name") is not None:
             raise ValueError("expected default_prompt_name to be null: no prompt is put before texts here")
-        pooling = read_pooling(folder)
-        return SentenceEncoder(loaded.model, tokeniser, pooling, longest, lower)
-    except ValueError as error:
-        raise ValueError(f"{path_or_name}: {error}") from None
+        return SentenceEncoder(loaded.model, tokeniser, read_pooling(folder), longest, lower)
 
 
 def read_pooling(folder: Path) -> SentencePooling:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,15 @@ class Source:
     fields: dict[str, Any]
     tensors: dict[str, StoredTensor]
     generation: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def error_prefix(prefix: str) -> Iterator[None]:
+    """Put a prefix, such as the path of a file, before the messages of ValueErrors."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{prefix}{str(error).removeprefix(prefix)}") from None
 
 
 def let_go(array: np.ndarray) -> None:

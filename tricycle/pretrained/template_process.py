@@ -21,7 +21,10 @@ import threading
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
+
+if TYPE_CHECKING:
+    from tricycle.pretrained.chat_template import ChatTemplate
 
 MOST_MEMORY = 200 * 2**20  # bytes beyond those of Python and Jinja
 MOST_SECONDS = 5.0  # of a rendering, or of compiling a template
@@ -36,11 +39,7 @@ KNOWN_TEMPLATES = frozenset(
 )
 
 
-class Template(Protocol):
-    """A compiled chat template."""
-
-    def render(self, **variables: Any) -> str:
-        """Return the text for some variables; raises ValueError."""
+Template: TypeAlias = "ChatTemplate | UntrustedTemplate"
 
 
 def open_template(source: str) -> Template:
@@ -50,10 +49,14 @@ def open_template(source: str) -> Template:
         ImportError: Jinja is not installed.
         ValueError: it is no template, or exceeds a limit; names the line.
     """
+    if importlib.util.find_spec("jinja2") is None:
+        raise ImportError('chat templates need Jinja: pip install "tricycle-gpt[pretrained]"')
+    is_known = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest() in KNOWN_TEMPLATES
+    if sys.executable and not is_known:
+        return UntrustedTemplate(source)
     from tricycle.pretrained.chat_template import ChatTemplate
 
-    is_known = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest() in KNOWN_TEMPLATES
-    return ChatTemplate(source) if is_known or not sys.executable else UntrustedTemplate(source)
+    return ChatTemplate(source)
 
 
 # -------------------------------------------------------------------- in the parent
@@ -67,12 +70,10 @@ class UntrustedTemplate:
         seconds: of a rendering at most.
 
     Raises:
-        ImportError, ValueError: as of `open_template`.
+        ValueError: as of `open_template`.
     """
 
     def __init__(self, source: str, seconds: float = MOST_SECONDS) -> None:
-        if importlib.util.find_spec("jinja2") is None:
-            raise ImportError('chat templates need Jinja: pip install "tricycle-gpt[pretrained]"')
         self._opening = {"path": sys.path, "seconds": seconds, "memory": MOST_MEMORY, "source": source}
         self._seconds = seconds
         self._lock = threading.Lock()
@@ -120,7 +121,13 @@ class UntrustedTemplate:
                 _send(requests, marshal.dumps(message))
             reply = _receive(replies, MOST_REPLY)
             if reply is None:
-                raise ValueError(f"chat template: {self._reason(process.wait())}")
+                status = process.wait()
+                reason = f"the process that rendered it ended with status {status}"
+                if status in (-getattr(signal, "SIGALRM", 0), 1 if sys.platform == "win32" else None):
+                    reason = f"it takes more than {self._seconds:g} seconds"
+                elif status == OUT_OF_MEMORY:
+                    reason = f"it takes more than {MOST_MEMORY >> 20} MB of memory"
+                raise ValueError(f"chat template: {reason}")
         except BaseException:  # a reply that is left unread would answer the next message
             self._finalizer()
             raise
@@ -131,14 +138,6 @@ class UntrustedTemplate:
         if reply[:1] == REFUSED:
             raise ValueError(text)
         return text
-
-    def _reason(self, status: int) -> str:
-        """Return why a child has ended without a reply."""
-        if status in (-getattr(signal, "SIGALRM", 0), 1 if sys.platform == "win32" else None):
-            return f"it takes more than {self._seconds:g} seconds"
-        if status == OUT_OF_MEMORY:
-            return f"it takes more than {MOST_MEMORY >> 20} MB of memory"
-        return f"the process that rendered it ended with status {status}"
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:

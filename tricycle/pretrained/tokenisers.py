@@ -17,6 +17,7 @@ import numpy as np
 
 from tricycle.pretrained import tokenizer_json as form
 from tricycle.pretrained.ggml_vocabulary import Vocabulary
+from tricycle.pretrained.source import error_prefix
 from tricycle.pretrained.template_process import Template, open_template
 from tricycle.system.files import atomic_write, read_file, read_json, read_json_object
 from tricycle.tokeniser import BPETokeniser, Tokeniser
@@ -195,7 +196,7 @@ class PretrainedTokeniser:
         """
         if self._template is None:
             raise ValueError(
-                "expected a tokeniser with a chat template, it has none: this is no model for conversations"
+                "expected a tokeniser with a chat template, it has none: the model is not for conversations"
             )
         settings: dict[str, Any] = {"messages": [*messages], "tools": None, "documents": None}
         settings["add_generation_prompt"] = add_generation_prompt
@@ -225,8 +226,7 @@ class PretrainedTokeniser:
         """
         if allowed_special:
             return self.encode(self.render(messages, add_generation_prompt, **variables), add_special_tokens=False)
-        marks = _unused_marks(self.chat_template, messages, variables)
-        marked = [_marked(message, self._special_names, marks) for message in messages]
+        marks, marked = self._with_marks(messages, variables)
         text = self.render(marked, add_generation_prompt, **variables)
         if marks[0] not in text:
             return self.encode(text, add_special_tokens=False)
@@ -241,8 +241,7 @@ class PretrainedTokeniser:
         Raises:
             ValueError: as of `render`; or the template writes a message in another way once there are later ones.
         """
-        marks = _unused_marks(self.chat_template, messages, variables)
-        marked = [_marked(message, self._special_names, marks) for message in messages]
+        marks, marked = self._with_marks(messages, variables)
         parts: list[tuple[list[int], bool]] = []
         done = ""
         for i, message in enumerate(marked):
@@ -257,11 +256,11 @@ class PretrainedTokeniser:
             done = after
         return parts
 
-    @property
-    def _special_names(self) -> list[str]:
-        """The longest first."""
-        names = [str(self.backend.id_to_token(token)) for token in self.special_ids]
-        return sorted(names, key=len, reverse=True)
+    def _with_marks(self, messages: Messages, variables: dict[str, Any]) -> tuple[Marks, list[Any]]:
+        """Return two marks, and messages with these around the names of special tokens."""
+        marks = _unused_marks(self.chat_template, messages, variables)
+        names = sorted((str(self.backend.id_to_token(token)) for token in self.special_ids), key=len, reverse=True)
+        return marks, [_marked(message, names, marks) for message in messages]
 
     def _encode_marked(self, text: str, marks: Marks, goes_on: bool = False) -> list[int]:
         """Encode a text in which marks surround names of special tokens that are to be read as text.
@@ -423,17 +422,15 @@ def _backend(document: str) -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ImportError(
-            'other people\'s tokenisers need tokenizers: pip install "tricycle-gpt[pretrained]"'
-        ) from None
+        raise ImportError('pretrained tokenisers need tokenizers: pip install "tricycle-gpt[pretrained]"') from None
     with _library_errors("expected a tokenizer.json"):
         backend = tokenizers.Tokenizer.from_str(document)
         parts = [("normalizer", backend.normalizer), ("decoder", backend.decoder)]
         growths = {name: _growth(json.loads(part.__getstate__())) for name, part in parts if part is not None}
-    for name, growth in growths.items():
-        if growth > MOST_GROWTH:  # the library would ask for that much memory, and end the process without it
+    for name, times in growths.items():
+        if times > MOST_GROWTH:  # the library would ask for that much memory, and end the process without it
             raise ValueError(
-                f"expected a {name} that makes texts at most {MOST_GROWTH:,} times longer, got {growth:.3g}"
+                f"expected a {name} that makes texts at most {MOST_GROWTH:,} times longer, got {times:.3g}"
             )
     backend.no_truncation()
     backend.no_padding()
@@ -467,21 +464,13 @@ def from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser:
         vocab = {line: i for i, line in enumerate(_read(path).removesuffix("\n").split("\n"))}
         document = form.word_piece(vocab, bool(config.get("do_lower_case", True)), "[CLS]", "[SEP]", "[UNK]")
     else:
-        raise FileNotFoundError(
-            f"{folder}: expected a tokeniser: tokenizer.json, or vocab.json and merges.txt{_hint(folder)}"
-        )
-    try:
+        hint = ""
+        if (folder / "tokenizer.model").is_file():
+            hint = "; tokenizer.model alone is not read: AutoTokenizer of transformers writes a tokenizer.json"
+        raise FileNotFoundError(f"{folder}: expected a tokeniser: tokenizer.json, or vocab.json and merges.txt{hint}")
+    with error_prefix(f"{path}: "):
         text = _with_tokens(document, special, config)
         return PretrainedTokeniser(text, special, _chat_templates(folder, config))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _hint(folder: Path) -> str:
-    """What to do about a tokeniser in another form."""
-    if not (folder / "tokenizer.model").is_file():
-        return ""
-    return "; tokenizer.model alone is not read: transformers writes a tokenizer.json (AutoTokenizer, save_pretrained)"
 
 
 def _with_tokens(document: dict[str, Any], special: dict[str, str], config: dict[str, Any]) -> str:
@@ -505,15 +494,6 @@ def _with_tokens(document: dict[str, Any], special: dict[str, str], config: dict
     named = [text for text in special.values() if text in ids and text not in known]
     backend.add_special_tokens([tokenizers.AddedToken(text, normalized=False, special=True) for text in named])
     return str(backend.to_str())
-
-
-def _ends(vocab: dict[str, int], special: dict[str, str], config: dict[str, Any]) -> dict[str, Any]:
-    """The post-processor of tokenizer_config.json, which counts where there is no tokenizer.json."""
-    ends = [
-        {special[name]: vocab[special[name]]} if config.get(f"add_{name}") and special.get(name) in vocab else {}
-        for name in ("bos_token", "eos_token")
-    ]
-    return form.around(*ends)
 
 
 def _described(config: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -565,7 +545,9 @@ def _byte_level_files(folder: Path, config: dict[str, Any], special: dict[str, s
             raise ValueError(f"{folder / 'merges.txt'}: expected two tokens in line {number}, got {reprlib.repr(line)}")
         merges.append((halves[0], halves[1]))
     parts = form.byte_level_parts("gpt2", bool(config.get("add_prefix_space", False)))
-    return form.document(form.bpe(vocab, merges), **parts, post_processor=_ends(vocab, special, config))
+    ends = [special.get(name, "") if config.get(f"add_{name}") else "" for name in ("bos_token", "eos_token")]
+    around = form.around(*({text: vocab[text]} if text in vocab and text else {} for text in ends))
+    return form.document(form.bpe(vocab, merges), **parts, post_processor=around)
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -590,16 +572,14 @@ def from_gguf(metadata: dict[str, Any]) -> PretrainedTokeniser:
     Raises:
         ValueError: metadata that do not describe a tokeniser, or one of an unknown kind.
     """
-    vocabulary = Vocabulary(metadata)
     prefix = "tokenizer.chat_template"
     templates = {}
     for key, value in metadata.items():
         if isinstance(value, str) and (key == prefix or key.startswith(f"{prefix}.")):
             templates[key[len(prefix) + 1 :] or "default"] = value
-    try:
+    with error_prefix("GGUF: "):
+        vocabulary = Vocabulary(metadata)
         return PretrainedTokeniser(json.dumps(vocabulary.document(), ensure_ascii=False), vocabulary.special, templates)
-    except ValueError as error:
-        raise ValueError(f"GGUF: {str(error).removeprefix('GGUF: ')}") from None
 
 
 # -------------------------------------------------------------------- any tokeniser

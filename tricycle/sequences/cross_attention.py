@@ -92,9 +92,7 @@ class MultiHeadAttention(MultiHead):
         """
         if kv is None:
             if key is None:
-                raise ValueError(
-                    "MultiHeadAttention: expected either keys or `project_kv` returned for them, got neither"
-                )
+                raise ValueError("MultiHeadAttention: expected either keys or what `project_kv` returned, got neither")
             kv = self.project_kv(key, value)
         elif key is not None:
             raise ValueError("MultiHeadAttention: expected either keys or kv, got both")

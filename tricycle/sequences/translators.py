@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -159,15 +160,12 @@ def saved_translators(path: str | os.PathLike[str]) -> list[Path]:
     """The files of translators that a folder holds, or the file itself if it is of one. Headers alone are read."""
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    return [file for file in files if file.suffix == ".safetensors" and file.is_file() and _is_translator(file)]
-
-
-def _is_translator(path: Path) -> bool:
-    try:
-        _, metadata, _ = read_places(path)
-    except ValueError:  # damaged, or something else: whoever opens it says so
-        return False
-    return KEY in metadata
+    found = []
+    for file in files:
+        with suppress(ValueError):  # damaged, or something else: to open it raises an error
+            if file.suffix == ".safetensors" and file.is_file() and KEY in read_places(file)[1]:
+                found.append(file)
+    return found
 
 
 def load_translator(path: str | os.PathLike[str]) -> tuple[EncoderDecoder, Vocabulary, TranslatorConfig]:

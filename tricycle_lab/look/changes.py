@@ -49,9 +49,11 @@ class Changes:
         is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         if not is_number or not 1e-3 <= temperature <= 1e3:
             raise ValueError("changes: expected a temperature from 0.001 to 1000")
-        off = _strings(fields.get("off", []), parts)
+        off = fields.get("off", [])
+        if not isinstance(off, list) or not all(isinstance(name, str) and name in parts for name in off):
+            raise ValueError("changes: expected off to be a list of parts of the model")
         heads = _heads(fields.get("heads", []), n_heads)
-        return cls(off, heads, softmax, float(temperature))
+        return cls(tuple(dict.fromkeys(off)), heads, softmax, float(temperature))
 
     def make(self, probe: Probe) -> None:
         """Make them, until the probe ends."""
@@ -75,12 +77,6 @@ class Changes:
         changed = [*{*self.off} ^ {*other.off}, *(name for name, _ in {*self.heads} ^ {*other.heads})]
         hit = [i for i, name in enumerate(names) if any((part + ".").startswith(name + ".") for part in changed)]
         return min(hit, default=len(names))
-
-
-def _strings(value: Any, allowed: Sequence[str]) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(name, str) and name in allowed for name in value):
-        raise ValueError("changes: expected off to be a list of parts of the model")
-    return tuple(dict.fromkeys(value))
 
 
 def _heads(value: Any, n_heads: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

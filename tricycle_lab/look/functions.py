@@ -100,7 +100,6 @@ def formula(text: str) -> tuple[Callable[..., Any], list[str]]:
         tree = None
     if tree is None:
         raise ValueError(f"expected {known}, got {text[:80]!r}")
-    names: list[str] = []
     called: set[int] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ALLOWED):
@@ -111,12 +110,10 @@ def formula(text: str) -> tuple[Callable[..., Any], list[str]]:
             if not isinstance(node.func, ast.Name) or node.func.id not in NAMED or node.keywords:
                 raise ValueError(f"{text[:80]!r}: expected to call one of {', '.join(NAMED)}")
             called.add(id(node.func))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and id(node) not in called and node.id not in names:
-            names.append(node.id)
+    names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in called})
     if not names:
         raise ValueError(f"expected {known}, got {text[:80]!r}, which names no input")
-    return partial(_computed, tree.body), sorted(names)
+    return partial(_computed, tree.body), names
 
 
 def _computed(node: ast.AST, **inputs: Any) -> Any:
@@ -161,8 +158,7 @@ def function_of(path: Path, name: str) -> Callable[..., Any]:
     Raises:
         FileNotFoundError, ValueError: there is none.
     """
-    module = module_of(path)
-    function = getattr(module, name, None)
+    function = getattr(module_of(path), name, None)
     if not callable(function):
         raise ValueError(f"{path}: expected a function {name!r} in it")
     return function

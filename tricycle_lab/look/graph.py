@@ -78,6 +78,8 @@ FORMULAS = {
     "swish": "z = x sigmoid(x);  dx = g (sigmoid(x) + z (1 - sigmoid(x)))",
     "where": "x where the condition holds, else y;  g goes where z came from",
 }
+# Of `3 - x` and its kin, whose names end with the sign.
+NUMBER_FIRST = {"-": "z = c - x;  dx = -g", "/": "z = c / x;  dx = -g z / x", "**": "z = c^x;  dx = g z ln c"}
 
 
 def graph_of(function: Callable[..., Any], values: Mapping[str, Any], title: str, said: str = "") -> dict[str, Any]:
@@ -140,10 +142,11 @@ def _all_behind(result: Tensor, title: str) -> list[Tensor]:
 
 def _names(nodes: list[Tensor], result: Tensor, inputs: Mapping[str, Tensor]) -> list[str]:
     known = {id(tensor): name for name, tensor in inputs.items()}
-    role = {
-        id(node): getattr(node, "role", None) or ("constant" if not node.requires_grad else "input") for node in nodes
-    }
-    return [known.get(id(node)) or (_short(node) if node.args else role[id(node)]) for node in nodes]
+    named = []
+    for node in nodes:
+        role = getattr(node, "role", None) or ("input" if node.requires_grad else "constant")
+        named.append(known.get(id(node)) or (_short(node) if node.args else role))
+    return named
 
 
 def _short(node: Tensor) -> str:
@@ -168,9 +171,12 @@ def _shown(node: Tensor, name: str, numbers: Mapping[int, int], result: Tensor) 
     }
 
 
-def _label(array: Any) -> str:
-    """A number, or a shape."""
-    return f"{array.item():.4g}" if array.size == 1 else "(" + ", ".join(map(str, array.shape)) + ")"
+def _label(array: Any, is_gradient: bool = False) -> str:
+    """A number; of many their shape, or of a gradient the length, for its shape is known."""
+    if array.size == 1:
+        return f"{array.item():.4g}"
+    length = math.sqrt(float(np.square(array, dtype=np.float64).sum())) if is_gradient else 0.0
+    return f"‖{length:.4g}‖" if is_gradient else "(" + ", ".join(map(str, array.shape)) + ")"
 
 
 def text_of(array: Any) -> str:
@@ -193,15 +199,9 @@ def formula_of(name: str | None) -> str | None:
         return None
     for key in (name or "", words[0], words[-1] if len(words) == 2 and words[1] in ("-", "/", "**") else ""):
         if key in FORMULAS:
-            return _number_first(words) or FORMULAS[key]
+            is_number_first = len(words) == 2 and words[0] not in FORMULAS
+            return NUMBER_FIRST.get(words[1], FORMULAS[key]) if is_number_first else FORMULAS[key]
     return None
-
-
-def _number_first(words: list[str]) -> str | None:
-    """Of `3 - x` and its kin, whose names end with the sign."""
-    if len(words) != 2 or words[0] in FORMULAS:
-        return None
-    return {"-": "z = c - x;  dx = -g", "/": "z = c / x;  dx = -g z / x", "**": "z = c^x;  dx = g z ln c"}.get(words[1])
 
 
 def sources_of(node: Tensor) -> list[dict[str, str]]:
@@ -246,6 +246,7 @@ def _source(function: FunctionType) -> dict[str, str] | None:
 def _steps(result: Tensor, numbers: Mapping[int, int], edges: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
     """What `Tensor.backward` does, one node after the other: the gradient that a node has, and what each input gets."""
     sums: dict[int, np.ndarray] = {id(result): np.ones_like(result.array)}
+    first_edges = {stop: place for place, (_, stop) in reversed([*enumerate(edges)])}
     for node in reversed(topological_order(result)):
         grad = sums.get(id(node))
         if grad is None or not node.args:
@@ -259,26 +260,18 @@ def _steps(result: Tensor, numbers: Mapping[int, int], edges: list[tuple[int, in
             sums[id(arg)] = total = sums[id(arg)] + array if id(arg) in sums else array
             handed.append(
                 {
-                    "edge": _edge(edges, numbers, node, i),
+                    # edges are in the order of nodes and their inputs
+                    "edge": first_edges[numbers[id(node)]] + i,
                     "arg": numbers[id(arg)],
                     "label": _label(array),
                     "part": text_of(array),
                     "sum": text_of(total),
-                    "sumLabel": _gradient_label(total),
+                    "sumLabel": _label(total, is_gradient=True),
                 }
             )
-        yield {"node": numbers[id(node)], "grad": text_of(grad), "gradLabel": _gradient_label(grad), "to": handed}
-
-
-def _gradient_label(array: np.ndarray) -> str:
-    """A number; of many the length, for a shape says nothing new."""
-    if array.size == 1:
-        return f"{array.item():.4g}"
-    return f"‖{math.sqrt(float(np.square(array, dtype=np.float64).sum())):.4g}‖"
-
-
-def _edge(edges: list[tuple[int, int]], numbers: Mapping[int, int], node: Tensor, i: int) -> int:
-    """The number of the edge to the i-th input of a node: edges stand in the order of nodes and their inputs."""
-    target = numbers[id(node)]
-    first = next(place for place, (_, stop) in enumerate(edges) if stop == target)
-    return first + i
+        yield {
+            "node": numbers[id(node)],
+            "grad": text_of(grad),
+            "gradLabel": _label(grad, is_gradient=True),
+            "to": handed,
+        }

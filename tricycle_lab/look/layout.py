@@ -17,12 +17,7 @@ THREAD = 12.0  # width of an edge that passes a layer
 
 @dataclass
 class Placed:
-    """
-    Attributes:
-        centres: of each node, x and y.
-        edges: for each the points that it goes through, from the lower border of one node to the upper of the other.
-        width, height: of the whole.
-    """
+    """The centres (x, y) of nodes, the points of each edge from border to border, and the sizes of the whole."""
 
     centres: list[tuple[float, float]]
     edges: list[list[tuple[float, float]]]

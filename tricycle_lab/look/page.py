@@ -28,12 +28,13 @@ def page(frame: str, title: str, data: Any, served: bool = False) -> str:
     """
     style = _text("common.css") + _text(f"{frame}.css")
     script = _text("common.js") + _text(f"{frame}.js")
+    json_data = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     parts = {
         "__POLICY__": policy(style, script, served),
         "__TITLE__": html.escape(title),
         "__STYLE__": style,
         "__BODY__": _text(f"{frame}.html"),
-        "__DATA__": for_script(data),
+        "__DATA__": json_data.replace("<", "\\u003c"),  # no text in it can end the script element
         "__SCRIPT__": script,
     }
     return re.sub("|".join(parts), lambda mark: parts[mark[0]], _text("common.html"))
@@ -49,11 +50,6 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"
 
 
-def for_script(data: Any) -> str:
-    """JSON of which no text can end the script element that it stands in."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
 def _text(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 
@@ -63,7 +59,7 @@ def whole(subject: Subject, reading: Reading) -> dict[str, Any]:
     attention: dict[str, list[dict[str, Any]]] = {}
     for site in reading.sites:
         attention[site.name] = [reading.attention(site.name, head, small=True) for head in range(site.n_heads)]
-        site.forget()
+        site.held = None  # it can be computed again
     return {
         "about": subject.about(),
         "view": reading.view(),

@@ -47,25 +47,16 @@ class Site:
     looked: Look | None = None
     op: Any = None
     args: tuple[Any, ...] = ()
-    _held: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
+    held: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)  # what `look` has computed already
 
     def look(self) -> tuple[np.ndarray, np.ndarray]:
         """Scores and weights, computed when they are first asked for."""
         if self.looked is None:
             raise ValueError(f"{self.name}: it did not run")
-        if self._held is None:
+        if self.held is None:
             scores, weights = (to_cpu(array) for array in self.looked())
-            self._held = scores.astype(np.float32, copy=False), weights.astype(np.float32, copy=False)
-        return self._held
-
-    @property
-    def held(self) -> bool:
-        """Whether `look` has computed them already."""
-        return self._held is not None
-
-    def forget(self) -> None:
-        """Let go of what `look` computed; it can be computed again."""
-        self._held = None
+            self.held = scores.astype(np.float32, copy=False), weights.astype(np.float32, copy=False)
+        return self.held
 
 
 @dataclass
@@ -198,8 +189,7 @@ class Reading:
             kurtosis = [_figure(_kurtosis(row[mask])) for row, mask in zip(scores, seen)]
             mean = entropy(np.nan_to_num(weights)).mean(axis=-1)
             heads.append({"name": site.name, "entropy": _rounded(mean, 3), "scoreKurtosis": kurtosis})
-            if not held:
-                site.forget()
+            site.held = held
         return {"heads": heads}
 
     def states(self) -> list[dict[str, Any]]:
@@ -227,8 +217,7 @@ class Reading:
         """What each layer would say after each token: the likeliest token, and its probability."""
         if self.logits is None or not self.stream:
             return {"tokens": [], "p": []}
-        n_tokens = len(self.ids)
-        best = np.zeros((len(self.stream), n_tokens), np.int64)
+        best = np.zeros((len(self.stream), len(self.ids)), np.int64)
         p = np.zeros(best.shape)
         for state, x in enumerate(self.stream.values()):
             for rows, logits in self._in_parts(x):
@@ -251,13 +240,10 @@ class Reading:
 
     def _in_parts(self, x: np.ndarray) -> Any:
         """Some rows at a time, and their logits."""
-        step = max(1, LENS_AT_ONCE // self._n_vocab(x))
+        step = max(1, LENS_AT_ONCE // self._numbers(x[:1]).shape[-1])
         for start in range(0, len(x), step):  # few at a time, for they are many numbers
             rows = slice(start, min(start + step, len(x)))
             yield rows, self._numbers(x[rows])
-
-    def _n_vocab(self, x: np.ndarray) -> int:
-        return self._numbers(x[:1]).shape[-1]
 
     def _numbers(self, x: np.ndarray) -> np.ndarray:
         if self.logits is None:
@@ -342,8 +328,7 @@ def _state(name: str, x: np.ndarray) -> dict[str, Any]:
 # -------------------------------------------------------------------- as JSON
 def _packed(array: np.ndarray, small: bool) -> str:
     """Bytes in base64, deflated first or not."""
-    content = zlib.compress(array.tobytes(), 1) if small else array.tobytes()
-    return base64.b64encode(content).decode("ascii")
+    return base64.b64encode(zlib.compress(array.tobytes(), 1) if small else array.tobytes()).decode("ascii")
 
 
 def _figure(value: float) -> float | None:

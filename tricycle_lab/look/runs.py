@@ -58,14 +58,11 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     fields = list(dict.fromkeys(name for config in configs for name in config))
     rows = []
     for name in fields:
-        values = [_said(config[name]) if name in config else "" for config in configs]
-        if len(set(values)) > 1:
-            rows.append({"field": name, "values": values})
+        values = [config.get(name, "") for config in configs]
+        texts = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in values]
+        if len(set(texts)) > 1:
+            rows.append({"field": name, "values": texts})
     return rows
-
-
-def _said(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _notes(runs: Sequence[RunRead], curves: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -94,7 +91,8 @@ def _run(run: RunRead) -> dict[str, Any]:
     steps = np.array([line["step"] for line in lines], np.int64)
     seconds = _seconds(lines, run.tokens)
     held = [line for line in run.metrics if _finite(line.get("held_out_loss"))]
-    bits = [line["bits_per_byte"] / line["held_out_loss"] for line in held if _has_bits(line)]
+    with_bits = [line for line in held if _finite(line.get("bits_per_byte")) and line["held_out_loss"] > 0]
+    bits = [line["bits_per_byte"] / line["held_out_loss"] for line in with_bits]
     clock = [float(np.interp(line["step"], [0, *steps], [0, *seconds])) for line in held] if seconds else []
     curves = {
         "training": _thinned(steps, np.array([line["loss"] for line in lines], np.float64), np.array(seconds)),
@@ -112,10 +110,6 @@ def _run(run: RunRead) -> dict[str, Any]:
         "figures": _figures(run, lines, held, seconds),
         "samples": [{"title": title, "text": text[:MOST_TEXT]} for title, text in run.samples[-SAMPLES:]],
     }
-
-
-def _has_bits(line: Line) -> bool:
-    return _finite(line.get("bits_per_byte")) and line["held_out_loss"] > 0
 
 
 def _finite(value: Any) -> bool:

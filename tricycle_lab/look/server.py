@@ -16,7 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -33,6 +33,16 @@ PATIENCE = 30.0  # seconds that a browser may keep its connection waiting
 KEPT = 6  # readings of each model that can still be asked about
 
 Fields = dict[str, Any]
+
+
+# Questions about a reading, which are methods of it, and the fields that are their arguments.
+OF_READINGS: dict[str, dict[str, type]] = {
+    "attention": {"site": str, "head": int},
+    "overview": {"start": int, "stop": int},
+    "states": {},
+    "token": {"place": int},
+    "lens": {},
+}
 
 
 class NoSuchQuestion(LookupError):
@@ -52,14 +62,6 @@ class Desk:
         self._readings: list[OrderedDict[int, Reading]] = [OrderedDict() for _ in subjects]
         self._count = 0
         self._lock = threading.Lock()
-        self._questions = {
-            "view": self._view,
-            "attention": self._attention,
-            "overview": self._overview,
-            "states": self._states,
-            "token": self._token,
-            "lens": self._lens,
-        }
 
     def page(self) -> str:
         """What a browser gets first."""
@@ -81,16 +83,15 @@ class Desk:
             NoSuchQuestion: nobody can ask that.
             ValueError: one line about what is wrong with the fields.
         """
-        if question not in self._questions:
+        if question not in ("view", *OF_READINGS):
             raise NoSuchQuestion(question)
-        ask = self._questions[question]
         if not isinstance(fields, dict):
             raise ValueError("expected a JSON object")
         side = fields.get("side", 0)
         if type(side) is not int or not 0 <= side < len(self.subjects):
             raise ValueError(f"expected a side from 0 to {len(self.subjects) - 1}")
         with self._lock, np.errstate(all="ignore"):  # broken weights show in what comes out
-            return ask(side, fields)
+            return self._view(side, fields) if question == "view" else self._of_reading(question, side, fields)
 
     def _view(self, side: int, fields: Fields) -> Fields:
         """A text, or the ids of one with a token changed or without; and what is changed in the model."""
@@ -106,8 +107,9 @@ class Desk:
         reading = subject.read(ids, changes, most)
         self._count += 1
         kept[self._count] = reading
-        while len(kept) > KEPT:
-            self._drop_one(kept)
+        while len(kept) > KEPT:  # the oldest goes that is changed, so that the text as it was stays; else the oldest
+            changed = [number for number, reading in kept.items() if reading.changes != Changes()]
+            del kept[changed[0] if len(changed) > 1 else next(iter(kept))]
         return self._shown(self._count, reading, fields)
 
     @staticmethod
@@ -122,12 +124,6 @@ class Desk:
             ):
                 shown["map"] = reading.attention(reading.sites[layer].name, head)
         return shown
-
-    @staticmethod
-    def _drop_one(kept: OrderedDict[int, Reading]) -> None:
-        """The oldest that is changed, so that the text as it was stays; else the oldest."""
-        changed = [number for number, reading in kept.items() if reading.changes != Changes()]
-        del kept[changed[0] if len(changed) > 1 else next(iter(kept))]
 
     def _ids(self, subject: Subject, fields: Fields) -> list[int]:
         if "ids" not in fields:
@@ -147,36 +143,15 @@ class Desk:
             raise ValueError("expected an edit with a place and a text or an id")
         return subject.edited(ids, edit["place"], edit["by"])
 
-    def _reading(self, side: int, fields: Fields) -> Reading:
+    def _of_reading(self, question: str, side: int, fields: Fields) -> Any:
         number = fields.get("reading")
         kept = self._readings[side]
         if type(number) is not int or number not in kept:
             raise ValueError("this reading is no longer kept: read the text again")
-        return kept[number]
-
-    def _attention(self, side: int, fields: Fields) -> Fields:
-        name, head = fields.get("site"), fields.get("head")
-        if not isinstance(name, str) or type(head) is not int:
-            raise ValueError("expected the name of a layer with attention and the number of a head")
-        return self._reading(side, fields).attention(name, head)
-
-    def _overview(self, side: int, fields: Fields) -> Fields:
-        start, stop = fields.get("start"), fields.get("stop")
-        if type(start) is not int or type(stop) is not int:
-            raise ValueError("expected start and stop as whole numbers")
-        return self._reading(side, fields).overview(start, stop)
-
-    def _states(self, side: int, fields: Fields) -> list[Fields]:
-        return self._reading(side, fields).states()
-
-    def _token(self, side: int, fields: Fields) -> Fields:
-        place = fields.get("place")
-        if type(place) is not int:
-            raise ValueError("expected a place as a whole number")
-        return self._reading(side, fields).token(place)
-
-    def _lens(self, side: int, fields: Fields) -> Fields:
-        return self._reading(side, fields).lens()
+        for name, kind in OF_READINGS[question].items():
+            if type(fields.get(name)) is not kind:
+                raise ValueError(f"expected {name} to be {'a text' if kind is str else 'a whole number'}")
+        return getattr(kept[number], question)(*(fields[name] for name in OF_READINGS[question]))
 
 
 class Picture:
@@ -197,18 +172,11 @@ class Picture:
         raise NoSuchQuestion(question)
 
 
-class Page(Protocol):
-    """What a server needs of what it serves."""
-
-    def page(self) -> str: ...
-
-    def answer(self, question: str, fields: Any) -> Any: ...
-
-
 class LookServer(ThreadingHTTPServer):
     """Serves the page of a desk under an address that holds a secret token.
 
     Args:
+        desk: has the methods `page` and `answer`, as `Desk` has.
         port: 0 for any that is free.
 
     Raises:
@@ -219,7 +187,7 @@ class LookServer(ThreadingHTTPServer):
     request_queue_size = 64  # connections that may wait to be taken; of 5 some are lost on a busy machine
     allow_reuse_address = False  # two that share a port would be worse than one that says so
 
-    def __init__(self, desk: Page, port: int = 0) -> None:
+    def __init__(self, desk: Any, port: int = 0) -> None:
         self.desk = desk
         self.token = secrets.token_urlsafe(16)
         try:

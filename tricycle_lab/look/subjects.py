@@ -6,7 +6,7 @@ Shapes: T tokens, S source tokens, H heads, C channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,16 @@ class Subject:
         parts: names of what can be switched off.
         n_heads: of each layer with attention, by its name.
         source: the tokens that an encoder reads, of an encoder-decoder.
+        most_tokens: of the longest text that can be looked at.
+        first: the place of the first token that can be changed.
     """
 
     kind = "decoder"
     source: Sequence[int] = ()
+    first = 0
 
-    def __init__(self, model: Any, tokeniser: Any, title: str) -> None:
+    def __init__(self, model: Any, tokeniser: Any, title: str, most_tokens: int) -> None:
+        self.most_tokens = most_tokens
         self.model = model
         self.tokeniser = tokeniser
         self.title = title
@@ -57,11 +61,11 @@ class Subject:
             )
         self.n_heads = {site.name: site.n_heads for site in self.sites}
         self.layer_names = [name for name, _ in model.named_layers() if name.rpartition(".")[0].endswith("blocks")]
-        self.parts = [
-            name
-            for name, _ in model.named_layers()
-            if name in self.layer_names or (name.rpartition(".")[0] in self.layer_names and _adds(name))
-        ]
+        self.parts = []
+        for name, _ in model.named_layers():
+            parent, _, last = name.rpartition(".")
+            if name in self.layer_names or (parent in self.layer_names and last in ("attention", "mlp", "cross")):
+                self.parts.append(name)
         self.texts_of: dict[int, str] = {}
 
     def about(self) -> dict[str, Any]:
@@ -77,10 +81,9 @@ class Subject:
             "mostTokens": self.most_tokens,
         }
 
-    @property
-    def most_tokens(self) -> int:
-        """The longest text that can be looked at."""
-        return min(MOST_TOKENS, self.model.config.context_window)
+    def encode(self, text: str) -> list[int]:
+        """The ids of nothing but a text."""
+        return [int(token) for token in self.tokeniser.encode_plain(text)]
 
     def ids_of(self, text: str) -> list[int]:
         """A text as the model reads it, with what stands before every text.
@@ -88,12 +91,16 @@ class Subject:
         Raises:
             ValueError: an empty text, or one that is too long.
         """
-        plain = [int(token) for token in self.tokeniser.encode_plain(text)]
+        plain = self.encode(text)
         if not plain:
             raise ValueError("expected a text of at least one character, got none")
         # an encoder reads what its tokeniser puts around every text, too, such as BERT's [CLS] and [SEP]
         around = self.kind == "encoder"
-        ids = list(map(int, self.tokeniser.encode(text))) if around else [*_start_of(self.tokeniser), *plain]
+        start: int | None = None
+        with suppress(ValueError):  # it knows no end of a text, which is also the beginning
+            start = self.tokeniser.start_of_text
+        before = [] if start is None else [int(start)]
+        ids = list(map(int, self.tokeniser.encode(text))) if around else [*before, *plain]
         self.check(ids)
         return ids
 
@@ -103,9 +110,9 @@ class Subject:
         Raises:
             ValueError: a place or an id that is not there; too long a text.
         """
-        if not 0 <= place < len(ids):
-            raise ValueError(f"expected a token from 0 to {len(ids) - 1} to change, got {place}")
-        new = [text] if isinstance(text, int) else [int(token) for token in self.tokeniser.encode_plain(text)]
+        if not self.first <= place < len(ids):
+            raise ValueError(f"expected a token from {self.first} to {len(ids) - 1} to change, got {place}")
+        new = [text] if isinstance(text, int) else self.encode(text)
         if not new:
             raise ValueError("expected a text to put in the place of the token, got none")
         result = [*ids[:place], *new, *ids[place + 1 :]]
@@ -145,19 +152,6 @@ class Subject:
         return 0.0
 
 
-def _start_of(tokeniser: Any) -> list[int]:
-    """What stands before every text, where something does."""
-    try:
-        start = tokeniser.start_of_text
-    except ValueError:  # it knows no end of a text, which is also the beginning
-        return []
-    return [] if start is None else [int(start)]
-
-
-def _adds(name: str) -> bool:
-    return name.rpartition(".")[2] in ("attention", "mlp", "cross")
-
-
 def sites_of(model: Any) -> list[Site]:
     """The layers with attention, in the order in which they stand in the model."""
     sites = []
@@ -174,8 +168,7 @@ def _text_of(tokeniser: Any, token: int) -> str:
     """Decoded behind another token, for at the beginning of a text some tokenisers leave the space out."""
     if token >= tokeniser.n_vocab:
         return f"⟨{token}⟩"  # a row of the model's that stands for nothing
-    anchor = [int(one) for one in tokeniser.encode_plain("a")][-1:]
-    stream = tokeniser.stream(anchor)
+    stream = tokeniser.stream([int(one) for one in tokeniser.encode_plain("a")][-1:])
     text = str(stream.push([token]))
     return text or str(tokeniser.decode([token])) or f"⟨{token}⟩"
 
@@ -185,10 +178,9 @@ class Watch:
     """Within this block attention leaves what its maps can be computed from, and blocks leave the stream."""
 
     def __init__(self, model: Any, sites: Sequence[Site], layers: Sequence[str]) -> None:
-        named = dict(model.named_layers())
         self.sites = {site.name: Site(site.name, site.kind, site.n_heads) for site in sites}
         self.stream: dict[str, np.ndarray] = {}
-        self._named = named
+        self._named = dict(model.named_layers())
         self._layers = layers
         self._on = ExitStack()
 
@@ -196,16 +188,15 @@ class Watch:
         for name, site in self.sites.items():
             attention = attention_of(self._named[name]) if name in self._named else None
             if attention is not None:
-                self._on.callback(tap(attention, "listeners", partial(self._look, site)))
+                self._on.callback(
+                    tap(attention, "listeners", lambda op, out, *args, site=site: let_look(site, op, args))
+                )
         for name in self._layers:
             self._on.callback(tap(self._named[name], "listeners", partial(self._keep, name)))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._on.close()
-
-    def _look(self, site: Site, op: Any, out: Tensor, *args: Any) -> None:
-        let_look(site, op, args)
 
     def _keep(self, name: str, layer: Any, out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
         if not self.stream:
@@ -239,7 +230,7 @@ class Stack(Subject):
     """A model that is one stack of blocks: a `GPT`, or a `TextEncoder`, which predicts nothing."""
 
     def __init__(self, model: GPT | TextEncoder, tokeniser: Any, title: str) -> None:
-        super().__init__(model, tokeniser, title)
+        super().__init__(model, tokeniser, title, min(MOST_TOKENS, model.config.context_window))
         self.kind = "decoder" if isinstance(model, GPT) else "encoder"
 
     def read(self, ids: Sequence[int], changes: Changes, before: Reading | None = None) -> Reading:
@@ -281,20 +272,21 @@ class Stack(Subject):
         elif before is None or not n_tokens:
             model.hidden(tokens)
         else:
-            model.hidden(tokens, [self._cache(before.site(name), n_tokens) for name in self.n_heads])
-
-    def _cache(self, site: Site, n_tokens: int) -> KeyValueCache:
-        """The first keys and values of a layer, all of them, for maps are of all that was read."""
-        cache = KeyValueCache(self.model.config.context_window)
-        _, keys, values, *_ = site.args
-        cache.append(keys.array[:, :n_tokens], values.array[:, :n_tokens])
-        return cache
+            caches = []
+            for name in self.n_heads:  # the first keys and values, all of them, for maps are of all that was read
+                _, keys, values, *_ = before.site(name).args
+                caches.append(KeyValueCache(model.config.context_window))
+                caches[-1].append(keys.array[:, :n_tokens], values.array[:, :n_tokens])
+            model.hidden(tokens, caches)
 
     def _kept(self, ids: Sequence[int], changes: Changes, before: Reading) -> tuple[int, int]:
         """How many of the first blocks stay as they were, or how many of the first tokens in all blocks."""
         if before.ids == list(ids):
             return changes.first_block(self.layer_names, before.changes), 0
-        if before.changes != changes or not self._sees_earlier_alone:
+        # what a token is made of must be its own, and keys and values of those before it
+        attentions = [block.attention for block in self.model.blocks] if isinstance(self.model, GPT) else [None]
+        sees_earlier = all(isinstance(one, MultiHeadSelfAttention) and not one.mixes for one in attentions)
+        if before.changes != changes or not sees_earlier:
             return 0, 0
         pairs = zip(before.ids, ids)
         shared = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(before.ids), len(ids)))
@@ -303,14 +295,6 @@ class Stack(Subject):
     def spared(self, ids: Sequence[int], changes: Changes, before: Reading) -> float:
         n_blocks, n_tokens = self._kept(ids, changes, before)
         return max(n_blocks / len(self.layer_names), n_tokens / len(ids))
-
-    @property
-    def _sees_earlier_alone(self) -> bool:
-        """Whether what a token is made of is its own, and keys and values of those before it."""
-        model = self.model
-        return isinstance(model, GPT) and all(
-            isinstance(block.attention, MultiHeadSelfAttention) and not block.attention.mixes for block in model.blocks
-        )
 
     def _logits(self, x: Tensor) -> Tensor:
         with self.model.evaluating():
@@ -329,6 +313,7 @@ class Translator(Subject):
     """
 
     kind = "translator"
+    first = 1
 
     def __init__(
         self,
@@ -340,14 +325,13 @@ class Translator(Subject):
         title: str = "translator",
         most_tokens: int = 128,
     ) -> None:
-        super().__init__(model, None, title)
+        super().__init__(model, None, title, most_tokens)
         self._encode, self._say = encode, say
-        self.begin, self.end, self._most = begin, end, most_tokens
+        self.begin, self.end = begin, end
         self.layer_names = [name for name in self.layer_names if name.startswith("decoder.")]
 
-    @property
-    def most_tokens(self) -> int:
-        return self._most
+    def encode(self, text: str) -> list[int]:
+        return [int(token) for token in self._encode(text.strip())] if text.strip() else []
 
     def say(self, token: int) -> str:
         return "<begin>" if token == self.begin else "<end>" if token == self.end else self._say(token)
@@ -355,46 +339,38 @@ class Translator(Subject):
     def ids_of(self, text: str) -> list[int]:
         """A source, and behind it what the model makes of it, or what stands after a line with "=>"."""
         source, marked, target = text.partition("=>")
-        self.source = [int(token) for token in self._encode(source.strip())] if source.strip() else []
+        self.source = self.encode(source)
         if not self.source:
             raise ValueError("expected a text of at least one character, got none")
-        if len(self.source) > self._most:
-            raise ValueError(f"expected a source of 1 to {self._most} tokens to look at, got {len(self.source)}")
+        if len(self.source) > self.most_tokens:
+            raise ValueError(f"expected a source of 1 to {self.most_tokens} tokens to look at, got {len(self.source)}")
         if marked:
-            written = [int(token) for token in self._encode(target.strip())] if target.strip() else []
+            written = self.encode(target)
         else:
-            (written,) = self._written()
-        ids = [self.begin, *written][: self._most]
+            settings = {"begin": self.begin, "end": self.end, "beam_size": 1}
+            settings["max_length"] = min(self.most_tokens - 1, 2 * len(self.source) + 10)
+            (written,) = beam_search(self.model, np.array([self.source]), [len(self.source)], **settings)
+        ids = [self.begin, *written][: self.most_tokens]
         self.check(ids)
         return ids
 
-    def _written(self) -> list[list[int]]:
-        longest = min(self._most - 1, 2 * len(self.source) + 10)
-        source = np.array([self.source])
-        ends = {"begin": self.begin, "end": self.end}
-        return beam_search(self.model, source, [len(self.source)], **ends, max_length=longest, beam_size=1)
-
-    def edited(self, ids: Sequence[int], place: int, text: str | int) -> list[int]:
-        if not 0 < place < len(ids):
-            raise ValueError(f"expected a token from 1 to {len(ids) - 1} to change, got {place}")
-        new = [text] if isinstance(text, int) else [int(token) for token in self._encode(text.strip())]
-        result = [*ids[:place], *new, *ids[place + 1 :]]
-        self.check(result)
-        return result
-
     def check(self, ids: Sequence[int]) -> None:
-        if not 0 < len(ids) <= self._most:
-            raise ValueError(f"expected a target of 1 to {self._most} tokens to look at, got {len(ids)}")
+        if not 0 < len(ids) <= self.most_tokens:
+            raise ValueError(f"expected a target of 1 to {self.most_tokens} tokens to look at, got {len(ids)}")
 
     def read(self, ids: Sequence[int], changes: Changes, before: Reading | None = None) -> Reading:
         model = self.model
         source, target = np.array([self.source]), np.array([list(ids)])
         rows: list[tuple[np.ndarray, np.ndarray]] = []
+
+        def keep_row(op: Any, out: Tensor, scores: Tensor) -> None:
+            rows.append((to_cpu(scores.array)[0], to_cpu(out.array)[0]))
+
         with ExitStack() as stack:
             stack.enter_context(model.evaluating())
             watch = stack.enter_context(Watch(model, self.sites, self.layer_names))
             if isinstance(model, Seq2SeqAttention):
-                stack.callback(tap(model.attention.softmax, "listeners", partial(_keep_row, rows)))
+                stack.callback(tap(model.attention.softmax, "listeners", keep_row))
                 stack.callback(tap(model.attention.softmax, "exchanges", weighing_rows(changes)))
             else:
                 changes.make(stack.enter_context(Probe(model, "")))
@@ -421,10 +397,7 @@ def saved_translator(path: Path) -> Translator:
         FileNotFoundError, ValueError: as there.
     """
     model, vocabulary, config = load_translator(path)
-
-    def say(token: int) -> str:
-        return vocabulary.texts([token])[0]
-
+    say = lambda token: vocabulary.texts([token])[0]
     ends = vocabulary.begin, vocabulary.end
     return Translator(model, vocabulary.encode, say, *ends, path.stem, min(MOST_TOKENS, config.context_window))
 
@@ -445,10 +418,6 @@ def weighing_rows(changes: Changes) -> Exchange:
         return (op if other is None else other), (args[0] * (1 / changes.temperature), *args[1:])
 
     return exchange
-
-
-def _keep_row(rows: list[Any], op: Any, out: Tensor, scores: Tensor) -> None:
-    rows.append((to_cpu(scores.array)[0], to_cpu(out.array)[0]))
 
 
 def logits_of(model: Transformer, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tricycle.configs.size import least_numbers
@@ -11,13 +12,12 @@ from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.family import Family, fill
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
-from tricycle.pretrained.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.neox import NEOX
-from tricycle.pretrained.families.olmo import OLMO2
 from tricycle.pretrained.families.opt import OPT
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.fields import Fields, wrong
-from tricycle.pretrained.source import Source, StoredTensor
+from tricycle.pretrained.source import Source, StoredTensor, error_prefix
 from tricycle.system.memory import check_memory, free_memory, gigabytes
 
 ALL: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
@@ -37,22 +37,17 @@ def build(source: Source, weights: str = "float32") -> Layer:
         MemoryError: they do not fit; says how much they need, and kept in which other way they would fit. Nothing of
             them has been read then.
     """
-    try:
+    with error_prefix(f"{source.path}: "):
         family = family_of(source)
         config = config_of(family, source)
         _check_memory(config, source, weights)
         model = family.new_model(config)
         fill(model, family, source, weights)
-    except ValueError as error:
-        raise ValueError(f"{source.path}: {error}") from None
     return model.eval()
 
 
 def family_of(source: Source) -> Family:
-    """
-    Raises:
-        ValueError: its model_type is in no family.
-    """
+    """Return the family of its model_type; raise ValueError where there is none."""
     model_type = source.fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise wrong("model_type", f"one of {', '.join(FAMILIES)}", model_type)
@@ -74,7 +69,7 @@ def config_of(family: Family, source: Source) -> Any:
             raise wrong(place, f"at most {len(source.tensors)}, as many as there are tensors", n_layers)
     config = family.to_config(fields)
     least = least_numbers(config)
-    n_numbers = sum(_size(tensor.shape) for tensor in source.tensors.values())
+    n_numbers = sum(math.prod(tensor.shape) for tensor in source.tensors.values())
     if least > 2 * n_numbers + 2**24:  # a crafted config may ask for more memory than there is; others are told more
         raise ValueError(f"the config asks for at least {least:,} numbers, the tensors have {n_numbers:,}")
     return config
@@ -82,21 +77,16 @@ def config_of(family: Family, source: Source) -> Any:
 
 # -------------------------------------------------------------------- memory
 def _check_memory(config: Any, source: Source, weights: str) -> None:
-    """
-    Raises:
-        MemoryError: as of `build`.
-    """
-    free = free_memory()
-    if free is None or memory_for(config, source, weights) <= free:
+    """Raise MemoryError, as of `build`, where a model does not fit."""
+    free, needed = free_memory(), memory_for(config, source, weights)
+    if free is None or needed <= free:
         return
     smaller = {kind: memory_for(config, source, kind) for kind in ("bfloat16", "int8", "stored")}
     fitting = [f"--weights {kind} ({gigabytes(size)})" for kind, size in smaller.items() if size <= free]
     least = min(smaller, key=lambda kind: smaller[kind])
     otherwise = f"the least, --weights {least}, needs {gigabytes(smaller[least])}"
-    what = f"{source.path}: the model in --weights {weights}"
-    check_memory(
-        memory_for(config, source, weights), what, f"{' or '.join(fitting)} would fit" if fitting else otherwise
-    )
+    advice = f"{' or '.join(fitting)} would fit" if fitting else otherwise
+    check_memory(needed, f"{source.path}: the model in --weights {weights}", advice)
 
 
 def memory_for(config: Any, source: Source, weights: str) -> int:
@@ -106,18 +96,14 @@ def memory_for(config: Any, source: Source, weights: str) -> int:
         for name, tensor in source.tensors.items()
         if len(tensor.shape) > 0 and not (name.endswith("lm_head.weight") and getattr(config, "tied", False))
     ]
-    kept = sum(int(_size(tensor.shape) * _bytes_a_number(tensor, weights)) for tensor in tensors)
-    making = max((int(_size(tensor.shape) * _bytes_while_made(tensor, weights)) for tensor in tensors), default=0)
-    return max(kept, making)  # the largest is made first, when there is nothing else
-
-
-def _bytes_while_made(tensor: StoredTensor, weights: str) -> float:
-    """A number's, with the float32 numbers that blocks become when they are read, and that int8 is made of."""
-    bytes_kept = _bytes_a_number(tensor, weights)
-    if bytes_kept == Q8_0_BYTES:
-        return bytes_kept
-    read = 0 if tensor.kind in ("F32", "F16", "BF16") else 4
-    return bytes_kept + read + (4 if bytes_kept == 1 else 0)
+    kept, most = 0, 0
+    for tensor in tensors:
+        n_numbers, each = math.prod(tensor.shape), _bytes_a_number(tensor, weights)
+        # blocks become float32 numbers when they are read, and int8 is made of such
+        more = 0 if each == Q8_0_BYTES else 4 * (tensor.kind not in ("F32", "F16", "BF16")) + 4 * (each == 1)
+        kept += int(n_numbers * each)
+        most = max(most, int(n_numbers * (each + more)))
+    return max(kept, most)  # the largest is made first, when there is nothing else
 
 
 def _bytes_a_number(tensor: StoredTensor, weights: str) -> float:
@@ -128,10 +114,3 @@ def _bytes_a_number(tensor: StoredTensor, weights: str) -> float:
     if weights == "int8":
         return Q8_0_BYTES if tensor.blocks else 1
     return 2
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

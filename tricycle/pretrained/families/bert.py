@@ -8,7 +8,7 @@ from typing import Any
 from tricycle.configs.encoder import EncoderConfig
 from tricycle.layers import Layer
 from tricycle.pretrained.families.family import Family, Names
-from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields
+from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields, size_fields
 from tricycle.sequences.text_encoder import TextEncoder
 
 NAMES: Names = {
@@ -32,12 +32,7 @@ def to_config(fields: Fields) -> EncoderConfig:
     fields.must_be("is_decoder", False)
     fields.must_be("add_cross_attention", False)
     return EncoderConfig(
-        vocab_size=fields.whole("vocab_size", 30_522),
-        context_window=fields.whole("max_position_embeddings", 512),
-        embedding_dim=fields.whole("hidden_size", 768),
-        hidden_size=fields.whole("intermediate_size", 3072),
-        n_layers=fields.whole("num_hidden_layers", 12),
-        n_heads=fields.whole("num_attention_heads", 12),
+        **fields.sizes(30_522, 512, 768, 3072, 12, 12),
         norm_eps=fields.number("layer_norm_eps", 1e-12),
         activation=fields.activation("hidden_act", "gelu"),
         token_types=fields.whole("type_vocab_size", 2),
@@ -46,12 +41,7 @@ def to_config(fields: Fields) -> EncoderConfig:
 
 def to_fields(config: EncoderConfig) -> dict[str, Any]:
     return {
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.context_window,
-        "hidden_size": config.embedding_dim,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
+        **size_fields(config),
         "layer_norm_eps": config.norm_eps,
         "hidden_act": ACTIVATION_WORDS[config.activation][0],
         "type_vocab_size": config.token_types,
@@ -81,17 +71,8 @@ def empty_encoder(config: EncoderConfig) -> Layer:
     return TextEncoder(config, draw_weights=False)
 
 
-BERT = Family(
-    ("bert",),
-    "BertModel",
-    to_config,
-    to_fields,
-    NAMES,
-    ("", "bert."),
-    renamed=OLD_NAMES,
-    unread=HEADS,
-    new_model=empty_encoder,
-)
+PARTS: dict[str, Any] = {"renamed": OLD_NAMES, "unread": HEADS, "new_model": empty_encoder}
+BERT = Family(("bert",), "BertModel", to_config, to_fields, NAMES, ("", "bert."), **PARTS)
 ROBERTA = replace(
     BERT,
     model_types=("roberta", "xlm-roberta", "camembert"),

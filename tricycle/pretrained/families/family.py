@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Family:
         prefixes: what stands before the names of the model without its head, in files of several makers; the first is
             that of `names`.
         renamed: parts of names that some files write in another way: that way to the one in `names`.
-        unread: what the names of tensors begin with, behind the prefix, that belong to parts that are not here.
+        unread: a pattern of the names of tensors, behind the prefix, that belong to parts that are not here.
         woven: queries, keys and values of one head lie side by side in one matrix of theirs (GPT-NeoX).
         in_out: their matrices are (in, out) as ours are (GPT-2's Conv1D).
         new_model: a model of a config, its weights not drawn.
@@ -63,21 +63,14 @@ class Family:
     names: Names
     prefixes: tuple[str, ...] = ("",)
     renamed: dict[str, str] = field(default_factory=dict)
-    unread: str = ""
+    unread: str = "(?!)"
     woven: bool = False
     in_out: bool = False
     new_model: Callable[[Any], Layer] = empty_gpt
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One tensor of theirs and its place in a parameter of ours.
-
-    Attributes:
-        name: theirs.
-        shape: theirs.
-        columns: of our last axis, or rows where both are laid out alike, that it fills.
-    """
+class Piece(NamedTuple):
+    """One tensor of theirs, its shape, and what it fills of our last axis (of rows, where both are alike)."""
 
     name: str
     shape: tuple[int, ...]
@@ -104,42 +97,27 @@ class Layout:
             KeyError: a layer that this family has no name for.
         """
         parameter = self.parameters[name]
-        names = self._their_names(name)
-        sizes = self._sizes(name, len(names))
-        pieces = []
-        start = 0
+        layer, _, kind = name.rpartition(".")
+        block = re.search(r"\.(\d+)(\.|$)", layer)
+        number = f".{block[1]}." if block else ""
+        template = layer if block is None else f"{layer[: block.start(1)]}N{layer[block.end(1) :]}"
+        ending = "bias" if kind == "bias" else "weight"
+        names = [f"{theirs.replace('.N.', number)}.{ending}" for theirs in self.family.names[template]]
+        sizes = [parameter.shape[-1] // len(names)] * len(names)  # of their parts of our last axis
+        if len(names) == 3 and ".qkv." in name:
+            heads = (self.config.n_heads, self.config.key_heads, self.config.key_heads)
+            sizes = [n * self.config.channels_per_head for n in heads]
+        pieces, start = [], 0
         for their_name, size in zip(names, sizes):
-            columns = slice(start, start + size)
-            start += size
+            columns, start = slice(start, start + size), start + size
             shape = parameter.shape if len(names) == 1 else (*parameter.shape[:-1], size)
             pieces.append(Piece(their_name, shape[::-1] if self.is_transposed(name) else shape, columns))
         return pieces
-
-    def _their_names(self, name: str) -> list[str]:
-        layer, _, kind = name.rpartition(".")
-        ending = "bias" if kind == "bias" else "weight"
-        block = re.search(r"\.(\d+)(\.|$)", layer)
-        if block is None:
-            return [f"{theirs}.{ending}" for theirs in self.family.names[layer]]
-        template = layer[: block.start(1)] + "N" + layer[block.end(1) :]
-        return [f"{theirs.replace('.N.', f'.{block[1]}.')}.{ending}" for theirs in self.family.names[template]]
-
-    def _sizes(self, name: str, n_pieces: int) -> list[int]:
-        """How long their parts of our last axis are."""
-        length = self.parameters[name].shape[-1]
-        if n_pieces == 3 and ".qkv." in name:
-            size = self.config.channels_per_head
-            return [self.config.n_heads * size, self.config.key_heads * size, self.config.key_heads * size]
-        return [length // n_pieces] * n_pieces
 
     def is_transposed(self, name: str) -> bool:
         """Whether theirs is (out, in) where ours is (in, out)."""
         role = role_of(self.parameters[name])
         return role == "head" or (role == "matrix" and not self.family.in_out)
-
-    def is_turned(self, name: str) -> bool:
-        """Whether ours of few bits has the columns of our matrix as its rows."""
-        return role_of(self.parameters[name]) != "embedding"
 
     def is_woven(self, name: str) -> bool:
         """Whether theirs has the heads' queries, keys and values side by side."""
@@ -186,7 +164,7 @@ def fill(model: Layer, family: Family, source: Source, weights: str) -> None:
     layout = Layout(family, model)
     tensors = by_our_spelling(family, source.tensors)
     plan = {name: layout.pieces(name) for name in layout.parameters}
-    _check(plan, {name: tensor for name, tensor in tensors.items() if not _is_unread(family, name)})
+    _check(plan, {name: tensor for name, tensor in tensors.items() if not re.match(family.unread, name)})
     _check_head(layout, tensors)
     for name, pieces in sorted(plan.items(), key=lambda item: -layout.parameters[item[0]].size):
         # the largest first: what a reader must make in memory for it then comes on top of the least
@@ -194,7 +172,9 @@ def fill(model: Layer, family: Family, source: Source, weights: str) -> None:
         theirs = [tensors[piece.name] for piece in pieces]
         kind = _kind_of(layout, name, theirs, weights)
         if kind == "blocks":
-            parameter.array = _of_blocks(layout, name, theirs)
+            read = [tensor.blocks() for tensor in theirs if tensor.blocks is not None]
+            values, scales = (parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*read))
+            parameter.array = FewBits(values, scales, role_of(parameter) != "embedding")
         elif kind == "float32":
             if role_of(parameter) in ("matrix", "head"):
                 parameter.array = np.empty(parameter.shape, np.float32, order="F")  # as `weights.use_order` tells
@@ -224,21 +204,16 @@ def _write(layout: Layout, name: str, pieces: list[Piece], theirs: list[StoredTe
             let_go(part)
 
 
-def _of_blocks(layout: Layout, name: str, theirs: list[StoredTensor]) -> FewBits:
-    read = [tensor.blocks() for tensor in theirs if tensor.blocks is not None]
-    values, scales = (parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*read))
-    return FewBits(values, scales, layout.is_turned(name))
-
-
 def _of_few_bits(layout: Layout, name: str, pieces: list[Piece], theirs: list[StoredTensor], kind: str) -> FewBits:
     """Through float32 for int8 alone, whose scales come from whole rows."""
-    turned = layout.is_turned(name)
+    # the columns of our matrix are the rows of few bits, but of an embedding
+    transposed = role_of(layout.parameters[name]) != "embedding"
     shape = layout.parameters[name].shape
-    rows = np.empty(shape[::-1] if turned else shape, np.float32 if kind == "int8" else dtype_of(kind))
+    rows = np.empty(shape[::-1] if transposed else shape, np.float32 if kind == "int8" else dtype_of(kind))
     with np.errstate(over="ignore"):
-        _write(layout, name, pieces, theirs, rows.T if turned else rows)
+        _write(layout, name, pieces, theirs, rows.T if transposed else rows)
     try:
-        return FewBits.of(rows, kind).transpose((1, 0) if turned else (0, 1))
+        return FewBits.of(rows, kind).transpose((1, 0) if transposed else (0, 1))
     except ValueError as error:
         names = " or ".join(piece.name for piece in pieces)  # they are one matrix here
         raise ValueError(f"{names}: {error}") from None
@@ -248,7 +223,9 @@ def by_our_spelling(family: Family, tensors: dict[str, StoredTensor]) -> dict[st
     """Their tensors by the names that `family.names` has."""
     standard = family.prefixes[0]
     first = next(iter(family.names.values()))[0].removeprefix(standard) + ".weight"
-    renamed = {_renamed(family, name): tensor for name, tensor in tensors.items()}
+    renamed = tensors
+    for theirs, ours in family.renamed.items():
+        renamed = {re.sub(theirs, ours, name): tensor for name, tensor in renamed.items()}
     prefix = next((prefix for prefix in family.prefixes if prefix + first in renamed), standard)
     if prefix == standard:
         return renamed
@@ -263,23 +240,14 @@ def by_our_spelling(family: Family, tensors: dict[str, StoredTensor]) -> dict[st
     return {spelled(name): tensor for name, tensor in renamed.items()}
 
 
-def _renamed(family: Family, name: str) -> str:
-    for theirs, ours in family.renamed.items():
-        name = re.sub(theirs, ours, name)
-    return name
-
-
 def _check(plan: dict[str, list[Piece]], tensors: dict[str, StoredTensor]) -> None:
-    """
-    Raises:
-        ValueError: as of `fill`.
-    """
+    """Raise ValueError, as of `fill`, where the tensors are not those of the plan."""
     pieces = [piece for pieces in plan.values() for piece in pieces]
     wanted = {piece.name for piece in pieces}
     missing = [piece.name for piece in pieces if piece.name not in tensors]
     extra = [name for name in tensors if name not in wanted and not BUFFERS.search(name) and not _is_head(name)]
-    problems = [f"missing {_some(missing)}"] if missing else []
-    problems += [f"unexpected {_some(extra)}"] if extra else []
+    problems = [f"missing {some_names(missing)}"] if missing else []
+    problems += [f"unexpected {some_names(extra)}"] if extra else []
     misshapen = [piece for piece in pieces if piece.name in tensors and tensors[piece.name].shape != piece.shape]
     for piece in misshapen[:MOST_NAMED]:
         problems.append(f"{piece.name}: expected shape {piece.shape}, got {tensors[piece.name].shape}")
@@ -290,11 +258,8 @@ def _check(plan: dict[str, list[Piece]], tensors: dict[str, StoredTensor]) -> No
         raise ValueError(f"the weights are not those of the config: {'; '.join(problems[: 2 + MOST_NAMED])}")
 
 
-def _is_unread(family: Family, name: str) -> bool:
-    return bool(family.unread) and re.match(family.unread, name) is not None
-
-
-def _some(names: list[str]) -> str:
+def some_names(names: list[str]) -> str:
+    """Return the first of some names, and the number of the others."""
     more = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
@@ -329,13 +294,6 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 # -------------------------------------------------------------------- out
-def tensors_of(model: Layer, family: Family) -> Iterator[tuple[str, np.ndarray]]:
-    """The weights of a model by their names and in their layouts, one after another, each in one piece."""
-    layout = Layout(family, model)
-    for name, parameter in layout.parameters.items():
-        yield from their_arrays(layout, name, parameter.numpy())
-
-
 def their_arrays(layout: Layout, name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of theirs that an array in the layout of one of our parameters makes up."""
     for piece in layout.pieces(name):

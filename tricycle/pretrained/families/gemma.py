@@ -61,9 +61,8 @@ def _text_part(fields: Fields) -> Fields:
     inside = fields.section("text_config")
     if fields.get("model_type") == "gemma3" and "text_config" not in fields:
         raise wrong("text_config", "an object", None)
-    tied = (
-        {} if fields.get("tie_word_embeddings") is None else {"tie_word_embeddings": fields.get("tie_word_embeddings")}
-    )
+    name = "tie_word_embeddings"
+    tied = {} if fields.get(name) is None else {name: fields.get(name)}
     return Fields({**GEMMA3_DEFAULTS, **(tied | inside if inside else fields.values)})
 
 
@@ -128,7 +127,8 @@ def to_gemma2(config: ModelConfig) -> dict[str, Any]:
         **common_fields(config),
         **window_fields(config),
         "hidden_activation": activation_word(config.activation),
-        "query_pre_attn_scalar": _query_scalar(config),
+        # a whole number, in transformers 5
+        "query_pre_attn_scalar": max(1, round((config.score_scale or config.channels_per_head**-0.5) ** -2)),
         "attn_logit_softcapping": config.score_cap or None,
         "final_logit_softcapping": config.logit_cap or None,
         "sliding_window": config.window or USUAL_WINDOW,  # must be there even if no layer has one
@@ -136,11 +136,6 @@ def to_gemma2(config: ModelConfig) -> dict[str, Any]:
     }
     del theirs["hidden_act"]
     return theirs
-
-
-def _query_scalar(config: ModelConfig) -> int:
-    """A whole number, in transformers 5."""
-    return max(1, round(config.score_scale**-2)) if config.score_scale else config.channels_per_head
 
 
 def to_gemma3(config: ModelConfig) -> dict[str, Any]:

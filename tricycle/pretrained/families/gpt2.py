@@ -6,7 +6,7 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.families.family import Family, Names
-from tricycle.pretrained.fields import Fields, activation_word
+from tricycle.pretrained.fields import Fields, activation_word, size_fields
 
 NAMES: Names = {
     "token_embedding": ["transformer.wte"],
@@ -20,19 +20,21 @@ NAMES: Names = {
     "norm": ["transformer.ln_f"],
     "head": ["lm_head"],
 }
+SIZE_NAMES = {
+    "context_window": "n_positions",
+    "embedding_dim": "n_embd",
+    "hidden_size": "n_inner",
+    "n_layers": "n_layer",
+    "n_heads": "n_head",
+}
 
 
 def to_config(fields: Fields) -> ModelConfig:
     fields.must_be("scale_attn_by_inverse_layer_idx", False)
     fields.must_be("add_cross_attention", False)
-    width = fields.whole("n_embd", 768)
+    inner = fields.whole_or_none("n_inner") or 4 * fields.whole("n_embd", 768)
     return ModelConfig(
-        vocab_size=fields.whole("vocab_size", 50_257),
-        context_window=fields.whole("n_positions", 1024),
-        embedding_dim=width,
-        hidden_size=fields.whole_or_none("n_inner", None) or 4 * width,
-        n_layers=fields.whole("n_layer", 12),
-        n_heads=fields.whole("n_head", 12),
+        **Fields({**fields.values, "n_inner": inner}).sizes(50_257, 1024, 768, 0, 12, 12, **SIZE_NAMES),
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         activation=fields.activation("activation_function", "gelu_new"),
         score_scale=0.0 if fields.flag("scale_attn_weights", True) else 1.0,
@@ -42,13 +44,8 @@ def to_config(fields: Fields) -> ModelConfig:
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:
     return {
-        "vocab_size": config.vocab_size,
-        "n_positions": config.context_window,
+        **size_fields(config, **SIZE_NAMES),
         "n_ctx": config.context_window,  # of old versions
-        "n_embd": config.embedding_dim,
-        "n_inner": config.mlp_width,
-        "n_layer": config.n_layers,
-        "n_head": config.n_heads,
         "layer_norm_epsilon": config.norm_eps,
         "activation_function": "gelu_new" if config.activation == "gelu" else activation_word(config.activation),
         "scale_attn_weights": config.score_scale != 1,

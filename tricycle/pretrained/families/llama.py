@@ -1,6 +1,7 @@
-"""Llama and its kin: RMS norms, rotary positions, gated MLPs (Touvron et al. 2023). Mistral and Qwen differ by fields.
+"""Llama and its kin: RMS norms, rotary positions, gated MLPs (Touvron et al. 2023). Mistral, Qwen and OLMo 2 differ by
+fields, and OLMo 2 by the places of its norms.
 
-Sources: Jiang et al. 2023 (Mistral 7B); Qwen Team 2024 (Qwen2), 2025 (Qwen3).
+Sources: Jiang et al. 2023 (Mistral 7B); Qwen Team 2024 (Qwen2), 2025 (Qwen3); OLMo et al. 2024 (OLMo 2).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.families.family import Family, Names
-from tricycle.pretrained.fields import Fields, activation_word, rotary_fields, wrong
+from tricycle.pretrained.fields import Fields, activation_word, rotary_fields, size_fields, wrong
 from tricycle.pretrained.same import has_bias
 
 LLAMA_NAMES: Names = {
@@ -26,6 +27,11 @@ LLAMA_NAMES: Names = {
     "head": ["lm_head"],
 }
 PREFIXES = ("model.", "")
+OLMO2_NAMES: Names = {  # its norms are on the outputs of a block's parts
+    **LLAMA_NAMES,
+    "blocks.N.attention_norm": ["model.layers.N.post_attention_layernorm"],
+    "blocks.N.mlp_norm": ["model.layers.N.post_feedforward_layernorm"],
+}
 
 
 # -------------------------------------------------------------------- theirs to ours
@@ -36,15 +42,10 @@ def common(fields: Fields, n_key_heads: int | None = None, head_size: int | None
         n_key_heads, head_size: defaults of the class; None for as many as heads of queries, and for their share of the
             width.
     """
-    n_heads = fields.whole("num_attention_heads", 32)
+    sizes = fields.sizes(32_000, 2048, 4096, 11_008, 32, 32)
     return {
-        "vocab_size": fields.whole("vocab_size", 32_000),
-        "context_window": fields.whole("max_position_embeddings", 2048),
-        "embedding_dim": fields.whole("hidden_size", 4096),
-        "hidden_size": fields.whole("intermediate_size", 11_008),
-        "n_layers": fields.whole("num_hidden_layers", 32),
-        "n_heads": n_heads,
-        "n_key_heads": fields.whole_or_none("num_key_value_heads", n_key_heads) or n_heads,
+        **sizes,
+        "n_key_heads": fields.whole_or_none("num_key_value_heads", n_key_heads) or sizes["n_heads"],
         "head_size": fields.whole_or_none("head_dim", head_size) or 0,
         "norm": "rms_norm",
         "norm_eps": fields.number("rms_norm_eps", 1e-6),
@@ -83,6 +84,13 @@ def from_qwen3(fields: Fields) -> ModelConfig:
     return ModelConfig(**ours, **norms, qkv_bias=bias, output_bias=bias)
 
 
+def from_olmo2(fields: Fields) -> ModelConfig:
+    ours = common(Fields({"vocab_size": 50_304, "rms_norm_eps": 1e-5, **fields.values}))
+    norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": ours["norm_eps"], "qk_norm_per_head": False}
+    bias = fields.flag("attention_bias", False)
+    return ModelConfig(**ours, **norms, norm_placement="output", qkv_bias=bias, output_bias=bias)
+
+
 def _qwen(fields: Fields, head_size: int | None = None) -> dict[str, Any]:
     defaults = {"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768}
     ours = common(Fields({**defaults, **fields.values}), 32, head_size)
@@ -111,12 +119,7 @@ def windows(types: list[str], window: int | None) -> dict[str, Any]:
 def common_fields(config: ModelConfig) -> dict[str, Any]:
     """What all of them share."""
     theirs = {
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.context_window,
-        "hidden_size": config.embedding_dim,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
+        **size_fields(config),
         "num_key_value_heads": config.key_heads,
         "head_dim": config.channels_per_head,
         "rms_norm_eps": config.norm_eps,
@@ -146,10 +149,7 @@ def rotary_scaling_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def whole_share(config: ModelConfig) -> None:
-    """
-    Raises:
-        ValueError: heads that do not divide the width, which some classes of transformers refuse whatever their size.
-    """
+    """Raise ValueError for heads that do not divide the width: some classes of transformers refuse them."""
     if config.embedding_dim % config.n_heads:
         raise ValueError(f"n_heads={config.n_heads}: expected a divisor of embedding_dim {config.embedding_dim}")
 
@@ -174,8 +174,7 @@ def to_qwen2(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_qwen3(config: ModelConfig) -> dict[str, Any]:
-    bias = has_bias(config, "qkv") or has_bias(config, "output")
-    return {**to_qwen2(config), "attention_bias": bias}
+    return {**to_qwen2(config), "attention_bias": has_bias(config, "qkv") or has_bias(config, "output")}
 
 
 def window_fields(config: ModelConfig) -> dict[str, Any]:
@@ -186,7 +185,13 @@ def window_fields(config: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": config.window, "layer_types": types}
 
 
+def to_olmo2(config: ModelConfig) -> dict[str, Any]:
+    whole_share(config)
+    return {**common_fields(config), "attention_bias": has_bias(config, "qkv") or has_bias(config, "output")}
+
+
 LLAMA = Family(("llama",), "LlamaForCausalLM", from_llama, to_llama, LLAMA_NAMES, PREFIXES)
 MISTRAL = Family(("mistral",), "MistralForCausalLM", from_mistral, to_mistral, LLAMA_NAMES, PREFIXES)
 QWEN2 = Family(("qwen2",), "Qwen2ForCausalLM", from_qwen2, to_qwen2, LLAMA_NAMES, PREFIXES)
 QWEN3 = Family(("qwen3",), "Qwen3ForCausalLM", from_qwen3, to_qwen3, LLAMA_NAMES, PREFIXES)
+OLMO2 = Family(("olmo2",), "Olmo2ForCausalLM", from_olmo2, to_olmo2, OLMO2_NAMES, PREFIXES)

@@ -7,7 +7,7 @@ from typing import Any
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.families.family import Family, Names
 from tricycle.pretrained.families.llama import rotary_scaling_fields
-from tricycle.pretrained.fields import Fields, activation_word, rotary_fields
+from tricycle.pretrained.fields import Fields, activation_word, rotary_fields, size_fields
 from tricycle.pretrained.same import has_bias
 
 NAMES: Names = {
@@ -28,12 +28,7 @@ def to_config(fields: Fields) -> ModelConfig:
     old = {"rope_theta": fields.get("rotary_emb_base"), "partial_rotary_factor": fields.get("rotary_pct")}
     spelled_anew = Fields({**{name: value for name, value in old.items() if value is not None}, **fields.values})
     return ModelConfig(
-        vocab_size=fields.whole("vocab_size", 50_432),
-        context_window=fields.whole("max_position_embeddings", 2048),
-        embedding_dim=fields.whole("hidden_size", 6144),
-        hidden_size=fields.whole("intermediate_size", 24_576),
-        n_layers=fields.whole("num_hidden_layers", 44),
-        n_heads=fields.whole("num_attention_heads", 64),
+        **fields.sizes(50_432, 2048, 6144, 24_576, 44, 64),
         norm_eps=fields.number("layer_norm_eps", 1e-5),
         parallel=fields.flag("use_parallel_residual", True),
         activation=fields.activation("hidden_act", "gelu"),
@@ -47,12 +42,7 @@ def to_config(fields: Fields) -> ModelConfig:
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:
     return {
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.context_window,
-        "hidden_size": config.embedding_dim,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
+        **size_fields(config),
         "layer_norm_eps": config.norm_eps,
         "use_parallel_residual": config.parallel,
         "hidden_act": activation_word(config.activation),
@@ -64,13 +54,6 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-NEOX = Family(
-    ("gpt_neox",),
-    "GPTNeoXForCausalLM",
-    to_config,
-    to_fields,
-    NAMES,
-    ("gpt_neox.", ""),
-    renamed={r"^lm_head\.": "embed_out."},
-    woven=True,
-)
+OLD_NAMES = {r"^lm_head\.": "embed_out."}
+PREFIXES = ("gpt_neox.", "")
+NEOX = Family(("gpt_neox",), "GPTNeoXForCausalLM", to_config, to_fields, NAMES, PREFIXES, OLD_NAMES, woven=True)

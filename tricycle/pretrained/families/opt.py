@@ -6,7 +6,7 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.families.family import Family, Names
-from tricycle.pretrained.fields import Fields, activation_word
+from tricycle.pretrained.fields import Fields, activation_word, size_fields
 from tricycle.pretrained.same import has_bias
 
 NAMES: Names = {
@@ -29,35 +29,25 @@ POSITION_OFFSET = 2  # rows of the table of positions that are never looked at
 def to_config(fields: Fields) -> ModelConfig:
     fields.must_be("_remove_final_layer_norm", False)
     fields.must_be("layer_norm_elementwise_affine", True)
-    width = fields.whole("hidden_size", 768)
-    narrow = fields.whole_or_none("word_embed_proj_dim", None) or width
+    sizes = fields.sizes(50_272, 2048, 768, 3072, 12, 12, hidden_size="ffn_dim")
+    narrow = fields.whole_or_none("word_embed_proj_dim") or 0
     bias = fields.flag("enable_bias", True)
     return ModelConfig(
-        vocab_size=fields.whole("vocab_size", 50_272),
-        context_window=fields.whole("max_position_embeddings", 2048),
-        embedding_dim=width,
-        hidden_size=fields.whole("ffn_dim", 3072),
-        n_layers=fields.whole("num_hidden_layers", 12),
-        n_heads=fields.whole("num_attention_heads", 12),
+        **sizes,
         norm_placement="before" if fields.flag("do_layer_norm_before", True) else "after",
         activation=fields.activation("activation_function", "relu"),
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
         position_offset=POSITION_OFFSET,
-        embedding_size=narrow if narrow != width else 0,
+        embedding_size=narrow if narrow != sizes["embedding_dim"] else 0,
         tied=fields.flag("tie_word_embeddings", True),
     )
 
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:
     return {
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.context_window,
-        "hidden_size": config.embedding_dim,
-        "ffn_dim": config.mlp_width,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
+        **size_fields(config, hidden_size="ffn_dim"),
         "do_layer_norm_before": config.norm_placement == "before",
         "activation_function": activation_word(config.activation),
         "enable_bias": any(has_bias(config, part) for part in ("qkv", "output", "mlp")),

@@ -1,4 +1,4 @@
-"""experiments/real_model: texts without what is held out, windows whose bytes are right, losses of single tokens."""
+"""Models that others trained: texts without what is held out, windows whose bytes are right, losses of tokens."""
 
 import math
 
@@ -10,12 +10,12 @@ pytest.importorskip("jinja2")
 
 from tiny_models import TEXT, lively_model, tiny_tokeniser
 
-from experiments import real_model
-from experiments.real_model import (
+from experiments.shared import language_models
+from experiments.shared.language_models import (
     bits_per_byte,
-    by_position,
     load_model,
     perplexity,
+    read,
     text_of,
     token_losses,
     windows,
@@ -33,6 +33,8 @@ def test_losses_of_tokens_have_the_mean_of_evaluate():
     model, ids = lively_model(), np.random.default_rng(0).integers(0, 400, (5, 33))
     losses = token_losses(model, ids, n_rows=2)
     assert losses.shape == (5, 32)
+    likeliest = np.concatenate([model(row[None, :-1]).array.argmax(axis=-1) for row in ids])
+    assert (read(model, ids).likeliest == likeliest).mean() > 0.99  # but for ties
     means = [evaluate(model, row, 1)[0] for row in ids]
     np.testing.assert_allclose(losses.mean(axis=1), means, rtol=1e-5)
     np.testing.assert_allclose(token_losses(model, ids), losses, rtol=1e-4)
@@ -58,12 +60,9 @@ def test_windows_say_how_many_bytes_their_tokens_have(tokeniser):
         windows(tokeniser, text, 1, 10**6)
 
 
-def test_bits_and_bins():
+def test_bits():
     losses = np.full((2, 8), math.log(4))
     assert bits_per_byte(losses, np.full((2, 8), 2)) == pytest.approx(1)
-    assert [bounds[:2] for bounds in by_position(losses)] == [(1, 1), (2, 2), (3, 4), (5, 8)]
-    assert [bounds[2] for bounds in by_position(losses[:, :6], 2)] == pytest.approx([4, 4])
-    assert [bounds[:2] for bounds in by_position(losses[:, :6], 2)] == [(3, 4), (5, 6)]
 
 
 @pytest.mark.nightly
@@ -74,7 +73,7 @@ def test_what_is_held_out_stands_in_no_other_part(monkeypatch):
     functions = [part for part in kept.split("\n\n") if len(part) > 400][:100]
     assert sum(part in learnt for part in functions) < 10  # a few functions stand in two files
     sentences = {"train": ["a", "b"], "val": ["c"], "test_2016_flickr": ["d", "e"]}
-    monkeypatch.setattr(real_model, "multi30k", lambda split, language: sentences[split])
+    monkeypatch.setattr(language_models, "multi30k", lambda split, language: sentences[split])
     assert [text_of("captions", part) for part in ("train", "test")] == ["a\nb", "c\nd\ne"]
     with pytest.raises(ValueError, match="one of code, shakespeare, captions and of train, test, got 'news'"):
         text_of("news", "train")

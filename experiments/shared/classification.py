@@ -1,4 +1,4 @@
-"""What experiments that classify texts share: folds, vocabularies, models, training, prediction, measures.
+"""Studies that classify texts: folds, vocabularies, models, training, prediction, measures.
 
 Shapes: N texts, B batch, T tokens, V vocabulary, K classes.
 """
@@ -8,12 +8,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
+from experiments.shared.program import among, at_least
+from experiments.shared.results import Runs, of
+from experiments.shared.tables import cell
+from experiments.shared.training import copied
+from tricycle import kernels
 from tricycle.dataset import Buckets, pad
 from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
@@ -30,20 +36,13 @@ MOST = 10_000  # tokens that go through a model at once when nothing is learnt
 
 # -------------------------------------------------------------------- data
 class Problem(NamedTuple):
-    """Texts to classify.
+    """Texts to classify."""
 
-    Attributes:
-        tokens: of N texts.
-        labels: (N,) numbers of classes.
-        groups: (N,) numbers from 0 on; texts of one group are never parted.
-        least: tokens that come less often in training are unknown to the models.
-    """
-
-    tokens: list[list[str]]
-    labels: np.ndarray
+    tokens: list[list[str]]  # of N texts
+    labels: np.ndarray  # (N,) numbers of classes
     classes: tuple[str, ...]
-    groups: np.ndarray
-    least: int = 1
+    groups: np.ndarray  # (N,) numbers from 0 on; texts of one group are never parted
+    least: int = 1  # tokens that come less often in training are unknown to the models
 
     @property
     def longest(self) -> int:
@@ -233,7 +232,7 @@ def train(
             bar.set_postfix(accuracy=f"{epochs[-1][2]:.1%}")
             ranks = [(accuracy, -loss) for _, loss, accuracy in epochs]
             if ranks[-1] == max(ranks):
-                best, kept = len(epochs), {part: array.copy() for part, array in model.state_dict().items()}
+                best, kept = len(epochs), copied(model)
     model.load_state_dict(kept)
     return model, {"epochs": epochs, "best": best, "seconds": time.process_time() - started}
 
@@ -264,43 +263,84 @@ def hide(sequences: list[list[int]], places: Sequence[int]) -> list[list[int]]:
     return [[*s[:place], UNKNOWN, *s[place + 1 :]] for s, place in zip(sequences, places)]
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
 def judge(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     """The mean cross entropy in nats, and the share that is right."""
-    loss = -log_softmax(logits)[np.arange(len(labels)), labels].mean()
+    loss = -kernels.log_softmax(logits)[np.arange(len(labels)), labels].mean()
     return float(loss), float((logits.argmax(axis=-1) == labels).mean())
 
 
 # -------------------------------------------------------------------- cross validation
-Runs = list[dict[str, Any]]  # a record for each model and fold
+TOGETHER = "all together"
 
 
-def of(runs: Runs, model: str) -> Runs:
-    return [run for run in runs if run["model"] == model]
+@dataclass(frozen=True)
+class FoldSettings:
+    """What a run does."""
+
+    models: tuple[str, ...] = ("convolution", "recurrent", "Transformer")  # which models, by the names in the table
+    folds: int = 10  # how many parts the texts are dealt into
+    tested: int = 10  # how many of the parts to be tested on; for each, every model is trained anew
+    epochs: int = 0  # passes over the training texts; 0 for as many as each model's recipe says
+    seed: int = 0  # decides folds, first weights and orders
+    shown: int = 15
+    """texts on the page, of each class: so many that all models have right, as many where they differ, all wrong"""
+    quick: bool = False  # within three minutes: two parts to be tested on, few epochs
+    output: Path = Path("runs")  # where results.json, the pictures and looked_at.html are left
 
 
-def names_of(runs: Runs) -> list[str]:
-    """The models, in the order in which they come."""
-    return list(dict.fromkeys(run["model"] for run in runs))
+def check_folds(settings: Any, **lowest: int) -> None:
+    """Raise ValueError for settings with which nothing could be measured."""
+    at_least(settings, folds=3, tested=1, epochs=0, shown=1, seed=0, **lowest)
+    among(settings, models=MODELS)
+    if settings.tested > settings.folds:
+        raise ValueError(f"expected --tested to be at most {settings.folds}, the folds, got {settings.tested}")
+
+
+def cross_validate(
+    problem: Problem,
+    settings: Any,
+    recipes: dict[str, Recipe],
+    of_model: Callable[[Classifier, Parts, Predicted, tuple[int, int]], dict[str, Any]],
+    of_logits: Callable[[np.ndarray, Parts], dict[str, Any]],
+    others: Callable[[Parts], dict[str, np.ndarray]],
+) -> tuple[Runs, Outcome]:
+    """Train every model on every fold; return a record for each, and all predictions.
+
+    Args:
+        of_model, of_logits: return measures of a trained model, and of logits of the test texts.
+        others: returns logits of what needs no training, by name.
+    """
+    runs: Runs = []
+    folds: list[tuple[Parts, dict[str, Predicted]]] = []
+    for fold in range(settings.tested):
+        parts, key = split(problem, settings.folds, fold, settings.seed), (settings.seed, fold)
+        said: dict[str, Predicted] = {}
+        for name in settings.models:
+            recipe = replace(recipes[name], epochs=settings.epochs or recipes[name].epochs)
+            model, said[name], record = one_fold(problem, parts, name, recipe, key)
+            runs.append({**record, **of_model(model, parts, said[name], key)})
+        untrained = {TOGETHER: mean_logits(said)} if len(said) > 1 else {}
+        for name, logits in {**untrained, **others(parts)}.items():
+            runs.append({"model": name, "fold": fold, **of_logits(logits, parts)})
+        folds.append((parts, said))
+    return runs, together(problem, folds)
+
+
+def described(runs: Runs) -> list[str]:
+    """Return the cells of a model's parameters, seconds and validation accuracy, "" of what was not trained."""
+    if runs[0]["model"] not in MODELS:
+        return ["", "", ""]
+    parameters = f"{np.mean(of(runs, 'parameters')):,.0f}"
+    return [parameters, cell(of(runs, "seconds"), 0), cell(of(runs, "validation"), 1, 100)]
 
 
 class Outcome(NamedTuple):
-    """What models say of the tested texts, in the order of `where` (N,), indices in the problem.
-
-    Attributes:
-        known: of each text, which of its tokens the models know.
-        predicted: by model.
-        prior: (N, K) log shares of the classes in what the models had learnt from.
-    """
+    """What models say of the tested texts, in the order of `where` (N,), indices in the problem."""
 
     where: np.ndarray
-    known: list[np.ndarray]
-    predicted: dict[str, Predicted]
-    prior: np.ndarray
+    known: list[np.ndarray]  # of each text, which of its tokens the models know
+    predicted: dict[str, Predicted]  # by model
+    prior: np.ndarray  # (N, K) log shares of the classes in what the models had learnt from
 
 
 def one_fold(
@@ -351,7 +391,7 @@ def together(problem: Problem, folds: list[tuple[Parts, dict[str, Predicted]]]) 
 
 def mean_logits(predicted: dict[str, Predicted]) -> np.ndarray:
     """(N, K) the mean of what all models say in log probabilities."""
-    return np.mean([log_softmax(each.logits) for each in predicted.values()], axis=0)
+    return np.mean([kernels.log_softmax(each.logits) for each in predicted.values()], axis=0)
 
 
 def favourites(problem: Problem, outcome: Outcome, name: str, least: int) -> list[tuple[str, float, int]]:
@@ -366,18 +406,6 @@ def favourites(problem: Problem, outcome: Outcome, name: str, least: int) -> lis
                 shares.setdefault(token, []).append(float(weight))
     means = [(token, float(np.mean(values)), len(values)) for token, values in shares.items() if len(values) >= least]
     return sorted(means, key=lambda entry: (-entry[1], entry[0]))
-
-
-def check_models(settings: Any) -> None:
-    """
-    Raises:
-        ValueError: models that there are not, or more folds to be tested on than there are.
-    """
-    unknown = [name for name in settings.models if name not in MODELS]
-    if unknown or not settings.models:
-        raise ValueError(f"expected --models among {', '.join(MODELS)}, got {', '.join(unknown) or 'none'}")
-    if settings.tested > settings.folds:
-        raise ValueError(f"expected --tested to be at most {settings.folds}, the folds, got {settings.tested}")
 
 
 # -------------------------------------------------------------------- what needs no network

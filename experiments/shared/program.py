@@ -1,0 +1,76 @@
+"""The command line of a study: its flags, the limits of their values, and what is printed at its end."""
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+from tricycle_cli.flags import parse
+
+T = TypeVar("T")
+Outcome = tuple[dict[str, str], list[str]]  # tables by title, and the names of the files in the output folder
+
+
+def run_study(
+    kind: type[T],
+    study: Callable[[T], Outcome],
+    description: str | None,
+    quick: Mapping[str, Any] | None = None,
+    check: Callable[[T], None] = lambda settings: None,
+    default: T | None = None,
+) -> int:
+    """Parse the flags, run a study, and print its tables and the names of its files.
+
+    Args:
+        kind: the dataclass of the flags, with the folder `output`.
+        quick: the values of flags that --quick changes; flags on the command line override them.
+        check: raises ValueError for values with which nothing could be measured.
+        default: the values of flags that are not given; those of the dataclass by default.
+    """
+    start = kind(**(quick or {})) if "--quick" in sys.argv[1:] else default or kind()
+    settings: Any = parse(kind, start, description=description or "")
+    check(settings)
+    tables, files = study(settings)
+    print_tables(tables)
+    print(f"\n{settings.output}: {', '.join(files)}")
+    return 0
+
+
+def print_tables(tables: Mapping[str, str]) -> None:
+    for title, table in tables.items():
+        print(f"\n{title}\n\n{table}")
+
+
+# -------------------------------------------------------------------- limits
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def at_least(settings: Any, **lowest: int) -> None:
+    """Raise ValueError for the first number below its limit."""
+    for name, least in lowest.items():
+        if getattr(settings, name) < least:
+            raise ValueError(f"expected {flag(name)} to be at least {least}, got {getattr(settings, name)}")
+
+
+def between_0_and_1(settings: Any, *names: str) -> None:
+    """Raise ValueError for the first number, or tuple of numbers, that is not above 0 and below 1."""
+    for name in names:
+        value = getattr(settings, name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not numbers or not all(0 < number < 1 for number in numbers):
+            raise ValueError(f"expected {flag(name)} above 0 and below 1, got {words(numbers)}")
+
+
+def among(settings: Any, **known: Collection[str]) -> None:
+    """Raise ValueError for the first name, or tuple of names, that is unknown or empty."""
+    for name, names in known.items():
+        value = getattr(settings, name)
+        chosen = value if isinstance(value, tuple) else (value,)
+        unknown = [one for one in chosen if one not in names]
+        if unknown or not chosen:
+            comma = "; " if any("," in one for one in names) else ", "
+            raise ValueError(f"expected {flag(name)} among {comma.join([*names, 'got ' + words(unknown, comma)])}")
+
+
+def words(values: Sequence[Any], comma: str = " ") -> str:
+    return comma.join(map(str, values)) or "none"

@@ -1,0 +1,106 @@
+"""Results of studies as JSON files: written whole, resumed, and selected from."""
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Collection, Iterable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tricycle.system.files import atomic_write
+
+Runs = list[dict[str, Any]]
+ABOUT = ("settings", "date", "machine")  # what `save` adds to results
+
+
+def stated(settings: Any) -> dict[str, Any]:
+    """Return the values of a dataclass without paths, which belong to one machine."""
+    return {name: value for name, value in dataclasses.asdict(settings).items() if not isinstance(value, Path)}
+
+
+def about() -> dict[str, str]:
+    """Return the date and the machine of results."""
+    return {"date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+
+
+def save(path: Path, settings: Any, **results: Any) -> dict[str, Any]:
+    """Write results as JSON, whole or not at all, with settings, date and machine; return what was written."""
+    everything = {"settings": stated(settings), **about(), **results}
+    write_json(path, everything)
+    return everything
+
+
+def write_json(path: Path, content: Any) -> None:
+    with atomic_write(path, text=True) as file:
+        json.dump(content, file, ensure_ascii=False)
+        file.write("\n")
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def rounded(value: Any, digits: int = 5) -> Any:
+    """Return a value of JSON, or of NumPy's scalars, with significant digits enough for a reader."""
+    if isinstance(value, Mapping):
+        return {key: rounded(inner, digits) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [rounded(inner, digits) for inner in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, (float, np.floating)) else value
+
+
+# -------------------------------------------------------------------- resuming
+class Record(dict[str, Any]):
+    """The content of results.json, written after each step, so that an interrupted study resumes.
+
+    Args:
+        settings: with the folder `output`.
+        free: settings that may differ from those of the stored results.
+        empty: the content at first.
+
+    Raises:
+        ValueError: the folder holds results of other settings.
+    """
+
+    def __init__(self, settings: Any, free: Collection[str] = (), **empty: Any) -> None:
+        super().__init__(empty)
+        self.settings, self.path = settings, settings.output / "results.json"
+        if self.path.is_file():
+            self.update(read(self.path))
+            here = {name: value for name, value in stated(settings).items() if name not in free}
+            refuse_others(self.path, self["settings"], here)
+
+    def save(self) -> None:
+        self.update(save(self.path, self.settings, **{name: self[name] for name in self if name not in ABOUT}))
+
+
+def refuse_others(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise ValueError where stored settings differ from these."""
+    here = json.loads(json.dumps(here))
+    pairs = {name: (there.get(name), value) for name, value in here.items()}
+    other = [f"{name} {a!r} there and {b!r} here" for name, (a, b) in pairs.items() if a != b]
+    if other:
+        raise ValueError(f"{path} holds results of other settings: {'; '.join(other)}; name another --output")
+
+
+# -------------------------------------------------------------------- selecting
+def select(runs: Iterable[dict[str, Any]], **wanted: Any) -> Runs:
+    """Return the runs with these values."""
+    return [run for run in runs if wanted.items() <= run.items()]
+
+
+def distinct(runs: Iterable[Mapping[str, Any]], key: str = "model") -> list[Any]:
+    """Return the values of a key, each once, in the order in which they come."""
+    return list(dict.fromkeys(run[key] for run in runs))
+
+
+def of(runs: Iterable[Any], *keys: Any) -> list[Any]:
+    """Return the value at the end of a path of keys, for each run."""
+    values = list(runs)
+    for key in keys:
+        values = [inner[key] for inner in values]
+    return values

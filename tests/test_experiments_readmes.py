@@ -1,0 +1,136 @@
+"""Each README of experiments shows the tables of its results; a study without its data says where to put it."""
+
+import importlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from studies import ROOT, readme
+
+from experiments.learned_statistics.blocks import Rows
+from experiments.shared.results import read
+from tricycle_datasets.download import DownloadError
+
+FOLDERS = sorted(path.parent.name for path in (ROOT / "experiments").glob("*/README.md"))
+Results = dict[str, Any]
+
+
+def report_of(name: str) -> Any:
+    return importlib.import_module(f"experiments.{name}.report")
+
+
+def all_tables(*keys: str) -> Callable[[str, Results], Iterator[str]]:
+    """`tables` of a report, called with parts of results.json."""
+    return lambda name, results: report_of(name).tables(*(results[key] for key in keys)).values()
+
+
+def learned_statistics(name: str, results: Results) -> Iterator[str]:
+    yield from report_of(name).tables(results["rows"], results["attention"]).values()
+    yield report_of(name).won_back_table(read(ROOT / "experiments" / name / "results" / "equal_start.json")["rows"])
+
+
+def max_retrieval(name: str, results: Results) -> Iterator[str]:
+    falling = read(ROOT / "experiments" / name / "results" / "falling.json")
+    assert falling["settings"]["decay"] and not results["settings"]["decay"]
+    for found in (results, falling):
+        yield report_of(name).accuracy_table(found["sizes"], found["runs"])
+
+
+def dates(name: str, results: Results) -> Iterator[str]:
+    yield from report_of(name).tables(results["runs"]).values()
+    yield report_of(name).several_table(read(ROOT / "experiments" / name / "results" / "several.json")["runs"])
+
+
+TABLES: dict[str, Callable[[str, Results], Iterator[str]]] = {
+    "anomalies": all_tables("runs"),
+    "autoencoder": all_tables("runs", "settings"),
+    "comparison": lambda name, results: report_of(name).tables(results).values(),
+    "dates": dates,
+    "finetuning": lambda name, results: report_of(name).tables(results).values(),
+    "learned_statistics": learned_statistics,
+    "max_retrieval": max_retrieval,
+    "names": all_tables("runs", "classes", "confusion"),
+    "sentiment": all_tables("runs", "words"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables(name):
+    results = read(ROOT / "experiments" / name / "results" / "results.json")
+    assert not results["settings"].get("quick")
+    text, tables = readme(name), list(TABLES[name](name, results))
+    assert tables and all(table in text for table in tables)
+
+
+@pytest.mark.parametrize(("name", "n_tables"), [("ten_minutes", 4), ("translation", 4)])
+def test_tables_of_a_folder(name, n_tables):
+    folder, report = ROOT / "experiments" / name / "results", report_of(name)
+    tables = report.tables(folder) if name == "ten_minutes" else report.tables(report.load_runs(folder))
+    assert len(tables) == n_tables and all(table in readme(name) for table in tables.values())
+
+
+@pytest.mark.parametrize("name", ["names", "sentiment"])
+def test_recipes(name):
+    study = importlib.import_module(f"experiments.{name}.study")
+    recipes = json.loads(json.dumps({model: vars(recipe) for model, recipe in study.RECIPES.items()}))
+    assert read(ROOT / "experiments" / name / "results" / "results.json")["recipes"] == recipes
+
+
+def test_tables_of_scales_of_a_pretrained_model(tmp_path):
+    from experiments.learned_statistics import real_report
+    from experiments.learned_statistics.real_study import FREE, RealSettings
+
+    shutil.copy(ROOT / "experiments" / "learned_statistics" / "results" / "real" / "results.json", tmp_path)
+    settings = RealSettings(output=tmp_path)
+    tables = real_report.tables(real_report.Results(Rows(settings, FREE), settings))
+    assert all(table in readme("learned_statistics") for table in tables.values())
+
+
+def test_tables_of_smollm2():
+    from experiments.max_retrieval import real_report
+    from experiments.quiet_attention import pretrained_report
+
+    found = read(ROOT / "experiments" / "quiet_attention" / "results" / "smollm2.json")
+    tables = pretrained_report.tables(found, pretrained_report.grouped(found["variants"]))
+    del tables["Seconds"]
+    assert all(table in readme("quiet_attention") for table in tables.values())
+    found = read(ROOT / "experiments" / "max_retrieval" / "results" / "smollm2" / "results.json")
+    tables = real_report.tables(found)
+    del tables["The start of ln n"]
+    assert len(tables) == 5 and all(table in readme("max_retrieval") for table in tables.values())
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_result_is_shown_or_needed(name):
+    """A file of results is named by a page of the documentation, or is JSON, of which tables are made."""
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "experiments" / name / "README.md"]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    for path in (ROOT / "experiments" / name / "results").rglob("*.*"):
+        place = path.relative_to(ROOT / "experiments" / name).as_posix()
+        assert place in text or path.suffix == ".json", place
+
+
+@pytest.mark.parametrize(
+    ("dataset", "word", "file"),
+    [
+        ("names", "Arabic", "Arabic.txt"),
+        ("rt_polarity", "", "rt-polarity.neg"),
+        ("mnist", "train", "train-images-idx3"),
+    ],
+)
+def test_without_the_files(tmp_path, monkeypatch, dataset, word, file):
+    for name in ("TRICYCLE_DATA", "TRICYCLE_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    module = importlib.import_module(f"tricycle_datasets.{dataset}")
+    monkeypatch.setattr(module, "URL", "http://127.0.0.1:9/{name}")
+    load = lambda: getattr(module, dataset)(*word.split())
+    with pytest.raises(DownloadError, match=f"put the file at .*{file}"):
+        load()
+    by_hand = tmp_path / "TRICYCLE_DATA" / dataset.replace("_", "-") / file
+    if by_hand.suffix:
+        by_hand.parent.mkdir(parents=True)
+        by_hand.write_text("another file\n", encoding="utf-8")
+        with pytest.raises(ValueError, match=f"{file}: expected a file with SHA-256 "):
+            load()
