@@ -16,7 +16,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.turns import Pace
 from benchmarks.workers import PRODUCT_SIZE, SIDES, Worker, time_steps
 from tricycle.softmaxes import SOFTMAXES
-from tricycle_cli.limit import operations_a_token
+from tricycle_cli.speed import operations_a_token
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.workers import SIDES, batches
 from tricycle.configs import GPTConfig
 from tricycle.models import GPT
-from tricycle_cli.limit import operations_a_token
+from tricycle_cli.speed import operations_a_token
 
 
 def needs(*modules: str) -> pytest.MarkDecorator:

@@ -32,7 +32,7 @@ from tricycle.sampling import Sampling
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.chat import Conversation, turn
 from tricycle_cli.main import MODULE, main
-from tricycle_cli.models import default_sampling
+from tricycle_cli.models import DecodingFlags, default_sampling
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
@@ -221,7 +221,7 @@ def test_a_full_context_may_be_refused(small):
 @pytest.mark.parametrize("cache", ["float16", "bfloat16"])
 def test_keys_and_values_of_16_bits(small, cache):
     loaded = load(small)
-    one = Conversation(loaded, None, 20, default_sampling(loaded), cache=cache)
+    one = Conversation(loaded, None, 20, default_sampling(loaded), DecodingFlags(cache=cache))
     turn(one, "the quick brown fox")
     assert {held.keys.dtype.name for held in one.state.caches} == {cache}
     done = talk(small, "the quick brown fox\n", "--length", "20", "--cache", cache)

@@ -42,7 +42,7 @@ from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tokeniser import BPETokeniser
-from tricycle_cli.models import SamplingFlags
+from tricycle_cli.models import ModelFlags, SamplingFlags
 from tricycle_cli.serve import Arguments, api_key, is_loopback, n_remembered, name_of, sampling_of
 from tricycle_cli.serve import load as load_served
 from tricycle_serve.answers import merged
@@ -842,16 +842,19 @@ def test_names_and_memory(folder, alone, monkeypatch):
             assert running.served.engine._memory.n_tokens() <= most
 
 
-@pytest.mark.parametrize("settings", [{"cache": "float16"}, {"weights": "int8"}, {"softmax": "softmax1"}])
-def test_settings_of_the_model(folder, settings):
-    with serving(folder, **settings) as running:
+@pytest.mark.parametrize(
+    ("cache", "flags"),
+    [("float16", ModelFlags()), ("auto", ModelFlags(weights="int8")), ("auto", ModelFlags(softmax="softmax1"))],
+)
+def test_settings_of_the_model(folder, cache, flags):
+    with serving(folder, cache=cache, model=flags) as running:
         status, answer, _ = running.ask("/v1/chat/completions", {"messages": HELLO, "max_tokens": 5})
         assert status == 200 and 0 < answer["usage"]["completion_tokens"] <= 5
         model = running.served.engine.model
-        assert model.config.softmax == settings.get("softmax", "softmax")
+        assert model.config.softmax == (flags.softmax or "softmax")
         (state,) = running.served.engine._memory.states
-        kind = "float16" if "cache" in settings else "float32"
-        assert {cache.keys.dtype.name for cache in state.caches} == {kind}
+        kind = "float32" if cache == "auto" else cache
+        assert {held.keys.dtype.name for held in state.caches} == {kind}
 
 
 def test_a_window_and_a_shift_cannot_go_back_and_need_not(tmp_path):

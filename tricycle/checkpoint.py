@@ -32,20 +32,8 @@ from tricycle.tokeniser import Tokeniser
 FORMAT = 1
 A_CHECKPOINT = "a whole checkpoint of Tricycle"
 # The types of numbers, as NumPy and as the format call them.
-KINDS = {
-    "<f8": "F64",
-    "<f4": "F32",
-    "<f2": "F16",
-    "<i8": "I64",
-    "<i4": "I32",
-    "<i2": "I16",
-    "|i1": "I8",
-    "<u8": "U64",
-    "<u4": "U32",
-    "<u2": "U16",
-    "|u1": "U8",
-    "|b1": "BOOL",
-}
+DTYPES = "<f8 <f4 <f2 <i8 <i4 <i2 |i1 <u8 <u4 <u2 |u1 |b1".split()
+KINDS = dict(zip(DTYPES, "F64 F32 F16 I64 I32 I16 I8 U64 U32 U16 U8 BOOL".split()))
 PathLike = str | os.PathLike[str]
 
 
@@ -98,11 +86,7 @@ def save_checkpoint(
 
 
 def _write(path: PathLike, tensors: dict[str, np.ndarray], about: str) -> None:
-    """Write the file, one tensor after another: there need be no second copy of them in memory.
-
-    Raises:
-        ValueError: a tensor of a kind that no checkpoint holds.
-    """
+    """Write one tensor after another, without a second copy in memory; ValueError for odd kinds of tensors."""
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned
     layout = {}
     for name in names:
@@ -118,11 +102,7 @@ def _write(path: PathLike, tensors: dict[str, np.ndarray], about: str) -> None:
 
 
 def _read(path: Path, places: dict[str, Place], start: int) -> dict[str, np.ndarray]:
-    """The tensors of a file, which holds nothing else.
-
-    Raises:
-        ValueError: it does; or they are of kinds that no checkpoint holds, or cut off.
-    """
+    """Read the tensors of a file; raise ValueError for other content, for odd kinds and for values that are cut off."""
     size = path.stat().st_size - start
     n_bytes = sum(place.n_bytes for place in places.values())
     if n_bytes != size:
@@ -156,10 +136,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def _check_finite(wanted: str, name: str, array: np.ndarray) -> None:
-    """
-    Raises:
-        NotFiniteError: begins with what was wanted.
-    """
+    """Raise NotFiniteError, which begins with what was wanted, where an array has NaN or infinity."""
     if not np.isfinite(array).all():
         raise NotFiniteError(f"{wanted}, {name} has NaN or infinity")
 

@@ -156,15 +156,8 @@ class BPETokeniser(ByteLevelBPE):
         """A text begins where another one ends."""
         return self.end_of_text
 
-    @property
-    def new_text(self) -> int:
-        """As `start_of_text`."""
-        return self.end_of_text
-
-    @property
-    def chat_template(self) -> None:
-        """There is none."""
-        return None
+    new_text = start_of_text
+    chat_template: None = None
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one id; a special token gives its name."""
@@ -239,11 +232,9 @@ class BPETokeniser(ByteLevelBPE):
         flat = np.asarray(ids).ravel()
         if flat.size == 0:
             return b""
-        if flat.dtype.kind not in "iu":
-            raise _unexpected("integer ids", flat[:4].tolist())
+        _expect(flat.dtype.kind in "iu", "integer ids", flat[:4])
         wrong = flat[(flat < 0) | (flat >= self.n_vocab)]
-        if wrong.size:
-            raise _unexpected(f"ids from 0 to {self.n_vocab - 1}", wrong[:1].tolist())
+        _expect(not wrong.size, f"ids from 0 to {self.n_vocab - 1}", wrong[:1])
         return super().decode_bytes(flat)
 
     def stream(self, seen: ArrayLike = ()) -> StreamDecoder:
@@ -422,11 +413,8 @@ def _characters(kind: str) -> str:
 
 def _expect(ok: bool, what: str, got: object) -> None:
     if not ok:
-        raise _unexpected(what, got)
-
-
-def _unexpected(what: str, got: object) -> ValueError:
-    return ValueError(f"BPETokeniser: expected {what}, got {reprlib.repr(got)}")
+        got = got.tolist() if isinstance(got, np.ndarray) else got
+        raise ValueError(f"BPETokeniser: expected {what}, got {reprlib.repr(got)}")
 
 
 def _runs(text: str | bytes) -> list[str]:

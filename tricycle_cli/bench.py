@@ -53,15 +53,10 @@ class Arguments:
 
 
 class Run(NamedTuple):
-    """One training.
+    """One training."""
 
-    Attributes:
-        losses: held-out losses along the way, in nats a token.
-        seconds: a step, the median.
-    """
-
-    losses: list[float]
-    seconds: float
+    losses: list[float]  # held-out losses along the way, in nats a token
+    seconds: float  # a step, the median
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -125,11 +120,7 @@ def own_softmax(path: Path) -> Iterator[str]:
 
 
 def check(path: Path, softmax: Any) -> None:
-    """Refuse a softmax whose gradient is wrong, or that lets hidden keys be seen.
-
-    Raises:
-        ValueError: says what is wrong.
-    """
+    """Raise ValueError for a softmax whose gradient is wrong, or that lets hidden keys be seen."""
     title = f"{path}: {type(softmax).__name__}"
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((3, 5))
@@ -146,11 +137,7 @@ def check(path: Path, softmax: Any) -> None:
 
 
 def corpus() -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of this Python's own source code to learn from, and of other files of it to be tested on.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return tokens of Python's standard library to learn from, and of other files of it to be tested on."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [path.read_bytes() for path in files]
     held_out = b"".join(texts[::10])[: N_BYTES // 10]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,8 @@ from tricycle.sampling import Sampling
 from tricycle.system.files import atomic_write
 from tricycle_cli.flags import parse
 from tricycle_cli.generate import text_of
-from tricycle_cli.models import (
-    Cache,
-    Device,
-    Overflow,
-    SamplingFlags,
-    Softmax,
-    Weights,
-    cache_dtype,
-    load_model,
-    new_decoding,
-    stop_tokens,
-)
+from tricycle_cli.models import DecodingFlags, ModelFlags, SamplingFlags, load_model, new_decoding, stop_tokens
+from tricycle_cli.signals import Signals
 
 HELP = """/reset        forget the conversation
 /save FILE    write it down: as JSON where the name ends in .json, else as text
@@ -58,24 +47,8 @@ class Arguments:
     length: int = 1024
     """the most tokens of an answer"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
-    overflow: Overflow = "reread"
-    """when the conversation no longer fits into the context window: "reread" forgets its oldest messages and reads the
-    others anew, "refuse" says so and leaves it to you"""
-    cache: Cache = "auto"
-    """what keys and values of the conversation are kept in: "float16" and "bfloat16" take half the memory, "auto"
-    leaves them as they are computed (float32 on a CPU)"""
-    draft_tokens: int = 0
-    """the most draft tokens of prompt-lookup decoding at a time: the same text, sooner where it repeats itself, as in
-    edited code at temperature 0"""
-    softmax: Softmax | None = None
-    """let attention normalize scores in another way than in training"""
-    adapter: Path | None = None
-    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
-    weights: Weights = "float32"
-    """how many bits a weight has: fewer take less room, and a token less time; "stored" leaves those of 16 bits and of
-    blocks of 8 (Q8_0) as the files have them"""
-    device: Device = "auto"
-    """where to compute; "auto" takes a GPU if there is one"""
+    decoding: DecodingFlags = field(default_factory=DecodingFlags)
+    model: ModelFlags = field(default_factory=ModelFlags)
 
 
 class Conversation:
@@ -85,9 +58,7 @@ class Conversation:
         system: what the model is told first.
         n_tokens: the most tokens of an answer.
         sampling: how answers are drawn.
-        n_draft_tokens: as of `generate_prompt_lookup`.
-        overflow: "reread" forgets the oldest messages where they no longer fit, "refuse" the latest.
-        cache: the dtype of keys and values.
+        decoding: its overflow "reread" forgets the oldest messages where they no longer fit, "refuse" the latest.
 
     Raises:
         ValueError: a model without a chat template, or one whose template refuses the first message.
@@ -99,10 +70,7 @@ class Conversation:
         system: str | None,
         n_tokens: int,
         sampling: Sampling,
-        *,
-        n_draft_tokens: int = 0,
-        overflow: str = "reread",
-        cache: str | None = None,
+        decoding: DecodingFlags | None = None,
     ) -> None:
         if not loaded.tokeniser.chat_template:
             raise ValueError(
@@ -112,8 +80,7 @@ class Conversation:
         if n_tokens < 1:
             raise ValueError(f"expected --length to be 1 or more, got {n_tokens}")
         self.model, self.tokeniser = loaded.model, loaded.tokeniser
-        self.n_tokens, self.n_draft_tokens = n_tokens, n_draft_tokens
-        self.forgets, self.cache = overflow == "reread", cache
+        self.n_tokens, self.decoding = n_tokens, decoding or DecodingFlags()
         self.stops = stop_tokens(loaded)
         self.beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
@@ -127,7 +94,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget what was said."""
         self.messages: list[Message] = [*self.beginning]
-        self.state, self._generate = new_decoding(self.model, self.cache, self.n_draft_tokens)
+        self.state, self._generate = new_decoding(self.model, self.decoding)
 
     def ask(self, said: str) -> tuple[Iterator[str], int]:
         """Take a message; returns the answer as it comes, and how many messages had to be forgotten for it.
@@ -149,7 +116,7 @@ class Conversation:
                 raise ValueError(
                     f"the message is too long: expected at most {most} tokens with all around it, got {len(ids)}"
                 )
-            if not self.forgets:
+            if self.decoding.overflow == "refuse":
                 raise ValueError(
                     f"the context of {window:,} tokens is full and nothing is to be forgotten: /reset begins anew"
                 )
@@ -172,38 +139,14 @@ class Conversation:
             answer["content"] += part
             yield part
 
-    def save(self, path: Path) -> None:
-        """Write the conversation down.
-
-        Raises:
-            OSError: that cannot be.
-        """
-        if path.exists() and not path.is_file():  # to replace a device, or a link to one, would break it for everybody
-            raise OSError(f"expected a file, or the name of a new one, got {path}")
-        with atomic_write(path, text=True) as file:
-            if path.suffix == ".json":
-                json.dump(self.messages, file, indent=2, ensure_ascii=False)
-            else:
-                file.write("".join(f"{message['role']}: {message['content']}\n\n" for message in self.messages))
-
 
 def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
-    loaded = load_model(
-        arguments.source, None, arguments.softmax, arguments.device, arguments.weights, arguments.adapter
-    )
+    loaded = load_model(arguments.source, **vars(arguments.model))
     sampling = arguments.sampling.of(loaded, SAMPLING)
-    conversation = Conversation(
-        loaded,
-        arguments.system,
-        arguments.length,
-        sampling,
-        n_draft_tokens=arguments.draft_tokens,
-        overflow=arguments.overflow,
-        cache=cache_dtype(arguments.cache),
-    )
+    conversation = Conversation(loaded, arguments.system, arguments.length, sampling, arguments.decoding)
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         print(f"{arguments.source}: {loaded.model.n_parameters:,} parameters. /help lists what else can be said.")
@@ -235,26 +178,36 @@ def turn(conversation: Conversation, said: str) -> None:
         conversation.reset()
         print("(forgotten)")
     elif word == "/save":
-        save(conversation, rest.strip())
+        save(conversation.messages, rest.strip())
     elif word.startswith("/") and not word.startswith("//"):
         print(f"(there is no {word}: /help lists what there is; a message that begins with a slash has two)")
     elif said.strip():
         answer(conversation, said[1:] if said.startswith("//") else said)
 
 
-def save(conversation: Conversation, name: str) -> None:
+def save(messages: list[Message], name: str) -> None:
+    """Write a conversation to a file, and print whether that could be done."""
     if not name:
         print("(expected the name of a file: /save FILE)")
         return
     try:
-        conversation.save(Path(name).expanduser())
+        path = Path(name).expanduser()
+        if path.exists() and not path.is_file():  # to replace a device, or a link to one, would break it for everybody
+            raise OSError(f"expected a file, or the name of a new one, got {path}")
+        with atomic_write(path, text=True) as file:
+            if path.suffix == ".json":
+                json.dump(messages, file, indent=2, ensure_ascii=False)
+            else:
+                file.write("".join(f"{message['role']}: {message['content']}\n\n" for message in messages))
         print(f"(saved: {name})")
     except OSError as error:
         print(f"(not saved: {error})")
 
 
 def answer(conversation: Conversation, said: str) -> None:
-    """Print the answer as it comes. Ctrl-C ends it after the token at work, a second one at once."""
+    """Print the answer as it comes. Ctrl-C ends it after the token at work, when all blocks have read the same; a
+    second one at once.
+    """
     try:
         parts, n_forgotten = conversation.ask(said)
     except ValueError as error:
@@ -265,7 +218,7 @@ def answer(conversation: Conversation, said: str) -> None:
         print(
             f"(the oldest {n_forgotten} messages no longer fit into the context of {window:,} tokens and are forgotten)"
         )
-    with interrupts() as interrupted:
+    with Signals(("SIGINT",), says_so=False) as interrupted, interrupted.finishing():
         try:
             for part in parts:
                 print(part, end="", flush=True)
@@ -274,20 +227,3 @@ def answer(conversation: Conversation, said: str) -> None:
         except KeyboardInterrupt:
             conversation.state.reset()
         print(" (interrupted)" if interrupted() else "", flush=True)
-
-
-@contextlib.contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
-    """A function that says whether Ctrl-C came. The first does nothing else, so that all blocks have read the same."""
-    came: list[int] = []
-
-    def remember(number: int, frame: Any) -> None:
-        came.append(number)
-        if len(came) > 1:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, remember)
-    try:
-        yield lambda: bool(came)
-    finally:
-        signal.signal(signal.SIGINT, before)

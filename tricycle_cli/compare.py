@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -18,8 +17,9 @@ from tricycle.system.safetensors_file import read_places
 from tricycle_cli.run import read_metrics
 from tricycle_lab.look.page import page
 from tricycle_lab.look.runs import RunRead, comparison, digest
-from tricycle_lab.look.server import NoSuchQuestion
+from tricycle_lab.look.server import Picture
 
+T = TypeVar("T")
 MOST_RUNS = 30
 MOST_SAMPLES = 2**24  # bytes of samples.txt
 MOST_TOKENISER = 2**28
@@ -65,12 +65,10 @@ def are_runs(words: Sequence[str]) -> bool:
 
 def is_run(folder: Path) -> bool:
     """Whether a training left this folder."""
-    with contextlib.suppress(OSError, ValueError):
-        return (folder / "config.json").is_file() and (folder / "data.json").is_file()
-    return False
+    return if_readable(lambda: (folder / "config.json").is_file() and (folder / "data.json").is_file(), False)
 
 
-class Runs:
+class Runs(Picture):
     """Serves the page; it is made anew, from the folders as they are, whenever somebody loads it."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -80,21 +78,10 @@ class Runs:
         self.page()  # so that what cannot be read is an error of the command
 
     def page(self) -> str:
-        """What a browser gets.
-
-        Raises:
-            ValueError: a folder whose config cannot be read.
-        """
+        """Return what a browser gets; raise ValueError for a folder whose config cannot be read."""
         names = names_of(self.folders)
         read = [read_run(folder, name) for folder, name in zip(self.folders, names)]
         return page("runs", f"{len(read)} runs", comparison(read))
-
-    def prepare(self) -> None:
-        """It is made when it is asked for."""
-
-    def answer(self, question: str, fields: Any) -> Any:
-        """There is none."""
-        raise NoSuchQuestion(question)
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -108,15 +95,9 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> RunRead:
-    """What a folder tells, whatever state it is in.
-
-    Raises:
-        ValueError: its config cannot be read.
-    """
+    """Return what a folder tells, whatever state it is in; raise ValueError if its config cannot be read."""
     config = GPTConfig.from_dict(read_json_object(folder / "config.json"))
-    data: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        data = read_json_object(folder / "data.json")
+    data: dict[str, Any] = if_readable(lambda: read_json_object(folder / "data.json"), {})
     is_tuning = "arguments" in data  # whose rows are of any length
     metrics = read_metrics(folder / "metrics.jsonl")
     return RunRead(
@@ -124,11 +105,11 @@ def read_run(folder: Path, name: str) -> RunRead:
         fields_of(config, data),
         metrics,
         n_damaged=n_lines(folder / "metrics.jsonl") - len(metrics),
-        n_weights=n_weights(folder / "last.safetensors"),
-        tokeniser=digest_of(folder / "tokeniser.json"),
+        n_weights=if_readable(lambda: n_weights(folder / "last.safetensors"), 0),
+        tokeniser=if_readable(lambda: digest(read_file(folder / "tokeniser.json", MOST_TOKENISER)), ""),
         text=str(data.get("corpus", "")),
         tokens=0 if is_tuning else config.batch_size * config.context_window * config.accumulation_steps,
-        samples=samples_of(folder / "samples.txt"),
+        samples=if_readable(lambda: samples_of(folder / "samples.txt"), []),
     )
 
 
@@ -146,27 +127,22 @@ def n_lines(path: Path) -> int:
     return sum(bool(line.strip()) for line in read_file(path).splitlines())
 
 
+def if_readable(read: Callable[[], T], otherwise: T) -> T:
+    """Return what a function reads, or something else where a file is missing or damaged."""
+    try:
+        return read()
+    except (OSError, ValueError):
+        return otherwise
+
+
 def n_weights(checkpoint: Path) -> int:
-    """Of a checkpoint, by its header; 0 where there is none."""
-    try:
-        places = read_places(checkpoint)[0]
-    except (OSError, ValueError):
-        return 0
+    """Of a checkpoint, by its header."""
+    places = read_places(checkpoint)[0]
     return sum(math.prod(place.shape) for name, place in places.items() if name.startswith("model."))
-
-
-def digest_of(path: Path) -> str:
-    try:
-        return digest(read_file(path, MOST_TOKENISER))
-    except (OSError, ValueError):
-        return ""
 
 
 def samples_of(path: Path) -> list[tuple[str, str]]:
     """Title and text of each sample."""
-    try:
-        text = read_file(path, MOST_SAMPLES).decode("utf-8", "replace")
-    except (OSError, ValueError):
-        return []
+    text = read_file(path, MOST_SAMPLES).decode("utf-8", "replace")
     parts = ("\n" + text).split("\n--- ")[1:]
     return [(title, body.strip("\n")) for title, _, body in (part.partition("\n") for part in parts)]

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from tricycle.evaluation import HeldOut, evaluate
 from tricycle.system.files import read_file
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
-from tricycle_cli.models import Device, Softmax, Weights, load_model
+from tricycle_cli.models import ModelFlags, load_model
 
 MOST_LOGITS = 2**26  # numbers at once, for the size of a batch
 LONGEST_WINDOW = 1024  # unless a longer one is asked for
@@ -37,19 +37,11 @@ class Arguments:
     half of the window"""
     batch_size: int = 0
     """windows at once; 0 for as many as fit into a few hundred megabytes"""
-    softmax: Softmax | None = None
-    """let attention normalize scores in another way than in training"""
     tokeniser: Path | None = None
     """a tokeniser file, for a model that carries none"""
     json: bool = False
     """print the numbers as JSON, with all their digits"""
-    adapter: Path | None = None
-    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
-    weights: Weights = "float32"
-    """how many bits a weight has: fewer take less room, and a token less time; "stored" leaves those of 16 bits and of
-    blocks of 8 (Q8_0) as the files have them"""
-    device: Device = "auto"
-    """where to compute; "auto" takes a GPU if there is one"""
+    model: ModelFlags = field(default_factory=ModelFlags)
 
 
 @dataclass(frozen=True)
@@ -74,10 +66,11 @@ def main(args: Sequence[str] | None = None) -> None:
     if not arguments.files:
         raise ValueError("expected at least one file, got none")
     texts = {str(path): read_file(path) for path in arguments.files}
-    loaded = load_model(
-        arguments.source, arguments.tokeniser, arguments.softmax, arguments.device, arguments.weights, arguments.adapter
-    )
-    window = _window(arguments.window, loaded.model.config.context_window)
+    loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
+    longest = loaded.model.config.context_window
+    if not 0 <= arguments.window <= longest:
+        raise ValueError(f"expected --window from 1 to {longest}, the model's context window, got {arguments.window}")
+    window = arguments.window or min(longest, LONGEST_WINDOW)
     batch_size = arguments.batch_size or max(1, MOST_LOGITS // (window * loaded.model.config.vocab_size))
     stride = arguments.stride or max(1, window // 2)
     scores = []
@@ -89,17 +82,11 @@ def main(args: Sequence[str] | None = None) -> None:
             print(f"{name}: {_said(scores[-1])}", flush=True)
     total = _total(scores)
     if arguments.json:
-        settings = {"model": arguments.source, "window": window, "stride": stride, "softmax": arguments.softmax}
+        settings = {"model": arguments.source, "window": window, "stride": stride, "softmax": arguments.model.softmax}
         json.dump({**settings, "files": [vars(score) for score in scores], "total": vars(total)}, sys.stdout, indent=2)
         print()
     else:
         print(f"{total.file}: {_said(total)} (windows of {window:,} tokens, {stride:,} apart)")
-
-
-def _window(stated: int, longest: int) -> int:
-    if not 0 <= stated <= longest:
-        raise ValueError(f"expected --window from 1 to {longest}, the model's context window, got {stated}")
-    return stated or min(longest, LONGEST_WINDOW)
 
 
 def prepared(tokeniser: Tokeniser, text: bytes, name: str = "evaluate") -> HeldOut:

@@ -10,7 +10,7 @@ from tricycle.configs import GPTConfig
 from tricycle.models import GPT
 from tricycle.system.files import atomic_write
 from tricycle_lab.plot import require_matplotlib
-from tricycle_lab.range_test import RangeTest, plot_range_test, range_test
+from tricycle_lab.range_test import STEPS, RangeTest, plot_range_test, range_test
 
 PICTURE, TABLE = "learning_rate.png", "learning_rate.csv"
 
@@ -25,8 +25,6 @@ def find_rate(
         shown: with a progress bar.
     """
     from tqdm import tqdm
-
-    from tricycle_lab.range_test import STEPS
 
     require_matplotlib("--find-learning-rate")
     folder.mkdir(parents=True, exist_ok=True)

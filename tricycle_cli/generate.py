@@ -13,18 +13,7 @@ import tyro
 
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
-from tricycle_cli.models import (
-    Cache,
-    Device,
-    Overflow,
-    SamplingFlags,
-    Softmax,
-    Weights,
-    cache_dtype,
-    load_model,
-    new_decoding,
-    stop_tokens,
-)
+from tricycle_cli.models import DecodingFlags, ModelFlags, SamplingFlags, load_model, new_decoding, stop_tokens
 
 
 @dataclass(frozen=True)
@@ -39,58 +28,35 @@ class Arguments:
     length: int = 400
     """the most tokens to draw"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
-    draft_tokens: int = 0
-    """the most draft tokens of prompt-lookup decoding at a time: the same text, sooner where it repeats itself, as in
-    edited code at temperature 0"""
-    overflow: Overflow = "reread"
-    """when the context window is full: "reread" reads its later half anew and goes on from there, "refuse" ends with
-    an error"""
-    cache: Cache = "auto"
-    """what keys and values of the text so far are kept in: "float16" and "bfloat16" take half the memory, "auto" leaves
-    them as they are computed (float32 on a CPU)"""
+    decoding: DecodingFlags = field(default_factory=DecodingFlags)
     stop: bool = True
     """end at the end-of-text token"""
     tokeniser: Path | None = None
     """a tokeniser file, for a model that carries none"""
-    softmax: Softmax | None = None
-    """let attention normalize scores in another way than in training"""
-    adapter: Path | None = None
-    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
-    weights: Weights = "float32"
-    """how many bits a weight has: fewer take less room, and a token less time; "stored" leaves those of 16 bits and of
-    blocks of 8 (Q8_0) as the files have them"""
-    device: Device = "auto"
-    """where to compute; "auto" takes a GPU if there is one"""
+    model: ModelFlags = field(default_factory=ModelFlags)
 
 
 def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
-    loaded = load_model(
-        arguments.source, arguments.tokeniser, arguments.softmax, arguments.device, arguments.weights, arguments.adapter
-    )
+    loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
     tokeniser = loaded.tokeniser
     sampling = arguments.sampling.of(loaded)
     if not arguments.stop:
         sampling = replace(sampling, stop_tokens=())
     ids = prompt_ids(tokeniser, arguments.prompt)
-    state, generate = new_decoding(loaded.model, cache_dtype(arguments.cache), arguments.draft_tokens)
-    tokens = generate(loaded.model, ids, arguments.length, sampling, state=state, overflow=arguments.overflow)
-    stops = stop_tokens(loaded)
-    write(arguments.prompt or "", text_of(tokens, tokeniser, stops, ids))
+    state, generate = new_decoding(loaded.model, arguments.decoding)
+    tokens = generate(loaded.model, ids, arguments.length, sampling, state=state, overflow=arguments.decoding.overflow)
+    write(arguments.prompt or "", text_of(tokens, tokeniser, stop_tokens(loaded), ids))
 
 
 def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:
-    """What the model reads first.
-
-    Raises:
-        ValueError: a prompt of no character.
-    """
-    if prompt is not None:
-        ids = [int(token) for token in tokeniser.encode(prompt)]
-        if prompt == "" or not ids:
-            raise ValueError("expected a prompt of at least one character; leave it out to start a new text")
-        return ids
-    return [tokeniser.new_text]
+    """Return what the model reads first; raise ValueError for a prompt of no character."""
+    if prompt is None:
+        return [tokeniser.new_text]
+    ids = [int(token) for token in tokeniser.encode(prompt)]
+    if prompt == "" or not ids:
+        raise ValueError("expected a prompt of at least one character; leave it out to start a new text")
+    return ids
 
 
 def text_of(tokens: Iterator[int], tokeniser: Tokeniser, unseen: Sequence[int], seen: Sequence[int]) -> Iterator[str]:

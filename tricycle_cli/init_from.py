@@ -40,10 +40,7 @@ def default_config(model: GPT) -> GPTConfig:
 
 
 def check_shape(model: GPT, config: GPTConfig) -> None:
-    """
-    Raises:
-        ValueError: a field contradicts the model's shape; names the flag.
-    """
+    """Raise ValueError, which names the flag, where a field contradicts the model's shape."""
     own = model.config
     for name in ModelConfig.__dataclass_fields__:
         wanted, stated = getattr(own, name), getattr(config, name)
@@ -58,11 +55,7 @@ def check_shape(model: GPT, config: GPTConfig) -> None:
 
 
 def started_from(model: GPT, config: GPTConfig) -> GPT:
-    """A model of this config with the weights of another, of the same shape.
-
-    Raises:
-        ValueError: it has another one.
-    """
+    """Return a model of this config with the weights of another; raise ValueError unless it has the same shape."""
     check_shape(model, config)
     own = model.config
     started = GPT(replace(config, softmax=own.softmax, softmax_blocks=own.softmax_blocks), draw_weights=False)

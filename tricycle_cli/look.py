@@ -10,8 +10,8 @@ import shlex
 import sys
 import threading
 import webbrowser
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.sequences.translators import saved_translators
 from tricycle_cli import compare
 from tricycle_cli.flags import parse
-from tricycle_cli.models import Device, Softmax, Weights, load_file, load_model
+from tricycle_cli.models import ModelFlags, load_file, load_model
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.look.page import page, whole, write_page
 from tricycle_lab.look.server import Desk, LookServer, Picture
@@ -52,26 +52,25 @@ class Arguments:
     """where to serve the page on this machine; 0 for any port that is free"""
     browser: bool = True
     """open the page"""
-    softmax: Softmax | None = None
-    """let attention normalize scores in another way than in training"""
     tokeniser: Path | None = None
     """a tokeniser file, for a model that carries none"""
-    adapter: Path | None = None
-    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
-    weights: Weights = "float32"
-    """how many bits a weight has: fewer take less room"""
-    device: Device = "auto"
-    """where to compute; "auto" takes a GPU if there is one"""
+    model: ModelFlags = field(default_factory=ModelFlags)
 
 
 def main(args: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if args is None else args
     if compare.are_runs(words):
-        compare_runs(parse(compare.Arguments, args=words, description=__doc__ or ""))
+        asked = parse(compare.Arguments, args=words, description=__doc__ or "")
+        runs = compare.Runs(asked.folders)
+        present(runs, runs.page, asked.out, asked.port, asked.browser)
         return
     arguments = parse(Arguments, args=words, description=__doc__ or "")
     if arguments.graph:
-        show_graph(arguments)
+        from tricycle_lab.look.functions import graph_named
+
+        graph = graph_named(arguments.source or "neuron", arguments.text or "")
+        content = page("graph", f"Gradients of {graph['title']}", graph)
+        present(Picture(content), lambda: content, arguments.out, arguments.port, arguments.browser)
         return
     if not arguments.source:
         raise ValueError("expected a model to look into, or --graph")
@@ -90,26 +89,18 @@ def show(subjects: Sequence[Subject], text: str, out: Path | None = None, port: 
     """
     for subject in subjects:  # so that a text that cannot be read is an error of the command
         subject.ids_of(text)
-    if out is not None:
-        write_file(subjects, text, out)
-    else:
-        serve(Desk(subjects, text), port, browser)
+    present(Desk(subjects, text), lambda: whole_page(subjects, text), out, port, browser)
 
 
 def subject_of(arguments: Arguments, source: str, beside: bool = False) -> Subject:
-    """A model by what names it, as pages want it.
-
-    Raises:
-        FileNotFoundError, ValueError: one line about what is wrong.
-    """
+    """Load a model by path or name for the pages."""
     translators = saved_translators(source)
     if translators:
         return translator_of(translators, source, arguments)
-    loaded: Any = load_file(source, arguments.weights)
+    loaded: Any = load_file(source, arguments.model.weights)
     if isinstance(loaded.model, GPT):
-        tokeniser, adapter = (None, None) if beside else (arguments.tokeniser, arguments.adapter)
-        settings = tokeniser, arguments.softmax, arguments.device, arguments.weights, adapter
-        loaded = load_model(source, *settings, loaded=loaded)
+        flags = replace(arguments.model, adapter=None) if beside else arguments.model
+        load_model(source, None if beside else arguments.tokeniser, loaded=loaded, **vars(flags))
     elif not isinstance(loaded.model, TextEncoder):
         raise ValueError(f"{source}: expected a model of text, got a {type(loaded.model).__name__}")
     if loaded.tokeniser is None:
@@ -118,56 +109,29 @@ def subject_of(arguments: Arguments, source: str, beside: bool = False) -> Subje
 
 
 def translator_of(paths: Sequence[Path], source: str, arguments: Arguments) -> Subject:
-    """The encoder-decoder in a folder, or in a file.
-
-    Raises:
-        ValueError: there are several, or what is asked for is for other models.
-    """
+    """Return the encoder-decoder in a file; raise ValueError where there are several, or flags for other models."""
     if len(paths) > 1:
         raise ValueError(f"{source}: expected one encoder-decoder, name one of {', '.join(map(str, paths))}")
-    plain = Arguments()
+    plain, given = (vars(x.model) | vars(x) for x in (Arguments(), arguments))
     for name in ("softmax", "tokeniser", "adapter", "weights"):
-        if getattr(arguments, name) != getattr(plain, name):
+        if given[name] != plain[name]:
             raise ValueError(f"--{name}: expected a decoder, {paths[0]} holds an encoder-decoder")
     return saved_translator(paths[0])
 
 
-def write_file(subjects: Sequence[Subject], text: str, path: Path) -> None:
-    """One file with all that there is to see."""
+def whole_page(subjects: Sequence[Subject], text: str) -> str:
+    """Return a page that needs no server, with all that there is to see."""
     sides = [whole(subject, subject.read(subject.ids_of(text), Changes())) for subject in subjects]
     data = {"served": False, "text": text, "sides": sides, "command": f"tricycle look {shlex.quote(subjects[0].title)}"}
-    keep(page("look", " and ".join(subject.title for subject in subjects), data), path)
+    return page("look", " and ".join(subject.title for subject in subjects), data)
 
 
-def keep(content: str, path: Path) -> None:
-    """Write a page, and say so."""
-    write_page(path, content)
-    print(f"{path}: {len(content.encode('utf-8')) / 1e6:.2f} MB, for any browser")
-
-
-def compare_runs(arguments: compare.Arguments) -> None:
-    """The page about several runs."""
-    runs = compare.Runs(arguments.folders)
-    if arguments.out is not None:
-        keep(runs.page(), arguments.out)
-    else:
-        serve(runs, arguments.port, arguments.browser)
-
-
-def show_graph(arguments: Arguments) -> None:
-    """The page about the gradients of a function."""
-    from tricycle_lab.look.functions import graph_named
-
-    graph = graph_named(arguments.source or "neuron", arguments.text or "")
-    content = page("graph", f"Gradients of {graph['title']}", graph)
-    if arguments.out is not None:
-        keep(content, arguments.out)
-    else:
-        serve(Picture(content), arguments.port, arguments.browser)
-
-
-def serve(desk: Desk | Picture | compare.Runs, port: int, browser: bool) -> None:
-    """Answer a browser of this machine until Ctrl-C."""
+def present(desk: Desk | Picture, content: Callable[[], str], out: Path | None, port: int, browser: bool) -> None:
+    """Write a page where `out` names a file; else answer a browser of this machine until Ctrl-C."""
+    if out is not None:
+        write_page(out, content())
+        print(f"{out}: {out.stat().st_size / 1e6:.2f} MB, for any browser")
+        return
     server = LookServer(desk, port)
     print(f"{server.address}\nfor browsers of this machine alone; Ctrl-C ends it", flush=True)
     threading.Thread(target=desk.prepare, daemon=True).start()

@@ -25,7 +25,7 @@ from tricycle_accelerators.cuda import cudnn, gemm
 from tricycle_accelerators.onednn import library as onednn
 from tricycle_accelerators.processor import fields_of
 from tricycle_accelerators.providers import VARIABLE, excluded
-from tricycle_cli import limit
+from tricycle_cli import speed
 
 # What Linux calls the instructions that matter for speed.
 INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 bf16": "avx512_bf16", "AMX bf16": "amx_bf16"}
@@ -153,12 +153,12 @@ def gpu_libraries() -> dict[str, str | None]:
 
 def speed_report() -> str:
     """How fast matrices are multiplied, and which share of that training reaches."""
-    said = []
     problem = onednn.problem()
-    for precision in ["float32"] + ["bfloat16"] * (problem is None):
-        rate = limit.product_rate(precision)
-        share = limit.share_of_limit(rate, precision)
-        said.append(f"{rate / 1e9:,.0f} GFLOP/s in {precision}, of which a training step reaches {share:.0%}")
+    said = [
+        f"{found.product_rate / 1e9:,.0f} GFLOP/s in {found.precision}, of which a training step reaches "
+        f"{found.fraction:.0%}"
+        for found in speed.measure_precisions(speed.SMALL_GPT, seconds=0)
+    ]
     return "; ".join([*said, f"no bfloat16: {problem}"] if problem else said)
 
 
@@ -242,10 +242,9 @@ def advice_lines(found: list[str]) -> list[str]:
 
 def fraction_report() -> str:
     """Measure which fraction of peak a training step reaches; return the tables and the advice."""
-    from tricycle_cli import speed
-
     host.tune_host()  # as the programs that train do
-    config = speed.config_for(limit.product_rate(repeats=1))
+    print("measuring for about 15 seconds", end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+    config = speed.config_for(speed.product_rate())
     speeds = speed.measure_precisions(config)
     found = advice(gpus(), devices.gpu_problem()) + speed.advice(speeds)
     return "\n".join([speed.report(speeds, config), *advice_lines(found)])

@@ -37,29 +37,63 @@ FILES = (*MODELS, *PICKLES, ".pt", ".pth", ".json", ".txt", ".npz")
 SAMPLING = PenalizedSampling(temperature=0.9, min_p=0.1, repetition_penalty=1.15, no_repeat_ngram_size=6)
 
 
+@dataclass(frozen=True)
+class ModelFlags:
+    """How a model is loaded, and where it computes."""
+
+    softmax: Softmax | None = None
+    """let attention normalize scores in another way than in training"""
+    adapter: Path | None = None
+    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
+    weights: Weights = "float32"
+    """how many bits a weight has: fewer take less room, and a token less time; "stored" leaves those of 16 bits and of
+    blocks of 8 (Q8_0) as the files have them"""
+    device: Device = "auto"
+    """where to compute; "auto" takes a GPU if there is one"""
+
+
+@dataclass(frozen=True)
+class DecodingFlags:
+    """How a text is decoded."""
+
+    draft_tokens: int = 0
+    """the most draft tokens of prompt-lookup decoding at a time: the same text, sooner where it repeats itself, as in
+    edited code at temperature 0"""
+    overflow: Overflow = "reread"
+    """when the context window is full: "reread" reads the later half of the text anew, or a conversation without its
+    oldest messages, and goes on from there; "refuse" ends with an error, and leaves a conversation to you"""
+    cache: Cache = "auto"
+    """what keys and values of the text so far are kept in: "float16" and "bfloat16" take half the memory, "auto" leaves
+    them as they are computed (float32 on a CPU)"""
+
+
 def cache_dtype(cache: str) -> str | None:
-    """Return the dtype of keys and values, as `new_decoding` and `SpeculativeState` take it."""
+    """Return the dtype of keys and values, as `SpeculativeState` takes it."""
     return None if cache == "auto" else cache
 
 
-def new_decoding(
-    model: GPT, dtype: str | None, n_draft_tokens: int
-) -> tuple[DecodingState, Callable[..., Iterator[int]]]:
+def new_decoding(model: GPT, flags: DecodingFlags) -> tuple[DecodingState, Callable[..., Iterator[int]]]:
     """Return an empty state for a text, and `generate`, or `generate_prompt_lookup` where there are draft tokens."""
-    if n_draft_tokens <= 0:
+    dtype = cache_dtype(flags.cache)
+    if flags.draft_tokens <= 0:
         return DecodingState(model, dtype_of(dtype) if dtype == "bfloat16" else dtype), generate
     from tricycle.decoding.prompt_lookup import generate_prompt_lookup
     from tricycle.decoding.speculative import SpeculativeState
 
-    return SpeculativeState(model, dtype), partial(generate_prompt_lookup, n_draft_tokens=n_draft_tokens)
+    return SpeculativeState(model, dtype), partial(generate_prompt_lookup, n_draft_tokens=flags.draft_tokens)
 
 
-def use_gpu(device: str) -> bool:
-    """Whether to compute on a GPU.
+def use_gpu(device: str, weights: str = "float32") -> bool:
+    """Return whether to compute on a GPU.
 
     Raises:
         RuntimeError: one is asked for, and none can be used.
+        ValueError: one is asked for, with weights that it does not take.
     """
+    if weights != "float32":
+        if device == "gpu":
+            raise ValueError(f"--weights {weights}: expected --device cpu, for on a GPU weights have 32 bits; got gpu")
+        return False
     problem = devices.gpu_problem() if device != "cpu" else None
     if device == "gpu" and problem:
         raise RuntimeError(f"--device gpu: no GPU can be used: {problem}")
@@ -88,7 +122,7 @@ def load_model(
     Raises:
         FileNotFoundError, ValueError: one line about what is wrong.
     """
-    check_device(weights, device)
+    on_gpu = use_gpu(device, weights)
     if loaded is None:
         loaded = load_file(source, weights)
     if not isinstance(loaded.model, GPT):
@@ -106,7 +140,6 @@ def load_model(
     known, n_vocab = loaded.model.config.vocab_size, loaded.tokeniser.n_vocab
     if n_vocab > known:
         raise ValueError(f"expected a tokeniser of at most {known} tokens, as the model knows, got {n_vocab}")
-    on_gpu = use_gpu(device if weights == "float32" else "cpu")
     if adapter is not None:
         load_adapter(loaded, adapter)
     if softmax is not None:
@@ -118,21 +151,8 @@ def load_model(
     return loaded
 
 
-def check_device(weights: str, device: str) -> None:
-    """
-    Raises:
-        ValueError: weights that a GPU does not take.
-    """
-    if weights != "float32" and device == "gpu":
-        raise ValueError(f"--weights {weights}: expected --device cpu, for on a GPU weights have 32 bits; got gpu")
-
-
 def load_file(source: str, weights: str = "float32") -> Pretrained:
-    """Anything that can be loaded, with a tokeniser or without.
-
-    Raises:
-        FileNotFoundError, ValueError: one line about what is wrong.
-    """
+    """Load any kind of model, with a tokeniser or without; errors are one line about what is wrong."""
     path = Path(source)
     if path.suffix in PICKLES:
         model = load_pickled_model(path)
@@ -160,18 +180,18 @@ class SamplingFlags:
     """How tokens are drawn. What is not given is as the model's makers have it."""
 
     temperature: float | None = None
-    """divides the logits: lower is safer, 0 takes the likeliest of the tokens that are allowed (own models: 0.8)"""
+    """divides the logits: lower is safer, 0 takes the likeliest of the tokens that are allowed (own models: 0.9)"""
     top_k: int | None = None
     """draw among the k likeliest tokens only; 0 for all"""
     top_p: float | None = None
     """draw among the fewest tokens whose probabilities reach this sum"""
     min_p: float | None = None
-    """draw among the tokens at least this many times as probable as the likeliest (own models: 0.2)"""
+    """draw among the tokens at least this many times as probable as the likeliest (own models: 0.1)"""
     repetition_penalty: float | None = None
     """divide the logits of tokens that the text has already by this; 1 leaves them"""
     no_repeat_ngram_size: int | None = None
     """never write so many tokens a second time in the same order, for small models run in circles; 0 lets them be
-    (own models: 8)"""
+    (own models: 6)"""
     seed: int | None = None
     """makes the text repeatable"""
 
@@ -214,7 +234,4 @@ def says_nothing(loaded: Pretrained) -> bool:
 
 def stop_tokens(loaded: Pretrained) -> list[int]:
     """The tokens that end a text."""
-    stops = {*loaded.generation.stop_tokens}
-    if not stops:
-        stops = {loaded.tokeniser.end_of_text}
-    return sorted(stops)
+    return sorted({*loaded.generation.stop_tokens} or {loaded.tokeniser.end_of_text})

@@ -25,18 +25,7 @@ from tricycle.pretrained.sentences import sentences_of
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.memory import free_memory
 from tricycle_cli.flags import parse
-from tricycle_cli.models import (
-    Cache,
-    Device,
-    SamplingFlags,
-    Softmax,
-    Weights,
-    cache_dtype,
-    check_device,
-    load_file,
-    load_model,
-    use_gpu,
-)
+from tricycle_cli.models import Cache, ModelFlags, SamplingFlags, cache_dtype, load_file, load_model, use_gpu
 from tricycle_serve.engine import Limits
 from tricycle_serve.served import Encoder, Served, Ways, Writer
 
@@ -79,15 +68,7 @@ class Arguments:
     cache: Cache = "auto"
     """what keys and values are kept in: "float16" and "bfloat16" take half the memory, "auto" leaves them as they are
     computed (float32 on a CPU)"""
-    softmax: Softmax | None = None
-    """let attention normalize scores in another way than in training"""
-    adapter: Path | None = None
-    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
-    weights: Weights = "float32"
-    """how many bits a weight has: fewer take less room, and a token less time; "stored" leaves those of 16 bits and of
-    blocks of 8 (Q8_0) as the files have them"""
-    device: Device = "auto"
-    """where to compute; "auto" takes a GPU if there is one"""
+    model: ModelFlags = field(default_factory=ModelFlags)
 
     def __post_init__(self) -> None:
         for name in ("length", "texts", "queue", "body"):
@@ -126,10 +107,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def api_key(arguments: Arguments) -> str | None:
-    """
-    Raises:
-        ValueError: there is none, and not this machine alone can ask; or none that a header can hold.
-    """
+    """Return the key of requests; raise ValueError for none where other machines can ask, or for an unfit one."""
     key = os.environ.get(KEY) if arguments.api_key is None else arguments.api_key
     if key is None:
         if not is_loopback(arguments.host):
@@ -144,10 +122,8 @@ def api_key(arguments: Arguments) -> str | None:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach that address."""
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
@@ -161,33 +137,22 @@ def address(listener: socket.socket) -> str:
 
 
 def load(arguments: Arguments) -> Served:
-    """The model, ready to be offered.
-
-    Raises:
-        FileNotFoundError, ValueError: one line about what is wrong.
-    """
+    """Load the model or encoder that is to be offered."""
     name = arguments.name or name_of(arguments.source)
     created = int(time.time())
     limits = Limits(arguments.texts, arguments.queue, arguments.conversations)
-    check_device(arguments.weights, arguments.device)
-    on_gpu = use_gpu(arguments.device if arguments.weights == "float32" else "cpu")
-    loaded = load_file(arguments.source, arguments.weights)
+    on_gpu = use_gpu(arguments.model.device, arguments.model.weights)
+    loaded = load_file(arguments.source, arguments.model.weights)
     if isinstance(loaded.model, TextEncoder):
         if on_gpu:
             loaded.model.to_gpu()
         encoder = sentences_of(loaded, arguments.source)
         return Encoder(name, encoder, limits, created, arguments.seconds)
-    load_model(
-        arguments.source, None, arguments.softmax, arguments.device, arguments.weights, arguments.adapter, loaded
-    )
+    load_model(arguments.source, loaded=loaded, **vars(arguments.model))
     cache = cache_dtype(arguments.cache)
     limits.n_tokens = math.inf if on_gpu else n_remembered(loaded.model, cache)
-    ways = Ways(
-        chat=sampling_of(arguments.sampling, loaded),
-        text=sampling_of(arguments.sampling, loaded),
-        length=arguments.length,
-        seconds=arguments.seconds,
-    )
+    sampling = sampling_of(arguments.sampling, loaded)
+    ways = Ways(sampling, sampling, arguments.length, arguments.seconds)
     return Writer(name, loaded, ways, limits, created, cache)
 
 

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -42,11 +42,12 @@ class Signals:
     nothing is changed.
 
     Attributes:
+        names: of the signals.
         says_so: when a signal is remembered, that is said.
     """
 
-    def __init__(self) -> None:
-        self.says_so = True
+    def __init__(self, names: Sequence[str] = NAMES, says_so: bool = True) -> None:
+        self.names, self.says_so = names, says_so
         self.number = 0  # of the first that came
         self._finishing = 0  # blocks of work that is finished first
         self._raised = False  # an `Interrupted` that nobody has caught yet
@@ -58,7 +59,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for name in NAMES:
+            for name in self.names:
                 number = getattr(signal, name, None)
                 if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._answer)
@@ -134,10 +135,7 @@ class Signals:
             self._finishing = finishing
 
     def check(self) -> None:
-        """
-        Raises:
-            Interrupted: a signal has come.
-        """
+        """Raise Interrupted if a signal has come."""
         if self.number:
             raise Interrupted(self.number)
 

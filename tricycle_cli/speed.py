@@ -14,14 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from tricycle import kernels
 from tricycle.configs import GPTConfig
 from tricycle_accelerators import threads
 from tricycle_accelerators.onednn import library as onednn
-from tricycle_cli import limit
 from tricycle_cli.kernel_times import timed_kernels
 
-CONFIG = replace(limit.SMALL_GPT, n_layers=6, batch_size=8)
+SMALL_GPT = GPTConfig(
+    vocab_size=1024, context_window=256, embedding_dim=384, n_heads=6, n_layers=2, batch_size=4, tied=False
+)
+CONFIG = replace(SMALL_GPT, n_layers=6, batch_size=8)
 PRODUCT_SIZE = 2048
 N_ROUNDS, MAX_ROUNDS = 3, 7
 SECONDS = 9.0  # after which no further round begins, once there were N_ROUNDS
@@ -29,31 +33,12 @@ MIN_TURN = 0.5  # seconds that a turn of training steps lasts at least; a turn o
 PRODUCTS, REST = "products", "rest"
 # What each group of a step consists of. Kernels that are in none are in REST, with all that is outside of kernels.
 GROUPS = {
-    PRODUCTS: ["matmul", "batched_matmul"],
-    "attention": [
-        "attention",
-        "attention_backward",
-        "attention_scores",
-        "row_attention",
-        "row_attention_backward",
-        "softmax",
-        "softmax_backward",
-        "for_items",
-        "rotate",
-    ],
-    "norms + activations": [
-        "layer_norm",
-        "layer_norm_backward",
-        "gelu",
-        "gelu_with_slope",
-        "gelu_backward",
-        "swiglu",
-        "swiglu_backward",
-        "relu_squared",
-        "sigmoid",
-        "multiply",
-    ],
-    "optimizer": ["adamw", "each", "sum_squares"],
+    PRODUCTS: "matmul batched_matmul".split(),
+    "attention": """attention attention_backward attention_scores row_attention row_attention_backward softmax
+        softmax_backward for_items rotate""".split(),
+    "norms + activations": """layer_norm layer_norm_backward gelu gelu_with_slope gelu_backward swiglu swiglu_backward
+        relu_squared sigmoid multiply""".split(),
+    "optimizer": "adamw each sum_squares".split(),
 }
 SLOW = 100e9  # operations a second of the product below which a smaller batch keeps the measurement short
 FASTER = 1.05  # how many times as fast bfloat16 has to be to be advised: less is within the noise of a short run
@@ -91,16 +76,51 @@ class Side:
     kernel_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of all steps
 
 
+def operations_a_token(config: GPTConfig) -> int:
+    """Floating-point operations of the products of a token, forward and backward; attention is counted whole.
+
+    The rest of a step, from norms and softmax to the optimiser, has few operations and much memory to go through; none
+    of it counts, so that the fraction of peak is below 1 however well it is done.
+    """
+    width = config.embedding_dim
+    mlp = (3 if config.is_gated else 2) * width * config.mlp_width
+    weights = config.n_layers * (4 * width**2 + mlp) + config.vocab_size * width
+    attention = 2 * config.n_layers * config.context_window * width  # scores, and the means of values
+    return 3 * 2 * (weights + attention)
+
+
+def product(precision: str = "float32", n: int = PRODUCT_SIZE) -> tuple[Callable[[], object], str]:
+    """Return a function that multiplies an n x n matrix by itself, and the provider of the kernel that computes it."""
+    numbers = np.random.default_rng(0).standard_normal((n, n), dtype=np.float32)
+    operand = kernels.operand(numbers, precision)
+    provider = kernels.explain(kernels.matmul, operand, operand, precision=precision).provider
+    return lambda: kernels.matmul(operand, operand, precision=precision), provider
+
+
+def product_rate(n: int = PRODUCT_SIZE) -> float:
+    """Return the operations a second of a float32 product, after one that may load or compile something."""
+    multiply, _ = product(n=n)
+    multiply()
+    return 2 * n**3 / time_repeatedly(multiply, 0.0, time.perf_counter)[0]
+
+
+def training_step(config: GPTConfig, precision: str = "float32") -> Callable[[], object]:
+    """Build a GPT, and return a function that makes one training step with AdamW on random tokens."""
+    from tricycle.loss import CrossEntropy
+    from tricycle.models import GPT
+    from tricycle.optimisers import AdamW
+    from tricycle.training import labelled, train_on_batch
+
+    model, optimiser = GPT(config).use_precision(precision), AdamW(1e-4)
+    loss_of = labelled(model, CrossEntropy())
+    shape = (2, config.batch_size, config.context_window)
+    batch = np.random.default_rng(0).integers(0, config.vocab_size, shape)
+    return lambda: train_on_batch(model, optimiser, loss_of, batch)
+
+
 def config_for(product_rate: float) -> GPTConfig:
     """Return the GPT that is trained on a processor whose large product has this rate."""
     return replace(CONFIG, batch_size=4) if product_rate < SLOW else CONFIG
-
-
-def make_side(config: GPTConfig, precision: str, n: int = PRODUCT_SIZE) -> Side:
-    """Build the operands of an n x n product and a model with its optimizer."""
-    operand = limit.product_operand(precision, n)
-    provider = kernels.explain(kernels.matmul, operand, operand, precision=precision).provider
-    return Side(precision, provider, limit.product(operand, precision), limit.training_step(config, precision))
 
 
 def measure(
@@ -154,7 +174,7 @@ def summarize(side: Side, config: GPTConfig, n: int = PRODUCT_SIZE) -> Speed:
     total = sum(side.step_seconds)
     shares = {group: sum(side.kernel_seconds[name] for name in names) / total for group, names in GROUPS.items()}
     shares[REST] = 1 - sum(shares.values())
-    fraction = limit.operations_a_token(config) * tokens_per_second / product_rate
+    fraction = operations_a_token(config) * tokens_per_second / product_rate
     return Speed(side.precision, product_rate, side.provider, tokens_per_second, fraction, shares)
 
 
@@ -206,9 +226,11 @@ def measure_precisions(config: GPTConfig, n: int = PRODUCT_SIZE, seconds: float 
         seconds: after which no further round begins; 0 for short turns, too.
     """
     precisions = ["float32"] + ["bfloat16"] * (onednn.problem() is None)
-    print("measuring for about 15 seconds", end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+    sides = []
     try:
-        sides = [make_side(config, precision, n) for precision in precisions]
+        for precision in precisions:
+            multiply, provider = product(precision, n)
+            sides.append(Side(precision, provider, multiply, training_step(config, precision)))
         measure(sides, seconds, show_progress, min_turn=MIN_TURN if seconds else 0.0)
     finally:
         show_progress("")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 
@@ -20,25 +20,22 @@ class Patient:
 
     def write(self, text: str) -> int:
         """Write, or drop it."""
-        try:
-            return self._stream.write(text)
-        except OSError:
-            self._give_up()
-            return len(text)
+        self._try(self._stream.write, text)
+        return len(text)
 
     def flush(self) -> None:
         """Hand on what is waiting, or drop it."""
-        try:
-            self._stream.flush()
-        except OSError:
-            self._give_up()
+        self._try(self._stream.flush)
 
-    def _give_up(self) -> None:
-        """Let all that is still waiting, and all that comes, go nowhere."""
-        with contextlib.suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+    def _try(self, act: Callable[..., Any], *args: Any) -> None:
+        """Call a function; where that fails, let all that is still waiting, and all that comes, go nowhere."""
+        try:
+            act(*args)
+        except OSError:
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
 
 
 @contextlib.contextmanager

@@ -54,7 +54,10 @@ def together() -> Iterator[Processes]:
     except (ImportError, RuntimeError, ValueError):
         _leave_it_to_the_first()
         raise
-    with _silent_but_for_the_first(processes):
+    with contextlib.ExitStack() as silent:
+        if not processes.is_first:
+            nowhere = silent.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            silent.enter_context(contextlib.redirect_stdout(nowhere))
         try:
             share_threads(processes)
             share_gpus(processes)
@@ -66,10 +69,7 @@ def together() -> Iterator[Processes]:
 
 
 def expect_one_process(command: str) -> None:
-    """
-    Raises:
-        ValueError: several were started together, with a command that knows nothing of others. Rank 0 says it.
-    """
+    """Raise ValueError, on rank 0, where several processes were started with a command that takes one."""
     there = launched()
     if there.size > 1:
         _leave_it_to_the_first()
@@ -82,15 +82,6 @@ def _leave_it_to_the_first() -> None:
     if launched().rank:
         time.sleep(FIRST_SECONDS)  # a launcher ends all when one has left
         raise SystemExit(1) from None
-
-
-@contextlib.contextmanager
-def _silent_but_for_the_first(processes: Processes) -> Iterator[None]:
-    if processes.is_first:
-        yield
-        return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
-        yield
 
 
 def _end_all(processes: Any, error: BaseException) -> None:
@@ -189,10 +180,7 @@ def code_digest() -> str:
 
 
 def check_batches(processes: Processes, n_batches: int, batch_size: int) -> None:
-    """
-    Raises:
-        ValueError: an update has fewer batches than there are ranks.
-    """
+    """Raise ValueError where an update has fewer batches than there are ranks."""
     size = processes.size
     each = f"an update of this run has {n_batches} batches of {batch_size} sequences"
     if n_batches < size:
@@ -216,7 +204,7 @@ def share_threads(processes: Processes) -> None:
     """Share the processors of a machine out among its ranks, unless somebody has said how many threads there are."""
     if processes.size == 1 or os.environ.get("TRICYCLE_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS"):
         return
-    own = _processors()
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     everybody = processes.gather((socket.gethostname(), sorted(own)))
     here = [set(processors) for host, processors in everybody if host == socket.gethostname()]
     n_sharing = sum(bool(own & processors) for processors in here)
@@ -245,9 +233,3 @@ def share_gpus(processes: Processes) -> None:
     place = everybody[: processes.rank].count(everybody[processes.rank])
     if seen:
         os.environ[VISIBLE] = seen[place % len(seen)]
-
-
-def _processors() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))

@@ -204,7 +204,7 @@ class HubCorpus(Corpus):
     first documents teach the tokeniser. Needs `pip install "tricycle-gpt[datasets]"`.
 
     Args:
-        vocab_size, tokeniser, split, progress: see `Corpus`.
+        vocab_size, tokeniser, options (`split` and `progress`): see `Corpus`.
         max_bytes: stop before the document that would exceed this many bytes of text.
         n_documents: stop after so many documents (default: no such limit).
         revision: of the dataset. A branch may change on the hub without the cache's noticing; name a
@@ -225,12 +225,11 @@ class HubCorpus(Corpus):
         vocab_size: int | None = None,
         tokeniser: Tokeniser | None = None,
         *,
-        split: str = "tricycle",
         max_bytes: int = 10**9,
         n_documents: int | None = None,
         revision: str = "main",
         held_out_bytes: int = HELD_OUT_BYTES,
-        progress: bool = True,
+        **options: Any,
     ) -> None:
         name = type(self).__name__
         limits = {"max_bytes": max_bytes, "n_documents": n_documents, "held_out_bytes": held_out_bytes}
@@ -256,9 +255,7 @@ class HubCorpus(Corpus):
                 yield text, held_out
 
         fingerprint = json.dumps([self.hub_path, self.hub_config, self.text_field, revision, limits])
-        super().__init__(
-            name.lower(), documents, vocab_size, tokeniser, split=split, fingerprint=fingerprint, progress=progress
-        )
+        super().__init__(name.lower(), documents, vocab_size, tokeniser, fingerprint=fingerprint, **options)
 
 
 def is_held_out(path: str) -> bool:

@@ -83,10 +83,7 @@ def _records_of(path: Path) -> Iterator[Record]:
 
 
 def _record(where: str, line: bytes) -> Record:
-    """
-    Raises:
-        ValueError: as of `read_records`.
-    """
+    """Return a line as a record; raise ValueError as `read_records` does."""
     try:
         value = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -100,9 +97,8 @@ def _record(where: str, line: bytes) -> Record:
     if "chosen" in value and "rejected" in value:
         return _preference(where, value)
     if "messages" in value:
-        return Record(
-            where, "messages", _with_answer(where, "messages", _messages(where, "messages", value["messages"]))
-        )
+        messages = _messages(where, "messages", value["messages"])
+        return Record(where, "messages", _with_answer(where, "messages", messages))
     if "prompt" in value and "completion" in value:
         pair = [_text(where, name, value[name]) for name in ("prompt", "completion")]
         return Record(where, "pair", pair)
@@ -266,7 +262,8 @@ class Reader:
         Args:
             n_known: answers among the first so many messages do not count.
         """
-        self.expect_template(record.where)
+        if not self.tokeniser.chat_template:
+            raise ValueError(f"{record.where}: expected a model with a chat template for messages, this one has none")
         try:
             parts = self.tokeniser.chat_parts(messages)
         except ValueError as error:
@@ -275,22 +272,12 @@ class Reader:
         known = [(ids, False) for ids, _ in parts[: 2 * n_answers]]
         return self._joined(record, known + parts[2 * n_answers :])
 
-    def expect_template(self, where: str) -> None:
-        """
-        Raises:
-            ValueError: the model has none.
-        """
-        if not self.tokeniser.chat_template:
-            raise ValueError(f"{where}: expected a model with a chat template for messages, this one has none")
-
     def _joined(self, record: Record, parts: list[tuple[list[int], bool]]) -> Example:
         longest = max(len(ids) for ids, is_answer in parts if is_answer)
         if longest > self.window and not self.cut_answers:
-            advice = "--cut-answers cuts such answers"
-            raise ValueError(
-                f"{record.where}: expected answers of at most {self.window} tokens (--context-window), got one of "
-                f"{longest}; {advice}"
-            )
+            got = f"got one of {longest}; --cut-answers cuts such answers"
+            most = f"at most {self.window} tokens (--context-window)"
+            raise ValueError(f"{record.where}: expected answers of {most}, {got}")
         counts = [self._counted(ids) if is_answer else np.zeros(len(ids), bool) for ids, is_answer in parts]
         ids = np.array([token for ids, _ in parts for token in ids], np.int64)
         return Example(ids, np.concatenate(counts))
@@ -339,7 +326,8 @@ def load_examples(records: Sequence[Record], reader: Reader, held_out: Sequence[
         learnt, held = list(records), list(held_out)
     elif kinds == {"text"} and len(records) < HELD_OUT_SHARE:
         train, rest = _cut_texts(records, reader)
-        return Examples(train, rest, _openings(rest, reader), reader, digest, len(records), kinds)
+        openings = [_opening(example.ids, reader) for example in rest[:HELD_OUT_SHARE]]
+        return Examples(train, rest, openings, reader, digest, len(records), kinds)
     else:
         learnt, held = _split(records)
     train = [example for record in learnt for example in reader.examples(record)]
@@ -362,11 +350,7 @@ def _split(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
 
 
 def _cut_texts(records: Sequence[Record], reader: Reader) -> tuple[list[Example], list[Example]]:
-    """Of each text the last part is held out.
-
-    Raises:
-        ValueError: they are all too short for that.
-    """
+    """Hold out the last part of each text; raise ValueError where all are too short for that."""
     train: list[Example] = []
     held: list[Example] = []
     for record in records:
@@ -381,17 +365,16 @@ def _cut_texts(records: Sequence[Record], reader: Reader) -> tuple[list[Example]
     return train, held
 
 
-def _openings(examples: Sequence[Example], reader: Reader) -> list[tuple[str, list[int]]]:
-    """How texts begin."""
-    openings = [[int(token) for token in example.ids[:OPENING]] for example in examples[:HELD_OUT_SHARE]]
-    return [(reader.tokeniser.decode(ids), ids) for ids in openings]
+def _opening(ids: np.ndarray, reader: Reader) -> tuple[str, list[int]]:
+    """How a text begins."""
+    first = ids[:OPENING].tolist()
+    return reader.tokeniser.decode(first), first
 
 
 def _prompt(record: Record, reader: Reader) -> tuple[str, list[int]]:
     """What a record asks."""
     if record.kind == "text":
-        ids = [int(token) for token in reader.text_ids(record.value)[:OPENING]]
-        return reader.tokeniser.decode(ids), ids
+        return _opening(reader.text_ids(record.value), reader)
     if record.kind in ("pair", "preference"):
         return record.value[0], reader.prompt_ids(record.value[0])
     if record.kind == "chat preference":

@@ -6,6 +6,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tricycle.system.files import naming
 from tricycle.tokeniser import Tokeniser
@@ -18,20 +19,13 @@ class PythonCode(Corpus):
     """Every .py file is a document, in the order of their paths; `is_held_out` chooses one in twenty.
 
     Args:
-        vocab_size, tokeniser, split, progress: see `Corpus`.
+        vocab_size, tokeniser, options (`split` and `progress`): see `Corpus`.
 
     Raises:
         ValueError: this Python has no source files (as some embedded ones), or see `Corpus`.
     """
 
-    def __init__(
-        self,
-        vocab_size: int | None = None,
-        tokeniser: Tokeniser | None = None,
-        *,
-        split: str = "tricycle",
-        progress: bool = True,
-    ) -> None:
+    def __init__(self, vocab_size: int | None = None, tokeniser: Tokeniser | None = None, **options: Any) -> None:
         root = Path(sysconfig.get_path("stdlib"))
         names = []
         for folder, subfolders, files in os.walk(root):
@@ -46,4 +40,4 @@ class PythonCode(Corpus):
                     text = (root / name).read_bytes()
                 yield text, is_held_out(name)
 
-        super().__init__("python_code", documents, vocab_size, tokeniser, split=split, progress=progress)
+        super().__init__("python_code", documents, vocab_size, tokeniser, **options)

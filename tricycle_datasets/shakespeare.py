@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tricycle.tokeniser import Tokeniser
 from tricycle_datasets.corpus import Corpus, hold_out_tail
 from tricycle_datasets.download import fetch
@@ -14,22 +16,13 @@ class Shakespeare(Corpus):
     """The last tenth of the bytes is held out.
 
     Args:
-        vocab_size, tokeniser, split, progress: see `Corpus`.
+        vocab_size, tokeniser, options (`split` and `progress`): see `Corpus`.
 
     Raises:
         OSError: the file is not here and could not be downloaded; the message says where to put it.
         ValueError: the file put there is another one, or see `Corpus`.
     """
 
-    def __init__(
-        self,
-        vocab_size: int | None = None,
-        tokeniser: Tokeniser | None = None,
-        *,
-        split: str = "tricycle",
-        progress: bool = True,
-    ) -> None:
+    def __init__(self, vocab_size: int | None = None, tokeniser: Tokeniser | None = None, **options: Any) -> None:
         text = fetch("input.txt", URL, SHA256, folder="tinyshakespeare").read_bytes()
-        super().__init__(
-            "shakespeare", lambda: hold_out_tail(text), vocab_size, tokeniser, split=split, progress=progress
-        )
+        super().__init__("shakespeare", lambda: hold_out_tail(text), vocab_size, tokeniser, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tricycle.system.files import naming
 from tricycle.tokeniser import Tokeniser
@@ -18,7 +19,7 @@ class TextFiles(Corpus):
     Args:
         paths: a file or a folder, or several. In folders, binary files are passed over, and so is
             everything whose name begins with a dot.
-        vocab_size, tokeniser, split, progress: see `Corpus`.
+        vocab_size, tokeniser, options (`split` and `progress`): see `Corpus`.
 
     Raises:
         ValueError: a path that is not there, a binary file named by itself, no text, or see `Corpus`.
@@ -30,9 +31,7 @@ class TextFiles(Corpus):
         paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         vocab_size: int | None = None,
         tokeniser: Tokeniser | None = None,
-        *,
-        split: str = "tricycle",
-        progress: bool = True,
+        **options: Any,
     ) -> None:
         roots = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
         # a file that several paths lead to counts once, under the first
@@ -57,7 +56,7 @@ class TextFiles(Corpus):
                     left -= len(text) if held_out else 0
                     yield text, held_out
 
-        super().__init__("text", documents, vocab_size, tokeniser, split=split, progress=progress)
+        super().__init__("text", documents, vocab_size, tokeniser, **options)
 
 
 def text_files(root: Path) -> Iterator[tuple[Path, str]]:

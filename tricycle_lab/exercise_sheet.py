@@ -57,17 +57,9 @@ class Exercise:
 
 
 # -------------------------------------------------------------------- ops of more than one class
-def layer_norm(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
-    """Tricycle's layer norm with a gain and a bias that are given."""
-    layer: Any = LayerNorm(x.shape[-1], eps=EPS)
-    layer.gain, layer.bias = gain, bias
-    return layer(x)
-
-
-def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
-    """Tricycle's RMS norm with a gain that is given."""
-    layer: Any = RMSNorm(x.shape[-1], eps=EPS)
-    layer.gain = gain
+def normalized(layer: Any, x: Tensor, **parameters: Tensor) -> Tensor:
+    """Return what a norm of Tricycle's gives with parameters that are given."""
+    vars(layer).update(parameters)
     return layer(x)
 
 
@@ -83,20 +75,11 @@ def _softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def _one_hot(labels: np.ndarray, n: int) -> np.ndarray:
-    return np.eye(n)[labels]
-
-
-def _normalised(x: np.ndarray, centred: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The values that a gain multiplies, and the deviation that they were divided by."""
-    deviation = x - x.mean(-1, keepdims=True) if centred else x
-    scale = np.sqrt((deviation**2).mean(-1, keepdims=True) + EPS)
-    return deviation / scale, scale
-
-
 def _norm(grad: Any, x: Any, gain: Any, centred: bool, by_mean: bool, by_scale: bool, with_gain: bool = True) -> Any:
     """The gradients of a norm of which the mean, the deviation or the gain is forgotten."""
-    hat, scale = _normalised(x, centred)
+    deviation = x - x.mean(-1, keepdims=True) if centred else x
+    scale = np.sqrt((deviation**2).mean(-1, keepdims=True) + EPS)
+    hat = deviation / scale
     dhat = grad * gain if with_gain else grad
     dx = dhat.copy()
     if centred and by_mean:
@@ -116,14 +99,22 @@ def _attention(grad: Any, q: Any, k: Any, v: Any, scaled: bool, whole: bool) -> 
     return ds @ k, ds.T @ q, w.T @ grad
 
 
-COPIED = "a number of y multiplied a whole column of x: its gradient is the sum over the column, in the shape of y"
 DIAGONAL = (
     "each y of a row hangs on every x of the row, for they share a denominator; what is missing is - y * the row's sum "
     "of grad * y"
 )
 CONSTANT_SCALE = "the deviation that you divide by is computed from x too: a gradient goes back through it"
 CONSTANT_MEAN = "the mean that you subtract is computed from x too: a gradient goes back through it"
+CONSTANT_BOTH = f"{CONSTANT_MEAN}; and {CONSTANT_SCALE}"
 NO_GAIN = "what comes back to the normalised x has gone through the gain: grad * gain"
+NO_SHARE = "each x is one of C in the mean: its share of the gradient is 1 / C"
+NOT_TRANSPOSED = "right but for transposing: only grad @ b.T has the letters (N, M) (M, K)"
+ALL_ROWS = "rows are separate: the sum runs over the last axis alone, keepdims=True"
+NO_MEAN = "the loss is a mean: divide by the number of rows"
+NO_LABEL = "the label's own logit is missing: take 1 away from its probability"
+WRONG_SIGN = "the sign is turned: a larger logit of the label makes the loss smaller"
+NOT_SCALED = "scores were divided by sqrt(D): so is their gradient, on its way to q and k"
+NO_SOFTMAX = "grad @ v.T is the gradient of the weights: it goes back through the softmax to reach the scores"
 
 # -------------------------------------------------------------------- the sheet
 EXERCISES = (
@@ -146,12 +137,7 @@ EXERCISES = (
         lambda x: mean(x, -1),
         "tricycle/extra_ops.py:mean",
         lambda r: [[r.normal(size=(3, 4))], [r.normal(size=(2, 7))]],
-        (
-            (
-                lambda grad, x, y: grad[:, None] + 0 * x,
-                "each x is one of C in the mean: its share of the gradient is 1 / C",
-            ),
-        ),
+        ((lambda grad, x, y: grad[:, None] + 0 * x, NO_SHARE),),
     ),
     Exercise(
         "matmul",
@@ -160,12 +146,7 @@ EXERCISES = (
         matmul,
         "tricycle/einsum.py:matmul",
         lambda r: [[r.normal(size=(3, 4)), r.normal(size=(4, 2))], [r.normal(size=(3, 3)), r.normal(size=(3, 3))]],
-        (
-            (
-                lambda grad, a, b, y: (grad @ b, a @ grad) if a.shape == b.shape else None,
-                "right but for transposing: only grad @ b.T has the letters (N, M) (M, K)",
-            ),
-        ),
+        ((lambda grad, a, b, y: (grad @ b, a @ grad) if a.shape == b.shape else None, NOT_TRANSPOSED),),
     ),
     Exercise(
         "relu",
@@ -199,10 +180,7 @@ EXERCISES = (
         (
             (lambda grad, x, y: grad * y * (1 - y), DIAGONAL),
             (lambda grad, x, y: grad * y, DIAGONAL),
-            (
-                lambda grad, x, y: y * (grad - (grad * y).sum()),
-                "rows are separate: the sum runs over the last axis alone, keepdims=True",
-            ),
+            (lambda grad, x, y: y * (grad - (grad * y).sum()), ALL_ROWS),
             (lambda grad, x, y: grad - (grad * y).sum(-1, keepdims=True), "right but for a factor y in front"),
         ),
     ),
@@ -218,18 +196,9 @@ EXERCISES = (
             [r.integers(0, 6, 5), 2 * r.normal(size=(5, 6))],
         ],
         (
-            (
-                lambda grad, t, x, y: grad * (_softmax(x) - _one_hot(t, x.shape[1])),
-                "the loss is a mean: divide by the number of rows",
-            ),
-            (
-                lambda grad, t, x, y: grad * _softmax(x) / len(t),
-                "the label's own logit is missing: take 1 away from its probability",
-            ),
-            (
-                lambda grad, t, x, y: grad * (_one_hot(t, x.shape[1]) - _softmax(x)) / len(t),
-                "the sign is turned: a larger logit of the label makes the loss smaller",
-            ),
+            (lambda grad, t, x, y: grad * (_softmax(x) - np.eye(x.shape[1])[t]), NO_MEAN),
+            (lambda grad, t, x, y: grad * _softmax(x) / len(t), NO_LABEL),
+            (lambda grad, t, x, y: grad * (np.eye(x.shape[1])[t] - _softmax(x)) / len(t), WRONG_SIGN),
         ),
     ),
     Exercise(
@@ -237,7 +206,7 @@ EXERCISES = (
         "x, gain, y",
         f"y = x / sqrt(mean of x^2 over the last axis + {EPS}) * gain. x: (N, C); gain: (C,)."
         "\n\nReturn the gradients of x and of gain.",
-        rms_norm,
+        lambda x, gain: normalized(RMSNorm(x.shape[-1], eps=EPS), x, gain=gain),
         "tricycle/layers.py:RMSNorm",
         lambda r: [[r.normal(size=(3, 4)), 1 + r.random(4)], [r.normal(size=(2, 6)), 1 + r.random(6)]],
         (
@@ -250,17 +219,14 @@ EXERCISES = (
         "x, gain, bias, y",
         f"y = (x - mean) / sqrt(variance + {EPS}) * gain + bias, both over the last axis. x: (N, C); gain, bias: (C,)."
         "\n\nReturn the gradients of x, of gain and of bias.",
-        layer_norm,
+        lambda x, gain, bias: normalized(LayerNorm(x.shape[-1], eps=EPS), x, gain=gain, bias=bias),
         "tricycle/layers.py:LayerNorm",
         lambda r: [
             [r.normal(size=(3, 4)), 1 + r.random(4), r.normal(size=4)],
             [2 + r.normal(size=(2, 6)), 1 + r.random(6), r.normal(size=6)],
         ],
         (
-            (
-                lambda grad, x, gain, bias, y: _norm(grad, x, gain, True, False, False),
-                f"{CONSTANT_MEAN}; and {CONSTANT_SCALE}",
-            ),
+            (lambda grad, x, gain, bias, y: _norm(grad, x, gain, True, False, False), CONSTANT_BOTH),
             (lambda grad, x, gain, bias, y: _norm(grad, x, gain, True, True, False), CONSTANT_SCALE),
             (lambda grad, x, gain, bias, y: _norm(grad, x, gain, True, False, True), CONSTANT_MEAN),
             (lambda grad, x, gain, bias, y: _norm(grad, x, gain, True, True, True, False), NO_GAIN),
@@ -278,14 +244,8 @@ EXERCISES = (
             [r.normal(size=(2, 3)), r.normal(size=(2, 3)), r.normal(size=(2, 3))],
         ],
         (
-            (
-                lambda grad, q, k, v, y: _attention(grad, q, k, v, False, True),
-                "scores were divided by sqrt(D): so is their gradient, on its way to q and k",
-            ),
-            (
-                lambda grad, q, k, v, y: _attention(grad, q, k, v, True, False),
-                "grad @ v.T is the gradient of the weights: it goes back through the softmax to reach the scores",
-            ),
+            (lambda grad, q, k, v, y: _attention(grad, q, k, v, False, True), NOT_SCALED),
+            (lambda grad, q, k, v, y: _attention(grad, q, k, v, True, False), NO_SOFTMAX),
         ),
     ),
 )

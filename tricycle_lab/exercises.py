@@ -52,10 +52,7 @@ class Wrong(ValueError):
 
 
 def exercise_named(name: str) -> Exercise:
-    """
-    Raises:
-        ValueError: there is none of that name.
-    """
+    """Return an exercise; raise ValueError where there is none of that name."""
     for exercise in EXERCISES:
         if exercise.name == name:
             return exercise
@@ -204,16 +201,6 @@ def _differences(exercise: Exercise, function: Callable[..., Any], inputs: list[
 
 
 # -------------------------------------------------------------------- the command
-def write_sheet(path: Path) -> None:
-    """Write the file that the student fills in.
-
-    Raises:
-        FileExistsError: it is there already; somebody's work may be in it.
-    """
-    with open(path, "x", encoding="utf-8") as file:
-        file.write("\n\n".join([HEAD.replace("{file}", path.name), *(exercise.code() for exercise in EXERCISES)]))
-
-
 def main(words: list[str] | None = None) -> int:
     """The program; 0 where everything that was graded is right."""
     parser = argparse.ArgumentParser(prog="python -m tricycle_lab.exercises", description=__doc__)
@@ -221,13 +208,14 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--write", action="store_true", help="write the file with the tasks, which must not be there yet"
     )
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="grade these: " + " ".join(one.name for one in EXERCISES)
-    )
+    names = " ".join(one.name for one in EXERCISES)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"grade these: {names}")
     arguments = parser.parse_args(words)
     try:
         if arguments.write:
-            write_sheet(arguments.file)
+            head = HEAD.replace("{file}", arguments.file.name)
+            with open(arguments.file, "x", encoding="utf-8") as file:  # none that is there already, with answers in it
+                file.write("\n\n".join([head, *(exercise.code() for exercise in EXERCISES)]))
             print(f"{arguments.file}: {len(EXERCISES)} exercises")
             return 0
         chosen = [exercise_named(name) for name in arguments.only] if arguments.only else EXERCISES

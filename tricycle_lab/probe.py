@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle.attention import scores_and_weights
-from tricycle.devices import Array, array_module
+from tricycle.devices import Array, array_module, is_array
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.functions import RowSoftmax
 from tricycle.layers import Layer
@@ -27,7 +27,6 @@ from tricycle_lab.taps import (
     Value,
     as_places,
     attention_of,
-    is_value,
     nothing_of,
     replacing,
     tap,
@@ -67,12 +66,11 @@ class Probe:
 
     def __init__(self, model: Layer, *patterns: str) -> None:
         self._model = model
-        named = dict(model.named_layers())
         for pattern in patterns:
-            _fitting("Probe", named, pattern)
+            self._named("Probe", pattern)
         self._layers = {
             name: layer
-            for name, layer in named.items()
+            for name, layer in model.named_layers()
             if any(fnmatchcase(name, pattern) for pattern in patterns)
             or (not patterns and (attention_of(layer) is not None or name.rpartition(".")[2].isdigit()))
         }
@@ -131,7 +129,7 @@ class Probe:
             RuntimeError: the probe is not on.
         """
         title = "Probe.replace"
-        if not is_value(value):
+        if not (isinstance(value, (Tensor, int, float)) or is_array(value) or callable(value)):
             raise ValueError(f"{title}: expected a Tensor, an array, a number or a function, got {value!r}")
         chosen_heads, places = as_places(title, "heads", heads), as_places(title, "positions", positions)
         change = replacing(title, value, chosen_heads, places)
@@ -178,17 +176,19 @@ class Probe:
         return self._put(title, "exchanges", exchanges)
 
     def _named(self, title: str, pattern: str) -> list[Layer]:
-        return _fitting(title, dict(self._model.named_layers()), pattern)
+        """Return the layers whose names fit; raise ValueError where there are none."""
+        named = dict(self._model.named_layers())
+        layers = [layer for name, layer in named.items() if fnmatchcase(name, pattern)]
+        if not layers:
+            raise ValueError(f"{title}: no layer fits {pattern!r}; there are {', '.join(filter(None, named))}")
+        return layers
 
     def _change(self, title: str, changes: dict[Layer, Change], in_heads: bool) -> ExitStack:
-        parts: list[tuple[Any, Change]] = []
-        for layer, change in changes.items():
-            part = attention_of(layer) if in_heads else layer
-            if part is None:
-                raise ValueError(
-                    f"{title}: expected a layer with attention where heads are named, got {type(layer).__name__}"
-                )
-            parts.append((part, change))
+        for layer in changes:
+            if in_heads and attention_of(layer) is None:
+                got = type(layer).__name__
+                raise ValueError(f"{title}: expected a layer with attention where heads are named, got {got}")
+        parts = [(attention_of(layer) if in_heads else layer, change) for layer, change in changes.items()]
         return self._put(title, "changes", parts)
 
     def _put(self, title: str, kind: str, parts: Sequence[tuple[Any, Change | Exchange]]) -> ExitStack:
@@ -198,27 +198,12 @@ class Probe:
             # what is computed again for a gradient, maybe when all is undone, would be something else
             raise ValueError(f"{title}: expected a model that computes nothing twice, got one with recompute on")
         undo = ExitStack()
-        undo.callback(tap(self._model, "listeners", _nobody))  # whose loss then takes no other way (`GPT.loss`)
+        # a listener to nothing, for a model that is listened to computes its loss in no other way (`GPT.loss`)
+        undo.callback(tap(self._model, "listeners", lambda *args, **kwargs: None))
         for part, function in parts:
             undo.callback(tap(part, kind, function))
         self._on.callback(undo.close)
         return undo
-
-
-def _fitting(title: str, named: dict[str, Layer], pattern: str) -> list[Layer]:
-    """The layers whose names fit.
-
-    Raises:
-        ValueError: there are none.
-    """
-    layers = [layer for name, layer in named.items() if fnmatchcase(name, pattern)]
-    if not layers:
-        raise ValueError(f"{title}: no layer fits {pattern!r}; there are {', '.join(filter(None, named))}")
-    return layers
-
-
-def _nobody(*args: Any, **kwargs: Any) -> None:
-    """Listens to nothing."""
 
 
 # -------------------------------------------------------------------- numbers, in float64
@@ -298,11 +283,7 @@ def spikiness(weights: Array, n_visible: Array | int | None = None) -> Array:
 
 
 def _rows(title: str, weights: Array) -> Array:
-    """The weights in float64.
-
-    Raises:
-        ValueError: no axis, or no key.
-    """
+    """Return the weights in float64; raise ValueError for no axis or no key."""
     if weights.ndim == 0 or weights.shape[-1] == 0:
         raise ValueError(f"{title}: expected weights (..., keys) with at least one key, got shape {weights.shape}")
     return weights.astype(np.float64)

@@ -10,7 +10,7 @@ import numpy as np
 
 from tricycle.attention import Attention
 from tricycle.blocks import TransformerBlock
-from tricycle.devices import Array, is_array
+from tricycle.devices import Array
 from tricycle.extra_ops import where
 from tricycle.functions import RowSoftmax
 from tricycle.layers import Layer
@@ -49,10 +49,6 @@ class Tap:
             listener(part, out, *args, **kwargs)
         return out
 
-    @property
-    def idle(self) -> bool:
-        return not (self.exchanges or self.changes or self.listeners)
-
 
 def tap(part: Any, kind: str, function: Callable[..., Any]) -> Undo:
     """Let a function listen to a layer or op, or change it; returns what ends that.
@@ -70,7 +66,7 @@ def tap(part: Any, kind: str, function: Callable[..., Any]) -> Undo:
     def leave() -> None:
         place = next(i for i, other in enumerate(functions) if other is function)
         del functions[place]
-        if own.idle:
+        if not (own.exchanges or own.changes or own.listeners):
             del part.forward
             vars(part).update(own.before)
 
@@ -106,34 +102,23 @@ def replacing(title: str, value: Value, heads: Sequence[int] | None, positions: 
     return change
 
 
-def skipping(title: str, positions: Sequence[int] | None) -> Change:
-    """The change that lets a block add nothing: what came in goes on."""
-
-    def change(out: Tensor, x: Tensor, *args: Any) -> Tensor:
-        return where(_chosen(title, out, None, positions), x, out)
-
-    return change
-
-
 def nothing_of(layer: Layer, title: str, heads: Sequence[int] | None, positions: Sequence[int] | None) -> Change:
-    """The change that switches a layer off, or some heads of its attention."""
+    """The change that switches a layer off, or some heads of its attention; what came into a block goes on."""
     if isinstance(layer, TransformerBlock) and heads is None:
-        return skipping(title, positions)
+        return lambda out, x, *args: where(_chosen(title, out, None, positions), x, out)
     return replacing(title, 0.0, heads, positions)
 
 
 def _chosen(title: str, out: Tensor, heads: Sequence[int] | None, positions: Sequence[int] | None) -> Any:
     """Booleans that broadcast to the result: True for what is replaced."""
+    chosen = np.ones((), bool)
     if heads is not None:
         chosen = _marked(title, "heads", heads, out.shape[-2])[:, None]
-        if positions is not None:
-            chosen = _marked(title, "positions", positions, out.shape[-3])[:, None, None] & chosen
-    elif positions is not None:
+    if positions is not None:
         if out.ndim < 2:
             raise ValueError(f"{title}: expected a layer that gives (..., tokens, channels), got shape {out.shape}")
-        chosen = _marked(title, "positions", positions, out.shape[-2])[:, None]
-    else:
-        chosen = np.ones((), bool)
+        axis = 1 if heads is None else 2  # behind tokens are channels, or heads and their channels
+        chosen = _marked(title, "positions", positions, out.shape[-1 - axis])[(..., *[None] * axis)] & chosen
     return out.xp.asarray(chosen)
 
 
@@ -147,11 +132,7 @@ def _marked(title: str, what: str, places: Sequence[int], count: int) -> np.ndar
 
 
 def as_places(title: str, what: str, places: Any) -> list[int] | None:
-    """Whole numbers from one or several.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Return whole numbers from one or several; raise ValueError for anything else."""
     if places is None:
         return None
     array = np.atleast_1d(np.asarray(places))
@@ -163,16 +144,15 @@ def as_places(title: str, what: str, places: Any) -> list[int] | None:
 # -------------------------------------------------------------------- other ways to weigh keys
 def weighing(layer: Any, softmax: str | RowSoftmax | None, temperature: float | None) -> Exchange:
     """What puts another attention in the place of a layer's own: another softmax, or scores over a temperature."""
-    if softmax is None:
-        changed = None
-    else:
-        changed = copy(layer)  # which shares all weights, and gets an op and scales of its own
+    changed = copy(layer)  # which shares all weights, and gets an op and scales of its own
+    if softmax is not None:
         changed.use_softmax(softmax)
 
     def exchange(op: Attention, args: tuple[Any, ...]) -> tuple[Attention, tuple[Any, ...]]:
         query, key, value, mask, scales, *rest = (*args, None, None)[: max(5, len(args))]
-        chosen = op.softmax if changed is None else changed.attention.softmax
-        scales = scales if changed is None else changed.softmax_scales
+        chosen = op.softmax
+        if softmax is not None:
+            chosen, scales = changed.attention.softmax, changed.softmax_scales
         new = Attention(chosen, op.causal, op.window, op.scale, op.cap)
         if temperature is not None:
             # cap tanh(s / cap) / t is what a cap and scores over t give, too
@@ -181,8 +161,3 @@ def weighing(layer: Any, softmax: str | RowSoftmax | None, temperature: float | 
         return new, (query, key, value, mask, scales, *rest)
 
     return exchange
-
-
-def is_value(value: Any) -> bool:
-    """Whether something can stand in for what a layer gives."""
-    return isinstance(value, (Tensor, int, float)) or is_array(value) or callable(value)
