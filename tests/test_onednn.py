@@ -4,6 +4,7 @@ import math
 import re
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.tensor import to_tensor
-from tricycle_accelerators import cpu, pieces, product_plan, registry, spinning, threads
+from tricycle_accelerators import cpu, libraries, pieces, product_plan, registry, spinning, threads
 from tricycle_accelerators import onednn as table
 from tricycle_accelerators.onednn import library as onednn
 from tricycle_accelerators.onednn import matrices
@@ -317,8 +318,8 @@ def unusable(monkeypatch):
 
 
 def test_without_it_one_warning_and_float32(unusable, monkeypatch):
-    monkeypatch.setattr(onednn.sys, "platform", "linux")
-    monkeypatch.setattr(onednn.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     model = new_model("bfloat16")
     with pytest.warns(UserWarning, match=r"precision bfloat16: .* float32 .*pip install 'tricycle-gpt\[bf16\]'"):
         first = losses(model, 1, 1e-3)
@@ -341,8 +342,8 @@ def test_it_is_asked_before_the_threads():
 
 
 def test_other_systems_are_told(unusable, monkeypatch):
-    monkeypatch.setattr(onednn.sys, "platform", "darwin")
-    monkeypatch.setattr(onednn.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
     assert "Linux on x86-64" in onednn.problem()
 
 
@@ -361,7 +362,7 @@ def test_an_old_processor_is_told(unusable, monkeypatch):
             setattr(self, name, call)
             return call
 
-    monkeypatch.setattr(onednn, "_path", lambda: onednn.Path(onednn.LIBRARY))
+    monkeypatch.setattr(libraries, "find", lambda *words: Path(onednn.LIBRARY))
     monkeypatch.setattr(onednn.ctypes, "CDLL", lambda path: Library())
     monkeypatch.setattr(onednn.ctypes, "PyDLL", lambda path: Library())
     pytest.importorskip("ml_dtypes")
@@ -372,7 +373,7 @@ def test_a_broken_library_is_told(unusable, monkeypatch, tmp_path):
     pytest.importorskip("ml_dtypes")
     path = tmp_path / onednn.LIBRARY
     path.write_bytes(b"nothing of use")
-    monkeypatch.setattr(onednn, "_path", lambda: path)
+    monkeypatch.setattr(libraries, "find", lambda *words: path)
     assert f"{onednn.LIBRARY} cannot be loaded" in onednn.problem()
 
 

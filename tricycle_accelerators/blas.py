@@ -11,11 +11,8 @@ Reproducibility Control".
 from __future__ import annotations
 
 import ctypes
-import platform
-import sys
 from ctypes import c_float, c_int, c_void_p
 from functools import cache
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,14 +50,9 @@ def _mkl() -> _Mkl | str:
         return "MKL is for Intel's processors"
     if any(library.internal_api == "mkl" for library in threads.blas_libraries()):
         return "NumPy calls MKL itself"
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        return f"MKL is called on Linux on x86-64 alone, and this is {platform.system()} on {platform.machine()}"
-    try:
-        path = libraries.shipped(DISTRIBUTION, LIBRARY)
-    except metadata.PackageNotFoundError:
-        return f"MKL is not installed ({EXTRA})"
-    if path is None:
-        return f"{DISTRIBUTION} holds no {LIBRARY} (reinstall it: {EXTRA})"
+    path = libraries.find("MKL", DISTRIBUTION, LIBRARY, EXTRA)
+    if isinstance(path, str):
+        return path
     try:
         return load(str(path))
     except (OSError, AttributeError) as error:

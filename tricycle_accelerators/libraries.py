@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -15,3 +17,19 @@ def shipped(distribution: str, name: str) -> Path | None:
     files = metadata.files(distribution) or []
     paths = (Path(str(file.locate())).resolve() for file in files if file.name.startswith(name))
     return next((path for path in paths if path.exists()), None)
+
+
+def find(title: str, distribution: str, name: str, extra: str) -> Path | str:
+    """Return where an installed distribution has put the library whose name begins so; else why it cannot be used.
+
+    Args:
+        title: of the library, for the reason. extra: how the distribution is installed.
+    """
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
+        return f"{title} is called on Linux on x86-64 alone, and this is {platform.system()} on {machine}"
+    try:
+        path = shipped(distribution, name)
+    except metadata.PackageNotFoundError:
+        return f"{title} is not installed ({extra})"
+    return path or f"{distribution} holds no {name} (reinstall it: {extra})"

@@ -8,10 +8,12 @@ The environment variable TRICYCLE_KERNELS selects providers by name ("numpy", "n
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
+from types import ModuleType
 from typing import Any, TypeVar
 
+from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.explained import PLAIN
 
 Run = TypeVar("Run", bound=Callable[..., Any])
@@ -33,6 +35,13 @@ def excluded(name: str) -> str | None:
         raise ValueError(f"{VARIABLE}: expected names among {names}, with - before those to exclude, got {said!r}")
     selected = [word for word in words if not word.startswith("-")]
     return f"excluded by {VARIABLE}={said}" if f"-{name}" in words or (selected and name not in selected) else None
+
+
+def offer(array: type, *versions: tuple[ModuleType, Sequence[Kernel[..., Any]]]) -> None:
+    """Register the functions of modules that have the names of these kernels, for a type of arrays."""
+    for module, kernels in versions:
+        for kernel in kernels:
+            kernel.on(array)(getattr(module, kernel.plain.__name__))
 
 
 def unless(why_not: Callable[..., str | None]) -> Callable[[Run], Run]:

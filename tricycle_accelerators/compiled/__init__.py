@@ -30,7 +30,7 @@ from tricycle_accelerators.compiled import (
     tables,
     vectors,
 )
-from tricycle_accelerators.providers import excluded
+from tricycle_accelerators.providers import excluded, offer
 
 PROVIDER = "numba"
 MISSING = "Numba is not installed (pip install 'tricycle-gpt[numba]')"
@@ -60,32 +60,19 @@ def is_yet_to_compile() -> bool:
 
 def register(array: type) -> None:
     """Offer these versions for a type of arrays."""
-    kernels.attention.on(array)(attention.attention)
-    kernels.attention_backward.on(array)(attention.attention_backward)
-    kernels.matmul.on(array)(vectors.matmul)
-    few_bits_matmul.on(array)(vectors.few_bits_matmul)
-    narrow.product_by_int8.on(array)(narrow_rows.product_by_int8)
-    narrow.product_by_bfloat16.on(array)(narrow_rows.product_by_bfloat16)
-    kernels.matmul.on(array)(matrices.matmul)
-    kernels.gelu.on(array)(elementwise.gelu)
-    kernels.gelu_with_slope.on(array)(elementwise.gelu_with_slope)
-    kernels.gelu_backward.on(array)(elementwise.gelu_backward)
-    kernels.sum_rows.on(array)(elementwise.sum_rows)
-    kernels.sum_squares.on(array)(elementwise.sum_squares)
-    kernels.swiglu.on(array)(elementwise.swiglu)
-    kernels.swiglu_backward.on(array)(elementwise.swiglu_backward)
-    kernels.rotate.on(array)(elementwise.rotate)
-    kernels.layer_norm.on(array)(normalisation.layer_norm)
-    kernels.layer_norm_backward.on(array)(normalisation.layer_norm_backward)
-    recurrent.repeated.on(array)(recurrence.repeated)
-    recurrent.pipeline.on(array)(recurrence.pipeline)
-    recurrent.project.on(array)(recurrence.project)
-    recurrent.rnn.on(array)(recurrence.rnn)
-    recurrent.rnn_backward.on(array)(recurrence.rnn_backward)
-    recurrent.lstm.on(array)(recurrence.lstm)
-    recurrent.lstm_backward.on(array)(recurrence.lstm_backward)
-    recurrent.gru.on(array)(recurrence.gru)
-    recurrent.gru_backward.on(array)(recurrence.gru_backward)
-    kernels.cross_entropy.on(array)(losses.cross_entropy)
-    kernels.embedding_backward.on(array)(tables.embedding_backward)
-    kernels.adamw.on(array)(optimisers.adamw)
+    k, r = kernels, recurrent
+    activated = (k.gelu, k.gelu_with_slope, k.gelu_backward, k.swiglu, k.swiglu_backward)
+    layers = (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)
+    offer(
+        array,
+        (attention, (k.attention, k.attention_backward)),
+        (vectors, (k.matmul, few_bits_matmul)),
+        (narrow_rows, (narrow.product_by_int8, narrow.product_by_bfloat16)),
+        (matrices, [k.matmul]),
+        (elementwise, (*activated, k.sum_rows, k.sum_squares, k.rotate)),
+        (normalisation, (k.layer_norm, k.layer_norm_backward)),
+        (recurrence, (r.repeated, r.pipeline, r.project, *layers)),
+        (losses, [k.cross_entropy]),
+        (tables, [k.embedding_backward]),
+        (optimisers, [k.adamw]),
+    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,21 +12,12 @@ from tricycle.kernels.ranges import queries_seeing
 from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.attention_blocks import Group, heads_first, make_groups
 from tricycle_accelerators.compiled.elementwise import FLOAT32
-from tricycle_accelerators.compiled.loaded import loops
+from tricycle_accelerators.compiled.loaded import load
 from tricycle_accelerators.providers import unless
 
 LEAST_QUERIES = 16
 MASK_OR_CAP = "a mask or a soft-cap"
 MANY_SCORES = 2**19  # of a query: more are shared by threads
-
-
-# Cache: valid for the life of the process: a module.
-@cache
-def _loops() -> ModuleType:
-    """What Numba compiles for this; the first call imports it, and compiles where that has not been done before."""
-    from tricycle_accelerators.compiled import attention_loops
-
-    return attention_loops
 
 
 def _why_not_many(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: np.ndarray | None) -> str | None:
@@ -82,11 +71,11 @@ def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, n
     keys, values = k[0], v[0]
     out = np.empty(q.shape, np.float32)
     log_total = np.empty((1, q.shape[2], n_queries), np.float32)
-    attend = loops().attend
+    attend = load("loops").attend
     narrow: tuple[bool, ...] = ()
     if keys.dtype != FLOAT32:
         narrow = (keys.dtype != np.float16,)
-        attend = loops().attend_16
+        attend = load("loops").attend_16
         keys, values = keys.view(np.uint16), values.view(np.uint16)
     scale, offset, window, _ = scoring
     for t in range(n_queries):
@@ -156,7 +145,7 @@ def attention(
     groups, _ = make_groups(q, k)
     q, k, v = _prepared((q, k, v), narrow)
     (means,) = _prepared((out,), narrow_results)
-    attend = _loops().attend(narrow, narrow_results)
+    attend = load("attention_loops").attend(narrow, narrow_results)
 
     def work(group: Group) -> None:
         item, heads, key_heads = group
@@ -226,7 +215,7 @@ def attention_backward(
     q, k, v = _prepared((q, k, v), narrow)
     grad, out, dq, dk, dv = _prepared((grad, out, dq, dk, dv), narrow_results)
     (log_total,) = _prepared((log_total,), False)
-    attend_back = _loops().attend_back(narrow, narrow_results)
+    attend_back = load("attention_loops").attend_back(narrow, narrow_results)
 
     def work(i: int) -> None:
         item, heads, key_heads = groups[i]

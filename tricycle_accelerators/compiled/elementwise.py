@@ -9,7 +9,7 @@ import numpy as np
 
 from tricycle.kernels import FEW_ROWS
 from tricycle_accelerators import buffers, pieces, threads
-from tricycle_accelerators.compiled.loaded import loops, training_loops
+from tricycle_accelerators.compiled.loaded import load
 from tricycle_accelerators.providers import unless
 
 SMALL = 2**16  # numbers below which NumPy is as quick, for they stay in a core's cache
@@ -51,26 +51,20 @@ def as_numbers(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint16) if array.dtype.itemsize == 2 else array
 
 
-def _over_numbers(name: str, *arrays: np.ndarray) -> Any:
+def _over_numbers(loop: Any, *arrays: np.ndarray) -> Any:
     """What a loop over (N,) makes of arrays of one shape."""
-    compute = _loop_of(name)
     flat = [as_numbers(array).reshape(-1) for array in arrays]
     result = buffers.empty(flat[0].shape, flat[0].dtype)
-    threads.parallel(lambda part: compute(*(x[part] for x in flat), result[part]), pieces.cut(result.size))
+    threads.parallel(lambda part: loop(*(x[part] for x in flat), result[part]), pieces.cut(result.size))
     return result.reshape(arrays[0].shape).view(arrays[0].dtype)
 
 
-def _over_rows(name: str, arrays: Sequence[np.ndarray], size: int) -> Any:
+def _over_rows(loop: Any, arrays: Sequence[np.ndarray], size: int) -> Any:
     """What a loop over rows makes of arrays (..., C), rows of that size."""
-    compute = _loop_of(name)
     rows = [as_numbers(array).reshape(-1, array.shape[-1]) for array in arrays]
     result = buffers.empty((len(rows[0]), size), rows[0].dtype)
-    threads.parallel(lambda part: compute(*(x[part] for x in rows), result[part]), pieces.cut(len(result), 2 * size))
+    threads.parallel(lambda part: loop(*(x[part] for x in rows), result[part]), pieces.cut(len(result), 2 * size))
     return result.reshape(*arrays[0].shape[:-1], size).view(arrays[0].dtype)
-
-
-def _loop_of(name: str) -> Any:
-    return getattr(training_loops() if name.endswith("backward") else loops(), name)
 
 
 def _why_not_rows(x: np.ndarray) -> str | None:
@@ -85,9 +79,9 @@ def gelu(x: np.ndarray) -> Any:
 def _gelu(x: np.ndarray) -> Any:
     if x.size < SMALL:
         y = np.empty_like(x)
-        loops().gelu(x.reshape(-1), y.reshape(-1))
+        load("loops").gelu(x.reshape(-1), y.reshape(-1))
         return y
-    return _over_numbers("gelu", x)
+    return _over_numbers(load("loops").gelu, x)
 
 
 @unless(_why_not_rows)
@@ -102,16 +96,16 @@ def _why_not_gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.nda
 
 @unless(_why_not_gelu_backward)
 def gelu_backward(grad: np.ndarray, x: Any, slope: np.ndarray | None) -> Any:
-    return _over_numbers("gelu_backward", grad, x)
+    return _over_numbers(load("training_loops").gelu_backward, grad, x)
 
 
 @unless(_why_not_rows)
 def swiglu(x: np.ndarray) -> Any:
     if x.size < SMALL:
         y = buffers.empty((*x.shape[:-1], x.shape[-1] // 2), FLOAT32)
-        loops().swiglu(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
+        load("loops").swiglu(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
         return y
-    return _over_rows("swiglu", [x], x.shape[-1] // 2)
+    return _over_rows(load("loops").swiglu, [x], x.shape[-1] // 2)
 
 
 def _why_not_swiglu_backward(grad: np.ndarray, x: np.ndarray) -> str | None:
@@ -120,7 +114,7 @@ def _why_not_swiglu_backward(grad: np.ndarray, x: np.ndarray) -> str | None:
 
 @unless(_why_not_swiglu_backward)
 def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
-    return _over_rows("swiglu_backward", [grad, x], x.shape[-1])
+    return _over_rows(load("training_loops").swiglu_backward, [grad, x], x.shape[-1])
 
 
 def _why_not_sum_rows(x: np.ndarray) -> str | None:
@@ -134,7 +128,7 @@ def sum_rows(x: np.ndarray) -> np.ndarray:
 
     def work(piece: slice) -> np.ndarray:
         sums = np.zeros(x.shape[1], np.float32)
-        training_loops().add_rows(bits[piece], sums)
+        load("training_loops").add_rows(bits[piece], sums)
         return sums
 
     total: np.ndarray = pieces.sum_over(work, pieces.cut(*x.shape))
@@ -158,7 +152,7 @@ def _why_not_rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> str | No
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """A thread takes an item at a time; a single item, as in generation, is computed in this thread."""
     y = buffers.empty(x.shape, x.dtype)
-    compute = loops().rotate
+    compute = load("loops").rotate
     heads, rotated = as_numbers(x), as_numbers(y)
     if len(x) == 1:
         compute(heads[0], cos, sin, rotated[0])
@@ -177,5 +171,5 @@ def _why_not_sum_squares(x: np.ndarray) -> str | None:
 def sum_squares(x: np.ndarray) -> np.ndarray:
     """As fast as memory gives the numbers: BLAS's product of a vector with itself takes half as long again."""
     flat = x.reshape(-1)
-    compute = training_loops().sum_squares
+    compute = load("training_loops").sum_squares
     return np.asarray(pieces.sum_over(lambda piece: compute(flat[piece]), pieces.cut(flat.size)), np.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numba
@@ -16,8 +17,9 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import types
 
+from tricycle_accelerators import narrow_rows
+
 intrinsic: Any = numba.extending.intrinsic  # whose own type says nothing of the argument that it leaves out
-overload: Any = numba.extending.overload
 ANY_ORDER = {"nsz", "arcp", "contract", "reassoc"}  # of LLVM's flags
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 
@@ -45,6 +47,7 @@ ZERO, ONE = np.float32(0), np.float32(1)
 LOG2_E = np.float32(math.log2(math.e))
 LOG2_E_REST = np.float32(math.log2(math.e) - float(LOG2_E))
 FARTHEST = np.float32(87)  # e to this is near the ends of float32
+LARGEST, OFFSET, SMALLEST = map(np.float32, (narrow_rows.LARGEST, narrow_rows.OFFSET, narrow_rows.SMALLEST))
 
 
 def compiled(signature: str | list[str]) -> Callable[[Callable[..., Any]], Any]:
@@ -57,6 +60,17 @@ def compiled(signature: str | list[str]) -> Callable[[Callable[..., Any]], Any]:
             return numba.njit(signature, fastmath=ANY_ORDER, **OPTIONS)(loop)
 
     return compile_
+
+
+def by_types(implementation_for: Callable[..., Any]) -> Any:
+    """Make a function of compiled code; the decorated one returns the implementation for the types of its arguments."""
+
+    @wraps(implementation_for)
+    def stub(*arguments: Any) -> Any:
+        raise NotImplementedError
+
+    numba.extending.overload(stub, strict=False)(implementation_for)
+    return stub
 
 
 @intrinsic
@@ -101,6 +115,16 @@ def larger(context: Any, a: Any, b: Any) -> Any:
         return builder.select(above, *arguments, flags=("fast",))
 
     return types.float32(types.float32, types.float32), code
+
+
+@numba.njit(inline="always")
+def largest_if_finite(x: np.ndarray) -> Any:
+    """The largest absolute value of a row of float32, at least SMALLEST; 0 where a number is not finite."""
+    broken, largest = ZERO, SMALLEST
+    for j in range(len(x)):
+        broken += x[j] * ZERO
+        largest = larger(abs(x[j]), largest)
+    return largest if broken == 0 else ZERO
 
 
 @intrinsic
@@ -226,31 +250,19 @@ def over_one_and_exp(x: Any, u: Any) -> Any:
 
 # -------------------------------------------------------------------- one loop for float32 and for bfloat16
 # A bfloat16 is given by its bits, as uint16. These are for loops that are compiled for arrays of either.
+@by_types
 def bits_of(x: Any) -> Any:
     """The bits of a float32 as a bfloat16; such bits as they are."""
-    raise NotImplementedError
-
-
-@overload(bits_of, strict=False)
-def _bits_of(x: Any) -> Any:
     return (lambda x: x) if x == types.uint16 else (lambda x: narrowed(x))
 
 
+@by_types
 def number_of(x: Any) -> Any:
     """The float32 that bits stand for; a float32 as it is."""
-    raise NotImplementedError
-
-
-@overload(number_of, strict=False)
-def _number_of(x: Any) -> Any:
     return (lambda x: widened(x)) if x == types.uint16 else (lambda x: x)
 
 
-def rounded_for(array: np.ndarray, x: Any) -> Any:
+@by_types
+def rounded_for(array: Any, x: Any) -> Any:
     """A float32 as what this array holds: its bits as a bfloat16, or itself."""
-    raise NotImplementedError
-
-
-@overload(rounded_for, strict=False)
-def _rounded_for(array: Any, x: Any) -> Any:
     return (lambda array, x: narrowed(x)) if array.dtype == types.uint16 else (lambda array, x: x)

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from types import ModuleType
+from importlib import import_module
+from typing import Any
 
 
-# Cache: valid for the life of the process: a module.
+# Cache: valid for the life of the process: modules.
 @cache
-def loops() -> ModuleType:
-    """Return the loops that generation needs, too."""
-    from tricycle_accelerators.compiled import loops
-
-    return loops
-
-
-# Cache: valid for the life of the process: a module.
-@cache
-def training_loops() -> ModuleType:
-    """Return the loops that only training needs."""
-    from tricycle_accelerators.compiled import training_loops
-
-    return training_loops
+def load(name: str) -> Any:
+    """Return a module of this folder: "loops" that generation needs, too, "training_loops", and so on."""
+    return import_module(f"{__package__}.{name}")

@@ -12,20 +12,22 @@ import numba
 import numpy as np
 
 from tricycle_accelerators.compiled.jit import (
+    LARGEST,
+    OFFSET,
     ONE,
     ZERO,
     at,
     compiled,
     exp,
     larger,
+    largest_if_finite,
+    narrowed,
     number_of,
     over_one_and_exp,
     rounded_for,
+    widened,
 )
 
-LARGEST = np.float32(32512)  # 127 * 256, of a row's numbers as whole steps
-OFFSET = np.float32(128 * 256 + 128 + 0.5)
-SMALLEST = np.float32(1e-30)
 AT_ONCE = 32  # keys or values of 16 bits that are float32 at a time
 HALF_TO_SINGLE = np.float32(2.0**112)  # a float16's exponent is 112 less than a float32's with the same bits
 
@@ -233,14 +235,6 @@ def attend_16(
 
 
 # -------------------------------------------------------------------- numbers as two of fewer bits
-@compiled("f4(f4[::1])")
-def _largest_size(x: np.ndarray) -> Any:
-    largest = SMALLEST
-    for j in range(len(x)):
-        largest = larger(largest, abs(x[j]))
-    return largest
-
-
 @compiled("b1(f4[:, ::1], i1[:, ::1], f4[::1])")
 def split_int8(x: np.ndarray, halves: np.ndarray, scales: np.ndarray) -> bool:
     """Rows (R, K) as whole numbers of steps: (2 R, K), first what is left of each and then what is large, in 256 steps.
@@ -253,12 +247,9 @@ def split_int8(x: np.ndarray, halves: np.ndarray, scales: np.ndarray) -> bool:
     """
     n_rows, size = x.shape
     for i in range(n_rows):
-        broken = ZERO
-        for j in range(size):
-            broken += x[i, j] * ZERO
-        if broken != 0:
+        largest = largest_if_finite(x[i])
+        if largest == 0:
             return False
-        largest = _largest_size(x[i])
         scales[i] = largest / LARGEST
         factor = LARGEST / largest
         for j in range(size):
@@ -277,30 +268,15 @@ def join_int8(products: np.ndarray, scales: np.ndarray, result: np.ndarray) -> N
             result[i, j] = (products[n_rows + i, j] * np.float32(256) + products[i, j]) * scales[i]
 
 
-@compiled("u4(u4)")
-def _rounded(bits: Any) -> Any:
-    """A float32 as its nearest bfloat16, ties to even: the upper half of its bits."""
-    return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-
-
 @compiled("b1(f4[:, ::1], u2[:, ::1])")
 def split_bfloat16(x: np.ndarray, halves: np.ndarray) -> bool:
     """Rows (R, K) as bfloat16 (2 R, K), and what is left of each as bfloat16. False where there is infinity or NaN."""
     n_rows, size = x.shape
-    rest = np.empty(size, np.float32)
-    rest_bits = rest.view(np.uint32)
     for i in range(n_rows):
-        broken = ZERO
-        bits = x[i].view(np.uint32)
-        for j in range(size):
-            broken += x[i, j] * ZERO
-            upper = _rounded(bits[j])
-            halves[i, j] = np.uint16(upper)
-            rest_bits[j] = upper << np.uint32(16)
-        if broken != 0:
+        if largest_if_finite(x[i]) == 0:
             return False
         for j in range(size):
-            rest[j] = x[i, j] - rest[j]
-        for j in range(size):
-            halves[n_rows + i, j] = np.uint16(_rounded(rest_bits[j]))
+            upper = narrowed(x[i, j])
+            halves[i, j] = upper
+            halves[n_rows + i, j] = narrowed(x[i, j] - widened(upper))
     return True

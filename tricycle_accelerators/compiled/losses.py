@@ -9,7 +9,7 @@ import numpy as np
 
 from tricycle_accelerators import buffers, pieces
 from tricycle_accelerators.compiled.elementwise import as_numbers, why_not_large
-from tricycle_accelerators.compiled.loaded import training_loops
+from tricycle_accelerators.compiled.loaded import load
 from tricycle_accelerators.providers import unless
 
 
@@ -27,7 +27,7 @@ def cross_entropy(
     rows, slopes = as_numbers(logits), as_numbers(slope)
     places = labels.astype(np.int64)
     shares = weights.astype(np.float32)
-    compute = training_loops().cross_entropy
+    compute = load("training_loops").cross_entropy
 
     def work(piece: slice) -> float:
         cost: float = compute(rows[piece], places[piece], shares[piece], smoothing, slopes[piece])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from functools import cache
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from tricycle_accelerators import buffers, product_plan, threads
+from tricycle_accelerators.compiled.loaded import load
 from tricycle_accelerators.providers import unless
 
 NEAR = 2**20  # numbers of the left matrix that stay in the third cache while panels go by
@@ -19,19 +19,15 @@ MANY = 8  # panels for each thread, of which it does not matter that one takes o
 
 # Cache: valid for the life of the process: depends on the processor and on NumPy's BLAS.
 @cache
-def _loops() -> ModuleType | None:
+def _loops() -> Any:
     """What Numba compiles; the first call imports it, and compiles where that has not been done before.
 
     None where BLAS is as fast (`instruction_sets.InstructionSet.slower_blas`).
     """
-    from tricycle_accelerators.compiled import registers
-
-    features = frozenset(registers.INSTRUCTION_SET.names)  # which Numba compiles for
+    features = frozenset(load("registers").INSTRUCTION_SET.names)  # which Numba compiles for
     if product_plan.why_no_tiles(product_plan.this_machine()._replace(features=features)) is not None:
         return None
-    from tricycle_accelerators.compiled import matrix_loops
-
-    return matrix_loops
+    return load("matrix_loops")
 
 
 def _why_not_matmul(
@@ -64,7 +60,7 @@ def matmul(
 ) -> np.ndarray:
     """Of many rows that are in one piece each: a transposed left matrix, of a weight's gradient, is left to BLAS."""
     n_rows, n_columns = len(a), b.shape[1]
-    loops: Any = _loops()
+    loops = _loops()
     product = buffers.empty((n_rows, n_columns), np.float32) if out is None else out
     shifts = np.empty(0, np.float32) if bias is None else np.ascontiguousarray(bias)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tricycle_accelerators import buffers
-from tricycle_accelerators.compiled.loaded import loops
+from tricycle_accelerators.compiled.loaded import load
 from tricycle_accelerators.narrow_rows import Multiplication
 from tricycle_accelerators.providers import unless
 
@@ -19,17 +19,17 @@ def _why_not(x: np.ndarray, few: Any) -> str | None:
 @unless(_why_not)
 def product_by_int8(x: np.ndarray, few: Multiplication) -> np.ndarray | None:
     scales = np.empty(len(x), np.float32)
-    if not loops().split_int8(x, few.numbers, scales):
+    if not load("loops").split_int8(x, few.numbers, scales):
         return None
     few.run()
     product = buffers.empty((len(x), few.out.shape[1]), np.float32)
-    loops().join_int8(few.out, scales, product)
+    load("loops").join_int8(few.out, scales, product)
     return product
 
 
 @unless(_why_not)
 def product_by_bfloat16(x: np.ndarray, few: Multiplication) -> np.ndarray | None:
-    if not loops().split_bfloat16(x, few.numbers):
+    if not load("loops").split_bfloat16(x, few.numbers):
         return None
     few.run()
     product: np.ndarray = few.out[: len(x)] + few.out[len(x) :]

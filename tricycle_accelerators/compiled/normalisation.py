@@ -15,7 +15,7 @@ from tricycle_accelerators.compiled.elementwise import (
     as_numbers,
     why_not_few_rows,
 )
-from tricycle_accelerators.compiled.loaded import loops, training_loops
+from tricycle_accelerators.compiled.loaded import load
 from tricycle_accelerators.providers import unless
 
 # what is normed or its gradient, and what comes of it: all that the loops are compiled for
@@ -66,9 +66,9 @@ def layer_norm(
     def work(piece: slice) -> None:
         if centred:
             shift = np.zeros_like(gain) if bias is None else bias
-            loops().layer_norm(rows[piece], gain, shift, eps, out[piece], means[piece], scales[piece])
+            load("loops").layer_norm(rows[piece], gain, shift, eps, out[piece], means[piece], scales[piece])
         else:
-            loops().rms_norm(rows[piece], gain, eps, out[piece], scales[piece])
+            load("loops").rms_norm(rows[piece], gain, eps, out[piece], scales[piece])
 
     threads.parallel(work, pieces.cut(*rows.shape))
     statistics = (*x.shape[:-1], 1)
@@ -82,9 +82,9 @@ def _normalize_few_rows(x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None
     y = np.empty(rows.shape, FLOAT32)
     means, scales = np.zeros(len(rows), FLOAT32), np.empty(len(rows), FLOAT32)
     if centred:
-        loops().layer_norm(rows, gain, np.zeros_like(gain) if bias is None else bias, eps, y, means, scales)
+        load("loops").layer_norm(rows, gain, np.zeros_like(gain) if bias is None else bias, eps, y, means, scales)
     else:
-        loops().rms_norm(rows, gain, eps, y, scales)
+        load("loops").rms_norm(rows, gain, eps, y, scales)
     statistics = (*shape[:-1], 1)
     return y.reshape(shape), means.reshape(statistics), scales.reshape(statistics)
 
@@ -107,10 +107,10 @@ def layer_norm_backward(
     def work(piece: slice) -> np.ndarray:
         sums = np.zeros((2, rows.shape[1]), np.float32)
         if centred:
-            compute = training_loops().layer_norm_backward
+            compute = load("training_loops").layer_norm_backward
             compute(slopes[piece], rows[piece], gain, means[piece], scales[piece], out[piece], sums)
         else:
-            training_loops().rms_norm_backward(slopes[piece], rows[piece], gain, scales[piece], out[piece], sums)
+            load("training_loops").rms_norm_backward(slopes[piece], rows[piece], gain, scales[piece], out[piece], sums)
         return sums
 
     dgain, dbias = pieces.sum_over(work, pieces.cut(*rows.shape))

@@ -9,7 +9,7 @@ import numpy as np
 
 from tricycle_accelerators import pieces, threads
 from tricycle_accelerators.compiled.elementwise import FLOAT32, IN_ONE_PIECE, SMALL, TOO_SMALL
-from tricycle_accelerators.compiled.loaded import training_loops
+from tricycle_accelerators.compiled.loaded import load
 from tricycle_accelerators.providers import unless
 
 
@@ -53,7 +53,7 @@ def adamw(
     rate = learning_rate * correction / (1 - beta1**step)
     numbers = np.array([share, beta1, 1 - beta1, beta2, 1 - beta2, eps * correction, rate, 1 - learning_rate * decay])
     numbers = numbers.astype(np.float32)
-    update = training_loops().adamw
+    update = load("training_loops").adamw
 
     def work(piece: slice) -> None:
         update(w[piece], g[piece], m[piece], v[piece], numbers)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
-from functools import cache
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import numpy as np
 
+from tricycle.kernels import recurrent
+from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.recurrent import Piece
 from tricycle_accelerators import threads
+from tricycle_accelerators.compiled.loaded import load
 from tricycle_accelerators.providers import unless
-from tricycle_accelerators.recurrent_blocks import Blocks
 
 FEWEST_ROWS = 16  # of a call, from which on it pays to lay out the weights
 FEWEST_ITEMS = 8  # of a thread: with fewer the weights come from memory more slowly than they are used
@@ -22,23 +23,20 @@ STEPS = "steps of float32 in one piece, aligned and not read-only"
 ALL_ACTIVE = np.zeros((0, 0), np.bool_)
 
 
-# Cache: valid for the life of the process: a module.
-@cache
-def _loops() -> ModuleType:
-    """What Numba compiles; the first call imports it, and compiles where that has not been done before."""
-    from tricycle_accelerators.compiled import recurrent_loops
+class _Panels:
+    """A matrix by which many others are multiplied, cut into panels when the loops here need it, once."""
 
-    return recurrent_loops
-
-
-class _Panels(Blocks):
-    """A matrix that is cut into panels when the loops here ask for it, once."""
+    __array_ufunc__ = None  # so that NumPy leaves `array @ panels` to `__rmatmul__`
 
     def __init__(self, matrix: np.ndarray) -> None:
-        super().__init__(matrix)
+        self.matrix = matrix
         self.lock = threading.Lock()
         self.transposed: _Panels | None = None
         self.panels: np.ndarray | None = None
+
+    def __rmatmul__(self, left: np.ndarray) -> np.ndarray:
+        product: np.ndarray = left @ self.matrix
+        return product
 
     @property
     def T(self) -> _Panels:
@@ -48,11 +46,9 @@ class _Panels(Blocks):
             return self.transposed
 
     def cut(self) -> np.ndarray:
-        from tricycle_accelerators.compiled import products
-
         with self.lock:
             if self.panels is None:
-                self.panels = products.panels(self.matrix)
+                self.panels = load("products").panels(self.matrix)
             return self.panels
 
 
@@ -130,32 +126,17 @@ def pipeline(
 
 
 def _why_not_project(x: np.ndarray, matrix: Any, bias: np.ndarray | None, out: np.ndarray) -> str | None:
-    if not isinstance(matrix, _Panels) or not matrix.matrix.size:
-        return "a matrix that `repeated` has laid out, with numbers"
-    if not _whole_rows(x) or not _whole_rows(out):
-        return STEPS
-    return None
+    return None if isinstance(matrix, _Panels) else "a matrix that `repeated` has laid out"
 
 
 @unless(_why_not_project)
 def project(x: np.ndarray, matrix: _Panels, bias: np.ndarray | None, out: np.ndarray) -> None:
-    from tricycle_accelerators.compiled import products
-
+    """By BLAS where the panels are empty, or steps are not in one piece."""
+    if not matrix.matrix.size or not _whole_rows(x) or not _whole_rows(out):
+        recurrent.project.plain(x, matrix.matrix, bias, out)
+        return
     cut = matrix.cut()
-    products.multiply(x, cut, _bias(bias, cut), out)
-
-
-def _forward(
-    loop: str,
-    gates: np.ndarray,
-    states: np.ndarray,
-    weights: Any,
-    bias: np.ndarray | None,
-    active: np.ndarray | None,
-    *options: Any,
-) -> None:
-    cut = _panels(weights).cut()
-    getattr(_loops(), loop)(gates, *states, cut, _bias(bias, cut), _mask(active), *options)
+    load("products").multiply(x, cut, _bias(bias, cut), out)
 
 
 def _why_not_forward(gates: np.ndarray, states: np.ndarray, weights: Any, *_: Any, **__: Any) -> str | None:
@@ -168,69 +149,42 @@ def _why_not_backward(
     return _why_not(weights, gates, grad, states, d_gates, d_states)
 
 
-# -------------------------------------------------------------------- Elman's
-@unless(_why_not_forward)
-def rnn(
-    gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None, relu: bool
-) -> None:
-    _forward("rnn", gates, states, weights, bias, active, relu)
+def _options(relu: bool | None) -> tuple[bool, ...]:
+    """Return what the loops of this kernel take beside arrays: Elman's layers have two activations."""
+    return () if relu is None else (relu,)
 
 
-@unless(_why_not_backward)
-def rnn_backward(
-    grad: np.ndarray,
-    gates: np.ndarray,
-    states: np.ndarray,
-    weights: Any,
-    active: np.ndarray | None,
-    d_gates: np.ndarray,
-    d_states: np.ndarray,
-    relu: bool,
-) -> None:
-    cut = _panels(weights).T.cut()
-    _loops().rnn_back(*grad, *states, cut, _mask(active), *d_gates, *d_states, relu)
+def _forward(kernel: Kernel[..., None]) -> Callable[..., None]:
+    """Make the version of a kernel that goes through time, by the loop of its name."""
+
+    @unless(_why_not_forward)
+    @wraps(kernel.plain, assigned=("__name__", "__qualname__"))
+    def version(
+        gates: np.ndarray, states: np.ndarray, weights: Any, bias: Any, active: Any, relu: bool | None = None
+    ) -> None:
+        loop, cut = getattr(load("recurrent_loops"), kernel.plain.__name__), _panels(weights).cut()
+        loop(gates, *states, cut, _bias(bias, cut), _mask(active), *_options(relu))
+
+    return version
 
 
-# -------------------------------------------------------------------- GRU
-@unless(_why_not_forward)
-def gru(
-    gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None
-) -> None:
-    _forward("gru", gates, states, weights, bias, active)
+def _backward(kernel: Kernel[..., None], needed: Callable[[Any, Any], Sequence[np.ndarray]]) -> Callable[..., None]:
+    """Make the version of a kernel that goes back in time, whose loop takes what is `needed` of gates and states."""
+
+    @unless(_why_not_backward)
+    @wraps(kernel.plain, assigned=("__name__", "__qualname__"))
+    def version(
+        grad: Any, gates: Any, states: Any, weights: Any, active: Any, d_gates: Any, d_states: Any, relu: Any = None
+    ) -> None:
+        loop, cut = getattr(load("recurrent_loops"), kernel.plain.__name__), _panels(weights).T.cut()
+        loop(*grad, *needed(gates, states), cut, _mask(active), *d_gates, *d_states, *_options(relu))
+
+    return version
 
 
-@unless(_why_not_backward)
-def gru_backward(
-    grad: np.ndarray,
-    gates: np.ndarray,
-    states: np.ndarray,
-    weights: Any,
-    active: np.ndarray | None,
-    d_gates: np.ndarray,
-    d_states: np.ndarray,
-) -> None:
-    cut = _panels(weights).T.cut()
-    _loops().gru_back(*grad, gates, *states, cut, _mask(active), *d_gates, *d_states)
-
-
-# -------------------------------------------------------------------- LSTM
-@unless(_why_not_forward)
-def lstm(
-    gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None
-) -> None:
-    _forward("lstm", gates, states, weights, bias, active)
-
-
-@unless(_why_not_backward)
-def lstm_backward(
-    grad: np.ndarray,
-    gates: np.ndarray,
-    states: np.ndarray,
-    weights: Any,
-    active: np.ndarray | None,
-    d_gates: np.ndarray,
-    d_states: np.ndarray,
-) -> None:
-    _, c, tanh_c = states
-    cut = _panels(weights).T.cut()
-    _loops().lstm_back(*grad, gates, c, tanh_c, cut, _mask(active), *d_gates, *d_states)
+rnn = _forward(recurrent.rnn)
+gru = _forward(recurrent.gru)
+lstm = _forward(recurrent.lstm)
+rnn_backward = _backward(recurrent.rnn_backward, lambda gates, states: states)
+gru_backward = _backward(recurrent.gru_backward, lambda gates, states: (gates, *states))
+lstm_backward = _backward(recurrent.lstm_backward, lambda gates, states: (gates, *states[1:]))

@@ -91,7 +91,7 @@ def rnn(
 
 
 @compiled("void(f4[:, :, :], f4[:, :, :], f4[:, :, ::1], b1[:, ::1], f4[:, :, :], f4[:, ::1], b1)")
-def rnn_back(
+def rnn_backward(
     grad: np.ndarray,
     h: np.ndarray,
     cut: np.ndarray,
@@ -193,7 +193,7 @@ def _with_reset(to_input: np.ndarray, gate: np.ndarray, to_state: np.ndarray) ->
     "void(f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, :], "
     "f4[:, :, ::1], b1[:, ::1], f4[:, :, :], f4[:, :, :], f4[:, ::1])"
 )
-def gru_back(
+def gru_backward(
     grad: np.ndarray,
     gates: np.ndarray,
     h: np.ndarray,
@@ -289,7 +289,7 @@ def _lstm_step_back(
     "void(f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, :], "
     "f4[:, :, ::1], b1[:, ::1], f4[:, :, :], f4[:, ::1], f4[:, ::1])"
 )
-def lstm_back(
+def lstm_backward(
     grad_h: np.ndarray,
     grad_c: np.ndarray,
     gates: np.ndarray,

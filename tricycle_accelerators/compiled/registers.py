@@ -9,13 +9,14 @@ Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multipli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 
-from tricycle_accelerators.compiled.jit import FEATURES, IS_ARM64, BFloat
+from tricycle_accelerators.compiled.jit import FEATURES, IS_ARM64, BFloat, intrinsic
 from tricycle_accelerators.instruction_sets import widest
 
 INSTRUCTION_SET = widest(["neon"] if IS_ARM64 else [name for name, is_there in FEATURES.items() if is_there])
@@ -38,6 +39,46 @@ def after(builder: Any, address: Any, stride: Any, n: int) -> Any:
     return builder.add(address, builder.mul(stride, INDEX(n)))
 
 
+def loop(builder: Any, n_steps: Any, first: Sequence[Any], step: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """Write a loop that carries registers from each step to the next; return those after the last one.
+
+    Args:
+        n_steps: 1 or more.
+        first: the registers before the first step.
+        step: writes a step; called with its number, from 0, and the registers before it, and returns the new ones.
+    """
+    entry, body, done = builder.block, builder.append_basic_block("step"), builder.append_basic_block("done")
+    builder.branch(body)
+    builder.position_at_end(body)
+    number, registers = builder.phi(INDEX), [builder.phi(value.type) for value in first]
+    new = step(number, registers)
+    following = builder.add(number, INDEX(1))
+    for register, before, value in zip([number, *registers], [INDEX(0), *first], [following, *new]):
+        register.add_incoming(before, entry)
+        register.add_incoming(value, body)
+    builder.cbranch(builder.icmp_signed("<", following, n_steps), body, done)
+    builder.position_at_end(done)
+    return new
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """Ask for a cache line, into the second cache. No address is wrong: what is not there does not come."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, PAIR, PAIR, PAIR])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    to_read, near, data = PAIR(0), PAIR(2), PAIR(1)
+    builder.call(function, [builder.inttoptr(address, byte), to_read, near, data])
+
+
+@intrinsic
+def prefetch_line(context: Any, address: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        prefetch(builder, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), code
+
+
 def running_sums(
     builder: Any, shape: tuple[int, int], pairs: bool, operands: Sequence[Any], n_steps: Any, first: Sequence[Any]
 ) -> list[Any]:
@@ -54,31 +95,21 @@ def running_sums(
     left, down, along, right, right_along = operands
     rows = [after(builder, left, down, row) for row in range(n_rows)]
     kind = PAIR if pairs else FLOAT
-    entry = builder.block
-    body, done = builder.append_basic_block("step"), builder.append_basic_block("done")
-    builder.branch(body)
-    builder.position_at_end(body)
-    step = builder.phi(INDEX)
-    step.add_incoming(INDEX(0), entry)
-    sums = [builder.phi(VECTOR) for _ in range(n_rows * n_vectors)]
-    start, offset = builder.add(right, builder.mul(step, right_along)), builder.mul(step, along)
-    columns = [
-        load(builder, builder.add(start, INDEX(4 * LANES * column)), ir.VectorType(kind, LANES))
-        for column in range(n_vectors)
-    ]
-    new = []
-    for row in range(n_rows):
-        number = _repeated(builder, load(builder, builder.add(rows[row], offset), kind))
-        for column in range(n_vectors):
-            new.append(_multiply_add(builder, sums[row * n_vectors + column], number, columns[column], pairs))
-    following = builder.add(step, INDEX(1))
-    step.add_incoming(following, body)
-    for i, (register, value) in enumerate(zip(sums, new)):
-        register.add_incoming(first[i % n_vectors], entry)
-        register.add_incoming(value, body)
-    builder.cbranch(builder.icmp_signed("<", following, n_steps), body, done)
-    builder.position_at_end(done)
-    return new
+
+    def add_products(step: Any, sums: list[Any]) -> list[Any]:
+        start, offset = builder.add(right, builder.mul(step, right_along)), builder.mul(step, along)
+        columns = [
+            load(builder, builder.add(start, INDEX(4 * LANES * column)), ir.VectorType(kind, LANES))
+            for column in range(n_vectors)
+        ]
+        new = []
+        for row in range(n_rows):
+            number = _repeated(builder, load(builder, builder.add(rows[row], offset), kind))
+            for column in range(n_vectors):
+                new.append(_multiply_add(builder, sums[row * n_vectors + column], number, columns[column], pairs))
+        return new
+
+    return loop(builder, n_steps, [*first] * n_rows, add_products)
 
 
 def _repeated(builder: Any, number: Any) -> Any:

@@ -6,7 +6,7 @@ import numpy as np
 
 from tricycle_accelerators import buffers, pieces, threads
 from tricycle_accelerators.compiled.elementwise import why_not_large
-from tricycle_accelerators.compiled.loaded import training_loops
+from tricycle_accelerators.compiled.loaded import load
 from tricycle_accelerators.providers import unless
 
 LEAST_COLUMNS = 64  # of a thread
@@ -21,6 +21,6 @@ def _why_not_embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) 
 def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.ndarray:
     """A thread takes some columns, so that no two add to one row."""
     table = buffers.zeros((n_rows, grad.shape[1]), np.float32)
-    add = training_loops().add_to_rows
+    add = load("training_loops").add_to_rows
     threads.parallel(lambda part: add(grad[:, part], ids, table[:, part]), pieces.parts(grad.shape[1], LEAST_COLUMNS))
     return table

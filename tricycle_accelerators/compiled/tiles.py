@@ -20,11 +20,10 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from tricycle_accelerators import processor
 from tricycle_accelerators.compiled.jit import HAS_BFLOAT as HAS_BFLOAT
-from tricycle_accelerators.compiled.jit import OPTIONS, at, bits_of, intrinsic, number_of, overload
+from tricycle_accelerators.compiled.jit import OPTIONS, at, bits_of, by_types, intrinsic, number_of
 from tricycle_accelerators.compiled.registers import (
     INDEX,
     INSTRUCTION_SET,
@@ -33,6 +32,7 @@ from tricycle_accelerators.compiled.registers import (
     VECTOR,
     after,
     load,
+    prefetch_line,
     running_sums,
     store,
 )
@@ -127,13 +127,9 @@ _of_numbers = _product(False)
 _of_pairs = _product(True) if HAS_BFLOAT else _of_numbers  # where there is no such instruction, nor are there pairs
 
 
-def multiply(left: np.ndarray, right: np.ndarray, out: np.ndarray, add: bool) -> None:
+@by_types
+def multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
     """Write left right into `out`, or add it: whole tiles of at least one step, M a multiple of ROWS, N of LANES."""
-    raise NotImplementedError
-
-
-@overload(multiply, strict=False)
-def _multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
     product = _of_pairs if left.dtype == types.uint32 else _of_numbers
 
     def call(left: Any, right: Any, out: Any, add: Any) -> None:
@@ -155,28 +151,13 @@ def _multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
 
 
 # -------------------------------------------------------------------- operands
-@intrinsic
-def _fetch_line(context: Any, address: Any) -> Any:
-    """Ask for the line of the cache that an address lies in."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, PAIR, PAIR, PAIR])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        to_read, near, data = PAIR(0), PAIR(2), PAIR(1)  # near: into the second cache
-        builder.call(function, [builder.inttoptr(arguments[0], byte), to_read, near, data])
-        return context.get_dummy_value()
-
-    return types.void(types.intp), code
-
-
 @numba.njit(**OPTIONS)
 def fetch(x: np.ndarray) -> None:
     """Ask for rows (N, K) that will soon be needed, so that they come from memory meanwhile."""
     for i in range(x.shape[0]):
         start = x.ctypes.data + i * x.strides[0]
         for place in range(start, start + x.shape[1] * x.itemsize, 4 * LINE):
-            _fetch_line(place)
+            prefetch_line(place)
 
 
 @numba.njit(**OPTIONS)
@@ -192,25 +173,17 @@ def whole_registers(n: int) -> int:
     return (n + LANES - 1) // LANES * LANES
 
 
-def n_steps(n: int, like: np.ndarray) -> int:
+@by_types
+def n_steps(n: Any, like: Any) -> Any:
     """Steps that a product along n numbers takes with operands of this dtype."""
-    raise NotImplementedError
-
-
-@overload(n_steps, strict=False)
-def _n_steps(n: Any, like: Any) -> Any:
     if like.dtype == types.uint32:
         return lambda n, like: (n + 1) // 2
     return lambda n, like: n
 
 
-def operands_of(x: np.ndarray) -> np.ndarray:
+@by_types
+def operands_of(x: Any) -> Any:
     """An array of the dtype of operands that are made of x."""
-    raise NotImplementedError
-
-
-@overload(operands_of, strict=False)
-def _operands_of(x: Any) -> Any:
     if x.dtype == types.uint16 and HAS_PAIRS:
         return lambda x: np.zeros(1, np.uint32)
     return lambda x: np.zeros(1, np.float32)
@@ -224,13 +197,9 @@ def _copy(x: np.ndarray, out: np.ndarray) -> None:
             new[j] = number_of(row[j])
 
 
-def as_left(x: np.ndarray, out: np.ndarray) -> None:
+@by_types
+def as_left(x: Any, out: Any) -> Any:
     """Write rows (N, K) as a left operand into the beginning of `out`. Where K is odd, the rest of it must be 0."""
-    raise NotImplementedError
-
-
-@overload(as_left, strict=False)
-def _as_left(x: Any, out: Any) -> Any:
     if out.dtype == types.uint32:
 
         def pairs(x: Any, out: Any) -> None:
@@ -245,13 +214,9 @@ def _as_left(x: Any, out: Any) -> Any:
     return lambda x, out: _copy(x, out)
 
 
-def as_right(x: np.ndarray, out: np.ndarray) -> None:
+@by_types
+def as_right(x: Any, out: Any) -> Any:
     """Write rows (K, N) as a right operand into the beginning of `out`."""
-    raise NotImplementedError
-
-
-@overload(as_right, strict=False)
-def _as_right(x: Any, out: Any) -> Any:
     if out.dtype == types.uint32:
 
         def pairs(x: Any, out: Any) -> None:
@@ -304,13 +269,9 @@ def as_right_turned(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None
             _turn_tile(scratch.ctypes.data + 4 * column, scratch.strides[0], place, out.strides[0])
 
 
-def narrowed_like(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+@by_types
+def narrowed_like(x: Any, out: Any) -> Any:
     """Rows of float32 (N, K) as a left operand: as they are, or as pairs, which are written into `out`."""
-    raise NotImplementedError
-
-
-@overload(narrowed_like, strict=False)
-def _narrowed_like(x: Any, out: Any) -> Any:
     if out.dtype == types.uint32:
 
         def pairs(x: Any, out: Any) -> Any:
@@ -321,13 +282,9 @@ def _narrowed_like(x: Any, out: Any) -> Any:
     return lambda x, out: x
 
 
-def turned_like(x: np.ndarray, n: int, out: np.ndarray) -> np.ndarray:
+@by_types
+def turned_like(x: Any, n: Any, out: Any) -> Any:
     """The first n rows of float32 (K, N) as the left operand x^T: a view, or pairs, which are written into `out`."""
-    raise NotImplementedError
-
-
-@overload(turned_like, strict=False)
-def _turned_like(x: Any, n: Any, out: Any) -> Any:
     if out.dtype == types.uint32:
 
         def pairs(x: Any, n: Any, out: Any) -> Any:
@@ -338,25 +295,17 @@ def _turned_like(x: Any, n: Any, out: Any) -> Any:
     return lambda x, n, out: x.T
 
 
-def numbers_of(left: np.ndarray) -> np.ndarray:
+@by_types
+def numbers_of(left: Any) -> Any:
     """What a left operand is made of, by rows: float32, or the bits of bfloat16."""
-    raise NotImplementedError
-
-
-@overload(numbers_of, strict=False)
-def _numbers_of(left: Any) -> Any:
     if left.dtype == types.uint32:
         return lambda left: left.view(np.uint16)
     return lambda left: left
 
 
-def right_again(left: np.ndarray, shape: tuple[int, int], out: np.ndarray) -> np.ndarray:
+@by_types
+def right_again(left: Any, shape: Any, out: Any) -> Any:
     """A left operand of rows (N, K) as a right one: the same of numbers, or other pairs, which go into `out`."""
-    raise NotImplementedError
-
-
-@overload(right_again, strict=False)
-def _right_again(left: Any, shape: Any, out: Any) -> Any:
     if left.dtype == types.uint32:
 
         def pairs(left: Any, shape: Any, out: Any) -> Any:

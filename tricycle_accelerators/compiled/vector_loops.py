@@ -18,6 +18,7 @@ import numpy as np
 from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compiled
 from tricycle_accelerators.compiled.mailbox import add, pause, read, replace, write
 from tricycle_accelerators.compiled.registers import LANES as LANES
+from tricycle_accelerators.compiled.registers import prefetch_line
 from tricycle_accelerators.compiled.vector_rows import (
     BFLOAT16,
     BYTES,
@@ -34,7 +35,6 @@ from tricycle_accelerators.compiled.vector_rows import (
     SUMS,
     X,
     as_bytes,
-    prefetch_line,
     rows_of_bfloat16,
     rows_of_bytes,
     rows_of_float32,

@@ -16,13 +16,15 @@ from numba.core import cgutils
 from tricycle_accelerators.compiled.jit import (
     ANY_ORDER,
     FEATURES,
+    LARGEST,
+    OFFSET,
     OPTIONS,
     ZERO,
     intrinsic,
-    larger,
+    largest_if_finite,
     number_of,
 )
-from tricycle_accelerators.compiled.registers import FLOAT, INDEX, LANES, PAIR, VECTOR, load
+from tricycle_accelerators.compiled.registers import FLOAT, INDEX, LANES, PAIR, VECTOR, load, loop, prefetch
 
 # The fields of a job, by their places in a mailbox.
 X, ROWS, STRIDE, SIZE, N_ROWS, SCALES, SUMS, OUT, KIND, N_PARTS = range(10)
@@ -43,31 +45,6 @@ def _numbers(builder: Any, address: Any, kind: int) -> Any:
     return builder.bitcast(builder.shl(builder.zext(numbers, whole), ir.Constant(whole, [16] * LANES)), VECTOR)
 
 
-def _prefetch(builder: Any, address: Any) -> None:
-    """Ask for a cache line, into the second cache. No address is wrong: what is not there does not come."""
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, PAIR, PAIR, PAIR])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    to_read, near, data = PAIR(0), PAIR(2), PAIR(1)
-    builder.call(function, [builder.inttoptr(address, byte), to_read, near, data])
-
-
-@intrinsic
-def prefetch_line(context: Any, address: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _prefetch(builder, arguments[0])
-        return context.get_dummy_value()
-
-    return types.void(types.intp), code
-
-
-def _carry(entry: Any, body: Any, registers: Any) -> None:
-    """Give registers of a loop their first values, and in each step those of the step before."""
-    for register, first, value in registers:
-        register.add_incoming(first, entry)
-        register.add_incoming(value, body)
-
-
 def _dot(kind: int) -> Any:
     """The sum of products of x and a row along whole steps of UNROLLED registers: one or more."""
     itemsize = (4, 2, 1)[kind]
@@ -75,24 +52,20 @@ def _dot(kind: int) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, row, n_steps = arguments
-        entry, body, done = builder.block, builder.append_basic_block("step"), builder.append_basic_block("done")
-        builder.branch(body)
-        builder.position_at_end(body)
-        step, sums = builder.phi(INDEX), [builder.phi(VECTOR) for _ in range(UNROLLED)]
-        numbers = builder.add(row, builder.mul(step, INDEX(n_bytes)))
-        others = builder.add(x, builder.mul(step, INDEX(4 * UNROLLED * LANES)))
-        for line in range(0, n_bytes, 64):
-            _prefetch(builder, builder.add(numbers, INDEX(AHEAD + line)))
-        new = []
-        for i in range(UNROLLED):
-            a = _numbers(builder, builder.add(numbers, INDEX(i * LANES * itemsize)), kind)
-            b = load(builder, builder.add(others, INDEX(4 * i * LANES)), VECTOR)
-            new.append(builder.fadd(sums[i], builder.fmul(a, b, flags=("contract",)), flags=("contract",)))
-        following = builder.add(step, INDEX(1))
-        _carry(entry, body, [(step, INDEX(0), following)])
-        _carry(entry, body, [(total, ir.Constant(VECTOR, [0.0] * LANES), value) for total, value in zip(sums, new)])
-        builder.cbranch(builder.icmp_signed("<", following, n_steps), body, done)
-        builder.position_at_end(done)
+
+        def add_products(step: Any, sums: list[Any]) -> list[Any]:
+            numbers = builder.add(row, builder.mul(step, INDEX(n_bytes)))
+            others = builder.add(x, builder.mul(step, INDEX(4 * UNROLLED * LANES)))
+            for line in range(0, n_bytes, 64):
+                prefetch(builder, builder.add(numbers, INDEX(AHEAD + line)))
+            new = []
+            for i in range(UNROLLED):
+                a = _numbers(builder, builder.add(numbers, INDEX(i * LANES * itemsize)), kind)
+                b = load(builder, builder.add(others, INDEX(4 * i * LANES)), VECTOR)
+                new.append(builder.fadd(sums[i], builder.fmul(a, b, flags=("contract",)), flags=("contract",)))
+            return new
+
+        new = loop(builder, n_steps, [ir.Constant(VECTOR, [0.0] * LANES)] * UNROLLED, add_products)
         total = builder.fadd(builder.fadd(new[0], new[1]), builder.fadd(new[2], new[3]))
         reduced = ir.FunctionType(FLOAT, [FLOAT, VECTOR])
         name = f"llvm.vector.reduce.fadd.v{LANES}f32"
@@ -154,8 +127,6 @@ rows_of_float32, rows_of_bfloat16, rows_of_int8 = (_rows_of(kind) for kind in (F
 # adds up the products of four such bytes and four int8 in one instruction.
 HAS_BYTES = bool((LANES == 16 and FEATURES.get("avx512vnni")) or (LANES == 8 and FEATURES.get("avxvnni")))
 MIDDLE = np.int32(128)  # of a byte
-LARGEST, SMALLEST = np.float32(MIDDLE * 256 - 256), np.float32(1e-30)
-OFFSET = np.float32(MIDDLE * 256 + MIDDLE + 0.5)
 
 
 @intrinsic
@@ -168,23 +139,16 @@ def _dot_bytes(context: Any, upper: Any, lower: Any, row: Any, n_steps: Any, shi
         kind = ir.FunctionType(vector, [vector] * 3)
         name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
         multiply_add = cgutils.get_or_insert_function(builder.module, kind, name)
-        entry, body, done = builder.block, builder.append_basic_block("step"), builder.append_basic_block("done")
-        builder.branch(body)
-        builder.position_at_end(body)
-        step, sums = builder.phi(INDEX), [builder.phi(vector) for _ in bytes_of_x]
-        offset = builder.mul(step, INDEX(4 * LANES))
-        place = builder.add(row, offset)
-        _prefetch(builder, builder.add(place, INDEX(AHEAD)))
-        numbers = load(builder, place, vector)
-        new = [
-            builder.call(multiply_add, [total, load(builder, builder.add(x, offset), vector), numbers])
-            for total, x in zip(sums, bytes_of_x)
-        ]
-        following = builder.add(step, INDEX(1))
-        _carry(entry, body, [(step, INDEX(0), following)])
-        _carry(entry, body, [(total, ir.Constant(vector, [0] * LANES), value) for total, value in zip(sums, new)])
-        builder.cbranch(builder.icmp_signed("<", following, n_steps), body, done)
-        builder.position_at_end(done)
+
+        def add_products(step: Any, sums: list[Any]) -> list[Any]:
+            offset = builder.mul(step, INDEX(4 * LANES))
+            place = builder.add(row, offset)
+            prefetch(builder, builder.add(place, INDEX(AHEAD)))
+            numbers = load(builder, place, vector)
+            parts = [load(builder, builder.add(x, offset), vector) for x in bytes_of_x]
+            return [builder.call(multiply_add, [total, part, numbers]) for total, part in zip(sums, parts)]
+
+        new = loop(builder, n_steps, [ir.Constant(vector, [0] * LANES)] * len(bytes_of_x), add_products)
         add = ir.FunctionType(PAIR, [vector])
         function = cgutils.get_or_insert_function(builder.module, add, f"llvm.vector.reduce.add.v{LANES}i32")
         totals = [builder.sub(builder.call(function, [total]), shift) for total in new]
@@ -211,13 +175,9 @@ rows_of_bytes = _rows_of_bytes if HAS_BYTES else rows_of_int8  # elsewhere no co
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
 def as_bytes(x: np.ndarray, out: np.ndarray) -> Any:
     """Write upper and lower bytes (2, K) of a row in whole steps; return a step, or 0 where a number is not finite."""
-    broken = largest = ZERO
-    for j in range(len(x)):
-        broken += x[j] * ZERO
-        largest = larger(abs(x[j]), largest)
-    if broken != 0:
+    largest = largest_if_finite(x)
+    if largest == 0:
         return ZERO
-    largest = max(largest, SMALLEST)
     factor = LARGEST / largest
     for j in range(len(x)):
         whole = np.int32(x[j] * factor + OFFSET)

@@ -6,7 +6,6 @@ import ctypes
 import os
 import threading
 from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ from tricycle.devices import Array
 from tricycle.kernels.quantized import FewBits
 from tricycle_accelerators import threads
 from tricycle_accelerators.compiled.elementwise import FLOAT32
+from tricycle_accelerators.compiled.loaded import load
 from tricycle_accelerators.product_plan import why_not_one_row
 from tricycle_accelerators.providers import unless
 from tricycle_accelerators.spinning import Trust
@@ -23,26 +23,18 @@ LATE = 5_000  # pauses: a thread that is waited for longer was put aside by the 
 NO_SCALES, NO_SUMS = np.empty(0, np.float32), np.empty(0, np.int32)
 
 
-# Cache: valid for the life of the process: a module.
-@cache
-def _loops() -> ModuleType:
-    from tricycle_accelerators.compiled import vector_loops
-
-    return vector_loops
-
-
 class _Mailboxes(threading.local):
     """The mailbox of each thread, for products that it makes alone."""
 
     def __init__(self) -> None:
-        self.own = np.zeros(_loops().MAILBOX, np.int64)
+        self.own = np.zeros(load("vector_loops").MAILBOX, np.int64)
 
 
 class _Team:
     """This thread and the helpers of `threads.py`, which watch one mailbox while products follow each other."""
 
     def __init__(self) -> None:
-        self.loops = _loops()
+        self.loops = load("vector_loops")
         self.shared = np.zeros(self.loops.MAILBOX, np.int64)
         self.boxes = _Mailboxes()
         self.trust = Trust()
@@ -127,7 +119,7 @@ def _rows_of(matrix: FewBits) -> _Rows:
         memory.owner = by_row.values
         numbers = np.frombuffer(memory, numbers.dtype).reshape(numbers.shape)
     scales = NO_SCALES if by_row.scales is None else np.ascontiguousarray(by_row.scales[:, 0], np.float32)
-    loops = _loops()
+    loops = load("vector_loops")
     has_sums = loops.HAS_BYTES and len(scales) and numbers.shape[1] % (4 * loops.LANES) == 0
     return _Rows(numbers, scales, numbers.sum(axis=1, dtype=np.int32) if has_sums else NO_SUMS)
 

@@ -23,7 +23,7 @@ from tricycle_accelerators.cpu import (
     recurrence,
     tables,
 )
-from tricycle_accelerators.providers import excluded
+from tricycle_accelerators.providers import excluded, offer
 
 PROVIDER = "numpy"
 
@@ -35,45 +35,20 @@ def problem() -> str | None:
 
 def register(array: type) -> None:
     """Offer these versions for a type of arrays."""
-    kernels.operand.on(array)(matrices.operand)
-    kernels.operand_and_sums.on(array)(matrices.operand_and_sums)
-    kernels.matmul.on(array)(matrices.matmul)
-    batched.batched_matmul.on(array)(matrices.batched_matmul)
-    few_bits_matmul.on(array)(few_bits.few_bits_matmul)
-    kernels.sum_rows.on(array)(matrices.sum_rows)
-    kernels.sum_squares.on(array)(matrices.sum_squares)
-
-    kernels.gelu.on(array)(elementwise.gelu)
-    kernels.gelu_with_slope.on(array)(elementwise.gelu_with_slope)
-    kernels.gelu_backward.on(array)(elementwise.gelu_backward)
-    activations.relu_squared.on(array)(elementwise.relu_squared)
-    kernels.swiglu.on(array)(elementwise.swiglu)
-    kernels.swiglu_backward.on(array)(elementwise.swiglu_backward)
-    kernels.multiply.on(array)(elementwise.multiply)
-    kernels.add.on(array)(elementwise.add)
-    kernels.rotate.on(array)(elementwise.rotate)
-
-    kernels.layer_norm.on(array)(normalisation.layer_norm)
-    kernels.layer_norm_backward.on(array)(normalisation.layer_norm_backward)
-    kernels.embedding_backward.on(array)(tables.embedding_backward)
-    kernels.cross_entropy.on(array)(losses.cross_entropy)
-
-    batched.for_items.on(array)(attention.for_items)
-    kernels.attention.on(array)(attention.attention)
-    kernels.attention_backward.on(array)(attention.attention_backward)
-    rows.row_attention.on(array)(attention.row_attention)
-    rows.row_attention_backward.on(array)(attention.row_attention_backward)
-
-    kernels.adamw.on(array)(optimisers.adamw)
-    muon.orthogonalise.on(array)(optimisers.orthogonalise)
-    kernels.each.on(array)(optimisers.each)
-
-    recurrent.repeated.on(array)(recurrence.repeated)
-    recurrent.pipeline.on(array)(recurrence.pipeline)
-    recurrent.project.on(array)(recurrence.project)
-    recurrent.rnn.on(array)(recurrence.rnn)
-    recurrent.rnn_backward.on(array)(recurrence.rnn_backward)
-    recurrent.gru.on(array)(recurrence.gru)
-    recurrent.gru_backward.on(array)(recurrence.gru_backward)
-    recurrent.lstm.on(array)(recurrence.lstm)
-    recurrent.lstm_backward.on(array)(recurrence.lstm_backward)
+    k, r = kernels, recurrent
+    products = (k.operand, k.operand_and_sums, k.matmul, batched.batched_matmul, k.sum_rows, k.sum_squares)
+    activated = (k.gelu, k.gelu_with_slope, k.gelu_backward, activations.relu_squared, k.swiglu, k.swiglu_backward)
+    attending = (k.attention, k.attention_backward, rows.row_attention, rows.row_attention_backward)
+    layers = (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)
+    offer(
+        array,
+        (matrices, products),
+        (few_bits, [few_bits_matmul]),
+        (elementwise, (*activated, k.multiply, k.add, k.rotate)),
+        (normalisation, (k.layer_norm, k.layer_norm_backward)),
+        (tables, [k.embedding_backward]),
+        (losses, [k.cross_entropy]),
+        (attention, (batched.for_items, *attending)),
+        (optimisers, (k.adamw, muon.orthogonalise, k.each)),
+        (recurrence, (r.pipeline, *layers)),
+    )

@@ -42,46 +42,44 @@ class _Inputs(NamedTuple):
         mask = self.mask if self.mask is None or len(self.mask) == 1 else self.mask[items]
         return self._replace(q=self.q[items], k=self.k[items], v=self.v[items], mask=mask)
 
-    def is_small(self) -> bool:
-        """Whether one batched product over all scores is as good."""
-        n_items, n_queries, n_heads, _ = self.q.shape
-        return n_queries < 16 and n_items * n_heads * n_queries * self.k.shape[1] < pieces.PIECE // 8
+    def in_few_calls(self, work: Callable[[slice, _Inputs], None]) -> bool:
+        """Call `work` for all items where there are few scores, for some items at a time where each has few.
 
-    def is_short(self) -> bool:
-        return self.q.shape[1] * self.k.shape[1] <= SHORT
-
-    def in_some_items(self, work: Callable[[slice], None]) -> None:
-        """work(items) for short sequences, several at a time."""
+        Returns:
+            Whether it was called.
+        """
         (n_items, n_queries, n_heads, _), n_keys = self.q.shape, self.k.shape[1]
-        step = max(1, min(pieces.PIECE // (n_heads * n_queries * n_keys), -(-n_items // threads.n_threads())))
-        threads.parallel(work, [slice(i, i + step) for i in range(0, n_items, step)])
+        if n_queries < 16 and n_items * n_heads * n_queries * n_keys < pieces.PIECE // 8:
+            with threads.one_blas_thread():
+                work(slice(None), self)
+        elif n_queries * n_keys <= SHORT:
+            step = max(1, min(pieces.PIECE // (n_heads * n_queries * n_keys), -(-n_items // threads.n_threads())))
+            some = [slice(i, i + step) for i in range(0, n_items, step)]
+            threads.parallel(lambda items: work(items, self.of_items(items)), some)
+        else:
+            return False
+        return True
 
 
-class _Seen(NamedTuple):
-    """The queries that see any key, and the keys that any query sees."""
-
-    queries: slice
-    keys: slice
-
-    def inputs(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: np.ndarray | None) -> _Inputs:
-        if mask is not None:
-            mask = mask[:, :, self.queries if mask.shape[2] > 1 else slice(None), self.keys]
-        moved = scoring_of_part(scoring, self.queries.start, self.keys.start)
-        return _Inputs(q[:, self.queries], k[:, self.keys], v[:, self.keys], moved, mask)
-
-    def is_empty(self, q: np.ndarray, k: np.ndarray) -> bool:
-        return self.queries.start == self.queries.stop or not q.size or not k.size
-
-
-def _seen(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> _Seen:
+def _seen(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: np.ndarray | None
+) -> tuple[slice, slice, _Inputs | None]:
+    """Return the queries that see any key, the keys that any query sees, and these as inputs; None for nothing."""
     queries = queries_seeing(scoring, q.shape[1], k.shape[1])
-    return _Seen(queries, keys_seen(scoring, queries, k.shape[1]))
+    keys = keys_seen(scoring, queries, k.shape[1])
+    if queries.start == queries.stop or not q.size or not k.size:
+        return queries, keys, None
+    if mask is not None:
+        mask = mask[:, :, queries if mask.shape[2] > 1 else slice(None), keys]
+    moved = scoring_of_part(scoring, queries.start, keys.start)
+    return queries, keys, _Inputs(q[:, queries], k[:, keys], v[:, keys], moved, mask)
 
 
-def _fill_outside(x: np.ndarray, tokens: slice, value: float) -> None:
-    """Of (B, T, ...), what lies before and after some tokens."""
+def _fill_outside(x: np.ndarray, tokens: slice, value: float) -> np.ndarray:
+    """Write a value before and after some tokens of (B, T, ...); return these tokens."""
     x[:, : tokens.start] = value
     x[:, tokens.stop :] = value
+    return x[:, tokens]
 
 
 def _why_not_for_items(q: np.ndarray, *_: Any, **__: Any) -> str | None:
@@ -199,29 +197,17 @@ def attention(
     q, k, v, mask = map(wide, (q, k, v, mask))
     out = buffers.empty((*q.shape[:3], v.shape[3]), q.dtype)
     log_total = np.empty((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
-    seen = _seen(q, k, scoring)
-    _fill_outside(out, seen.queries, 0)
-    _fill_outside(log_total.transpose(0, 2, 1), seen.queries, 0 if nothing else -np.inf)
-    if not seen.is_empty(q, k):
-        inputs = seen.inputs(q, k, v, scoring, mask)
-        _attend(inputs, nothing, out[:, seen.queries], log_total[:, :, seen.queries])
+    queries, _, inputs = _seen(q, k, v, scoring, mask)
+    seen_out = _fill_outside(out, queries, 0)
+    seen_total = _fill_outside(log_total.transpose(0, 2, 1), queries, 0 if nothing else -np.inf).transpose(0, 2, 1)
+
+    def attend_items(items: slice, inputs: _Inputs) -> None:
+        q, k, v, scoring, mask = inputs
+        seen_out[items], seen_total[items] = kernels.attention.plain(q, k, v, scoring, nothing, mask)
+
+    if inputs is not None and not inputs.in_few_calls(attend_items):
+        _attend_by_blocks(inputs, nothing, seen_out, seen_total)
     return out.astype(dtype, copy=False), log_total
-
-
-def _attend(inputs: _Inputs, nothing: bool, out: np.ndarray, log_total: np.ndarray) -> None:
-    """Into out (B, T, H, E) and log_total (B, H, T)."""
-
-    def attend_items(items: slice) -> None:
-        q, k, v, scoring, mask = inputs.of_items(items)
-        out[items], log_total[items] = kernels.attention.plain(q, k, v, scoring, nothing, mask)
-
-    if inputs.is_small():
-        with threads.one_blas_thread():
-            attend_items(slice(None))
-    elif inputs.is_short():
-        inputs.in_some_items(attend_items)
-    else:
-        _attend_by_blocks(inputs, nothing, out, log_total)
 
 
 def _attend_by_blocks(inputs: _Inputs, nothing: bool, out: np.ndarray, log_total: np.ndarray) -> None:
@@ -286,28 +272,17 @@ def attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> None:
-    seen = _seen(q, k, scoring)
-    _fill_outside(dq, seen.queries, 0)
-    _fill_outside(dk, seen.keys, 0)
-    _fill_outside(dv, seen.keys, 0)
-    if seen.is_empty(q, k):
-        return
-    inputs = seen.inputs(q, k, v, scoring, mask)
-    upstream = _Upstream(grad[:, seen.queries], out[:, seen.queries], log_total[:, :, seen.queries])
-    gradients = _Gradients(dq[:, seen.queries], dk[:, seen.keys], dv[:, seen.keys])
+    queries, keys, inputs = _seen(q, k, v, scoring, mask)
+    gradients = _Gradients(_fill_outside(dq, queries, 0), _fill_outside(dk, keys, 0), _fill_outside(dv, keys, 0))
+    upstream = _Upstream(grad[:, queries], out[:, queries], log_total[:, :, queries])
 
-    def differentiate_items(items: slice) -> None:
-        q, k, v, scoring, mask = inputs.of_items(items)
+    def differentiate_items(items: slice, inputs: _Inputs) -> None:
+        q, k, v, scoring, mask = inputs
         grad, out, log_total = (array[items] for array in upstream)
         dq, dk, dv = (array[items] for array in gradients)
         kernels.attention_backward.plain(grad, q, k, v, out, log_total, scoring, dq, dk, dv, mask)
 
-    if inputs.is_small():
-        with threads.one_blas_thread():
-            differentiate_items(slice(None))
-    elif inputs.is_short():
-        inputs.in_some_items(differentiate_items)
-    else:
+    if inputs is not None and not inputs.in_few_calls(differentiate_items):
         _add_up_gradients(inputs, gradients, lambda group, heads: _SoftmaxBackward(group, heads, upstream))
 
 
@@ -373,17 +348,15 @@ def row_attention(
 ) -> np.ndarray:
     """Whole rows of scores, but for few queries at a time."""
     out = buffers.empty((*q.shape[:3], v.shape[3]), q.dtype)
-    seen = _seen(q, k, scoring)
-    _fill_outside(out, seen.queries, 0)
-    if seen.is_empty(q, k):
-        return out
-    inputs, out_seen = seen.inputs(q, k, v, scoring, mask), out[:, seen.queries]
-    if inputs.is_small():
+    queries, _, inputs = _seen(q, k, v, scoring, mask)
+    seen_out = _fill_outside(out, queries, 0)
+
+    def attend_items(items: slice, inputs: _Inputs) -> None:
         q, k, v, scoring, mask = inputs
-        with threads.one_blas_thread():
-            out_seen[...] = row_kernels.row_attention.plain(q, k, v, scoring, rows, mask)
-    else:
-        _row_attention_by_blocks(inputs, rows, out_seen)
+        seen_out[items] = row_kernels.row_attention.plain(q, k, v, scoring, rows, mask)
+
+    if inputs is not None and not inputs.in_few_calls(attend_items):
+        _row_attention_by_blocks(inputs, rows, seen_out)
     return out
 
 
@@ -415,24 +388,20 @@ def row_attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> None:
-    seen = _seen(q, k, scoring)
-    _fill_outside(dq, seen.queries, 0)
-    _fill_outside(dk, seen.keys, 0)
-    _fill_outside(dv, seen.keys, 0)
-    if seen.is_empty(q, k):
-        return
-    inputs, grad = seen.inputs(q, k, v, scoring, mask), grad[:, seen.queries]
-    gradients = _Gradients(dq[:, seen.queries], dk[:, seen.keys], dv[:, seen.keys])
-    if inputs.is_small():
+    queries, keys, inputs = _seen(q, k, v, scoring, mask)
+    gradients = _Gradients(_fill_outside(dq, queries, 0), _fill_outside(dk, keys, 0), _fill_outside(dv, keys, 0))
+    grad = grad[:, queries]
+
+    def differentiate_items(items: slice, inputs: _Inputs) -> None:
         q, k, v, scoring, mask = inputs
-        with threads.one_blas_thread():
-            row_kernels.row_attention_backward.plain(grad, q, k, v, scoring, rows, rows_backward, *gradients, mask)
-        return
+        dq, dk, dv = (array[items] for array in gradients)
+        row_kernels.row_attention_backward.plain(grad[items], q, k, v, scoring, rows, rows_backward, dq, dk, dv, mask)
 
     def backward_of(group: Group, heads: _Heads) -> _RowsBackward:
         return _RowsBackward(heads, heads_first(grad, group.item, group.heads), rows, rows_backward)
 
-    _add_up_gradients(inputs, gradients, backward_of)
+    if inputs is not None and not inputs.in_few_calls(differentiate_items):
+        _add_up_gradients(inputs, gradients, backward_of)
 
 
 class _RowsBackward(NamedTuple):

@@ -10,14 +10,12 @@ from tricycle import kernels
 from tricycle.kernels import muon
 from tricycle.kernels.quantized import few_bits_matmul
 from tricycle_accelerators.onednn import few_bits, library, matrices, optimisers
+from tricycle_accelerators.providers import offer
 
 PROVIDER, problem = "onednn", library.problem
 
 
 def register(array: type) -> None:
     """Offer these versions for a type of arrays."""
-    kernels.operand.on(array)(matrices.operand)
-    kernels.operand_and_sums.on(array)(matrices.operand_and_sums)
-    kernels.matmul.on(array)(matrices.matmul)
-    few_bits_matmul.on(array)(few_bits.few_bits_matmul)
-    muon.orthogonalise.on(array)(optimisers.orthogonalise)
+    products = (kernels.operand, kernels.operand_and_sums, kernels.matmul)
+    offer(array, (matrices, products), (few_bits, [few_bits_matmul]), (optimisers, [muon.orthogonalise]))

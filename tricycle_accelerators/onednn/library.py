@@ -15,15 +15,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_void_p
 from functools import cache, lru_cache
-from importlib import metadata
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -83,18 +79,6 @@ SIGNATURES: dict[str, list[Any]] = {
 }
 
 
-def _path() -> Path | str:
-    """Where the installed distribution has put the library; else why there is none."""
-    machine = platform.machine()
-    if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
-        return f"it needs Linux on x86-64, and this is {platform.system()} on {machine}"
-    try:
-        path = libraries.shipped(DISTRIBUTION, LIBRARY)
-    except metadata.PackageNotFoundError:
-        return f"oneDNN is not installed ({EXTRA})"
-    return path or f"{DISTRIBUTION} holds no {LIBRARY} (reinstall it: {EXTRA})"
-
-
 class _Library(NamedTuple):
     free: Any  # called without Python's lock
     held: Any  # called with it, which is quicker where a call is short
@@ -138,7 +122,7 @@ def _patient_openmp() -> Iterator[None]:
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def _loaded() -> _Library | str:
-    path = excluded("onednn") or _path()
+    path = excluded("onednn") or libraries.find("oneDNN", DISTRIBUTION, LIBRARY, EXTRA)
     if isinstance(path, str):
         return path
     try:
@@ -202,21 +186,18 @@ def _descriptor(layout: Layout) -> c_void_p:
     shape, strides, size = layout
     numbers = c_int64 * len(shape)
     if strides == LAID:
-        return _laid_descriptor(shape, size)
+        return _made("dnnl_memory_desc_clone", _best_layout(shape, size))
     places = numbers(*(stride // size for stride in strides))
     return _made("dnnl_memory_desc_create_with_strides", len(shape), numbers(*shape), KINDS[size], places)
-
-
-def _laid_descriptor(shape: tuple[int, ...], size: int) -> c_void_p:
-    """Of a matrix (K, M) in the layout that its products want, which is the same for any number of rows."""
-    return _made("dnnl_memory_desc_clone", _best_layout(shape, size))
 
 
 # Cache: valid for the life of the process: must not change, for sizes of memory follow from it.
 @cache
 def _best_layout(shape: tuple[int, ...], size: int) -> c_void_p:
-    """Asked for once: what oneDNN answers depends on the number of threads that OpenMP has just then, and another
-    answer later would be another size of memory.
+    """Return the layout that products want of a matrix (K, M), the same for any number of rows.
+
+    Asked for once: what oneDNN answers depends on the number of threads that OpenMP has just then, and another answer
+    later would be another size of memory.
     """
     n_inner, n_columns = shape
     held = _library().held
@@ -328,9 +309,16 @@ def _this_thread() -> _Thread:
 
 
 def _run(
-    describe: Callable[..., c_void_p], options: tuple[Any, ...], places: tuple[int, ...], *arrays: np.ndarray
+    describe: Callable[..., c_void_p],
+    options: tuple[Any, ...],
+    places: tuple[int, ...],
+    arrays: tuple[np.ndarray, ...],
+    layouts: tuple[Layout, ...] | None = None,
 ) -> None:
-    _run_laid(describe, options, places, tuple([_layout(array) for array in arrays]), arrays)
+    """Compute with arrays, whose layouts are their own unless given."""
+    thread = _this_thread()
+    layouts = tuple([_layout(array) for array in arrays]) if layouts is None else layouts
+    thread.primitive(describe, options, places, *layouts)(thread.stream, arrays)
 
 
 def shared_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
@@ -354,23 +342,11 @@ def _layout(array: np.ndarray) -> Layout:
     return array.shape, array.strides, array.itemsize
 
 
-def _run_laid(
-    describe: Callable[..., c_void_p],
-    options: tuple[Any, ...],
-    places: tuple[int, ...],
-    layouts: tuple[Layout, ...],
-    arrays: tuple[np.ndarray, ...],
-) -> None:
-    thread = _this_thread()
-    primitive = thread.primitive(describe, options, places, *layouts)
-    primitive(thread.stream, arrays)
-
-
 # -------------------------------------------------------------------- what the kernels call, each thread for its part
 # Arrays are float32 unless said. None may be empty.
 def convert(x: np.ndarray, out: np.ndarray) -> None:
     """Write values of float32 or bfloat16 into an array of either, rounded to nearest, ties to even; NaN stays NaN."""
-    _run(_reorder, (), (SOURCE, RESULT), x, out)
+    _run(_reorder, (), (SOURCE, RESULT), (x, out))
 
 
 def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, bias: np.ndarray | None = None) -> None:
@@ -382,9 +358,9 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, bias: np.ndarray | No
         bias: (1, M).
     """
     if bias is None:
-        _run(_matmul, (), (SOURCE, WEIGHTS, RESULT), a, b, out)
+        _run(_matmul, (), (SOURCE, WEIGHTS, RESULT), (a, b, out))
     else:
-        _run(_matmul, (), (SOURCE, WEIGHTS, RESULT, BIAS), a, b, out, bias)
+        _run(_matmul, (), (SOURCE, WEIGHTS, RESULT, BIAS), (a, b, out, bias))
 
 
 class LaidMatrix:
@@ -404,7 +380,7 @@ class LaidMatrix:
         _call("dnnl_memory_desc_destroy", descriptor)
         memory = np.empty(n_bytes + ALIGNMENT, np.uint8)
         self.memory = memory[-memory.ctypes.data % ALIGNMENT :][:n_bytes]
-        _run_laid(_reorder, (), (SOURCE, RESULT), (_layout(matrix), self.layout), (matrix, self.memory))
+        _run(_reorder, (), (SOURCE, RESULT), (matrix, self.memory), (_layout(matrix), self.layout))
         self.calls = threading.local()
 
     def product(self, x: np.ndarray, out: np.ndarray, add: bool = False) -> None:
@@ -414,11 +390,8 @@ class LaidMatrix:
             x: (N, K), of the matrix's dtype.
             out: in one piece: oneDNN is very slow where factors meet a part of a larger array.
         """
-        then = [] if self.factors is None else ["times"]
         places, layouts, arrays = self._arguments(x, out)
-        if add:
-            then.append("add")
-        _run_laid(_matmul, tuple(then), places, layouts, arrays)
+        _run(_matmul, ("times",) * (self.factors is not None) + ("add",) * add, places, arrays, layouts)
 
     def few(self, n_rows: int) -> FewRows:
         """Return what makes products of so many rows in this thread.
@@ -484,12 +457,3 @@ class FewRows:
     def _run(self, primitive: _Primitive) -> None:
         status = self.execute(primitive.handle, self.stream, len(primitive.memories), primitive.arguments)
         _check("dnnl_primitive_execute", status)
-
-
-def why_not_rounded(x: np.ndarray, precision: str = "float32") -> str | None:
-    """Return why an array is not made bfloat16 for products."""
-    if precision != "bfloat16":
-        return "a precision other than bfloat16"
-    if x.dtype != np.float32:
-        return f"float32 alone, got {x.dtype}"
-    return None if x.size else "an empty array"

@@ -38,8 +38,17 @@ def _converted(x: np.ndarray) -> np.ndarray:
     return out
 
 
+def why_not_rounded(x: np.ndarray, precision: str = "float32") -> str | None:
+    """Return why an array is not made bfloat16 for products."""
+    if precision != "bfloat16":
+        return "a precision other than bfloat16"
+    if x.dtype != np.float32:
+        return f"float32 alone, got {x.dtype}"
+    return None if x.size else "an empty array"
+
+
 def _why_not_operand_and_sums(x: np.ndarray, precision: str) -> str | None:
-    why_not = library.why_not_rounded(x, precision)
+    why_not = why_not_rounded(x, precision)
     if why_not is None and not (x.ndim == 2 and x.flags.c_contiguous):
         return "a matrix in one piece"
     return why_not

@@ -7,12 +7,13 @@ import numpy as np
 from tricycle.kernels.muon import POLAR
 from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.onednn import library
+from tricycle_accelerators.onednn.matrices import why_not_rounded
 from tricycle_accelerators.providers import unless
 
 SAFETY = 1.01
 
 
-@unless(library.why_not_rounded)
+@unless(why_not_rounded)
 def orthogonalise(x: np.ndarray, precision: str = "float32") -> np.ndarray:
     """A matrix for each thread at a time. What the iteration multiplies has 16 bits, its sums have 32.
 
