@@ -27,13 +27,12 @@ from tricycle.training import train
 from tricycle.training_state import TrainingState
 from tricycle_cli.finetune import fingerprint
 from tricycle_cli.flags import parse
-from tricycle_cli.models import load_model, use_gpu
+from tricycle_cli.models import load_model
 from tricycle_cli.run import Run
 from tricycle_cli.session import open_session
-from tricycle_cli.together import by_the_first, check_same, common_facts, parsed
-from tricycle_cli.trackers import expect_trackers
+from tricycle_cli.together import parsed
 from tricycle_cli.train import Arguments as TrainArguments
-from tricycle_cli.train import ResumeArguments, Tokenisers, TrainTask, read_run
+from tricycle_cli.train import ResumeArguments, Tokenisers, TrainTask, checked, parse_resume, read_run
 
 DESCRIPTION = __doc__ or ""
 
@@ -71,15 +70,11 @@ def task_of(words: Sequence[str], processes: Processes) -> DistillTask:
     Raises:
         ValueError, FileNotFoundError: one line about what is wrong, before anything is written.
     """
-    check_same(processes, {"command line": list(words), **common_facts()} if processes.size > 1 else {})
-    if any(word.split("=")[0] == "--resume" for word in words):
-        resumed = parsed(processes, lambda: parse(ResumeArguments, args=words, description="Resume a distillation."))
-        by_the_first(processes, lambda: read_distillation(resumed.resume))
+    resumed = parse_resume(words, processes, read_distillation)
+    if resumed is not None:
         return DistillTask(Arguments(), resumed)
-    arguments = parsed(processes, lambda: parse_arguments(words))
+    arguments = checked(parsed(processes, lambda: parse_arguments(words)), words, processes)
     check_arguments(arguments)
-    by_the_first(processes, lambda: expect_trackers(arguments.track))
-    use_gpu(arguments.device)
     teacher = load_model(arguments.teacher, device=arguments.device)
     config, size, longest = arguments.config, teacher.model.config.vocab_size, teacher.model.config.context_window
     if config.vocab_size not in (size, PRESETS[arguments.preset]().vocab_size):
@@ -88,7 +83,7 @@ def task_of(words: Sequence[str], processes: Processes) -> DistillTask:
         raise ValueError(
             f"expected --context-window of at most {longest}, as the teacher has it, got {config.context_window}"
         )
-    config = replace(config, vocab_size=size, accumulation_steps=processes.size * config.accumulation_steps)
+    config = replace(config, vocab_size=size)
     return DistillTask(replace(arguments, config=config), None, teacher)
 
 

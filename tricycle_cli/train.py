@@ -10,11 +10,11 @@ import argparse
 import reprlib
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -82,6 +82,9 @@ class Arguments:
     config: GPTConfig = field(default_factory=GPTConfig)
 
 
+A = TypeVar("A", bound=Arguments)
+
+
 @dataclass(frozen=True)
 class ResumeArguments:
     """Go on with a run where its last checkpoint stands; all settings are the run's own."""
@@ -137,20 +140,36 @@ def task_of(words: Sequence[str], processes: Processes) -> TrainTask:
     Raises:
         ValueError, FileNotFoundError: one line about what is wrong, before anything is written.
     """
-    check_same(processes, {"command line": list(words), **common_facts()} if processes.size > 1 else {})
-    if any(word.split("=")[0] == "--resume" for word in words):
-        resumed = parsed(processes, lambda: parse(ResumeArguments, args=words, description="Resume a run."))
-        by_the_first(processes, lambda: read_run(resumed.resume))
+    resumed = parse_resume(words, processes, read_run)
+    if resumed is not None:
         return TrainTask(Arguments(), resumed)
     arguments, start = parsed(processes, lambda: parse_arguments(words))
+    return TrainTask(checked(arguments, words, processes), None, start)
+
+
+def parse_resume(words: Sequence[str], processes: Processes, read: Callable[[Path], Any]) -> ResumeArguments | None:
+    """Return the command line that resumes a run, whose folder `read` accepts; None where it begins a new one."""
+    check_same(processes, {"command line": list(words), **common_facts()} if processes.size > 1 else {})
+    if not any(word.split("=")[0] == "--resume" for word in words):
+        return None
+    resumed = parsed(processes, lambda: parse(ResumeArguments, args=words, description="Resume a run."))
+    by_the_first(processes, lambda: read(resumed.resume))
+    return resumed
+
+
+def checked(arguments: A, words: Sequence[str], processes: Processes) -> A:
+    """Return the arguments of a new run, with the batches of all processes in an update.
+
+    Raises:
+        ValueError, RuntimeError: flags that do not go together, or a tracker or a device that cannot be used.
+    """
     if not arguments.files and any(word.split("=")[0] == "--files" for word in words):
         raise ValueError("expected files or folders after --files, got none")
     by_the_first(processes, lambda: expect_trackers(arguments.track))
     use_gpu(arguments.device)
     description_of(arguments)
-    # an update has the batches of all processes
     config = replace(arguments.config, accumulation_steps=processes.size * arguments.config.accumulation_steps)
-    return TrainTask(replace(arguments, config=config), None, start)
+    return replace(arguments, config=config)
 
 
 def description_of(arguments: Arguments) -> dict[str, Any]:
