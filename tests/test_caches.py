@@ -75,7 +75,7 @@ def fill():
         if not name.endswith("host._tune"):  # whose purpose is to change the process
             try:
                 print(name, described(cache()))
-            except ImportError as error:
+            except (ImportError, RuntimeError) as error:  # what is not installed
                 print(name, error)
 
 found = list(caches())

@@ -28,9 +28,10 @@ class GeLU(Op):
     `approximate` is the tanh form of GPT-2; the exact one is the activation "gelu_exact".
     """
 
+    computes_wide = property(lambda self: self.approximate)  # whether 16-bit inputs are computed with in float32
+
     def __init__(self, approximate: bool = True) -> None:
         self.approximate = approximate
-        self.computes_wide = approximate  # whether 16-bit inputs are computed with in float32
 
     def forward(self, x: Operand) -> Tensor:
         x = as_tensor(x)
