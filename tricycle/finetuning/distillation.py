@@ -21,9 +21,9 @@ from tricycle.training import LossOf
 def distillation_loss(student: GPT, teacher: GPT, temperature: float = 2.0, hard_weight: float = 0.1) -> LossOf:
     """Return the loss of batches of tokens and labels: a mean of two losses over tokens, in nats.
 
-    The soft loss is `temperature`^2 times the Kullback-Leibler divergence of the student's softmax from the teacher's,
-    both of logits divided by the temperature; the factor keeps its gradients at the size of the hard loss's, the
-    cross-entropy of the labels.
+    The soft loss is the square of the temperature times the Kullback-Leibler divergence of the student's softmax from
+    the teacher's, both of logits divided by the temperature; the factor keeps its gradients at the size of the hard
+    loss's, the cross-entropy of the labels.
 
     Args:
         teacher: not trained.
