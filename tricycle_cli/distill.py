@@ -30,6 +30,7 @@ from tricycle_cli.flags import parse
 from tricycle_cli.models import load_model
 from tricycle_cli.run import Run
 from tricycle_cli.session import open_session
+from tricycle_cli.task import read_flags
 from tricycle_cli.together import parsed
 from tricycle_cli.train import Arguments as TrainArguments
 from tricycle_cli.train import ResumeArguments, Tokenisers, TrainTask, checked, parse_resume, read_run
@@ -116,11 +117,7 @@ def read_distillation(folder: Path) -> tuple[Arguments, str]:
         FileNotFoundError, ValueError: it is no folder of a run of this command.
     """
     stored, digest = read_run(folder, "distill")
-    own = read_json_object(folder / "data.json").get("distill")
-    if not isinstance(own, dict) or {name: type(value) for name, value in own.items()} != {
-        name: type(getattr(Arguments(), name)) for name in OWN
-    }:
-        raise ValueError(f"{folder / 'data.json'}: expected the teacher and the numbers of a distillation, got {own!r}")
+    own = read_flags(folder / "data.json", "distill", Arguments(), OWN)
     arguments = Arguments(**{field.name: getattr(stored, field.name) for field in fields(stored)}, **own)
     check_arguments(arguments)
     return arguments, digest

@@ -46,7 +46,7 @@ from tricycle_cli.init_from import started_from
 from tricycle_cli.models import Device, Weights, load_model
 from tricycle_cli.run import OnNaN, Run, read_metrics
 from tricycle_cli.session import open_session, say
-from tricycle_cli.task import Task, begin_folder, claim_new, other_command
+from tricycle_cli.task import Task, begin_folder, claim_new, other_command, read_flags
 from tricycle_cli.together import expect_one_process
 from tricycle_cli.trackers import TrackerName, expect_trackers
 from tricycle_cli.tuning import ADAPTER, HeldOutPairs, HeldOutRows, TuningState, write_samples
@@ -199,22 +199,10 @@ def read_arguments(folder: Path) -> Arguments:
         raise FileNotFoundError(
             f"{folder}: expected a run folder of `tricycle finetune`, with config.json and data.json"
         )
-    stated: Any = read_json_object(path).get("arguments")
-    usual = Arguments()
     known = {field.name for field in dataclasses.fields(Arguments)} - {"run_folder", "resume"}
-    sound = isinstance(stated, dict) and not set(stated) - known
-    if not sound or stated.get("method") not in tuple(RATES) or stated.get("loss", usual.loss) not in LOSSES:
+    stated = read_flags(path, "arguments", Arguments(), known)
+    if stated.get("method") not in tuple(RATES) or stated.get("loss", LOSSES[0]) not in LOSSES:
         raise ValueError(f"{path}: expected the arguments of a run of `tricycle finetune`, it has no such")
-    for name, value in stated.items():
-        default = getattr(usual, name)
-        if isinstance(default, tuple):
-            fits = isinstance(value, list) and all(isinstance(part, str) for part in value)
-        elif isinstance(default, float):
-            fits = type(value) in (int, float)
-        else:
-            fits = type(value) is type(default)
-        if not fits:
-            raise ValueError(f"{path}: expected {name} to be like {default!r}, got {reprlib.repr(value)}")
     paths = {name: tuple(Path(part) for part in stated.get(name, ())) for name in ("data", "held_out")}
     texts = {name: tuple(stated.get(name, ())) for name in ("targets", "prompts", "track")}
     return Arguments(**{**stated, **paths, **texts, "run_folder": folder})

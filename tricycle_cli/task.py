@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tricycle.configs import GPTConfig
 from tricycle.configs.size import least_numbers
 from tricycle.distributed.processes import Processes
-from tricycle.system.files import atomic_write
+from tricycle.system.files import atomic_write, read_json_object
 from tricycle.training_state import TrainingState
 from tricycle_cli.run import Run
 
@@ -119,6 +120,28 @@ def claim_new(folder: Path) -> None:
     if holds_a_run(folder):
         raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
     (folder / "config.json").unlink(missing_ok=True)  # of a run that was hardly begun
+
+
+def read_flags(path: Path, key: str, usual: Any, names: Collection[str]) -> dict[str, Any]:
+    """Return the flags that data.json stores under a key; each has the type of its default.
+
+    Raises:
+        ValueError: another content.
+    """
+    stored: Any = read_json_object(path).get(key)
+    if not isinstance(stored, dict) or set(stored) - set(names):
+        raise ValueError(f"{path}: expected {key} with the flags of a run, got {reprlib.repr(stored)}")
+    for name, value in stored.items():
+        default = getattr(usual, name)
+        if isinstance(default, tuple):
+            fits = isinstance(value, list) and all(isinstance(part, str) for part in value)
+        elif isinstance(default, float):
+            fits = type(value) in (int, float)
+        else:
+            fits = type(value) is type(default)
+        if not fits:
+            raise ValueError(f"{path}: expected {name} to be like {default!r}, got {reprlib.repr(value)}")
+    return stored
 
 
 def begin_folder(folder: Path, config: GPTConfig, description: Mapping[str, Any], tokeniser: Any) -> None:
