@@ -189,7 +189,7 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def read_arguments(folder: Path) -> Arguments:
-    """The flags that a run was started with.
+    """Return the flags that a run was started with.
 
     Raises:
         FileNotFoundError, ValueError: it is no run of this command.
@@ -209,7 +209,7 @@ def read_arguments(folder: Path) -> Arguments:
 
 
 def _as_json(arguments: Arguments) -> dict[str, Any]:
-    """The flags, for `read_arguments`; paths are whole, for a run may be resumed from elsewhere."""
+    """Return the flags for `read_arguments`; paths are absolute, because a run may be resumed from another folder."""
     values = dataclasses.asdict(arguments)
     for name in ("data", "held_out"):
         values[name] = [str(path.resolve()) for path in values[name]]
@@ -276,7 +276,7 @@ class FinetuneTask(Task):
         if isinstance(self.held_out, HeldOutPairs):  # an adapter that has learnt nothing yet changes nothing
             measure_references(loaded.model, [self.dataset, self.held_out.dataset])
         state = self._new_state(config, adapter, base)
-        say_what_there_is(examples, self.dataset, state, arguments)
+        print_summary(examples, self.dataset, state, arguments)
         self._begin_or_resume(state, run, examples)
         self.patience = arguments.patience
         return state
@@ -432,14 +432,14 @@ def expect_kind(loss: str, records: Sequence[Record]) -> None:
 
 
 def measure_references(model: GPT, datasets: Sequence[Any]) -> None:
-    """How likely the model takes the answers for, before anything is learnt: once, for all of the run."""
+    """Measure the reference log-probabilities of all answers, once, before training."""
     say(f"reference: how likely the model takes {sum(2 * pairs.n_items for pairs in datasets):,} answers for, as it is")
     for pairs in datasets:
         pairs.measure_reference(model)
 
 
 def fingerprint(model: GPT) -> str:
-    """Of the weights, some rows of each: it changes where a model was trained on, or is another one."""
+    """Return a digest of some rows of each weight, which tells a changed or another model apart."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         array: Any = parameter.array
@@ -452,14 +452,14 @@ def fingerprint(model: GPT) -> str:
 
 
 def memory_of_tuning(config: GPTConfig, dataset: PackedDataset, learning: Layer) -> int:
-    """Bytes that it takes besides the model: gradients and moments of what learns, and a pass over the longest rows."""
+    """Return the bytes of training besides the model: gradients, optimizer state, and a pass over the longest rows."""
     n_rows = config.batch_size * (2 if isinstance(dataset, PairDataset) else 1)
     n_learning = sum(parameter.size for parameter in learning.parameters())
     return 3 * 4 * n_learning + memory_of_pass(config, n_rows * dataset.longest_row)
 
 
 def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) -> GPTConfig:
-    """The model's shape, and how it is trained."""
+    """Return the config of the run: the shape of the model, and how it is trained."""
     an_epoch = dataset.n_items / (arguments.batch_size * arguments.accumulation_steps)
     steps = arguments.steps or max(1, math.ceil(an_epoch * arguments.epochs))
     rate = arguments.learning_rate or RATES[arguments.method] * (RATE_OF_DPO if arguments.loss == "dpo" else 1)
@@ -483,7 +483,7 @@ def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) 
     )
 
 
-def say_what_there_is(examples: Examples, dataset: PackedDataset, state: TuningState, arguments: Arguments) -> None:
+def print_summary(examples: Examples, dataset: PackedDataset, state: TuningState, arguments: Arguments) -> None:
     reader = examples.reader
     rows = "pairs" if isinstance(dataset, PairDataset) else "rows"
     print(

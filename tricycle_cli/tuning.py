@@ -1,4 +1,4 @@
-"""Fine-tuning as a run: what an update is, how the held-out loss is measured, and what a checkpoint holds."""
+"""Fine-tuning: the state of training, its losses, held-out data, and samples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAIR_FIGURES = ("held_out_loss", "reward_margin", "reward_accuracy")
 
 
 class _Learning(Layer):
-    """The part of a model that learns, as `save_checkpoint` takes a model."""
+    """The trained parameters of a model with an adapter, as `save_checkpoint` takes a model."""
 
     def __init__(self, adapter: Adapter, config: Any, generator: np.random.Generator) -> None:
         self.config = config
@@ -44,14 +44,14 @@ class _Learning(Layer):
 
 @dataclass
 class TuningState(TrainingState):
-    """As of training; with an adapter, a checkpoint holds that alone.
+    """The state of fine-tuning. With an adapter, checkpoints hold the adapter alone.
 
     Attributes:
-        adapter: what learns; None for the whole model.
-        loaded: the model that the adapter is on.
-        base: of the model as it was, what `finetune.fingerprint` gives.
-        beta: of DPO, which it learns by; 0 where every token that counts is to become likelier.
-        margins: of the batches of an update, by DPO.
+        adapter: the trained adapter; None where the whole model is trained.
+        loaded: the model that the adapter is attached to.
+        base: `finetune.fingerprint` of the model before training.
+        beta: of DPO; 0 for the cross-entropy of the tokens that count.
+        margins: the reward margins of an update's batches (DPO).
     """
 
     adapter: Adapter | None = None
@@ -110,7 +110,7 @@ class TuningState(TrainingState):
 
 
 def loss_of_batches(model: GPT) -> LossOf:
-    """The mean loss over what counts in a batch."""
+    """Return the loss of batches: the mean cross-entropy of the tokens that count."""
     loss_fn = CrossEntropy(ignore_index=IGNORED)
 
     def loss_of(batch: Batch, factor: Any) -> Tensor:
@@ -121,7 +121,7 @@ def loss_of_batches(model: GPT) -> LossOf:
 
 
 def figures_of(margins: np.ndarray) -> dict[str, float]:
-    """How far chosen answers are before rejected ones, in the mean, and how many are; of those that are level, half."""
+    """Return the mean reward margin, and the share of pairs whose chosen answer has the larger reward (a tie: half)."""
     share = ((margins > 0) + 0.5 * (margins == 0)).mean()
     return {"reward_margin": float(margins.mean()), "reward_accuracy": float(share)}
 
@@ -129,12 +129,12 @@ def figures_of(margins: np.ndarray) -> dict[str, float]:
 # -------------------------------------------------------------------- what is held out
 @dataclass
 class HeldOutRows:
-    """Rows of which nothing is learnt.
+    """Held-out rows of examples.
 
     Attributes:
-        n_rows: the first so many are looked at.
-        n_bytes: that the tokens which count in these stand for.
-        size: how much that is, in words.
+        n_rows: the number of rows that are evaluated, from the first on.
+        n_bytes: the length of the text of their tokens that count.
+        size: the number of these tokens, in words.
     """
 
     dataset: PackedDataset
@@ -150,7 +150,7 @@ class HeldOutRows:
         return cls(dataset, len(rows), n_bytes, f"{sum(map(len, ids)):,} tokens")
 
     def measure(self, model: GPT) -> dict[str, float]:
-        """What metrics say of it: the loss in nats a token, and bits a byte."""
+        """Return the loss in nats per token, and in bits per byte."""
         size = self.dataset.batch_size or 1
         loss_of = loss_of_batches(model)
         total, count = 0.0, 0
@@ -170,7 +170,7 @@ class HeldOutRows:
 
 @dataclass
 class HeldOutPairs:
-    """Pairs of answers of which nothing is learnt.
+    """Held-out pairs of a chosen and a rejected answer.
 
     Attributes:
         beta: of DPO.
@@ -184,7 +184,7 @@ class HeldOutPairs:
         return f"{self.dataset.n_items:,} pairs"
 
     def measure(self, model: GPT) -> dict[str, float]:
-        """What metrics say of them: the mean loss, the mean margin, and how many chosen answers are before."""
+        """Return the mean loss, the mean reward margin, and the share of pairs in order."""
         size = self.dataset.batch_size or 1
         margins = []
         with model.evaluating(), np.errstate(all="ignore"):
@@ -205,7 +205,7 @@ class HeldOutPairs:
 def write_samples(
     loaded: Pretrained, run: Run, title: str, prompts: Sequence[tuple[str, list[int]]], n_tokens: int
 ) -> None:
-    """The likeliest continuation of each prompt, printed and added to samples.txt."""
+    """Print the greedy continuation of each prompt, and add it to samples.txt."""
     window = loaded.model.config.context_window
     stops = stop_tokens(loaded)
     if loaded.tokeniser.chat_template:
