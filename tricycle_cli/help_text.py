@@ -7,7 +7,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
-WIDE = 10_000  # columns, so that tyro breaks no line of its own
+WIDE = 10_000  # columns, so that tyro does not wrap lines
 LEFT, MOST_COLUMNS = 28, 120
 # Where a flag is shown; the flags of a config that are named nowhere are those of other people's models.
 GROUPS = {
@@ -51,7 +51,7 @@ def rewritten(text: str, show_all: bool) -> str:
 
 
 def _entries(box: str) -> Iterator[tuple[str, str]]:
-    """Yield the flags of a box with their metavariables, and what the help says of each."""
+    """Yield the flags of a box with their metavariables, and the help of each."""
     name, words = "", list[str]()
     for line in box.splitlines():
         if re.match(r"  [-\[]\S", line) and set(line.strip()) != {"-"}:

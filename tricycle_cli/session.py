@@ -141,7 +141,7 @@ def resume_command(task: Task, folder: Path) -> str:
 
 @contextlib.contextmanager
 def add_checkpoint_hint_to_errors(task: Task, run: Run, resume: str) -> Iterator[None]:
-    """Within this block errors say what is saved: all until the last checkpoint, where there is one."""
+    """Within this block errors name what is saved: all until the last checkpoint, where there is one."""
     try:
         yield
     except NonFiniteError as error:

@@ -24,9 +24,9 @@ from tricycle_cli.task import Task
 # time is over; then it stays, and so does everything that depends on it.
 ESTIMATE_STEPS = tuple(LEAST_STEPS * 2**doubling for doubling in range(16))
 UNTIMED_STEPS = 4  # the first few are slow
-UNREAD_STEPS = 50  # on a GPU so many updates are started before their losses are read, which waits for all of them
-# So many updates in a row may be left out, and so often may a run go back to the same checkpoint, because something was
-# not finite; after that something is wrong that does not pass.
+UNREAD_STEPS = 50  # updates on a GPU that are started before their losses are read, which waits for all of them
+# The most updates in a row that may be left out, and the most returns to the same checkpoint, because something was not
+# finite; after that the run ends.
 MOST_SKIPS, MOST_ROLLBACKS = 10, 3
 
 
@@ -39,7 +39,7 @@ def updates(state: TrainingState, run: Run, task: Task) -> Iterator[RunSession]:
     Raises:
         NonFiniteError: something is not finite, and `run.on_nan` is to stop, or does not help. The checkpoints are as
             they were.
-        MemoryError: too little of it; says what is free and what to lower.
+        MemoryError: too little memory; names what is free and what to lower.
     """
     on_gpu = next(state.model.parameters()).on_gpu
     with advise_on_memory(on_gpu, task.what_to_lower(state.config, on_gpu)):
@@ -94,7 +94,7 @@ class RunSession(StateSession):
     def begin(self) -> None:
         """Begin, or begin again after training went back to a checkpoint.
 
-        A first checkpoint is saved: a folder that cannot be written says so now, not after hours.
+        A first checkpoint is saved: a folder that cannot be written raises now, not after hours.
         """
         self.waiting: list[tuple[Any, Any]] = []
         self._rates: list[float] = []
@@ -171,7 +171,7 @@ class RunSession(StateSession):
         self._bar.update()
 
     def recover(self, error: NonFiniteError) -> None:
-        """Do what `run.on_nan` says.
+        """Handle an update that was not finite as `run.on_nan` asks for.
 
         Raises:
             NonFiniteError: it is to stop, or does not help.

@@ -121,7 +121,7 @@ class Writer(Served):
         self._most_characters = MARGIN * self.window * max(lengths)
         self._talks = bool(self.tokeniser.chat_template)
         self.kind = "chat" if self._talks else "text"
-        if self._talks:  # files may name the end of texts alone; the template says what ends an answer
+        if self._talks:  # files may name the end of texts alone; the template tells what ends an answer
             with contextlib.suppress(ValueError):  # a template may refuse such a short conversation
                 end = self.tokeniser.end_of_answer()
                 if end is not None and not ways.chat.ends_with(end):

@@ -18,7 +18,7 @@ AT_ONCE = 16  # texts that are computed before it is another request's turn
 
 
 class VectorWish(NamedTuple):
-    """What a request for embeddings says; texts that are too long are cut, or refused."""
+    """The fields of a request for embeddings; texts that are too long are truncated, or refused."""
 
     texts: list[str]
     cuts: bool

@@ -171,7 +171,7 @@ class ChatTemplate:
 
 @contextmanager
 def _naming_lines() -> Iterator[None]:
-    """Turn whatever a template raises into one line that says where in it."""
+    """Turn what a template raises into a ValueError of one line that names the place in the template."""
     try:
         yield
     except Exception as error:
@@ -252,7 +252,7 @@ def _text_length(body: Any) -> int:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's own, which asks a budget before it calls or computes anything.
+    """Jinja's sandbox, with a budget that is checked before each call and computation.
 
     Attributes:
         budget: of the rendering at present.
@@ -299,7 +299,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _small(super().call_binop(context, operator, left, right))
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that asks the budget first."""
+        """Wrap a filter so that it checks the budget first."""
         n_hidden = 1 if hasattr(function, "jinja_pass_arg") else 0  # arguments that Jinja adds
 
         @functools.wraps(function)
@@ -319,7 +319,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _loop(self, values: Iterable[Any], characters: int) -> Iterator[Any]:
-        """The values of a loop whose body has so many characters of text."""
+        """Yield the values of a loop, and charge the budget for the text of its body each time."""
         for value in values:
             self.budget.spend(characters)
             yield value

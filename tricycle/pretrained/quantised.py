@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_AT_ONCE = 2**15  # values: the temporary arrays of so many stay in a processor's cache
+_AT_ONCE = 2**15  # values: their temporary arrays stay in a processor's cache
 
 
 class Blocks(NamedTuple):
