@@ -322,6 +322,29 @@ def test_nan_in_one_rank(bench, policy):
         assert losses(bench / f"nan-{policy}")[-1] < 6
 
 
+JOINING = """
+import os, signal
+from tricycle_mpi import ranks
+usual = ranks.join
+def join():
+    processes = usual()
+    if rank == {rank}:
+        os.kill(os.getpid(), signal.SIGINT)
+    return processes
+ranks.join = join
+"""
+
+
+@pytest.mark.slow
+@needs_mpi
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_while_ranks_join_ends_all_of_them(bench, rank):
+    """MPI would wait for the others when Python ends the process."""
+    status, said = train(bench, 2, f"joining-{rank}", prelude=JOINING.format(rank=rank))
+    assert status == 130 and said_by_the_program(said) == ["train_smol_gpt.py: interrupted"], said
+    assert not (bench / f"joining-{rank}").exists()
+
+
 @pytest.mark.slow
 @needs_mpi
 def test_a_signal_in_one_rank_stops_all_of_them(bench):

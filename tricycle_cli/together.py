@@ -30,6 +30,7 @@ TOGETHER_SECONDS = 0.3
 SIGNAL_SECONDS = 2.0
 SPOKEN_SECONDS = 0.2  # after which the launcher has passed the last words on; MPICH's forgets them where all end before
 FIRST_SECONDS = 1.0  # in which rank 0 says what all have found
+INTERRUPTED = 130  # the exit status, by the convention of shells
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 OWN_CODE = "tricycle tricycle_accelerators tricycle_cli tricycle_datasets tricycle_mpi".split()
 
@@ -54,6 +55,10 @@ def together() -> Iterator[Processes]:
     except (ImportError, RuntimeError, ValueError):
         _leave_it_to_the_first()
         raise
+    except KeyboardInterrupt:
+        # the others wait for this process, as MPI would for them when Python ends: the launcher ends all instead
+        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
     with contextlib.ExitStack() as silent:
         if not processes.is_first:
             nowhere = silent.enter_context(open(os.devnull, "w", encoding="utf-8"))
