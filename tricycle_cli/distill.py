@@ -56,6 +56,7 @@ class Arguments(TrainArguments):
 
 
 OWN = ("teacher", "temperature", "hard_weight")
+N_ARRAYS = 5  # of the size of the logits: those of both models, both log-softmaxes, and the teacher's probabilities
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -165,6 +166,11 @@ class DistillTask(TrainTask):
         teacher, temperature, hard_weight = self.teacher.model, arguments.temperature, arguments.hard_weight
         state.loss_of = distillation_loss(state.model, teacher, temperature, hard_weight)
         return state
+
+    def needed_memory(self, config: GPTConfig) -> int:
+        """Return the bytes that training takes at least, with all logits of both models and their softmaxes."""
+        n_logits = config.batch_size * config.context_window * config.vocab_size
+        return super().needed_memory(config) + N_ARRAYS * 4 * n_logits
 
     def first_tokeniser(self, run: Run, has_last: bool) -> Any:
         teacher: Any = self.teacher  # which `prepare` has loaded

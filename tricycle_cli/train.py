@@ -280,7 +280,7 @@ class TrainTask(TextTask):
         arguments, config, processes = self.arguments, self.arguments.config, run.processes
         on_gpu = use_gpu(arguments.device)
         with advise_on_memory(on_gpu, self.what_to_lower(config, on_gpu)):
-            check_room(least_memory(config), on_gpu)  # before anything is prepared
+            check_room(self.needed_memory(config), on_gpu)  # before anything is prepared
         has_last = run.has(run.last)
         if arguments.init_from and not has_last and self.start is None:
             self.start = load_start(arguments.init_from)
@@ -304,6 +304,10 @@ class TrainTask(TextTask):
         if processes.is_first:
             self._print_summary(state, run, tokeniser, on_gpu)
         return state
+
+    def needed_memory(self, config: GPTConfig) -> int:
+        """Return the bytes that training takes at least."""
+        return least_memory(config)
 
     def load_corpus(self, tokeniser: Any) -> Any:
         """Return the prepared text, with a tokeniser that is given, or one that is learnt from it."""

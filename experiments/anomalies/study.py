@@ -25,7 +25,7 @@ RATES = np.linspace(0, 0.3, 61)  # shares of false alarms at which curves are ke
 class Settings:
     """What a run does."""
 
-    seeds: int = 3  # how many series, each with models of its own
+    seeds: int = 3  # number of series; separate models are trained for each
     train_samples: int = 20_000  # of the normal series to train on
     validation_samples: int = 20_000  # of the normal series that chooses weights and thresholds
     each: int = 20  # events of each kind in the test series

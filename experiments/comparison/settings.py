@@ -17,10 +17,10 @@ class Settings:
     """Costs first, then memory."""
 
     width: int = 128  # channels d of the layers whose costs are measured
-    longest: int = 4096  # measure costs at n = 64, 128, ... up to so many tokens
+    longest: int = 4096  # the most tokens: costs are measured at n = 64, 128, ... up to it
     rounds: int = 5  # how often to time every layer at every n
     kinds: tuple[str, ...] = tuple(BODIES)  # which models remember
-    farthest: int = 128  # remember over 4, 8, 16, ... up to so many tokens
+    farthest: int = 128  # the longest distance to remember over, in tokens: 4, 8, 16, ... up to it
     parameters: int = 20_000  # of each model that remembers, at most
     updates: int = 400  # of each training
     batch_size: int = 32  # sequences of an update

@@ -44,7 +44,7 @@ class Settings:
 
     models: tuple[str, ...] = tuple(MODELS)  # which models, by the names in the table
     seeds: int = 3  # how often to train each, from other weights and on other texts
-    steps: int = 1500  # updates of a training; SLOW models have so many times as many
+    steps: int = 1500  # updates of a training; those of SLOW models are multiplied
     parameters: int = 100_000  # about how many each model has
     examples: int = 40_000  # texts to train on
     max_tokens: int = 2048  # of a batch: source characters and answers, padding included

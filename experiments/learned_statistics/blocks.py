@@ -28,7 +28,7 @@ STARTS = ("1", "1 / k", "mean")  # of the exact shares
 
 
 class Job(NamedTuple):
-    """A way to weigh keys, and the origin of its scales."""
+    """A softmax variant, and the origin of its scales."""
 
     kind: str  # "whole", "none", "exact", "1 / k", "mean" or "learned"
     blocks: int = 1
@@ -83,7 +83,7 @@ def digest(model: GPT) -> str:
 
 # -------------------------------------------------------------------- blocks and their scales
 def cut(model: GPT, job: Job, arrays: Sequence[np.ndarray] = ()) -> list[Tensor]:
-    """Let each layer weigh keys according to a job.
+    """Give each layer the softmax variant of a job.
 
     Args:
         arrays: the scales of each layer, of a job that has any.
@@ -223,7 +223,7 @@ class Bench:
         self._shares: dict[str, Shares] = {}
 
     def prepare(self, job: Job) -> list[float]:
-        """Let the model weigh keys according to a job; return the losses of the learning of its scales."""
+        """Give the model the softmax variant of a job; return the losses of training its scales."""
         arrays, losses = self.scales(job)
         cut(self.subject.model, job, arrays)
         return losses

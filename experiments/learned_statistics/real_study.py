@@ -251,7 +251,7 @@ class RealBench(Bench):
 
 
 def compare(written: list[dict[str, Any]], tokeniser: Any) -> Iterator[dict[str, Any]]:
-    """What is left of the whole softmax's texts, for each way to weigh keys; the first is the whole."""
+    """Compare the texts of each softmax variant with those of the whole softmax, which comes first."""
     whole = written[0]["tokens"]
     for way in written:
         pairs = list(zip(way["tokens"], whole))
