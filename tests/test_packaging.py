@@ -104,14 +104,6 @@ def test_what_is_imported_is_declared():
             assert top in ours | sys.stdlib_module_names or top.lower() in declared, f"{name_of(path)} imports {top}"
 
 
-def test_every_package_and_the_type_marker_are_shipped():
-    packages = {name_of(path.parent).replace("/", ".") for path in SHIPPED if path.name == "__init__.py"}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages
-    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["tricycle"]
-    assert (ROOT / "tricycle" / "py.typed").is_file()
-    assert "MIT" in (ROOT / "LICENSE").read_text(encoding="utf-8")
-
-
 # -------------------------------------------------------------------- imports
 def python(program: str, *words: str, folder: Path = ROOT) -> str:
     """What a program prints, on either stream."""

@@ -32,7 +32,7 @@ def test_one_version_in_all_files():
     versions = {name: release._match(ROOT / name, pattern)[1] for name, pattern in release.NAMED_IN.items()}
     assert len(set(versions.values())) == 1, versions
     assert "version" in PROJECT["project"]["dynamic"]
-    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "tricycle.__version__"}
+    assert PROJECT["tool"]["pdm"]["version"] == {"source": "file", "path": "tricycle/__init__.py"}
     assert f"## {release.version_of(ROOT)} (" in read("CHANGELOG.md")
 
 
@@ -69,7 +69,6 @@ def tree(tmp_path) -> Path:
         "tricycle/py.typed": "",
         "tricycle_lab/__init__.py": "",
         "tricycle_lab/look/page.html": "<p>",
-        "tricycle_gpt.egg-info/PKG-INFO": "made by setuptools",
         "CITATION.cff": "version: 0.1.0\ndate-released: 2020-01-01\n",
         "conda.recipe/recipe.yaml": 'context:\n  version: "0.1.0"\n',
     } | dict.fromkeys(sorted(release.BESIDES - {"CITATION.cff"}), "text\n")
@@ -87,7 +86,7 @@ def archives_of(root: Path, wheel: set[str], source: set[str]) -> tuple[Path, Pa
         for name in [*wheel, "tricycle_gpt-0.2.0.dist-info/METADATA"]:
             archive.writestr(name, "")
     with tarfile.open(paths[1], "w:gz") as tar:
-        for name in [*source, "PKG-INFO", "setup.cfg", "tricycle_gpt.egg-info/SOURCES.txt"]:
+        for name in [*source, "PKG-INFO"]:
             tar.addfile(tarfile.TarInfo(f"tricycle_gpt-0.2.0/{name}"))
     return paths
 
@@ -114,7 +113,7 @@ def test_what_archives_hold_is_compared_with_the_tree(tree):
 
 
 def test_the_packages_are_those_that_are_configured():
-    configured = {name.split(".")[0] for name in PROJECT["tool"]["setuptools"]["packages"]}
+    configured = set(PROJECT["tool"]["pdm"]["build"]["includes"])
     assert {name.split("/")[0] for name in release.package_files(ROOT)} == configured
     assert set(PROJECT["tool"]["check-wheel-contents"]["toplevel"]) == configured
 

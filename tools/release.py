@@ -30,8 +30,7 @@ NAMED_IN = {
     "conda.recipe/recipe.yaml": r'^  version: "(.*)"$',
 }
 DATE = r"^date-released: (.*)$"  # of CITATION.cff
-BESIDES = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "README.md", "SECURITY.md", "pyproject.toml"}
-MADE = {"PKG-INFO", "setup.cfg"}  # by setuptools, in a source archive
+BESIDES = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "SECURITY.md", "pyproject.toml"}
 
 
 def main() -> None:
@@ -154,8 +153,7 @@ def check_archives(root: Path, wheel: Path, source: Path) -> None:
     _same(wheel, held, wanted)
     with tarfile.open(source) as tar:
         names = {member.name.partition("/")[2] for member in tar.getmembers() if member.isfile()}
-    names = {name for name in names if name not in MADE and ".egg-info/" not in name}
-    _same(source, names, wanted | BESIDES)
+    _same(source, names - {"PKG-INFO"}, wanted | BESIDES)  # the build backend writes PKG-INFO
 
 
 def package_files(root: Path) -> set[str]:
