@@ -54,9 +54,9 @@ FLOOR = {
     "attention_backward": 4.4,
     "layer_norm": 1.2,
     "layer_norm_backward": 1.2,
-    "gelu_with_slope": 0.6,
+    "gelu_with_derivative": 0.6,
     "gelu_backward": 1.7,
-    "operand_and_sums": 1.3,
+    "matmul_operand_and_sums": 1.3,
     "cross_entropy": 1.5,
     "adamw": 0.8,
 }

@@ -132,7 +132,7 @@ class Tricycle(Side):
 
         xp, precision = self._xp(), self.config.precision
         generator = xp.random.default_rng(0)
-        draw = lambda *shape: kernels.operand(generator.standard_normal(shape, dtype=np.float32), precision)
+        draw = lambda *shape: kernels.matmul_operand(generator.standard_normal(shape, dtype=np.float32), precision)
         a, b = operands(name, n, k, m, draw)
         small = a.dtype if a.dtype.itemsize == 2 and "dw" not in name else None
         return lambda: kernels.matmul(a, b, None, None, small, precision)

@@ -45,8 +45,8 @@ def operands(product: Product) -> tuple[np.ndarray, np.ndarray]:
 
 def tricycle_product(product: Product, precision: str) -> tuple[Callable[[], Any], str]:
     """Return a function that multiplies, and the name of the provider that does."""
-    a, b = (kernels.operand(x.T, precision).T if x.flags.f_contiguous else x for x in operands(product))
-    a, b = (kernels.operand(x, precision) for x in (a, b))
+    a, b = (kernels.matmul_operand(x.T, precision).T if x.flags.f_contiguous else x for x in operands(product))
+    a, b = (kernels.matmul_operand(x, precision) for x in (a, b))
     return (lambda: kernels.matmul(a, b)), kernels.explain(kernels.matmul, a, b).provider
 
 

@@ -23,11 +23,11 @@ from tricycle_lab.plot import new_figure, require_matplotlib
 PARTS = {
     "matrix products": ["matmul"],
     "attention": ["attention", "attention_backward"],
-    "activation": ["gelu_with_slope", "gelu_backward", "multiply"],
+    "activation": ["gelu_with_derivative", "gelu_backward", "multiply"],
     "norms": ["layer_norm", "layer_norm_backward"],
-    "sums for biases": ["operand_and_sums"],
+    "sums for biases": ["matmul_operand_and_sums"],
     "loss": ["cross_entropy"],
-    "AdamW": ["adamw", "each"],
+    "AdamW": ["adamw", "run_independent"],
 }
 REST = "everything else"
 

@@ -172,7 +172,7 @@ PRODUCT_SIZE = 2048  # rows and columns of both matrices
 def product_step(config: GPTConfig | None, precision: str = "float32"):
     """A large product, at whose rate all arithmetic would go if nothing else had to be done."""
     a = np.random.default_rng(0).standard_normal((PRODUCT_SIZE, PRODUCT_SIZE), dtype=np.float32)
-    operand = kernels.operand(a, precision)
+    operand = kernels.matmul_operand(a, precision)
     return lambda: kernels.matmul(operand, operand)
 
 

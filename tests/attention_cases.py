@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tricycle.kernels import KERNELS, Scoring, rows  # noqa: F401  (it defines kernels too)
+from tricycle.kernels import KERNELS, ScoreOptions, rows  # noqa: F401  (it defines kernels too)
 
 NAMES = ("attention_scores", "attention", "attention_backward", "row_attention", "row_attention_backward")
-reference = SimpleNamespace(**{name: KERNELS[name].plain for name in NAMES})
+reference = SimpleNamespace(**{name: KERNELS[name].reference for name in NAMES})
 
 
 class Sizes(NamedTuple):
@@ -51,30 +51,30 @@ def scale_of(size: int) -> float:
     return 1 / max(1, size) ** 0.5
 
 
-def plain_scorings(sizes: Sizes) -> list[Scoring]:
+def plain_scorings(sizes: Sizes) -> list[ScoreOptions]:
     """All keys, the last query at the last key, and later queries that see all while earlier ones do not."""
     offsets = None, sizes.keys - sizes.queries, sizes.keys // 2
-    return [Scoring(scale_of(sizes.size), offset) for offset in offsets]
+    return [ScoreOptions(scale_of(sizes.size), offset) for offset in offsets]
 
 
-def scorings(sizes: Sizes) -> list[Scoring]:
+def scorings(sizes: Sizes) -> list[ScoreOptions]:
     """Return every sort of offset with every sort of window and cap: with some a query sees no key, with some the
     queries are positioned behind the last key, and some windows hide nothing."""
     most = sizes.keys + sizes.queries
     bands = [(None, None), *product((0, sizes.keys - sizes.queries, 4, sizes.keys + 6), (None, 1, 9, most, 2**62))]
-    return [Scoring(0.7, offset, window, cap) for (offset, window), cap in product(bands, (None, 1.5))]
+    return [ScoreOptions(0.7, offset, window, cap) for (offset, window), cap in product(bands, (None, 1.5))]
 
 
-def some_scorings(sizes: Sizes) -> list[Scoring]:
+def some_scorings(sizes: Sizes) -> list[ScoreOptions]:
     """A few of these."""
     offset, most = sizes.keys - sizes.queries, sizes.keys + sizes.queries
     bands = [(None, None, 1.5), (offset, 9, None), (4, 1, 1.5), (0, None, 1.5), (offset, most, None)]
-    return [Scoring(0.7, *band) for band in bands]
+    return [ScoreOptions(0.7, *band) for band in bands]
 
 
-SCORED = [(sizes, scoring) for sizes in PLAIN for scoring in plain_scorings(sizes)]
-SCORED += [(sizes, scoring) for sizes in SHARED for scoring in some_scorings(sizes)]
-FUSED = [(*each, nothing) for each in SCORED for nothing in (True, False)]
+SCORED = [(sizes, score_options) for sizes in PLAIN for score_options in plain_scorings(sizes)]
+SCORED += [(sizes, score_options) for sizes in SHARED for score_options in some_scorings(sizes)]
+FUSED = [(*each, off_by_one) for each in SCORED for off_by_one in (True, False)]
 
 
 # -------------------------------------------------------------------- arguments of the kernels
@@ -94,18 +94,18 @@ def poisoned(*arrays: np.ndarray) -> list[np.ndarray]:
     return [np.full(array.shape, np.nan, array.dtype) for array in arrays]
 
 
-def attention(rng, sizes, scoring, nothing):
-    return *qkv(rng, sizes), scoring, nothing
+def attention(rng, sizes, score_options, off_by_one):
+    return *qkv(rng, sizes), score_options, off_by_one
 
 
-def attention_backward(rng, sizes, scoring, nothing):
+def attention_backward(rng, sizes, score_options, off_by_one):
     q, k, v = qkv(rng, sizes)
-    out, log_total = reference.attention(q, k, v, scoring, nothing)
-    return rng.standard_normal(q.shape), q, k, v, out, log_total, scoring, *poisoned(q, k, v)
+    out, logsumexp = reference.attention(q, k, v, score_options, off_by_one)
+    return rng.standard_normal(q.shape), q, k, v, out, logsumexp, score_options, *poisoned(q, k, v)
 
 
-def attention_scores(rng, sizes, scoring):
-    return *qkv(rng, sizes)[:2], scoring
+def attention_scores(rng, sizes, score_options):
+    return *qkv(rng, sizes)[:2], score_options
 
 
 def cubes(scores):
@@ -117,13 +117,13 @@ def cubes_backward(grad, scores, weights):
     return 3 * grad * np.where(np.isneginf(scores), 0, scores) ** 2
 
 
-def row_attention(rng, sizes, scoring):
-    return *qkv(rng, sizes), scoring, cubes
+def row_attention(rng, sizes, score_options):
+    return *qkv(rng, sizes), score_options, cubes
 
 
-def row_attention_backward(rng, sizes, scoring):
+def row_attention_backward(rng, sizes, score_options):
     q, k, v = qkv(rng, sizes)
-    return rng.standard_normal(q.shape), q, k, v, scoring, cubes, cubes_backward, *poisoned(q, k, v)
+    return rng.standard_normal(q.shape), q, k, v, score_options, cubes, cubes_backward, *poisoned(q, k, v)
 
 
 CASES = {
@@ -136,31 +136,31 @@ CASES = {
 
 
 # -------------------------------------------------------------------- plain loops
-def loop_scores(q, k, scoring: Scoring, mask=None) -> np.ndarray:
+def loop_scores(q, k, score_options: ScoreOptions, mask=None) -> np.ndarray:
     """One score at a time."""
     (items, queries, heads, _), keys, sharing = q.shape, k.shape[1], q.shape[2] // k.shape[2]
     scores = np.empty((items, heads, queries, keys))
     for b, h, t, s in np.ndindex(scores.shape):
-        score = scoring.scale * float(q[b, t, h] @ k[b, s, h // sharing])
-        if scoring.cap is not None:
-            score = scoring.cap * np.tanh(score / scoring.cap)
-        last = None if scoring.offset is None else t + scoring.offset
+        score = score_options.scale * float(q[b, t, h] @ k[b, s, h // sharing])
+        if score_options.cap is not None:
+            score = score_options.cap * np.tanh(score / score_options.cap)
+        last = None if score_options.offset is None else t + score_options.offset
         if last is not None and s > last:
             score = -np.inf
-        if last is not None and scoring.window is not None and s <= last - scoring.window:
+        if last is not None and score_options.window is not None and s <= last - score_options.window:
             score = -np.inf
         scores[b, h, t, s] = score
     return scores if mask is None else scores + mask
 
 
-def loop_attention(q, k, v, scoring: Scoring, nothing: bool, mask=None) -> tuple[np.ndarray, np.ndarray]:
+def loop_attention(q, k, v, score_options: ScoreOptions, off_by_one: bool, mask=None) -> tuple[np.ndarray, np.ndarray]:
     """One query at a time."""
-    scores, sharing = loop_scores(q, k, scoring, mask), q.shape[2] // k.shape[2]
-    out, log_total = np.zeros((*q.shape[:3], v.shape[3])), np.full(scores.shape[:3], -np.inf)
+    scores, sharing = loop_scores(q, k, score_options, mask), q.shape[2] // k.shape[2]
+    out, logsumexp = np.zeros((*q.shape[:3], v.shape[3])), np.full(scores.shape[:3], -np.inf)
     for b, h, t in np.ndindex(scores.shape[:3]):
         weights = np.exp(scores[b, h, t])
-        total = weights.sum() + nothing
+        total = weights.sum() + off_by_one
         if total > 0:
             out[b, t, h] = weights @ v[b, :, h // sharing] / total
-            log_total[b, h, t] = np.log(total)
-    return out, log_total
+            logsumexp[b, h, t] = np.log(total)
+    return out, logsumexp

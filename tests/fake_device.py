@@ -153,7 +153,7 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def small(array: FakeArray, precision: str) -> FakeArray:
-    """What a GPU's `operand` and `to_compute_dtype` give: 16 bits where the precision has so many."""
+    """What a GPU's `matmul_operand` and `to_compute_dtype` give: 16 bits where the precision has so many."""
     if precision not in ("bfloat16", "float16") or array.dtype != np.float32:
         return array
     if precision == "float16":
@@ -165,9 +165,9 @@ def small(array: FakeArray, precision: str) -> FakeArray:
 
 # The versions that a GPU must have: all other kernels are the plain ones.
 VERSIONS = {
-    "operand": [small],
+    "matmul_operand": [small],
     "to_compute_dtype": [small],
-    "operand_and_sums": [lambda array, precision: (small(array, precision), kernels.sum_rows.plain(array))],
+    "matmul_operand_and_sums": [lambda array, precision: (small(array, precision), kernels.sum_rows.reference(array))],
 }
 
 

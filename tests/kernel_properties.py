@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_kernels import CASES, IN_PLACE
 
 from tricycle import kernels
-from tricycle.kernels import Scoring
+from tricycle.kernels import ScoreOptions
 
 Draw = Callable[[st.SearchStrategy], Any]
 
@@ -94,13 +94,17 @@ def _recurrence_backward(draw: Draw, name: str) -> tuple[Any, ...]:
 
 # name -> what follows the generator in the arguments of its builder
 SIZES: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
-    **dict.fromkeys(("gelu", "gelu_with_slope", "relu_squared", "sum_squares", "add"), lambda draw: (any_shape(draw),)),
+    **dict.fromkeys(
+        ("gelu", "gelu_with_derivative", "relu_squared", "sum_squares", "add"), lambda draw: (any_shape(draw),)
+    ),
     "gelu_backward": lambda draw: (any_shape(draw), draw(st.sampled_from(["x", "slope"]))),
     "swiglu": lambda draw: (twice_as_wide(any_shape(draw, 1)),),
     "swiglu_backward": lambda draw: (any_shape(draw), draw(LENGTHS)),
-    "rotate": lambda draw: (draw(LENGTHS), draw(LENGTHS), draw(FEW), 2 * draw(FEW)),
+    "apply_rope": lambda draw: (draw(LENGTHS), draw(LENGTHS), draw(FEW), 2 * draw(FEW)),
     "sum_rows": lambda draw: (shape_of(draw, LENGTHS, LENGTHS),),
-    **dict.fromkeys(("operand", "operand_and_sums"), lambda draw: (shape_of(draw, LENGTHS, LENGTHS), "float32")),
+    **dict.fromkeys(
+        ("matmul_operand", "matmul_operand_and_sums"), lambda draw: (shape_of(draw, LENGTHS, LENGTHS), "float32")
+    ),
     "embedding_backward": lambda draw: (draw(LENGTHS), draw(LEAST_1), draw(LENGTHS)),
     "layer_norm": lambda draw: ((*any_shape(draw), draw(LEAST_1)), draw(SWITCH), draw(SWITCH)),
     "layer_norm_backward": lambda draw: ((*any_shape(draw), draw(LEAST_1)), draw(SWITCH)),
@@ -111,7 +115,7 @@ SIZES: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     ),
     "project": lambda draw: (shape_of(draw, LENGTHS, LENGTHS, LENGTHS), draw(LENGTHS), draw(SWITCH)),
     "few_bits_matmul": _few_bits,
-    "orthogonalise": lambda draw: (shape_of(draw, st.integers(0, 5), LEAST_1, LEAST_1),),
+    "orthogonalize": lambda draw: (shape_of(draw, st.integers(0, 5), LEAST_1, LEAST_1),),
     **{name: partial(_recurrence, name=name) for name in GATES_AND_KEPT},
     **{f"{name}_backward": partial(_recurrence_backward, name=name) for name in GATES_AND_KEPT},
 }
@@ -151,40 +155,40 @@ def _adamw(draw):
 
 
 # -------------------------------------------------------------------- attention
-def _attention_inputs(draw: Draw) -> tuple[list[np.ndarray], Scoring, np.ndarray | None, np.random.Generator]:
-    """q, k, v; scoring; a mask that hides some rows whole."""
+def _attention_inputs(draw: Draw) -> tuple[list[np.ndarray], ScoreOptions, np.ndarray | None, np.random.Generator]:
+    """q, k, v; score_options; a mask that hides some rows whole."""
     items, queries, keys = draw(st.integers(0, 3)), draw(LENGTHS), draw(LENGTHS)
     key_heads, shared, size, rng = draw(FEW), draw(FEW), draw(FEW), generator(draw)
     value_size = draw(st.sampled_from([size, size, 4]))
     shapes = (queries, key_heads * shared, size), (keys, key_heads, size), (keys, key_heads, value_size)
     offset = draw(st.sampled_from([None, keys - queries, 0, 4, -2, keys + 6]))
     window = None if offset is None else draw(st.sampled_from([None, 1, 9, 40]))
-    scoring = Scoring(draw(st.sampled_from([0.7, 3.0])), offset, window, draw(st.sampled_from([None, 1.5])))
+    score_options = ScoreOptions(draw(st.sampled_from([0.7, 3.0])), offset, window, draw(st.sampled_from([None, 1.5])))
     mask = None
     if draw(st.booleans()):
         full = items, key_heads * shared, queries, keys
         shape = [draw(st.sampled_from([1, n])) if n else n for n in full[:-1]]
         mask = np.where(rng.random((*shape, keys)) < draw(st.sampled_from([0.2, 0.8])), 0, -np.inf)
-    return [rng.standard_normal((items, *shape)) for shape in shapes], scoring, mask, rng
+    return [rng.standard_normal((items, *shape)) for shape in shapes], score_options, mask, rng
 
 
 @of("attention", "attention_backward")
 def _attention(draw, name):
-    (q, k, v), scoring, mask, rng = _attention_inputs(draw)
-    nothing = draw(st.booleans())
+    (q, k, v), score_options, mask, rng = _attention_inputs(draw)
+    off_by_one = draw(st.booleans())
     if name == "attention":
-        return Arguments([q, k, v, scoring, nothing, mask])
-    out, log_total = kernels.attention.plain(q, k, v, scoring, nothing, mask)
+        return Arguments([q, k, v, score_options, off_by_one, mask])
+    out, logsumexp = kernels.attention.reference(q, k, v, score_options, off_by_one, mask)
     room = [poison(*x.shape) for x in (q, k, v)]
-    values = [rng.standard_normal(out.shape), q, k, v, out, log_total, scoring, *room, mask]
+    values = [rng.standard_normal(out.shape), q, k, v, out, logsumexp, score_options, *room, mask]
     return Arguments(values, (7, 8, 9))
 
 
 @of("row_attention", "row_attention_backward")
 def _row_attention(draw, name):
-    (q, k, v), scoring, mask, rng = _attention_inputs(draw)
+    (q, k, v), score_options, mask, rng = _attention_inputs(draw)
     if name == "row_attention":
-        return Arguments([q, k, v, scoring, cubes, mask])
+        return Arguments([q, k, v, score_options, cubes, mask])
     grad = rng.standard_normal((*q.shape[:3], v.shape[3]))
     room = [poison(*x.shape) for x in (q, k, v)]
-    return Arguments([grad, q, k, v, scoring, cubes, cubes_backward, *room, mask], (7, 8, 9))
+    return Arguments([grad, q, k, v, score_options, cubes, cubes_backward, *room, mask], (7, 8, 9))

@@ -529,17 +529,17 @@ def _with(layer: Any, *names: str) -> Callable[..., Tensor]:
     return run
 
 
-def _norm(centred: bool) -> Callable[[Draw], Call]:
+def _norm(subtract_mean: bool) -> Callable[[Draw], Call]:
     def draw_call(draw: Draw) -> Call:
         *lead, size = draw(ROWS)
         size += 1
-        has_bias = centred and draw(st.booleans())
-        layer = layers.LayerNorm(size, has_bias) if centred else layers.RMSNorm(size)
+        has_bias = subtract_mean and draw(st.booleans())
+        layer = layers.LayerNorm(size, has_bias) if subtract_mean else layers.RMSNorm(size)
         x = normal(draw, *lead, size) * 2 + 1
         parameters = [normal(draw, size) for _ in range(1 + has_bias)]
 
         def torch_op(torch: Any, x: Any, gain: Any, bias: Any = 0) -> Any:
-            x = x - x.mean(-1, keepdim=True) if centred else x
+            x = x - x.mean(-1, keepdim=True) if subtract_mean else x
             return x / ((x * x).mean(-1, keepdim=True) + 1e-5).sqrt() * gain + bias
 
         run = _with(layer, "gain", "bias")

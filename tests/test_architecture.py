@@ -11,7 +11,7 @@ from test_rooms import LIBRARY
 
 from tricycle import kernels
 from tricycle.configs import ModelConfig
-from tricycle.kernels.explained import provider_of
+from tricycle.kernels.explained import provider_name
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
@@ -166,9 +166,9 @@ def test_the_table_says_which_provider_takes_each_kernel_of_a_step(monkeypatch):
         return noted
 
     for name, kernel in kernels.KERNELS.items():
-        versions = [(version, provider_of(version)) for version in kernel.registered.get(np.ndarray, ())]
-        noted = [(None, noting(name, *version)) for version in (*versions, (kernel.plain, "plain"))]
-        monkeypatch.setitem(kernel.versions, np.ndarray, noted)
+        versions = [(version, provider_name(version)) for version in kernel.registered.get(np.ndarray, ())]
+        noted = [(None, noting(name, *version)) for version in (*versions, (kernel.reference, "plain"))]
+        monkeypatch.setitem(kernel.implementations, np.ndarray, noted)
     (text,) = (text for *_, name, text in STOPS if name == "Kernel.__call__")
     rows = re.findall(r"^\| `(\w+)` \| (.*?) ?\| (.*?) ?\|$", text, re.MULTILINE)
     everywhere = {"numpy", "plain"}  # these take what others would elsewhere

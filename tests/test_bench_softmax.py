@@ -20,10 +20,10 @@ from tricycle.functions import RowSoftmax
 class Sigmoid(RowSoftmax):
     name = "sigmoid"
 
-    def rows(self, scores):
+    def row_softmax(self, scores):
         return kernels.sigmoid(scores)
 
-    def rows_backward(self, grad, scores, weights):
+    def row_softmax_backward(self, grad, scores, weights):
         return grad * weights * (1 - weights)
 """
 
@@ -65,7 +65,7 @@ def test_a_softmax_that_is_a_built_in_one_comes_to_the_same(tmp_path: Path, monk
     path = tmp_path / "again.py"
     path.write_text(
         "from tricycle import kernels\nfrom tricycle.functions import RowSoftmax\n\n\n"
-        "class Again(RowSoftmax):\n    def rows(self, scores):\n        return kernels.softmax(scores)\n"
+        "class Again(RowSoftmax):\n    def row_softmax(self, scores):\n        return kernels.softmax(scores)\n"
     )
     text, held_out = bench.corpus()
     with bench.own_softmax(path) as name:

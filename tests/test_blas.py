@@ -181,12 +181,15 @@ def _narrow(x: np.ndarray, layout: str, dtype) -> np.ndarray:
 
 def test_what_the_provider_declines():
     narrow = np.zeros((64, 64), pytest.importorskip("ml_dtypes").bfloat16)
-    why_not = mkl.matrices.matmul.why_not
-    assert why_not(narrow, narrow) is None
-    assert why_not(narrow, narrow.astype(np.float32)) == "operands of bfloat16 alone"
-    assert why_not(narrow[:16], narrow).startswith("more than 16 rows")
-    assert why_not(narrow, narrow, None, np.zeros((64, 64), np.float32).T) == "an out of float32 with contiguous rows"
-    assert why_not(narrow, narrow, None, None, narrow.dtype) == "results of float32 alone, got bfloat16"
+    decline_reason = mkl.matrices.matmul.decline_reason
+    assert decline_reason(narrow, narrow) is None
+    assert decline_reason(narrow, narrow.astype(np.float32)) == "operands of bfloat16 alone"
+    assert decline_reason(narrow[:16], narrow).startswith("more than 16 rows")
+    assert (
+        decline_reason(narrow, narrow, None, np.zeros((64, 64), np.float32).T)
+        == "an out of float32 with contiguous rows"
+    )
+    assert decline_reason(narrow, narrow, None, None, narrow.dtype) == "results of float32 alone, got bfloat16"
 
 
 def test_the_provider_is_for_processors_with_amx(intel, monkeypatch):

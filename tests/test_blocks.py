@@ -166,11 +166,11 @@ def test_attention_uses_the_rows_of_any_variant(rng: np.random.Generator) -> Non
     """A variant of one's own: uniform over what is seen, which is a mean of the values."""
 
     class Uniform(Softmax):
-        def rows(self, scores):
+        def row_softmax(self, scores):
             seen = (scores > -np.inf).astype(scores.dtype)
             return seen / seen.sum(axis=-1, keepdims=True)
 
-        def rows_backward(self, grad, scores, weights):
+        def row_softmax_backward(self, grad, scores, weights):
             return np.zeros_like(scores)
 
         attend = AdaptiveSoftmax.attend  # by rows, as for all that the kernels do not know

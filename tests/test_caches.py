@@ -149,7 +149,7 @@ def test_a_version_that_registers_while_another_thread_looks_up_is_asked(monkeyp
     other = threading.Thread(target=kernel, args=(np.zeros(1),))
     other.start()
     looking.wait(10)
-    kernel.on(np.ndarray)(lambda x: "fast")
+    kernel.register(np.ndarray)(lambda x: "fast")
     registered.set()
     other.join()
     assert kernel(np.zeros(1)) == "fast"

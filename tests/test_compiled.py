@@ -14,7 +14,7 @@ from test_onednn import distance
 from versions import registered_by
 
 from tricycle import kernels
-from tricycle.kernels import Scoring
+from tricycle.kernels import ScoreOptions
 from tricycle_accelerators import compiled, product_plan, registry, threads
 from tricycle_accelerators.compiled import (
     attention,
@@ -59,7 +59,7 @@ def test_adamw(factor):
     expected = [a.astype(np.float64) for a in arrays]
     numbers = 7, 0.01, (0.9, 0.99), 1e-8, 0.1, factor
     assert optimisers.adamw(*arrays, *numbers) is None
-    kernels.adamw.plain(*expected, *numbers)
+    kernels.adamw.reference(*expected, *numbers)
     for mine, theirs in zip(arrays, expected):
         np.testing.assert_allclose(mine, theirs, 1e-5, 1e-6)
     assert optimisers.adamw(*(a[:100] for a in arrays), *numbers) is NotImplemented
@@ -74,7 +74,7 @@ def test_cross_entropy_of_logits_that_are_ruled_out():
     weights = np.full(300, 1 / 300, np.float32)
     weights[7] = 0
     loss, slope = losses.cross_entropy(logits, labels, weights)
-    expected, slopes = kernels.cross_entropy.plain(logits.astype(np.float64), labels, weights)
+    expected, slopes = kernels.cross_entropy.reference(logits.astype(np.float64), labels, weights)
     np.testing.assert_allclose(loss, expected, 1e-5)
     np.testing.assert_allclose(slope, slopes, 1e-5, 1e-8)
     assert (slope[:, 200:] == 0).all()
@@ -88,9 +88,9 @@ def test_cross_entropy_of_logits_that_are_ruled_out():
 def test_exponents_far_apart():
     pairs = np.concatenate([normal(3, 300), np.linspace(-200, 200, 900, dtype=np.float32).reshape(3, 300)], 1)
     with np.errstate(over="ignore"):
-        np.testing.assert_allclose(elementwise.swiglu(pairs), kernels.swiglu.plain(pairs), 1e-5, 1e-6)
-    arguments = 200 * normal(1, 1, 4, 8), normal(1, 50, 2, 8), normal(1, 50, 2, 8, seed=1), Scoring(1.0, 49), True
-    for found, expected in zip(attention.attention(*arguments), kernels.attention.plain(*arguments)):
+        np.testing.assert_allclose(elementwise.swiglu(pairs), kernels.swiglu.reference(pairs), 1e-5, 1e-6)
+    arguments = 200 * normal(1, 1, 4, 8), normal(1, 50, 2, 8), normal(1, 50, 2, 8, seed=1), ScoreOptions(1.0, 49), True
+    for found, expected in zip(attention.attention(*arguments), kernels.attention.reference(*arguments)):
         np.testing.assert_allclose(found, expected, 1e-5, 1e-6)
 
 
@@ -103,15 +103,17 @@ def test_few_queries_of_a_cache(dtype, window, nothing):
         pytest.importorskip("ml_dtypes")
     cached = normal(2, 1, 20, 2, 8, seed=1).astype(np.dtype(dtype))
     q, k, v = 3 * normal(1, 4, 6, 8), cached[0][:, :9], cached[1][:, :9]
-    scoring = Scoring(0.4, 5, window)
-    found = attention.attention(q, k, v, scoring, nothing)
-    expected = kernels.attention.plain(
-        q.astype(np.float64), k.astype(np.float64), v.astype(np.float64), scoring, nothing
+    score_options = ScoreOptions(0.4, 5, window)
+    found = attention.attention(q, k, v, score_options, nothing)
+    expected = kernels.attention.reference(
+        q.astype(np.float64), k.astype(np.float64), v.astype(np.float64), score_options, nothing
     )
     for ours, theirs in zip(found, expected):
         np.testing.assert_allclose(ours, theirs, 1e-5, 1e-6)
     one_by_one = [
-        attention.attention(q[:, t : t + 1], k[:, : 6 + t], v[:, : 6 + t], scoring._replace(offset=5 + t), nothing)[0]
+        attention.attention(
+            q[:, t : t + 1], k[:, : 6 + t], v[:, : 6 + t], score_options._replace(offset=5 + t), nothing
+        )[0]
         for t in range(4)
     ]
     assert np.array_equal(np.concatenate(one_by_one, axis=1), found[0])
@@ -129,7 +131,7 @@ def test_what_is_not_finite_comes_through(bad):
     values = normal(1, 5, 1, 64)
     values[0, 3, 0, 1] = bad
     q, keys = normal(1, 1, 2, 64), normal(1, 5, 1, 64)
-    assert not np.isfinite(attention.attention(q, keys, values, Scoring(0.1, 4), False)[0]).all()
+    assert not np.isfinite(attention.attention(q, keys, values, ScoreOptions(0.1, 4), False)[0]).all()
     halves = np.empty((2, 64), np.int8)
     assert not load("loops").split_int8(x, halves, np.empty(1, np.float32))
     assert not load("loops").split_bfloat16(x, halves.view(np.int8).repeat(2, 1).view(np.uint16))
@@ -170,13 +172,15 @@ assert "numba" in sys.modules
 
 
 # -------------------------------------------------------------------- attention
-def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, nothing: bool, plain: bool) -> list:
+def attended(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, nothing: bool, plain: bool
+) -> list:
     """The result, the logs of sums, and the gradients of q, k and v."""
-    forward = kernels.attention.plain if plain else attention.attention
-    backward = kernels.attention_backward.plain if plain else attention.attention_backward
-    out, logs = forward(q, k, v, scoring, nothing)
+    forward = kernels.attention.reference if plain else attention.attention
+    backward = kernels.attention_backward.reference if plain else attention.attention_backward
+    out, logs = forward(q, k, v, score_options, nothing)
     gradients = [np.empty_like(array) for array in (q, k, v)]
-    assert backward(np.cos(out), q, k, v, out, logs, scoring, *gradients) is not NotImplemented
+    assert backward(np.cos(out), q, k, v, out, logs, score_options, *gradients) is not NotImplemented
     return [out, logs, *gradients]
 
 
@@ -186,16 +190,16 @@ def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, noth
 def test_sums_of_exponentials_over_many_blocks(window, nothing, factor):
     """Scores up to some hundred, whose largest may come in any block of keys."""
     q, k, v = factor * normal(2, 140, 4, 8), factor * normal(2, 180, 2, 8, seed=1), normal(2, 180, 2, 8, seed=2)
-    scoring = Scoring(0.5, 40, window)
-    expected = attended(*(array.astype(np.float64) for array in (q, k, v)), scoring, nothing, plain=True)
-    for mine, theirs in zip(attended(q, k, v, scoring, nothing, plain=False), expected):
+    score_options = ScoreOptions(0.5, 40, window)
+    expected = attended(*(array.astype(np.float64) for array in (q, k, v)), score_options, nothing, plain=True)
+    for mine, theirs in zip(attended(q, k, v, score_options, nothing, plain=False), expected):
         np.testing.assert_allclose(mine, theirs, 1e-3, 1e-4 * np.abs(theirs).max() + 1e-4)
 
 
 def test_a_broken_score_is_not_hidden():
     q, k, v = normal(1, 40, 2, 8), normal(1, 40, 2, 8), normal(1, 40, 2, 8)
     k[0, 3, 1, 0] = np.nan
-    results = attended(q, k, v, Scoring(0.5, 0), False, plain=False)
+    results = attended(q, k, v, ScoreOptions(0.5, 0), False, plain=False)
     for result in results:
         assert not np.isfinite(result).all()
     assert np.isfinite(results[0][:, :3]).all()  # queries before the key
@@ -279,7 +283,7 @@ MANY_QUERIES = normal(1, 20, 4, 8), normal(1, 20, 2, 8), normal(1, 20, 2, 8)
 
 def backward_of(queries: tuple, dtype: type = np.float32) -> tuple:
     q = queries[0]
-    return q, *queries, q, normal(1, 4, 20), Scoring(0.3), *(np.empty(array.shape, dtype) for array in queries)
+    return q, *queries, q, normal(1, 4, 20), ScoreOptions(0.3), *(np.empty(array.shape, dtype) for array in queries)
 
 
 def locked(array: np.ndarray) -> np.ndarray:
@@ -294,8 +298,8 @@ def locked(array: np.ndarray) -> np.ndarray:
         (elementwise.gelu, (BIG[:5],), None),
         (elementwise.gelu, (BIG,), None),
         (elementwise.gelu, (BIG[:20],), "fewer than 65536 elements: NumPy is as quick with more than 16 rows"),
-        (elementwise.gelu_with_slope, (BIG[:2].astype(np.float64),), "few rows of float32 alone, got float64"),
-        (elementwise.gelu_with_slope, (BIG.astype(np.float64),), "float32 or bfloat16, got float64"),
+        (elementwise.gelu_with_derivative, (BIG[:2].astype(np.float64),), "few rows of float32 alone, got float64"),
+        (elementwise.gelu_with_derivative, (BIG.astype(np.float64),), "float32 or bfloat16, got float64"),
         (elementwise.gelu_backward, (BIG, BIG, None), None),
         (elementwise.gelu_backward, (BIG, BIG, BIG), "a slope that was kept"),
         (elementwise.gelu_backward, (BIG[:2], BIG[:2], None), "fewer than 65536 elements: NumPy is as quick"),
@@ -308,10 +312,14 @@ def locked(array: np.ndarray) -> np.ndarray:
         (elementwise.sum_squares, (BIG,), "fewer than 262144 elements: BLAS is as quick"),
         (elementwise.sum_squares, (np.ones(300_000),), "float32, got float64"),
         (elementwise.sum_squares, (normal(300_000),), None),
-        (elementwise.rotate, (normal(1, 2, 4, 8), normal(2, 4), normal(2, 4)), None),
-        (elementwise.rotate, (normal(2, 2, 4, 8), normal(2, 4), normal(2, 4)), "fewer than 65536"),
-        (elementwise.rotate, (normal(1, 2, 4, 16)[..., ::2], normal(2, 4), normal(2, 4)), "heads in one piece"),
-        (elementwise.rotate, (normal(1, 2, 4, 8), normal(2, 8)[:, ::2], normal(2, 4)), "cosines and sines of float32"),
+        (elementwise.apply_rope, (normal(1, 2, 4, 8), normal(2, 4), normal(2, 4)), None),
+        (elementwise.apply_rope, (normal(2, 2, 4, 8), normal(2, 4), normal(2, 4)), "fewer than 65536"),
+        (elementwise.apply_rope, (normal(1, 2, 4, 16)[..., ::2], normal(2, 4), normal(2, 4)), "heads in one piece"),
+        (
+            elementwise.apply_rope,
+            (normal(1, 2, 4, 8), normal(2, 8)[:, ::2], normal(2, 4)),
+            "cosines and sines of float32",
+        ),
         (normalisation.layer_norm, (BIG[:2], BIG[0], None, 1e-5, False), None),
         (normalisation.layer_norm, (BIG, BIG[0], BIG[1], 1e-5, True), None),
         (normalisation.layer_norm, (BIG, BIG[0], BIG[1], 1e-5, False), "a bias of rows that are not centred"),
@@ -330,28 +338,32 @@ def locked(array: np.ndarray) -> np.ndarray:
         (optimisers.adamw, (BIG, locked(BIG), BIG, BIG), "a gradient that is aligned and not read-only"),
         (optimisers.adamw, (BIG, BIG, BIG, BIG.T), "weights and moments that lie alike"),
         (optimisers.adamw, (BIG, BIG.astype(np.float64), BIG, BIG), "float32 alone, got float64"),
-        (attention.attention, (*FEW_QUERIES, Scoring(0.3, 3), False), None),
-        (attention.attention, (*FEW_QUERIES, Scoring(0.3, 3), False, BIG), "a mask or a soft-cap"),
-        (attention.attention, (*FEW_QUERIES, Scoring(0.3, 1), False), "few queries that are not at the last keys"),
-        (attention.attention, (FEW_QUERIES[0].repeat(2, 0), *FEW_QUERIES[1:], Scoring(0.3), False), "one text alone"),
-        (attention.attention, (*FEW_QUERIES, Scoring(0.3, 3), False, None, np.float64), "float32, got .*float64"),
-        (attention.attention, (*MANY_QUERIES, Scoring(0.3), False), None),
-        (attention.attention, (*MANY_QUERIES, Scoring(0.3, 0, None, 2.0), False), "a mask or a soft-cap"),
-        (attention.attention, (*MANY_QUERIES, Scoring(0.3, -3), False), "queries that see no key"),
-        (attention.attention, (*MANY_QUERIES, Scoring(-1.0), False), "a scale above 0, got -1.0"),
+        (attention.attention, (*FEW_QUERIES, ScoreOptions(0.3, 3), False), None),
+        (attention.attention, (*FEW_QUERIES, ScoreOptions(0.3, 3), False, BIG), "a mask or a soft-cap"),
+        (attention.attention, (*FEW_QUERIES, ScoreOptions(0.3, 1), False), "few queries that are not at the last keys"),
+        (
+            attention.attention,
+            (FEW_QUERIES[0].repeat(2, 0), *FEW_QUERIES[1:], ScoreOptions(0.3), False),
+            "one text alone",
+        ),
+        (attention.attention, (*FEW_QUERIES, ScoreOptions(0.3, 3), False, None, np.float64), "float32, got .*float64"),
+        (attention.attention, (*MANY_QUERIES, ScoreOptions(0.3), False), None),
+        (attention.attention, (*MANY_QUERIES, ScoreOptions(0.3, 0, None, 2.0), False), "a mask or a soft-cap"),
+        (attention.attention, (*MANY_QUERIES, ScoreOptions(0.3, -3), False), "queries that see no key"),
+        (attention.attention, (*MANY_QUERIES, ScoreOptions(-1.0), False), "a scale above 0, got -1.0"),
         (attention.attention_backward, backward_of(MANY_QUERIES), None),
         (attention.attention_backward, backward_of(MANY_QUERIES, np.float64), "gradients of float32.* got float64"),
         (attention.attention_backward, backward_of(FEW_QUERIES), "fewer than 16 queries"),
-        (recurrence.repeated, (BIG.astype(np.float64),), "float32 alone, got float64"),
+        (recurrence.prepare_matrix, (BIG.astype(np.float64),), "float32 alone, got float64"),
         (recurrence.lstm, (GATES, STATES, WEIGHTS, None, None), None),
         (recurrence.rnn, (GATES[:1], STATES[:, :2], WEIGHTS, None, None), "fewer than 16 rows"),
         (recurrence.gru, (GATES[:, :, ::2], STATES, WEIGHTS, None, None), "steps of float32 in one piece"),
         (recurrence.lstm, (GATES, STATES, WEIGHTS.astype(np.float64), None, None), "weights of float32"),
         (recurrence.lstm_backward, (STATES, GATES, STATES, WEIGHTS, None, GATES, STATES), None),
         (recurrence.rnn_backward, (STATES, GATES, STATES, WEIGHTS, None, GATES, locked(STATES), True), "not read-only"),
-        (recurrence.project, (GATES, WEIGHTS, None, GATES), "`repeated` has laid out"),
-        (recurrence.pipeline, (GATES, [], None, None), "fewer than 16 items"),
-        (recurrence.pipeline, (GATES.astype(np.float64), [], None, None), "float32 alone, got float64"),
+        (recurrence.project, (GATES, WEIGHTS, None, GATES), "`prepare_matrix` has laid out"),
+        (recurrence.run_batch_parallel, (GATES, [], None, None), "fewer than 16 items"),
+        (recurrence.run_batch_parallel, (GATES.astype(np.float64), [], None, None), "float32 alone, got float64"),
         (matrices.matmul, (LEFT, RIGHT), None),
         (matrices.matmul, (np.asfortranarray(LEFT), RIGHT), "rows in one piece"),
         (matrices.matmul, (LEFT[:6], RIGHT), "multiples of 4 rows and .* columns, got 6 and 48"),
@@ -359,7 +371,7 @@ def locked(array: np.ndarray) -> np.ndarray:
     ],
 )
 def test_they_say_why_they_decline(large, version, arguments, phrase):
-    why = version.why_not(*arguments)
+    why = version.decline_reason(*arguments)
     assert why is None if phrase is None else re.search(phrase, why)
     if phrase is not None:
         assert version(*arguments) is NotImplemented
@@ -368,30 +380,30 @@ def test_they_say_why_they_decline(large, version, arguments, phrase):
 # -------------------------------------------------------------------- attention of bfloat16
 # items, queries, keys, heads, key heads, head size; how it is scored; whether there is nothing to attend to
 ATTENTION = [
-    (Sizes(2, 256, 256, 3, 3, 64), Scoring(0.125, 0), False),
-    (Sizes(1, 200, 333, 2, 2, 32), Scoring(0.2, 133), True),
-    (Sizes(1, 40, 40, 2, 2, 48), Scoring(0.15, 0), False),
-    (Sizes(2, 300, 100, 1, 1, 16), Scoring(0.25), False),
-    (Sizes(1, 130, 400, 2, 2, 64), Scoring(0.125, 20), False),
-    (Sizes(3, 16, 16, 1, 1, 8), Scoring(0.3, 0), True),
-    (Sizes(1, 5, 9, 2, 2, 16), Scoring(0.25, 4), False),
-    (Sizes(1, 128, 129, 1, 1, 64), Scoring(0.125, 0), False),
-    (Sizes(2, 200, 200, 6, 2, 32), Scoring(0.2, 0), False),
-    (Sizes(1, 150, 150, 8, 1, 16), Scoring(0.25), True),
-    (Sizes(1, 300, 300, 2, 2, 16), Scoring(0.25, 0, 40), False),
-    (Sizes(1, 300, 500, 4, 2, 16), Scoring(0.25, 200, 300), True),
-    (Sizes(2, 130, 130, 3, 1, 16), Scoring(0.25, 0, 2), False),
-    (Sizes(1, 40, 300, 2, 1, 16), Scoring(0.25, 100, 1000), False),
+    (Sizes(2, 256, 256, 3, 3, 64), ScoreOptions(0.125, 0), False),
+    (Sizes(1, 200, 333, 2, 2, 32), ScoreOptions(0.2, 133), True),
+    (Sizes(1, 40, 40, 2, 2, 48), ScoreOptions(0.15, 0), False),
+    (Sizes(2, 300, 100, 1, 1, 16), ScoreOptions(0.25), False),
+    (Sizes(1, 130, 400, 2, 2, 64), ScoreOptions(0.125, 20), False),
+    (Sizes(3, 16, 16, 1, 1, 8), ScoreOptions(0.3, 0), True),
+    (Sizes(1, 5, 9, 2, 2, 16), ScoreOptions(0.25, 4), False),
+    (Sizes(1, 128, 129, 1, 1, 64), ScoreOptions(0.125, 0), False),
+    (Sizes(2, 200, 200, 6, 2, 32), ScoreOptions(0.2, 0), False),
+    (Sizes(1, 150, 150, 8, 1, 16), ScoreOptions(0.25), True),
+    (Sizes(1, 300, 300, 2, 2, 16), ScoreOptions(0.25, 0, 40), False),
+    (Sizes(1, 300, 500, 4, 2, 16), ScoreOptions(0.25, 200, 300), True),
+    (Sizes(2, 130, 130, 3, 1, 16), ScoreOptions(0.25, 0, 2), False),
+    (Sizes(1, 40, 300, 2, 1, 16), ScoreOptions(0.25, 100, 1000), False),
     # queries positioned behind the last key, as in a block of a block softmax: the window exceeds the number of keys
-    (Sizes(2, 20, 8, 2, 1, 16), Scoring(0.25, 0, 20), False),
-    (Sizes(1, 150, 70, 2, 2, 16), Scoring(0.25, 100, 200), True),
-    (Sizes(1, 130, 64, 4, 2, 16), Scoring(0.25, 64, 2**62), False),
+    (Sizes(2, 20, 8, 2, 1, 16), ScoreOptions(0.25, 0, 20), False),
+    (Sizes(1, 150, 70, 2, 2, 16), ScoreOptions(0.25, 100, 200), True),
+    (Sizes(1, 130, 64, 4, 2, 16), ScoreOptions(0.25, 64, 2**62), False),
 ]
 LEFT_TO_OTHERS = [
-    (Sizes(1, 40, 40, 2, 1, 16), Scoring(0.25, 0, None, 2.0), False),
-    (Sizes(1, 40, 40, 2, 2, 16), Scoring(0.25, -3), False),
-    (Sizes(1, 40, 20, 2, 2, 16), Scoring(0.25, 0, 5), False),
-    (Sizes(1, 3, 400, 4, 2, 16), Scoring(0.25, 300, 16, 2.0), True),
+    (Sizes(1, 40, 40, 2, 1, 16), ScoreOptions(0.25, 0, None, 2.0), False),
+    (Sizes(1, 40, 40, 2, 2, 16), ScoreOptions(0.25, -3), False),
+    (Sizes(1, 40, 20, 2, 2, 16), ScoreOptions(0.25, 0, 5), False),
+    (Sizes(1, 3, 400, 4, 2, 16), ScoreOptions(0.25, 300, 16, 2.0), True),
 ]
 
 
@@ -405,7 +417,7 @@ def heads(rng, sizes: Sizes, scale: float = 1.0) -> list[np.ndarray]:
     return [packed[:, :queries, :n_heads], k, v]
 
 
-def attend_both(qkv, scoring, nothing, mask=None, narrow=False):
+def attend_both(qkv, score_options, nothing, mask=None, narrow=False):
     """Results, logs and gradients of ours and of the reference in float64.
 
     Args:
@@ -414,21 +426,21 @@ def attend_both(qkv, scoring, nothing, mask=None, narrow=False):
     grad = np.random.default_rng(5).standard_normal(qkv[0].shape)
     dtype = qkv[0].dtype if narrow else np.dtype(np.float32)
     exact = [array.astype(np.float64) for array in qkv]
-    actual = kernels.attention(*qkv, scoring, nothing, mask, dtype)
-    expected = kernels.attention.plain(*exact, scoring, nothing, mask)
+    actual = kernels.attention(*qkv, score_options, nothing, mask, dtype)
+    expected = kernels.attention.reference(*exact, score_options, nothing, mask)
     poisoned = [np.full(array.shape, np.nan, dtype) for array in qkv]
-    kernels.attention_backward(grad.astype(dtype), *qkv, *actual, scoring, *poisoned, mask)
+    kernels.attention_backward(grad.astype(dtype), *qkv, *actual, score_options, *poisoned, mask)
     wanted = [np.full(array.shape, np.nan) for array in qkv]
-    kernels.attention_backward.plain(grad, *exact, *expected, scoring, *wanted, mask)
+    kernels.attention_backward.reference(grad, *exact, *expected, score_options, *wanted, mask)
     return [*actual, *poisoned], [*expected, *wanted]
 
 
-@pytest.mark.parametrize(("sizes", "scoring", "nothing"), ATTENTION + LEFT_TO_OTHERS, ids=str)
+@pytest.mark.parametrize(("sizes", "score_options", "nothing"), ATTENTION + LEFT_TO_OTHERS, ids=str)
 @pytest.mark.parametrize("narrow", [False, True])
-def test_attention(sizes, scoring, nothing, narrow, monkeypatch):
+def test_attention(sizes, score_options, nothing, narrow, monkeypatch):
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     qkv = heads(np.random.default_rng(6), sizes)
-    actual, expected = attend_both(qkv, scoring, nothing, None, narrow)
+    actual, expected = attend_both(qkv, score_options, nothing, None, narrow)
     for i, (mine, theirs) in enumerate(zip(actual, expected)):
         assert mine.dtype == (qkv[0].dtype if narrow and i != 1 else np.float32)
         mine = mine.astype(np.float64)
@@ -439,23 +451,23 @@ def test_attention(sizes, scoring, nothing, narrow, monkeypatch):
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_attention_of_rows_that_are_not_in_one_piece(narrow):
-    sizes, scoring = Sizes(1, 70, 70, 4, 2, 24), Scoring(0.2, 0)
+    sizes, score_options = Sizes(1, 70, 70, 4, 2, 24), ScoreOptions(0.2, 0)
     qkv = heads(np.random.default_rng(8), sizes)
     if not narrow:
         qkv = [array.astype(np.float32) for array in qkv]
     strided = [np.repeat(array, 2, axis=3)[..., ::2] for array in qkv]
-    for one, other in zip(attend_both(qkv, scoring, False)[0], attend_both(strided, scoring, False)[0]):
+    for one, other in zip(attend_both(qkv, score_options, False)[0], attend_both(strided, score_options, False)[0]):
         np.testing.assert_array_equal(one, other)
     places = [np.empty((*array.shape[:3], 48), np.float32)[..., ::2] for array in qkv]
-    result = attention.attention(*qkv, scoring, False)
-    assert attention.attention_backward(result[0], *qkv, *result, scoring, *places) is NotImplemented
+    result = attention.attention(*qkv, score_options, False)
+    assert attention.attention_backward(result[0], *qkv, *result, score_options, *places) is NotImplemented
 
 
 def test_which_attention_is_taken():
     """So that the test above tests what it should."""
     for taken, cases in ((True, [case for case in ATTENTION if case[0].queries >= 16]), (False, LEFT_TO_OTHERS)):
-        for sizes, scoring, _ in cases:
-            why = attention.attention.why_not(*heads(np.random.default_rng(6), sizes), scoring, False)
+        for sizes, score_options, _ in cases:
+            why = attention.attention.decline_reason(*heads(np.random.default_rng(6), sizes), score_options, False)
             assert (why is None) is taken
 
 
@@ -463,7 +475,7 @@ def test_which_attention_is_taken():
 @pytest.mark.parametrize(("n_key_heads", "window"), [(4, None), (1, 20)])
 def test_attention_with_scores_of_any_size(scale, n_key_heads, window):
     qkv = heads(np.random.default_rng(7), Sizes(1, 150, 150, 4, n_key_heads, 16), scale)
-    actual, expected = attend_both(qkv, Scoring(0.25, 0, window), False)
+    actual, expected = attend_both(qkv, ScoreOptions(0.25, 0, window), False)
     for mine, theirs in zip(actual, expected):
         assert np.isfinite(mine).all()
         assert distance(mine, theirs) < 5e-3 or np.abs(theirs).max() < 1e-6
@@ -473,14 +485,16 @@ def test_attention_with_a_mask():
     rng = np.random.default_rng(8)
     mask = np.where(rng.random((2, 1, 1, 40)) < 0.5, 0, -np.inf)
     actual, expected = attend_both(
-        heads(rng, Sizes(2, 40, 40, 2, 1, 16)), Scoring(0.25), False, mask.astype(np.float32)
+        heads(rng, Sizes(2, 40, 40, 2, 1, 16)), ScoreOptions(0.25), False, mask.astype(np.float32)
     )
     for mine, theirs in zip(actual, expected):
         assert distance(mine, theirs) < 5e-3
 
 
 def test_keys_that_no_query_sees_have_no_gradient():
-    found, _ = attend_both(heads(np.random.default_rng(9), Sizes(1, 50, 90, 2, 1, 16)), Scoring(0.25, 20, 5), False)
+    found, _ = attend_both(
+        heads(np.random.default_rng(9), Sizes(1, 50, 90, 2, 1, 16)), ScoreOptions(0.25, 20, 5), False
+    )
     for gradient in found[3:]:
         np.testing.assert_array_equal(gradient[:, :16], 0)
         np.testing.assert_array_equal(gradient[:, 70:], 0)
@@ -571,7 +585,7 @@ def test_numpys_versions_agree(name):
         "gelu": (x,),
         "gelu_backward": (grad, x, None),
         "layer_norm": (x, gain, bias, 1e-5, True),
-        "layer_norm_backward": (grad, x, gain, *kernels.layer_norm.plain(x, gain, bias, 1e-5, True)[1:], True),
+        "layer_norm_backward": (grad, x, gain, *kernels.layer_norm.reference(x, gain, bias, 1e-5, True)[1:], True),
     }[name]
     results = [version(*arguments) for version in registered_by(registry.register_numpy)[name]]
     results = [result if isinstance(result, tuple) else (result,) for result in results]
@@ -580,22 +594,22 @@ def test_numpys_versions_agree(name):
         np.testing.assert_allclose(first, second, 1e-4, 1e-4 * np.abs(second).max())
 
 
-@pytest.mark.parametrize("centred", [False, True])
-def test_norms_of_16_bits(centred):
+@pytest.mark.parametrize("subtract_mean", [False, True])
+def test_norms_of_16_bits(subtract_mean):
     """From float32 to bfloat16, and from a gradient of that back; those that are not centred of bfloat16 alone, too."""
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     x, grad, gain = normal(1100, 64), normal(1100, 64, seed=1), normal(64, seed=2)
     versions = registered_by(registry.register_numpy)
-    for dtype in [np.float32] if centred else [np.float32, bfloat16]:
+    for dtype in [np.float32] if subtract_mean else [np.float32, bfloat16]:
         rows, slopes = x.astype(dtype), grad.astype(bfloat16)
-        y, mean, scale = versions["layer_norm"][0](rows, gain, None, 1e-5, centred, np.dtype(bfloat16))
-        expected = kernels.layer_norm.plain(rows.astype(np.float64), gain, None, 1e-5, centred)
+        y, mean, scale = versions["layer_norm"][0](rows, gain, None, 1e-5, subtract_mean, np.dtype(bfloat16))
+        expected = kernels.layer_norm.reference(rows.astype(np.float64), gain, None, 1e-5, subtract_mean)
         assert y.dtype == bfloat16
         np.testing.assert_allclose(y.astype(np.float64), expected[0], 2**-8, 1e-6)
         np.testing.assert_allclose(scale, expected[2], 1e-5)
-        back = versions["layer_norm_backward"][0](slopes, rows, gain, mean, scale, centred)
+        back = versions["layer_norm_backward"][0](slopes, rows, gain, mean, scale, subtract_mean)
         wide = slopes.astype(np.float64), rows.astype(np.float64)
-        expected = kernels.layer_norm_backward.plain(*wide, gain, *expected[1:], centred)
+        expected = kernels.layer_norm_backward.reference(*wide, gain, *expected[1:], subtract_mean)
         assert back[0].dtype == dtype
         for mine, theirs in zip(back, expected):
             np.testing.assert_allclose(mine.astype(np.float64), theirs, 2**-7, 1e-2)

@@ -24,7 +24,7 @@ from tricycle import kernels
 from tricycle.configs import DebugConfig
 from tricycle.debug import use_reference
 from tricycle.devices import ARRAY_MODULES
-from tricycle.kernels import Scoring
+from tricycle.kernels import ScoreOptions
 from tricycle.kernels.rows import attention_scores
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
@@ -65,7 +65,7 @@ def emulated(emulator, monkeypatch) -> emulate.Emulator:
     offer(monkeypatch, np.ndarray, CUDA)
     monkeypatch.setattr(launch, "launch", emulator.launch)
     monkeypatch.setattr(launch, "has_tensor_cores", lambda: True)
-    monkeypatch.setattr(gemm, "matmul", kernels.matmul.plain)
+    monkeypatch.setattr(gemm, "matmul", kernels.matmul.reference)
     monkeypatch.setattr(cudnn, "forward", lambda *arguments: None)
     monkeypatch.setattr(cudnn, "backward", lambda *arguments: False)
     yield emulator
@@ -146,7 +146,7 @@ def assert_near(actual: list, expected: list, tolerance: float, share: float = 0
 
 def check_case(name: str, size: tuple, dtype: np.dtype, layout: Callable, device: Device) -> None:
     arguments = drawn(name, size, dtype)
-    expected = results_of(name, kernels.KERNELS[name].plain, [wide(a) for a in arguments])
+    expected = results_of(name, kernels.KERNELS[name].reference, [wide(a) for a in arguments])
     given = [device(a, layout) if isinstance(a, np.ndarray) else a for a in arguments]
     written = given[IN_PLACE[name]] if name in IN_PLACE else []
     read = [a for a in given if hasattr(a, "dtype") and not any(a is w for w in written)]
@@ -176,7 +176,7 @@ def test_agrees_with_the_reference_in_float64(name, dtype, emulated):
         cases = zip(sizes[DTYPES.index(dtype) - 1 :: 2] or sizes, itertools.cycle((contiguous, strided)))
     for size, layout in cases:
         check_case(name, size, dtype, layout, to_emulator)
-    if dtype == np.float32 and name not in ("operand", "to_compute_dtype"):
+    if dtype == np.float32 and name not in ("matmul_operand", "to_compute_dtype"):
         assert emulated.launched  # and not the reference
 
 
@@ -208,38 +208,38 @@ def device(request) -> Device:
 def test_rows(name, shape, dtype, device, rng):
     arrays = [(rng.standard_normal(shape) * 5).astype(dtype)]
     if name == "softmax_backward":
-        arrays.append(kernels.softmax.plain(rng.standard_normal(shape)).astype(dtype))
+        arrays.append(kernels.softmax.reference(rng.standard_normal(shape)).astype(dtype))
     kernel, options = (kernels.softmax, [True]) if name == "softmax1" else (kernels.KERNELS[name], [])
     for layout in (contiguous, offset_by_one):
         found = kernel(*(device(a, layout) for a in arrays), *options)
-        assert_near([found], [kernel.plain(*map(wide, arrays), *options)], CLOSE[dtype.name])
+        assert_near([found], [kernel.reference(*map(wide, arrays), *options)], CLOSE[dtype.name])
 
 
 def test_rows_without_an_ordinary_value(device):
     x = np.array([[-np.inf] * 5, [-np.inf, 0, 1, 2, 3], [1, np.nan, 2, 3, 4], [-1e30, 80, 88, -np.inf, 80]], np.float32)
     found = to_host(kernels.softmax(device(x)))
     assert (found[0] == 0).all() and np.isnan(found[2]).all()
-    np.testing.assert_allclose(found[[1, 3]], kernels.softmax.plain(x.astype(float))[[1, 3]], 1e-5)
+    np.testing.assert_allclose(found[[1, 3]], kernels.softmax.reference(x.astype(float))[[1, 3]], 1e-5)
     assert (to_host(kernels.softmax(device(x), True))[0] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("subtract_mean", [True, False])
 @pytest.mark.parametrize(
     "shape",
     [(1, 8), (7, 64), (4, 200), (6, 264), (5, 520), (3, 776), (2, 1000), (2, 2048), (3, 4096), (2, 8192), (2, 8200)],
 )
-def test_norms(shape, centred, dtype, device, rng):
+def test_norms(shape, subtract_mean, dtype, device, rng):
     x, grad = ((rng.standard_normal(shape) * 3 + 1).astype(dtype) for _ in range(2))
     gain, bias = (rng.standard_normal(shape[-1]).astype(np.float32) for _ in range(2))
-    expected = kernels.layer_norm.plain(wide(x), wide(gain), wide(bias), 1e-5, centred)
-    slopes = kernels.layer_norm_backward.plain(wide(grad), wide(x), wide(gain), *expected[1:], centred)
+    expected = kernels.layer_norm.reference(wide(x), wide(gain), wide(bias), 1e-5, subtract_mean)
+    slopes = kernels.layer_norm_backward.reference(wide(grad), wide(x), wide(gain), *expected[1:], subtract_mean)
     for layout in (contiguous, offset_by_one):
         given = device(x, layout), device(gain, layout)
-        y, mean, scale = actual = kernels.layer_norm(*given, device(bias, layout), 1e-5, centred)
+        y, mean, scale = actual = kernels.layer_norm(*given, device(bias, layout), 1e-5, subtract_mean)
         assert y.dtype == dtype and mean.dtype == scale.dtype == np.float32
         assert_near(list(actual), list(expected), CLOSE[dtype.name])
-        actual = kernels.layer_norm_backward(device(grad, layout), *given, mean, scale, centred)
+        actual = kernels.layer_norm_backward(device(grad, layout), *given, mean, scale, subtract_mean)
         assert actual[0].dtype == dtype and actual[1].dtype == actual[2].dtype == np.float32
         assert_near(list(actual), list(slopes), CLOSE[dtype.name])
 
@@ -250,9 +250,9 @@ def test_a_norm_of_many_rows(device, rng):
     gain = rng.standard_normal(16).astype(np.float32)
     _, mean, scale = kernels.layer_norm(device(x), device(gain), None, 1e-5, True)
     found = kernels.layer_norm_backward(device(grad), device(x), device(gain), mean, scale, True)
-    _, mean, scale = kernels.layer_norm.plain(wide(x), wide(gain), None, 1e-5, True)
+    _, mean, scale = kernels.layer_norm.reference(wide(x), wide(gain), None, 1e-5, True)
     assert_near(
-        list(found), list(kernels.layer_norm_backward.plain(wide(grad), wide(x), gain, mean, scale, True)), 1e-4
+        list(found), list(kernels.layer_norm_backward.reference(wide(grad), wide(x), gain, mean, scale, True)), 1e-4
     )
 
 
@@ -278,7 +278,7 @@ def test_tables_with_tokens_that_come_often(n_tokens, n_rows, size, dtype, devic
     ids = np.minimum(rng.geometric(0.3, n_tokens) - 1, n_rows - 1)
     found = kernels.embedding_backward(device(grad), device(ids), n_rows)
     assert found.dtype == np.float32
-    assert_near([found], [kernels.embedding_backward.plain(wide(grad), ids, n_rows)], 1e-4)
+    assert_near([found], [kernels.embedding_backward.reference(wide(grad), ids, n_rows)], 1e-4)
     again = kernels.embedding_backward(device(grad), device(ids.astype(np.int32)), n_rows)
     assert to_host(found).tobytes() == to_host(again).tobytes()
     apart = kernels.embedding_backward(device(grad, offset_by_one), device(ids), n_rows)
@@ -297,7 +297,7 @@ def test_ids_that_are_none_of_a_table_are_left_out(device):
 def test_cross_entropy_and_its_slope(size, smoothing, dtype, device, rng):
     logits, labels = (rng.standard_normal((9, size)) * 5).astype(dtype), rng.integers(0, size, 9)
     weights = (rng.random(9) * (np.arange(9) % 3 != 0)).astype(np.float32)
-    expected = kernels.cross_entropy.plain(wide(logits), labels, wide(weights), smoothing)
+    expected = kernels.cross_entropy.reference(wide(logits), labels, wide(weights), smoothing)
     loss, slope = kernels.cross_entropy(device(logits), device(labels), device(weights), smoothing)
     assert slope.dtype == dtype and loss.dtype == np.float32 and loss.shape == ()
     assert_near([loss, slope], list(expected), CLOSE[dtype.name])
@@ -316,36 +316,36 @@ def test_rows_that_do_not_count_may_hold_anything(device):
 
 
 # -------------------------------------------------------------------- attention
-SHAPES = [  # sizes but for the last, scoring, nothing, which axes the mask has (None: no mask)
-    ((2, 70, 70, 2, 2), Scoring(0.15, 0), False, None),
-    ((1, 70, 131, 2, 2), Scoring(0.15, 61), True, None),
-    ((2, 33, 70, 1, 1), Scoring(0.15), False, (1, 0, 0, 1)),
-    ((1, 80, 65, 4, 2), Scoring(0.2, 0, 40, 3.0), False, (1, 1, 1, 1)),  # everything at once
-    ((1, 129, 65, 2, 2), Scoring(0.1, -64), True, (1, 1, 1, 1)),
-    ((1, 129, 65, 1, 1), Scoring(0.1, -64), False, None),
-    ((2, 1, 200, 2, 2), Scoring(0.1, 199), False, None),
-    ((1, 130, 40, 2, 2), Scoring(0.1, 20), False, (0, 0, 1, 1)),
-    ((1, 64, 64, 1, 1), Scoring(0.1), True, None),
-    ((1, 150, 150, 3, 1), Scoring(0.2, 0), False, None),
-    ((2, 70, 90, 2, 1), Scoring(0.2), True, (1, 1, 0, 1)),
-    ((1, 200, 200, 1, 1), Scoring(0.2, 0, 9), False, None),
-    ((1, 100, 230, 2, 1), Scoring(0.2, 130, 70), False, (0, 1, 0, 1)),
-    ((1, 140, 60, 2, 2), Scoring(0.2, -20, 15), True, None),  # the first and the last queries see no key
-    ((1, 65, 33, 1, 1), Scoring(0.2, 0, 2**31 - 1), False, None),
-    ((1, 40, 40, 2, 2), Scoring(0.3, 0, None, 1.0), False, None),
-    ((1, 4, 300, 4, 2), Scoring(0.3, 296, 20, 5.0), True, None),
+SHAPES = [  # sizes but for the last, score_options, nothing, which axes the mask has (None: no mask)
+    ((2, 70, 70, 2, 2), ScoreOptions(0.15, 0), False, None),
+    ((1, 70, 131, 2, 2), ScoreOptions(0.15, 61), True, None),
+    ((2, 33, 70, 1, 1), ScoreOptions(0.15), False, (1, 0, 0, 1)),
+    ((1, 80, 65, 4, 2), ScoreOptions(0.2, 0, 40, 3.0), False, (1, 1, 1, 1)),  # everything at once
+    ((1, 129, 65, 2, 2), ScoreOptions(0.1, -64), True, (1, 1, 1, 1)),
+    ((1, 129, 65, 1, 1), ScoreOptions(0.1, -64), False, None),
+    ((2, 1, 200, 2, 2), ScoreOptions(0.1, 199), False, None),
+    ((1, 130, 40, 2, 2), ScoreOptions(0.1, 20), False, (0, 0, 1, 1)),
+    ((1, 64, 64, 1, 1), ScoreOptions(0.1), True, None),
+    ((1, 150, 150, 3, 1), ScoreOptions(0.2, 0), False, None),
+    ((2, 70, 90, 2, 1), ScoreOptions(0.2), True, (1, 1, 0, 1)),
+    ((1, 200, 200, 1, 1), ScoreOptions(0.2, 0, 9), False, None),
+    ((1, 100, 230, 2, 1), ScoreOptions(0.2, 130, 70), False, (0, 1, 0, 1)),
+    ((1, 140, 60, 2, 2), ScoreOptions(0.2, -20, 15), True, None),  # the first and the last queries see no key
+    ((1, 65, 33, 1, 1), ScoreOptions(0.2, 0, 2**31 - 1), False, None),
+    ((1, 40, 40, 2, 2), ScoreOptions(0.3, 0, None, 1.0), False, None),
+    ((1, 4, 300, 4, 2), ScoreOptions(0.3, 296, 20, 5.0), True, None),
 ]
 
 
 def attention_arguments(rng, size: int, dtype: np.dtype, shape: tuple) -> tuple:
-    (items, queries, keys, heads, key_heads), scoring, nothing, axes = shape
+    (items, queries, keys, heads, key_heads), score_options, nothing, axes = shape
     packed = (rng.standard_normal((items, max(queries, keys), heads + 2 * key_heads, size)) * 1.5).astype(dtype)
     mask = None
     if axes:
         lengths = [n if axis else 1 for axis, n in zip(axes, (items, heads, queries, keys))]
         mask = np.where(rng.random(lengths) < 0.3, -np.inf, 0.5 * (rng.random(lengths) < 0.3)).astype(np.float32)
     grad = rng.standard_normal((items, queries, heads, size)).astype(dtype)
-    return packed, grad, scoring, nothing, mask
+    return packed, grad, score_options, nothing, mask
 
 
 def split(packed: Any, sizes: tuple) -> tuple:
@@ -369,18 +369,18 @@ KINDS = [*((size, dtype) for dtype in DTYPES for size in (32, 64, 128)), (100, D
     ids=str,
 )
 def test_attention(size, dtype, shape, device, rng):
-    packed, grad, scoring, nothing, mask = attention_arguments(rng, size, dtype, shape)
+    packed, grad, score_options, nothing, mask = attention_arguments(rng, size, dtype, shape)
     sizes, parts, tolerance = shape[0], split(packed, shape[0]), CLOSE[dtype.name]
     on_device = None if mask is None else device(mask)
-    expected = kernels.attention.plain(*map(wide, parts), scoring, nothing, wide(mask))
+    expected = kernels.attention.reference(*map(wide, parts), score_options, nothing, wide(mask))
     given = split(device(packed), sizes)
-    out, log_total = kernels.attention(*given, scoring, nothing, on_device)
-    assert out.dtype == dtype and log_total.dtype == np.float32
-    assert_near([out, log_total], list(expected), tolerance, 0.5)
+    out, logsumexp = kernels.attention(*given, score_options, nothing, on_device)
+    assert out.dtype == dtype and logsumexp.dtype == np.float32
+    assert_near([out, logsumexp], list(expected), tolerance, 0.5)
     gradients = device(np.full(packed.shape, np.nan, dtype))
     wanted = [np.full(a.shape, np.nan) for a in parts]
-    kernels.attention_backward.plain(wide(grad), *map(wide, parts), *expected, scoring, *wanted, wide(mask))
-    arguments = device(grad), *given, out, log_total, scoring
+    kernels.attention_backward.reference(wide(grad), *map(wide, parts), *expected, score_options, *wanted, wide(mask))
+    arguments = device(grad), *given, out, logsumexp, score_options
     kernels.attention_backward(*arguments, *split(gradients, sizes), on_device)
     assert_near(list(split(gradients, sizes)), wanted, tolerance, 0.5)
     held, (_, queries, keys, heads, _) = to_host(gradients), sizes
@@ -392,33 +392,33 @@ def test_attention(size, dtype, shape, device, rng):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_gives_the_same_bits_in_any_order(dtype, emulated, rng):
     for shape in SHAPES[1:4]:
-        packed, grad, scoring, nothing, mask = attention_arguments(rng, 64, dtype, shape)
+        packed, grad, score_options, nothing, mask = attention_arguments(rng, 64, dtype, shape)
         q, k, v = split(packed, shape[0])
         results = []
         for emulated.order in (0, 1, 7):
             gradients = np.full(packed.shape, np.nan, dtype)
-            out, log_total = kernels.attention(q, k, v, scoring, nothing, mask)
-            given = grad, q, k, v, out, log_total, scoring, *split(gradients, shape[0])
+            out, logsumexp = kernels.attention(q, k, v, score_options, nothing, mask)
+            given = grad, q, k, v, out, logsumexp, score_options, *split(gradients, shape[0])
             kernels.attention_backward(*given, mask)
-            results.append((out.tobytes(), log_total.tobytes(), gradients.tobytes()))
+            results.append((out.tobytes(), logsumexp.tobytes(), gradients.tobytes()))
         assert results[0] == results[1] == results[2]
 
 
 def test_attention_of_rows_that_do_not_lie_as_tensor_cores_want(device, rng):
     """One element off 16 bytes: a copy is made, and gradients come back to where they belong."""
-    sizes, scoring = (1, 20, 20, 2, 1), Scoring(0.2, 0)
-    packed, grad, *_ = attention_arguments(rng, 32, BFLOAT16, (sizes, scoring, False, None))
+    sizes, score_options = (1, 20, 20, 2, 1), ScoreOptions(0.2, 0)
+    packed, grad, *_ = attention_arguments(rng, 32, BFLOAT16, (sizes, score_options, False, None))
     wider = np.full((*packed.shape[:-1], 33), np.nan, BFLOAT16)
     wider[..., 1:] = packed
     given, parts = split(device(wider)[..., 1:], sizes), split(packed, sizes)
-    out, log_total = kernels.attention(*given, scoring, False)
-    expected = kernels.attention.plain(*map(wide, parts), scoring, False)
+    out, logsumexp = kernels.attention(*given, score_options, False)
+    expected = kernels.attention.reference(*map(wide, parts), score_options, False)
     assert_near([out], [expected[0]], CLOSE["bfloat16"], 0.5)
     gradients = device(np.full(wider.shape, np.nan, BFLOAT16))
     places = split(gradients[..., 1:], sizes)
-    kernels.attention_backward(device(grad), *given, out, log_total, scoring, *places)
+    kernels.attention_backward(device(grad), *given, out, logsumexp, score_options, *places)
     wanted = [np.empty(part.shape) for part in parts]
-    kernels.attention_backward.plain(wide(grad), *map(wide, parts), *expected, scoring, *wanted)
+    kernels.attention_backward.reference(wide(grad), *map(wide, parts), *expected, score_options, *wanted)
     assert_near(list(places), wanted, CLOSE["bfloat16"], 0.5)
 
 
@@ -430,16 +430,16 @@ def test_casts(small, device):
     x = np.concatenate([odd, np.arange(1000) / 3]).astype(np.float32)
     with np.errstate(over="ignore"):
         expected = x.astype(dtype)
-    cast = kernels.operand(device(x), small)
+    cast = kernels.matmul_operand(device(x), small)
     assert cast.dtype == dtype
     np.testing.assert_array_equal(to_host(cast).astype(np.float32), expected.astype(np.float32))
-    assert kernels.operand(cast, small) is cast
+    assert kernels.matmul_operand(cast, small) is cast
     matrix = device(np.arange(48, dtype=np.float32).reshape(6, 8)).T
     turned = kernels.to_compute_dtype(matrix, small)
     assert turned.flags.f_contiguous and turned.shape == (8, 6)
     np.testing.assert_array_equal(to_host(turned).astype(np.float32), np.arange(48).reshape(6, 8).T)
     for precision in ("float32", "tf32"):
-        assert kernels.operand(matrix, precision) is matrix
+        assert kernels.matmul_operand(matrix, precision) is matrix
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -472,7 +472,7 @@ def philox(seed: int, n: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_random_masks(dtype, device):
     generator, again = np.random.default_rng(3), np.random.default_rng(3)
-    found = to_host(kernels.random_mask(device(np.zeros(1, dtype)), (7, 1001), 0.8, generator))
+    found = to_host(kernels.dropout_mask(device(np.zeros(1, dtype)), (7, 1001), 0.8, generator))
     uniform = (philox(int(again.integers(2**63)), 7007) >> np.uint64(8)) / 2**24
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, np.where(uniform < 0.8, 1 / np.float32(0.8), 0).reshape(7, 1001).astype(dtype))
@@ -484,8 +484,8 @@ def test_rotations_of_one_part_of_a_packed_array(dtype, device, rng):
     packed, angles = rng.standard_normal((2, 5, 3, 4, 16)).astype(dtype), rng.standard_normal((5, 8))
     cos, sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
     for part in range(3):
-        actual = kernels.rotate(device(packed)[:, :, part], device(cos), device(sin))
-        expected = kernels.rotate.plain(wide(packed)[:, :, part], wide(cos), wide(sin))
+        actual = kernels.apply_rope(device(packed)[:, :, part], device(cos), device(sin))
+        expected = kernels.apply_rope.reference(wide(packed)[:, :, part], wide(cos), wide(sin))
         assert_near([actual], [expected], CLOSE[dtype.name])
 
 
@@ -502,7 +502,7 @@ def test_updates_with_numbers_of_the_device(shape, where, dtype, device, rng):
         kernels.adamw(*given, factor if where == "host" else device(np.array(factor, np.float32)))
         if factor == 0.5:
             expected = [wide(weights), wide(grad) * 0.5, wide(first), wide(second)]
-            kernels.adamw.plain(*expected, 7, 0.01, (0.9, 0.95), 1e-8, 0.1)
+            kernels.adamw.reference(*expected, 7, 0.01, (0.9, 0.95), 1e-8, 0.1)
             assert_near(changed, [expected[0], *expected[2:]], 1e-5)
         else:
             for array, before in zip(changed, (weights, first, second)):
@@ -512,7 +512,7 @@ def test_updates_with_numbers_of_the_device(shape, where, dtype, device, rng):
 def test_updates_of_a_transposed_matrix(device, rng):
     start = [rng.random((6, 10)).astype(np.float32) for _ in range(4)]
     expected, turned = [wide(a) for a in start], [device(np.ascontiguousarray(a.T)).T for a in start]
-    kernels.adamw.plain(*expected, 1, 0.1, (0.9, 0.999), 1e-8, 0.1)
+    kernels.adamw.reference(*expected, 1, 0.1, (0.9, 0.999), 1e-8, 0.1)
     kernels.adamw(*turned, 1, 0.1, (0.9, 0.999), 1e-8, 0.1)
     assert_near(turned, [expected[0], wide(start[1]), *expected[2:]], 1e-5)
 
@@ -522,7 +522,7 @@ def test_the_first_and_a_late_update(steps, device):
     """1 - beta^step must lose no digits for a beta close to 1."""
     start = [np.full(4, value) for value in (1.0, 0.3, 0.2, 0.1)]
     expected, actual = [a.copy() for a in start], [device(a.astype(np.float32)) for a in start]
-    for kernel, arrays in ((kernels.adamw.plain, expected), (kernels.adamw, actual)):
+    for kernel, arrays in ((kernels.adamw.reference, expected), (kernels.adamw, actual)):
         kernel(*arrays, steps, 0.1, (0.9, 0.9999), 1e-8, 0.0)
     np.testing.assert_allclose(to_host(actual[0]), expected[0], 1e-6)
 
@@ -722,7 +722,7 @@ TURNED = np.asfortranarray(ROWS)
 FLOATS = "^float32, float16 or bfloat16, got float64$"
 WHY_NOT = [
     *((name, (DOUBLES,), FLOATS) for name in ("gelu", "relu_squared", "softmax", "sum_rows", "sum_squares")),
-    *((name, (NONE,), "^an empty array$") for name in ("gelu_with_slope", "sigmoid", "log_softmax", "sum_rows")),
+    *((name, (NONE,), "^an empty array$") for name in ("gelu_with_derivative", "sigmoid", "log_softmax", "sum_rows")),
     *((name, (HALVES,), None) for name in ("gelu", "softmax", "log_softmax", "sum_squares")),
     ("softmax", (ROWS, True), None),
     ("softmax_backward", (ROWS, HALVES), r"^a gradient like the softmax, \(2, 6\) float16, got \(2, 6\) float32$"),
@@ -736,12 +736,12 @@ WHY_NOT = [
     ("gelu_backward", (ROWS, ROWS, None), "^no slope kept by the forward$"),
     ("gelu_backward", (ROWS, None, HALVES), "^two arrays of one shape and dtype"),
     ("gelu_backward", (ROWS, None, ROWS), None),
-    ("random_mask", (ROWS, (2, 0), 0.5, None), "^an empty mask$"),
-    ("random_mask", (DOUBLES, (2, 3), 0.5, None), FLOATS),
-    ("random_mask", (NONE, (2, 3), 0.5, None), None),
-    ("rotate", (heads(size=7), ROWS, ROWS), "^an even head size, got 7$"),
-    ("rotate", (heads(dtype=float), ROWS, ROWS), FLOATS),
-    ("rotate", (heads(), ROWS, ROWS), None),
+    ("dropout_mask", (ROWS, (2, 0), 0.5, None), "^an empty mask$"),
+    ("dropout_mask", (DOUBLES, (2, 3), 0.5, None), FLOATS),
+    ("dropout_mask", (NONE, (2, 3), 0.5, None), None),
+    ("apply_rope", (heads(size=7), ROWS, ROWS), "^an even head size, got 7$"),
+    ("apply_rope", (heads(dtype=float), ROWS, ROWS), FLOATS),
+    ("apply_rope", (heads(), ROWS, ROWS), None),
     ("cross_entropy", (DOUBLES, ROWS, ROWS), FLOATS),
     ("cross_entropy", (ROWS, ROWS, ROWS, 0.0, False), None),
     ("layer_norm", (ROWS, ROWS[0], None, 1e-5, True, np.float16), "^a result of another dtype than float32$"),
@@ -788,15 +788,15 @@ WHY_NOT = [
 @pytest.mark.parametrize(("name", "arguments", "why"), WHY_NOT)
 def test_why_a_version_declines(name, arguments, why):
     (version,) = CUDA[name]
-    found = version.why_not(*arguments)
+    found = version.decline_reason(*arguments)
     assert found is None if why is None else re.search(why, found), found
     if why is not None:
         assert version(*arguments) is NotImplemented
 
 
 def test_every_version_that_declines_says_why():
-    takes_all = {"operand", "operand_and_sums", "to_compute_dtype", "matmul"}
-    assert {name for name in CUDA if not hasattr(CUDA[name][0], "why_not")} == takes_all
+    takes_all = {"matmul_operand", "matmul_operand_and_sums", "to_compute_dtype", "matmul"}
+    assert {name for name in CUDA if not hasattr(CUDA[name][0], "decline_reason")} == takes_all
     assert {name for name in CUDA if name not in takes_all} == {name for name, *_ in WHY_NOT} | {"gru_backward"}
 
 
@@ -808,15 +808,15 @@ def test_they_register_when_the_first_cupy_array_comes(monkeypatch):
     calls = []
     monkeypatch.setattr(elementwise, "sigmoid", lambda x: calls.append("cuda") or NotImplemented)
     x = np.zeros(3, np.float32).view(made)
-    assert made not in kernels.sigmoid.versions
+    assert made not in kernels.sigmoid.implementations
     assert kernels.sigmoid(x).tolist() == [0.5, 0.5, 0.5]
     assert kernels.sigmoid.registered[made] == [elementwise.sigmoid] and calls == ["cuda"]
     with use_reference():
         kernels.sigmoid(x)
     assert calls == ["cuda"]
     q = np.ones((1, 2, 1, 2), np.float32).view(made)
-    assert attention_scores(q, q, Scoring(1.0)).shape == (1, 1, 2, 2)
-    assert attention_scores.versions[made] == []
+    assert attention_scores(q, q, ScoreOptions(1.0)).shape == (1, 1, 2, 2)
+    assert attention_scores.implementations[made] == []
 
 
 # -------------------------------------------------------------------- compiling

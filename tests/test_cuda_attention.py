@@ -10,12 +10,12 @@ import pytest
 from test_cuda_gemm import dtype_of, on_device
 
 from tricycle import kernels
-from tricycle.kernels import Scoring
+from tricycle.kernels import ScoreOptions
 from tricycle_accelerators.cuda import cudnn as ours
 from tricycle_accelerators.cuda.cudnn import Shape, shape_of
 
 B, T, H, D = 2, 64, 3, 16
-CAUSAL = Scoring(0.25, 0)
+CAUSAL = ScoreOptions(0.25, 0)
 PACKED = (T * 3 * H * D, D, 3 * H * D, 1)
 PLAIN = (T * H * D, D, H * D, 1)
 
@@ -27,11 +27,11 @@ def packed_heads(rng, dtype, n_tokens: int = T, size: int = D):
 
 
 # -------------------------------------------------------------------- which shapes
-@pytest.mark.parametrize("scoring", [Scoring(0.25, 0), Scoring(0.1)], ids=str)
-def test_the_shape_of_packed_heads(rng, scoring):
+@pytest.mark.parametrize("score_options", [ScoreOptions(0.25, 0), ScoreOptions(0.1)], ids=str)
+def test_the_shape_of_packed_heads(rng, score_options):
     q, k, v = packed_heads(rng, np.float16)
-    shape = shape_of(q, scoring, k, v)
-    assert shape == Shape(B, T, H, D, scoring.offset == 0, scoring.scale, "float16", (PACKED,) * 3)
+    shape = shape_of(q, score_options, k, v)
+    assert shape == Shape(B, T, H, D, score_options.offset == 0, score_options.scale, "float16", (PACKED,) * 3)
     assert ours.contiguous(shape) == PLAIN
 
 
@@ -43,9 +43,9 @@ def test_the_shape_of_packed_heads(rng, scoring):
         {"n_tokens": 1},
         {"size": 12},
         {"size": 136},
-        {"scoring": Scoring(0.25, 3)},
-        {"scoring": Scoring(0.25, 0, 9)},
-        {"scoring": Scoring(0.25, 0, None, 5.0)},
+        {"score_options": ScoreOptions(0.25, 3)},
+        {"score_options": ScoreOptions(0.25, 0, 9)},
+        {"score_options": ScoreOptions(0.25, 0, None, 5.0)},
         {"kind": "fewer key heads"},
         {"kind": "keys of another length"},
         {"kind": "gaps"},
@@ -70,7 +70,7 @@ def test_what_is_left_to_others(rng, odd):
         memory = on_device(np.zeros(q.size + 16, np.float16))
         start = next(i for i in range(9) if memory[i:].data.ptr % 16)
         k = memory[start : start + q.size].reshape(q.shape)
-    assert shape_of(q, odd.get("scoring", CAUSAL), k, v) is None
+    assert shape_of(q, odd.get("score_options", CAUSAL), k, v) is None
 
 
 # -------------------------------------------------------------------- cuDNN itself, where it is installed
@@ -167,15 +167,15 @@ class FakeGraph:
     def execute(self, addresses, workspace, handle):
         assert handle == 99 and workspace
         arrays = [self._array(tensor, addresses[tensor]) for tensor in (*self.inputs, *self.outputs)]
-        scoring = Scoring(self.scale, 0 if self.causal else None)
+        score_options = ScoreOptions(self.scale, 0 if self.causal else None)
         (q, k, v), rest = [x.transpose(0, 2, 1, 3) for x in arrays[:3]], arrays[3:]
         if self.kind == "forward":
-            out, totals = kernels.attention.plain(q, k, v, scoring, False)
+            out, totals = kernels.attention.reference(q, k, v, score_options, False)
             rest[0][...], rest[1][..., 0] = out.transpose(0, 2, 1, 3), totals
         else:
             (out, grad), totals = [x.transpose(0, 2, 1, 3) for x in rest[:2]], rest[2]
             places = [x.transpose(0, 2, 1, 3) for x in rest[3:]]
-            kernels.attention_backward.plain(grad, q, k, v, out, totals[..., 0], scoring, *places)
+            kernels.attention_backward.reference(grad, q, k, v, out, totals[..., 0], score_options, *places)
 
     def _array(self, tensor, address):
         dtype = self.dtypes[tensor.data_type]
@@ -221,24 +221,26 @@ def stand_in(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-@pytest.mark.parametrize("scoring", [Scoring(0.25, 0), Scoring(0.1)], ids=str)
-@pytest.mark.parametrize("nothing", [True, False])
-def test_it_equals_the_plain_attention(stand_in, rng, kind, scoring, nothing):
+@pytest.mark.parametrize("score_options", [ScoreOptions(0.25, 0), ScoreOptions(0.1)], ids=str)
+@pytest.mark.parametrize("off_by_one", [True, False])
+def test_it_equals_the_plain_attention(stand_in, rng, kind, score_options, off_by_one):
     dtype = dtype_of(kind)
     for _ in range(2):
         q, k, v = packed_heads(rng, dtype)
-        out, totals = ours.forward(q, k, v, scoring, nothing, None)
+        out, totals = ours.forward(q, k, v, score_options, off_by_one, None)
         exact = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
-        expected, logs = kernels.attention.plain(*exact, scoring, nothing)
+        expected, logs = kernels.attention.reference(*exact, score_options, off_by_one)
         assert out.dtype == dtype and totals.dtype == np.float32 and out.flags.c_contiguous
         np.testing.assert_allclose(out.astype(float), expected, 0.02, 0.01)
         np.testing.assert_allclose(totals, logs, 1e-4, 1e-4)
         grad = on_device(rng.standard_normal(q.shape).astype(dtype))
         packed = on_device(np.full((B, T, 3, H, D), np.nan, np.float32).astype(dtype))
         places = [packed[:, :, i] for i in range(3)]
-        assert ours.backward(grad, q, k, v, out, totals, scoring, *places, None) is True
+        assert ours.backward(grad, q, k, v, out, totals, score_options, *places, None) is True
         wanted = [np.full(q.shape, np.nan) for _ in range(3)]
-        kernels.attention_backward.plain(np.asarray(grad).astype(float), *exact, expected, logs, scoring, *wanted)
+        kernels.attention_backward.reference(
+            np.asarray(grad).astype(float), *exact, expected, logs, score_options, *wanted
+        )
         for mine, theirs in zip(places, wanted):
             np.testing.assert_allclose(mine.astype(float), theirs, 0.05, 0.05)
     assert FakeGraph.built == 2 and set(stand_in.streams) == {5}

@@ -111,12 +111,12 @@ def test_gpu_problem_is_one_line():
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_random_mask(dtype):
     like = np.ones((), dtype)
-    masks = [kernels.random_mask(like, (200, 50), 0.8, np.random.default_rng(7)) for _ in range(2)]
+    masks = [kernels.dropout_mask(like, (200, 50), 0.8, np.random.default_rng(7)) for _ in range(2)]
     np.testing.assert_array_equal(*masks)
     assert masks[0].dtype == dtype and masks[0].shape == (200, 50)
     np.testing.assert_allclose(np.unique(masks[0]), [0, 1.25])
     assert abs(masks[0].mean() - 1) < 0.02
-    assert not np.array_equal(masks[0], kernels.random_mask(like, (200, 50), 0.8, np.random.default_rng(8)))
+    assert not np.array_equal(masks[0], kernels.dropout_mask(like, (200, 50), 0.8, np.random.default_rng(8)))
 
 
 def test_importing_tricycle_imports_no_cupy_and_draws_no_numbers():
@@ -136,6 +136,6 @@ def test_gpu_round_trip():
     moved = devices.to_gpu(array)
     assert devices.on_gpu(moved) and devices.to_gpu(moved) is moved
     np.testing.assert_array_equal(devices.to_cpu(moved), array)
-    masks = [devices.to_cpu(kernels.random_mask(moved, (40, 50), 0.5, np.random.default_rng(7))) for _ in range(2)]
+    masks = [devices.to_cpu(kernels.dropout_mask(moved, (40, 50), 0.5, np.random.default_rng(7))) for _ in range(2)]
     np.testing.assert_array_equal(*masks)
     assert set(np.unique(masks[0])) == {0, 2} and abs(masks[0].mean() - 1) < 0.1

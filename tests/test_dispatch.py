@@ -41,18 +41,18 @@ def kernel() -> Kernel:
 
 def test_without_versions_the_plain_one_runs(kernel):
     assert kernel(Box(), 2) == ("plain", 2, 0.0)
-    assert kernel.plain is scale
+    assert kernel.reference is scale
 
 
 def test_versions_are_asked_in_the_order_in_which_they_registered(kernel):
     asked = []
 
-    @kernel.on(Box)
+    @kernel.register(Box)
     def for_large(x, factor: float, shift: float = 0.0):
         asked.append("for large")
         return ("large", factor, shift) if factor > 10 else NotImplemented
 
-    @kernel.on(Box)
+    @kernel.register(Box)
     def for_positive(x, factor: float, shift: float = 0.0):
         asked.append("for positive")
         return ("positive", factor, shift) if factor > 0 else NotImplemented
@@ -68,17 +68,17 @@ def test_versions_are_asked_in_the_order_in_which_they_registered(kernel):
 
 def test_a_version_may_come_after_the_first_call(kernel):
     assert kernel(Box(), 11)[0] == "plain"
-    kernel.on(Box)(lambda x, factor, shift=0.0: "late")
+    kernel.register(Box)(lambda x, factor, shift=0.0: "late")
     assert kernel(Box(), 11) == "late"
 
 
 def test_a_version_that_gives_nothing_has_not_declined(kernel):
-    kernel.on(Box)(lambda x, factor, shift=0.0: None)
+    kernel.register(Box)(lambda x, factor, shift=0.0: None)
     assert kernel(Box(), 1) is None
 
 
 def test_every_argument_may_come_by_its_name(kernel):
-    kernel.on(Box)(lambda x, factor, shift=0.0: (type(x).__name__, factor, shift))
+    kernel.register(Box)(lambda x, factor, shift=0.0: (type(x).__name__, factor, shift))
     assert kernel(Box(), factor=3, shift=1) == ("Box", 3, 1)
     assert kernel(shift=1, factor=3, x=Box()) == ("Box", 3, 1)
     assert kernel(factor=3, x="else") == ("plain", 3, 0.0)
@@ -114,7 +114,7 @@ def test_a_package_registers_when_the_first_array_of_a_library_comes(kernel, ent
 
     def register(array):
         calls.append(array)
-        kernel.on(array)(lambda x, factor, shift=0.0: "fast")
+        kernel.register(array)(lambda x, factor, shift=0.0: "fast")
 
     entries += [
         SimpleNamespace(name="boxes", module="fast.boxes", load=lambda: register),
@@ -150,10 +150,10 @@ def test_nobody_sees_half_of_what_is_registered(kernel, entries):
     array_type, begun, answers = new_array_type("boxes"), threading.Event(), []
 
     def register(array):
-        kernel.on(array)(lambda x, factor, shift=0.0: NotImplemented)
+        kernel.register(array)(lambda x, factor, shift=0.0: NotImplemented)
         begun.set()
         second.join(0.2)
-        kernel.on(array)(lambda x, factor, shift=0.0: "fast")
+        kernel.register(array)(lambda x, factor, shift=0.0: "fast")
 
     entries.append(SimpleNamespace(name="boxes", module="fast.boxes", load=lambda: register))
 
@@ -180,7 +180,7 @@ def test_what_is_installed_names_who_is_faster():
 
 
 @pytest.mark.parametrize(
-    "name", ["kernels.sum_squares", "batched.for_items", "muon.orthogonalise", "recurrent.repeated"]
+    "name", ["kernels.sum_squares", "batched.run_over_batch", "muon.orthogonalize", "recurrent.prepare_matrix"]
 )
 def test_the_first_call_may_be_of_a_kernel_of_any_module(name):
     """All modules' versions are registered then."""
@@ -188,10 +188,10 @@ def test_the_first_call_may_be_of_a_kernel_of_any_module(name):
 import numpy as np
 from tricycle import kernels
 from tricycle.kernels import {name.split(".")[0]}
-{name}(np.ones((1, 2, 2), np.float32), {"lambda items: None" if "for_items" in name else ""})
+{name}(np.ones((1, 2, 2), np.float32), {"lambda items: None" if "run_over_batch" in name else ""})
 assert {name}.registered[np.ndarray]
 from tricycle.kernels import batched, muon, recurrent
-for other in (kernels.sum_squares, batched.for_items, muon.orthogonalise, recurrent.repeated):
+for other in (kernels.sum_squares, batched.run_over_batch, muon.orthogonalize, recurrent.prepare_matrix):
     assert other.registered[np.ndarray]
 """
     code = code.replace("from tricycle.kernels import kernels\n", "")
@@ -215,7 +215,7 @@ def parameters(function) -> list[tuple]:
 @pytest.mark.parametrize(("name", "version"), VERSIONS, ids=[f"{f.__module__}.{f.__name__}" for _, f in VERSIONS])
 def test_versions_have_the_signature_of_the_plain_one(name, version):
     assert version.__name__ == name
-    assert parameters(version) == parameters(KERNELS[name].plain)
+    assert parameters(version) == parameters(KERNELS[name].reference)
     assert version.__module__.split(".")[0] == "tricycle_accelerators"
     signature = inspect.signature(version)
     assert all(p.annotation is not p.empty for p in signature.parameters.values())
@@ -272,7 +272,7 @@ for _ in range(2):
     losses.append(float(loss))
 assert losses[1] < losses[0], losses
 assert len(list(generate(model, [1, 2, 3], 5, temperature=0))) == 5
-assert kernels.gelu.versions[np.ndarray] == []
+assert kernels.gelu.implementations[np.ndarray] == []
 assert not any(name.startswith("tricycle_accelerators") for name in sys.modules)
 print("trained and talked")
 """

@@ -76,7 +76,7 @@ def test_the_softmax_in_the_experiment_is_that_of_the_model(model, name):
     wrong = examine(model, batch, {name: softmax})["wrong"][0]
     np.testing.assert_array_equal(wrong, errors(logits, batch.targets))
     query, keys, values = model.project(batch)
-    mixed = Tensor(softmax.rows(scores_of(query, keys))[:, None] @ values.array)
+    mixed = Tensor(softmax.row_softmax(scores_of(query, keys))[:, None] @ values.array)
     np.testing.assert_allclose(model.finish(mixed), logits, rtol=1e-4, atol=1e-5)
 
 

@@ -134,12 +134,13 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
     expected = x.astype(np.float64) @ np.asarray(matrix.by_row(), np.float64) + bias
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     compiled_versions = {
-        kernel: kernel.look_up(np.ndarray) for kernel in (narrow_rows.product_by_int8, narrow_rows.product_by_bfloat16)
+        kernel: kernel.implementations_for(np.ndarray)
+        for kernel in (narrow_rows.product_by_int8, narrow_rows.product_by_bfloat16)
     }
     for trusted, compiles in itertools.product((True, False), repeat=2):
         monkeypatch.setattr(spinning.keep_up, "until", 0.0 if trusted else math.inf)
         for kernel, versions in compiled_versions.items():
-            monkeypatch.setitem(kernel.versions, np.ndarray, versions if compiles else [])
+            monkeypatch.setitem(kernel.implementations, np.ndarray, versions if compiles else [])
         matrix.ready.clear()
         for scale in (1, 100, 1):
             product = onednn.few_bits.few_bits_matmul((x * scale).astype(dtype), matrix, bias)
@@ -159,7 +160,7 @@ for kind in ("int8", "bfloat16"):
             x = np.asfortranarray(rng.standard_normal((n_rows, shape[0])).astype(np.float32))
             for _ in range(20):
                 product = few_bits_matmul(x, matrix)
-            expected = few_bits_matmul.plain(x, matrix)
+            expected = few_bits_matmul.reference(x, matrix)
             assert np.linalg.norm(product - expected) <= 1e-4 * np.linalg.norm(expected), (kind, shape, n_rows)
 print("all equal")
 """

@@ -10,7 +10,7 @@ from tricycle import to_tensor
 from tricycle.configs import ModelConfig
 from tricycle.debug import use_reference
 from tricycle.functions import LogSoftmax, RowSoftmax, Sigmoid, Softmax, Softmax1, Tanh, linear
-from tricycle.kernels import Scoring
+from tricycle.kernels import ScoreOptions
 from tricycle.kernels.rows import attention_scores
 from tricycle.softmaxes import SOFTMAXES, AdaptiveSoftmax, BlockSoftmax, SinkSoftmax, new_softmax
 
@@ -159,7 +159,7 @@ def test_the_sink_lies_between_softmax_and_softmax1(rng):
     weights = SinkSoftmax()(x, sinks).array
     e = np.exp(x.array)
     np.testing.assert_allclose(weights, e / (np.exp([-1, 0, 2])[:, None, None] + e.sum(-1, keepdims=True)), rtol=1e-12)
-    np.testing.assert_allclose(SinkSoftmax().rows(x.array, sinks.array), weights, rtol=1e-12)
+    np.testing.assert_allclose(SinkSoftmax().row_softmax(x.array, sinks.array), weights, rtol=1e-12)
 
 
 @pytest.mark.filterwarnings("error")
@@ -174,7 +174,7 @@ def test_extreme_scores_and_sinks(rng):
         x.zero_grad()
     q, k, v = (1e3 * rng.standard_normal((1, 3, 2, 4)) for _ in range(3))
     for sink in (-np.inf, -1e8, 1e8):
-        out, backward = SinkSoftmax().attend(q, k, v, Scoring(1.0, 0), None, np.array([sink, 0.0]))
+        out, backward = SinkSoftmax().attend(q, k, v, ScoreOptions(1.0, 0), None, np.array([sink, 0.0]))
         slopes = [np.full(q.shape, np.nan) for _ in range(3)]
         assert np.isfinite(backward(np.ones(out.shape), *slopes)).all() and np.isfinite(slopes).all()
         assert (out[:, :, 0] == 0).all() == (sink == 1e8)
@@ -184,17 +184,23 @@ def test_wrong_sinks():
     with pytest.raises(ValueError, match=re.escape("expected sinks that broadcast to (3,), got shape (2,)")):
         SinkSoftmax()(np.ones((3, 4, 5)), np.ones(2))
     with pytest.raises(ValueError, match=re.escape("expected sinks of shape (2,), one for each head, got (3,)")):
-        SinkSoftmax().attend(*[np.ones((1, 3, 2, 4))] * 3, Scoring(1.0), None, np.ones(3))
+        SinkSoftmax().attend(*[np.ones((1, 3, 2, 4))] * 3, ScoreOptions(1.0), None, np.ones(3))
     with pytest.raises(ValueError, match="expected a finite initial number, got -inf"):
         SinkSoftmax(-INF)
 
 
 # -------------------------------------------------------------------- names
 # offsets, windows and caps of 11 queries and 17 keys
-SCORINGS = [Scoring(0.5), Scoring(0.5, 6, None, 2.0), Scoring(0.5, 6, 5), Scoring(0.5, 12, 3, 2.0), Scoring(0.5, -4, 2)]
+SCORINGS = [
+    ScoreOptions(0.5),
+    ScoreOptions(0.5, 6, None, 2.0),
+    ScoreOptions(0.5, 6, 5),
+    ScoreOptions(0.5, 12, 3, 2.0),
+    ScoreOptions(0.5, -4, 2),
+]
 
 
-@pytest.mark.parametrize("scoring", SCORINGS, ids=str)
+@pytest.mark.parametrize("score_options", SCORINGS, ids=str)
 @pytest.mark.parametrize(
     "softmax",
     [
@@ -208,23 +214,23 @@ SCORINGS = [Scoring(0.5), Scoring(0.5, 6, None, 2.0), Scoring(0.5, 6, 5), Scorin
     ],
     ids=str,
 )
-def test_attention_of_every_softmax_is_its_rows_of_scores(softmax, scoring, rng):
+def test_attention_of_every_softmax_is_its_rows_of_scores(softmax, score_options, rng):
     """Values, and gradients along a direction; six query heads share two key heads, values have another size."""
     q, k, v = (rng.standard_normal(shape) for shape in ((2, 11, 6, 4), (2, 17, 2, 4), (2, 17, 2, 3)))
     mask = np.where(rng.random((2, 1, 11, 17)) < 0.2, -np.inf, 0)
     scales = rng.random((3, 40)) if softmax.name == "block_softmax" and softmax.correction == "learned" else None
-    start = scoring.offset or 0
+    start = score_options.offset or 0
     if scales is not None and start < 0:
         pytest.skip("scales belong to positions from 0 on")
     parameters = () if scales is None else (scales,)
 
     def rows(q, k, v):
-        scores = attention_scores(q, k, scoring, mask)
-        weights = softmax.rows(scores, *(scale[:, start : start + 11] for scale in parameters))
+        scores = attention_scores(q, k, score_options, mask)
+        weights = softmax.row_softmax(scores, *(scale[:, start : start + 11] for scale in parameters))
         return np.einsum("bhts,bshe->bthe", weights, v.repeat(3, axis=2))
 
     expected = rows(q, k, v)
-    out, backward = softmax.attend(q, k, v, scoring, mask, *parameters)
+    out, backward = softmax.attend(q, k, v, score_options, mask, *parameters)
     np.testing.assert_allclose(out, expected, 1e-9, 1e-12)
     grad, slopes = rng.standard_normal(out.shape), [np.full(array.shape, np.nan) for array in (q, k, v)]
     backward(grad, *slopes)

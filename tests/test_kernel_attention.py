@@ -19,9 +19,9 @@ from attention_cases import (
 )
 
 from tricycle import kernels
-from tricycle.kernels import Scoring
+from tricycle.kernels import ScoreOptions
 from tricycle.kernels import rows as row_kernels
-from tricycle.kernels.ranges import keys_seen, queries_seeing, scoring_of_part
+from tricycle.kernels.ranges import block_score_options, queries_with_keys, visible_keys
 from tricycle_accelerators import attention_blocks, pieces, threads
 from tricycle_accelerators.cpu import attention as cpu_attention
 
@@ -35,16 +35,16 @@ def new_mask(rng, sizes: Sizes, axes) -> np.ndarray | None:
     return np.where(rng.random([n if axis else 1 for n, axis in zip(full, axes)]) < 0.3, -np.inf, 0.0)
 
 
-def gradients_of(module, grad, q, k, v, found, scoring, mask) -> list[np.ndarray]:
+def gradients_of(module, grad, q, k, v, found, score_options, mask) -> list[np.ndarray]:
     written = poisoned(q, k, v)
-    assert module.attention_backward(grad, q, k, v, *found, scoring, *written, mask) is None
+    assert module.attention_backward(grad, q, k, v, *found, score_options, *written, mask) is None
     return written
 
 
-def row_gradients_of(module, grad, q, k, v, scoring, mask) -> list[np.ndarray]:
+def row_gradients_of(module, grad, q, k, v, score_options, mask) -> list[np.ndarray]:
     written = poisoned(q, k, v)
     functions = cubes, cubes_backward
-    module.row_attention_backward(grad, q, k, v, scoring, *functions, *written, mask)
+    module.row_attention_backward(grad, q, k, v, score_options, *functions, *written, mask)
     return written
 
 
@@ -70,12 +70,12 @@ def three_threads(monkeypatch):
 def test_the_reference_is_a_loop(sizes, axes, rng):
     q, k, v = qkv(rng, sizes)
     mask = new_mask(rng, sizes, axes)
-    for scoring, nothing in product(scorings(sizes), (True, False)):
+    for score_options, off_by_one in product(scorings(sizes), (True, False)):
         np.testing.assert_allclose(
-            reference.attention_scores(q, k, scoring, mask), loop_scores(q, k, scoring, mask), 1e-12, 1e-14
+            reference.attention_scores(q, k, score_options, mask), loop_scores(q, k, score_options, mask), 1e-12, 1e-14
         )
-        found = reference.attention(q, k, v, scoring, nothing, mask)
-        assert_all_close(found, loop_attention(q, k, v, scoring, nothing, mask), 1e-12, 1e-14)
+        found = reference.attention(q, k, v, score_options, off_by_one, mask)
+        assert_all_close(found, loop_attention(q, k, v, score_options, off_by_one, mask), 1e-12, 1e-14)
 
 
 def directional(function, arrays: list[np.ndarray], directions: list[np.ndarray]) -> float:
@@ -92,44 +92,48 @@ def test_gradients_of_the_reference_are_slopes(sizes, axes, rng):
     arrays, mask = list(qkv(rng, sizes)), new_mask(rng, sizes, axes)
     grad = rng.standard_normal(arrays[0].shape)
     directions = [rng.standard_normal(array.shape) for array in arrays]
-    for scoring in scorings(sizes):
-        actual = reference.attention(*arrays, scoring, True, mask)
-        slopes = gradients_of(reference, grad, *arrays, actual, scoring, mask)
-        loss = lambda q, k, v, scoring=scoring: (reference.attention(q, k, v, scoring, True, mask)[0] * grad).sum()
+    for score_options in scorings(sizes):
+        actual = reference.attention(*arrays, score_options, True, mask)
+        slopes = gradients_of(reference, grad, *arrays, actual, score_options, mask)
+        loss = lambda q, k, v, score_options=score_options: (
+            reference.attention(q, k, v, score_options, True, mask)[0] * grad
+        ).sum()
         expected = directional(loss, arrays, directions)
         np.testing.assert_allclose(sum((a * b).sum() for a, b in zip(slopes, directions)), expected, 1e-6, 1e-7)
-        slopes = row_gradients_of(reference, grad, *arrays, scoring, mask)
-        loss = lambda q, k, v, scoring=scoring: (reference.row_attention(q, k, v, scoring, cubes, mask) * grad).sum()
+        slopes = row_gradients_of(reference, grad, *arrays, score_options, mask)
+        loss = lambda q, k, v, score_options=score_options: (
+            reference.row_attention(q, k, v, score_options, cubes, mask) * grad
+        ).sum()
         expected = directional(loss, arrays, directions)
         np.testing.assert_allclose(sum((a * b).sum() for a, b in zip(slopes, directions)), expected, 1e-6, 1e-7)
 
 
-def hidden(n_queries: int, n_keys: int, scoring: Scoring) -> np.ndarray:
+def hidden(n_queries: int, n_keys: int, score_options: ScoreOptions) -> np.ndarray:
     """(T, S) booleans: True where a query does not see a key."""
     q, k = np.zeros((1, n_queries, 1, 1)), np.zeros((1, n_keys, 1, 1))
-    return np.isneginf(reference.attention_scores(q, k, scoring)[0, 0])
+    return np.isneginf(reference.attention_scores(q, k, score_options)[0, 0])
 
 
 def test_hidden_keys():
     last = [[False, False, True], [False, False, False]]
-    assert hidden(2, 3, Scoring(1.0, 1)).tolist() == last
+    assert hidden(2, 3, ScoreOptions(1.0, 1)).tolist() == last
     window = [[True, False, True], [True, True, False]]
-    assert hidden(2, 3, Scoring(1.0, 1, 1)).tolist() == window
-    assert not hidden(2, 3, Scoring(1.0)).any()
+    assert hidden(2, 3, ScoreOptions(1.0, 1, 1)).tolist() == window
+    assert not hidden(2, 3, ScoreOptions(1.0)).any()
 
 
 def test_which_keys_and_queries_see_each_other():
-    """What a scoring says of ranges is what it hides."""
+    """What a score_options says of ranges is what it hides."""
     for n_queries, n_keys, offset, window in product((0, 1, 3, 5), (0, 1, 4, 6), (None, -7, -2, 0, 3, 9), (None, 1, 3)):
-        scoring = Scoring(1.0, offset, None if offset is None else window)
-        unseen = hidden(n_queries, n_keys, scoring)
+        score_options = ScoreOptions(1.0, offset, None if offset is None else window)
+        unseen = hidden(n_queries, n_keys, score_options)
         seen = ~unseen
-        queries = queries_seeing(scoring, n_queries, n_keys)
+        queries = queries_with_keys(score_options, n_queries, n_keys)
         assert list(range(n_queries)[queries]) == np.flatnonzero(seen.any(axis=1)).tolist()
         if queries.start < queries.stop:
-            keys = keys_seen(scoring, queries, n_keys)
+            keys = visible_keys(score_options, queries, n_keys)
             assert list(range(n_keys)[keys]) == np.flatnonzero(seen.any(axis=0)).tolist()
-            scoring_of_these = scoring_of_part(scoring, queries.start, keys.start)
+            scoring_of_these = block_score_options(score_options, queries.start, keys.start)
             part = hidden(n_queries - queries.start, n_keys - keys.start, scoring_of_these)
             assert (part == unseen[queries.start :, keys.start :]).all()
 
@@ -142,43 +146,45 @@ def test_threads_do_as_the_reference(sizes, axes, three_threads, rng):
     """Every offset, window and cap; blocks so small that bands and edges fall in all places."""
     q, k, v = qkv(rng, sizes)
     grad, mask = rng.standard_normal(q.shape), new_mask(rng, sizes, axes)
-    for i, scoring in enumerate(scorings(sizes)):
-        expected = reference.attention(q, k, v, scoring, i % 3 == 0, mask)
-        assert_all_close(kernels.attention(q, k, v, scoring, i % 3 == 0, mask), expected)
-        actual = gradients_of(kernels, grad, q, k, v, expected, scoring, mask)
-        assert_all_close(actual, gradients_of(reference, grad, q, k, v, expected, scoring, mask))
-        actual = row_kernels.row_attention(q, k, v, scoring, cubes, mask)
-        np.testing.assert_allclose(actual, reference.row_attention(q, k, v, scoring, cubes, mask), 1e-9, 1e-11)
-        actual = row_gradients_of(row_kernels, grad, q, k, v, scoring, mask)
-        assert_all_close(actual, row_gradients_of(reference, grad, q, k, v, scoring, mask))
+    for i, score_options in enumerate(scorings(sizes)):
+        expected = reference.attention(q, k, v, score_options, i % 3 == 0, mask)
+        assert_all_close(kernels.attention(q, k, v, score_options, i % 3 == 0, mask), expected)
+        actual = gradients_of(kernels, grad, q, k, v, expected, score_options, mask)
+        assert_all_close(actual, gradients_of(reference, grad, q, k, v, expected, score_options, mask))
+        actual = row_kernels.row_attention(q, k, v, score_options, cubes, mask)
+        np.testing.assert_allclose(actual, reference.row_attention(q, k, v, score_options, cubes, mask), 1e-9, 1e-11)
+        actual = row_gradients_of(row_kernels, grad, q, k, v, score_options, mask)
+        assert_all_close(actual, row_gradients_of(reference, grad, q, k, v, score_options, mask))
 
 
 def test_values_of_another_size(three_threads, rng):
     q, k, _ = qkv(rng, Sizes(2, 50, 60, 4, 2, 3))
     v, grad = rng.standard_normal((2, 60, 2, 5)), rng.standard_normal((2, 50, 4, 5))
-    for scoring in (Scoring(0.5, 10), Scoring(0.5, 10, 20, 2.0)):
-        expected = loop_attention(q, k, v, scoring, False)
-        assert_all_close(reference.attention(q, k, v, scoring, False), expected)
-        assert_all_close(kernels.attention(q, k, v, scoring, False), expected)
-        wanted = gradients_of(reference, grad, q, k, v, expected, scoring, None)
-        assert_all_close(gradients_of(kernels, grad, q, k, v, expected, scoring, None), wanted)
+    for score_options in (ScoreOptions(0.5, 10), ScoreOptions(0.5, 10, 20, 2.0)):
+        expected = loop_attention(q, k, v, score_options, False)
+        assert_all_close(reference.attention(q, k, v, score_options, False), expected)
+        assert_all_close(kernels.attention(q, k, v, score_options, False), expected)
+        wanted = gradients_of(reference, grad, q, k, v, expected, score_options, None)
+        assert_all_close(gradients_of(kernels, grad, q, k, v, expected, score_options, None), wanted)
         np.testing.assert_allclose(
-            row_kernels.row_attention(q, k, v, scoring, cubes), reference.row_attention(q, k, v, scoring, cubes), 1e-9
+            row_kernels.row_attention(q, k, v, score_options, cubes),
+            reference.row_attention(q, k, v, score_options, cubes),
+            1e-9,
         )
-        wanted = row_gradients_of(reference, grad, q, k, v, scoring, None)
-        assert_all_close(row_gradients_of(row_kernels, grad, q, k, v, scoring, None), wanted)
+        wanted = row_gradients_of(reference, grad, q, k, v, score_options, None)
+        assert_all_close(row_gradients_of(row_kernels, grad, q, k, v, score_options, None), wanted)
 
 
 def test_queries_that_see_no_key_give_zeros(rng):
     """The first ones, whose offset is negative, and the last ones, whose window lies behind the keys."""
     q, k, v = qkv(rng, Sizes(2, 40, 20, 2, 1, 3))
-    scoring = Scoring(1.0, -3, 5)
-    for module, nothing in product((reference, kernels), (True, False)):
-        out, log_total = module.attention(q, k, v, scoring, nothing)
+    score_options = ScoreOptions(1.0, -3, 5)
+    for module, off_by_one in product((reference, kernels), (True, False)):
+        out, logsumexp = module.attention(q, k, v, score_options, off_by_one)
         empty = [*range(3), *range(27, 40)]
         assert not out[:, empty].any() and out[:, 3:27].all()
-        assert (log_total[:, :, empty] == (0 if nothing else -np.inf)).all()
-        dq, *_ = gradients_of(module, rng.standard_normal(q.shape), q, k, v, (out, log_total), scoring, None)
+        assert (logsumexp[:, :, empty] == (0 if off_by_one else -np.inf)).all()
+        dq, *_ = gradients_of(module, rng.standard_normal(q.shape), q, k, v, (out, logsumexp), score_options, None)
         assert not dq[:, empty].any() and dq[:, 5:20].all()
 
 
@@ -186,41 +192,43 @@ def test_queries_that_see_no_key_give_zeros(rng):
 def test_keys_that_no_query_sees_are_not_read(n_queries, rng):
     """A cache holds many more keys than a window."""
     q, k, v = qkv(rng, Sizes(1, n_queries, 700, 4, 2, 3))
-    scoring, first = Scoring(0.5, 600, 16), 600 - 16 + 1
+    score_options, first = ScoreOptions(0.5, 600, 16), 600 - 16 + 1
     stop = 600 + n_queries
-    expected = reference.attention(q, k, v, scoring, False)
-    wanted = gradients_of(reference, q, q, k, v, expected, scoring, None)
+    expected = reference.attention(q, k, v, score_options, False)
+    wanted = gradients_of(reference, q, q, k, v, expected, score_options, None)
     for array in (k, v):
         array[:, :first] = np.nan
         array[:, stop:] = np.nan
-    actual = kernels.attention(q, k, v, scoring, False)
+    actual = kernels.attention(q, k, v, score_options, False)
     assert_all_close(actual, expected)
-    assert_all_close(gradients_of(kernels, q, q, k, v, actual, scoring, None), wanted)
-    rows = row_kernels.row_attention(q, k, v, scoring, kernels.softmax)
+    assert_all_close(gradients_of(kernels, q, q, k, v, actual, score_options, None), wanted)
+    rows = row_kernels.row_attention(q, k, v, score_options, kernels.softmax)
     np.testing.assert_allclose(rows, expected[0], 1e-9)
 
 
-def peak_memory(n_tokens: int, scoring: Scoring, rng) -> int:
+def peak_memory(n_tokens: int, score_options: ScoreOptions, rng) -> int:
     """Of forward and backward, in bytes."""
     q, k, v = (array.astype(np.float32) for array in qkv(rng, Sizes(1, n_tokens, n_tokens, 2, 1, 8)))
     tracemalloc.start()
-    found = kernels.attention(q, k, v, scoring, False)
-    gradients_of(kernels, q, q, k, v, found, scoring, None)
+    found = kernels.attention(q, k, v, score_options, False)
+    gradients_of(kernels, q, q, k, v, found, score_options, None)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak
 
 
 @pytest.mark.parametrize(
-    "scoring", [Scoring(0.5, 0, 50), Scoring(0.5, 0, None, 20.0), Scoring(0.5, 0, 50, 20.0)], ids=str
+    "score_options",
+    [ScoreOptions(0.5, 0, 50), ScoreOptions(0.5, 0, None, 20.0), ScoreOptions(0.5, 0, 50, 20.0)],
+    ids=str,
 )
-def test_memory_grows_with_tokens(scoring, monkeypatch, rng):
+def test_memory_grows_with_tokens(score_options, monkeypatch, rng):
     """Four times the tokens take at most about four times the memory: a matrix of scores would take sixteen times.
 
     In one thread: how many threads have a block at once depends on how busy the machine is.
     """
     monkeypatch.setattr(threads, "n_threads", lambda: 1)
-    few, many = (peak_memory(n_tokens, scoring, rng) for n_tokens in (1500, 6000))
+    few, many = (peak_memory(n_tokens, score_options, rng) for n_tokens in (1500, 6000))
     assert many < 4.5 * few
     assert many < 6000 * 6000
 
@@ -228,20 +236,20 @@ def test_memory_grows_with_tokens(scoring, monkeypatch, rng):
 def test_a_window_makes_less_work(monkeypatch, rng):
     """Of 2,048 tokens with a window of 64: causal attention makes 1,088 scores a token, here 128 + 63 suffice."""
     made = []
-    plain = cpu_attention._Heads.capped_scores
+    plain = cpu_attention._Heads.softcapped_scores
 
     def counted(heads, block, seen):
         scores = plain(heads, block, seen)
         made.append(scores.size)
         return scores
 
-    monkeypatch.setattr(cpu_attention._Heads, "capped_scores", counted)
+    monkeypatch.setattr(cpu_attention._Heads, "softcapped_scores", counted)
     q, k, v = qkv(rng, Sizes(1, 2048, 2048, 2, 2, 2))
     numbers = []
     for window in (None, 64):
         made.clear()
-        found = kernels.attention(q, k, v, Scoring(1.0, 0, window), False)
-        gradients_of(kernels, q, q, k, v, found, Scoring(1.0, 0, window), None)
+        found = kernels.attention(q, k, v, ScoreOptions(1.0, 0, window), False)
+        gradients_of(kernels, q, q, k, v, found, ScoreOptions(1.0, 0, window), None)
         numbers.append(sum(made))
     assert numbers[1] * 5 < numbers[0]
 
@@ -262,7 +270,7 @@ def test_a_cap_and_a_window_as_gemma(rng):
     tensors = [torch.tensor(a.transpose(0, 2, 1, 3)) for a in (q, k, v)]
     expected, _ = gemma.eager_attention_forward(module.eval(), *tensors, mask, scaling=0.3, softcap=2.0)
     for kernel in (kernels.attention, reference.attention):
-        actual, _ = kernel(q, k, v, Scoring(0.3, 0, 7, 2.0), False)
+        actual, _ = kernel(q, k, v, ScoreOptions(0.3, 0, 7, 2.0), False)
         np.testing.assert_allclose(actual, expected.numpy(), 1e-6, 1e-7)  # their softmax is of float32
 
 
@@ -270,11 +278,11 @@ def test_a_cap_and_a_window_as_gemma(rng):
 def test_gradients_go_into_a_packed_array(n_queries, rng):
     """dq, dk and dv as slices of one poisoned array, as SelfAttention passes them; the rest of it stays as it is."""
     q, k, v = qkv(rng, Sizes(2, n_queries, n_queries, 6, 2, 4))
-    scoring = Scoring(0.5, 0, 9)
-    found = kernels.attention(q, k, v, scoring, False)
-    wanted = gradients_of(reference, q, q, k, v, found, scoring, None)
+    score_options = ScoreOptions(0.5, 0, 9)
+    found = kernels.attention(q, k, v, score_options, False)
+    wanted = gradients_of(reference, q, q, k, v, found, score_options, None)
     packed = np.full((2, n_queries, 11, 4), np.nan)
-    kernels.attention_backward(q, q, k, v, *found, scoring, packed[:, :, :6], packed[:, :, 6:8], packed[:, :, 9:])
+    kernels.attention_backward(q, q, k, v, *found, score_options, packed[:, :, :6], packed[:, :, 6:8], packed[:, :, 9:])
     assert_all_close([packed[:, :, :6], packed[:, :, 6:8], packed[:, :, 9:]], wanted)
     assert np.isnan(packed[:, :, 8]).all()
 
@@ -282,15 +290,15 @@ def test_gradients_go_into_a_packed_array(n_queries, rng):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("n_tokens", [4, 40])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("nothing", [True, False])
+@pytest.mark.parametrize("off_by_one", [True, False])
 @pytest.mark.parametrize("cap", [None, 30.0, 1000.0])
-def test_attention_with_scores_of_any_size(n_tokens, dtype, nothing, cap, rng):
+def test_attention_with_scores_of_any_size(n_tokens, dtype, off_by_one, cap, rng):
     q, k, v = (array.astype(dtype) for array in qkv(rng, Sizes(1, n_tokens, n_tokens, 1, 1, 2)))
-    scoring = Scoring(0.7, 0, 3, cap)
-    found = kernels.attention(q * dtype(1e6), k * dtype(1e6), v, scoring, nothing)
+    score_options = ScoreOptions(0.7, 0, 3, cap)
+    found = kernels.attention(q * dtype(1e6), k * dtype(1e6), v, score_options, off_by_one)
     assert all(np.isfinite(array).all() for array in found)
     assert np.abs(found[0]).max() <= np.abs(v).max() * (1 + 1e-5)
-    slopes = gradients_of(kernels, q, q * dtype(1e6), k * dtype(1e6), v, found, scoring, None)
+    slopes = gradients_of(kernels, q, q * dtype(1e6), k * dtype(1e6), v, found, score_options, None)
     assert all(np.isfinite(slope).all() for slope in slopes)
 
 
@@ -299,18 +307,18 @@ def test_attention_with_scores_of_any_size(n_tokens, dtype, nothing, cap, rng):
 @pytest.mark.parametrize(
     "sizes", [Sizes(1, 40, 40, 2, 2, 4), Sizes(2, 300, 300, 2, 1, 8), Sizes(1, 20, 1500, 2, 2, 3)], ids=str
 )
-@pytest.mark.parametrize("nothing", [True, False])
+@pytest.mark.parametrize("off_by_one", [True, False])
 @pytest.mark.parametrize("window", [None, 200])
-def test_attention_where_exponentials_must_be_shifted(sizes, factor, nothing, window, rng):
+def test_attention_where_exponentials_must_be_shifted(sizes, factor, off_by_one, window, rng):
     """Some blocks need the largest score taken off, others do not."""
     q, k, v = qkv(rng, sizes)
     q[:, sizes.queries // 2 :] *= factor
-    scoring = Scoring(0.5, sizes.keys - sizes.queries, window)
-    expected = reference.attention(q, k, v, scoring, nothing)
-    assert_all_close(kernels.attention(q, k, v, scoring, nothing), expected, 1e-9, 1e-12)
+    score_options = ScoreOptions(0.5, sizes.keys - sizes.queries, window)
+    expected = reference.attention(q, k, v, score_options, off_by_one)
+    assert_all_close(kernels.attention(q, k, v, score_options, off_by_one), expected, 1e-9, 1e-12)
     grad = rng.standard_normal(q.shape)
-    wanted = gradients_of(reference, grad, q, k, v, expected, scoring, None)
-    for mine, theirs in zip(gradients_of(kernels, grad, q, k, v, expected, scoring, None), wanted):
+    wanted = gradients_of(reference, grad, q, k, v, expected, score_options, None)
+    for mine, theirs in zip(gradients_of(kernels, grad, q, k, v, expected, score_options, None), wanted):
         np.testing.assert_allclose(mine, theirs, 1e-7, 1e-9 * np.abs(theirs).max())
 
 
@@ -322,14 +330,17 @@ def test_half_precision_is_computed_in_float32(sizes, rng):
     """e^12 is more than float16 holds, and sums of scores need more than its 11 bits."""
     q, k, v = (array.astype(np.float16) for array in qkv(rng, sizes))
     q[...], k[...] = 3.75, 2.5
-    scoring = Scoring(0.5, sizes.keys - sizes.queries, 30)
+    score_options = ScoreOptions(0.5, sizes.keys - sizes.queries, 30)
     exact = [array.astype(float) for array in (q, k, v)]
-    actual, expected = kernels.attention(q, k, v, scoring, False), reference.attention(*exact, scoring, False)
+    actual, expected = (
+        kernels.attention(q, k, v, score_options, False),
+        reference.attention(*exact, score_options, False),
+    )
     assert actual[0].dtype == np.float16 and actual[1].dtype == np.float32
     np.testing.assert_allclose(actual[0], expected[0], 1e-3, 1e-4)
     np.testing.assert_allclose(actual[1], expected[1], 1e-5)
-    wanted = gradients_of(reference, exact[0], *exact, expected, scoring, None)
-    for mine, theirs in zip(gradients_of(kernels, q, q, k, v, actual, scoring, None), wanted):
+    wanted = gradients_of(reference, exact[0], *exact, expected, score_options, None)
+    for mine, theirs in zip(gradients_of(kernels, q, q, k, v, actual, score_options, None), wanted):
         np.testing.assert_allclose(mine, theirs, 5e-3, 0.02)
 
 
@@ -339,23 +350,23 @@ def test_short_sequences_go_several_at_a_time(monkeypatch, rng):
     q, k, v = qkv(rng, Sizes(9, 20, 20, 2, 1, 3))
     whole_mask = np.where(rng.random((9, 1, 1, 20)) < 0.3, -np.inf, 0)
     called, plain = [], reference.attention
-    monkeypatch.setattr(kernels.attention, "plain", lambda q, *others: called.append(len(q)) or plain(q, *others))
-    scoring = Scoring(0.5, 0)
+    monkeypatch.setattr(kernels.attention, "reference", lambda q, *others: called.append(len(q)) or plain(q, *others))
+    score_options = ScoreOptions(0.5, 0)
     for mask in (None, whole_mask, whole_mask[:1]):
         called.clear()
-        actual = kernels.attention(q, k, v, scoring, False, mask)
+        actual = kernels.attention(q, k, v, score_options, False, mask)
         assert sorted(called) == [1, 2, 2, 2, 2]
-        expected = plain(q, k, v, scoring, False, mask)
+        expected = plain(q, k, v, score_options, False, mask)
         assert_all_close(actual, expected, 1e-12, 1e-14)
-        wanted = gradients_of(reference, q, q, k, v, expected, scoring, mask)
-        assert_all_close(gradients_of(kernels, q, q, k, v, actual, scoring, mask), wanted)
+        wanted = gradients_of(reference, q, q, k, v, expected, score_options, mask)
+        assert_all_close(gradients_of(kernels, q, q, k, v, actual, score_options, mask), wanted)
 
 
 def test_no_item_no_query_and_no_key(rng):
     for sizes in (Sizes(0, 20, 20, 2, 1, 3), Sizes(2, 0, 20, 2, 1, 3), Sizes(2, 20, 0, 2, 1, 3)):
         q, k, v = qkv(rng, sizes)
-        for module, scoring in product((reference, kernels), (Scoring(1.0), Scoring(1.0, 0, 3, 5.0))):
-            out, log_total = module.attention(q, k, v, scoring, True)
-            assert out.shape == q.shape and not out.any() and not log_total.any()
-            slopes = gradients_of(module, q, q, k, v, (out, log_total), scoring, None)
+        for module, score_options in product((reference, kernels), (ScoreOptions(1.0), ScoreOptions(1.0, 0, 3, 5.0))):
+            out, logsumexp = module.attention(q, k, v, score_options, True)
+            assert out.shape == q.shape and not out.any() and not logsumexp.any()
+            slopes = gradients_of(module, q, q, k, v, (out, logsumexp), score_options, None)
             assert not any(slope.any() for slope in slopes)

@@ -37,18 +37,18 @@ def _gelu_backward(rng, shape, knows):
 
 
 def _softmax_backward(rng, shape):
-    return rng.standard_normal(shape), kernels.softmax.plain(rng.standard_normal(shape))
+    return rng.standard_normal(shape), kernels.softmax.reference(rng.standard_normal(shape))
 
 
-def _layer_norm(rng, shape, centred, bias):
+def _layer_norm(rng, shape, subtract_mean, bias):
     x, channels = rng.standard_normal(shape) * 3 + 1, shape[-1]
-    return x, rng.standard_normal(channels), rng.standard_normal(channels) if bias else None, 1e-5, centred
+    return x, rng.standard_normal(channels), rng.standard_normal(channels) if bias else None, 1e-5, subtract_mean
 
 
-def _layer_norm_backward(rng, shape, centred):
-    x, gain, _, eps, _ = _layer_norm(rng, shape, centred, False)
-    _, mean, scale = kernels.layer_norm.plain(x, gain, None, eps, centred)
-    return rng.standard_normal(shape), x, gain, mean, scale, centred
+def _layer_norm_backward(rng, shape, subtract_mean):
+    x, gain, _, eps, _ = _layer_norm(rng, shape, subtract_mean, False)
+    _, mean, scale = kernels.layer_norm.reference(x, gain, None, eps, subtract_mean)
+    return rng.standard_normal(shape), x, gain, mean, scale, subtract_mean
 
 
 def _embedding_backward(rng, n_ids, n_rows, channels):
@@ -99,7 +99,7 @@ def _recurrence(rng, n_gates, n_kept, steps, items, size, bias, masked, *options
 
 def _recurrence_backward(rng, forward, n_gates, n_states, n_kept, n_grads, *sizes):
     gates, states, weights, bias, active, *options = _recurrence(rng, n_gates, n_kept, *sizes)
-    KERNELS[forward].plain(gates, states, weights, bias, active, *options)
+    KERNELS[forward].reference(gates, states, weights, bias, active, *options)
     grad = rng.standard_normal((n_states, *states.shape[1:]))
     poisoned = np.full((n_grads, *gates.shape), np.nan)
     return grad, gates, states, weights, active, poisoned, grad[:, -1].copy(), *options
@@ -129,13 +129,13 @@ CASES = {
         [(shape, n) for shape in ((), (3,), (2, 0), (2, 5), (700,)) for n in (1, 17, 500)],
     ),
     "gelu": (_rows, [(shape,) for shape in ANY]),
-    "gelu_with_slope": (_rows, [(shape,) for shape in ANY]),
+    "gelu_with_derivative": (_rows, [(shape,) for shape in ANY]),
     "gelu_backward": (_gelu_backward, [(shape, knows) for shape in ANY for knows in ("x", "slope")]),
     "relu_squared": (_rows, [(shape,) for shape in ANY]),
     "sum_squares": (_rows, [(shape,) for shape in ANY]),
-    "operand": (_rows, [((2, 3), "float32")]),
+    "matmul_operand": (_rows, [((2, 3), "float32")]),
     "to_compute_dtype": (_rows, [((2, 3), "float32")]),
-    "operand_and_sums": (_rows, [((2, 3), "float32"), ((70_001, 5), "float32")]),
+    "matmul_operand_and_sums": (_rows, [((2, 3), "float32"), ((70_001, 5), "float32")]),
     "multiply": (_two, [(shape,) for shape in [*ANY, (3, 70_001)]]),
     "add": (_two, [(shape,) for shape in [*ANY, (8, 70_001)]]),
     "sigmoid": (_rows, [(shape,) for shape in ANY]),
@@ -160,17 +160,20 @@ CASES = {
     "sum_rows": (_rows, [((1, 1),), ((7, 3),), ((0, 4),), ((1031, 131),), ((3, 70_001),)]),
     "layer_norm": (
         _layer_norm,
-        [(shape, centred, bias) for shape in ROWS for centred in (True, False) for bias in (True, False)],
+        [(shape, subtract_mean, bias) for shape in ROWS for subtract_mean in (True, False) for bias in (True, False)],
     ),
-    "layer_norm_backward": (_layer_norm_backward, [(shape, centred) for shape in ROWS for centred in (True, False)]),
+    "layer_norm_backward": (
+        _layer_norm_backward,
+        [(shape, subtract_mean) for shape in ROWS for subtract_mean in (True, False)],
+    ),
     "embedding_backward": (
         _embedding_backward,
         [(1, 1, 1), (7, 5, 3), (100, 3, 2), (5, 1000, 1), (0, 4, 3), (64, 64, 7), (100, 7, 70), (1000, 9, 130)],
     ),
     "cross_entropy": (_cross_entropy, LOGITS),
     **attention_cases.CASES,
-    "rotate": (_rotate, [(1, 1, 1, 2), (2, 5, 3, 4), (1, 0, 2, 6)]),
-    "orthogonalise": (_rows, [((1, 1, 1),), ((3, 4, 4),), ((2, 3, 7),), ((2, 7, 3),), ((0, 3, 3),), ((5, 70, 70),)]),
+    "apply_rope": (_rotate, [(1, 1, 1, 2), (2, 5, 3, 4), (1, 0, 2, 6)]),
+    "orthogonalize": (_rows, [((1, 1, 1),), ((3, 4, 4),), ((2, 3, 7),), ((2, 7, 3),), ((0, 3, 3),), ((5, 70, 70),)]),
     "adamw": (
         _adamw,
         [((1,), 1, 0.0), ((7, 3), 1, 0.1), ((65_539,), 5, 0.1), ((0,), 1, 0.1), ((), 2, 0.1), ((300, 500), 1000, 0.0)],
@@ -201,7 +204,13 @@ IN_PLACE = {
 }  # which arguments they write
 ON_HOSTS = {"few_bits_matmul"}
 ELSEWHERE = {"few_bits_matmul", "relu_squared"}  # not in `tricycle.kernels`
-NOT_OPS = {"each", "for_items", "repeated", "pipeline", "random_mask"}  # helpers, and what draws
+NOT_OPS = {
+    "run_independent",
+    "run_over_batch",
+    "prepare_matrix",
+    "run_batch_parallel",
+    "dropout_mask",
+}  # helpers, and what draws
 
 all_cases = pytest.mark.parametrize(
     ("name", "size"),
@@ -257,7 +266,7 @@ def assert_close(name: str, actual: list, expected: list, dtype: type) -> None:
     tolerance = {np.float64: 1e-11, np.float32: 3e-4}[dtype]
     assert len(actual) == len(expected)
     for mine, theirs in zip(actual, expected):
-        if mine is None and name == "gelu_with_slope" and theirs is expected[1]:  # it is found again from x
+        if mine is None and name == "gelu_with_derivative" and theirs is expected[1]:  # it is found again from x
             continue
         assert mine.dtype == dtype and np.shape(mine) == np.shape(theirs)
         scale = max(1.0, float(np.abs(theirs).max(initial=0, where=np.isfinite(theirs))))
@@ -273,7 +282,7 @@ def test_every_kernel_is_tested_and_offered():
 
 @all_cases
 def test_agrees_with_the_reference_in_float64(name, size):
-    expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
+    expected = outputs(name, KERNELS[name].reference, draw(name, size, np.float64))
     for layout, dtype in ((contiguous, np.float32), (contiguous, np.float64), (strided, np.float32)):
         actual = outputs(name, KERNELS[name], draw(name, size, dtype, layout))
         assert_close(name, actual, expected, dtype)
@@ -288,7 +297,7 @@ def test_threads_do_not_change_results(name, monkeypatch):
     monkeypatch.setattr(product_plan, "SHARED_WORK", 0)
     monkeypatch.setattr(cpu.attention, "SHORT", 0)
     for size in CASES[name][1]:
-        expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
+        expected = outputs(name, KERNELS[name].reference, draw(name, size, np.float64))
         for _ in range(2):
             actual = outputs(name, KERNELS[name], draw(name, size, np.float64))
             assert_close(name, actual, expected, np.float64)
@@ -296,7 +305,7 @@ def test_threads_do_not_change_results(name, monkeypatch):
 
 @all_cases
 def test_the_reference_keeps_float32_and_layout(name, size):
-    expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
+    expected = outputs(name, KERNELS[name].reference, draw(name, size, np.float64))
     with use_reference():
         actual = outputs(name, KERNELS[name], draw(name, size, np.float32, strided))
     assert_close(name, actual, expected, np.float32)
@@ -309,9 +318,9 @@ def test_gpu_agrees(name, size, plain):
     cupy = pytest.importorskip("cupy")
     if name in ON_HOSTS:
         pytest.skip("for CPUs alone")
-    expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
+    expected = outputs(name, KERNELS[name].reference, draw(name, size, np.float64))
     arguments = [cupy.asarray(a) if isinstance(a, np.ndarray) else a for a in draw(name, size, np.float32)]
-    kernel = KERNELS[name].plain if plain else KERNELS[name]
+    kernel = KERNELS[name].reference if plain else KERNELS[name]
     result = kernel(*arguments)
     actual = arguments[IN_PLACE[name]] if name in IN_PLACE else list(result) if isinstance(result, tuple) else [result]
     assert_close(name, [cupy.asnumpy(a) for a in actual], expected, np.float32)
@@ -341,7 +350,7 @@ def test_use_reference_forces_the_plain_version(name, monkeypatch):
 def test_cross_entropy_of_logits_of_any_size(shift):
     logits, labels, weights = draw("cross_entropy", (40, 30), np.float64)
     logits[::2] += shift
-    expected = kernels.cross_entropy.plain(logits, labels, weights)
+    expected = kernels.cross_entropy.reference(logits, labels, weights)
     actual = kernels.cross_entropy(logits, labels, weights)
     alone, nothing = kernels.cross_entropy(logits, labels, weights, 0.0, False)
     assert nothing is None
@@ -369,7 +378,7 @@ def two_threads(monkeypatch):
 def test_a_repeated_matrix_multiplies_as_the_plain_one(shape, rng):
     n_rows, n_inner, n_columns = shape
     left, matrix = rng.standard_normal((n_rows, n_inner)), rng.standard_normal((n_inner, n_columns))
-    right, repeated = rng.standard_normal((n_rows, n_columns)), recurrent.repeated(matrix)
+    right, repeated = rng.standard_normal((n_rows, n_columns)), recurrent.prepare_matrix(matrix)
     for _ in range(2):
         np.testing.assert_allclose(left @ repeated, left @ matrix, 1e-10, 1e-10)
         np.testing.assert_allclose(right @ repeated.T, right @ matrix.T, 1e-10, 1e-10)
@@ -385,7 +394,7 @@ def test_a_pipeline_keeps_its_order(two_threads, n_items, plain):
         done.append(("then", piece[0].start))
 
     with use_reference() if plain else nullcontext():
-        recurrent.pipeline(
+        recurrent.run_batch_parallel(
             np.ones((20, n_items, 1)), pieces, lambda piece: done.append(("first", piece[0].start)), then
         )
     for name in ("first", "then"):
@@ -399,7 +408,7 @@ def test_an_error_in_a_pipeline_ends_it(two_threads, which):
 
     functions = [dies, lambda piece: None][:: 1 if which == 0 else -1]
     with pytest.raises(ArithmeticError, match="broken"):
-        recurrent.pipeline(np.ones((9, 1, 1)), [(slice(i, i + 1), slice(0, 1)) for i in range(9)], *functions)
+        recurrent.run_batch_parallel(np.ones((9, 1, 1)), [(slice(i, i + 1), slice(0, 1)) for i in range(9)], *functions)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (7, 5, 3), (600, 70, 90), (90, 70, 600), (5, 300, 5)])
@@ -410,7 +419,7 @@ def test_a_product_goes_where_it_is_told(shape, with_bias, monkeypatch, rng):
     a, b, bias = rng.standard_normal((n_rows, n_inner)), rng.standard_normal((n_inner, n_columns)), None
     if with_bias:
         bias = rng.standard_normal(n_columns)
-    for multiply in (kernels.matmul, kernels.matmul.plain):
+    for multiply in (kernels.matmul, kernels.matmul.reference):
         out = np.full((n_rows, n_columns), np.nan)
         assert multiply(a, b, bias, out) is out
         np.testing.assert_allclose(out, a @ b + (0 if bias is None else bias), 1e-10, 1e-10)
@@ -429,11 +438,11 @@ DECLINED = [
     (cpu.normalisation.layer_norm_backward, (EMPTY, EMPTY, X[0], EMPTY, EMPTY, True), "empty"),
     (cpu.losses.cross_entropy, (X, np.zeros(4, int), X[:, 0]), None),
     (cpu.losses.cross_entropy, (EMPTY, np.zeros(0, int), EMPTY[:, 0]), "empty"),
-    (cpu.recurrence.pipeline, (X[None], [(slice(1), slice(4))] * 2, print, print), None),
-    (cpu.recurrence.pipeline, (X[None], [(slice(1), slice(4))], print, print), "fewer than two pieces"),
-    (cpu.recurrence.pipeline, (np.ones((1, 33, 1)), [], print, print), "more than 32 items"),
-    (cpu.attention.for_items, (X, print), None),
-    (cpu.attention.for_items, (X[:1], print), "fewer items than threads"),
+    (cpu.recurrence.run_batch_parallel, (X[None], [(slice(1), slice(4))] * 2, print, print), None),
+    (cpu.recurrence.run_batch_parallel, (X[None], [(slice(1), slice(4))], print, print), "fewer than two pieces"),
+    (cpu.recurrence.run_batch_parallel, (np.ones((1, 33, 1)), [], print, print), "more than 32 items"),
+    (cpu.attention.run_over_batch, (X, print), None),
+    (cpu.attention.run_over_batch, (X[:1], print), "fewer items than threads"),
     (cpu.elementwise.multiply, (X, X), None),
     (cpu.elementwise.multiply, (X[:1], X[:1]), "too few"),
     (cpu.elementwise.multiply, (X, np.ones(())), r"one shape, got \(4, 6\) and \(\)"),
@@ -455,9 +464,9 @@ DECLINED = [
 def test_versions_for_the_cpu_say_why_they_decline(version, arguments, reason, two_threads, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE", 12)
     if reason is None:
-        assert version.why_not(*arguments) is None
+        assert version.decline_reason(*arguments) is None
     else:
-        assert re.search(reason, version.why_not(*arguments))
+        assert re.search(reason, version.decline_reason(*arguments))
         assert version(*arguments) is NotImplemented
 
 

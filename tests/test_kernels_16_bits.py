@@ -24,8 +24,8 @@ def narrow(name: str, size: tuple, dtype: np.dtype, layout) -> list:
 
 def exact(arguments: list) -> list:
     """The same values as float64."""
-    is_narrow = lambda a: isinstance(a, np.ndarray) and a.dtype in DTYPES
-    return [a.astype(np.float64) if is_narrow(a) else a for a in arguments]
+    is_16_bit = lambda a: isinstance(a, np.ndarray) and a.dtype in DTYPES
+    return [a.astype(np.float64) if is_16_bit(a) else a for a in arguments]
 
 
 def assert_near(actual: list, expected: list, dtype: np.dtype, name: str = "") -> None:
@@ -40,7 +40,7 @@ def assert_near(actual: list, expected: list, dtype: np.dtype, name: str = "") -
 
 
 def check(name: str, size: tuple, dtype: np.dtype, layout) -> None:
-    expected = outputs(name, KERNELS[name].plain, exact(narrow(name, size, dtype, layout)))
+    expected = outputs(name, KERNELS[name].reference, exact(narrow(name, size, dtype, layout)))
     actual = outputs(name, KERNELS[name], narrow(name, size, dtype, layout))
     with use_reference():
         plain = outputs(name, KERNELS[name], narrow(name, size, dtype, layout))
@@ -79,9 +79,11 @@ def test_they_give_what_the_plain_ones_give(name, dtype, layout):
 @pytest.mark.parametrize("asked_for", [np.float32, np.float64])
 def test_attention_gives_the_dtype_that_is_asked_for(asked_for, dtype):
     arguments = narrow("attention", CASES["attention"][1][0], dtype, contiguous)[:5]
-    results = [kernel(*arguments, None, np.dtype(asked_for)) for kernel in (kernels.attention, kernels.attention.plain)]
-    for out, log_total in results:
-        assert out.dtype == asked_for and log_total.dtype == np.float32
+    results = [
+        kernel(*arguments, None, np.dtype(asked_for)) for kernel in (kernels.attention, kernels.attention.reference)
+    ]
+    for out, logsumexp in results:
+        assert out.dtype == asked_for and logsumexp.dtype == np.float32
     np.testing.assert_allclose(results[0][0], results[1][0], atol=2 * UNIT[dtype.name])
 
 
@@ -90,20 +92,22 @@ N_ROWS = 70_001  # float16 ends at 65,504
 
 
 @each_dtype
-@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("subtract_mean", [True, False])
 @pytest.mark.parametrize("size", [7, 384])
-def test_norms_of_values_near_20000(centred, size, dtype, rng):
+def test_norms_of_values_near_20000(subtract_mean, size, dtype, rng):
     x = (20_000 + 100 * rng.standard_normal((33, size))).astype(dtype)
     gain, bias = (rng.standard_normal(size).astype(dtype) for _ in range(2))
     wide = [a.astype(np.float64) for a in (x, gain, bias)]
-    y, mean, scale = kernels.layer_norm(x, gain, bias, 1e-5, centred)
-    expected = kernels.layer_norm.plain(*wide, 1e-5, centred)
+    y, mean, scale = kernels.layer_norm(x, gain, bias, 1e-5, subtract_mean)
+    expected = kernels.layer_norm.reference(*wide, 1e-5, subtract_mean)
     assert y.dtype == dtype and mean.dtype == scale.dtype == np.float32
     assert_near([y], [expected[0]], dtype)
     np.testing.assert_allclose(scale, expected[2], 1e-3)
     grad = rng.standard_normal(x.shape).astype(dtype)
-    actual = kernels.layer_norm_backward(grad, x, gain, mean, scale, centred)
-    slopes = kernels.layer_norm_backward.plain(grad.astype(np.float64), wide[0], wide[1], *expected[1:], centred)
+    actual = kernels.layer_norm_backward(grad, x, gain, mean, scale, subtract_mean)
+    slopes = kernels.layer_norm_backward.reference(
+        grad.astype(np.float64), wide[0], wide[1], *expected[1:], subtract_mean
+    )
     assert [a.dtype for a in actual] == [dtype, np.float32, np.float32]
     for mine, theirs in zip(actual, slopes):
         unit = max(UNIT.get(mine.dtype.name, 0), 1e-3)
@@ -118,7 +122,7 @@ def near_ones(rng, *shape: int) -> np.ndarray:
 def test_sums_of_70000_rows(dtype, rng):
     x = near_ones(rng, N_ROWS, 3).astype(dtype)
     wide = x.astype(np.float64)
-    for sums in (kernels.sum_rows(x), kernels.operand_and_sums(x, "float32")[1]):
+    for sums in (kernels.sum_rows(x), kernels.matmul_operand_and_sums(x, "float32")[1]):
         assert sums.dtype == np.float32
         np.testing.assert_allclose(sums, wide.sum(axis=0), 1e-5)
     squares = kernels.sum_squares(x)
@@ -135,7 +139,7 @@ def test_losses_of_70000_rows(dtype, smoothing, rng):
     logits, labels = rng.standard_normal((N_ROWS, 5)).astype(dtype), rng.integers(0, 5, N_ROWS)
     weights = near_ones(rng, N_ROWS).astype(dtype)
     wide = logits.astype(np.float64), labels, weights.astype(np.float64), smoothing
-    expected, slopes = kernels.cross_entropy.plain(*wide)
+    expected, slopes = kernels.cross_entropy.reference(*wide)
     loss, slope = kernels.cross_entropy(logits, labels, weights, smoothing)
     assert expected > 2**16
     assert loss.dtype == np.float32 and slope.dtype == dtype
@@ -150,7 +154,7 @@ def test_gradients_of_a_norm_over_70000_rows(dtype, rng):
     gain = np.ones(4, dtype)
     _, mean, scale = kernels.layer_norm(x, gain, None, 1e-5, False)
     wide = [a.astype(np.float64) for a in (grad, x, gain, mean, scale)]
-    expected = kernels.layer_norm_backward.plain(*wide, False)
+    expected = kernels.layer_norm_backward.reference(*wide, False)
     actual = kernels.layer_norm_backward(grad, x, gain, mean, scale, False)
     assert expected[2].min() > 2**16
     assert_near(list(actual), list(expected), dtype)
@@ -167,12 +171,12 @@ def test_a_narrow_array_beside_a_wide_gradient(dtype, rng):
         "gelu_backward": (grad, x, None),
         "multiply": (grad, x),
         "swiglu_backward": (grad[:, :20], x),
-        "rotate": (grad.reshape(1, 9, 2, 20), x[:, :10], x[:, 10:20]),
+        "apply_rope": (grad.reshape(1, 9, 2, 20), x[:, :10], x[:, 10:20]),
         "softmax_backward": (grad, kernels.softmax(x)),
     }
     for name, arguments in calls.items():
-        actual, plain = (kernel(*arguments) for kernel in (KERNELS[name], KERNELS[name].plain))
-        expected = KERNELS[name].plain(*(a.astype(np.float64) if hasattr(a, "astype") else a for a in arguments))
+        actual, plain = (kernel(*arguments) for kernel in (KERNELS[name], KERNELS[name].reference))
+        expected = KERNELS[name].reference(*(a.astype(np.float64) if hasattr(a, "astype") else a for a in arguments))
         results = [list(a) if isinstance(a, tuple) else [a] for a in (actual, plain, expected)]
         for mine, theirs, wide in zip(*results, strict=True):
             assert mine.dtype == theirs.dtype, name

@@ -176,7 +176,7 @@ def test_blocks_whose_projections_start_at_zero_add_nothing() -> None:
 def test_the_precision_of_a_model_is_that_of_all_its_products(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = GPT(replace(TINY, tied=tied, precision="tf32")), []
     model(np.arange(5)[None])  # faster versions register with the kernels
-    monkeypatch.setattr(kernels, "operand", lambda x, precision: (x.size and asked.append(precision)) or x)
+    monkeypatch.setattr(kernels, "matmul_operand", lambda x, precision: (x.size and asked.append(precision)) or x)
     model(np.arange(5)[None])
     n_products = 4 * TINY.n_layers + 1
     n_others = TINY.n_layers  # attention
@@ -453,7 +453,7 @@ def test_only_a_config_makes_a_model(config: Any) -> None:
 def test_logits_of_16_bits(tied, at_once, monkeypatch):
     """What training in bfloat16 makes its loss of; without gradients, and where they are capped, they stay float32."""
     model = GPT(replace(DebugConfig(), tied=tied, precision="bfloat16"))
-    if kernels.operand(np.zeros((1, 1), np.float32), "bfloat16").dtype == np.float32:
+    if kernels.matmul_operand(np.zeros((1, 1), np.float32), "bfloat16").dtype == np.float32:
         pytest.skip("products of bfloat16 are not made here")
     monkeypatch.setattr("tricycle.models.LOGITS_AT_ONCE", at_once)
     seen = []

@@ -14,7 +14,7 @@ from tricycle import kernels
 from tricycle.blocks import MLPBlock
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.kernels import muon
-from tricycle.kernels.explained import ABSENT
+from tricycle.kernels.explained import UNAVAILABLE
 from tricycle.kernels.quantized import FewBits
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
@@ -54,7 +54,7 @@ def test_conversion_rounds_as_ml_dtypes():
     ties = (np.arange(2**16, dtype=np.uint32) << 16) + 0x8000  # half-way between two neighbours
     x = np.concatenate([bits, ties, ties - 1, ties + 1]).view(np.float32)
     with np.errstate(all="ignore"):
-        actual, expected = kernels.operand(x, "bfloat16"), x.astype(onednn.bfloat16())
+        actual, expected = kernels.matmul_operand(x, "bfloat16"), x.astype(onednn.bfloat16())
     assert actual.dtype == expected.dtype
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(x))
     normal = np.abs(x) >= np.finfo(np.float32).smallest_normal
@@ -70,14 +70,14 @@ def test_conversion_rounds_as_ml_dtypes():
 def test_operands_keep_shape_and_layout(shape):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     for array in (x, x.T, x[::-1] if x.ndim else x):
-        found = kernels.operand(array, "bfloat16")
+        found = kernels.matmul_operand(array, "bfloat16")
         np.testing.assert_array_equal(found.astype(np.float64), rounded(array))
     if len(shape) == 2 and min(shape) > 1:
-        assert kernels.operand(x.T, "bfloat16").flags.f_contiguous
-    found = kernels.operand(x, "bfloat16")
-    assert kernels.operand(found, "bfloat16") is found
-    assert kernels.operand(x, "float32") is x
-    assert kernels.operand(x, "tf32") is x
+        assert kernels.matmul_operand(x.T, "bfloat16").flags.f_contiguous
+    found = kernels.matmul_operand(x, "bfloat16")
+    assert kernels.matmul_operand(found, "bfloat16") is found
+    assert kernels.matmul_operand(x, "float32") is x
+    assert kernels.matmul_operand(x, "tf32") is x
 
 
 @USABLE
@@ -85,7 +85,7 @@ def test_operands_keep_shape_and_layout(shape):
 def test_gradients_are_converted_and_summed(many_threads, shape):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     for array in (x, np.asfortranarray(x), x[::-1]):
-        found, sums = kernels.operand_and_sums(array, "bfloat16")
+        found, sums = kernels.matmul_operand_and_sums(array, "bfloat16")
         np.testing.assert_array_equal(found.astype(np.float64), rounded(array))
         assert sums.dtype == np.float32
         np.testing.assert_allclose(sums, array.astype(np.float64).sum(axis=0), 1e-5, 1e-4)
@@ -171,7 +171,7 @@ def test_empty_products(size):
 def test_what_is_not_finite_stays_so():
     a, b = np.ones((4, 40), np.float32), np.ones((40, 4), np.float32)
     a[1, 3], a[2, 5] = np.nan, np.inf
-    found = kernels.matmul(*(kernels.operand(x, "bfloat16") for x in (a, b)))
+    found = kernels.matmul(*(kernels.matmul_operand(x, "bfloat16") for x in (a, b)))
     assert np.isnan(found[1]).all()
     assert np.isposinf(found[2]).all()
     np.testing.assert_array_equal(found[[0, 3]], 40)
@@ -202,13 +202,13 @@ def test_errors_of_the_library_are_named():
 @pytest.mark.parametrize(
     ("version", "arguments_of", "reason"),
     [
-        (matrices.operand, lambda x, half: (x, "bfloat16"), None),
-        (matrices.operand, lambda x, half: (x, "float16"), "precision float16"),
-        (matrices.operand_and_sums, lambda x, half: (x, "bfloat16"), None),
-        (matrices.operand_and_sums, lambda x, half: (x, "float32"), "other than bfloat16"),
-        (matrices.operand_and_sums, lambda x, half: (half, "bfloat16"), "float32 alone, got bfloat16"),
-        (matrices.operand_and_sums, lambda x, half: (x[:0], "bfloat16"), "empty"),
-        (matrices.operand_and_sums, lambda x, half: (x[:, ::2], "bfloat16"), "one piece"),
+        (matrices.matmul_operand, lambda x, half: (x, "bfloat16"), None),
+        (matrices.matmul_operand, lambda x, half: (x, "float16"), "precision float16"),
+        (matrices.matmul_operand_and_sums, lambda x, half: (x, "bfloat16"), None),
+        (matrices.matmul_operand_and_sums, lambda x, half: (x, "float32"), "other than bfloat16"),
+        (matrices.matmul_operand_and_sums, lambda x, half: (half, "bfloat16"), "float32 alone, got bfloat16"),
+        (matrices.matmul_operand_and_sums, lambda x, half: (x[:0], "bfloat16"), "empty"),
+        (matrices.matmul_operand_and_sums, lambda x, half: (x[:, ::2], "bfloat16"), "one piece"),
         (matrices.matmul, lambda x, half: (half, half.T), None),
         (matrices.matmul, lambda x, half: (half[:1], half.T, None, None, half.dtype), None),
         (matrices.matmul, lambda x, half: (half, x.T), "other than float32 or bfloat16"),
@@ -222,8 +222,8 @@ def test_errors_of_the_library_are_named():
         (matrices.matmul, lambda x, half: (x[:2], x.T), "small product"),
         (matrices.matmul, lambda x, half: (x[::-1], x.T), "one piece"),
         (matrices.matmul, lambda x, half: (x, x[::-1].T), "one piece"),
-        (table.optimisers.orthogonalise, lambda x, half: (x[None, :, :16], "bfloat16"), None),
-        (table.optimisers.orthogonalise, lambda x, half: (x[None],), "other than bfloat16"),
+        (table.optimisers.orthogonalize, lambda x, half: (x[None, :, :16], "bfloat16"), None),
+        (table.optimisers.orthogonalize, lambda x, half: (x[None],), "other than bfloat16"),
         (table.few_bits.few_bits_matmul, lambda x, half: (x, FewBits(half, None, True)), None),
         (table.few_bits.few_bits_matmul, lambda x, half: (x, FewBits(half.T)), "not turned"),
         (table.few_bits.few_bits_matmul, lambda x, half: (x.astype(float), FewBits(half, None, True)), "got float64"),
@@ -236,9 +236,9 @@ def test_versions_say_why_they_decline(version, arguments_of, reason):
     x = np.ones((16, 1024), np.float32)
     arguments = arguments_of(x, x.astype(onednn.bfloat16()))
     if reason is None:
-        assert version.why_not(*arguments) is None and version(*arguments) is not NotImplemented
+        assert version.decline_reason(*arguments) is None and version(*arguments) is not NotImplemented
     else:
-        assert re.search(reason, version.why_not(*arguments))
+        assert re.search(reason, version.decline_reason(*arguments))
         assert version(*arguments) is NotImplemented
 
 
@@ -248,12 +248,12 @@ def test_versions_say_why_they_decline(version, arguments_of, reason):
 def test_orthogonal_matrices(many_threads, shape):
     """Near the exact iteration, nowhere above it, and float32 is left to NumPy."""
     x = np.random.default_rng(11).standard_normal(shape)
-    small, expected = x.astype(np.float32), muon.orthogonalise.plain(x)
-    actual = muon.orthogonalise(small, "bfloat16")
+    small, expected = x.astype(np.float32), muon.orthogonalize.reference(x)
+    actual = muon.orthogonalize(small, "bfloat16")
     assert actual.dtype == np.float32
     assert (actual * expected).sum() > 0.99 * np.linalg.norm(actual) * np.linalg.norm(expected)
     assert np.linalg.norm(actual, 2, axis=(1, 2)).max() < 1.14
-    np.testing.assert_allclose(muon.orthogonalise(small, "float32"), expected, 1e-3, 1e-3)
+    np.testing.assert_allclose(muon.orthogonalize(small, "float32"), expected, 1e-3, 1e-3)
 
 
 # -------------------------------------------------------------------- models
@@ -306,7 +306,7 @@ def unusable(monkeypatch):
     distribution = onednn.DISTRIBUTION
     caches = (onednn._loaded, onednn._this_thread, cpu.matrices._say_why)
     monkeypatch.setattr(onednn, "DISTRIBUTION", "no-such-distribution")
-    monkeypatch.setitem(ABSENT, "onednn", "")  # restored after the test
+    monkeypatch.setitem(UNAVAILABLE, "onednn", "")  # restored after the test
     for cached in caches:
         cached.cache_clear()
     offer(monkeypatch, np.ndarray, registered_by(registry.register_numpy))
@@ -351,7 +351,7 @@ def test_half_precision_is_for_other_devices(monkeypatch):
     cpu.matrices._say_why.cache_clear()
     x = np.ones((2, 2), np.float32)
     with pytest.warns(UserWarning, match="precision float16: .* float32 .*bfloat16"):
-        assert kernels.operand(x, "float16") is x
+        assert kernels.matmul_operand(x, "float16") is x
     cpu.matrices._say_why.cache_clear()
 
 

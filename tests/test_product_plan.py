@@ -89,6 +89,6 @@ def test_the_kernel_does_what_is_planned(product):
         pytest.skip("a system that does not tell the processor's features")
     a = np.zeros((product.n_rows, product.n_inner), np.float32, "C" if product.left == "rows" else "F")
     b = np.zeros((product.n_inner, product.n_columns), np.float32, "C" if product.right == "rows" else "F")
-    a, b = (kernels.operand(x, product.dtype) for x in (a, b))
+    a, b = (kernels.matmul_operand(x, product.dtype) for x in (a, b))
     planned = plan_product(product, machine, threads.n_threads())
     assert kernels.explain(kernels.matmul, a, b).provider == planned.provider

@@ -13,7 +13,7 @@ from tricycle import kernels
 from tricycle.debug import use_reference
 from tricycle.kernels import KERNELS
 from tricycle.kernels.dispatch import Kernel
-from tricycle.kernels.explained import ABSENT, explain, provider_of
+from tricycle.kernels.explained import UNAVAILABLE, explain, provider_name
 from tricycle_accelerators import __path__ as accelerators
 from tricycle_accelerators import compiled, onednn, providers, registry
 
@@ -51,9 +51,9 @@ def test_what_is_explained_is_what_runs(monkeypatch):
             ran = []
             versions = [(None, noting(version, ran)) for version in kernels.matmul.registered[np.ndarray]]
             with monkeypatch.context() as patch:
-                patch.setitem(kernels.matmul.versions, np.ndarray, versions)
+                patch.setitem(kernels.matmul.implementations, np.ndarray, versions)
                 kernels.matmul(a, b)
-            assert [provider_of(version) for version in ran][-1:] == [expected.provider]
+            assert [provider_name(version) for version in ran][-1:] == [expected.provider]
 
 
 def noting(version, ran):
@@ -77,7 +77,7 @@ def test_a_users_version_has_the_name_of_its_package():
         pass
 
     kernel = Kernel(lambda x: "plain")
-    kernel.on(Array)(lambda x: "mine")
+    kernel.register(Array)(lambda x: "mine")
     explanation = explain(kernel, np.ones(3).view(Array))
     assert explanation.provider == __name__.split(".")[0]
 
@@ -102,7 +102,7 @@ def test_every_version_has_a_provider_by_its_name():
     for kernel in KERNELS.values():
         for version in kernel.registered.get(np.ndarray, ()):
             if version.__module__.startswith("tricycle_accelerators"):
-                assert provider_of(version) in providers.NAMES
+                assert provider_name(version) in providers.NAMES
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_every_version_has_a_provider_by_its_name():
 def test_a_variable_selects_and_excludes(said, wanted):
     code = """
 kernels.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))
-from tricycle.kernels.explained import provider_of
-print(*sorted({provider_of(v) for kernel in kernels.KERNELS.values() for v in kernel.registered.get(np.ndarray, ())}))
+from tricycle.kernels.explained import provider_name
+print(*sorted({provider_name(v) for kernel in kernels.KERNELS.values() for v in kernel.registered.get(np.ndarray, ())}))
 print(kernels.explain("matmul", np.ones((2, 2), np.float32), np.ones((2, 2), np.float32)))
 """
     here = {name for name, provider in (("numba", compiled), ("onednn", onednn)) if provider.problem() is None}
@@ -141,12 +141,12 @@ def test_who_is_not_there_says_why(monkeypatch):
         pass
 
     monkeypatch.setattr(compiled, "problem", lambda: "not today")
-    monkeypatch.setitem(ABSENT, "numba", "")
+    monkeypatch.setitem(UNAVAILABLE, "numba", "")
     registry.register_numpy(Array)
     for kernel in KERNELS.values():
         kernel.registered.pop(Array, None)
-        kernel.versions.pop(Array, None)
-    assert ABSENT["numba"] == "not today"
+        kernel.implementations.pop(Array, None)
+    assert UNAVAILABLE["numba"] == "not today"
     (answer,) = (answer for answer in kernels.explain("gelu", A).answers if answer.reason == "not today")
     assert answer.provider == "numba"
 

@@ -145,14 +145,14 @@ def uses_reference() -> bool:
     class Array:
         """A type of its own, for which one faster version is there."""
 
-    kernels.gelu.on(Array)(lambda x: calls.append(x) or 0)
+    kernels.gelu.register(Array)(lambda x: calls.append(x) or 0)
     try:
         kernels.gelu(Array())
     except Exception:
         pass
     finally:
         kernels.gelu.registered.pop(Array)
-        kernels.gelu.versions.pop(Array, None)
+        kernels.gelu.implementations.pop(Array, None)
     return not calls
 
 

@@ -38,7 +38,7 @@ def speed_of(precision: str, tokens_per_second: float, **shares: float) -> speed
 def test_kernels_are_timed_without_those_that_they_call():
     clock = Clock()
     inner, outer = Kernel(clock.work(1.0)), Kernel(lambda x: (clock.work(2.0)(), inner(x)))
-    inner.plain.__name__, outer.plain.__name__ = "inner", "outer"
+    inner.reference.__name__, outer.reference.__name__ = "inner", "outer"
     with timed_kernels(clock) as seconds:
         outer(0)
         inner(0)

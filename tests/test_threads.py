@@ -13,7 +13,7 @@ import pytest
 
 from tricycle import kernels
 from tricycle.einsum import Einsum
-from tricycle.kernels import Scoring, muon
+from tricycle.kernels import ScoreOptions, muon
 from tricycle.kernels import rows as row_kernels
 from tricycle.sequences.recurrent import LSTM
 from tricycle.tensor import to_tensor
@@ -324,8 +324,8 @@ def test_variables_set_the_number_of_threads(variables, expected):
 FIRST_CALLS = {
     "our own hold": "with threads.one_blas_thread(): threads.n_threads()",
     "shared work": "threads.parallel(lambda item: threads.n_threads(), range(4))",
-    "an operand of 16 bits": "kernels.operand(np.ones((300, 300), np.float32), 'bfloat16')",
-    "Muon's step": "from tricycle.kernels import muon; muon.orthogonalise(np.ones((2, 64, 64), np.float32))",
+    "an operand of 16 bits": "kernels.matmul_operand(np.ones((300, 300), np.float32), 'bfloat16')",
+    "Muon's step": "from tricycle.kernels import muon; muon.orthogonalize(np.ones((2, 64, 64), np.float32))",
     "a product": "kernels.matmul(a, a)",
     "a hold for good": "assert threads.hold_blas(); threads.n_threads()",
     "a user's limit": """
@@ -500,15 +500,15 @@ def attend(draw, dtype):
     """Few queries, one item, one head: too few scores to be shared."""
     q, grad = draw(1, 13, 1, 301), draw(1, 13, 1, 301)
     k, v = draw(1, 1999, 1, 301), draw(1, 1999, 1, 301)
-    scoring = Scoring(k.shape[3] ** -0.5)
-    out, log_total = kernels.attention(q, k, v, scoring, False)
+    score_options = ScoreOptions(k.shape[3] ** -0.5)
+    out, logsumexp = kernels.attention(q, k, v, score_options, False)
     gradients = np.empty_like(q), np.empty_like(k), np.empty_like(v)
-    kernels.attention_backward(grad, q, k, v, out, log_total, scoring, *gradients)
+    kernels.attention_backward(grad, q, k, v, out, logsumexp, score_options, *gradients)
     rows = kernels.softmax
     row_gradients = np.empty_like(q), np.empty_like(k), np.empty_like(v)
-    row_out = row_kernels.row_attention(q, k, v, scoring, rows)
+    row_out = row_kernels.row_attention(q, k, v, score_options, rows)
     to_scores = lambda grad, scores, weights: kernels.softmax_backward(grad, weights)
-    row_kernels.row_attention_backward(grad, q, k, v, scoring, rows, to_scores, *row_gradients)
+    row_kernels.row_attention_backward(grad, q, k, v, score_options, rows, to_scores, *row_gradients)
     return out, *gradients, row_out, *row_gradients
 
 
@@ -538,7 +538,7 @@ USE_BLAS = {
     "matmul to a number": lambda draw, dtype: [kernels.matmul(draw(1, 100_003), draw(100_003, 1))],
     "sum_squares": lambda draw, dtype: [kernels.sum_squares(draw(100_003)), kernels.sum_squares(draw(1_000_003))],
     "sum_rows": lambda draw, dtype: [kernels.sum_rows(draw(3001, 1003))],
-    "orthogonalise": lambda draw, dtype: [muon.orthogonalise(draw(2, 301, 503))],
+    "orthogonalize": lambda draw, dtype: [muon.orthogonalize(draw(2, 301, 503))],
     "attention": attend,
     "einsum": lambda draw, dtype: differentiate(Einsum("ij,jk->ik"), draw(300, 500), draw(500, 300)),
     "batched einsum": lambda draw, dtype: differentiate(Einsum("bij,bjk->bik"), draw(3, 300, 501), draw(3, 501, 300)),

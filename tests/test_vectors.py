@@ -181,18 +181,18 @@ def test_what_is_left_to_others(team, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_say_why(team, monkeypatch, kind):
     matrix, x = matrix_of(kind, (40, 64)), np.ones((1, 64), np.float32)
-    why_not = (vectors.few_bits_matmul if isinstance(matrix, FewBits) else vectors.matmul).why_not
-    assert why_not(x, matrix) is None
-    assert why_not(np.ones((2, 64), np.float32), matrix) == "one row alone, got 2"
-    assert "float32" in why_not(x.astype(np.float64), matrix)
-    assert "in one piece" in why_not(np.ones((1, 128), np.float32)[:, ::2], matrix)
+    decline_reason = (vectors.few_bits_matmul if isinstance(matrix, FewBits) else vectors.matmul).decline_reason
+    assert decline_reason(x, matrix) is None
+    assert decline_reason(np.ones((2, 64), np.float32), matrix) == "one row alone, got 2"
+    assert "float32" in decline_reason(x.astype(np.float64), matrix)
+    assert "in one piece" in decline_reason(np.ones((1, 128), np.float32)[:, ::2], matrix)
     if isinstance(matrix, FewBits):
-        assert "lies by rows" in why_not(np.ones((1, 40), np.float32), matrix.T)
+        assert "lies by rows" in decline_reason(np.ones((1, 40), np.float32), matrix.T)
         halves = FewBits.of(np.ones((64, 40), np.float32), "float16", turned=True)
-        assert why_not(x, halves) == "a matrix of int8 or bfloat16 with numbers, got (64, 40) float16"
+        assert decline_reason(x, halves) == "a matrix of int8 or bfloat16 with numbers, got (64, 40) float16"
         assert not halves.ready  # asking makes nothing
         return
-    assert "by columns" in why_not(x, np.ascontiguousarray(matrix))
-    assert why_not(x, matrix, out=np.empty((1, 40), np.float32)) == "a place or a dtype for the result"
+    assert "by columns" in decline_reason(x, np.ascontiguousarray(matrix))
+    assert decline_reason(x, matrix, out=np.empty((1, 40), np.float32)) == "a place or a dtype for the result"
     monkeypatch.setattr(product_plan, "ONE_ROW_BYTES", 2**17)
-    assert why_not(x, matrix) == "a matrix of fewer than 131072 bytes: NumPy is as quick"
+    assert decline_reason(x, matrix) == "a matrix of fewer than 131072 bytes: NumPy is as quick"

@@ -22,4 +22,4 @@ def registered_by(register: Callable[[type], None]) -> dict[str, list[Callable]]
 def offer(monkeypatch: Any, array_type: type, versions: Mapping[str, list[Callable]]) -> None:
     """During this test arrays of that type have these faster versions, and no others."""
     for name, kernel in KERNELS.items():
-        monkeypatch.setitem(kernel.versions, array_type, [(None, version) for version in versions.get(name, ())])
+        monkeypatch.setitem(kernel.implementations, array_type, [(None, version) for version in versions.get(name, ())])

@@ -40,7 +40,7 @@ class GeLU(Op):
         array = floating(x.array)
         if not grad_enabled_for(x):
             return record(kernels.gelu(array), (x,), None, "gelu")
-        y, slope = kernels.gelu_with_slope(array)
+        y, slope = kernels.gelu_with_derivative(array)
         kept = array if slope is None else None
         return record(y, (x,), lambda grad, needs_grad: (kernels.gelu_backward(grad, kept, slope),), "gelu")
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from tricycle import kernels
-from tricycle.devices import Array, array_module, owns_memory, side_by_side
+from tricycle.devices import Array, array_module, joined_view, owns_memory
 
 NeedsGrad: TypeAlias = Sequence[bool]  # which args of an operation need a gradient
 # backward(grad, needs_grad, *saved) returns one gradient for each arg from that of the result, an array: an array, a
@@ -182,7 +182,7 @@ def assemble(slices: list[SlicedGradient], like: Array) -> Array:
     xp = array_module(like)
     neighbours = _neighbours(slices, like.shape)
     if neighbours:
-        whole = side_by_side(neighbours)  # without a copy where they are so in memory
+        whole = joined_view(neighbours)  # without a copy where they are so in memory
         return xp.concatenate(neighbours, axis=-1) if whole is None else whole
     total = xp.zeros(like.shape, like.dtype)
     _add_slices(total, slices)

@@ -30,7 +30,7 @@ def dtype_between(x: Tensor, precision: str, *products: Any) -> Any:
     are_few = math.prod(x.shape[:-1]) <= FEW_ROWS and is_evaluating()
     if precision == "float32" or are_few or not all(takes(layer, "dtype") for layer in products):
         return None
-    dtype = kernels.operand(x.array[:0], precision).dtype
+    dtype = kernels.matmul_operand(x.array[:0], precision).dtype
     return None if dtype == x.dtype else dtype
 
 

@@ -87,7 +87,7 @@ def owns_memory(array: Array) -> bool:
     return array.flags.owndata or hasattr(array.base, "lent_to_one_array")  # by `tricycle_accelerators.buffers`
 
 
-def side_by_side(arrays: Sequence[Array]) -> Array | None:
+def joined_view(arrays: Sequence[Array]) -> Array | None:
     """Return the contiguous array whose consecutive parts along the last axis are these, as a view; None if none is."""
     first, memory = arrays[0], arrays[0].base
     if memory is None or any(array.base is not memory for array in arrays):

@@ -9,7 +9,7 @@ from typing import Any
 from tricycle import kernels, ops
 from tricycle.autograd import LARGE, NeedsGrad, OwnedGradient, is_evaluating
 from tricycle.devices import Array
-from tricycle.kernels import FEW_ROWS, Scoring
+from tricycle.kernels import FEW_ROWS, ScoreOptions
 from tricycle.ops import Op, as_tensor, as_tensors, check_device, check_width, floating, register
 from tricycle.tensor import Operand, Tensor, record
 
@@ -22,27 +22,29 @@ AttendBackward = Callable[[Array, Array, Array, Array], Array | None]
 class RowSoftmax(Op, is_base=True):
     """A way to turn rows of attention scores into weights, the base of all softmax variants; an op on the last axis.
 
-    A variant defines `rows`, and `rows_backward` unless it has the gradient of softmax. `tricycle.softmaxes` has its
-    method `attend`, for variants that the kernels do not know; `Softmax` has its own.
+    A variant defines `row_softmax`, and `row_softmax_backward` if its gradient differs from softmax's.
+    `tricycle.softmaxes` adds `attend`, for variants without a fused kernel; `Softmax` overrides it.
     """
 
     name = "rows"  # of the results
     fused = False  # whether the kernels know it, so that its products may have operands of 16 bits
     attend: Callable[..., tuple[Array, AttendBackward]]
 
-    def rows(self, scores: Array) -> Array:
+    def row_softmax(self, scores: Array) -> Array:
         """Return the weights for scores (..., S), which are -inf where a key is hidden."""
         raise NotImplementedError(f"{type(self).__name__} defines no rows")
 
-    def rows_backward(self, grad: Array, scores: Array, weights: Array) -> Array:
+    def row_softmax_backward(self, grad: Array, scores: Array, weights: Array) -> Array:
         """Return the gradient of the scores from that of the weights."""
         return kernels.softmax_backward(grad, weights)
 
     def forward(self, x: Operand) -> Tensor:
         x = as_rows(self, x)
         scores = floating(x.array)
-        weights = self.rows(scores)
-        return record(weights, (x,), lambda grad, needs_grad: (self.rows_backward(grad, scores, weights),), self.name)
+        weights = self.row_softmax(scores)
+        return record(
+            weights, (x,), lambda grad, needs_grad: (self.row_softmax_backward(grad, scores, weights),), self.name
+        )
 
     def for_layer(self, n_heads: int, context_window: int | None) -> tuple[RowSoftmax, Tensor | None]:
         """Return the variant for a layer, and the parameter that it must hold, if any: `attend` takes it last."""
@@ -61,21 +63,21 @@ class Softmax(RowSoftmax):
 
     name, fused, off_by_one = "softmax", True, False
 
-    def rows(self, scores: Array) -> Array:
+    def row_softmax(self, scores: Array) -> Array:
         return kernels.softmax(scores, self.off_by_one)
 
     def attend(
-        self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None = None, *, dtype: Any = None
+        self, q: Array, k: Array, v: Array, score_options: ScoreOptions, mask: Array | None = None, *, dtype: Any = None
     ) -> tuple[Array, AttendBackward]:
         """Compute attention of queries (B, T, H, D) to keys and values (B, S, K, D), where H is a multiple of K.
 
         The mask, 0 or -inf, (B or 1, H or 1, T or 1, S), is added to the scores. The result has the dtype of q unless
         another is given.
         """
-        out, logsumexp = kernels.attention(q, k, v, scoring, self.off_by_one, mask, dtype)
+        out, logsumexp = kernels.attention(q, k, v, score_options, self.off_by_one, mask, dtype)
 
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> None:
-            kernels.attention_backward(grad, q, k, v, out, logsumexp, scoring, dq, dk, dv, mask)
+            kernels.attention_backward(grad, q, k, v, out, logsumexp, score_options, dq, dk, dv, mask)
 
         return out, backward
 
@@ -160,7 +162,11 @@ def linear(
         precision = "float32"  # to convert the weights for so few rows would take longer than their product
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
     as_is = precision == "float32"  # no kernel is asked for operands
-    a, b = (rows, matrix) if as_is else (kernels.operand(rows, precision), kernels.operand(matrix, precision))
+    a, b = (
+        (rows, matrix)
+        if as_is
+        else (kernels.matmul_operand(rows, precision), kernels.matmul_operand(matrix, precision))
+    )
     y = kernels.matmul(a, b, vector, None, dtype or kept, precision)
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | OwnedGradient | None]:
@@ -169,9 +175,9 @@ def linear(
         if as_is or not (needs_grad[0] or needs_grad[1]):
             dbias = kernels.sum_rows(dy) if any(needs_grad[2:]) else None
         elif any(needs_grad[2:]):
-            dy, dbias = kernels.operand_and_sums(dy, precision)
+            dy, dbias = kernels.matmul_operand_and_sums(dy, precision)
         else:
-            dy = kernels.operand(dy, precision)
+            dy = kernels.matmul_operand(dy, precision)
         if needs_grad[0]:
             dx = kernels.matmul(dy, b.T, None, None, kept, precision).reshape(shape)
         if needs_grad[1]:

@@ -209,7 +209,7 @@ class Embedding(Layer):
 class LayerNorm(Layer):
     """(x - mean) / sqrt(variance + eps) * gain + bias over the last axis (Ba et al. 2016)."""
 
-    _centred, _name = True, "layer_norm"
+    _subtract_mean, _name = True, "layer_norm"
 
     def __init__(self, size: int, bias: bool = True, eps: float = 1e-5) -> None:
         positive(type(self).__name__, size=size)
@@ -222,17 +222,17 @@ class LayerNorm(Layer):
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
         """Map (..., size) to (..., size), in the dtype of x unless another is given."""
         x = x if isinstance(x, Tensor) else as_tensor(x, self.gain)
-        array, gain, centred = floating(x.array), self._gains(x), self._centred
+        array, gain, subtract_mean = floating(x.array), self._gains(x), self._subtract_mean
         if array.shape[-1:] != (self.size,):
             check_width(f"{type(self).__name__}(size={self.size})", x, self.size)
         if type(array) is not type(gain):
             check_device(self._name, array, gain)
         bias = None if self.bias is None else self.bias.array
-        y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, centred, dtype)
+        y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, subtract_mean, dtype)
         args = (x,) if self.gain is None else (x, self.gain) if self.bias is None else (x, self.gain, self.bias)
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | OwnedGradient, ...]:
-            dx, *others = kernels.layer_norm_backward(grad, array, gain, mean, scale, centred)
+            dx, *others = kernels.layer_norm_backward(grad, array, gain, mean, scale, subtract_mean)
             return (OwnedGradient(dx), *others)[: len(args)]
 
         return record(y, args, backward, self._name)
@@ -248,7 +248,7 @@ class RMSNorm(LayerNorm):
     Without `gain` it is 1; with `unit_offset` the factor is 1 + gain, and the gain starts at 0 (as in Gemma).
     """
 
-    _centred, _name = False, "rms_norm"
+    _subtract_mean, _name = False, "rms_norm"
 
     def __init__(self, size: int, eps: float = 1e-5, gain: bool = True, unit_offset: bool = False) -> None:
         super().__init__(size, False, eps)
@@ -274,7 +274,7 @@ class Dropout(Layer):
         if not self.training or self.probability == 0:
             return x
         array = floating(x.array)
-        mask = kernels.random_mask(array, x.shape, 1 - self.probability, self.generator)
+        mask = kernels.dropout_mask(array, x.shape, 1 - self.probability, self.generator)
         return record(array * mask, (x,), lambda grad, needs_grad: (grad * mask,), "dropout")
 
 

@@ -154,7 +154,7 @@ class Optimiser:
             call = partial(update, p.array, p.grad.array, state, step)  # type: ignore[union-attr]
             jobs.append((call, p.size, rule.at_once, rule.on_one_thread))
         if jobs:
-            kernels.each(p.array, jobs)
+            kernels.run_independent(p.array, jobs)
         increment_versions(p for _, p in chosen)
         self._step_is_open = False
 
@@ -215,7 +215,7 @@ def gradient_norm(model: Layer) -> Any:
     """Return the L2 norm of all gradients together: a float, or for gradients on a GPU a 0-d array, still unread."""
     grads = [p.grad.array for p in model.parameters() if p.grad is not None]
     jobs = [(partial(kernels.sum_squares, grad), grad.size, True, False) for grad in grads]
-    squares = kernels.each(grads[0], jobs) if grads else []
+    squares = kernels.run_independent(grads[0], jobs) if grads else []
     if not grads or not devices.on_gpu(grads[0]):
         return math.sqrt(sum(square.item() for square in squares))
     xp = array_module(squares[0])

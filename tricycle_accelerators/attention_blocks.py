@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tricycle.kernels import Scoring
-from tricycle.kernels.ranges import keys_seen
+from tricycle.kernels import ScoreOptions
+from tricycle.kernels.ranges import visible_keys
 from tricycle_accelerators import pieces, threads
 
 QUERY_BLOCK, KEY_BLOCK = 128, 1024  # queries of a head, and keys
@@ -35,13 +35,13 @@ class Block(NamedTuple):
         return slice(self.keys[0].start, self.keys[-1].stop)
 
 
-def _blocks(n_queries: int, n_keys: int, scoring: Scoring, step: int) -> list[Block]:
+def _blocks(n_queries: int, n_keys: int, score_options: ScoreOptions, step: int) -> list[Block]:
     blocks = []
     for start in range(0, n_queries, step):
         queries = slice(start, min(start + step, n_queries))
-        seen = keys_seen(scoring, queries, n_keys)
-        diagonal = None if scoring.offset is None else start + scoring.offset
-        edge = None if diagonal is None or scoring.window is None else diagonal - scoring.window
+        seen = visible_keys(score_options, queries, n_keys)
+        diagonal = None if score_options.offset is None else start + score_options.offset
+        edge = None if diagonal is None or score_options.window is None else diagonal - score_options.window
         n_diagonal = 0 if diagonal is None else max(0, seen.stop - diagonal)
         last = max(seen.start, seen.stop - max(KEY_BLOCK, n_diagonal))  # the diagonal lies in the last block whole
         cuts = [*range(seen.start, last, KEY_BLOCK), last]
@@ -90,7 +90,7 @@ def make_groups(q: np.ndarray, k: np.ndarray) -> tuple[list[Group], bool]:
     return _groups(n_items, n_key_heads, n_heads // n_key_heads, n_together), False
 
 
-def make_plan(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> Plan:
+def make_plan(q: np.ndarray, k: np.ndarray, score_options: ScoreOptions) -> Plan:
     """Groups of as many heads as make scores of about a piece, but some groups for every thread.
 
     Args:
@@ -102,8 +102,8 @@ def make_plan(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> Plan:
     workers = 1 if threads.inside_work() else threads.n_threads()
     in_parts = n_sharing > 1 and n_items * n_key_heads < workers
     n_stacked = max(1, n_items * n_heads // (2 * workers)) if in_parts else n_sharing
-    step = _query_block(n_stacked, min(n_queries, scoring.window or n_queries))
-    blocks = _blocks(n_queries, n_keys, scoring, step)
+    step = _query_block(n_stacked, min(n_queries, score_options.window or n_queries))
+    blocks = _blocks(n_queries, n_keys, score_options, step)
     if in_parts:
         return Plan(_groups_in_parts(n_items, n_key_heads, n_sharing, n_stacked), blocks, in_parts)
     widest = max(keys.stop - keys.start for block in blocks for keys in block.keys)

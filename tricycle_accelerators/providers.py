@@ -41,22 +41,22 @@ def offer(array: type, *versions: tuple[ModuleType, Sequence[Kernel[..., Any]]])
     """Register the functions of modules that have the names of these kernels, for a type of arrays."""
     for module, kernels in versions:
         for kernel in kernels:
-            kernel.on(array)(getattr(module, kernel.plain.__name__))
+            kernel.register(array)(getattr(module, kernel.reference.__name__))
 
 
-def unless(why_not: Callable[..., str | None]) -> Callable[[Run], Run]:
-    """Make a version of a kernel decline the arguments for which `why_not` gives a reason.
+def unless(decline_reason: Callable[..., str | None]) -> Callable[[Run], Run]:
+    """Make a version of a kernel decline the arguments for which `decline_reason` gives a reason.
 
-    `why_not` takes the kernel's arguments, reads shapes, dtypes and layouts, and computes nothing;
+    `decline_reason` takes the kernel's arguments, reads shapes, dtypes and layouts, and computes nothing;
     `tricycle.kernels.explain` asks it, too. None says that the version takes them.
     """
 
     def decorate(run: Run) -> Run:
         @wraps(run)
         def version(*args: Any, **options: Any) -> Any:
-            return run(*args, **options) if why_not(*args, **options) is None else NotImplemented
+            return run(*args, **options) if decline_reason(*args, **options) is None else NotImplemented
 
-        version.why_not, version.run = why_not, run  # type: ignore[attr-defined]  # a kernel calls both itself
+        version.decline_reason, version.run = decline_reason, run  # type: ignore[attr-defined]  # a kernel calls both itself
         return version  # type: ignore[return-value]
 
     return decorate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from tricycle.kernels.explained import ABSENT
+from tricycle.kernels.explained import UNAVAILABLE
 from tricycle_accelerators import compiled, cpu, mkl, onednn
 
 
@@ -27,7 +27,7 @@ def register_cupy(array: type) -> None:
 def _register(provider: ModuleType, array: type) -> None:
     problem = provider.problem()
     if problem is None:
-        ABSENT.pop(provider.PROVIDER, None)
+        UNAVAILABLE.pop(provider.PROVIDER, None)
         provider.register(array)
     else:
-        ABSENT[provider.PROVIDER] = problem
+        UNAVAILABLE[provider.PROVIDER] = problem

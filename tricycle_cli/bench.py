@@ -127,7 +127,7 @@ def check(path: Path, softmax: Any) -> None:
     try:
         gradcheck(softmax, scores)
         hidden = np.where(np.tri(5, dtype=bool), rng.standard_normal((5, 5)), -np.inf).astype(np.float32)
-        weights = softmax.rows(hidden.copy())
+        weights = softmax.row_softmax(hidden.copy())
     except Exception as error:
         raise ValueError(f"{title}: {type(error).__name__}: {error}") from error
     if weights.shape != hidden.shape or not np.isfinite(weights).all():

@@ -33,7 +33,7 @@ def timed_kernels(clock: Callable[[], float] = time.perf_counter) -> Iterator[de
         try:
             return untimed(kernel, *args, **options)
         finally:
-            seconds[kernel.plain.__name__] += clock() - start
+            seconds[kernel.reference.__name__] += clock() - start
             inside = False
 
     kernel_class.__call__ = call

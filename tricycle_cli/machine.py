@@ -17,7 +17,7 @@ import numpy as np
 import tricycle
 from tricycle import devices
 from tricycle.kernels import KERNELS
-from tricycle.kernels.explained import ABSENT, PLAIN, provider_of
+from tricycle.kernels.explained import PLAIN, UNAVAILABLE, provider_name
 from tricycle_accelerators import blas as float32_products
 from tricycle_accelerators import host, threads
 from tricycle_accelerators import processor as processor_facts
@@ -191,13 +191,13 @@ def advice(shown: list[str], problem: str | None) -> list[str]:
 
 def kernel_report() -> str:
     """Return who is asked for each kernel of NumPy arrays, in order, and why other providers are not."""
-    KERNELS["matmul"].look_up(np.ndarray)  # all providers register, and list their kernels
-    asked = {name: [*map(provider_of, kernel.registered.get(np.ndarray, ()))] for name, kernel in KERNELS.items()}
+    KERNELS["matmul"].implementations_for(np.ndarray)  # all providers register, and list their kernels
+    asked = {name: [*map(provider_name, kernel.registered.get(np.ndarray, ()))] for name, kernel in KERNELS.items()}
     width = max(map(len, asked))
     cpuinfo = Path("/proc/cpuinfo")
     lines = [f"CPU: {processor(cpuinfo.read_text(encoding='utf-8', errors='replace') if cpuinfo.exists() else '')}", ""]
     lines += [f"{name:<{width}}  {', '.join(dict.fromkeys([*names, PLAIN]))}" for name, names in sorted(asked.items())]
-    lines += ["", *(f"{name} is not asked: {reason}" for name, reason in ABSENT.items())]
+    lines += ["", *(f"{name} is not asked: {reason}" for name, reason in UNAVAILABLE.items())]
     return "\n".join(lines).rstrip()
 
 

@@ -35,10 +35,10 @@ PRODUCTS, REST = "products", "rest"
 GROUPS = {
     PRODUCTS: "matmul batched_matmul".split(),
     "attention": """attention attention_backward attention_scores row_attention row_attention_backward softmax
-        softmax_backward for_items rotate""".split(),
-    "norms + activations": """layer_norm layer_norm_backward gelu gelu_with_slope gelu_backward swiglu swiglu_backward
-        relu_squared sigmoid multiply""".split(),
-    "optimizer": "adamw each sum_squares".split(),
+        softmax_backward run_over_batch apply_rope""".split(),
+    "norms + activations": """layer_norm layer_norm_backward gelu gelu_with_derivative gelu_backward swiglu
+        swiglu_backward relu_squared sigmoid multiply""".split(),
+    "optimizer": "adamw run_independent sum_squares".split(),
 }
 SLOW = 100e9  # operations a second of the product below which a smaller batch keeps the measurement short
 FASTER = 1.05  # how many times as fast bfloat16 has to be to be advised: less is within the noise of a short run
@@ -92,7 +92,7 @@ def operations_a_token(config: GPTConfig) -> int:
 def product(precision: str = "float32", n: int = PRODUCT_SIZE) -> tuple[Callable[[], object], str]:
     """Return a function that multiplies an n x n matrix by itself, and the provider of the kernel that computes it."""
     numbers = np.random.default_rng(0).standard_normal((n, n), dtype=np.float32)
-    operand = kernels.operand(numbers, precision)
+    operand = kernels.matmul_operand(numbers, precision)
     provider = kernels.explain(kernels.matmul, operand, operand, precision=precision).provider
     return lambda: kernels.matmul(operand, operand, precision=precision), provider
 

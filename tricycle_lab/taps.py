@@ -76,7 +76,7 @@ def tap(part: Any, kind: str, function: Callable[..., Any]) -> Undo:
 def attention_of(layer: Layer) -> Any:
     """Return the attention op of a layer, if it has one."""
     attention = getattr(layer, "attention", None)
-    return attention if hasattr(attention, "scoring") else None
+    return attention if hasattr(attention, "score_options") else None
 
 
 # -------------------------------------------------------------------- changes

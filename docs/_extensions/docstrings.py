@@ -33,7 +33,7 @@ def plain_kernels(app: Sphinx) -> None:
     from tricycle.kernels import KERNELS, activations, batched, muon, quantized, recurrent, rows  # noqa: F401  (they define kernels)
 
     for name, kernel in KERNELS.items():
-        setattr(sys.modules[kernel.plain.__module__], name, kernel.plain)
+        setattr(sys.modules[kernel.reference.__module__], name, kernel.reference)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

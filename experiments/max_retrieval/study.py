@@ -290,7 +290,7 @@ def top_weights(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings:
                 scores = scores_of(query, keys)
                 order = batch.items[..., 0].argsort(axis=1)[:, -n_top:]
                 for name, softmax in softmaxes.items():
-                    weights = np.take_along_axis(softmax.rows(scores), order, axis=1)
+                    weights = np.take_along_axis(softmax.row_softmax(scores), order, axis=1)
                     found[name][i, start : start + 8, n_top - weights.shape[1] :] = weights
     return found
 

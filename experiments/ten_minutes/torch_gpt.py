@@ -215,7 +215,7 @@ class Muon(torch.optim.Optimizer):
         ahead = grad.lerp(state["velocity"], self.momentum)
         parts = blocks(ahead)
         n_rows, n_columns = weights.shape
-        parts.copy_(orthogonalise(parts.bfloat16() if self.low else parts))
+        parts.copy_(orthogonalize(parts.bfloat16() if self.low else parts))
         if self.weight_decay:
             weights.mul_(1 - decay_rate * self.weight_decay)
         weights.add_(ahead, alpha=-rate * math.sqrt(max(1, n_columns / n_rows) / len(parts)))
@@ -229,10 +229,10 @@ def blocks(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.view(-1, n_columns, n_columns) if n_rows % n_columns == 0 else matrix[None]
 
 
-def orthogonalise(x: torch.Tensor) -> torch.Tensor:
+def orthogonalize(x: torch.Tensor) -> torch.Tensor:
     """(N, R, C): U V^T for U S V^T, about."""
     if x.shape[1] > x.shape[2]:
-        return orthogonalise(x.mT).mT
+        return orthogonalize(x.mT).mT
     x = x / (1.01 * x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for a, b, c in POLAR:
         square = x @ x.mT

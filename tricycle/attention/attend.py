@@ -11,9 +11,9 @@ from typing import Any
 
 from tricycle import kernels
 from tricycle.autograd import NeedsGrad, grad_enabled_for
-from tricycle.devices import Array, array_module, side_by_side
+from tricycle.devices import Array, array_module, joined_view
 from tricycle.functions import RowSoftmax, new_softmax
-from tricycle.kernels import Scoring
+from tricycle.kernels import ScoreOptions
 from tricycle.ops import Op, as_tensors, check_device, floating
 from tricycle.tensor import Operand, Tensor, record
 
@@ -80,7 +80,7 @@ class Attention(Op):
         hidden = None if mask is None else additive_mask("Attention", mask, q, q.shape[1], k.shape[1], q.shape[2])
         parameters = () if scales is None else (scales.array,)
         like_queries = {"dtype": originals[0].dtype} if softmax.fused else {}  # for their operands may be narrower
-        out, attend_backward = softmax.attend(q, k, v, self.scoring(q, k), hidden, *parameters, **like_queries)
+        out, attend_backward = softmax.attend(q, k, v, self.score_options(q, k), hidden, *parameters, **like_queries)
         args = tensors if scales is None else (*tensors, scales)
         if not grad_enabled_for(*args):
             return record(out, args, None, "attention")
@@ -93,11 +93,11 @@ class Attention(Op):
 
         return record(out, args, backward, "attention")
 
-    def scoring(self, q: Array, k: Array) -> Scoring:
+    def score_options(self, q: Array, k: Array) -> ScoreOptions:
         """Return how the kernels compute scores of these queries and keys."""
         scale = 1 / math.sqrt(q.shape[3]) if self.scale is None else self.scale
         offset = k.shape[1] - q.shape[1] if self.causal else None
-        return Scoring(scale, offset, self.window, self.cap)
+        return ScoreOptions(scale, offset, self.window, self.cap)
 
 
 def _check_shapes(q: Array, k: Array, v: Array) -> None:
@@ -139,10 +139,10 @@ def _merge_heads(x: Array) -> Array:
 
 def _operands(arrays: Sequence[Array], precision: str) -> list[Array]:
     """Convert to operands of matrix products of a precision."""
-    whole = side_by_side([_merge_heads(array) for array in arrays])
+    whole = joined_view([_merge_heads(array) for array in arrays])
     if whole is None:
-        return [kernels.operand(array, precision) for array in arrays]
-    converted = kernels.operand(whole, precision)
+        return [kernels.matmul_operand(array, precision) for array in arrays]
+    converted = kernels.matmul_operand(whole, precision)
     return list(arrays) if converted is whole else _parts(converted, [array.shape for array in arrays])
 
 
@@ -150,7 +150,7 @@ def _empty_like(arrays: Sequence[Array]) -> Callable[[], list[Array]]:
     """Return a function that makes empty arrays of these shapes and dtypes, side by side where these are."""
     xp = array_module(arrays[0])
     shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]
-    if side_by_side([_merge_heads(array) for array in arrays]) is None:
+    if joined_view([_merge_heads(array) for array in arrays]) is None:
         return lambda: [xp.empty(shape, dtype) for shape, dtype in zip(shapes, dtypes)]
     width = sum(shape[2] * shape[3] for shape in shapes)
     return lambda: _parts(xp.empty((*shapes[0][:2], width), dtypes[0]), shapes)

@@ -49,16 +49,21 @@ class Rotary(Op):
         if x.on_gpu:
             cos, sin = x.xp.asarray(cos), x.xp.asarray(sin)
         # a rotation is undone by the opposite angle: its gradient too
-        return record(rotate(array, cos, sin), (x,), lambda grad, needs_grad: (rotate(grad, cos, -sin),), "rotary")
+        return record(
+            apply_partial_rope(array, cos, sin),
+            (x,),
+            lambda grad, needs_grad: (apply_partial_rope(grad, cos, -sin),),
+            "rotary",
+        )
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
+def apply_partial_rope(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate as many channels of (B, T, H, D) as there are angles (T, channels / 2), and copy the others."""
     n_channels = 2 * cos.shape[1]
     if n_channels == x.shape[3]:
-        return kernels.rotate(x, cos, sin)
+        return kernels.apply_rope(x, cos, sin)
     rotated = x.copy()
-    rotated[..., :n_channels] = kernels.rotate(x[..., :n_channels], cos, sin)
+    rotated[..., :n_channels] = kernels.apply_rope(x[..., :n_channels], cos, sin)
     return rotated
 
 

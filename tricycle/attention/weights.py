@@ -25,12 +25,12 @@ def scores_and_weights(
     """
     q, k = (floating(tensor.array) for tensor in as_tensors(query, key))
     hidden = additive_mask("Attention", mask, q, q.shape[1], k.shape[1], q.shape[2])
-    scoring = attention.scoring(q, k)
-    scores = attention_scores(q, k, scoring, hidden)
+    score_options = attention.score_options(q, k)
+    scores = attention_scores(q, k, score_options, hidden)
     if scales is None:
-        return scores, attention.softmax.rows(scores)
+        return scores, attention.softmax.row_softmax(scores)
     parameter = scales.array
     if isinstance(attention.softmax, BlockSoftmax):
-        start = scoring.offset or 0
+        start = score_options.offset or 0
         parameter = attention.softmax.scales_of(parameter, k.shape[1])[..., start : start + q.shape[1]]
-    return scores, attention.softmax.rows(scores, parameter)
+    return scores, attention.softmax.row_softmax(scores, parameter)

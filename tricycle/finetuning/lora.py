@@ -248,12 +248,12 @@ def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, pre
     from_size = low_rank.down.shape[0]
     to_size = low_rank.to_size
     check_width(f"Dense(from_size={from_size})", x, from_size)
-    parts = [(part, ranks, kernels.operand(up.array, precision)) for part, ranks, up in low_rank.ranks()]
-    down = kernels.operand(low_rank.down.array, precision)
+    parts = [(part, ranks, kernels.matmul_operand(up.array, precision)) for part, ranks, up in low_rank.ranks()]
+    down = kernels.matmul_operand(low_rank.down.array, precision)
     rows = floating(x.array).reshape(math.prod(x.shape[:-1]), from_size)
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
-    wide, rows = rows, kernels.operand(rows, precision)
-    hidden = kernels.operand(_scaled(_product(rows, down, precision), parts), precision)  # (N, R)
+    wide, rows = rows, kernels.matmul_operand(rows, precision)
+    hidden = kernels.matmul_operand(_scaled(_product(rows, down, precision), parts), precision)  # (N, R)
     bias = None if base is None or base.bias is None or low_rank.magnitudes else base.bias.array
     y = x.xp.zeros((len(wide), to_size), wide.dtype)
     if base is not None:
@@ -262,13 +262,13 @@ def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, pre
         _add(y[:, part.start : part.stop], _product(hidden[:, ranks], up, precision))
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
-        dy = kernels.operand(grad.reshape(len(rows), to_size), precision)
+        dy = kernels.matmul_operand(grad.reshape(len(rows), to_size), precision)
         dhiddens, dups = [], []
         for part, ranks, up in parts:
             dpart = dy[:, part.start : part.stop]
             dhiddens.append(_product(dpart, up.T, precision))
             dups.append(_product(hidden[:, ranks].T, dpart, precision))
-        dhidden = kernels.operand(_scaled(x.xp.concatenate(dhiddens, axis=1), parts), precision)
+        dhidden = kernels.matmul_operand(_scaled(x.xp.concatenate(dhiddens, axis=1), parts), precision)
         ddown = _product(rows.T, dhidden, precision)
         if not needs_grad[0]:
             return [None, ddown, *dups]
@@ -321,7 +321,7 @@ def _frozen(base: Dense, precision: str) -> Array:
     matrix: Any = base.weights.array
     if isinstance(matrix, FewBits):
         matrix = matrix.as_array() if matrix.dtype.name == precision else np.asarray(matrix)
-    return kernels.operand(matrix, precision)
+    return kernels.matmul_operand(matrix, precision)
 
 
 # -------------------------------------------------------------------- on a model

@@ -56,7 +56,7 @@ class PairDataset(PackedDataset):
     """
 
     def __init__(self, examples: Sequence[Example], batch_size: int, window: int, seed: int = 0) -> None:
-        super().__init__(examples, batch_size, window, seed, side_by_side=False)
+        super().__init__(examples, batch_size, window, seed, joined_view=False)
         if len(self.examples) % 2:
             raise ValueError(f"PairDataset: expected chosen and rejected in turn, got {len(self.examples)} examples")
         self._begin(len(self.examples) // 2, batch_size, seed)
@@ -103,7 +103,7 @@ def log_probabilities(model: GPT, hidden: Tensor, labels: np.ndarray) -> Array:
                 first, end = np.searchsorted(some, (row, row + 1)).tolist()
                 own = ids[start + first : start + end]
                 ones = xp.ones(end - first, np.float32)
-                totals[row] -= kernels.cross_entropy(logits[first:end], own, ones, with_slope=False)[0]
+                totals[row] -= kernels.cross_entropy(logits[first:end], own, ones, with_gradient=False)[0]
     return totals
 
 

@@ -33,47 +33,49 @@ class Kernel(Generic[P, R]):
     """Call the first faster version for the first array's type that does not decline, else `plain`."""
 
     def __init__(self, plain: Callable[P, R]) -> None:
-        self.plain = plain  # right on every array library: what faster versions are tested against
+        self.reference = plain  # right on every array library: what faster versions are tested against
         self.registered: dict[type, list[Version[P, R]]] = {}
-        self.versions: dict[type, list[Asked[P, R]]] = {}  # those asked, in order; filled when an array comes
+        self.implementations: dict[type, list[Asked[P, R]]] = {}  # those asked, in order; filled when an array comes
         update_wrapper(self, plain)
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
         if not args:  # even the first array came by its name
-            bound = inspect.signature(self.plain).bind(*args, **options)
+            bound = inspect.signature(self.reference).bind(*args, **options)
             return self(*bound.args, **bound.kwargs)
         if not reference_only.get():
-            versions = self.versions.get(type(args[0]))
+            versions = self.implementations.get(type(args[0]))
             if versions is None:
-                versions = self.look_up(type(args[0]))
-            for why_not, run in versions:
-                if why_not is None or why_not(*args, **options) is None:
+                versions = self.implementations_for(type(args[0]))
+            for decline_reason, run in versions:
+                if decline_reason is None or decline_reason(*args, **options) is None:
                     result = run(*args, **options)
                     if result is not NotImplemented:
                         return result
-        return self.plain(*args, **options)
+        return self.reference(*args, **options)
 
-    def on(self, array_type: type) -> Callable[[Version[P, R]], Version[P, R]]:
+    def register(self, array_type: type) -> Callable[[Version[P, R]], Version[P, R]]:
         """Register a version, with the signature of the plain one, for arrays of this type, after those before."""
 
-        def register(version: Version[P, R]) -> Version[P, R]:
+        def add(version: Version[P, R]) -> Version[P, R]:
             with _loading:  # or another thread could look up the versions of before, and keep them
                 self.registered.setdefault(array_type, []).append(version)
-                self.versions.pop(array_type, None)
+                self.implementations.pop(array_type, None)
             return version
 
-        return register
+        return add
 
-    def look_up(self, array_type: type) -> list[Asked[P, R]]:
+    def implementations_for(self, array_type: type) -> list[Asked[P, R]]:
         with _loading:  # no other thread may see half of what is being registered
             if array_type not in _loaded:
                 _load(array_type)
                 _loaded.add(array_type)
-            found = [(getattr(x, "why_not", None), getattr(x, "run", x)) for x in self.registered.get(array_type, ())]
-            return self.versions.setdefault(array_type, found)
+            found = [
+                (getattr(x, "decline_reason", None), getattr(x, "run", x)) for x in self.registered.get(array_type, ())
+            ]
+            return self.implementations.setdefault(array_type, found)
 
     def __repr__(self) -> str:
-        return f"<kernel {self.plain.__name__}>"
+        return f"<kernel {self.reference.__name__}>"
 
 
 def kernel(plain: Callable[P, R]) -> Kernel[P, R]:
@@ -96,18 +98,18 @@ def _load(array_type: type) -> None:
         register(array_type)
 
 
-def is_narrow(x: Any) -> bool:
+def is_16_bit(x: Any) -> bool:
     """Return whether x is an array of floats of 16 bits."""
     dtype = getattr(x, "dtype", None)
     return isinstance(dtype, np.dtype) and dtype.itemsize == 2 and dtype.kind not in "biu"
 
 
-def wide(x: Any) -> Any:
+def upcast(x: Any) -> Any:
     """Return floats of 16 bits as float32, anything else as it is."""
-    return x.astype(np.float32) if is_narrow(x) else x
+    return x.astype(np.float32) if is_16_bit(x) else x
 
 
-def widening(n_narrow: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def upcasting(n_narrow: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Compute a kernel in float32 where its first array has 16 bits, and return `n_narrow` results in its dtype.
 
     The other results (statistics, losses, sums, gradients of parameters) stay float32.
@@ -116,9 +118,9 @@ def widening(n_narrow: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(kernel: Callable[..., Any]) -> Any:
         @wraps(kernel)
         def run(*args: Any, **options: Any) -> Any:
-            if not is_narrow(args[0]):
+            if not is_16_bit(args[0]):
                 return kernel(*args, **options)
-            results = kernel(*map(wide, args), **{name: wide(option) for name, option in options.items()})
+            results = kernel(*map(upcast, args), **{name: upcast(option) for name, option in options.items()})
             if not n_narrow or results is NotImplemented:
                 return results
             if not isinstance(results, tuple):
@@ -130,6 +132,6 @@ def widening(n_narrow: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def wide_kernel(n_narrow: int) -> Callable[[Callable[P, R]], Kernel[P, R]]:
-    """Make a kernel of its plain version, which is `widening(n_narrow)`."""
-    return lambda plain: kernel(widening(n_narrow)(plain))
+def upcasting_kernel(n_narrow: int) -> Callable[[Callable[P, R]], Kernel[P, R]]:
+    """Make a kernel of its plain version, which is `upcasting(n_narrow)`."""
+    return lambda plain: kernel(upcasting(n_narrow)(plain))

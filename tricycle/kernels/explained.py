@@ -10,10 +10,10 @@ from tricycle import kernels
 from tricycle.kernels.dispatch import KERNELS, Kernel, reference_only
 
 PLAIN = "plain"  # what the plain version of a kernel is named
-ABSENT: dict[str, str] = {}  # why providers cannot be used here, by their names; they put it here
+UNAVAILABLE: dict[str, str] = {}  # why providers cannot be used here, by their names; they put it here
 
 
-class Answer(NamedTuple):
+class ProviderReport(NamedTuple):
     """What one version says: its provider, where it is defined, and why it declines (None where it would run)."""
 
     provider: str
@@ -25,7 +25,7 @@ class Explanation(NamedTuple):
     """What all versions of a kernel say of some arguments, in the order in which they are asked."""
 
     kernel: str
-    answers: tuple[Answer, ...]
+    answers: tuple[ProviderReport, ...]
 
     @property
     def provider(self) -> str:
@@ -60,22 +60,24 @@ def explain(kernel: Kernel[..., Any] | str, *args: Any, **options: Any) -> Expla
     if not args:
         raise ValueError(f"explain: expected the arguments of {kernel!r}, the first an array, got none")
     answers = []
-    kernel.look_up(type(args[0]))  # all have registered then
+    kernel.implementations_for(type(args[0]))  # all have registered then
     for version in kernel.registered.get(type(args[0]), ()):
-        why_not = getattr(version, "why_not", None)
+        decline_reason = getattr(version, "decline_reason", None)
         reason = "within debug.use_reference()" if reference_only.get() else None
-        if reason is None and why_not is not None:
-            reason = why_not(*args, **options)
-        answers.append(Answer(provider_of(version), place_of(version), reason))
-    absent = [Answer(name, "", reason) for name, reason in ABSENT.items()]
-    return Explanation(kernel.plain.__name__, (*answers, Answer(PLAIN, place_of(kernel.plain), None), *absent))
+        if reason is None and decline_reason is not None:
+            reason = decline_reason(*args, **options)
+        answers.append(ProviderReport(provider_name(version), qualified_name(version), reason))
+    absent = [ProviderReport(name, "", reason) for name, reason in UNAVAILABLE.items()]
+    return Explanation(
+        kernel.reference.__name__, (*answers, ProviderReport(PLAIN, qualified_name(kernel.reference), None), *absent)
+    )
 
 
-def place_of(version: Callable[..., Any]) -> str:
+def qualified_name(version: Callable[..., Any]) -> str:
     return f"{version.__module__}.{getattr(version, '__qualname__', '?')}"
 
 
-def provider_of(version: Callable[..., Any]) -> str:
+def provider_name(version: Callable[..., Any]) -> str:
     """Return the name of who provides a version: PROVIDER of its package, else the package's own name."""
     package = version.__module__.rpartition(".")[0] or version.__module__
     return getattr(sys.modules.get(package), "PROVIDER", package.split(".")[0])

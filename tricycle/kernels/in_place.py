@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec
 
-from tricycle.kernels.dispatch import is_narrow, wide
+from tricycle.kernels.dispatch import is_16_bit, upcast
 
 P = ParamSpec("P")
 
 
-def widening_in_place(*written: int) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def upcasting_in_place(*written: int) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Compute a kernel in float32 where an argument has 16 bits, and round what it writes once.
 
     Args:
@@ -21,12 +21,12 @@ def widening_in_place(*written: int) -> Callable[[Callable[P, None]], Callable[P
     def decorate(kernel: Callable[P, None]) -> Callable[P, None]:
         @wraps(kernel)
         def run(*args: P.args, **options: P.kwargs) -> None:
-            if not any(map(is_narrow, args)):
+            if not any(map(is_16_bit, args)):
                 kernel(*args, **options)
                 return
-            widened: list[Any] = [wide(argument) for argument in args]
+            widened: list[Any] = [upcast(argument) for argument in args]
             call: Callable[..., None] = kernel
-            call(*widened, **{name: wide(option) for name, option in options.items()})
+            call(*widened, **{name: upcast(option) for name, option in options.items()})
             for place in written:
                 target: Any = args[place]
                 if widened[place] is not target:

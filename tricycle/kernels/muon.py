@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tricycle.devices import Array, array_module
-from tricycle.kernels.dispatch import kernel, widening
+from tricycle.kernels.dispatch import kernel, upcasting
 
 # How Newton and Schulz's iteration brings singular values near 1 in five steps, whatever they were (at most 1):
 # x, x x^T x and (x x^T)^2 x with these weights (Amsel et al. 2025, "The Polar Express").
@@ -17,8 +17,8 @@ POLAR = [
 
 
 @kernel
-@widening(1)
-def orthogonalise(x: Array, precision: str = "float32") -> Array:
+@upcasting(1)
+def orthogonalize(x: Array, precision: str = "float32") -> Array:
     """Each matrix of (N, R, C) with all its singular values brought near 1: U V^T for U S V^T, about.
 
     Args:
@@ -26,7 +26,7 @@ def orthogonalise(x: Array, precision: str = "float32") -> Array:
     """
     xp = array_module(x)
     if x.shape[1] > x.shape[2]:
-        return orthogonalise.plain(x.swapaxes(1, 2)).swapaxes(1, 2)
+        return orthogonalize.reference(x.swapaxes(1, 2)).swapaxes(1, 2)
     x = x / (1.01 * xp.sqrt((x * x).sum(axis=(1, 2), keepdims=True)) + 1e-7)
     for a, b, c in POLAR:
         square = xp.matmul(x, x.swapaxes(1, 2))

@@ -17,7 +17,7 @@ from tricycle.autograd import NeedsGrad
 from tricycle.devices import ARRAY_MODULES, Array, on_gpu
 from tricycle.functions import linear
 from tricycle.kernels import FEW_ROWS
-from tricycle.kernels.dispatch import kernel, wide
+from tricycle.kernels.dispatch import kernel, upcast
 from tricycle.ops import check_device, floating
 from tricycle.tensor import Tensor, record
 
@@ -35,7 +35,7 @@ def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None, precis
     Args:
         precision: "bfloat16" may round x to 16 bits.
     """
-    rows = wide(x)
+    rows = upcast(x)
     product = np.zeros((len(rows), matrix.shape[1]), rows.dtype)
     for piece in matrix.pieces():
         part = matrix.rows(piece).astype(rows.dtype, copy=False)

@@ -23,11 +23,11 @@ from collections.abc import Callable
 from tricycle.devices import Array, array_module
 from tricycle.kernels import matmul
 from tricycle.kernels.dispatch import kernel
-from tricycle.kernels.in_place import widening_in_place
+from tricycle.kernels.in_place import upcasting_in_place
 
 
 @kernel
-def repeated(matrix: Array) -> Array:
+def prepare_matrix(matrix: Array) -> Array:
     """A matrix by which many others will be multiplied, `x @ matrix`, one after another."""
     return matrix
 
@@ -36,7 +36,9 @@ Piece = tuple[slice, slice]  # some steps of some items
 
 
 @kernel
-def pipeline(gates: Array, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]) -> None:
+def run_batch_parallel(
+    gates: Array, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
+) -> None:
     """Both for each piece, in order; `then` may need what `first` did for its piece and for those before.
 
     Args:
@@ -50,7 +52,7 @@ def pipeline(gates: Array, pieces: list[Piece], first: Callable[[Piece], None], 
 
 @kernel
 def project(x: Array, matrix: Array, bias: Array | None, out: Array) -> None:
-    """Write x (T, B, K) times a `repeated` matrix (K, N), plus a bias (N,), into `out` (T, B, N)."""
+    """Write x (T, B, K) times a `prepare_matrix` matrix (K, N), plus a bias (N,), into `out` (T, B, N)."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if out.flags.c_contiguous:
         matmul(rows, matrix, bias, out.reshape(len(rows), out.shape[-1]))
@@ -66,7 +68,7 @@ Step = Callable[[Array, Array, Array, Array], None]
 StepBack = Callable[[Array, Array, Array, Array, Array], None]
 
 
-def through_time(
+def forward_through_time(
     step: Step, gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None
 ) -> None:
     xp = array_module(gates)
@@ -80,7 +82,7 @@ def through_time(
             after[...] = xp.where(active[t], after, before)
 
 
-def back_through_time(
+def backward_through_time(
     step: StepBack,
     grad: Array,
     gates: Array,
@@ -120,7 +122,7 @@ def _to_sigmoid(x: Array) -> None:
 
 # -------------------------------------------------------------------- Elman's
 @kernel
-@widening_in_place(0, 1)
+@upcasting_in_place(0, 1)
 def rnn(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, relu: bool) -> None:
     """h' = tanh(gate), or max(gate, 0) (Elman 1990)."""
     xp = array_module(gates)
@@ -129,11 +131,11 @@ def rnn(gates: Array, states: Array, weights: Array, bias: Array | None, active:
         gate += recurrent
         after[0] = xp.maximum(gate, 0) if relu else xp.tanh(gate)
 
-    through_time(step, gates, states, weights, bias, active)
+    forward_through_time(step, gates, states, weights, bias, active)
 
 
 @kernel
-@widening_in_place(5, 6)
+@upcasting_in_place(5, 6)
 def rnn_backward(
     grad: Array,
     gates: Array,
@@ -149,18 +151,18 @@ def rnn_backward(
         d[0] = d_states[0] * ((h > 0) if relu else 1 - h * h)
         d_states[...] = 0
 
-    back_through_time(step, grad, gates, states, weights, active, d_gates, d_states)
+    backward_through_time(step, grad, gates, states, weights, active, d_gates, d_states)
 
 
 # -------------------------------------------------------------------- GRU
 @kernel
-@widening_in_place(0, 1)
+@upcasting_in_place(0, 1)
 def gru(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
     """h' = (1 - z) n + z h with gates r, z, n, where n = tanh(its input + r * its recurrent part) (Cho et al. 2014).
 
     states[1] takes that recurrent part, which the backward needs.
     """
-    through_time(_gru_step, gates, states, weights, bias, active)
+    forward_through_time(_gru_step, gates, states, weights, bias, active)
 
 
 def _gru_step(gate: Array, recurrent: Array, before: Array, after: Array) -> None:
@@ -176,11 +178,11 @@ def _gru_step(gate: Array, recurrent: Array, before: Array, after: Array) -> Non
 
 
 @kernel
-@widening_in_place(5, 6)
+@upcasting_in_place(5, 6)
 def gru_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
-    back_through_time(_gru_step_back, grad, gates, states, weights, active, d_gates, d_states)
+    backward_through_time(_gru_step_back, grad, gates, states, weights, active, d_gates, d_states)
 
 
 def _gru_step_back(gate: Array, before: Array, after: Array, d_states: Array, d: Array) -> None:
@@ -198,13 +200,13 @@ def _gru_step_back(gate: Array, before: Array, after: Array, d_states: Array, d:
 
 # -------------------------------------------------------------------- LSTM
 @kernel
-@widening_in_place(0, 1)
+@upcasting_in_place(0, 1)
 def lstm(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
     """c' = f c + i g and h' = o tanh(c') with gates i, f, g, o; states h and c, and tanh(c'), which the backward needs.
 
     Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000.
     """
-    through_time(_lstm_step, gates, states, weights, bias, active)
+    forward_through_time(_lstm_step, gates, states, weights, bias, active)
 
 
 def _lstm_step(gate: Array, recurrent: Array, before: Array, after: Array) -> None:
@@ -221,11 +223,11 @@ def _lstm_step(gate: Array, recurrent: Array, before: Array, after: Array) -> No
 
 
 @kernel
-@widening_in_place(5, 6)
+@upcasting_in_place(5, 6)
 def lstm_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
-    back_through_time(_lstm_step_back, grad, gates, states, weights, active, d_gates, d_states)
+    backward_through_time(_lstm_step_back, grad, gates, states, weights, active, d_gates, d_states)
 
 
 def _lstm_step_back(gate: Array, before: Array, after: Array, d_states: Array, d: Array) -> None:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from tricycle.devices import Array
-from tricycle.kernels.dispatch import kernel, wide_kernel
+from tricycle.kernels.dispatch import kernel, upcasting_kernel
 from tricycle.kernels.reference import attention
-from tricycle.kernels.reference.attention import Rows, Scoring, capped_scores, hide, mix
+from tricycle.kernels.reference.attention import (
+    RowSoftmaxFn,
+    ScoreOptions,
+    apply_weights,
+    mask_scores,
+    softcapped_scores,
+)
 
 
-@wide_kernel(0)
-def attention_scores(q: Array, k: Array, scoring: Scoring, mask: Array | None = None) -> Array:
+@upcasting_kernel(0)
+def attention_scores(q: Array, k: Array, score_options: ScoreOptions, mask: Array | None = None) -> Array:
     """scale * q k^T, capped (B, H, T, S), -inf where a key is hidden."""
-    return hide(capped_scores(q, k, scoring), scoring, mask)
+    return mask_scores(softcapped_scores(q, k, score_options), score_options, mask)
 
 
-@wide_kernel(1)
-def row_attention(q: Array, k: Array, v: Array, scoring: Scoring, rows: Rows, mask: Array | None = None) -> Array:
-    """rows(scores) v for every item and head; a faster version may call `rows` without what is hidden everywhere."""
-    return mix(rows(attention_scores.plain(q, k, scoring, mask)), v)
+@upcasting_kernel(1)
+def row_attention(
+    q: Array, k: Array, v: Array, score_options: ScoreOptions, row_softmax: RowSoftmaxFn, mask: Array | None = None
+) -> Array:
+    """Compute row_softmax(scores) v of each head; a provider may leave out keys that are hidden from all rows."""
+    return apply_weights(row_softmax(attention_scores.reference(q, k, score_options, mask)), v)
 
 
 row_attention_backward = kernel(attention.row_attention_backward)

@@ -60,7 +60,7 @@ class MuonRule(Rule):
         if step.weight_decay:
             weights *= step.kept
         blocks = _square_blocks(ahead)
-        blocks[...] = muon.orthogonalise(blocks, self.precision)
+        blocks[...] = muon.orthogonalize(blocks, self.precision)
         n_rows, n_columns = weights.shape
         ahead *= step.learning_rate * self.rate * math.sqrt(max(1, n_columns / n_rows) / len(blocks))
         weights -= ahead

@@ -116,8 +116,8 @@ class _Run:
         xp = array_module(rows)
         self.kind = kind
         self.rows = rows
-        self.matrix = cells.repeated(matrix)
-        self.hidden = cells.repeated(hidden)
+        self.matrix = cells.prepare_matrix(matrix)
+        self.hidden = cells.prepare_matrix(hidden)
         self.active = active
         self.gates = xp.empty((n_steps, n_items, n_columns), rows.dtype)
         self.states = xp.empty((kind.n_kept, n_steps + 1, n_items, size), self.gates.dtype)
@@ -144,7 +144,7 @@ class _Run:
             states = _around(self.states, piece)
             step(self.gates[piece], states, self.hidden, later_bias, self._active(piece), *self.kind.options)
 
-        cells.pipeline(self.gates, self.pieces, project, advance)
+        cells.run_batch_parallel(self.gates, self.pieces, project, advance)
 
     def backward(self, grad: Array, has_biases: bool) -> list[Array]:
         """The gradients of inputs, first states, both matrices, and both biases if there are any."""
@@ -163,7 +163,7 @@ class _Run:
         def multiply(piece: cells.Piece) -> None:
             cells.project(d_gates[0][piece], self.matrix.T, None, dx[piece])
 
-        cells.pipeline(self.gates, self.pieces[::-1], go_back, multiply)
+        cells.run_batch_parallel(self.gates, self.pieces[::-1], go_back, multiply)
         d_matrix = kernels.matmul(_flat(self.rows).T, _flat(d_gates[0]))
         d_hidden = kernels.matmul(_flat(self.states[0, :-1]).T, _flat(d_gates[-1]))
         gradients = [dx, d_initial, d_matrix, d_hidden]

@@ -39,10 +39,10 @@ class AdaptiveSoftmax(RowSoftmax):
         self.threshold = threshold
         self.stop_gradient = stop_gradient
 
-    def rows(self, scores: Array) -> Array:
+    def row_softmax(self, scores: Array) -> Array:
         return kernels.softmax(scores * self.temperature(scores)[0])
 
-    def rows_backward(self, grad: Array, scores: Array, weights: Array) -> Array:
+    def row_softmax_backward(self, grad: Array, scores: Array, weights: Array) -> Array:
         beta, slope, plain, log_plain, entropy = self.temperature(scores)
         dproduct = kernels.softmax_backward(grad, weights)
         dscores = beta * dproduct

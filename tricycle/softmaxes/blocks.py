@@ -9,23 +9,23 @@ import numpy as np
 from tricycle import extra_ops, kernels
 from tricycle.devices import Array, array_module
 from tricycle.functions import AttendBackward, RowSoftmax, Softmax, as_rows
-from tricycle.kernels import Scoring, batched
-from tricycle.kernels.ranges import queries_seeing, scoring_of_part
+from tricycle.kernels import ScoreOptions, batched
+from tricycle.kernels.ranges import block_score_options, queries_with_keys
 from tricycle.ops import positive
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, no_grad
 
 
 class _Part(NamedTuple):
-    """What one block of keys gives to the queries that see any of it; its scoring counts from the first of both."""
+    """The attention of the queries that see any key of one block; offsets count from the first of both."""
 
     block: int
     queries: slice
     keys: slice
-    scoring: Scoring
+    score_options: ScoreOptions
     mask: Array | None
     out: Array
-    log_total: Array
+    logsumexp: Array
 
 
 class _Operands(NamedTuple):
@@ -47,7 +47,7 @@ class _Kept(NamedTuple):
 
     parts: list[_Part]
     factors: list[Array | int]
-    log_total: Array | None  # with exact scales
+    logsumexp: Array | None  # with exact scales
     mask: Array | None
 
 
@@ -137,7 +137,7 @@ class BlockSoftmax(RowSoftmax):
         result.name = self.name
         return result
 
-    def rows(self, scores: Array, scales: Array | None = None) -> Array:
+    def row_softmax(self, scores: Array, scales: Array | None = None) -> Array:
         with no_grad():
             return self(Tensor(scores), None if scales is None else Tensor(scales)).array
 
@@ -146,7 +146,7 @@ class BlockSoftmax(RowSoftmax):
         q: Array,
         k: Array,
         v: Array,
-        scoring: Scoring,
+        score_options: ScoreOptions,
         mask: Array | None = None,
         scales: Array | None = None,
         *,
@@ -161,7 +161,7 @@ class BlockSoftmax(RowSoftmax):
         Raises:
             ValueError: scales missing, too few, or given where they have no use; keys beyond the last block.
         """
-        xp, start = array_module(q), scoring.offset or 0
+        xp, start = array_module(q), score_options.offset or 0
         scales = self._checked(scales, k.shape[1], start + q.shape[1])
         operands = _Operands(q, k, v)
         kept: dict[int, _Kept] = {}
@@ -169,15 +169,15 @@ class BlockSoftmax(RowSoftmax):
 
         def forward(items: slice) -> None:
             here = _of_items(mask, items)
-            parts = self._attend_blocks(*operands.of_items(items), scoring, here)
+            parts = self._attend_blocks(*operands.of_items(items), score_options, here)
             exact, shape = self.correction == "exact", (items.stop - items.start, q.shape[2], q.shape[1])
-            log_total = _log_of_sum(xp, parts, shape) if exact and parts else None
-            factors = [self._factor(xp, part, start, scales, log_total) for part in parts]
+            logsumexp = _log_of_sum(xp, parts, shape) if exact and parts else None
+            factors = [self._factor(xp, part, start, scales, logsumexp) for part in parts]
             for part, factor in zip(parts, factors):
                 out[items, part.queries] += part.out * factor
-            kept[items.start] = _Kept(parts, factors, log_total, here)
+            kept[items.start] = _Kept(parts, factors, logsumexp, here)
 
-        batched.for_items(q, forward)
+        batched.run_over_batch(q, forward)
 
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> Array | None:
             by_start: dict[int, Array | None] = {}
@@ -186,13 +186,13 @@ class BlockSoftmax(RowSoftmax):
                 mine = operands.of_items(items)
                 grads = _Operands(dq, dk, dv).of_items(items)
                 of_these = kept[items.start]
-                if of_these.log_total is None:
+                if of_these.logsumexp is None:
                     by_start[items.start] = self._backward_blocks(grad[items], mine, grads, of_these, start, scales)
                 else:  # with exact scales it is attention to the whole row
-                    whole = (out[items], of_these.log_total, scoring, *grads, of_these.mask)
+                    whole = (out[items], of_these.logsumexp, score_options, *grads, of_these.mask)
                     kernels.attention_backward(grad[items], *mine, *whole)
 
-            batched.for_items(q, work)
+            batched.run_over_batch(q, work)
             if scales is None:
                 return None
             return self._of_parameter(xp.stack([by_start[start] for start in sorted(by_start)]).sum(axis=0))
@@ -216,13 +216,17 @@ class BlockSoftmax(RowSoftmax):
             raise ValueError(f"{self}: expected no more keys than length and scales {wanted} or longer, got {came}")
         return placed
 
-    def _attend_blocks(self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None) -> list[_Part]:
+    def _attend_blocks(
+        self, q: Array, k: Array, v: Array, score_options: ScoreOptions, mask: Array | None
+    ) -> list[_Part]:
         n_queries, parts = q.shape[1], []
         for i, keys in enumerate(self._blocks(k.shape[1])):
-            queries = queries_seeing(scoring_of_part(scoring, 0, keys.start), n_queries, keys.stop - keys.start)
+            queries = queries_with_keys(
+                block_score_options(score_options, 0, keys.start), n_queries, keys.stop - keys.start
+            )
             if queries.start == queries.stop:
                 continue
-            part_scoring = scoring_of_part(scoring, queries.start, keys.start)
+            part_scoring = block_score_options(score_options, queries.start, keys.start)
             here = None if mask is None else mask[:, :, queries if mask.shape[2] > 1 else slice(None), keys]
             results = kernels.attention(q[:, queries], k[:, keys], v[:, keys], part_scoring, False, here)
             parts.append(_Part(i, queries, keys, part_scoring, here, *results))
@@ -250,7 +254,7 @@ class BlockSoftmax(RowSoftmax):
             mine = operands.of_part(part)
             _, dk, dv = grads.of_part(part)
             dq = xp.empty(mine.q.shape, mine.q.dtype)  # a query may see several blocks
-            saved = (part.out, part.log_total, part.scoring)
+            saved = (part.out, part.logsumexp, part.score_options)
             kernels.attention_backward(part_grad, *mine, *saved, dq, dk, dv, part.mask)
             grads.q[:, part.queries] += dq
         return dscales
@@ -269,10 +273,10 @@ class BlockSoftmax(RowSoftmax):
         step = self._step(n_keys)
         return [slice(start, min(start + step, n_keys)) for start in range(0, n_keys, step)]
 
-    def _factor(self, xp: Any, part: _Part, start: int, scales: Array | None, log_total: Array | None) -> Array | int:
+    def _factor(self, xp: Any, part: _Part, start: int, scales: Array | None, logsumexp: Array | None) -> Array | int:
         """What the output of a block is multiplied by: one for each query [and head]."""
-        if log_total is not None:
-            return xp.exp(part.log_total - log_total[..., part.queries]).transpose(0, 2, 1)[..., None]
+        if logsumexp is not None:
+            return xp.exp(part.logsumexp - logsumexp[..., part.queries]).transpose(0, 2, 1)[..., None]
         if scales is None:
             return 1
         at = scales[..., part.block, start + part.queries.start : start + part.queries.stop]
@@ -285,9 +289,9 @@ def _of_items(mask: Array | None, items: slice) -> Array | None:
 
 def _log_of_sum(xp: Any, parts: list[_Part], shape: tuple[int, ...]) -> Array:
     """The log of each row's sum of exponentials, from those of its blocks."""
-    logs = xp.full((len(parts), *shape), -np.inf, parts[0].log_total.dtype)
+    logs = xp.full((len(parts), *shape), -np.inf, parts[0].logsumexp.dtype)
     for i, part in enumerate(parts):
-        logs[i][..., part.queries] = part.log_total
+        logs[i][..., part.queries] = part.logsumexp
     largest = logs.max(axis=0)
     largest = xp.where(xp.isneginf(largest), 0, largest)
     total = xp.exp(logs - largest).sum(axis=0)

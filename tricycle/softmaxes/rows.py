@@ -6,7 +6,7 @@ from typing import Any
 
 from tricycle.devices import Array
 from tricycle.functions import AttendBackward, RowSoftmax
-from tricycle.kernels import Scoring
+from tricycle.kernels import ScoreOptions
 from tricycle.kernels.rows import row_attention, row_attention_backward
 
 
@@ -15,19 +15,21 @@ def attend(
     q: Array,
     k: Array,
     v: Array,
-    scoring: Scoring,
+    score_options: ScoreOptions,
     mask: Array | None = None,
     *,
     dtype: Any = None,
 ) -> tuple[Array, AttendBackward]:
-    """Compute attention as `Softmax.attend` does, with the variant's `rows` and `rows_backward`.
+    """Compute attention as `Softmax.attend` does, with the variant's `rows` and `row_softmax_backward`.
 
     A faster version needs memory that grows with the number of keys, not its square.
     """
-    out = row_attention(q, k, v, scoring, softmax.rows, mask)
+    out = row_attention(q, k, v, score_options, softmax.row_softmax, mask)
 
     def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> None:
-        row_attention_backward(grad, q, k, v, scoring, softmax.rows, softmax.rows_backward, dq, dk, dv, mask)
+        row_attention_backward(
+            grad, q, k, v, score_options, softmax.row_softmax, softmax.row_softmax_backward, dq, dk, dv, mask
+        )
 
     return out if dtype is None else out.astype(dtype, copy=False), backward
 

@@ -10,7 +10,7 @@ import numpy as np
 from tricycle import extra_ops, kernels, ops
 from tricycle.devices import Array, array_module
 from tricycle.functions import AttendBackward, RowSoftmax, Softmax, as_rows
-from tricycle.kernels import Scoring
+from tricycle.kernels import ScoreOptions
 from tricycle.ops import as_tensor
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor
@@ -60,7 +60,7 @@ class SinkSoftmax(RowSoftmax):
         result.name = self.name
         return result
 
-    def rows(self, scores: Array, sinks: Array | None = None) -> Array:
+    def row_softmax(self, scores: Array, sinks: Array | None = None) -> Array:
         xp = array_module(scores)
         column = xp.asarray(self.initial if sinks is None else sinks, scores.dtype)[..., None, None]
         one_more = xp.concatenate([scores, xp.broadcast_to(column, (*scores.shape[:-1], 1))], axis=-1)
@@ -71,7 +71,7 @@ class SinkSoftmax(RowSoftmax):
         q: Array,
         k: Array,
         v: Array,
-        scoring: Scoring,
+        score_options: ScoreOptions,
         mask: Array | None = None,
         sinks: Array | None = None,
         *,
@@ -88,14 +88,14 @@ class SinkSoftmax(RowSoftmax):
         b = xp.full(q.shape[2], self.initial, np.float32) if sinks is None else sinks
         if b.shape != q.shape[2:3]:
             raise ValueError(f"{self}: expected sinks of shape {q.shape[2:3]}, one for each head, got {b.shape}")
-        plain, log_plain = kernels.attention(q, k, v, scoring, False, mask, dtype)
-        log_total = xp.logaddexp(log_plain, b[:, None].astype(log_plain.dtype))
-        shift = xp.where(xp.isneginf(log_total), 0, log_total)
+        plain, log_plain = kernels.attention(q, k, v, score_options, False, mask, dtype)
+        logsumexp = xp.logaddexp(log_plain, b[:, None].astype(log_plain.dtype))
+        shift = xp.where(xp.isneginf(logsumexp), 0, logsumexp)
         out = (plain * _by_query(xp.exp(log_plain - shift))).astype(plain.dtype, copy=False)
 
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> Array | None:
             # with the total of all keys and the sink each weight is right, and so is its gradient
-            kernels.attention_backward(grad, q, k, v, out, log_total, scoring, dq, dk, dv, mask)
+            kernels.attention_backward(grad, q, k, v, out, logsumexp, score_options, dq, dk, dv, mask)
             if sinks is None:
                 return None
             # a weight w_i loses w_i w_b as b grows, and so does the mix of values

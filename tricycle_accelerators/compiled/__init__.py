@@ -61,7 +61,7 @@ def is_yet_to_compile() -> bool:
 def register(array: type) -> None:
     """Offer these versions for a type of arrays."""
     k, r = kernels, recurrent
-    activated = (k.gelu, k.gelu_with_slope, k.gelu_backward, k.swiglu, k.swiglu_backward)
+    activated = (k.gelu, k.gelu_with_derivative, k.gelu_backward, k.swiglu, k.swiglu_backward)
     layers = (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)
     offer(
         array,
@@ -69,9 +69,9 @@ def register(array: type) -> None:
         (vectors, (k.matmul, few_bits_matmul)),
         (narrow_rows, (narrow.product_by_int8, narrow.product_by_bfloat16)),
         (matrices, [k.matmul]),
-        (elementwise, (*activated, k.sum_rows, k.sum_squares, k.rotate)),
+        (elementwise, (*activated, k.sum_rows, k.sum_squares, k.apply_rope)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
-        (recurrence, (r.repeated, r.pipeline, r.project, *layers)),
+        (recurrence, (r.prepare_matrix, r.run_batch_parallel, r.project, *layers)),
         (losses, [k.cross_entropy]),
         (tables, [k.embedding_backward]),
         (optimisers, [k.adamw]),

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.kernels import FEW_ROWS, Scoring
-from tricycle.kernels.dispatch import is_narrow, wide
-from tricycle.kernels.ranges import queries_seeing
+from tricycle.kernels import FEW_ROWS, ScoreOptions
+from tricycle.kernels.dispatch import is_16_bit, upcast
+from tricycle.kernels.ranges import queries_with_keys
 from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.attention_blocks import Group, heads_first, make_groups
 from tricycle_accelerators.compiled.elementwise import FLOAT32
@@ -20,24 +20,26 @@ MASK_OR_CAP = "a mask or a soft-cap"
 MANY_SCORES = 2**19  # of a query: more are shared by threads
 
 
-def _why_not_many(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: np.ndarray | None) -> str | None:
+def _why_not_many(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, mask: np.ndarray | None
+) -> str | None:
     """Return why this is not our business: enough queries that each see a key, one dtype, and a scale above 0."""
     n_queries, n_keys = q.shape[1], k.shape[1]
-    if mask is not None or scoring.cap is not None:
+    if mask is not None or score_options.cap is not None:
         return MASK_OR_CAP
     if n_queries < LEAST_QUERIES or not v.size or not q.size:
         return f"fewer than {LEAST_QUERIES} queries, or no keys or heads"
-    if not scoring.scale > 0:
-        return f"a scale above 0, got {scoring.scale}"
-    if not q.dtype == k.dtype == v.dtype or not (q.dtype == np.float32 or is_narrow(q)):
+    if not score_options.scale > 0:
+        return f"a scale above 0, got {score_options.scale}"
+    if not q.dtype == k.dtype == v.dtype or not (q.dtype == np.float32 or is_16_bit(q)):
         return f"one dtype, float32 or of 16 bits, got {q.dtype}, {k.dtype} and {v.dtype}"
-    if queries_seeing(scoring, n_queries, n_keys) != slice(0, n_queries):
+    if queries_with_keys(score_options, n_queries, n_keys) != slice(0, n_queries):
         return "queries that see no key"
     return None
 
 
 def _why_not_few(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: np.ndarray | None, dtype: Any
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, mask: np.ndarray | None, dtype: Any
 ) -> str | None:
     """Return why these are not the queries of the last tokens, and the keys and values of a cache, each contiguous.
 
@@ -45,18 +47,18 @@ def _why_not_few(
     """
     n_items, n_queries, n_heads, _ = q.shape
     n_keys = k.shape[1]
-    if mask is not None or scoring.cap is not None:
+    if mask is not None or score_options.cap is not None:
         return MASK_OR_CAP
     if n_items != 1 or not n_queries:
         return f"few queries of one text alone, got {n_queries} of {n_items}"
     if n_heads * n_keys >= MANY_SCORES:
         return f"few queries with {MANY_SCORES} scores each or more"
-    if scoring.offset is not None and scoring.offset + n_queries != n_keys:
+    if score_options.offset is not None and score_options.offset + n_queries != n_keys:
         return "few queries that are not at the last keys"
     if (dtype is not None and dtype != FLOAT32) or q.dtype != FLOAT32:
         return f"few queries and their results of float32, got {q.dtype} and {dtype or q.dtype}"
     kept = k.dtype
-    if v.dtype != kept or not (kept == FLOAT32 or is_narrow(k)):
+    if v.dtype != kept or not (kept == FLOAT32 or is_16_bit(k)):
         return f"keys and values of one dtype, float32 or of 16 bits, got {kept} and {v.dtype}"
     if v.shape != k.shape or not k.size:
         return f"keys and values of one size, got {k.shape} and {v.shape}"
@@ -65,29 +67,29 @@ def _why_not_few(
     return None
 
 
-def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, nothing: bool) -> Any:
+def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, off_by_one: bool) -> Any:
     """Attend with each query as if it came alone, so that results do not depend on how many come together."""
     n_queries, n_keys = q.shape[1], k.shape[1]
     keys, values = k[0], v[0]
     out = np.empty(q.shape, np.float32)
-    log_total = np.empty((1, q.shape[2], n_queries), np.float32)
+    logsumexp = np.empty((1, q.shape[2], n_queries), np.float32)
     attend = load("loops").attend
     narrow: tuple[bool, ...] = ()
     if keys.dtype != FLOAT32:
         narrow = (keys.dtype != np.float16,)
         attend = load("loops").attend_16
         keys, values = keys.view(np.uint16), values.view(np.uint16)
-    scale, offset, window, _ = scoring
+    scale, offset, window, _ = score_options
     for t in range(n_queries):
         stop = n_keys if offset is None else offset + t + 1
         seen = slice(0 if window is None else max(0, stop - window), stop)
-        attend(q[0, t], keys[seen], values[seen], *narrow, scale, nothing, out[0, t], log_total[0, :, t])
-    return out, log_total
+        attend(q[0, t], keys[seen], values[seen], *narrow, scale, off_by_one, out[0, t], logsumexp[0, :, t])
+    return out, logsumexp
 
 
 def _prepared(arrays: tuple[np.ndarray, ...], narrow: bool) -> tuple[np.ndarray, ...]:
     """As the loops take them: the bits of bfloat16, or float32; aligned, not read-only, and rows in one piece."""
-    arrays = tuple(array.view(np.uint16) if narrow else wide(array) for array in arrays)
+    arrays = tuple(array.view(np.uint16) if narrow else upcast(array) for array in arrays)
     return tuple(array if _behave(array) else array.copy() for array in arrays)
 
 
@@ -95,31 +97,31 @@ def _behave(*arrays: np.ndarray) -> bool:
     return all(array.flags.behaved and array.strides[-1] == array.itemsize for array in arrays)
 
 
-def _settings(scoring: Scoring, n_queries: int, n_keys: int) -> tuple[float, int, int]:
+def _settings(score_options: ScoreOptions, n_queries: int, n_keys: int) -> tuple[float, int, int]:
     """Return the scale, the last key that query 0 sees, and the window size, 0 for none.
 
     A window that reaches from the last query back to key 0 hides nothing and counts as none. A smaller one counts even
     if it exceeds the number of keys, because the queries may be positioned behind the last key.
     """
-    if scoring.offset is None:
-        return scoring.scale, n_keys, 0
-    window = scoring.window or 0
-    return scoring.scale, scoring.offset, window if window < n_queries + scoring.offset else 0
+    if score_options.offset is None:
+        return score_options.scale, n_keys, 0
+    window = score_options.window or 0
+    return score_options.scale, score_options.offset, window if window < n_queries + score_options.offset else 0
 
 
 def _why_not_attention(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
-    scoring: Scoring,
-    nothing: bool,
+    score_options: ScoreOptions,
+    off_by_one: bool,
     mask: np.ndarray | None = None,
     dtype: Any = None,
 ) -> str | None:
     if q.shape[1] > FEW_ROWS:
-        return _why_not_many(q, k, v, scoring, mask)
-    why = _why_not_few(q, k, v, scoring, mask, dtype)
-    return why if why is None or q.shape[1] < LEAST_QUERIES else _why_not_many(q, k, v, scoring, mask)
+        return _why_not_many(q, k, v, score_options, mask)
+    why = _why_not_few(q, k, v, score_options, mask, dtype)
+    return why if why is None or q.shape[1] < LEAST_QUERIES else _why_not_many(q, k, v, score_options, mask)
 
 
 @unless(_why_not_attention)
@@ -127,21 +129,21 @@ def attention(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
-    scoring: Scoring,
-    nothing: bool,
+    score_options: ScoreOptions,
+    off_by_one: bool,
     mask: np.ndarray | None = None,
     dtype: Any = None,
 ) -> Any:
     n_queries = q.shape[1]
-    if n_queries < LEAST_QUERIES or (n_queries <= FEW_ROWS and not _why_not_few(q, k, v, scoring, mask, dtype)):
-        return _attend_few(q, k, v, scoring, nothing)
+    if n_queries < LEAST_QUERIES or (n_queries <= FEW_ROWS and not _why_not_few(q, k, v, score_options, mask, dtype)):
+        return _attend_few(q, k, v, score_options, off_by_one)
     dtype = dtype or q.dtype
     narrow = q.dtype.name == "bfloat16"
     narrow_results = narrow and dtype == q.dtype
     out = buffers.empty((*q.shape[:3], v.shape[3]), dtype if narrow_results else np.float32)
-    log_total = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32)
-    totals = np.empty_like(log_total)
-    settings = _settings(scoring, q.shape[1], k.shape[1])
+    logsumexp = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32)
+    totals = np.empty_like(logsumexp)
+    settings = _settings(score_options, q.shape[1], k.shape[1])
     groups, _ = make_groups(q, k)
     q, k, v = _prepared((q, k, v), narrow)
     (means,) = _prepared((out,), narrow_results)
@@ -154,16 +156,16 @@ def attention(
             heads_first(k, item, key_heads),
             heads_first(v, item, key_heads),
             *settings,
-            nothing,
+            off_by_one,
             heads_first(means, item, heads),
-            log_total[item, heads],
+            logsumexp[item, heads],
             totals[item, heads],
         )
 
     threads.parallel(work, groups)
     with np.errstate(all="ignore"):  # of infinity and NaN, which come from outside
-        log_total += np.log(totals, out=totals)
-    return out.astype(dtype, copy=False), log_total
+        logsumexp += np.log(totals, out=totals)
+    return out.astype(dtype, copy=False), logsumexp
 
 
 def _why_not_attention_backward(
@@ -172,16 +174,16 @@ def _why_not_attention_backward(
     k: np.ndarray,
     v: np.ndarray,
     out: np.ndarray,
-    log_total: np.ndarray,
-    scoring: Scoring,
+    logsumexp: np.ndarray,
+    score_options: ScoreOptions,
     dq: np.ndarray,
     dk: np.ndarray,
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> str | None:
-    if log_total.dtype != np.float32:
-        return f"logs of sums of float32, got {log_total.dtype}"
-    why = _why_not_many(q, k, v, scoring, mask)
+    if logsumexp.dtype != np.float32:
+        return f"logs of sums of float32, got {logsumexp.dtype}"
+    why = _why_not_many(q, k, v, score_options, mask)
     if why is not None:
         return why
     dtype = dk.dtype
@@ -199,8 +201,8 @@ def attention_backward(
     k: np.ndarray,
     v: np.ndarray,
     out: np.ndarray,
-    log_total: np.ndarray,
-    scoring: Scoring,
+    logsumexp: np.ndarray,
+    score_options: ScoreOptions,
     dq: np.ndarray,
     dk: np.ndarray,
     dv: np.ndarray,
@@ -209,12 +211,12 @@ def attention_backward(
     dtype = dk.dtype
     narrow = q.dtype.name == "bfloat16"
     narrow_results = narrow and dtype == q.dtype
-    settings = _settings(scoring, q.shape[1], k.shape[1])
+    settings = _settings(score_options, q.shape[1], k.shape[1])
     groups, in_parts = make_groups(q, k)
     sums: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of groups, for keys and values
     q, k, v = _prepared((q, k, v), narrow)
     grad, out, dq, dk, dv = _prepared((grad, out, dq, dk, dv), narrow_results)
-    (log_total,) = _prepared((log_total,), False)
+    (logsumexp,) = _prepared((logsumexp,), False)
     attend_back = load("attention_loops").attend_back(narrow, narrow_results)
 
     def work(i: int) -> None:
@@ -231,7 +233,7 @@ def attention_backward(
             keys,
             values,
             heads_first(out, item, heads),
-            log_total[item, heads],
+            logsumexp[item, heads],
             *settings,
             heads_first(dq, item, heads),
             new_keys,
@@ -251,5 +253,5 @@ def _add_parts(
     for place, which in ((dk, 0), (dv, 1)):
         total = np.zeros(place.shape, np.float32)
         for i, group in enumerate(groups):
-            heads_first(total, group.item, group.key_heads)[...] += wide(sums[i][which].view(place.dtype))
+            heads_first(total, group.item, group.key_heads)[...] += upcast(sums[i][which].view(place.dtype))
         place[...] = total

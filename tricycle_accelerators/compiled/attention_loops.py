@@ -242,7 +242,7 @@ def _exponentials(scores, weights, mixed, shifts, totals, scale, n_queries):  # 
         totals[t] += total
 
 
-def _attend(q, k, v, scale, last, window, nothing, out, shifts, totals):  # type: ignore[no-untyped-def]
+def _attend(q, k, v, scale, last, window, off_by_one, out, shifts, totals):  # type: ignore[no-untyped-def]
     """Write the means of values (H, T, E); the shifts of their exponentials and the sums of these (H, T).
 
     Args:
@@ -272,8 +272,8 @@ def _attend(q, k, v, scale, last, window, nothing, out, shifts, totals):  # type
             _fetch_heads(q, k, v, h + 1, some)
             as_left(q[h, some], queries)
             mixed[:] = ZERO
-            sums[:] = ONE if nothing else ZERO
-            highest[:] = ZERO if nothing else LOWEST
+            sums[:] = ONE if off_by_one else ZERO
+            highest[:] = ZERO if off_by_one else LOWEST
             for block, here, shape, ends in _meetings(some, n_keys, last, window):
                 _multiply_seen(queries[here], block_of(keys, block, turned)[:n_inner], scores, shape, ends)
                 if not _all_seen(shape, ends):

@@ -85,7 +85,7 @@ def _gelu(x: np.ndarray) -> Any:
 
 
 @unless(_why_not_rows)
-def gelu_with_slope(x: np.ndarray) -> Any:
+def gelu_with_derivative(x: np.ndarray) -> Any:
     """Without the slope, which is computed again in less time than it takes to be written and read."""
     return _gelu(x), None
 
@@ -149,7 +149,7 @@ def _why_not_rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> str | No
 
 
 @unless(_why_not_rotate)
-def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """A thread takes an item at a time; a single item, as in generation, is computed in this thread."""
     y = buffers.empty(x.shape, x.dtype)
     compute = load("loops").rotate

@@ -177,13 +177,13 @@ def attend(
     scale: float,
     nothing: bool,
     mixed: np.ndarray,
-    log_total: np.ndarray,
+    logsumexp: np.ndarray,
 ) -> None:
     """What queries (K G, D) make of keys and values (S, K, D), and the log sum exp of their scores."""
     weights = np.empty((len(q), len(keys)), np.float32)
     _scores(q, keys, scale, weights)
     for h in range(len(q)):
-        log_total[h] = _softmax(weights[h], nothing)
+        logsumexp[h] = _softmax(weights[h], nothing)
     mixed[:] = 0
     _add_values(weights, values, mixed)
 
@@ -215,7 +215,7 @@ def attend_16(
     scale: float,
     nothing: bool,
     mixed: np.ndarray,
-    log_total: np.ndarray,
+    logsumexp: np.ndarray,
 ) -> None:
     """The same with the bits of 16-bit keys and values, some of which are float32 at a time."""
     n_tokens = len(keys)
@@ -226,7 +226,7 @@ def attend_16(
         _widen(keys[start:stop], is_bfloat16, some[: stop - start])
         _scores(q, some[: stop - start], scale, weights[:, start:stop])
     for h in range(len(q)):
-        log_total[h] = _softmax(weights[h], nothing)
+        logsumexp[h] = _softmax(weights[h], nothing)
     mixed[:] = 0
     for start in range(0, n_tokens, AT_ONCE):
         stop = min(start + AT_ONCE, n_tokens)

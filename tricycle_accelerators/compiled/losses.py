@@ -19,11 +19,11 @@ def _why_not_cross_entropy(logits: np.ndarray, *_: Any, **__: Any) -> str | None
 
 @unless(_why_not_cross_entropy)
 def cross_entropy(
-    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_slope: bool = True
+    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[np.ndarray, np.ndarray | None] | NotImplementedType:
     if not 0 <= labels.min() <= labels.max() < logits.shape[1]:
         return NotImplemented
-    slope = buffers.empty(logits.shape if with_slope else (len(logits), 0), logits.dtype)
+    slope = buffers.empty(logits.shape if with_gradient else (len(logits), 0), logits.dtype)
     rows, slopes = as_numbers(logits), as_numbers(slope)
     places = labels.astype(np.int64)
     shares = weights.astype(np.float32)
@@ -34,4 +34,4 @@ def cross_entropy(
         return cost
 
     loss = np.asarray(pieces.sum_over(work, pieces.cut(*logits.shape)), np.float32)
-    return loss, slope if with_slope else None
+    return loss, slope if with_gradient else None

@@ -23,12 +23,12 @@ CENTRED = {("float32", "float32"), ("float32", "bfloat16")}
 NOT_CENTRED = CENTRED | {("bfloat16", "bfloat16")}
 
 
-def _why_not_large(x: np.ndarray, other: Any, centred: bool) -> str | None:
+def _why_not_large(x: np.ndarray, other: Any, subtract_mean: bool) -> str | None:
     """Return why there is no loop for many rows, and results of that dtype or none, or it is not worth it."""
     if x.size < SMALL:
         return TOO_SMALL
     dtypes = x.dtype.name, x.dtype.name if other is None else np.dtype(other).name
-    if dtypes not in (CENTRED if centred else NOT_CENTRED):
+    if dtypes not in (CENTRED if subtract_mean else NOT_CENTRED):
         return f"rows of {dtypes[0]} with results or gradients of {dtypes[1]}"
     return None if x.flags.carray else f"rows {IN_ONE_PIECE}"
 
@@ -41,12 +41,12 @@ def _why_not_float32(*statistics: np.ndarray | None) -> str | None:
 
 
 def _why_not_layer_norm(
-    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool, dtype: Any = None
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> str | None:
-    if bias is not None and not centred:
+    if bias is not None and not subtract_mean:
         return "a bias of rows that are not centred"
     if x.size >= SMALL:
-        return _why_not_large(x, dtype, centred) or _why_not_float32(gain, bias)
+        return _why_not_large(x, dtype, subtract_mean) or _why_not_float32(gain, bias)
     if dtype is not None and dtype != FLOAT32:
         return f"results of float32 from few rows, got {np.dtype(dtype)}"
     return why_not_few_rows(x) or _why_not_float32(gain, bias)
@@ -54,17 +54,17 @@ def _why_not_layer_norm(
 
 @unless(_why_not_layer_norm)
 def layer_norm(
-    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool, dtype: Any = None
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> Any:
     if x.size < SMALL:
-        return _normalize_few_rows(x, gain, bias, eps, centred)
+        return _normalize_few_rows(x, gain, bias, eps, subtract_mean)
     rows = as_numbers(x).reshape(-1, x.shape[-1])
     y = buffers.empty(rows.shape, x.dtype if dtype is None else dtype)
     out = as_numbers(y)
     means, scales = np.zeros((2, len(rows)), np.float32)
 
     def work(piece: slice) -> None:
-        if centred:
+        if subtract_mean:
             shift = np.zeros_like(gain) if bias is None else bias
             load("loops").layer_norm(rows[piece], gain, shift, eps, out[piece], means[piece], scales[piece])
         else:
@@ -75,13 +75,15 @@ def layer_norm(
     return y.reshape(x.shape), means.reshape(statistics), scales.reshape(statistics)
 
 
-def _normalize_few_rows(x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool) -> Any:
+def _normalize_few_rows(
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, subtract_mean: bool
+) -> Any:
     """Compute `layer_norm` of a few tokens in this thread."""
     shape = x.shape
     rows = x.reshape(-1, shape[-1])
     y = np.empty(rows.shape, FLOAT32)
     means, scales = np.zeros(len(rows), FLOAT32), np.empty(len(rows), FLOAT32)
-    if centred:
+    if subtract_mean:
         load("loops").layer_norm(rows, gain, np.zeros_like(gain) if bias is None else bias, eps, y, means, scales)
     else:
         load("loops").rms_norm(rows, gain, eps, y, scales)
@@ -90,15 +92,15 @@ def _normalize_few_rows(x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None
 
 
 def _why_not_layer_norm_backward(
-    grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, centred: bool
+    grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, subtract_mean: bool
 ) -> str | None:
-    why = _why_not_large(x, grad.dtype, centred) or _why_not_float32(gain, mean, scale)
+    why = _why_not_large(x, grad.dtype, subtract_mean) or _why_not_float32(gain, mean, scale)
     return why if why or grad.flags.carray else f"a gradient {IN_ONE_PIECE}"
 
 
 @unless(_why_not_layer_norm_backward)
 def layer_norm_backward(
-    grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, centred: bool
+    grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, subtract_mean: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     dx = buffers.empty(x.shape, x.dtype)
     rows, slopes, out = (as_numbers(a).reshape(-1, x.shape[-1]) for a in (x, grad, dx))
@@ -106,7 +108,7 @@ def layer_norm_backward(
 
     def work(piece: slice) -> np.ndarray:
         sums = np.zeros((2, rows.shape[1]), np.float32)
-        if centred:
+        if subtract_mean:
             compute = load("training_loops").layer_norm_backward
             compute(slopes[piece], rows[piece], gain, means[piece], scales[piece], out[piece], sums)
         else:

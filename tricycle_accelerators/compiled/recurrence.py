@@ -57,7 +57,7 @@ def _why_not_repeated(matrix: np.ndarray) -> str | None:
 
 
 @unless(_why_not_repeated)
-def repeated(matrix: np.ndarray) -> _Panels:
+def prepare_matrix(matrix: np.ndarray) -> _Panels:
     return _Panels(matrix)
 
 
@@ -108,7 +108,7 @@ def _why_not_pipeline(gates: np.ndarray, *_: Any, **__: Any) -> str | None:
 
 
 @unless(_why_not_pipeline)
-def pipeline(
+def run_batch_parallel(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:
     """Threads take some items each through the whole sequence."""
@@ -126,14 +126,14 @@ def pipeline(
 
 
 def _why_not_project(x: np.ndarray, matrix: Any, bias: np.ndarray | None, out: np.ndarray) -> str | None:
-    return None if isinstance(matrix, _Panels) else "a matrix that `repeated` has laid out"
+    return None if isinstance(matrix, _Panels) else "a matrix that `prepare_matrix` has laid out"
 
 
 @unless(_why_not_project)
 def project(x: np.ndarray, matrix: _Panels, bias: np.ndarray | None, out: np.ndarray) -> None:
     """By BLAS where the panels are empty, or steps are not in one piece."""
     if not matrix.matrix.size or not _whole_rows(x) or not _whole_rows(out):
-        recurrent.project.plain(x, matrix.matrix, bias, out)
+        recurrent.project.reference(x, matrix.matrix, bias, out)
         return
     cut = matrix.cut()
     load("products").multiply(x, cut, _bias(bias, cut), out)
@@ -158,11 +158,11 @@ def _forward(kernel: Kernel[..., None]) -> Callable[..., None]:
     """Make the version of a kernel that goes through time, by the loop of its name."""
 
     @unless(_why_not_forward)
-    @wraps(kernel.plain, assigned=("__name__", "__qualname__"))
+    @wraps(kernel.reference, assigned=("__name__", "__qualname__"))
     def version(
         gates: np.ndarray, states: np.ndarray, weights: Any, bias: Any, active: Any, relu: bool | None = None
     ) -> None:
-        loop, cut = getattr(load("recurrent_loops"), kernel.plain.__name__), _panels(weights).cut()
+        loop, cut = getattr(load("recurrent_loops"), kernel.reference.__name__), _panels(weights).cut()
         loop(gates, *states, cut, _bias(bias, cut), _mask(active), *_options(relu))
 
     return version
@@ -172,11 +172,11 @@ def _backward(kernel: Kernel[..., None], needed: Callable[[Any, Any], Sequence[n
     """Make the version of a kernel that goes back in time, whose loop takes what is `needed` of gates and states."""
 
     @unless(_why_not_backward)
-    @wraps(kernel.plain, assigned=("__name__", "__qualname__"))
+    @wraps(kernel.reference, assigned=("__name__", "__qualname__"))
     def version(
         grad: Any, gates: Any, states: Any, weights: Any, active: Any, d_gates: Any, d_states: Any, relu: Any = None
     ) -> None:
-        loop, cut = getattr(load("recurrent_loops"), kernel.plain.__name__), _panels(weights).T.cut()
+        loop, cut = getattr(load("recurrent_loops"), kernel.reference.__name__), _panels(weights).T.cut()
         loop(*grad, *needed(gates, states), cut, _mask(active), *d_gates, *d_states, *_options(relu))
 
     return version

@@ -36,19 +36,26 @@ def problem() -> str | None:
 def register(array: type) -> None:
     """Offer these versions for a type of arrays."""
     k, r = kernels, recurrent
-    products = (k.operand, k.operand_and_sums, k.matmul, batched.batched_matmul, k.sum_rows, k.sum_squares)
-    activated = (k.gelu, k.gelu_with_slope, k.gelu_backward, activations.relu_squared, k.swiglu, k.swiglu_backward)
+    products = (
+        k.matmul_operand,
+        k.matmul_operand_and_sums,
+        k.matmul,
+        batched.batched_matmul,
+        k.sum_rows,
+        k.sum_squares,
+    )
+    activated = (k.gelu, k.gelu_with_derivative, k.gelu_backward, activations.relu_squared, k.swiglu, k.swiglu_backward)
     attending = (k.attention, k.attention_backward, rows.row_attention, rows.row_attention_backward)
     layers = (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)
     offer(
         array,
         (matrices, products),
         (few_bits, [few_bits_matmul]),
-        (elementwise, (*activated, k.multiply, k.add, k.rotate)),
+        (elementwise, (*activated, k.multiply, k.add, k.apply_rope)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (tables, [k.embedding_backward]),
         (losses, [k.cross_entropy]),
-        (attention, (batched.for_items, *attending)),
-        (optimisers, (k.adamw, muon.orthogonalise, k.each)),
-        (recurrence, (r.pipeline, *layers)),
+        (attention, (batched.run_over_batch, *attending)),
+        (optimisers, (k.adamw, muon.orthogonalize, k.run_independent)),
+        (recurrence, (r.run_batch_parallel, *layers)),
     )

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle import kernels
-from tricycle.kernels import Scoring
+from tricycle.kernels import ScoreOptions
 from tricycle.kernels import rows as row_kernels
-from tricycle.kernels.dispatch import wide, widening
-from tricycle.kernels.in_place import widening_in_place
-from tricycle.kernels.ranges import keys_seen, queries_seeing, scoring_of_part
-from tricycle.kernels.reference.attention import Rows, RowsBackward
+from tricycle.kernels.dispatch import upcast, upcasting
+from tricycle.kernels.in_place import upcasting_in_place
+from tricycle.kernels.ranges import block_score_options, queries_with_keys, visible_keys
+from tricycle.kernels.reference.attention import RowSoftmaxBackwardFn, RowSoftmaxFn
 from tricycle_accelerators import attention_blocks, buffers, pieces, threads
 from tricycle_accelerators.attention_blocks import Block, Group, heads_first, stack, unstack
 from tricycle_accelerators.providers import unless
@@ -35,7 +35,7 @@ class _Inputs(NamedTuple):
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    scoring: Scoring
+    score_options: ScoreOptions
     mask: np.ndarray | None
 
     def of_items(self, items: slice) -> _Inputs:
@@ -62,16 +62,16 @@ class _Inputs(NamedTuple):
 
 
 def _seen(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: np.ndarray | None
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, mask: np.ndarray | None
 ) -> tuple[slice, slice, _Inputs | None]:
     """Return the queries that see any key, the keys that any query sees, and these as inputs; None for nothing."""
-    queries = queries_seeing(scoring, q.shape[1], k.shape[1])
-    keys = keys_seen(scoring, queries, k.shape[1])
+    queries = queries_with_keys(score_options, q.shape[1], k.shape[1])
+    keys = visible_keys(score_options, queries, k.shape[1])
     if queries.start == queries.stop or not q.size or not k.size:
         return queries, keys, None
     if mask is not None:
         mask = mask[:, :, queries if mask.shape[2] > 1 else slice(None), keys]
-    moved = scoring_of_part(scoring, queries.start, keys.start)
+    moved = block_score_options(score_options, queries.start, keys.start)
     return queries, keys, _Inputs(q[:, queries], k[:, keys], v[:, keys], moved, mask)
 
 
@@ -87,7 +87,7 @@ def _why_not_for_items(q: np.ndarray, *_: Any, **__: Any) -> str | None:
 
 
 @unless(_why_not_for_items)
-def for_items(q: np.ndarray, work: Callable[[slice], None]) -> None:
+def run_over_batch(q: np.ndarray, work: Callable[[slice], None]) -> None:
     threads.parallel(work, [slice(i, i + 1) for i in range(len(q))])
 
 
@@ -127,7 +127,7 @@ class _Heads(NamedTuple):
     def unstack(self, rows: np.ndarray) -> np.ndarray:
         return unstack(rows, len(self.queries))
 
-    def capped_scores(self, block: Block, seen: slice) -> np.ndarray:
+    def softcapped_scores(self, block: Block, seen: slice) -> np.ndarray:
         """(H, T, S) of a block, with nothing hidden."""
         products = self.stack(self.queries[:, block.queries]) @ self.keys[:, seen].swapaxes(1, 2)
         if self.cap is not None:
@@ -160,11 +160,11 @@ class _Heads(NamedTuple):
 
     def scores(self, block: Block, seen: slice) -> np.ndarray:
         """(H, T, S) of a block, -inf where a key is hidden."""
-        scores = self.capped_scores(block, seen)
+        scores = self.softcapped_scores(block, seen)
         self.hide(scores, block, seen)
         return scores
 
-    def mix(self, weights: np.ndarray, seen: slice) -> np.ndarray:
+    def apply_weights(self, weights: np.ndarray, seen: slice) -> np.ndarray:
         """(H, T, S) and values to (H, T, E)."""
         return self.unstack(self.stack(weights) @ self.values[:, seen])
 
@@ -174,11 +174,11 @@ def _heads(inputs: _Inputs, group: Group, triangles: _Triangles) -> _Heads:
     if mask is not None:
         mask = mask[min(group.item, len(mask) - 1), group.heads if mask.shape[1] > 1 else slice(None)]
     return _Heads(
-        heads_first(inputs.q, group.item, group.heads) * inputs.q.dtype.type(inputs.scoring.scale),
+        heads_first(inputs.q, group.item, group.heads) * inputs.q.dtype.type(inputs.score_options.scale),
         heads_first(inputs.k, group.item, group.key_heads),
         heads_first(inputs.v, group.item, group.key_heads),
         mask,
-        inputs.scoring.cap,
+        inputs.score_options.cap,
         triangles,
     )
 
@@ -188,59 +188,59 @@ def attention(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
-    scoring: Scoring,
-    nothing: bool,
+    score_options: ScoreOptions,
+    off_by_one: bool,
     mask: np.ndarray | None = None,
     dtype: Any = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     dtype = dtype or q.dtype
-    q, k, v, mask = map(wide, (q, k, v, mask))
+    q, k, v, mask = map(upcast, (q, k, v, mask))
     out = buffers.empty((*q.shape[:3], v.shape[3]), q.dtype)
-    log_total = np.empty((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
-    queries, _, inputs = _seen(q, k, v, scoring, mask)
+    logsumexp = np.empty((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
+    queries, _, inputs = _seen(q, k, v, score_options, mask)
     seen_out = _fill_outside(out, queries, 0)
-    seen_total = _fill_outside(log_total.transpose(0, 2, 1), queries, 0 if nothing else -np.inf).transpose(0, 2, 1)
+    seen_total = _fill_outside(logsumexp.transpose(0, 2, 1), queries, 0 if off_by_one else -np.inf).transpose(0, 2, 1)
 
     def attend_items(items: slice, inputs: _Inputs) -> None:
-        q, k, v, scoring, mask = inputs
-        seen_out[items], seen_total[items] = kernels.attention.plain(q, k, v, scoring, nothing, mask)
+        q, k, v, score_options, mask = inputs
+        seen_out[items], seen_total[items] = kernels.attention.reference(q, k, v, score_options, off_by_one, mask)
 
     if inputs is not None and not inputs.in_few_calls(attend_items):
-        _attend_by_blocks(inputs, nothing, seen_out, seen_total)
-    return out.astype(dtype, copy=False), log_total
+        _attend_by_blocks(inputs, off_by_one, seen_out, seen_total)
+    return out.astype(dtype, copy=False), logsumexp
 
 
-def _attend_by_blocks(inputs: _Inputs, nothing: bool, out: np.ndarray, log_total: np.ndarray) -> None:
-    plan = attention_blocks.make_plan(inputs.q, inputs.k, inputs.scoring)
+def _attend_by_blocks(inputs: _Inputs, off_by_one: bool, out: np.ndarray, logsumexp: np.ndarray) -> None:
+    plan = attention_blocks.make_plan(inputs.q, inputs.k, inputs.score_options)
     triangles = _triangles(plan.blocks, inputs.q.dtype)
 
     def work(group: Group) -> None:
         heads = _heads(inputs, group, triangles)
         results = heads_first(out, group.item, group.heads)
         for block in plan.blocks:
-            mixed, total, shift = _exponentials(heads, block, nothing)
-            if nothing:
+            mixed, total, shift = _exponentials(heads, block, off_by_one)
+            if off_by_one:
                 total = total + np.exp(-shift)
             empty = total == 0
             total = np.where(empty, 1, total)
             np.divide(mixed, total[..., None], out=results[:, block.queries])
-            log_total[group.item, group.heads, block.queries] = np.where(empty, -np.inf, np.log(total) + shift)
+            logsumexp[group.item, group.heads, block.queries] = np.where(empty, -np.inf, np.log(total) + shift)
 
     threads.parallel(work, plan.groups)
 
 
-def _exponentials(heads: _Heads, block: Block, nothing: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _exponentials(heads: _Heads, block: Block, off_by_one: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of e^(score - shift): their products with the values (H, T, E), their sums (H, T), and the shift (H, T) or ()."""
     exponentials = _exponentials_as_they_are(heads, block)
     no_shift = np.zeros((), heads.queries.dtype)
-    if exponentials is not None and (nothing or exponentials[1].min() > 1 / pieces.MOST):
+    if exponentials is not None and (off_by_one or exponentials[1].min() > 1 / pieces.MOST):
         return *exponentials, no_shift
     scores = heads.scores(block, block.seen)
     shift = scores.max(axis=-1)
-    shift = np.maximum(shift, 0) if nothing else np.where(np.isneginf(shift), 0, shift)
+    shift = np.maximum(shift, 0) if off_by_one else np.where(np.isneginf(shift), 0, shift)
     scores -= shift[..., None]
     weights = np.exp(scores, out=scores)
-    return heads.mix(weights, block.seen), weights.sum(axis=-1), shift
+    return heads.apply_weights(weights, block.seen), weights.sum(axis=-1), shift
 
 
 def _exponentials_as_they_are(heads: _Heads, block: Block) -> tuple[np.ndarray, np.ndarray] | None:
@@ -254,33 +254,33 @@ def _exponentials_as_they_are(heads: _Heads, block: Block) -> tuple[np.ndarray, 
             return None
         weights = np.exp(scores, out=scores)
         total = total + weights @ ones[: seen.stop - seen.start]
-        mixed = mixed + heads.mix(weights, seen)
+        mixed = mixed + heads.apply_weights(weights, seen)
     return mixed, total
 
 
-@widening_in_place(7, 8, 9)
+@upcasting_in_place(7, 8, 9)
 def attention_backward(
     grad: np.ndarray,
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
     out: np.ndarray,
-    log_total: np.ndarray,
-    scoring: Scoring,
+    logsumexp: np.ndarray,
+    score_options: ScoreOptions,
     dq: np.ndarray,
     dk: np.ndarray,
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> None:
-    queries, keys, inputs = _seen(q, k, v, scoring, mask)
+    queries, keys, inputs = _seen(q, k, v, score_options, mask)
     gradients = _Gradients(_fill_outside(dq, queries, 0), _fill_outside(dk, keys, 0), _fill_outside(dv, keys, 0))
-    upstream = _Upstream(grad[:, queries], out[:, queries], log_total[:, :, queries])
+    upstream = _Upstream(grad[:, queries], out[:, queries], logsumexp[:, :, queries])
 
     def differentiate_items(items: slice, inputs: _Inputs) -> None:
-        q, k, v, scoring, mask = inputs
-        grad, out, log_total = (array[items] for array in upstream)
+        q, k, v, score_options, mask = inputs
+        grad, out, logsumexp = (array[items] for array in upstream)
         dq, dk, dv = (array[items] for array in gradients)
-        kernels.attention_backward.plain(grad, q, k, v, out, log_total, scoring, dq, dk, dv, mask)
+        kernels.attention_backward.reference(grad, q, k, v, out, logsumexp, score_options, dq, dk, dv, mask)
 
     if inputs is not None and not inputs.in_few_calls(differentiate_items):
         _add_up_gradients(inputs, gradients, lambda group, heads: _SoftmaxBackward(group, heads, upstream))
@@ -291,7 +291,7 @@ class _Upstream(NamedTuple):
 
     grad: np.ndarray
     out: np.ndarray
-    log_total: np.ndarray
+    logsumexp: np.ndarray
 
 
 class _SoftmaxBackward:
@@ -304,25 +304,25 @@ class _SoftmaxBackward:
         self.values, self.grads = _one_more(heads.values), _one_more(grad.transpose(1, 0, 2))
         self.values[..., -1] = 1
         np.negative(np.vecdot(grad, out).T, out=self.grads[..., -1])
-        self.log_total = upstream.log_total[group.item, group.heads, :, None]
+        self.logsumexp = upstream.logsumexp[group.item, group.heads, :, None]
         self.heads = heads
 
     def add(self, block: Block, sums: _Sums) -> np.ndarray:
         """The gradient of the scaled queries (H, T, D); adds those of keys and values to their sums."""
-        heads, log_total = self.heads, self.log_total[:, block.queries]
-        log_total = np.where(np.isneginf(log_total), 0, log_total)
-        safe = np.abs(log_total).max() < pieces.SAFE_EXPONENT
+        heads, logsumexp = self.heads, self.logsumexp[:, block.queries]
+        logsumexp = np.where(np.isneginf(logsumexp), 0, logsumexp)
+        safe = np.abs(logsumexp).max() < pieces.SAFE_EXPONENT
         grads = self.grads[:, block.queries]
         if safe:  # dividing the few gradients by the totals saves subtracting their logs from all scores
-            grads *= np.exp(-log_total)
+            grads *= np.exp(-logsumexp)
         grads, queries = heads.stack(grads), heads.stack(heads.queries[:, block.queries])
         query_sum = np.zeros((), queries.dtype)
         for seen in block.keys:
-            scores = heads.capped_scores(block, seen)
+            scores = heads.softcapped_scores(block, seen)
             slope = heads.slope(scores)
             heads.hide(scores, block, seen)
             if not safe:
-                scores -= log_total
+                scores -= logsumexp
             weights = heads.stack(np.exp(scores, out=scores))
             sums.values[:, seen] += weights.swapaxes(1, 2) @ grads[..., :-1]
             dscores = grads @ self.values[:, seen].swapaxes(1, 2)
@@ -342,63 +342,70 @@ def _one_more(x: np.ndarray) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- any function of rows
-@widening(1)
+@upcasting(1)
 def row_attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, rows: Rows, mask: np.ndarray | None = None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    score_options: ScoreOptions,
+    row_softmax: RowSoftmaxFn,
+    mask: np.ndarray | None = None,
 ) -> np.ndarray:
     """Whole rows of scores, but for few queries at a time."""
     out = buffers.empty((*q.shape[:3], v.shape[3]), q.dtype)
-    queries, _, inputs = _seen(q, k, v, scoring, mask)
+    queries, _, inputs = _seen(q, k, v, score_options, mask)
     seen_out = _fill_outside(out, queries, 0)
 
     def attend_items(items: slice, inputs: _Inputs) -> None:
-        q, k, v, scoring, mask = inputs
-        seen_out[items] = row_kernels.row_attention.plain(q, k, v, scoring, rows, mask)
+        q, k, v, score_options, mask = inputs
+        seen_out[items] = row_kernels.row_attention.reference(q, k, v, score_options, row_softmax, mask)
 
     if inputs is not None and not inputs.in_few_calls(attend_items):
-        _row_attention_by_blocks(inputs, rows, seen_out)
+        _row_attention_by_blocks(inputs, row_softmax, seen_out)
     return out
 
 
-def _row_attention_by_blocks(inputs: _Inputs, rows: Rows, out: np.ndarray) -> None:
-    plan = attention_blocks.make_plan(inputs.q, inputs.k, inputs.scoring)
+def _row_attention_by_blocks(inputs: _Inputs, row_softmax: RowSoftmaxFn, out: np.ndarray) -> None:
+    plan = attention_blocks.make_plan(inputs.q, inputs.k, inputs.score_options)
     triangles = _triangles(plan.blocks, inputs.q.dtype)
 
     def work(group: Group) -> None:
         heads = _heads(inputs, group, triangles)
         results = heads_first(out, group.item, group.heads)
         for block in plan.blocks:
-            weights = rows(heads.scores(block, block.seen))
-            results[:, block.queries] = heads.mix(weights, block.seen)
+            weights = row_softmax(heads.scores(block, block.seen))
+            results[:, block.queries] = heads.apply_weights(weights, block.seen)
 
     threads.parallel(work, plan.groups)
 
 
-@widening_in_place(7, 8, 9)
+@upcasting_in_place(7, 8, 9)
 def row_attention_backward(
     grad: np.ndarray,
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
-    scoring: Scoring,
-    rows: Rows,
-    rows_backward: RowsBackward,
+    score_options: ScoreOptions,
+    row_softmax: RowSoftmaxFn,
+    row_softmax_backward: RowSoftmaxBackwardFn,
     dq: np.ndarray,
     dk: np.ndarray,
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> None:
-    queries, keys, inputs = _seen(q, k, v, scoring, mask)
+    queries, keys, inputs = _seen(q, k, v, score_options, mask)
     gradients = _Gradients(_fill_outside(dq, queries, 0), _fill_outside(dk, keys, 0), _fill_outside(dv, keys, 0))
     grad = grad[:, queries]
 
     def differentiate_items(items: slice, inputs: _Inputs) -> None:
-        q, k, v, scoring, mask = inputs
+        q, k, v, score_options, mask = inputs
         dq, dk, dv = (array[items] for array in gradients)
-        row_kernels.row_attention_backward.plain(grad[items], q, k, v, scoring, rows, rows_backward, dq, dk, dv, mask)
+        row_kernels.row_attention_backward.reference(
+            grad[items], q, k, v, score_options, row_softmax, row_softmax_backward, dq, dk, dv, mask
+        )
 
     def backward_of(group: Group, heads: _Heads) -> _RowsBackward:
-        return _RowsBackward(heads, heads_first(grad, group.item, group.heads), rows, rows_backward)
+        return _RowsBackward(heads, heads_first(grad, group.item, group.heads), row_softmax, row_softmax_backward)
 
     if inputs is not None and not inputs.in_few_calls(differentiate_items):
         _add_up_gradients(inputs, gradients, backward_of)
@@ -409,20 +416,20 @@ class _RowsBackward(NamedTuple):
 
     heads: _Heads
     grads: np.ndarray
-    rows: Rows
-    rows_backward: RowsBackward
+    row_softmax: RowSoftmaxFn
+    row_softmax_backward: RowSoftmaxBackwardFn
 
     def add(self, block: Block, sums: _Sums) -> np.ndarray:
         """The gradient of the scaled queries (H, T, D); adds those of keys and values to their sums."""
         heads, seen = self.heads, block.seen
-        scores = heads.capped_scores(block, seen)
+        scores = heads.softcapped_scores(block, seen)
         slope = heads.slope(scores)
         heads.hide(scores, block, seen)
-        weights = self.rows(scores)
+        weights = self.row_softmax(scores)
         grads = heads.stack(self.grads[:, block.queries])
         sums.values[:, seen] += heads.stack(weights).swapaxes(1, 2) @ grads
         dweights = heads.unstack(grads @ heads.values[:, seen].swapaxes(1, 2))
-        dscores = self.rows_backward(dweights, scores, weights)
+        dscores = self.row_softmax_backward(dweights, scores, weights)
         dproducts = heads.stack(dscores if slope is None else dscores * slope)
         sums.keys[:, seen] += dproducts.swapaxes(1, 2) @ heads.stack(heads.queries[:, block.queries])
         return heads.unstack(dproducts @ heads.keys[:, seen])
@@ -448,9 +455,9 @@ def _add_up_gradients(
     inputs: _Inputs, gradients: _Gradients, backward_of: Callable[[Group, _Heads], _SoftmaxBackward | _RowsBackward]
 ) -> None:
     """Each group's gradients by its blocks; what several groups give to one key head is added up in order."""
-    plan = attention_blocks.make_plan(inputs.q, inputs.k, inputs.scoring)
+    plan = attention_blocks.make_plan(inputs.q, inputs.k, inputs.score_options)
     triangles = _triangles(plan.blocks, inputs.q.dtype)
-    scale = inputs.q.dtype.type(inputs.scoring.scale)
+    scale = inputs.q.dtype.type(inputs.score_options.scale)
     parts: list[_Sums | None] = [None] * len(plan.groups)
 
     def work(i: int) -> None:

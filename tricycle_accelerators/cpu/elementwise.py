@@ -9,25 +9,25 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.kernels import SQRT_2_OVER_PI
-from tricycle.kernels.dispatch import is_narrow, wide, widening
+from tricycle.kernels.dispatch import is_16_bit, upcast, upcasting
 from tricycle_accelerators import buffers, pieces, threads
 from tricycle_accelerators.providers import unless
 
 
-@widening(1)
+@upcasting(1)
 def gelu(x: np.ndarray) -> np.ndarray:
     return _gelu(x, None)
 
 
-@widening(2)
-def gelu_with_slope(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+@upcasting(2)
+def gelu_with_derivative(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     slope = buffers.empty(x.shape, x.dtype)
     return _gelu(x, slope), slope
 
 
 def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> Any:
     if slope is None and x is not None:
-        _, slope = gelu_with_slope(x)
+        _, slope = gelu_with_derivative(x)
     return kernels.multiply(grad, slope)
 
 
@@ -73,7 +73,7 @@ def relu_squared(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return y.reshape(x.shape), slope.reshape(x.shape)
 
 
-@widening(1)
+@upcasting(1)
 def swiglu(x: np.ndarray) -> np.ndarray:
     half = x.shape[-1] // 2
     rows = _rows(x)
@@ -89,10 +89,10 @@ def swiglu(x: np.ndarray) -> np.ndarray:
     return y.reshape(*x.shape[:-1], half)
 
 
-@widening(1)
+@upcasting(1)
 def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
     half = x.shape[-1] // 2
-    rows, slopes = _rows(wide(x)), _rows(grad)
+    rows, slopes = _rows(upcast(x)), _rows(grad)
     dx = buffers.empty(rows.shape, grad.dtype)
 
     def work(piece: slice) -> None:
@@ -131,7 +131,7 @@ def _why_not_shared(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None)
         return "too few elements to share"
     if a.shape != b.shape:
         return f"arrays of one shape, got {a.shape} and {b.shape}"
-    if is_narrow(a) or is_narrow(b):
+    if is_16_bit(a) or is_16_bit(b):
         return "floats of 16 bits"
     if a.flags.c_contiguous and b.flags.c_contiguous and (out is None or out.flags.c_contiguous):
         return None
@@ -156,8 +156,8 @@ def _shared(compute: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray | N
     return result
 
 
-@widening(1)
-def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+@upcasting(1)
+def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """A thread takes an item at a time."""
     half = x.shape[-1] // 2
     y = buffers.empty(x.shape, x.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.devices import Array
-from tricycle.kernels.dispatch import is_narrow
+from tricycle.kernels.dispatch import is_16_bit
 from tricycle.kernels.quantized import FewBits
 from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.providers import unless
@@ -16,7 +16,7 @@ from tricycle_accelerators.providers import unless
 def _why_not_few_bits_matmul(x: Array, matrix: FewBits, *_: Any, **__: Any) -> str | None:
     if not matrix.turned:
         return "a matrix that is not turned"
-    if is_narrow(x):
+    if is_16_bit(x):
         return "floats of 16 bits"
     return None if x.size and matrix.size else "an empty array"
 

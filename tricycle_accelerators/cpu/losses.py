@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.kernels.dispatch import wide
+from tricycle.kernels.dispatch import upcast
 from tricycle_accelerators import buffers, pieces
 from tricycle_accelerators.providers import unless
 
@@ -17,10 +17,10 @@ def _why_not_cross_entropy(logits: np.ndarray, *_: Any, **__: Any) -> str | None
 
 @unless(_why_not_cross_entropy)
 def cross_entropy(
-    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_slope: bool = True
+    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    wide_logits = wide(logits)
-    slope = buffers.empty(logits.shape, wide_logits.dtype) if with_slope else None
+    wide_logits = upcast(logits)
+    slope = buffers.empty(logits.shape, wide_logits.dtype) if with_gradient else None
 
     def work(piece: slice) -> np.ndarray:
         here = None if slope is None else slope[piece]

@@ -11,8 +11,8 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.kernels import batched
-from tricycle.kernels.dispatch import is_narrow, widening
-from tricycle.kernels.explained import ABSENT
+from tricycle.kernels.dispatch import is_16_bit, upcasting
+from tricycle.kernels.explained import UNAVAILABLE
 from tricycle_accelerators import blas, buffers, pieces, product_plan, products, spinning, threads
 from tricycle_accelerators.providers import unless
 
@@ -20,21 +20,21 @@ UNCOPIED = 2**19  # multiplications up to which OpenBLAS (on processors with AVX
 WIDENED = 2**20  # numbers of 16 bits that are made 32 at once for a product, so that they stay in the cache
 
 
-def operand(x: np.ndarray, precision: str) -> np.ndarray:
+def matmul_operand(x: np.ndarray, precision: str) -> np.ndarray:
     """x itself, with a warning where 16 bits are asked for: oneDNN has declined, or is not there."""
     if precision in ("bfloat16", "float16"):
         _say_why(precision)
     return x
 
 
-def operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
-    return kernels.operand(x, precision), kernels.sum_rows(x)
+def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
+    return kernels.matmul_operand(x, precision), kernels.sum_rows(x)
 
 
 # Cache: valid for the life of the process: each precision is warned of once.
 @cache
 def _say_why(precision: str) -> None:
-    why = ABSENT.get("onednn") if precision == "bfloat16" else "a CPU's 16 bits are bfloat16"
+    why = UNAVAILABLE.get("onednn") if precision == "bfloat16" else "a CPU's 16 bits are bfloat16"
     warnings.warn(f"precision {precision}: products are made in float32 here: {why}", stacklevel=2)
 
 
@@ -57,14 +57,14 @@ def matmul(
     n_rows, n_inner = a.shape
     n_columns = b.shape[1]
     if _is_unshared(n_rows, n_inner, n_columns):
-        return kernels.matmul.plain(a, b, bias, out, dtype)
-    if is_narrow(a) or is_narrow(b):
+        return kernels.matmul.reference(a, b, bias, out, dtype)
+    if is_16_bit(a) or is_16_bit(b):
         return _widened(a, b, bias, out, dtype)
     right = "rows" if b.flags.c_contiguous else "columns" if b.flags.f_contiguous else ""
     share = product_plan.share_of_blas((n_rows, n_inner, n_columns), right, out is not None)
     if share == "nothing" or not threads.blas_libraries() or threads.inside_work():
         with _unshared(n_rows, n_inner, n_columns):
-            return kernels.matmul.plain(a, b, bias, out, dtype)
+            return kernels.matmul.reference(a, b, bias, out, dtype)
     if share == "terms":
         by_terms = _few_rows if n_rows <= product_plan.SUMMED_ROWS and right == "rows" else _by_terms
         product = by_terms(a, b, bias)
@@ -151,7 +151,7 @@ def _is_unshared(n_rows: int, n_inner: int, n_columns: int) -> bool:
 
 
 def _why_not_batched_matmul(a: np.ndarray, b: np.ndarray) -> str | None:
-    if is_narrow(a) or is_narrow(b):
+    if is_16_bit(a) or is_16_bit(b):
         return "floats of 16 bits"
     return None if a.size and b.size else "an empty array"
 
@@ -165,7 +165,7 @@ def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return matmul(a, b)
     if a.size * n_columns < 2 * product_plan.SHARED_WORK or threads.inside_work():
         with _unshared(n_rows, n_inner, n_columns):
-            return batched.batched_matmul.plain(a, b)
+            return batched.batched_matmul.reference(a, b)
     out = buffers.empty((*a.shape[:-1], n_columns), np.result_type(a, b))
     items_a, items_b, items_out = (x.reshape(-1, *x.shape[-2:]) for x in (a, b, out))
 
@@ -178,7 +178,7 @@ def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- sums
-@widening(0)
+@upcasting(0)
 def sum_rows(x: np.ndarray) -> np.ndarray:
     if x.size <= pieces.UNSHARED:
         few: np.ndarray = pieces.ones(len(x), x) @ x
@@ -187,12 +187,12 @@ def sum_rows(x: np.ndarray) -> np.ndarray:
     return sums
 
 
-@widening(0)
+@upcasting(0)
 def sum_squares(x: np.ndarray) -> np.ndarray:
     """From pieces: BLAS adds up a long vector in another order with another number of threads."""
     if x.size < pieces.PIECE:
         with _unshared(1, x.size, 1):
-            return kernels.sum_squares.plain(x)
+            return kernels.sum_squares.reference(x)
     flat = x.reshape(-1)
 
     def work(piece: slice) -> np.ndarray:

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.kernels.dispatch import wide
+from tricycle.kernels.dispatch import upcast
 from tricycle_accelerators import buffers, pieces, threads
 from tricycle_accelerators.providers import unless
 
 
 def layer_norm(
-    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool, dtype: Any = None
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    dtype, x = dtype or x.dtype, wide(x)
+    dtype, x = dtype or x.dtype, upcast(x)
     rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
     y = buffers.empty(rows.shape, rows.dtype)
     mean = np.zeros((len(rows), 1), x.dtype)
@@ -23,7 +23,7 @@ def layer_norm(
 
     def work(piece: slice) -> None:
         out, spread = y[piece], scale[piece, 0]
-        if centred:
+        if subtract_mean:
             np.matmul(rows[piece], average, out=mean[piece, 0])
             np.subtract(rows[piece], mean[piece], out=out)
         else:
@@ -49,9 +49,9 @@ def _why_not_layer_norm_backward(grad: np.ndarray, x: np.ndarray, *_: Any, **__:
 
 @unless(_why_not_layer_norm_backward)
 def layer_norm_backward(
-    grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, centred: bool
+    grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, subtract_mean: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    dtype, grad, x = x.dtype, wide(grad), wide(x)
+    dtype, grad, x = x.dtype, upcast(grad), upcast(x)
     rows, row_grads = (np.ascontiguousarray(a).reshape(-1, x.shape[-1]) for a in (x, grad))
     mean = mean.reshape(-1, 1)
     scale = scale.reshape(-1, 1)
@@ -60,13 +60,13 @@ def layer_norm_backward(
 
     def work(piece: slice) -> np.ndarray:
         out, spread = dx[piece], scale[piece]
-        difference = rows[piece] - mean[piece] if centred else rows[piece].copy()
+        difference = rows[piece] - mean[piece] if subtract_mean else rows[piece].copy()
         dbias = pieces.ones(len(out), x) @ row_grads[piece]
         np.multiply(row_grads[piece], difference, out=out)
         dgain = spread[:, 0] @ out
         np.multiply(row_grads[piece], gain, out=out)
         difference *= np.vecdot(out, difference)[:, None] * spread * spread / rows.shape[1]
-        if centred:
+        if subtract_mean:
             out -= (out @ average)[:, None]
         out -= difference
         out *= spread

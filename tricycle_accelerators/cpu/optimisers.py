@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.kernels import muon
-from tricycle.kernels.dispatch import is_narrow, widening
+from tricycle.kernels.dispatch import is_16_bit, upcasting
 from tricycle_accelerators import buffers, pieces, threads
 from tricycle_accelerators.providers import unless
 
@@ -17,19 +17,19 @@ SMALL = 2**18  # elements in all of functions that end before a second thread wo
 LARGE = 2**22  # elements of a function that is worth all threads
 
 
-@widening(1)
-def orthogonalise(x: np.ndarray, precision: str = "float32") -> np.ndarray:
+@upcasting(1)
+def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
     """A matrix for each thread at a time."""
     polar = buffers.empty(x.shape, x.dtype)
 
     def work(i: int) -> None:
-        polar[i] = muon.orthogonalise.plain(x[i : i + 1])[0]
+        polar[i] = muon.orthogonalize.reference(x[i : i + 1])[0]
 
     threads.parallel(work, range(len(x)))
     return polar
 
 
-def each(like: np.ndarray, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
+def run_independent(like: np.ndarray, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
     """Run functions on one thread each, large ones first; those that use all threads one after another."""
     if sum([job[1] for job in jobs]) < SMALL:
         return [job[0]() for job in jobs]
@@ -56,7 +56,7 @@ def _why_not_adamw(
     by_row = w.c_contiguous and m.c_contiguous and v.c_contiguous
     if not by_row and not (w.f_contiguous and m.f_contiguous and v.f_contiguous):
         return "weights and moments in one piece each, all in the same order"
-    if is_narrow(weights) or is_narrow(grad) or is_narrow(first) or is_narrow(second):
+    if is_16_bit(weights) or is_16_bit(grad) or is_16_bit(first) or is_16_bit(second):
         return "floats of 16 bits"
     return None
 

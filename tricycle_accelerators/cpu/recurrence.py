@@ -25,7 +25,7 @@ def _why_not_pipeline(gates: np.ndarray, pieces: list[Piece], *_: Any, **__: Any
 
 
 @unless(_why_not_pipeline)
-def pipeline(
+def run_batch_parallel(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:
     """In two threads, one for each function, where items are too few to be shared."""
@@ -54,13 +54,13 @@ def _by_items(kernel: Kernel[..., None]) -> Callable[..., None]:
     for each other at Python's lock.
     """
 
-    @wraps(kernel.plain, assigned=("__name__", "__qualname__"))
+    @wraps(kernel.reference, assigned=("__name__", "__qualname__"))
     def version(*arguments: Any, **options: Any) -> None:
         def work(items: slice) -> None:
             def part(x: Any) -> Any:
                 return x[..., items, :] if isinstance(x, np.ndarray) and x.ndim > 2 else x
 
-            kernel.plain(*map(part, arguments), **{name: part(option) for name, option in options.items()})
+            kernel.reference(*map(part, arguments), **{name: part(option) for name, option in options.items()})
 
         n_items = arguments[0].shape[-2]
         threads.parallel(work, [slice(i, i + ITEMS) for i in range(0, n_items, ITEMS)])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tricycle.kernels.dispatch import widening
+from tricycle.kernels.dispatch import upcasting
 from tricycle_accelerators import buffers, pieces, threads
 
 
-@widening(0)
+@upcasting(0)
 def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.ndarray:
     """Rows of one id stand together after a sort, and are summed in one run (`np.add.at` takes them singly)."""
     table = buffers.zeros((n_rows, grad.shape[-1]), grad.dtype)

@@ -24,7 +24,7 @@ def why_not_dtype(x: Array) -> str | None:
     return None if kind(x.dtype) else f"float32, float16 or bfloat16, got {x.dtype}"
 
 
-def why_not(x: Array, *_: Any, **__: Any) -> str | None:
+def decline_reason(x: Array, *_: Any, **__: Any) -> str | None:
     """Return why no kernel takes x, whatever the other arguments are."""
     return why_not_dtype(x) if x.size else "an empty array"
 

@@ -41,7 +41,7 @@ __device__ inline void products(float (&out)[PER][PER], const float* a, const fl
 
 // sums[i][c] += sum over k of weights[row i, k] * values[k, x + 16 c], or of weights[k, row i] where TURNED.
 template <int D, int TILE, bool TURNED, int PER, int COLUMNS>
-__device__ inline void mix(float (&sums)[PER][COLUMNS], const float* weights, const float* values, int y, int x) {
+__device__ inline void apply_weights(float (&sums)[PER][COLUMNS], const float* weights, const float* values, int y, int x) {
 #pragma unroll 4
     for (int k = 0; k < TILE; ++k) {
         float left[PER], right[COLUMNS];
@@ -80,7 +80,7 @@ __device__ inline void write_rows(
 // Dynamic shared memory: 2 TILE (D + 1) + TILE (TILE + 1) floats.
 template <int D, int TILE>
 __global__ void __launch_bounds__(SIDE* SIDE) attention(
-    const float* q, const float* k, const float* v, float* out, float* log_total, const Sizes s,
+    const float* q, const float* k, const float* v, float* out, float* logsumexp, const Sizes s,
     const Strides q_strides, const Strides k_strides, const Strides v_strides, const Strides out_strides, const Mask mask
 ) {
     constexpr int PER = TILE / SIDE;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention(
         const int query = first + y + SIDE * i;
         const float whole = over_row<Sum>(total[i]);
         if (x == 0 && query < s.n_queries)
-            log_total[((i64)at.item * s.n_heads + at.head) * s.n_queries + query] =
+            logsumexp[((i64)at.item * s.n_heads + at.head) * s.n_queries + query] =
                 whole == 0 ? -INFINITY : largest[i] + logf(whole);
 #pragma unroll
         for (int c = 0; c < D / SIDE; ++c) sums[i][c] /= whole == 0 ? 1.0f : whole;
@@ -166,7 +166,7 @@ __global__ void attention_inner(
 // The weights of a tile and the gradient of its scores, from `queries . keys` and `grads . values`.
 template <int PER>
 __device__ inline void slopes(
-    float (&weights)[PER][PER], float (&dweights)[PER][PER], const float* log_total, const float* inner, const Sizes& s,
+    float (&weights)[PER][PER], float (&dweights)[PER][PER], const float* logsumexp, const float* inner, const Sizes& s,
     const Mask& hidden, int first_query, int first_key, int y, int x
 ) {
 #pragma unroll
@@ -180,7 +180,7 @@ __device__ inline void slopes(
 #pragma unroll
     for (int i = 0; i < PER; ++i) {
         const int query = first_query + y + SIDE * i;
-        const float total = query < s.n_queries ? log_total[query] : -INFINITY;
+        const float total = query < s.n_queries ? logsumexp[query] : -INFINITY;
         const float by = total == -INFINITY ? 0.0f : total;
 #pragma unroll
         for (int j = 0; j < PER; ++j) {
@@ -195,7 +195,7 @@ __device__ inline void slopes(
 // dk and dv of a tile of keys, which query heads that share them add to one after another. Dynamic shared memory: 4 TILE (D + 1) + 2 TILE (TILE + 1) floats.
 template <int D, int TILE>
 __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_keys(
-    const float* grad, const float* q, const float* k, const float* v, const float* log_total, const float* inner,
+    const float* grad, const float* q, const float* k, const float* v, const float* logsumexp, const float* inner,
     float* dk, float* dv, const Sizes s, const Strides grad_strides, const Strides q_strides, const Strides k_strides,
     const Strides v_strides, const Strides dk_strides, const Strides dv_strides, const Mask mask
 ) {
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_keys(
             float p[PER][PER], dp[PER][PER];
             products<D>(p, queries, keys, y, x);
             products<D>(dp, grads, values, y, x);
-            slopes(p, dp, log_total + row, inner + row, s, hidden, start, first, y, x);
+            slopes(p, dp, logsumexp + row, inner + row, s, hidden, start, first, y, x);
 #pragma unroll
             for (int i = 0; i < PER; ++i)
 #pragma unroll
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_keys(
 // dq of a tile of queries. Dynamic shared memory: 4 TILE (D + 1) + TILE (TILE + 1) floats.
 template <int D, int TILE>
 __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_queries(
-    const float* grad, const float* q, const float* k, const float* v, const float* log_total, const float* inner,
+    const float* grad, const float* q, const float* k, const float* v, const float* logsumexp, const float* inner,
     float* dq, const Sizes s, const Strides grad_strides, const Strides q_strides, const Strides k_strides,
     const Strides v_strides, const Strides dq_strides, const Mask mask
 ) {
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_queries(
         float p[PER][PER], dp[PER][PER];
         products<D>(p, queries, keys, y, x);
         products<D>(dp, grads, values, y, x);
-        slopes(p, dp, log_total + row, inner + row, s, hidden, first, start, y, x);
+        slopes(p, dp, logsumexp + row, inner + row, s, hidden, first, start, y, x);
 #pragma unroll
         for (int i = 0; i < PER; ++i)
 #pragma unroll

@@ -3,7 +3,7 @@
 // q: (B, T, H, D). k, v: (B, S, K, D), where H is a multiple of K and query head h uses key head h / (H / K). Scores are
 // scale q k^T, perhaps capped, plus a mask; query t sees the keys up to t + offset, and of these perhaps only the last
 // so many, the window. Arrays are strided, but for their last axis; strides are in elements.
-// log_total: (B, H, T), natural logs of the sums of exponentials, -inf where a query sees no key.
+// logsumexp: (B, H, T), natural logs of the sums of exponentials, -inf where a query sees no key.
 #pragma once
 #include "common.cuh"
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.devices import Array, array_module
-from tricycle.kernels import Scoring
+from tricycle.kernels import ScoreOptions
 from tricycle_accelerators.cuda import arrays, cudnn, launch
 from tricycle_accelerators.cuda.arrays import f32
 from tricycle_accelerators.providers import unless
@@ -29,14 +29,14 @@ def _in_rows(x: Array, bytes_: int) -> Array:
     return x if _rows_lie_apart(x, bytes_) else array_module(x).array(x, order="C")
 
 
-def _sizes(q: Array, k: Array, scoring: Scoring, nothing: bool) -> np.ndarray:
+def _sizes(q: Array, k: Array, score_options: ScoreOptions, off_by_one: bool) -> np.ndarray:
     n_items, n_queries, n_heads, size = q.shape
     lengths = n_items, n_queries, k.shape[1], n_heads, k.shape[2], size
-    offset, window = scoring.offset or 0, scoring.window or 0
+    offset, window = score_options.offset or 0, score_options.window or 0
     if window >= n_queries + abs(offset):  # it hides nothing, and may be too large for the kernels' arithmetic
         window = 0
-    seen = scoring.offset is not None, offset, window
-    return launch.struct(launch.SIZES, *lengths, *seen, nothing, scoring.scale, scoring.cap or 0)
+    seen = score_options.offset is not None, offset, window
+    return launch.struct(launch.SIZES, *lengths, *seen, off_by_one, score_options.scale, score_options.cap or 0)
 
 
 def _mask(mask: Array | None) -> tuple[np.ndarray, Array | None]:
@@ -87,27 +87,33 @@ def _why_not_attention(q: Array, k: Array, v: Array, *_: Any, **__: Any) -> str 
         return f"keys and values of one shape, got {k.shape} and {v.shape}"
     if not q.dtype == k.dtype == v.dtype:
         return f"queries, keys and values of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
-    return arrays.why_not(q) if k.size else "no keys"
+    return arrays.decline_reason(q) if k.size else "no keys"
 
 
 @unless(_why_not_attention)
 def attention(
-    q: Array, k: Array, v: Array, scoring: Scoring, nothing: bool, mask: Array | None = None, dtype: Any = None
+    q: Array,
+    k: Array,
+    v: Array,
+    score_options: ScoreOptions,
+    off_by_one: bool,
+    mask: Array | None = None,
+    dtype: Any = None,
 ) -> tuple[Array, Array]:
     dtype = dtype or q.dtype
-    results = cudnn.forward(q, k, v, scoring, nothing, mask)
+    results = cudnn.forward(q, k, v, score_options, off_by_one, mask)
     if results is not None:
         return arrays.cast(results[0], dtype), results[1]
     way = _way(q)
     n_items, n_queries, n_heads, _ = q.shape
     q, k, v = (_in_rows(arrays.cast(x, way.dtype), way.bytes) for x in (q, k, v))
-    out, log_total = arrays.empty(q, q.shape), arrays.empty(q, (n_items, n_heads, n_queries), f32)
+    out, logsumexp = arrays.empty(q, q.shape), arrays.empty(q, (n_items, n_heads, n_queries), f32)
     at, kept = _mask(mask)
-    arguments = q, k, v, out, log_total, _sizes(q, k, scoring, nothing), *map(_strides, (q, k, v, out)), at
+    arguments = q, k, v, out, logsumexp, _sizes(q, k, score_options, off_by_one), *map(_strides, (q, k, v, out)), at
     plan = launch.attention_tiles(n_queries, n_items * n_heads, way.rows, way.threads, way.shared.forward)
     launch.launch(way.name, way.name, way.forward, plan, *arguments)
     del kept  # it had to live until here
-    return arrays.cast(out, dtype), log_total
+    return arrays.cast(out, dtype), logsumexp
 
 
 def _why_not_attention_backward(
@@ -125,20 +131,20 @@ def attention_backward(
     k: Array,
     v: Array,
     out: Array,
-    log_total: Array,
-    scoring: Scoring,
+    logsumexp: Array,
+    score_options: ScoreOptions,
     dq: Array,
     dk: Array,
     dv: Array,
     mask: Array | None = None,
 ) -> None:
-    if cudnn.backward(grad, q, k, v, out, log_total, scoring, dq, dk, dv, mask):
+    if cudnn.backward(grad, q, k, v, out, logsumexp, score_options, dq, dk, dv, mask):
         return
     way = _way(q)
     n_items, n_queries, n_heads, _ = q.shape
     grad, q, k, v, out = (_in_rows(arrays.cast(x, way.dtype), way.bytes) for x in (grad, q, k, v, out))
-    log_total, inner = arrays.floats(log_total), arrays.empty(q, (n_items, n_heads, n_queries), f32)
-    sizes, (at, kept) = _sizes(q, k, scoring, False), _mask(mask)
+    logsumexp, inner = arrays.floats(logsumexp), arrays.empty(q, (n_items, n_heads, n_queries), f32)
+    sizes, (at, kept) = _sizes(q, k, score_options, False), _mask(mask)
     plan = launch.teams(inner.size, 1, 4)
     kind = arrays.kind(way.dtype)
     launch.launch("attention", "attention_inner", (kind,), plan, grad, out, inner, sizes, _strides(grad), _strides(out))
@@ -146,7 +152,7 @@ def attention_backward(
     wanted = dq, dk, dv
     fits = [x.dtype == way.dtype and _rows_lie_apart(x, way.bytes) for x in wanted]
     dq, dk, dv = (x if fit else arrays.empty(q, x.shape, way.dtype) for x, fit in zip(wanted, fits))
-    operands, strides = (grad, q, k, v, log_total, inner), tuple(map(_strides, (grad, q, k, v)))
+    operands, strides = (grad, q, k, v, logsumexp, inner), tuple(map(_strides, (grad, q, k, v)))
     n_keys, n_key_heads = k.shape[1:3]
     for part, n_tokens, n_tiled, results in (
         ("queries", n_queries, n_heads, (dq,)),

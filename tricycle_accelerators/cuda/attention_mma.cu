@@ -56,7 +56,7 @@ __device__ inline void scores_of(float (&sums)[COLUMNS / 8][4], const T* left, i
 
 // sums (16, D) += weights (16, TERMS) times `right` (TERMS, D).
 template <int D, int TERMS, class T>
-__device__ inline void mix(float (&sums)[D / 8][4], const float (&weights)[TERMS / 8][4], const T* right) {
+__device__ inline void apply_weights(float (&sums)[D / 8][4], const float (&weights)[TERMS / 8][4], const T* right) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < TERMS; k += 16) {
@@ -110,7 +110,7 @@ __device__ inline void write_rows(
 // Dynamic shared memory: (ROWS + 4 KEYS) WIDTH numbers.
 template <class T, int D, int KEYS>
 __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma(
-    const T* q, const T* k, const T* v, T* out, float* log_total, const Sizes s, const Strides q_strides,
+    const T* q, const T* k, const T* v, T* out, float* logsumexp, const Sizes s, const Strides q_strides,
     const Strides k_strides, const Strides v_strides, const Strides out_strides, const Mask mask
 ) {
     constexpr int TILE = KEYS * WIDTH<D>;
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma(
         const float whole = over_row<Sum>(total[half]);
         shares[half] = whole == 0 ? 1.0f : 1.0f / whole;
         if (lane % 4 == 0 && first + row + 8 * half < s.n_queries)
-            log_total[rows + row + 8 * half] = whole == 0 ? -INFINITY : largest[half] * LN_2 + logf(whole);
+            logsumexp[rows + row + 8 * half] = whole == 0 ? -INFINITY : largest[half] * LN_2 + logf(whole);
     }
     T* to = out_strides.start(out, at.item, at.head) + first * out_strides.token;
     write_rows<D>(sums, shares, to, out_strides.token, row, s.n_queries - first);
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma(
 // Dynamic shared memory: (2 ROWS + 4 QUERIES) WIDTH numbers and 4 QUERIES floats.
 template <class T, int D, int QUERIES>
 __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_keys(
-    const T* grad, const T* q, const T* k, const T* v, const float* log_total, const float* inner, T* dk, T* dv,
+    const T* grad, const T* q, const T* k, const T* v, const float* logsumexp, const float* inner, T* dk, T* dv,
     const Sizes s, const Strides grad_strides, const Strides q_strides, const Strides k_strides,
     const Strides v_strides, const Strides dk_strides, const Strides dv_strides, const Mask mask
 ) {
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_keys(
             fetch<D, QUERIES>(grads + where * TILE, grad_start, grad_strides.token, start, s.n_queries);
             for (int i = threadIdx.x; i < QUERIES; i += WARPS * 32) {
                 const bool there = start + i < s.n_queries;
-                const float total = there ? log_total[rows + start + i] : -INFINITY;
+                const float total = there ? logsumexp[rows + start + i] : -INFINITY;
                 totals[where * QUERIES + i] = total == -INFINITY ? 0.0f : total * LOG2_E;
                 inners[where * QUERIES + i] = there ? inner[rows + start + i] : 0.0f;
             }
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_keys(
 // dq of a tile of 64 queries. Dynamic shared memory: (2 ROWS + 4 KEYS) WIDTH numbers.
 template <class T, int D, int KEYS>
 __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_queries(
-    const T* grad, const T* q, const T* k, const T* v, const float* log_total, const float* inner, T* dq,
+    const T* grad, const T* q, const T* k, const T* v, const float* logsumexp, const float* inner, T* dq,
     const Sizes s, const Strides grad_strides, const Strides q_strides, const Strides k_strides,
     const Strides v_strides, const Strides dq_strides, const Mask mask
 ) {
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_queries(
         begins[half] = s.seen_from(query);
         ends[half] = there ? s.seen_by(query) : 0;
         masked[half] = hidden.values + query * hidden.query;
-        const float total = there ? log_total[rows + row + 8 * half] : -INFINITY;
+        const float total = there ? logsumexp[rows + row + 8 * half] : -INFINITY;
         by[half] = total == -INFINITY ? 0.0f : total * LOG2_E;
         inners[half] = there ? inner[rows + row + 8 * half] : 0.0f;
     }

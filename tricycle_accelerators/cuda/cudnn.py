@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from tricycle.devices import Array
-from tricycle.kernels import Scoring
+from tricycle.kernels import ScoreOptions
 
 KINDS = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # names of dtypes, and what cuDNN calls them
 TOKENS = 64  # sequences of multiples of it: each length needs a graph of its own, which takes a while to build
@@ -77,7 +77,7 @@ def strides_of(x: Array) -> Strides:
     return b, h, t, d
 
 
-def shape_of(q: Array, scoring: Scoring, *others: Array) -> Shape | None:
+def shape_of(q: Array, score_options: ScoreOptions, *others: Array) -> Shape | None:
     """The shape of attention over these arrays (B, T, H, D); None where cuDNN does not take them.
 
     It is not asked for fewer key heads than query heads, windows and caps.
@@ -85,14 +85,14 @@ def shape_of(q: Array, scoring: Scoring, *others: Array) -> Shape | None:
     n_items, n_tokens, n_heads, size = q.shape
     arrays = (q, *others)
     fits = q.dtype.name in KINDS and size % 8 == 0 and size <= 128 and n_tokens % TOKENS == 0
-    fits = fits and scoring.offset in (0, None) and scoring.window is None and scoring.cap is None
+    fits = fits and score_options.offset in (0, None) and score_options.window is None and score_options.cap is None
     fits = fits and 0 not in q.shape
     fits = fits and all(x.shape == q.shape and x.dtype == q.dtype for x in others)
     if not fits or not all(_aligned(x) for x in arrays):
         return None
     strides = tuple(strides_of(x) for x in arrays)
-    causal = scoring.offset is not None
-    return Shape(n_items, n_tokens, n_heads, size, causal, scoring.scale, q.dtype.name, strides)
+    causal = score_options.offset is not None
+    return Shape(n_items, n_tokens, n_heads, size, causal, score_options.scale, q.dtype.name, strides)
 
 
 def _aligned(x: Array) -> bool:
@@ -223,18 +223,18 @@ def _run(ready: Graph, arrays: tuple[Array, ...]) -> None:
 
 
 def forward(
-    q: Array, k: Array, v: Array, scoring: Scoring, nothing: bool, mask: Array | None
+    q: Array, k: Array, v: Array, score_options: ScoreOptions, off_by_one: bool, mask: Array | None
 ) -> tuple[Array, Array] | None:
     """As `tricycle.kernels.attention`; None where cuDNN does not take it."""
     import cupy
 
-    shape = None if mask is not None or problem() else shape_of(q, scoring, k, v)
+    shape = None if mask is not None or problem() else shape_of(q, score_options, k, v)
     ready = None if shape is None else _ready(forward_graph, shape)
     if ready is None:
         return None
     out, totals = cupy.empty(q.shape, q.dtype), cupy.empty((len(q), q.shape[2], q.shape[1]), cupy.float32)
     _run(ready, (q, k, v, out, totals))
-    if not nothing:
+    if not off_by_one:
         return out, totals
     # beside sums e^t of exponentials there is a 1: each weight becomes e^t / (e^t + 1) of what it was
     whole = cupy.logaddexp(totals, cupy.float32(0))
@@ -248,8 +248,8 @@ def backward(
     k: Array,
     v: Array,
     out: Array,
-    log_total: Array,
-    scoring: Scoring,
+    logsumexp: Array,
+    score_options: ScoreOptions,
     dq: Array,
     dk: Array,
     dv: Array,
@@ -257,14 +257,14 @@ def backward(
 ) -> bool:
     """As `tricycle.kernels.attention_backward`; whether cuDNN took it: if not, nothing is written.
 
-    The gradient is right for softmax1 too, whose weights are e^(score - log_total) as well.
+    The gradient is right for softmax1 too, whose weights are e^(score - logsumexp) as well.
     """
     import cupy
 
-    shape = None if mask is not None or problem() else shape_of(q, scoring, k, v, out, grad, dq, dk, dv)
+    shape = None if mask is not None or problem() else shape_of(q, score_options, k, v, out, grad, dq, dk, dv)
     ready = None if shape is None else _ready(backward_graph, shape)
     if ready is None:
         return False
-    totals = cupy.ascontiguousarray(log_total.astype(cupy.float32, copy=False))
+    totals = cupy.ascontiguousarray(logsumexp.astype(cupy.float32, copy=False))
     _run(ready, (q, k, v, out, grad, totals, dq, dk, dv))
     return True

@@ -23,7 +23,7 @@ template <class T> __global__ void gelu(const T* x, T* y, i64 n) {
 }
 
 // The derivative is g + x g (1 - g) v'.
-template <class T> __global__ void gelu_with_slope(const T* x, T* y, T* slope, i64 n) {
+template <class T> __global__ void gelu_with_derivative(const T* x, T* y, T* slope, i64 n) {
     each<PACK<T>>(n, aligned(x) && aligned(y) && aligned(slope), [&](i64 i, auto count) {
         constexpr int N = decltype(count)::value;
         float a[N], d[N];

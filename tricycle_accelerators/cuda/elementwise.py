@@ -20,14 +20,14 @@ def _elementwise(name: str, x: Array, n_results: int) -> Any:
     return results[0] if n_results == 1 else tuple(results)
 
 
-@unless(arrays.why_not)
+@unless(arrays.decline_reason)
 def gelu(x: Array) -> Array:
     return _elementwise("gelu", x, 1)
 
 
-@unless(arrays.why_not)
-def gelu_with_slope(x: Array) -> tuple[Array, Array]:
-    return _elementwise("gelu_with_slope", x, 2)
+@unless(arrays.decline_reason)
+def gelu_with_derivative(x: Array) -> tuple[Array, Array]:
+    return _elementwise("gelu_with_derivative", x, 2)
 
 
 def _why_not_multiply(a: Array, b: Array) -> str | None:
@@ -35,7 +35,7 @@ def _why_not_multiply(a: Array, b: Array) -> str | None:
         return f"an array to multiply by, got {type(b).__name__}"
     if b.ndim and (b.shape != a.shape or b.dtype != a.dtype):
         return f"two arrays of one shape and dtype, got {a.shape} {a.dtype} and {b.shape} {b.dtype}"
-    return arrays.why_not(a)
+    return arrays.decline_reason(a)
 
 
 @unless(_why_not_multiply)
@@ -61,12 +61,12 @@ def gelu_backward(grad: Array, x: Array | None, slope: Array | None) -> Array:
     return _multiply(grad, slope)
 
 
-@unless(arrays.why_not)
+@unless(arrays.decline_reason)
 def relu_squared(x: Array) -> tuple[Array, Array]:
     return _elementwise("relu_squared", x, 2)
 
 
-@unless(arrays.why_not)
+@unless(arrays.decline_reason)
 def sigmoid(x: Array) -> Array:
     return _elementwise("sigmoid", x, 1)
 
@@ -76,7 +76,7 @@ def _why_not_random_mask(like: Array, shape: tuple[int, ...], *_: Any, **__: Any
 
 
 @unless(_why_not_random_mask)
-def random_mask(like: Array, shape: tuple[int, ...], keep: float, generator: np.random.Generator) -> Array:
+def dropout_mask(like: Array, shape: tuple[int, ...], keep: float, generator: np.random.Generator) -> Array:
     """Zeros and 1 / keep in the dtype of `like`, drawn on the device from one number of a host generator."""
     kind, size = arrays.kind(like.dtype), math.prod(shape)
     mask = arrays.empty(like, shape)
@@ -87,11 +87,11 @@ def random_mask(like: Array, shape: tuple[int, ...], keep: float, generator: np.
 
 
 def _why_not_rotate(x: Array, *_: Any, **__: Any) -> str | None:
-    return f"an even head size, got {x.shape[-1]}" if x.shape[-1] % 2 else arrays.why_not(x)
+    return f"an even head size, got {x.shape[-1]}" if x.shape[-1] % 2 else arrays.decline_reason(x)
 
 
 @unless(_why_not_rotate)
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
+def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
     x = x if x.strides[-1] == x.dtype.itemsize else arrays.dense(x)
     _, n_tokens, n_heads, size = x.shape
     out, kind = arrays.empty(x), arrays.kind(x.dtype)

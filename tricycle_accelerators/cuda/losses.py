@@ -11,14 +11,14 @@ from tricycle_accelerators.providers import unless
 
 
 def _why_not_cross_entropy(logits: Array, *_: Any, **__: Any) -> str | None:
-    return arrays.why_not(logits)
+    return arrays.decline_reason(logits)
 
 
 @unless(_why_not_cross_entropy)
 def cross_entropy(
-    logits: Array, labels: Array, weights: Array, smoothing: float = 0.0, with_slope: bool = True
+    logits: Array, labels: Array, weights: Array, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[Array, Array | None]:
-    slope = arrays.empty(logits) if with_slope else None
+    slope = arrays.empty(logits) if with_gradient else None
     return _cross_entropy(logits, labels, weights, smoothing, slope), slope
 
 

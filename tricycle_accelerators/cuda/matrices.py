@@ -28,17 +28,17 @@ def _narrow_dtype(precision: str) -> np.dtype | None:
     return np.dtype(ml_dtypes.bfloat16)
 
 
-def operand(x: Array, precision: str) -> Array:
+def matmul_operand(x: Array, precision: str) -> Array:
     narrow = _narrow_dtype(precision)
     return x if narrow is None or x.dtype.itemsize == 2 else arrays.cast(x, narrow)
 
 
-def operand_and_sums(x: Array, precision: str) -> tuple[Array, Array]:
-    return operand(x, precision), kernels.sum_rows(x)
+def matmul_operand_and_sums(x: Array, precision: str) -> tuple[Array, Array]:
+    return matmul_operand(x, precision), kernels.sum_rows(x)
 
 
 def to_compute_dtype(x: Array, precision: str) -> Array:
-    return operand(x, precision)
+    return matmul_operand(x, precision)
 
 
 def matmul(
@@ -52,12 +52,12 @@ def matmul(
     return gemm.matmul(a, b, bias, out, dtype, precision)
 
 
-@unless(arrays.why_not)
+@unless(arrays.decline_reason)
 def sum_squares(x: Array) -> Array:
     """The sum of x * x over everything, a 0-d float32 array."""
     return sums.whole_sum(x, arrays.kind(x.dtype), "true")
 
 
-@unless(arrays.why_not)
+@unless(arrays.decline_reason)
 def sum_rows(x: Array) -> Array:
     return sums.column_sums(arrays.dense(x), arrays.kind(x.dtype))

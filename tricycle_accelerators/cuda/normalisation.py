@@ -11,16 +11,16 @@ from tricycle_accelerators.providers import unless
 
 
 def _why_not_layer_norm(
-    x: Array, gain: Array, bias: Array | None, eps: float, centred: bool, dtype: Any = None
+    x: Array, gain: Array, bias: Array | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> str | None:
     if dtype is not None and dtype != x.dtype:
         return f"a result of another dtype than {x.dtype}"
-    return arrays.why_not(x)
+    return arrays.decline_reason(x)
 
 
 @unless(_why_not_layer_norm)
 def layer_norm(
-    x: Array, gain: Array, bias: Array | None, eps: float, centred: bool, dtype: Any = None
+    x: Array, gain: Array, bias: Array | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> tuple[Array, Array, Array]:
     size = x.shape[-1]
     n_rows = x.size // size
@@ -29,7 +29,7 @@ def layer_norm(
     mean = arrays.empty(x, statistics, f32)
     scale = arrays.empty(x, statistics, f32)
     operands = arrays.dense(x), arrays.floats(gain), None if bias is None else arrays.floats(bias)
-    numbers = i64(n_rows), i32(size), f32(eps), i32(centred)
+    numbers = i64(n_rows), i32(size), f32(eps), i32(subtract_mean)
     plan = launch.teams(n_rows, size, x.dtype.itemsize)
     launch.launch("norm", "layer_norm", (arrays.kind(x.dtype),), plan, *operands, y, mean, scale, *numbers)
     return y, mean, scale
@@ -44,12 +44,12 @@ def _why_not_layer_norm_backward(grad: Array, x: Array, gain: Array, *_: Any, **
         at_once = arrays.elements_at_once(size, arrays.kind(x.dtype), *rows)
         if size > launch.LONGEST_NORM[at_once]:
             return f"rows above {launch.LONGEST_NORM[at_once]} elements, of which a thread reads {at_once} at once"
-    return arrays.why_not(x)
+    return arrays.decline_reason(x)
 
 
 @unless(_why_not_layer_norm_backward)
 def layer_norm_backward(
-    grad: Array, x: Array, gain: Array, mean: Array, scale: Array, centred: bool
+    grad: Array, x: Array, gain: Array, mean: Array, scale: Array, subtract_mean: bool
 ) -> tuple[Array, Array, Array]:
     kind, size = arrays.kind(x.dtype), x.shape[-1]
     n_rows = x.size // size
@@ -60,7 +60,7 @@ def layer_norm_backward(
     dx = arrays.empty(x)
     by_block = arrays.empty(x, (plan.grid[0], 2 * size), f32)
     template = kind, str(at_once), str(held)
-    numbers = i64(n_rows), i32(size), i32(centred)
+    numbers = i64(n_rows), i32(size), i32(subtract_mean)
     launch.launch("norm", "layer_norm_backward", template, plan, *rows, *statistics, dx, by_block, *numbers)
     total = sums.column_sums(by_block, "float")
     return dx, total[:size], total[size:]

@@ -67,13 +67,13 @@ template <class T> __global__ void LARGE_BLOCK log_softmax(const T* x, T* y, i64
         e.add(values);
     });
     e.over_team();
-    const float log_total = logf(e.total);
+    const float logsumexp = logf(e.total);
     along(from, to, n, threadIdx.x, blockDim.x, [&](i64 i, auto count) {
         constexpr int N = decltype(count)::value;
         float values[N];
         load(values, from + i);
 #pragma unroll
-        for (int k = 0; k < N; ++k) values[k] = values[k] - e.largest - log_total;
+        for (int k = 0; k < N; ++k) values[k] = values[k] - e.largest - logsumexp;
         store(to + i, values);
     });
 }

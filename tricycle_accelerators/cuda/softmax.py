@@ -19,12 +19,12 @@ def _rows(name: str, template: tuple[str, ...], x: Array, *others: Array) -> Arr
     return out
 
 
-@unless(arrays.why_not)
+@unless(arrays.decline_reason)
 def softmax(x: Array, off_by_one: bool = False) -> Array:
     return _rows("softmax", (arrays.kind(x.dtype), str(off_by_one).lower()), x)
 
 
-@unless(arrays.why_not)
+@unless(arrays.decline_reason)
 def log_softmax(x: Array) -> Array:
     return _rows("log_softmax", (arrays.kind(x.dtype),), x)
 
@@ -32,7 +32,7 @@ def log_softmax(x: Array) -> Array:
 def _why_not_softmax_backward(grad: Array, y: Array) -> str | None:
     if grad.shape != y.shape or grad.dtype != y.dtype:
         return f"a gradient like the softmax, {y.shape} {y.dtype}, got {grad.shape} {grad.dtype}"
-    return arrays.why_not(y)
+    return arrays.decline_reason(y)
 
 
 @unless(_why_not_softmax_backward)

@@ -9,7 +9,7 @@ from tricycle_accelerators.providers import unless
 
 
 def _why_not_embedding_backward(grad: Array, ids: Array, n_rows: int) -> str | None:
-    return arrays.why_not(grad) if n_rows else "a table without rows"
+    return arrays.decline_reason(grad) if n_rows else "a table without rows"
 
 
 @unless(_why_not_embedding_backward)

@@ -19,4 +19,4 @@ def problem() -> str | None:
 
 def register(array: type) -> None:
     """Offer these versions for a type of arrays."""
-    kernels.matmul.on(array)(matrices.matmul)
+    kernels.matmul.register(array)(matrices.matmul)

@@ -17,5 +17,5 @@ PROVIDER, problem = "onednn", library.problem
 
 def register(array: type) -> None:
     """Offer these versions for a type of arrays."""
-    products = (kernels.operand, kernels.operand_and_sums, kernels.matmul)
-    offer(array, (matrices, products), (few_bits, [few_bits_matmul]), (optimisers, [muon.orthogonalise]))
+    products = (kernels.matmul_operand, kernels.matmul_operand_and_sums, kernels.matmul)
+    offer(array, (matrices, products), (few_bits, [few_bits_matmul]), (optimisers, [muon.orthogonalize]))

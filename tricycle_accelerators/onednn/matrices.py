@@ -21,7 +21,7 @@ def _why_not_operand(x: np.ndarray, precision: str) -> str | None:
 
 
 @unless(_why_not_operand)
-def operand(x: np.ndarray, precision: str) -> np.ndarray:
+def matmul_operand(x: np.ndarray, precision: str) -> np.ndarray:
     """A bfloat16 copy with the layout of x."""
     if precision != "bfloat16" or x.dtype != np.float32:
         return x
@@ -48,14 +48,14 @@ def why_not_rounded(x: np.ndarray, precision: str = "float32") -> str | None:
 
 
 def _why_not_operand_and_sums(x: np.ndarray, precision: str) -> str | None:
-    why_not = why_not_rounded(x, precision)
-    if why_not is None and not (x.ndim == 2 and x.flags.c_contiguous):
+    decline_reason = why_not_rounded(x, precision)
+    if decline_reason is None and not (x.ndim == 2 and x.flags.c_contiguous):
         return "a matrix in one piece"
-    return why_not
+    return decline_reason
 
 
 @unless(_why_not_operand_and_sums)
-def operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
+def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
     """The sums are made of pieces that the conversion has just brought near."""
     out = buffers.empty(x.shape, library.bfloat16())
 

@@ -14,14 +14,14 @@ SAFETY = 1.01
 
 
 @unless(why_not_rounded)
-def orthogonalise(x: np.ndarray, precision: str = "float32") -> np.ndarray:
+def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
     """A matrix for each thread at a time. What the iteration multiplies has 16 bits, its sums have 32.
 
     Rounding takes singular values a little above 1, from where the iteration would take them far away: so its weights
     are those of values that may be larger by SAFETY (Amsel et al. 2025, on finite precision).
     """
     if x.shape[1] > x.shape[2]:
-        return orthogonalise(x.swapaxes(1, 2), precision).swapaxes(1, 2)
+        return orthogonalize(x.swapaxes(1, 2), precision).swapaxes(1, 2)
     _, n_rows, n_columns = x.shape
     polar = buffers.empty(x.shape, np.float32)
     bfloat16 = library.bfloat16()

@@ -256,20 +256,20 @@ class Reading:
         top = np.argpartition(logits, -count)[-count:]
         top = top[np.argsort(-logits[top], kind="stable")]
         highest = float(logits.max())
-        log_total = highest + math.log(float(np.exp(logits - highest).sum(dtype=np.float64)))
+        logsumexp = highest + math.log(float(np.exp(logits - highest).sum(dtype=np.float64)))
         said: dict[str, Any] = {
             "top": [
                 {
                     "id": int(token),
                     "text": self.say(int(token)),
-                    "p": _figure(math.exp(float(logits[token]) - log_total)),
+                    "p": _figure(math.exp(float(logits[token]) - logsumexp)),
                 }
                 for token in top
             ]
         }
         if following is not None:
             said["rank"] = int((logits > logits[following]).sum())
-            said["p"] = _figure(math.exp(float(logits[following]) - log_total))
+            said["p"] = _figure(math.exp(float(logits[following]) - logsumexp))
         return said
 
 

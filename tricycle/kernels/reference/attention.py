@@ -10,13 +10,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tricycle.devices import Array, array_module
-from tricycle.kernels.dispatch import kernel, wide
+from tricycle.kernels.dispatch import kernel, upcast
 
-Rows = Callable[[Array], Array]  # from scores (..., T, S), -inf where a key is hidden, to weights, 0 there
-RowsBackward = Callable[[Array, Array, Array], Array]  # from the weights' gradient, scores and weights to the scores'
+RowSoftmaxFn = Callable[[Array], Array]  # from scores (..., T, S), -inf where a key is hidden, to weights, 0 there
+RowSoftmaxBackwardFn = Callable[
+    [Array, Array, Array], Array
+]  # from the weights' gradient, scores and weights to the scores'
 
 
-class Scoring(NamedTuple):
+class ScoreOptions(NamedTuple):
     """How scores are made of queries and keys, and which keys a query sees."""
 
     scale: float  # a score is scale * q . k
@@ -27,25 +29,31 @@ class Scoring(NamedTuple):
 
 @kernel
 def attention(
-    q: Array, k: Array, v: Array, scoring: Scoring, nothing: bool, mask: Array | None = None, dtype: Any = None
+    q: Array,
+    k: Array,
+    v: Array,
+    score_options: ScoreOptions,
+    off_by_one: bool,
+    mask: Array | None = None,
+    dtype: Any = None,
 ) -> tuple[Array, Array]:
-    """softmax(scores) v for every item and head (Vaswani et al. 2017, section 3.2.1), or softmax1 with `nothing`.
+    """softmax(scores) v for every item and head (Vaswani et al. 2017, section 3.2.1), or softmax1 with `off_by_one`.
 
     Returns (B, T, H, E), in `dtype` or that of q, zeros where a query sees no key; and for the backward the log of
-    each row's sum of exponentials (B, H, T), -inf there (0 with `nothing`).
+    each row's sum of exponentials (B, H, T), -inf there (0 with `off_by_one`).
     """
     xp, dtype = array_module(q), dtype or q.dtype
-    q, k, v, mask = map(wide, (q, k, v, mask))
-    scores = hide(capped_scores(q, k, scoring), scoring, mask)
+    q, k, v, mask = map(upcast, (q, k, v, mask))
+    scores = mask_scores(softcapped_scores(q, k, score_options), score_options, mask)
     largest = scores.max(axis=-1, keepdims=True) if k.shape[1] else xp.zeros((*scores.shape[:-1], 1), scores.dtype)
-    largest = xp.maximum(largest, 0) if nothing else xp.where(xp.isneginf(largest), 0, largest)
+    largest = xp.maximum(largest, 0) if off_by_one else xp.where(xp.isneginf(largest), 0, largest)
     weights = xp.exp(scores - largest)
     total = weights.sum(axis=-1, keepdims=True)
-    if nothing:  # one more key, with a score of 0 and a value of zeros
+    if off_by_one:  # one more key, with a score of 0 and a value of zeros
         total += xp.exp(-largest)
     empty = total == 0
     total = xp.where(empty, 1, total)
-    out = mix(weights / total, v).astype(dtype, copy=False)
+    out = apply_weights(weights / total, v).astype(dtype, copy=False)
     return out, xp.where(empty, -xp.inf, largest + xp.log(total))[..., 0]
 
 
@@ -56,8 +64,8 @@ def attention_backward(
     k: Array,
     v: Array,
     out: Array,
-    log_total: Array,
-    scoring: Scoring,
+    logsumexp: Array,
+    score_options: ScoreOptions,
     dq: Array,
     dk: Array,
     dv: Array,
@@ -65,12 +73,12 @@ def attention_backward(
 ) -> None:
     """Write the gradients of q, k and v into dq, dk and dv, whose memory may be strided and hold anything."""
     xp = array_module(q)
-    shift = xp.where(xp.isneginf(log_total), 0, log_total)[..., None]
+    shift = xp.where(xp.isneginf(logsumexp), 0, logsumexp)[..., None]
     # sum_s weight_s dweight_s is the product of the output with its own gradient
-    inner = (wide(grad).swapaxes(1, 2) * wide(out).swapaxes(1, 2)).sum(axis=-1, keepdims=True)
-    rows = lambda scores: xp.exp(scores - shift)
-    rows_backward = lambda dweights, scores, weights: weights * (dweights - inner)
-    row_attention_backward(grad, q, k, v, scoring, rows, rows_backward, dq, dk, dv, mask)
+    inner = (upcast(grad).swapaxes(1, 2) * upcast(out).swapaxes(1, 2)).sum(axis=-1, keepdims=True)
+    row_softmax = lambda scores: xp.exp(scores - shift)
+    row_softmax_backward = lambda dweights, scores, weights: weights * (dweights - inner)
+    row_attention_backward(grad, q, k, v, score_options, row_softmax, row_softmax_backward, dq, dk, dv, mask)
 
 
 def row_attention_backward(
@@ -78,42 +86,42 @@ def row_attention_backward(
     q: Array,
     k: Array,
     v: Array,
-    scoring: Scoring,
-    rows: Rows,
-    rows_backward: RowsBackward,
+    score_options: ScoreOptions,
+    row_softmax: RowSoftmaxFn,
+    row_softmax_backward: RowSoftmaxBackwardFn,
     dq: Array,
     dk: Array,
     dv: Array,
     mask: Array | None = None,
 ) -> None:
-    """Write the gradients, as `attention_backward` does, of attention whose weights are rows(scores)."""
-    grad, q, k, v, mask = map(wide, (grad, q, k, v, mask))
-    capped = capped_scores(q, k, scoring)
-    scores = hide(capped, scoring, mask)
-    weights = rows(scores)
-    dproducts = rows_backward(_products(grad, v), scores, weights) * scoring.scale
-    if scoring.cap is not None:
-        dproducts = dproducts * (1 - (capped / scoring.cap) ** 2)
-    dq[...] = mix(dproducts, k)
+    """Write the gradients, as `attention_backward` does, of attention whose weights are row_softmax(scores)."""
+    grad, q, k, v, mask = map(upcast, (grad, q, k, v, mask))
+    capped = softcapped_scores(q, k, score_options)
+    scores = mask_scores(capped, score_options, mask)
+    weights = row_softmax(scores)
+    dproducts = row_softmax_backward(_products(grad, v), scores, weights) * score_options.scale
+    if score_options.cap is not None:
+        dproducts = dproducts * (1 - (capped / score_options.cap) ** 2)
+    dq[...] = apply_weights(dproducts, k)
     for gradient, products, x in ((dk, dproducts, q), (dv, weights, grad)):
         transposed = _by_key_head(products, k.shape[2]).swapaxes(2, 3)
         gradient.swapaxes(1, 2)[...] = transposed @ _by_key_head(x.swapaxes(1, 2), k.shape[2])
 
 
-def capped_scores(q: Array, k: Array, scoring: Scoring) -> Array:
+def softcapped_scores(q: Array, k: Array, score_options: ScoreOptions) -> Array:
     """(B, H, T, S), with nothing hidden."""
-    scores = _products(q, k) * scoring.scale
-    return scores if scoring.cap is None else scoring.cap * array_module(q).tanh(scores / scoring.cap)
+    scores = _products(q, k) * score_options.scale
+    return scores if score_options.cap is None else score_options.cap * array_module(q).tanh(scores / score_options.cap)
 
 
-def hide(scores: Array, scoring: Scoring, mask: Array | None) -> Array:
+def mask_scores(scores: Array, score_options: ScoreOptions, mask: Array | None) -> Array:
     xp = array_module(scores)
-    if scoring.offset is not None:
-        last = xp.arange(scoring.offset, scoring.offset + scores.shape[2])[:, None]
+    if score_options.offset is not None:
+        last = xp.arange(score_options.offset, score_options.offset + scores.shape[2])[:, None]
         keys = xp.arange(scores.shape[3])
         hidden = keys > last
-        if scoring.window is not None:
-            hidden |= keys <= last - scoring.window
+        if score_options.window is not None:
+            hidden |= keys <= last - score_options.window
         scores = xp.where(hidden, -xp.inf, scores)
     return scores if mask is None else scores + mask
 
@@ -130,7 +138,7 @@ def _products(q: Array, k: Array) -> Array:
     return products.reshape(len(q), q.shape[2], q.shape[1], k.shape[1])
 
 
-def mix(weights: Array, v: Array) -> Array:
+def apply_weights(weights: Array, v: Array) -> Array:
     """(B, H, T, S) and (B, S, K, E) to (B, T, H, E)."""
     mixed = (_by_key_head(weights, v.shape[2]) @ v.swapaxes(1, 2)).reshape(*weights.shape[:3], v.shape[3])
     return array_module(v).ascontiguousarray(mixed.swapaxes(1, 2))
