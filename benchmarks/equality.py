@@ -23,10 +23,10 @@ import numpy as np
 
 from benchmarks.ranks import SETTINGS, mpiexec
 from tricycle.configs import DebugConfig, GPTConfig
-from tricycle.distributed.processes import ALONE, Processes
+from tricycle.distributed.processes import SINGLE_PROCESS, ProcessGroup
 from tricycle.distributed.shards import gather_state, n_state_bytes
 from tricycle.training_state import TrainingState, new_state, resume_state, train_step
-from tricycle_mpi.launch import launched
+from tricycle_mpi.launch import launch_info
 
 PRECISIONS = ("float64", "float32", "bfloat16")
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
@@ -59,33 +59,33 @@ class Job:
 # -------------------------------------------------------------------- a rank
 def work(folder: Path) -> None:
     """Do all jobs of `jobs.json`, in a process that may be one of several."""
-    processes: Processes = ALONE
-    if launched().size > 1:
-        from tricycle_mpi.ranks import join
+    processes: ProcessGroup = SINGLE_PROCESS
+    if launch_info().size > 1:
+        from tricycle_mpi.ranks import join_process_group
 
-        processes = join()
+        processes = join_process_group()
     processes.bucket_bytes = BUCKET_BYTES
     jobs: list[Any] = json.loads((folder / "jobs.json").read_text(encoding="utf-8"))
     for job in jobs:
         do(Job(**job), folder, processes)
 
 
-def do(job: Job, folder: Path, processes: Processes) -> None:
+def do(job: Job, folder: Path, processes: ProcessGroup) -> None:
     """The updates of one job. Rank 0 writes losses, weights and how many bytes of moments each rank has."""
     state = begun(job, folder, processes)
     losses = [train_step(state)[0] for _ in range(state.step, job.until)]
     weights = np.concatenate([parameter.array.ravel() for parameter in state.model.parameters()])
-    n_copies = len({each.tobytes() for each in processes.gather(weights)})
-    n_bytes = processes.gather(n_state_bytes(state.optimiser))
+    n_copies = len({each.tobytes() for each in processes.all_gather(weights)})
+    n_bytes = processes.all_gather(n_state_bytes(state.optimiser))
     states = gather_state(state.optimiser, state.model)
-    if not processes.is_first:
+    if not processes.is_rank_zero:
         return
     np.savez(folder / f"{job.name}.npz", losses=losses, weights=weights, n_bytes=n_bytes, n_copies=n_copies)
     if job.saved:
         state.save(folder / job.saved, None, states)
 
 
-def begun(job: Job, folder: Path, processes: Processes) -> TrainingState:
+def begun(job: Job, folder: Path, processes: ProcessGroup) -> TrainingState:
     """The state that a job begins with."""
     tokens = np.random.default_rng(0).integers(0, DebugConfig().vocab_size, 20_000)
     if job.start:

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import Worker, batches, torch_step
 from tricycle.configs import GPTConfig
-from tricycle.distributed.processes import ALONE, Pending, Processes
-from tricycle_mpi.launch import launched
+from tricycle.distributed.processes import SINGLE_PROCESS, Pending, ProcessGroup
+from tricycle_mpi.launch import launch_info
 
 T = TypeVar("T")
 END = '{"do": "end"}'  # mpiexec does not tell rank 0 that its input has ended
@@ -70,7 +70,7 @@ def end(worker: Worker) -> None:
 class Done:
     """A sum that is done already."""
 
-    def poke(self) -> None:
+    def make_progress(self) -> None:
         pass
 
     def wait(self) -> None:
@@ -83,15 +83,15 @@ class Delayed:
     def __init__(self, pending: Pending, until: float) -> None:
         self.pending, self.until = pending, until
 
-    def poke(self) -> None:
-        self.pending.poke()
+    def make_progress(self) -> None:
+        self.pending.make_progress()
 
     def wait(self) -> None:
         self.pending.wait()
         time.sleep(max(0.0, self.until - time.perf_counter()))
 
 
-class Watched(Processes):
+class Watched(ProcessGroup):
     """Processes whose sums of gradients are noted, and can be left out or slowed down. Alone it says that it is two.
 
     Attributes:
@@ -101,7 +101,7 @@ class Watched(Processes):
         sent: of each sum that has begun, when (`time.perf_counter`) and how many bytes.
     """
 
-    def __init__(self, inner: Processes) -> None:
+    def __init__(self, inner: ProcessGroup) -> None:
         super().__init__()
         self.inner = inner
         self.rank, self.size = inner.rank, max(2, inner.size)
@@ -110,26 +110,26 @@ class Watched(Processes):
         self.sent: list[tuple[float, int]] = []
         self._free = 0.0
 
-    def agree(self, value: T) -> T:
-        return self.inner.agree(value)
+    def broadcast(self, value: T) -> T:
+        return self.inner.broadcast(value)
 
-    def gather(self, value: T) -> list[T]:
-        return self.inner.gather(value)
+    def all_gather(self, value: T) -> list[T]:
+        return self.inner.all_gather(value)
 
-    def sum(self, numbers: Any) -> list[float]:
-        return self.inner.sum(numbers)
+    def all_reduce(self, numbers: Any) -> list[float]:
+        return self.inner.all_reduce(numbers)
 
-    def start_sum(self, array: Any) -> Pending:
+    def start_all_reduce(self, array: Any) -> Pending:
         now = time.perf_counter()
         self.sent.append((now, array.nbytes))
-        pending: Pending = self.inner.start_sum(array) if self.summing else Done()
+        pending: Pending = self.inner.start_all_reduce(array) if self.summing else Done()
         if not any(self.link):
             return pending
         self._free = max(self._free, now) + self.link[0] + array.nbytes * self.link[1]
         return Delayed(pending, self._free)
 
-    def answer(self) -> None:
-        self.inner.answer()
+    def answer_pings(self) -> None:
+        self.inner.answer_pings()
 
 
 # -------------------------------------------------------------------- what is asked for
@@ -139,7 +139,7 @@ class Steps:
     Gradients and AdamW, on random tokens.
     """
 
-    def __init__(self, config: GPTConfig, processes: Processes) -> None:
+    def __init__(self, config: GPTConfig, processes: ProcessGroup) -> None:
         from tricycle.loss import CrossEntropy
         from tricycle.models import GPT
         from tricycle.optimisers import AdamW
@@ -176,41 +176,41 @@ class Steps:
         watched.summing = summing and self.inner.size > 1
         own = [next(self.data) for _ in range(n_batches)]
         n_labels = [count_labels(labels) for _, labels in own]
-        watched.inner.sum([0.0])  # all begin together
-        waited, start = watched.waited, time.perf_counter()
-        processes = ALONE if plain and self.inner.size == 1 else watched
+        watched.inner.all_reduce([0.0])  # all begin together
+        waited, start = watched.wait_seconds, time.perf_counter()
+        processes = SINGLE_PROCESS if plain and self.inner.size == 1 else watched
         grads = gradients(self.model, self.loss_of, own, n_labels, processes.reducer)
-        backward = time.perf_counter() - start - (watched.waited - waited)
+        backward = time.perf_counter() - start - (watched.wait_seconds - waited)
         apply(self.model, self.optimiser, grads)
         seconds = time.perf_counter() - start
         sent = [[moment - start, n_bytes] for moment, n_bytes in watched.sent]
-        return {"seconds": seconds, "waited": watched.waited - waited, "backward": backward, "sent": sent}
+        return {"seconds": seconds, "waited": watched.wait_seconds - waited, "backward": backward, "sent": sent}
 
     def sums(self) -> Any:
         """The sums of all buckets with nothing beside them: seconds, those of the slowest rank."""
-        buckets = self.watched.gradient_sum(self.model).buckets
-        self.inner.sum([0.0])
+        buckets = self.watched.gradient_reducer(self.model).buckets
+        self.inner.all_reduce([0.0])
         start = time.perf_counter()
         if self.inner.size > 1:
-            for pending in [self.inner.start_sum(bucket.flat) for bucket in buckets]:
+            for pending in [self.inner.start_all_reduce(bucket.flat) for bucket in buckets]:
                 pending.wait()
-        return {"seconds": max(self.inner.gather(time.perf_counter() - start)), "n_buckets": len(buckets)}
+        return {"seconds": max(self.inner.all_gather(time.perf_counter() - start)), "n_buckets": len(buckets)}
 
 
 def serve(shape: str) -> None:
     """Do what rank 0 reads, in all ranks."""
-    processes: Processes = ALONE
-    if launched().size > 1:
-        from tricycle_mpi.ranks import join
+    processes: ProcessGroup = SINGLE_PROCESS
+    if launch_info().size > 1:
+        from tricycle_mpi.ranks import join_process_group
 
-        processes = join(HOURS)
+        processes = join_process_group(HOURS)
     steps = Steps(SHAPES[shape], processes)
     while True:
-        request = json.loads(processes.agree(sys.stdin.readline() if processes.is_first else "") or END)
+        request = json.loads(processes.broadcast(sys.stdin.readline() if processes.is_rank_zero else "") or END)
         if request == json.loads(END):
             break
         answer = {"step": steps.step, "sums": steps.sums}[request.pop("do")](**request)
-        if processes.is_first:
+        if processes.is_rank_zero:
             print(json.dumps(answer), flush=True)
 
 

@@ -16,15 +16,15 @@ from functools import partial
 import numpy as np
 
 from benchmarks.shapes import SHAPES
-from tricycle.distributed.processes import Processes
-from tricycle.distributed.shards import ShardedOptimiser, Shards, load_of, n_state_bytes
+from tricycle.distributed.processes import ProcessGroup
+from tricycle.distributed.shards import ShardedOptimiser, Shards, n_state_bytes, update_cost
 from tricycle.models import GPT
 from tricycle.optimisers import Optimiser
 from tricycle.tensor import Tensor
 from tricycle.training_state import new_optimiser
 
 
-class OneOf(Processes):
+class OneOf(ProcessGroup):
     """One of several, of whom the others do not exist: what they would send is not there."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -68,7 +68,7 @@ def main() -> None:
             for size in arguments.ranks:
                 times, n_bytes = [], []
                 for rank in range(size):
-                    shards = Silent(OneOf(rank, size), model, partial(load_of, alone))
+                    shards = Silent(OneOf(rank, size), model, partial(update_cost, alone))
                     optimiser = ShardedOptimiser(new_optimiser(config), shards)
                     times.append(seconds(model, optimiser, arguments.times))
                     n_bytes.append(n_state_bytes(optimiser))

@@ -11,7 +11,7 @@ from programs import call, good
 from benchmarks import equality, processes, scaling
 from benchmarks.ranks import Delayed, Done, Watched, mpiexec
 from benchmarks.scaling import COUNTS, Cost, Link, Parts, ring, step_seconds, strong_efficiency, tree, weak_efficiency
-from tricycle.distributed.processes import ALONE
+from tricycle.distributed.processes import SINGLE_PROCESS
 
 NEEDS_MPI = pytest.mark.skipif(
     mpiexec() is None or importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and mpiexec"
@@ -133,10 +133,10 @@ def test_parts_are_of_the_quickest_step():
 
 # -------------------------------------------------------------------- slowed links, and what they cost
 def test_sums_over_a_slowed_link_take_turns():
-    watched = Watched(ALONE)
+    watched = Watched(SINGLE_PROCESS)
     watched.link = (0.02, 1e-3)
     start = time.perf_counter()
-    first, second = (watched.start_sum(np.zeros(5, np.float32)) for _ in range(2))
+    first, second = (watched.start_all_reduce(np.zeros(5, np.float32)) for _ in range(2))
     assert second.until - first.until >= 0.04 - 1e-9
     second.wait()
     assert time.perf_counter() - start >= 0.08

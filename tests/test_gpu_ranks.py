@@ -17,11 +17,17 @@ from fake_device import FakeArray, fake_module
 from test_fake_device import device  # noqa: F401 (a fixture)
 from test_processes import CONFIG, TOKENS, Player, play
 
-from tricycle.distributed.processes import Processes
+from tricycle.distributed.processes import ProcessGroup
 from tricycle.training_state import new_state, train_step
-from tricycle_cli.together import VISIBLE, share_gpus
-from tricycle_mpi.ranks import Ranks
-from tricycle_mpi.ways import NCCL, WAY, DeviceBuffers, Host, way_of_gpus
+from tricycle_cli.distributed import VISIBLE, share_gpus
+from tricycle_mpi.ranks import MPIProcessGroup
+from tricycle_mpi.transports import (
+    TRANSPORT_VARIABLE,
+    CUDAAwareTransport,
+    HostTransport,
+    NCCLTransport,
+    select_gpu_transport,
+)
 
 pytestmark = pytest.mark.usefixtures("device")
 KINDS = {7: ctypes.c_float, 8: ctypes.c_double}
@@ -67,7 +73,7 @@ class Communicator:
 
     def _arrays(self, sendbuf, recvbuf, count, kind, *same):
         assert sendbuf == recvbuf
-        assert len(set(HERE.player.gather((count, kind, *same)))) == 1, "ranks sum different things"
+        assert len(set(HERE.player.all_gather((count, kind, *same)))) == 1, "ranks sum different things"
         return np.ctypeslib.as_array((KINDS[kind] * count).from_address(sendbuf))
 
     def _check(self, stream):
@@ -79,13 +85,13 @@ class Communicator:
         self._check(stream)
         array = self._arrays(sendbuf, recvbuf, count, kind, op)
         assert op == 0
-        array[...] = np.sum(HERE.player.gather(array.copy()), axis=0)
+        array[...] = np.sum(HERE.player.all_gather(array.copy()), axis=0)
         HERE.log.append(("sum", count))
 
     def broadcast(self, sendbuf, recvbuf, count, kind, root, stream):
         self._check(stream)
         array = self._arrays(sendbuf, recvbuf, count, kind, root)
-        array[...] = HERE.player.gather(array.copy())[root]
+        array[...] = HERE.player.all_gather(array.copy())[root]
         HERE.log.append(("broadcast", count))
 
 
@@ -108,40 +114,44 @@ class Requests:
 
     def Iallreduce(self, in_place, host):
         assert in_place == "in place" and type(host) is np.ndarray and host.flags.c_contiguous
-        host[...] = np.sum(HERE.player.gather(host.copy()), axis=0)
+        host[...] = np.sum(HERE.player.all_gather(host.copy()), axis=0)
         return SimpleNamespace(Test=lambda: True)
 
     def Ibcast(self, host, rank):
         assert type(host) is np.ndarray and host.flags.c_contiguous
-        host[...] = HERE.player.gather(host.copy())[rank]
+        host[...] = HERE.player.all_gather(host.copy())[rank]
         return SimpleNamespace(Test=lambda: True)
 
     def Ibarrier(self):
-        HERE.player.gather(None)
+        HERE.player.all_gather(None)
         return SimpleNamespace(Test=lambda: True)
 
     def Allreduce(self, in_place, array):
         assert in_place == "in place" and type(array) is FakeArray and array.flags.c_contiguous
         assert HERE.log[-1] == "synchronize"
-        array.held[...] = np.sum(HERE.player.gather(array.held.copy()), axis=0)
+        array.held[...] = np.sum(HERE.player.all_gather(array.held.copy()), axis=0)
 
     def Bcast(self, array, rank):
         assert type(array) is FakeArray and array.flags.c_contiguous and HERE.log[-1] == "synchronize"
-        array.held[...] = HERE.player.gather(array.held.copy())[rank]
+        array.held[...] = HERE.player.all_gather(array.held.copy())[rank]
 
 
 class GPURank(Player):
-    """A player whose arrays travel as those of `Ranks`."""
+    """A player whose arrays travel as those of `MPIProcessGroup`."""
 
     mpi = SimpleNamespace(IN_PLACE="in place")
-    wait = Ranks.wait
-    _way, start_sum, start_broadcast = Ranks._way, Ranks.start_sum, Ranks.start_broadcast
+    wait = MPIProcessGroup.wait
+    _transport, start_all_reduce, start_broadcast = (
+        MPIProcessGroup._transport,
+        MPIProcessGroup.start_all_reduce,
+        MPIProcessGroup.start_broadcast,
+    )
 
     def __init__(self, player):
         super().__init__(player.table, player.rank)
         HERE.player, HERE.log = self, []
         self._gradients, self._gpus = Requests(), None
-        self._host = Host(self, self._gradients)
+        self._host = HostTransport(self, self._gradients)
 
 
 @pytest.fixture
@@ -152,7 +162,7 @@ def cuda(monkeypatch):
         monkeypatch.setattr(type(fake_module), "cuda", cuda_of(**how), raising=False)
 
     monkeypatch.setattr(FakeArray, "data", property(lambda self: SimpleNamespace(ptr=self.held.ctypes.data)), False)
-    monkeypatch.delenv(WAY, raising=False)
+    monkeypatch.delenv(TRANSPORT_VARIABLE, raising=False)
     choose()
     return choose
 
@@ -161,18 +171,18 @@ def cuda(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "kind", "shard", "optimiser"),
     [  # any two of these meet once at least
-        ("", NCCL, False, "adamw"),
-        ("", NCCL, True, "muon"),
-        ("nccl", NCCL, False, "muon"),
-        ("nccl", NCCL, True, "adamw"),
-        ("mpi", DeviceBuffers, False, "adamw"),
-        ("mpi", DeviceBuffers, True, "muon"),
-        ("host", Host, False, "muon"),
-        ("host", Host, True, "adamw"),
+        ("", NCCLTransport, False, "adamw"),
+        ("", NCCLTransport, True, "muon"),
+        ("nccl", NCCLTransport, False, "muon"),
+        ("nccl", NCCLTransport, True, "adamw"),
+        ("mpi", CUDAAwareTransport, False, "adamw"),
+        ("mpi", CUDAAwareTransport, True, "muon"),
+        ("host", HostTransport, False, "muon"),
+        ("host", HostTransport, True, "adamw"),
     ],
 )
 def test_ranks_on_gpus_train_as_one(cuda, monkeypatch, name, kind, shard, optimiser):
-    monkeypatch.setenv(WAY, name)
+    monkeypatch.setenv(TRANSPORT_VARIABLE, name)
     config = replace(CONFIG, batch_size=2, accumulation_steps=3, dropout=0.1, optimiser=optimiser)
 
     def act(player):
@@ -187,14 +197,14 @@ def test_ranks_on_gpus_train_as_one(cuda, monkeypatch, name, kind, shard, optimi
             assert type(processes._gpus) is kind
         return numbers, weights, n_reads
 
-    numbers, weights, _ = act(Processes())
+    numbers, weights, _ = act(ProcessGroup())
     fake_device.reads.clear()
     several = play(3, act)
     for others, other_weights, n_reads in several:
         np.testing.assert_allclose(others, numbers, rtol=1e-4)
         np.testing.assert_allclose(other_weights, weights, atol=3e-4)
         assert other_weights.tobytes() == several[0][1].tobytes()
-        assert (n_reads > 0) == (kind is Host)  # by the others nothing comes to the host
+        assert (n_reads > 0) == (kind is HostTransport)  # by the others nothing comes to the host
 
 
 def test_sums_have_a_stream_of_their_own(cuda):
@@ -203,9 +213,9 @@ def test_sums_have_a_stream_of_their_own(cuda):
     def act(player):
         ranks = GPURank(player)
         array = FakeArray(np.full(5, ranks.rank + 1, np.float32))
-        pending = ranks.start_sum(array)
+        pending = ranks.start_all_reduce(array)
         assert HERE.log == [("sum", 5)] and HERE.stream.ptr not in HERE.current.seen
-        pending.poke()
+        pending.make_progress()
         assert HERE.stream.ptr not in HERE.current.seen
         pending.wait()
         assert HERE.current.seen[HERE.stream.ptr] == HERE.stream.n_done
@@ -219,7 +229,7 @@ def test_sums_have_a_stream_of_their_own(cuda):
     "cut", [lambda a: a, lambda a: a.T, lambda a: a[:, ::2], lambda a: a[1:3]], ids=["whole", "turned", "gaps", "rows"]
 )
 def test_whichever_way_an_array_lies(cuda, monkeypatch, name, cut):
-    monkeypatch.setenv(WAY, name)
+    monkeypatch.setenv(TRANSPORT_VARIABLE, name)
 
     def act(player):
         ranks = GPURank(player)
@@ -237,7 +247,7 @@ def test_whichever_way_an_array_lies(cuda, monkeypatch, name, cut):
 def test_what_nccl_does_not_add(cuda):
     def act(player):
         with pytest.raises(TypeError, match="NCCL: expected an array of float16, float32, float64, got int64"):
-            GPURank(player).start_sum(FakeArray(np.arange(3)))
+            GPURank(player).start_all_reduce(FakeArray(np.arange(3)))
 
     play(2, act)
 
@@ -245,43 +255,43 @@ def test_what_nccl_does_not_add(cuda):
 # -------------------------------------------------------------------- which way
 def chosen(size=2):
     def act(player):
-        return type(way_of_gpus(GPURank(player), Requests(), fake_module.cuda))
+        return type(select_gpu_transport(GPURank(player), Requests(), fake_module.cuda))
 
     return play(size, act)
 
 
 def test_without_nccl_the_host_is_used(cuda, monkeypatch):
     cuda(has_nccl=False)
-    assert chosen() == [Host] * 2
-    monkeypatch.setenv(WAY, "nccl")
+    assert chosen() == [HostTransport] * 2
+    monkeypatch.setenv(TRANSPORT_VARIABLE, "nccl")
     with pytest.raises(RuntimeError, match="TRICYCLE_MPI_GPU=nccl: CuPy finds no NCCL in rank 0, rank 1"):
         chosen()
 
 
 def test_ranks_that_share_a_gpu(cuda, monkeypatch):
     cuda(bus="00:7")
-    assert chosen() == [Host] * 2
-    monkeypatch.setenv(WAY, "nccl")
+    assert chosen() == [HostTransport] * 2
+    monkeypatch.setenv(TRANSPORT_VARIABLE, "nccl")
     with pytest.raises(RuntimeError, match="NCCL needs a GPU for each rank, and rank 0, rank 1 share one"):
         chosen()
 
 
 def test_a_way_that_there_is_not(cuda, monkeypatch):
-    monkeypatch.setenv(WAY, "pigeons")
+    monkeypatch.setenv(TRANSPORT_VARIABLE, "pigeons")
     with pytest.raises(
-        ValueError, match="TRICYCLE_MPI_GPU: expected one of nccl, mpi, host, the same in all ranks, got"
+        ValueError, match="TRICYCLE_MPI_GPU: expected one of nccl, mpi, host, the same on all ranks, got"
     ):
         chosen()
 
 
-class Told(Processes):
+class Told(ProcessGroup):
     """A rank that knows what the others say."""
 
     def __init__(self, rank, everybody):
         super().__init__()
         self.rank, self.size, self.everybody = rank, len(everybody), everybody
 
-    def gather(self, value):
+    def all_gather(self, value):
         host = value[0]
         return [(host if here else "another", seen) for here, seen in self.everybody]
 

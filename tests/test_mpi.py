@@ -17,7 +17,7 @@ from imports import ROOT
 from test_packaging import EXTRAS
 
 from tricycle.checkpoint import load_checkpoint
-from tricycle_mpi.launch import VARIABLES, Launched, launched
+from tricycle_mpi.launch import VARIABLES, LaunchInfo, launch_info
 
 MPIEXEC = next(
     (
@@ -76,13 +76,13 @@ import sys
 import numpy as np
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.training_state import new_state, train_step
-from tricycle.distributed.processes import ALONE
-from tricycle_mpi.launch import launched
+from tricycle.distributed.processes import SINGLE_PROCESS
+from tricycle_mpi.launch import launch_info
 def train(path, optimiser, wide):
-    processes = ALONE
-    if launched().size > 1:
-        from tricycle_mpi.ranks import join
-        processes = join()
+    processes = SINGLE_PROCESS
+    if launch_info().size > 1:
+        from tricycle_mpi.ranks import join_process_group
+        processes = join_process_group()
     processes.bucket_bytes = 20_000
     config = {**DebugConfig().to_dict(), "batch_size": 2, "accumulation_steps": 4, "dropout": 0.1, "steps": 8}
     config = GPTConfig.from_dict({**config, "optimiser": optimiser})
@@ -92,9 +92,9 @@ def train(path, optimiser, wide):
         parameter.array = parameter.array.astype(wide)
     results = np.array([train_step(state) for _ in range(8)])
     weights = np.concatenate([parameter.array.ravel() for parameter in state.model.parameters()])
-    if processes.is_first:
+    if processes.is_rank_zero:
         np.savez(path, results=results, weights=weights)
-    assert len({each.tobytes() for each in processes.gather(weights)}) == 1
+    assert len({each.tobytes() for each in processes.all_gather(weights)}) == 1
 """
 
 
@@ -121,12 +121,12 @@ def test_two_ranks_train_as_one(tmp_path, alone, optimiser):
 
 
 TALK = """
-from tricycle_mpi.ranks import join
-processes = join()
+from tricycle_mpi.ranks import join_process_group
+processes = join_process_group()
 assert processes.size == 3
-assert processes.agree({"of": processes.rank}) == {"of": 0}
-assert processes.gather(processes.rank) == [0, 1, 2]
-assert processes.sum([1, processes.rank]) == [3, 3]
+assert processes.broadcast({"of": processes.rank}) == {"of": 0}
+assert processes.all_gather(processes.rank) == [0, 1, 2]
+assert processes.all_reduce([1, processes.rank]) == [3, 3]
 assert processes.any(processes.rank == 2) and not processes.any(False)
 print(f"rank {processes.rank} of {processes.size}")
 """
@@ -141,28 +141,29 @@ def test_what_ranks_tell_each_other():
 @needs_mpi
 def test_another_mpi_than_mpiexec():
     """One that starts processes, of which MPI knows nothing: each would train by itself."""
-    program = "from tricycle_mpi.ranks import join\ntry:\n    join()\nexcept RuntimeError as error:\n    print(error)"
+    joins = "try:\n    join_process_group()\nexcept RuntimeError as error:\n    print(error)"
+    program = f"from tricycle_mpi.ranks import join_process_group\n{joins}"
     environment = mpi_environment(PMI_RANK="0", PMI_SIZE="2")
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert "2 processes were started together, but MPI knows of 1: mpiexec belongs to another MPI" in run.stdout
+    assert "2 processes were started together, but MPI reports 1: mpiexec belongs to another MPI" in run.stdout
 
 
 def test_who_was_started(monkeypatch):
     for names in VARIABLES:
         for name in names:
             monkeypatch.delenv(name, raising=False)
-    assert launched() == (0, 1)
+    assert launch_info() == (0, 1)
     for rank, size in VARIABLES:
         with monkeypatch.context() as patch:
             patch.setenv(rank, "3")
-            assert launched() == (0, 1)
+            assert launch_info() == (0, 1)
             patch.setenv(size, "4")
-            assert launched() == Launched(3, 4)
+            assert launch_info() == LaunchInfo(3, 4)
             patch.setenv(size, "many")
-            assert launched() == (0, 1)
+            assert launch_info() == (0, 1)
     monkeypatch.setenv("SLURM_PROCID", "0")  # a batch script with many tasks, which has not called srun
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert launched() == (0, 1)
+    assert launch_info() == (0, 1)
 
 
 def test_alone_nothing_of_mpi_is_imported():
@@ -182,7 +183,7 @@ def program(prelude=""):
         root=str(ROOT),
         name="train_smol_gpt.py",
         module="train",
-        prelude=f"from tricycle_mpi.launch import launched\nrank = launched().rank\n{prelude}",
+        prelude=f"from tricycle_mpi.launch import launch_info\nrank = launch_info().rank\n{prelude}",
     )
 
 
@@ -326,7 +327,7 @@ JOINING = """
 import os, signal
 from tricycle_mpi import ranks
 usual = ranks.join
-def join():
+def join_process_group():
     processes = usual()
     if rank == {rank}:
         os.kill(os.getpid(), signal.SIGINT)
@@ -393,7 +394,7 @@ def test_a_disk_that_is_full_for_longer_than_ranks_wait_for_each_other(bench):
 @needs_mpi
 def test_ranks_that_are_not_alike(bench):
     threads = "import os\nos.environ['TRICYCLE_NUM_THREADS'] = str(rank + 1)"
-    code = "import tricycle_cli.together as t\nif rank: t.code_digest = lambda: 'x'"
+    code = "import tricycle_cli.distributed as t\nif rank: t.code_digest = lambda: 'x'"
     text = "import tricycle_datasets.corpus as t\nif rank: t._digest = lambda folder: 'x'"
     config = "import dataclasses, tricycle_cli.train as t\nusual = t.parse_arguments\ndef parse(args):\n"
     config += "    read, start = usual(args)\n    config = dataclasses.replace(read.config, weight_decay=0.25)\n"
@@ -449,11 +450,11 @@ def test_finetuning_takes_one_process(n):
 
 def test_a_time_that_is_none(monkeypatch):
     pytest.importorskip("mpi4py")
-    from tricycle_mpi.ranks import SECONDS, TIMEOUT, seconds_asked_for
+    from tricycle_mpi.ranks import DEFAULT_TIMEOUT_SECONDS, TIMEOUT, timeout_from_environment
 
     monkeypatch.delenv(TIMEOUT, raising=False)
-    assert seconds_asked_for() == SECONDS
+    assert timeout_from_environment() == DEFAULT_TIMEOUT_SECONDS
     for said in ("soon", "0", "-1", "nan"):
         monkeypatch.setenv(TIMEOUT, said)
         with pytest.raises(ValueError, match=f"{TIMEOUT}: expected a number of seconds above 0, got '{said}'"):
-            seconds_asked_for()
+            timeout_from_environment()

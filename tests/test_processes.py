@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tricycle.configs import DebugConfig, GPTConfig
-from tricycle.distributed.processes import ALONE, Draws, Processes
+from tricycle.distributed.processes import SINGLE_PROCESS, GeneratorAdvance, ProcessGroup
 from tricycle.evaluation import evaluate
 from tricycle.layers import Dense
 from tricycle.tensor import Tensor
@@ -27,7 +27,7 @@ class Table:
         self.barrier = threading.Barrier(size, timeout=60)
 
 
-class Player(Processes):
+class Player(ProcessGroup):
     """One of them."""
 
     def __init__(self, table: Table, rank: int) -> None:
@@ -35,32 +35,32 @@ class Player(Processes):
         self.table, self.rank, self.size = table, rank, len(table.values)
         self.n_sums = 0
 
-    def gather(self, value):
+    def all_gather(self, value):
         self.table.values[self.rank] = value
         self.table.barrier.wait()
         values = list(self.table.values)
         self.table.barrier.wait()
         return values
 
-    def agree(self, value):
-        return self.gather(value)[0]
+    def broadcast(self, value):
+        return self.all_gather(value)[0]
 
-    def sum(self, numbers):
-        return np.sum(self.gather(numbers), axis=0).tolist()
+    def all_reduce(self, numbers):
+        return np.sum(self.all_gather(numbers), axis=0).tolist()
 
-    def start_sum(self, array):
+    def start_all_reduce(self, array):
         self.n_sums += 1
-        total = np.sum(self.gather(array.copy()), axis=0)
+        total = np.sum(self.all_gather(array.copy()), axis=0)
         array[...] = total
         return self
 
-    def poke(self):
+    def make_progress(self):
         pass
 
-    wait = poke
+    wait = make_progress
 
     def start_broadcast(self, array, rank):
-        array[...] = self.gather(array.copy())[rank]
+        array[...] = self.all_gather(array.copy())[rank]
         return self
 
 
@@ -100,7 +100,7 @@ def trained(processes, config, n_steps=3, bucket_bytes=10_000):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_several_train_as_one(size, optimiser):
     config = replace(CONFIG, batch_size=2, accumulation_steps=4, dropout=0.1, optimiser=optimiser)
-    results, weights, state = trained(Processes(), config)
+    results, weights, state = trained(ProcessGroup(), config)
     for others, other_weights, other in play(size, lambda processes: trained(processes, config)):
         np.testing.assert_allclose(others, results, rtol=0, atol=1e-10)
         np.testing.assert_allclose(other_weights, weights, rtol=0, atol=1e-8 if optimiser == "adamw" else 1e-4)
@@ -123,10 +123,10 @@ def test_sums_begin_while_the_backward_pass_goes_on():
         processes.bucket_bytes = 1
         state = new_state(config, TOKENS, processes=processes)
         seen = []
-        usual = processes.start_sum
+        usual = processes.start_all_reduce
         blocks = {id(p) for p in state.model.blocks[0].parameters()}
         waiting = lambda: sum(p.grad is None for p in state.model.parameters() if id(p) in blocks)
-        processes.start_sum = lambda array: (seen.append(waiting()), usual(array))[1]
+        processes.start_all_reduce = lambda array: (seen.append(waiting()), usual(array))[1]
         train_step(state)
         return seen, len(list(state.model.parameters()))
 
@@ -151,7 +151,7 @@ def test_labels_weigh_the_same_in_whichever_process():
         grads = gradients(layer, squares(layer), own, [len(batch) for batch in own], processes.reducer)
         return float(grads.loss), grads.n_labels, layer.weights.grad.array.copy()
 
-    loss, n_labels, grad = act(ALONE)
+    loss, n_labels, grad = act(SINGLE_PROCESS)
     for other in play(3, act):
         assert other[1] == n_labels == 8
         np.testing.assert_allclose(other[0], loss, rtol=1e-6)
@@ -195,7 +195,7 @@ def test_who_has_work_for_minutes_answers_those_who_ask():
     def act(processes):
         state = new_state(replace(CONFIG, accumulation_steps=6), TOKENS, processes=processes)
         answers, places = [], []
-        processes.answer, processes.at = lambda: answers.append(len(places)), places.append
+        processes.answer_pings, processes.set_status = lambda: answers.append(len(places)), places.append
         train_step(state)
         evaluate(state.model, TOKENS[:1000], 2, 9, processes=processes)
         return len(answers), places
@@ -211,7 +211,7 @@ def test_held_out_estimates_are_shared_out():
         state.model.forward = lambda *args: (n_calls.append(1), usual(*args))[1]
         return evaluate(state.model, TOKENS[:1000], 2, 9, processes=processes), len(n_calls)
 
-    whole, n_batches = act(ALONE)
+    whole, n_batches = act(SINGLE_PROCESS)
     results = play(4, act)
     assert all(result == whole for result, _ in results)  # bit for bit
     assert [n for _, n in results] == [3, 2, 2, 2] and n_batches == 9
@@ -222,7 +222,7 @@ def test_held_out_estimates_are_shared_out():
 @pytest.mark.parametrize("n_items", [0, 1, 4, 12])
 def test_shares_are_all_there_is_once(n_items, size):
     players = [Player(Table(size), rank) for rank in range(size)]
-    shares = [player.share(n_items) for player in players]
+    shares = [player.shard(n_items) for player in players]
     assert [item for share in shares for item in share] == list(range(n_items))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -234,7 +234,7 @@ def test_draws_are_passed_over(n, already):
     generator.random(already, np.float32)
     before = generator.bit_generator.state
     generator.random(n, np.float32)
-    draws = Draws.between(before, generator.bit_generator.state)
+    draws = GeneratorAdvance.from_states(before, generator.bit_generator.state)
     for _ in range(2):
         generator.random(n, np.float32)
     wanted = generator.random(9, np.float32)
@@ -246,15 +246,19 @@ def test_draws_of_64_bits_and_of_other_generators():
     generator = np.random.default_rng(5)
     before = generator.bit_generator.state
     generator.integers(2**63, size=3)
-    assert Draws.between(before, generator.bit_generator.state) == (3, False)
+    assert GeneratorAdvance.from_states(before, generator.bit_generator.state) == (3, False)
     other = np.random.Generator(np.random.MT19937(0)).bit_generator.state
     with pytest.raises(ValueError, match="expected a PCG64 generator, got MT19937"):
-        Draws.between(other, other)
+        GeneratorAdvance.from_states(other, other)
 
 
 def test_alone():
-    assert ALONE.size == 1 and ALONE.is_first and list(ALONE.share(3)) == [0, 1, 2]
-    assert ALONE.agree("x") == "x" and ALONE.gather(1) == [1] and ALONE.sum([1.0, 2.0]) == [1.0, 2.0]
-    assert ALONE.any(True) is True and ALONE.any(False) is False
-    with pytest.raises(NotImplementedError, match="Processes defines no start_sum"):
-        ALONE.start_sum(np.zeros(1))
+    assert SINGLE_PROCESS.size == 1 and SINGLE_PROCESS.is_rank_zero and list(SINGLE_PROCESS.shard(3)) == [0, 1, 2]
+    assert (
+        SINGLE_PROCESS.broadcast("x") == "x"
+        and SINGLE_PROCESS.all_gather(1) == [1]
+        and SINGLE_PROCESS.all_reduce([1.0, 2.0]) == [1.0, 2.0]
+    )
+    assert SINGLE_PROCESS.any(True) is True and SINGLE_PROCESS.any(False) is False
+    with pytest.raises(NotImplementedError, match="ProcessGroup defines no start_all_reduce"):
+        SINGLE_PROCESS.start_all_reduce(np.zeros(1))

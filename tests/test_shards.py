@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from test_processes import CONFIG, TOKENS, play
 
-from tricycle.distributed.processes import Processes
-from tricycle.distributed.shards import Load, Shards, gather_state, load_of, n_state_bytes
+from tricycle.distributed.processes import ProcessGroup
+from tricycle.distributed.shards import Shards, UpdateCost, gather_state, n_state_bytes, update_cost
 from tricycle.models import GPT
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimisers import role_of
@@ -41,7 +41,7 @@ def test_shared_out_or_not_the_same_bits(size, optimiser):
 
 
 # -------------------------------------------------------------------- who owns what
-class Several(Processes):
+class Several(ProcessGroup):
     def __init__(self, size):
         super().__init__()
         self.size = size
@@ -60,23 +60,26 @@ def test_muons_work_is_shared_out_evenly(size):
     """The embedding, which is large and soon updated, does not count as work."""
     config = replace(CONFIG, optimiser="muon", n_layers=6, vocab_size=4000)
     model, optimiser = GPT(config), new_optimiser(config)
-    shards = Shards(Several(size), model, partial(load_of, optimiser))
-    loads = {parameter: load_of(optimiser, parameter) for parameter in model.parameters()}
+    shards = Shards(Several(size), model, partial(update_cost, optimiser))
+    loads = {parameter: update_cost(optimiser, parameter) for parameter in model.parameters()}
     work = [work for work, _ in sums(shards, loads)]
     assert sum(work) == 6 * 12 * config.embedding_dim**3 and max(work) <= 1.1 * sum(work) / size
-    assert all(bool(load.work) == (role_of(parameter) == "matrix") for parameter, load in loads.items())
+    assert all(bool(load.n_operations) == (role_of(parameter) == "matrix") for parameter, load in loads.items())
 
 
 def test_without_work_what_is_remembered_is_shared_out_evenly():
     config = replace(CONFIG, n_layers=6)
     model, optimiser = GPT(config), new_optimiser(config)
-    shards = Shards(Several(3), model, partial(load_of, optimiser))
-    loads = {parameter: load_of(optimiser, parameter) for parameter in model.parameters()}
+    shards = Shards(Several(3), model, partial(update_cost, optimiser))
+    loads = {parameter: update_cost(optimiser, parameter) for parameter in model.parameters()}
     n_numbers = [n for _, n in sums(shards, loads)]
     assert sum(n_numbers) == 2 * model.n_parameters and max(n_numbers) < 1.05 * sum(n_numbers) / 3
 
 
 def test_who_has_most_work_remembers_less_of_the_rest():
     layer = type("Model", (), {"parameters": lambda self: iter(loads)})()
-    loads = {Tensor(np.zeros(1)): load for load in (Load(9, 1), Load(5, 3), Load(4, 1), Load(0, 2), Load(0, 1))}
+    loads = {
+        Tensor(np.zeros(1)): load
+        for load in (UpdateCost(9, 1), UpdateCost(5, 3), UpdateCost(4, 1), UpdateCost(0, 2), UpdateCost(0, 1))
+    }
     assert sums(Shards(Several(2), layer, loads.get), loads) == [(9, 4), (9, 4)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.distributed.processes import ALONE, Processes
+from tricycle.distributed.processes import SINGLE_PROCESS, ProcessGroup
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.ops import check_range
@@ -25,7 +25,7 @@ def evaluate(
     n_batches: int = 0,
     stride: int = 0,
     window: int = 0,
-    processes: Processes = ALONE,
+    processes: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[float, int]:
     """The loss on a run of tokens, each predicted once (the first one is only read).
 
@@ -55,7 +55,7 @@ def evaluate(
     firsts = range(0, len(windows), batch_size)
     with model.evaluating():
         for first in firsts[processes.rank :: processes.size]:
-            processes.answer()
+            processes.answer_pings()
             batch = windows[first : first + batch_size]
             rows = np.stack([np.asarray(tokens[start : start + length + 1], np.int64) for start, _ in batch])
             check_range("evaluate: tokens", rows, model.config.vocab_size)  # on a GPU nobody would notice
@@ -64,7 +64,7 @@ def evaluate(
                 row[: length - n_new] = IGNORED
             n_labels = sum(n_new for _, n_new in batch)
             losses.append((model.loss(model.place(rows[:, :-1]), model.place(labels), loss_fn), n_labels))
-    parts = processes.gather([(float(loss), n_labels) for loss, n_labels in losses])
+    parts = processes.all_gather([(float(loss), n_labels) for loss, n_labels in losses])
     in_order = [parts[i % processes.size][i // processes.size] for i in range(len(firsts))]
     count = sum(n_labels for _, n_labels in in_order)
     return sum(loss * n_labels for loss, n_labels in in_order) / count, count

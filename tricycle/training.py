@@ -132,7 +132,7 @@ def gradients(
 
     Args:
         n_labels: of how many labels each batch's loss is the mean; needed for several batches.
-        reducer: of several processes, each with batches of its own, `tricycle.distributed.processes.Processes.reducer`.
+        reducer: sums gradients over processes, `tricycle.distributed.processes.ProcessGroup.reducer`.
         loss_scale: for float16, `tricycle.training_state.LossScale`; `apply` needs the same.
 
     Raises:
@@ -145,7 +145,7 @@ def gradients(
         raise ValueError(f"gradients: expected a batch or more, and n_labels for each of several, got {got}")
     counts = [int_unless_on_gpu(n) for n in n_labels]
     pending = None if reducer is None else reducer(model)
-    total = sum(counts) if pending is None else pending.total(sum(counts))
+    total = sum(counts) if pending is None else pending.total_labels(sum(counts))
     mean, problem = 0.0, ""
     if isinstance(total, int) and total == 0:
         raise ValueError("gradients: expected at least one label to count, got none")
@@ -155,7 +155,7 @@ def gradients(
             if isinstance(n, int) and n == 0:
                 continue  # a mean over nothing, which would count nothing
             if pending is not None:
-                pending.next_batch()
+                pending.start_batch()
             share = n / total
             compute_loss = partial(loss_of, batch, share if loss_scale is None else share * loss_scale.scale)
             loss = compute_loss()
@@ -165,7 +165,9 @@ def gradients(
                 problem = f"the loss is {value}; the first bad tensor is {_first_bad(compute_loss, model)}"
                 model.zero_grad()
                 break
-            loss.backward(on_input=pending.is_complete if pending is not None and index == len(batches) - 1 else None)
+            loss.backward(
+                on_input=pending.on_gradient_complete if pending is not None and index == len(batches) - 1 else None
+            )
     mean = mean if loss_scale is None else mean / loss_scale.scale
     if pending is not None:
         mean, problem = pending.finish(mean, problem)

@@ -22,8 +22,8 @@ from tricycle.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from tricycle.configs import GPTConfig
 from tricycle.configs.size import least_numbers
 from tricycle.devices import Array, array_module
-from tricycle.distributed.processes import ALONE, Draws, Processes
-from tricycle.distributed.shards import ShardedOptimiser, Shards, load_of
+from tricycle.distributed.processes import SINGLE_PROCESS, GeneratorAdvance, ProcessGroup
+from tricycle.distributed.shards import ShardedOptimiser, Shards, update_cost
 from tricycle.models import GPT, LOGITS_AT_ONCE
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimiser_rules.schedules import SCHEDULES
@@ -105,9 +105,9 @@ class TrainingState:
     n_skips: int = 0
     n_rollbacks: int = 0
     n_worse: int = 0
-    processes: Processes = ALONE
+    processes: ProcessGroup = SINGLE_PROCESS
     loss_of: LossOf | None = None
-    draws: Draws | None = None
+    draws: GeneratorAdvance | None = None
 
     PROGRESS = ("step", "total_steps", "seconds", "evaluated_step", "best_loss")
     LATER = ("samples_size", "n_skips", "n_rollbacks", "n_worse")  # the same, which older checkpoints lack
@@ -252,7 +252,7 @@ def new_state(
     tokens: Any,
     on_gpu: bool = False,
     model: GPT | None = None,
-    processes: Processes = ALONE,
+    processes: ProcessGroup = SINGLE_PROCESS,
     shard_optimiser: bool = False,
 ) -> TrainingState:
     """A fresh optimiser and dataset (and model, unless given) for a config and a run of training tokens.
@@ -269,21 +269,25 @@ def new_state(
     state = TrainingState(config, model, new_optimiser(config), dataset.batch().shuffle().to_tensor())
     state.processes = processes
     if shard_optimiser and processes.size > 1:
-        shards = Shards(processes, model, partial(load_of, state.optimiser))
+        shards = Shards(processes, model, partial(update_cost, state.optimiser))
         state.optimiser = ShardedOptimiser(state.optimiser, shards)
     if not config.minutes or 0 < config.steps <= LEAST_STEPS:
         state.total_steps = config.steps
     return state
 
 
-def _load(path: Path, processes: Processes) -> Checkpoint:
+def _load(path: Path, processes: ProcessGroup) -> Checkpoint:
     """A checkpoint that rank 0 reads, for all."""
-    checkpoint: Any = load_checkpoint(path) if processes.is_first else None
-    return processes.agree(checkpoint)
+    checkpoint: Any = load_checkpoint(path) if processes.is_rank_zero else None
+    return processes.broadcast(checkpoint)
 
 
 def resume_state(
-    path: Path, tokens: Any, on_gpu: bool = False, processes: Processes = ALONE, shard_optimiser: bool = False
+    path: Path,
+    tokens: Any,
+    on_gpu: bool = False,
+    processes: ProcessGroup = SINGLE_PROCESS,
+    shard_optimiser: bool = False,
 ) -> TrainingState:
     """The state that a checkpoint was saved from, by however many processes.
 
@@ -338,8 +342,8 @@ class StateSession(Session):
         """
         state, config = self.state, self.state.config
         processes, n_batches = state.processes, config.accumulation_steps
-        processes.at(f"update {state.step + 1}")
-        own = processes.share(n_batches)
+        processes.set_status(f"update {state.step + 1}")
+        own = processes.shard(n_batches)
         start = source.position
         source.position = start + own.start * config.batch_size
         batches = [next(source) for _ in own]
@@ -353,7 +357,7 @@ class StateSession(Session):
         if state.draws is None:
             with no_grad():
                 state.model(state.model.place(batches[0][0]))
-            state.draws = Draws.between(before, generator.bit_generator.state)
+            state.draws = GeneratorAdvance.from_states(before, generator.bit_generator.state)
         state.draws.skip(generator, before, own.start)
         try:
             yield batches, n_labels

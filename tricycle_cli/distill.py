@@ -19,19 +19,19 @@ import tyro
 
 from tricycle.configs import PRESETS, GPTConfig
 from tricycle.configs.checked import OneOf
-from tricycle.distributed.processes import Processes
+from tricycle.distributed.processes import ProcessGroup
 from tricycle.finetuning.distillation import distillation_loss
 from tricycle.pretrained import Pretrained
 from tricycle.system.files import read_json_object
 from tricycle.training import train
 from tricycle.training_state import TrainingState
+from tricycle_cli.distributed import parsed
 from tricycle_cli.finetune import fingerprint
 from tricycle_cli.flags import parse
 from tricycle_cli.models import load_model
 from tricycle_cli.run import Run
 from tricycle_cli.session import open_session
 from tricycle_cli.task import read_flags
-from tricycle_cli.together import parsed
 from tricycle_cli.train import Arguments as TrainArguments
 from tricycle_cli.train import ResumeArguments, Tokenisers, TrainTask, checked, parse_resume, read_run
 
@@ -66,7 +66,7 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def task_of(words: Sequence[str], processes: Processes) -> DistillTask:
+def task_of(words: Sequence[str], processes: ProcessGroup) -> DistillTask:
     """Return the run that a command line begins or resumes.
 
     Raises:

@@ -27,7 +27,7 @@ from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import GPTConfig
 from tricycle.configs.presets import model_fields
 from tricycle.devices import to_cpu
-from tricycle.distributed.processes import Processes
+from tricycle.distributed.processes import ProcessGroup
 from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig
 from tricycle.finetuning.packing import PackedDataset, packs
 from tricycle.finetuning.preferences import PairDataset
@@ -40,6 +40,7 @@ from tricycle.recompute import recompute
 from tricycle.system.files import read_json_object
 from tricycle.training import train
 from tricycle.training_state import TrainingState, memory_of_pass, new_optimiser
+from tricycle_cli.distributed import expect_one_process
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk
 from tricycle_cli.init_from import started_from
@@ -47,7 +48,6 @@ from tricycle_cli.models import Device, Weights, load_model
 from tricycle_cli.run import OnNaN, Run, read_metrics
 from tricycle_cli.session import open_session, say
 from tricycle_cli.task import Task, begin_folder, claim_new, other_command, read_flags
-from tricycle_cli.together import expect_one_process
 from tricycle_cli.trackers import TrackerName, expect_trackers
 from tricycle_cli.tuning import ADAPTER, HeldOutPairs, HeldOutRows, TuningState, write_samples
 from tricycle_cli.updates import advise_on_memory, check_room, estimate
@@ -154,7 +154,7 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def task_of(words: Sequence[str], processes: Processes) -> FinetuneTask:
+def task_of(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
     """Return the run that a command line begins or resumes.
 
     Raises:
@@ -242,7 +242,7 @@ class FinetuneTask(Task):
     def name(self) -> str:
         return f"{Path(self.arguments.model).stem}-finetuned"
 
-    def claim(self, folder: Path, processes: Processes) -> None:
+    def claim(self, folder: Path, processes: ProcessGroup) -> None:
         if self.arguments.resume is None:
             claim_new(folder)
             return

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tricycle.checkpoint import NotFiniteError
-from tricycle.distributed.processes import ALONE, Processes
+from tricycle.distributed.processes import SINGLE_PROCESS, ProcessGroup
 from tricycle.distributed.shards import gather_state
 from tricycle.system.files import append, atomic_write, expect_plain, read_file
 from tricycle.tokeniser import Tokeniser
@@ -66,7 +66,7 @@ class Run:
     spent: float = 0.0
     show_progress: bool = True
     on_full_disk: OnFullDisk = "stop"
-    processes: Processes = ALONE
+    processes: ProcessGroup = SINGLE_PROCESS
     tracking: Tracking | None = None
     _log: list[dict[str, Any]] = field(default_factory=list)
 
@@ -83,7 +83,7 @@ class Run:
         return write_with_room(writing, self.folder, self.on_full_disk, self.say, self._stop_waiting)
 
     def _stop_waiting(self) -> bool:
-        self.processes.answer()  # the others wait, too
+        self.processes.answer_pings()  # the others wait, too
         return self.stop()
 
     def must_stop(self) -> bool:
@@ -92,14 +92,14 @@ class Run:
 
     def has(self, path: Path) -> bool:
         """Whether a file is there, as rank 0 sees it."""
-        return self.processes.agree(path.exists())
+        return self.processes.broadcast(path.exists())
 
     def record(self, **values: Any) -> None:
         """Add a line to metrics.jsonl; a few are gathered before they are written.
 
         What is NaN or infinite is null there: JSON has no words for it.
         """
-        if not self.processes.is_first:
+        if not self.processes.is_rank_zero:
             return
         self._log.append({name: _as_json(value) for name, value in values.items()})
         if len(self._log) >= LINES_GATHERED:
@@ -132,24 +132,24 @@ class Run:
         Raises:
             NonFiniteError: a weight or a moment is not finite; nothing is saved then.
         """
-        self.processes.at("a checkpoint")
+        self.processes.set_status("a checkpoint")
         self.flush()
         problem = ""
         states = gather_state(state.optimiser, state.model)
-        if self.processes.is_first:
+        if self.processes.is_rank_zero:
             state.samples_size = self.samples.stat().st_size if self.samples.exists() else 0
             try:
                 self.write(lambda: state.save(path, self.tokeniser, states))
             except NotFiniteError as error:
                 problem = str(error)
-        problem = self.processes.agree(problem)
+        problem = self.processes.broadcast(problem)
         if problem:
             state.step -= 1  # the update that made it so counts as the one that met it
             raise NonFiniteError(f"step {state.step + 1}: {problem}")
 
     def forget_after(self, state: TrainingState) -> None:
         """Drop what a resumed run will write again: later updates, and estimates and samples from this step on."""
-        if not self.processes.is_first:
+        if not self.processes.is_rank_zero:
             return
         kept = [line for line in read_metrics(self.metrics) if _is_past(line, state)]
         text = "".join(json.dumps(line) + "\n" for line in kept)

@@ -15,22 +15,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tricycle.distributed.processes import Processes
+from tricycle.distributed.processes import ProcessGroup
 from tricycle.system.locks import FolderLock
 from tricycle.training import NonFiniteError
 from tricycle.training_state import TrainingState
 from tricycle_cli import clock
+from tricycle_cli.distributed import on_rank_zero, process_group
 from tricycle_cli.run import Run
 from tricycle_cli.signals import Interrupted, Signals, leave_by
 from tricycle_cli.streams import patient_streams
 from tricycle_cli.task import Task, other_command
-from tricycle_cli.together import by_the_first, together
 from tricycle_cli.tracking import Tracking
 from tricycle_cli.updates import RunSession, updates
 
 
 @contextlib.contextmanager
-def open_session(task_of: Callable[[Processes], Task]) -> Iterator[RunSession]:
+def open_session(task_of: Callable[[ProcessGroup], Task]) -> Iterator[RunSession]:
     """Yield what `training.train` takes as its session, before it everything up to the first update; then report.
 
         with open_session(task_of) as session:
@@ -43,15 +43,15 @@ def open_session(task_of: Callable[[Processes], Task]) -> Iterator[RunSession]:
         Interrupted: a signal came before training, or after it; what there was to save is saved.
         ValueError: processes that are not alike; and what the task raises.
     """
-    with patient_streams(), Signals() as signals, together() as processes:
+    with patient_streams(), Signals() as signals, process_group() as processes:
         signals.says_so = processes.size == 1
         started = clock.awake_seconds()
         try:
             task = task_of(processes)
-            folder = processes.agree(task.folder or new_folder(task.name))
+            folder = processes.broadcast(task.folder or new_folder(task.name))
             with lock_of(folder, processes):
                 task.claim(folder, processes)
-                by_the_first(processes, lambda: remove_half_written(folder))
+                on_rank_zero(processes, lambda: remove_half_written(folder))
                 run = _new_run(task, folder, signals, processes)
                 with _run_task(task, run, signals, started) as session:
                     yield session
@@ -80,7 +80,7 @@ def _run_task(task: Task, run: Run, signals: Signals, started: float) -> Iterato
         if not session.finished:
             print(f"stopped after step {state.step}; everything is saved. Continue with\n  {resume}")
     except Interrupted:
-        if run.processes.is_first and (run.folder / "config.json").exists():
+        if run.processes.is_rank_zero and (run.folder / "config.json").exists():
             print(f"interrupted. Continue with\n  {resume}", flush=True)
         raise
 
@@ -96,12 +96,12 @@ def remove_half_written(folder: Path) -> None:
         left_over.unlink()
 
 
-def lock_of(folder: Path, processes: Processes) -> contextlib.AbstractContextManager[Any]:
+def lock_of(folder: Path, processes: ProcessGroup) -> contextlib.AbstractContextManager[Any]:
     """Return the lock of a run folder, which rank 0 takes for all."""
-    return FolderLock(folder) if processes.is_first else contextlib.nullcontext()
+    return FolderLock(folder) if processes.is_rank_zero else contextlib.nullcontext()
 
 
-def _new_run(task: Task, folder: Path, signals: Signals, processes: Processes) -> Run:
+def _new_run(task: Task, folder: Path, signals: Signals, processes: ProcessGroup) -> Run:
     return Run(
         folder,
         say=say,
@@ -110,7 +110,7 @@ def _new_run(task: Task, folder: Path, signals: Signals, processes: Processes) -
         interruptible=signals.interruptible if processes.size == 1 else contextlib.nullcontext,
         on_nan=task.arguments.on_nan,
         on_full_disk=task.arguments.on_full_disk,
-        show_progress=processes.is_first,
+        show_progress=processes.is_rank_zero,
         processes=processes,
     )
 
@@ -125,7 +125,7 @@ def say(text: str) -> None:
 def start_tracking(task: Task, run: Run, state: TrainingState) -> Tracking | None:
     """Start the trackers of a run: rank 0 alone sends to them."""
     names = task.arguments.track
-    if not names or not run.processes.is_first:
+    if not names or not run.processes.is_rank_zero:
         return None
     return Tracking(names, run.folder, task.facts(state), say).start()
 

@@ -29,12 +29,12 @@ import tyro
 from tricycle.system.files import atomic_write, read_json_object
 from tricycle.system.locks import FolderLock, LockedError
 from tricycle_cli.databases import sqlite_url
+from tricycle_cli.distributed import expect_one_process
 from tricycle_cli.flags import on_one_line, parse, parse_known
 from tricycle_cli.run import read_metrics
 from tricycle_cli.signals import Interrupted, Signals, leave_by
 from tricycle_cli.swept import Over, check, config_of, flags_of, grid_of, read_over
 from tricycle_cli.task import holds_a_run, other_command
-from tricycle_cli.together import expect_one_process
 from tricycle_cli.train import Arguments as TrainArguments
 from tricycle_cli.train import parse_arguments
 from tricycle_lab.sweep_plot import Shown, plot_sweep

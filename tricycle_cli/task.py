@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from tricycle.configs import GPTConfig
 from tricycle.configs.size import least_numbers
-from tricycle.distributed.processes import Processes
+from tricycle.distributed.processes import ProcessGroup
 from tricycle.system.files import atomic_write, read_json_object
 from tricycle.training_state import TrainingState
 from tricycle_cli.run import Run
@@ -47,7 +47,7 @@ class Task:
         """The first part of the name of a new run folder."""
         raise NotImplementedError
 
-    def claim(self, folder: Path, processes: Processes) -> None:
+    def claim(self, folder: Path, processes: ProcessGroup) -> None:
         """Refuse a folder that holds another run; or read the settings of the run that is resumed, under its lock.
 
         Raises:

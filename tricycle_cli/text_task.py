@@ -16,10 +16,10 @@ from tricycle.evaluation import HeldOut, evaluate
 from tricycle.generate import generate
 from tricycle.system.files import append
 from tricycle.training_state import TrainingState
+from tricycle_cli.distributed import on_rank_zero
 from tricycle_cli.models import SAMPLING
 from tricycle_cli.run import Run, read_metrics
 from tricycle_cli.task import Task, other_command
-from tricycle_cli.together import by_the_first
 from tricycle_cli.updates import estimate
 from tricycle_lab.plot import plot_losses
 
@@ -73,14 +73,14 @@ class TextTask(Task):
         config = state.config
         if state.evaluated_step != state.step:
             estimate(state, run, self)
-        checkpoint = by_the_first(run.processes, lambda: load_checkpoint(run.best))
+        checkpoint = on_rank_zero(run.processes, lambda: load_checkpoint(run.best))
         best_step = checkpoint.about["progress"]["step"]
         model = checkpoint.model()
         if next(state.model.parameters()).on_gpu:
             model.to_gpu()
         print("measuring the best checkpoint on all held-out text ...")
         loss, n_tokens = self._evaluate(state, model)
-        if not run.processes.is_first:
+        if not run.processes.is_rank_zero:
             return
         bits = self.held_out.bits_per_byte(loss)
         run.record(step=state.step, final_loss=loss, final_bits_per_byte=bits, best_step=best_step)
@@ -107,7 +107,7 @@ class TextTask(Task):
 def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, prompt: str = "") -> str:
     """Print some generated text and add it to samples.txt; rank 0 does."""
     tokeniser: Any = run.tokeniser
-    if not run.processes.is_first:
+    if not run.processes.is_rank_zero:
         return ""
     end = tokeniser.end_of_text
     ids = list(tokeniser.encode(prompt))[-state.config.context_window :] or [end]
@@ -115,7 +115,7 @@ def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, p
     sampling = replace(SAMPLING, seed=seed, stop_tokens=end, n_vocab=tokeniser.n_vocab)
     drawn = []
     for token in generate(state.model, ids, n_tokens, sampling):
-        run.processes.answer()  # the others wait
+        run.processes.answer_pings()  # the others wait
         drawn += [token] if token != end else []
     text = prompt + tokeniser.decode(drawn)
     title = f"--- sample at step {state.step}"

@@ -22,12 +22,13 @@ from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
 from tricycle.configs.checked import OneOf
-from tricycle.distributed.processes import Processes
+from tricycle.distributed.processes import ProcessGroup
 from tricycle.evaluation import HeldOut
 from tricycle.pretrained import Pretrained
 from tricycle.system.files import read_json_object
 from tricycle.training import train
 from tricycle.training_state import TrainingState, least_memory, new_state, resume_state
+from tricycle_cli.distributed import check_batches, check_same, common_facts, on_rank_zero, parsed, process_group
 from tricycle_cli.find_rate import find_rate
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk, room_said
@@ -39,7 +40,6 @@ from tricycle_cli.signals import Signals
 from tricycle_cli.streams import patient_streams
 from tricycle_cli.task import begin_folder, claim_new, holds_a_run
 from tricycle_cli.text_task import TextTask
-from tricycle_cli.together import by_the_first, check_batches, check_same, common_facts, parsed, together
 from tricycle_cli.trackers import NAMES, TrackerName, expect_trackers
 from tricycle_cli.updates import advise_on_memory, check_room
 from tricycle_datasets.corpora import CORPORA, load_corpus
@@ -118,7 +118,7 @@ def find(words: Sequence[str]) -> int:
     Raises:
         ValueError: several processes.
     """
-    with patient_streams(), Signals(), together() as processes:
+    with patient_streams(), Signals(), process_group() as processes:
         arguments, start = parsed(processes, lambda: parse_arguments(words))
         if processes.size > 1:
             raise ValueError(f"expected one process with --find-learning-rate, got {processes.size}")
@@ -134,7 +134,7 @@ def find(words: Sequence[str]) -> int:
     return 0
 
 
-def task_of(words: Sequence[str], processes: Processes) -> TrainTask:
+def task_of(words: Sequence[str], processes: ProcessGroup) -> TrainTask:
     """Return the run that a command line begins or resumes.
 
     Raises:
@@ -147,17 +147,17 @@ def task_of(words: Sequence[str], processes: Processes) -> TrainTask:
     return TrainTask(checked(arguments, words, processes), None, start)
 
 
-def parse_resume(words: Sequence[str], processes: Processes, read: Callable[[Path], Any]) -> ResumeArguments | None:
+def parse_resume(words: Sequence[str], processes: ProcessGroup, read: Callable[[Path], Any]) -> ResumeArguments | None:
     """Return the command line that resumes a run, whose folder `read` accepts; None where it begins a new one."""
     check_same(processes, {"command line": list(words), **common_facts()} if processes.size > 1 else {})
     if not any(word.split("=")[0] == "--resume" for word in words):
         return None
     resumed = parsed(processes, lambda: parse(ResumeArguments, args=words, description="Resume a run."))
-    by_the_first(processes, lambda: read(resumed.resume))
+    on_rank_zero(processes, lambda: read(resumed.resume))
     return resumed
 
 
-def checked(arguments: A, words: Sequence[str], processes: Processes) -> A:
+def checked(arguments: A, words: Sequence[str], processes: ProcessGroup) -> A:
     """Return the arguments of a new run, with the batches of all processes in an update.
 
     Raises:
@@ -165,7 +165,7 @@ def checked(arguments: A, words: Sequence[str], processes: Processes) -> A:
     """
     if not arguments.files and any(word.split("=")[0] == "--files" for word in words):
         raise ValueError("expected files or folders after --files, got none")
-    by_the_first(processes, lambda: expect_trackers(arguments.track))
+    on_rank_zero(processes, lambda: expect_trackers(arguments.track))
     use_gpu(arguments.device)
     description_of(arguments)
     config = replace(arguments.config, accumulation_steps=processes.size * arguments.config.accumulation_steps)
@@ -257,16 +257,16 @@ class TrainTask(TextTask):
         arguments = self.arguments
         return f"{Path(arguments.init_from or arguments.preset).stem}-{arguments.data}"
 
-    def claim(self, folder: Path, processes: Processes) -> None:
+    def claim(self, folder: Path, processes: ProcessGroup) -> None:
         if self.resumed is None:
-            by_the_first(processes, lambda: claim_new(folder))
+            on_rank_zero(processes, lambda: claim_new(folder))
             return
-        stored, self.digest = by_the_first(processes, lambda: self.read(folder))
+        stored, self.digest = on_rank_zero(processes, lambda: self.read(folder))
         check_batches(processes, stored.config.accumulation_steps, stored.config.batch_size)
         given = {name: getattr(self.resumed, name) for name in ("device", "on_full_disk", "shard_optimiser")}
         given |= {name: value for name in ("on_nan", "track") if (value := getattr(self.resumed, name)) is not None}
         self.arguments = replace(stored, **given)
-        by_the_first(processes, lambda: expect_trackers(self.arguments.track))
+        on_rank_zero(processes, lambda: expect_trackers(self.arguments.track))
 
     def read(self, folder: Path) -> tuple[Arguments, str]:
         """Return the arguments that a run folder was begun with, and the digest of its text."""
@@ -295,13 +295,13 @@ class TrainTask(TextTask):
                 f"{run.folder}: expected the text that it was trained on, which has changed since; {advice}"
             )
         description = {**self.describe(), "corpus": corpus.digest}
-        by_the_first(processes, lambda: begin_folder(run.folder, config, description, tokeniser))
+        on_rank_zero(processes, lambda: begin_folder(run.folder, config, description, tokeniser))
         self.prompts, self.held_out_bytes = CORPORA[arguments.data].prompts, corpus.validation_bytes
         # the end of some other text stands before the first token, so that it too is predicted
         tokens = np.concatenate([[tokeniser.end_of_text], corpus.validation])
         self.held_out = HeldOut(tokens, len(self.held_out_bytes))
         state = self.new_state(run, corpus.train, on_gpu, has_last)
-        if processes.is_first:
+        if processes.is_rank_zero:
             self._print_summary(state, run, tokeniser, on_gpu)
         return state
 
@@ -331,7 +331,7 @@ class TrainTask(TextTask):
             ValueError: the last checkpoint contradicts the folder.
         """
         if has_last:
-            checkpoint = by_the_first(run.processes, lambda: load_checkpoint(run.last))
+            checkpoint = on_rank_zero(run.processes, lambda: load_checkpoint(run.last))
             tokeniser = checkpoint.tokeniser()
             if tokeniser is None:
                 raise ValueError(f"{run.last}: expected a checkpoint with its tokeniser, it has none")

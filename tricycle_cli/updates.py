@@ -225,9 +225,9 @@ class RunSession(StateSession):
             values = {"learning_rate": rate, "gradient_norm": norm, "tokens_per_second": speed}
             self.run.record(step=step, loss=loss, **more, **values)
         if config.minutes and len(self._times) > UNTIMED_STEPS:
-            if self.run.processes.is_first:
+            if self.run.processes.is_rank_zero:
                 self._plan()
-            state.total_steps = self.run.processes.agree(state.total_steps)
+            state.total_steps = self.run.processes.broadcast(state.total_steps)
         return f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s"
 
     def _leave_out(self, step: int, reason: str) -> None:

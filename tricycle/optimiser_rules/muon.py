@@ -47,8 +47,8 @@ class MuonRule(Rule):
         self.momentum = momentum
         self.precision = precision
 
-    def work(self, shape: tuple[int, ...]) -> int:
-        """Return the operations of the matrix products, up to a factor (`distributed.shards.load_of` reads it)."""
+    def n_operations(self, shape: tuple[int, ...]) -> int:
+        """Return the operations of the matrix products, up to a factor (`distributed.shards.update_cost` reads it)."""
         return math.prod(shape) * min(shape)
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tricycle.distributed.processes import ALONE, Processes
+from tricycle.distributed.processes import SINGLE_PROCESS, ProcessGroup
 from tricycle_cli.flags import on_one_line
-from tricycle_mpi.launch import launched
+from tricycle_mpi.launch import launch_info
 
 T = TypeVar("T")
 # So long rank 0 waits, when it fails, for others that fail too; they speak later, if they still can.
@@ -36,7 +36,7 @@ OWN_CODE = "tricycle tricycle_accelerators tricycle_cli tricycle_datasets tricyc
 
 
 @contextlib.contextmanager
-def together() -> Iterator[Processes]:
+def process_group() -> Iterator[ProcessGroup]:
     """Within this block, the processes that were started with this one, or nobody else.
 
     Only rank 0 prints. An error in any of them ends all, at once and with one message that says which.
@@ -44,14 +44,14 @@ def together() -> Iterator[Processes]:
     Raises:
         ImportError: there are others, and nothing to reach them by.
     """
-    there = launched()
+    there = launch_info()
     if there.size == 1:
-        yield ALONE
+        yield SINGLE_PROCESS
         return
     try:
-        from tricycle_mpi.ranks import join
+        from tricycle_mpi.ranks import join_process_group
 
-        processes = join()
+        processes = join_process_group()
     except (ImportError, RuntimeError, ValueError):
         _leave_it_to_the_first()
         raise
@@ -60,7 +60,7 @@ def together() -> Iterator[Processes]:
         print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr, flush=True)
         os._exit(INTERRUPTED)
     with contextlib.ExitStack() as silent:
-        if not processes.is_first:
+        if not processes.is_rank_zero:
             nowhere = silent.enter_context(open(os.devnull, "w", encoding="utf-8"))
             silent.enter_context(contextlib.redirect_stdout(nowhere))
         try:
@@ -75,7 +75,7 @@ def together() -> Iterator[Processes]:
 
 def expect_one_process(command: str) -> None:
     """Raise ValueError, on rank 0, where several processes were started with a command that takes one."""
-    there = launched()
+    there = launch_info()
     if there.size > 1:
         _leave_it_to_the_first()
         got = f"{there.size}: start it without mpiexec"
@@ -84,7 +84,7 @@ def expect_one_process(command: str) -> None:
 
 def _leave_it_to_the_first() -> None:
     """Where all processes find the same before they can reach each other: only rank 0 comes back from here."""
-    if launched().rank:
+    if launch_info().rank:
         time.sleep(FIRST_SECONDS)  # a launcher ends all when one has left
         raise SystemExit(1) from None
 
@@ -97,7 +97,7 @@ def _end_all(processes: Any, error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
         message = f"interrupted ({message})"
         time.sleep(SIGNAL_SECONDS)
-    others = processes.failures_of_others(message, TOGETHER_SECONDS)
+    others = processes.collect_failures(message, TOGETHER_SECONDS)
     all_say_so = len(others) == processes.size - 1 and set(others.values()) == {message}
     where = "" if all_say_so else f"rank {processes.rank} of {processes.size} on {socket.gethostname()}: "
     if os.environ.get("TRICYCLE_TRACEBACK"):
@@ -105,36 +105,38 @@ def _end_all(processes: Any, error: BaseException) -> None:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         line = f"{Path(sys.argv[0]).name}: {where}{message}"
-        print(line if processes.is_first else f"\n{line}", file=sys.stderr, flush=True)  # below rank 0's progress bar
+        print(
+            line if processes.is_rank_zero else f"\n{line}", file=sys.stderr, flush=True
+        )  # below rank 0's progress bar
     time.sleep(SPOKEN_SECONDS)
     processes.abort()
     time.sleep(60)  # MPI ends this process
 
 
 # -------------------------------------------------------------------- one after another
-def by_the_first(processes: Processes, work: Callable[[], T]) -> T:
+def on_rank_zero(processes: ProcessGroup, work: Callable[[], T]) -> T:
     """What rank 0 returns from some work that it does alone, for all."""
-    result: Any = work() if processes.is_first else None
-    return processes.agree(result)
+    result: Any = work() if processes.is_rank_zero else None
+    return processes.broadcast(result)
 
 
-def parsed(processes: Processes, parse: Callable[[], T]) -> T:
+def parsed(processes: ProcessGroup, parse: Callable[[], T]) -> T:
     """A command line, which rank 0 reads first; where it leaves the program, so do all."""
     code: Any = None
     result = None
-    if processes.is_first:
+    if processes.is_rank_zero:
         try:
             result = parse()
         except SystemExit as leaving:
             code = leaving.code or 0
-    code = processes.agree(code)
+    code = processes.broadcast(code)
     if code is not None:
         raise SystemExit(code)
     return parse() if result is None else result
 
 
 # -------------------------------------------------------------------- what they have in common
-def check_same(processes: Processes, facts: dict[str, Any]) -> None:
+def check_same(processes: ProcessGroup, facts: dict[str, Any]) -> None:
     """Refuse to train with ranks that are not alike: their weights would drift apart.
 
     Raises:
@@ -142,7 +144,7 @@ def check_same(processes: Processes, facts: dict[str, Any]) -> None:
     """
     if processes.size == 1:
         return
-    everybody = processes.gather((socket.gethostname(), facts))
+    everybody = processes.all_gather((socket.gethostname(), facts))
     wanted = everybody[0][1]
     problems = [
         f"rank {rank} on {host} has another {name} than rank 0: {_difference(own.get(name), fact)}"
@@ -184,7 +186,7 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def check_batches(processes: Processes, n_batches: int, batch_size: int) -> None:
+def check_batches(processes: ProcessGroup, n_batches: int, batch_size: int) -> None:
     """Raise ValueError where an update has fewer batches than there are ranks."""
     size = processes.size
     each = f"an update of this run has {n_batches} batches of {batch_size} sequences"
@@ -205,15 +207,15 @@ def n_threads() -> int:
     return threads.n_threads()
 
 
-def share_threads(processes: Processes) -> None:
+def share_threads(processes: ProcessGroup) -> None:
     """Share the processors of a machine out among its ranks, unless somebody has said how many threads there are."""
     if processes.size == 1 or os.environ.get("TRICYCLE_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS"):
         return
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    everybody = processes.gather((socket.gethostname(), sorted(own)))
+    everybody = processes.all_gather((socket.gethostname(), sorted(own)))
     here = [set(processors) for host, processors in everybody if host == socket.gethostname()]
     n_sharing = sum(bool(own & processors) for processors in here)
-    fewest = min(processes.gather(max(1, len(own) // n_sharing)))
+    fewest = min(processes.all_gather(max(1, len(own) // n_sharing)))
     os.environ["TRICYCLE_NUM_THREADS"] = str(fewest)
     with contextlib.suppress(ModuleNotFoundError):
         from tricycle_accelerators import threads
@@ -224,7 +226,7 @@ def share_threads(processes: Processes) -> None:
     print(f"{processes.size} ranks with {fewest} thread{'s' if fewest > 1 else ''} each{hint}")
 
 
-def share_gpus(processes: Processes) -> None:
+def share_gpus(processes: ProcessGroup) -> None:
     """Give each rank of a machine one of the GPUs that it may see; ranks take turns where there are fewer.
 
     Before CUDA is asked for anything: later it would not hear of it.
@@ -234,7 +236,7 @@ def share_gpus(processes: Processes) -> None:
         seen = [path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]
     if processes.size == 1:
         return
-    everybody = processes.gather((socket.gethostname(), seen))
+    everybody = processes.all_gather((socket.gethostname(), seen))
     place = everybody[: processes.rank].count(everybody[processes.rank])
     if seen:
         os.environ[VISIBLE] = seen[place % len(seen)]
