@@ -122,4 +122,4 @@ print(write("Simple is better than ", 150))
 
 # %% [markdown]
 # [`tricycle/models.py`](../../tricycle/models.py) is the same with rotary positions, gates, caches and the rest,
-# for every family of models; [start here](../start.md) trains it on more than a page.
+# for every family of models; [Getting started](../start.md) trains it on more text.
