@@ -22,7 +22,8 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 TEXT = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)  # blocks are run by test_pages.py
 IN_TICKS = re.findall(r"`([^`\n]+)`", TEXT)
 STOPS = re.findall(r"^### (\d+)\. .*?`([\w/]+\.py):([\w.]+)`$(.*?)(?=^##)", TEXT, re.MULTILINE | re.DOTALL)
-PLACES = sorted({ticked for ticked in IN_TICKS if re.fullmatch(r"[\w/]+\.py:[\w.]+", ticked)})
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+PLACES = sorted(set(re.findall(r"`([\w/]+\.py:[\w.]+)`", TEXT + GLOSSARY)))
 OTHERS = ("np", "loss", "pyproject", "x")  # what a dotted name may begin with besides our modules
 
 
@@ -49,7 +50,7 @@ def exists(file: str, name: str) -> bool:
 
 # -------------------------------------------------------------------- names
 @pytest.mark.parametrize("place", PLACES)
-def test_a_function_that_the_page_names(place):
+def test_code_that_architecture_and_glossary_name(place):
     file, name = place.split(":")
     assert exists(file, name)
 
