@@ -16,7 +16,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.turns import Pace
 from benchmarks.workers import PRODUCT_SIZE, SIDES, Worker, time_steps
 from tricycle.softmaxes import SOFTMAXES
-from tricycle_cli.speed import operations_a_token
+from tricycle_cli.speed import flops_per_token
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
         f"{arguments.precision}, medians of {Pace.of(arguments)}"
     )
     rates = {name: 2 * PRODUCT_SIZE**3 / times[name] for name in products}
-    limit = max(rates.values()) / operations_a_token(config)
+    limit = max(rates.values()) / flops_per_token(config)
     told = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in rates.items())
     print(f"limit: {limit:,.0f} tokens a second, if all arithmetic went at the best of these: {told} GFLOP/s")
     print(f"{'':<15}{'tokens/s':>10}{'ours / it':>11}{'limit':>8}{'memory MB':>11}")

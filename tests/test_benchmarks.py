@@ -17,7 +17,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.workers import SIDES, batches
 from tricycle.configs import GPTConfig
 from tricycle.models import GPT
-from tricycle_cli.speed import operations_a_token
+from tricycle_cli.speed import flops_per_token
 
 
 def needs(*modules: str) -> pytest.MarkDecorator:
@@ -248,6 +248,6 @@ def test_operations_a_token():
     """GPT-2's: six for each weight of a product, and its attention."""
     config = GPTConfig()
     weights = 12 * 12 * 768**2 + 50_257 * 768
-    assert operations_a_token(config) == 6 * weights + 12 * 12 * 1024 * 768
+    assert flops_per_token(config) == 6 * weights + 12 * 12 * 1024 * 768
     gated = replace(config, gated=True, hidden_size=100)
-    assert operations_a_token(gated) == 6 * (12 * (4 * 768**2 + 3 * 768 * 100) + 50_257 * 768) + 12 * 12 * 1024 * 768
+    assert flops_per_token(gated) == 6 * (12 * (4 * 768**2 + 3 * 768 * 100) + 50_257 * 768) + 12 * 12 * 1024 * 768

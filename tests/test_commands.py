@@ -347,7 +347,7 @@ def test_a_smaller_window(positions, softmax):
     """With learned positions it is that of the first ones."""
     own = GPT(DebugConfig(positions=positions, qk_norm=False, precision="float32"))
     config = GPTConfig.from_dict({**own.config.to_dict(), "context_window": 10, "softmax": softmax, "dropout": 0.5})
-    started = init_from.started_from(own, config)
+    started = init_from.initialize_from(own, config)
     assert started.config == config
     assert started.dropout.probability == 0.5 if hasattr(started.dropout, "probability") else True
     tokens = np.random.default_rng(0).integers(0, 300, (2, 10))

@@ -425,14 +425,14 @@ def test_it_takes_no_less_than_is_said(words, theirs, data, tmp_path, monkeypatc
     if "dpo" in words:
         lines(data, preferences())
     estimates = []
-    check = updates.check_room
+    check = updates.check_training_memory
 
     def checked(needed: int, on_gpu: bool) -> None:
         check(needed, on_gpu)
         estimates.append(needed)
         tracemalloc.start()
 
-    monkeypatch.setattr("tricycle_cli.finetune.check_room", checked)
+    monkeypatch.setattr("tricycle_cli.finetune.check_training_memory", checked)
     big = write_folder(tmp_path / "big", n_layers=6, embedding_dim=64, context_window=100)
     try:
         tune(big, data, tmp_path / "run", "--steps", "2", "--sample-tokens", "0", *words.split())

@@ -52,7 +52,7 @@ KINDS = {
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def subject_of(config: Any = CONFIG) -> Stack:
+def load_inspectable(config: Any = CONFIG) -> Stack:
     return Stack(lively(config), TOKENISER, "tiny")
 
 
@@ -72,7 +72,7 @@ def unpack(text: str, shape: list[int]) -> np.ndarray:
 # -------------------------------------------------------------------- what pages are told
 @each_kind
 def test_predictions_are_those_of_the_logits(kind: str) -> None:
-    subject = subject_of(KINDS[kind])
+    subject = load_inspectable(KINDS[kind])
     reading = read(subject)
     assert "".join(reading.texts[1:]).replace("�", "") == TEXT.replace("é", "")
     logs = log_softmax(subject.model(np.array(reading.ids)).array)
@@ -87,7 +87,7 @@ def test_predictions_are_those_of_the_logits(kind: str) -> None:
 
 @each_kind
 def test_maps_are_those_of_a_probe(kind: str) -> None:
-    subject = subject_of(KINDS[kind])
+    subject = load_inspectable(KINDS[kind])
     reading = read(subject)
     with Probe(subject.model, "*") as probe, no_grad():
         subject.model(np.array([reading.ids]))
@@ -121,7 +121,7 @@ def test_maps_are_those_of_a_probe(kind: str) -> None:
 
 
 def test_the_lens_ends_with_what_the_model_says() -> None:
-    reading = read(subject_of())
+    reading = read(load_inspectable())
     lens = reading.lens()
     assert lens["tokens"][-1] == reading.predictions.best.tolist()
     for place in (0, 4, len(reading.ids) - 1):
@@ -147,7 +147,7 @@ CHANGES = {
 @pytest.mark.parametrize("case", CHANGES)
 @pytest.mark.parametrize("kind", ["gpt2", "rotary, few key heads, cap", "parallel, untied"])
 def test_changes_are_those_of_a_probe_and_begin_where_something_changes(kind: str, case: str) -> None:
-    subject = subject_of(KINDS[kind])
+    subject = load_inspectable(KINDS[kind])
     before = read(subject)
     changes = Changes(**CHANGES[case])
     changed = subject.read(before.ids, changes, before)
@@ -168,7 +168,7 @@ def test_changes_are_those_of_a_probe_and_begin_where_something_changes(kind: st
 
 
 def test_no_earlier_block_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = subject_of()
+    subject = load_inspectable()
     before = read(subject)
     monkeypatch.setattr(subject.model.blocks[0], "forward", None)
     monkeypatch.setattr(subject.model, "forward", None)
@@ -191,7 +191,7 @@ EDITS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("case", EDITS)
 @each_kind
 def test_another_token_leaves_those_before_it(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = subject_of(KINDS[kind])
+    subject = load_inspectable(KINDS[kind])
     changes = Changes(heads=(("blocks.1.attention", 0),), temperature=0.5)
     before = read(subject, heads=changes.heads, temperature=0.5)
     ids, stay = EDITS[case][0](before.ids), EDITS[case][1](len(before.ids))
@@ -216,7 +216,7 @@ def test_another_token_leaves_those_before_it(kind: str, case: str, monkeypatch:
 
 @pytest.mark.parametrize("kind", ["decoder", "transformer", "additive, before"])
 def test_a_text_of_one_token(kind: str) -> None:
-    subject = subject_of() if kind == "decoder" else translator_of(translators()[kind])
+    subject = load_inspectable() if kind == "decoder" else load_translator(translators()[kind])
     reading = subject.read(subject.ids_of("a =>")[:1], Changes())
     assert len(reading.view()["predictions"]["logP"]) == 1
     json.dumps(whole(subject, reading), allow_nan=False)
@@ -224,7 +224,7 @@ def test_a_text_of_one_token(kind: str) -> None:
 
 @pytest.mark.parametrize("shift", ["token_shift", "key_shift"])
 def test_where_tokens_mix_otherwise_everything_is_read_again(shift: str) -> None:
-    subject = subject_of(replace(CONFIG, **{shift: True}))
+    subject = load_inspectable(replace(CONFIG, **{shift: True}))
     before = read(subject)
     ids = [*before.ids[:-1], 7]
     assert subject.spared(ids, Changes(), before) == 0
@@ -233,7 +233,7 @@ def test_where_tokens_mix_otherwise_everything_is_read_again(shift: str) -> None
 
 
 def test_of_several_changes_the_earlier_ones_stay() -> None:
-    subject = subject_of()
+    subject = load_inspectable()
     first = Changes(off=("blocks.1.mlp",), temperature=2.0)
     both = replace(first, heads=(("blocks.2.attention", 1),))
     desk = Desk([subject], TEXT)
@@ -280,7 +280,7 @@ def translators() -> dict[str, Any]:
     }
 
 
-def translator_of(model: Any) -> Translator:
+def load_translator(model: Any) -> Translator:
     begin, end = (TOKENISER.special_tokens[name] for name in SPECIAL[1:])
     return Translator(model, TOKENISER.encode, lambda i: TOKENISER.decode([i]), begin, end)
 
@@ -288,7 +288,7 @@ def translator_of(model: Any) -> Translator:
 @pytest.mark.parametrize("kind", translators())
 def test_alignment_of_encoder_decoders(kind: str) -> None:
     model = translators()[kind]
-    subject = translator_of(model)
+    subject = load_translator(model)
     reading = read(subject, "the cat => and the dog")
     assert "".join(reading.sources) == "the cat"
     assert "".join(reading.texts) == "<begin>and the dog"
@@ -319,7 +319,7 @@ def test_alignment_of_encoder_decoders(kind: str) -> None:
 
 
 def test_parts_that_a_recurrent_model_has_not() -> None:
-    subject = translator_of(translators()["additive, after"])
+    subject = load_translator(translators()["additive, after"])
     ids = subject.ids_of("the cat => and")
     for changes in (Changes(heads=(("attention", 0),)), Changes(softmax="blocks")):
         with pytest.raises(ValueError, match="changes: expected a"):
@@ -341,14 +341,14 @@ def test_weights_of_few_bits(weights: str) -> None:
 
 
 def test_a_target_of_the_models_own() -> None:
-    subject = translator_of(translators()["transformer"])
+    subject = load_translator(translators()["transformer"])
     ids = subject.ids_of("the cat")
     assert ids[0] == subject.begin
     assert 1 <= len(ids) <= 2 * len(subject.source) + 11
 
 
 # -------------------------------------------------------------------- refusals
-SUBJECT = subject_of()
+SUBJECT = load_inspectable()
 
 
 def changes_of(**fields: Any) -> Changes:
@@ -364,13 +364,16 @@ test_bad_input = bad_input(
         "a strange id": (lambda: SUBJECT.check([0, 999]), f"expected tokens from 0 to {TOKENISER.n_vocab - 1}"),
         "no place": (lambda: SUBJECT.edited([1, 2], 2, "a"), "expected a token from 0 to 1 to change, got 2"),
         "no token": (lambda: SUBJECT.edited([1, 2], 1, ""), "expected a text to put in the place of the token, got"),
-        "no attention": (lambda: translator_of(Seq2Seq(9, 9, 4, 4)), "translator: expected a model with attention to"),
+        "no attention": (
+            lambda: load_translator(Seq2Seq(9, 9, 4, 4)),
+            "translator: expected a model with attention to",
+        ),
         "no source": (
-            lambda: translator_of(translators()["transformer"]).ids_of("=> a"),
+            lambda: load_translator(translators()["transformer"]).ids_of("=> a"),
             "expected a text of at least one character, got none",
         ),
         "a long source": (
-            lambda: translator_of(translators()["transformer"]).ids_of("z" * 129),
+            lambda: load_translator(translators()["transformer"]).ids_of("z" * 129),
             "expected a source of 1 to 128 tokens to look at, got 129",
         ),
         "no map": (lambda: read(SUBJECT).attention("blocks.9.attention", 0), "expected one of blocks.0.attention,"),
@@ -399,7 +402,7 @@ def test_broken_weights_give_an_answer() -> None:
 # -------------------------------------------------------------------- the server
 @pytest.fixture
 def server() -> Iterator[LookServer]:
-    with LookServer(Desk([subject_of()], TEXT)) as serving:
+    with LookServer(Desk([load_inspectable()], TEXT)) as serving:
         thread = threading.Thread(target=serving.serve_forever, args=(0.01,))
         thread.start()
         yield serving
@@ -550,7 +553,7 @@ def test_a_port_in_use(server: LookServer) -> None:
 
 # -------------------------------------------------------------------- pages
 def test_pages_need_nothing_else_and_run_nothing_else() -> None:
-    subject = subject_of()
+    subject = load_inspectable()
     text = "</script><script>alert(1)</script> & <b>"
     reading = subject.read(subject.ids_of("cat </script>"), Changes())
     data = {"served": False, "text": text, "sides": [whole(subject, reading)]}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from browser import DESKTOP, LOOKS, PHONE, Browser, each_look
-from test_look import CONFIG, TEXT, TOKENISER, subject_of, translator_of, translators
+from test_look import CONFIG, TEXT, TOKENISER, load_inspectable, load_translator, translators
 from tiny_models import smollm2_file
 
 from tricycle.checkpoint import save_checkpoint
@@ -46,7 +46,7 @@ def serving(desk: Desk) -> LookServer:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LookServer]:
-    served = serving(Desk([subject_of()], TEXT))
+    served = serving(Desk([load_inspectable()], TEXT))
     yield served
     served.shutdown()
     served.server_close()
@@ -55,7 +55,7 @@ def server() -> Iterator[LookServer]:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("page") / "look.html"
-    subject = subject_of()
+    subject = load_inspectable()
     side = whole(subject, subject.read(subject.ids_of(TEXT), Changes()))
     write_page(path, page("look", "tiny", {"served": False, "text": TEXT, "sides": [side], "command": "tricycle look"}))
     return path.as_uri()
@@ -197,7 +197,9 @@ def test_tokens_and_texts(browser: Browser, server: LookServer) -> None:
 
 
 def test_two_models_side_by_side(browser: Browser) -> None:
-    served = serving(Desk([subject_of(), translator_of(translators()["norm first, tied"])], "the cat => the dog"))
+    served = serving(
+        Desk([load_inspectable(), load_translator(translators()["norm first, tied"])], "the cat => the dog")
+    )
     browser.open(served.address)
     titles = browser.run("return [...document.querySelectorAll('.side h2')].map((e) => e.textContent)")
     assert titles == ["tiny", "translator"]
@@ -214,7 +216,7 @@ def test_two_models_side_by_side(browser: Browser) -> None:
 
 @pytest.mark.parametrize("kind", ["transformer", "additive, before"])
 def test_alignment(browser: Browser, kind: str) -> None:
-    served = serving(Desk([translator_of(translators()[kind])], "the cat => the dog"))
+    served = serving(Desk([load_translator(translators()[kind])], "the cat => the dog"))
     browser.open(served.address)
     names = browser.run("return [...document.querySelectorAll('.heads .name')].map((e) => e.textContent)")
     last = len(browser.driver.find_elements("css selector", ".heads button")) - 1
@@ -254,7 +256,7 @@ def test_tokens_stand_beside_a_map_where_there_is_room(browser: Browser, server:
 
 def test_the_model_goes_while_the_page_is_open(browser: Browser, tmp_path: Path) -> None:
     checkpoint = tmp_path / "best.safetensors"
-    save_checkpoint(checkpoint, subject_of().model, TOKENISER)
+    save_checkpoint(checkpoint, load_inspectable().model, TOKENISER)
     words = [sys.executable, "-m", "tricycle", "look", str(checkpoint), TEXT, "--no-browser"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as program:
         try:
@@ -340,7 +342,7 @@ def test_a_comparison_is_for_everybody(browser: Browser, tmp_path: Path, way: st
 
 @pytest.mark.slow
 def test_the_benchmark_prints_its_table(browser: Browser, tmp_path: Path) -> None:
-    model = subject_of(replace(CONFIG, context_window=600)).model
+    model = load_inspectable(replace(CONFIG, context_window=600)).model
     save_checkpoint(tmp_path / "best.safetensors", model, TOKENISER)
     words = ["-m", "benchmarks.look", str(tmp_path / "best.safetensors"), "--tokens", "60", "--times", "2"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100)
@@ -357,7 +359,7 @@ SENTENCE = "The keys to the old cabinet in the kitchen were on the table, becaus
 def test_smollm2_with_pictures(browser: Browser) -> None:
     pytest.importorskip("gguf")
     path = str(smollm2_file())
-    subject = look.subject_of(look.Arguments(path), path)
+    subject = look.load_inspectable(look.Arguments(path), path)
     subject.title = "smollm2"
     served = serving(Desk([subject], SENTENCE))
     browser.open(served.address, (1440, 900))

@@ -13,7 +13,7 @@ from test_training import CONFIG, TOKENISER, TOKENS, new_run, stop_at, train
 from tricycle.configs import DebugConfig
 from tricycle.training_state import new_state
 from tricycle_cli import compare, look
-from tricycle_cli.compare import Runs, are_runs, names_of, read_run
+from tricycle_cli.compare import Runs, are_runs, read_run, short_names
 from tricycle_lab.look.runs import MOST_POINTS, RunRead, comparison, differences
 
 
@@ -46,7 +46,7 @@ def two(tmp_path: Path) -> list[Path]:
 
 
 def data_of(folders: list[Path]) -> dict[str, Any]:
-    names = names_of(folders)
+    names = short_names(folders)
     return comparison([read_run(folder, name) for folder, name in zip(folders, names)])
 
 
@@ -200,9 +200,9 @@ def test_which_words_are_runs(two: list[Path], tmp_path: Path, monkeypatch: pyte
 
 
 def test_names_differ(tmp_path: Path) -> None:
-    assert names_of([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
-    assert names_of([tmp_path / "run", tmp_path / "other"]) == ["run", "other"]
-    assert names_of([tmp_path / "run", tmp_path / "run"])[1].endswith("(2)")
+    assert short_names([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
+    assert short_names([tmp_path / "run", tmp_path / "other"]) == ["run", "other"]
+    assert short_names([tmp_path / "run", tmp_path / "run"])[1].endswith("(2)")
 
 
 def test_the_command_writes_a_file(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

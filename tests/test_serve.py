@@ -43,7 +43,7 @@ from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.models import ModelFlags, SamplingFlags
-from tricycle_cli.serve import Arguments, api_key, is_loopback, n_remembered, name_of, sampling_of
+from tricycle_cli.serve import Arguments, api_key, cache_capacity_tokens, is_loopback, name_of, sampling_of
 from tricycle_cli.serve import load as load_served
 from tricycle_serve.answers import merged
 from tricycle_serve.gate import host_name
@@ -828,8 +828,8 @@ def test_names_and_memory(folder, alone, monkeypatch):
     monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.001")
     config = alone.loaded.model.config
     per_token = 2 * 4 * config.n_layers * config.key_heads * config.channels_per_head
-    assert n_remembered(alone.loaded.model, None) == 0.5e6 // (2 * per_token)
-    assert n_remembered(alone.loaded.model, "float16") == 0.5e6 // per_token
+    assert cache_capacity_tokens(alone.loaded.model, None) == 0.5e6 // (2 * per_token)
+    assert cache_capacity_tokens(alone.loaded.model, "float16") == 0.5e6 // per_token
     monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.0003")
     with serving(folder, conversations=3, texts=2) as running:
         most = running.served.engine._limits.n_tokens

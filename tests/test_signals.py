@@ -118,10 +118,10 @@ def test_what_c_code_makes_of_a_signal_is_a_signal():
             raise ValueError("Invalid bounding box") from None
 
     with Signals() as signals:
-        with pytest.raises(Interrupted) as caught, signals.heard():
+        with pytest.raises(Interrupted) as caught, signals.restore_interrupts():
             send_and_fail()
         assert caught.value.number == signal.SIGHUP
-        with pytest.raises(OSError, match="full"), signals.heard():  # what goes wrong after it is told
+        with pytest.raises(OSError, match="full"), signals.restore_interrupts():  # what goes wrong after it is told
             raise OSError("full")
 
 

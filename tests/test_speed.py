@@ -69,7 +69,7 @@ def test_rounds_are_interleaved_and_end():
     def logged(name: str, seconds: float):
         return lambda: (order.append(name), clock.work(seconds)())
 
-    sides = [speed.Side(x, "", logged(f"{x} product", 0.25), logged(f"{x} step", 0.5)) for x in "ab"]
+    sides = [speed.PrecisionTiming(x, "", logged(f"{x} product", 0.25), logged(f"{x} step", 0.5)) for x in "ab"]
     speed.measure(sides, seconds=0, clock=clock)
     assert order[:4] == ["a product", "a step", "b product", "b step"]  # not timed
     turns = ["a product", "a product", "a step", "b product", "b product", "b step"]
@@ -81,13 +81,13 @@ def test_rounds_are_interleaved_and_end():
 
 # -------------------------------------------------------------------- arithmetic
 def test_rates_and_shares():
-    side = speed.Side("float32", "numba", lambda: None, lambda: None)
+    side = speed.PrecisionTiming("float32", "numba", lambda: None, lambda: None)
     side.product_seconds, side.step_seconds = [0.001, 0.002, 9.0], [1.0, 4.0, 1.0]
     side.kernel_seconds.update({"matmul": 3.0, "attention": 1.0, "attention_backward": 0.5, "adamw": 0.25, "add": 1.0})
     found = speed.summarize(side, TINY, n=100)
     assert found.product_rate == 2 * 100**3 / 0.002
     assert found.tokens_per_second == 16
-    assert found.fraction == pytest.approx(speed.operations_a_token(TINY) * 16 / 1e9)
+    assert found.fraction == pytest.approx(speed.flops_per_token(TINY) * 16 / 1e9)
     shares = {"products": 0.5, "attention": 0.25, "norms + activations": 0, "optimizer": 0.25 / 6, "rest": 1.25 / 6}
     assert found.shares == pytest.approx(shares)
 

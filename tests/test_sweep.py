@@ -19,8 +19,8 @@ from test_programs import POSIX_ONLY, call, good, lines_said, text  # noqa: F401
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.system.locks import FolderLock, LockedError
 from tricycle_cli import sweep as sweeping
+from tricycle_cli.search_space import Categorical, Range, check, config_of, flags_of, grid_points, parse_search_space
 from tricycle_cli.sweep import main
-from tricycle_cli.swept import Choices, Range, check, config_of, flags_of, grid_of, read_over
 from tricycle_cli.train import parse_arguments
 from tricycle_lab.sweep_plot import Shown, plot_sweep
 
@@ -33,18 +33,18 @@ BASE = GPTConfig.from_dict(DebugConfig().to_dict())
     [
         ("max_learning_rate=1e-4..1e-2:log", Range(1e-4, 1e-2, True, False)),
         ("--max-learning-rate=0.1..0.2", Range(0.1, 0.2, False, False)),
-        ("n_layers=2,3,4", Choices((2, 3, 4))),
+        ("n_layers=2,3,4", Categorical((2, 3, 4))),
         ("n_layers=2..6", Range(2, 6, False, True)),
-        ("batch_size=2..16:log:4", Choices((2, 4, 8, 16), True)),
-        ("dropout=0..0.2:3", Choices((0.0, 0.1, 0.2))),
-        ("n_layers=1..3:9", Choices((1, 2, 3))),
-        ("activation=gelu, relu", Choices(("gelu", "relu"))),
-        ("tied=true,False", Choices((True, False))),
-        ("qkv_bias=none,True", Choices((None, True))),
+        ("batch_size=2..16:log:4", Categorical((2, 4, 8, 16), True)),
+        ("dropout=0..0.2:3", Categorical((0.0, 0.1, 0.2))),
+        ("n_layers=1..3:9", Categorical((1, 2, 3))),
+        ("activation=gelu, relu", Categorical(("gelu", "relu"))),
+        ("tied=true,False", Categorical((True, False))),
+        ("qkv_bias=none,True", Categorical((None, True))),
     ],
 )
 def test_specs(word: str, field: Any) -> None:
-    (found,) = read_over([word]).values()
+    (found,) = parse_search_space([word]).values()
     assert found == field
 
 
@@ -71,21 +71,21 @@ def test_specs(word: str, field: Any) -> None:
 )
 def test_bad_specs_are_one_line(words: list[str], said: str) -> None:
     with pytest.raises(ValueError) as error:
-        read_over(words)
+        parse_search_space(words)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_what_the_config_refuses_is_refused_before_any_work() -> None:
-    check(BASE, read_over(["n_heads=1,2,4", "embedding_dim=16,32"]), [])
+    check(BASE, parse_search_space(["n_heads=1,2,4", "embedding_dim=16,32"]), [])
     with pytest.raises(ValueError, match=r"--over: .*n_heads.*\(with n_heads=3, embedding_dim=16\)"):
-        check(BASE, read_over(["n_heads=1,3", "embedding_dim=16,32"]), [])
+        check(BASE, parse_search_space(["n_heads=1,3", "embedding_dim=16,32"]), [])
     with pytest.raises(ValueError, match="dropout"):
-        check(BASE, read_over(["dropout=0..1.5"]), [])
+        check(BASE, parse_search_space(["dropout=0..1.5"]), [])
     many = [f"{name}=1..90:90" for name in ("batch_size", "eval_interval", "eval_batches")]
-    check(BASE, read_over(many), [])  # one at a time
+    check(BASE, parse_search_space(many), [])  # one at a time
     with pytest.raises(ValueError, match="activation"):
-        check(BASE, read_over([*many, "activation=gelu,paper"]), [])
+        check(BASE, parse_search_space([*many, "activation=gelu,paper"]), [])
 
 
 def test_the_lowest_rate_goes_with_the_highest() -> None:
@@ -107,16 +107,16 @@ def test_flags_say_what_they_mean() -> None:
         "qkv_bias=none,true,false",
         "schedule=linear",
     ]
-    for params in grid_of({**read_over(over), "max_learning_rate": Choices((0.00123457, 1e-2))}):
+    for params in grid_points({**parse_search_space(over), "max_learning_rate": Categorical((0.00123457, 1e-2))}):
         config = config_of(BASE, params, [])
         words = ["--preset", "debug", "--device", "cpu", *flags_of(BASE, config)]
         assert parse_arguments(words)[0].config == config
 
 
 def test_a_grid_needs_values() -> None:
-    assert len(grid_of(read_over(["n_layers=1,2,3", "dropout=0..0.2:2"]))) == 6
+    assert len(grid_points(parse_search_space(["n_layers=1,2,3", "dropout=0..0.2:2"]))) == 6
     with pytest.raises(ValueError, match=r"--sampler grid: expected values for dropout, such as dropout=0.0..0.2:5"):
-        grid_of(read_over(["dropout=0..0.2"]))
+        grid_points(parse_search_space(["dropout=0..0.2"]))
 
 
 # -------------------------------------------------------------------- trials, with a stand-in for training

@@ -29,7 +29,7 @@ from tricycle.training_state import count_labels, new_state, read_steps, resume_
 from tricycle_cli import full_disk, text_task, updates
 from tricycle_cli import run as running
 from tricycle_cli.run import Run, read_metrics
-from tricycle_cli.text_task import TextTask, show_sample
+from tricycle_cli.text_task import TextTask, write_sample
 
 TEXT = "the cat sat on the mat and the dog sat on the log. " * 40
 TOKENISER = BPETokeniser(257)
@@ -231,10 +231,10 @@ def test_a_checkpoint_stands_before_estimates_and_samples(tmp_path, monkeypatch)
         )
 
     monkeypatch.setattr(updates, "estimate", look("estimate"))
-    monkeypatch.setattr(text_task, "show_sample", look("show_sample"))
+    monkeypatch.setattr(text_task, "write_sample", look("write_sample"))
     train(new_state(replace(CONFIG, sample_interval=4), TOKENS), run)
     evaluated = [("estimate", step, step) for step in (5, 10, 15)]
-    sampled = [("show_sample", step, step) for step in (4, 8, 12, 16)]
+    sampled = [("write_sample", step, step) for step in (4, 8, 12, 16)]
     assert sorted(saved) == sorted(evaluated + sampled)
 
 
@@ -609,7 +609,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(monkeypatch):
 def test_too_little_memory_is_said_with_what_to_lower(monkeypatch, on_gpu, precision, there, besides):
     monkeypatch.setattr(updates, "gpu_memory", lambda: (1.5e9, 80e9))
     config, asked = replace(CONFIG, precision=precision), "Unable to allocate 3.00 TiB"
-    what = new_task().what_to_lower(config, on_gpu)
+    what = new_task().memory_advice(config, on_gpu)
     with pytest.raises(MemoryError) as caught, updates.advise_on_memory(on_gpu, what):
         raise MemoryError(f"{asked}.")
     advice = "lower --batch-size (now 2; --accumulation-steps makes up for it) or --context-window (now 8)"
@@ -660,9 +660,9 @@ def test_metrics_are_written_in_whole_lines(tmp_path):
 @pytest.mark.parametrize("prompt", ["", "the cat sat on the mat"])
 def test_samples_begin_with_any_prompt(tmp_path, window, prompt):
     state, run = new_state(replace(CONFIG, context_window=window), TOKENS), new_run(tmp_path)
-    text = show_sample(state, run, 10, prompt)
+    text = write_sample(state, run, 10, prompt)
     assert text.startswith(prompt)
-    assert show_sample(state, run, 10, prompt) == text
+    assert write_sample(state, run, 10, prompt) == text
     assert (tmp_path / "samples.txt").read_text(encoding="utf-8") == f"--- sample at step 0\n{text}\n" * 2
 
 
@@ -700,7 +700,7 @@ def test_samples_of_a_run_that_crashed_come_once(tmp_path, at):
             run.stop = crash_at(state, at)
             with pytest.raises(KeyboardInterrupt):
                 train(state, run)
-            show_sample(state, run, prompt="the cat")  # one more, as if it had come further
+            write_sample(state, run, prompt="the cat")  # one more, as if it had come further
             run, state = new_run(tmp_path / name), resume_state(run.last, TOKENS)
         assert train(state, run) is True
     whole, crashed = ((tmp_path / name / "samples.txt").read_bytes() for name in ("whole", "crashed"))
@@ -711,12 +711,12 @@ def test_samples_of_a_run_that_crashed_come_once(tmp_path, at):
 def test_samples_are_left_alone_where_nobody_counted_them(tmp_path):
     run, state = new_run(tmp_path), new_state(CONFIG, TOKENS)
     run.samples.write_text("somebody's\n")
-    run.forget_after(state)
+    run.truncate_to(state)
     assert run.samples.read_text() == "somebody's\n"
     run.save(state, run.last)
     assert resume_state(run.last, TOKENS).samples_size == state.samples_size == len("somebody's\n")
     run.samples.write_text("")
-    run.forget_after(state)
+    run.truncate_to(state)
     assert run.samples.read_text() == ""
 
 
@@ -783,15 +783,15 @@ def test_the_size_of_a_run_folder_is_bounded(tmp_path, monkeypatch, optimiser):
         usual(source, place)
 
     monkeypatch.setattr(os, "replace", measured)
-    bound = full_disk.folder_bytes(state, TOKENISER)
+    bound = full_disk.max_folder_bytes(state, TOKENISER)
     assert train(state, run) is True
     assert bound / 4 < max(sizes) < bound
     longest = max(map(len, run.metrics.read_text().splitlines()))
     assert longest < full_disk.LINE
-    assert full_disk.room_said(state, TOKENISER, tmp_path) in ("up to 1 MB", "up to 2 MB", "up to 3 MB")
+    assert full_disk.describe_disk_space(state, TOKENISER, tmp_path) in ("up to 1 MB", "up to 2 MB", "up to 3 MB")
 
 
 def test_too_small_a_disk_is_said_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(full_disk, "_free", lambda folder: 100_000)
     state = new_state(replace(CONFIG, embedding_dim=64), TOKENS)
-    assert full_disk.room_said(state, TOKENISER, tmp_path).endswith(" MB, of which the disk has 0.1 MB free")
+    assert full_disk.describe_disk_space(state, TOKENISER, tmp_path).endswith(" MB, of which the disk has 0.1 MB free")

@@ -19,8 +19,8 @@ from tricycle.pretrained import Pretrained
 from tricycle.sampling import Sampling
 from tricycle.system.files import atomic_write
 from tricycle_cli.flags import parse
-from tricycle_cli.generate import text_of
-from tricycle_cli.models import DecodingFlags, ModelFlags, SamplingFlags, load_model, new_decoding, stop_tokens
+from tricycle_cli.generate import stream_text
+from tricycle_cli.models import DecodingFlags, ModelFlags, SamplingFlags, load_model, new_decoder, stop_tokens
 from tricycle_cli.signals import Signals
 
 HELP = """/reset        forget the conversation
@@ -94,7 +94,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget what was said."""
         self.messages: list[Message] = [*self.beginning]
-        self.state, self._generate = new_decoding(self.model, self.decoding)
+        self.state, self._generate = new_decoder(self.model, self.decoding)
 
     def ask(self, said: str) -> tuple[Iterator[str], int]:
         """Take a message; returns the answer as it comes, and how many messages had to be forgotten for it.
@@ -135,7 +135,7 @@ class Conversation:
         self.messages.append(answer)
         n_tokens = min(self.n_tokens, self.model.config.context_window - len(ids))
         tokens = self._generate(self.model, ids, n_tokens, self.sampling, state=self.state)
-        for part in text_of(tokens, self.tokeniser, self.stops, ids):
+        for part in stream_text(tokens, self.tokeniser, self.stops, ids):
             answer["content"] += part
             yield part
 
@@ -218,7 +218,7 @@ def answer(conversation: Conversation, said: str) -> None:
         print(
             f"(the oldest {n_forgotten} messages no longer fit into the context of {window:,} tokens and are forgotten)"
         )
-    with Signals(("SIGINT",), says_so=False) as interrupted, interrupted.finishing():
+    with Signals(("SIGINT",), announces=False) as interrupted, interrupted.finishing():
         try:
             for part in parts:
                 print(part, end="", flush=True)

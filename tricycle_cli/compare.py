@@ -79,12 +79,12 @@ class Runs(Picture):
 
     def page(self) -> str:
         """Return what a browser gets; raise ValueError for a folder whose config cannot be read."""
-        names = names_of(self.folders)
+        names = short_names(self.folders)
         read = [read_run(folder, name) for folder, name in zip(self.folders, names)]
         return page("runs", f"{len(read)} runs", comparison(read))
 
 
-def names_of(folders: Sequence[Path]) -> list[str]:
+def short_names(folders: Sequence[Path]) -> list[str]:
     """Short names, all different."""
     places = [folder.resolve() for folder in folders]
     for n_parts in range(1, 1 + max(len(place.parts) for place in places)):
@@ -109,7 +109,7 @@ def read_run(folder: Path, name: str) -> RunRead:
         tokeniser=if_readable(lambda: digest(read_file(folder / "tokeniser.json", MOST_TOKENISER)), ""),
         text=str(data.get("corpus", "")),
         tokens=0 if is_tuning else config.batch_size * config.context_window * config.accumulation_steps,
-        samples=if_readable(lambda: samples_of(folder / "samples.txt"), []),
+        samples=if_readable(lambda: read_samples(folder / "samples.txt"), []),
     )
 
 
@@ -141,7 +141,7 @@ def n_weights(checkpoint: Path) -> int:
     return sum(math.prod(place.shape) for name, place in places.items() if name.startswith("model."))
 
 
-def samples_of(path: Path) -> list[tuple[str, str]]:
+def read_samples(path: Path) -> list[tuple[str, str]]:
     """Title and text of each sample."""
     text = read_file(path, MOST_SAMPLES).decode("utf-8", "replace")
     parts = ("\n" + text).split("\n--- ")[1:]

@@ -31,7 +31,7 @@ from tricycle_cli.flags import parse
 from tricycle_cli.models import load_model
 from tricycle_cli.run import Run
 from tricycle_cli.session import open_session
-from tricycle_cli.task import read_flags
+from tricycle_cli.task import read_stored_flags
 from tricycle_cli.train import Arguments as TrainArguments
 from tricycle_cli.train import ResumeArguments, Tokenisers, TrainTask, checked, parse_resume, read_run
 
@@ -61,12 +61,12 @@ N_ARRAYS = 5  # of the size of the logits: those of both models, both log-softma
 
 def main(args: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if args is None else list(args)
-    with open_session(partial(task_of, words)) as session:
+    with open_session(partial(new_task, words)) as session:
         session.finished = train(**session.state.arguments(), session=session)
     return 0
 
 
-def task_of(words: Sequence[str], processes: ProcessGroup) -> DistillTask:
+def new_task(words: Sequence[str], processes: ProcessGroup) -> DistillTask:
     """Return the run that a command line begins or resumes.
 
     Raises:
@@ -118,7 +118,7 @@ def read_distillation(folder: Path) -> tuple[Arguments, str]:
         FileNotFoundError, ValueError: it is no folder of a run of this command.
     """
     stored, digest = read_run(folder, "distill")
-    own = read_flags(folder / "data.json", "distill", Arguments(), OWN)
+    own = read_stored_flags(folder / "data.json", "distill", Arguments(), OWN)
     arguments = Arguments(**{field.name: getattr(stored, field.name) for field in fields(stored)}, **own)
     check_arguments(arguments)
     return arguments, digest

@@ -75,7 +75,7 @@ def main(args: Sequence[str] | None = None) -> None:
     stride = arguments.stride or max(1, window // 2)
     scores = []
     for name, text in texts.items():
-        held_out = prepared(loaded.tokeniser, text, name)
+        held_out = tokenize_text(loaded.tokeniser, text, name)
         loss, n_tokens = evaluate(loaded.model, held_out.tokens, batch_size, stride=stride, window=window)
         scores.append(_score(name, n_tokens, held_out.n_bytes, loss))
         if not arguments.json and len(texts) > 1:
@@ -89,7 +89,7 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"{total.file}: {_said(total)} (windows of {window:,} tokens, {stride:,} apart)")
 
 
-def prepared(tokeniser: Tokeniser, text: bytes, name: str = "evaluate") -> HeldOut:
+def tokenize_text(tokeniser: Tokeniser, text: bytes, name: str = "evaluate") -> HeldOut:
     """A text as tokens, of which the first is only read.
 
     That is the one which begins every text, where the tokeniser knows such a one; else the first of the text, whose

@@ -48,7 +48,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if arguments.adapter is not None:
         load_adapter(loaded, arguments.adapter).merge()
     if arguments.folder is not None:
-        card = measured(Path(arguments.source))
+        card = training_results(Path(arguments.source))
         generation = loaded.generation if loaded.source is not None else None
         kind = export_folder(
             loaded.model, loaded.tokeniser, arguments.folder, card, generation=generation, dtype=arguments.dtype
@@ -64,7 +64,7 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"{arguments.gguf}: {loaded.model.n_parameters:,} parameters in {arguments.type}, {size:,} bytes")
 
 
-def measured(source: Path) -> dict[str, Any]:
+def training_results(source: Path) -> dict[str, Any]:
     """What a run folder says about the run's text and its results; nothing where it is no such folder."""
     folder = source if source.is_dir() else source.parent
     card: dict[str, Any] = {}

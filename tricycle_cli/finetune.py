@@ -43,14 +43,14 @@ from tricycle.training_state import TrainingState, memory_of_pass, new_optimiser
 from tricycle_cli.distributed import expect_one_process
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk
-from tricycle_cli.init_from import started_from
+from tricycle_cli.init_from import initialize_from
 from tricycle_cli.models import Device, Weights, load_model
 from tricycle_cli.run import OnNaN, Run, read_metrics
 from tricycle_cli.session import open_session, say
-from tricycle_cli.task import Task, begin_folder, claim_new, other_command, read_flags
+from tricycle_cli.task import Task, claim_new_folder, command_name, read_stored_flags, write_run_description
 from tricycle_cli.trackers import TrackerName, expect_trackers
 from tricycle_cli.tuning import ADAPTER, HeldOutPairs, HeldOutRows, TuningState, write_samples
-from tricycle_cli.updates import advise_on_memory, check_room, estimate
+from tricycle_cli.updates import advise_on_memory, check_training_memory, estimate
 from tricycle_datasets.examples import PREFERENCES, Examples, Reader, Record, load_examples, read_records
 from tricycle_lab.plot import plot_losses
 
@@ -149,12 +149,12 @@ class Arguments:
 # -------------------------------------------------------------------- the command
 def main(args: Sequence[str] | None = None) -> int:
     expect_one_process("finetune")
-    with open_session(partial(task_of, sys.argv[1:] if args is None else list(args))) as session:
+    with open_session(partial(new_task, sys.argv[1:] if args is None else list(args))) as session:
         session.finished = train(**session.state.arguments(), session=session)
     return 0
 
 
-def task_of(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
+def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
     """Return the run that a command line begins or resumes.
 
     Raises:
@@ -200,7 +200,7 @@ def read_arguments(folder: Path) -> Arguments:
             f"{folder}: expected a run folder of `tricycle finetune`, with config.json and data.json"
         )
     known = {field.name for field in dataclasses.fields(Arguments)} - {"run_folder", "resume"}
-    stated = read_flags(path, "arguments", Arguments(), known)
+    stated = read_stored_flags(path, "arguments", Arguments(), known)
     if stated.get("method") not in tuple(RATES) or stated.get("loss", LOSSES[0]) not in LOSSES:
         raise ValueError(f"{path}: expected the arguments of a run of `tricycle finetune`, it has no such")
     paths = {name: tuple(Path(part) for part in stated.get(name, ())) for name in ("data", "held_out")}
@@ -231,7 +231,7 @@ class FinetuneTask(Task):
     """
 
     command = "finetune"
-    rate_flag = "--learning-rate"
+    learning_rate_flag = "--learning-rate"
     loaded: Pretrained
     dataset: PackedDataset
     held_out: HeldOutRows | HeldOutPairs
@@ -244,7 +244,7 @@ class FinetuneTask(Task):
 
     def claim(self, folder: Path, processes: ProcessGroup) -> None:
         if self.arguments.resume is None:
-            claim_new(folder)
+            claim_new_folder(folder)
             return
         stored = read_arguments(folder)
         self.arguments = dataclasses.replace(stored, track=self.arguments.track or stored.track)
@@ -254,7 +254,7 @@ class FinetuneTask(Task):
         arguments, lora = self.arguments, _lora_config(self.arguments)
         records = read_records(arguments.data)
         held_out = read_records(arguments.held_out) if arguments.held_out else []
-        expect_kind(arguments.loss, [*records, *held_out])
+        check_record_kinds(arguments.loss, [*records, *held_out])
         self.loaded = loaded = load_model(arguments.model, None, None, arguments.device, arguments.weights)
         run.tokeniser = loaded.tokeniser
         longest = loaded.model.config.context_window
@@ -268,13 +268,13 @@ class FinetuneTask(Task):
         if lora is not None:
             adapter = new_adapter(loaded, lora, arguments.seed, arguments.model)
         on_gpu = next(loaded.model.parameters()).on_gpu
-        with advise_on_memory(on_gpu, self.what_to_lower(config, on_gpu)):
-            check_room(memory_of_tuning(config, self.dataset, adapter or loaded.model), on_gpu)
+        with advise_on_memory(on_gpu, self.memory_advice(config, on_gpu)):
+            check_training_memory(finetuning_bytes(config, self.dataset, adapter or loaded.model), on_gpu)
         if adapter is None:
-            loaded.model = started_from(loaded.model, config)
+            loaded.model = initialize_from(loaded.model, config)
         loaded.model.use_precision(config.precision)
         if isinstance(self.held_out, HeldOutPairs):  # an adapter that has learnt nothing yet changes nothing
-            measure_references(loaded.model, [self.dataset, self.held_out.dataset])
+            compute_reference_logprobs(loaded.model, [self.dataset, self.held_out.dataset])
         state = self._new_state(config, adapter, base)
         print_summary(examples, self.dataset, state, arguments)
         self._begin_or_resume(state, run, examples)
@@ -337,7 +337,7 @@ class FinetuneTask(Task):
         description |= {"base": state.base, "arguments": _as_json(self.arguments)}
         description |= {"before": {"loss": self.before["held_out_loss"], **self.before}}
         description["prompts"] = [[text, ids] for text, ids in self.prompts]
-        begin_folder(run.folder, state.config, description, run.tokeniser)
+        write_run_description(run.folder, state.config, description, run.tokeniser)
 
     def _check_unchanged(
         self, description: Mapping[str, Any], state: TuningState, run: Run, examples: Examples
@@ -353,7 +353,7 @@ class FinetuneTask(Task):
         flags = {name: value for name, value in _as_json(self.arguments).items() if name != "track"}
         return {**flags, **state.config.to_dict()}
 
-    def what_to_lower(self, config: GPTConfig, on_gpu: bool) -> str:
+    def memory_advice(self, config: GPTConfig, on_gpu: bool) -> str:
         arguments = self.arguments
         ways = [] if arguments.recompute else ["take --recompute"]
         if arguments.batch_size > 1:
@@ -399,14 +399,14 @@ class FinetuneTask(Task):
 
     def _print_next_commands(self, folder: Path) -> None:
         talks = bool(self.loaded.tokeniser.chat_template)
-        verb = other_command("chat" if talks else "generate", self.command)
+        verb = command_name("chat" if talks else "generate", self.command)
         if self.arguments.method == "all":
             print(f"{'talk' if talks else 'generate'} with\n  {verb} {shlex.quote(folder.as_posix())}")
             return
         adapter = shlex.quote((folder / ADAPTER).as_posix())
         model = shlex.quote(self.arguments.model)
         print(f"{'talk' if talks else 'generate'} with\n  {verb} {model} --adapter {adapter}")
-        export = other_command("export", self.command)
+        export = command_name("export", self.command)
         print(f"write a whole model with\n  {export} {model} FOLDER --adapter {adapter}")
 
 
@@ -417,7 +417,7 @@ def _lora_config(arguments: Arguments) -> LoRAConfig | None:
     return LoRAConfig(arguments.rank, arguments.alpha, arguments.targets, arguments.lora_dropout, **flags)
 
 
-def expect_kind(loss: str, records: Sequence[Record]) -> None:
+def check_record_kinds(loss: str, records: Sequence[Record]) -> None:
     """
     Raises:
         ValueError: records that the loss does not learn from; names the first.
@@ -431,7 +431,7 @@ def expect_kind(loss: str, records: Sequence[Record]) -> None:
             )
 
 
-def measure_references(model: GPT, datasets: Sequence[Any]) -> None:
+def compute_reference_logprobs(model: GPT, datasets: Sequence[Any]) -> None:
     """Measure the reference log-probabilities of all answers, once, before training."""
     say(f"reference: how likely the model takes {sum(2 * pairs.n_items for pairs in datasets):,} answers for, as it is")
     for pairs in datasets:
@@ -451,7 +451,7 @@ def fingerprint(model: GPT) -> str:
     return digest.hexdigest()
 
 
-def memory_of_tuning(config: GPTConfig, dataset: PackedDataset, learning: Layer) -> int:
+def finetuning_bytes(config: GPTConfig, dataset: PackedDataset, learning: Layer) -> int:
     """Return the bytes of training besides the model: gradients, optimizer state, and a pass over the longest rows."""
     n_rows = config.batch_size * (2 if isinstance(dataset, PairDataset) else 1)
     n_learning = sum(parameter.size for parameter in learning.parameters())

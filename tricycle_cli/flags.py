@@ -53,14 +53,14 @@ def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
 
 def _print_help(print_tyros: Callable[[], Any], show_all: bool) -> NoReturn:
     """Print the help in groups, and leave the program."""
-    from tricycle_cli.help_text import WIDE, rewritten
+    from tricycle_cli.help_text import WIDE, format_help
 
     columns, text = os.environ.get("COLUMNS"), io.StringIO()
     os.environ["COLUMNS"] = str(WIDE)
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         print_tyros()
     os.environ["COLUMNS"] = columns or ""
-    print(rewritten(text.getvalue(), show_all), end="")
+    print(format_help(text.getvalue(), show_all), end="")
     raise SystemExit(0)
 
 

@@ -24,7 +24,7 @@ LONGEST_SECONDS = 30.0  # to try again after; a share of a disk can have room th
 LINE, SAMPLE, TENSOR, ABOUT, PICTURE = 160, 4000, 200, 20_000, 200_000
 
 
-def folder_bytes(state: TrainingState, tokeniser: Tokeniser) -> int:
+def max_folder_bytes(state: TrainingState, tokeniser: Tokeniser) -> int:
     """The most that a run folder takes, once the number of updates is known.
 
     The last checkpoint, the best one and the one that is being written; with weights and two moments of each.
@@ -39,15 +39,15 @@ def folder_bytes(state: TrainingState, tokeniser: Tokeniser) -> int:
     return 3 * checkpoint + 2 * text + LINE * (state.total_steps + estimates) + samples + PICTURE
 
 
-def room_said(state: TrainingState, tokeniser: Tokeniser, folder: Path) -> str:
+def describe_disk_space(state: TrainingState, tokeniser: Tokeniser, folder: Path) -> str:
     """How much room a run takes, for people; and how much there is, where that is less."""
-    size, free = folder_bytes(state, tokeniser), _free(folder)
+    size, free = max_folder_bytes(state, tokeniser), _free(folder)
     used = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     said = f"up to {size / 1e6:,.0f} MB" if size >= 1e6 else "less than 1 MB"
     return said if free >= size - used else f"{said}, of which the disk has {free / 1e6:,.1f} MB free"
 
 
-def write_with_room(
+def retry_on_full_disk(
     write: Callable[[], T],
     folder: Path,
     on_full_disk: OnFullDisk,

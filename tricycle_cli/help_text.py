@@ -21,7 +21,7 @@ NAME = re.compile(r"--([\w-]+)")
 NO_DEFAULT = re.compile(r" \(default: (|None|False|0|0\.0)\)$")
 
 
-def rewritten(text: str, show_all: bool) -> str:
+def format_help(text: str, show_all: bool) -> str:
     """Return tyro's help text, printed without colors at `WIDE` columns, in groups."""
     head, *boxes = re.split(r"\n (?=\S[^\n]*\n -{9})", text)
     sections: dict[str, list[tuple[str, str]]] = {}

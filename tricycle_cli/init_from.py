@@ -27,7 +27,7 @@ TRAINING: dict[str, Any] = {
 LONGEST_WINDOW = 512  # unless a longer one is asked for: memory grows with it
 
 
-def load_start(source: str) -> Pretrained:
+def load_base_model(source: str) -> Pretrained:
     """The model to begin with, on the CPU; its weights are float32, for they are to change."""
     return load_model(source, device="cpu")
 
@@ -54,7 +54,7 @@ def check_shape(model: GPT, config: GPTConfig) -> None:
         )
 
 
-def started_from(model: GPT, config: GPTConfig) -> GPT:
+def initialize_from(model: GPT, config: GPTConfig) -> GPT:
     """Return a model of this config with the weights of another; raise ValueError unless it has the same shape."""
     check_shape(model, config)
     own = model.config

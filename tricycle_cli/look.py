@@ -75,9 +75,9 @@ def main(args: Sequence[str] | None = None) -> None:
     if not arguments.source:
         raise ValueError("expected a model to look into, or --graph")
     text = EXAMPLE if arguments.text is None else arguments.text
-    subjects = [subject_of(arguments, arguments.source)]
+    subjects = [load_inspectable(arguments, arguments.source)]
     if arguments.beside is not None:
-        subjects.append(subject_of(arguments, arguments.beside, beside=True))
+        subjects.append(load_inspectable(arguments, arguments.beside, beside=True))
     show(subjects, text, arguments.out, arguments.port, arguments.browser)
 
 
@@ -89,14 +89,14 @@ def show(subjects: Sequence[Subject], text: str, out: Path | None = None, port: 
     """
     for subject in subjects:  # so that a text that cannot be read is an error of the command
         subject.ids_of(text)
-    present(Desk(subjects, text), lambda: whole_page(subjects, text), out, port, browser)
+    present(Desk(subjects, text), lambda: standalone_page(subjects, text), out, port, browser)
 
 
-def subject_of(arguments: Arguments, source: str, beside: bool = False) -> Subject:
+def load_inspectable(arguments: Arguments, source: str, beside: bool = False) -> Subject:
     """Load a model by path or name for the pages."""
     translators = saved_translators(source)
     if translators:
-        return translator_of(translators, source, arguments)
+        return load_translator(translators, source, arguments)
     loaded: Any = load_file(source, arguments.model.weights)
     if isinstance(loaded.model, GPT):
         flags = replace(arguments.model, adapter=None) if beside else arguments.model
@@ -108,7 +108,7 @@ def subject_of(arguments: Arguments, source: str, beside: bool = False) -> Subje
     return Stack(loaded.model, loaded.tokeniser, Path(source).name or source)
 
 
-def translator_of(paths: Sequence[Path], source: str, arguments: Arguments) -> Subject:
+def load_translator(paths: Sequence[Path], source: str, arguments: Arguments) -> Subject:
     """Return the encoder-decoder in a file; raise ValueError where there are several, or flags for other models."""
     if len(paths) > 1:
         raise ValueError(f"{source}: expected one encoder-decoder, name one of {', '.join(map(str, paths))}")
@@ -119,7 +119,7 @@ def translator_of(paths: Sequence[Path], source: str, arguments: Arguments) -> S
     return saved_translator(paths[0])
 
 
-def whole_page(subjects: Sequence[Subject], text: str) -> str:
+def standalone_page(subjects: Sequence[Subject], text: str) -> str:
     """Return a page that needs no server, with all that there is to see."""
     sides = [whole(subject, subject.read(subject.ids_of(text), Changes())) for subject in subjects]
     data = {"served": False, "text": text, "sides": sides, "command": f"tricycle look {shlex.quote(subjects[0].title)}"}

@@ -72,7 +72,7 @@ def cache_dtype(cache: str) -> str | None:
     return None if cache == "auto" else cache
 
 
-def new_decoding(model: GPT, flags: DecodingFlags) -> tuple[DecodingState, Callable[..., Iterator[int]]]:
+def new_decoder(model: GPT, flags: DecodingFlags) -> tuple[DecodingState, Callable[..., Iterator[int]]]:
     """Return an empty state for a text, and `generate`, or `generate_prompt_lookup` where there are draft tokens."""
     dtype = cache_dtype(flags.cache)
     if flags.draft_tokens <= 0:
@@ -205,7 +205,7 @@ class SamplingFlags:
             ValueError: a setting out of range.
         """
         sampling = default_sampling(loaded)
-        if otherwise and says_nothing(loaded):
+        if otherwise and lacks_generation_settings(loaded):
             sampling = replace(sampling, **otherwise)
         stated = {name: value for name, value in asdict(self).items() if value is not None}
         return replace(sampling, **{"seed": None, **stated})
@@ -225,7 +225,7 @@ def default_sampling(loaded: Pretrained) -> PenalizedSampling:
     )
 
 
-def says_nothing(loaded: Pretrained) -> bool:
+def lacks_generation_settings(loaded: Pretrained) -> bool:
     """Whether it is other people's, and its files do not say how it should write."""
     stated = {} if loaded.source is None else loaded.source.generation
     names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -1,16 +1,16 @@
-"""Read pickles as plain data: nothing that they name is imported, called or made.
+"""Read a pickle as plain data, without importing, calling or instantiating anything that the file names.
 
-A pickle is a program for a small machine with a stack. `pickle._Unpickler`, which Python has beside the machine in C,
-runs it here with another table of instructions: those that make plain values are Python's own; those that would look up
-a name, call something or change an object write down what they were asked for, as a `Made`; all others are refused. So
-a file can only declare what it holds, and the caller builds that anew.
+A pickle is a program for a stack machine. Here `pickle._Unpickler`, Python's implementation in Python, runs the program
+with a restricted table of opcodes. Opcodes that make plain values are Python's own. Opcodes that would look up a name,
+call a function or change an object are recorded as a `RecordedCall`. All other opcodes raise an error. The caller
+(`tricycle_cli/pickles.py`) builds the model from the recorded data.
 
-What the documentation of `pickle` recommends, an allow-list in `find_class` of the machine in C, is not enough even
-with stand-ins for all classes. Of the 237 undamaged files of tests/hostile/pickles.py four made it ask for more than
-6 GB (BINUNICODE8, FRAME and LONG_BINPUT name a size, for which it takes memory before there is content), and one made
-it hash a tuple of shared tuples without end.
+The documentation of `pickle` recommends an allow-list in `find_class` of the unpickler in C. An allow-list is not
+sufficient, even if every class is replaced by a stub: of the 237 undamaged files of tests/hostile/pickles.py, four made
+the unpickler in C allocate more than 6 GB (BINUNICODE8, FRAME and LONG_BINPUT state a size, and memory is allocated
+before the content is read), and one made it hash a tuple of shared tuples without end.
 
-Source: the instructions are described in Python's own `pickletools`.
+Source: Python's `pickletools` describes the opcodes.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from dataclasses import dataclass
 from typing import Any
 
 Buffer = memoryview
-Admit = Callable[[str, str], str | None]
+ResolveName = Callable[[str, str], str | None]
 
-# A model of 48 layers takes 51,000 reads. An instruction takes one to three, and makes some hundred bytes at most.
-MOST_READS = 2**19
-MOST_TEXT = 2**22  # bytes, of all texts together: as Python's they may take four times as many
-MOST_NAME = 1000  # bytes
-# The instructions that Python's own machine executes: they make plain values, or move what was made.
-PYTHONS_OWN = """
+# A model of 48 layers takes 51,000 reads. An opcode takes one to three, and makes a few hundred bytes at most.
+MAX_READS = 2**19
+MAX_STRING_BYTES = 2**22  # of all strings together: Python's str may take four times as many bytes
+MAX_NAME_BYTES = 1000
+# The opcodes with Python's own implementation: they make plain values, or move values on the stack.
+STANDARD_OPCODES = """
     PROTO STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT MARK POP POP_MARK EMPTY_TUPLE TUPLE1 TUPLE2
     TUPLE3 TUPLE EMPTY_LIST EMPTY_DICT MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL
 """
 
 
-class Refused(ValueError):
-    """A pickle that asks for something that no model needs, or is none."""
+class UnsupportedPickleError(ValueError):
+    """The pickle is damaged, too large, or contains something that no model needs."""
 
 
 @dataclass(frozen=True)
-class Named:
-    """The name of a class or a function, which is not looked up."""
+class GlobalName:
+    """The full name of a class or function in a pickle, which is not imported."""
 
     name: str
 
 
 @dataclass(eq=False)
-class Made:
-    """A call that was not made.
+class RecordedCall:
+    """A call that a pickle declares, recorded and not executed.
 
     Attributes:
-        name: of the class or the function.
-        args: what it was to be called with.
-        state: what the object was to be given after that.
+        name: the full name of the class or function.
+        args: the arguments of the call.
+        state: the state that the pickle assigns to the object (the BUILD opcode).
     """
 
     name: str
@@ -61,95 +61,102 @@ class Made:
     state: Any = None
 
 
-def read_pickle(content: Buffer, admit: Admit) -> Any:
-    """Return what a pickle holds: plain values, tuples, lists, dicts, views of its bytes, `Named` and `Made`.
+def read_pickle(content: Buffer, resolve_name: ResolveName) -> Any:
+    """Return the content of a pickle as plain data.
+
+    The result consists of plain values, tuples, lists, dicts, memoryviews of the pickle's bytes, `GlobalName` and
+    `RecordedCall`.
 
     Args:
-        admit: the full name of what a module's name means, or None where no model needs it.
+        content: the bytes of the pickle.
+        resolve_name: returns the full name for a module and a name in it, or None for a name that is not allowed.
 
     Raises:
-        Refused: it asks for something else, is cut off, damaged or far larger than a model's.
+        UnsupportedPickleError: the pickle names something that is not allowed, is truncated, damaged or too large.
     """
     try:
-        return _Reader(content, admit).load()
+        return _Reader(content, resolve_name).load()
     except (pickle.UnpicklingError, IndexError, EOFError) as error:
-        raise Refused(f"it is damaged: {error}") from None
+        raise UnsupportedPickleError(f"the pickle is damaged: {error}") from None
 
 
 class _File:
-    """The bytes of a pickle, as an unpickler reads them, without copies."""
+    """The bytes of a pickle as a file for an unpickler, without copies."""
 
     def __init__(self, content: Buffer) -> None:
-        self.content, self.place, self.n_left = content, 0, MOST_READS
+        self.content, self.offset, self.reads_left = content, 0, MAX_READS
 
     def read(self, n_bytes: int) -> Buffer | bytes:
-        first, self.n_left = self.place, self.n_left - 1
-        if n_bytes > len(self.content) - first:
-            raise Refused(f"it is cut off or damaged: {n_bytes} bytes at {first} of {len(self.content)}")
-        if self.n_left < 0:
-            raise Refused(f"expected at most {MOST_READS} parts of instructions, got more")
-        self.place = first + n_bytes
-        part = self.content[first : self.place]
-        return bytes(part) if n_bytes == 1 else part  # an instruction must be bytes
+        start, self.reads_left = self.offset, self.reads_left - 1
+        size = len(self.content)
+        if n_bytes > size - start:
+            raise UnsupportedPickleError(f"it is cut off or damaged: {n_bytes} bytes at offset {start} of {size}")
+        if self.reads_left < 0:
+            raise UnsupportedPickleError(f"expected at most {MAX_READS} reads of opcodes and arguments, got more")
+        self.offset = start + n_bytes
+        part = self.content[start : self.offset]
+        return bytes(part) if n_bytes == 1 else part  # an opcode must be bytes
 
     def readline(self) -> bytes:
-        name, newline, _ = bytes(self.content[self.place : self.place + MOST_NAME]).partition(b"\n")
+        name, newline, _ = bytes(self.content[self.offset : self.offset + MAX_NAME_BYTES]).partition(b"\n")
         if not newline:
-            raise Refused(f"it has a name of more than {MOST_NAME} characters, or none")
+            raise UnsupportedPickleError(f"expected a name of at most {MAX_NAME_BYTES} bytes on one line, got none")
         return bytes(self.read(len(name) + 1))
 
 
-class _Instructions(dict[int, Callable[[Any], Any]]):
-    """What is done for each instruction; the others are refused."""
+class _Opcodes(dict[int, Callable[[Any], Any]]):
+    """The function that executes each opcode; other opcodes raise an error."""
 
     def __missing__(self, code: int) -> Any:
         names = [name for name, value in vars(pickle).items() if value == bytes([code])]
-        raise Refused(f"it has the instruction {names[0]}, which no model needs" if names else "it is no pickle")
+        problem = f"it has the opcode {names[0]}, which no model needs" if names else "it is no pickle"
+        raise UnsupportedPickleError(problem)
 
 
-def _pythons_own() -> dict[int, Any]:
-    codes = [getattr(pickle, name)[0] for name in PYTHONS_OWN.split()]
+def _standard_opcodes() -> dict[int, Any]:
+    codes = [getattr(pickle, name)[0] for name in STANDARD_OPCODES.split()]
     return {code: pickle._Unpickler.dispatch[code] for code in codes}
 
 
 class _Reader(pickle._Unpickler):
-    stack: list[Any]  # since the last open bracket
-    append: Callable[[Any], None]  # to the stack
+    stack: list[Any]  # the values since the last MARK
+    append: Callable[[Any], None]  # pushes a value on the stack
     pop_mark: Callable[[], list[Any]]
     read: Callable[[int], Buffer]
 
-    def __init__(self, content: Buffer, admit: Admit) -> None:
+    def __init__(self, content: Buffer, resolve_name: ResolveName) -> None:
         file: Any = _File(content)
         super().__init__(file)
-        self.admit, self.text_left = admit, MOST_TEXT
+        self.resolve_name, self.string_bytes_left = resolve_name, MAX_STRING_BYTES
 
-    def find_class(self, module: str, name: str) -> Named:
-        known = self.admit(module, name)
-        if known is None:
-            raise Refused(f"it asks for {module}.{name}, which no model needs"[:300])
-        return Named(known)
+    def find_class(self, module: str, name: str) -> GlobalName:
+        full_name = self.resolve_name(module, name)
+        if full_name is None:
+            raise UnsupportedPickleError(f"it asks for {module}.{name}, which no model needs"[:300])
+        return GlobalName(full_name)
 
-    def make(self) -> None:
+    def record_call(self) -> None:
         args, function = self.stack.pop(), self.stack.pop()
-        if type(function) is not Named or type(args) is not tuple:
-            raise Refused(f"it would call a {type(function).__name__}, which no model needs")
-        self.append(Made(function.name, args))
+        if type(function) is not GlobalName or type(args) is not tuple:
+            raise UnsupportedPickleError(f"it would call a {type(function).__name__}, which no model needs")
+        self.append(RecordedCall(function.name, args))
 
-    def build(self) -> None:
+    def record_state(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        if type(target) is not Made or target.state is not None:
-            raise Refused(f"it would change {getattr(target, 'name', type(target).__name__)}, which no model needs")
+        if type(target) is not RecordedCall or target.state is not None:
+            name = getattr(target, "name", type(target).__name__)
+            raise UnsupportedPickleError(f"it would change {name}, which no model needs")
         target.state = state
 
-    def counted(self, layout: str) -> Buffer:
-        """Return the bytes whose number is before them."""
+    def read_counted(self, layout: str) -> Buffer:
+        """Read a byte count in this struct layout, and return that many bytes."""
         (n_bytes,) = struct.unpack(layout, self.read(struct.calcsize(layout)))
         return self.read(n_bytes)
 
-    def text(self, raw: Buffer) -> None:
-        self.text_left -= len(raw)
-        if self.text_left < 0:
-            raise Refused(f"expected at most {MOST_TEXT} bytes of texts, got more")
+    def append_string(self, raw: Buffer) -> None:
+        self.string_bytes_left -= len(raw)
+        if self.string_bytes_left < 0:
+            raise UnsupportedPickleError(f"expected at most {MAX_STRING_BYTES} bytes of strings, got more")
         self.append(str(raw, "utf-8", "surrogatepass"))
 
     def extend(self, values: list[Any]) -> None:
@@ -158,34 +165,35 @@ class _Reader(pickle._Unpickler):
     def set_items(self, pairs: list[Any]) -> None:
         target = self.expect_top(dict)
         if len(pairs) % 2:
-            raise Refused("it is damaged: a key without a value")
+            raise UnsupportedPickleError("it is damaged: a key without a value")
         for key, value in zip(pairs[::2], pairs[1::2]):
-            if type(key) not in (str, int):  # others could take long to hash
-                raise Refused(f"expected texts or whole numbers as keys, got a {type(key).__name__}")
+            if type(key) not in (str, int):  # other keys could take long to hash
+                raise UnsupportedPickleError(f"expected strings or integers as keys, got a {type(key).__name__}")
             target[key] = value
 
     def expect_top(self, kind: type) -> Any:
-        if type(self.stack[-1]) is not kind:
-            raise Refused(f"it would change a {type(self.stack[-1]).__name__} as if it were a {kind.__name__}")
+        found = type(self.stack[-1])
+        if found is not kind:
+            raise UnsupportedPickleError(f"it would change a {found.__name__} as if it were a {kind.__name__}")
         return self.stack[-1]
 
-    dispatch = _Instructions(
+    dispatch = _Opcodes(
         {
-            **_pythons_own(),
-            pickle.FRAME[0]: lambda self: self.read(8),  # how many bytes to read at once
-            pickle.SHORT_BINBYTES[0]: lambda self: self.append(self.counted("<B")),
-            pickle.BINBYTES[0]: lambda self: self.append(self.counted("<I")),
-            pickle.BINBYTES8[0]: lambda self: self.append(self.counted("<Q")),
-            pickle.BYTEARRAY8[0]: lambda self: self.append(self.counted("<Q")),
-            pickle.SHORT_BINUNICODE[0]: lambda self: self.text(self.counted("<B")),
-            pickle.BINUNICODE[0]: lambda self: self.text(self.counted("<I")),
-            pickle.BINUNICODE8[0]: lambda self: self.text(self.counted("<Q")),
+            **_standard_opcodes(),
+            pickle.FRAME[0]: lambda self: self.read(8),  # the size of a frame, which is not used
+            pickle.SHORT_BINBYTES[0]: lambda self: self.append(self.read_counted("<B")),
+            pickle.BINBYTES[0]: lambda self: self.append(self.read_counted("<I")),
+            pickle.BINBYTES8[0]: lambda self: self.append(self.read_counted("<Q")),
+            pickle.BYTEARRAY8[0]: lambda self: self.append(self.read_counted("<Q")),
+            pickle.SHORT_BINUNICODE[0]: lambda self: self.append_string(self.read_counted("<B")),
+            pickle.BINUNICODE[0]: lambda self: self.append_string(self.read_counted("<I")),
+            pickle.BINUNICODE8[0]: lambda self: self.append_string(self.read_counted("<Q")),
             pickle.APPEND[0]: lambda self: self.extend([self.stack.pop()]),
             pickle.APPENDS[0]: lambda self: self.extend(self.pop_mark()),
             pickle.SETITEM[0]: lambda self: self.set_items([self.stack.pop(-2), self.stack.pop()]),
             pickle.SETITEMS[0]: lambda self: self.set_items(self.pop_mark()),
-            pickle.REDUCE[0]: make,
-            pickle.NEWOBJ[0]: make,
-            pickle.BUILD[0]: build,
+            pickle.REDUCE[0]: record_call,
+            pickle.NEWOBJ[0]: record_call,
+            pickle.BUILD[0]: record_state,
         }
     )

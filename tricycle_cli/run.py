@@ -24,7 +24,7 @@ from tricycle.system.files import append, atomic_write, expect_plain, read_file
 from tricycle.tokeniser import Tokeniser
 from tricycle.training import NonFiniteError
 from tricycle.training_state import TrainingState
-from tricycle_cli.full_disk import OnFullDisk, write_with_room
+from tricycle_cli.full_disk import OnFullDisk, retry_on_full_disk
 from tricycle_cli.tracking import Tracking
 
 OnNaN = Literal["stop", "skip", "rollback"]
@@ -80,7 +80,7 @@ class Run:
         Raises:
             OSError: of the disk.
         """
-        return write_with_room(writing, self.folder, self.on_full_disk, self.say, self._stop_waiting)
+        return retry_on_full_disk(writing, self.folder, self.on_full_disk, self.say, self._stop_waiting)
 
     def _stop_waiting(self) -> bool:
         self.processes.answer_pings()  # the others wait, too
@@ -105,7 +105,7 @@ class Run:
         if len(self._log) >= LINES_GATHERED:
             self.flush()
 
-    def record_bad_step(self, step: int, reason: str, action: str, **more: Any) -> None:
+    def record_nonfinite_step(self, step: int, reason: str, action: str, **more: Any) -> None:
         """Say in metrics.jsonl and on the screen what was not finite, and what was done."""
         self.record(step=step, not_finite=reason, on_nan=action, **more)
         self.flush()
@@ -147,7 +147,7 @@ class Run:
             state.step -= 1  # the update that made it so counts as the one that met it
             raise NonFiniteError(f"step {state.step + 1}: {problem}")
 
-    def forget_after(self, state: TrainingState) -> None:
+    def truncate_to(self, state: TrainingState) -> None:
         """Drop what a resumed run will write again: later updates, and estimates and samples from this step on."""
         if not self.processes.is_rank_zero:
             return

@@ -150,7 +150,7 @@ def load(arguments: Arguments) -> Served:
         return Encoder(name, encoder, limits, created, arguments.seconds)
     load_model(arguments.source, loaded=loaded, **vars(arguments.model))
     cache = cache_dtype(arguments.cache)
-    limits.n_tokens = math.inf if on_gpu else n_remembered(loaded.model, cache)
+    limits.n_tokens = math.inf if on_gpu else cache_capacity_tokens(loaded.model, cache)
     sampling = sampling_of(arguments.sampling, loaded)
     ways = Ways(sampling, sampling, arguments.length, arguments.seconds)
     return Writer(name, loaded, ways, limits, created, cache)
@@ -176,7 +176,7 @@ def name_of(source: str) -> str:
     return path.resolve().name if path.exists() else source
 
 
-def n_remembered(model: GPT, cache: str | None) -> float:
+def cache_capacity_tokens(model: GPT, cache: str | None) -> float:
     """Of how many tokens keys and values fit into memory."""
     free = free_memory()
     if free is None:

@@ -22,43 +22,43 @@ from tricycle.training_state import TrainingState
 from tricycle_cli import clock
 from tricycle_cli.distributed import on_rank_zero, process_group
 from tricycle_cli.run import Run
-from tricycle_cli.signals import Interrupted, Signals, leave_by
-from tricycle_cli.streams import patient_streams
-from tricycle_cli.task import Task, other_command
+from tricycle_cli.signals import Interrupted, Signals, exit_by_signal
+from tricycle_cli.streams import tolerant_streams
+from tricycle_cli.task import Task, command_name
 from tricycle_cli.tracking import Tracking
 from tricycle_cli.updates import RunSession, updates
 
 
 @contextlib.contextmanager
-def open_session(task_of: Callable[[ProcessGroup], Task]) -> Iterator[RunSession]:
+def open_session(new_task: Callable[[ProcessGroup], Task]) -> Iterator[RunSession]:
     """Yield what `training.train` takes as its session, before it everything up to the first update; then report.
 
-        with open_session(task_of) as session:
+        with open_session(new_task) as session:
             session.finished = train(**session.state.arguments(), session=session)
 
     Args:
-        task_of: reads the command line; raises before anything is written.
+        new_task: reads the command line; raises before anything is written.
 
     Raises:
         Interrupted: a signal came before training, or after it; what there was to save is saved.
         ValueError: processes that are not alike; and what the task raises.
     """
-    with patient_streams(), Signals() as signals, process_group() as processes:
-        signals.says_so = processes.size == 1
+    with tolerant_streams(), Signals() as signals, process_group() as processes:
+        signals.announces = processes.size == 1
         started = clock.awake_seconds()
         try:
-            task = task_of(processes)
+            task = new_task(processes)
             folder = processes.broadcast(task.folder or new_folder(task.name))
-            with lock_of(folder, processes):
+            with run_folder_lock(folder, processes):
                 task.claim(folder, processes)
-                on_rank_zero(processes, lambda: remove_half_written(folder))
+                on_rank_zero(processes, lambda: remove_partial_files(folder))
                 run = _new_run(task, folder, signals, processes)
                 with _run_task(task, run, signals, started) as session:
                     yield session
         except Interrupted as error:
             if error.number != signal.SIGINT and processes.size == 1:
                 sys.stdout.flush()
-                leave_by(error.number)
+                exit_by_signal(error.number)
             raise
 
 
@@ -67,7 +67,7 @@ def _run_task(task: Task, run: Run, signals: Signals, started: float) -> Iterato
     """Prepare, yield the session of the updates, and report; print how to resume a run that did not finish."""
     resume = resume_command(task, run.folder)
     try:
-        with signals.heard():
+        with signals.restore_interrupts():
             state = task.prepare(run)
             run.spent = clock.awake_seconds() - started
             run.tracking = start_tracking(task, run, state)
@@ -90,13 +90,13 @@ def new_folder(name: str) -> Path:
     return Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
-def remove_half_written(folder: Path) -> None:
+def remove_partial_files(folder: Path) -> None:
     """Remove what a kill cut off while it was being written."""
     for left_over in folder.rglob(".*.part"):
         left_over.unlink()
 
 
-def lock_of(folder: Path, processes: ProcessGroup) -> contextlib.AbstractContextManager[Any]:
+def run_folder_lock(folder: Path, processes: ProcessGroup) -> contextlib.AbstractContextManager[Any]:
     """Return the lock of a run folder, which rank 0 takes for all."""
     return FolderLock(folder) if processes.is_rank_zero else contextlib.nullcontext()
 
@@ -136,7 +136,7 @@ def _tracked(run: Run) -> contextlib.AbstractContextManager[None]:
 
 def resume_command(task: Task, folder: Path) -> str:
     """Return the command that resumes a run."""
-    return f"{other_command(task.command, task.command)} --resume {shlex.quote(folder.as_posix())}"
+    return f"{command_name(task.command, task.command)} --resume {shlex.quote(folder.as_posix())}"
 
 
 @contextlib.contextmanager
@@ -145,7 +145,7 @@ def add_checkpoint_hint_to_errors(task: Task, run: Run, resume: str) -> Iterator
     try:
         yield
     except NonFiniteError as error:
-        raise NonFiniteError(f"{error}. Checkpoints are as they were; try a lower {task.rate_flag}") from None
+        raise NonFiniteError(f"{error}. Checkpoints are as they were; try a lower {task.learning_rate_flag}") from None
     except OSError as error:
         if not run.last.exists():
             raise

@@ -43,11 +43,11 @@ class Signals:
 
     Attributes:
         names: of the signals.
-        says_so: when a signal is remembered, that is said.
+        announces: when a signal is remembered, that is said.
     """
 
-    def __init__(self, names: Sequence[str] = NAMES, says_so: bool = True) -> None:
-        self.names, self.says_so = names, says_so
+    def __init__(self, names: Sequence[str] = NAMES, announces: bool = True) -> None:
+        self.names, self.announces = names, announces
         self.number = 0  # of the first that came
         self._finishing = 0  # blocks of work that is finished first
         self._raised = False  # an `Interrupted` that nobody has caught yet
@@ -79,7 +79,7 @@ class Signals:
         self.number = self.number or number
         if self._finishing and first:
             with contextlib.suppress(OSError):  # no print: the signal may have come in the middle of one
-                os.write(2, STOPPING if self.says_so else b"")
+                os.write(2, STOPPING if self.announces else b"")
         elif first or number == signal.SIGINT:
             self._raised = True
             raise Interrupted(number)
@@ -93,7 +93,7 @@ class Signals:
             self._hook(lost)
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
+    def restore_interrupts(self) -> Iterator[None]:
         """Within this block an `Interrupted` arrives as such: C code that calls Python may make another error of it.
 
         Raises:
@@ -129,7 +129,7 @@ class Signals:
         finishing, self._finishing = self._finishing, 0
         try:
             self.check()
-            with self.heard():
+            with self.restore_interrupts():
                 yield
         finally:
             self._finishing = finishing
@@ -140,7 +140,7 @@ class Signals:
             raise Interrupted(self.number)
 
 
-def leave_by(number: int) -> None:
+def exit_by_signal(number: int) -> None:
     """End this process by a signal, as if nobody had caught it: who started it should see so."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -64,7 +64,7 @@ class Speed(NamedTuple):
 
 
 @dataclass
-class Side:
+class PrecisionTiming:
     """One precision with its work, and the seconds that were measured so far."""
 
     precision: str
@@ -76,7 +76,7 @@ class Side:
     kernel_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of all steps
 
 
-def operations_a_token(config: GPTConfig) -> int:
+def flops_per_token(config: GPTConfig) -> int:
     """Floating-point operations of the products of a token, forward and backward; attention is counted whole.
 
     The rest of a step, from norms and softmax to the optimiser, has few operations and much memory to go through; none
@@ -124,7 +124,7 @@ def config_for(product_rate: float) -> GPTConfig:
 
 
 def measure(
-    sides: Sequence[Side],
+    sides: Sequence[PrecisionTiming],
     seconds: float = SECONDS,
     progress: Callable[[str], None] = lambda message: None,
     clock: Callable[[], float] = time.perf_counter,
@@ -166,7 +166,7 @@ def time_repeatedly(work: Callable[[], object], min_seconds: float, clock: Calla
     return times
 
 
-def summarize(side: Side, config: GPTConfig, n: int = PRODUCT_SIZE) -> Speed:
+def summarize(side: PrecisionTiming, config: GPTConfig, n: int = PRODUCT_SIZE) -> Speed:
     """Return rates from the medians of a side's times, and the groups' shares of all of its steps."""
     product_rate = 2 * n**3 / statistics.median(side.product_seconds)
     n_tokens = config.batch_size * config.context_window
@@ -174,7 +174,7 @@ def summarize(side: Side, config: GPTConfig, n: int = PRODUCT_SIZE) -> Speed:
     total = sum(side.step_seconds)
     shares = {group: sum(side.kernel_seconds[name] for name in names) / total for group, names in GROUPS.items()}
     shares[REST] = 1 - sum(shares.values())
-    fraction = operations_a_token(config) * tokens_per_second / product_rate
+    fraction = flops_per_token(config) * tokens_per_second / product_rate
     return Speed(side.precision, product_rate, side.provider, tokens_per_second, fraction, shares)
 
 
@@ -230,7 +230,7 @@ def measure_precisions(config: GPTConfig, n: int = PRODUCT_SIZE, seconds: float 
     try:
         for precision in precisions:
             multiply, provider = product(precision, n)
-            sides.append(Side(precision, provider, multiply, training_step(config, precision)))
+            sides.append(PrecisionTiming(precision, provider, multiply, training_step(config, precision)))
         measure(sides, seconds, show_progress, min_turn=MIN_TURN if seconds else 0.0)
     finally:
         show_progress("")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 
-class Patient:
+class TolerantStream:
     """A text stream whose reader may leave: from then on what is written is dropped, and the program goes on."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -39,10 +39,10 @@ class Patient:
 
 
 @contextlib.contextmanager
-def patient_streams() -> Iterator[None]:
+def tolerant_streams() -> Iterator[None]:
     """Within this block nothing that is printed can end the program."""
     out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Patient(out), Patient(err)
+    sys.stdout, sys.stderr = TolerantStream(out), TolerantStream(err)
     try:
         yield
     finally:

@@ -32,9 +32,9 @@ from tricycle_cli.databases import sqlite_url
 from tricycle_cli.distributed import expect_one_process
 from tricycle_cli.flags import on_one_line, parse, parse_known
 from tricycle_cli.run import read_metrics
-from tricycle_cli.signals import Interrupted, Signals, leave_by
-from tricycle_cli.swept import Over, check, config_of, flags_of, grid_of, read_over
-from tricycle_cli.task import holds_a_run, other_command
+from tricycle_cli.search_space import SearchSpace, check, config_of, flags_of, grid_points, parse_search_space
+from tricycle_cli.signals import Interrupted, Signals, exit_by_signal
+from tricycle_cli.task import command_name, contains_run
 from tricycle_cli.train import Arguments as TrainArguments
 from tricycle_cli.train import parse_arguments
 from tricycle_lab.sweep_plot import Shown, plot_sweep
@@ -123,7 +123,7 @@ class Sweep:
     folder: Path
     plan: Plan
     base: TrainArguments
-    over: Over
+    over: SearchSpace
     study: Any
 
     def run_folder(self, number: int) -> Path:
@@ -131,7 +131,7 @@ class Sweep:
 
     def flags(self, params: dict[str, Any]) -> list[str]:
         """Return the flags of a trial that the other runs do not have."""
-        config = config_of(self.base.config, params, fields_set(self.plan.train))
+        config = config_of(self.base.config, params, fields_on_command_line(self.plan.train))
         return flags_of(self.base.config, config)
 
 
@@ -148,16 +148,16 @@ def main(args: Sequence[str] | None = None) -> int:
         )
     with Signals() as signals:
         try:
-            with signals.heard():
+            with signals.restore_interrupts():
                 return begin(own, train) if own.resume is None else resume(own.resume, own, train)
         except Interrupted as error:
             if error.number != signal.SIGINT:
                 sys.stdout.flush()
-                leave_by(error.number)
+                exit_by_signal(error.number)
             raise
 
 
-def fields_set(words: Sequence[str]) -> list[str]:
+def fields_on_command_line(words: Sequence[str]) -> list[str]:
     """Return the names of the fields that a command line sets."""
     flags = [word.split("=")[0] for word in words if word.startswith("--")]
     return [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags]
@@ -172,13 +172,13 @@ def begin(own: SweepArguments, train: list[str]) -> int:
     for word in train:
         if word.split("=")[0] in NOT_OURS:
             raise ValueError(f"expected no {word.split('=')[0]} in a sweep, which trains")
-    over = read_over(own.over)
-    twice = [name for name in over if name in fields_set(train)]
+    over = parse_search_space(own.over)
+    twice = [name for name in over if name in fields_on_command_line(train)]
     if twice:
         raise ValueError(f"expected {twice[0]} in --over or as a flag, got both")
     base, _ = parse_arguments(train)
-    check(base.config, over, fields_set(train))
-    combinations = len(grid_of(over)) if own.sampler == "grid" else None
+    check(base.config, over, fields_on_command_line(train))
+    combinations = len(grid_points(over)) if own.sampler == "grid" else None
     trials = own.trials if own.trials is not None else combinations or TRIALS
     plan = Plan(train, list(own.over), trials, own.sampler, own.prune, own.sampler_seed, str(Path.cwd()))
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -186,7 +186,7 @@ def begin(own: SweepArguments, train: list[str]) -> int:
     with FolderLock(folder):
         if (folder / "sweep.json").exists():
             raise ValueError(f"{folder} holds a sweep already: continue it with --resume, or name another --run-folder")
-        if holds_a_run(folder):
+        if contains_run(folder):
             raise ValueError(f"{folder} holds a run: name another --run-folder")
         plan.write(folder)
         return sweep(folder, plan, base, over)
@@ -203,7 +203,7 @@ def resume(folder: Path, own: SweepArguments, train: list[str]) -> int:
             plan.write(folder)
         with contextlib.chdir(plan.where):
             base, _ = parse_arguments(plan.train)
-        return sweep(folder, plan, base, read_over(plan.over))
+        return sweep(folder, plan, base, parse_search_space(plan.over))
 
 
 def read_plan(folder: Path) -> Plan:
@@ -225,14 +225,14 @@ def read_plan(folder: Path) -> Plan:
 
 
 # -------------------------------------------------------------------- trials
-def sweep(folder: Path, plan: Plan, base: TrainArguments, over: Over) -> int:
+def sweep(folder: Path, plan: Plan, base: TrainArguments, over: SearchSpace) -> int:
     """Run trials until there are enough, and report."""
     work = Sweep(folder.resolve(), plan, base, over, open_study(folder, plan))
-    again = f"{other_command('sweep', 'sweep')} --resume {shlex.quote(folder.as_posix())}"
+    again = f"{command_name('sweep', 'sweep')} --resume {shlex.quote(folder.as_posix())}"
     print(f"sweep: {folder}; continue it with\n  {again}", flush=True)
     failures = 0
     while (trial := next_trial(work)) is not None:
-        reason = try_one(work, trial)
+        reason = run_trial(work, trial)
         failures = 0 if reason is None else failures + 1
         write_report(work)
         if failures == MOST_FAILURES:
@@ -270,7 +270,7 @@ def next_trial(work: Sweep) -> Any:
     is_learning = work.plan.sampler == "tpe"
     work.study.sampler = samplers.TPESampler(seed=seed) if is_learning else samplers.RandomSampler(seed=seed)
     if work.plan.sampler == "grid":
-        grid = grid_of(work.over)
+        grid = grid_points(work.over)
         if number >= len(grid):
             return None
         if not waiting and number < work.plan.trials:
@@ -278,7 +278,7 @@ def next_trial(work: Sweep) -> Any:
     return work.study.ask() if number < work.plan.trials else None
 
 
-def try_one(work: Sweep, trial: Any) -> str | None:
+def run_trial(work: Sweep, trial: Any) -> str | None:
     """Train with the settings of a trial, to its end, or until it is pruned.
 
     Returns:
@@ -292,13 +292,13 @@ def try_one(work: Sweep, trial: Any) -> str | None:
     folder = work.run_folder(trial.number)
     try:
         wait_for_another(folder)
-        pruned = train(work, trial, params) if bits_of(folder) is None else False
+        pruned = train(work, trial, params) if final_bits_per_byte(folder) is None else False
     except RuntimeError as error:
         trial.set_user_attr("reason", str(error))
         work.study.tell(trial.number, state=TrialState.FAIL)
         print(f"trial {trial.number} failed: {error}", flush=True)
         return str(error)
-    bits = bits_of(folder)
+    bits = final_bits_per_byte(folder)
     if bits is None and pruned:
         work.study.tell(trial.number, state=TrialState.PRUNED)
         print(f"trial {trial.number}: ended early", flush=True)
@@ -325,7 +325,7 @@ def wait_for_another(folder: Path) -> None:
         return
 
 
-def bits_of(folder: Path) -> float | None:
+def final_bits_per_byte(folder: Path) -> float | None:
     """Return the bits a byte of all held-out text, if the run has ended."""
     finals = [
         line["final_bits_per_byte"] for line in read_metrics(folder / "metrics.jsonl") if "final_bits_per_byte" in line
@@ -344,7 +344,7 @@ def train(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
     """
     folder = work.run_folder(trial.number)
     words = [sys.executable, "-m", "tricycle", "train"]
-    if holds_a_run(folder):
+    if contains_run(folder):
         choices = ["--device", work.base.device, "--on-full-disk", work.base.on_full_disk]
         words += ["--resume", str(folder), *choices]
     else:
@@ -357,8 +357,8 @@ def train(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
             if not pruned and trial.should_prune():
                 process.terminate()
                 pruned = True
-    if process.returncode and bits_of(folder) is None:
-        raise RuntimeError(last_words(work.folder / f"{folder.name}.log"))
+    if process.returncode and final_bits_per_byte(folder) is None:
+        raise RuntimeError(last_output_line(work.folder / f"{folder.name}.log"))
     return pruned
 
 
@@ -397,7 +397,7 @@ def estimates(folder: Path, process: subprocess.Popen) -> Iterator[tuple[int, fl
             time.sleep(POLL)
 
 
-def last_words(log: Path) -> str:
+def last_output_line(log: Path) -> str:
     """Return the last line that a run printed, without its progress bar."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4000))
@@ -465,9 +465,9 @@ def report(work: Sweep) -> None:
     best = work.study.best_trial
     params = {name: _short(best.params[name]) for name in work.over}
     print(f"the best is trial {best.number}, {best.value:.4f} bits a byte. Train so with")
-    print(f"  {other_command('train', 'sweep')} {shlex.join([*work.plan.train, *work.flags(params)])}")
+    print(f"  {command_name('train', 'sweep')} {shlex.join([*work.plan.train, *work.flags(params)])}")
     best_folder = shlex.quote(work.run_folder(best.number).as_posix())
-    print(f"generate with it\n  {other_command('generate', 'sweep')} {best_folder}")
+    print(f"generate with it\n  {command_name('generate', 'sweep')} {best_folder}")
 
 
 def _width(name: str) -> int:

@@ -27,14 +27,14 @@ class Task:
 
     Attributes:
         command: the subcommand of `tricycle` that begins and resumes such runs.
-        rate_flag: the flag of the learning rate.
+        learning_rate_flag: the flag of the learning rate.
         arguments: of the command line, or of the run that is resumed: with `on_nan`, `on_full_disk` and `track`.
         folder: the run folder; None for a new one in runs/.
         patience: evaluations in a row without a lower loss that end training; 0 for any number.
     """
 
     command: ClassVar[str] = ""
-    rate_flag: ClassVar[str] = "--max-learning-rate"
+    learning_rate_flag: ClassVar[str] = "--max-learning-rate"
     patience = 0
 
     def __init__(self, arguments: Any, folder: Path | None = None) -> None:
@@ -67,7 +67,7 @@ class Task:
         """Return what trackers record as the run's settings."""
         return state.config.to_dict()
 
-    def what_to_lower(self, config: GPTConfig, on_gpu: bool) -> str:
+    def memory_advice(self, config: GPTConfig, on_gpu: bool) -> str:
         """Return which settings need less memory."""
         advice = f"lower --batch-size (now {config.batch_size}; --accumulation-steps makes up for it)"
         advice += f" or --context-window (now {config.context_window})"
@@ -98,7 +98,7 @@ class Task:
         raise NotImplementedError
 
 
-def other_command(name: str, own: str) -> str:
+def command_name(name: str, own: str) -> str:
     """Return how a command is started by a user who started `own` as this process was."""
     program = sys.argv[0].removesuffix(f" {own}")
     if program != sys.argv[0]:
@@ -106,23 +106,23 @@ def other_command(name: str, own: str) -> str:
     return SCRIPTS.get(name, f"tricycle {name}") if own == "train" else f"tricycle {name}"
 
 
-def holds_a_run(folder: Path) -> bool:
+def contains_run(folder: Path) -> bool:
     """Return whether there is a run to resume: a folder that has not got so far is begun anew."""
     begun = (folder / "config.json").exists() and (folder / "data.json").exists()
     return begun or (folder / "last.safetensors").exists()
 
 
-def claim_new(folder: Path) -> None:
+def claim_new_folder(folder: Path) -> None:
     """
     Raises:
         ValueError: the folder holds a run.
     """
-    if holds_a_run(folder):
+    if contains_run(folder):
         raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
     (folder / "config.json").unlink(missing_ok=True)  # of a run that was hardly begun
 
 
-def read_flags(path: Path, key: str, usual: Any, names: Collection[str]) -> dict[str, Any]:
+def read_stored_flags(path: Path, key: str, usual: Any, names: Collection[str]) -> dict[str, Any]:
     """Return the flags that data.json stores under a key; each has the type of its default.
 
     Raises:
@@ -144,7 +144,7 @@ def read_flags(path: Path, key: str, usual: Any, names: Collection[str]) -> dict
     return stored
 
 
-def begin_folder(folder: Path, config: GPTConfig, description: Mapping[str, Any], tokeniser: Any) -> None:
+def write_run_description(folder: Path, config: GPTConfig, description: Mapping[str, Any], tokeniser: Any) -> None:
     """Write the files that describe a run."""
     for name, content in {"data": description, "config": config.to_dict()}.items():  # config.json stands for both
         with atomic_write(folder / f"{name}.json", text=True) as file:

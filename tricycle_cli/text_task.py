@@ -19,7 +19,7 @@ from tricycle.training_state import TrainingState
 from tricycle_cli.distributed import on_rank_zero
 from tricycle_cli.models import SAMPLING
 from tricycle_cli.run import Run, read_metrics
-from tricycle_cli.task import Task, other_command
+from tricycle_cli.task import Task, command_name
 from tricycle_cli.updates import estimate
 from tricycle_lab.plot import plot_losses
 
@@ -62,7 +62,7 @@ class TextTask(Task):
         return n_batches * seconds_per_batch + CLOSING_SECONDS
 
     def sample(self, state: TrainingState, run: Run) -> None:
-        show_sample(state, run)
+        write_sample(state, run)
 
     def title(self, state: TrainingState) -> str:
         """Return the title of the loss curve."""
@@ -85,13 +85,13 @@ class TextTask(Task):
         bits = self.held_out.bits_per_byte(loss)
         run.record(step=state.step, final_loss=loss, final_bits_per_byte=bits, best_step=best_step)
         run.flush()
-        others = compressed_bits(self.held_out_bytes)
+        others = compressor_bits_per_byte(self.held_out_bytes)
         metrics, bits_per_nat, title = read_metrics(run.metrics), self.held_out.bits_per_byte(1.0), self.title(state)
         path = run.folder / "loss.png"
         picture = run.write(lambda: plot_losses(metrics, path, bits_per_nat, others, title))
         state.model, state.step = model, best_step  # the samples are of the model that stays
         for prompt in self.prompts:
-            show_sample(state, run, FINAL_SAMPLE_TOKENS, prompt)
+            write_sample(state, run, FINAL_SAMPLE_TOKENS, prompt)
         minutes = f"{state.seconds / 60:.1f} minutes of training"
         print(f"\n{state.total_steps} steps, {minutes}; best checkpoint: step {best_step}")
         context = f"context {config.context_window - config.context_window // OVERLAP} to {config.context_window - 1}"
@@ -101,10 +101,10 @@ class TextTask(Task):
         for name, value in sorted({**others, "this model": bits}.items(), key=lambda item: -item[1]):
             print(f"  {name:<12}{value:6.3f}")
         print(f"loss curve: {picture}")
-        print(f"generate with\n  {other_command('generate', self.command)} {shlex.quote(run.folder.as_posix())}")
+        print(f"generate with\n  {command_name('generate', self.command)} {shlex.quote(run.folder.as_posix())}")
 
 
-def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, prompt: str = "") -> str:
+def write_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, prompt: str = "") -> str:
     """Print some generated text and add it to samples.txt; rank 0 does."""
     tokeniser: Any = run.tokeniser
     if not run.processes.is_rank_zero:
@@ -124,7 +124,7 @@ def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, p
     return text
 
 
-def compressed_bits(content: bytes) -> dict[str, float]:
+def compressor_bits_per_byte(content: bytes) -> dict[str, float]:
     """Return the bits per byte of the usual compressors at their best settings."""
     compressors: dict[str, Any] = {
         "gzip -9": zlib.compressobj(9, wbits=16 + zlib.MAX_WBITS),

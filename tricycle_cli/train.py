@@ -31,17 +31,17 @@ from tricycle.training_state import TrainingState, least_memory, new_state, resu
 from tricycle_cli.distributed import check_batches, check_same, common_facts, on_rank_zero, parsed, process_group
 from tricycle_cli.find_rate import find_rate
 from tricycle_cli.flags import parse
-from tricycle_cli.full_disk import OnFullDisk, room_said
-from tricycle_cli.init_from import check_shape, default_config, load_start, started_from
+from tricycle_cli.full_disk import OnFullDisk, describe_disk_space
+from tricycle_cli.init_from import check_shape, default_config, initialize_from, load_base_model
 from tricycle_cli.models import use_gpu
 from tricycle_cli.run import OnNaN, Run
 from tricycle_cli.session import new_folder, open_session
 from tricycle_cli.signals import Signals
-from tricycle_cli.streams import patient_streams
-from tricycle_cli.task import begin_folder, claim_new, holds_a_run
+from tricycle_cli.streams import tolerant_streams
+from tricycle_cli.task import claim_new_folder, contains_run, write_run_description
 from tricycle_cli.text_task import TextTask
 from tricycle_cli.trackers import NAMES, TrackerName, expect_trackers
-from tricycle_cli.updates import advise_on_memory, check_room
+from tricycle_cli.updates import advise_on_memory, check_training_memory
 from tricycle_datasets.corpora import CORPORA, load_corpus
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 
@@ -107,7 +107,7 @@ def main(args: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if args is None else list(args)
     if any(word.replace("_", "-") == "--find-learning-rate" for word in words):
         return find(words)
-    with open_session(partial(task_of, words)) as session:
+    with open_session(partial(new_task, words)) as session:
         session.finished = train(**session.state.arguments(), session=session)
     return 0
 
@@ -118,23 +118,23 @@ def find(words: Sequence[str]) -> int:
     Raises:
         ValueError: several processes.
     """
-    with patient_streams(), Signals(), process_group() as processes:
+    with tolerant_streams(), Signals(), process_group() as processes:
         arguments, start = parsed(processes, lambda: parse_arguments(words))
         if processes.size > 1:
             raise ValueError(f"expected one process with --find-learning-rate, got {processes.size}")
         task = TrainTask(arguments, None, start)
         config, on_gpu = arguments.config, use_gpu(arguments.device)
         folder = arguments.run_folder or new_folder(f"learning-rate-{arguments.preset}-{arguments.data}")
-        with advise_on_memory(on_gpu, task.what_to_lower(config, on_gpu)):
-            check_room(least_memory(config), on_gpu)
+        with advise_on_memory(on_gpu, task.memory_advice(config, on_gpu)):
+            check_training_memory(least_memory(config), on_gpu)
             tokeniser = gpt2_tokeniser() if arguments.tokeniser == "gpt2" else start and start.tokeniser
             corpus = task.load_corpus(tokeniser)
-            model = None if start is None else started_from(start.model, config)
+            model = None if start is None else initialize_from(start.model, config)
             find_rate(config, corpus.train, model, on_gpu, folder)
     return 0
 
 
-def task_of(words: Sequence[str], processes: ProcessGroup) -> TrainTask:
+def new_task(words: Sequence[str], processes: ProcessGroup) -> TrainTask:
     """Return the run that a command line begins or resumes.
 
     Raises:
@@ -229,7 +229,7 @@ def arguments_from_a_model(known: argparse.Namespace, args: Sequence[str]) -> tu
     """
     if known.preset:
         raise ValueError(f"expected no --preset with --init-from, got {known.preset}")
-    loaded = load_start(known.init_from)
+    loaded = load_base_model(known.init_from)
     default = Arguments(init_from=known.init_from, config=default_config(loaded.model))
     arguments = parse(Arguments, default, args, description=DESCRIPTION)
     check_shape(loaded.model, arguments.config)
@@ -259,7 +259,7 @@ class TrainTask(TextTask):
 
     def claim(self, folder: Path, processes: ProcessGroup) -> None:
         if self.resumed is None:
-            on_rank_zero(processes, lambda: claim_new(folder))
+            on_rank_zero(processes, lambda: claim_new_folder(folder))
             return
         stored, self.digest = on_rank_zero(processes, lambda: self.read(folder))
         check_batches(processes, stored.config.accumulation_steps, stored.config.batch_size)
@@ -279,11 +279,11 @@ class TrainTask(TextTask):
     def prepare(self, run: Run) -> TrainingState:
         arguments, config, processes = self.arguments, self.arguments.config, run.processes
         on_gpu = use_gpu(arguments.device)
-        with advise_on_memory(on_gpu, self.what_to_lower(config, on_gpu)):
-            check_room(self.needed_memory(config), on_gpu)  # before anything is prepared
+        with advise_on_memory(on_gpu, self.memory_advice(config, on_gpu)):
+            check_training_memory(self.needed_memory(config), on_gpu)  # before anything is prepared
         has_last = run.has(run.last)
         if arguments.init_from and not has_last and self.start is None:
-            self.start = load_start(arguments.init_from)
+            self.start = load_base_model(arguments.init_from)
         print(f"data: {arguments.data} (text is tokenised once and cached)")
         corpus = self.load_corpus(self.first_tokeniser(run, has_last))
         run.tokeniser = tokeniser = corpus.tokeniser
@@ -295,7 +295,7 @@ class TrainTask(TextTask):
                 f"{run.folder}: expected the text that it was trained on, which has changed since; {advice}"
             )
         description = {**self.describe(), "corpus": corpus.digest}
-        on_rank_zero(processes, lambda: begin_folder(run.folder, config, description, tokeniser))
+        on_rank_zero(processes, lambda: write_run_description(run.folder, config, description, tokeniser))
         self.prompts, self.held_out_bytes = CORPORA[arguments.data].prompts, corpus.validation_bytes
         # the end of some other text stands before the first token, so that it too is predicted
         tokens = np.concatenate([[tokeniser.end_of_text], corpus.validation])
@@ -321,7 +321,7 @@ class TrainTask(TextTask):
         config, shard = self.arguments.config, self.arguments.shard_optimiser
         if has_last:
             return resume_state(run.last, tokens, on_gpu, run.processes, shard)
-        model = None if self.start is None else started_from(self.start.model, config)
+        model = None if self.start is None else initialize_from(self.start.model, config)
         return new_state(config, tokens, on_gpu, model, run.processes, shard)
 
     def first_tokeniser(self, run: Run, has_last: bool) -> Any:
@@ -357,7 +357,7 @@ class TrainTask(TextTask):
             n_batches, size = config.accumulation_steps, config.batch_size
             print(f"{run.processes.size} ranks share the {n_batches} batches of {size} sequences of an update")
         print(f"run folder: {run.folder}" + (f", going on after step {state.step}" if state.step else ""))
-        print(f"disk: the run folder may take {room_said(state, tokeniser, run.folder)}")
+        print(f"disk: the run folder may take {describe_disk_space(state, tokeniser, run.folder)}")
         if not on_gpu and _is_yet_to_compile():
             print("the first step takes some seconds more than the others: Numba compiles its loops, once")
 
@@ -379,7 +379,7 @@ def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
     found = []
     for path in (folder / "config.json", folder / "data.json"):
         if not path.is_file():
-            hint = "" if holds_a_run(folder) else ". Nothing was trained in it: begin again without --resume"
+            hint = "" if contains_run(folder) else ". Nothing was trained in it: begin again without --resume"
             raise FileNotFoundError(f"{folder}: expected a run folder, it has no {path.name}{hint}")
         found.append(read_json_object(path))
     config, data = found

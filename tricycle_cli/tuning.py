@@ -75,7 +75,7 @@ class TuningState(TrainingState):
     def figures(self) -> dict[str, float]:
         margins = [to_cpu(some) for some in self.margins]
         self.margins.clear()
-        return figures_of(np.concatenate(margins)) if margins else {}
+        return reward_figures(np.concatenate(margins)) if margins else {}
 
     @property
     def n_tokens(self) -> int:
@@ -120,7 +120,7 @@ def loss_of_batches(model: GPT) -> LossOf:
     return loss_of
 
 
-def figures_of(margins: np.ndarray) -> dict[str, float]:
+def reward_figures(margins: np.ndarray) -> dict[str, float]:
     """Return the mean reward margin, and the share of pairs whose chosen answer has the larger reward (a tie: half)."""
     share = ((margins > 0) + 0.5 * (margins == 0)).mean()
     return {"reward_margin": float(margins.mean()), "reward_accuracy": float(share)}
@@ -193,7 +193,7 @@ class HeldOutPairs:
                 hidden = model.hidden(model.place(batch.tokens))
                 margins.append(to_cpu(margins_of(model, hidden, batch, self.beta)))
             joined = np.concatenate(margins)
-            return {"held_out_loss": float(pair_losses(joined).mean()), **figures_of(joined)}
+            return {"held_out_loss": float(pair_losses(joined).mean()), **reward_figures(joined)}
 
     @staticmethod
     def figures_text(figures: Mapping[str, float]) -> str:

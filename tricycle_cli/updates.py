@@ -42,7 +42,7 @@ def updates(state: TrainingState, run: Run, task: Task) -> Iterator[RunSession]:
         MemoryError: too little memory; names what is free and what to lower.
     """
     on_gpu = next(state.model.parameters()).on_gpu
-    with advise_on_memory(on_gpu, task.what_to_lower(state.config, on_gpu)):
+    with advise_on_memory(on_gpu, task.memory_advice(state.config, on_gpu)):
         session = RunSession(state, run, task)
         try:
             session.begin()
@@ -64,7 +64,7 @@ def advise_on_memory(on_gpu: bool, advice: str) -> Iterator[None]:
         raise MemoryError(f"{str(error).rstrip('.') or 'out of memory'}{there}: {advice}") from None
 
 
-def check_room(needed: int, on_gpu: bool) -> None:
+def check_training_memory(needed: int, on_gpu: bool) -> None:
     """
     Raises:
         MemoryError: there are fewer bytes than training needs at least.
@@ -104,7 +104,7 @@ class RunSession(StateSession):
         self._started = 0.0
         self._is_updating = False
         self._is_new, self._is_stopping, self._is_interrupted = True, False, False
-        self.run.forget_after(self.state)
+        self.run.truncate_to(self.state)
         if not self.run.has(self.run.last):
             try:
                 self.run.save(self.state, self.run.last)
@@ -193,7 +193,7 @@ class RunSession(StateSession):
                 self.begin()
                 return
             error.args = (f"{error} (and {MOST_ROLLBACKS} times before)",)
-        run.record_bad_step(state.step + 1, str(error), "stop")
+        run.record_nonfinite_step(state.step + 1, str(error), "stop")
         raise error
 
     def _must_be_read(self) -> bool:
@@ -239,7 +239,7 @@ class RunSession(StateSession):
         self.state.n_skips += 1
         all_fine = not self.run.processes.any(bool(self.state.first_bad()))
         if self.run.on_nan == "skip" and self.state.n_skips <= MOST_SKIPS and all_fine:
-            self.run.record_bad_step(step, reason, "skip")
+            self.run.record_nonfinite_step(step, reason, "skip")
             return
         if self.run.on_nan == "skip" and self.state.n_skips > MOST_SKIPS:
             reason += f" (and {MOST_SKIPS} updates in a row were left out before it)"
@@ -276,9 +276,9 @@ def _go_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
     state.go_back(run.last)
     state.dataset.position, state.total_steps, state.seconds = position, total_steps, seconds
     state.n_rollbacks += 1
-    run.forget_after(state)
+    run.truncate_to(state)
     reason = str(error).removeprefix(f"step {bad_step}: ")
-    run.record_bad_step(state.step, reason, "rollback", bad_step=bad_step, rollback=state.n_rollbacks)
+    run.record_nonfinite_step(state.step, reason, "rollback", bad_step=bad_step, rollback=state.n_rollbacks)
     run.save(state, run.last)
 
 

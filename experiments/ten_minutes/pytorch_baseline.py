@@ -32,7 +32,7 @@ from tricycle.optimisers import decays
 from tricycle.tensor import Tensor, no_grad, to_tensor
 from tricycle.training_state import TrainingState, new_state
 from tricycle_cli.flags import parse, run_main
-from tricycle_cli.text_task import OVERLAP, compressed_bits
+from tricycle_cli.text_task import OVERLAP, compressor_bits_per_byte
 
 LAST_SECONDS = (
     10  # kept for what comes after the last update, besides the measurement: as `tricycle_cli.text_task` does
@@ -235,7 +235,7 @@ def measure(settings: Settings, started: float) -> dict[str, Any]:
         "parameters": state.model.n_parameters,
         "minutes": (time.perf_counter() - started) / 60,
         "training_minutes": trained / 60,
-        "compressed": compressed_bits(corpus.validation_bytes),
+        "compressed": compressor_bits_per_byte(corpus.validation_bytes),
     }
 
 

@@ -44,7 +44,7 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
     from tricycle.configs import GPTConfig
     from tricycle.evaluation import evaluate
     from tricycle.training_state import new_state, train_step
-    from tricycle_cli.text_task import OVERLAP, compressed_bits
+    from tricycle_cli.text_task import OVERLAP, compressor_bits_per_byte
 
     config = GPTConfig.from_dict(task["config"])
     corpus = load(task["data"], task["part"], config.vocab_size, task["files"])
@@ -73,7 +73,7 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
         "tokens_per_second": round(n_tokens / used),
         "seconds": rounded(used),
         "parameters": state.model.n_parameters,
-        "compressed": compressed_bits(corpus.validation_bytes),
+        "compressed": compressor_bits_per_byte(corpus.validation_bytes),
     }
 
 

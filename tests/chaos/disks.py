@@ -602,7 +602,7 @@ def make_quick_and_repeatable() -> None:
     os.fsync = lambda handle: None
     time.perf_counter = time.monotonic = lambda: next(ticks) / 1000  # type: ignore[assignment]
     text_task.plot_losses = draw
-    text_task.compressed_bits = lambda content: {}
+    text_task.compressor_bits_per_byte = lambda content: {}
 
 
 def go_on(case: Case) -> Outcome:

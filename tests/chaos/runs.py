@@ -49,11 +49,11 @@ PHASES = {
     "dataset building": "tricycle_datasets.corpus:Corpus._write",
     "update": "tricycle.training:gradients",
     "evaluation": "tricycle_cli.text_task:evaluate",
-    "sampling": "tricycle_cli.text_task:show_sample",
+    "sampling": "tricycle_cli.text_task:write_sample",
     "checkpoint": "tricycle.training_state:save_checkpoint",
     "final report": "tricycle_cli.text_task:TextTask.report",
     "final evaluation": "tricycle_cli.text_task:evaluate",
-    "compression": "tricycle_cli.text_task:compressed_bits",
+    "compression": "tricycle_cli.text_task:compressor_bits_per_byte",
     "plot": "tricycle_cli.text_task:plot_losses",
 }
 

@@ -39,8 +39,8 @@ class Tuning(Case):
     phases: ClassVar[dict[str, str]] = {
         "run": "tricycle_cli.finetune:main",
         "reading": "tricycle_cli.finetune:load_examples",
-        "reference": "tricycle_cli.finetune:measure_references",
-        "first files": "tricycle_cli.finetune:begin_folder",
+        "reference": "tricycle_cli.finetune:compute_reference_logprobs",
+        "first files": "tricycle_cli.finetune:write_run_description",
         "update": "tricycle.training:gradients",
         "evaluation of rows": "tricycle_cli.tuning:HeldOutRows.measure",
         "evaluation of pairs": "tricycle_cli.tuning:HeldOutPairs.measure",

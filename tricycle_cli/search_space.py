@@ -42,7 +42,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Choices:
+class Categorical:
     """Some values."""
 
     values: tuple[Any, ...]
@@ -55,17 +55,17 @@ class Choices:
         return trial.suggest_categorical(name, self.values)
 
 
-Over = dict[str, Range | Choices]
+SearchSpace = dict[str, Range | Categorical]
 
 
-def read_over(words: Sequence[str]) -> Over:
+def parse_search_space(words: Sequence[str]) -> SearchSpace:
     """Parse the fields and their values.
 
     Raises:
         ValueError: one line about the first word that is wrong.
     """
     hints = get_type_hints(GPTConfig)
-    over: Over = {}
+    over: SearchSpace = {}
     for word in words:
         name, equals, values = word.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
@@ -83,7 +83,7 @@ def read_over(words: Sequence[str]) -> Over:
     return over
 
 
-def _range(word: str, text: str, kind: Any) -> Range | Choices:
+def _range(word: str, text: str, kind: Any) -> Range | Categorical:
     """Parse LOW..HIGH, and behind it in any order :log and a number of values."""
     if kind not in (int, float):
         raise ValueError(f"--over {word}: expected choices such as A,B for what is no number")
@@ -98,14 +98,14 @@ def _range(word: str, text: str, kind: Any) -> Range | Choices:
         raise ValueError(f"--over {word}: expected :log or a number of values of 2 or more behind a range")
     values = (np.geomspace if log else np.linspace)(low, high, int(count[0]))
     rounded = [round(value) if kind is int else float(f"{value:.6g}") for value in values.tolist()]
-    return Choices(tuple(dict.fromkeys(rounded)), log)
+    return Categorical(tuple(dict.fromkeys(rounded)), log)
 
 
-def _choices(word: str, text: str, kind: Any) -> Choices:
+def _choices(word: str, text: str, kind: Any) -> Categorical:
     values = [_value(word, choice.strip(), kind) for choice in text.split(",")]
     if len(set(values)) < len(values):
         raise ValueError(f"--over {word}: a value is named twice")
-    return Choices(tuple(values))
+    return Categorical(tuple(values))
 
 
 def _value(word: str, text: str, kind: Any) -> Any:
@@ -149,7 +149,7 @@ def config_of(base: GPTConfig, params: Mapping[str, Any], set_fields: Sequence[s
     return replace(base, **changes)
 
 
-def check(base: GPTConfig, over: Over, set_fields: Sequence[str]) -> None:
+def check(base: GPTConfig, over: SearchSpace, set_fields: Sequence[str]) -> None:
     """Make every config at the corners of the search space; where these are too many, one field at a time.
 
     Raises:
@@ -169,7 +169,7 @@ def check(base: GPTConfig, over: Over, set_fields: Sequence[str]) -> None:
             raise ValueError(f"--over: {error} (with {values})") from None
 
 
-def grid_of(over: Over) -> list[dict[str, Any]]:
+def grid_points(over: SearchSpace) -> list[dict[str, Any]]:
     """Return every combination of values.
 
     Raises:
