@@ -67,7 +67,7 @@ def test_the_plain_loss_and_its_target(rng):
 def test_the_variational_loss_is_that_of_the_paper(rng):
     """Kingma and Welling 2014, appendix B and C.2, with the mean for the draw."""
     model, x = VariationalAutoencoder.dense((6, 5, 2), generator=0, deviation=0.4).eval(), rng.standard_normal((3, 6))
-    mean, log_variance = (t.array for t in model.distribution(x))
+    mean, log_variance = (t.array for t in model.posterior(x))
     divergence = -0.5 * (1 + log_variance - mean**2 - np.exp(log_variance)).sum(axis=1)
     log_likelihood = -((x - model.decode(mean).array) ** 2 / (2 * 0.4**2)).sum(axis=1)
     assert model.loss(x).close_to((divergence - log_likelihood).mean(), 1e-5)
@@ -76,12 +76,12 @@ def test_the_variational_loss_is_that_of_the_paper(rng):
 def test_codes_are_drawn_as_they_are_said_to_be():
     model = VariationalAutoencoder.dense((2, 1), generator=0)
     mean, log_variance = to_tensor(np.full((20_000, 1), 3.0)), to_tensor(np.full((20_000, 1), np.log(0.25)))
-    drawn = model.draw(mean, log_variance)
+    drawn = model.sample_code(mean, log_variance)
     np.testing.assert_allclose([drawn.array.mean(), drawn.array.std()], [3, 0.5], rtol=0.02)
     drawn.sum().backward()  # dz/dmean = 1, dz/dlog variance = deviation * noise / 2
     np.testing.assert_allclose(mean.grad.array, 1)
     np.testing.assert_allclose(log_variance.grad.array, (drawn.array - 3) / 2, 1e-4, 1e-6)
-    assert model.eval().draw(mean, log_variance) is mean
+    assert model.eval().sample_code(mean, log_variance) is mean
 
 
 def test_pytorch_agrees_on_a_convolutional_one(rng):

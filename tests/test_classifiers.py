@@ -7,7 +7,7 @@ from tables import bad_input
 from tricycle.gradcheck import gradcheck
 from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
-from tricycle.sequences.classifiers import AttentionPooling, Classifier, ConvolutionEncoder, MaxPooling
+from tricycle.sequences.classifiers import AttentionPooling, Classifier, ConvolutionalEncoder, MaxPooling
 from tricycle.sequences.seq2seq import RecurrentEncoder, TransformerEncoder
 from tricycle.tensor import Tensor, to_tensor
 
@@ -24,7 +24,7 @@ MAKERS = {
     "recurrent": recurrent,
     "two LSTM layers": lambda: recurrent(cell="lstm", n_layers=2),
     "convolution": lambda: Classifier(
-        ConvolutionEncoder(V, 4, 3, (2, 3), generator=0), MaxPooling(), 6, N_CLASSES, generator=2
+        ConvolutionalEncoder(V, 4, 3, (2, 3), generator=0), MaxPooling(), 6, N_CLASSES, generator=2
     ),
     "Transformer": lambda: Classifier(
         TransformerEncoder(V, 6, 2, 2, 12, dropout=0.0, generator=0),
@@ -104,7 +104,7 @@ def test_pooling_by_hand():
 
 
 def test_even_and_odd_widths_keep_the_length():
-    encoder = ConvolutionEncoder(V, 4, 2, (1, 2, 3, 4, 5), generator=0)
+    encoder = ConvolutionalEncoder(V, 4, 2, (1, 2, 3, 4, 5), generator=0)
     assert encoder(np.array([[1, 2, 3]])).shape == (1, 3, 10)
     assert encoder(np.array([[1]])).shape == (1, 1, 10)
     assert isinstance(encoder(np.array([[1]])), Tensor)

@@ -71,7 +71,7 @@ def made_up(tmp_path, monkeypatch, rng):
 def test_mnist_from_files_packed_and_not(made_up, monkeypatch):
     arrays, folder = made_up
     for split, begin in mnist.SPLITS.items():
-        images, labels = mnist.mnist(split)
+        images, labels = mnist.load_mnist(split)
         np.testing.assert_array_equal(images, arrays[f"{begin}-images-idx3-ubyte"])
         np.testing.assert_array_equal(labels, arrays[f"{begin}-labels-idx1-ubyte"])
     monkeypatch.setattr(data, "HELD_OUT_MNIST", 10)
@@ -82,7 +82,7 @@ def test_mnist_from_files_packed_and_not(made_up, monkeypatch):
     np.testing.assert_allclose(loaded.test.images[..., 0] * 255, arrays["t10k-images-idx3-ubyte"], atol=1e-4)
     (folder / "train-images-idx3-ubyte").write_bytes(b"another file")
     with pytest.raises(ValueError, match="expected a file with SHA-256"):
-        mnist.mnist("train")
+        mnist.load_mnist("train")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_other_files_are_refused(content, said):
     with pytest.raises(ValueError, match=said):
         mnist.read_idx(content)
     with pytest.raises(ValueError, match="expected a split of train, test, got 'validation'"):
-        mnist.mnist("validation")
+        mnist.load_mnist("validation")
 
 
 # -------------------------------------------------------------------- linear answers and measures

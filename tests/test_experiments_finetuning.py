@@ -20,7 +20,7 @@ from experiments.finetuning.__main__ import main
 from experiments.finetuning.sums import Sum, in_words, last_number
 from experiments.shared.results import read
 from tricycle import training
-from tricycle_datasets.examples import Reader, read_records
+from tricycle_datasets.examples import ExampleEncoder, read_records
 
 PLAYS = "\n\n".join(
     f"KING {i}:\nThe {i} words of day {i % 7}, my lord, are {'so many ' * (i % 30)}, my lord" for i in range(400)
@@ -282,12 +282,12 @@ def test_the_page_shows_what_was_said(finished, tmp_path):
 
 
 def test_records_are_read_by_the_command(tmp_path):
-    reader = Reader(tiny_tokeniser(), 2000)
+    encoder = ExampleEncoder(tiny_tokeniser(), 2000)
     for task in tasks.TASKS.values():
         path = tasks.write_records(task, "test", tmp_path)
         records = read_records([path])
         assert len(records) == (1 if task.suffix == ".txt" else tasks.N_TESTED_TEXTS)
-        assert reader.examples(records[0])[0].n_labels > 3
+        assert encoder.encode(records[0])[0].n_labels > 3
 
 
 def test_questions_evenly_spread():

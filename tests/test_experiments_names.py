@@ -13,7 +13,7 @@ from experiments.names.__main__ import main
 from experiments.shared import classification as shared
 from experiments.shared.classification import MODELS
 from experiments.shared.results import read
-from tricycle_datasets.names import LANGUAGES, SHA256, names
+from tricycle_datasets.names import LANGUAGES, SHA256, load_names
 
 NEEDS_DATA = pytest.mark.skipif(
     not all(Path(os.environ.get("TRICYCLE_DATA", "-"), "names", f"{name}.txt").is_file() for name in SHA256),
@@ -55,10 +55,10 @@ def test_a_name_is_never_parted(monkeypatch):
 
 @NEEDS_DATA
 def test_the_names():
-    counts = {language: len(names(language)) for language in LANGUAGES}
+    counts = {language: len(load_names(language)) for language in LANGUAGES}
     assert sum(counts.values()) == 20_050 and len(LANGUAGES) == 18
     assert (counts["Russian"], counts["Arabic"], counts["Vietnamese"]) == (9384, 2000, 73)
-    assert names("Arabic")[:3] == ["Khoury", "Nahas", "Daher"] and len(set(names("Arabic"))) == 108
+    assert load_names("Arabic")[:3] == ["Khoury", "Nahas", "Daher"] and len(set(load_names("Arabic"))) == 108
     problem = data.load(repeated=False, most=10_000)
     assert (len(problem.tokens), problem.groups.max() + 1) == (18_012, 17_449)
     characters = {letter for tokens in problem.tokens for letter in tokens[1:-1]}
@@ -68,7 +68,7 @@ def test_the_names():
 
 def test_an_unknown_language():
     with pytest.raises(ValueError, match=r"names: expected a language of Arabic, Chinese, .*, got 'Klingon'"):
-        names("Klingon")
+        load_names("Klingon")
 
 
 # -------------------------------------------------------------------- measures

@@ -18,7 +18,7 @@ from experiments.shared import figures, looked_at
 from experiments.shared.classification import MODELS, UNKNOWN, Parts, Predicted, Problem, Recipe
 from experiments.shared.looked_at import Answer, Item
 from experiments.shared.results import of, read, select
-from tricycle_datasets.rt_polarity import SHA256, rt_polarity
+from tricycle_datasets.rt_polarity import SHA256, load_rt_polarity
 
 NEEDS_DATA = pytest.mark.skipif(
     not all(Path(os.environ.get("TRICYCLE_DATA", "-"), "rt-polarity", name).is_file() for name in SHA256),
@@ -62,7 +62,7 @@ def test_words_and_gaps_are_the_text(text):
 
 @NEEDS_DATA
 def test_the_sentences():
-    texts, labels = rt_polarity()
+    texts, labels = load_rt_polarity()
     assert (len(texts), sum(labels), labels[0], labels[-1]) == (10_662, 5331, 0, 1)
     assert texts[0] == "simplistic , silly and tedious ."
     assert texts[5331].startswith("the rock is destined to be the 21st century's new")

@@ -16,7 +16,7 @@ from experiments.translation.alignment import align
 from experiments.translation.study import RECIPES, Pairs, Plan, Recipe, Training, bleu, mean_loss, new_model, translate
 from tricycle.sequences.translators import Vocabulary, load_translator
 from tricycle_datasets import multi30k as module
-from tricycle_datasets.multi30k import SHA256, SPLITS, multi30k
+from tricycle_datasets.multi30k import SHA256, SPLITS, load_multi30k
 
 NOUNS = {"dog": "Hund", "man": "Mann", "bird": "Vogel", "tree": "Baum", "boy": "Junge"}
 VERBS = {"sees": "sieht", "finds": "findet", "likes": "mag", "paints": "malt"}
@@ -40,7 +40,7 @@ def sentences(n: int, seed: int) -> tuple[list[str], list[str]]:
 @pytest.fixture(scope="module")
 def pairs() -> Pairs:
     sources, targets = sentences(300, seed=0)
-    return Pairs(Vocabulary.learn(sources + targets, 330, progress=False), sources, targets)
+    return Pairs(Vocabulary.train(sources + targets, 330, progress=False), sources, targets)
 
 
 PLAN = Plan(
@@ -118,13 +118,13 @@ def test_multi30k_of_made_up_files(monkeypatch, tmp_path):
     path.write_bytes(gzip.compress("Ein Hund. \nZwei\u2028 \xa0Hunde.\n".encode()))
     asked = []
     monkeypatch.setattr(module, "fetch", lambda *words, **more: asked.append((words, more)) or path)
-    assert multi30k("val", "de") == ["Ein Hund.", "Zwei\u2028 \xa0Hunde."]
+    assert load_multi30k("val", "de") == ["Ein Hund.", "Zwei\u2028 \xa0Hunde."]
     (((name, url, sha256), more),) = asked
     assert name == "val.de.gz" and url.endswith("/task1/raw/val.de.gz") and sha256 == SHA256[name]
     assert more == {"folder": "multi30k"}
     for words in [("test", "de"), ("val", "es")]:
         with pytest.raises(ValueError, match="expected a split of train, val, test_2016_flickr and a language of en"):
-            multi30k(*words)
+            load_multi30k(*words)
 
 
 @pytest.mark.skipif(
@@ -133,10 +133,10 @@ def test_multi30k_of_made_up_files(monkeypatch, tmp_path):
 def test_multi30k():
     for split, n in zip(SPLITS, (29_000, 1_014, 1_000)):
         for language in ("en", "de", "fr"):
-            assert len(multi30k(split, language)) == n
-    assert multi30k("train", "en")[0] == "Two young, White males are outside near many bushes."
-    assert multi30k("train", "de")[0] == "Zwei junge weiße Männer sind im Freien in der Nähe vieler Büsche."
-    shared = set(multi30k("train", "en")) & set(multi30k("test_2016_flickr", "en"))
+            assert len(load_multi30k(split, language)) == n
+    assert load_multi30k("train", "en")[0] == "Two young, White males are outside near many bushes."
+    assert load_multi30k("train", "de")[0] == "Zwei junge weiße Männer sind im Freien in der Nähe vieler Büsche."
+    shared = set(load_multi30k("train", "en")) & set(load_multi30k("test_2016_flickr", "en"))
     assert len(shared) < 10
 
 

@@ -28,7 +28,7 @@ from tricycle_cli.export import main as export
 from tricycle_cli.finetune import main as finetune
 from tricycle_cli.generate import main as generate_main
 from tricycle_cli.run import read_metrics
-from tricycle_datasets.examples import Reader, _record, load_examples, read_records
+from tricycle_datasets.examples import ExampleEncoder, _record, load_examples, read_records
 
 WORDS = "the quick brown fox jumps over lazy dogs while seven small birds sing of rain".split()
 
@@ -256,15 +256,15 @@ def test_what_counts_in_a_preference():
         {"prompt": earlier, "chosen": [good], "rejected": [bad]},
         {"chosen": [*earlier, good], "rejected": [*earlier, bad]},  # the prompt is what both begin with
     ):
-        both = Reader(tokeniser, 200).examples(_record("here", json.dumps(value).encode()))
+        both = ExampleEncoder(tokeniser, 200).encode(_record("here", json.dumps(value).encode()))
         assert [tokeniser.decode(one.ids[one.counts]) for one in both] == ["fox<|im_end|>", "rain<|im_end|>"]
         asked = tokeniser.chat(earlier)
         assert all(one.ids[: len(asked)].tolist() == asked for one in both)
-    reader = Reader(tokeniser, 12)
-    assert reader.examples(record("preference", ["x", "fox", "fox"])) == []
-    assert reader.examples(record("chat preference", [[user] * 9, [good], [bad]])) == []
-    assert (reader.n_cut, reader.n_left_out) == (0, 2)
-    both = reader.examples(record("preference", ["the quick brown fox " * 9, "rain", "fox jumps"]))
+    encoder = ExampleEncoder(tokeniser, 12)
+    assert encoder.encode(record("preference", ["x", "fox", "fox"])) == []
+    assert encoder.encode(record("chat preference", [[user] * 9, [good], [bad]])) == []
+    assert (encoder.n_cut, encoder.n_left_out) == (0, 2)
+    both = encoder.encode(record("preference", ["the quick brown fox " * 9, "rain", "fox jumps"]))
     assert [tokeniser.decode(one.ids[one.counts]) for one in both] == ["rain<|im_end|>", "fox jumps<|im_end|>"]
     n_shared = min(int(np.argmax(one.counts)) for one in both)  # both have lost as much of the prompt
     np.testing.assert_array_equal(both[0].ids[:n_shared], both[1].ids[:n_shared])
@@ -286,10 +286,10 @@ def test_only_answers_count_up_to_their_end():
     assert tokeniser.decode(joined) == tokeniser.render(messages, False)
     assert joined[: len(parts[0][0])] == tokeniser.chat(messages[:1], allowed_special=False)
     assert joined.count(tokeniser.eos) == 5  # the name in the first message is text
-    example = Reader(tokeniser, 200).examples(record("messages", messages))[0]
+    example = ExampleEncoder(tokeniser, 200).encode(record("messages", messages))[0]
     counted = tokeniser.decode(example.ids[example.counts])
     assert counted == "sing of rain<|im_end|>\nfox<|im_end|>"
-    pair = Reader(tokeniser, 200).examples(record("pair", ["small ", "birds"]))[0]
+    pair = ExampleEncoder(tokeniser, 200).encode(record("pair", ["small ", "birds"]))[0]
     assert tokeniser.decode(pair.ids[pair.counts]) == "birds<|im_end|>"
 
 
@@ -308,23 +308,23 @@ def test_plain_chatml_is_as_the_template_writes_it():
 
 def test_what_is_cut_off_is_counted():
     tokeniser = tiny_tokeniser()
-    reader = Reader(tokeniser, 30)
+    encoder = ExampleEncoder(tokeniser, 30)
     long = "the quick brown fox " * 20
-    pair = reader.examples(record("pair", [long, "rain"]))[0]
+    pair = encoder.encode(record("pair", [long, "rain"]))[0]
     assert len(pair.ids) == 31
     assert tokeniser.decode(pair.ids[pair.counts]) == "rain<|im_end|>"
-    assert (reader.n_cut, reader.n_left_out) == (1, 0)
-    assert reader.n_cut_tokens == len(tokeniser.encode(long)) + len(tokeniser.encode("rain")) + 1 - 31
+    assert (encoder.n_cut, encoder.n_left_out) == (1, 0)
+    assert encoder.n_cut_tokens == len(tokeniser.encode(long)) + len(tokeniser.encode("rain")) + 1 - 31
     asked = [{"role": "user", "content": long}, {"role": "assistant", "content": "rain"}]
-    assert reader.examples(record("messages", asked)) == []
-    assert (reader.n_cut, reader.n_left_out) == (2, 1)
-    windows = reader.examples(record("text", long))
-    assert sum(example.n_labels for example in windows) == len(reader.text_ids(long)) - 1
+    assert encoder.encode(record("messages", asked)) == []
+    assert (encoder.n_cut, encoder.n_left_out) == (2, 1)
+    windows = encoder.encode(record("text", long))
+    assert sum(example.n_labels for example in windows) == len(encoder.encode_text(long)) - 1
 
 
 def test_equal_records_are_held_out_together(tmp_path):
     values = [{"text": f"{WORDS[i % 15]} {i % 25}"} for i in range(100)]
-    examples = load_examples(read_records([lines(tmp_path / "a.jsonl", values)]), Reader(tiny_tokeniser(), 50))
+    examples = load_examples(read_records([lines(tmp_path / "a.jsonl", values)]), ExampleEncoder(tiny_tokeniser(), 50))
     held = {example.ids.tobytes() for example in examples.held_out}
     assert held
     assert not held & {example.ids.tobytes() for example in examples.train}

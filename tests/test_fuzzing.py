@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tricycle import models
 from tricycle.attention import cache
 from tricycle.debug import use_reference
-from tricycle.decoding.batch import Batch
+from tricycle.decoding.batch import GenerationBatch
 from tricycle.decoding.prompt_lookup import generate_prompt_lookup
 from tricycle.decoding.ragged import next_logits
 from tricycle.decoding.speculative import SpeculativeState, decode_batch
@@ -235,7 +235,7 @@ def check_batches(case: Case, data: Any) -> None:
         window = case.config.context_window
         generator = np.random.default_rng(case.seed)
         tolerance = _tolerance(case, tokens_of(generator, window).tolist())
-        batch = Batch(model, n_draft_tokens=data.draw(st.sampled_from([0, 4])))
+        batch = GenerationBatch(model, n_draft_tokens=data.draw(st.sampled_from([0, 4])))
         for number in range(data.draw(st.integers(1, 3))):
             text, start = tokens_of(generator, data.draw(st.integers(1, window))).tolist(), [0]
 

@@ -12,7 +12,7 @@ from tricycle.attention import KeyValueCache
 from tricycle.configs import DebugConfig
 from tricycle.decoding import batch as batch_module
 from tricycle.decoding import prompt_lookup, speculative
-from tricycle.decoding.batch import Batch, generate_batch
+from tricycle.decoding.batch import GenerationBatch, generate_batch
 from tricycle.decoding.exactness import is_certain
 from tricycle.decoding.penalties import PenalizedSampling, ngram_completions
 from tricycle.decoding.prompt_lookup import generate_prompt_lookup
@@ -392,16 +392,16 @@ def test_a_cache_grows_and_forgets():
         np.testing.assert_array_equal(held, keys[:, :stop])
         np.testing.assert_array_equal(values, -held)
     assert cache._keys.shape[1] == 1000 > 700
-    cache.crop(5)
+    cache.truncate(5)
     held, _ = cache.append(keys[:, 99:100], keys[:, 99:100])
     assert held.ravel().tolist() == [0, 1, 2, 3, 4, 99]
     for length in (-1, 7):
         with pytest.raises(ValueError, match=f"expected to keep 0 to 6 tokens, got {length}"):
-            cache.crop(length)
+            cache.truncate(length)
     cache.last["token_shift"] = keys[:, :1]
-    cache.crop(6)
+    cache.truncate(6)
     with pytest.raises(ValueError, match="without a shift"):
-        cache.crop(3)
+        cache.truncate(3)
 
 
 def test_a_cache_with_a_window_keeps_what_can_be_seen():
@@ -422,15 +422,15 @@ def test_a_cache_with_a_window_keeps_what_can_be_seen():
             longest = max(longest, cache.length)
             length = longest - int(rng.integers(0, 64))
             if 0 <= length <= cache.length and rng.random() < 0.5:
-                assert cache.can_crop(length)
-                cache.crop(length)
+                assert cache.can_truncate(length)
+                cache.truncate(length)
                 kept = cache.keys[0, :, 0, 0]
                 assert len(kept) >= min(length, window - 1)
                 np.testing.assert_array_equal(kept, np.arange(length - len(kept), length))
-        assert not cache.can_crop(window)
+        assert not cache.can_truncate(window)
         with pytest.raises(ValueError, match="expected to keep what a token sees, but 1000 is too long ago"):
-            cache.crop(1000)
-        cache.crop(0)
+            cache.truncate(1000)
+        cache.truncate(0)
         assert cache.append(keys[:, :3], keys[:, :3])[0].ravel().tolist() == [0, 1, 2]
 
 
@@ -438,16 +438,16 @@ def test_a_cache_with_a_window_goes_back_to_what_is_held():
     cache = KeyValueCache(5000, window=7)
     keys = np.arange(5000, dtype=np.float32).reshape(1, 5000, 1, 1)
     cache.append(keys[:, :500], keys[:, :500])
-    cache.hold(500)
+    cache.pin(500)
     for start in range(500, 1500, 10):
         cache.append(keys[:, start : start + 10], keys[:, start : start + 10])
-    assert cache.can_crop(500)
-    cache.crop(500)
+    assert cache.can_truncate(500)
+    cache.truncate(500)
     assert cache.keys[0, :, 0, 0][-6:].tolist() == [494, 495, 496, 497, 498, 499]
-    cache.hold(None)
+    cache.pin(None)
     for start in range(500, 1500, 10):
         cache.append(keys[:, start : start + 10], keys[:, start : start + 10])
-    assert not cache.can_crop(500)
+    assert not cache.can_truncate(500)
 
 
 @pytest.mark.slow_except(2)
@@ -529,7 +529,7 @@ def test_each_text_of_a_batch_has_a_seed_of_its_own(model):
 def test_texts_come_and_go(changes):
     """Each with settings of its own; none notices the others."""
     model = new_model(**changes)
-    batch = Batch(model)
+    batch = GenerationBatch(model)
     ways = [
         ([1, 2, 3], 9, {"temperature": 0}, 0),
         ([4], 30, {}, 1),
@@ -571,7 +571,7 @@ def test_long_prompts_are_read_in_parts_that_fit(model, monkeypatch):
 
 def test_a_listener_gets_the_logits_of_each_token(model):
     told = []
-    batch = Batch(model)
+    batch = GenerationBatch(model)
     batch.add([3], 4, Sampling(temperature=0))
     number = batch.add([1, 2], 5, Sampling(temperature=0), listener=lambda *token: told.append(token))
     drawn = []

@@ -19,7 +19,7 @@ from test_look import CONFIG, TEXT, TOKENISER, load_inspectable, load_translator
 from tiny_models import smollm2_file
 
 from tricycle.checkpoint import save_checkpoint
-from tricycle.sequences.translators import saved_translators
+from tricycle.sequences.translators import find_translators
 from tricycle_cli import look
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.look.functions import graph_named
@@ -385,7 +385,7 @@ def test_smollm2_with_pictures(browser: Browser) -> None:
 @pytest.mark.slow
 def test_a_translator_with_a_picture(browser: Browser) -> None:
     """Of TRICYCLE_TRANSLATOR, or what `python -m experiments.translation --model transformer` left."""
-    paths = saved_translators(os.environ.get("TRICYCLE_TRANSLATOR", "runs/translation"))
+    paths = find_translators(os.environ.get("TRICYCLE_TRANSLATOR", "runs/translation"))
     if not paths:
         pytest.skip("no translator has been trained here")
     served = serving(Desk([saved_translator(paths[0])], "A little girl in a red dress is playing with a dog."))

@@ -428,7 +428,7 @@ def test_mpiexec_without_mpi4py(bench):
     hide = "sys.modules['mpi4py'] = None"
     status, said = train(bench, 0, "lacking", prelude=hide, PMI_RANK="0", PMI_SIZE="4")
     assert status == 1
-    assert "4 processes were started together, which takes mpi4py" in said and "pip install 'tricycle-gpt[mpi]'" in said
+    assert "4 processes were started together, which needs mpi4py" in said and "pip install 'tricycle-gpt[mpi]'" in said
     assert train(bench, 0, "lacking", prelude=hide, PMI_RANK="1", PMI_SIZE="4") == (1, "")
 
 

@@ -18,7 +18,7 @@ from tricycle.kernels import muon
 from tricycle.layers import Dense, Layer, Sequential
 from tricycle.models import GPT
 from tricycle.optimiser_rules import OPTIMISERS as OPTIMISERS_BY_NAME
-from tricycle.optimiser_rules import Adafactor, Lion, Muon, anything, is_hidden_matrix
+from tricycle.optimiser_rules import Adafactor, Lion, Muon, any_parameter, is_hidden_matrix
 from tricycle.optimisers import (
     AdamW,
     AdamWRule,
@@ -151,7 +151,7 @@ def test_the_table_tells_how_much_a_matrix_needs_and_what_of_a_config(name: str)
     assert type(optimiser) is row.kind and optimiser.weight_decay == 0.25
     matrix = Parameter(np.ones((64, 64)), "matrix")
     n_numbers = sum(array.size for array in optimiser.state_of(matrix)[1].values())
-    assert row.n_moments * matrix.size <= n_numbers < (row.n_moments + 0.1) * matrix.size
+    assert row.n_state_arrays * matrix.size <= n_numbers < (row.n_state_arrays + 0.1) * matrix.size
     rule = optimiser.rule_of(Parameter(np.ones(3), "gain"))
     assert getattr(rule, "betas", (0.5, 0.75)) == (0.5, 0.75)
 
@@ -321,7 +321,7 @@ def test_a_rule_of_a_user() -> None:
 
 
 def test_groups_choose_rules() -> None:
-    optimiser = Optimiser(0.5, [(is_hidden_matrix, Trace()), (anything, AdamWRule())])
+    optimiser = Optimiser(0.5, [(is_hidden_matrix, Trace()), (any_parameter, AdamWRule())])
     matrix, vector = Weights().parameters()
     assert list(optimiser.state_of(matrix)[1]) == ["sum"]
     assert list(optimiser.state_of(vector)[1]) == ["first", "second"]
@@ -498,7 +498,7 @@ def test_parameters_are_updated_at_once_to_the_same_bits(
     parallel = threads.parallel
 
     def seen(work: Callable[[Any], None], items: Any) -> None:
-        if work.__qualname__.startswith("each."):
+        if work.__qualname__.startswith("run_independent."):
             shared.append(len(items))
         parallel(work, items)
 
@@ -594,7 +594,7 @@ def test_a_rule_without_an_update_says_so() -> None:
         Weights().receive(1.0).update(Optimiser(0.1, Rule()))
 
 
-@pytest.mark.parametrize("rules", [None, [], SGD, [AdamWRule()], [("all", AdamWRule())], [(anything, AdamW())]])
+@pytest.mark.parametrize("rules", [None, [], SGD, [AdamWRule()], [("all", AdamWRule())], [(any_parameter, AdamW())]])
 def test_what_is_no_rule_is_refused(rules: Any) -> None:
     with pytest.raises(TypeError, match=r"^Optimiser: expected a Rule, or pairs of a predicate and a Rule, got "):
         Optimiser(0.1, rules)

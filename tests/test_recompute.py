@@ -360,7 +360,9 @@ def whole_and_pieces(loss_fn, hidden, table, bias, n_rows, scale=1.0):
     for head, parameters in heads:
         yield (
             lambda head=head: loss_fn(LABELS, head(hidden), scale),
-            lambda head=head, parameters=parameters: loss_fn.of_head(LABELS, hidden, head, parameters, n_rows, scale),
+            lambda head=head, parameters=parameters: loss_fn.from_hidden(
+                LABELS, hidden, head, parameters, n_rows, scale
+            ),
             [hidden, *parameters],
         )
 
@@ -396,7 +398,7 @@ def test_rows_that_do_not_count_are_left_out():
     labels = np.full(50, -100)
     labels[[3, 4, 5, 20, 30]] = 2
     hidden = to_tensor(RNG.standard_normal((50, 5)))
-    loss = CrossEntropy(-100).of_head(labels, hidden, head, [table], 3)
+    loss = CrossEntropy(-100).from_hidden(labels, hidden, head, [table], 3)
     loss.backward()
     assert seen == [2, 3]
     assert np.flatnonzero(hidden.grad.array.any(axis=1)).tolist() == [3, 4, 5, 20, 30]
@@ -404,17 +406,17 @@ def test_rows_that_do_not_count_are_left_out():
 
 def test_only_what_wants_a_gradient_gets_one():
     hidden, table = to_tensor(np.ones((6, 5))), to_tensor(np.ones((5, 7)), requires_grad=False)
-    CrossEntropy().of_head(LABELS.ravel(), hidden, lambda x: linear(x, table), [table], 4).backward()
+    CrossEntropy().from_hidden(LABELS.ravel(), hidden, lambda x: linear(x, table), [table], 4).backward()
     assert hidden.grad is not None and table.grad is None
     table = to_tensor(np.ones((5, 7)))
-    CrossEntropy().of_head(LABELS.ravel(), hidden.detach(), lambda x: linear(x, table), [table], 4).backward()
+    CrossEntropy().from_hidden(LABELS.ravel(), hidden.detach(), lambda x: linear(x, table), [table], 4).backward()
     assert table.grad is not None
 
 
 def test_the_graph_of_pieces_can_be_kept():
     hidden, table = (to_tensor(RNG.standard_normal(shape)) for shape in ((6, 5), (5, 7)))
     with watch_arrays():
-        loss = CrossEntropy().of_head(LABELS.ravel(), hidden, lambda x: linear(x, table), [table], 4)
+        loss = CrossEntropy().from_hidden(LABELS.ravel(), hidden, lambda x: linear(x, table), [table], 4)
     loss.backward(retain_graph=True)
     once = table.grad.array.copy()
     loss.backward()
@@ -435,7 +437,9 @@ def test_the_graph_of_pieces_can_be_kept():
 def test_mistakes_are_named(labels, n_rows, message):
     table = to_tensor(np.ones((5, 7)))
     with pytest.raises(ValueError, match=message):
-        CrossEntropy(9).of_head(to_tensor(labels, dtype=labels.dtype), np.ones((6, 5)), table.__rmatmul__, [], n_rows)
+        CrossEntropy(9).from_hidden(
+            to_tensor(labels, dtype=labels.dtype), np.ones((6, 5)), table.__rmatmul__, [], n_rows
+        )
 
 
 # -------------------------------------------------------------------- of a model

@@ -13,7 +13,7 @@ from test_layers import check_layer_gradients
 from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
 from tricycle.sequences.attentions import AdditiveAttention, LuongAttention, ScaledDotProductAttention
-from tricycle.sequences.beam_search import beam_search, select
+from tricycle.sequences.beam_search import beam_search, select_rows
 from tricycle.sequences.seq2seq import (
     EncoderDecoder,
     LearnedPositions,
@@ -67,7 +67,7 @@ def test_target_tokens_one_by_one_or_all_at_once(make: Callable, pair: tuple) ->
     with no_grad():
         whole = model(source, target, lengths).array
         assert whole.shape == (3, 5, V)
-        state = model.start(source, lengths, capacity=5)
+        state = model.start_decoding(source, lengths, capacity=5)
         parts = [model.decode(target[:, t : t + 1], state).array for t in range(5)]
     np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-4, atol=1e-5)
 
@@ -113,7 +113,7 @@ def test_gradients(name: str, pair: tuple) -> None:
 def test_attention_weights_of_a_call_can_be_read(pair: tuple) -> None:
     source, lengths, target = pair
     model = MODELS["Bahdanau"]()
-    state = model.start(source, lengths)
+    state = model.start_decoding(source, lengths)
     model.decode(target, state)
     weights = state["weights"].array
     assert weights.shape == (3, 5, 6)
@@ -190,7 +190,7 @@ def test_a_batch_is_searched_as_its_items_are(make: Callable, pair: tuple) -> No
 def test_select_takes_rows_of_everything() -> None:
     x = np.arange(6).reshape(3, 2)
     rows = np.array([2, 2, 0])
-    state = select({"a": to_tensor(x), "b": [x, None], "c": (x,), "n": 3}, rows)
+    state = select_rows({"a": to_tensor(x), "b": [x, None], "c": (x,), "n": 3}, rows)
     for found in (state["a"].array, state["b"][0], state["c"][0]):
         assert np.array_equal(found, x[rows])
     assert state["b"][1] is None and state["n"] == 3
@@ -220,7 +220,7 @@ test_bad_input = bad_input(BAD)
 
 
 def test_a_base_says_what_is_missing() -> None:
-    for call in (lambda: EncoderDecoder().start([[1]]), lambda: EncoderDecoder().decode([[1]], {})):
+    for call in (lambda: EncoderDecoder().start_decoding([[1]]), lambda: EncoderDecoder().decode([[1]], {})):
         with pytest.raises(NotImplementedError, match="EncoderDecoder defines no"):
             call()
     assert isinstance(ScaledDotProductAttention(), Layer)

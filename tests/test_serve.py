@@ -32,7 +32,7 @@ from benchmarks import serving as benchmark
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs import DebugConfig, EncoderConfig
 from tricycle.decoding import speculative
-from tricycle.decoding.batch import Batch
+from tricycle.decoding.batch import GenerationBatch
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained import tokenizer_json as form
@@ -606,14 +606,14 @@ def test_a_slow_reader_holds_nobody(folder, alone):
 
 def slowed(monkeypatch, seconds: float) -> list[int]:
     """A model that takes so long for a token; the number of texts at each."""
-    step, steps = Batch.step, []
+    step, steps = GenerationBatch.step, []
 
     def slow(batch):
         steps.append(len(batch))
         time.sleep(seconds)
         return step(batch)
 
-    monkeypatch.setattr(Batch, "step", slow)
+    monkeypatch.setattr(GenerationBatch, "step", slow)
     return steps
 
 
@@ -763,7 +763,7 @@ def test_what_the_model_breaks_on_is_told_and_over(folder, monkeypatch, capfd):
             raise ValueError("a secret place: /home")
 
         with monkeypatch.context() as patch:
-            patch.setattr("tricycle_serve.engine.Batch.step", broken)
+            patch.setattr("tricycle_serve.engine.GenerationBatch.step", broken)
             status, answer, _ = running.ask("/v1/completions", {"prompt": "x"})
             assert status == 500 and answer["error"]["message"] == "the model failed"
             raw = read_all(open_stream(running))

@@ -17,7 +17,7 @@ from browser import LOOKS, each_look
 from serving import Alone, serving, until
 from tiny_models import smollm2_file, write_folder
 
-from tricycle.decoding.batch import Batch
+from tricycle.decoding.batch import GenerationBatch
 
 pytestmark = pytest.mark.nightly
 
@@ -119,8 +119,8 @@ def test_everything_can_be_reached_by_keyboard(browser, running):
 
 def test_an_answer_can_be_stopped(browser, running, monkeypatch):
     """By Escape, and by the button; the model writes no more of it."""
-    step = Batch.step
-    monkeypatch.setattr(Batch, "step", lambda batch: time.sleep(0.005) or step(batch))
+    step = GenerationBatch.step
+    monkeypatch.setattr(GenerationBatch, "step", lambda batch: time.sleep(0.005) or step(batch))
     browser.open(running.url)
     enter(browser, "length", "3000")
     for stop in (lambda: browser.press("\ue00c"), lambda: browser.find("#stop").click()):

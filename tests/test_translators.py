@@ -13,14 +13,14 @@ import pytest
 from tricycle.sequences.translators import (
     TranslatorConfig,
     Vocabulary,
+    find_translators,
     load_translator,
     new_translator,
-    saved_translators,
 )
 from tricycle.tensor import no_grad
 from tricycle_cli import look
 
-VOCABULARY = Vocabulary.learn(["the cat sees the dog", "die Katze sieht den Hund"], 270, progress=False)
+VOCABULARY = Vocabulary.train(["the cat sees the dog", "die Katze sieht den Hund"], 270, progress=False)
 CONFIG = TranslatorConfig("transformer", len(VOCABULARY), width=8, n_layers=2, n_heads=2)
 KINDS = get_args(get_type_hints(TranslatorConfig)["name"])
 
@@ -53,12 +53,12 @@ def test_a_saved_model_comes_back(tmp_path: Path, name: str) -> None:
 def test_files_are_told_apart(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
-    assert saved_translators(tmp_path) == saved_translators(tmp_path / "none.safetensors") == []
+    assert find_translators(tmp_path) == find_translators(tmp_path / "none.safetensors") == []
     save_file({"a": np.zeros(3)}, tmp_path / "other.safetensors")
     (tmp_path / "damaged.safetensors").write_bytes(b"\xff" * 20)
     write(tmp_path / "one.safetensors")
-    assert saved_translators(tmp_path) == saved_translators(tmp_path / "one.safetensors") != []
-    assert saved_translators("smollm2") == []
+    assert find_translators(tmp_path) == find_translators(tmp_path / "one.safetensors") != []
+    assert find_translators("smollm2") == []
 
 
 HARM = {

@@ -29,10 +29,10 @@ class DecodingState:
 
     def truncate(self, length: int) -> None:
         """Remove all but the first tokens from the caches, or all tokens where the caches cannot be cut there."""
-        if length == 0 or not all(cache.can_crop(length) for cache in self.caches):
+        if length == 0 or not all(cache.can_truncate(length) for cache in self.caches):
             return self.reset()
         for cache in self.caches:
-            cache.crop(length)
+            cache.truncate(length)
         self.tokens = self.tokens[:length]
 
     def pending(self, text: list[int], n_last: int = 1) -> list[int]:

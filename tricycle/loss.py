@@ -21,7 +21,7 @@ class CrossEntropy(Op):
         label_smoothing: this share of the truth is spread evenly over all labels (Szegedy et al. 2016, section 7).
     """
 
-    of_head: Callable[..., Tensor]  # `tricycle.losses` has this method, for logits that never exist whole
+    from_hidden: Callable[..., Tensor]  # `tricycle.losses` has this method, for logits that never exist whole
 
     def __init__(self, ignore_index: int | None = None, label_smoothing: float = 0.0) -> None:
         if not 0 <= label_smoothing < 1:

@@ -182,7 +182,7 @@ class GPT(BlockStack):
         return self(tokens, head=lambda hidden: self.loss_of_hidden(labels, hidden, loss_fn, scale), **options)
 
     def loss_of_hidden(self, labels: Operand, hidden: Tensor, loss_fn: CrossEntropy, scale: Any = 1.0) -> Tensor:
-        """Return the loss from what `hidden` returned, in host memory some rows at a time (`CrossEntropy.of_head`)."""
+        """Return the loss from what `hidden` returned; on a CPU some rows at a time (`CrossEntropy.from_hidden`)."""
         if not takes(self.logits, "dtype"):
             return loss_fn(labels, self.logits(hidden), scale)
         n_rows = math.prod(hidden.shape[:-1])
@@ -194,7 +194,7 @@ class GPT(BlockStack):
         logits = partial(self.logits, dtype=dtype)
         if n_parts <= 1 or hidden.on_gpu:
             return loss_fn(labels, logits(hidden), scale)
-        return loss_fn.of_head(labels, hidden, logits, self.parameters(), math.ceil(n_rows / n_parts), scale)
+        return loss_fn.from_hidden(labels, hidden, logits, self.parameters(), math.ceil(n_rows / n_parts), scale)
 
     def new_caches(self, dtype: DTypeLike | None = None) -> list[KeyValueCache]:
         """Return an empty cache for each block, of float32 unless a dtype is given."""

@@ -218,10 +218,10 @@ def least_memory(config: GPTConfig) -> int:
     Weights, gradients and moments; what a pass takes; and the tokens of an update.
     """
     n_numbers = least_numbers(config)
-    n_moments = OPTIMISERS[config.optimiser].n_moments
+    n_state_arrays = OPTIMISERS[config.optimiser].n_state_arrays
     n_tokens = config.batch_size * config.context_window
     tokens = 2 * 8 * n_tokens * config.accumulation_steps
-    return (2 + n_moments) * 4 * n_numbers + memory_of_pass(config, n_tokens) + tokens
+    return (2 + n_state_arrays) * 4 * n_numbers + memory_of_pass(config, n_tokens) + tokens
 
 
 def memory_of_pass(config: GPTConfig, n_tokens: int) -> int:

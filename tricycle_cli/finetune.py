@@ -51,7 +51,7 @@ from tricycle_cli.task import Task, claim_new_folder, command_name, read_stored_
 from tricycle_cli.trackers import TrackerName, expect_trackers
 from tricycle_cli.tuning import ADAPTER, HeldOutPairs, HeldOutRows, TuningState, write_samples
 from tricycle_cli.updates import advise_on_memory, check_training_memory, estimate
-from tricycle_datasets.examples import PREFERENCES, Examples, Reader, Record, load_examples, read_records
+from tricycle_datasets.examples import PREFERENCES, ExampleEncoder, ExampleSplit, Record, load_examples, read_records
 from tricycle_lab.plot import plot_losses
 
 DESCRIPTION = __doc__ or ""
@@ -261,7 +261,7 @@ class FinetuneTask(Task):
         window = arguments.context_window or min(longest, LONGEST_WINDOW)
         if not 2 <= window <= longest:
             raise ValueError(f"expected --context-window from 2 to {longest}, as the model has it, got {window}")
-        examples = load_examples(records, Reader(loaded.tokeniser, window, arguments.cut_answers), held_out)
+        examples = load_examples(records, ExampleEncoder(loaded.tokeniser, window, arguments.cut_answers), held_out)
         self._split(examples, window)
         config = config_of(arguments, loaded, self.dataset)
         base, adapter = fingerprint(loaded.model), None
@@ -281,7 +281,7 @@ class FinetuneTask(Task):
         self.patience = arguments.patience
         return state
 
-    def _split(self, examples: Examples, window: int) -> None:
+    def _split(self, examples: ExampleSplit, window: int) -> None:
         """Make the datasets of what is learnt from, and of what is held out."""
         arguments, loaded = self.arguments, self.loaded
         order = arguments.batch_size, window, arguments.seed
@@ -307,7 +307,7 @@ class FinetuneTask(Task):
         state.total_steps = config.steps
         return state
 
-    def _begin_or_resume(self, state: TuningState, run: Run, examples: Examples) -> None:
+    def _begin_or_resume(self, state: TuningState, run: Run, examples: ExampleSplit) -> None:
         """Resume from the last checkpoint; or measure and sample the model as it is, and write the first files.
 
         Raises:
@@ -340,7 +340,7 @@ class FinetuneTask(Task):
         write_run_description(run.folder, state.config, description, run.tokeniser)
 
     def _check_unchanged(
-        self, description: Mapping[str, Any], state: TuningState, run: Run, examples: Examples
+        self, description: Mapping[str, Any], state: TuningState, run: Run, examples: ExampleSplit
     ) -> None:
         if description.get("corpus") != examples.digest:
             raise ValueError(f"{run.folder}: expected the data that it was trained on, which have changed since")
@@ -424,10 +424,10 @@ def check_record_kinds(loss: str, records: Sequence[Record]) -> None:
     """
     for record in records:
         if loss == "dpo" and record.kind not in PREFERENCES:
-            raise ValueError(f'{record.where}: expected "chosen" and "rejected" with --loss dpo, got another shape')
+            raise ValueError(f'{record.source}: expected "chosen" and "rejected" with --loss dpo, got another shape')
         if loss != "dpo" and record.kind in PREFERENCES:
             raise ValueError(
-                f'{record.where}: "chosen" and "rejected" are learnt from with --loss dpo, got --loss {loss}'
+                f'{record.source}: "chosen" and "rejected" are learnt from with --loss dpo, got --loss {loss}'
             )
 
 
@@ -483,33 +483,33 @@ def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) 
     )
 
 
-def print_summary(examples: Examples, dataset: PackedDataset, state: TuningState, arguments: Arguments) -> None:
-    reader = examples.reader
+def print_summary(examples: ExampleSplit, dataset: PackedDataset, state: TuningState, arguments: Arguments) -> None:
+    encoder = examples.encoder
     rows = "pairs" if isinstance(dataset, PairDataset) else "rows"
     print(
         f"data: {examples.n_records:,} records; {len(examples.train):,} examples to learn from, "
         f"{dataset.n_tokens:,} tokens of which {dataset.n_labels:,} count, in {dataset.n_items:,} {rows} of at most "
         f"{dataset.window:,}; {len(examples.held_out):,} examples held out"
     )
-    if reader.n_cut or reader.n_left_out:
+    if encoder.n_cut or encoder.n_left_out:
         print(
-            f"cut off: {reader.n_cut_tokens:,} tokens of {reader.n_cut:,} examples (--context-window "
-            f"{dataset.window:,}); left out: {reader.n_left_out:,} with nothing left to learn"
+            f"cut off: {encoder.n_cut_tokens:,} tokens of {encoder.n_cut:,} examples (--context-window "
+            f"{dataset.window:,}); left out: {encoder.n_left_out:,} with nothing left to learn"
         )
     n_learning = sum(parameter.size for parameter in state.kept().parameters())
     n_all = sum(parameter.size for name, parameter in state.model.named_parameters() if ".low_rank." not in name)
     print(f"model: {n_all:,} parameters; {n_learning:,} learn ({arguments.method}), for {state.total_steps:,} updates")
 
 
-def _prompts(arguments: Arguments, examples: Examples) -> list[tuple[str, list[int]]]:
+def _prompts(arguments: Arguments, examples: ExampleSplit) -> list[tuple[str, list[int]]]:
     if not arguments.sample_tokens:
         return []
     if not arguments.prompts:
         return examples.prompts[:3]
-    tokeniser = examples.reader.tokeniser
+    tokeniser = examples.encoder.tokeniser
     if examples.kinds <= {"messages", "chat preference"}:
         return [(text, tokeniser.chat([{"role": "user", "content": text}])) for text in arguments.prompts]
-    return [(text, examples.reader.prompt_ids(text)) for text in arguments.prompts]
+    return [(text, examples.encoder.encode_prompt(text)) for text in arguments.prompts]
 
 
 def read_prompts(path: Path, description: Mapping[str, Any]) -> list[tuple[str, list[int]]]:

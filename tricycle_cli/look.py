@@ -19,7 +19,7 @@ import tyro
 
 from tricycle.models import GPT
 from tricycle.sequences.text_encoder import TextEncoder
-from tricycle.sequences.translators import saved_translators
+from tricycle.sequences.translators import find_translators
 from tricycle_cli import compare
 from tricycle_cli.flags import parse
 from tricycle_cli.models import ModelFlags, load_file, load_model
@@ -94,7 +94,7 @@ def show(subjects: Sequence[Subject], text: str, out: Path | None = None, port: 
 
 def load_inspectable(arguments: Arguments, source: str, beside: bool = False) -> Subject:
     """Load a model by path or name for the pages."""
-    translators = saved_translators(source)
+    translators = find_translators(source)
     if translators:
         return load_translator(translators, source, arguments)
     loaded: Any = load_file(source, arguments.model.weights)

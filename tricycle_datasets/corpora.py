@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-class CorpusRow(NamedTuple):
+class CorpusEntry(NamedTuple):
     """A corpus: the class that prepares it, and what programs need to know of it.
 
     Attributes:
@@ -27,21 +27,23 @@ class CorpusRow(NamedTuple):
 
 CODE = ("", "def ", "class ")
 CORPORA = {
-    "python": CorpusRow("python_code", "PythonCode", "Python's standard library", CODE),
-    "shakespeare": CorpusRow("shakespeare", "Shakespeare", "tiny Shakespeare"),
-    "text": CorpusRow("text", "TextFiles", "your own --files", takes_files=True),
-    "codeparrot": CorpusRow("codeparrot", "CodeParrot", "Python code of GitHub, streamed", CODE),
-    "fineweb": CorpusRow("fineweb", "FineWeb", "English web pages, streamed"),
+    "python": CorpusEntry("python_code", "PythonCode", "Python's standard library", CODE),
+    "shakespeare": CorpusEntry("shakespeare", "Shakespeare", "tiny Shakespeare"),
+    "text": CorpusEntry("text", "TextFiles", "your own --files", takes_files=True),
+    "codeparrot": CorpusEntry("codeparrot", "CodeParrot", "Python code of GitHub, streamed", CODE),
+    "fineweb": CorpusEntry("fineweb", "FineWeb", "English web pages, streamed"),
 }
 
 
-def load_corpus(name: str, files: Sequence[Path], n_known: int, tokeniser: Any = None, split: str = "tricycle") -> Any:
+def load_corpus(
+    name: str, files: Sequence[Path], model_vocab_size: int, tokeniser: Any = None, split: str = "tricycle"
+) -> Any:
     """Return a prepared corpus.
 
     Args:
         name: of `CORPORA`.
         files: text files or folders, where the corpus takes them.
-        n_known: tokens that the model knows; without a tokeniser, the corpus learns one of that many tokens.
+        model_vocab_size: tokens that the model knows; without a tokeniser, the corpus learns one of that many tokens.
         split: the rule that cuts text before a tokeniser is learnt.
 
     Raises:
@@ -50,8 +52,8 @@ def load_corpus(name: str, files: Sequence[Path], n_known: int, tokeniser: Any =
     row = CORPORA[name]
     new_corpus = getattr(importlib.import_module(f"tricycle_datasets.{row.module}"), row.class_name)
     # pretrained models may have more rows than tokens
-    vocab_size = n_known if tokeniser is None else tokeniser.vocab_size
+    vocab_size = model_vocab_size if tokeniser is None else tokeniser.vocab_size
     corpus = new_corpus(*([list(files)] if row.takes_files else []), vocab_size, tokeniser=tokeniser, split=split)
-    if corpus.tokeniser.n_vocab > n_known:
-        raise ValueError(f"expected a tokeniser of at most {n_known} tokens, got {corpus.tokeniser.n_vocab}")
+    if corpus.tokeniser.n_vocab > model_vocab_size:
+        raise ValueError(f"expected a tokeniser of at most {model_vocab_size} tokens, got {corpus.tokeniser.n_vocab}")
     return corpus

@@ -22,15 +22,15 @@ import numpy as np
 
 from tricycle.finetuning.packing import Example
 from tricycle.system.files import read_file
-from tricycle_datasets.text import text_files
+from tricycle_datasets.text import find_text_files
 
-SHAPES = '"text", "prompt" and "completion", "messages", or "prompt", "chosen" and "rejected"'
+RECORD_FIELDS = '"text", "prompt" and "completion", "messages", or "prompt", "chosen" and "rejected"'
 PREFERENCES = {"preference", "chat preference"}  # kinds of records with a chosen and a rejected answer
-HELD_OUT_SHARE = 20  # one in so many
-LONGEST_SAID = 60  # characters of what came
+HELD_OUT_EVERY = 20  # one in so many
+MAX_SHOWN = 60  # characters of what came
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors begin a file with it
-OPENING = 24  # tokens of a text that a sample goes on from
-MOST_NESTED = 100  # levels of a record; Python's recursion limit would otherwise end a later pass over it
+PROMPT_TOKENS = 24  # tokens of a text that a sample goes on from
+MAX_NESTING = 100  # levels of a record; Python's recursion limit would otherwise end a later pass over it
 
 
 class Record(NamedTuple):
@@ -43,12 +43,12 @@ class Record(NamedTuple):
             one, which are texts or lists of messages.
     """
 
-    where: str
+    source: str
     kind: str
     value: Any
 
     @property
-    def number(self) -> int:
+    def content_hash(self) -> int:
         """One that depends on its content alone: equal records are held out together, or not at all."""
         content = json.dumps([self.kind, self.value], sort_keys=True)
         return int(hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest(), 16)
@@ -62,7 +62,7 @@ def read_records(paths: Sequence[str | os.PathLike[str]]) -> list[Record]:
         ValueError: one line that names the file, and the line of it, where something is wrong: no text, no JSON, or
             another shape.
     """
-    records = [record for root in paths for path, _ in text_files(Path(root)) for record in _records_of(path)]
+    records = [record for root in paths for path, _ in find_text_files(Path(root)) for record in _records_of(path)]
     if not records:
         raise ValueError(f"expected examples, found none in {', '.join(map(str, paths))}")
     return records
@@ -88,10 +88,10 @@ def _record(where: str, line: bytes) -> Record:
         value = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: expected an object of JSON, got {_short(line)}: {error}") from None
-    if _is_nested_deeper(value, MOST_NESTED):
-        raise ValueError(f"{where}: expected JSON nested at most {MOST_NESTED} levels deep, got more: {_short(line)}")
+    if _is_nested_deeper(value, MAX_NESTING):
+        raise ValueError(f"{where}: expected JSON nested at most {MAX_NESTING} levels deep, got more: {_short(line)}")
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: expected an object with {SHAPES}, got {_short(value)}")
+        raise ValueError(f"{where}: expected an object with {RECORD_FIELDS}, got {_short(value)}")
     if b"\\ud" in line.lower() and re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)):
         raise ValueError(f"{where}: expected text in Unicode, got half of a surrogate pair")
     if "chosen" in value and "rejected" in value:
@@ -104,7 +104,7 @@ def _record(where: str, line: bytes) -> Record:
         return Record(where, "pair", pair)
     if "text" in value:
         return Record(where, "text", _text(where, "text", value["text"]))
-    raise ValueError(f"{where}: expected an object with {SHAPES}, got {', '.join(map(repr, value))[:LONGEST_SAID]}")
+    raise ValueError(f"{where}: expected an object with {RECORD_FIELDS}, got {', '.join(map(repr, value))[:MAX_SHOWN]}")
 
 
 def _is_nested_deeper(value: Any, most: int) -> bool:
@@ -161,12 +161,12 @@ def _preference(where: str, value: dict[str, Any]) -> Record:
 
 def _short(value: Any) -> str:
     said = repr(value)
-    return said if len(said) <= LONGEST_SAID else f"{said[:LONGEST_SAID]}..."
+    return said if len(said) <= MAX_SHOWN else f"{said[:MAX_SHOWN]}..."
 
 
 # -------------------------------------------------------------------- in tokens
 @dataclass
-class Reader:
+class ExampleEncoder:
     """Makes examples of records, none longer than a window, and counts what it had to leave out.
 
     Attributes:
@@ -184,7 +184,7 @@ class Reader:
     n_cut_tokens: int = 0
     n_left_out: int = 0
 
-    def examples(self, record: Record) -> list[Example]:
+    def encode(self, record: Record) -> list[Example]:
         """Of one record: several of a long text, a chosen and a rejected answer or none, one or none of anything else.
 
         Raises:
@@ -192,7 +192,7 @@ class Reader:
                 take, or for which it has none.
         """
         if record.kind == "text":
-            return list(self.windows(self.text_ids(record.value)))
+            return list(self.split_windows(self.encode_text(record.value)))
         if record.kind in PREFERENCES:
             return self._preference(record)
         example = self._pair(record) if record.kind == "pair" else self._conversation(record, record.value)
@@ -208,14 +208,14 @@ class Reader:
             return []
         return [example]
 
-    def text_ids(self, text: str) -> np.ndarray:
+    def encode_text(self, text: str) -> np.ndarray:
         """A text between what begins texts and what ends them."""
         start = self.tokeniser.start_of_text
         before = [] if start is None else [start]
         ids = [*before, *self.tokeniser.encode_plain(text), self.tokeniser.end_of_text]
         return np.array(ids, np.int64)
 
-    def windows(self, ids: np.ndarray) -> Iterator[Example]:
+    def split_windows(self, ids: np.ndarray) -> Iterator[Example]:
         """Of a text of any length, each of whose tokens but the first is predicted once."""
         for start in range(0, len(ids) - 1, self.window):
             piece = ids[start : start + self.window + 1]
@@ -223,7 +223,7 @@ class Reader:
 
     def _pair(self, record: Record) -> Example:
         prompt, completion = record.value
-        before = self.prompt_ids(prompt)
+        before = self.encode_prompt(prompt)
         answer = [*map(int, self.tokeniser.encode_plain(completion)), self.tokeniser.end_of_text]
         return self._joined(record, [(before, False), (answer, True)])
 
@@ -252,7 +252,7 @@ class Reader:
             return []
         return both
 
-    def prompt_ids(self, prompt: str) -> list[int]:
+    def encode_prompt(self, prompt: str) -> list[int]:
         """As the model will read it when it is used."""
         ids = [int(token) for token in self.tokeniser.encode(prompt)] if prompt else []
         return ids or [self.tokeniser.new_text]
@@ -263,11 +263,11 @@ class Reader:
             n_known: answers among the first so many messages do not count.
         """
         if not self.tokeniser.chat_template:
-            raise ValueError(f"{record.where}: expected a model with a chat template for messages, this one has none")
+            raise ValueError(f"{record.source}: expected a model with a chat template for messages, this one has none")
         try:
             parts = self.tokeniser.chat_parts(messages)
         except ValueError as error:
-            raise ValueError(f"{record.where}: {error}") from None
+            raise ValueError(f"{record.source}: {error}") from None
         n_answers = sum(message["role"] == "assistant" for message in messages[:n_known])
         known = [(ids, False) for ids, _ in parts[: 2 * n_answers]]
         return self._joined(record, known + parts[2 * n_answers :])
@@ -277,7 +277,7 @@ class Reader:
         if longest > self.window and not self.cut_answers:
             got = f"got one of {longest}; --cut-answers cuts such answers"
             most = f"at most {self.window} tokens (--context-window)"
-            raise ValueError(f"{record.where}: expected answers of {most}, {got}")
+            raise ValueError(f"{record.source}: expected answers of {most}, {got}")
         counts = [self._counted(ids) if is_answer else np.zeros(len(ids), bool) for ids, is_answer in parts]
         ids = np.array([token for ids, _ in parts for token in ids], np.int64)
         return Example(ids, np.concatenate(counts))
@@ -292,25 +292,25 @@ class Reader:
 
 # -------------------------------------------------------------------- all of them
 @dataclass
-class Examples:
+class ExampleSplit:
     """What is learnt from, and what is held out.
 
     Attributes:
         prompts: of held-out records, as a text and as the model reads them.
-        reader: has counted what was cut off.
+        encoder: has counted what was cut off.
         digest: changes where a record does.
     """
 
     train: list[Example]
     held_out: list[Example]
     prompts: list[tuple[str, list[int]]]
-    reader: Reader
+    encoder: ExampleEncoder
     digest: str = ""
     n_records: int = 0
     kinds: set[str] = field(default_factory=set)
 
 
-def load_examples(records: Sequence[Record], reader: Reader, held_out: Sequence[Record] = ()) -> Examples:
+def load_examples(records: Sequence[Record], encoder: ExampleEncoder, held_out: Sequence[Record] = ()) -> ExampleSplit:
     """Examples of records.
 
     Args:
@@ -318,69 +318,69 @@ def load_examples(records: Sequence[Record], reader: Reader, held_out: Sequence[
             than twenty plain texts the last twentieth of each.
 
     Raises:
-        ValueError: as of `Reader.examples`; or too little to learn from and hold out.
+        ValueError: as of `ExampleEncoder.encode`; or too little to learn from and hold out.
     """
-    digest = hashlib.sha256(str([record.number for record in (*records, *held_out)]).encode()).hexdigest()
+    digest = hashlib.sha256(str([record.content_hash for record in (*records, *held_out)]).encode()).hexdigest()
     kinds = {record.kind for record in records}
     if held_out:
         learnt, held = list(records), list(held_out)
-    elif kinds == {"text"} and len(records) < HELD_OUT_SHARE:
-        train, rest = _cut_texts(records, reader)
-        openings = [_opening(example.ids, reader) for example in rest[:HELD_OUT_SHARE]]
-        return Examples(train, rest, openings, reader, digest, len(records), kinds)
+    elif kinds == {"text"} and len(records) < HELD_OUT_EVERY:
+        train, rest = _cut_texts(records, encoder)
+        openings = [_opening(example.ids, encoder) for example in rest[:HELD_OUT_EVERY]]
+        return ExampleSplit(train, rest, openings, encoder, digest, len(records), kinds)
     else:
         learnt, held = _split(records)
-    train = [example for record in learnt for example in reader.examples(record)]
-    rest = [example for record in held for example in reader.examples(record)]
+    train = [example for record in learnt for example in encoder.encode(record)]
+    rest = [example for record in held for example in encoder.encode(record)]
     if not train or not rest:
         got = f"{len(train)} and {len(rest)} examples of {len(records) + len(held_out)} records"
-        why = f"; {reader.n_left_out} had nothing to learn" if reader.n_left_out else ""
+        why = f"; {encoder.n_left_out} had nothing to learn" if encoder.n_left_out else ""
         advice = "" if held_out else "; equal ones stand on one side, and --held-out names files of your own"
         raise ValueError(f"expected enough to learn from and to hold out, got {got}{why}{advice}")
-    prompts = [_prompt(record, reader) for record in held[:HELD_OUT_SHARE]]
-    return Examples(train, rest, prompts, reader, digest, len(records) + len(held_out), kinds)
+    prompts = [_prompt(record, encoder) for record in held[:HELD_OUT_EVERY]]
+    return ExampleSplit(train, rest, prompts, encoder, digest, len(records) + len(held_out), kinds)
 
 
 def _split(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    numbers = [record.number for record in records]
-    held = [number % HELD_OUT_SHARE == 0 for number in numbers]
+    numbers = [record.content_hash for record in records]
+    held = [number % HELD_OUT_EVERY == 0 for number in numbers]
     if not any(held) or all(held):
         held = [number == min(numbers) for number in numbers]
     return [r for r, out in zip(records, held) if not out], [r for r, out in zip(records, held) if out]
 
 
-def _cut_texts(records: Sequence[Record], reader: Reader) -> tuple[list[Example], list[Example]]:
+def _cut_texts(records: Sequence[Record], encoder: ExampleEncoder) -> tuple[list[Example], list[Example]]:
     """Hold out the last part of each text; raise ValueError where all are too short for that."""
     train: list[Example] = []
     held: list[Example] = []
     for record in records:
-        ids = reader.text_ids(record.value)
-        cut = len(ids) - max(1, len(ids) // HELD_OUT_SHARE)
+        ids = encoder.encode_text(record.value)
+        cut = len(ids) - max(1, len(ids) // HELD_OUT_EVERY)
         if cut < 2:
             continue
-        train += reader.windows(ids[:cut])
-        held += reader.windows(ids[cut - 1 :])
+        train += encoder.split_windows(ids[:cut])
+        held += encoder.split_windows(ids[cut - 1 :])
     if not train:
-        raise ValueError(f"expected a text of at least three tokens, got none in {records[0].where}")
+        raise ValueError(f"expected a text of at least three tokens, got none in {records[0].source}")
     return train, held
 
 
-def _opening(ids: np.ndarray, reader: Reader) -> tuple[str, list[int]]:
+def _opening(ids: np.ndarray, encoder: ExampleEncoder) -> tuple[str, list[int]]:
     """How a text begins."""
-    first = ids[:OPENING].tolist()
-    return reader.tokeniser.decode(first), first
+    first = ids[:PROMPT_TOKENS].tolist()
+    return encoder.tokeniser.decode(first), first
 
 
-def _prompt(record: Record, reader: Reader) -> tuple[str, list[int]]:
+def _prompt(record: Record, encoder: ExampleEncoder) -> tuple[str, list[int]]:
     """What a record asks."""
     if record.kind == "text":
-        return _opening(reader.text_ids(record.value), reader)
+        return _opening(encoder.encode_text(record.value), encoder)
     if record.kind in ("pair", "preference"):
-        return record.value[0], reader.prompt_ids(record.value[0])
+        return record.value[0], encoder.encode_prompt(record.value[0])
     if record.kind == "chat preference":
         asked = record.value[0]
     else:
         first = next(i for i, message in enumerate(record.value) if message["role"] == "assistant")
         asked = record.value[:first]
-    ids = reader.tokeniser.chat(asked, allowed_special=False)
+    ids = encoder.tokeniser.chat(asked, allowed_special=False)
     return (asked[-1]["content"] if asked else ""), ids

@@ -33,7 +33,7 @@ SHA256 = {
 SPLITS = {"train": "train", "test": "t10k"}
 
 
-def mnist(split: str) -> tuple[np.ndarray, np.ndarray]:
+def load_mnist(split: str) -> tuple[np.ndarray, np.ndarray]:
     """Images (N, 28, 28) of bytes, 255 where there is most ink, and digits (N,): 60,000 of "train", 10,000 of "test".
 
     Files that were unpacked by hand are read too, from `$TRICYCLE_DATA/mnist`.

@@ -25,7 +25,7 @@ SHA256 = {
 SPLITS = ("train", "val", "test_2016_flickr")
 
 
-def multi30k(split: str, language: str) -> list[str]:
+def load_multi30k(split: str, language: str) -> list[str]:
     """The sentences of one split in one language: 29,000 of "train", 1,014 of "val", 1,000 of "test_2016_flickr".
 
     Args:

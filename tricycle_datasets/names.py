@@ -31,7 +31,7 @@ SHA256 = {
 LANGUAGES = tuple(SHA256)
 
 
-def names(language: str) -> list[str]:
+def load_names(language: str) -> list[str]:
     """The surnames of one language, repeated ones as often as the file has them.
 
     Raises:

@@ -16,7 +16,7 @@ SHA256 = {
 CLASSES = ("negative", "positive")
 
 
-def rt_polarity() -> tuple[list[str], list[int]]:
+def load_rt_polarity() -> tuple[list[str], list[int]]:
     """All sentences and their labels, 0 for negative and 1 for positive, in the order of the files, negative first.
 
     Raises:

@@ -37,7 +37,7 @@ class TextFiles(Corpus):
         # a file that several paths lead to counts once, under the first
         files: dict[Path, str] = {}
         for root in roots:
-            for path, name in text_files(root):
+            for path, name in find_text_files(root):
                 files.setdefault(path.resolve(), name)
         if not files:
             raise ValueError(f"TextFiles: expected text files, found none in {[str(root) for root in roots]}")
@@ -59,7 +59,7 @@ class TextFiles(Corpus):
         super().__init__("text", documents, vocab_size, tokeniser, **options)
 
 
-def text_files(root: Path) -> Iterator[tuple[Path, str]]:
+def find_text_files(root: Path) -> Iterator[tuple[Path, str]]:
     """The text files at a path, in order, each with the name that its being held out depends on."""
     if root.is_file():
         if _is_binary(root):

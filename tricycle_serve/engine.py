@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from tricycle.decoding.batch import Batch
+from tricycle.decoding.batch import GenerationBatch
 from tricycle.decoding.speculative import SpeculativeState
 from tricycle.generate import n_shared_tokens
 from tricycle.models import GPT
@@ -191,7 +191,7 @@ class TextEngine(Engine):
         self._dtype = dtype
         self._reading: deque[_Text] = deque()
         self._writing: dict[int, _Text] = {}
-        self._batch = Batch(model)
+        self._batch = GenerationBatch(model)
         self._memory = _Memory(limits.n_kept)
 
     def submit(self, orders: list[Order], seconds: float) -> Work:
@@ -346,7 +346,7 @@ class TextEngine(Engine):
             self._queue.clear()
         self._reading.clear()
         self._writing.clear()
-        self._batch = Batch(self.model)
+        self._batch = GenerationBatch(self.model)
         self._memory.states.clear()
         for text in texts:
             text.work.fail(error)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tricycle_datasets.mnist import mnist
+from tricycle_datasets.mnist import load_mnist
 
 HELD_OUT = 300  # of scikit-learn's 1,797 images for validation, and as many for the test
 HELD_OUT_MNIST = 5_000  # of the 60,000 training images, the last; the test has files of its own
@@ -50,9 +50,9 @@ def _digits() -> Data:
 
 
 def _mnist() -> Data:
-    images, labels = mnist("train")
+    images, labels = load_mnist("train")
     known = part(images / np.float32(255), labels)
-    test_images, test_labels = mnist("test")
+    test_images, test_labels = load_mnist("test")
     train, validation = (Part(*halves) for halves in zip(*(np.split(array, [-HELD_OUT_MNIST]) for array in known)))
     return Data(train, validation, part(test_images / np.float32(255), test_labels))
 

@@ -175,7 +175,7 @@ def bound(model: VariationalAutoencoder, images: np.ndarray) -> tuple[float, flo
     that models with another deviation, and PCA, can be compared.
     """
     generator, n_pixels = stream(BOUND), math.prod(images.shape[1:])
-    mean, log_variance = (in_chunks(lambda x, i=i: model.distribution(x)[i], images) for i in (0, 1))
+    mean, log_variance = (in_chunks(lambda x, i=i: model.posterior(x)[i], images) for i in (0, 1))
     divergence = 0.5 * (mean**2 + np.exp(log_variance) - log_variance - 1).sum(axis=1).mean()
     errors = []
     for _ in range(BOUND_DRAWS):

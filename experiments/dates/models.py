@@ -27,7 +27,7 @@ class ProjectedDotProduct(ScaledDotProductAttention):
         self.query = Dense(query_size, query_size, False, generator=generator)
         self.key = Dense(key_size, query_size, False, generator=generator)
 
-    def remember(self, key: Tensor) -> Tensor:
+    def project_keys(self, key: Tensor) -> Tensor:
         return self.key(key)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
@@ -42,14 +42,14 @@ class Seq2SeqHard(Seq2SeqAttention):
 
     attention: Any  # HardAttention
 
-    def start(self, source: Any, lengths: Any = None, capacity: int = 0) -> State:
-        return {**Seq2Seq.start(self, source, lengths), "weights": None}
+    def start_decoding(self, source: Any, lengths: Any = None, capacity: int = 0) -> State:
+        return {**Seq2Seq.start_decoding(self, source, lengths), "weights": None}
 
     def _attend(self, query: Tensor, state: State) -> tuple[Tensor, Tensor]:
         keys, mask = state["outputs"], state["mask"]
         context, state["log_probability"] = self.attention(query, keys, mask=mask)
         soft = self.attention.soft
-        return context, soft.weights(query, soft.remember(keys), mask)
+        return context, soft.weights(query, soft.project_keys(keys), mask)
 
 
 # -------------------------------------------------------------------- one of each size

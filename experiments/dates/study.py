@@ -153,7 +153,7 @@ def loss_of(
     after the step, nothing else hangs on it.
     """
     target = target[:, : 1 + (target[:, 1:] != IGNORED).any(axis=0).sum()]  # as long as the longest here
-    state = model.start(source, lengths)
+    state = model.start_decoding(source, lengths)
     logits = model.decode(np.where(target == IGNORED, END, target)[:, :-1], state)
     loss = CrossEntropy(IGNORED)(target[:, 1:], logits)
     told = float(loss)
@@ -191,7 +191,7 @@ def look(model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths:
             with Probe(model, "decoder.blocks.*.cross") as probe:
                 model(source, target[:, :-1], lengths)
             return np.concatenate(list(probe.weights.values()), axis=1)
-        state = model.start(source, lengths)
+        state = model.start_decoding(source, lengths)
         model.decode(target[:, :-1], state)
     weights = state.get("weights")
     nowhere = np.zeros((len(source), 0, target.shape[1] - 1, source.shape[1]))

@@ -22,9 +22,9 @@ from tricycle_cli import clock
 from tricycle_cli.finetune import main as finetune
 from tricycle_cli.models import load_model, stop_tokens
 from tricycle_cli.tuning import HeldOutRows
-from tricycle_datasets.examples import Reader, read_records
-from tricycle_datasets.multi30k import multi30k
-from tricycle_datasets.rt_polarity import rt_polarity
+from tricycle_datasets.examples import ExampleEncoder, read_records
+from tricycle_datasets.multi30k import load_multi30k
+from tricycle_datasets.rt_polarity import load_rt_polarity
 
 METHODS = "lora", "all"
 ROWS = 8  # that are looked at together
@@ -216,10 +216,10 @@ def shown(questions: Sequence[Question], answers: Sequence[str]) -> list[list[st
 def texts_of(loaded: Pretrained, settings: Settings, own: list[Any]) -> dict[str, list[Example]]:
     """All that bits a byte are taken of, by name."""
     window = settings.context_window
-    reader = Reader(loaded.tokeniser, window, cut_answers=True)
-    texts = {name: examples_of(settings, task, reader) for name, task in TASKS.items()}
-    texts["captions"] = list(reader.windows(reader.text_ids(captions())))
-    texts["reviews"] = list(reader.windows(reader.text_ids(reviews())))
+    encoder = ExampleEncoder(loaded.tokeniser, window, cut_answers=True)
+    texts = {name: examples_of(settings, task, encoder) for name, task in TASKS.items()}
+    texts["captions"] = list(encoder.split_windows(encoder.encode_text(captions())))
+    texts["reviews"] = list(encoder.split_windows(encoder.encode_text(reviews())))
     texts[OWN_ANSWERS] = [answer_example(ids, drawn, window) for ids, drawn in own]
     return texts
 
@@ -235,12 +235,12 @@ def ask(
     loaded: Pretrained, questions: Sequence[Question], n_tokens: int, settings: Settings, temperature: float = 0.0
 ) -> list[tuple[list[int], list[int]]]:
     """Prompts and answers in tokens; what ends an answer is its last, where it came to an end."""
-    reader = Reader(loaded.tokeniser, settings.context_window)
+    encoder = ExampleEncoder(loaded.tokeniser, settings.context_window)
     stops = ends_of(loaded)
     seed = 0 if temperature else None
     sampling = Sampling(temperature, top_p=0.95 if temperature else 1.0, seed=seed, stop_tokens=stops)
     sampling = replace(sampling, n_vocab=loaded.tokeniser.n_vocab)
-    prompts = [prompt_of(loaded, reader, question) for question in questions]
+    prompts = [prompt_of(loaded, encoder, question) for question in questions]
     drawn: list[list[int]] = []
     with loaded.model.evaluating():
         for first in range(0, len(prompts), AT_ONCE):
@@ -254,11 +254,11 @@ def ends_of(loaded: Pretrained) -> list[int]:
     return sorted({*stop_tokens(loaded), loaded.tokeniser.end_of_text, *([] if end is None else [end])})
 
 
-def prompt_of(loaded: Pretrained, reader: Reader, question: Question) -> list[int]:
+def prompt_of(loaded: Pretrained, encoder: ExampleEncoder, question: Question) -> list[int]:
     if question.is_chat:
         ids = loaded.tokeniser.chat([{"role": "user", "content": question.text}], allowed_special=False)
         return [int(token) for token in ids]
-    return reader.prompt_ids(question.text)
+    return encoder.encode_prompt(question.text)
 
 
 def told(loaded: Pretrained, answers: Sequence[tuple[list[int], list[int]]]) -> list[str]:
@@ -274,10 +274,10 @@ def bits(loaded: Pretrained, examples: list[Example], settings: Settings) -> flo
     return rounded(rows.measure(loaded.model)["bits_per_byte"])
 
 
-def examples_of(settings: Settings, task: Task, reader: Reader) -> list[Example]:
+def examples_of(settings: Settings, task: Task, encoder: ExampleEncoder) -> list[Example]:
     """Of a task's test."""
     records = read_records([settings.output / "data" / f"{task.name}-test{task.suffix}"])
-    return [example for record in records for example in reader.examples(record)]
+    return [example for record in records for example in encoder.encode(record)]
 
 
 def answer_example(prompt: list[int], drawn: list[int], window: int) -> Example:
@@ -288,9 +288,9 @@ def answer_example(prompt: list[int], drawn: list[int], window: int) -> Example:
 
 def captions() -> str:
     """What is on photographs: a sentence a line."""
-    return "\n".join(multi30k("val", "en")[:150])
+    return "\n".join(load_multi30k("val", "en")[:150])
 
 
 def reviews() -> str:
     """What people say of films: a sentence a line."""
-    return "\n".join(rt_polarity()[0][::90])
+    return "\n".join(load_rt_polarity()[0][::90])

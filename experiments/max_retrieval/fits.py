@@ -177,4 +177,4 @@ def _loss_with(
 
 def _forget_last(caches: list[KeyValueCache]) -> None:
     for cache in caches:
-        cache.crop(cache.length - 1)
+        cache.truncate(cache.length - 1)

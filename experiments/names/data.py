@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 
 from experiments.shared.classification import Problem
-from tricycle_datasets.names import LANGUAGES, names
+from tricycle_datasets.names import LANGUAGES, load_names
 
 BEGIN, END = "^", "$"  # no name has them
 
@@ -27,7 +27,7 @@ def load(repeated: bool, most: int) -> Problem:
         repeated: every line of the files is a text of its own instead, to be learnt or tested wherever it falls.
         most: of each language the first so many lines.
     """
-    pairs = [(name, label) for label, language in enumerate(LANGUAGES) for name in names(language)[:most]]
+    pairs = [(name, label) for label, language in enumerate(LANGUAGES) for name in load_names(language)[:most]]
     if not repeated:
         pairs = list(dict.fromkeys(pairs))
     tokens, labels = [letters(name) for name, _ in pairs], np.array([label for _, label in pairs])

@@ -50,7 +50,7 @@ class Speller(EncoderDecoder):
         self.decoder = GRU(size, size, generator=generator)
         self.output = Dense(size, len(SOUNDS), generator=generator, role="head")
 
-    def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+    def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
         _, final = self.encoder(self.letters(as_tensor(source)), lengths)
         return {"hidden": final[0]}
 

@@ -52,7 +52,7 @@ def left_out(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
     """
     tokens, lengths = ids_of([word, *(word[:i] + word[i + 1 :] for i in range(len(word)))])
     with no_grad():
-        log_p = log_probabilities(model, model.start(tokens, lengths)["hidden"].array, sounds)
+        log_p = log_probabilities(model, model.start_decoding(tokens, lengths)["hidden"].array, sounds)
     return ((np.exp(log_p[:1]) * (log_p[:1] - log_p[1:])).sum(axis=-1) / np.log(2)).T
 
 

@@ -11,7 +11,7 @@ from experiments.shared import classification as shared
 from experiments.shared.classification import FoldSettings, Outcome, Parts, Predicted, Problem, Recipe
 from experiments.shared.results import Runs
 from tricycle.sequences.classifiers import Classifier
-from tricycle_datasets.rt_polarity import CLASSES, rt_polarity
+from tricycle_datasets.rt_polarity import CLASSES, load_rt_polarity
 
 # "n't" and what follows another apostrophe within a word ("'s") are words of their own, as are single marks.
 WORD = re.compile(r"n't|(?<=\w)'\w+|\w+?(?=n't)|\w+|[^\w\s]", re.IGNORECASE)
@@ -31,7 +31,7 @@ def gaps(text: str) -> list[str]:
 
 def load(most: int) -> tuple[list[str], Problem]:
     """The texts, and what is asked of them; of each class the first `most`."""
-    texts, labels = rt_polarity()
+    texts, labels = load_rt_polarity()
     chosen = [i for label in range(len(CLASSES)) for i in np.flatnonzero(np.array(labels) == label)[:most]]
     texts, kept = [texts[i] for i in chosen], np.array([labels[i] for i in chosen])
     # a sentence is a group, so that one that comes twice is never in two parts

@@ -24,7 +24,7 @@ from tricycle.dataset import Buckets, pad
 from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
-from tricycle.sequences.classifiers import AttentionPooling, Classifier, ConvolutionEncoder, MaxPooling
+from tricycle.sequences.classifiers import AttentionPooling, Classifier, ConvolutionalEncoder, MaxPooling
 from tricycle.sequences.seq2seq import RecurrentEncoder, TransformerEncoder
 from tricycle.tensor import Tensor
 from tricycle.training import train_on_batch
@@ -152,7 +152,7 @@ class Recipe:
 
 def convolution(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator) -> Classifier:
     sizes = vocab_size, recipe.embedding, recipe.size, recipe.widths
-    encoder = ConvolutionEncoder(*sizes, dropout=recipe.inner_dropout, generator=rng)
+    encoder = ConvolutionalEncoder(*sizes, dropout=recipe.inner_dropout, generator=rng)
     return Classifier(encoder, MaxPooling(), recipe.size * len(recipe.widths), n_classes, recipe.dropout, rng)
 
 

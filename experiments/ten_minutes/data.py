@@ -12,7 +12,7 @@ from tricycle.evaluation import HeldOut
 from tricycle_datasets.corpus import Corpus, Document, is_held_out
 from tricycle_datasets.python_code import PythonCode
 from tricycle_datasets.shakespeare import Shakespeare
-from tricycle_datasets.text import TextFiles, text_files
+from tricycle_datasets.text import TextFiles, find_text_files
 
 Files = Iterable[str | os.PathLike[str]]
 
@@ -70,7 +70,7 @@ def text_documents(paths: Files) -> Iterator[Document]:
     """Without the files that `TextFiles` holds out; without the last tenth of each where it holds that out instead."""
     files: dict[Path, str] = {}
     for root in map(Path, paths):
-        for path, name in text_files(root):
+        for path, name in find_text_files(root):
             files.setdefault(path.resolve(), name)
     by_path = len({is_held_out(name) for name in files.values()}) == 2
     kept = {path: name for path, name in files.items() if not (by_path and is_held_out(name))}

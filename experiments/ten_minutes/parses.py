@@ -25,7 +25,7 @@ from experiments.shared.results import save
 from experiments.shared.texts import python_files, python_root
 from experiments.ten_minutes.report import parses_table
 from tricycle.checkpoint import load_checkpoint
-from tricycle.decoding.batch import Batch
+from tricycle.decoding.batch import GenerationBatch
 from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.models import GPT
 from tricycle.sampling import Sampling
@@ -198,7 +198,7 @@ def write(
     end = tokeniser.end_of_text
     sampling = replace(sampling_of(settings, temperature), seed=seed, n_vocab=tokeniser.n_vocab)
     rows = [[end, *map(int, tokeniser.encode(prompt))] for prompt in prompts]
-    batch, ended = Batch(model), [False] * len(rows)
+    batch, ended = GenerationBatch(model), [False] * len(rows)
     with model.evaluating():
         for i, row in enumerate(rows):
             batch.add(row, settings.tokens - len(row), sampling.of_text(i))

@@ -39,7 +39,7 @@ from experiments.translation.study import (
 from tricycle.sequences.translators import Vocabulary, load_translator
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.look import show
-from tricycle_datasets.multi30k import LANGUAGES, multi30k
+from tricycle_datasets.multi30k import LANGUAGES, load_multi30k
 from tricycle_lab.look.subjects import saved_translator
 
 QUICK = {"minutes": 0.4, "measurements": 2, "measured": 50, "tested": 100}
@@ -131,9 +131,10 @@ def recipe_of(settings: Settings, name: str) -> Recipe:
 def load_data(settings: Settings) -> tuple[Pairs, Pairs, list[tuple[str, str]]]:
     """Training and validation pairs as numbers, and the test sentences with their translations."""
     train, held_out, test = (
-        [multi30k(split, language) for language in ("en", settings.target)] for split in ("train", "val", report.TEST)
+        [load_multi30k(split, language) for language in ("en", settings.target)]
+        for split in ("train", "val", report.TEST)
     )
-    vocabulary = Vocabulary.learn(train[0] + train[1], settings.vocab_size, progress=False)
+    vocabulary = Vocabulary.train(train[0] + train[1], settings.vocab_size, progress=False)
     pairs, validation = Pairs(vocabulary, *train, CONTEXT_WINDOW), Pairs(vocabulary, *held_out)
     return pairs, validation, list(zip(*test))[: settings.tested or None]
 

@@ -100,25 +100,25 @@ class KeyValueCache:
         self._keys, self._values = self._keys[:, kept].copy(), self._values[:, kept].copy()
         self._first = first
 
-    def hold(self, place: int | None) -> None:
+    def pin(self, place: int | None) -> None:
         """Be able to crop to this position, until another is named or None."""
         self._held = place
 
-    def can_crop(self, length: int) -> bool:
+    def can_truncate(self, length: int) -> bool:
         """Return whether `crop(length)` works: what the next token would see is kept, and nothing is mixed."""
         if length in (0, self.length):
             return True
         return not self.mixes and (self._first == 0 or self._first <= length - (self.window or 0) + 1)
 
-    def crop(self, length: int) -> None:
-        """Drop all tokens but the first `length`; raise a ValueError if there are fewer, or `can_crop` is False."""
+    def truncate(self, length: int) -> None:
+        """Drop all tokens but the first `length`; raise a ValueError if there are fewer, or `can_truncate` is False."""
         if not 0 <= length <= self.length:
             raise ValueError(f"KeyValueCache: expected to keep 0 to {self.length} tokens, got {length}")
         if length == self.length:
             return
         if length and self.mixes:
             raise ValueError("KeyValueCache: expected attention without a shift, to forget some tokens")
-        if not self.can_crop(length):
+        if not self.can_truncate(length):
             raise ValueError(f"KeyValueCache: expected to keep what a token sees, but {length} is too long ago")
         self._first = self._first if length else 0
         self.length = length

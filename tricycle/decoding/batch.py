@@ -48,7 +48,7 @@ def generate_batch(
     else:
         shared = sampling_of(sampling, temperature)  # type: ignore[arg-type]
         samplings = [shared.of_text(i) for i in range(len(prompts))]
-    batch = Batch(model, n_draft_tokens)
+    batch = GenerationBatch(model, n_draft_tokens)
     for prompt, each in zip(prompts, samplings):
         batch.add(prompt, n_tokens, each)
     generated: list[list[int]] = [[] for _ in prompts]
@@ -58,7 +58,7 @@ def generate_batch(
     return generated
 
 
-class Batch:
+class GenerationBatch:
     """Texts that are generated at the same time (continuous batching): each step gives each text a token.
 
     Texts join and leave at any time, and each has its own sampling parameters. Nothing is padded: new tokens of all

@@ -10,7 +10,7 @@ from tricycle.attention import KeyValueCache
 from tricycle.decoding.ragged import next_logits
 from tricycle.generate import check_prompt
 from tricycle.models import GPT
-from tricycle.sequences.beam_search import search
+from tricycle.sequences.beam_search import run_beam_search
 
 
 def generate_beam_search(
@@ -53,7 +53,7 @@ def generate_beam_search(
         return [[] for _ in texts]
     ends = [stop for stop in np.atleast_1d(stop_tokens).tolist() if stop < (n_vocab or model.config.vocab_size)]
     first = np.array([text[-1] for text in texts])
-    return search(_Texts(model, texts, n_vocab), first, ends, n_tokens, beam_size, length_penalty)
+    return run_beam_search(_Texts(model, texts, n_vocab), first, ends, n_tokens, beam_size, length_penalty)
 
 
 class _Texts:

@@ -59,7 +59,7 @@ class SpeculativeState(DecodingState):
     def _pin(self, position: int | None) -> None:
         """Keep what is needed to truncate the caches to this position."""
         for cache in self.caches:
-            cache.hold(position)
+            cache.pin(position)
 
     def fork(self, length: int) -> SpeculativeState:
         """Return a state that has processed the first tokens; this one stays as it is.
@@ -68,7 +68,7 @@ class SpeculativeState(DecodingState):
         """
         other = SpeculativeState(self.model, self.dtype)
         length = min(length, len(self.tokens))
-        if length and not self.is_inexact and all(cache.can_crop(length) for cache in self.caches):
+        if length and not self.is_inexact and all(cache.can_truncate(length) for cache in self.caches):
             other.caches = [cache.select(np.array([0])) for cache in self.caches]
             other.tokens = self.tokens
             other.truncate(length)
@@ -87,7 +87,7 @@ class SpeculativeState(DecodingState):
         self._pin(None)
         start = len(text) - sum(sizes)
         for cache in self.caches:
-            cache.crop(start)
+            cache.truncate(start)
         for size in sizes:
             logits = next_logits(self.model, [text[start : start + size]], [self.caches])[0]
             start += size

@@ -1,6 +1,6 @@
 """The cross-entropy of many logits, which are computed for some rows at a time and never exist whole.
 
-`of_head` is a method of `CrossEntropy`.
+`from_hidden` is a method of `CrossEntropy`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tricycle.tensor import Operand, Tensor, record
 from tricycle.tensor_methods import gradients_of
 
 
-def of_head(
+def from_hidden(
     loss_fn: CrossEntropy,
     labels: Operand,
     hidden: Operand,
@@ -45,7 +45,7 @@ def of_head(
     Raises:
         ValueError: as of `CrossEntropy`; `n_rows` below 1.
     """
-    positive("CrossEntropy.of_head", n_rows=n_rows)
+    positive("CrossEntropy.from_hidden", n_rows=n_rows)
     hidden = as_tensor(hidden)
     rows, ids, weights = loss_fn.weighed(as_tensor(labels), hidden, "hidden states", scale)
     inputs = (hidden, *(parameter for parameter in parameters if parameter.requires_grad))
@@ -95,4 +95,4 @@ def _add(held: Array | None, new: Array | None, other: Array | None) -> Array | 
     return held
 
 
-CrossEntropy.of_head = of_head
+CrossEntropy.from_hidden = from_hidden

@@ -7,29 +7,29 @@ from typing import NamedTuple
 
 from tricycle.optimiser_rules.adafactor import Adafactor
 from tricycle.optimiser_rules.lion import Lion, LionRule
-from tricycle.optimiser_rules.muon import Muon, MuonRule, anything, is_hidden_matrix
+from tricycle.optimiser_rules.muon import Muon, MuonRule, any_parameter, is_hidden_matrix
 from tricycle.optimisers import AdamW, Optimiser
 
-__all__ = ["OPTIMISERS", "Adafactor", "Lion", "LionRule", "Muon", "MuonRule", "anything", "is_hidden_matrix"]
+__all__ = ["OPTIMISERS", "Adafactor", "Lion", "LionRule", "Muon", "MuonRule", "any_parameter", "is_hidden_matrix"]
 
 
-class OptimiserRow(NamedTuple):
+class OptimiserEntry(NamedTuple):
     """An optimizer that a config can name.
 
     Attributes:
         kind: its class, called with the learning rate and the fields by name.
-        n_moments: numbers of its state for each weight of a matrix, at least (for the estimate of memory).
+        n_state_arrays: numbers of its state for each weight of a matrix, at least (for the estimate of memory).
         fields: the fields of `TrainingConfig` and `ModelConfig` that it reads.
     """
 
     kind: Callable[..., Optimiser]
-    n_moments: int
+    n_state_arrays: int
     fields: tuple[str, ...]
 
 
 OPTIMISERS = {
-    "adamw": OptimiserRow(AdamW, 2, ("betas", "weight_decay")),
-    "muon": OptimiserRow(Muon, 1, ("betas", "weight_decay", "matrix_rate", "precision")),
-    "lion": OptimiserRow(Lion, 1, ("betas", "weight_decay")),
-    "adafactor": OptimiserRow(Adafactor, 0, ("weight_decay",)),
+    "adamw": OptimiserEntry(AdamW, 2, ("betas", "weight_decay")),
+    "muon": OptimiserEntry(Muon, 1, ("betas", "weight_decay", "matrix_rate", "precision")),
+    "lion": OptimiserEntry(Lion, 1, ("betas", "weight_decay")),
+    "adafactor": OptimiserEntry(Adafactor, 0, ("weight_decay",)),
 }

@@ -15,7 +15,7 @@ def is_hidden_matrix(parameter: Tensor) -> bool:
     return role_of(parameter) == "matrix" and parameter.ndim == 2
 
 
-def anything(parameter: Tensor) -> bool:
+def any_parameter(parameter: Tensor) -> bool:
     """Accept every parameter: the predicate of a last rule, for the rest."""
     return True
 
@@ -100,5 +100,5 @@ class Muon(Optimiser):
         precision: str = "float32",
     ) -> None:
         matrices = takes, MuonRule(matrix_rate, momentum, precision)
-        others = anything, AdamWRule(betas, eps)
+        others = any_parameter, AdamWRule(betas, eps)
         super().__init__(learning_rate, [matrices, others], weight_decay, decays)

@@ -35,16 +35,16 @@ class ScaledDotProductAttention(Layer):
         self.softmax = new_softmax(softmax)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """(B, T, D) and what `remember` gave for the keys to (B, T, S)."""
+        """(B, T, D) and what `project_keys` gave for the keys to (B, T, S)."""
         return query @ key.transpose(0, 2, 1) * (1 / math.sqrt(query.shape[-1]))
 
-    def remember(self, key: Tensor) -> Tensor:
+    def project_keys(self, key: Tensor) -> Tensor:
         """What the scores need of the keys: computed once where queries come one after the other."""
         return key
 
-    def weights(self, query: Tensor, remembered: Tensor, mask: Mask = None) -> Tensor:
+    def weights(self, query: Tensor, projected_keys: Tensor, mask: Mask = None) -> Tensor:
         """(B, T, S); a row that sees no key is all zeros."""
-        scores = self.scores(query, remembered)
+        scores = self.scores(query, projected_keys)
         hidden = additive_mask(type(self).__name__, mask, scores.array, *scores.shape[1:])
         if hidden is not None:
             scores = scores + Tensor(hidden[:, 0], requires_grad=False)
@@ -76,7 +76,7 @@ class ScaledDotProductAttention(Layer):
             wanted = "query (B, T, .), key and value (B, S, .)"
             got = f"{query.shape}, {key.shape} and {value.shape}"
             raise ValueError(f"{type(self).__name__}: expected {wanted}, got shapes {got}")
-        weights = self.weights(query, self.remember(key), mask)
+        weights = self.weights(query, self.project_keys(key), mask)
         context = weights @ value
         return (context, weights) if return_weights else context
 
@@ -104,7 +104,7 @@ class AdditiveAttention(ScaledDotProductAttention):
         self.key = Dense(key_size, hidden_size, False, initialiser, generator)
         self.vector = Dense(hidden_size, 1, False, initialiser, generator)
 
-    def remember(self, key: Tensor) -> Tensor:
+    def project_keys(self, key: Tensor) -> Tensor:
         return self.key(key)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
@@ -143,9 +143,9 @@ class LuongAttention(ScaledDotProductAttention):
             size = hidden_size or query_size
             self.concat = AdditiveAttention(query_size, key_size, size, softmax, initialiser, generator)
 
-    def remember(self, key: Tensor) -> Tensor:
+    def project_keys(self, key: Tensor) -> Tensor:
         if self.score == "concat":
-            return self.concat.remember(key)
+            return self.concat.project_keys(key)
         return self.key(key) if self.score == "general" else key
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:

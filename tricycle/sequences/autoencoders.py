@@ -41,7 +41,7 @@ class Autoencoder(Layer):
         generator: a NumPy generator or a seed, for what is drawn in training (nothing, unless variational).
     """
 
-    _numbers_a_code = 1
+    _numbers_per_code = 1
 
     def __init__(self, encoder: Layer, decoder: Layer, generator: Generator = None) -> None:
         self.encoder, self.decoder, self.generator = encoder, decoder, new_generator(generator)
@@ -58,7 +58,7 @@ class Autoencoder(Layer):
         """
         if len(sizes) < 2:
             raise ValueError(f"{cls.__name__}.dense: expected sizes from the input's to the code's, got {sizes!r}")
-        generator, ends = new_generator(generator), [*sizes[:-1], cls._numbers_a_code * sizes[-1]]
+        generator, ends = new_generator(generator), [*sizes[:-1], cls._numbers_per_code * sizes[-1]]
         return cls(_dense(ends, generator), _dense(sizes[::-1], generator), generator=generator, **options)
 
     @classmethod
@@ -87,7 +87,7 @@ class Autoencoder(Layer):
             up = [ReLU(), back, *up]
             sizes, before = halved, after
         flat = math.prod(sizes) * before
-        encoder = Sequential(*down, Reshape(flat), Dense(flat, cls._numbers_a_code * code_size, generator=generator))
+        encoder = Sequential(*down, Reshape(flat), Dense(flat, cls._numbers_per_code * code_size, generator=generator))
         decoder = Sequential(Dense(code_size, flat, generator=generator), Reshape(*sizes, before), *up)
         return cls(encoder, decoder, generator=generator, **options)
 
@@ -130,7 +130,7 @@ class VariationalAutoencoder(Autoencoder):
             worse do codes keep to the normal distribution.
     """
 
-    _numbers_a_code = 2
+    _numbers_per_code = 2
 
     def __init__(self, encoder: Layer, decoder: Layer, deviation: float = 0.3, generator: Generator = None) -> None:
         if not deviation > 0:
@@ -138,7 +138,7 @@ class VariationalAutoencoder(Autoencoder):
         super().__init__(encoder, decoder, generator)
         self.deviation = deviation
 
-    def distribution(self, x: Operand) -> tuple[Tensor, Tensor]:
+    def posterior(self, x: Operand) -> tuple[Tensor, Tensor]:
         """Means and logs of variances of the codes, both (B, Z)."""
         both = self.encoder(as_tensor(x))
         size = both.shape[-1] // 2
@@ -146,9 +146,9 @@ class VariationalAutoencoder(Autoencoder):
 
     def encode(self, x: Operand) -> Tensor:
         """The mean of the code (B, Z)."""
-        return self.distribution(x)[0]
+        return self.posterior(x)[0]
 
-    def draw(self, mean: Tensor, log_variance: Tensor) -> Tensor:
+    def sample_code(self, mean: Tensor, log_variance: Tensor) -> Tensor:
         """A code; the mean itself where not training."""
         if not self.training:
             return mean
@@ -156,7 +156,7 @@ class VariationalAutoencoder(Autoencoder):
         return mean + exp(log_variance * 0.5) * noise
 
     def forward(self, x: Operand) -> Tensor:
-        return self.decode(self.draw(*self.distribution(x)))
+        return self.decode(self.sample_code(*self.posterior(x)))
 
     def loss(self, x: Operand, target: Operand | None = None) -> Tensor:
         """-log p(x | code) but for a constant, and the divergence of the code's distribution from the standard normal.
@@ -164,8 +164,8 @@ class VariationalAutoencoder(Autoencoder):
         The mean over items, in nats an item: the negative evidence lower bound.
         """
         x = as_tensor(x)
-        mean, log_variance = self.distribution(x)
-        decoded = self.decode(self.draw(mean, log_variance))
+        mean, log_variance = self.posterior(x)
+        decoded = self.decode(self.sample_code(mean, log_variance))
         error = MeanSquaredError()(x if target is None else target, decoded) * (x.size / len(x))
         divergence = (mean * mean + exp(log_variance) - log_variance - 1).sum() * (0.5 / len(x))
         return error * (0.5 / self.deviation**2) + divergence

@@ -44,8 +44,8 @@ def beam_search(
         raise ValueError(f"beam_search: expected beam_size and max_length above 0, got {beam_size} and {max_length}")
     with model.evaluating():
         source = model.place(source)
-        rows = _Targets(model, model.start(source, lengths, capacity=max_length))
-        targets = search(rows, np.full(len(source), begin), [end], max_length, beam_size, length_penalty)
+        rows = _Targets(model, model.start_decoding(source, lengths, capacity=max_length))
+        targets = run_beam_search(rows, np.full(len(source), begin), [end], max_length, beam_size, length_penalty)
     return [target[:-1] if target[-1] == end else target for target in targets]
 
 
@@ -69,10 +69,10 @@ class _Targets:
         return logits
 
     def select(self, rows: np.ndarray) -> None:
-        self.state = select(self.state, rows)
+        self.state = select_rows(self.state, rows)
 
 
-def search(
+def run_beam_search(
     texts: Beams, first: np.ndarray, ends: Sequence[int], max_length: int, beam_size: int, length_penalty: float
 ) -> list[list[int]]:
     """The likeliest continuation of each text that a search in some width finds.
@@ -119,7 +119,7 @@ def search(
     ]
 
 
-def select(state: Any, rows: np.ndarray) -> Any:
+def select_rows(state: Any, rows: np.ndarray) -> Any:
     """The state of a decoder for some rows of its batch, each as often as it is named."""
     if isinstance(state, Tensor):
         return Tensor(state.array[state.xp.asarray(rows)], False)
@@ -128,5 +128,5 @@ def select(state: Any, rows: np.ndarray) -> Any:
     if isinstance(state, KeyValueCache):
         return state.select(rows)
     if isinstance(state, dict):
-        return {name: select(value, rows) for name, value in state.items()}
-    return type(state)(select(value, rows) for value in state) if isinstance(state, (list, tuple)) else state
+        return {name: select_rows(value, rows) for name, value in state.items()}
+    return type(state)(select_rows(value, rows) for value in state) if isinstance(state, (list, tuple)) else state

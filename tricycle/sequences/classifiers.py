@@ -22,7 +22,7 @@ from tricycle.sequences.convolution import Conv1d
 from tricycle.tensor import Operand, Tensor
 
 
-class ConvolutionEncoder(Layer):
+class ConvolutionalEncoder(Layer):
     """Embeds tokens and looks for patterns of a few neighbours (Kim 2014): C = n_filters * len(widths).
 
     Args:
@@ -92,7 +92,7 @@ class Classifier(Layer):
     """Tokens to the logits of classes.
 
     Args:
-        encoder: of tokens (B, T) and lengths, such as `ConvolutionEncoder`, or `RecurrentEncoder` and
+        encoder: of tokens (B, T) and lengths, such as `ConvolutionalEncoder`, or `RecurrentEncoder` and
             `TransformerEncoder` of seq2seq.py.
         pooling: of (B, T, C) and a mask, such as `AttentionPooling` or `MaxPooling`.
         size: C.

@@ -34,7 +34,7 @@ State = dict[str, Any]  # all that a decoder needs to go on; arrays in it have t
 class EncoderDecoder(Layer):
     """What training and generation (`generate.beam_search`) need of such a model: `start` and `decode`."""
 
-    def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+    def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
         """Read the source.
 
         Args:
@@ -50,7 +50,7 @@ class EncoderDecoder(Layer):
 
     def forward(self, source: Operand, target: Operand, lengths: Any = None) -> Tensor:
         """(B, S) and (B, T) to logits (B, T, V)."""
-        return self.decode(target, self.start(source, lengths))
+        return self.decode(target, self.start_decoding(source, lengths))
 
 
 # -------------------------------------------------------------------- recurrent
@@ -125,7 +125,7 @@ class Seq2Seq(EncoderDecoder):
         self.output = Dense(hidden_size, target_vocab, generator=generator, role="head")
         self.dropout = Dropout(dropout, generator)
 
-    def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+    def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
         source = as_tensor(source)
         lengths = np.full(len(source), source.shape[-1]) if lengths is None else lengths
         outputs, both = self.encoder.states(source, lengths)
@@ -177,9 +177,9 @@ class Seq2SeqAttention(Seq2Seq):
         self.attention = attention
         self.mix = Dense(3 * hidden_size, hidden_size, generator=generator)
 
-    def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
-        state = super().start(source, lengths)
-        return {**state, "remembered": self.attention.remember(state["outputs"]), "weights": None}
+    def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        state = super().start_decoding(source, lengths)
+        return {**state, "projected_keys": self.attention.project_keys(state["outputs"]), "weights": None}
 
     def decode(self, target: Operand, state: State) -> Tensor:
         """As of `EncoderDecoder`; state["weights"] are then those of this call, (B, T, S)."""
@@ -199,7 +199,7 @@ class Seq2SeqAttention(Seq2Seq):
         return self.output(self.dropout(tanh(self.mix(concatenate([hidden, context], axis=-1)))))
 
     def _attend(self, query: Tensor, state: State) -> tuple[Tensor, Tensor]:
-        weights = self.attention.weights(query, state["remembered"], state["mask"])
+        weights = self.attention.weights(query, state["projected_keys"], state["mask"])
         return weights @ state["outputs"], weights
 
 
@@ -234,9 +234,9 @@ class SinusoidalPositions(Layer):
         if stop > self.context_window:
             title = f"{type(self).__name__}(context_window={self.context_window})"
             raise ValueError(f"{title}: expected at most {self.context_window} tokens, got {stop}")
-        return x + self.vectors(x, slice(offset, stop))
+        return x + self.position_vectors(x, slice(offset, stop))
 
-    def vectors(self, x: Tensor, places: slice) -> Tensor:
+    def position_vectors(self, x: Tensor, places: slice) -> Tensor:
         """(T, C), on the device of x."""
         table = sinusoids(self.context_window, self.size)[places]
         return Tensor(x.xp.asarray(table, x.dtype), requires_grad=False)
@@ -249,7 +249,7 @@ class LearnedPositions(SinusoidalPositions):
         super().__init__(context_window, size)
         self.weights = Parameter(normal(0.02)((context_window, size), new_generator(generator)), "position")
 
-    def vectors(self, x: Tensor, places: slice) -> Tensor:
+    def position_vectors(self, x: Tensor, places: slice) -> Tensor:
         return self.weights[places]
 
 
@@ -264,7 +264,7 @@ def sinusoids(n_places: int, size: int) -> np.ndarray:
 
 
 # What Vaswani et al. 2017 do and GPT-2, whose fields are the defaults of `ModelConfig`, does not.
-PAPER: dict[str, Any] = {"activation": "relu", "dropout": 0.1}
+PAPER_DEFAULTS: dict[str, Any] = {"activation": "relu", "dropout": 0.1}
 
 
 class TransformerEncoder(Layer):
@@ -275,7 +275,7 @@ class TransformerEncoder(Layer):
         norm_first: norms stand before the parts of a block, and one at the end; else after each sum, as in the paper.
         learned_positions: `LearnedPositions` and not `SinusoidalPositions`.
         decoder: tokens see those before them, and what an encoder gave.
-        fields: those of `PAPER` are as there unless given.
+        fields: those of `PAPER_DEFAULTS` are as there unless given.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class TransformerEncoder(Layer):
             n_layers=n_layers,
             context_window=context_window,
             norm_placement="before" if norm_first else "after",
-            **{**PAPER, **fields},
+            **{**PAPER_DEFAULTS, **fields},
         )
         generator = new_generator(generator)
         self.embedding = Embedding(vocab_size, embedding_dim, normal(embedding_dim**-0.5), generator)
@@ -366,7 +366,7 @@ class Transformer(EncoderDecoder):
         if tied:
             self.decoder.embedding = self.encoder.embedding
 
-    def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+    def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
         source = as_tensor(source)
         mask = None if lengths is None else length_mask(lengths, source.shape[-1])
         memory, blocks = self.encoder(source, lengths), self.decoder.blocks

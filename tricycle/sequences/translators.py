@@ -39,7 +39,7 @@ A_TRANSLATOR = "a saved encoder-decoder"
 
 
 # -------------------------------------------------------------------- texts
-class Batch(NamedTuple):
+class TranslationBatch(NamedTuple):
     """
     Attributes:
         source: (B, S). lengths: (B,) of the sources.
@@ -61,7 +61,7 @@ class Vocabulary:
         self.pad, self.begin, self.end = (tokeniser.special_tokens[name] for name in SPECIAL)
 
     @classmethod
-    def learn(cls, sentences: Sequence[str], vocab_size: int, progress: bool = True) -> Vocabulary:
+    def train(cls, sentences: Sequence[str], vocab_size: int, progress: bool = True) -> Vocabulary:
         """Of both languages together, so that names, numbers and signs are one token on both sides."""
         text = "\n".join(f" {sentence}" for sentence in sentences)
         return cls(BPETokeniser(vocab_size, SPECIAL).train(text, progress))
@@ -81,12 +81,12 @@ class Vocabulary:
         """Each token for itself, to write beside a picture."""
         return [self.tokeniser.decode([i]) for i in ids]
 
-    def batch(self, sources: Sequence[Any], targets: Sequence[Any]) -> Batch:
+    def batch(self, sources: Sequence[Any], targets: Sequence[Any]) -> TranslationBatch:
         """Pairs side by side, padded."""
         source, lengths = pad(sources, self.pad)
         target, _ = pad([[self.begin, *ids] for ids in targets], self.pad)
         labels, _ = pad([[*ids, self.end] for ids in targets], self.pad)
-        return Batch(source, lengths, target, labels)
+        return TranslationBatch(source, lengths, target, labels)
 
 
 # -------------------------------------------------------------------- models
@@ -119,7 +119,7 @@ class TranslatorConfig(Checked):
         self._check(RULES)
 
     @property
-    def least_numbers(self) -> int:
+    def min_n_weights(self) -> int:
         """No model of this shape has fewer weights."""
         hidden = self.expansion if self.name == "transformer" else 1
         return int(self.vocab_size * self.width + self.n_layers * self.width**2 * max(1, hidden))
@@ -157,7 +157,7 @@ def new_translator(config: TranslatorConfig, generator: np.random.Generator) -> 
 
 
 # -------------------------------------------------------------------- files
-def saved_translators(path: str | os.PathLike[str]) -> list[Path]:
+def find_translators(path: str | os.PathLike[str]) -> list[Path]:
     """The files of translators that a folder holds, or the file itself if it is of one. Headers alone are read."""
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -187,8 +187,8 @@ def load_translator(path: str | os.PathLike[str]) -> tuple[EncoderDecoder, Vocab
         shape = {name: value for name, value in about["recipe"].items() if name in known}
         config = TranslatorConfig(**{**shape, "name": about["name"], "vocab_size": len(vocabulary)})
         n_numbers = sum(array.size for array in weights.values())
-        if config.least_numbers > n_numbers:  # before a crafted file asks for more memory than there is
-            raise ValueError(f"expected at least {config.least_numbers} numbers in its weights, got {n_numbers}")
+        if config.min_n_weights > n_numbers:  # before a crafted file asks for more memory than there is
+            raise ValueError(f"expected at least {config.min_n_weights} numbers in its weights, got {n_numbers}")
         if config.context_window * config.width > MOST_PLACES:
             raise ValueError(f"expected context_window times width of at most {MOST_PLACES}")
         model = new_translator(config, np.random.default_rng(0))

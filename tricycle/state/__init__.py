@@ -107,7 +107,7 @@ def _fits(dtype: np.dtype, own: np.dtype) -> bool:
     return np.can_cast(dtype, own, "same_kind") and (dtype.kind in "biu") == (own.kind in "biu")
 
 
-def printed_tree(layer: Layer) -> str:
+def format_tree(layer: Layer) -> str:
     """Return a line for the layer and each layer and parameter inside it, with names and sizes."""
     return "\n".join(_tree(layer, ()))
 
@@ -134,7 +134,7 @@ for _name, _method in {
     "from_gpu": from_gpu,
     "state_dict": state_dict,
     "load_state_dict": load_state_dict,
-    "__repr__": printed_tree,
+    "__repr__": format_tree,
     "run_and_free": run_and_free,
 }.items():
     setattr(Layer, _name, _method)

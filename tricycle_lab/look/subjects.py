@@ -374,7 +374,7 @@ class Translator(Subject):
                 stack.callback(tap(model.attention.softmax, "exchanges", weighing_rows(changes)))
             else:
                 changes.make(stack.enter_context(Probe(model, "")))
-            logits = model.decode(target, model.start(source, [len(self.source)])).array[0]
+            logits = model.decode(target, model.start_decoding(source, [len(self.source)])).array[0]
             if isinstance(model, Seq2SeqAttention):
                 scores, weights = (np.concatenate([row[i] for row in rows])[None] for i in (0, 1))
                 watch.sites["attention"].looked = lambda: (scores, weights)
