@@ -142,8 +142,8 @@ def loop_scores(q, k, score_options: ScoreOptions, mask=None) -> np.ndarray:
     scores = np.empty((items, heads, queries, keys))
     for b, h, t, s in np.ndindex(scores.shape):
         score = score_options.scale * float(q[b, t, h] @ k[b, s, h // sharing])
-        if score_options.cap is not None:
-            score = score_options.cap * np.tanh(score / score_options.cap)
+        if score_options.softcap is not None:
+            score = score_options.softcap * np.tanh(score / score_options.softcap)
         last = None if score_options.offset is None else t + score_options.offset
         if last is not None and s > last:
             score = -np.inf

@@ -114,7 +114,7 @@ SIZES: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
         draw(LENGTHS),
     ),
     "project": lambda draw: (shape_of(draw, LENGTHS, LENGTHS, LENGTHS), draw(LENGTHS), draw(SWITCH)),
-    "few_bits_matmul": _few_bits,
+    "quantized_matmul": _few_bits,
     "orthogonalize": lambda draw: (shape_of(draw, st.integers(0, 5), LEAST_1, LEAST_1),),
     **{name: partial(_recurrence, name=name) for name in GATES_AND_KEPT},
     **{f"{name}_backward": partial(_recurrence_backward, name=name) for name in GATES_AND_KEPT},

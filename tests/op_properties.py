@@ -116,11 +116,11 @@ def _gelu(draw):
     return Call(activation.GeLU(approximate), (x,), torch_op, whole=True)
 
 
-@of("soft_cap")
+@of("softcap")
 def _soft_cap(draw):
     cap = draw(st.sampled_from([0.5, 1.5, 30.0]))
     return Call(
-        lambda x: functions.soft_cap(x, cap), (signed(draw, draw(SHAPES)),), lambda torch, x: cap * (x / cap).tanh()
+        lambda x: functions.softcap(x, cap), (signed(draw, draw(SHAPES)),), lambda torch, x: cap * (x / cap).tanh()
     )
 
 
@@ -419,8 +419,8 @@ def torch_attention(torch: Any, tensors: Any, op: attention.Attention, mask: np.
     q, k, v = (x.transpose(1, 2) for x in tensors)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if op.scale is None else op.scale)
-    if op.cap is not None:
-        scores = op.cap * (scores / op.cap).tanh()
+    if op.softcap is not None:
+        scores = op.softcap * (scores / op.softcap).tanh()
     places = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2] - torch.arange(k.shape[2])
     seen = torch.ones_like(places, dtype=torch.bool)
     if op.causal:

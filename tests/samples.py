@@ -133,7 +133,7 @@ SHAPE_PAIRS = [*_PLAIN_PAIRS, ((4, 1, 3), (2, 1)), ((1,), (5,)), ((0, 3), (1, 3)
 
 BINARY = [
     ("add", ops.add, normal, normal, lambda torch, x, y: x + y),
-    ("residual", functions.residual, normal, normal, lambda torch, x, y: x + y),
+    ("add_residual", functions.add_residual, normal, normal, lambda torch, x, y: x + y),
     ("sub", extra_ops.subtract, normal, normal, lambda torch, x, y: x - y),
     ("mul", ops.multiply, normal, normal, lambda torch, x, y: x * y),
     ("div", extra_ops.divide, normal, nonzero, lambda torch, x, y: x / y),
@@ -373,9 +373,7 @@ for _shape in [(), (3,), (2, 3), (1, 1)]:
 
 
 for _shape in SHAPES:
-    add(
-        "soft_cap", lambda x: functions.soft_cap(x, 1.5), normal(*_shape), torch=lambda torch, x: 1.5 * (x / 1.5).tanh()
-    )
+    add("softcap", lambda x: functions.softcap(x, 1.5), normal(*_shape), torch=lambda torch, x: 1.5 * (x / 1.5).tanh())
 
 
 # -------------------------------------------------------------------- attention
@@ -448,11 +446,11 @@ for _n_heads, _key_heads in [(1, 1), (4, 2), (6, 2), (3, 1)]:
             {"window": 3},
             {"window": 1},
             {"window": 40},
-            {"cap": 1.5},
-            {"window": 4, "cap": 2.0, "scale": 0.3},
-            {"causal": False, "cap": 1.0},
+            {"softcap": 1.5},
+            {"window": 4, "softcap": 2.0, "scale": 0.3},
+            {"causal": False, "softcap": 1.0},
             {"softmax": "softmax1", "window": 5},
-            {"softmax": "adaptive", "window": 6, "cap": 3.0},
+            {"softmax": "adaptive", "window": 6, "softcap": 3.0},
         ):
             _inputs = normals((2, _tokens, _n_heads, 4), (2, _keys, _key_heads, 4), (2, _keys, _key_heads, 4))
             add("Attention", attention.Attention(**_options), *_inputs)
@@ -460,7 +458,7 @@ for _key_heads, _window in [(2, None), (1, 4)]:
     _op = attention.Attention(softmaxes.BlockSoftmax(2, length=20), window=_window)
     _inputs = normals((1, 19, 4, 2), (1, 19, _key_heads, 2), (1, 19, _key_heads, 2), (2, 20))
     add("Attention", lambda q, k, v, s, op=_op: op(q, k, v, None, s), *_inputs)
-for _key_heads, _options in [(2, {}), (1, {"window": 4}), (4, {"cap": 1.5})]:
+for _key_heads, _options in [(2, {}), (1, {"window": 4}), (4, {"softcap": 1.5})]:
     _op = attention.Attention("sink", **_options)
     _inputs = normals((2, 19, 4, 2), (2, 21, _key_heads, 2), (2, 21, _key_heads, 3), (4,))
     add("Attention", lambda q, k, v, s, op=_op: op(q, k, v, None, s), *_inputs)

@@ -183,7 +183,7 @@ def test_a_probe_sees_weights_and_windows(family: Family) -> None:
         assert weights.shape == (BATCH, config.n_heads, TOKENS, TOKENS)
         np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
         age = np.subtract.outer(np.arange(TOKENS), np.arange(TOKENS))
-        seen = (age >= 0) & (age < (config.window_of(layer) or TOKENS))
+        seen = (age >= 0) & (age < (config.window_size(layer) or TOKENS))
         assert np.array_equal((weights > 0).any(axis=(0, 1)), seen)
         assert probe.activations[f"blocks.{layer}"].shape == (BATCH, TOKENS, config.embedding_dim)
 

@@ -118,11 +118,11 @@ def test_a_part_of_the_channels_turns_as_if_it_were_all(rng: np.random.Generator
 
 def test_scalings_of_rotary_positions_follow_their_formulas() -> None:
     speeds = 10_000.0 ** (-np.arange(0, 64, 2) / 64)
-    np.testing.assert_allclose(RotaryScaling("linear", 4.0).slowed(speeds), speeds / 4)
+    np.testing.assert_allclose(RotaryScaling("linear", 4.0).scale_frequencies(speeds), speeds / 4)
     scaling = RotaryScaling("llama3", 8.0, 1.0, 4.0, 512)
-    actual = scaling.slowed(speeds)
+    actual = scaling.scale_frequencies(speeds)
     lengths = 2 * math.pi / speeds
-    for speed, length, slowed in zip(speeds, lengths, actual, strict=True):
+    for speed, length, scale_frequencies in zip(speeds, lengths, actual, strict=True):
         if length < 512 / 4:
             expected = speed
         elif length > 512 / 1:
@@ -130,7 +130,7 @@ def test_scalings_of_rotary_positions_follow_their_formulas() -> None:
         else:
             smooth = (512 / length - 1) / (4 - 1)
             expected = speed * ((1 - smooth) / 8 + smooth)
-        assert slowed == pytest.approx(expected, rel=1e-12)
+        assert scale_frequencies == pytest.approx(expected, rel=1e-12)
     assert (actual == speeds).any() and (actual == speeds / 8).any()
 
 
@@ -147,7 +147,7 @@ def test_rotary_attention_depends_on_distance_only(rng: np.random.Generator) -> 
 
 
 # -------------------------------------------------------------------- heads, windows, caps
-def attention_by_hand(q, k, v, window=None, cap=None, scale=None, causal=True) -> np.ndarray:
+def attention_by_hand(q, k, v, window=None, softcap=None, scale=None, causal=True) -> np.ndarray:
     """One query after another, with keys repeated for the heads that share them."""
     n_queries, n_heads, size = q.shape[1:]
     shared = n_heads // k.shape[2]
@@ -156,8 +156,8 @@ def attention_by_hand(q, k, v, window=None, cap=None, scale=None, causal=True) -
     out = np.zeros((*q.shape[:3], v.shape[3]))
     for item, t, head in np.ndindex(*q.shape[:3]):
         scores = k[item, :, head] @ q[item, t, head] * (1 / math.sqrt(size) if scale is None else scale)
-        if cap is not None:
-            scores = cap * np.tanh(scores / cap)
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
         last = t + offset if causal else k.shape[1] - 1
         first = max(0, last - window + 1) if window else 0
         weights = np.exp(scores[first : last + 1] - scores[first : last + 1].max())
@@ -166,7 +166,9 @@ def attention_by_hand(q, k, v, window=None, cap=None, scale=None, causal=True) -
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 3}, {"window": 30}, {"cap": 0.7}, {"window": 5, "cap": 2.0, "scale": 0.2}], ids=str
+    "options",
+    [{}, {"window": 3}, {"window": 30}, {"softcap": 0.7}, {"window": 5, "softcap": 2.0, "scale": 0.2}],
+    ids=str,
 )
 @pytest.mark.parametrize("n_heads, key_heads", [(2, 2), (6, 2), (5, 1)])
 @pytest.mark.parametrize("n_queries, n_keys", [(5, 5), (150, 150), (20, 33)])
@@ -306,7 +308,7 @@ BAD = {
     ),
     "a window of nothing": (lambda: Attention(window=0), "Attention: expected a window of 1 or more, with"),
     "a window without an order": (lambda: Attention(causal=False, window=3), "Attention: expected a window of 1 or"),
-    "a cap of 0": (lambda: Attention(cap=0.0), "Attention: expected a cap above 0, got 0.0"),
+    "a cap of 0": (lambda: Attention(softcap=0.0), "Attention: expected a softcap above 0, got 0.0"),
     "rotary shape": (lambda: Rotary()(np.ones((4, 12))), "Rotary: expected shape (batch, tokens, heads, head size),"),
     "token shift of another width": (lambda: TokenShift(4)(np.ones((1, 2, 3))), "TokenShift: expected the last axis"),
     "key shift of another width": (lambda: KeyShift(2, 2)(np.ones((1, 2, 3))), "KeyShift: expected the last axis to"),

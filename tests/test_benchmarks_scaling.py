@@ -131,7 +131,7 @@ def test_parts_are_of_the_quickest_step():
     assert scaling.quickest_parts(steps) == Parts(((1, 8), (2, 4)), 2, 1)
 
 
-# -------------------------------------------------------------------- slowed links, and what they cost
+# -------------------------------------------------------------------- scale_frequencies links, and what they cost
 def test_sums_over_a_slowed_link_take_turns():
     watched = Watched(SINGLE_PROCESS)
     watched.link = (0.02, 1e-3)

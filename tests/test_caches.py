@@ -107,7 +107,7 @@ def test_what_is_cached_does_not_depend_on_the_moment(moment):
 class Halved(RotaryScaling):
     """A rule of a user, with something that equality does not see."""
 
-    def slowed(self, speeds):
+    def scale_frequencies(self, speeds):
         return speeds / self.by["factor"]
 
 
@@ -128,7 +128,7 @@ def test_angles_of_a_users_scaling_are_made_anew(monkeypatch):
     hits = rotary_module._angles.cache_info().hits
     rotary(x)
     assert rotary_module._angles.cache_info().hits == hits + 1
-    monkeypatch.setattr(RotaryScaling, "slowed", lambda self, speeds: speeds * 0)
+    monkeypatch.setattr(RotaryScaling, "scale_frequencies", lambda self, speeds: speeds * 0)
     np.testing.assert_array_equal(rotary(x).array, x)
 
 

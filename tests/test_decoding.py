@@ -296,7 +296,7 @@ PARTS = {
     "model": (TINY, lambda model: model, "logits"),
     "embedding": (TINY, lambda model: model.token_embedding, "forward"),
     "block": (TINY, lambda model: model.blocks[1], "forward"),
-    "residual rule": (TINY, lambda model: model.blocks[1], "add_part"),
+    "residual rule": (TINY, lambda model: model.blocks[1], "add_sublayer"),
     "norm": (TINY, lambda model: model.blocks[1].mlp_norm, "forward"),
     "RMS norm": (EVERYTHING, lambda model: model.norm, "forward"),
     "norm of queries": (EVERYTHING, lambda model: model.blocks[1].attention.query_norm, "_gains"),

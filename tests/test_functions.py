@@ -334,7 +334,7 @@ def test_linear_with_a_table(order, rng):
         to_tensor(np.asarray(rng.standard_normal((5, 4)), order=order)),
     )
     bias = to_tensor(rng.standard_normal(5))
-    y, expected = linear(x, table, bias, turned=True), linear(x, table.transpose(), bias)
+    y, expected = linear(x, table, bias, transposed=True), linear(x, table.transpose(), bias)
     np.testing.assert_array_equal(y.array, expected.array)
     gradients = []
     for result in (y, expected):
@@ -351,7 +351,7 @@ def test_a_table_that_is_embedded_and_multiplied_with(rng):
     """Its gradients meet in one array, which nobody else is given."""
     table, x = to_tensor(rng.standard_normal((5, 4))), to_tensor(rng.standard_normal((3, 4)))
     places = np.array([1, 1, 4])
-    both = linear(x + table[places], table, turned=True)
+    both = linear(x + table[places], table, transposed=True)
     grad = 2 * both.array
     (both * both).sum().backward()
     to_rows = grad @ table.array

@@ -222,7 +222,7 @@ def test_generation_takes_notice() -> None:
 
 
 def test_a_loss_in_pieces_is_changed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tricycle.models.LOGITS_AT_ONCE", 2 * TINY.vocab_size)
+    monkeypatch.setattr("tricycle.models.MAX_LOGITS", 2 * TINY.vocab_size)
     model = lively(TINY)
     with Probe(model, "blocks.0") as probe, no_grad():
         probe.replace("norm", 0.0, positions=0)

@@ -16,7 +16,7 @@ from tricycle import kernels
 from tricycle.debug import use_reference
 from tricycle.kernels import KERNELS, recurrent
 from tricycle.kernels.dispatch import Kernel
-from tricycle.kernels.quantized import FewBits
+from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle_accelerators import attention_blocks, cpu, pieces, product_plan, registry, threads
 
 FASTER = registered_by(registry.register_numpy)  # oneDNN's where it can be used, and the threads'
@@ -69,11 +69,11 @@ def _matmul(rng, n, k, m, bias):
     return rng.standard_normal((n, k)), rng.standard_normal((k, m)), rng.standard_normal(m) if bias else None
 
 
-def _few_bits_matmul(rng, n, k, m, kind, turned, bias):
+def _few_bits_matmul(rng, n, k, m, kind, transposed, bias):
     if kind == "bfloat16":
         pytest.importorskip("ml_dtypes")
     numbers = rng.standard_normal((k, m)).astype(np.float32)
-    matrix = FewBits.of(numbers, kind, turned)
+    matrix = QuantizedMatrix.quantize(numbers, kind, transposed)
     return rng.standard_normal((n, k)), matrix, rng.standard_normal(m) if bias else None
 
 
@@ -147,11 +147,11 @@ CASES = {
         _matmul,
         [(*sizes, bias) for sizes in [*SMALL_PRODUCTS, *LARGE_PRODUCTS] for bias in (True, False)],
     ),
-    "few_bits_matmul": (
+    "quantized_matmul": (
         _few_bits_matmul,
         [
-            (*sizes, kind, turned, bias)
-            for kind, turned in [("int8", True), ("int8", False), ("float16", True), ("bfloat16", True)]
+            (*sizes, kind, transposed, bias)
+            for kind, transposed in [("int8", True), ("int8", False), ("float16", True), ("bfloat16", True)]
             for sizes in [*SMALL_PRODUCTS, (16, 70, 67), (1, 300, 1031)]
             for bias in (True, False)
         ]
@@ -202,8 +202,8 @@ IN_PLACE = {
     **dict.fromkeys(("rnn", "gru", "lstm"), slice(0, 2)),
     **dict.fromkeys(("rnn_backward", "gru_backward", "lstm_backward"), slice(5, 7)),
 }  # which arguments they write
-ON_HOSTS = {"few_bits_matmul"}
-ELSEWHERE = {"few_bits_matmul", "relu_squared"}  # not in `tricycle.kernels`
+ON_HOSTS = {"quantized_matmul"}
+ELSEWHERE = {"quantized_matmul", "relu_squared"}  # not in `tricycle.kernels`
 NOT_OPS = {
     "run_independent",
     "run_over_batch",
@@ -427,13 +427,13 @@ def test_a_product_goes_where_it_is_told(shape, with_bias, monkeypatch, rng):
 
 # -------------------------------------------------------------------- what versions for the CPU leave to others
 X, EMPTY, HALF = np.ones((4, 6)), np.ones((0, 6)), np.ones((4, 6), np.float16)
-WEIGHTS = FewBits.of(X, "float16", True)
+WEIGHTS = QuantizedMatrix.quantize(X, "float16", True)
 STEP = (1, 0.1, (0.9, 0.99), 1e-8, 0.0)
 DECLINED = [
-    (cpu.few_bits.few_bits_matmul, (X.T, WEIGHTS), None),
-    (cpu.few_bits.few_bits_matmul, (X, WEIGHTS.T), "not turned"),
-    (cpu.few_bits.few_bits_matmul, (HALF, WEIGHTS), "16 bits"),
-    (cpu.few_bits.few_bits_matmul, (EMPTY, WEIGHTS), "empty"),
+    (cpu.quantized.quantized_matmul, (X.T, WEIGHTS), None),
+    (cpu.quantized.quantized_matmul, (X, WEIGHTS.T), "not transposed"),
+    (cpu.quantized.quantized_matmul, (HALF, WEIGHTS), "16 bits"),
+    (cpu.quantized.quantized_matmul, (EMPTY, WEIGHTS), "empty"),
     (cpu.normalisation.layer_norm_backward, (X, X, X[0], X[:, :1], X[:, :1], True), None),
     (cpu.normalisation.layer_norm_backward, (EMPTY, EMPTY, X[0], EMPTY, EMPTY, True), "empty"),
     (cpu.losses.cross_entropy, (X, np.zeros(4, int), X[:, 0]), None),

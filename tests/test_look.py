@@ -198,8 +198,8 @@ def test_another_token_leaves_those_before_it(kind: str, case: str, monkeypatch:
     anew = subject.read(ids, changes)
     asked: list[int] = []
     with monkeypatch.context() as patch:
-        hidden = subject.model.hidden
-        patch.setattr(subject.model, "hidden", lambda t, *more: asked.append(t.shape[-1]) or hidden(t, *more))
+        hidden = subject.model.hidden_states
+        patch.setattr(subject.model, "hidden_states", lambda t, *more: asked.append(t.shape[-1]) or hidden(t, *more))
         reading = subject.read(ids, changes, before)
     assert asked == [len(ids) - stay]
     again = subject.read(ids, changes, subject.read(before.ids, changes, reading))

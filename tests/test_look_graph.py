@@ -100,7 +100,7 @@ def test_formulas_are_of_operations_that_there_are() -> None:
     assert formula_of("einsum ij->ji") == FORMULAS["einsum"]
     assert formula_of("* 0.5") == FORMULAS["*"]
     assert formula_of("what I made") is None
-    assert {"exp", "tanh", "matmul", "reshape", "where", "soft_cap"} <= OPS.keys()
+    assert {"exp", "tanh", "matmul", "reshape", "where", "softcap"} <= OPS.keys()
 
 
 # -------------------------------------------------------------------- what may be named

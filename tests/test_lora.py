@@ -10,7 +10,7 @@ from tricycle.configs import ModelConfig
 from tricycle.finetuning.lora import AdaptedDense, Adapter, LoRAConfig, LowRank, Part, column_squares
 from tricycle.generate import DecodingState
 from tricycle.gradcheck import gradcheck
-from tricycle.kernels.quantized import FewBits
+from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.layers import Dense
 from tricycle.models import GPT
 from tricycle.tensor import to_tensor
@@ -149,7 +149,7 @@ def test_lengths_of_columns_are_those_of_the_matrix_that_is_there():
         own.array = other.array
     np.testing.assert_array_equal(logits_of(replaced), expected)
     layer = quantized.blocks[0].attention.qkv
-    layer.weights.array = FewBits.of(layer.weights.array * 3, "int8", turned=True)
+    layer.weights.array = QuantizedMatrix.quantize(layer.weights.array * 3, "int8", transposed=True)
     np.testing.assert_allclose(layer._column_squares(), column_squares(layer.weights))
 
 

@@ -101,7 +101,7 @@ def test_kernels_are_listed_with_who_is_asked(monkeypatch):
     assert lines[0].startswith("CPU: ")
     asked = {words[0]: words[1:] for line in lines[2:] if (words := line.replace(",", " ").split())}
     assert asked["matmul"][-2:] == ["numpy", "plain"] and asked["log_softmax"] == ["plain"]
-    assert {"lstm", "few_bits_matmul", "orthogonalize"} <= set(asked)
+    assert {"lstm", "quantized_matmul", "orthogonalize"} <= set(asked)
     assert "numba is not asked: excluded by TRICYCLE_KERNELS=-numba" in lines
 
 

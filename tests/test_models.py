@@ -148,7 +148,7 @@ def test_the_number_of_parameters(config: GPTConfig) -> None:
 )
 def test_the_size_of_the_presets(config: GPTConfig, lowest: int, highest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # zeros that nothing writes to take no memory
-    monkeypatch.setattr("tricycle.models.initialise", lambda *args: None)
+    monkeypatch.setattr("tricycle.models.initialize_weights", lambda *args: None)
     n_parameters = GPT(config).n_parameters
     assert lowest <= n_parameters <= highest
     assert n_parameters == count_by_formula(config)
@@ -455,7 +455,7 @@ def test_logits_of_16_bits(tied, at_once, monkeypatch):
     model = GPT(replace(DebugConfig(), tied=tied, precision="bfloat16"))
     if kernels.matmul_operand(np.zeros((1, 1), np.float32), "bfloat16").dtype == np.float32:
         pytest.skip("products of bfloat16 are not made here")
-    monkeypatch.setattr("tricycle.models.LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr("tricycle.models.MAX_LOGITS", at_once)
     seen = []
     plain = CrossEntropy._weighted_sum
 
@@ -512,7 +512,7 @@ class TwoHeads(GPT):
 @pytest.mark.filterwarnings("ignore:precision bfloat16")
 def test_the_loss_of_a_users_head_has_all_its_gradients(precision, monkeypatch):
     """Also where the library's logits would be made in parts, whose gradients are those of its own parameters."""
-    monkeypatch.setattr(models, "LOGITS_AT_ONCE", 100)
+    monkeypatch.setattr(models, "MAX_LOGITS", 100)
     config = replace(TINY, vocab_size=40, precision=precision)
     tokens = to_tensor(np.arange(16).reshape(2, 8), dtype=int)
     grads = []

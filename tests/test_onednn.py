@@ -15,7 +15,7 @@ from tricycle.blocks import MLPBlock
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.kernels import muon
 from tricycle.kernels.explained import UNAVAILABLE
-from tricycle.kernels.quantized import FewBits
+from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
@@ -224,12 +224,20 @@ def test_errors_of_the_library_are_named():
         (matrices.matmul, lambda x, half: (x, x[::-1].T), "one piece"),
         (table.optimisers.orthogonalize, lambda x, half: (x[None, :, :16], "bfloat16"), None),
         (table.optimisers.orthogonalize, lambda x, half: (x[None],), "other than bfloat16"),
-        (table.few_bits.few_bits_matmul, lambda x, half: (x, FewBits(half, None, True)), None),
-        (table.few_bits.few_bits_matmul, lambda x, half: (x, FewBits(half.T)), "not turned"),
-        (table.few_bits.few_bits_matmul, lambda x, half: (x.astype(float), FewBits(half, None, True)), "got float64"),
-        (table.few_bits.few_bits_matmul, lambda x, half: (x, FewBits.of(x, "float16").T), "got float16"),
-        (table.few_bits.few_bits_matmul, lambda x, half: (x[:0], FewBits(half, None, True)), "empty"),
-        (table.few_bits.few_bits_matmul, lambda x, half: (x, FewBits(half[:0], None, True)), "empty"),
+        (table.quantized.quantized_matmul, lambda x, half: (x, QuantizedMatrix(half, None, True)), None),
+        (table.quantized.quantized_matmul, lambda x, half: (x, QuantizedMatrix(half.T)), "not transposed"),
+        (
+            table.quantized.quantized_matmul,
+            lambda x, half: (x.astype(float), QuantizedMatrix(half, None, True)),
+            "got float64",
+        ),
+        (
+            table.quantized.quantized_matmul,
+            lambda x, half: (x, QuantizedMatrix.quantize(x, "float16").T),
+            "got float16",
+        ),
+        (table.quantized.quantized_matmul, lambda x, half: (x[:0], QuantizedMatrix(half, None, True)), "empty"),
+        (table.quantized.quantized_matmul, lambda x, half: (x, QuantizedMatrix(half[:0], None, True)), "empty"),
     ],
 )
 def test_versions_say_why_they_decline(version, arguments_of, reason):
@@ -397,7 +405,7 @@ def test_a_hidden_layer_is_kept_in_16_bits(settings, rng):
         (y * grad).sum().backward()
         results[precision] = [y.array, x.grad.array, *(p.grad.array for p in mlp.parameters())]
     assert hidden[0] == np.float32
-    narrow = getattr(original, "computes_wide", False) and onednn.problem() is None
+    narrow = getattr(original, "computes_in_float32", False) and onednn.problem() is None
     assert hidden[1] == (onednn.bfloat16() if narrow else np.float32)
     for exact, rounded in zip(*results.values()):
         assert rounded.dtype == np.float32

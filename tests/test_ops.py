@@ -231,9 +231,9 @@ def test_split_heads(rng):
     np.testing.assert_array_equal(np.concatenate([part.array.reshape(2, 3, -1) for part in parts], -1), x)
     factors = [rng.standard_normal(part.shape) for part in parts]
 
-    def weighed(x):
+    def rows_labels_and_weights(x):
         q, k, v = ops.split_heads(x, (4, 2, 2), 2)
         return (q * factors[0]).sum() + (k * factors[1]).sum() + (v * factors[2]).sum()
 
-    gradcheck(weighed, x)
+    gradcheck(rows_labels_and_weights, x)
     gradcheck(lambda x: ops.split_heads(x, (4, 2, 2), 2)[1], x)  # the others have no gradient

@@ -307,7 +307,7 @@ class Trace(Rule):
 
     def update(self, weights: Any, grad: Any, state: State, step: Step) -> None:
         state["sum"] += grad
-        weights *= step.kept
+        weights *= step.decay_factor
         weights -= step.learning_rate / step.number * state["sum"]
 
 

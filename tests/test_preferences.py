@@ -75,14 +75,14 @@ def test_batches_hold_both_answers_of_each_pair():
 def test_log_probabilities(monkeypatch):
     model = lively()
     batch = next(PairDataset(some_pairs(n_ids=40), 4, 24))
-    hidden = model.hidden(batch.tokens)
+    hidden = model.hidden_states(batch.tokens)
     whole = log_probabilities(model, hidden, batch.labels)
     logits = model(batch.tokens).numpy().astype(np.float64)
     logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     rows, places = np.nonzero(batch.labels != IGNORED)
     wanted = np.bincount(rows, logs[rows, places, batch.labels[rows, places]])
     np.testing.assert_allclose(whole, wanted, rtol=1e-5)
-    monkeypatch.setattr("tricycle.finetuning.preferences.LOGITS_AT_ONCE", 3 * 40)  # some rows at a time
+    monkeypatch.setattr("tricycle.finetuning.preferences.MAX_LOGITS", 3 * 40)  # some rows at a time
     np.testing.assert_allclose(log_probabilities(model, hidden, batch.labels), whole, rtol=1e-6)
 
 
@@ -102,7 +102,7 @@ def test_gradients_are_those_of_the_loss(monkeypatch):
     assert np.ptp(margins[0]) > 1
     grads = {name: parameter.grad.array.copy() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    monkeypatch.setattr("tricycle.models.LOGITS_AT_ONCE", 7 * 40)
+    monkeypatch.setattr("tricycle.models.MAX_LOGITS", 7 * 40)
     gradients(model, dpo_loss(model, BETA), [batch])
     direction = {name: generator.normal(size=grad.shape) for name, grad in grads.items()}
     slope = sum(float((grads[name] * direction[name]).sum()) for name in grads)
@@ -113,7 +113,7 @@ def test_gradients_are_those_of_the_loss(monkeypatch):
         for name, parameter in model.named_parameters():
             parameter.array += sign * 1e-5 * direction[name]
         with no_grad():
-            hidden = model.hidden(batch.tokens)
+            hidden = model.hidden_states(batch.tokens)
             logs = exact_log_probabilities(model.logits(hidden).array, batch)
         gained = logs - batch.reference
         values.append(np.logaddexp(0, -BETA * (gained[:8] - gained[8:])).mean())

@@ -280,7 +280,7 @@ def test_every_op_has_a_property_and_every_property_an_op():
 
 def test_an_op_without_a_property_is_noticed(monkeypatch):
     monkeypatch.setattr(ops, "OPS", dict(ops.OPS))
-    ops.unary("newcomer", lambda xp, x: x, lambda xp, g, x, y: g)
+    ops.unary_op("newcomer", lambda xp, x: x, lambda xp, g, x, y: g)
     assert without_property() == {"newcomer"}
 
 

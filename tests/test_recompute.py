@@ -16,7 +16,7 @@ from tricycle.debug import watch_arrays
 from tricycle.evaluation import evaluate
 from tricycle.finetuning.lora import Adapter, LoRAConfig, LowRank, Part
 from tricycle.finetuning.packing import separate
-from tricycle.functions import linear, soft_cap
+from tricycle.functions import linear, softcap
 from tricycle.layers import Dense, Dropout, Layer
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
@@ -237,7 +237,7 @@ def test_adapters_with_dropout_on_texts_side_by_side(monkeypatch):
     labels = to_tensor(np.where(RNG.random((2, 16)) < 0.5, -100, np.roll(tokens, -1, 1)), dtype=int)
     results = []
     for again, at_once in ((False, 2**24), (True, 2**24), (True, 97 * 3)):
-        monkeypatch.setattr(models, "LOGITS_AT_ONCE", at_once)
+        monkeypatch.setattr(models, "MAX_LOGITS", at_once)
         model = GPT(replace(CONFIG, positions="rotary"))
         model.recompute = again and recompute
         part = Part("up", 0, 128, 4, 2.0)
@@ -351,7 +351,7 @@ LOSSES = {
 
 
 def tied(table):
-    return lambda x: soft_cap(linear(x, table.transpose()), 2.0)
+    return lambda x: softcap(linear(x, table.transpose()), 2.0)
 
 
 def whole_and_pieces(loss_fn, hidden, table, bias, n_rows, scale=1.0):
@@ -451,7 +451,7 @@ def test_a_model_with_many_logits(changes, monkeypatch):
     for p in model.parameters():
         p.array[...] += RNG.normal(0, 0.05, p.shape)
     (whole, expected) = grads_of(model, TOKENS, loss_fn)
-    monkeypatch.setattr(models, "LOGITS_AT_ONCE", 97 * 13)
+    monkeypatch.setattr(models, "MAX_LOGITS", 97 * 13)
     monkeypatch.setattr(CrossEntropy, "forward", None)  # and so the logits never exist whole
     whole_loss, loss = np.frombuffer(whole), np.frombuffer(grads_of(model, TOKENS, loss_fn)[0])
     tolerance = 2e-2 if model.precision == "bfloat16" else 1e-5
@@ -467,7 +467,7 @@ def test_a_tall_vocabulary_takes_less_memory(monkeypatch):
     batch = RNG.integers(0, 20_000, (2, 8, 64))
     peaks = []
     for at_once in (2**30, 2**20):
-        monkeypatch.setattr(models, "LOGITS_AT_ONCE", at_once)
+        monkeypatch.setattr(models, "MAX_LOGITS", at_once)
         tracemalloc.start()
         grads_of(model, batch)
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -480,7 +480,7 @@ def test_held_out_text_too(monkeypatch):
     model = GPT(replace(CONFIG, context_window=16))
     tokens = RNG.integers(0, 97, 200)
     expected = evaluate(model, tokens, 4)
-    monkeypatch.setattr(models, "LOGITS_AT_ONCE", 97 * 5)
+    monkeypatch.setattr(models, "MAX_LOGITS", 97 * 5)
     got = evaluate(model, tokens, 4)
     assert got == (pytest.approx(expected[0], rel=1e-6), expected[1])
 
@@ -494,5 +494,5 @@ def test_a_forward_of_ones_own_is_called(monkeypatch):
 
     model = Doubled(replace(CONFIG, dropout=0.0))
     expected = model.loss(TOKENS[0], to_tensor(TOKENS[1], dtype=int)).item()
-    monkeypatch.setattr(models, "LOGITS_AT_ONCE", 97)
+    monkeypatch.setattr(models, "MAX_LOGITS", 97)
     assert model.loss(TOKENS[0], to_tensor(TOKENS[1], dtype=int)).item() == expected

@@ -73,8 +73,8 @@ def test_an_op_without_samples_is_noticed(monkeypatch):
     import_all_modules()
     monkeypatch.setattr(ops, "OPS", dict(ops.OPS))
     ops.register(lambda x: x)
-    ops.unary("newcomer", lambda xp, x: x, lambda xp, g, x, y: g)
-    ops.binary("pair", "?", lambda x, y: x, lambda g, x, y, z: g, lambda g, x, y, z: g)
+    ops.unary_op("newcomer", lambda xp, x: x, lambda xp, g, x, y: g)
+    ops.binary_op("pair", "?", lambda x, y: x, lambda g, x, y, z: g, lambda g, x, y, z: g)
     type("Newcomer", (ops.Op,), {"__module__": "tricycle.somewhere"})
     assert unsampled() == {"<lambda>", "newcomer", "pair", "Newcomer"}
 
@@ -161,12 +161,12 @@ def test_second_backward_over_a_kept_graph_doubles(sample):
 @every_sample
 def test_an_input_that_requires_no_gradient_gets_none(sample):
     _, all_grads = run(sample, sample.tensors())
-    floating = [i for i, a in enumerate(sample.inputs) if a.dtype.kind == "f"]
-    for i in floating:
+    as_floating = [i for i, a in enumerate(sample.inputs) if a.dtype.kind == "f"]
+    for i in as_floating:
         tensors = sample.tensors()
         tensors[i].requires_grad = False
         output = sample.call(*tensors)
-        assert output.requires_grad == (len(floating) > 1)
+        assert output.requires_grad == (len(as_floating) > 1)
         if output.requires_grad:
             expected = [None if j == i else g for j, g in enumerate(all_grads)]
             assert_same((output.array, differentiate(output, tensors)), (output.array, expected))

@@ -604,7 +604,7 @@ def test_a_slow_reader_holds_nobody(folder, alone):
             assert text_of(raw) == alone.text(ids, 3000, logit_bias=((2, -100),))
 
 
-def slowed(monkeypatch, seconds: float) -> list[int]:
+def scale_frequencies(monkeypatch, seconds: float) -> list[int]:
     """A model that takes so long for a token; the number of texts at each."""
     step, steps = GenerationBatch.step, []
 
@@ -619,7 +619,7 @@ def slowed(monkeypatch, seconds: float) -> list[int]:
 
 def test_a_dropped_connection_ends_its_text(folder, alone, monkeypatch):
     monkeypatch.setattr("tricycle_serve.app.MOST_REQUESTS", 2)  # one that is gone counts no longer
-    steps = slowed(monkeypatch, 0.005)
+    steps = scale_frequencies(monkeypatch, 0.005)
     with serving(folder, texts=1, length=4000, queue=4) as running, client_of(running) as client:
         for stream in (True, False, True):
             plain = open_stream(running, max_tokens=4000, stream=stream)
@@ -723,7 +723,7 @@ def test_one_that_waited_too_long(folder):
 
 @pytest.mark.slow
 def test_an_answer_that_takes_too_long_is_cut_off(folder, monkeypatch):
-    slowed(monkeypatch, 0.001)
+    scale_frequencies(monkeypatch, 0.001)
     with serving(folder, seconds=2, length=4000) as running:
         status, answer, _ = running.ask(
             "/v1/completions", {"prompt": "x", "max_tokens": 4000, "logit_bias": {"2": -100}}
@@ -735,7 +735,7 @@ def test_an_answer_that_takes_too_long_is_cut_off(folder, monkeypatch):
 def test_long_prompts_are_read_in_parts(folder, alone, monkeypatch):
     """Those who are being answered get tokens meanwhile."""
     with serving(folder, texts=4) as running:
-        rows = slowed(monkeypatch, 0)
+        rows = scale_frequencies(monkeypatch, 0)
         body = {"max_tokens": 60, "temperature": 0, "repetition_penalty": 1, "logit_bias": {"2": -100}}
         answers = {}
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from tricycle import training, training_state
 from tricycle.checkpoint import load_checkpoint, save_checkpoint
 from tricycle.configs import DebugConfig
-from tricycle.configs.size import least_numbers
+from tricycle.configs.size import min_n_weights
 from tricycle.evaluation import HeldOut
 from tricycle.layers import Dense, Embedding, Sequential
 from tricycle.loss import CrossEntropy, MeanSquaredError
@@ -613,7 +613,7 @@ def test_too_little_memory_is_said_with_what_to_lower(monkeypatch, on_gpu, preci
     with pytest.raises(MemoryError) as caught, updates.advise_on_memory(on_gpu, what):
         raise MemoryError(f"{asked}.")
     advice = "lower --batch-size (now 2; --accumulation-steps makes up for it) or --context-window (now 8)"
-    advice += f", or make the model smaller: it has {least_numbers(config):,} weights"
+    advice += f", or make the model smaller: it has {min_n_weights(config):,} weights"
     assert str(caught.value) == f"{asked}{there}: {advice}{besides}"
 
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from tricycle.kernels.quantized import FewBits
+from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle_accelerators import product_plan, threads
 
 pytest.importorskip("numba")
@@ -37,20 +37,20 @@ def matrix_of(kind, shape, seed=0):
     if kind == "float32":
         return floats.T
     if kind != "int8 in blocks":
-        return FewBits.of(floats.T, kind, turned=True)
+        return QuantizedMatrix.quantize(floats.T, kind, transposed=True)
     scales = np.random.default_rng(1).uniform(0.01, 0.02, (shape[0], 1)).astype(np.float32)
     values = np.random.default_rng(2).integers(-127, 128, shape).astype(np.int8)
-    return FewBits(values, scales.repeat(2, axis=1) if shape[1] % 2 == 0 else scales, turned=True)
+    return QuantizedMatrix(values, scales.repeat(2, axis=1) if shape[1] % 2 == 0 else scales, transposed=True)
 
 
 def product_of(x, matrix, bias=None):
-    if isinstance(matrix, FewBits):
-        return vectors.few_bits_matmul(x, matrix, bias)
+    if isinstance(matrix, QuantizedMatrix):
+        return vectors.quantized_matmul(x, matrix, bias)
     return vectors.matmul(x, matrix, bias)
 
 
 def expected_of(x, matrix, bias=0):
-    numbers = np.asarray(matrix.by_row() if isinstance(matrix, FewBits) else matrix, np.float64)
+    numbers = np.asarray(matrix.with_row_scales() if isinstance(matrix, QuantizedMatrix) else matrix, np.float64)
     return x.astype(np.float64) @ numbers + bias
 
 
@@ -173,22 +173,24 @@ def test_what_is_left_to_others(team, kind):
     assert product_of(np.ones((2, 64), np.float32), matrix) is NotImplemented
     assert product_of(np.ones((1, 64), np.float64), matrix) is NotImplemented
     assert product_of(np.ones((1, 128), np.float32)[:, ::2], matrix) is NotImplemented
-    turned = matrix.T if isinstance(matrix, FewBits) else np.ascontiguousarray(matrix)
-    x = np.ones((1, turned.shape[0]), np.float32)
-    assert product_of(x, turned) is NotImplemented
+    transposed = matrix.T if isinstance(matrix, QuantizedMatrix) else np.ascontiguousarray(matrix)
+    x = np.ones((1, transposed.shape[0]), np.float32)
+    assert product_of(x, transposed) is NotImplemented
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_say_why(team, monkeypatch, kind):
     matrix, x = matrix_of(kind, (40, 64)), np.ones((1, 64), np.float32)
-    decline_reason = (vectors.few_bits_matmul if isinstance(matrix, FewBits) else vectors.matmul).decline_reason
+    decline_reason = (
+        vectors.quantized_matmul if isinstance(matrix, QuantizedMatrix) else vectors.matmul
+    ).decline_reason
     assert decline_reason(x, matrix) is None
     assert decline_reason(np.ones((2, 64), np.float32), matrix) == "one row alone, got 2"
     assert "float32" in decline_reason(x.astype(np.float64), matrix)
     assert "in one piece" in decline_reason(np.ones((1, 128), np.float32)[:, ::2], matrix)
-    if isinstance(matrix, FewBits):
+    if isinstance(matrix, QuantizedMatrix):
         assert "lies by rows" in decline_reason(np.ones((1, 40), np.float32), matrix.T)
-        halves = FewBits.of(np.ones((64, 40), np.float32), "float16", turned=True)
+        halves = QuantizedMatrix.quantize(np.ones((64, 40), np.float32), "float16", transposed=True)
         assert decline_reason(x, halves) == "a matrix of int8 or bfloat16 with numbers, got (64, 40) float16"
         assert not halves.ready  # asking makes nothing
         return

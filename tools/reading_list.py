@@ -21,7 +21,7 @@ READING_LIST = """
 devices kernels/dispatch kernels/reference/attention kernels/__init__
 autograd tensor parameter ops functions activation loss initialisers layers
 attention/attend attention/cache attention/rotary
-configs/checked configs/model
+configs/validated configs/model
 blocks models bpe batches optimisers scheduler training sampling generate
 """.split()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tricycle import kernels
 from tricycle.autograd import grad_enabled_for
 from tricycle.functions import Sigmoid
-from tricycle.ops import Op, as_tensor, floating
+from tricycle.ops import Op, as_floating, as_tensor
 from tricycle.tensor import Operand, Tensor, record
 
 Activation = Callable[[Tensor], Tensor]
@@ -28,7 +28,7 @@ class GeLU(Op):
     `approximate` is the tanh form of GPT-2; the exact one is the activation "gelu_exact".
     """
 
-    computes_wide = property(lambda self: self.approximate)  # whether 16-bit inputs are computed with in float32
+    computes_in_float32 = property(lambda self: self.approximate)  # whether 16-bit inputs are computed with in float32
 
     def __init__(self, approximate: bool = True) -> None:
         self.approximate = approximate
@@ -37,7 +37,7 @@ class GeLU(Op):
         x = as_tensor(x)
         if not self.approximate:
             return ACTIVATIONS["gelu_exact"]()(x)
-        array = floating(x.array)
+        array = as_floating(x.array)
         if not grad_enabled_for(x):
             return record(kernels.gelu(array), (x,), None, "gelu")
         y, slope = kernels.gelu_with_derivative(array)
@@ -50,7 +50,7 @@ class Swish(Op):
 
     def forward(self, x: Operand) -> Tensor:
         x = as_tensor(x)
-        array = floating(x.array)
+        array = as_floating(x.array)
         gate = kernels.sigmoid(array)
         y = array * gate
         return record(y, (x,), lambda grad, needs_grad: (grad * (gate + y * (1 - gate)),), "swish")
@@ -91,10 +91,10 @@ class GLU(Gated):
 class SwiGLU(GLU):
     """a swish(b) for x = [a, b] along the last axis (Shazeer 2020), as one fused kernel."""
 
-    name, computes_wide = "swiglu", True
+    name, computes_in_float32 = "swiglu", True
 
     def _gate(self, x: Tensor, half: int) -> Tensor:
-        array = floating(x.array)
+        array = as_floating(x.array)
         return record(kernels.swiglu(array), (x,), lambda grad, _: (kernels.swiglu_backward(grad, array),), self.name)
 
 

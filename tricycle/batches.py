@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from tricycle.ops import check_range, positive
+from tricycle.ops import check_positive, check_range
 from tricycle.tensor import Tensor, to_tensor
 
 
@@ -25,7 +25,7 @@ class EndlessDataset:
     def batch(self, batch_size: int | None = None) -> Self:
         """Give batches of this many items (or as many as said before) instead of single items; return self."""
         size = self.batch_size if batch_size is None else batch_size
-        positive(type(self).__name__, batch_size=size)
+        check_positive(type(self).__name__, batch_size=size)
         self.batch_size, self._step, self._is_batched = size, size, True
         return self
 
@@ -105,7 +105,7 @@ class CausalLMDataset(EndlessDataset):
     """
 
     def __init__(self, tokens: Any, vocab_size: int, batch_size: int, context_window: int, seed: int = 0) -> None:
-        positive("CausalLMDataset", vocab_size=vocab_size, batch_size=batch_size, context_window=context_window)
+        check_positive("CausalLMDataset", vocab_size=vocab_size, batch_size=batch_size, context_window=context_window)
         self.tokens = np.asarray(tokens) if isinstance(tokens, (list, tuple)) else tokens
         self.vocab_size, self.context_window = vocab_size, context_window
         first = np.asarray(self.tokens[:1])

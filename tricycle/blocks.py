@@ -15,7 +15,7 @@ from tricycle.attention.cache import KeyValueCache, Segments, join, takes_ragged
 from tricycle.attention.rotary import POSITIONS
 from tricycle.autograd import is_evaluating
 from tricycle.configs.model import ModelConfig
-from tricycle.functions import RowSoftmax, new_softmax, residual
+from tricycle.functions import RowSoftmax, add_residual, new_softmax
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels import FEW_ROWS
 from tricycle.layers import Dense, Dropout, Generator, Layer, LayerNorm, RMSNorm, new_generator
@@ -23,27 +23,27 @@ from tricycle.ops import as_tensor, reshape, split_heads
 from tricycle.tensor import Operand, Tensor
 
 
-def dtype_between(x: Tensor, precision: str, *products: Any) -> Any:
+def activation_dtype(x: Tensor, precision: str, *products: Any) -> Any:
     """Return the dtype of activations between these layers: that of operands of matrix products, where all of the
     layers can give it; else None, for that of x, and for few rows in evaluation: their products are made in float32.
     """
     are_few = math.prod(x.shape[:-1]) <= FEW_ROWS and is_evaluating()
-    if precision == "float32" or are_few or not all(takes(layer, "dtype") for layer in products):
+    if precision == "float32" or are_few or not all(accepts_argument(layer, "dtype") for layer in products):
         return None
     dtype = kernels.matmul_operand(x.array[:0], precision).dtype
     return None if dtype == x.dtype else dtype
 
 
-def takes(layer: Any, parameter: str) -> bool:
+def accepts_argument(layer: Any, parameter: str) -> bool:
     """Return whether a function, or a layer's `forward`, names this parameter (and not `**options`)."""
     forward = getattr(layer, "forward", layer)
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     return code is not None and parameter in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def call(layer: Any, x: Tensor, dtype: Any) -> Tensor:
+def call_with_dtype(layer: Any, x: Tensor, dtype: Any) -> Tensor:
     """Return `layer(x)`, in this dtype unless it is None, if the layer can choose it."""
-    result: Tensor = layer(x) if dtype is None or not takes(layer, "dtype") else layer(x, dtype=dtype)
+    result: Tensor = layer(x) if dtype is None or not accepts_argument(layer, "dtype") else layer(x, dtype=dtype)
     return result
 
 
@@ -59,13 +59,13 @@ class MultiHead(Layer):
         """Use another softmax variant from now on, with a fresh parameter if it needs one."""
         now = self.attention
         chosen, scales = new_softmax(softmax).for_layer(self.n_heads, self.context_window)
-        self.attention = Attention(chosen, now.causal, now.window, now.scale, now.cap)
+        self.attention = Attention(chosen, now.causal, now.window, now.scale, now.softcap)
         if scales is not None and self.projection.weights.on_gpu:
             scales.to_gpu(self.projection.weights.array.device.id)
         self.softmax_scales = scales
 
 
-def join_heads(x: Tensor) -> Tensor:
+def merge_heads(x: Tensor) -> Tensor:
     """(B, T, H, D) to (B, T, H * D)."""
     return reshape(x, *x.shape[:2], x.shape[2] * x.shape[3])
 
@@ -103,7 +103,7 @@ class MultiHeadSelfAttention(MultiHead):
         generator = new_generator(generator)
         self.embedding_dim, self.n_heads, self.context_window = embedding_dim, n_heads, context_window
         self.n_key_heads, self.head_size = config.key_heads, config.channels_per_head
-        window = config.window_of(layer) if causal else None
+        window = config.window_size(layer) if causal else None
         self.attention = Attention("softmax", causal, window, config.score_scale or None, config.score_cap or None)
         self.shift = SHIFTS["token_shift"](embedding_dim) if config.token_shift else None
         n_channels = (n_heads + 2 * self.n_key_heads) * self.head_size
@@ -146,19 +146,19 @@ class MultiHeadSelfAttention(MultiHead):
         if dtype is None and self.precision != "float32":
             dtype = x.dtype
         if cache is None:
-            q, k, v = self._queries_keys_values(rows, segments, cache, self.dtype_inside(x))
+            q, k, v = self._queries_keys_values(rows, segments, cache, self.hidden_dtype(x))
             out = self.attention(q, k, v, mask, self.softmax_scales, self.precision)
         else:
             q, k, v = self._queries_keys_values(rows, segments, cache, dtype)
             out = self._attend_to_cached(q, k, v, cache, mask)
-        out = self.dropout(call(self.projection, join_heads(out), dtype))
+        out = self.dropout(call_with_dtype(self.projection, merge_heads(out), dtype))
         return out if len(shape) == 3 else reshape(out, shape)
 
-    def dtype_inside(self, x: Tensor) -> Any:
+    def hidden_dtype(self, x: Tensor) -> Any:
         """Return the dtype of activations between the projections, if it is not that of x: 16 bits where these do."""
-        if self.mixes or not getattr(self.attention.softmax, "fused", False):
+        if self.uses_shift or not getattr(self.attention.softmax, "fused", False):
             return None
-        return dtype_between(x, self.precision, self.qkv, self.projection)
+        return activation_dtype(x, self.precision, self.qkv, self.projection)
 
     def _queries_keys_values(
         self, x: Tensor, segments: Segments, cache: KeyValueCache | None, dtype: Any
@@ -166,15 +166,15 @@ class MultiHeadSelfAttention(MultiHead):
         """Project (B, T, C) to (B, T, H, D), (B, T, K, D) and (B, T, K, D), normalize them and apply RoPE."""
         x = x if self.shift is None else self.shift(x, cache)
         n_heads = self.n_heads, self.n_key_heads, self.n_key_heads
-        q, k, v = split_heads(call(self.qkv, x, dtype), n_heads, self.head_size)
+        q, k, v = split_heads(call_with_dtype(self.qkv, x, dtype), n_heads, self.head_size)
         if self.key_shift is not None:
-            k = reshape(self.key_shift(join_heads(k), cache), k.shape)
+            k = reshape(self.key_shift(merge_heads(k), cache), k.shape)
         if self.query_norm is not None and self.key_norm is not None:
             if self.qk_norm_per_head:
                 q, k = self.query_norm(q), self.key_norm(k)
             else:
-                q = reshape(self.query_norm(join_heads(q)), q.shape)
-                k = reshape(self.key_norm(join_heads(k)), k.shape)
+                q = reshape(self.query_norm(merge_heads(q)), q.shape)
+                k = reshape(self.key_norm(merge_heads(k)), k.shape)
         if self.rotary is not None:
             q, k = self.rotary(q, segments), self.rotary(k, segments)
         return [q, k, v]
@@ -192,7 +192,7 @@ class MultiHeadSelfAttention(MultiHead):
         return join(results)
 
     @property
-    def mixes(self) -> bool:
+    def uses_shift(self) -> bool:
         """Whether a token is mixed with the one before it, besides what attention does."""
         return self.shift is not None or self.key_shift is not None
 
@@ -222,18 +222,18 @@ class MLPBlock(Layer):
         self.projection = Dense(config.mlp_width, embedding_dim, bias, initialiser, generator)
         self.dropout = Dropout(config.dropout, generator)
 
-    def dtype_inside(self, x: Tensor) -> Any:
-        if not getattr(self.activation, "computes_wide", False):
+    def hidden_dtype(self, x: Tensor) -> Any:
+        if not getattr(self.activation, "computes_in_float32", False):
             return None
-        return dtype_between(x, self.precision, self.up, self.projection)
+        return activation_dtype(x, self.precision, self.up, self.projection)
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
         """(..., C) to the same shape, in the dtype of x unless one is given."""
         x = as_tensor(x)
-        hidden = self.activation(call(self.up, x, self.dtype_inside(x)))
+        hidden = self.activation(call_with_dtype(self.up, x, self.hidden_dtype(x)))
         if dtype is None and self.precision != "float32":
             dtype = x.dtype
-        return self.dropout(call(self.projection, hidden, dtype))
+        return self.dropout(call_with_dtype(self.projection, hidden, dtype))
 
 
 def new_norm(config: ModelConfig) -> Layer:
@@ -284,30 +284,30 @@ class TransformerBlock(Layer):
         x = as_tensor(x)
         if self.parallel:
             normal = self._normalize(self.attention_norm, self.attention, x)
-            attended = residual(x, self._run(self.attention, normal, x.dtype, cache, mask))
+            attended = add_residual(x, self._run(self.attention, normal, x.dtype, cache, mask))
             normal = normal if self.mlp_norm is None else self._normalize(self.mlp_norm, self.mlp, x)
-            return residual(attended, self._run(self.mlp, normal, x.dtype))
-        x = self.add_part(x, self.attention, self.attention_norm, self.attention_post_norm, cache, mask)
-        return self.add_part(x, self.mlp, self.mlp_norm, self.mlp_post_norm)
+            return add_residual(attended, self._run(self.mlp, normal, x.dtype))
+        x = self.add_sublayer(x, self.attention, self.attention_norm, self.attention_post_norm, cache, mask)
+        return self.add_sublayer(x, self.mlp, self.mlp_norm, self.mlp_post_norm)
 
-    def add_part(self, x: Tensor, part: Any, norm: Any, post_norm: Any, *args: Any) -> Tensor:
+    def add_sublayer(self, x: Tensor, part: Any, norm: Any, post_norm: Any, *args: Any) -> Tensor:
         """Return x plus `part(x, *args)`, with norms where this block places them."""
         if self.norm_placement == "after":
-            return norm(residual(x, self._run(part, x, x.dtype, *args)))
+            return norm(add_residual(x, self._run(part, x, x.dtype, *args)))
         if self.norm_placement == "output":
-            return residual(x, norm(self._run(part, x, x.dtype, *args)))
+            return add_residual(x, norm(self._run(part, x, x.dtype, *args)))
         out = self._run(part, self._normalize(norm, part, x), x.dtype, *args)
-        return residual(x, out if post_norm is None else post_norm(out))
+        return add_residual(x, out if post_norm is None else post_norm(out))
 
     def _normalize(self, norm: Any, part: Any, x: Tensor) -> Tensor:
         """Return norm(x), in the dtype inside of the part that gets it, if that part can return x's dtype."""
-        if self.precision == "float32" or not hasattr(part, "dtype_inside") or not takes(part, "dtype"):
+        if self.precision == "float32" or not hasattr(part, "hidden_dtype") or not accepts_argument(part, "dtype"):
             return norm(x)
-        return call(norm, x, part.dtype_inside(x))
+        return call_with_dtype(norm, x, part.hidden_dtype(x))
 
     def _run(self, part: Any, x: Tensor, dtype: Any, cache: KeyValueCache | None = None, *mask: Any) -> Tensor:
         """Return part(x, cache, mask), or part(x) without these, in this dtype if the part can choose it."""
-        options = {"dtype": dtype} if x.array.dtype != dtype and takes(part, "dtype") else {}
+        options = {"dtype": dtype} if x.array.dtype != dtype and accepts_argument(part, "dtype") else {}
         if cache is not None:
             return cache.call(part, x, *mask, **options)
         return part(x, None, *mask, **options) if mask else part(x, **options)

@@ -19,7 +19,7 @@ import numpy as np
 
 from tricycle import devices
 from tricycle.configs import GPTConfig
-from tricycle.configs.size import least_numbers
+from tricycle.configs.size import min_n_weights
 from tricycle.dataset import CausalLMDataset
 from tricycle.models import GPT
 from tricycle.optimisers import Optimiser, State
@@ -205,7 +205,7 @@ def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
     if whole is not None:
         raise ValueError(f"expected weights in floating point, {whole} has {weights[whole].dtype}")
     n_numbers = sum(array.size for array in weights.values())
-    least = least_numbers(config)
+    least = min_n_weights(config)
     if least > n_numbers:  # seen before a crafted config asks for more memory than there is
         raise ValueError(f"expected at least {least} numbers in its weights, as its config says, got {n_numbers}")
     model = GPT(config, draw_weights=False)

@@ -16,7 +16,7 @@ import numpy as np
 
 from tricycle.devices import Array, array_module
 from tricycle.kernels.batched import batched_matmul
-from tricycle.ops import Op, as_tensors, check_device, common_kind, register
+from tricycle.ops import Op, as_tensors, check_device, promote_integers, register
 from tricycle.tensor import Operand, Tensor, record
 
 
@@ -66,7 +66,7 @@ def matmul(x: Operand, y: Operand) -> Tensor:
 
 def _record(inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int], name: str) -> Tensor:
     check_device(name, *(t.array for t in inputs))
-    arrays = common_kind(*(t.array for t in inputs))
+    arrays = promote_integers(*(t.array for t in inputs))
 
     def gradient(i: int, grad: Array) -> Array:
         others = arrays[:i] + (grad,) + arrays[i + 1 :]

@@ -16,29 +16,29 @@ import numpy as np
 from tricycle.autograd import NeedsGrad, SlicedGradient
 from tricycle.devices import Array, array_module, is_array
 from tricycle.ops import (
+    as_floating,
     as_tensor,
     as_tensors,
-    binary,
+    binary_op,
     check_device,
-    common_kind,
-    floating,
     getitem,
-    reflected,
-    refusal,
+    promote_integers,
     register,
-    unary,
+    shape_error,
+    swap_operands,
+    unary_op,
     unbroadcast,
-    unpacked,
+    unpack_arguments,
 )
 from tricycle.tensor import Axis, Operand, Tensor, record
 
 # -------------------------------------------------------------------- elementwise
-exp = unary("exp", lambda xp, x: xp.exp(x), lambda xp, g, x, y: g * y)
-log = unary("log", lambda xp, x: xp.log(x), lambda xp, g, x, y: g / x)
-sqrt = unary("sqrt", lambda xp, x: xp.sqrt(x), lambda xp, g, x, y: g / (2 * y))
-sin = unary("sin", lambda xp, x: xp.sin(x), lambda xp, g, x, y: g * xp.cos(x))
-cos = unary("cos", lambda xp, x: xp.cos(x), lambda xp, g, x, y: -g * xp.sin(x))
-absolute = unary("absolute", lambda xp, x: xp.abs(x), lambda xp, g, x, y: g * xp.sign(x))
+exp = unary_op("exp", lambda xp, x: xp.exp(x), lambda xp, g, x, y: g * y)
+log = unary_op("log", lambda xp, x: xp.log(x), lambda xp, g, x, y: g / x)
+sqrt = unary_op("sqrt", lambda xp, x: xp.sqrt(x), lambda xp, g, x, y: g / (2 * y))
+sin = unary_op("sin", lambda xp, x: xp.sin(x), lambda xp, g, x, y: g * xp.cos(x))
+cos = unary_op("cos", lambda xp, x: xp.cos(x), lambda xp, g, x, y: -g * xp.sin(x))
+absolute = unary_op("absolute", lambda xp, x: xp.abs(x), lambda xp, g, x, y: g * xp.sign(x))
 
 
 @register
@@ -66,23 +66,23 @@ def _power_left(g: Array, x: Array, y: Any, z: Array) -> Array:
     return g * y * x ** xp.where(y == 0, 1, y - 1)
 
 
-subtract = binary("sub", "-", operator.sub, lambda g, x, y, z: g, lambda g, x, y, z: -g, saves=False)
-divide = binary(
+subtract = binary_op("sub", "-", operator.sub, lambda g, x, y, z: g, lambda g, x, y, z: -g, saves=False)
+divide = binary_op(
     "div",
     "/",
     # the quotient of integers is float32, as every other result here
-    lambda x, y: (floating(x) if is_array(x) else x) / (floating(y) if is_array(y) else y),
+    lambda x, y: (as_floating(x) if is_array(x) else x) / (as_floating(y) if is_array(y) else y),
     lambda g, x, y, z: g / y,
     lambda g, x, y, z: -g * z / y,
 )
-power = binary("pow", "**", operator.pow, _power_left, _power_right)
+power = binary_op("pow", "**", operator.pow, _power_left, _power_right)
 # equal values share the gradient, as the mean of the one-sided derivatives
 _extremes = (
     lambda g, x, y, z: g * ((x == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
     lambda g, x, y, z: g * ((y == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
 )
-maximum = binary("maximum", "max", lambda x, y: _module(x, y).maximum(x, y), *_extremes)
-minimum = binary("minimum", "min", lambda x, y: _module(x, y).minimum(x, y), *_extremes)
+maximum = binary_op("maximum", "max", lambda x, y: _module(x, y).maximum(x, y), *_extremes)
+minimum = binary_op("minimum", "min", lambda x, y: _module(x, y).minimum(x, y), *_extremes)
 
 
 def comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Operand, Operand], Tensor]:
@@ -112,9 +112,9 @@ def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
     xp = x.xp
     check_device("where", chosen, x.array, y.array)
     try:
-        z = xp.where(chosen, *common_kind(x.array, y.array))
+        z = xp.where(chosen, *promote_integers(x.array, y.array))
     except ValueError as error:
-        raise refusal("where", error, chosen, x.array, y.array) from None
+        raise shape_error("where", error, chosen, x.array, y.array) from None
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, Array | None]:
         to_x = unbroadcast(xp.where(chosen, grad, 0), x.shape) if needs_grad[0] else None
@@ -130,7 +130,7 @@ def _joined(op: str, tensors: Sequence[Operand]) -> tuple[tuple[Tensor, ...], tu
     if not tensors:
         raise ValueError(f"{op}: expected at least one Tensor, got none")
     check_device(op, *(t.array for t in tensors))
-    return tensors, common_kind(*(t.array for t in tensors)), tensors[0].xp
+    return tensors, promote_integers(*(t.array for t in tensors)), tensors[0].xp
 
 
 @register
@@ -140,7 +140,7 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     try:
         z = xp.concatenate(arrays, axis=axis)
     except ValueError as error:
-        raise refusal("concatenate", error, *arrays) from None
+        raise shape_error("concatenate", error, *arrays) from None
     indices = []
     start = 0
     for t in tensors:
@@ -157,7 +157,7 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     try:
         z = xp.stack(arrays, axis=axis)
     except ValueError as error:
-        raise refusal("stack", error, *arrays) from None
+        raise shape_error("stack", error, *arrays) from None
     batched = any(t.is_batched for t in tensors) and axis % z.ndim != 0
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array]:
@@ -203,7 +203,7 @@ def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
     count = math.prod(shape[a] for a in axes)
     if count == 0:
         raise ValueError(f"mean: expected at least one element along axes {axes}, got shape {shape}")
-    y = floating(x.array).mean(axis=axes, keepdims=keepdims)
+    y = as_floating(x.array).mean(axis=axes, keepdims=keepdims)
     backward = lambda grad, needs_grad: (xp.broadcast_to(_restored(grad / count, shape, axes), shape),)
     return record(y, (x,), backward, "mean", x.is_batched and 0 not in axes)
 
@@ -241,9 +241,11 @@ def min(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
 def transpose(x: Operand, *axes: int | Sequence[int]) -> Tensor:
     """Permute the axes; reverse them if no order is given."""
     x = as_tensor(x)
-    order = _axes("transpose", x, unpacked(axes)) or tuple(reversed(range(x.ndim)))
+    order = _axes("transpose", x, unpack_arguments(axes)) or tuple(reversed(range(x.ndim)))
     if len(order) != x.ndim:
-        raise ValueError(f"transpose: expected an order of {x.ndim} axes, got {unpacked(axes)} for shape {x.shape}")
+        raise ValueError(
+            f"transpose: expected an order of {x.ndim} axes, got {unpack_arguments(axes)} for shape {x.shape}"
+        )
     back = tuple(order.index(i) for i in range(x.ndim))
     y, batched = x.array.transpose(order), x.is_batched and order[:1] == (0,)
     return record(y, (x,), lambda grad, needs_grad: (grad.transpose(back),), "transpose", batched)
@@ -288,7 +290,7 @@ for _name, _compare in {
     setattr(Tensor, f"__{_compare.__name__}__", comparison(_name, _compare))
 for _name, _op in {"sub": subtract, "truediv": divide, "pow": power}.items():
     setattr(Tensor, f"__{_name}__", _op)
-    setattr(Tensor, f"__r{_name}__", reflected(_op))
+    setattr(Tensor, f"__r{_name}__", swap_operands(_op))
 for _name, _method in {
     "__neg__": negative,
     "__iter__": lambda x: (getitem(x, i) for i in range(len(x))),

@@ -10,7 +10,7 @@ from tricycle import kernels, ops
 from tricycle.autograd import LARGE, NeedsGrad, OwnedGradient, is_evaluating
 from tricycle.devices import Array
 from tricycle.kernels import FEW_ROWS, ScoreOptions
-from tricycle.ops import Op, as_tensor, as_tensors, check_device, check_width, floating, register
+from tricycle.ops import Op, as_floating, as_tensor, as_tensors, check_device, check_last_axis, register
 from tricycle.tensor import Operand, Tensor, record
 
 # Of matrix products. Weights are always float32; activations have 16 bits where products take no more.
@@ -39,8 +39,8 @@ class RowSoftmax(Op, is_base=True):
         return kernels.softmax_backward(grad, weights)
 
     def forward(self, x: Operand) -> Tensor:
-        x = as_rows(self, x)
-        scores = floating(x.array)
+        x = as_non_scalar(self, x)
+        scores = as_floating(x.array)
         weights = self.row_softmax(scores)
         return record(
             weights, (x,), lambda grad, needs_grad: (self.row_softmax_backward(grad, scores, weights),), self.name
@@ -51,7 +51,7 @@ class RowSoftmax(Op, is_base=True):
         return self, None
 
 
-def as_rows(op: Op, x: Operand) -> Tensor:
+def as_non_scalar(op: Op, x: Operand) -> Tensor:
     x = as_tensor(x)
     if x.ndim == 0:
         raise ValueError(f"{type(op).__name__}: expected at least one axis, got a single number")
@@ -108,8 +108,8 @@ class LogSoftmax(Op):
     """log softmax(x) over the last axis, without the rounding of taking the log afterwards."""
 
     def forward(self, x: Operand) -> Tensor:
-        x = as_rows(self, x)
-        y, exp = kernels.log_softmax(floating(x.array)), x.xp.exp
+        x = as_non_scalar(self, x)
+        y, exp = kernels.log_softmax(as_floating(x.array)), x.xp.exp
         return record(y, (x,), lambda grad, _: (grad - exp(y) * grad.sum(axis=-1, keepdims=True),), "log_softmax")
 
 
@@ -133,31 +133,31 @@ def linear(
     name: str = "linear",
     precision: str = "float32",
     dtype: Any = None,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> Tensor:
     """Compute x W + b over the last axis of x, as one matrix product.
 
     Args:
         x: (..., from_size). bias: (to_size,).
-        weights: (from_size, to_size), or where `turned` (to_size, from_size), as a table of embeddings is. An array of
-            another kind than x brings along the function that multiplies with it, as its attribute `linear`.
+        weights: (from_size, to_size), or (to_size, from_size) if `transposed`, as for an embedding table. An array of
+            another type than x, such as a quantized matrix, is multiplied by its own method `linear`.
         precision: one of PRECISIONS, of the products of forward and backward, not of their sums and results.
         dtype: of the result (..., to_size); that of x W unless given.
     """
-    array, matrix = x.array, weights.array.T if turned and weights.ndim == 2 else weights.array
+    array, matrix = x.array, weights.array.T if transposed and weights.ndim == 2 else weights.array
     vector = None if bias is None else bias.array
     if len(matrix.shape) != 2 or (vector is not None and vector.shape != matrix.shape[1:]):
         got = matrix.shape if vector is None else f"{matrix.shape} and {vector.shape}"
         raise ValueError(f"{name}: expected weights (from_size, to_size) and a bias (to_size,), got shapes {got}")
     if array.shape[-1:] != matrix.shape[:1]:
-        check_width(f"{name.capitalize()}(from_size={matrix.shape[0]})", x, matrix.shape[0])
+        check_last_axis(f"{name.capitalize()}(from_size={matrix.shape[0]})", x, matrix.shape[0])
     if type(array) is not type(matrix):
         if hasattr(matrix, "linear"):
             return matrix.linear(x, weights, bias, name, precision, dtype)
         check_device(name, array, matrix)
     shape, (from_size, to_size) = array.shape, matrix.shape
     n_rows = math.prod(shape[:-1])  # -1 would not do where from_size or to_size is 0
-    rows = floating(array).reshape(n_rows, from_size)
+    rows = as_floating(array).reshape(n_rows, from_size)
     if precision != "float32" and n_rows <= FEW_ROWS and is_evaluating():
         precision = "float32"  # to convert the weights for so few rows would take longer than their product
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
@@ -183,7 +183,7 @@ def linear(
         if needs_grad[1]:
             left, right = (a.T, dy) if matrix.flags.c_contiguous else (dy.T, a)  # in the memory order of the matrix
             product = kernels.matmul(left, right, None, None, None, precision)
-            dweights = OwnedGradient(product if matrix.flags.c_contiguous != turned else product.T)
+            dweights = OwnedGradient(product if matrix.flags.c_contiguous != transposed else product.T)
         return [dx, dweights, dbias][: len(args)]
 
     args = (x, weights) if bias is None else (x, weights, bias)
@@ -200,7 +200,7 @@ def to_compute_dtype(x: Tensor, precision: str) -> Tensor:
 
 
 @register
-def residual(x: Operand, part: Operand) -> Tensor:
+def add_residual(x: Operand, part: Operand) -> Tensor:
     """Compute x + part as `ops.add` does, by all threads where both are large and have one shape."""
     x, part = as_tensors(x, part)
     a, b = x.array, part.array
@@ -210,8 +210,8 @@ def residual(x: Operand, part: Operand) -> Tensor:
 
 
 @register
-def soft_cap(x: Operand, cap: float) -> Tensor:
+def softcap(x: Operand, cap: float) -> Tensor:
     """Compute cap tanh(x / cap), elementwise: x where it is small, at most the cap (Gemma Team 2024, section 2)."""
     x = as_tensor(x)
-    bent = x.xp.tanh(floating(x.array) / cap)
-    return record(cap * bent, (x,), lambda grad, needs_grad: (grad * (1 - bent * bent),), "soft_cap")
+    bent = x.xp.tanh(as_floating(x.array) / cap)
+    return record(cap * bent, (x,), lambda grad, needs_grad: (grad * (1 - bent * bent),), "softcap")

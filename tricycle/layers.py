@@ -12,7 +12,7 @@ from tricycle.autograd import NeedsGrad, OwnedGradient, SlicedGradient, evaluati
 from tricycle.devices import Array, on_gpu
 from tricycle.functions import PRECISIONS, linear
 from tricycle.initialisers import Initialiser, normal, xavier
-from tricycle.ops import as_tensor, check_device, check_range, check_width, floating, positive
+from tricycle.ops import as_floating, as_tensor, check_device, check_last_axis, check_positive, check_range
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record, to_tensor
 
@@ -158,7 +158,7 @@ class Dense(Layer):
         generator: Generator = None,
         role: str = "matrix",
     ) -> None:
-        positive("Dense", from_size=from_size, to_size=to_size)
+        check_positive("Dense", from_size=from_size, to_size=to_size)
         self.from_size, self.to_size = from_size, to_size
         self.weights = Parameter(initialiser((from_size, to_size), new_generator(generator)), role)
         self.bias = Parameter(np.zeros(to_size, np.float32), "bias") if bias else None
@@ -180,7 +180,7 @@ class Embedding(Layer):
         generator: Generator = None,
         role: str = "embedding",
     ) -> None:
-        positive("Embedding", from_size=from_size, to_size=to_size)
+        check_positive("Embedding", from_size=from_size, to_size=to_size)
         self.from_size, self.to_size = from_size, to_size
         draw = initialiser or normal(1.0)
         self.weights = Parameter(draw((from_size, to_size), new_generator(generator)), role)
@@ -212,7 +212,7 @@ class LayerNorm(Layer):
     _subtract_mean, _name = True, "layer_norm"
 
     def __init__(self, size: int, bias: bool = True, eps: float = 1e-5) -> None:
-        positive(type(self).__name__, size=size)
+        check_positive(type(self).__name__, size=size)
         if not eps > 0:
             raise ValueError(f"{type(self).__name__}: expected an eps above 0, got {eps!r}")
         self.size, self.eps = size, eps
@@ -222,9 +222,9 @@ class LayerNorm(Layer):
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
         """Map (..., size) to (..., size), in the dtype of x unless another is given."""
         x = x if isinstance(x, Tensor) else as_tensor(x, self.gain)
-        array, gain, subtract_mean = floating(x.array), self._gains(x), self._subtract_mean
+        array, gain, subtract_mean = as_floating(x.array), self._gains(x), self._subtract_mean
         if array.shape[-1:] != (self.size,):
-            check_width(f"{type(self).__name__}(size={self.size})", x, self.size)
+            check_last_axis(f"{type(self).__name__}(size={self.size})", x, self.size)
         if type(array) is not type(gain):
             check_device(self._name, array, gain)
         bias = None if self.bias is None else self.bias.array
@@ -273,7 +273,7 @@ class Dropout(Layer):
         x = as_tensor(x)
         if not self.training or self.probability == 0:
             return x
-        array = floating(x.array)
+        array = as_floating(x.array)
         mask = kernels.dropout_mask(array, x.shape, 1 - self.probability, self.generator)
         return record(array * mask, (x,), lambda grad, needs_grad: (grad * mask,), "dropout")
 

@@ -9,7 +9,7 @@ import numpy as np
 from tricycle import kernels
 from tricycle.autograd import NeedsGrad, grad_enabled_for
 from tricycle.devices import Array, on_gpu
-from tricycle.ops import Op, as_tensor, check_device, check_range, floating
+from tricycle.ops import Op, as_floating, as_tensor, check_device, check_range
 from tricycle.tensor import Operand, Tensor, record
 
 
@@ -36,9 +36,11 @@ class CrossEntropy(Op):
                 a 0-d array on their device, or (...), a weight for each label.
         """
         logits = as_tensor(logits)
-        return self._weighted_sum(logits, *self.weighed(as_tensor(labels), logits, "logits", scale))
+        return self._weighted_sum(logits, *self.rows_labels_and_weights(as_tensor(labels), logits, "logits", scale))
 
-    def weighed(self, labels: Tensor, x: Tensor, what: str, scale: Array | float) -> tuple[Array, Array, Array]:
+    def rows_labels_and_weights(
+        self, labels: Tensor, x: Tensor, what: str, scale: Array | float
+    ) -> tuple[Array, Array, Array]:
         """Return x as rows (N, V), their labels (N,), 0 where they do not count, and the weight of each, (N,)."""
         if x.ndim == 0 or labels.shape != x.shape[:-1]:
             expected = f"labels of shape {x.shape[:-1]} for {what} of shape {x.shape}"
@@ -46,7 +48,7 @@ class CrossEntropy(Op):
         check_device("CrossEntropy", labels.array, x.array)
         if labels.dtype.kind not in "iu":
             raise ValueError(f"CrossEntropy: expected whole numbers (dtype=int) as labels, got {labels.dtype}")
-        rows, ids, xp = floating(x.array).reshape(-1, x.shape[-1]), labels.array.reshape(-1), labels.xp
+        rows, ids, xp = as_floating(x.array).reshape(-1, x.shape[-1]), labels.array.reshape(-1), labels.xp
         wide = np.float32 if rows.dtype.itemsize == 2 else rows.dtype.type  # 16 bits cannot count far
         if not isinstance(scale, float) and np.ndim(scale):
             scale = scale.reshape(-1)
@@ -65,12 +67,12 @@ class CrossEntropy(Op):
         loss, slope = kernels.cross_entropy(rows, ids, weights, self.label_smoothing, grad_enabled_for(logits))
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
-            return (times(slope, grad).reshape(logits.shape),)
+            return (scale_gradient(slope, grad).reshape(logits.shape),)
 
         return record(loss, (logits,), backward, "cross_entropy", False)
 
 
-def times(array: Array, grad: Array) -> Array:
+def scale_gradient(array: Array, grad: Array) -> Array:
     """Multiply by a 0-d gradient; the usual 1 needs no pass over a large array (a check on a GPU would wait for it)."""
     return array if not on_gpu(grad) and grad == 1 else kernels.multiply(array, grad)
 
@@ -86,7 +88,7 @@ class MeanSquaredError(Op):
         if y_pred.size == 0:
             raise ValueError(f"MeanSquaredError: expected at least one element, got shape {y_pred.shape}")
         check_device("MeanSquaredError", y_true.array, y_pred.array)
-        difference = floating(y_pred.array) - floating(y_true.array)
+        difference = as_floating(y_pred.array) - as_floating(y_true.array)
         loss, scale = (difference * difference).mean(), 2 / difference.size
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, Array]:

@@ -19,10 +19,10 @@ from tricycle.attention.attend import Attention, Mask
 from tricycle.attention.cache import KeyValueCache, takes_ragged
 from tricycle.attention.rotary import POSITIONS
 from tricycle.autograd import current_modes, grad_enabled_for
-from tricycle.blocks import TransformerBlock, call, dtype_between, new_norm, takes
+from tricycle.blocks import TransformerBlock, accepts_argument, activation_dtype, call_with_dtype, new_norm
 from tricycle.configs.model import ModelConfig
 from tricycle.devices import Array
-from tricycle.functions import linear, new_softmax, soft_cap, to_compute_dtype
+from tricycle.functions import linear, new_softmax, softcap, to_compute_dtype
 from tricycle.initialisers import normal, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Layer
 from tricycle.loss import CrossEntropy
@@ -32,7 +32,7 @@ from tricycle.tensor import Operand, Tensor
 
 # The most logits that a loss holds at a time in host memory: 112 MB of them, and as much of their gradients.
 # Each part converts the head's matrix, and adds to its gradient, anew.
-LOGITS_AT_ONCE = 7 * 2**22
+MAX_LOGITS = 7 * 2**22
 DRAWN = ("matrix", "embedding", "position", "head")  # roles of parameters that do not start at 0 or 1
 
 
@@ -96,7 +96,7 @@ class GPT(BlockStack):
         self.head_projection = Dense(width, narrow, False, zeros) if narrow != width else None
         self.head = None if config.tied else Dense(narrow, config.vocab_size, config.head_bias, zeros, role="head")
         if draw_weights:
-            initialise(self)
+            initialize_weights(self)
         self.use_precision(config.precision)
 
     @takes_ragged
@@ -122,13 +122,13 @@ class GPT(BlockStack):
         Raises:
             ValueError: too many tokens or none, ids outside the vocabulary, not one cache for each block.
         """
-        x = self.hidden(tokens, caches, mask, positions)
+        x = self.hidden_states(tokens, caches, mask, positions)
         if last:
             ends = [rows.stop - 1 for rows, _ in caches[0].texts(x.shape[-2])] if caches else [-1]
             x = x[..., -1:, :] if len(ends) == 1 else x[..., ends, :]
         return (head or self.logits)(x)
 
-    def hidden(
+    def hidden_states(
         self, tokens: Operand, caches: Sequence[KeyValueCache] | None = None, mask: Mask = None, positions: Any = None
     ) -> Tensor:
         """Return the hidden states (B, T, C), or (T, C), before the last norm. Takes what `forward` takes."""
@@ -168,29 +168,31 @@ class GPT(BlockStack):
         if self.head_projection is not None:
             x = self.head_projection(x)
         if self.head is None:
-            logits = linear(x, self.token_embedding.weights, precision=self.precision, dtype=dtype, turned=True)
+            logits = linear(x, self.token_embedding.weights, precision=self.precision, dtype=dtype, transposed=True)
         else:
-            logits = call(self.head, x, dtype)
-        return soft_cap(logits, self.config.logit_cap) if self.config.logit_cap else logits
+            logits = call_with_dtype(self.head, x, dtype)
+        return softcap(logits, self.config.logit_cap) if self.config.logit_cap else logits
 
     def loss(self, tokens: Operand, labels: Operand, loss_fn: Any = None, scale: Any = 1.0, **options: Any) -> Tensor:
         """Return `loss_fn(labels, self(tokens, **options), scale)`, without holding all logits where these are many."""
         loss_fn = loss_fn or CrossEntropy()
-        if not takes(self, "head"):  # a `forward` of the user's, or a probe's, whose logits count as they are
+        if not accepts_argument(
+            self, "head"
+        ):  # a `forward` of the user's, or a probe's, whose logits count as they are
             loss: Tensor = loss_fn(labels, self(tokens, **options), scale)
             return loss
-        return self(tokens, head=lambda hidden: self.loss_of_hidden(labels, hidden, loss_fn, scale), **options)
+        return self(tokens, head=lambda hidden: self.loss_from_hidden(labels, hidden, loss_fn, scale), **options)
 
-    def loss_of_hidden(self, labels: Operand, hidden: Tensor, loss_fn: CrossEntropy, scale: Any = 1.0) -> Tensor:
+    def loss_from_hidden(self, labels: Operand, hidden: Tensor, loss_fn: CrossEntropy, scale: Any = 1.0) -> Tensor:
         """Return the loss from what `hidden` returned; on a CPU some rows at a time (`CrossEntropy.from_hidden`)."""
-        if not takes(self.logits, "dtype"):
+        if not accepts_argument(self.logits, "dtype"):
             return loss_fn(labels, self.logits(hidden), scale)
         n_rows = math.prod(hidden.shape[:-1])
-        n_parts = math.ceil(n_rows / max(1, LOGITS_AT_ONCE // self.config.vocab_size))
+        n_parts = math.ceil(n_rows / max(1, MAX_LOGITS // self.config.vocab_size))
         dtype = None
         if grad_enabled_for(hidden) and not self.config.logit_cap:  # 16 bits are enough where products take no more
             products = [layer for layer in (self.head, self.head_projection) if layer is not None]
-            dtype = dtype_between(hidden, self.precision, *products)
+            dtype = activation_dtype(hidden, self.precision, *products)
         logits = partial(self.logits, dtype=dtype)
         if n_parts <= 1 or hidden.on_gpu:
             return loss_fn(labels, logits(hidden), scale)
@@ -208,7 +210,7 @@ def _window_of(attention: Any) -> int | None:
     return inner.window if isinstance(inner, Attention) and inner.softmax.fused else None
 
 
-def initialise(model: BlockStack) -> None:
+def initialize_weights(model: BlockStack) -> None:
     """Draw GPT-2's first weights: normal(0.02); biases 0 and gains 1.
 
     Projections that end in the residual stream, two a block, are smaller by 1 / sqrt(2 n_layers), so that the stream

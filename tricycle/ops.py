@@ -72,18 +72,18 @@ def as_tensors(*xs: Operand) -> tuple[Tensor, ...]:
     return tuple(as_tensor(x, tensors[0] if tensors else None) for x in xs)
 
 
-def floating(array: Array) -> Array:
+def as_floating(array: Array) -> Array:
     """Convert integers and booleans to float32; return floats as they are."""
     return array.astype(np.float32) if array.dtype.kind in "biu" else array
 
 
-def common_kind(*arrays: Array) -> tuple[Array, ...]:
+def promote_integers(*arrays: Array) -> tuple[Array, ...]:
     """Convert integers to the dtype of the floats beside them (NumPy would make both float64)."""
     floats = [a.dtype for a in arrays if a.dtype.kind not in "biu"]
     return tuple(a.astype(floats[0]) if floats and a.dtype.kind in "biu" else a for a in arrays)
 
 
-def refusal(op: str, error: ValueError, *arrays: Array) -> ValueError:
+def shape_error(op: str, error: ValueError, *arrays: Array) -> ValueError:
     """Return NumPy's error with the op and the shapes that came."""
     shapes = " and ".join(str(array.shape) for array in arrays)
     rule = "do not broadcast" if "broadcast" in str(error) else f"do not fit: {error}"
@@ -100,7 +100,7 @@ def check_device(op: str, *arrays: Array) -> None:
                 raise ValueError(f"{op}: expected all inputs on one device, got {' and '.join(sorted(modules))} arrays")
 
 
-def check_width(title: str, x: Tensor, size: int) -> None:
+def check_last_axis(title: str, x: Tensor, size: int) -> None:
     """Raise a ValueError that names the layer or op by its title if the last axis of x has not this size."""
     if x.shape[-1:] != (size,):
         raise ValueError(f"{title}: expected the last axis to be {size}, got shape {x.shape}")
@@ -114,19 +114,19 @@ def check_range(what: str, ids: Array, limit: int) -> None:
             raise ValueError(f"{what}: expected ids from 0 to {limit - 1}, got {low if low < 0 else high}")
 
 
-def positive(layer: str, **sizes: int) -> None:
+def check_positive(layer: str, **sizes: int) -> None:
     """Raise a ValueError that names the layer and the argument for sizes that are not integers above 0."""
     for name, size in sizes.items():
         if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{layer}: expected {name} to be a whole number above 0, got {size!r}")
 
 
-def unary(name: str, forward: ArrayFunction, gradient: ArrayFunction) -> Callable[[Operand], Tensor]:
+def unary_op(name: str, forward: ArrayFunction, gradient: ArrayFunction) -> Callable[[Operand], Tensor]:
     """Make an elementwise op: `forward(xp, x)` returns y, `gradient(xp, g, x, y)` the gradient of x."""
 
     def op(x: Operand) -> Tensor:
         x = as_tensor(x)
-        array = floating(x.array)
+        array = as_floating(x.array)
         y = forward(x.xp, array)
         return record(y, (x,), backward, name, None, (array, y))
 
@@ -137,11 +137,11 @@ def unary(name: str, forward: ArrayFunction, gradient: ArrayFunction) -> Callabl
     return register(op)
 
 
-tanh = unary("tanh", lambda xp, x: xp.tanh(x), lambda xp, g, x, y: g * (1 - y * y))
-sigmoid = unary("sigmoid", lambda xp, x: kernels.sigmoid(x), lambda xp, g, x, y: g * y * (1 - y))
+tanh = unary_op("tanh", lambda xp, x: xp.tanh(x), lambda xp, g, x, y: g * (1 - y * y))
+sigmoid = unary_op("sigmoid", lambda xp, x: kernels.sigmoid(x), lambda xp, g, x, y: g * y * (1 - y))
 
 
-def binary(
+def binary_op(
     name: str, symbol: str, forward: ArrayFunction, left: ArrayFunction, right: ArrayFunction, saves: bool = True
 ) -> Callable[..., Tensor]:
     """Make an elementwise op of two inputs, with broadcasting.
@@ -169,11 +169,11 @@ def binary(
         if type(a) is not type(b):
             check_device(name, a, b)
         if a.dtype is not b.dtype:
-            a, b = common_kind(a, b)
+            a, b = promote_integers(a, b)
         try:
             z = forward(a, b)
         except ValueError as error:
-            raise refusal(name, error, a, b) from None
+            raise shape_error(name, error, a, b) from None
         values = (a, b, z) if saves else nothing
         if a.shape != b.shape:
             values = (*values, a.shape, b.shape)
@@ -199,7 +199,7 @@ def binary(
 def _beside_number(array: Array, number: Any) -> tuple[Array, Any]:
     """Return an array, and a Python number, which does not change the dtype of an array as NumPy's scalars do."""
     number = number.item() if isinstance(number, np.generic) else number
-    return floating(array) if isinstance(number, float) else array, number
+    return as_floating(array) if isinstance(number, float) else array, number
 
 
 def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
@@ -211,11 +211,11 @@ def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
     return grad.sum(axis=tuple(range(added)) + stretched, keepdims=True).reshape(shape)
 
 
-add = binary("add", "+", operator.add, lambda g, x, y, z: g, lambda g, x, y, z: g, saves=False)
-multiply = binary("mul", "*", operator.mul, lambda g, x, y, z: g * y, lambda g, x, y, z: g * x)
+add = binary_op("add", "+", operator.add, lambda g, x, y, z: g, lambda g, x, y, z: g, saves=False)
+multiply = binary_op("mul", "*", operator.mul, lambda g, x, y, z: g * y, lambda g, x, y, z: g * x)
 
 
-def unpacked(args: tuple[Any, ...]) -> tuple[int, ...]:
+def unpack_arguments(args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return (2, 3) for the arguments of both `f(2, 3)` and `f((2, 3))`."""
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], Sequence) else args
 
@@ -226,9 +226,9 @@ def reshape(x: Operand, *shape: int | Sequence[int]) -> Tensor:
     x = as_tensor(x)
     before = x.array.shape
     try:
-        y = x.array.reshape(unpacked(shape))
+        y = x.array.reshape(unpack_arguments(shape))
     except ValueError:
-        raise ValueError(f"reshape: {x.size} elements of shape {before} do not fit {unpacked(shape)}") from None
+        raise ValueError(f"reshape: {x.size} elements of shape {before} do not fit {unpack_arguments(shape)}") from None
     batched = x.is_batched and y.shape[:1] == before[:1]
     return record(y, (x,), lambda grad, needs_grad: (grad.reshape(before),), "reshape", batched)
 
@@ -273,13 +273,13 @@ def _heads_gradient(grad: Array, needs_grad: NeedsGrad, start: int) -> tuple[Sli
     return (SlicedGradient(channels, index, once=True),)
 
 
-def reflected(op: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+def swap_operands(op: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
     """Return the op with its inputs exchanged, for an operator whose left side is no Tensor."""
     return lambda x, y: op(y, x)
 
 
 for _name, _op in {"add": add, "mul": multiply}.items():
     setattr(Tensor, f"__{_name}__", _op)
-    setattr(Tensor, f"__r{_name}__", reflected(_op))
+    setattr(Tensor, f"__r{_name}__", swap_operands(_op))
 for _name, _function in {"__getitem__": getitem, "reshape": reshape}.items():
     setattr(Tensor, _name, _function)

@@ -37,7 +37,7 @@ class Step(NamedTuple):
     weight_decay: float  # 0 for a parameter that does not decay
 
     @property
-    def kept(self) -> float:
+    def decay_factor(self) -> float:
         """The factor by which decoupled weight decay multiplies the weights."""
         return 1 - self.learning_rate * self.weight_decay
 
@@ -46,8 +46,8 @@ class Rule:
     """How one parameter changes: a subclass defines `update`."""
 
     state_names: tuple[str, ...] = ()  # of the arrays in its state, which begin as zeros
-    at_once = False  # whether threads may run several updates at a time: they change only weights and state
-    on_one_thread = False  # whether an update uses one thread, however large the parameter is
+    is_parallelizable = False  # whether threads may run several updates at a time: they change only weights and state
+    is_single_threaded = False  # whether an update uses one thread, however large the parameter is
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the arrays in the state of a parameter of this shape: the same, unless overridden."""
@@ -66,10 +66,10 @@ class Rule:
             array[...] = array_module(array).where(factor > 0, array, old)
 
 
-class GradientRule(Rule):
+class SGDRule(Rule):
     """weights -= learning_rate * velocity, where velocity = momentum * velocity + gradient."""
 
-    at_once = True
+    is_parallelizable = True
 
     def __init__(self, momentum: float = 0.0) -> None:
         if not 0 <= momentum < 1:
@@ -78,7 +78,7 @@ class GradientRule(Rule):
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
         if step.weight_decay:
-            weights *= step.kept
+            weights *= step.decay_factor
         if self.momentum:
             state["velocity"] *= self.momentum
             state["velocity"] += grad
@@ -90,7 +90,7 @@ class AdamWRule(Rule):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2)."""
 
     state_names = ("first", "second")
-    at_once = True
+    is_parallelizable = True
 
     def __init__(self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
         if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
@@ -152,7 +152,7 @@ class Optimiser:
             step = Step(n_updates + 1 - n_skipped, self.learning_rate, decay)
             update: Any = rule.update if factor is None else partial(rule.scaled_update, factor=factor)
             call = partial(update, p.array, p.grad.array, state, step)  # type: ignore[union-attr]
-            jobs.append((call, p.size, rule.at_once, rule.on_one_thread))
+            jobs.append((call, p.size, rule.is_parallelizable, rule.is_single_threaded))
         if jobs:
             kernels.run_independent(p.array, jobs)
         increment_versions(p for _, p in chosen)
@@ -189,12 +189,12 @@ class Optimiser:
 
 
 class StochasticGradientDescent(Optimiser):
-    """`GradientRule` for every parameter."""
+    """`SGDRule` for every parameter."""
 
     def __init__(
         self, learning_rate: Rate, momentum: float = 0.0, weight_decay: float = 0.0, decays: Filter = decays
     ) -> None:
-        super().__init__(learning_rate, GradientRule(momentum), weight_decay, decays)
+        super().__init__(learning_rate, SGDRule(momentum), weight_decay, decays)
 
 
 class AdamW(Optimiser):

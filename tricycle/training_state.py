@@ -20,11 +20,11 @@ from tricycle import devices
 from tricycle.batches import CausalLMDataset
 from tricycle.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from tricycle.configs import GPTConfig
-from tricycle.configs.size import least_numbers
+from tricycle.configs.size import min_n_weights
 from tricycle.devices import Array, array_module
 from tricycle.distributed.processes import SINGLE_PROCESS, GeneratorAdvance, ProcessGroup
 from tricycle.distributed.shards import ShardedOptimiser, Shards, update_cost
-from tricycle.models import GPT, LOGITS_AT_ONCE
+from tricycle.models import GPT, MAX_LOGITS
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimiser_rules.schedules import SCHEDULES
 from tricycle.optimisers import Optimiser, State
@@ -217,7 +217,7 @@ def least_memory(config: GPTConfig) -> int:
 
     Weights, gradients and moments; what a pass takes; and the tokens of an update.
     """
-    n_numbers = least_numbers(config)
+    n_numbers = min_n_weights(config)
     n_state_arrays = OPTIMISERS[config.optimiser].n_state_arrays
     n_tokens = config.batch_size * config.context_window
     tokens = 2 * 8 * n_tokens * config.accumulation_steps
@@ -233,7 +233,7 @@ def memory_of_pass(config: GPTConfig, n_tokens: int) -> int:
     heads, key_heads = (n * config.channels_per_head for n in (config.n_heads, config.key_heads))
     attention = (heads + key_heads) * (2 if config.positions == "rotary" else 1) + key_heads
     block = 5 * config.embedding_dim + attention + config.mlp_width * (3 if config.is_gated else 2)
-    logits = 2 * min(config.vocab_size, LOGITS_AT_ONCE // n_tokens)
+    logits = 2 * min(config.vocab_size, MAX_LOGITS // n_tokens)
     if config.recompute:
         kept = config.n_layers * config.embedding_dim + max(block, logits)
     else:

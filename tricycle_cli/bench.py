@@ -20,7 +20,7 @@ from tricycle.functions import RowSoftmax
 from tricycle.gradcheck import gradcheck
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.ops import positive
+from tricycle.ops import check_positive
 from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
 from tricycle.softmaxes import SOFTMAXES
@@ -61,7 +61,7 @@ class Run(NamedTuple):
 
 def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
-    positive("bench", steps=arguments.steps, seeds=arguments.seeds)
+    check_positive("bench", steps=arguments.steps, seeds=arguments.seeds)
     for name in arguments.against:
         if name not in SOFTMAXES:
             raise ValueError(f"expected --against to be of {', '.join(SOFTMAXES)}, got {name!r}")

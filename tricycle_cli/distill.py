@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import tyro
 
 from tricycle.configs import PRESETS, GPTConfig
-from tricycle.configs.checked import OneOf
+from tricycle.configs.validated import OneOf
 from tricycle.distributed.processes import ProcessGroup
 from tricycle.finetuning.distillation import distillation_loss
 from tricycle.pretrained import Pretrained

@@ -31,7 +31,7 @@ from tricycle.distributed.processes import ProcessGroup
 from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig
 from tricycle.finetuning.packing import PackedDataset, packs
 from tricycle.finetuning.preferences import PairDataset
-from tricycle.kernels.quantized import FewBits
+from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
@@ -443,7 +443,7 @@ def fingerprint(model: GPT) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         array: Any = parameter.array
-        parts = [array.values, array.scales] if isinstance(array, FewBits) else [to_cpu(array)]
+        parts = [array.values, array.scales] if isinstance(array, QuantizedMatrix) else [to_cpu(array)]
         for values in parts:
             if values is not None:
                 rows = np.ascontiguousarray(values[:: max(1, len(values) // ROWS_LOOKED_AT)])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tricycle import devices
-from tricycle.configs.checked import OneOf
+from tricycle.configs.validated import OneOf
 from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.generate import DecodingState, generate
 from tricycle.kernels.quantized import dtype_of

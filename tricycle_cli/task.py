@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tricycle.configs import GPTConfig
-from tricycle.configs.size import least_numbers
+from tricycle.configs.size import min_n_weights
 from tricycle.distributed.processes import ProcessGroup
 from tricycle.system.files import atomic_write, read_json_object
 from tricycle.training_state import TrainingState
@@ -71,7 +71,7 @@ class Task:
         """Return which settings need less memory."""
         advice = f"lower --batch-size (now {config.batch_size}; --accumulation-steps makes up for it)"
         advice += f" or --context-window (now {config.context_window})"
-        advice += f", or make the model smaller: it has {least_numbers(config):,} weights"
+        advice += f", or make the model smaller: it has {min_n_weights(config):,} weights"
         if on_gpu and config.precision in ("float32", "tf32"):
             advice += ", or take --precision bfloat16"
         return advice

@@ -21,7 +21,7 @@ import numpy as np
 from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
-from tricycle.configs.checked import OneOf
+from tricycle.configs.validated import OneOf
 from tricycle.distributed.processes import ProcessGroup
 from tricycle.evaluation import HeldOut
 from tricycle.pretrained import Pretrained

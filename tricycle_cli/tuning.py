@@ -190,7 +190,7 @@ class HeldOutPairs:
         with model.evaluating(), np.errstate(all="ignore"):
             for first in range(0, self.dataset.n_items, size):
                 batch = self.dataset.together(range(first, min(first + size, self.dataset.n_items)))
-                hidden = model.hidden(model.place(batch.tokens))
+                hidden = model.hidden_states(model.place(batch.tokens))
                 margins.append(to_cpu(margins_of(model, hidden, batch, self.beta)))
             joined = np.concatenate(margins)
             return {"held_out_loss": float(pair_losses(joined).mean()), **reward_figures(joined)}

@@ -19,7 +19,7 @@ from tricycle.evaluation import HeldOut, evaluate
 from tricycle.functions import RowSoftmax
 from tricycle.layers import Layer
 from tricycle.models import GPT
-from tricycle.ops import positive
+from tricycle.ops import check_positive
 from tricycle.tensor import Tensor
 from tricycle_lab.taps import (
     Change,
@@ -241,7 +241,7 @@ def entropy(weights: Array) -> Array:
 
 def top_weight(weights: Array, k: int = 1) -> Array:
     """The sum of the k largest weights of each row, of all if there are fewer: (..., S) to (...)."""
-    positive("top_weight", k=k)
+    check_positive("top_weight", k=k)
     w = _rows("top_weight", weights)
     return array_module(w).sort(w, axis=-1)[..., -k:].sum(axis=-1)
 
@@ -322,7 +322,7 @@ def perplexity(
     Raises:
         ValueError: fewer than two tokens, ids outside the vocabulary, or sizes below 1.
     """
-    positive("perplexity", n_bytes=n_bytes, batch_size=batch_size)
+    check_positive("perplexity", n_bytes=n_bytes, batch_size=batch_size)
     loss, _ = evaluate(model, tokens, batch_size, n_batches, stride)
     with np.errstate(over="ignore"):
         return Perplexity(loss, float(np.exp(loss)), HeldOut(tokens, n_bytes).bits_per_byte(loss))

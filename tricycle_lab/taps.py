@@ -153,11 +153,11 @@ def weighing(layer: Any, softmax: str | RowSoftmax | None, temperature: float | 
         chosen = op.softmax
         if softmax is not None:
             chosen, scales = changed.attention.softmax, changed.softmax_scales
-        new = Attention(chosen, op.causal, op.window, op.scale, op.cap)
+        new = Attention(chosen, op.causal, op.window, op.scale, op.softcap)
         if temperature is not None:
             # cap tanh(s / cap) / t is what a cap and scores over t give, too
             new.scale = (query.shape[3] ** -0.5 if op.scale is None else op.scale) / temperature
-            new.cap = None if op.cap is None else op.cap / temperature
+            new.softcap = None if op.softcap is None else op.softcap / temperature
         return new, (query, key, value, mask, scales, *rest)
 
     return exchange

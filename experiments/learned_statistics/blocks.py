@@ -187,7 +187,7 @@ def exact_shares(subject: Subject, rows: np.ndarray, blocks: Sequence[int]) -> S
 def attention_of(model: GPT, rows: np.ndarray) -> dict[str, np.ndarray]:
     """Return attention weights (B, H, T, T) of each layer, for tokens (B, T)."""
     with model.evaluating(), Probe(model, "blocks.*.attention") as probe, no_grad():
-        model.hidden(model.place(rows))
+        model.hidden_states(model.place(rows))
     return {name: to_cpu(weights) for name, weights in probe.weights.items()}
 
 

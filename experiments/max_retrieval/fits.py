@@ -47,7 +47,7 @@ def answer_logits(model: GPT, prompts: Sequence[Prompt]) -> tuple[Tensor, np.nda
     """Logits for all tokens of the answers, and these tokens."""
     ids = padded(prompts)
     rows, places = answer_places(prompts)
-    hidden = model.hidden(ids[:, :-1])
+    hidden = model.hidden_states(ids[:, :-1])
     return model.logits(hidden[rows, places - 1]), ids[rows, places]
 
 
@@ -141,10 +141,10 @@ def _cases_of(model: GPT, prompt: Prompt) -> list[Case]:
         scores.append(scores_and_weights(op, *args)[0][0, :, 0])
 
     with no_grad():
-        model.hidden(prompt.ids[None, : at - 1], caches)
+        model.hidden_states(prompt.ids[None, : at - 1], caches)
         undo = [tap(block.attention.attention, "listeners", listen) for block in model.blocks]
         undo += [tap(block, "listeners", lambda block, out, x, *rest: streams.append(x)) for block in model.blocks]
-        model.hidden(prompt.ids[None, at - 1 : at], caches)
+        model.hidden_states(prompt.ids[None, at - 1 : at], caches)
         for leave in undo:
             leave()
     _forget_last(caches)

@@ -99,7 +99,7 @@ def tempered(model: GPT, temperature: Temperature) -> Iterator[None]:
 def _exchange(layer: int, temperature: Betas | LogN | RowSoftmax) -> Callable[[Any, tuple], tuple[Any, tuple]]:
     def exchange(op: Attention, args: tuple[Any, ...]) -> tuple[Attention, tuple[Any, ...]]:
         if isinstance(temperature, RowSoftmax):
-            return Attention(temperature, op.causal, op.window, op.scale, op.cap), args
+            return Attention(temperature, op.causal, op.window, op.scale, op.softcap), args
         query, key, *rest = args
         return op, (query * temperature.of(layer, query.shape[1], key.shape[1]), key, *rest)
 

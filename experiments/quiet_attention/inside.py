@@ -73,7 +73,7 @@ def _run(model: GPT, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The stream behind each block (L, T, C), and the weights of attention (L, H, T, S), in float32."""
     names = [f"blocks.{i}" for i in range(len(model.blocks))]
     with model.evaluating(), Probe(model, *names, "blocks.*.attention") as probe, no_grad():
-        model.hidden(model.place(row[None]))
+        model.hidden_states(model.place(row[None]))
         streams = np.stack([probe.activations[name][0] for name in names])
         weights = np.stack([probe.weights[f"{name}.attention"][0] for name in names])
     return streams, weights

@@ -163,7 +163,7 @@ def largest_inputs(model: GPT, row: np.ndarray, name: str) -> tuple[float, float
     with ExitStack() as undo, model.evaluating():
         for block in model.blocks:
             undo.callback(tap(dict(block.named_layers())[name], "listeners", listen))
-        model.hidden(model.place(row[None]))
+        model.hidden_states(model.place(row[None]))
     return max(found, key=lambda one: one[1])
 
 

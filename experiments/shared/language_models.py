@@ -152,7 +152,7 @@ def read(model: GPT, ids: np.ndarray, n_rows: int = 0) -> Read:
 def _read(model: GPT, rows: np.ndarray) -> Read:
     """Logits of some tokens at a time, because all of long rows do not fit into memory."""
     losses, likeliest = [], []
-    hidden = model.hidden(model.place(rows[:, :-1]))
+    hidden = model.hidden_states(model.place(rows[:, :-1]))
     step = max(1, ROWS_OF_LOGITS // len(rows))
     for start in range(0, hidden.shape[1], step):
         labels = rows[:, 1:][:, start : start + step, None]

@@ -13,7 +13,7 @@ from tricycle.autograd import NeedsGrad
 from tricycle.devices import Array, array_module
 from tricycle.functions import Sigmoid, Tanh
 from tricycle.kernels.activations import relu_squared
-from tricycle.ops import Op, as_tensor, floating
+from tricycle.ops import Op, as_floating, as_tensor
 from tricycle.tensor import Operand, Tensor, record
 
 __all__ = ["ExactGeLU", "ReLUSquared", "erf"]
@@ -24,7 +24,7 @@ class ExactGeLU(Op):
 
     def forward(self, x: Operand) -> Tensor:
         x = as_tensor(x)
-        array, xp = floating(x.array), x.xp
+        array, xp = as_floating(x.array), x.xp
         below = 0.5 * (1 + erf(array * math.sqrt(0.5)))
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
@@ -39,7 +39,7 @@ class ReLUSquared(Op):
 
     def forward(self, x: Operand) -> Tensor:
         x = as_tensor(x)
-        y, slope = relu_squared(floating(x.array))
+        y, slope = relu_squared(as_floating(x.array))
         return record(y, (x,), lambda grad, needs_grad: (kernels.multiply(grad, slope),), "relu_squared")
 
 

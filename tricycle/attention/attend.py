@@ -14,7 +14,7 @@ from tricycle.autograd import NeedsGrad, grad_enabled_for
 from tricycle.devices import Array, array_module, joined_view
 from tricycle.functions import RowSoftmax, new_softmax
 from tricycle.kernels import ScoreOptions
-from tricycle.ops import Op, as_tensors, check_device, floating
+from tricycle.ops import Op, as_floating, as_tensors, check_device
 from tricycle.tensor import Operand, Tensor, record
 
 Mask = Tensor | Array | None
@@ -43,14 +43,14 @@ class Attention(Op):
         causal: bool = True,
         window: int | None = None,
         scale: float | None = None,
-        cap: float | None = None,
+        softcap: float | None = None,
     ) -> None:
         self.softmax: Any = new_softmax(softmax)
-        self.causal, self.window, self.scale, self.cap = causal, window, scale, cap
+        self.causal, self.window, self.scale, self.softcap = causal, window, scale, softcap
         if window is not None and (window < 1 or not causal):
             raise ValueError(f"Attention: expected a window of 1 or more, with causal=True, got {window} and {causal}")
-        if cap is not None and not cap > 0:
-            raise ValueError(f"Attention: expected a cap above 0, got {cap!r}")
+        if softcap is not None and not softcap > 0:
+            raise ValueError(f"Attention: expected a softcap above 0, got {softcap!r}")
 
     def forward(
         self,
@@ -72,7 +72,7 @@ class Attention(Op):
             precision: of the products, for a softmax that the kernels know.
         """
         tensors = as_tensors(query, key, value)
-        q, k, v = originals = [floating(tensor.array) for tensor in tensors]
+        q, k, v = originals = [as_floating(tensor.array) for tensor in tensors]
         _check_shapes(q, k, v)
         softmax = self.softmax
         if precision != "float32" and softmax.fused:
@@ -97,7 +97,7 @@ class Attention(Op):
         """Return how the kernels compute scores of these queries and keys."""
         scale = 1 / math.sqrt(q.shape[3]) if self.scale is None else self.scale
         offset = k.shape[1] - q.shape[1] if self.causal else None
-        return ScoreOptions(scale, offset, self.window, self.cap)
+        return ScoreOptions(scale, offset, self.window, self.softcap)
 
 
 def _check_shapes(q: Array, k: Array, v: Array) -> None:

@@ -105,10 +105,10 @@ class KeyValueCache:
         self._held = place
 
     def can_truncate(self, length: int) -> bool:
-        """Return whether `crop(length)` works: what the next token would see is kept, and nothing is mixed."""
+        """Return whether `truncate(length)` works: what the next token would see is kept, and nothing is mixed."""
         if length in (0, self.length):
             return True
-        return not self.mixes and (self._first == 0 or self._first <= length - (self.window or 0) + 1)
+        return not self.has_shift_state and (self._first == 0 or self._first <= length - (self.window or 0) + 1)
 
     def truncate(self, length: int) -> None:
         """Drop all tokens but the first `length`; raise a ValueError if there are fewer, or `can_truncate` is False."""
@@ -116,7 +116,7 @@ class KeyValueCache:
             raise ValueError(f"KeyValueCache: expected to keep 0 to {self.length} tokens, got {length}")
         if length == self.length:
             return
-        if length and self.mixes:
+        if length and self.has_shift_state:
             raise ValueError("KeyValueCache: expected attention without a shift, to forget some tokens")
         if not self.can_truncate(length):
             raise ValueError(f"KeyValueCache: expected to keep what a token sees, but {length} is too long ago")
@@ -135,7 +135,7 @@ class KeyValueCache:
         return chosen
 
     @property
-    def mixes(self) -> bool:
+    def has_shift_state(self) -> bool:
         """Whether tokens were mixed with those before them."""
         return bool(self.last)
 

@@ -13,7 +13,7 @@ from tricycle.attention.cache import Segments
 from tricycle.devices import Array
 from tricycle.initialisers import zeros
 from tricycle.layers import Embedding
-from tricycle.ops import Op, as_tensor, floating
+from tricycle.ops import Op, as_floating, as_tensor
 from tricycle.tensor import Operand, Tensor, record
 
 
@@ -25,7 +25,7 @@ class Rotary(Op):
     Args:
         base: the slowest pair rotates by about 1 / base a token.
         fraction: of the channels of a head that are rotated: the first of them, paired among themselves.
-        scaling: has a method `slowed` from speeds to speeds, for longer texts than those of training.
+        scaling: has a method `scale_frequencies` from speeds to speeds, for longer texts than those of training.
     """
 
     def __init__(self, base: float = 10_000.0, fraction: float = 1.0, scaling: Any = None) -> None:
@@ -36,14 +36,16 @@ class Rotary(Op):
     def forward(self, x: Operand, offset: int | Segments = 0) -> Tensor:
         """(B, T, H, D) to the same shape; `offset` is the position of the first token, or where tokens are in texts."""
         x = as_tensor(x)
-        array = floating(x.array)
+        array = as_floating(x.array)
         if array.ndim != 4:
             raise ValueError(f"Rotary: expected shape (batch, tokens, heads, head size), got {array.shape}")
         n_channels = int(array.shape[3] * self.fraction)
         if n_channels % 2:
             raise ValueError(f"Rotary: expected an even head size to turn, got {n_channels}")
         segments = ((offset, array.shape[1]),) if isinstance(offset, int) else offset
-        speeds = None if self.scaling is None else self.scaling.slowed(_speeds(self.base, n_channels)).tobytes()
+        speeds = (
+            None if self.scaling is None else self.scaling.scale_frequencies(_speeds(self.base, n_channels)).tobytes()
+        )
         dtype = "float64" if array.dtype == np.float64 else "float32"  # exact where what is rotated has 16 bits
         cos, sin = _angles(self.base, n_channels, speeds, segments, dtype)
         if x.on_gpu:
@@ -89,7 +91,7 @@ def _angles(
 SCALINGS: dict[str, Callable[[Any], Any]] = {"none": lambda config: None}
 
 
-class Positions(NamedTuple):
+class PositionEncoding(NamedTuple):
     """From a config: a layer of positions, whose result is added to embeddings; an op on queries and keys."""
 
     new_embedding: Callable[[Any], Any] = lambda config: None
@@ -103,9 +105,13 @@ def new_table(config: Any) -> Embedding:
 
 def new_rotary(config: Any, layer: int) -> Rotary:
     """Return the rotation of queries and keys in a layer of a model."""
-    is_local = bool(config.rotary_local_base and config.window_of(layer))
+    is_local = bool(config.rotary_local_base and config.window_size(layer))
     base = config.rotary_local_base if is_local else config.rotary_base
     return Rotary(base, config.rotary_fraction, None if is_local else SCALINGS[config.rotary_scaling](config))
 
 
-POSITIONS = {"learned": Positions(new_table), "rotary": Positions(new_rotation=new_rotary), "none": Positions()}
+POSITIONS = {
+    "learned": PositionEncoding(new_table),
+    "rotary": PositionEncoding(new_rotation=new_rotary),
+    "none": PositionEncoding(),
+}

@@ -25,7 +25,7 @@ class RotaryScaling:
     high_frequency: float = 4.0
     original_window: int = 8192
 
-    def slowed(self, speeds: np.ndarray) -> np.ndarray:
+    def scale_frequencies(self, speeds: np.ndarray) -> np.ndarray:
         """Return the speeds after scaling, radians a token."""
         if self.kind == "linear":
             return speeds / self.factor

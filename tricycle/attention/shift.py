@@ -13,7 +13,7 @@ from tricycle.attention.cache import KeyValueCache
 from tricycle.autograd import NeedsGrad
 from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
-from tricycle.ops import as_tensor, check_device, check_width, floating, positive
+from tricycle.ops import as_floating, as_tensor, check_device, check_last_axis, check_positive
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record
 
@@ -29,15 +29,15 @@ class TokenShift(Layer):
     _name = "token_shift"
 
     def __init__(self, size: int) -> None:
-        positive("TokenShift", size=size)
+        check_positive("TokenShift", size=size)
         self.mix = Parameter(np.zeros(size, np.float32), "scale")
 
     def forward(self, x: Operand, cache: KeyValueCache | None = None) -> Tensor:
         """(B, T, C) to the same shape. The cache holds the token before the first; no gradient flows through it."""
         x = as_tensor(x, self.mix)
-        check_width(type(self).__name__, x, self.mix.size)
+        check_last_axis(type(self).__name__, x, self.mix.size)
         check_device(type(self).__name__, x.array, self.mix.array)
-        array, mix = floating(x.array), self.mix.array
+        array, mix = as_floating(x.array), self.mix.array
         earlier = previous_tokens(array, cache, self._name)
         added, own = self._mixed(array, earlier, mix)
 
@@ -69,7 +69,7 @@ class KeyShift(TokenShift):
     _name = "key_shift"
 
     def __init__(self, n_heads: int, head_size: int) -> None:
-        positive("KeyShift", n_heads=n_heads, head_size=head_size)
+        check_positive("KeyShift", n_heads=n_heads, head_size=head_size)
         rising = np.linspace(0, 1, head_size, dtype=np.float32)
         self.mix = Parameter(np.tile(rising, n_heads), "scale")
 

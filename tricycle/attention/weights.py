@@ -5,7 +5,7 @@ from __future__ import annotations
 from tricycle.attention.attend import Attention, Mask, additive_mask
 from tricycle.devices import Array
 from tricycle.kernels.rows import attention_scores
-from tricycle.ops import as_tensors, floating
+from tricycle.ops import as_floating, as_tensors
 from tricycle.softmaxes import BlockSoftmax
 from tricycle.tensor import Operand, Tensor
 
@@ -23,7 +23,7 @@ def scores_and_weights(
 
     The arguments are those of `Attention.forward`; the value and the precision make no difference.
     """
-    q, k = (floating(tensor.array) for tensor in as_tensors(query, key))
+    q, k = (as_floating(tensor.array) for tensor in as_tensors(query, key))
     hidden = additive_mask("Attention", mask, q, q.shape[1], k.shape[1], q.shape[2])
     score_options = attention.score_options(q, k)
     scores = attention_scores(q, k, score_options, hidden)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tricycle.activation import ACTIVATIONS
-from tricycle.configs.checked import OneOf
 from tricycle.configs.model import ModelConfig, NormPlacement
+from tricycle.configs.validated import OneOf
 
 # Fields of a head, or of attention that is causal.
-OF_DECODERS = "window full_layers token_shift key_shift tied head_bias embedding_size logit_cap".split()
+DECODER_FIELDS = "window full_layers token_shift key_shift tied head_bias embedding_size logit_cap".split()
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,6 @@ class EncoderConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("token_types", self.token_types >= 0, "0 or more")
-        for name in OF_DECODERS:
+        for name in DECODER_FIELDS:
             usual = ModelConfig.__dataclass_fields__[name].default
             self._require(name, getattr(self, name) == usual, f"{usual!r} in an encoder")

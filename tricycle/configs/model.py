@@ -8,7 +8,7 @@ from typing import Literal
 
 from tricycle.activation import ACTIVATIONS
 from tricycle.attention.rotary import POSITIONS, SCALINGS
-from tricycle.configs.checked import Checked, OneOf, Rule
+from tricycle.configs.validated import OneOf, Rule, ValidatedConfig
 from tricycle.functions import PRECISIONS, SOFTMAXES
 
 Norm = Literal["layer_norm", "rms_norm"]
@@ -26,7 +26,7 @@ RULES: list[Rule] = [
 
 
 @dataclass(frozen=True)
-class ModelConfig(Checked):
+class ModelConfig(ValidatedConfig):
     """A decoder-only transformer. The defaults are GPT-2's (124M parameters)."""
 
     is_decoder = True  # False for `configs.encoder.EncoderConfig`
@@ -128,6 +128,6 @@ class ModelConfig(Checked):
     def is_gated(self) -> bool:
         return self.gated or self.activation == "swiglu"
 
-    def window_of(self, layer: int) -> int | None:
+    def window_size(self, layer: int) -> int | None:
         """Return the sliding-window size of a layer; None where it sees all tokens."""
         return None if not self.window or layer in self.full_layers else self.window

@@ -7,9 +7,9 @@ from typing import Any
 
 from tricycle.activation import ACTIVATIONS
 from tricycle.attention.rotary import POSITIONS
-from tricycle.configs.checked import OneOf
 from tricycle.configs.model import ModelConfig, Norm
 from tricycle.configs.training import TrainingConfig
+from tricycle.configs.validated import OneOf
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimiser_rules.schedules import SCHEDULES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tricycle.configs.model import ModelConfig
 
 
-def least_numbers(config: ModelConfig) -> int:
+def min_n_weights(config: ModelConfig) -> int:
     """Return the number of weights in the matrices and tables of a model, without making it."""
     width = config.embedding_dim
     heads = config.n_heads * config.channels_per_head

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tricycle.configs.checked import Checked, OneOf, Rule
+from tricycle.configs.validated import OneOf, Rule, ValidatedConfig
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimiser_rules.schedules import SCHEDULES
 
@@ -18,7 +18,7 @@ RULES: list[Rule] = [
 
 
 @dataclass(frozen=True)
-class TrainingConfig(Checked):
+class TrainingConfig(ValidatedConfig):
     """Batches, optimiser, schedule, and how often a run looks at itself. The defaults suit GPT-2's size."""
 
     batch_size: int = 12  # sequences in one forward and backward pass

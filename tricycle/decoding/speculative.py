@@ -42,7 +42,7 @@ class SpeculativeState(DecodingState):
     @property
     def can_truncate(self) -> bool:
         """Whether it can remove the last tokens, and keep those before."""
-        return not any(cache.mixes for cache in self.caches)
+        return not any(cache.has_shift_state for cache in self.caches)
 
     def truncate(self, length: int) -> None:
         """Remove all but the first tokens from the caches, or all tokens where the caches cannot be cut there."""

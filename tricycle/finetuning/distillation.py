@@ -13,7 +13,7 @@ from tricycle import kernels
 from tricycle.devices import Array
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.ops import floating
+from tricycle.ops import as_floating
 from tricycle.tensor import Tensor, record
 from tricycle.training import LossOf
 
@@ -58,7 +58,7 @@ def distillation_loss(student: GPT, teacher: GPT, temperature: float = 2.0, hard
 def _soft_loss(logits: Tensor, target: Array, temperature: float, factor: Any) -> Tensor:
     """Return factor temperature^2 KL(target || logits), a mean over tokens; both are logits (B, T, V)."""
     n_tokens = logits.array[..., 0].size
-    log_q, log_p = (kernels.log_softmax(floating(x) / temperature) for x in (logits.array, target))
+    log_q, log_p = (kernels.log_softmax(as_floating(x) / temperature) for x in (logits.array, target))
     p = logits.xp.exp(log_p)
     value = (p * (log_p - log_q)).sum() * (temperature**2 * factor / n_tokens)
 

@@ -26,13 +26,13 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.autograd import NeedsGrad, increment_versions
-from tricycle.configs.checked import Checked, Rule
+from tricycle.configs.validated import Rule, ValidatedConfig
 from tricycle.devices import Array, array_module, to_cpu
 from tricycle.functions import linear
 from tricycle.kernels import FEW_ROWS
-from tricycle.kernels.quantized import FewBits, few_bits_matmul
+from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul
 from tricycle.layers import Dense, Dropout, Layer
-from tricycle.ops import as_tensor, check_width, floating
+from tricycle.ops import as_floating, as_tensor, check_last_axis
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record
 
@@ -47,7 +47,7 @@ RULES: list[Rule] = [
 
 
 @dataclass(frozen=True)
-class LoRAConfig(Checked):
+class LoRAConfig(ValidatedConfig):
     """How an adapter is made.
 
     Attributes:
@@ -231,7 +231,7 @@ class AdaptedDense(Dense):
 
 def column_squares(weights: Tensor) -> Array:
     """The sum of squares of each column of a matrix, (out,)."""
-    matrix: Any = weights.numpy() if isinstance(weights.array, FewBits) else weights.array
+    matrix: Any = weights.numpy() if isinstance(weights.array, QuantizedMatrix) else weights.array
     return array_module(matrix).einsum("ij,ij->j", matrix, matrix)
 
 
@@ -247,10 +247,10 @@ def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, pre
     """
     from_size = low_rank.down.shape[0]
     to_size = low_rank.to_size
-    check_width(f"Dense(from_size={from_size})", x, from_size)
+    check_last_axis(f"Dense(from_size={from_size})", x, from_size)
     parts = [(part, ranks, kernels.matmul_operand(up.array, precision)) for part, ranks, up in low_rank.ranks()]
     down = kernels.matmul_operand(low_rank.down.array, precision)
-    rows = floating(x.array).reshape(math.prod(x.shape[:-1]), from_size)
+    rows = as_floating(x.array).reshape(math.prod(x.shape[:-1]), from_size)
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
     wide, rows = rows, kernels.matmul_operand(rows, precision)
     hidden = kernels.matmul_operand(_scaled(_product(rows, down, precision), parts), precision)  # (N, R)
@@ -308,8 +308,8 @@ def _base_product(wide: Array, rows: Array, base: Dense, bias: Array | None, pre
         wide, rows: x (N, in), and as an operand of that precision.
     """
     matrix: Any = base.weights.array
-    if isinstance(matrix, FewBits) and (matrix.dtype.name != precision or len(wide) <= FEW_ROWS):
-        return few_bits_matmul(wide, matrix, bias, precision)
+    if isinstance(matrix, QuantizedMatrix) and (matrix.dtype.name != precision or len(wide) <= FEW_ROWS):
+        return quantized_matmul(wide, matrix, bias, precision)
     kept = wide.dtype if wide.dtype.itemsize == 2 else None
     return kernels.matmul(rows, _frozen(base, precision), bias, None, kept, precision)
 
@@ -319,8 +319,8 @@ def _frozen(base: Dense, precision: str) -> Array:
     precision's own 16 bits is not copied.
     """
     matrix: Any = base.weights.array
-    if isinstance(matrix, FewBits):
-        matrix = matrix.as_array() if matrix.dtype.name == precision else np.asarray(matrix)
+    if isinstance(matrix, QuantizedMatrix):
+        matrix = matrix.stored_values() if matrix.dtype.name == precision else np.asarray(matrix)
     return kernels.matmul_operand(matrix, precision)
 
 
@@ -415,7 +415,7 @@ class Adapter(Layer):
         for name, low_rank in self.low_ranks.items():
             base: Any = layers[name]
             merged = low_rank.merged(base)
-            if isinstance(base.weights.array, FewBits):
+            if isinstance(base.weights.array, QuantizedMatrix):
                 base.weights.array = merged
             else:
                 base.weights.array[...] = base.weights.xp.asarray(merged)

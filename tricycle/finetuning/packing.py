@@ -62,7 +62,7 @@ def packs(model: GPT) -> bool:
     for block in model.blocks:
         attention: Any = getattr(block, "attention", None)
         inner = getattr(attention, "attention", None)
-        if not (isinstance(inner, Attention) and inner.softmax.fused) or attention.mixes:
+        if not (isinstance(inner, Attention) and inner.softmax.fused) or attention.uses_shift:
             return False
     return True
 

@@ -17,7 +17,7 @@ from tricycle import kernels
 from tricycle.devices import Array, array_module, to_cpu
 from tricycle.finetuning.packing import IGNORED, Batch, Example, PackedDataset
 from tricycle.loss import CrossEntropy
-from tricycle.models import GPT, LOGITS_AT_ONCE
+from tricycle.models import GPT, MAX_LOGITS
 from tricycle.tensor import Tensor, no_grad, record
 from tricycle.training import LossOf
 
@@ -75,7 +75,7 @@ class PairDataset(PackedDataset):
             for first in range(0, self.n_items, size):
                 rows = range(first, min(first + size, self.n_items))
                 batch = self.together(rows)
-                values = to_cpu(log_probabilities(model, model.hidden(model.place(batch.tokens)), batch.labels))
+                values = to_cpu(log_probabilities(model, model.hidden_states(model.place(batch.tokens)), batch.labels))
                 self.reference[list(rows)] = values.reshape(2, -1).T
 
 
@@ -87,10 +87,10 @@ def log_probabilities(model: GPT, hidden: Tensor, labels: np.ndarray) -> Array:
         labels: (B, T), in host memory; `IGNORED` where a token does not count.
 
     Returns:
-        (B,). No more than `LOGITS_AT_ONCE` logits exist at a time.
+        (B,). No more than `MAX_LOGITS` logits exist at a time.
     """
     xp = array_module(hidden.array)
-    at_once = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    at_once = max(1, MAX_LOGITS // model.config.vocab_size)
     totals = xp.zeros(len(labels), np.float32)
     rows, places = np.nonzero(labels != IGNORED)
     ids = xp.asarray(labels[rows, places])
@@ -136,7 +136,7 @@ def dpo_loss(model: GPT, beta: float = 0.1, see: Callable[[Array], Any] | None =
 
     def loss_of(batch: PairBatch, factor: Any) -> Tensor:
         labels = model.place(batch.labels)
-        hidden = model.hidden(model.place(batch.tokens))
+        hidden = model.hidden_states(model.place(batch.tokens))
         margins = margins_of(model, hidden, batch, beta)
         if see is not None:
             see(margins)
@@ -146,7 +146,7 @@ def dpo_loss(model: GPT, beta: float = 0.1, see: Callable[[Array], Any] | None =
         slope = factor * beta / (1 + xp.exp(margins)) / len(margins)
         n_counted = (labels.array != IGNORED).sum()
         weights = xp.broadcast_to(xp.concatenate([slope, -slope])[:, None] * n_counted, labels.shape)
-        weighed = model.loss_of_hidden(labels, hidden, loss_fn, weights.astype(np.float32))
+        weighed = model.loss_from_hidden(labels, hidden, loss_fn, weights.astype(np.float32))
         value = (pair_losses(margins).mean() * factor).astype(np.float32)
         return record(value, (weighed,), lambda grad, needs_grad: (grad,), "dpo")
 

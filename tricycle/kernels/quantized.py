@@ -18,7 +18,7 @@ from tricycle.devices import ARRAY_MODULES, Array, on_gpu
 from tricycle.functions import linear
 from tricycle.kernels import FEW_ROWS
 from tricycle.kernels.dispatch import kernel, upcast
-from tricycle.ops import check_device, floating
+from tricycle.ops import as_floating, check_device
 from tricycle.tensor import Tensor, record
 
 KINDS = ("int8", "bfloat16", "float16")
@@ -27,7 +27,7 @@ AT_ONCE = 2**18  # numbers that are float32 at one time: they stay in a core's c
 
 
 @kernel
-def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32") -> Array:
+def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
     """x W + bias for rows x (N, K), a matrix of few bits (K, M) and a bias (M,).
 
     Computed as if the matrix had 32 bits. The result has the dtype of x, which may be 16 bits.
@@ -37,9 +37,9 @@ def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None, precis
     """
     rows = upcast(x)
     product = np.zeros((len(rows), matrix.shape[1]), rows.dtype)
-    for piece in matrix.pieces():
-        part = matrix.rows(piece).astype(rows.dtype, copy=False)
-        if matrix.turned:
+    for piece in matrix.row_chunks():
+        part = matrix.dequantize_rows(piece).astype(rows.dtype, copy=False)
+        if matrix.transposed:
             product[:, piece] = rows @ part.T
         else:
             product += rows[:, piece] @ part
@@ -48,10 +48,10 @@ def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None, precis
     return product.astype(x.dtype, copy=False)
 
 
-class FewBits:
+class QuantizedMatrix:
     """A matrix of 8 or 16 bits a number, in host memory. It never changes.
 
-    Its rows lie as they do in other people's files: those of a table of embeddings, or, `turned`, the columns of a
+    Its rows lie as they do in other people's files: those of a table of embeddings, or, `transposed`, the columns of a
     layer's matrix. So one table serves a tied head, and each output of a layer has scales of its own.
 
     Args:
@@ -63,54 +63,54 @@ class FewBits:
     """
 
     ndim = 2
-    __slots__ = ("values", "scales", "turned", "ready", "shape", "dtype", "size")
+    __slots__ = ("values", "scales", "transposed", "ready", "shape", "dtype", "size")
 
     def __init__(
         self,
         values: np.ndarray,
         scales: np.ndarray | None = None,
-        turned: bool = False,
+        transposed: bool = False,
         ready: dict[str, Any] | None = None,
     ) -> None:
         self.values = values
         self.scales = scales
-        self.turned = turned
+        self.transposed = transposed
         self.ready: dict[str, Any] = {} if ready is None else ready
-        self.shape: tuple[int, ...] = values.shape[::-1] if turned else values.shape
+        self.shape: tuple[int, ...] = values.shape[::-1] if transposed else values.shape
         self.dtype = values.dtype
         self.size = values.size
 
     @classmethod
-    def of(cls, matrix: np.ndarray, kind: str, turned: bool = False) -> FewBits:
+    def quantize(cls, matrix: np.ndarray, dtype_name: str, transposed: bool = False) -> QuantizedMatrix:
         """The matrix of a kind that is nearest to one of floats.
 
-        An int8 has a scale a row (a column where `turned`): the largest number of it is 127.
+        An int8 has a scale a row (a column where `transposed`): the largest number of it is 127.
 
         Args:
-            matrix: (N, K), or (K, N) where `turned`. One of the kind's own 16 bits is not copied.
-            kind: in KINDS.
+            matrix: (N, K), or (K, N) where `transposed`. One of the kind's own 16 bits is not copied.
+            dtype_name: in KINDS.
 
         Raises:
-            ValueError: an unknown kind, numbers that are not finite or too large for the kind.
+            ValueError: an unknown dtype_name, numbers that are not finite or too large for the kind.
             ImportError: bfloat16 without ml_dtypes.
         """
-        rows = matrix.T if turned else matrix
-        values = rows if rows.dtype == dtype_of(kind) else np.empty(rows.shape, dtype_of(kind))
-        scales = np.empty((len(rows), 1), np.float32) if kind == "int8" else None
+        rows = matrix.T if transposed else matrix
+        values = rows if rows.dtype == dtype_of(dtype_name) else np.empty(rows.shape, dtype_of(dtype_name))
+        scales = np.empty((len(rows), 1), np.float32) if dtype_name == "int8" else None
         for piece in _pieces(*rows.shape):
             floats = np.array(rows[piece], np.float32, order="C")
             if not np.isfinite(floats).all():
-                raise ValueError(f"weights of few bits ({kind}): expected finite numbers, got infinity or NaN")
+                raise ValueError(f"weights of few bits ({dtype_name}): expected finite numbers, got infinity or NaN")
             if values is rows:
                 continue
             if scales is None:
                 with np.errstate(over="ignore"):
                     values[piece] = floats
                 if not np.isfinite(values[piece].astype(np.float32)).all():
-                    raise ValueError(f"weights of few bits ({kind}): got numbers that are too large for them")
+                    raise ValueError(f"weights of few bits ({dtype_name}): got numbers that are too large for them")
             else:
                 _round(floats, values[piece], scales[piece])
-        return cls(values, scales, turned)
+        return cls(values, scales, transposed)
 
     # ---------------------------------------------------------------- what it says of itself
     @property
@@ -145,84 +145,84 @@ class FewBits:
             check_device(name, x.array, self)
         shape, n_rows = x.array.shape, math.prod(x.array.shape[:-1])
         if n_rows > FEW_ROWS and self.dtype.name == precision:
-            return linear(x, Tensor(self.as_array(), False), bias, name, precision, dtype)
-        rows = floating(x.array).reshape(n_rows, self.shape[0])
-        y = few_bits_matmul(rows, self, None if bias is None else bias.array, precision)
+            return linear(x, Tensor(self.stored_values(), False), bias, name, precision, dtype)
+        rows = as_floating(x.array).reshape(n_rows, self.shape[0])
+        y = quantized_matmul(rows, self, None if bias is None else bias.array, precision)
         y = y if dtype is None else y.astype(dtype, copy=False)
         args = (x, weights) if bias is None else (x, weights, bias)
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
             dy = grad.reshape(n_rows, self.shape[1])
-            dx = few_bits_matmul(dy, self.T).reshape(shape) if needs_grad[0] else None
+            dx = quantized_matmul(dy, self.T).reshape(shape) if needs_grad[0] else None
             return [dx, None, kernels.sum_rows(dy) if any(needs_grad[2:]) else None][: len(args)]
 
         return record(y.reshape(*shape[:-1], self.shape[1]), args, backward, name)
 
     # ---------------------------------------------------------------- as an array
-    def transpose(self, order: tuple[int, ...] = (1, 0)) -> FewBits:
+    def transpose(self, order: tuple[int, ...] = (1, 0)) -> QuantizedMatrix:
         """The same matrix, or with its axes the other way round; nothing is copied."""
         if tuple(order) == (0, 1):
             return self
-        return FewBits(self.values, self.scales, not self.turned, self.ready)
+        return QuantizedMatrix(self.values, self.scales, not self.transposed, self.ready)
 
     @property
-    def T(self) -> FewBits:
+    def T(self) -> QuantizedMatrix:
         """The matrix with its axes the other way round."""
         return self.transpose()
 
-    def copy(self) -> FewBits:
+    def copy(self) -> QuantizedMatrix:
         """Itself: it never changes."""
         return self
 
     def __getitem__(self, ids: Any) -> np.ndarray:
         """Rows of a table by their numbers, as float32."""
-        if self.turned:
+        if self.transposed:
             raise TypeError(f"weights of few bits: expected a table to take rows of, got a layer's matrix {self!r}")
         return _floats(self.values[ids], None if self.scales is None else self.scales[ids])
 
-    def rows(self, piece: slice) -> np.ndarray:
+    def dequantize_rows(self, piece: slice) -> np.ndarray:
         """Some of the rows of `values`, as float32."""
         return _floats(self.values[piece], None if self.scales is None else self.scales[piece])
 
-    def pieces(self) -> Iterator[slice]:
+    def row_chunks(self) -> Iterator[slice]:
         """Rows of `values`, some at a time."""
         return _pieces(*self.values.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         whole = np.empty(self.values.shape, np.float32 if dtype is None else dtype)
-        for piece in self.pieces():
-            whole[piece] = self.rows(piece)
-        return whole.T if self.turned else whole
+        for piece in self.row_chunks():
+            whole[piece] = self.dequantize_rows(piece)
+        return whole.T if self.transposed else whole
 
-    def as_array(self) -> np.ndarray:
+    def stored_values(self) -> np.ndarray:
         """Numbers of 16 bits as they are; nothing is copied."""
-        return self.values.T if self.turned else self.values
+        return self.values.T if self.transposed else self.values
 
-    def by_row(self) -> FewBits:
+    def with_row_scales(self) -> QuantizedMatrix:
         """An int8 with one scale a row: itself, or rounded once more where it has blocks."""
         if self.scales is None or self.scales.shape[1] == 1:
             return self
         values = np.empty_like(self.values)
         scales = np.empty((len(values), 1), np.float32)
-        for piece in self.pieces():
-            _round(self.rows(piece), values[piece], scales[piece])
-        return FewBits(values, scales, self.turned)
+        for piece in self.row_chunks():
+            _round(self.dequantize_rows(piece), values[piece], scales[piece])
+        return QuantizedMatrix(values, scales, self.transposed)
 
 
-ARRAY_MODULES[FewBits] = np  # it lies in host memory, and np.asarray gives its numbers
+ARRAY_MODULES[QuantizedMatrix] = np  # it lies in host memory, and np.asarray gives its numbers
 
 
-def dtype_of(kind: str) -> np.dtype:
+def dtype_of(dtype_name: str) -> np.dtype:
     """That of the values.
 
     Raises:
         ValueError: not in KINDS.
         ImportError: bfloat16 without ml_dtypes.
     """
-    if kind not in KINDS:
-        raise ValueError(f"weights of few bits: expected one of {', '.join(KINDS)}, got {kind!r}")
-    if kind != "bfloat16":
-        return np.dtype(kind)
+    if dtype_name not in KINDS:
+        raise ValueError(f"weights of few bits: expected one of {', '.join(KINDS)}, got {dtype_name!r}")
+    if dtype_name != "bfloat16":
+        return np.dtype(dtype_name)
     try:
         import ml_dtypes
     except ImportError:

@@ -12,8 +12,8 @@ import numpy as np
 
 from tricycle.autograd import NeedsGrad, grad_enabled_for
 from tricycle.devices import Array, owns_memory
-from tricycle.loss import CrossEntropy, times
-from tricycle.ops import as_tensor, floating, positive
+from tricycle.loss import CrossEntropy, scale_gradient
+from tricycle.ops import as_floating, as_tensor, check_positive
 from tricycle.tensor import Operand, Tensor, record
 from tricycle.tensor_methods import gradients_of
 
@@ -45,9 +45,9 @@ def from_hidden(
     Raises:
         ValueError: as of `CrossEntropy`; `n_rows` below 1.
     """
-    positive("CrossEntropy.from_hidden", n_rows=n_rows)
+    check_positive("CrossEntropy.from_hidden", n_rows=n_rows)
     hidden = as_tensor(hidden)
-    rows, ids, weights = loss_fn.weighed(as_tensor(labels), hidden, "hidden states", scale)
+    rows, ids, weights = loss_fn.rows_labels_and_weights(as_tensor(labels), hidden, "hidden states", scale)
     inputs = (hidden, *(parameter for parameter in parameters if parameter.requires_grad))
     learns = grad_enabled_for(*inputs)
     to_rows = np.zeros_like(rows) if learns and hidden.requires_grad else None
@@ -63,7 +63,7 @@ def from_hidden(
     for places in _groups(weights, n_rows):
         some = Tensor(rows[places], to_rows is not None)
         logits = head(some)
-        loss = loss_fn._weighted_sum(logits, floating(logits.array), ids[places], weights[places])
+        loss = loss_fn._weighted_sum(logits, as_floating(logits.array), ids[places], weights[places])
         del logits
         total = total + loss.array
         if learns:
@@ -71,7 +71,7 @@ def from_hidden(
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
         whole = None if to_rows is None else to_rows.reshape(hidden.shape)
-        return [None if array is None else times(array, grad) for array in (whole, *sums)]
+        return [None if array is None else scale_gradient(array, grad) for array in (whole, *sums)]
 
     return record(weights.dtype.type(total), inputs, backward, "cross_entropy", False)
 

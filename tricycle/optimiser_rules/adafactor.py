@@ -22,7 +22,7 @@ class AdafactorRule(Rule):
         relative_step: whether the learning rate is relative to the root mean square of the weights.
     """
 
-    at_once = True
+    is_parallelizable = True
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class AdafactorRule(Rule):
         rate = step.learning_rate / xp.maximum(1, _root_mean_square(change) / self.clip_threshold)
         if self.relative_step:
             rate = rate * xp.maximum(self.eps[1], _root_mean_square(weights))
-        weights *= step.kept
+        weights *= step.decay_factor
         change *= rate
         weights -= change
 

@@ -14,7 +14,7 @@ class LionRule(Rule):
     """
 
     state_names = ("first",)
-    at_once = True
+    is_parallelizable = True
 
     def __init__(self, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
@@ -25,7 +25,7 @@ class LionRule(Rule):
         mean = state["first"]
         beta1, beta2 = self.betas
         direction = array_module(grad).sign(beta1 * mean + (1 - beta1) * grad)
-        weights *= step.kept
+        weights *= step.decay_factor
         weights -= step.learning_rate * direction
         mean *= beta2
         mean += (1 - beta2) * grad

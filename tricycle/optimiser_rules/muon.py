@@ -36,8 +36,8 @@ class MuonRule(Rule):
     """
 
     state_names = ("first",)
-    at_once = True
-    on_one_thread = True
+    is_parallelizable = True
+    is_single_threaded = True
 
     def __init__(self, rate: float = 5.0, momentum: float = 0.95, precision: str = "float32") -> None:
         if not 0 <= rate < math.inf or not 0 <= momentum < 1:
@@ -58,7 +58,7 @@ class MuonRule(Rule):
         ahead = (1 - self.momentum) * grad + self.momentum * mean  # as Nesterov does
         ahead = array_module(ahead).ascontiguousarray(ahead)  # so that its blocks are views
         if step.weight_decay:
-            weights *= step.kept
+            weights *= step.decay_factor
         blocks = _square_blocks(ahead)
         blocks[...] = muon.orthogonalize(blocks, self.precision)
         n_rows, n_columns = weights.shape

@@ -32,7 +32,7 @@ def effective(config: ModelConfig) -> dict[str, Any]:
     values["bias"] = config.bias and config.norm == "layer_norm"  # what is left of it are the norms' own
     if isinstance(config, EncoderConfig):
         values |= {"token_types": config.token_types, "embedding_norm": config.embedding_norm}
-    full = tuple(layer for layer in range(config.n_layers) if config.window_of(layer) is None)
+    full = tuple(layer for layer in range(config.n_layers) if config.window_size(layer) is None)
     local = config.rotary_local_base
     if not local and config.rotary_scaling == "none":
         local = config.rotary_base

@@ -15,7 +15,7 @@ from tricycle.devices import Array, array_module
 from tricycle.functions import linear
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.layers import Generator, Layer, new_generator
-from tricycle.ops import as_tensor, check_width, floating, positive, register
+from tricycle.ops import as_floating, as_tensor, check_last_axis, check_positive, register
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record
 
@@ -37,7 +37,7 @@ def unfold(x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes) -> Tensor:
         wanted = f"({', '.join(['batch', *['size'] * len(kernel), 'channels'])}), no smaller than the kernel {kernel}"
         raise ValueError(f"unfold: expected shape {wanted}, got {x.shape}")
     backward = lambda grad, needs_grad: (_fold(grad, x.shape, kernel, stride, padding),)
-    return record(_unfold(floating(x.array), kernel, stride, padding), (x,), backward, "unfold", x.is_batched)
+    return record(_unfold(as_floating(x.array), kernel, stride, padding), (x,), backward, "unfold", x.is_batched)
 
 
 @register
@@ -45,7 +45,7 @@ def fold(columns: Tensor, sizes: Sizes, kernel: Sizes, stride: Sizes, padding: S
     """(B, *O, K * C) to (B, *sizes, C): each number is added to where `unfold` took it from."""
     shape = (columns.shape[0], *sizes, columns.shape[-1] // int(np.prod(kernel)))
     backward = lambda grad, needs_grad: (_unfold(grad, kernel, stride, padding),)
-    array = _fold(floating(columns.array), shape, kernel, stride, padding)
+    array = _fold(as_floating(columns.array), shape, kernel, stride, padding)
     return record(array, (columns,), backward, "fold", columns.is_batched)
 
 
@@ -101,7 +101,7 @@ class Conv1d(Layer):
         self.from_size, self.to_size = from_size, to_size
         self.kernel, self.stride = self._each("kernel_size", kernel_size, 1), self._each("stride", stride, 1)
         self.padding = self._each("padding", padding, 0)
-        positive(type(self).__name__, from_size=from_size, to_size=to_size)
+        check_positive(type(self).__name__, from_size=from_size, to_size=to_size)
         shape = self._weight_shape(int(np.prod(self.kernel)))
         self.weights = Parameter(initialiser(shape, new_generator(generator)), "matrix")
         self.bias = Parameter(np.zeros(to_size, np.float32), "bias") if bias else None
@@ -118,7 +118,7 @@ class Conv1d(Layer):
 
     def _checked(self, x: Operand) -> Tensor:
         x = as_tensor(x, self.weights)
-        check_width(f"{type(self).__name__}(from_size={self.from_size})", x, self.from_size)
+        check_last_axis(f"{type(self).__name__}(from_size={self.from_size})", x, self.from_size)
         return x
 
     def forward(self, x: Operand) -> Tensor:

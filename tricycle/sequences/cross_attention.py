@@ -10,12 +10,12 @@ from typing import Any
 from tricycle.attention.attend import Attention, Mask
 from tricycle.attention.cache import KeyValueCache
 from tricycle.attention.weights import scores_and_weights
-from tricycle.blocks import MultiHead, TransformerBlock, join_heads, new_norm
+from tricycle.blocks import MultiHead, TransformerBlock, merge_heads, new_norm
 from tricycle.configs.model import ModelConfig
 from tricycle.functions import RowSoftmax
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.layers import Dense, Dropout, Generator, new_generator
-from tricycle.ops import as_tensor, as_tensors, positive, reshape
+from tricycle.ops import as_tensor, as_tensors, check_positive, reshape
 from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Operand, Tensor
 
@@ -49,7 +49,7 @@ class MultiHeadAttention(MultiHead):
         context_window: int | None = None,
         dropout: float = 0.0,
     ) -> None:
-        positive("MultiHeadAttention", embedding_dim=embedding_dim, n_heads=n_heads)
+        check_positive("MultiHeadAttention", embedding_dim=embedding_dim, n_heads=n_heads)
         if embedding_dim % n_heads:
             got = f"{embedding_dim} and {n_heads}"
             raise ValueError(f"MultiHeadAttention: expected embedding_dim to be a multiple of n_heads, got {got}")
@@ -98,7 +98,7 @@ class MultiHeadAttention(MultiHead):
             raise ValueError("MultiHeadAttention: expected either keys or kv, got both")
         q, k, v = (self._heads(part) for part in (self.query(query), *kv))
         arguments = (q, k, v, mask, self.softmax_scales, self.precision)
-        out = self.dropout(self.projection(join_heads(self.attention(*arguments))))
+        out = self.dropout(self.projection(merge_heads(self.attention(*arguments))))
         return (out, scores_and_weights(self.attention, *arguments)[1]) if return_weights else out
 
     def _heads(self, x: Operand) -> Tensor:
@@ -163,6 +163,6 @@ class DecoderBlock(TransformerBlock):
         def cross(normal: Tensor) -> Tensor:
             return self.cross(normal, mask=kv_mask, kv=kv)
 
-        x = self.add_part(x, self.attention, self.attention_norm, self.attention_post_norm, cache, mask)
-        x = self.add_part(x, cross, self.cross_norm, self.cross_post_norm)
-        return self.add_part(x, self.mlp, self.mlp_norm, self.mlp_post_norm)
+        x = self.add_sublayer(x, self.attention, self.attention_norm, self.attention_post_norm, cache, mask)
+        x = self.add_sublayer(x, cross, self.cross_norm, self.cross_post_norm)
+        return self.add_sublayer(x, self.mlp, self.mlp_norm, self.mlp_post_norm)

@@ -22,7 +22,7 @@ from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels import recurrent as cells
 from tricycle.kernels.dispatch import Kernel
 from tricycle.layers import Dropout, Layer, new_generator
-from tricycle.ops import as_tensor, check_device, floating, positive, register
+from tricycle.ops import as_floating, as_tensor, check_device, check_positive, register
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record
 
@@ -88,7 +88,7 @@ def recurrence(
     kind = CELLS[cell]
     check_device(kind.name, x.array, initial.array, input_weights.array, hidden_weights.array)
     args = (x, initial, input_weights, hidden_weights, *biases)
-    arrays = [floating(arg.array) for arg in args]
+    arrays = [as_floating(arg.array) for arg in args]
     dtype = x.xp.result_type(*arrays)  # the states are written in place, so all has one dtype
     rows, first, matrix, hidden, *bias_arrays = (array.astype(dtype, copy=False) for array in arrays)
     run = _Run(kind, rows, first, matrix, hidden, active)
@@ -253,7 +253,7 @@ class Recurrent(Layer):
         initialiser: Initialiser = xavier,
         generator: np.random.Generator | int | None = None,
     ) -> None:
-        positive(type(self).__name__, input_size=input_size, hidden_size=hidden_size, n_layers=n_layers)
+        check_positive(type(self).__name__, input_size=input_size, hidden_size=hidden_size, n_layers=n_layers)
         generator, directions = new_generator(generator), (False, True) if bidirectional else (False,)
         self.input_size, self.hidden_size = input_size, hidden_size
         self.runs = [

@@ -21,7 +21,7 @@ from tricycle.extra_ops import concatenate
 from tricycle.functions import linear
 from tricycle.initialisers import normal
 from tricycle.layers import Dense, Dropout, Embedding, Generator, Layer, new_generator
-from tricycle.ops import as_tensor, positive, tanh
+from tricycle.ops import as_tensor, check_positive, tanh
 from tricycle.parameter import Parameter
 from tricycle.sequences.attentions import ScaledDotProductAttention
 from tricycle.sequences.cross_attention import DecoderBlock
@@ -218,7 +218,7 @@ class SinusoidalPositions(Layer):
     """
 
     def __init__(self, context_window: int, size: int) -> None:
-        positive(type(self).__name__, context_window=context_window, size=size)
+        check_positive(type(self).__name__, context_window=context_window, size=size)
         self.context_window, self.size = context_window, size
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
@@ -384,4 +384,4 @@ class Transformer(EncoderDecoder):
         x = x if decoder.norm is None else decoder.norm(x)
         if self.head is not None:
             return self.head(x)
-        return linear(x, decoder.embedding.weights, precision=self.precision, turned=True)
+        return linear(x, decoder.embedding.weights, precision=self.precision, transposed=True)

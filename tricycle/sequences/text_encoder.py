@@ -16,7 +16,7 @@ from tricycle.devices import Array
 from tricycle.functions import to_compute_dtype
 from tricycle.initialisers import zeros
 from tricycle.layers import Dropout, Embedding, Layer
-from tricycle.models import BlockStack, initialise
+from tricycle.models import BlockStack, initialize_weights
 from tricycle.ops import as_tensor
 from tricycle.tensor import Operand, Tensor
 
@@ -49,7 +49,7 @@ class TextEncoder(BlockStack):
         ]
         self.norm = new_norm(config) if config.norm_placement != "after" else None
         if draw_weights:
-            initialise(self)
+            initialize_weights(self)
         self.use_precision(config.precision)
 
     def forward(self, tokens: Operand, mask: Any = None, types: Operand | None = None) -> Tensor:

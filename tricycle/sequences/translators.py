@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tricycle.checkpoint import expecting
-from tricycle.configs.checked import Checked, Rule
+from tricycle.configs.validated import Rule, ValidatedConfig
 from tricycle.dataset import pad
 from tricycle.pretrained.tensor_files import read_tensors
 from tricycle.sequences.attentions import AdditiveAttention, LuongAttention
@@ -91,7 +91,7 @@ class Vocabulary:
 
 # -------------------------------------------------------------------- models
 @dataclass(frozen=True)
-class TranslatorConfig(Checked):
+class TranslatorConfig(ValidatedConfig):
     """What a translator is. Its source and target embeddings are one table.
 
     Attributes:

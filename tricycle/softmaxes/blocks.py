@@ -8,10 +8,10 @@ import numpy as np
 
 from tricycle import extra_ops, kernels
 from tricycle.devices import Array, array_module
-from tricycle.functions import AttendBackward, RowSoftmax, Softmax, as_rows
+from tricycle.functions import AttendBackward, RowSoftmax, Softmax, as_non_scalar
 from tricycle.kernels import ScoreOptions, batched
 from tricycle.kernels.ranges import block_score_options, queries_with_keys
-from tricycle.ops import positive
+from tricycle.ops import check_positive
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, no_grad
 
@@ -79,7 +79,7 @@ class BlockSoftmax(RowSoftmax):
         length: int | None = None,
         per_position: bool = True,
     ) -> None:
-        positive("BlockSoftmax", n_blocks=n_blocks)
+        check_positive("BlockSoftmax", n_blocks=n_blocks)
         if correction not in ("learned", "none", "exact"):
             raise ValueError(f"BlockSoftmax: expected correction to be learned, none or exact, got {correction!r}")
         self.n_blocks, self.correction, self.per_head, self.length = n_blocks, correction, per_head, length
@@ -120,7 +120,7 @@ class BlockSoftmax(RowSoftmax):
         Raises:
             ValueError: scales missing, misshapen, or given where they have no use.
         """
-        x = as_rows(self, x)
+        x = as_non_scalar(self, x)
         wanted = (self.n_blocks, *x.shape[-2:-1]) if self.correction == "learned" else None
         got = None if scales is None else scales.shape
         if (got if got is None or wanted is None else got[-len(wanted) :]) != wanted:

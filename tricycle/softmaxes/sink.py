@@ -9,7 +9,7 @@ import numpy as np
 
 from tricycle import extra_ops, kernels, ops
 from tricycle.devices import Array, array_module
-from tricycle.functions import AttendBackward, RowSoftmax, Softmax, as_rows
+from tricycle.functions import AttendBackward, RowSoftmax, Softmax, as_non_scalar
 from tricycle.kernels import ScoreOptions
 from tricycle.ops import as_tensor
 from tricycle.parameter import Parameter
@@ -49,7 +49,7 @@ class SinkSoftmax(RowSoftmax):
         Raises:
             ValueError: another shape.
         """
-        x = as_rows(self, x)
+        x = as_non_scalar(self, x)
         sinks = as_tensor(self.initial if sinks is None else sinks, x)
         lead = x.shape[:-2]
         if sinks.ndim > len(lead) or any(n not in (1, m) for n, m in zip(sinks.shape[::-1], lead[::-1])):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from tricycle.kernels.quantized import FewBits
+from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.layers import Dense, Embedding, Layer
 
 __all__ = ["quantize", "use_order"]
@@ -30,7 +30,10 @@ def quantize(model: AnyLayer, dtype_name: str = "int8") -> AnyLayer:
     chosen = [layer for layer in weights.values() if getattr(layer.weights, "role", None) != "position"]
     if any(layer.weights.on_gpu for layer in chosen):
         raise ValueError("quantize: expected weights in host memory, got them on a GPU")
-    new = [FewBits.of(layer.weights.array, dtype_name, turned=isinstance(layer, Dense)) for layer in chosen]
+    new = [
+        QuantizedMatrix.quantize(layer.weights.array, dtype_name, transposed=isinstance(layer, Dense))
+        for layer in chosen
+    ]
     for layer, matrix in zip(chosen, new):
         layer.weights.array = matrix
     model.freeze()
@@ -50,6 +53,6 @@ def use_order(model: AnyLayer, order: str) -> AnyLayer:
     if order not in ("C", "F"):
         raise ValueError(f"use_order: expected 'C' or 'F', got {order!r}")
     for layer in model.layers():
-        if isinstance(layer, Dense) and not isinstance(layer.weights.array, FewBits):
+        if isinstance(layer, Dense) and not isinstance(layer.weights.array, QuantizedMatrix):
             layer.weights.array = layer.weights.xp.asarray(layer.weights.array, order=order)
     return model

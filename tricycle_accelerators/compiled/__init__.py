@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tricycle import kernels
 from tricycle.kernels import recurrent
-from tricycle.kernels.quantized import few_bits_matmul
+from tricycle.kernels.quantized import quantized_matmul
 from tricycle_accelerators import narrow_rows as narrow
 from tricycle_accelerators.compiled import (
     attention,
@@ -66,7 +66,7 @@ def register(array: type) -> None:
     offer(
         array,
         (attention, (k.attention, k.attention_backward)),
-        (vectors, (k.matmul, few_bits_matmul)),
+        (vectors, (k.matmul, quantized_matmul)),
         (narrow_rows, (narrow.product_by_int8, narrow.product_by_bfloat16)),
         (matrices, [k.matmul]),
         (elementwise, (*activated, k.sum_rows, k.sum_squares, k.apply_rope)),

@@ -25,7 +25,7 @@ def _why_not_many(
 ) -> str | None:
     """Return why this is not our business: enough queries that each see a key, one dtype, and a scale above 0."""
     n_queries, n_keys = q.shape[1], k.shape[1]
-    if mask is not None or score_options.cap is not None:
+    if mask is not None or score_options.softcap is not None:
         return MASK_OR_CAP
     if n_queries < LEAST_QUERIES or not v.size or not q.size:
         return f"fewer than {LEAST_QUERIES} queries, or no keys or heads"
@@ -47,7 +47,7 @@ def _why_not_few(
     """
     n_items, n_queries, n_heads, _ = q.shape
     n_keys = k.shape[1]
-    if mask is not None or score_options.cap is not None:
+    if mask is not None or score_options.softcap is not None:
         return MASK_OR_CAP
     if n_items != 1 or not n_queries:
         return f"few queries of one text alone, got {n_queries} of {n_items}"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle.devices import Array
-from tricycle.kernels.quantized import FewBits
+from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle_accelerators import threads
 from tricycle_accelerators.compiled.elementwise import FLOAT32
 from tricycle_accelerators.compiled.loaded import load
@@ -110,9 +110,9 @@ class _Rows(NamedTuple):
     sums: np.ndarray
 
 
-def _rows_of(matrix: FewBits) -> _Rows:
+def _rows_of(matrix: QuantizedMatrix) -> _Rows:
     """Return the rows of a matrix, which are made once for it."""
-    by_row = matrix.by_row()
+    by_row = matrix.with_row_scales()
     numbers = np.ascontiguousarray(by_row.values).view(np.int8 if matrix.dtype.name == "int8" else np.uint16)
     if not numbers.flags.writeable:  # loops take no array that is read-only, though they write nothing here
         memory: Any = (ctypes.c_char * numbers.nbytes).from_address(numbers.ctypes.data)
@@ -125,11 +125,11 @@ def _rows_of(matrix: FewBits) -> _Rows:
 
 
 def _why_not_few_bits_matmul(
-    x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32"
+    x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> str | None:
     if len(x) != 1:
         return f"one row alone, got {len(x)}"
-    if not matrix.turned:
+    if not matrix.transposed:
         return "a matrix whose columns lie in one piece each, got one that lies by rows"
     if x.dtype != FLOAT32 or not x.flags.carray:
         return f"a row of float32 in one piece, aligned and not read-only, got {x.dtype}"
@@ -139,7 +139,7 @@ def _why_not_few_bits_matmul(
 
 
 @unless(_why_not_few_bits_matmul)
-def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32") -> Array:
+def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
     """Of one row. Numbers of the matrix become float32 in registers, so that nothing else is rounded."""
     rows: _Rows | None = matrix.ready.get("rows")
     if rows is None:

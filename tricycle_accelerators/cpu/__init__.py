@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from tricycle import kernels
 from tricycle.kernels import activations, batched, muon, recurrent, rows
-from tricycle.kernels.quantized import few_bits_matmul
+from tricycle.kernels.quantized import quantized_matmul
 from tricycle_accelerators.cpu import (
     attention,
     elementwise,
-    few_bits,
     losses,
     matrices,
     normalisation,
     optimisers,
+    quantized,
     recurrence,
     tables,
 )
@@ -50,7 +50,7 @@ def register(array: type) -> None:
     offer(
         array,
         (matrices, products),
-        (few_bits, [few_bits_matmul]),
+        (quantized, [quantized_matmul]),
         (elementwise, (*activated, k.multiply, k.add, k.apply_rope)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (tables, [k.embedding_backward]),

@@ -178,7 +178,7 @@ def _heads(inputs: _Inputs, group: Group, triangles: _Triangles) -> _Heads:
         heads_first(inputs.k, group.item, group.key_heads),
         heads_first(inputs.v, group.item, group.key_heads),
         mask,
-        inputs.score_options.cap,
+        inputs.score_options.softcap,
         triangles,
     )
 

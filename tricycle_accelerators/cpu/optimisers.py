@@ -39,8 +39,8 @@ def run_independent(like: np.ndarray, jobs: Sequence[tuple[Callable[[], Any], in
         results[index] = jobs[index][0]()
 
     together = []
-    for index, (_, size, at_once, on_one_thread) in enumerate(jobs):
-        if at_once and (on_one_thread or size < LARGE):
+    for index, (_, size, is_parallelizable, is_single_threaded) in enumerate(jobs):
+        if is_parallelizable and (is_single_threaded or size < LARGE):
             together.append(index)
         else:
             run(index)

@@ -36,7 +36,7 @@ def _sizes(q: Array, k: Array, score_options: ScoreOptions, off_by_one: bool) ->
     if window >= n_queries + abs(offset):  # it hides nothing, and may be too large for the kernels' arithmetic
         window = 0
     seen = score_options.offset is not None, offset, window
-    return launch.struct(launch.SIZES, *lengths, *seen, off_by_one, score_options.scale, score_options.cap or 0)
+    return launch.struct(launch.SIZES, *lengths, *seen, off_by_one, score_options.scale, score_options.softcap or 0)
 
 
 def _mask(mask: Array | None) -> tuple[np.ndarray, Array | None]:

@@ -85,7 +85,7 @@ def shape_of(q: Array, score_options: ScoreOptions, *others: Array) -> Shape | N
     n_items, n_tokens, n_heads, size = q.shape
     arrays = (q, *others)
     fits = q.dtype.name in KINDS and size % 8 == 0 and size <= 128 and n_tokens % TOKENS == 0
-    fits = fits and score_options.offset in (0, None) and score_options.window is None and score_options.cap is None
+    fits = fits and score_options.offset in (0, None) and score_options.window is None and score_options.softcap is None
     fits = fits and 0 not in q.shape
     fits = fits and all(x.shape == q.shape and x.dtype == q.dtype for x in others)
     if not fits or not all(_aligned(x) for x in arrays):

@@ -68,7 +68,9 @@ def _held(name: str) -> tuple[tuple[str, str], ...]:
 # file -> kernel -> the template arguments that it is compiled with
 KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "elementwise": {
-        **dict.fromkeys(("gelu", "gelu_with_slope", "relu_squared", "sigmoid", "multiply", "scale", "rotate"), _ALL),
+        **dict.fromkeys(
+            ("gelu", "gelu_with_derivative", "relu_squared", "sigmoid", "multiply", "scale", "rotate"), _ALL
+        ),
         "cast": _CASTS,
     },
     "rows": {

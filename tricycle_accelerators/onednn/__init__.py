@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from tricycle import kernels
 from tricycle.kernels import muon
-from tricycle.kernels.quantized import few_bits_matmul
-from tricycle_accelerators.onednn import few_bits, library, matrices, optimisers
+from tricycle.kernels.quantized import quantized_matmul
+from tricycle_accelerators.onednn import library, matrices, optimisers, quantized
 from tricycle_accelerators.providers import offer
 
 PROVIDER, problem = "onednn", library.problem
@@ -18,4 +18,4 @@ PROVIDER, problem = "onednn", library.problem
 def register(array: type) -> None:
     """Offer these versions for a type of arrays."""
     products = (kernels.matmul_operand, kernels.matmul_operand_and_sums, kernels.matmul)
-    offer(array, (matrices, products), (few_bits, [few_bits_matmul]), (optimisers, [muon.orthogonalize]))
+    offer(array, (matrices, products), (quantized, [quantized_matmul]), (optimisers, [muon.orthogonalize]))

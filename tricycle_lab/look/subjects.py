@@ -270,14 +270,14 @@ class Stack(Subject):
         if not isinstance(model, GPT):
             model(tokens)
         elif before is None or not n_tokens:
-            model.hidden(tokens)
+            model.hidden_states(tokens)
         else:
             caches = []
             for name in self.n_heads:  # the first keys and values, all of them, for maps are of all that was read
                 _, keys, values, *_ = before.site(name).args
                 caches.append(KeyValueCache(model.config.context_window))
                 caches[-1].append(keys.array[:, :n_tokens], values.array[:, :n_tokens])
-            model.hidden(tokens, caches)
+            model.hidden_states(tokens, caches)
 
     def _kept(self, ids: Sequence[int], changes: Changes, before: Reading) -> tuple[int, int]:
         """How many of the first blocks stay as they were, or how many of the first tokens in all blocks."""
@@ -285,7 +285,7 @@ class Stack(Subject):
             return changes.first_block(self.layer_names, before.changes), 0
         # what a token is made of must be its own, and keys and values of those before it
         attentions = [block.attention for block in self.model.blocks] if isinstance(self.model, GPT) else [None]
-        sees_earlier = all(isinstance(one, MultiHeadSelfAttention) and not one.mixes for one in attentions)
+        sees_earlier = all(isinstance(one, MultiHeadSelfAttention) and not one.uses_shift for one in attentions)
         if before.changes != changes or not sees_earlier:
             return 0, 0
         pairs = zip(before.ids, ids)
@@ -426,4 +426,4 @@ def logits_of(model: Transformer, x: Tensor) -> Tensor:
         normal = x if model.decoder.norm is None else model.decoder.norm(x)
         if model.head is not None:
             return model.head(normal)
-        return linear(normal, model.decoder.embedding.weights, precision=model.precision, turned=True)
+        return linear(normal, model.decoder.embedding.weights, precision=model.precision, transposed=True)

@@ -24,7 +24,7 @@ class ScoreOptions(NamedTuple):
     scale: float  # a score is scale * q . k
     offset: int | None = None  # query t sees the keys up to t + offset; None: all of them
     window: int | None = None  # only the latest `window` of these are seen; None: all of these. It needs an offset
-    cap: float | None = None  # scores become cap * tanh(score / cap) before the mask (Gemma Team 2024, "Gemma 2")
+    softcap: float | None = None  # scores become cap * tanh(score / cap) before the mask (Gemma Team 2024, "Gemma 2")
 
 
 @kernel
@@ -100,8 +100,8 @@ def row_attention_backward(
     scores = mask_scores(capped, score_options, mask)
     weights = row_softmax(scores)
     dproducts = row_softmax_backward(_products(grad, v), scores, weights) * score_options.scale
-    if score_options.cap is not None:
-        dproducts = dproducts * (1 - (capped / score_options.cap) ** 2)
+    if score_options.softcap is not None:
+        dproducts = dproducts * (1 - (capped / score_options.softcap) ** 2)
     dq[...] = apply_weights(dproducts, k)
     for gradient, products, x in ((dk, dproducts, q), (dv, weights, grad)):
         transposed = _by_key_head(products, k.shape[2]).swapaxes(2, 3)
@@ -111,7 +111,11 @@ def row_attention_backward(
 def softcapped_scores(q: Array, k: Array, score_options: ScoreOptions) -> Array:
     """(B, H, T, S), with nothing hidden."""
     scores = _products(q, k) * score_options.scale
-    return scores if score_options.cap is None else score_options.cap * array_module(q).tanh(scores / score_options.cap)
+    return (
+        scores
+        if score_options.softcap is None
+        else score_options.softcap * array_module(q).tanh(scores / score_options.softcap)
+    )
 
 
 def mask_scores(scores: Array, score_options: ScoreOptions, mask: Array | None) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tricycle.configs.size import least_numbers
+from tricycle.configs.size import min_n_weights
 from tricycle.kernels.quantized import KINDS
 from tricycle.layers import Layer
 from tricycle.pretrained.families.bert import BERT, ROBERTA
@@ -68,7 +68,7 @@ def config_of(family: Family, source: Source) -> Any:
         if isinstance(n_layers, int) and n_layers > len(source.tensors):  # seen before anything is made for each layer
             raise wrong(place, f"at most {len(source.tensors)}, as many as there are tensors", n_layers)
     config = family.to_config(fields)
-    least = least_numbers(config)
+    least = min_n_weights(config)
     n_numbers = sum(math.prod(tensor.shape) for tensor in source.tensors.values())
     if least > 2 * n_numbers + 2**24:  # a crafted config may ask for more memory than there is; others are told more
         raise ValueError(f"the config asks for at least {least:,} numbers, the tensors have {n_numbers:,}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.kernels.quantized import FewBits, dtype_of
+from tricycle.kernels.quantized import QuantizedMatrix, dtype_of
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.parameter import Parameter
@@ -174,7 +174,7 @@ def fill(model: Layer, family: Family, source: Source, weights: str) -> None:
         if kind == "blocks":
             read = [tensor.blocks() for tensor in theirs if tensor.blocks is not None]
             values, scales = (parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*read))
-            parameter.array = FewBits(values, scales, role_of(parameter) != "embedding")
+            parameter.array = QuantizedMatrix(values, scales, role_of(parameter) != "embedding")
         elif kind == "float32":
             if role_of(parameter) in ("matrix", "head"):
                 parameter.array = np.empty(parameter.shape, np.float32, order="F")  # as `weights.use_order` tells
@@ -185,7 +185,7 @@ def fill(model: Layer, family: Family, source: Source, weights: str) -> None:
 
 
 def _kind_of(layout: Layout, name: str, theirs: list[StoredTensor], weights: str) -> str:
-    """How a parameter is kept: "float32", a kind of `FewBits`, or "blocks", as they lie in the file."""
+    """How a parameter is kept: "float32", a kind of `QuantizedMatrix`, or "blocks", as they lie in the file."""
     if weights == "float32" or role_of(layout.parameters[name]) not in KEEPS_16_BITS:
         return "float32"
     if weights in ("stored", "int8") and all(tensor.blocks for tensor in theirs) and not layout.is_woven(name):
@@ -204,7 +204,9 @@ def _write(layout: Layout, name: str, pieces: list[Piece], theirs: list[StoredTe
             let_go(part)
 
 
-def _of_few_bits(layout: Layout, name: str, pieces: list[Piece], theirs: list[StoredTensor], kind: str) -> FewBits:
+def _of_few_bits(
+    layout: Layout, name: str, pieces: list[Piece], theirs: list[StoredTensor], kind: str
+) -> QuantizedMatrix:
     """Through float32 for int8 alone, whose scales come from whole rows."""
     # the columns of our matrix are the rows of few bits, but of an embedding
     transposed = role_of(layout.parameters[name]) != "embedding"
@@ -213,7 +215,7 @@ def _of_few_bits(layout: Layout, name: str, pieces: list[Piece], theirs: list[St
     with np.errstate(over="ignore"):
         _write(layout, name, pieces, theirs, rows.T if transposed else rows)
     try:
-        return FewBits.of(rows, kind).transpose((1, 0) if transposed else (0, 1))
+        return QuantizedMatrix.quantize(rows, kind).transpose((1, 0) if transposed else (0, 1))
     except ValueError as error:
         names = " or ".join(piece.name for piece in pieces)  # they are one matrix here
         raise ValueError(f"{names}: {error}") from None

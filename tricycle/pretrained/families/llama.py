@@ -168,7 +168,7 @@ def to_mistral(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_qwen2(config: ModelConfig) -> dict[str, Any]:
-    first = next((i for i in range(config.n_layers) if config.window_of(i)), config.n_layers)
+    first = next((i for i in range(config.n_layers) if config.window_size(i)), config.n_layers)
     windows_as_once = {"use_sliding_window": bool(config.window), "max_window_layers": first}  # before layer_types
     return {**common_fields(config), **window_fields(config), **windows_as_once}
 
@@ -181,7 +181,7 @@ def window_fields(config: ModelConfig) -> dict[str, Any]:
     """What each layer sees."""
     if not config.window:
         return {"sliding_window": None, "layer_types": ["full_attention"] * config.n_layers}
-    types = ["full_attention" if config.window_of(i) is None else "sliding_attention" for i in range(config.n_layers)]
+    types = ["full_attention" if config.window_size(i) is None else "sliding_attention" for i in range(config.n_layers)]
     return {"sliding_window": config.window, "layer_types": types}
 
 

@@ -10,7 +10,7 @@ from test_gguf_writer import TOKENS, each_model, new_model
 from tricycle.checkpoint import save_checkpoint
 from tricycle.debug import use_reference
 from tricycle.generate import generate
-from tricycle.kernels.quantized import FewBits
+from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder
@@ -29,8 +29,8 @@ def logits(model: GPT, plain: bool = False) -> np.ndarray:
     return model(to_tensor(TOKENS, dtype=int)).array
 
 
-def few_bits(model: GPT) -> dict[str, FewBits]:
-    return {name: p.array for name, p in model.named_parameters() if isinstance(p.array, FewBits)}
+def few_bits(model: GPT) -> dict[str, QuantizedMatrix]:
+    return {name: p.array for name, p in model.named_parameters() if isinstance(p.array, QuantizedMatrix)}
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:

@@ -8,28 +8,28 @@ import numpy as np
 
 from tricycle.devices import Array
 from tricycle.kernels.dispatch import is_16_bit
-from tricycle.kernels.quantized import FewBits
+from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.providers import unless
 
 
-def _why_not_few_bits_matmul(x: Array, matrix: FewBits, *_: Any, **__: Any) -> str | None:
-    if not matrix.turned:
-        return "a matrix that is not turned"
+def _why_not_few_bits_matmul(x: Array, matrix: QuantizedMatrix, *_: Any, **__: Any) -> str | None:
+    if not matrix.transposed:
+        return "a matrix that is not transposed"
     if is_16_bit(x):
         return "floats of 16 bits"
     return None if x.size and matrix.size else "an empty array"
 
 
 @unless(_why_not_few_bits_matmul)
-def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32") -> Array:
+def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
     """Threads make float32 numbers of some columns each, and multiply with these while they are in the cache."""
     product = buffers.empty((len(x), matrix.shape[1]), x.dtype)
 
     def work(piece: slice) -> None:
-        np.matmul(x, matrix.rows(piece).astype(x.dtype, copy=False).T, out=product[:, piece])
+        np.matmul(x, matrix.dequantize_rows(piece).astype(x.dtype, copy=False).T, out=product[:, piece])
 
-    threads.parallel(work, matrix.pieces())
+    threads.parallel(work, matrix.row_chunks())
     if bias is not None:
         product += bias
     return product

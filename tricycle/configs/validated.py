@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["Checked", "OneOf", "Rule"]
+__all__ = ["ValidatedConfig", "OneOf", "Rule"]
 
 if TYPE_CHECKING:
     from typing import Annotated as OneOf
@@ -24,7 +24,7 @@ else:
 Rule = tuple[str, Callable[[Any], bool], str]  # names of fields, the values that they may have, and these in words
 
 
-class Checked:
+class ValidatedConfig:
     """The base of configs: a value that breaks a rule raises a ValueError that names the field and the rule."""
 
     def _check(self, rules: list[Rule]) -> None:

@@ -17,7 +17,7 @@ from tricycle.configs.model import ModelConfig
 from tricycle.debug import use_reference
 from tricycle.functions import linear
 from tricycle.gradcheck import gradcheck
-from tricycle.kernels.quantized import FewBits, few_bits_matmul
+from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul
 from tricycle.layers import Dense
 from tricycle.models import GPT
 from tricycle.parameter import Parameter
@@ -32,44 +32,50 @@ CONFIG = ModelConfig(**{**SIZES, **LIKE_LLAMA, "bias": True})
 TOKENS = to_tensor(np.arange(24).reshape(2, 12), dtype=int)
 
 
-def matrix_of(kind: str, shape: tuple[int, int], turned: bool = True, seed: int = 0) -> tuple[np.ndarray, FewBits]:
+def matrix_of(
+    kind: str, shape: tuple[int, int], transposed: bool = True, seed: int = 0
+) -> tuple[np.ndarray, QuantizedMatrix]:
     if kind == "bfloat16":
         pytest.importorskip("ml_dtypes")
     numbers = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    return numbers, FewBits.of(numbers, kind, turned)
+    return numbers, QuantizedMatrix.quantize(numbers, kind, transposed)
 
 
-def in_blocks(n_rows: int, n_blocks: int) -> FewBits:
+def in_blocks(n_rows: int, n_blocks: int) -> QuantizedMatrix:
     rng = np.random.default_rng(0)
     values = rng.integers(-128, 128, (n_rows, 32 * n_blocks), dtype=np.int8)
-    return FewBits(values, rng.random((n_rows, n_blocks), np.float32) / 100, True)
+    return QuantizedMatrix(values, rng.random((n_rows, n_blocks), np.float32) / 100, True)
 
 
 # -------------------------------------------------------------------- the matrix
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (70, 5), (0, 4), (4, 0), (1000, 700)])
-def test_numbers_are_as_near_as_the_kind_allows(kind, turned, shape):
-    numbers, matrix = matrix_of(kind, shape, turned)
+def test_numbers_are_as_near_as_the_kind_allows(kind, transposed, shape):
+    numbers, matrix = matrix_of(kind, shape, transposed)
     before = numbers.copy()
     assert matrix.shape == shape and matrix.size == numbers.size and matrix.ndim == 2
     found = np.asarray(matrix)
     assert found.dtype == np.float32 and found.shape == shape
-    axis = 0 if turned else 1
+    axis = 0 if transposed else 1
     allowed = np.abs(numbers).max(axis=axis, keepdims=True, initial=0) if kind == "int8" else np.abs(numbers)
     assert (np.abs(found - numbers) <= allowed * STEPS[kind] * 1.001 + 1e-7).all()
     np.testing.assert_array_equal(np.asarray(matrix.T), found.T)
     np.testing.assert_array_equal(numbers, before)
-    np.testing.assert_array_equal(np.asarray(FewBits.of(found, kind, turned)), found)  # once more changes nothing
+    np.testing.assert_array_equal(
+        np.asarray(QuantizedMatrix.quantize(found, kind, transposed)), found
+    )  # once more changes nothing
 
 
 def test_rows_of_zeros_and_of_the_smallest_numbers():
     for number in (0.0, 1e-45, 1e-39):
-        matrix = FewBits.of(np.full((3, 4), number, np.float32), "int8")
+        matrix = QuantizedMatrix.quantize(np.full((3, 4), number, np.float32), "int8")
         np.testing.assert_array_equal(np.asarray(matrix), 0)
-        assert not few_bits_matmul(np.ones((2, 3), np.float32), FewBits.of(np.zeros((3, 4)), "int8", True)).any()
+        assert not quantized_matmul(
+            np.ones((2, 3), np.float32), QuantizedMatrix.quantize(np.zeros((3, 4)), "int8", True)
+        ).any()
     largest = np.full((1, 3), 3e38)
-    assert np.isfinite(np.asarray(FewBits.of(largest, "int8"))).all()
+    assert np.isfinite(np.asarray(QuantizedMatrix.quantize(largest, "int8"))).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,20 +84,20 @@ def test_what_is_not_finite_is_refused(kind, bad):
     numbers, _ = matrix_of(kind, (5, 4))
     numbers[3, 2] = bad
     with pytest.raises(ValueError, match=rf"few bits \({kind}\): expected finite numbers, got"):
-        FewBits.of(numbers, kind)
+        QuantizedMatrix.quantize(numbers, kind)
 
 
 def test_too_large_and_unknown_kinds_are_refused():
     with pytest.raises(ValueError, match="too large"):
-        FewBits.of(np.full((2, 2), 1e6), "float16")
+        QuantizedMatrix.quantize(np.full((2, 2), 1e6), "float16")
     with pytest.raises(ValueError, match="expected one of int8, bfloat16, float16, got 'int4'"):
-        FewBits.of(np.ones((2, 2)), "int4")
+        QuantizedMatrix.quantize(np.ones((2, 2)), "int4")
 
 
 def test_bfloat16_without_ml_dtypes(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)
     with pytest.raises(ImportError, match=r"ml_dtypes \(pip install 'tricycle-gpt\[bf16\]'\)"):
-        FewBits.of(np.ones((2, 2)), "bfloat16")
+        QuantizedMatrix.quantize(np.ones((2, 2)), "bfloat16")
 
 
 def test_blocks_have_scales_of_their_own():
@@ -99,14 +105,14 @@ def test_blocks_have_scales_of_their_own():
     expected = matrix.values.reshape(5, 3, 32) * matrix.scales[:, :, None]
     np.testing.assert_array_equal(np.asarray(matrix), expected.reshape(5, 96).T)
     assert repr(matrix) == "(96, 5) int8 in blocks of 32"
-    once_more = matrix.by_row()
-    assert once_more.scales.shape == (5, 1) and once_more.by_row() is once_more
+    once_more = matrix.with_row_scales()
+    assert once_more.scales.shape == (5, 1) and once_more.with_row_scales() is once_more
     step = np.abs(np.asarray(matrix)).max(axis=0) / 127
     assert (np.abs(np.asarray(once_more) - np.asarray(matrix)) <= step * 0.501).all()
 
 
 def test_a_table_gives_rows_and_a_layers_matrix_does_not():
-    _, matrix = matrix_of("int8", (9, 6), turned=False)
+    _, matrix = matrix_of("int8", (9, 6), transposed=False)
     ids = np.array([[3, 8], [0, 3]])
     np.testing.assert_array_equal(matrix[ids], np.asarray(matrix)[ids])
     assert matrix[ids].dtype == np.float32
@@ -131,7 +137,7 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
     rng = np.random.default_rng(1)
     x = rng.standard_normal((n_rows, 2 * len(matrix))).astype(dtype)[:, ::2]
     bias = rng.standard_normal(matrix.shape[1]).astype(np.float32)
-    expected = x.astype(np.float64) @ np.asarray(matrix.by_row(), np.float64) + bias
+    expected = x.astype(np.float64) @ np.asarray(matrix.with_row_scales(), np.float64) + bias
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     compiled_versions = {
         kernel: kernel.implementations_for(np.ndarray)
@@ -143,7 +149,7 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
             monkeypatch.setitem(kernel.implementations, np.ndarray, versions if compiles else [])
         matrix.ready.clear()
         for scale in (1, 100, 1):
-            product = onednn.few_bits.few_bits_matmul((x * scale).astype(dtype), matrix, bias)
+            product = onednn.quantized.quantized_matmul((x * scale).astype(dtype), matrix, bias)
             assert product.dtype == dtype and "onednn" in matrix.ready
         rounded = {2: 2**-7}.get(dtype.itemsize, 1e-4)
         assert np.linalg.norm(product - expected) <= rounded * np.linalg.norm(expected)
@@ -151,16 +157,16 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
 
 WITH_THREADS = """
 import numpy as np
-from tricycle.kernels.quantized import FewBits, few_bits_matmul
+from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul
 rng = np.random.default_rng(0)
 for kind in ("int8", "bfloat16"):
     for shape in ((64, 96), (128, 96), (100, 33), (96, 200)):
-        matrix = FewBits.of(rng.standard_normal(shape).astype(np.float32), kind, turned=True)
+        matrix = QuantizedMatrix.quantize(rng.standard_normal(shape).astype(np.float32), kind, transposed=True)
         for n_rows in (1, 40):
             x = np.asfortranarray(rng.standard_normal((n_rows, shape[0])).astype(np.float32))
             for _ in range(20):
-                product = few_bits_matmul(x, matrix)
-            expected = few_bits_matmul.reference(x, matrix)
+                product = quantized_matmul(x, matrix)
+            expected = quantized_matmul.reference(x, matrix)
             assert np.linalg.norm(product - expected) <= 1e-4 * np.linalg.norm(expected), (kind, shape, n_rows)
 print("all equal")
 """
@@ -181,7 +187,7 @@ def test_many_rows_are_rounded_where_the_precision_says_so():
     _, matrix = matrix_of("bfloat16", (96, 70))
     x = np.random.default_rng(0).standard_normal((100, 96)).astype(np.float32)
     expected = x.astype(np.float64) @ np.asarray(matrix, np.float64)
-    off = [np.linalg.norm(few_bits_matmul(x, matrix, None, p) - expected) for p in ("float32", "bfloat16")]
+    off = [np.linalg.norm(quantized_matmul(x, matrix, None, p) - expected) for p in ("float32", "bfloat16")]
     assert off[0] < 1e-4 * np.linalg.norm(expected) < 1e-3 * np.linalg.norm(expected) < off[1]
 
 
@@ -194,13 +200,13 @@ def test_rows_of_any_size_and_what_is_not_finite(n_rows):
     x *= np.geomspace(1e-20, 1e20, n_rows).astype(np.float32)[:, None]
     x[0] = 0
     expected = x.astype(np.float64) @ np.asarray(matrix, np.float64)
-    actual = few_bits_matmul(x, matrix)
+    actual = quantized_matmul(x, matrix)
     assert not actual[0].any()
     for row, truth in zip(actual[1:], expected[1:]):
         assert np.linalg.norm(row - truth) <= 1e-4 * np.linalg.norm(truth)
     x[0, 0] = np.nan
-    assert np.isnan(few_bits_matmul(x, matrix)[0]).all()
-    assert np.isfinite(few_bits_matmul(x, matrix)[1:]).all()
+    assert np.isnan(quantized_matmul(x, matrix)[0]).all()
+    assert np.isfinite(quantized_matmul(x, matrix)[1:]).all()
 
 
 @USABLE
@@ -210,9 +216,9 @@ def test_a_matrix_of_which_several_threads_make_products_at_once():
     _, matrix = matrix_of("int8", (200, 300))
     xs = np.random.default_rng(0).standard_normal((64, 1, 200)).astype(np.float32)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda x: few_bits_matmul(x, matrix), xs))
+        found = list(pool.map(lambda x: quantized_matmul(x, matrix), xs))
     for x, product in zip(xs, found):
-        np.testing.assert_array_equal(product, few_bits_matmul(x, matrix))
+        np.testing.assert_array_equal(product, quantized_matmul(x, matrix))
 
 
 # -------------------------------------------------------------------- gradients

@@ -18,7 +18,7 @@ import numpy as np
 
 from tricycle.devices import Array
 from tricycle.kernels import FEW_ROWS
-from tricycle.kernels.quantized import FewBits
+from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle_accelerators import buffers, narrow_rows, pieces, threads
 from tricycle_accelerators.onednn import library
 from tricycle_accelerators.providers import unless
@@ -26,20 +26,20 @@ from tricycle_accelerators.providers import unless
 _one_at_a_time = threading.Lock()
 
 
-def _laid(matrix: FewBits) -> library.LaidMatrix:
+def _laid(matrix: QuantizedMatrix) -> library.LaidMatrix:
     """The matrix in oneDNN's layout."""
     with _one_at_a_time:
         if "onednn" not in matrix.ready:
-            rows = matrix.by_row()
+            rows = matrix.with_row_scales()
             factors = None if rows.scales is None else rows.scales[:, 0]
             matrix.ready["onednn"] = library.LaidMatrix(rows.values.T, factors)
     laid: library.LaidMatrix = matrix.ready["onednn"]
     return laid
 
 
-def _why_not_few_bits_matmul(x: Array, matrix: FewBits, *_: Any, **__: Any) -> str | None:
-    if not matrix.turned:
-        return "a matrix that is not turned"
+def _why_not_few_bits_matmul(x: Array, matrix: QuantizedMatrix, *_: Any, **__: Any) -> str | None:
+    if not matrix.transposed:
+        return "a matrix that is not transposed"
     if x.dtype.itemsize > 4:
         return f"floats of at most 32 bits, got {x.dtype}"
     if matrix.dtype == np.float16:
@@ -48,8 +48,8 @@ def _why_not_few_bits_matmul(x: Array, matrix: FewBits, *_: Any, **__: Any) -> s
 
 
 @unless(_why_not_few_bits_matmul)
-def few_bits_matmul(
-    x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32"
+def quantized_matmul(
+    x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> Array | NotImplementedType:
     laid: library.LaidMatrix = matrix.ready.get("onednn") or _laid(matrix)
     rows: np.ndarray = x.astype(np.float32, copy=False)
