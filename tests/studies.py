@@ -30,4 +30,7 @@ def check_left(folder: Path, names: Collection[str], least: int = 80) -> None:
 
 
 def readme(name: str) -> str:
-    return (ROOT / "experiments" / name / "README.md").read_text(encoding="utf-8")
+    """Return the text of a study: its README.md, and its details.md with further tables."""
+    folder = ROOT / "experiments" / name
+    pages = [folder / "README.md", folder / "details.md"]
+    return "\n".join(page.read_text(encoding="utf-8") for page in pages if page.exists())

@@ -1,4 +1,4 @@
-"""Each README of experiments shows the tables of its results; a study without its data says where to put it."""
+"""The pages of each study show the tables of its results; a study without its data says where to put it."""
 
 import importlib
 import json
@@ -105,8 +105,8 @@ def test_tables_of_smollm2():
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_result_is_shown_or_needed(name):
     """A file of results is named by a page of the documentation, or is JSON, of which tables are made."""
-    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "experiments" / name / "README.md"]
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
+    text = "\n".join([*pages, readme(name)])
     for path in (ROOT / "experiments" / name / "results").rglob("*.*"):
         place = path.relative_to(ROOT / "experiments" / name).as_posix()
         assert place in text or path.suffix == ".json", place
