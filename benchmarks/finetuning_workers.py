@@ -36,17 +36,17 @@ def batches(n_vocab: int, n_rows: int, n_tokens: int):
 def tricycle_step(
     folder: Path, what: str, precision: str, shape: tuple[int, int], recompute: bool, weights: str = "float32"
 ) -> Step:
+    from tricycle.activation_checkpointing import checkpoint_activations
     from tricycle.loss import CrossEntropy
     from tricycle.optimisers import AdamW
     from tricycle.pretrained import load
-    from tricycle.recompute import recompute as recompute_blocks
-    from tricycle.training import labelled, train_on_batch
+    from tricycle.training import supervised_loss, train_on_batch
     from tricycle.weights import use_order
 
     loaded = load(folder, weights=weights)
     model = loaded.model
     model.use_precision(precision)
-    model.recompute = recompute and recompute_blocks
+    model.recompute = recompute and checkpoint_activations
     if what == "lora":
         from tricycle.finetuning.lora import LoRAConfig
         from tricycle.pretrained.adapters import new_adapter
@@ -56,11 +56,11 @@ def tricycle_step(
         use_order(model.unfreeze(), "C")
     model.train()
     optimiser = AdamW(RATE, weight_decay=0.0)
-    loss_of = labelled(model, CrossEntropy(ignore_index=IGNORED))
+    batch_loss = supervised_loss(model, CrossEntropy(ignore_index=IGNORED))
     data = batches(model.config.vocab_size, *shape)
 
     def step() -> float:
-        return train_on_batch(model, optimiser, loss_of, next(data))
+        return train_on_batch(model, optimiser, batch_loss, next(data))
 
     return step
 

@@ -143,11 +143,11 @@ class Steps:
         from tricycle.loss import CrossEntropy
         from tricycle.models import GPT
         from tricycle.optimisers import AdamW
-        from tricycle.training import labelled
+        from tricycle.training import supervised_loss
 
         self.config, self.inner, self.watched = config, processes, Watched(processes)
         self.model, self.optimiser = GPT(config), AdamW(1e-4, weight_decay=0.1)
-        self.loss_of = labelled(self.model, CrossEntropy())
+        self.batch_loss = supervised_loss(self.model, CrossEntropy())
         self.data = batches(config)
         for _ in range(processes.rank):  # batches of its own
             next(self.data)
@@ -168,7 +168,7 @@ class Steps:
             a dictionary: the whole step's `seconds`, those `waited` for sums, those `backward` took to end, and `sent`,
             [seconds from the start, bytes] of each bucket.
         """
-        from tricycle.training import apply, gradients
+        from tricycle.training import apply_gradients, compute_gradients
         from tricycle.training_state import count_labels
 
         watched = self.watched
@@ -179,9 +179,9 @@ class Steps:
         watched.inner.all_reduce([0.0])  # all begin together
         waited, start = watched.wait_seconds, time.perf_counter()
         processes = SINGLE_PROCESS if plain and self.inner.size == 1 else watched
-        grads = gradients(self.model, self.loss_of, own, n_labels, processes.reducer)
+        grads = compute_gradients(self.model, self.batch_loss, own, n_labels, processes.reducer)
         backward = time.perf_counter() - start - (watched.wait_seconds - waited)
-        apply(self.model, self.optimiser, grads)
+        apply_gradients(self.model, self.optimiser, grads)
         seconds = time.perf_counter() - start
         sent = [[moment - start, n_bytes] for moment, n_bytes in watched.sent]
         return {"seconds": seconds, "waited": watched.wait_seconds - waited, "backward": backward, "sent": sent}

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tricycle.generate import generate
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 from tricycle_cli.models import load_model, stop_tokens
 
 SHARES = {"slow reader": 0.04, "dropped connection": 0.06, "nonsense": 0.1}
@@ -74,7 +74,7 @@ class Expected:
         if self.talks:
             end = self.tokeniser.end_of_answer()
             stops = [*stops, *([] if end is None else [end])]
-        self._way = Sampling(temperature=0, stop_tokens=stops, n_vocab=self.tokeniser.n_vocab)
+        self._way = SamplingParams(temperature=0, stop_tokens=stops, n_vocab=self.tokeniser.n_vocab)
         self._model = loaded.model
         self.texts = {prompt: self._text([*map(int, self.tokeniser.encode(prompt))]) for prompt in self.prompts}
         self.answers = {prompt: self._text(self._chat(prompt)) for prompt in self.prompts} if self.talks else {}
@@ -86,7 +86,7 @@ class Expected:
         stream = self.tokeniser.stream(ids)
         parts = []
         for token in generate(self._model, ids, self.n_tokens, self._way):
-            if not self._way.ends_with(token):
+            if not self._way.is_stop_token(token):
                 parts.append(stream.push([token]))
         return "".join(parts) + stream.flush()
 

@@ -93,14 +93,14 @@ def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = 
     from tricycle.loss import CrossEntropy
     from tricycle.models import GPT
     from tricycle.optimisers import AdamW
-    from tricycle.training import labelled, train_on_batch
+    from tricycle.training import supervised_loss, train_on_batch
 
     model, data = GPT(replace(config, precision=precision, softmax=softmax)), batches(config)
     optimiser = AdamW(1e-4, weight_decay=0.1)
-    loss_of = labelled(model, CrossEntropy())
+    batch_loss = supervised_loss(model, CrossEntropy())
 
     def step() -> float:
-        return train_on_batch(model, optimiser, loss_of, next(data))
+        return train_on_batch(model, optimiser, batch_loss, next(data))
 
     return step
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.decoding.penalties import PenalizedSampling
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
 from tricycle.pretrained import load
 from tricycle_cli.serve import Arguments, address
@@ -99,7 +99,7 @@ class Alone:
 
     def tokens(self, ids: list[int], n: int, **settings: Any) -> list[int]:
         way = {"temperature": 0, "stop_tokens": STOP, "n_vocab": self.tokeniser.n_vocab, **settings}
-        return [*generate(self.loaded.model, ids, n, PenalizedSampling(**way))]
+        return [*generate(self.loaded.model, ids, n, PenalizedSamplingParams(**way))]
 
     def text(self, ids: list[int], n: int, **settings: Any) -> str:
         tokens = self.tokens(ids, n, **settings)

@@ -21,7 +21,7 @@ from tricycle.pretrained.adapters import load_adapter, new_adapter, save_adapter
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.tensor import Tensor
-from tricycle.training import apply, gradients, labelled
+from tricycle.training import apply_gradients, compute_gradients, supervised_loss
 from tricycle.weights import use_order
 
 torch = pytest.importorskip("torch")
@@ -156,14 +156,14 @@ def test_few_bits_stay_and_gradients_flow_through_them(kind, dora, tmp_path):
     enliven_adapter(adapter)
     state = {name: tensor.numpy() for name, tensor in loaded.model.named_parameters() if "low_rank" not in name}
     tokens = some_tokens()
-    gradients(loaded.model, labelled(loaded.model, CrossEntropy()), [(tokens[:, :-1], tokens[:, 1:])])
+    compute_gradients(loaded.model, supervised_loss(loaded.model, CrossEntropy()), [(tokens[:, :-1], tokens[:, 1:])])
     got = {name: tensor.grad.numpy() for name, tensor in adapter.named_parameters()}
     other = GPT(loaded.model.config, draw_weights=False)  # with the same values in 32 bits
     other.load_state_dict(state)
     twin = Pretrained(other, None, GenerationSettings(), loaded.source)
     with_twin = new_adapter(twin, LoRAConfig(rank=2, targets=("q_proj", "down_proj"), dora=dora))
     with_twin.load_state_dict(adapter.state_dict())
-    gradients(other, labelled(other, CrossEntropy()), [(tokens[:, :-1], tokens[:, 1:])])
+    compute_gradients(other, supervised_loss(other, CrossEntropy()), [(tokens[:, :-1], tokens[:, 1:])])
     for name, tensor in with_twin.named_parameters():
         assert difference(got[name], tensor.grad.numpy()) < 2e-3  # products of int8 round what they take
     assert loaded.model.blocks[0].attention.qkv.weights.array.dtype.itemsize < 4
@@ -185,8 +185,8 @@ def their_step(model: Any, optimiser: Any, tokens: np.ndarray) -> tuple[float, f
 
 
 def our_step(model: GPT, optimiser: AdamW, tokens: np.ndarray) -> tuple[float, float]:
-    grads = gradients(model, labelled(model, CrossEntropy()), [(tokens[:, :-1], tokens[:, 1:])])
-    return grads.loss, apply(model, optimiser, grads, 1.0)
+    grads = compute_gradients(model, supervised_loss(model, CrossEntropy()), [(tokens[:, :-1], tokens[:, 1:])])
+    return grads.loss, apply_gradients(model, optimiser, grads, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -260,14 +260,16 @@ def test_every_gradient_is_that_of_peft(kind, tmp_path):
         loss = labelled_loss(theirs, tokens)
         optimiser.zero_grad()
         loss.backward()
-        grads = gradients(loaded.model, labelled(loaded.model, CrossEntropy()), [(tokens[:, :-1], tokens[:, 1:])])
+        grads = compute_gradients(
+            loaded.model, supervised_loss(loaded.model, CrossEntropy()), [(tokens[:, :-1], tokens[:, 1:])]
+        )
         assert grads.loss == pytest.approx(loss.item(), rel=1e-3)
         if step in (0, 1, 5, N_STEPS):
             wanted, got = their_gradients(theirs), our_gradients(loaded, adapter, tmp_path / f"gradients {step}")
             assert got.keys() == wanted.keys()
             worst = max(difference(got[name], grad) for name, grad in wanted.items())
             assert worst < (1e-5 if step == 0 else 1e-3), step
-        apply(loaded.model, ours, grads)
+        apply_gradients(loaded.model, ours, grads)
         optimiser.step()
 
 

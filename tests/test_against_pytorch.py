@@ -232,10 +232,10 @@ def test_ten_updates_of_distillation_agree(hard_weight: float) -> None:
         if p.ndim == 2:  # so that it does not predict all tokens alike
             p.array *= 8
             their_teacher.p[name].data *= 8
-    loss_of = distillation_loss(model, teacher, 2.0, hard_weight)
+    batch_loss = distillation_loss(model, teacher, 2.0, hard_weight)
     optimiser, theirs_optimiser = AdamW(3e-3, weight_decay=0.0), torch.optim.Adam(theirs.p.values(), 3e-3)
     for inputs, outputs in batches(BASE)[:10]:
-        loss = train_on_batch(model, optimiser, loss_of, (inputs, outputs))
+        loss = train_on_batch(model, optimiser, batch_loss, (inputs, outputs))
         student_log = (theirs(torch.from_numpy(inputs)) / 2).log_softmax(-1).flatten(0, 1)
         teacher_log = (their_teacher(torch.from_numpy(inputs)) / 2).log_softmax(-1).flatten(0, 1).detach()
         soft = 4 * F.kl_div(student_log, teacher_log, reduction="batchmean", log_target=True)

@@ -11,11 +11,11 @@ from test_rooms import LIBRARY
 
 from tricycle import kernels
 from tricycle.configs import ModelConfig
-from tricycle.kernels.explained import provider_name
+from tricycle.kernels.explanation import provider_name
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
-from tricycle.training import apply, gradients, labelled
+from tricycle.training import apply_gradients, compute_gradients, supervised_loss
 from tricycle_accelerators import compiled, onednn, processor
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -131,8 +131,8 @@ def test_a_real_step_comes_through_the_stops_in_their_order():
 
     sys.setprofile(note)
     try:
-        grads = gradients(model, labelled(model, CrossEntropy()), [(tokens, tokens)])
-        apply(model, AdamW(), grads)
+        grads = compute_gradients(model, supervised_loss(model, CrossEntropy()), [(tokens, tokens)])
+        apply_gradients(model, AdamW(), grads)
     finally:
         sys.setprofile(None)
     place = 0
@@ -181,7 +181,9 @@ def test_the_table_says_which_provider_takes_each_kernel_of_a_step(monkeypatch):
         model = GPT(ModelConfig(**shape)).use_precision(precision)
         tokens = np.arange(512).reshape(4, 128) % 500
         taken.clear()
-        apply(model, AdamW(), gradients(model, labelled(model, CrossEntropy()), [(tokens, tokens)]))
+        apply_gradients(
+            model, AdamW(), compute_gradients(model, supervised_loss(model, CrossEntropy()), [(tokens, tokens)])
+        )
         assert set(taken) == set(told)
         others = everywhere if compiled.problem() or onednn.problem() or processor.is_intel() else set()
         assert all(taken[name] <= told[name] | others for name in told), taken

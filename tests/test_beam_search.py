@@ -11,7 +11,7 @@ from tricycle.decoding.beam_search import generate_beam_search
 from tricycle.decoding.ragged import next_logits
 from tricycle.generate import generate
 from tricycle.models import GPT
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 
 CONFIG = DebugConfig(vocab_size=6, context_window=20, embedding_dim=16, n_layers=2)
 CHANGES = [
@@ -55,7 +55,7 @@ def test_a_wide_beam_finds_the_best_of_all(changes, length_penalty):
 @pytest.mark.parametrize("stop", [(), 3, [3, 5]])
 def test_a_beam_of_one_takes_the_likeliest_token(changes, stop):
     model = new_model(**changes)
-    greedy = [list(generate(model, prompt, 9, Sampling(0, stop_tokens=stop))) for prompt in PROMPTS]
+    greedy = [list(generate(model, prompt, 9, SamplingParams(0, stop_tokens=stop))) for prompt in PROMPTS]
     assert generate_beam_search(model, PROMPTS, 9, 1, stop_tokens=stop) == greedy
 
 

@@ -23,12 +23,12 @@ from tiny_models import smollm2_file, write_folder
 from tricycle import generate as generation
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs import DebugConfig
-from tricycle.decoding.penalties import PenalizedSampling
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.settings import GenerationSettings
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.chat import Conversation, turn
 from tricycle_cli.main import MODULE, main
@@ -76,7 +76,9 @@ def answers(folder: Path, questions: list[str], length: int, system: str | None 
     for question in questions:
         messages.append({"role": "user", "content": question})
         ids = loaded.tokeniser.chat(messages)
-        tokens = [*generate(loaded.model, ids, length, Sampling(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
+        tokens = [
+            *generate(loaded.model, ids, length, SamplingParams(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))
+        ]
         text = loaded.tokeniser.decode([token for token in tokens if token != 2])
         messages.append({"role": "assistant", "content": text})
         given.append(text)
@@ -258,9 +260,9 @@ def test_where_the_makers_say_nothing_it_says_the_likeliest_with_a_penalty(tmp_p
 def test_the_template_says_what_ends_an_answer(tmp_path):
     """Though the files name another token."""
     loaded = load(write_folder(tmp_path / "model", settings=GenerationSettings(stop_tokens=(0,))))
-    assert Conversation(loaded, None, 5, Sampling()).stops == [0, 2]
+    assert Conversation(loaded, None, 5, SamplingParams()).stops == [0, 2]
     loaded.tokeniser.chat_templates["default"] = "{{ messages[0].content }}"
-    assert Conversation(loaded, None, 5, Sampling()).stops == [0]
+    assert Conversation(loaded, None, 5, SamplingParams()).stops == [0]
 
 
 @pytest.mark.slow
@@ -276,10 +278,10 @@ def test_smollm2_knows_the_capital_of_france():
 def test_settings_are_the_makers_own(tmp_path):
     settings = GenerationSettings(True, 0.5, 7, 0.9, 0.05, 1.2, (2, 5))
     loaded = load(write_folder(tmp_path / "model", settings=settings))
-    assert default_sampling(loaded) == PenalizedSampling(
+    assert default_sampling(loaded) == PenalizedSamplingParams(
         0.5, 7, 0.9, 0.05, repetition_penalty=1.2, stop_tokens=(2, 5), n_vocab=loaded.tokeniser.n_vocab
     )
-    assert Conversation(loaded, None, 5, Sampling()).stops == [2, 5]
+    assert Conversation(loaded, None, 5, SamplingParams()).stops == [2, 5]
     greedy = load(write_folder(tmp_path / "greedy", settings=GenerationSettings(temperature=0.5, stop_tokens=(2,))))
     assert default_sampling(greedy).temperature == 0
 

@@ -23,14 +23,14 @@ from tiny_models import TEXT, tiny_tokeniser, write_folder
 import tricycle
 from tricycle.checkpoint import load_checkpoint, save_checkpoint
 from tricycle.configs import DebugConfig, GPTConfig
-from tricycle.decoding.penalties import PenalizedSampling
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.evaluation import evaluate
 from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.settings import GenerationSettings
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli import init_from, updates
 from tricycle_cli.main import COMMANDS, MODULE, main
@@ -111,7 +111,7 @@ def test_the_command_that_the_wheel_brings():
 def test_other_peoples_models_write_as_their_makers_say(theirs):
     loaded = load(theirs)
     ids = loaded.tokeniser.encode("the quick brown")
-    tokens = [*generate(loaded.model, ids, 30, Sampling(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
+    tokens = [*generate(loaded.model, ids, 30, SamplingParams(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
     text = loaded.tokeniser.decode([*ids, *(token for token in tokens if token != 2)])
     words = [theirs, "the quick brown", "--length", "30"]
     assert good(call("generate", *words)) == text + "\n"
@@ -132,14 +132,16 @@ def test_flags_count_more_than_their_settings(tmp_path):
             {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.1, "no_repeat_ngram_size": 2},
         ),
     ):
-        text = loaded.tokeniser.decode([*ids, *generate(loaded.model, ids, 40, PenalizedSampling(**chosen, **known))])
+        text = loaded.tokeniser.decode(
+            [*ids, *generate(loaded.model, ids, 40, PenalizedSamplingParams(**chosen, **known))]
+        )
         out = good(call("generate", folder, "birds", "--seed", "4", "--length", "40", *shlex.split(flags)))
         assert out == text.replace("<|im_end|>", "") + "\n", flags
 
 
 def test_a_new_text_begins_with_what_begins_texts(theirs, ours):
     loaded = load(theirs)
-    tokens = [*generate(loaded.model, [1], 10, Sampling(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
+    tokens = [*generate(loaded.model, [1], 10, SamplingParams(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
     wanted = loaded.tokeniser.decode([token for token in tokens if token != 2])
     assert good(call("generate", theirs, "--length", "10")) == wanted + "\n"
     for words in (["--draft-tokens", "4"], ["--lookahead", "4"], ["--lookahead=4"]):  # the others are deprecated
@@ -172,7 +174,7 @@ def test_other_softmaxes_on_other_peoples_models(theirs, softmax):
     plain = loaded.model(np.array([ids])).array
     loaded.model.use_softmax(softmax)
     assert np.abs(loaded.model(np.array([ids])).array - plain).max() > 1e-3
-    tokens = generate(loaded.model, ids, 20, Sampling(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))
+    tokens = generate(loaded.model, ids, 20, SamplingParams(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))
     text = loaded.tokeniser.decode([*ids, *(token for token in tokens if token != 2)])
     words = [theirs, prompt, "--length", "20", "--softmax", softmax]
     assert good(call("generate", *words)) == text + "\n"

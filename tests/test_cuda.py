@@ -25,7 +25,7 @@ from tricycle.configs import DebugConfig
 from tricycle.debug import use_reference
 from tricycle.devices import ARRAY_MODULES
 from tricycle.kernels import ScoreOptions
-from tricycle.kernels.rows import attention_scores
+from tricycle.kernels.row_attention import attention_scores
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW

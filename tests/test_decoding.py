@@ -16,7 +16,7 @@ from tricycle.generate import generate
 from tricycle.layers import Dense, Layer
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 from tricycle.softmaxes import SOFTMAXES, BlockSoftmax
 from tricycle.tensor import no_grad, to_tensor
 from tricycle.weights import quantize
@@ -212,7 +212,7 @@ def test_scores_far_from_0_do_not_overflow(softmax, offset):
 def test_what_is_written_is_what_whole_passes_would_write(name):
     model = new_model(CONFIGS[name])
     text = [1, 2, 3]
-    written = list(generate(model, text, 20, Sampling(0)))
+    written = list(generate(model, text, 20, SamplingParams(0)))
     for token in written:
         assert token == all_at_once(model, text)[-1].argmax()
         text.append(token)

@@ -105,8 +105,8 @@ def test_a_training_keeps_the_best_weights_and_repeats(rng):
         model, generator = Autoencoder.dense((32, 8, 2), generator=0), stream(0)
         batches = (x[generator.integers(0, 200, 32)].astype(np.float32) for _ in range(150))
         validate = lambda model=model: float(model.loss(x.astype(np.float32)))
-        loss_of = lambda batch, factor, model=model: model.loss(batch) * factor
-        expect = methods.restored(train_best(model, loss_of, batches, 150, 0.01, validate, ""))
+        batch_loss = lambda batch, factor, model=model: model.loss(batch) * factor
+        expect = methods.restored(train_best(model, batch_loss, batches, 150, 0.01, validate, ""))
         made.append(expect(x))
     np.testing.assert_array_equal(*made)
     assert ((made[0] - x) ** 2).mean() < 0.1 * (x**2).mean()

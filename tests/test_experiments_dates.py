@@ -286,11 +286,11 @@ def test_an_answer_of_several_dates_is_learnt_to_its_end():
     generator = np.random.default_rng(1)
     texts = study.texts([*(data.several(data.split()[0], 1, (n, n), generator)[0] for n in (1, 3))])
     source, lengths = pad(texts.sources)
-    whole, _ = study.loss_of(model, source, texts.targets, lengths, study.Critic())
+    whole, _ = study.batch_loss(model, source, texts.targets, lengths, study.Critic())
     parts = []
     for i, one in enumerate(texts.examples):
         row = texts.targets[i : i + 1, : len(one.iso) + 2]
-        part, _ = study.loss_of(model, source[i : i + 1], row, lengths[i : i + 1], study.Critic())
+        part, _ = study.batch_loss(model, source[i : i + 1], row, lengths[i : i + 1], study.Critic())
         parts.append(float(part) * (len(one.iso) + 1))
     assert float(whole) == pytest.approx(sum(parts) / (11 + 31), rel=1e-5)
 

@@ -206,7 +206,7 @@ def finished(model, tmp_path_factory):
         patch.setattr(study, "ANSWER_TOKENS", 4)
         for name, task in tasks.TASKS.items():
             patch.setitem(tasks.TASKS, name, quicker(task))
-        step, n_calls = training.gradients, []
+        step, n_calls = training.compute_gradients, []
 
         def breaking(*args):
             n_calls.append(1)
@@ -214,11 +214,11 @@ def finished(model, tmp_path_factory):
                 raise OSError("the power is gone")
             return step(*args)
 
-        patch.setattr(training, "gradients", breaking)
+        patch.setattr(training, "compute_gradients", breaking)
         with pytest.raises(OSError, match="the power is gone"):
             main()
         before = read(folder / "results.json")
-        patch.setattr(training, "gradients", step)
+        patch.setattr(training, "compute_gradients", step)
         assert main() == 0
         yield folder, before, words
 

@@ -13,10 +13,10 @@ from experiments.max_retrieval.study import (
     N_CLASSES,
     MaxRetrieval,
     Settings,
+    batch_loss,
     errors,
     examine,
     fit,
-    loss_of,
     measure,
     new_batch,
     scores_of,
@@ -92,12 +92,12 @@ def test_gradient_of_the_loss_with_its_squares():
             for step in path:
                 owner = owner[int(step)] if step.isdecimal() else getattr(owner, step)
             setattr(owner, last, tensor)
-        return loss_of(model, batch._replace(items=batch.items.astype(float), query=batch.query.astype(float)), 0.1)
+        return batch_loss(model, batch._replace(items=batch.items.astype(float), query=batch.query.astype(float)), 0.1)
 
     values = [parameter.array.copy() for parameter in parameters]
     squares = sum((value.astype(float) ** 2).sum() for value in values)
-    plain = loss_of(model, batch, 0.0)
-    assert float(loss_of(model, batch, 0.1)) == pytest.approx(float(plain) + 0.1 * squares, rel=1e-5)
+    plain = batch_loss(model, batch, 0.0)
+    assert float(batch_loss(model, batch, 0.1)) == pytest.approx(float(plain) + 0.1 * squares, rel=1e-5)
     gradcheck(loss, *values, rtol=1e-4)
 
 

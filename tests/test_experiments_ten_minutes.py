@@ -15,7 +15,7 @@ from experiments.ten_minutes.ablations import PLAIN, RECIPE, VARIANTS, configs
 from experiments.ten_minutes.clock import Budget
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
-from tricycle.decoding.penalties import PenalizedSampling
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
@@ -444,7 +444,7 @@ def test_functions_are_written_up_to_their_ends(monkeypatch):
     (text, _), _ = parses.write(model, tokeniser, prompts, replace(settings, tokens=30), 0.8, 5)
     prompt = [tokeniser.end_of_text, *tokeniser.encode(prompts[0])]
     limits = {"n_vocab": tokeniser.n_vocab, "stop_tokens": tokeniser.end_of_text}
-    sampling = PenalizedSampling(0.8, min_p=settings.min_p, seed=5, **limits)
+    sampling = PenalizedSamplingParams(0.8, min_p=settings.min_p, seed=5, **limits)
     whole = [*prompt, *generate(model, prompt, 30 - len(prompt), sampling)]
     assert text == parses.function_of(tokeniser, whole, tokeniser.end_of_text)
 

@@ -412,7 +412,9 @@ def test_labels_on_the_device_are_counted_there(device):
         model = GPT(replace(STEADY, n_layers=1)).to_gpu()
         placed = [tuple(model.place(ids) for ids in pair) for pair in batches]
         counts = [training_state.count_labels(pair[1], 0) for pair in placed]
-        found.append(training.gradients(model, training.labelled(model, CrossEntropy(0)), placed, counts))
+        found.append(
+            training.compute_gradients(model, training.supervised_loss(model, CrossEntropy(0)), placed, counts)
+        )
         models.append(model)
     assert fake_device.reads == []
     assert found[0].n_labels.item() == found[1].n_labels.item() == 18
@@ -470,7 +472,7 @@ def twins(make):
     return make().to_gpu(), make()
 
 
-def train_both(make, loss_of, n_steps: int = 3, on_gpu: bool = False) -> tuple:
+def train_both(make, batch_loss, n_steps: int = 3, on_gpu: bool = False) -> tuple:
     """Both models after some updates, which must have gone alike.
 
     Args:
@@ -481,7 +483,7 @@ def train_both(make, loss_of, n_steps: int = 3, on_gpu: bool = False) -> tuple:
         optimiser = AdamW(1e-2)
         losses.append([])
         for _ in range(n_steps):
-            loss = loss_of(model)
+            loss = batch_loss(model)
             losses[-1].append(loss.item())
             loss.backward()
             model.update(optimiser)
@@ -495,11 +497,11 @@ def test_encoder_decoders_train_and_translate_on_the_device(device, make, rng):
     source, lengths = rng.integers(3, 7, (3, 6)), np.array([6, 2, 4])
     target = rng.integers(1, 7, (3, 5))
 
-    def loss_of(model):
+    def batch_loss(model):
         logits = model(model.place(source), model.place(target[:, :-1]), lengths)
         return CrossEntropy(0, 0.1)(model.place(target[:, 1:]), logits)
 
-    models = train_both(make, loss_of)
+    models = train_both(make, batch_loss)
     how = {"begin": 1, "end": 2, "max_length": 6}
     for beam_size in (1, 3):
         found = [beam_search(model, source, lengths, beam_size=beam_size, **how) for model in models]
@@ -510,11 +512,11 @@ def test_encoder_decoders_train_and_translate_on_the_device(device, make, rng):
 def test_an_encoder_trains_on_the_device(device, kind):
     tokens, mask, types = test_text_encoder.a_batch(test_text_encoder.SMALL)
 
-    def loss_of(model):
+    def batch_loss(model):
         vectors = SentencePooling(kind)(model(model.place(tokens), mask, model.place(types)), mask)
         return ((vectors[:2] - vectors[2:]) ** 2).mean()  # texts that should be alike
 
-    models = train_both(lambda: TextEncoder(test_text_encoder.SMALL), loss_of)
+    models = train_both(lambda: TextEncoder(test_text_encoder.SMALL), batch_loss)
     hidden = [model(model.place(tokens), mask) for model in models]
     np.testing.assert_allclose(hidden[0].array.held, hidden[1].array, 1e-3, 1e-4)
 
@@ -531,11 +533,11 @@ def test_classifiers_train_on_the_device(device, make, rng):
 def test_autoencoders_train_on_the_device(device, make, shape, rng):
     x = rng.standard_normal((3, *shape)).astype(np.float32)
 
-    def loss_of(model):
+    def batch_loss(model):
         given = to_tensor(x, requires_grad=False)
         return model.loss(given.to_gpu() if next(model.parameters()).on_gpu else given)
 
-    train_both(make, loss_of)
+    train_both(make, batch_loss)
 
 
 def test_hard_attention_on_the_device(device, rng):

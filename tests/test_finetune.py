@@ -130,7 +130,7 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit(method, loss, theirs, data, 
     if loss == "dpo":
         lines(data, preferences())
     tune(theirs, data, tmp_path / "whole", *words)
-    step = training.gradients
+    step = training.compute_gradients
     n_calls = []
 
     def breaking(*args):
@@ -139,10 +139,10 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit(method, loss, theirs, data, 
             raise OSError("the power is gone")
         return step(*args)
 
-    monkeypatch.setattr(training, "gradients", breaking)
+    monkeypatch.setattr(training, "compute_gradients", breaking)
     with pytest.raises(OSError, match=r"the power is gone.*continue with"):
         tune(theirs, data, tmp_path / "cut", *words)
-    monkeypatch.setattr(training, "gradients", step)
+    monkeypatch.setattr(training, "compute_gradients", step)
     (tmp_path / "cut" / ".best.safetensors.1-1.part").touch()  # as a kill leaves it
     finetune(["--resume", str(tmp_path / "cut")])
     assert list((tmp_path / "cut").rglob("*.part")) == []

@@ -11,7 +11,7 @@ from tricycle.configs import ModelConfig
 from tricycle.debug import use_reference
 from tricycle.functions import LogSoftmax, RowSoftmax, Sigmoid, Softmax, Softmax1, Tanh, linear
 from tricycle.kernels import ScoreOptions
-from tricycle.kernels.rows import attention_scores
+from tricycle.kernels.row_attention import attention_scores
 from tricycle.softmaxes import SOFTMAXES, AdaptiveSoftmax, BlockSoftmax, SinkSoftmax, new_softmax
 
 INF = np.inf
@@ -115,7 +115,7 @@ def test_a_stopped_temperature_is_a_constant_in_the_backward(rng):
         x = to_tensor(values, dtype=float)
         (op(x) * np.arange(6)).sum().backward()
         grads.append(x.grad.array)
-    x, beta = to_tensor(values, dtype=float), AdaptiveSoftmax().temperature(values)[0]
+    x, beta = to_tensor(values, dtype=float), AdaptiveSoftmax().inverse_temperature(values)[0]
     (Softmax()(x * beta) * np.arange(6)).sum().backward()
     assert (beta > 1).all()
     np.testing.assert_allclose(grads[0], x.grad.array, 1e-9)

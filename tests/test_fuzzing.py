@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
 from tricycle import models
+from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.attention import cache
 from tricycle.debug import use_reference
 from tricycle.decoding.batch import GenerationBatch
@@ -32,8 +33,7 @@ from tricycle.generate import generate
 from tricycle.layers import generators_in
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.recompute import recompute
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 from tricycle.state.activations import free_activations
 from tricycle.tensor import to_tensor
 from tricycle_accelerators import attention_blocks, cpu, pieces, product_plan
@@ -113,7 +113,7 @@ def train(model: GPT, layers: Any, batch: tuple[Any, ...], **options: Any) -> di
             stack.enter_context(use_reference())
         if options.get("forget"):
             stack.enter_context(free_activations())
-        model.recompute = options.get("recompute", False) and recompute
+        model.recompute = options.get("recompute", False) and checkpoint_activations
         loss_fn = CrossEntropy(ignore_index=-1, label_smoothing=0.1)
         loss = model.loss(
             to_tensor(tokens, dtype=int),
@@ -247,7 +247,7 @@ def check_batches(case: Case, data: Any) -> None:
                 assert_close({"logits": logits}, {"logits": expected}, tolerance)
                 text.append(token)
 
-            batch.add(text, min(8, window + 3), Sampling(0.0, seed=number), listener=check)
+            batch.add(text, min(8, window + 3), SamplingParams(0.0, seed=number), listener=check)
         while len(batch):
             batch.step()
 

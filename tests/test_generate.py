@@ -14,13 +14,13 @@ from tricycle.decoding import batch as batch_module
 from tricycle.decoding import prompt_lookup, speculative
 from tricycle.decoding.batch import GenerationBatch, generate_batch
 from tricycle.decoding.exactness import is_certain
-from tricycle.decoding.penalties import PenalizedSampling, ngram_completions
+from tricycle.decoding.penalties import PenalizedSamplingParams, ngram_completions
 from tricycle.decoding.prompt_lookup import generate_prompt_lookup
 from tricycle.decoding.ragged import next_logits
 from tricycle.decoding.speculative import SpeculativeState
 from tricycle.generate import DecodingState, generate
 from tricycle.models import GPT
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 from tricycle.tensor import no_grad, to_tensor
 
 CONFIG = DebugConfig(vocab_size=50, context_window=12, embedding_dim=16, n_layers=2, tied=False, bias=False)
@@ -98,7 +98,7 @@ def test_a_prompt_may_fill_the_window(model):
 
 def test_the_seed_decides(model):
     def run(seed):
-        return list(generate(model, [1], 30, Sampling(seed=seed)))
+        return list(generate(model, [1], 30, SamplingParams(seed=seed)))
 
     assert run(1) == run(1) != run(2)
     assert run((1, 2)) == run((1, 2)) != run((1, 3))
@@ -109,16 +109,16 @@ def test_drawing_follows_the_model(model):
     """Drawn one at a time from the full logits with the same generator, the tokens are the same."""
     settings = {"temperature": 0.9, "top_k": 20, "top_p": 0.9}
     generator, tokens = np.random.default_rng(5), [4]
-    for token in generate(model, [4], 11, Sampling(**settings, seed=5)):
-        assert token == Sampling(**settings).draw(full_logits(model, tokens), generator)
+    for token in generate(model, [4], 11, SamplingParams(**settings, seed=5)):
+        assert token == SamplingParams(**settings).sample(full_logits(model, tokens), generator)
         tokens.append(token)
 
 
 def test_only_ids_that_the_tokeniser_knows_are_drawn(model):
     assert max(generate(model, [1], 300, temperature=50.0)) > 7
-    assert set(generate(model, [1], 300, Sampling(50.0, n_vocab=7))) == set(range(7))
-    assert list(generate(model, [1], 5, Sampling(n_vocab=1))) == [0] * 5
-    assert list(generate(model, [1], 9, Sampling(n_vocab=50))) == list(generate(model, [1], 9))
+    assert set(generate(model, [1], 300, SamplingParams(50.0, n_vocab=7))) == set(range(7))
+    assert list(generate(model, [1], 5, SamplingParams(n_vocab=1))) == [0] * 5
+    assert list(generate(model, [1], 9, SamplingParams(n_vocab=50))) == list(generate(model, [1], 9))
 
 
 def test_nothing_is_drawn_ahead_of_need(model):
@@ -161,19 +161,21 @@ def test_dropout_is_off_while_drawing_and_comes_back(training):
 def test_bad_settings_are_named_before_anything_is_drawn(model, prompt, settings, message):
     n_tokens = settings.pop("n_tokens", 3)
     with pytest.raises(ValueError, match=message):
-        generate(model, prompt, n_tokens, PenalizedSampling(**settings))
+        generate(model, prompt, n_tokens, PenalizedSamplingParams(**settings))
 
 
 def test_temperature_is_short_for_a_sampling(model):
     for temperature in (0, 0.5):
         assert list(generate(model, [1], 30, temperature=temperature)) == list(
-            generate(model, [1], 30, Sampling(temperature))
+            generate(model, [1], 30, SamplingParams(temperature))
         )
     with pytest.raises(ValueError, match="expected temperature to be 0 or more, got -1"):
         generate(model, [1], 3, temperature=-1)
-    with pytest.raises(ValueError, match="expected a temperature or a Sampling, which has one, got both"):
-        generate(model, [1], 3, Sampling(), temperature=0)
-    with pytest.raises(TypeError, match=r"expected a Sampling \(or temperature=..., which is short for one\), got 0.8"):
+    with pytest.raises(ValueError, match="expected a temperature or a SamplingParams, which has one, got both"):
+        generate(model, [1], 3, SamplingParams(), temperature=0)
+    with pytest.raises(
+        TypeError, match=r"expected a SamplingParams \(or temperature=..., which is short for one\), got 0.8"
+    ):
         generate(model, [1], 3, 0.8)
 
 
@@ -197,7 +199,7 @@ LOGITS = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
 
 
 def draw(logits, generator, never=(), **settings) -> int:
-    return PenalizedSampling(**settings, suppress_tokens=never).draw(logits, generator)
+    return PenalizedSamplingParams(**settings, suppress_tokens=never).sample(logits, generator)
 
 
 def frequencies(n: int = 4000, **settings) -> np.ndarray:
@@ -242,7 +244,7 @@ def test_how_often_tokens_are_drawn(settings, expected):
 )
 def test_any_finite_logits_give_a_token_among_the_allowed(logits, temperature, top_k, top_p, min_p):
     logits = np.array(logits, np.float32)
-    token = Sampling(temperature, top_k, top_p, min_p).draw(logits, np.random.default_rng(0))
+    token = SamplingParams(temperature, top_k, top_p, min_p).sample(logits, np.random.default_rng(0))
     assert 0 <= token < len(logits)
     n_above = (logits > logits[token]).sum()
     assert n_above < (top_k or len(logits))
@@ -253,7 +255,7 @@ def test_any_finite_logits_give_a_token_among_the_allowed(logits, temperature, t
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_logits_that_are_not_finite_are_refused(bad):
     with pytest.raises(ValueError, match="expected finite logits"):
-        Sampling().draw(np.array([0, bad, 1], np.float32), np.random.default_rng(0))
+        SamplingParams().sample(np.array([0, bad, 1], np.float32), np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(
@@ -276,14 +278,14 @@ def test_tokens_that_would_repeat_a_run(tokens, size, expected):
 
 
 def test_a_prompt_may_hold_what_is_never_drawn(model):
-    tokens = list(generate(model, [45, 1], 30, PenalizedSampling(n_vocab=40, no_repeat_ngram_size=1)))
+    tokens = list(generate(model, [45, 1], 30, PenalizedSamplingParams(n_vocab=40, no_repeat_ngram_size=1)))
     assert len(set(tokens)) == 30 and max(tokens) < 40 and 1 not in tokens
 
 
 @pytest.mark.parametrize(("size", "n"), [(1, 40), (2, 200), (4, 200)])
 def test_no_run_is_written_twice(model, size, n):
     def repeated(**settings) -> int:
-        text = [1, 2, 3, *generate(model, [1, 2, 3], n, PenalizedSampling(0, **settings))]
+        text = [1, 2, 3, *generate(model, [1, 2, 3], n, PenalizedSamplingParams(0, **settings))]
         runs = [tuple(text[i : i + size]) for i in range(len(text) - size + 1)]
         return len(runs) - len(set(runs))
 
@@ -292,8 +294,8 @@ def test_no_run_is_written_twice(model, size, n):
 
 
 def test_good_settings_pass():
-    assert Sampling(0, 0, 1).stop_tokens == ()
-    assert Sampling(1.5, np.int64(3), 0.1, stop_tokens=np.int64(3)).stop_tokens == (3,)
+    assert SamplingParams(0, 0, 1).stop_tokens == ()
+    assert SamplingParams(1.5, np.int64(3), 0.1, stop_tokens=np.int64(3)).stop_tokens == (3,)
 
 
 # -------------------------------------------------------------------- several ends, and a penalty on repetition
@@ -302,8 +304,8 @@ def test_it_ends_after_any_of_several_tokens(model):
     stops = [drawn[9], drawn[4], drawn[30]]
     n_until = min(map(drawn.index, stops)) + 1
     for some in (stops, tuple(stops), np.array(stops)):
-        assert list(generate(model, [1], 60, Sampling(2.0, stop_tokens=some))) == drawn[:n_until]
-    assert list(generate(model, [1], 60, Sampling(2.0, stop_tokens=()))) == drawn
+        assert list(generate(model, [1], 60, SamplingParams(2.0, stop_tokens=some))) == drawn[:n_until]
+    assert list(generate(model, [1], 60, SamplingParams(2.0, stop_tokens=()))) == drawn
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 5.0])
@@ -313,15 +315,15 @@ def test_the_penalty_is_that_of_transformers(penalty):
     generator = np.random.default_rng(0)
     logits, seen = generator.normal(0, 2, 30), generator.integers(0, 30, 12)
     theirs = processors.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(seen[None]), torch.tensor(logits[None]))
-    sampling = PenalizedSampling(0, repetition_penalty=penalty)
-    order = [replace(sampling, suppress_tokens=range(i)).draw(logits, generator, seen) for i in range(30)]
+    sampling = PenalizedSamplingParams(0, repetition_penalty=penalty)
+    order = [replace(sampling, suppress_tokens=range(i)).sample(logits, generator, seen) for i in range(30)]
     assert order == [int(theirs[0, i:].argmax()) + i for i in range(30)]
 
 
 def test_the_penalty_counts_the_prompt_and_what_was_drawn(model):
-    drawn = list(generate(model, [7, 8], 10, PenalizedSampling(0, repetition_penalty=1e9)))
+    drawn = list(generate(model, [7, 8], 10, PenalizedSamplingParams(0, repetition_penalty=1e9)))
     assert len({7, 8, *drawn}) == 12
-    assert list(generate(model, [7, 8], 10, PenalizedSampling(0, repetition_penalty=1.0))) == list(
+    assert list(generate(model, [7, 8], 10, PenalizedSamplingParams(0, repetition_penalty=1.0))) == list(
         generate(model, [7, 8], 10, temperature=0)
     )
 
@@ -460,7 +462,7 @@ def test_a_window_forgets_nothing_that_matters(changes, n_draft_tokens):
     prompt = list(np.random.default_rng(0).integers(0, 50, 300))
     tokens = list(prompt)
     for n in (150, 300):
-        sampling = Sampling(seed=n)
+        sampling = SamplingParams(seed=n)
         tokens += generate_prompt_lookup(model, tokens, n, sampling, state=state, n_draft_tokens=n_draft_tokens)
     np.testing.assert_allclose(state.logits(tokens), full_logits(model, tokens), rtol=1e-3, atol=1e-3)
     if not n_draft_tokens:  # draft tokens may have to be recomputed
@@ -487,9 +489,9 @@ def test_several_texts_at_once_are_what_each_is_alone(changes, settings):
     model = new_model(**changes)
     prompts = [[1, 2, 3], [4], list(range(12)), np.array([7, 7]), [5] * 9]
     seed = settings.get("seed", 0)
-    samplings = [PenalizedSampling(**{**settings, "seed": seed + i}) for i in range(5)]
+    samplings = [PenalizedSamplingParams(**{**settings, "seed": seed + i}) for i in range(5)]
     alone = [list(generate(model, prompt, 20, way)) for prompt, way in zip(prompts, samplings)]
-    assert generate_batch(model, prompts, 20, PenalizedSampling(**settings)) == alone
+    assert generate_batch(model, prompts, 20, PenalizedSamplingParams(**settings)) == alone
     assert generate_batch(model, prompts, 20, samplings) == alone
     assert generate_batch(model, prompts, 20, samplings, n_draft_tokens=5) == alone
     assert len(set(map(tuple, alone))) == 5
@@ -513,13 +515,13 @@ def test_a_batch_reads_each_token_of_all_texts_at_once(model, monkeypatch):
 
 def test_each_text_of_a_batch_has_a_seed_of_its_own(model):
     prompts, seeds = [[1], [1], [1, 2]], [5, 6, 5]
-    samplings = [Sampling(seed=seed) for seed in seeds]
+    samplings = [SamplingParams(seed=seed) for seed in seeds]
     alone = [list(generate(model, prompt, 9, way)) for prompt, way in zip(prompts, samplings)]
     assert generate_batch(model, prompts, 9, samplings) == alone
     assert alone[0] != alone[1]
-    with pytest.raises(ValueError, match="expected a Sampling for each of 3 prompts, got 2"):
+    with pytest.raises(ValueError, match="expected a SamplingParams for each of 3 prompts, got 2"):
         generate_batch(model, prompts, 9, samplings[:2])
-    with pytest.raises(TypeError, match="expected a Sampling"):
+    with pytest.raises(TypeError, match="expected a SamplingParams"):
         generate_batch(model, prompts, 9, [1, 2, 3])
 
 
@@ -545,7 +547,7 @@ def test_texts_come_and_go(changes):
                 drawn[number].append(token)
 
     for number, (prompt, n_tokens, settings, seed) in enumerate(ways):
-        assert batch.add(prompt, n_tokens, PenalizedSampling(**settings, seed=seed)) == number
+        assert batch.add(prompt, n_tokens, PenalizedSamplingParams(**settings, seed=seed)) == number
         steps(number)
     assert len(batch) == 1  # the last had none to write
     batch.remove(1)
@@ -554,7 +556,7 @@ def test_texts_come_and_go(changes):
     while len(batch):
         steps(1)
     for number, (prompt, n_tokens, settings, seed) in enumerate(ways):
-        alone = list(generate(model, prompt, n_tokens, PenalizedSampling(**settings, seed=seed)))
+        alone = list(generate(model, prompt, n_tokens, PenalizedSamplingParams(**settings, seed=seed)))
         assert drawn[number] == (alone[:n_of_removed] if number == 1 else alone)
     assert 6 < n_of_removed < 30
     assert batch.step() == []
@@ -572,8 +574,8 @@ def test_long_prompts_are_read_in_parts_that_fit(model, monkeypatch):
 def test_a_listener_gets_the_logits_of_each_token(model):
     told = []
     batch = GenerationBatch(model)
-    batch.add([3], 4, Sampling(temperature=0))
-    number = batch.add([1, 2], 5, Sampling(temperature=0), listener=lambda *token: told.append(token))
+    batch.add([3], 4, SamplingParams(temperature=0))
+    number = batch.add([1, 2], 5, SamplingParams(temperature=0), listener=lambda *token: told.append(token))
     drawn = []
     while len(batch):
         drawn += [token for which, token in batch.step() if which == number]
@@ -606,7 +608,7 @@ def test_penalties_and_biases():
     seen = [4, 4, 3, 3, 3, 2]  # two of the prompt
 
     def shifted(**settings):
-        return PenalizedSampling(**settings).adjusted_logits(logits, seen, 2).tolist()
+        return PenalizedSamplingParams(**settings).adjusted_logits(logits, seen, 2).tolist()
 
     assert shifted(presence_penalty=1.5) == [1, 2, 1.5, 2.5, 5]
     assert shifted(frequency_penalty=1) == [1, 2, 2, 1, 5]
@@ -614,13 +616,13 @@ def test_penalties_and_biases():
     assert shifted(logit_bias=((0, 100), (4, -100), (99, 1))) == [101, 2, 3, 4, -95]
     for wrong in ({"presence_penalty": np.nan}, {"logit_bias": ((-1, 1),)}, {"logit_bias": ((1, np.inf),)}):
         with pytest.raises(ValueError, match=f"expected {next(iter(wrong))}"):
-            PenalizedSampling(**wrong)
+            PenalizedSamplingParams(**wrong)
 
 
 def test_a_penalty_counts_what_was_drawn_and_not_the_prompt(model):
     prompt = [*generate(model, [1, 2], 10, temperature=0)]
     plain = [*generate(model, prompt, 20, temperature=0)]
-    sampling = PenalizedSampling(temperature=0, presence_penalty=1e6)
+    sampling = PenalizedSamplingParams(temperature=0, presence_penalty=1e6)
     penalised = [*generate(model, prompt, 20, sampling)]
     assert penalised[0] == plain[0]
     assert len(set(penalised)) == min(20, model.config.vocab_size)
@@ -638,7 +640,7 @@ def test_a_penalty_counts_what_was_drawn_and_not_the_prompt(model):
 def test_draft_tokens_change_nothing(changes, n_draft_tokens, settings):
     model = new_model(context_window=30, **changes)
     for prompt in ([1, 2, 3, 4] * 5, [7], [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4]):
-        sampling = PenalizedSampling(**settings)
+        sampling = PenalizedSamplingParams(**settings)
         plain = list(generate(model, prompt, 50, sampling))
         assert list(generate_prompt_lookup(model, prompt, 50, sampling, n_draft_tokens=n_draft_tokens)) == plain
 
@@ -673,7 +675,7 @@ def test_draft_tokens_change_nothing_though_they_are_rounded_in_another_way(sett
             return super().recompute_logits(text)
 
     def same() -> bool:
-        prompt, ways = [1, 2, 3, 4] * 5, [PenalizedSampling(**settings, seed=seed) for seed in range(10)]
+        prompt, ways = [1, 2, 3, 4] * 5, [PenalizedSamplingParams(**settings, seed=seed) for seed in range(10)]
         wanted = [list(generate(model, prompt, 60, way)) for way in ways]
         return wanted == [
             list(generate_prompt_lookup(model, prompt, 60, way, state=Counting(model), n_draft_tokens=4))
@@ -697,11 +699,11 @@ def test_no_small_change_gives_another_token_than_a_certain_one(seed, top_k, top
     numbers = np.random.default_rng(seed)
     logits = numbers.normal(0, 3, 30)
     settings = (temperature, 0, 1.0, 0.0) if plain else (temperature, top_k, top_p, min_p)
-    sampling, number = Sampling(*settings), np.random.default_rng(seed).random()
-    token = sampling.token_at(logits, number)
+    sampling, number = SamplingParams(*settings), np.random.default_rng(seed).random()
+    token = sampling.token_at_quantile(logits, number)
     for _ in range(20 if is_certain(sampling, logits, token, number, 0.01) else 0):
         near = logits + numbers.choice([-0.01, 0.01], 30)
-        assert sampling.token_at(near, number) == token
+        assert sampling.token_at_quantile(near, number) == token
 
 
 @pytest.mark.slow
@@ -709,9 +711,9 @@ def test_nearly_all_tokens_are_certain():
     """Else nothing would be won."""
     logits = np.random.default_rng(0).normal(0, 4, (100, 50_000))
     for settings in ((0, 0, 1.0, 0.0), (0.8, 50, 0.95, 0.02)):
-        sampling, numbers = Sampling(*settings), [np.random.default_rng(i).random() for i in range(100)]
+        sampling, numbers = SamplingParams(*settings), [np.random.default_rng(i).random() for i in range(100)]
         pairs = list(zip(logits, numbers))
-        assert sum(is_certain(sampling, row, sampling.token_at(row, u), u, 5e-4) for row, u in pairs) > 90
+        assert sum(is_certain(sampling, row, sampling.token_at_quantile(row, u), u, 5e-4) for row, u in pairs) > 90
 
 
 def test_no_draft_reaches_past_the_last_token(model, monkeypatch):
@@ -727,7 +729,7 @@ def test_draft_tokens_in_a_batch_change_nothing(settings, n_texts):
     """Texts of different lengths, of which some repeat themselves; with 20 there is no room for draft tokens."""
     model = new_model(context_window=30, positions="rotary", window=6)
     prompts = [[*range(i % 7), *[1, 2, 3, 4] * (i % 3), i] for i in range(n_texts)]
-    ways = [PenalizedSampling(**{**settings, "seed": i}) for i in range(n_texts)]
+    ways = [PenalizedSamplingParams(**{**settings, "seed": i}) for i in range(n_texts)]
     alone = [list(generate(model, prompt, 50, way)) for prompt, way in zip(prompts, ways)]
     for n_draft_tokens in (1, 4, 30):
         assert generate_batch(model, prompts, 50, ways, n_draft_tokens=n_draft_tokens) == alone
@@ -753,7 +755,7 @@ def test_draft_tokens_in_a_batch_that_are_rounded_in_another_way(monkeypatch):
             logits += noise.uniform(-0.09, 0.09, logits.shape) * np.abs(logits).max(-1, keepdims=True) * drafted
         return logits
 
-    prompts, ways = [[1, 2, 3, 4] * 5, [4, 3] * 4], [Sampling(seed=0), Sampling(0)]
+    prompts, ways = [[1, 2, 3, 4] * 5, [4, 3] * 4], [SamplingParams(seed=0), SamplingParams(0)]
     wanted = generate_batch(model, prompts, 60, ways)
     set_next_logits(monkeypatch, noisy)
     monkeypatch.setattr(prompt_lookup, "TOLERANCE", 0.0)
@@ -767,7 +769,7 @@ def test_draft_tokens_in_a_batch_that_are_rounded_in_another_way(monkeypatch):
 def test_only_what_cannot_be_drawn_is_left_out(seed, top_k, top_p, min_p, temperature):
     """Against all tokens sorted."""
     logits = np.random.default_rng(seed).normal(0, 2, 40).round(1)
-    order, probabilities = Sampling(temperature, top_k, top_p, min_p).candidates(logits)
+    order, probabilities = SamplingParams(temperature, top_k, top_p, min_p).candidates(logits)
     expected = np.argsort(-logits, kind="stable")[: top_k or None]
     shares = np.exp((logits[expected] - logits.max()) / temperature)
     shares /= shares.sum()

@@ -190,11 +190,11 @@ def test_encoder_decoders(make, rng):
     source, lengths = rng.integers(3, 7, (3, 6)), np.array([6, 2, 4])
     target = rng.integers(1, 7, (3, 5))
 
-    def loss_of(model):
+    def batch_loss(model):
         logits = model(model.place(source), model.place(target[:, :-1]), lengths)
         return CrossEntropy(0, 0.1)(model.place(target[:, 1:]), logits)
 
-    models = train_both(make, loss_of, on_gpu=True)
+    models = train_both(make, batch_loss, on_gpu=True)
     how = {"begin": 1, "end": 2, "max_length": 6}
     for beam_size in (1, 3):
         found = [beam_search(model, source, lengths, beam_size=beam_size, **how) for model in models]
@@ -204,19 +204,19 @@ def test_encoder_decoders(make, rng):
 @pytest.mark.parametrize("make", test_classifiers.MAKERS.values(), ids=test_classifiers.MAKERS)
 def test_classifiers(make, rng):
     tokens, lengths, labels = rng.integers(0, 9, (4, 7)), np.array([7, 1, 4, 2]), np.array([0, 1, 2, 1])
-    loss_of = lambda model: CrossEntropy()(model.place(labels), model(model.place(tokens), lengths))
-    train_both(make, loss_of, on_gpu=True)
+    batch_loss = lambda model: CrossEntropy()(model.place(labels), model(model.place(tokens), lengths))
+    train_both(make, batch_loss, on_gpu=True)
 
 
 @pytest.mark.parametrize(("make", "shape"), test_autoencoders.MAKERS.values(), ids=test_autoencoders.MAKERS)
 def test_autoencoders(make, shape, rng):
     x = rng.standard_normal((3, *shape)).astype(np.float32)
 
-    def loss_of(model):
+    def batch_loss(model):
         given = to_tensor(x, requires_grad=False)
         return model.loss(given.to_gpu() if next(model.parameters()).on_gpu else given)
 
-    train_both(make, loss_of, on_gpu=True)
+    train_both(make, batch_loss, on_gpu=True)
 
 
 # -------------------------------------------------------------------- programs

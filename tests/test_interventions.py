@@ -11,12 +11,12 @@ import pytest
 from tables import bad_input
 from test_models import TINY, lively
 
+from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.generate import generate
 from tricycle.gradcheck import gradcheck
 from tricycle.layers import Dense, Layer, Sequential
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.recompute import recompute
 from tricycle.sequences.recurrent import GRU
 from tricycle.sequences.seq2seq import Transformer
 from tricycle.softmaxes import SOFTMAXES
@@ -316,7 +316,7 @@ test_bad_input = bad_input(
 
 def test_a_model_that_computes_twice_is_refused() -> None:
     model = lively(TINY)
-    model.recompute = recompute
+    model.recompute = checkpoint_activations
     with Probe(model) as probe, pytest.raises(ValueError, match="expected a model that computes nothing twice"):
         probe.ablate("blocks.0")
     assert not taps(model)

@@ -20,7 +20,7 @@ from attention_cases import (
 
 from tricycle import kernels
 from tricycle.kernels import ScoreOptions
-from tricycle.kernels import rows as row_kernels
+from tricycle.kernels import row_attention as row_kernels
 from tricycle.kernels.ranges import block_score_options, queries_with_keys, visible_keys
 from tricycle_accelerators import attention_blocks, pieces, threads
 from tricycle_accelerators.cpu import attention as cpu_attention

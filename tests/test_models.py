@@ -516,9 +516,9 @@ def test_the_loss_of_a_users_head_has_all_its_gradients(precision, monkeypatch):
     config = replace(TINY, vocab_size=40, precision=precision)
     tokens = to_tensor(np.arange(16).reshape(2, 8), dtype=int)
     grads = []
-    for loss_of in (lambda model: model.loss(tokens, tokens), lambda model: CrossEntropy()(tokens, model(tokens))):
+    for batch_loss in (lambda model: model.loss(tokens, tokens), lambda model: CrossEntropy()(tokens, model(tokens))):
         model = TwoHeads(config)
-        loss_of(model).backward()
+        batch_loss(model).backward()
         grads.append({name: parameter.grad.array for name, parameter in model.named_parameters()})
     for name, gradient in grads[1].items():
         np.testing.assert_array_equal(grads[0][name], gradient)

@@ -261,7 +261,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(bench):
     """Three batches an update: by three ranks until it is stopped, then by one, then by two that share moments out."""
     assert train(bench, 0, "whole", "--accumulation-steps", "3", "--steps", "12")[0] == 0
     step = "from tricycle_cli import updates\nusual = updates.RunSession.batches\ndef batches(session, source):\n"
-    step += "    run.Run.must_stop = lambda self: session.step == %d\n    return usual(session, source)\n"
+    step += "    run.Run.should_stop = lambda self: session.step == %d\n    return usual(session, source)\n"
     step += "updates.RunSession.batches = batches"
     status, said = train(bench, 3, "parts", "--steps", "12", "--shard-optimiser", prelude=step % 3)
     assert status == 0 and "stopped after step 3; everything is saved" in said, said
@@ -291,16 +291,16 @@ updates.RunSession.batches = batches
 NAN = """
 from tricycle import training
 from tricycle_cli import updates
-usual, usual_batches = training.labelled, updates.RunSession.batches
+usual, usual_batches = training.supervised_loss, updates.RunSession.batches
 n = [0]
 def batches(session, source):
     n[0] += 1
     return usual_batches(session, source)
-def labelled(model, loss_fn):
-    loss_of = usual(model, loss_fn)
+def supervised_loss(model, loss_fn):
+    batch_loss = usual(model, loss_fn)
     bad = lambda: rank == 1 and n[0] in (6, 7)
-    return lambda batch, factor: loss_of(batch, factor * float("nan")) if bad() else loss_of(batch, factor)
-training.labelled, updates.RunSession.batches = labelled, batches
+    return lambda batch, factor: batch_loss(batch, factor * float("nan")) if bad() else batch_loss(batch, factor)
+training.supervised_loss, updates.RunSession.batches = supervised_loss, batches
 """
 
 

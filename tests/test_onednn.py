@@ -14,7 +14,7 @@ from tricycle import kernels
 from tricycle.blocks import MLPBlock
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.kernels import muon
-from tricycle.kernels.explained import UNAVAILABLE
+from tricycle.kernels.explanation import UNAVAILABLE
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT

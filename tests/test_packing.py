@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.configs import ModelConfig
 from tricycle.finetuning.packing import IGNORED, Example, PackedDataset, packed, packs, positions_in, separate
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.recompute import recompute as recompute_blocks
-from tricycle.training import gradients
+from tricycle.training import compute_gradients
 
 SIZES = {"vocab_size": 30, "context_window": 40, "embedding_dim": 16, "n_heads": 2, "n_layers": 2, "dropout": 0.0}
 MODELS = {
@@ -24,7 +24,7 @@ def some_examples(lengths, seed=0) -> list[Example]:
     return [Example(rng.integers(0, 30, n), np.arange(n) >= n // 2) for n in lengths]
 
 
-def loss_of(model: GPT):
+def batch_loss(model: GPT):
     def of(batch, factor):
         options = separate(model, batch.tokens, batch.documents)
         return model.loss(batch.tokens, batch.labels, CrossEntropy(IGNORED), factor, **options)
@@ -95,17 +95,17 @@ def test_side_by_side_is_as_alone(name, recompute):
     """Logits, loss and gradients."""
     examples = some_examples([9, 4, 17, 2, 6, 30, 3])
     model = lively(MODELS[name])
-    model.recompute = recompute and recompute_blocks
+    model.recompute = recompute and checkpoint_activations
     dataset = PackedDataset(examples, 2, 40)
     batches = [dataset.together([row]) for row in range(dataset.n_items)]
     assert any(batch.documents is not None for batch in batches)
-    packed_loss = gradients(model, loss_of(model), batches, [batch.n_labels for batch in batches]).loss
+    packed_loss = compute_gradients(model, batch_loss(model), batches, [batch.n_labels for batch in batches]).loss
     got = {name: parameter.grad.numpy().copy() for name, parameter in model.named_parameters()}
     model.zero_grad()
     alone = PackedDataset(examples, 1, 40, joined_view=False)
     batches = [alone.together([row]) for row in range(alone.n_items)]
     assert all(batch.documents is None for batch in batches)
-    loss = gradients(model, loss_of(model), batches, [batch.n_labels for batch in batches]).loss
+    loss = compute_gradients(model, batch_loss(model), batches, [batch.n_labels for batch in batches]).loss
     assert packed_loss == pytest.approx(loss, rel=1e-5)
     for parameter_name, parameter in model.named_parameters():
         np.testing.assert_allclose(got[parameter_name], parameter.grad.numpy(), rtol=2e-3, atol=2e-6)
@@ -119,7 +119,7 @@ def test_tokens_are_weighed_and_not_batches():
     examples = [Example(rng.integers(0, 30, 30), count) for count in counts]
     dataset = PackedDataset(examples, 1, 29)
     batches = [dataset.together([row]) for row in (0, 1)]
-    got = gradients(model, loss_of(model), batches, [batch.n_labels for batch in batches]).loss
+    got = compute_gradients(model, batch_loss(model), batches, [batch.n_labels for batch in batches]).loss
     model.zero_grad()
     total = 0.0
     for ids, count in examples:
@@ -127,5 +127,5 @@ def test_tokens_are_weighed_and_not_batches():
         logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
         total -= sum(logits[i, ids[i + 1]] for i in range(29) if count[i + 1])
     assert got == pytest.approx(total / 30, rel=1e-5)
-    means = [gradients(model, loss_of(model), [batch]).loss for batch in batches]
+    means = [compute_gradients(model, batch_loss(model), [batch]).loss for batch in batches]
     assert abs(np.mean(means) - got) > 1e-2  # as the mean of batches would be

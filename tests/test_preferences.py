@@ -17,7 +17,7 @@ from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.pretrained.adapters import new_adapter, save_adapter
 from tricycle.tensor import no_grad
-from tricycle.training import apply, gradients
+from tricycle.training import apply_gradients, compute_gradients
 from tricycle.weights import use_order
 
 BETA = 0.3
@@ -97,13 +97,13 @@ def test_gradients_are_those_of_the_loss(monkeypatch):
         parameter.array = parameter.array + generator.normal(0, 0.1, parameter.shape)
         assert parameter.array.dtype == np.float64
     margins: list[np.ndarray] = []
-    loss = gradients(model, dpo_loss(model, BETA, margins.append), [batch]).loss
+    loss = compute_gradients(model, dpo_loss(model, BETA, margins.append), [batch]).loss
     assert loss == pytest.approx(np.log1p(np.exp(-margins[0])).mean(), rel=1e-6)
     assert np.ptp(margins[0]) > 1
     grads = {name: parameter.grad.array.copy() for name, parameter in model.named_parameters()}
     model.zero_grad()
     monkeypatch.setattr("tricycle.models.MAX_LOGITS", 7 * 40)
-    gradients(model, dpo_loss(model, BETA), [batch])
+    compute_gradients(model, dpo_loss(model, BETA), [batch])
     direction = {name: generator.normal(size=grad.shape) for name, grad in grads.items()}
     slope = sum(float((grads[name] * direction[name]).sum()) for name in grads)
     for name, parameter in model.named_parameters():
@@ -179,9 +179,9 @@ def test_ten_updates_are_those_of_pytorch(method: str, tmp_path: Path) -> None:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(learning, 1.0).item()
         optimiser.step()
-        grads = gradients(loaded.model, dpo_loss(loaded.model, BETA), [batch])
+        grads = compute_gradients(loaded.model, dpo_loss(loaded.model, BETA), [batch])
         assert grads.loss == pytest.approx(loss.item(), rel=1e-3)
-        assert apply(loaded.model, ours, grads, 1.0) == pytest.approx(norm, rel=1e-3)
+        assert apply_gradients(loaded.model, ours, grads, 1.0) == pytest.approx(norm, rel=1e-3)
         losses.append(grads.loss)
     assert losses[0] == pytest.approx(np.log(2), abs=1e-5)
     assert losses[-1] < losses[0] - 0.05

@@ -20,7 +20,7 @@ from tricycle.pretrained import hub, load
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tensor_files import read_tensors, write_tensors
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
 from tricycle.weights import use_order
@@ -110,7 +110,7 @@ def test_a_tokeniser_comes_along_and_rows_beyond_it_are_never_drawn(tmp_path: Pa
     assert ours.tokeniser.n_vocab == tokeniser.n_vocab
     assert ours.tokeniser.encode("some words") == tokeniser.encode("some words").tolist()
     assert ours.generation.stop_tokens == (tokeniser.end_of_text,)
-    drawn = generate(ours.model, [5], 400, Sampling(5.0, n_vocab=ours.tokeniser.n_vocab))
+    drawn = generate(ours.model, [5], 400, SamplingParams(5.0, n_vocab=ours.tokeniser.n_vocab))
     assert max(drawn) < tokeniser.n_vocab
     edit(tmp_path / "model" / "tokenizer.json", lambda document: document["model"]["vocab"].update(many=300))
     refuse(tmp_path / "model", "a tokeniser of at most 300 tokens, as the model knows, got 301")

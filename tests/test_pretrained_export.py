@@ -15,7 +15,7 @@ import pytest
 from transformers_families import FAMILIES, LIKE_LLAMA, difference
 
 from tricycle.configs import PRESETS, EncoderConfig, ModelConfig
-from tricycle.decoding.penalties import PenalizedSampling
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.pretrained import load
@@ -81,7 +81,9 @@ def compare(model: GPT, folder: Path, agreed: float = AGREED) -> None:
     settings = {"no_repeat_ngram_size": 2, "do_sample": False, "suppress_tokens": None}
     theirs.generation_config.eos_token_id = None
     out = theirs.generate(torch.tensor([prompt]), max_new_tokens=n_new, pad_token_id=0, **settings)
-    assert list(generate(model, prompt, n_new, PenalizedSampling(0, no_repeat_ngram_size=2))) == out[0, 3:].tolist()
+    assert (
+        list(generate(model, prompt, n_new, PenalizedSamplingParams(0, no_repeat_ngram_size=2))) == out[0, 3:].tolist()
+    )
 
 
 # -------------------------------------------------------------------- every config that can be said

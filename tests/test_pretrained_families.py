@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers_families import GEMMA3_ROPE, LLAMA3_SCALING, difference, enliven
 
-from tricycle.decoding.penalties import PenalizedSampling
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.pretrained import load
@@ -151,7 +151,7 @@ def test_logits_gradients_and_tokens_agree(case: tuple[str, dict[str, Any]], tmp
     assert greedy == their_tokens(theirs)
     assert greedy == without_cache(model, PROMPT)
     # random models soon say one thing for ever, which would agree too easily
-    varied = list(generate(model, PROMPT, N_NEW, PenalizedSampling(0, no_repeat_ngram_size=2)))
+    varied = list(generate(model, PROMPT, N_NEW, PenalizedSamplingParams(0, no_repeat_ngram_size=2)))
     assert varied == their_tokens(theirs, no_repeat_ngram_size=2)
     assert len(set(varied)) > 7
 

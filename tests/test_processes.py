@@ -12,7 +12,7 @@ from tricycle.distributed.processes import SINGLE_PROCESS, GeneratorAdvance, Pro
 from tricycle.evaluation import evaluate
 from tricycle.layers import Dense
 from tricycle.tensor import Tensor
-from tricycle.training import NonFiniteError, gradients
+from tricycle.training import NonFiniteError, compute_gradients
 from tricycle.training_state import new_state, train_step
 
 CONFIG = GPTConfig.from_dict(DebugConfig().to_dict())
@@ -148,7 +148,7 @@ def test_labels_weigh_the_same_in_whichever_process():
     def act(processes):
         layer = Dense(3, 2, generator=0)
         own = batches if processes.size == 1 else [batches[i] for i in ([0, 2], [1], [])[processes.rank]]
-        grads = gradients(layer, squares(layer), own, [len(batch) for batch in own], processes.reducer)
+        grads = compute_gradients(layer, squares(layer), own, [len(batch) for batch in own], processes.reducer)
         return float(grads.loss), grads.n_labels, layer.weights.grad.array.copy()
 
     loss, n_labels, grad = act(SINGLE_PROCESS)
@@ -164,7 +164,7 @@ def test_parameters_without_gradients_stay_so():
         layer.unused = Tensor(np.ones(3, np.float32))
         layer.frozen = Tensor(np.ones(3, np.float32), requires_grad=False)
         layer.weights.grad = Tensor(np.ones((2, 2), np.float32))  # of before: counts once
-        gradients(layer, squares(layer), [np.zeros((1, 2))], [1], processes.reducer)
+        compute_gradients(layer, squares(layer), [np.zeros((1, 2))], [1], processes.reducer)
         assert layer.unused.grad is None and layer.frozen.grad is None
         return layer.weights.grad.array.copy()
 
@@ -177,7 +177,7 @@ def test_what_is_not_finite_in_one_is_so_in_all():
         layer = Dense(2, 2, generator=0)
         x = np.full((1, 2), np.nan if processes.rank == 1 else 1.0)
         with pytest.raises(NonFiniteError, match=r"^rank 1: the loss is nan; the first bad tensor is the result of"):
-            gradients(layer, squares(layer), [x], [1], processes.reducer)
+            compute_gradients(layer, squares(layer), [x], [1], processes.reducer)
         return layer.weights.grad
 
     assert play(2, act) == [None, None]
@@ -186,7 +186,7 @@ def test_what_is_not_finite_in_one_is_so_in_all():
 def test_no_labels_at_all():
     def act(processes):
         with pytest.raises(ValueError, match="at least one label to count, got none"):
-            gradients(Dense(2, 2), lambda x, factor: None, [1], [0], processes.reducer)
+            compute_gradients(Dense(2, 2), lambda x, factor: None, [1], [0], processes.reducer)
 
     play(2, act)
 

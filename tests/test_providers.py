@@ -13,7 +13,7 @@ from tricycle import kernels
 from tricycle.debug import use_reference
 from tricycle.kernels import KERNELS
 from tricycle.kernels.dispatch import Kernel
-from tricycle.kernels.explained import UNAVAILABLE, explain, provider_name
+from tricycle.kernels.explanation import UNAVAILABLE, explain, provider_name
 from tricycle_accelerators import __path__ as accelerators
 from tricycle_accelerators import compiled, onednn, providers, registry
 
@@ -119,7 +119,7 @@ def test_every_version_has_a_provider_by_its_name():
 def test_a_variable_selects_and_excludes(said, wanted):
     code = """
 kernels.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))
-from tricycle.kernels.explained import provider_name
+from tricycle.kernels.explanation import provider_name
 print(*sorted({provider_name(v) for kernel in kernels.KERNELS.values() for v in kernel.registered.get(np.ndarray, ())}))
 print(kernels.explain("matmul", np.ones((2, 2), np.float32), np.ones((2, 2), np.float32)))
 """

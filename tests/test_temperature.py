@@ -12,7 +12,7 @@ def test_fitting_finds_a_known_polynomial(rng):
     """Costs that are lowest at a beta that is a parabola of the entropy, with noise in each row."""
     scores = [3 * rng.random() * rng.standard_normal((400, n)) for n in (4, 16, 64, 256)]
     wanted = (0.25, -0.5, 2.0)
-    entropy = [AdaptiveSoftmax().temperature(array)[-1] for array in scores]
+    entropy = [AdaptiveSoftmax().inverse_temperature(array)[-1] for array in scores]
     betas = np.linspace(1, 12, 111)
 
     weights_at = [[Softmax()(array * beta).array for beta in betas] for array in scores]

@@ -14,7 +14,7 @@ import pytest
 from tricycle import kernels
 from tricycle.einsum import Einsum
 from tricycle.kernels import ScoreOptions, muon
-from tricycle.kernels import rows as row_kernels
+from tricycle.kernels import row_attention as row_kernels
 from tricycle.sequences.recurrent import LSTM
 from tricycle.tensor import to_tensor
 from tricycle_accelerators import pieces, threads

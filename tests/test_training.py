@@ -24,7 +24,7 @@ from tricycle.models import GPT
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimisers import AdamW, StochasticGradientDescent
 from tricycle.tokeniser import BPETokeniser
-from tricycle.training import NonFiniteError, apply, gradients, labelled, train_on_batch
+from tricycle.training import NonFiniteError, apply_gradients, compute_gradients, supervised_loss, train_on_batch
 from tricycle.training_state import count_labels, new_state, read_steps, resume_state, train_step
 from tricycle_cli import full_disk, text_task, updates
 from tricycle_cli import run as running
@@ -65,7 +65,7 @@ def new_task() -> TextTask:
 def train(state, run) -> bool:
     """Train as a command does, and return whether training came to its end."""
     with updates.updates(state, run, new_task()) as session:
-        return training.train(**state.arguments(), session=session)
+        return training.train(**state.train_arguments(), session=session)
 
 
 def stop_at(state, step):
@@ -243,7 +243,7 @@ def test_a_checkpoint_stands_before_the_first_update(tmp_path, monkeypatch):
         raise OSError("out of luck")
 
     run = new_run(tmp_path)
-    monkeypatch.setattr(training, "gradients", fail)
+    monkeypatch.setattr(training, "compute_gradients", fail)
     with pytest.raises(OSError, match="out of luck"):
         train(new_state(CONFIG, TOKENS), run)
     assert load_checkpoint(run.last).about["progress"]["step"] == 0
@@ -370,8 +370,8 @@ def test_uneven_batches_count_as_one_big_batch(rng):
     counts = [count_labels(labels, PADDING) for _, labels in batches]
     assert counts == [6, 1, 3, 0]
     parts, whole = small_model(), small_model()
-    grads = gradients(parts, labelled(parts, loss_fn), batches, np.array(counts))
-    expected = gradients(whole, labelled(whole, loss_fn), [as_one(batches)])
+    grads = compute_gradients(parts, supervised_loss(parts, loss_fn), batches, np.array(counts))
+    expected = compute_gradients(whole, supervised_loss(whole, loss_fn), [as_one(batches)])
     assert grads.n_labels == 10
     assert grads.loss == pytest.approx(expected.loss, rel=1e-12)
     for mine, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
@@ -387,9 +387,11 @@ def test_gradients_and_apply_take_any_model_and_loss(rng):
     by_hand = [2 / error.size * x.T @ error, 2 / error.size * error.sum(axis=0)]
     norm = math.sqrt(sum(float((g**2).sum()) for g in by_hand))
 
-    grads = gradients(model, lambda batch, factor: MeanSquaredError()(y, model(batch)) * factor, [x])
+    grads = compute_gradients(model, lambda batch, factor: MeanSquaredError()(y, model(batch)) * factor, [x])
     assert grads.loss == pytest.approx(float((error**2).mean()), rel=1e-5)
-    assert apply(model, StochasticGradientDescent(0.1), grads, max_norm=norm / 4) == pytest.approx(norm, rel=1e-5)
+    assert apply_gradients(model, StochasticGradientDescent(0.1), grads, max_norm=norm / 4) == pytest.approx(
+        norm, rel=1e-5
+    )
     np.testing.assert_allclose(model.weights.array, before - 0.1 * by_hand[0] / 4, rtol=1e-4, atol=1e-6)
     assert model.weights.grad is None
 
@@ -400,10 +402,10 @@ def test_an_update_is_the_three_verbs(rng):
     optimisers = [AdamW(0.1), AdamW(0.1)]
     losses = []
     for _ in range(3):
-        loss_of = labelled(models[0], CrossEntropy(PADDING))
-        losses.append(train_on_batch(models[0], optimisers[0], loss_of, batch, max_norm=0.1))
-        grads = gradients(models[1], labelled(models[1], CrossEntropy(PADDING)), [batch])
-        apply(models[1], optimisers[1], grads, 0.1)
+        batch_loss = supervised_loss(models[0], CrossEntropy(PADDING))
+        losses.append(train_on_batch(models[0], optimisers[0], batch_loss, batch, max_norm=0.1))
+        grads = compute_gradients(models[1], supervised_loss(models[1], CrossEntropy(PADDING)), [batch])
+        apply_gradients(models[1], optimisers[1], grads, 0.1)
         assert grads.loss == losses[-1]
     assert losses == sorted(losses, reverse=True)
     for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -439,8 +441,8 @@ def test_a_loss_of_any_kind_that_is_not_finite_is_named():
 def test_batches_without_their_numbers_of_labels_are_refused(batches, n_labels, got):
     model = small_model()
     with pytest.raises(ValueError) as caught:
-        gradients(model, labelled(model, CrossEntropy()), batches, n_labels)
-    assert str(caught.value) == f"gradients: {got}"
+        compute_gradients(model, supervised_loss(model, CrossEntropy()), batches, n_labels)
+    assert str(caught.value) == f"compute_gradients: {got}"
 
 
 # -------------------------------------------------------------------- the loop by itself
@@ -449,7 +451,7 @@ def test_a_model_of_any_kind_is_trained_by_three_lines(rng):
     model, other = small_model(), small_model()
     assert training.train(model, AdamW(0.05), iter(batches), n_steps=30) is True
     optimiser = AdamW(0.05)
-    losses = [train_on_batch(other, optimiser, labelled(other, CrossEntropy()), batch) for batch in batches]
+    losses = [train_on_batch(other, optimiser, supervised_loss(other, CrossEntropy()), batch) for batch in batches]
     assert losses[-1] < 0.5 * losses[0]
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         np.testing.assert_array_equal(mine.array, theirs.array)
@@ -465,10 +467,10 @@ class Noted(training.Session):
     def log(self, loss, norm):
         self.calls.append(("log", self.step))
 
-    def evaluation_is_due(self):
+    def should_evaluate(self):
         return self.step == 2
 
-    def must_stop(self):
+    def should_stop(self):
         return self.step == 3
 
     def evaluate(self):
@@ -494,12 +496,12 @@ def test_what_a_session_is_told(rng):
 def test_a_session_may_leave_out_an_update(rng):
     session, model = Noted(), Dense(1, 1, generator=0)
     batches = iter([np.full((1, 1), value) for value in (1.0, np.nan, 1.0, 1.0)])
-    loss_of = lambda batch, factor: model(batch).sum() * factor
-    training.train(model, StochasticGradientDescent(0.1), batches, loss_of=loss_of, session=session)
+    batch_loss = lambda batch, factor: model(batch).sum() * factor
+    training.train(model, StochasticGradientDescent(0.1), batches, batch_loss=batch_loss, session=session)
     assert session.calls.index(("recover", "the loss is nan")) == 1
     assert [call for call in session.calls if call[0] == "log"] == [("log", 1), ("log", 2), ("log", 3)]
     with pytest.raises(NonFiniteError):
-        training.train(model, AdamW(), iter([np.full((1, 1), np.nan)]), 1, loss_of)
+        training.train(model, AdamW(), iter([np.full((1, 1), np.nan)]), 1, batch_loss)
 
 
 def test_the_loop_is_read_in_one_place():
@@ -510,7 +512,7 @@ def test_the_loop_is_read_in_one_place():
         if isinstance(node, ast.FunctionDef):
             lengths[node.name] = node.end_lineno - node.lineno + 1
     assert lengths["train"] <= 60
-    assert lengths["train"] + lengths["gradients"] + lengths["apply"] <= 150
+    assert lengths["train"] + lengths["compute_gradients"] + lengths["apply_gradients"] <= 150
 
 
 # -------------------------------------------------------------------- one update
@@ -621,7 +623,7 @@ def test_a_run_without_memory_says_so(tmp_path, monkeypatch):
     def fail(*args):
         raise MemoryError
 
-    monkeypatch.setattr(training, "gradients", fail)
+    monkeypatch.setattr(training, "compute_gradients", fail)
     with pytest.raises(MemoryError, match=r"^out of memory: lower --batch-size \(now 2; "):
         train(new_state(CONFIG, TOKENS), new_run(tmp_path))
 

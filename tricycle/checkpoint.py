@@ -157,7 +157,7 @@ class Checkpoint:
 
     def model(self) -> GPT:
         """The model, its dropout generator where it stood."""
-        with expecting(self.path, A_CHECKPOINT):
+        with wrap_content_errors(self.path, A_CHECKPOINT):
             prefix = "model."
             weights = {name.removeprefix(prefix): a for name, a in self.tensors.items() if name.startswith(prefix)}
             for name, array in weights.items():
@@ -171,7 +171,7 @@ class Checkpoint:
         # not above: to import it makes Python import its whole package, and that imports this file
         from tricycle.pretrained.tokenisers import tokeniser_from_dict
 
-        with expecting(self.path, A_CHECKPOINT):
+        with wrap_content_errors(self.path, A_CHECKPOINT):
             return tokeniser_from_dict(self.about["tokeniser"]) if self.about.get("tokeniser") else None
 
     def restore(self, model: GPT, optimiser: Optimiser, dataset: CausalLMDataset) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class Checkpoint:
         Raises:
             ValueError: something is missing or does not fit, or a moment is not finite.
         """
-        with expecting(self.path, A_CHECKPOINT):
+        with wrap_content_errors(self.path, A_CHECKPOINT):
             about = self.about["optimiser"]
             optimiser.n_steps = int(about["n_steps"])
             for name, parameter in model.named_parameters():
@@ -214,7 +214,7 @@ def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
 
 
 @contextmanager
-def expecting(path: Path, what: str) -> Iterator[None]:
+def wrap_content_errors(path: Path, what: str) -> Iterator[None]:
     """Turn the errors of odd content, which can be any, into one line that names the file.
 
     Too little memory and what a disk refuses say nothing about the content: they stay what they are.
@@ -244,7 +244,7 @@ def load_checkpoint(path: PathLike) -> Checkpoint:
     path = Path(path)
     if path.is_file():
         check_memory(path.stat().st_size, str(path))
-    with expecting(path, A_CHECKPOINT):
+    with wrap_content_errors(path, A_CHECKPOINT):
         places, metadata, start = read_places(path)
         text = metadata.get("tricycle")
         if not isinstance(text, str):

@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 from tricycle.attention.cache import KeyValueCache
 from tricycle.models import GPT
 from tricycle.ops import check_range
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 
 OVERFLOW = ("reread", "refuse")
 
@@ -35,9 +35,9 @@ class DecodingState:
             cache.truncate(length)
         self.tokens = self.tokens[:length]
 
-    def pending(self, text: list[int], n_last: int = 1) -> list[int]:
+    def uncached_tokens(self, text: list[int], n_last: int = 1) -> list[int]:
         """Truncate the caches to the tokens shared with a text; return its others, at least the last `n_last`."""
-        n_shared = min(n_shared_tokens(self.tokens, text), len(text) - n_last)
+        n_shared = min(common_prefix_length(self.tokens, text), len(text) - n_last)
         if n_shared == 0 or n_shared < len(self.tokens):
             self.truncate(n_shared)
         # no tokens are known until all layers have processed the others: an interruption leaves unequal caches
@@ -47,7 +47,7 @@ class DecodingState:
     def logits(self, text: Sequence[int]) -> np.ndarray:
         """Return the logits (V,) after a text of one token or more; only tokens that are not cached are processed."""
         text = list(text)
-        logits: np.ndarray = next_logits(self.model, self.pending(text), self.caches)[0]
+        logits: np.ndarray = next_logits(self.model, self.uncached_tokens(text), self.caches)[0]
         self.tokens = text
         return logits
 
@@ -70,7 +70,7 @@ class Generation:
         model: GPT,
         prompt: Sequence[int] | np.ndarray,
         n_tokens: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         state: DecodingState | None = None,
         overflow: str = "reread",
     ) -> None:
@@ -80,7 +80,7 @@ class Generation:
         check_prompt(self.tokens, n_tokens, sampling.n_vocab, model)
         self.state = self.new_state(model) if state is None else state
         self.sampling, self.generator = sampling, sampling.new_generator()
-        self.n_prompt, self.n_most = len(self.tokens), len(self.tokens) + n_tokens
+        self.n_prompt, self.max_length = len(self.tokens), len(self.tokens) + n_tokens
         self.done = n_tokens == 0
         self.window, self.overflow = model.config.context_window, overflow
         self.start = 0  # of the context in the text
@@ -101,18 +101,18 @@ class Generation:
         """Sample the next token from logits (V,), and append it to the text."""
         token = self.sample(logits)
         self.tokens.append(token)
-        self.done = len(self.tokens) == self.n_most or self.sampling.ends_with(token)
+        self.done = len(self.tokens) == self.max_length or self.sampling.is_stop_token(token)
         return token
 
     def sample(self, logits: np.ndarray) -> int:
-        return self.sampling.draw(logits, self.generator, self.tokens, self.n_prompt)
+        return self.sampling.sample(logits, self.generator, self.tokens, self.n_prompt)
 
 
 def generate(
     model: GPT,
     prompt: Sequence[int] | np.ndarray,
     n_tokens: int,
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     *,
     temperature: float | None = None,
     state: DecodingState | None = None,
@@ -122,23 +122,25 @@ def generate(
 
     Args:
         n_tokens: how many to generate at most; a stop token ends the text earlier.
-        sampling: `Sampling()` unless given; `temperature=0.8` is short for `Sampling(temperature=0.8)`.
+        sampling: `SamplingParams()` unless given; `temperature=0.8` is short for `SamplingParams(temperature=0.8)`.
         state: whose caches may have the beginning of the prompt already; a new one unless given.
         overflow: when the context window is full, "reread" re-encodes its later half, "refuse" raises a ValueError.
 
     Raises:
         ValueError: an empty or too long prompt, ids outside the vocabulary, parameters out of range.
     """
-    return iter(Generation(model, prompt, n_tokens, sampling_of(sampling, temperature), state, overflow))
+    return iter(Generation(model, prompt, n_tokens, resolve_sampling(sampling, temperature), state, overflow))
 
 
-def sampling_of(sampling: Sampling | None, temperature: float | None) -> Sampling:
+def resolve_sampling(sampling: SamplingParams | None, temperature: float | None) -> SamplingParams:
     """Return `sampling`, or what the temperature is short for."""
-    if not isinstance(sampling, Sampling | None):
-        raise TypeError(f"expected a Sampling (or temperature=..., which is short for one), got {sampling!r}")
+    if not isinstance(sampling, SamplingParams | None):
+        raise TypeError(f"expected a SamplingParams (or temperature=..., which is short for one), got {sampling!r}")
     if sampling is not None and temperature is not None:
-        raise ValueError(f"expected a temperature or a Sampling, which has one, got both: {temperature!r}, {sampling}")
-    return sampling or Sampling(1.0 if temperature is None else temperature)
+        raise ValueError(
+            f"expected a temperature or a SamplingParams, which has one, got both: {temperature!r}, {sampling}"
+        )
+    return sampling or SamplingParams(1.0 if temperature is None else temperature)
 
 
 def check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: GPT) -> None:
@@ -152,7 +154,7 @@ def check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: G
     check_range("generate: prompt", np.array(tokens), size)
 
 
-def n_shared_tokens(left: list[int], right: list[int]) -> int:
+def common_prefix_length(left: list[int], right: list[int]) -> int:
     """Return the length of the common beginning of two texts."""
     n = min(len(left), len(right))
     return n if left[:n] == right[:n] else next(i for i in range(n) if left[i] != right[i])

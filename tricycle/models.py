@@ -42,7 +42,9 @@ class BlockStack(Layer):
     config: ModelConfig
     generator: np.random.Generator
     blocks: list[TransformerBlock]
-    recompute: Callable[..., Tensor] | None = None  # `tricycle.recompute.recompute`, for gradient checkpointing
+    recompute: Callable[..., Tensor] | None = (
+        None  # `tricycle.activation_checkpointing.checkpoint_activations`, for gradient checkpointing
+    )
 
     @property
     def run_block(self) -> Callable[..., Tensor]:

@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """Sampling parameters of a text, applied in this order.
 
     Args:
@@ -57,29 +57,31 @@ class Sampling:
         """Return the random generator of one text."""
         return np.random.default_rng(self.seed)
 
-    def of_text(self, i: int) -> Self:
+    def for_text(self, i: int) -> Self:
         """Return the parameters of text i of several: an integer seed increases with i."""
         return replace(self, seed=self.seed + i) if isinstance(self.seed, (int, np.integer)) else self
 
-    def ends_with(self, token: int) -> bool:
+    def is_stop_token(self, token: int) -> bool:
         """Return whether this token ends the text."""
         return token in self.stop_tokens  # type: ignore[operator]
 
-    def draw(
+    def sample(
         self, logits: np.ndarray, generator: np.random.Generator, seen: Sequence[int] = (), n_prompt: int = 0
     ) -> int:
         """Sample a token from finite logits (V,); `seen` is the text so far, `n_prompt` the length of its prompt."""
         adjusted = self.adjusted_logits(logits, seen, n_prompt)
-        return self.token_at(adjusted, generator.random() if self.temperature else 0.0)
+        return self.token_at_quantile(adjusted, generator.random() if self.temperature else 0.0)
 
     def adjusted_logits(self, logits: np.ndarray, seen: Sequence[int], n_prompt: int) -> np.ndarray:
         """Return logits in float64 as they are sampled from; a subclass may change them, given the text so far."""
         logits = logits[: self.n_vocab].astype(np.float64)
         if not np.isfinite(logits).all():
-            raise ValueError("Sampling: expected finite logits, got NaN or infinity: the model's weights are broken")
+            raise ValueError(
+                "SamplingParams: expected finite logits, got NaN or infinity: the model's weights are broken"
+            )
         return logits
 
-    def token_at(self, logits: np.ndarray, number: float) -> int:
+    def token_at_quantile(self, logits: np.ndarray, number: float) -> int:
         """Return the token at `number` in [0, 1) of the cumulative distribution; the argmax at temperature 0.
 
         It is cumulated in the order of ids: in that of probabilities, rounding would swap almost equal tokens.

@@ -129,7 +129,7 @@ def from_batched(x: Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------- single gradients
-def gradients_of(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> list[Array | None]:
+def leaf_gradients(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> list[Array | None]:
     """Return the gradients of these leaves behind a result with gradient `grad`; None where nothing flows.
 
     For operations whose backward function runs a separate backward pass: no Tensor's `grad` changes, and the graph is

@@ -1,4 +1,4 @@
-"""Training of any model: the loop, and the two verbs of an update, `gradients` and `apply`.
+"""Training of any model: the loop, and the two verbs of an update, `compute_gradients` and `apply_gradients`.
 
     train(model, optimiser, batches, n_steps=1000)
 
@@ -27,7 +27,7 @@ from tricycle.tensor import Tensor
 
 # From a batch and a factor to the mean loss over the batch's labels, multiplied by the factor: a number, or a 0-d array
 # on the model's device. `CrossEntropy` takes it as its third argument.
-LossOf = Callable[[Any, Any], Tensor]
+BatchLossFn = Callable[[Any, Any], Tensor]
 
 
 class NonFiniteError(ArithmeticError):
@@ -44,7 +44,7 @@ class Gradients(NamedTuple):
 class Session:
     """What surrounds the updates of a training: here, nothing. Programs override what they need."""
 
-    reducer: Callable[[Layer], Any] | None = None  # as of `gradients`
+    reducer: Callable[[Layer], Any] | None = None  # as of `compute_gradients`
     loss_scale: Any = None
 
     def __init__(self, n_steps: float) -> None:
@@ -61,11 +61,11 @@ class Session:
         """Leave out an update that met NaN, or go back to a checkpoint; else raise the error."""
         raise error
 
-    def must_stop(self) -> bool:
+    def should_stop(self) -> bool:
         """Return whether training is to end before its last step."""
         return False
 
-    def evaluation_is_due(self) -> bool:
+    def should_evaluate(self) -> bool:
         """Return whether the model is to be evaluated now, and saved before."""
         return False
 
@@ -81,7 +81,7 @@ def train(
     optimiser: Optimiser,
     batches: Iterator[Any],
     n_steps: int = 0,
-    loss_of: LossOf | None = None,
+    batch_loss: BatchLossFn | None = None,
     schedule: Callable[[int], float] | None = None,
     max_norm: float = 0.0,
     session: Session | None = None,
@@ -89,38 +89,38 @@ def train(
     """Train a model; return whether all steps were made, and the session did not end training before.
 
     Args:
-        batches: what the session draws from; without one, what `loss_of` takes.
+        batches: what the session draws from; without one, what `batch_loss` takes.
         n_steps: updates to make, where there is no session.
-        loss_of: the cross-entropy of pairs of inputs and labels, unless given.
+        batch_loss: the cross-entropy of pairs of inputs and labels, unless given.
         schedule: from the number of an update (1, 2, ...) to its learning rate; the optimiser's own unless given.
-        max_norm: as of `apply`.
+        max_norm: as of `apply_gradients`.
 
     Raises:
         NonFiniteError: a loss or a gradient is NaN or infinite, and the session does not recover.
     """
-    loss_of, session = loss_of or labelled(model, CrossEntropy()), session or Session(n_steps)
+    batch_loss, session = batch_loss or supervised_loss(model, CrossEntropy()), session or Session(n_steps)
     while True:
         try:
-            if session.evaluation_is_due():
+            if session.should_evaluate():
                 session.save()
                 session.evaluate()
-            if session.must_stop() or session.step >= session.n_steps:
+            if session.should_stop() or session.step >= session.n_steps:
                 session.save()
                 return session.step >= session.n_steps
             with session.batches(batches) as (inputs, n_labels):
-                grads = gradients(model, loss_of, inputs, n_labels, session.reducer, session.loss_scale)
+                grads = compute_gradients(model, batch_loss, inputs, n_labels, session.reducer, session.loss_scale)
             if schedule is not None:
                 optimiser.learning_rate = schedule(session.step + 1)
-            norm = apply(model, optimiser, grads, max_norm, session.loss_scale)
+            norm = apply_gradients(model, optimiser, grads, max_norm, session.loss_scale)
             session.step += 1
             session.log(grads.loss, norm)
         except NonFiniteError as error:
             session.recover(error)
 
 
-def gradients(
+def compute_gradients(
     model: Layer,
-    loss_of: LossOf,
+    batch_loss: BatchLossFn,
     batches: Sequence[Any],
     n_labels: Sequence[Any] | None = None,
     reducer: Callable[[Layer], Any] | None = None,
@@ -133,7 +133,7 @@ def gradients(
     Args:
         n_labels: of how many labels each batch's loss is the mean; needed for several batches.
         reducer: sums gradients over processes, `tricycle.distributed.processes.ProcessGroup.reducer`.
-        loss_scale: for float16, `tricycle.training_state.LossScale`; `apply` needs the same.
+        loss_scale: for float16, `tricycle.training_state.LossScale`; `apply_gradients` needs the same.
 
     Raises:
         ValueError: no batch, several and no number of labels for each, or no label at all.
@@ -142,13 +142,13 @@ def gradients(
     n_labels = [1] if n_labels is None and len(batches) == 1 else n_labels
     if n_labels is None or len(n_labels) != len(batches):
         got = f"{len(batches)} and {'none' if n_labels is None else len(n_labels)}"
-        raise ValueError(f"gradients: expected a batch or more, and n_labels for each of several, got {got}")
+        raise ValueError(f"compute_gradients: expected a batch or more, and n_labels for each of several, got {got}")
     counts = [int_unless_on_gpu(n) for n in n_labels]
     pending = None if reducer is None else reducer(model)
     total = sum(counts) if pending is None else pending.total_labels(sum(counts))
     mean, problem = 0.0, ""
     if isinstance(total, int) and total == 0:
-        raise ValueError("gradients: expected at least one label to count, got none")
+        raise ValueError("compute_gradients: expected at least one label to count, got none")
     # what overflows is looked for, and named; activations that no gradient needs are freed
     with np.errstate(all="ignore"), graph_mode(Mode(run_block=Layer.run_and_free)):
         for index, (batch, n) in enumerate(zip(batches, counts)):
@@ -157,7 +157,7 @@ def gradients(
             if pending is not None:
                 pending.start_batch()
             share = n / total
-            compute_loss = partial(loss_of, batch, share if loss_scale is None else share * loss_scale.scale)
+            compute_loss = partial(batch_loss, batch, share if loss_scale is None else share * loss_scale.scale)
             loss = compute_loss()
             value: Any = loss.array if loss.on_gpu else float(loss)
             mean = mean + value
@@ -202,7 +202,9 @@ def _all_finite(tensor: Tensor) -> bool:
 
 
 @np.errstate(all="ignore")
-def apply(model: Layer, optimiser: Optimiser, grads: Gradients, max_norm: float = 0.0, loss_scale: Any = None) -> Any:
+def apply_gradients(
+    model: Layer, optimiser: Optimiser, grads: Gradients, max_norm: float = 0.0, loss_scale: Any = None
+) -> Any:
     """Clip the gradients to a common norm (0 leaves them), update the parameters, and clear the gradients.
 
     Returns the norm before: a number, or of a model on a GPU a 0-d array there. Nothing here waits for the device.
@@ -231,23 +233,25 @@ def apply(model: Layer, optimiser: Optimiser, grads: Gradients, max_norm: float 
     return norm
 
 
-def train_on_batch(model: Layer, optimiser: Optimiser, loss_of: LossOf, batch: Any, max_norm: float = 0.0) -> Any:
-    """Make one update with one batch, and return the mean loss. Raises as `gradients` and `apply` do."""
-    grads = gradients(model, loss_of, [batch])
-    apply(model, optimiser, grads, max_norm)
+def train_on_batch(
+    model: Layer, optimiser: Optimiser, batch_loss: BatchLossFn, batch: Any, max_norm: float = 0.0
+) -> Any:
+    """Make one update from one batch; return the mean loss. Raises like `compute_gradients` and `apply_gradients`."""
+    grads = compute_gradients(model, batch_loss, [batch])
+    apply_gradients(model, optimiser, grads, max_norm)
     return grads.loss
 
 
-def labelled(model: Layer, loss_fn: CrossEntropy) -> LossOf:
+def supervised_loss(model: Layer, loss_fn: CrossEntropy) -> BatchLossFn:
     """Return the loss of batches that are pairs of inputs and labels (whole numbers); a GPT's by `GPT.loss`."""
 
-    def loss_of(batch: Any, factor: Any) -> Tensor:
+    def batch_loss(batch: Any, factor: Any) -> Tensor:
         inputs, labels = batch
         if isinstance(model, GPT):
             return model.loss(model.place(inputs), model.place(labels), loss_fn, factor)
         return loss_fn(model.place(labels), model(model.place(inputs)), factor)
 
-    return loss_of
+    return batch_loss
 
 
 def int_unless_on_gpu(count: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tricycle import devices
+from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.batches import CausalLMDataset
 from tricycle.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from tricycle.configs import GPTConfig
@@ -28,10 +29,9 @@ from tricycle.models import GPT, MAX_LOGITS
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimiser_rules.schedules import SCHEDULES
 from tricycle.optimisers import Optimiser, State
-from tricycle.recompute import recompute
 from tricycle.tensor import Tensor, no_grad
 from tricycle.tokeniser import Tokeniser
-from tricycle.training import LossOf, NonFiniteError, Session, int_unless_on_gpu, train
+from tricycle.training import BatchLossFn, NonFiniteError, Session, int_unless_on_gpu, train
 
 # How many updates a run is taken to have at least while its number of updates is not known, because it is limited in
 # minutes and nothing has been timed.
@@ -45,7 +45,7 @@ FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
 
 @dataclass
 class LossScale:
-    """The scale of float16's losses, as `training.gradients` and `training.apply` take it.
+    """The scale of float16's losses, as `training.compute_gradients` and `training.apply_gradients` take it.
 
     Attributes:
         numbers: (3,) on the model's device: the scale, updates since it changed, updates left out. Changed in place.
@@ -87,7 +87,7 @@ class TrainingState:
         n_rollbacks: how often training went back to a checkpoint because something was not finite.
         n_worse: how many of the latest evaluations had no lower loss than the best.
         processes: those that train together: the batches of an update are shared out among them.
-        loss_of: the loss of a batch; None for the cross-entropy of inputs and labels.
+        batch_loss: the loss of a batch; None for the cross-entropy of inputs and labels.
         draws: what one batch takes of the model's generator; None until it is needed and measured.
     """
 
@@ -106,7 +106,7 @@ class TrainingState:
     n_rollbacks: int = 0
     n_worse: int = 0
     processes: ProcessGroup = SINGLE_PROCESS
-    loss_of: LossOf | None = None
+    batch_loss: BatchLossFn | None = None
     draws: GeneratorAdvance | None = None
 
     PROGRESS = ("step", "total_steps", "seconds", "evaluated_step", "best_loss")
@@ -124,9 +124,9 @@ class TrainingState:
         """
         progress = {name: getattr(self, name) for name in (*self.PROGRESS, *self.LATER)}
         progress["loss_scaling"] = devices.to_cpu(self.loss_scaling).tolist()
-        save_checkpoint(path, self.kept(), tokeniser, self.optimiser, self.dataset, progress, states)
+        save_checkpoint(path, self.saved_module(), tokeniser, self.optimiser, self.dataset, progress, states)
 
-    def kept(self) -> Any:
+    def saved_module(self) -> Any:
         """What a checkpoint holds the parameters of: the model, or that part of it which learns."""
         return self.model
 
@@ -139,24 +139,24 @@ class TrainingState:
         """Count the labels of a batch."""
         return count_labels(batch[1])
 
-    def figures(self) -> dict[str, float]:
+    def extra_metrics(self) -> dict[str, float]:
         """Return what else metrics say of the latest update, by names."""
         return {}
 
-    def arguments(self) -> dict[str, Any]:
+    def train_arguments(self) -> dict[str, Any]:
         """Return what `training.train` takes of this state."""
         return {
             "model": self.model,
             "optimiser": self.optimiser,
             "batches": self.dataset,
-            "loss_of": self.loss_of,
+            "batch_loss": self.batch_loss,
             "schedule": self.learning_rate,
             "max_norm": self.config.max_gradient_norm,
         }
 
-    def first_bad(self) -> str:
+    def first_nonfinite(self) -> str:
         """The name of the first weight or moment that is not finite; "" where all are."""
-        for name, parameter in self.kept().named_parameters():
+        for name, parameter in self.saved_module().named_parameters():
             arrays = {"parameter": parameter.array}
             arrays |= self.optimiser.state_of(parameter)[1]
             for kind, array in arrays.items():
@@ -164,14 +164,14 @@ class TrainingState:
                     return f"the {kind} {name}" if kind == "parameter" else f"the {kind} of {name}"
         return ""
 
-    def take_up(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Put everything but the weights where it stood when a checkpoint was saved.
 
         Raises:
             ValueError: something is missing, does not fit, or is not finite.
         """
         path = checkpoint.path
-        progress = checkpoint.restore(self.kept(), self.optimiser, self.dataset)
+        progress = checkpoint.restore(self.saved_module(), self.optimiser, self.dataset)
         self.loss_scaling = np.array(progress.get("loss_scaling", self.loss_scaling), np.float32)
         for name in (*self.PROGRESS, *self.LATER):
             value = progress.get(name, getattr(self, name) if name in self.LATER else None)
@@ -179,18 +179,18 @@ class TrainingState:
                 raise ValueError(f"{path}: expected {name} in the checkpoint to be a number, got {value!r}")
             setattr(self, name, value)
 
-    def go_back(self, path: Path) -> None:
+    def roll_back(self, path: Path) -> None:
         """Put everything where it stood when a checkpoint was saved, the weights too, in place.
 
         Raises:
-            ValueError: as of `take_up`.
+            ValueError: as of `restore`.
         """
         checkpoint = _load(path, self.processes)
         model = checkpoint.model()
         self.model.load_state_dict(model.state_dict())
         self.model.generator.bit_generator.state = model.generator.bit_generator.state
         self.model.zero_grad()
-        self.take_up(checkpoint)
+        self.restore(checkpoint)
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of an update, numbered from 1.
@@ -212,7 +212,7 @@ def count_labels(labels: Any, ignore_index: int | None = None) -> Any:
     return array.size if ignore_index is None else int_unless_on_gpu((array != ignore_index).sum())
 
 
-def least_memory(config: GPTConfig) -> int:
+def training_bytes(config: GPTConfig) -> int:
     """Bytes that training takes in any case: what would take more than there is need not be begun.
 
     Weights, gradients and moments; what a pass takes; and the tokens of an update.
@@ -221,10 +221,10 @@ def least_memory(config: GPTConfig) -> int:
     n_state_arrays = OPTIMISERS[config.optimiser].n_state_arrays
     n_tokens = config.batch_size * config.context_window
     tokens = 2 * 8 * n_tokens * config.accumulation_steps
-    return (2 + n_state_arrays) * 4 * n_numbers + memory_of_pass(config, n_tokens) + tokens
+    return (2 + n_state_arrays) * 4 * n_numbers + activation_bytes(config, n_tokens) + tokens
 
 
-def memory_of_pass(config: GPTConfig, n_tokens: int) -> int:
+def activation_bytes(config: GPTConfig, n_tokens: int) -> int:
     """Bytes that the forward pass over so many tokens leaves for the backward pass, and the logits.
 
     Of each block: its input, both norms' results, what attention gives and the sum with it; queries, keys and values,
@@ -262,7 +262,7 @@ def new_state(
         shard_optimiser: the optimizer state of a parameter is kept by one of them alone.
     """
     model = model or GPT(config)
-    model.recompute = recompute if config.recompute else None
+    model.recompute = checkpoint_activations if config.recompute else None
     if on_gpu:
         model.to_gpu()
     dataset = CausalLMDataset(tokens, config.vocab_size, config.batch_size, config.context_window, config.seed)
@@ -300,7 +300,7 @@ def resume_state(
     """
     checkpoint = _load(path, processes)
     state = new_state(checkpoint.config, tokens, on_gpu, checkpoint.model(), processes, shard_optimiser)
-    state.take_up(checkpoint)
+    state.restore(checkpoint)
     return state
 
 
@@ -394,7 +394,7 @@ def train_step(state: TrainingState) -> tuple[Any, Any]:
             `read_steps` says so.)
     """
     session = _OneUpdate(state)
-    train(**state.arguments(), session=session)
+    train(**state.train_arguments(), session=session)
     return session.result
 
 
@@ -404,13 +404,13 @@ def read_steps(state: TrainingState, results: list[tuple[Any, Any]]) -> list[tup
     Raises:
         NonFiniteError: a loss or a norm is NaN or infinite (with float16, a norm that no smaller scale would help).
     """
-    read, bad = look_at_steps(state, results)
+    read, bad = read_steps_and_errors(state, results)
     for step, reason in bad.items():
         raise NonFiniteError(f"step {step}: {reason}")
     return read
 
 
-def look_at_steps(
+def read_steps_and_errors(
     state: TrainingState, results: list[tuple[Any, Any]]
 ) -> tuple[list[tuple[float, float]], dict[int, str]]:
     """As `read_steps`, and by their numbers those that changed nothing because something was not finite, with why."""

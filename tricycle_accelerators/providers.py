@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from tricycle.kernels.dispatch import Kernel
-from tricycle.kernels.explained import PLAIN
+from tricycle.kernels.explanation import PLAIN
 
 Run = TypeVar("Run", bound=Callable[..., Any])
 

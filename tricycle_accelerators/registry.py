@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from tricycle.kernels.explained import UNAVAILABLE
+from tricycle.kernels.explanation import UNAVAILABLE
 from tricycle_accelerators import compiled, cpu, mkl, onednn
 
 

@@ -25,7 +25,7 @@ from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
 from tricycle.softmaxes import SOFTMAXES
 from tricycle.tokeniser import BPETokeniser
-from tricycle.training import labelled, train_on_batch
+from tricycle.training import supervised_loss, train_on_batch
 from tricycle_cli.flags import parse
 from tricycle_lab.look.functions import module_of
 from tricycle_lab.look.page import page, write_page
@@ -159,13 +159,13 @@ def train(name: str, seed: int, steps: Sequence[int], text: np.ndarray, held_out
     n_steps = steps[-1]
     schedule = WarmupCosine(RATE, RATE / 10, min(100, n_steps), n_steps)
     optimiser = AdamW(schedule, betas=(0.9, 0.98), weight_decay=0.1)
-    loss_of = labelled(model, CrossEntropy())
+    batch_loss = supervised_loss(model, CrossEntropy())
     batches = CausalLMDataset(text, SHAPE.vocab_size, BATCH, SHAPE.context_window, seed).batch().shuffle()
     losses: list[float] = []
     seconds: list[float] = []
     for step in range(1, n_steps + 1):
         start = time.perf_counter()
-        train_on_batch(model, optimiser, loss_of, next(batches), max_norm=1.0)
+        train_on_batch(model, optimiser, batch_loss, next(batches), max_norm=1.0)
         seconds.append(time.perf_counter() - start)
         if step in steps:
             losses.append(evaluate(model, held_out, BATCH, n_batches=12)[0])

@@ -16,7 +16,7 @@ from typing import Any
 import tyro
 
 from tricycle.pretrained import Pretrained
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 from tricycle.system.files import atomic_write
 from tricycle_cli.flags import parse
 from tricycle_cli.generate import stream_text
@@ -69,7 +69,7 @@ class Conversation:
         loaded: Pretrained,
         system: str | None,
         n_tokens: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         decoding: DecodingFlags | None = None,
     ) -> None:
         if not loaded.tokeniser.chat_template:

@@ -62,7 +62,7 @@ N_ARRAYS = 5  # of the size of the logits: those of both models, both log-softma
 def main(args: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if args is None else list(args)
     with open_session(partial(new_task, words)) as session:
-        session.finished = train(**session.state.arguments(), session=session)
+        session.finished = train(**session.state.train_arguments(), session=session)
     return 0
 
 
@@ -164,7 +164,7 @@ class DistillTask(TrainTask):
         self.teacher_digest = digest
         state = super().prepare(run)
         teacher, temperature, hard_weight = self.teacher.model, arguments.temperature, arguments.hard_weight
-        state.loss_of = distillation_loss(state.model, teacher, temperature, hard_weight)
+        state.batch_loss = distillation_loss(state.model, teacher, temperature, hard_weight)
         return state
 
     def needed_memory(self, config: GPTConfig) -> int:

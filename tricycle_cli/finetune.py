@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
+from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import GPTConfig
 from tricycle.configs.presets import model_fields
@@ -36,10 +37,9 @@ from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import new_adapter
-from tricycle.recompute import recompute
 from tricycle.system.files import read_json_object
 from tricycle.training import train
-from tricycle.training_state import TrainingState, memory_of_pass, new_optimiser
+from tricycle.training_state import TrainingState, activation_bytes, new_optimiser
 from tricycle_cli.distributed import expect_one_process
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk
@@ -150,7 +150,7 @@ class Arguments:
 def main(args: Sequence[str] | None = None) -> int:
     expect_one_process("finetune")
     with open_session(partial(new_task, sys.argv[1:] if args is None else list(args))) as session:
-        session.finished = train(**session.state.arguments(), session=session)
+        session.finished = train(**session.state.train_arguments(), session=session)
     return 0
 
 
@@ -297,7 +297,7 @@ class FinetuneTask(Task):
 
     def _new_state(self, config: GPTConfig, adapter: Adapter | None, base: str) -> TuningState:
         arguments, model = self.arguments, self.loaded.model
-        model.recompute = recompute if config.recompute else None
+        model.recompute = checkpoint_activations if config.recompute else None
         model.train()
         dataset: Any = self.dataset
         beta = arguments.beta if arguments.loss == "dpo" else 0.0
@@ -324,7 +324,7 @@ class FinetuneTask(Task):
             if checkpoint.config != state.config:
                 raise ValueError(f"{run.last}: expected a checkpoint of this run's settings, got another's")
             state.read(checkpoint)
-            state.take_up(checkpoint)
+            state.restore(checkpoint)
             print(f"run folder: {run.folder}, going on after step {state.step}")
             return
         print(f"run folder: {run.folder}")
@@ -387,7 +387,7 @@ class FinetuneTask(Task):
         path, is_dpo = run.folder / "loss.png", isinstance(self.held_out, HeldOutPairs)
         bits_per_nat = 1.0 if is_dpo else after.get("bits_per_byte", math.nan) / (state.best_loss or math.nan)
         unit = "nats a pair (DPO)" if is_dpo else "bits a byte"
-        title = f"{sum(parameter.size for parameter in state.kept().parameters()):,} parameters learn"
+        title = f"{sum(parameter.size for parameter in state.saved_module().parameters()):,} parameters learn"
         picture = run.write(lambda: plot_losses(metrics, path, bits_per_nat, {}, title, unit))
         print(
             f"\n{state.total_steps} updates, {state.seconds / 60:.1f} minutes of training; the best: step {best_step}"
@@ -455,7 +455,7 @@ def finetuning_bytes(config: GPTConfig, dataset: PackedDataset, learning: Layer)
     """Return the bytes of training besides the model: gradients, optimizer state, and a pass over the longest rows."""
     n_rows = config.batch_size * (2 if isinstance(dataset, PairDataset) else 1)
     n_learning = sum(parameter.size for parameter in learning.parameters())
-    return 3 * 4 * n_learning + memory_of_pass(config, n_rows * dataset.longest_row)
+    return 3 * 4 * n_learning + activation_bytes(config, n_rows * dataset.longest_row)
 
 
 def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) -> GPTConfig:
@@ -496,7 +496,7 @@ def print_summary(examples: ExampleSplit, dataset: PackedDataset, state: TuningS
             f"cut off: {encoder.n_cut_tokens:,} tokens of {encoder.n_cut:,} examples (--context-window "
             f"{dataset.window:,}); left out: {encoder.n_left_out:,} with nothing left to learn"
         )
-    n_learning = sum(parameter.size for parameter in state.kept().parameters())
+    n_learning = sum(parameter.size for parameter in state.saved_module().parameters())
     n_all = sum(parameter.size for name, parameter in state.model.named_parameters() if ".low_rank." not in name)
     print(f"model: {n_all:,} parameters; {n_learning:,} learn ({arguments.method}), for {state.total_steps:,} updates")
 

@@ -17,7 +17,7 @@ import numpy as np
 import tricycle
 from tricycle import devices
 from tricycle.kernels import KERNELS
-from tricycle.kernels.explained import PLAIN, UNAVAILABLE, provider_name
+from tricycle.kernels.explanation import PLAIN, UNAVAILABLE, provider_name
 from tricycle_accelerators import blas as float32_products
 from tricycle_accelerators import host, threads
 from tricycle_accelerators import processor as processor_facts

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tricycle import devices
 from tricycle.configs.validated import OneOf
-from tricycle.decoding.penalties import PenalizedSampling
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import DecodingState, generate
 from tricycle.kernels.quantized import dtype_of
 from tricycle.models import GPT
@@ -34,7 +34,7 @@ MODELS = (".safetensors", ".gguf", ".bin")
 FILES = (*MODELS, *PICKLES, ".pt", ".pth", ".json", ".txt", ".npz")
 
 # What suits small models: those that copy well fall into circles.
-SAMPLING = PenalizedSampling(temperature=0.9, min_p=0.1, repetition_penalty=1.15, no_repeat_ngram_size=6)
+SAMPLING = PenalizedSamplingParams(temperature=0.9, min_p=0.1, repetition_penalty=1.15, no_repeat_ngram_size=6)
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class SamplingFlags:
     seed: int | None = None
     """makes the text repeatable"""
 
-    def of(self, loaded: Pretrained, otherwise: dict[str, Any] | None = None) -> PenalizedSampling:
+    def of(self, loaded: Pretrained, otherwise: dict[str, Any] | None = None) -> PenalizedSamplingParams:
         """How this model writes, with the tokens that end its texts.
 
         Args:
@@ -211,14 +211,14 @@ class SamplingFlags:
         return replace(sampling, **{"seed": None, **stated})
 
 
-def default_sampling(loaded: Pretrained) -> PenalizedSampling:
+def default_sampling(loaded: Pretrained) -> PenalizedSamplingParams:
     """How a model writes if nobody says otherwise: Tricycle's way for its own, their makers' way for others."""
     known: dict[str, Any] = {"stop_tokens": stop_tokens(loaded), "n_vocab": loaded.tokeniser.n_vocab}
     if loaded.source is None:
         return replace(SAMPLING, **known)
     makers = loaded.generation
     names = ("top_k", "top_p", "min_p", "repetition_penalty")
-    return PenalizedSampling(
+    return PenalizedSamplingParams(
         temperature=makers.temperature if makers.do_sample else 0.0,
         **{name: getattr(makers, name) for name in names},
         **known,

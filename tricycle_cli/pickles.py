@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.attention import RotaryScaling
-from tricycle.checkpoint import build_model, expecting
+from tricycle.checkpoint import build_model, wrap_content_errors
 from tricycle.configs import GPTConfig, ModelConfig
 from tricycle.layers import Layer
 from tricycle.models import GPT
@@ -66,7 +66,7 @@ def load_pickled_model(path: str | os.PathLike[str]) -> GPT:
         ValueError: not a pickle of a GPT, a damaged one, or one that names a class that is not allowed.
     """
     path = Path(path)
-    with expecting(path, "a pickled Tricycle GPT"), path.open("rb") as file:
+    with wrap_content_errors(path, "a pickled Tricycle GPT"), path.open("rb") as file:
         content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         model = read_pickle(content, _resolve_name)
         if not isinstance(model, RecordedCall) or not issubclass(_class_of(model), GPT):

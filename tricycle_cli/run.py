@@ -86,7 +86,7 @@ class Run:
         self.processes.answer_pings()  # the others wait, too
         return self.stop()
 
-    def must_stop(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether any of the processes is to stop; all ask, and all get the same answer."""
         return self.processes.any(self.stop())
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from tricycle.decoding.penalties import PenalizedSampling
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.sentences import sentences_of
@@ -156,7 +156,7 @@ def load(arguments: Arguments) -> Served:
     return Writer(name, loaded, ways, limits, created, cache)
 
 
-def sampling_of(flags: SamplingFlags, loaded: Pretrained) -> PenalizedSampling:
+def sampling_of(flags: SamplingFlags, loaded: Pretrained) -> PenalizedSamplingParams:
     """Return how answers are drawn where a request does not say: without penalties that neither a flag nor the model's
     own generation settings ask for, so that `temperature` 0 is greedy decoding.
     """

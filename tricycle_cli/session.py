@@ -34,7 +34,7 @@ def open_session(new_task: Callable[[ProcessGroup], Task]) -> Iterator[RunSessio
     """Yield what `training.train` takes as its session, before it everything up to the first update; then report.
 
         with open_session(new_task) as session:
-            session.finished = train(**session.state.arguments(), session=session)
+            session.finished = train(**session.state.train_arguments(), session=session)
 
     Args:
         new_task: reads the command line; raises before anything is written.

@@ -109,13 +109,13 @@ def training_step(config: GPTConfig, precision: str = "float32") -> Callable[[],
     from tricycle.loss import CrossEntropy
     from tricycle.models import GPT
     from tricycle.optimisers import AdamW
-    from tricycle.training import labelled, train_on_batch
+    from tricycle.training import supervised_loss, train_on_batch
 
     model, optimiser = GPT(config).use_precision(precision), AdamW(1e-4)
-    loss_of = labelled(model, CrossEntropy())
+    batch_loss = supervised_loss(model, CrossEntropy())
     shape = (2, config.batch_size, config.context_window)
     batch = np.random.default_rng(0).integers(0, config.vocab_size, shape)
-    return lambda: train_on_batch(model, optimiser, loss_of, batch)
+    return lambda: train_on_batch(model, optimiser, batch_loss, batch)
 
 
 def config_for(product_rate: float) -> GPTConfig:

@@ -27,7 +27,7 @@ from tricycle.evaluation import HeldOut
 from tricycle.pretrained import Pretrained
 from tricycle.system.files import read_json_object
 from tricycle.training import train
-from tricycle.training_state import TrainingState, least_memory, new_state, resume_state
+from tricycle.training_state import TrainingState, new_state, resume_state, training_bytes
 from tricycle_cli.distributed import check_batches, check_same, common_facts, on_rank_zero, parsed, process_group
 from tricycle_cli.find_rate import find_rate
 from tricycle_cli.flags import parse
@@ -108,7 +108,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if any(word.replace("_", "-") == "--find-learning-rate" for word in words):
         return find(words)
     with open_session(partial(new_task, words)) as session:
-        session.finished = train(**session.state.arguments(), session=session)
+        session.finished = train(**session.state.train_arguments(), session=session)
     return 0
 
 
@@ -126,7 +126,7 @@ def find(words: Sequence[str]) -> int:
         config, on_gpu = arguments.config, use_gpu(arguments.device)
         folder = arguments.run_folder or new_folder(f"learning-rate-{arguments.preset}-{arguments.data}")
         with advise_on_memory(on_gpu, task.memory_advice(config, on_gpu)):
-            check_training_memory(least_memory(config), on_gpu)
+            check_training_memory(training_bytes(config), on_gpu)
             tokeniser = gpt2_tokeniser() if arguments.tokeniser == "gpt2" else start and start.tokeniser
             corpus = task.load_corpus(tokeniser)
             model = None if start is None else initialize_from(start.model, config)
@@ -307,7 +307,7 @@ class TrainTask(TextTask):
 
     def needed_memory(self, config: GPTConfig) -> int:
         """Return the bytes that training takes at least."""
-        return least_memory(config)
+        return training_bytes(config)
 
     def load_corpus(self, tokeniser: Any) -> Any:
         """Return the prepared text, with a tokeniser that is given, or one that is learnt from it."""

@@ -21,10 +21,10 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import save_adapter
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 from tricycle.system.files import append
 from tricycle.tensor import Tensor
-from tricycle.training import LossOf
+from tricycle.training import BatchLossFn
 from tricycle.training_state import TrainingState
 from tricycle_cli.models import stop_tokens
 from tricycle_cli.run import Run
@@ -60,19 +60,19 @@ class TuningState(TrainingState):
     beta: float = 0.0
     margins: list[Any] = field(default_factory=list)
 
-    def kept(self) -> Any:
+    def saved_module(self) -> Any:
         if self.adapter is None:
             return self.model
         return _Learning(self.adapter, self.config, self.model.generator)
 
     def __post_init__(self) -> None:
         model, beta = self.model, self.beta
-        self.loss_of = dpo_loss(model, beta, self.margins.append) if beta else loss_of_batches(model)
+        self.batch_loss = dpo_loss(model, beta, self.margins.append) if beta else loss_of_batches(model)
 
     def count_labels(self, batch: Any) -> Any:
         return batch.n_labels
 
-    def figures(self) -> dict[str, float]:
+    def extra_metrics(self) -> dict[str, float]:
         margins = [to_cpu(some) for some in self.margins]
         self.margins.clear()
         return reward_figures(np.concatenate(margins)) if margins else {}
@@ -97,27 +97,27 @@ class TuningState(TrainingState):
         prefix = "model."
         tensors = checkpoint.tensors.items()
         try:
-            self.kept().load_state_dict({k.removeprefix(prefix): v for k, v in tensors if k.startswith(prefix)})
+            self.saved_module().load_state_dict({k.removeprefix(prefix): v for k, v in tensors if k.startswith(prefix)})
         except ValueError as error:
             raise ValueError(f"{checkpoint.path}: {error}") from None
         self.model.generator.bit_generator.state = checkpoint.about["generator"]
 
-    def go_back(self, path: Path) -> None:
+    def roll_back(self, path: Path) -> None:
         checkpoint = load_checkpoint(path)
         self.read(checkpoint)
         self.model.zero_grad()
-        self.take_up(checkpoint)
+        self.restore(checkpoint)
 
 
-def loss_of_batches(model: GPT) -> LossOf:
+def loss_of_batches(model: GPT) -> BatchLossFn:
     """Return the loss of batches: the mean cross-entropy of the tokens that count."""
     loss_fn = CrossEntropy(ignore_index=IGNORED)
 
-    def loss_of(batch: Batch, factor: Any) -> Tensor:
+    def batch_loss(batch: Batch, factor: Any) -> Tensor:
         options = separate(model, batch.tokens, batch.documents)
         return model.loss(model.place(batch.tokens), model.place(batch.labels), loss_fn, factor, **options)
 
-    return loss_of
+    return batch_loss
 
 
 def reward_figures(margins: np.ndarray) -> dict[str, float]:
@@ -152,12 +152,12 @@ class HeldOutRows:
     def measure(self, model: GPT) -> dict[str, float]:
         """Return the loss in nats per token, and in bits per byte."""
         size = self.dataset.batch_size or 1
-        loss_of = loss_of_batches(model)
+        batch_loss = loss_of_batches(model)
         total, count = 0.0, 0
         with model.evaluating(), np.errstate(all="ignore"):
             for first in range(0, self.n_rows, size):
                 batch = self.dataset.together(range(first, min(first + size, self.n_rows)))
-                total += float(loss_of(batch, 1.0)) * batch.n_labels
+                total += float(batch_loss(batch, 1.0)) * batch.n_labels
                 count += batch.n_labels
         bits = total / math.log(2) / max(1, self.n_bytes)
         return {"held_out_loss": total / count, "bits_per_byte": bits}
@@ -214,7 +214,7 @@ def write_samples(
             stops = stops if end is None else [*stops, end]
         except ValueError:  # a template may refuse such a short conversation
             pass
-    sampling = replace(Sampling(temperature=0.0), stop_tokens=stops, n_vocab=loaded.tokeniser.n_vocab)
+    sampling = replace(SamplingParams(temperature=0.0), stop_tokens=stops, n_vocab=loaded.tokeniser.n_vocab)
     lines = []
     for prompt, ids in prompts:
         known = ids[-max(1, window - n_tokens) :]

@@ -14,7 +14,7 @@ import numpy as np
 
 from tricycle.system.memory import check_memory, gigabytes, gpu_memory
 from tricycle.training import NonFiniteError
-from tricycle.training_state import LEAST_STEPS, StateSession, TrainingState, look_at_steps
+from tricycle.training_state import LEAST_STEPS, StateSession, TrainingState, read_steps_and_errors
 from tricycle_cli import clock
 from tricycle_cli.run import Run
 from tricycle_cli.signals import Interrupted
@@ -118,14 +118,14 @@ class RunSession(StateSession):
             self._bar.close()
 
     # -------------------------------------------------------------------- between two updates
-    def evaluation_is_due(self) -> bool:
+    def should_evaluate(self) -> bool:
         """Return whether an estimate or a sample is due, also where a run is resumed that was left before it.
 
         Not at the last step, and not where the latest update was left out: the weights may be about to be given up.
         """
         state = self.state
         is_due = state.step not in (0, state.total_steps) and _is_due(state) and not state.n_skips
-        return is_due and not self.must_stop()
+        return is_due and not self.should_stop()
 
     def evaluate(self) -> None:
         """Make the held-out estimate and the sample that are due; a signal interrupts them and ends training."""
@@ -139,11 +139,11 @@ class RunSession(StateSession):
         except Interrupted:
             self._is_interrupted = True
 
-    def must_stop(self) -> bool:
+    def should_stop(self) -> bool:
         """Return whether training is to end now: not before a first update, nor while some have not been read."""
         if self._is_interrupted:
             return True
-        return not (self._is_new or self.waiting) and (self._is_stopping or self.run.must_stop())
+        return not (self._is_new or self.waiting) and (self._is_stopping or self.run.should_stop())
 
     def save(self) -> None:
         if not self._is_interrupted:  # it was saved before it was evaluated
@@ -162,8 +162,8 @@ class RunSession(StateSession):
         self._is_updating = self._is_new = False
         self.waiting.append((loss, norm))
         self._rates.append(self.state.optimiser.learning_rate)
-        self._figures.append(self.state.figures())
-        self._is_stopping = self.limit > 1 and self.run.must_stop()
+        self._figures.append(self.state.extra_metrics())
+        self._is_stopping = self.limit > 1 and self.run.should_stop()
         if self._is_stopping or self._must_be_read():
             said = self._read()
             self._bar.total = self.state.total_steps or None
@@ -206,7 +206,7 @@ class RunSession(StateSession):
     def _read(self) -> str:
         """Record those that were waiting; returns a line about the last."""
         state, config = self.state, self.state.config
-        results, bad = look_at_steps(state, self.waiting)
+        results, bad = read_steps_and_errors(state, self.waiting)
         bad |= self._bad
         n_results = len(results)
         taken = (clock.awake_seconds() - self._started) / n_results
@@ -237,7 +237,7 @@ class RunSession(StateSession):
             NonFiniteError: nothing may be left out, or it would not help.
         """
         self.state.n_skips += 1
-        all_fine = not self.run.processes.any(bool(self.state.first_bad()))
+        all_fine = not self.run.processes.any(bool(self.state.first_nonfinite()))
         if self.run.on_nan == "skip" and self.state.n_skips <= MOST_SKIPS and all_fine:
             self.run.record_nonfinite_step(step, reason, "skip")
             return
@@ -273,7 +273,7 @@ def _go_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
     did so by hand.
     """
     bad_step, total_steps, position, seconds = state.step + 1, state.total_steps, state.dataset.position, state.seconds
-    state.go_back(run.last)
+    state.roll_back(run.last)
     state.dataset.position, state.total_steps, state.seconds = position, total_steps, seconds
     state.n_rollbacks += 1
     run.truncate_to(state)

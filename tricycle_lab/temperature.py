@@ -38,7 +38,7 @@ def fit_adaptive_temperature(
     tried = np.geomspace(1, 12, 40) if betas is None else np.asarray(betas, float)
     softmax, entropies, expected_costs = AdaptiveSoftmax(), [], []
     for i, array in enumerate(scores):
-        entropies.append(softmax.temperature(array)[-1][:, 0])
+        entropies.append(softmax.inverse_temperature(array)[-1][:, 0])
         expected_costs.append(
             np.stack([costs(i, kernels.softmax(array * array.dtype.type(beta))) for beta in tried], axis=-1)
         )

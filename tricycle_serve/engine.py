@@ -13,7 +13,7 @@ from typing import Any
 
 from tricycle.decoding.batch import GenerationBatch
 from tricycle.decoding.speculative import SpeculativeState
-from tricycle.generate import n_shared_tokens
+from tricycle.generate import common_prefix_length
 from tricycle.models import GPT
 from tricycle_serve.errors import ApiError
 from tricycle_serve.orders import Order
@@ -277,7 +277,7 @@ class TextEngine(Engine):
         """Return a state, used by no other text, that has processed as much of the prompt as any."""
         idle = self._memory.states
         busy = [text.state for text in (*self._writing.values(), *self._reading)]
-        shared = [(n_shared_tokens(state.tokens, prompt), state) for state in (*busy, *idle)]
+        shared = [(common_prefix_length(state.tokens, prompt), state) for state in (*busy, *idle)]
         n, best = max(shared, key=lambda pair: pair[0], default=(0, None))
         if best is None or n < min(LEAST_SHARED, len(prompt)):
             return SpeculativeState(self.model, self._dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tricycle.decoding.penalties import PenalizedSampling
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle_serve.errors import ApiError
 from tricycle_serve.fields import Fields, clean, shown
 
@@ -37,7 +37,7 @@ class Order:
 
     prompt: list[int]
     n_tokens: int
-    sampling: PenalizedSampling
+    sampling: PenalizedSamplingParams
     stops: tuple[str, ...] = ()
     n_rivals: int | None = None
 
@@ -54,7 +54,7 @@ class Wish:
     """
 
     n_tokens: int | None
-    sampling: PenalizedSampling
+    sampling: PenalizedSamplingParams
     stops: tuple[str, ...]
     n_rivals: int | None
     n: int
@@ -83,12 +83,12 @@ class Wish:
                 raise ApiError(message, code="context_length_exceeded")
             n_tokens = min(wanted, window - len(prompt))
             for _ in range(self.n):
-                way = self.sampling.of_text(len(every))
+                way = self.sampling.for_text(len(every))
                 every.append(Order(prompt, n_tokens, way, self.stops, self.n_rivals))
         return every
 
 
-def wish_of(fields: Fields, sampling: PenalizedSampling, chat: bool) -> Wish:
+def wish_of(fields: Fields, sampling: PenalizedSamplingParams, chat: bool) -> Wish:
     """The fields that both kinds of requests have; all others must have been taken before.
 
     Args:
@@ -153,7 +153,7 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(clean, stops)))
 
 
-def _sampling(fields: Fields, sampling: PenalizedSampling) -> PenalizedSampling:
+def _sampling(fields: Fields, sampling: PenalizedSamplingParams) -> PenalizedSamplingParams:
     changes: dict[str, Any] = {
         "temperature": fields.number("temperature", None, 0, 2),
         "top_p": fields.number("top_p", None, 0, 1),

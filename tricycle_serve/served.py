@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tricycle.decoding.penalties import PenalizedSampling
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.sentences import SentenceEncoder
 from tricycle_serve.answers import Answer, ChatAnswer, TextAnswer
@@ -35,8 +35,8 @@ class Ways:
         seconds: the most that a request may take.
     """
 
-    chat: PenalizedSampling
-    text: PenalizedSampling
+    chat: PenalizedSamplingParams
+    text: PenalizedSamplingParams
     length: int = 1024
     seconds: float = 600.0
 
@@ -124,7 +124,7 @@ class Writer(Served):
         if self._talks:  # files may name the end of texts alone; the template tells what ends an answer
             with contextlib.suppress(ValueError):  # a template may refuse such a short conversation
                 end = self.tokeniser.end_of_answer()
-                if end is not None and not ways.chat.ends_with(end):
+                if end is not None and not ways.chat.is_stop_token(end):
                     chat = replace(ways.chat, stop_tokens=(*ways.chat.stop_tokens, end))  # type: ignore[misc]
                     self._ways = replace(ways, chat=chat)
 

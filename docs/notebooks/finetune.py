@@ -28,7 +28,7 @@ from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import new_adapter
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.tensor import no_grad
-from tricycle.training import labelled, train_on_batch
+from tricycle.training import supervised_loss, train_on_batch
 
 LETTERS, LENGTH = 12, 4
 END = LETTERS  # stands for ">"
@@ -50,8 +50,8 @@ model = GPT(ModelConfig(**shape, norm="rms_norm", activation="swish", gated=True
 
 def teach(rate, steps, backwards):
     optimiser = AdamW(rate, weight_decay=0)
-    loss_of = labelled(model, CrossEntropy(ignore_index=-1))
-    return [float(train_on_batch(model, optimiser, loss_of, batch(backwards))) for _ in range(steps)]
+    batch_loss = supervised_loss(model, CrossEntropy(ignore_index=-1))
+    return [float(train_on_batch(model, optimiser, batch_loss, batch(backwards))) for _ in range(steps)]
 
 
 def share_right(backwards):

@@ -83,12 +83,12 @@ print(text[:80])
 # %%
 window, rng = 48, np.random.default_rng(0)
 model = SmallGPT(len(letters), window)
-optimiser, loss_of, losses = AdamW(learning_rate=4e-3), CrossEntropy(), []
+optimiser, batch_loss, losses = AdamW(learning_rate=4e-3), CrossEntropy(), []
 print(model.n_parameters, "parameters")
 for _step in range(500):
     starts = rng.integers(0, len(ids) - window, 12)
     windows = np.stack([ids[start : start + window + 1] for start in starts])
-    loss = loss_of(to_tensor(windows[:, 1:], dtype=int), model(to_tensor(windows[:, :-1], dtype=int)))
+    loss = batch_loss(to_tensor(windows[:, 1:], dtype=int), model(to_tensor(windows[:, :-1], dtype=int)))
     loss.backward()
     model.update(optimiser)
     losses.append(float(loss))

@@ -92,9 +92,11 @@ def fitted(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, E
         generator = stream(TRAINING, seed, 1)
         x, validation = (methods.shaped(model, part) for part in (train, windows.validation))
         batches = (x[generator.integers(0, len(x), settings.batch_size)] for _ in range(steps))
-        loss_of = lambda batch, factor: model.loss(batch) * factor
+        batch_loss = lambda batch, factor: model.loss(batch) * factor
         validate = lambda: float(model.loss(validation))
-        return methods.restored(train_best(model, loss_of, batches, steps, rate, validate, f"seed {seed}, {name}", 1.0))
+        return methods.restored(
+            train_best(model, batch_loss, batches, steps, rate, validate, f"seed {seed}, {name}", 1.0)
+        )
 
     def dense() -> Expect:
         model = Autoencoder.dense((size, 64, 32, code), generator=stream(TRAINING, seed, 0))

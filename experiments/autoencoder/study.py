@@ -112,10 +112,10 @@ def train(model: Autoencoder, data: Data, settings: Settings, seed: int, name: s
             clean = images[generator.integers(0, len(images), settings.batch_size)]
             yield with_noise(clean, noise, generator), clean
 
-    loss_of = lambda batch, factor: model.loss(*batch) * factor
+    batch_loss = lambda batch, factor: model.loss(*batch) * factor
     validate = lambda: float(model.loss(seen, data.validation.images))
     title = f"seed {seed}, {name}"
-    return train_best(model, loss_of, batches(), settings.steps, settings.learning_rate, validate, title)
+    return train_best(model, batch_loss, batches(), settings.steps, settings.learning_rate, validate, title)
 
 
 def with_noise(images: np.ndarray, deviation: float, generator: np.random.Generator) -> np.ndarray:
@@ -148,12 +148,12 @@ def classify(train_part: tuple, chosen_by: tuple, asked: tuple, seed: int) -> fl
         layer = Dense(x.shape[1], 10, generator=generator)
         optimiser = AdamW(WarmupCosine(CLASSIFIER_RATE, 0, 0, CLASSIFIER_STEPS), weight_decay=decay)
 
-        def loss_of(rows: Any, factor: Any, layer: Dense = layer) -> Tensor:
+        def batch_loss(rows: Any, factor: Any, layer: Dense = layer) -> Tensor:
             return CrossEntropy()(labels[rows], layer(x[rows]), factor)
 
         for _ in range(CLASSIFIER_STEPS):
             rows = generator.permutation(len(x))[:CLASSIFIER_BATCH] if len(x) > CLASSIFIER_BATCH else slice(None)
-            train_on_batch(layer, optimiser, loss_of, rows)
+            train_on_batch(layer, optimiser, batch_loss, rows)
         with layer.evaluating():
             cost = float(CrossEntropy()(chosen_by[1], layer(seen)))
             right = float((layer(wanted).array.argmax(axis=1) == asked[1]).mean())

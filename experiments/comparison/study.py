@@ -14,7 +14,7 @@ from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
 from tricycle.tensor import Tensor
-from tricycle.training import labelled, train_on_batch
+from tricycle.training import supervised_loss, train_on_batch
 
 MAX_NORM = 1.0  # of all gradients together
 CHUNK = 250  # sequences that are read at once
@@ -36,7 +36,7 @@ def train(kind: str, distance: int, rate: float, settings: Settings, seed: int) 
     interval = max(1, settings.updates // CHECKS)
     for step in range(1, settings.updates + 1):
         batch = new_batch(distance, settings.batch_size, generator)
-        train_on_batch(model, optimiser, labelled(model, CrossEntropy()), batch, MAX_NORM)
+        train_on_batch(model, optimiser, supervised_loss(model, CrossEntropy()), batch, MAX_NORM)
         if learned is None and step % interval == 0:
             accuracy, _ = examine(model, distance, VALIDATION, CHECKED)
             learned = step if accuracy >= LEARNED else None

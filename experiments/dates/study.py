@@ -114,7 +114,7 @@ def train(name: str, settings: Settings, seed: int, data: Texts, seen: Texts) ->
 
     def weighed(chosen: Any, factor: Any) -> Tensor:
         source, lengths = pad([data.sources[i] for i in chosen])
-        loss, told = loss_of(model, source, data.targets[chosen], lengths, critic)
+        loss, told = batch_loss(model, source, data.targets[chosen], lengths, critic)
         losses.append(told)
         return loss * factor
 
@@ -144,7 +144,7 @@ class Critic:
         return before
 
 
-def loss_of(
+def batch_loss(
     model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths: np.ndarray, critic: Critic
 ) -> tuple[Tensor, float]:
     """What a batch (B, S), (B, 1 + T) is trained on, and the cross entropy within it.

@@ -17,7 +17,7 @@ from tricycle.checkpoint import load_checkpoint
 from tricycle.decoding.batch import generate_batch
 from tricycle.finetuning.packing import Example, PackedDataset, packs
 from tricycle.pretrained import Pretrained
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 from tricycle_cli import clock
 from tricycle_cli.finetune import main as finetune
 from tricycle_cli.models import load_model, stop_tokens
@@ -238,13 +238,13 @@ def ask(
     encoder = ExampleEncoder(loaded.tokeniser, settings.context_window)
     stops = ends_of(loaded)
     seed = 0 if temperature else None
-    sampling = Sampling(temperature, top_p=0.95 if temperature else 1.0, seed=seed, stop_tokens=stops)
+    sampling = SamplingParams(temperature, top_p=0.95 if temperature else 1.0, seed=seed, stop_tokens=stops)
     sampling = replace(sampling, n_vocab=loaded.tokeniser.n_vocab)
     prompts = [prompt_of(loaded, encoder, question) for question in questions]
     drawn: list[list[int]] = []
     with loaded.model.evaluating():
         for first in range(0, len(prompts), AT_ONCE):
-            ways = [sampling.of_text(first + i) for i in range(len(prompts[first : first + AT_ONCE]))]
+            ways = [sampling.for_text(first + i) for i in range(len(prompts[first : first + AT_ONCE]))]
             drawn += generate_batch(loaded.model, prompts[first : first + AT_ONCE], n_tokens, ways)
     return list(zip(prompts, drawn))
 

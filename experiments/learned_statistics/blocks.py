@@ -19,7 +19,7 @@ from tricycle.scheduler import WarmupCosine
 from tricycle.softmaxes import BlockSoftmax
 from tricycle.system.files import atomic_write
 from tricycle.tensor import Tensor, no_grad
-from tricycle.training import LossOf, train_on_batch
+from tricycle.training import BatchLossFn, train_on_batch
 from tricycle_lab.probe import Probe
 
 # Which scales there are in each layer: whether each head has its own, and whether each position has.
@@ -145,14 +145,14 @@ def learn(
     losses = []
     with tqdm(chosen, desc=job.file_name, unit="step", position=1, leave=False, dynamic_ncols=True) as bar:
         for index in bar:
-            losses.append(float(train_on_batch(model, optimiser, loss_of(model), rows[index])))
+            losses.append(float(train_on_batch(model, optimiser, batch_loss(model), rows[index])))
             bar.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
     if digest(model) != before:
         raise RuntimeError(f"{job.file_name}: expected the model's own weights to stay as they are; some changed")
     return [np.array(to_cpu(parameter.array)) for parameter in scales], losses
 
 
-def loss_of(model: GPT) -> LossOf:
+def batch_loss(model: GPT) -> BatchLossFn:
     def loss(rows: Any, factor: Any) -> Tensor:
         return model.loss(model.place(rows[:, :-1]), model.place(rows[:, 1:]), None, factor)
 

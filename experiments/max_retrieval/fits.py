@@ -121,7 +121,7 @@ def fit_polynomial(model: GPT, prompts: Sequence[Prompt], tried: Sequence[float]
         return np.full(len(weights), cases[number][1](weights))
 
     scores = [case[0] for case in cases]
-    used = sum(int((AdaptiveSoftmax().temperature(rows)[-1] > 0.5).sum()) for rows in scores)
+    used = sum(int((AdaptiveSoftmax().inverse_temperature(rows)[-1] > 0.5).sum()) for rows in scores)
     n_bins = max(6, min(20, used))
     return AdaptiveSoftmax(fit_adaptive_temperature(scores, costs, tried, n_bins=n_bins))
 

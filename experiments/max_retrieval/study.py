@@ -213,7 +213,7 @@ def one_head(x: Tensor) -> Tensor:
 
 def entropy_of(scores: np.ndarray) -> np.ndarray:
     """Of the softmax of each row of scores, in nats."""
-    return AdaptiveSoftmax().temperature(scores)[-1][..., 0]
+    return AdaptiveSoftmax().inverse_temperature(scores)[-1][..., 0]
 
 
 # -------------------------------------------------------------------- measuring

@@ -20,7 +20,7 @@ import numpy as np
 from experiments.pretrained.packages import TEXTGENRNN
 from experiments.shared.program import at_least
 from tricycle import kernels
-from tricycle.decoding.penalties import PenalizedSampling
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.extra_ops import concatenate
 from tricycle.layers import Dense, Embedding, Layer
 from tricycle.ops import as_tensor
@@ -164,7 +164,7 @@ def write(
     while len(text) < longest:
         with model.evaluating():
             logits = model(windows(vocabulary, text)[-1:]).numpy()[0]
-        character = characters[PenalizedSampling(temperature, suppress_tokens=[0]).draw(logits, generator)]
+        character = characters[PenalizedSamplingParams(temperature, suppress_tokens=[0]).sample(logits, generator)]
         if character == MARK:
             break
         text.append(character)

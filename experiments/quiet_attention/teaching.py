@@ -13,7 +13,7 @@ from tricycle.pretrained.adapters import new_adapter
 from tricycle.scheduler import WarmupCosine
 from tricycle.softmaxes import SinkSoftmax
 from tricycle.tensor import Tensor
-from tricycle.training import apply, gradients
+from tricycle.training import apply_gradients, compute_gradients
 
 RATES = {"lora": 5e-4, "all": 5e-5}
 SINK_RATE = 0.2  # of the learned numbers in the denominator, whatever else learns
@@ -107,13 +107,13 @@ def _learn(model: Any, sinks: list[tuple[str, Tensor]], variant: Variant, lesson
     optimiser = AdamW(_schedule(RATES.get(variant.method, 0.0), lesson.steps), weight_decay=0.0)
     of_sinks = AdamW(_schedule(SINK_RATE, lesson.steps), weight_decay=0.0)
 
-    def loss_of(rows: np.ndarray, scale: Any) -> Tensor:
+    def batch_loss(rows: np.ndarray, scale: Any) -> Tensor:
         loss: Tensor = model.loss(model.place(rows[:, :-1]), model.place(rows[:, 1:]), None, scale)
         return loss
 
     losses = []
     for step in range(lesson.steps):
-        grads = gradients(model, loss_of, [lesson.batch(generator, step)])
+        grads = compute_gradients(model, batch_loss, [lesson.batch(generator, step)])
         losses.append(float(grads.loss))
         of_sinks.update(sinks)
         for _, sink in sinks:
@@ -121,7 +121,7 @@ def _learn(model: Any, sinks: list[tuple[str, Tensor]], variant: Variant, lesson
         if variant.method == "sinks":
             model.zero_grad()
         else:
-            apply(model, optimiser, grads, MAX_NORM)
+            apply_gradients(model, optimiser, grads, MAX_NORM)
         if step % 8 == 0:
             print(f"  step {step}: {losses[-1]:.3f}", flush=True)
     return losses

@@ -211,7 +211,7 @@ def train(
     optimiser = AdamW(WarmupCosine(rate, rate / 10, max(1, n_steps // 10), n_steps), weight_decay=recipe.weight_decay)
     loss_fn = CrossEntropy(label_smoothing=recipe.label_smoothing)
 
-    def loss_of(batch: Any, factor: Any) -> Tensor:
+    def batch_loss(batch: Any, factor: Any) -> Tensor:
         tokens, lengths, labels = batch
         return loss_fn(labels, model(tokens, lengths), factor)
 
@@ -225,7 +225,7 @@ def train(
                 if recipe.token_dropout:
                     tokens[dropped.random(tokens.shape) < recipe.token_dropout] = UNKNOWN
                 batch = tokens, lengths, training.labels[chosen]
-                losses.append(train_on_batch(model, optimiser, loss_of, batch, max_norm=1.0))
+                losses.append(train_on_batch(model, optimiser, batch_loss, batch, max_norm=1.0))
                 bar.update()
             judged = judge(predict(model, validation.sequences).logits, validation.labels)
             epochs.append((float(np.mean(losses)), *judged))

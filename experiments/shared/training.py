@@ -24,7 +24,7 @@ def stream(*key: int) -> np.random.Generator:
 
 def train_best(
     model: Any,
-    loss_of: Callable[[Any, Any], Tensor],
+    batch_loss: Callable[[Any, Any], Tensor],
     batches: Iterable[Any],
     steps: int,
     rate: float,
@@ -35,7 +35,7 @@ def train_best(
     """Train by AdamW without decay, and keep the weights with the lowest loss on validation data.
 
     Args:
-        loss_of: the loss of a batch, times a factor.
+        batch_loss: the loss of a batch, times a factor.
         batches: one for each step.
         validate: returns the loss on validation data, of the model in evaluation.
 
@@ -48,7 +48,7 @@ def train_best(
     with tqdm(zip(range(1, steps + 1), batches), total=steps, desc=title, unit="step", leave=False) as bar:
         for step, batch in bar:
             try:
-                train_on_batch(model.train(), optimiser, loss_of, batch, max_norm)
+                train_on_batch(model.train(), optimiser, batch_loss, batch, max_norm)
             except NonFiniteError as error:
                 raise ArithmeticError(failed) from error
             if step % max(1, steps // CHECKS) == 0 or step == steps:

@@ -26,9 +26,9 @@ from experiments.shared.texts import python_files, python_root
 from experiments.ten_minutes.report import parses_table
 from tricycle.checkpoint import load_checkpoint
 from tricycle.decoding.batch import GenerationBatch
-from tricycle.decoding.penalties import PenalizedSampling
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.models import GPT
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.models import SAMPLING
@@ -87,10 +87,10 @@ def check(settings: Settings) -> None:
         raise ValueError(f"expected a run folder or a checkpoint, but there is none at {settings.run}")
 
 
-def sampling_of(settings: Settings, temperature: float) -> Sampling:
+def sampling_of(settings: Settings, temperature: float) -> SamplingParams:
     """Return how tokens are drawn; raise ValueError for a setting out of range."""
     n_gram = settings.no_repeat_ngram_size
-    return PenalizedSampling(temperature, top_p=settings.top_p, min_p=settings.min_p, no_repeat_ngram_size=n_gram)
+    return PenalizedSamplingParams(temperature, top_p=settings.top_p, min_p=settings.min_p, no_repeat_ngram_size=n_gram)
 
 
 def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dict[str, Any]]:
@@ -201,7 +201,7 @@ def write(
     batch, ended = GenerationBatch(model), [False] * len(rows)
     with model.evaluating():
         for i, row in enumerate(rows):
-            batch.add(row, settings.tokens - len(row), sampling.of_text(i))
+            batch.add(row, settings.tokens - len(row), sampling.for_text(i))
         while len(batch):
             for i, token in batch.step():
                 rows[i].append(token)

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.shared.training import copied
-from tricycle.checkpoint import expecting
+from tricycle.checkpoint import wrap_content_errors
 from tricycle.dataset import Buckets
 from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
@@ -193,7 +193,7 @@ class Training:
 
     def train_step(self) -> float:
         batch = self.pairs.batch(next(self.buckets))
-        loss = train_on_batch(self.model, self.optimiser, self.loss_of, batch, max_norm=1.0)
+        loss = train_on_batch(self.model, self.optimiser, self.batch_loss, batch, max_norm=1.0)
         self.step += 1
         share = 1 - min(self.plan.average, self.step / (self.step + 10))
         for name, array in self.model.state_dict().items():
@@ -201,7 +201,7 @@ class Training:
             mean += share * (array - mean)
         return loss
 
-    def loss_of(self, batch: Batch, factor: Any) -> Tensor:
+    def batch_loss(self, batch: Batch, factor: Any) -> Tensor:
         return self.loss(batch.labels, self.model(batch.source, batch.target, batch.lengths), factor)
 
     # ---------------------------------------------------------------- measuring
@@ -285,7 +285,7 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """
     from safetensors import safe_open
 
-    with expecting(path, A_RUN), safe_open(path, framework="numpy") as file:
+    with wrap_content_errors(path, A_RUN), safe_open(path, framework="numpy") as file:
         about = json.loads((file.metadata() or {})["translation"])
         return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118 (no iterator here)
 

@@ -133,7 +133,7 @@ def generate_long(case: Case, n: int) -> Measures:
     from tricycle.decoding.batch import generate_batch
     from tricycle.decoding.prompt_lookup import generate_prompt_lookup
     from tricycle.generate import generate
-    from tricycle.sampling import Sampling
+    from tricycle.sampling import SamplingParams
 
     checkpoint = load_checkpoint(case.run / "best.safetensors")
     model = checkpoint.model()
@@ -141,8 +141,12 @@ def generate_long(case: Case, n: int) -> Measures:
     generator = np.random.default_rng(0)
     writers: list[Callable[[list[int], int], object]] = [
         lambda prompt, seed: list(generate(model, prompt, 40, temperature=0)),
-        lambda prompt, seed: list(generate_prompt_lookup(model, prompt, 40, Sampling(temperature=0.8, seed=seed))),
-        lambda prompt, seed: generate_batch(model, [prompt, prompt[:1]], 20, Sampling(temperature=1.0, seed=seed)),
+        lambda prompt, seed: list(
+            generate_prompt_lookup(model, prompt, 40, SamplingParams(temperature=0.8, seed=seed))
+        ),
+        lambda prompt, seed: generate_batch(
+            model, [prompt, prompt[:1]], 20, SamplingParams(temperature=1.0, seed=seed)
+        ),
     ]
     for i in range(n):
         prompt = generator.integers(0, 250, int(generator.integers(1, 30))).tolist()

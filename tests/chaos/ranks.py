@@ -263,7 +263,7 @@ def profile_of(case: Case, n: int = 2) -> Profile:
 FAILING = """
 from tricycle import training
 from tricycle_cli import updates
-usual_batches, usual_labelled = updates.RunSession.batches, training.labelled
+usual_batches, usual_supervised_loss = updates.RunSession.batches, training.supervised_loss
 is_bad = [False]
 def batches(session, source):
     is_bad[0] = session.step + 1 == {step} and rank == {rank}
@@ -272,10 +272,10 @@ def batches(session, source):
         os.write(handle, b"failing\\n")
         {act}
     return usual_batches(session, source)
-def labelled(model, loss_fn):
-    loss_of = usual_labelled(model, loss_fn)
-    return lambda batch, factor: loss_of(batch, factor * float("nan") if {is_nan} and is_bad[0] else factor)
-updates.RunSession.batches, training.labelled = batches, labelled
+def supervised_loss(model, loss_fn):
+    batch_loss = usual_supervised_loss(model, loss_fn)
+    return lambda batch, factor: batch_loss(batch, factor * float("nan") if {is_nan} and is_bad[0] else factor)
+updates.RunSession.batches, training.supervised_loss = batches, supervised_loss
 """
 SILENT_SECONDS = 2.0  # after which others ask, in what follows
 # By what happens: what is done, and a pattern of the one line that says so; {rank} and {other} are numbers.

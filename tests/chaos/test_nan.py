@@ -26,7 +26,11 @@ class Poison:
     def __init__(self, kind: str, monkeypatch) -> None:
         self.kind, self.count = kind, 0
         self.left = {"always": 10**9}.get(kind, 1)
-        usual_batches, usual_loss, usual_norm = updates.RunSession.batches, training.labelled, training.gradient_norm
+        usual_batches, usual_loss, usual_norm = (
+            updates.RunSession.batches,
+            training.supervised_loss,
+            training.gradient_norm,
+        )
 
         def batches(session, source):
             state = session.state
@@ -38,11 +42,11 @@ class Poison:
                 arrays[kind][0, 0] = np.nan
             return usual_batches(session, source)
 
-        def labelled(model, loss_fn):
+        def supervised_loss(model, loss_fn):
             usual = usual_loss(model, loss_fn)
             factor = {"batch": np.nan, "always": np.nan, "spike": 1e6}.get(kind, 1.0)
 
-            def loss_of(batch, share):
+            def batch_loss(batch, share):
                 # a batch is known by its position: the same one is bad whenever it comes
                 is_bad = self.state.dataset.position == BAD_STEP * CONFIG.batch_size or kind == "always"
                 if is_bad and factor != 1.0:
@@ -50,7 +54,7 @@ class Poison:
                     return usual(batch, share) * factor
                 return usual(batch, share)
 
-            return loss_of
+            return batch_loss
 
         def gradient_norm(model):
             if kind == "gradient" and self.state.step == BAD_STEP - 1 and self.left:
@@ -59,7 +63,7 @@ class Poison:
             return usual_norm(model)
 
         monkeypatch.setattr(updates.RunSession, "batches", batches)
-        monkeypatch.setattr(training, "labelled", labelled)
+        monkeypatch.setattr(training, "supervised_loss", supervised_loss)
         monkeypatch.setattr(training, "gradient_norm", gradient_norm)
 
     def take(self) -> None:
@@ -132,7 +136,7 @@ def test_skip(tmp_path, monkeypatch, saved, kind):
     assert steps(run) == [step for step in range(1, 21) if step != BAD_STEP]
     assert any(line.startswith(f"step {BAD_STEP}: the ") and "left out" in line for line in said)
     assert state.step == 20 and state.optimiser.n_steps == 19
-    assert not state.first_bad()
+    assert not state.first_nonfinite()
 
 
 @pytest.mark.parametrize("kind", ["weight", "moment"])
@@ -155,7 +159,7 @@ def test_rollback(tmp_path, monkeypatch, saved, kind):
     bad_step = BAD_STEP + (kind == "moment")
     assert event["bad_step"] == bad_step and event["rollback"] == 1 and event["not_finite"]
     assert steps(run) == list(range(1, 21))
-    assert not state.first_bad()
+    assert not state.first_nonfinite()
     assert state.dataset.position == (20 + bad_step - 5) * CONFIG.batch_size  # no batch came twice
     assert run.samples.read_text().count("--- sample at step 10") == 1
     held_out = [line["step"] for line in read_metrics(run.metrics) if "held_out_loss" in line]
@@ -283,7 +287,7 @@ def test_neither_saved_nor_loaded(tmp_path, monkeypatch, part, value):
     parameter = dict(state.model.named_parameters())[WEIGHT]
     array = parameter.array if part == "weight" else state.optimiser.state_of(parameter)[1]["first"]
     array[0, 0] = value
-    assert WEIGHT in state.first_bad()
+    assert WEIGHT in state.first_nonfinite()
     with pytest.raises(NotFiniteError, match=f"{WEIGHT} has NaN or infinity"):
         state.save(tmp_path / "c", None)
     assert (tmp_path / "c").read_bytes() == content

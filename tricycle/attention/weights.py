@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tricycle.attention.attend import Attention, Mask, additive_mask
 from tricycle.devices import Array
-from tricycle.kernels.rows import attention_scores
+from tricycle.kernels.row_attention import attention_scores
 from tricycle.ops import as_floating, as_tensors
 from tricycle.softmaxes import BlockSoftmax
 from tricycle.tensor import Operand, Tensor
@@ -32,5 +32,5 @@ def scores_and_weights(
     parameter = scales.array
     if isinstance(attention.softmax, BlockSoftmax):
         start = score_options.offset or 0
-        parameter = attention.softmax.scales_of(parameter, k.shape[1])[..., start : start + q.shape[1]]
+        parameter = attention.softmax.expand_scales(parameter, k.shape[1])[..., start : start + q.shape[1]]
     return scores, attention.softmax.row_softmax(scores, parameter)

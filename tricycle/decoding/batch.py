@@ -8,10 +8,10 @@ import numpy as np
 
 from tricycle.decoding.prompt_lookup import Listener, PromptLookupGeneration
 from tricycle.decoding.speculative import SpeculativeState, decode_batch
-from tricycle.generate import sampling_of
+from tricycle.generate import resolve_sampling
 from tricycle.kernels import FEW_ROWS
 from tricycle.models import GPT
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 
 MANY_ROWS = 1024  # tokens that are processed at once: more would be no faster, and take memory
 
@@ -20,7 +20,7 @@ def generate_batch(
     model: GPT,
     prompts: Sequence[Sequence[int] | np.ndarray],
     n_tokens: int,
-    sampling: Sampling | Sequence[Sampling] | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     temperature: float | None = None,
     n_draft_tokens: int = 0,
@@ -30,7 +30,7 @@ def generate_batch(
     Args:
         sampling: one for each prompt; or one for all, whose seed, if it is an integer, increases by 1 from prompt to
             prompt.
-        temperature: short for `Sampling(temperature=...)`.
+        temperature: short for `SamplingParams(temperature=...)`.
         n_draft_tokens: as of `Batch`.
 
     Returns:
@@ -42,12 +42,12 @@ def generate_batch(
     if isinstance(sampling, Sequence) and temperature is None:
         if len(sampling) != len(prompts):
             raise ValueError(
-                f"generate_batch: expected a Sampling for each of {len(prompts)} prompts, got {len(sampling)}"
+                f"generate_batch: expected a SamplingParams for each of {len(prompts)} prompts, got {len(sampling)}"
             )
-        samplings = [sampling_of(each, None) for each in sampling]
+        samplings = [resolve_sampling(each, None) for each in sampling]
     else:
-        shared = sampling_of(sampling, temperature)  # type: ignore[arg-type]
-        samplings = [shared.of_text(i) for i in range(len(prompts))]
+        shared = resolve_sampling(sampling, temperature)  # type: ignore[arg-type]
+        samplings = [shared.for_text(i) for i in range(len(prompts))]
     batch = GenerationBatch(model, n_draft_tokens)
     for prompt, each in zip(prompts, samplings):
         batch.add(prompt, n_tokens, each)
@@ -85,7 +85,7 @@ class GenerationBatch:
         self,
         prompt: Sequence[int] | np.ndarray,
         n_tokens: int,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         *,
         state: SpeculativeState | None = None,
         overflow: str = "reread",
@@ -102,7 +102,7 @@ class GenerationBatch:
         Raises:
             ValueError: as of `generate`.
         """
-        text = PromptLookupGeneration(self.model, prompt, n_tokens, sampling or Sampling(), state, overflow)
+        text = PromptLookupGeneration(self.model, prompt, n_tokens, sampling or SamplingParams(), state, overflow)
         text.listener = listener
         number = self._n_added
         self._n_added += 1

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from tricycle.decoding.penalties import PenalizedSampling
-from tricycle.sampling import Sampling
+from tricycle.decoding.penalties import PenalizedSamplingParams
+from tricycle.sampling import SamplingParams
 
 
 def sample_if_certain(
-    sampling: Sampling,
+    sampling: SamplingParams,
     logits: np.ndarray,
     generator: np.random.Generator,
     seen: Sequence[int],
@@ -30,18 +30,18 @@ def sample_if_certain(
     state = generator.bit_generator.state
     logits = sampling.adjusted_logits(logits, seen, n_prompt)
     tolerance *= float(np.abs(logits[np.isfinite(logits)]).max())
-    if isinstance(sampling, PenalizedSampling):
+    if isinstance(sampling, PenalizedSamplingParams):
         tolerance *= max(sampling.repetition_penalty, 1 / sampling.repetition_penalty)
     number = generator.random() if sampling.temperature else 0.0
-    token = sampling.token_at(logits, number)
+    token = sampling.token_at_quantile(logits, number)
     if is_certain(sampling, logits, token, number, tolerance):
         return token
     generator.bit_generator.state = state
     return None
 
 
-def is_certain(sampling: Sampling, logits: np.ndarray, token: int, number: float, tolerance: float) -> bool:
-    """Return whether `sampling.token_at` gives this token for all logits that differ by up to `tolerance`.
+def is_certain(sampling: SamplingParams, logits: np.ndarray, token: int, number: float, tolerance: float) -> bool:
+    """Return whether `sampling.token_at_quantile` gives this token for all logits that differ by up to `tolerance`.
 
     Args:
         logits: (V,), adjusted. number: in [0, 1). tolerance: absolute; 0 makes each token certain.
@@ -71,7 +71,7 @@ def _largest_share(weight: float, other: float, log_ratio: float) -> float:
 
 
 def _candidate_bounds(
-    logits: np.ndarray, sampling: Sampling, tolerance: float, log_ratio: float
+    logits: np.ndarray, sampling: SamplingParams, tolerance: float, log_ratio: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return which tokens are candidates in any case, and which are for some logits within the tolerance, both (V,)."""
     top_p, min_p = sampling.top_p, sampling.min_p

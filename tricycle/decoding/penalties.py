@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
-class PenalizedSampling(Sampling):
+class PenalizedSamplingParams(SamplingParams):
     """Sampling parameters with more that change the logits, in this order, before the temperature does.
 
     Args:

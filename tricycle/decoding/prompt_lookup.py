@@ -12,10 +12,10 @@ import numpy as np
 
 from tricycle.decoding.exactness import sample_if_certain
 from tricycle.decoding.speculative import SpeculativeState, decode_batch
-from tricycle.generate import Generation, n_shared_tokens, sampling_of
+from tricycle.generate import Generation, common_prefix_length, resolve_sampling
 from tricycle.kernels import FEW_ROWS
 from tricycle.models import GPT
-from tricycle.sampling import Sampling
+from tricycle.sampling import SamplingParams
 
 Listener = Callable[[int, np.ndarray], None]
 NGRAM_SIZE = 3  # how many tokens must have occurred before in this order
@@ -45,14 +45,14 @@ class PromptLookupGeneration(Generation):
     def n_pending(self) -> int:
         """Return how many tokens the model processes next, without draft tokens."""
         context = self.context()
-        return len(context) - min(n_shared_tokens(self.state.tokens, context), len(context) - 1)
+        return len(context) - min(common_prefix_length(self.state.tokens, context), len(context) - 1)
 
     def draft(self, n_most: int) -> list[int]:
         """Return what followed the last occurrence of the text's last tokens.
 
         It is empty where there is none, or where more than the last token is to be processed anyway.
         """
-        room = min(n_most, self.window - len(self.context()), self.n_most - len(self.tokens) - 1, FEW_ROWS - 1)
+        room = min(n_most, self.window - len(self.context()), self.max_length - len(self.tokens) - 1, FEW_ROWS - 1)
         if room < 1 or not self.state.can_truncate or self.n_pending() > 1:
             return []
         *before, last = self.tokens[-NGRAM_SIZE:]
@@ -94,7 +94,7 @@ def generate_prompt_lookup(
     model: GPT,
     prompt: Sequence[int] | np.ndarray,
     n_tokens: int,
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     *,
     temperature: float | None = None,
     state: SpeculativeState | None = None,
@@ -111,6 +111,6 @@ def generate_prompt_lookup(
     Raises:
         ValueError: as of `generate`.
     """
-    text = PromptLookupGeneration(model, prompt, n_tokens, sampling_of(sampling, temperature), state, overflow)
+    text = PromptLookupGeneration(model, prompt, n_tokens, resolve_sampling(sampling, temperature), state, overflow)
     text.n_draft_tokens = n_draft_tokens
     return iter(text)

@@ -109,7 +109,7 @@ def decode_batch(
     """
     n_drafts = [0] * len(texts) if n_draft_tokens is None else list(n_draft_tokens)
     whole = [list(text) for text in texts]
-    pending = [state.pending(text, n + 1) for state, text, n in zip(states, whole, n_drafts)]
+    pending = [state.uncached_tokens(text, n + 1) for state, text, n in zip(states, whole, n_drafts)]
     for state, text, new, n in zip(states, whole, pending, n_drafts):
         if n and not state.is_inexact:
             state._pin(len(text) - len(new))

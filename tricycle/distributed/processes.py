@@ -77,7 +77,7 @@ class ProcessGroup:
 
     @property
     def reducer(self) -> Callable[[Layer], GradientReducer] | None:
-        """The function that gives `training.gradients` a gradient reducer; None for one process."""
+        """The function that gives `training.compute_gradients` a gradient reducer; None for one process."""
         return None if self.size == 1 else self.gradient_reducer
 
     def gradient_reducer(self, model: Layer) -> GradientReducer:

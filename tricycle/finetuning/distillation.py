@@ -15,10 +15,10 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.ops import as_floating
 from tricycle.tensor import Tensor, record
-from tricycle.training import LossOf
+from tricycle.training import BatchLossFn
 
 
-def distillation_loss(student: GPT, teacher: GPT, temperature: float = 2.0, hard_weight: float = 0.1) -> LossOf:
+def distillation_loss(student: GPT, teacher: GPT, temperature: float = 2.0, hard_weight: float = 0.1) -> BatchLossFn:
     """Return the loss of batches of tokens and labels: a mean of two losses over tokens, in nats.
 
     The soft loss is the square of the temperature times the Kullback-Leibler divergence of the student's softmax from
@@ -44,7 +44,7 @@ def distillation_loss(student: GPT, teacher: GPT, temperature: float = 2.0, hard
         )
     cross_entropy = CrossEntropy()
 
-    def loss_of(batch: Any, factor: Any) -> Tensor:
+    def batch_loss(batch: Any, factor: Any) -> Tensor:
         tokens, labels = (student.place(part) for part in batch)
         with teacher.evaluating():
             target = teacher(tokens).array
@@ -52,7 +52,7 @@ def distillation_loss(student: GPT, teacher: GPT, temperature: float = 2.0, hard
         soft = _soft_loss(logits, target, temperature, (1 - hard_weight) * factor)
         return soft + cross_entropy(labels, logits, hard_weight * factor) if hard_weight else soft
 
-    return loss_of
+    return batch_loss
 
 
 def _soft_loss(logits: Tensor, target: Array, temperature: float, factor: Any) -> Tensor:

@@ -19,7 +19,7 @@ from tricycle.finetuning.packing import IGNORED, Batch, Example, PackedDataset
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT, MAX_LOGITS
 from tricycle.tensor import Tensor, no_grad, record
-from tricycle.training import LossOf
+from tricycle.training import BatchLossFn
 
 
 class PairBatch(NamedTuple):
@@ -124,7 +124,7 @@ def pair_losses(margins: Array) -> Array:
     return array_module(margins).logaddexp(0, -margins)
 
 
-def dpo_loss(model: GPT, beta: float = 0.1, see: Callable[[Array], Any] | None = None) -> LossOf:
+def dpo_loss(model: GPT, beta: float = 0.1, see: Callable[[Array], Any] | None = None) -> BatchLossFn:
     """The mean over pairs of -log sigmoid(margin).
 
     Args:
@@ -134,7 +134,7 @@ def dpo_loss(model: GPT, beta: float = 0.1, see: Callable[[Array], Any] | None =
     """
     loss_fn = CrossEntropy(ignore_index=IGNORED)
 
-    def loss_of(batch: PairBatch, factor: Any) -> Tensor:
+    def batch_loss(batch: PairBatch, factor: Any) -> Tensor:
         labels = model.place(batch.labels)
         hidden = model.hidden_states(model.place(batch.tokens))
         margins = margins_of(model, hidden, batch, beta)
@@ -150,4 +150,4 @@ def dpo_loss(model: GPT, beta: float = 0.1, see: Callable[[Array], Any] | None =
         value = (pair_losses(margins).mean() * factor).astype(np.float32)
         return record(value, (weighed,), lambda grad, needs_grad: (grad,), "dpo")
 
-    return loss_of
+    return batch_loss

@@ -20,7 +20,7 @@ from tricycle.kernels.reference.attention import attention as attention
 from tricycle.kernels.reference.attention import attention_backward as attention_backward
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-explain: Callable[..., Any]  # which version runs for some arguments, and why: `explained.py`
+explain: Callable[..., Any]  # which version runs for some arguments, and why: `explanation.py`
 FEW_ROWS = 16  # a product with so few rows takes the time in which the other matrix comes from memory
 
 

@@ -15,7 +15,7 @@ from tricycle.devices import Array, owns_memory
 from tricycle.loss import CrossEntropy, scale_gradient
 from tricycle.ops import as_floating, as_tensor, check_positive
 from tricycle.tensor import Operand, Tensor, record
-from tricycle.tensor_methods import gradients_of
+from tricycle.tensor_methods import leaf_gradients
 
 
 def from_hidden(
@@ -54,7 +54,7 @@ def from_hidden(
     sums: list[Array | None] = [None for _ in inputs[1:]]
 
     def add(loss: Tensor, some: Tensor, places: Any) -> None:
-        to_some, *new = gradients_of(loss, np.ones_like(loss.array), [some, *inputs[1:]])
+        to_some, *new = leaf_gradients(loss, np.ones_like(loss.array), [some, *inputs[1:]])
         if to_rows is not None and to_some is not None:
             to_rows[places] = to_some
         sums[:] = [_add(held, more, to_some) for held, more in zip(sums, new)]

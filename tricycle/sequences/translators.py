@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tricycle.checkpoint import expecting
+from tricycle.checkpoint import wrap_content_errors
 from tricycle.configs.validated import Rule, ValidatedConfig
 from tricycle.dataset import pad
 from tricycle.pretrained.tensor_files import read_tensors
@@ -177,7 +177,7 @@ def load_translator(path: str | os.PathLike[str]) -> tuple[EncoderDecoder, Vocab
         ValueError: it is something else, or damaged.
     """
     path = Path(path)
-    with expecting(path, A_TRANSLATOR):
+    with wrap_content_errors(path, A_TRANSLATOR):
         tensors, metadata = read_tensors(path)
         about = json.loads(metadata[KEY])
         names = [name for name in tensors if name.startswith(WEIGHTS)]

@@ -4,7 +4,7 @@ A new one is a file with the function and its gradient, its row here, and its sa
 """
 
 from tricycle.functions import SOFTMAXES, new_softmax
-from tricycle.softmaxes import rows  # noqa: F401  (it adds a method)
+from tricycle.softmaxes import row_attention  # noqa: F401  (it adds a method)
 from tricycle.softmaxes.adaptive import AdaptiveSoftmax
 from tricycle.softmaxes.blocks import BlockSoftmax
 from tricycle.softmaxes.sink import SinkSoftmax

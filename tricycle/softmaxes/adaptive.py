@@ -40,10 +40,10 @@ class AdaptiveSoftmax(RowSoftmax):
         self.stop_gradient = stop_gradient
 
     def row_softmax(self, scores: Array) -> Array:
-        return kernels.softmax(scores * self.temperature(scores)[0])
+        return kernels.softmax(scores * self.inverse_temperature(scores)[0])
 
     def row_softmax_backward(self, grad: Array, scores: Array, weights: Array) -> Array:
-        beta, slope, plain, log_plain, entropy = self.temperature(scores)
+        beta, slope, plain, log_plain, entropy = self.inverse_temperature(scores)
         dproduct = kernels.softmax_backward(grad, weights)
         dscores = beta * dproduct
         if not self.stop_gradient:
@@ -52,7 +52,7 @@ class AdaptiveSoftmax(RowSoftmax):
             dscores -= dbeta * slope * plain * (log_plain + entropy)
         return dscores
 
-    def temperature(self, scores: Array) -> tuple[Array, ...]:
+    def inverse_temperature(self, scores: Array) -> tuple[Array, ...]:
         """beta and its slope by the entropy, for each row; softmax(scores), its log (0 where it is 0), its entropy."""
         xp = array_module(scores)
         plain = kernels.softmax(scores)

@@ -94,7 +94,7 @@ class BlockSoftmax(RowSoftmax):
         shape = (*heads, self.n_blocks, context_window if self.per_position else self.n_blocks)
         return chosen, Parameter(np.ones(shape), "scale") if self.correction == "learned" else None
 
-    def scales_of(self, scales: Array, n_keys: int) -> Array:
+    def expand_scales(self, scales: Array, n_keys: int) -> Array:
         """A layer's parameter as one scale for each position, ([H,] n_blocks, W).
 
         Args:
@@ -156,7 +156,7 @@ class BlockSoftmax(RowSoftmax):
 
         Args:
             scales: ([H,] n_blocks, W), for as many positions as there are queries or more, with "learned" only; or one
-                for each pair of blocks, as `scales_of` says.
+                for each pair of blocks, as `expand_scales` says.
 
         Raises:
             ValueError: scales missing, too few, or given where they have no use; keys beyond the last block.
@@ -208,7 +208,7 @@ class BlockSoftmax(RowSoftmax):
         Raises:
             ValueError: as of `attend`.
         """
-        placed = None if scales is None else self.scales_of(scales, n_keys)
+        placed = None if scales is None else self.expand_scales(scales, n_keys)
         wanted = (self.n_blocks, last) if self.correction == "learned" else None
         got = None if placed is None else (placed.shape[-2], min(placed.shape[-1], last))
         if got != wanted or (wanted and n_keys > (self.length or n_keys)):
@@ -264,7 +264,7 @@ class BlockSoftmax(RowSoftmax):
         return max(1, -(-(self.length or n_keys) // self.n_blocks))
 
     def _of_parameter(self, dscales: Any) -> Array:
-        """The gradient of the parameter, from that of the scales for each position, as `scales_of` makes them."""
+        """The gradient of the parameter, from that of the scales for each position, as `expand_scales` makes them."""
         if self.per_position:
             return dscales
         return dscales.reshape(*dscales.shape[:-1], self.n_blocks, -1).sum(axis=-1)

@@ -10,7 +10,7 @@ nothing can overflow or vanish.
 from __future__ import annotations
 
 from tricycle import kernels
-from tricycle.kernels import activations, batched, muon, recurrent, rows
+from tricycle.kernels import activations, batched, muon, recurrent, row_attention
 from tricycle.kernels.quantized import quantized_matmul
 from tricycle_accelerators.cpu import (
     attention,
@@ -45,7 +45,7 @@ def register(array: type) -> None:
         k.sum_squares,
     )
     activated = (k.gelu, k.gelu_with_derivative, k.gelu_backward, activations.relu_squared, k.swiglu, k.swiglu_backward)
-    attending = (k.attention, k.attention_backward, rows.row_attention, rows.row_attention_backward)
+    attending = (k.attention, k.attention_backward, row_attention.row_attention, row_attention.row_attention_backward)
     layers = (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)
     offer(
         array,

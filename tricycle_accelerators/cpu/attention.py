@@ -16,7 +16,7 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.kernels import ScoreOptions
-from tricycle.kernels import rows as row_kernels
+from tricycle.kernels import row_attention as row_kernels
 from tricycle.kernels.dispatch import upcast, upcasting
 from tricycle.kernels.in_place import upcasting_in_place
 from tricycle.kernels.ranges import block_score_options, queries_with_keys, visible_keys

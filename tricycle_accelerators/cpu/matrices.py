@@ -12,7 +12,7 @@ import numpy as np
 from tricycle import kernels
 from tricycle.kernels import batched
 from tricycle.kernels.dispatch import is_16_bit, upcasting
-from tricycle.kernels.explained import UNAVAILABLE
+from tricycle.kernels.explanation import UNAVAILABLE
 from tricycle_accelerators import blas, buffers, pieces, product_plan, products, spinning, threads
 from tricycle_accelerators.providers import unless
 

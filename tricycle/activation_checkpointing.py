@@ -21,10 +21,10 @@ from tricycle.devices import Array
 from tricycle.layers import Layer, generators_in
 from tricycle.ops import as_tensor
 from tricycle.tensor import Operand, Tensor, no_grad, record
-from tricycle.tensor_methods import gradients_of
+from tricycle.tensor_methods import leaf_gradients
 
 
-def recompute(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
+def checkpoint_activations(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
     """Return `layer(x, *args, **kwargs)`, and compute its activations again in the backward pass (to the same bits).
 
     The second time dropout draws the same masks, and layers are in the same modes; generators are restored afterwards.
@@ -46,7 +46,7 @@ def recompute(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
         again = Tensor(array, needs_grad[0], x.is_batched, x.name)
         with saved.restored(), enable_grad():
             second = layer(again, *args, **kwargs)
-        return gradients_of(second, grad, [again, *parameters])
+        return leaf_gradients(second, grad, [again, *parameters])
 
     return record(result.array, inputs, backward, "recompute", result.is_batched)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tricycle import models, no_grad, to_tensor
+from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.autograd import topological_order
 from tricycle.configs import DebugConfig, EncoderConfig, GPTConfig
 from tricycle.debug import watch_arrays
@@ -20,13 +21,12 @@ from tricycle.functions import linear, softcap
 from tricycle.layers import Dense, Dropout, Layer
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.recompute import recompute
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.state.activations import free_activations, free_activations_inside
 from tricycle.tensor import record
-from tricycle.tensor_methods import gradients_of
-from tricycle.training import gradients, labelled
-from tricycle.training_state import least_memory, new_state, resume_state, train_step
+from tricycle.tensor_methods import leaf_gradients
+from tricycle.training import compute_gradients, supervised_loss
+from tricycle.training_state import new_state, resume_state, train_step, training_bytes
 
 CONFIG = DebugConfig(vocab_size=97, n_layers=3, dropout=0.3, seed=5)
 RNG = np.random.default_rng(0)
@@ -35,7 +35,7 @@ TOKENS = RNG.integers(0, 97, (2, 4, 16))
 
 def grads_of(model, batch=TOKENS, loss_fn=None) -> tuple[bytes, dict[str, np.ndarray]]:
     model.zero_grad()
-    result = gradients(model, labelled(model, loss_fn or CrossEntropy()), [tuple(batch)])
+    result = compute_gradients(model, supervised_loss(model, loss_fn or CrossEntropy()), [tuple(batch)])
     grads = {name: p.grad.array for name, p in model.named_parameters() if p.grad is not None}
     return np.float64(result.loss).tobytes(), grads
 
@@ -69,7 +69,7 @@ def test_few_rows_in_16_bits_are_the_same_bit_by_bit():
     results = []
     for again in (False, True):
         model = GPT(replace(CONFIG, precision="bfloat16", n_layers=1, dropout=0.0))
-        model.recompute = again and recompute
+        model.recompute = again and checkpoint_activations
         results.append(grads_of(model, TOKENS[:, :1, :4]))
     assert results[0][0] == results[1][0]
     assert same(results[0][1], results[1][1])
@@ -81,7 +81,7 @@ def test_gradients_are_the_same_bit_by_bit(changes):
     results = []
     for again in (False, True):
         model = GPT(replace(CONFIG, **changes))
-        model.recompute = again and recompute
+        model.recompute = again and checkpoint_activations
         first = grads_of(model)
         second = grads_of(model)  # the generator has gone on as far
         assert not same(first[1], second[1])
@@ -93,7 +93,7 @@ def test_gradients_are_the_same_bit_by_bit(changes):
 
 
 # -------------------------------------------------------------------- what no gradient needs
-def loss_of(model) -> tuple[dict[str, np.ndarray], int]:
+def batch_loss(model) -> tuple[dict[str, np.ndarray], int]:
     """Gradients, and how many numbers can be seen on the way to the loss."""
     model.zero_grad()
     loss = CrossEntropy()(to_tensor(TOKENS[1], dtype=int), model(to_tensor(TOKENS[0], dtype=int)))
@@ -105,9 +105,9 @@ def loss_of(model) -> tuple[dict[str, np.ndarray], int]:
 @pytest.mark.filterwarnings("ignore:precision bfloat16")
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 def test_blocks_free_activations_that_no_gradient_needs(changes):
-    plain, n_seen = loss_of(GPT(replace(CONFIG, **changes)))
+    plain, n_seen = batch_loss(GPT(replace(CONFIG, **changes)))
     with free_activations():
-        freed, n_left = loss_of(GPT(replace(CONFIG, **changes)))
+        freed, n_left = batch_loss(GPT(replace(CONFIG, **changes)))
     assert same(plain, freed)
     assert n_left < 0.7 * n_seen
 
@@ -126,10 +126,10 @@ class Late(Layer):
 def test_layers_of_others_and_their_functions_are_spared():
     model = GPT(CONFIG)
     model.blocks[1].mlp.activation = Late()  # in a block of ours
-    plain, _ = loss_of(model)
+    plain, _ = batch_loss(model)
     model.blocks[1].mlp.dropout.generator.bit_generator.state = GPT(CONFIG).generator.bit_generator.state
     with free_activations():
-        freed, _ = loss_of(model)
+        freed, _ = batch_loss(model)
     assert same(plain, freed)
     assert all(np.isfinite(grad).all() for grad in freed.values())
 
@@ -210,7 +210,7 @@ def test_an_encoder_with_its_mask():
     results = []
     for again in (False, True):
         model = TextEncoder(config)
-        model.recompute = again and recompute
+        model.recompute = again and checkpoint_activations
         model(tokens, mask).sum().backward()
         results.append({name: p.grad.array for name, p in model.named_parameters() if p.grad is not None})
     assert results[0]
@@ -224,7 +224,7 @@ def test_frozen_weights_and_adapters_behind_them():
         model.freeze()
         for block in model.blocks[1:]:
             block.mlp.unfreeze()
-        model.recompute = again and recompute
+        model.recompute = again and checkpoint_activations
         results.append(grads_of(model)[1])
     assert len(results[0]) == 8
     assert same(*results)
@@ -239,7 +239,7 @@ def test_adapters_with_dropout_on_texts_side_by_side(monkeypatch):
     for again, at_once in ((False, 2**24), (True, 2**24), (True, 97 * 3)):
         monkeypatch.setattr(models, "MAX_LOGITS", at_once)
         model = GPT(replace(CONFIG, positions="rotary"))
-        model.recompute = again and recompute
+        model.recompute = again and checkpoint_activations
         part = Part("up", 0, 128, 4, 2.0)
         low_ranks = {}
         for i, block in enumerate(model.blocks):
@@ -274,7 +274,7 @@ def test_what_happens_in_between_makes_no_difference():
     for again in (False, True):
         layer = Noisy()
         inputs = to_tensor(x)
-        loss = (recompute(layer, inputs) if again else layer(inputs)).sum()
+        loss = (checkpoint_activations(layer, inputs) if again else layer(inputs)).sum()
         layer.inner[1].generator.random(7)
         layer.eval()
         with no_grad():
@@ -287,7 +287,7 @@ def test_what_happens_in_between_makes_no_difference():
 
 def test_a_graph_that_is_kept_and_one_that_is_freed():
     layer, x = Noisy(), to_tensor(RNG.standard_normal((3, 6)))
-    y = recompute(layer, x)
+    y = checkpoint_activations(layer, x)
     y.backward(retain_graph=True)
     once = x.grad.array.copy()
     y.backward()
@@ -299,7 +299,7 @@ def test_a_graph_that_is_kept_and_one_that_is_freed():
 
 def test_weights_that_changed_since_are_refused():
     layer, x = Noisy(), to_tensor(RNG.standard_normal((3, 6)))
-    y = recompute(layer, x)
+    y = checkpoint_activations(layer, x)
     layer.load_state_dict({name: 2 * array for name, array in layer.state_dict().items()})
     with pytest.raises(RuntimeError, match="was changed in place"):
         y.backward()
@@ -308,9 +308,9 @@ def test_weights_that_changed_since_are_refused():
 def test_without_gradients_nothing_is_computed_twice():
     layer = Noisy()
     with no_grad():
-        assert not recompute(layer, to_tensor(np.ones((2, 6)))).requires_grad
+        assert not checkpoint_activations(layer, to_tensor(np.ones((2, 6)))).requires_grad
     layer.freeze()
-    assert not recompute(layer, to_tensor(np.ones((2, 6)), requires_grad=False)).requires_grad
+    assert not checkpoint_activations(layer, to_tensor(np.ones((2, 6)), requires_grad=False)).requires_grad
     assert layer.n_calls == 2
 
 
@@ -319,7 +319,7 @@ def test_it_takes_less_memory():
     peaks = []
     for again in (False, True):
         model = GPT(config)
-        model.recompute = again and recompute
+        model.recompute = again and checkpoint_activations
         batch = RNG.integers(0, 97, (2, 8, 64))
         grads_of(model, batch)
         model.zero_grad()
@@ -328,16 +328,16 @@ def test_it_takes_less_memory():
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 0.5 * peaks[0]
-    assert least_memory(replace(config, recompute=True)) < least_memory(config)
+    assert training_bytes(replace(config, recompute=True)) < training_bytes(config)
 
 
 def test_gradients_of_inputs_that_nothing_flows_to():
     x, y = to_tensor([1.0, 2.0]), to_tensor([3.0])
-    (of_x, of_y) = gradients_of((x * x).sum(), np.float32(1), [x, y])
+    (of_x, of_y) = leaf_gradients((x * x).sum(), np.float32(1), [x, y])
     assert of_x.tolist() == [2, 4]
     assert of_y is None
     assert x.grad is None
-    assert gradients_of(x.detach(), np.ones(2), [x]) == [None]
+    assert leaf_gradients(x.detach(), np.ones(2), [x]) == [None]
 
 
 # -------------------------------------------------------------------- the loss in pieces

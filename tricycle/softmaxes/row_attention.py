@@ -7,7 +7,7 @@ from typing import Any
 from tricycle.devices import Array
 from tricycle.functions import AttendBackward, RowSoftmax
 from tricycle.kernels import ScoreOptions
-from tricycle.kernels.rows import row_attention, row_attention_backward
+from tricycle.kernels.row_attention import row_attention, row_attention_backward
 
 
 def attend(
