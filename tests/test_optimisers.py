@@ -656,7 +656,7 @@ def test_muon_looks_ahead_along_a_mean_of_gradients(rng: np.random.Generator) ->
 
 def test_muon_leaves_the_others_to_adamw() -> None:
     twins = [Weights().receive(2.0, -4.0) for _ in range(2)]
-    twins[0].update(Muon(0.1, takes=lambda parameter: False))
+    twins[0].update(Muon(0.1, uses_muon=lambda parameter: False))
     twins[1].update(AdamW(0.1))
     for mine, theirs in zip(twins[0].parameters(), twins[1].parameters()):
         np.testing.assert_array_equal(mine.array, theirs.array)

@@ -1,4 +1,4 @@
-"""The command line: `python -m tricycle train`, and so on; alone it says what this machine offers Tricycle."""
+"""Run the command `tricycle` (`python -m tricycle`); without arguments it prints the hardware and backend report."""
 
 from tricycle_cli.main import MODULE, main
 

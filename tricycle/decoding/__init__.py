@@ -1,4 +1,4 @@
-"""Decoding beyond one text at a time: batches, prompt-lookup decoding, beam search, penalties on repetition.
+"""Decoding methods: batched generation, prompt-lookup decoding, beam search and logits processors.
 
-All of it extends `tricycle.generate` and `tricycle.sampling`, which define how one token is generated.
+They extend `tricycle.generate` and `tricycle.sampling`, which generate one token at a time.
 """

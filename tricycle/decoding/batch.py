@@ -1,4 +1,4 @@
-"""Batches of texts that are generated together: each step reads the weights once for all of them."""
+"""Batched generation (continuous batching): each step reads the weights once. Used by `tricycle serve`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tricycle.kernels import FEW_ROWS
 from tricycle.models import GPT
 from tricycle.sampling import SamplingParams
 
-MANY_ROWS = 1024  # tokens that are processed at once: more would be no faster, and take memory
+MANY_ROWS = 1024  # the most tokens that are processed at once: more would be no faster, and take memory
 
 
 def generate_batch(
@@ -25,19 +25,19 @@ def generate_batch(
     temperature: float | None = None,
     n_draft_tokens: int = 0,
 ) -> list[list[int]]:
-    """Continue several prompts of any lengths at once.
+    """Generate continuations of several prompts in one batch.
 
     Args:
         sampling: one for each prompt; or one for all, whose seed, if it is an integer, increases by 1 from prompt to
             prompt.
         temperature: short for `SamplingParams(temperature=...)`.
-        n_draft_tokens: as of `Batch`.
+        n_draft_tokens: see `GenerationBatch`.
 
     Returns:
-        what `generate` gives for each prompt with its sampling.
+        the generated tokens of each prompt, the same as from `generate`.
 
     Raises:
-        ValueError: as of `generate`, or another number of samplings than of prompts.
+        ValueError: see `generate`; or the number of samplings differs from the number of prompts.
     """
     if isinstance(sampling, Sequence) and temperature is None:
         if len(sampling) != len(prompts):
@@ -59,15 +59,15 @@ def generate_batch(
 
 
 class GenerationBatch:
-    """Texts that are generated at the same time (continuous batching): each step gives each text a token.
+    """A batch of texts that are generated together (continuous batching): each step adds one token to each text.
 
-    Texts join and leave at any time, and each has its own sampling parameters. Nothing is padded: new tokens of all
-    texts are rows of the same matrix products, and attention processes each text alone. So every text becomes what
-    `generate` makes of it, up to rounding: a product of several rows may add in another order than one of a single row.
+    Texts join and leave at any time, and each has its own sampling parameters. There is no padding: the new tokens of
+    all texts are rows of the same matrix products, and attention processes each text separately. So every text equals
+    the result of `generate`, up to rounding: a product of several rows may add in another order.
 
     Args:
-        n_draft_tokens: as of `generate_prompt_lookup`, for each text; fewer where there are many texts, for draft
-            tokens are rows too.
+        n_draft_tokens: the most draft tokens of each text (see `generate_prompt_lookup`); fewer in large batches,
+            because draft tokens are rows too.
     """
 
     def __init__(self, model: GPT, n_draft_tokens: int = 0) -> None:
@@ -78,7 +78,7 @@ class GenerationBatch:
         self._n_rows = MANY_ROWS if _is_float32(model) else FEW_ROWS
 
     def __len__(self) -> int:
-        """Return how many texts are not complete."""
+        """Return the number of texts that are not complete."""
         return len(self._texts)
 
     def add(
@@ -91,16 +91,15 @@ class GenerationBatch:
         overflow: str = "reread",
         listener: Listener | None = None,
     ) -> int:
-        """Add a text at the next step; returns its number, 0 for the first that was ever added.
+        """Add a text to the batch, and return its number: 0 for the first text, 1 for the second, and so on.
 
         Args:
-            prompt, n_tokens, sampling, overflow: as of `generate`.
-            state: of this text alone; a new one unless given.
-            listener: is called with each token of this text and the logits (V,) that it was sampled from, as the model
-                gave them.
+            prompt, n_tokens, sampling, overflow: see `generate`.
+            state: the KV caches of this text; new ones if not given.
+            listener: called with each new token of this text and the model's logits (V,) for it.
 
         Raises:
-            ValueError: as of `generate`.
+            ValueError: see `generate`.
         """
         text = PromptLookupGeneration(self.model, prompt, n_tokens, sampling or SamplingParams(), state, overflow)
         text.listener = listener
@@ -111,17 +110,17 @@ class GenerationBatch:
         return number
 
     def remove(self, number: int) -> None:
-        """Remove a text; nothing happens if it is complete or was removed before."""
+        """Remove a text; do nothing if it is complete or was removed before."""
         self._texts.pop(number, None)
 
     def step(self) -> list[tuple[int, int]]:
-        """Generate a token of each text, or several where draft tokens are accepted; texts that are complete leave.
+        """Generate one token for each text, or several if draft tokens are accepted; remove complete texts.
 
         Returns:
-            pairs of a text's number and a token, sorted by number, and those of one text in their order.
+            pairs of a text's number and a token, sorted by number; the tokens of one text are in order.
 
         Raises:
-            ValueError: logits that are not finite: the model's weights are broken.
+            ValueError: logits are not finite, because the model's weights are broken.
         """
         generated = []
         drafts = self._drafts()
@@ -137,17 +136,17 @@ class GenerationBatch:
         return sorted(generated, key=lambda pair: pair[0])
 
     def _drafts(self) -> dict[int, list[int]]:
-        """Return the draft tokens of each text, so few that all rows are processed at the speed of reading weights."""
+        """Return the draft tokens of each text, at most FEW_ROWS rows in all, so that reading weights is the limit."""
         drafts = {number: text.draft(self.n_draft_tokens) for number, text in self._texts.items()}
         n_drafting = sum(map(bool, drafts.values()))
         room = max(0, FEW_ROWS - len(drafts)) // max(1, n_drafting)
         return {number: draft[:room] for number, draft in drafts.items()}
 
     def _groups(self, drafts: dict[int, list[int]]) -> Iterator[list[int]]:
-        """Yield the numbers of texts that are processed together.
+        """Yield the numbers of the texts of each forward pass.
 
-        Their new tokens fit into memory, and into products of few rows where weights are of few bits, for these are
-        more exact; a long prompt is processed alone.
+        The new tokens of a group fit into memory; with quantized weights also into products of few rows, which are
+        more exact. A long prompt is processed alone.
         """
         group: list[int] = []
         n_rows = 0

@@ -1,4 +1,4 @@
-"""Beam search: the most probable continuations of prompts."""
+"""Beam search for decoder-only models."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def generate_beam_search(
     stop_tokens: int | Sequence[int] = (),
     n_vocab: int | None = None,
 ) -> list[list[int]]:
-    """Return the most probable continuation of each prompt that beam search finds.
+    """Return the most probable continuation of each prompt, found by beam search.
 
-    With a beam of 1 it is what `generate` gives at temperature 0. All beams of all prompts are rows of the same matrix
-    products, whatever their lengths.
+    A beam size of 1 gives the same tokens as `generate` at temperature 0. All beams of all prompts are rows of the
+    same matrix products.
 
     Args:
         n_tokens: the most tokens of a continuation; with the prompt at most the context window.
-        beam_size: how many hypotheses are kept for each prompt.
-        length_penalty: continuations are compared by log probability / length^penalty; 0 favours short ones
+        beam_size: the number of hypotheses kept for each prompt.
+        length_penalty: continuations are compared by log probability / length^penalty; 0 favors short ones
             (Wu et al. 2016, section 7, without their constant).
-        stop_tokens: one of these, or the only one, ends a continuation, as its last token.
+        stop_tokens: each of these tokens ends a continuation, which includes it.
         n_vocab: generate only ids below this.
 
     Raises:
-        ValueError: an empty or too long prompt, ids outside the vocabulary, settings out of range.
+        ValueError: a prompt is empty or too long, ids are outside the vocabulary, or a setting is out of range.
     """
     texts = [[int(token) for token in prompt] for prompt in prompts]
     if beam_size < 1:
@@ -57,7 +57,7 @@ def generate_beam_search(
 
 
 class _Texts:
-    """The KV caches of texts, which have all tokens but the last."""
+    """The KV caches of the texts, which hold all tokens but the last."""
 
     def __init__(self, model: GPT, texts: list[list[int]], n_vocab: int | None) -> None:
         self.model = model
@@ -71,7 +71,7 @@ class _Texts:
         return next_logits(self.model, tokens[:, None].tolist(), self.caches)[:, : self.n_vocab]
 
     def select(self, rows: np.ndarray) -> None:
-        """Keep these texts; the caches of one that is chosen several times are copied, all but one time."""
+        """Keep these texts; copy the caches of a text that is selected several times."""
         chosen: list[list[KeyValueCache]] = []
         moved: set[int] = set()
         for row in rows.tolist():

@@ -1,4 +1,4 @@
-"""Sampling from inexact logits: a token is accepted only where no logits within a tolerance would give another."""
+"""Sampling from inexact logits: accept a token only if no logits within the tolerance would give another token."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def sample_if_certain(
     tolerance: float,
     n_prompt: int = 0,
 ) -> int | None:
-    """Return what `sampling.draw` does, or None, with the generator as before, where that is not certain.
+    """Return the sampled token, or None if other logits within the tolerance could give another token.
+
+    The generator's state is restored if None is returned.
 
     Args:
         tolerance: the largest error of a logit, as a fraction of the largest absolute logit.
 
     Raises:
-        ValueError: logits that are not finite.
+        ValueError: logits are not finite.
     """
     state = generator.bit_generator.state
     logits = sampling.adjusted_logits(logits, seen, n_prompt)
@@ -41,10 +43,13 @@ def sample_if_certain(
 
 
 def is_certain(sampling: SamplingParams, logits: np.ndarray, token: int, number: float, tolerance: float) -> bool:
-    """Return whether `sampling.token_at_quantile` gives this token for all logits that differ by up to `tolerance`.
+    """Return whether every vector of logits within the tolerance gives this token for a random number.
 
     Args:
-        logits: (V,), adjusted. number: in [0, 1). tolerance: absolute; 0 makes each token certain.
+        logits: (V,), after logits processors.
+        token: what `sampling.token_at_quantile(logits, number)` returned.
+        number: the random number, in [0, 1).
+        tolerance: the largest absolute error of a logit; 0 makes each token certain.
     """
     if not tolerance:
         return True
@@ -66,14 +71,14 @@ def is_certain(sampling: SamplingParams, logits: np.ndarray, token: int, number:
 
 
 def _largest_share(weight: float, other: float, log_ratio: float) -> float:
-    """Return the share of one weight in both if it is e^log_ratio times as large beside the other."""
+    """Return weight / (weight + other) if the ratio of the two is e^log_ratio times as large."""
     return weight / (weight + other * np.exp(-log_ratio))
 
 
 def _candidate_bounds(
     logits: np.ndarray, sampling: SamplingParams, tolerance: float, log_ratio: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tokens are candidates in any case, and which are for some logits within the tolerance, both (V,)."""
+    """Return masks (V,) of the tokens that are candidates for all, and for some, logits within the tolerance."""
     top_p, min_p = sampling.top_p, sampling.min_p
     if not sampling.top_k and top_p == 1 and not min_p:
         return np.isfinite(logits), np.isfinite(logits)

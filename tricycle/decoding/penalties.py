@@ -1,4 +1,4 @@
-"""Sampling with logits processors: penalties on tokens of the text so far, biases and excluded tokens."""
+"""Logits processors for sampling: repetition, presence and frequency penalties, logit biases and excluded tokens."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from tricycle.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class PenalizedSamplingParams(SamplingParams):
-    """Sampling parameters with more that change the logits, in this order, before the temperature does.
+    """SamplingParams parameters with logits processors, which are applied in this order before the temperature.
 
     Args:
         repetition_penalty: divides positive logits of tokens of the prompt and the text, and multiplies negative ones
             (Keskar et al. 2019, section 4.1); 1 for none.
-        presence_penalty: is subtracted from the logits of tokens that were generated before, not of the prompt's; a
-            negative one is a reward.
-        frequency_penalty: the same, once for each time that a token was generated.
-        logit_bias: pairs of a token and what is added to its logit.
+        presence_penalty: subtracted from the logits of generated tokens (not of the prompt's); negative for a reward.
+        frequency_penalty: subtracted once for each time that a token was generated.
+        logit_bias: pairs of a token and the number that is added to its logit.
         no_repeat_ngram_size: never generate an n-gram of this size a second time (Paulus et al. 2017); 0 allows all.
             Small models repeat themselves without it.
-        suppress_tokens: tokens that are not sampled, unless there is no other.
+        suppress_tokens: tokens that are never sampled, unless all tokens are excluded.
 
     Raises:
-        ValueError: a parameter out of range, which is named.
+        ValueError: a parameter is out of range; the message names it.
     """
 
     repetition_penalty: float = 1.0
@@ -47,7 +46,7 @@ class PenalizedSamplingParams(SamplingParams):
                 raise ValueError(f"expected logit_bias to be of tokens and finite numbers, got {token!r}: {bias!r}")
 
     def adjusted_logits(self, logits: np.ndarray, seen: Sequence[int], n_prompt: int) -> np.ndarray:
-        """Return logits in float64 with penalties and biases; -infinity for excluded tokens."""
+        """Return the logits (V,) in float64 after penalties and biases; -infinity for excluded tokens."""
         logits = super().adjusted_logits(logits, seen, n_prompt)
         if self.repetition_penalty != 1 and len(seen):
             known = np.unique(np.asarray(seen, np.int64))
@@ -69,7 +68,7 @@ class PenalizedSamplingParams(SamplingParams):
 
 
 def ngram_completions(tokens: Sequence[int], size: int) -> list[int]:
-    """Return the tokens that would complete an n-gram of this size that the text already has; none for size 0."""
+    """Return the tokens that would complete an n-gram that the text already contains; none for size 0."""
     tail = tokens[len(tokens) - size + 1 :]
     starts = range(len(tokens) - size + 1) if size else ()
     return [tokens[i + size - 1] for i in starts if tokens[i : i + size - 1] == tail]

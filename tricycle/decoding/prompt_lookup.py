@@ -1,7 +1,8 @@
-"""Prompt-lookup decoding: where a text repeats itself, draft tokens are taken from its earlier part.
+"""Prompt-lookup (speculative) decoding: draft tokens are copied from an earlier occurrence of the last tokens.
 
-Source: Saxena 2023, "Prompt lookup decoding". The model processes all draft tokens at once, and those are accepted that
-decoding one by one would have generated.
+The model processes all draft tokens at once; a draft token is accepted if it equals the sampled token.
+
+Source: Saxena 2023, "Prompt lookup decoding".
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from tricycle.models import GPT
 from tricycle.sampling import SamplingParams
 
 Listener = Callable[[int, np.ndarray], None]
-NGRAM_SIZE = 3  # how many tokens must have occurred before in this order
-# The largest error of logits where several tokens were processed at once, as a fraction of the largest logit. At most
-# 2e-6 was measured, with float32; with weights of 8 or 16 bits 0 where oneDNN multiplies.
+NGRAM_SIZE = 3  # the number of last tokens that must have occurred before in this order
+# The largest error of logits if several tokens were processed at once, as a fraction of the largest logit. Measured: at
+# most 2e-6 with float32; 0 with weights of 8 or 16 bits and oneDNN.
 TOLERANCE = 1e-5
 
 
 class PromptLookupGeneration(Generation):
-    """A text that is generated with draft tokens, up to `n_draft_tokens` at a time.
+    """The generation of one text with draft tokens, up to `n_draft_tokens` at a time.
 
     Attributes:
-        listener: is called with each token and the logits (V,) that it was sampled from, as the model gave them.
+        listener: called with each token and the model's logits (V,) for it.
     """
 
     new_state = SpeculativeState
@@ -43,14 +44,14 @@ class PromptLookupGeneration(Generation):
             yield from self.verify(logits, draft)
 
     def n_pending(self) -> int:
-        """Return how many tokens the model processes next, without draft tokens."""
+        """Return the number of tokens that the model processes next, without draft tokens."""
         context = self.context()
         return len(context) - min(common_prefix_length(self.state.tokens, context), len(context) - 1)
 
     def draft(self, n_most: int) -> list[int]:
-        """Return what followed the last occurrence of the text's last tokens.
+        """Return draft tokens: those that followed the previous occurrence of the text's last tokens.
 
-        It is empty where there is none, or where more than the last token is to be processed anyway.
+        The list is empty if there is no such occurrence, or if the model must process more than the last token anyway.
         """
         room = min(n_most, self.window - len(self.context()), self.max_length - len(self.tokens) - 1, FEW_ROWS - 1)
         if room < 1 or not self.state.can_truncate or self.n_pending() > 1:
@@ -59,12 +60,12 @@ class PromptLookupGeneration(Generation):
         n = len(before)
         for i in range(len(self.tokens) - 2, n - 1, -1):
             if self.tokens[i] == last and self.tokens[i - n : i] == before:
-                since = self.tokens[i + 1 :]  # perhaps a few tokens that are repeated over and over
-                return (since * -(-room // len(since)))[:room]
+                following = self.tokens[i + 1 :]  # repeated if it is shorter than the draft
+                return (following * -(-room // len(following)))[:room]
         return []
 
     def verify(self, logits: np.ndarray, draft: list[int]) -> Iterator[int]:
-        """Generate the next tokens: one, and another after each draft token that is equal to the one generated.
+        """Sample one token, and another after each draft token that equals the sampled token; yield the tokens.
 
         Args:
             logits: (D + 1, V) for D draft tokens.
@@ -77,7 +78,7 @@ class PromptLookupGeneration(Generation):
                 return
 
     def sample(self, logits: np.ndarray) -> int:
-        """Sample the token that decoding without drafts gives, from recomputed logits where these are not sure to."""
+        """Sample the token that decoding without drafts gives; recompute the logits if their error could change it."""
         token = None
         if self.state.is_inexact:
             token = sample_if_certain(self.sampling, logits, self.generator, self.tokens, TOLERANCE, self.n_prompt)
@@ -101,15 +102,15 @@ def generate_prompt_lookup(
     overflow: str = "reread",
     n_draft_tokens: int = 8,
 ) -> Iterator[int]:
-    """Continue a prompt as `generate` does, with the same tokens, and faster where the text repeats itself.
+    """Generate the same tokens as `generate`, faster for repetitive text, by prompt-lookup decoding.
 
-    It pays where much is repeated, as in code that is edited, at temperature 0.
+    It helps most if the text repeats long passages, such as edited code, at temperature 0.
 
     Args:
-        n_draft_tokens: the most draft tokens at a time; 0 for none. Others as of `generate`.
+        n_draft_tokens: the most draft tokens at a time; 0 for none. For the other arguments see `generate`.
 
     Raises:
-        ValueError: as of `generate`.
+        ValueError: see `generate`.
     """
     text = PromptLookupGeneration(model, prompt, n_tokens, resolve_sampling(sampling, temperature), state, overflow)
     text.n_draft_tokens = n_draft_tokens

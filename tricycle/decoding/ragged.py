@@ -1,6 +1,6 @@
-"""The next tokens of several texts as one sequence, so that matrix products read their weights once, without padding.
+"""Ragged batches: the new tokens of several texts form one sequence without padding, so weights are read once.
 
-Only attention, and what mixes a token with the one before it, looks at one text at a time.
+Only attention, and layers that mix each token with the previous one, process one text at a time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tricycle.tensor import Tensor
 
 
 class RaggedCache(KeyValueCache):
-    """The caches of one layer for several texts, whose new tokens follow one another in one sequence.
+    """The KV caches of one layer for several texts, whose new tokens are concatenated into one sequence.
 
     Args:
-        caches: of each text, for a batch of 1.
+        caches: one for each text, with a batch size of 1.
         lengths: the number of new tokens of each text.
     """
 
@@ -29,32 +29,34 @@ class RaggedCache(KeyValueCache):
         self.lengths = lengths
 
     def texts(self, n_tokens: int) -> list[tuple[slice, KeyValueCache]]:
+        """Return the rows of the new tokens and the cache of each text."""
         stops = np.cumsum(self.lengths).tolist()
         return [(slice(stop - n, stop), cache) for stop, n, cache in zip(stops, self.lengths, self.caches)]
 
     def segments(self, n_tokens: int) -> Segments:
+        """Return the number of cached tokens and of new tokens of each text."""
         return tuple((cache.length, n) for cache, n in zip(self.caches, self.lengths))
 
     def call(self, layer: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Return `layer(x, cache, ...)` for x (1, T, C), in one call for each text unless `layer` takes several."""
+        """Return `layer(x, cache, ...)` for x (1, T, C); one call for each text unless the layer supports several."""
         if getattr(layer.forward, "takes_ragged", False):
             return super().call(layer, x, *args, **options)
         return join([layer(x[:, rows], text, *args, **options) for rows, text in self.texts(x.shape[1])])
 
 
-@np.errstate(all="ignore")  # broken weights are an error of sampling
+@np.errstate(all="ignore")  # sampling raises an error for logits that are not finite
 def next_logits(
     model: GPT, tokens: Sequence[Sequence[int]], caches: Sequence[list[KeyValueCache]], every: bool = False
 ) -> np.ndarray:
-    """Return the logits after some more tokens of each of N texts, (N, V) in host memory; dropout is off.
+    """Run the model on the new tokens of N texts, and return the logits (N, V) after the last token of each.
 
     Args:
-        tokens: one or more of each text.
-        caches: of each text what `model.new_caches` gave, with what was read before.
-        every: return the logits after each of all R tokens, (R, V).
+        tokens: the new tokens of each text, at least one.
+        caches: for each text the KV caches of its layers (from `model.new_caches`), which are extended.
+        every: return the logits after each of all R new tokens, (R, V).
 
     Raises:
-        ValueError: ids outside the vocabulary, no token, or more than the context window.
+        ValueError: ids outside the vocabulary, no token, or more tokens than the context window.
     """
     if len(tokens) == 1 or not getattr(model.forward, "takes_ragged", False):
         parts = [next_logits_of_one(model, new, own, every) for new, own in zip(tokens, caches, strict=True)]

@@ -1,4 +1,4 @@
-"""KV caches for speculative decoding: several draft tokens are processed at once, and can be recomputed exactly."""
+"""Decoding states for speculative decoding: KV caches that process draft tokens, and can be recomputed exactly."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tricycle.models import GPT
 
 
 class SpeculativeState(DecodingState):
-    """A decoding state that may have processed draft tokens, and that can be forked for texts with a shared prefix.
+    """A decoding state that can process draft tokens, and that can be forked for texts with a shared prefix.
 
-    Draft tokens are processed several at once, and sums in another order are rounded differently. So the state knows
-    from where on its keys and values may differ from those of decoding one by one, and can recompute that part.
+    Draft tokens are processed several at once, which rounds differently from one at a time. The state records from
+    which position its keys and values may differ, and can recompute them.
 
     Args:
-        dtype: of keys and values: "float16" or "bfloat16" for half the memory; as they are computed, which is float32
-            on a CPU, unless given.
+        dtype: of keys and values: "float16" or "bfloat16" for half the memory; the dtype of the computation, which is
+            float32 on a CPU, if not given.
     """
 
     def __init__(self, model: GPT, dtype: DTypeLike | None = None) -> None:
@@ -31,7 +31,7 @@ class SpeculativeState(DecodingState):
     def reset(self) -> None:
         """Empty the caches."""
         super().reset()
-        # the numbers of tokens that decoding without drafts would have processed at a time, from the first inexact one
+        # the numbers of tokens that decoding without drafts processes at a time, from the first inexact token on
         self._inexact: list[int] = []
 
     @property
@@ -41,11 +41,11 @@ class SpeculativeState(DecodingState):
 
     @property
     def can_truncate(self) -> bool:
-        """Whether it can remove the last tokens, and keep those before."""
+        """Whether the last tokens can be removed from the caches."""
         return not any(cache.has_shift_state for cache in self.caches)
 
     def truncate(self, length: int) -> None:
-        """Remove all but the first tokens from the caches, or all tokens where the caches cannot be cut there."""
+        """Keep only the first `length` tokens in the caches; empty the caches if they cannot be truncated there."""
         n_removed = len(self.tokens) - length
         super().truncate(length)
         while self._inexact and n_removed > 0:
@@ -62,9 +62,9 @@ class SpeculativeState(DecodingState):
             cache.pin(position)
 
     def fork(self, length: int) -> SpeculativeState:
-        """Return a state that has processed the first tokens; this one stays as it is.
+        """Return a copy of the state after the first `length` tokens.
 
-        The new one is empty where the caches cannot be cut there, or are inexact.
+        The copy is empty if the caches cannot be truncated there, or are inexact.
         """
         other = SpeculativeState(self.model, self.dtype)
         length = min(length, len(self.tokens))
@@ -75,12 +75,12 @@ class SpeculativeState(DecodingState):
         return other
 
     def logits(self, text: Sequence[int]) -> np.ndarray:
-        """Return the exact logits (V,) after a text of one token or more."""
+        """Return the exact logits (V,) after the last token of a text; only new tokens are processed."""
         logits: np.ndarray = decode_batch([self], [text])[0][-1]
         return self.recompute_logits(text) if self.is_inexact else logits
 
     def recompute_logits(self, text: Sequence[int]) -> np.ndarray:
-        """Return the logits (V,) after a text that was processed, bit-equal to those without draft tokens."""
+        """Recompute the inexact part of the caches, and return the logits (V,), bit-equal to those without drafts."""
         text = list(text)
         self.truncate(len(text))
         sizes, self._inexact, self.tokens = self._inexact, [], []
@@ -98,14 +98,14 @@ class SpeculativeState(DecodingState):
 def decode_batch(
     states: Sequence[SpeculativeState], texts: Sequence[Sequence[int]], n_draft_tokens: Sequence[int] | None = None
 ) -> list[np.ndarray]:
-    """Return the logits after texts, each with a state, all computed in the same matrix products.
+    """Run the model on the new tokens of several texts at once, and return the logits of each text.
 
     Args:
-        states: of one model.
-        n_draft_tokens: how many of each text's last tokens are draft tokens; none unless given.
+        states: one for each text, all of one model.
+        n_draft_tokens: the number of draft tokens at the end of each text; 0 if not given.
 
     Returns:
-        for each text (D + 1, V): after each of its D draft tokens, and before the first.
+        for each text (D + 1, V): the logits before the first of its D draft tokens, and after each.
     """
     n_drafts = [0] * len(texts) if n_draft_tokens is None else list(n_draft_tokens)
     whole = [list(text) for text in texts]

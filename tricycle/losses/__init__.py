@@ -1,6 +1,6 @@
-"""The cross-entropy of many logits, which are computed for some rows at a time and never exist whole.
+"""The fused linear cross-entropy: the logits are computed in chunks of rows, and never stored in full.
 
-`from_hidden` is a method of `CrossEntropy`.
+`from_hidden` becomes a method of `CrossEntropy`; `GPT` uses it in training on a CPU.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ def from_hidden(
     n_rows: int,
     scale: Array | float = 1.0,
 ) -> Tensor:
-    """Compute `loss_fn(labels, head(hidden), scale)` for some rows at a time, so that the logits never exist whole.
+    """Compute `loss_fn(labels, head(hidden), scale)` in chunks of rows, without storing all logits.
 
-    While the logits of some rows exist, their gradients are computed too, for a loss is a number, and its own gradient
-    is nearly always 1; the backward pass only hands them on. So one more array like each parameter is kept until then.
-    Rows that do not count are left out altogether.
+    The gradients are computed together with the loss of each chunk; the backward pass only multiplies them by the
+    gradient of the loss, which is nearly always 1. So one more array for each parameter is stored until then. Rows with
+    ignored labels are skipped.
 
-    Source: the same is known from Hsu et al. 2024, "Liger kernel", section 3.2.
+    Source: Hsu et al. 2024, "Liger kernel", section 3.2.
 
     Args:
         labels: integers (...).
         hidden: (..., C), in host memory.
-        head: maps hidden states (N, C) to logits (N, V), each row by itself.
+        head: a function from hidden states (N, C) to logits (N, V), independent for each row.
         parameters: of the head.
-        n_rows: the most rows whose logits exist at a time.
+        n_rows: the number of rows of a chunk.
 
     Raises:
-        ValueError: as of `CrossEntropy`; `n_rows` below 1.
+        ValueError: see `CrossEntropy`; or `n_rows` is below 1.
     """
     check_positive("CrossEntropy.from_hidden", n_rows=n_rows)
     hidden = as_tensor(hidden)
@@ -77,7 +77,7 @@ def from_hidden(
 
 
 def _groups(weights: Array, n_rows: int) -> Iterator[Any]:
-    """Yield indices of the rows that count, in groups of at most `n_rows` and about equal size."""
+    """Yield indices of the rows with labels that count, in groups of at most `n_rows` and about equal size."""
     places = np.flatnonzero(weights)
     n_groups = -(-len(places) // n_rows)
     for i in range(n_groups):
@@ -87,7 +87,7 @@ def _groups(weights: Array, n_rows: int) -> Iterator[Any]:
 
 
 def _add(held: Array | None, new: Array | None, other: Array | None) -> Array | None:
-    """Add a gradient to the sum that is held, in place: memory that is shared with anything else is copied first."""
+    """Return the sum of two gradients, in place where possible; an array with shared memory is copied first."""
     if held is None:
         return new if new is None or (owns_memory(new) and new is not other) else new.copy()
     if new is not None:

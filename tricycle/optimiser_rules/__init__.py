@@ -1,4 +1,4 @@
-"""Optimisers besides SGD and AdamW, and the table of those that a config can name."""
+"""The optimizers Muon, Lion and Adafactor, and the table of optimizers that `TrainingConfig.optimiser` can name."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class OptimiserEntry(NamedTuple):
     """An optimizer that a config can name.
 
     Attributes:
-        kind: its class, called with the learning rate and the fields by name.
-        n_state_arrays: numbers of its state for each weight of a matrix, at least (for the estimate of memory).
-        fields: the fields of `TrainingConfig` and `ModelConfig` that it reads.
+        kind: the class, called with the learning rate and the fields by name.
+        n_state_arrays: the least number of state arrays of a matrix's size (for the estimate of memory).
+        fields: the fields of `TrainingConfig` and `ModelConfig` that are passed to the class.
     """
 
     kind: Callable[..., Optimiser]

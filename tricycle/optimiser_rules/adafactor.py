@@ -1,4 +1,4 @@
-"""Adafactor: steps scaled by a second moment of gradients that is kept as one number a row and one a column."""
+"""The Adafactor optimizer, whose second moment of a matrix is stored as row means and column means."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tricycle.optimisers import Filter, Optimiser, Rate, Rule, State, Step, deca
 
 
 class AdafactorRule(Rule):
-    """Updates scaled by a factored second moment (Shazeer and Stern 2018, "Adafactor", algorithms 4 and 5).
+    """The Adafactor update rule (Shazeer and Stern 2018, "Adafactor", algorithms 4 and 5).
 
-    The second moment of a matrix (R, C) is the product of its means over rows (R,) and columns (C,), divided by its
-    mean; that of a vector is kept whole. There is no first moment.
+    The second moment of a matrix (R, C) is approximated by the product of its row means (R,) and column means (C,),
+    divided by its mean; the second moment of a vector is stored in full. There is no first moment.
 
     Args:
         beta2_decay: update t keeps 1 - t ** beta2_decay of the second moment.
         eps: added to squared gradients; and the least scale of a parameter, for relative steps.
         clip_threshold: an update with a larger root mean square is scaled down to it.
-        relative_step: whether the learning rate is relative to the root mean square of the weights.
+        relative_step: multiply the learning rate by the root mean square of the weights.
     """
 
     is_parallelizable = True
@@ -41,13 +41,15 @@ class AdafactorRule(Rule):
         self.clip_threshold, self.relative_step = clip_threshold, relative_step
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the state arrays of a parameter, by name."""
         if len(shape) < 2:
             return {"second": shape}
         return {"rows": shape[:-1], "columns": (*shape[:-2], shape[-1])}
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
+        """Update the weights and the state in place."""
         xp = array_module(grad)
-        new = step.number**self.beta2_decay  # the weight of this gradient in the mean
+        new = step.number**self.beta2_decay  # the weight of this gradient in the moving average
         squares = xp.square(grad)
         squares += self.eps[0]
         if "second" in state:
@@ -79,7 +81,7 @@ def _root_mean_square(array: Array) -> Any:
 
 
 class Adafactor(Optimiser):
-    """`AdafactorRule` for every parameter: the state of a matrix is one number a row and one a column."""
+    """The Adafactor optimizer: its state is one number for each row and each column of a matrix."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Lion: the sign of a mean of gradients."""
+"""The Lion optimizer: each update is the sign of a moving average of gradients."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from tricycle.optimisers import Filter, Optimiser, Rate, Rule, State, Step, deca
 
 
 class LionRule(Rule):
-    """The sign of a mean of gradients (Chen et al. 2023, "Symbolic discovery of optimization algorithms", algorithm 2).
+    """The Lion update rule (Chen et al. 2023, "Symbolic discovery of optimization algorithms", algorithm 2).
 
     Args:
-        betas: how much of the mean counts in the sign, and how much of it a step keeps.
+        betas: the weight of the moving average in the update, and its decay per step.
     """
 
     state_names = ("first",)
@@ -22,6 +22,7 @@ class LionRule(Rule):
         self.betas = betas
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
+        """Update the weights and the state in place."""
         mean = state["first"]
         beta1, beta2 = self.betas
         direction = array_module(grad).sign(beta1 * mean + (1 - beta1) * grad)
@@ -32,7 +33,7 @@ class LionRule(Rule):
 
 
 class Lion(Optimiser):
-    """`LionRule` for every parameter. Its rates are a third to a tenth of AdamW's, and its decays so much larger."""
+    """The Lion optimizer; use 1/3 to 1/10 of AdamW's learning rate, and 3 to 10 times its weight decay."""
 
     def __init__(
         self,

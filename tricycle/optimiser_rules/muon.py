@@ -1,4 +1,4 @@
-"""Muon: momentum whose singular values are all brought to 1, for the matrices between hidden layers."""
+"""The Muon optimizer: orthogonalized momentum for hidden matrices, AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from tricycle.tensor import Tensor
 
 
 def is_hidden_matrix(parameter: Tensor) -> bool:
-    """Return whether a parameter is a matrix between hidden layers, which Muon takes."""
+    """Return whether a parameter is a matrix between hidden layers (not an embedding or the head)."""
     return role_of(parameter) == "matrix" and parameter.ndim == 2
 
 
 def any_parameter(parameter: Tensor) -> bool:
-    """Accept every parameter: the predicate of a last rule, for the rest."""
+    """Return True: the filter of an optimizer's last rule, which applies to all remaining parameters."""
     return True
 
 
 class MuonRule(Rule):
-    """Momentum whose singular values are all brought to 1. For matrices.
+    """The Muon update rule for matrices: Nesterov momentum whose singular values are all set to about 1.
 
-    A matrix that is a whole number of times wider than tall, or taller than wide, is processed as that number of square
-    ones: the queries, keys and values of attention are.
+    A matrix whose width is a multiple of its height, or the reverse, is split into square blocks, such as the joint
+    projection of queries, keys and values.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the coefficients of the
     iteration are those of `kernels.muon.POLAR`.
 
     Args:
-        rate: multiplies the learning rate.
-        momentum: how much of the mean gradient a step keeps.
+        rate: a factor of the learning rate.
+        momentum: the decay of the moving average of gradients.
         precision: of the matrix products of the iteration, in `precision.PRECISIONS`.
     """
 
@@ -48,15 +48,16 @@ class MuonRule(Rule):
         self.precision = precision
 
     def n_operations(self, shape: tuple[int, ...]) -> int:
-        """Return the operations of the matrix products, up to a factor (`distributed.shards.update_cost` reads it)."""
+        """Return the number of operations of an update, up to a factor, to balance shards of the optimizer state."""
         return math.prod(shape) * min(shape)
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
+        """Update the weights and the state in place."""
         mean = state["first"]
         mean *= self.momentum
         mean += (1 - self.momentum) * grad
-        ahead = (1 - self.momentum) * grad + self.momentum * mean  # as Nesterov does
-        ahead = array_module(ahead).ascontiguousarray(ahead)  # so that its blocks are views
+        ahead = (1 - self.momentum) * grad + self.momentum * mean  # Nesterov momentum
+        ahead = array_module(ahead).ascontiguousarray(ahead)  # makes its blocks views
         if step.weight_decay:
             weights *= step.decay_factor
         blocks = _square_blocks(ahead)
@@ -67,7 +68,7 @@ class MuonRule(Rule):
 
 
 def _square_blocks(matrix: Array) -> Array:
-    """Return a view of the square parts of a matrix, (N, R, R); of the matrix itself, (1, R, C), if it has none."""
+    """Return a view of the square blocks of a matrix, (N, R, R); or (1, R, C) if it cannot be split."""
     n_rows, n_columns = matrix.shape
     if n_columns % n_rows == 0:
         return matrix.reshape(n_rows, -1, n_rows).swapaxes(0, 1)
@@ -77,14 +78,14 @@ def _square_blocks(matrix: Array) -> Array:
 
 
 class Muon(Optimiser):
-    """`MuonRule` for matrices between hidden layers, `AdamWRule` for the rest.
+    """The Muon optimizer for hidden matrices, with AdamW for all other parameters.
 
     Args:
-        learning_rate, betas, eps, weight_decay: of AdamW.
-        matrix_rate: the learning rate of the matrices, as a multiple of `learning_rate`.
-        momentum: how much of the mean gradient a step keeps, of the matrices.
-        takes: a predicate: which parameters are such matrices.
-        precision: of the matrix products of the iteration, in `precision.PRECISIONS`.
+        learning_rate, betas, eps: of AdamW.
+        matrix_rate: the learning rate of Muon, as a multiple of `learning_rate`.
+        momentum: of Muon, the decay of the moving average of gradients.
+        uses_muon: a filter that selects the parameters that Muon updates.
+        precision: of Muon's matrix products, in `precision.PRECISIONS`.
     """
 
     def __init__(
@@ -96,9 +97,9 @@ class Muon(Optimiser):
         decays: Filter = decays,
         matrix_rate: float = 5.0,
         momentum: float = 0.95,
-        takes: Filter = is_hidden_matrix,
+        uses_muon: Filter = is_hidden_matrix,
         precision: str = "float32",
     ) -> None:
-        matrices = takes, MuonRule(matrix_rate, momentum, precision)
+        matrices = uses_muon, MuonRule(matrix_rate, momentum, precision)
         others = any_parameter, AdamWRule(betas, eps)
         super().__init__(learning_rate, [matrices, others], weight_decay, decays)

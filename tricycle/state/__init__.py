@@ -1,7 +1,4 @@
-"""What every `Layer` can do with all its parameters: freeze them, move them to a GPU, save, restore and print them.
-
-The functions here are methods of `Layer`.
-"""
+"""Methods of `Layer` that act on all its parameters: freeze, move between devices, save, restore and print."""
 
 from __future__ import annotations
 
@@ -17,19 +14,20 @@ from tricycle.tensor import Tensor
 
 
 def is_quantized(tensor: Tensor) -> bool:
+    """Return whether a Tensor holds a quantized matrix and not an array."""
     return hasattr(tensor.array, "linear")
 
 
 def freeze(layer: Layer) -> Layer:
-    """Keep all parameters as they are: no gradient, no update; return the layer."""
+    """Exclude all parameters from training (no gradients, no updates), and return the layer."""
     return _set_requires_grad(layer, False)
 
 
 def unfreeze(layer: Layer) -> Layer:
-    """Let all parameters be trained again; return the layer.
+    """Include all parameters in training again, and return the layer.
 
     Raises:
-        ValueError: weights of 16 bits, which are too few for small steps.
+        ValueError: weights have 16 bits, which are too few for small updates.
     """
     narrow = [name for name, parameter in layer.named_parameters() if parameter.dtype.itemsize < 4]
     if narrow:
@@ -46,10 +44,10 @@ def _set_requires_grad(layer: Layer, requires_grad: bool) -> Layer:
 
 
 def to_gpu(layer: Layer, device: int = 0) -> Layer:
-    """Move all parameters to a GPU, in place; return the layer.
+    """Move all parameters to a GPU in place, and return the layer.
 
     Raises:
-        ValueError: quantized weights, which are for CPUs. Nothing has moved then.
+        ValueError: weights are quantized, which only CPUs support. No parameter is moved then.
     """
     for name, parameter in layer.named_parameters():
         if is_quantized(parameter):
@@ -61,25 +59,26 @@ def to_gpu(layer: Layer, device: int = 0) -> Layer:
 
 
 def from_gpu(layer: Layer) -> Layer:
-    """Move all parameters to host memory, in place; return the layer."""
+    """Move all parameters to host memory in place, and return the layer."""
     for parameter in layer.parameters():
         parameter.from_gpu()
     return layer
 
 
 def state_dict(layer: Layer) -> dict[str, np.ndarray]:
-    """Return the values of all parameters by name, in host memory (not copied if they are there already).
+    """Return the values of all parameters by name, as arrays in host memory (without a copy if they are there).
 
-    Quantized weights are returned as the float32 numbers that they represent.
+    Quantized weights are dequantized to float32.
     """
     return {name: parameter.numpy() for name, parameter in layer.named_parameters()}
 
 
 def load_state_dict(layer: Layer, state: Mapping[str, np.ndarray]) -> None:
-    """Set the values of all parameters.
+    """Set the values of all parameters from a mapping of names to arrays.
 
     Raises:
-        ValueError: names every missing, extra, misshapen and non-numeric entry; nothing has changed then.
+        ValueError: entries are missing, unexpected, misshapen or not numeric; the message names all of them, and no
+            parameter is changed.
     """
     parameters = dict(layer.named_parameters())
     problems = [f"missing {name}" for name in parameters if name not in state]
@@ -103,17 +102,17 @@ def load_state_dict(layer: Layer, state: Mapping[str, np.ndarray]) -> None:
 
 
 def _fits(dtype: np.dtype, own: np.dtype) -> bool:
-    """Return whether values of that dtype may become a parameter's: integers are weights only by mistake."""
+    """Return whether values of a dtype can be assigned to a parameter; integers to floats are refused as a mistake."""
     return np.can_cast(dtype, own, "same_kind") and (dtype.kind in "biu") == (own.kind in "biu")
 
 
 def format_tree(layer: Layer) -> str:
-    """Return a line for the layer and each layer and parameter inside it, with names and sizes."""
+    """Return the tree of sublayers and parameters as text, one per line, with names and sizes."""
     return "\n".join(_tree(layer, ()))
 
 
 def _tree(layer: Layer, above: tuple[Layer, ...]) -> list[str]:
-    """Return lines about a layer and all inside it, but for the layers `above`, which it is inside of."""
+    """Return the lines of a layer's tree; the layers `above` contain it and are not expanded again."""
     lines = [f"{type(layer).__name__}: {layer.n_parameters:,} parameters"]
     above = (*above, layer)
     for name, part in layer._parts():

@@ -1,4 +1,4 @@
-"""Less memory for activations: free those that no gradient needs while the forward pass goes on."""
+"""Free intermediate activations that no gradient needs, during the forward pass."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from tricycle.tensor import Tensor
 
 
 def free_activations() -> AbstractContextManager[None]:
-    """Within this block (and this thread), let models free what no gradient needs inside of each transformer block."""
+    """Return a context manager in which models free, after each block, the activations that no gradient needs."""
     return graph_mode(Mode(run_block=run_and_free))
 
 
 def run_and_free(block: Layer, x: Tensor, *args: Any) -> Tensor:
-    """Return `block(x, *args)`, and free what no gradient needs inside of it.
+    """Return `block(x, *args)`, and free the block's intermediate activations that no gradient needs.
 
-    Blocks with a layer of another module, or whose `forward` was replaced (by a probe, say), keep everything.
+    Nothing is freed if the block contains a layer from another package, or one whose `forward` was replaced (by a
+    probe, for example).
     """
     result: Tensor = block(x, *args)
     if all(_is_ours(part) for part in block.layers()):
@@ -30,11 +31,11 @@ def run_and_free(block: Layer, x: Tensor, *args: Any) -> Tensor:
 
 
 def free_activations_inside(result: Tensor, start: Tensor) -> None:
-    """Free the arrays of all Tensors on the way from `start` to a result, both spared.
+    """Free the arrays of all Tensors in the graph between `start` and `result`, without these two.
 
-    Backward functions hold the arrays that they need, so gradients stay the same; the Tensors are NaN from now on, in
-    their shapes and dtypes. Inputs and result of an operation whose backward function is not one of the library's are
-    spared, because it may read a Tensor's `array` only when it is called.
+    Backward functions hold the arrays that they need, so gradients do not change; the freed Tensors become NaN, with
+    the same shapes and dtypes. The inputs and the result of a user's own operation are kept, because its backward
+    function may read a Tensor's `array` when it is called.
     """
     inside: dict[int, Tensor] = {}
     spared = {id(start), id(result)}
@@ -55,7 +56,7 @@ def free_activations_inside(result: Tensor, start: Tensor) -> None:
 
 def _holds_its_arrays(backward: Any) -> bool:
     module = getattr(backward, "__module__", None) or ""
-    # back_fns that a user set are called by a function of the library
+    # `call_back_fns` is a function of the library that calls a user's `back_fns`
     return module.startswith("tricycle.") and getattr(backward, "__name__", "") != "call_back_fns"
 
 
