@@ -13,7 +13,7 @@ from tricycle.tensor import to_tensor
 MAKERS = {
     "dense": (lambda: Autoencoder.dense((12, 6, 2), generator=0), (12,)),
     "convolutional": (lambda: Autoencoder.convolutional((5, 4, 2), (3, 4), 2, generator=0), (5, 4, 2)),
-    "variational": (lambda: VariationalAutoencoder.dense((12, 6, 2), generator=0, deviation=0.5), (12,)),
+    "variational": (lambda: VariationalAutoencoder.dense((12, 6, 2), generator=0, output_std=0.5), (12,)),
     "variational, convolutional": (
         lambda: VariationalAutoencoder.convolutional((4, 4, 1), (3,), 2, generator=0),
         (4, 4, 1),
@@ -66,7 +66,7 @@ def test_the_plain_loss_and_its_target(rng):
 
 def test_the_variational_loss_is_that_of_the_paper(rng):
     """Kingma and Welling 2014, appendix B and C.2, with the mean for the draw."""
-    model, x = VariationalAutoencoder.dense((6, 5, 2), generator=0, deviation=0.4).eval(), rng.standard_normal((3, 6))
+    model, x = VariationalAutoencoder.dense((6, 5, 2), generator=0, output_std=0.4).eval(), rng.standard_normal((3, 6))
     mean, log_variance = (t.array for t in model.posterior(x))
     divergence = -0.5 * (1 + log_variance - mean**2 - np.exp(log_variance)).sum(axis=1)
     log_likelihood = -((x - model.decode(mean).array) ** 2 / (2 * 0.4**2)).sum(axis=1)
@@ -127,8 +127,8 @@ def test_what_follows_an_end_does_not_matter(rng):
 REFUSED = {
     "no code": (lambda: Autoencoder.dense((5,)), "Autoencoder.dense: expected sizes from the input's to the code's,"),
     "a deviation of nothing": (
-        lambda: VariationalAutoencoder(Dense(3, 4), Dense(2, 3), deviation=0),
-        "VariationalAutoencoder: expected a deviation above 0, got 0",
+        lambda: VariationalAutoencoder(Dense(3, 4), Dense(2, 3), output_std=0),
+        "VariationalAutoencoder: expected output_std above 0, got 0",
     ),
     "an unknown cell": (lambda: RecurrentAutoencoder(2, 3, 1, cell="elman"), "expected cell to be one of rnn, gru,"),
     "another width": (lambda: Autoencoder.dense((5, 2))(np.ones((3, 4))), "Dense(from_size=5): expected the last axis"),

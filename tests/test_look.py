@@ -270,7 +270,7 @@ def translators() -> dict[str, Any]:
 
     def recurrent(before: bool) -> Seq2SeqAttention:
         attention = AdditiveAttention(6, 12, 6, generator=0)
-        return Seq2SeqAttention(attention, n, n, 6, 6, before=before, generator=1)
+        return Seq2SeqAttention(attention, n, n, 6, 6, attend_before_step=before, generator=1)
 
     return {
         "transformer": Transformer(n, n, 8, 2, 2, 64, generator=0),

@@ -39,8 +39,8 @@ MODELS: dict[str, Callable[[], EncoderDecoder]] = {
     "fixed context, two LSTM layers": lambda: Seq2Seq(*SIZES, n_layers=2, cell="lstm", generator=0),
     "Bahdanau": lambda: attending(AdditiveAttention(5, 10, 4, generator=0)),
     "Bahdanau, two layers": lambda: attending(AdditiveAttention(5, 10, 4, generator=0), n_layers=2, cell="rnn"),
-    "Luong": lambda: attending(LuongAttention(5, 10, generator=0), before=False, cell="lstm"),
-    "Luong, concat": lambda: attending(LuongAttention(5, 10, "concat", generator=0), before=False),
+    "Luong": lambda: attending(LuongAttention(5, 10, generator=0), attend_before_step=False, cell="lstm"),
+    "Luong, concat": lambda: attending(LuongAttention(5, 10, "concat", generator=0), attend_before_step=False),
     "Transformer": lambda: Transformer(V, V, 8, 2, 2, 12, dropout=0.0, generator=0),
     "Transformer, norm first": lambda: Transformer(V, V, 8, 2, 1, 12, dropout=0.0, generator=0, **OTHER_PARTS),
 }

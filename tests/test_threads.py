@@ -595,7 +595,7 @@ def new_gpt(optimiser, **options):
 def new_translator():
     generator = np.random.default_rng(2)
     attention = LuongAttention(128, 256, generator=generator)
-    model = Seq2SeqAttention(attention, 300, 400, 96, 128, before=False, generator=generator)
+    model = Seq2SeqAttention(attention, 300, 400, 96, 128, attend_before_step=False, generator=generator)
     rng = np.random.default_rng(3)
 
     def loss():

@@ -92,7 +92,7 @@ def new_model(
         deviation: of a variational one; a plain one unless given.
     """
     owner = Autoencoder if deviation is None else VariationalAutoencoder
-    options = {} if deviation is None else {"deviation": deviation}
+    options = {} if deviation is None else {"output_std": deviation}
     n_pixels = math.prod(shape)
     if kind == "convolutional":
         model = owner.convolutional(shape, CHANNELS[n_pixels], code_size, generator=generator, **options)

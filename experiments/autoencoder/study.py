@@ -182,8 +182,8 @@ def bound(model: VariationalAutoencoder, images: np.ndarray) -> tuple[float, flo
         codes = mean + np.exp(log_variance / 2) * generator.standard_normal(mean.shape, dtype=np.float32)
         made = in_chunks(model.decode, codes)
         errors.append(((made - images) ** 2).sum() / len(images))
-    constant = n_pixels * math.log(model.deviation * math.sqrt(2 * math.pi))
-    return float(np.mean(errors) / (2 * model.deviation**2) + constant + divergence), float(divergence)
+    constant = n_pixels * math.log(model.output_std * math.sqrt(2 * math.pi))
+    return float(np.mean(errors) / (2 * model.output_std**2) + constant + divergence), float(divergence)
 
 
 def likeness(real: np.ndarray, drawn: np.ndarray, others: np.ndarray) -> tuple[float, float]:

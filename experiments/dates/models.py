@@ -59,7 +59,9 @@ def fixed(size: int, generator: np.random.Generator) -> Seq2Seq:
 
 def attentive(attention: Any, size: int, generator: np.random.Generator, before: bool = False, kind: Any = None) -> Any:
     vocabularies = SOURCE_VOCAB, TARGET_VOCAB
-    return (kind or Seq2SeqAttention)(attention, *vocabularies, EMBEDDING, size, before=before, generator=generator)
+    return (kind or Seq2SeqAttention)(
+        attention, *vocabularies, EMBEDDING, size, attend_before_step=before, generator=generator
+    )
 
 
 def bahdanau(size: int, generator: np.random.Generator) -> Seq2SeqAttention:

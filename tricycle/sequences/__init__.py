@@ -1,1 +1,1 @@
-"""The sequence models of the lecture: recurrent, convolutional and with attention, and what is built of them."""
+"""Sequence models besides GPT: recurrent and convolutional layers, encoder-decoders, text encoders, autoencoders."""

@@ -1,4 +1,6 @@
-"""Attention by scores of several kinds, from plain operations: the lecture's, to be read and changed.
+"""Attention with dot-product, additive and Luong scores, and hard attention, written with plain operations.
+
+These layers are for reading and changing; `MultiHeadAttention` and `GPT` use a fused attention kernel.
 
 Shapes: B batch, T queries, S keys, D their size, E size of the values.
 """
@@ -22,28 +24,27 @@ from tricycle.tensor import Operand, Tensor
 
 
 class ScaledDotProductAttention(Layer):
-    """Weights softmax(score(query, key)), score = q . k / sqrt(D) (Vaswani et al. 2017, section 3.2.1).
+    """Attention with the weights softmax(q . k / sqrt(D)) (Vaswani et al. 2017, section 3.2.1).
 
-    Plain operations, one node each, to be read and changed; `CrossAttention` is the fused form. The base of those
-    with other scores, which define `scores`.
+    Subclasses with other scores override `scores`, and `project_keys` if they project the keys.
 
     Args:
-        softmax: what turns scores into weights: a name in `softmaxes.SOFTMAXES`, or an object.
+        softmax: the attention normalizer: a name in `softmaxes.SOFTMAXES`, or an object.
     """
 
     def __init__(self, softmax: str | RowSoftmax = "softmax") -> None:
         self.softmax = new_softmax(softmax)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """(B, T, D) and what `project_keys` gave for the keys to (B, T, S)."""
+        """Return the scores (B, T, S) of queries (B, T, D) and projected keys (B, S, D)."""
         return query @ key.transpose(0, 2, 1) * (1 / math.sqrt(query.shape[-1]))
 
     def project_keys(self, key: Tensor) -> Tensor:
-        """What the scores need of the keys: computed once where queries come one after the other."""
+        """Return the keys in the form that `scores` takes; in decoding they are projected once for all queries."""
         return key
 
     def weights(self, query: Tensor, projected_keys: Tensor, mask: Mask = None) -> Tensor:
-        """(B, T, S); a row that sees no key is all zeros."""
+        """Return the attention weights (B, T, S); a row whose keys are all masked is zero."""
         scores = self.scores(query, projected_keys)
         hidden = additive_mask(type(self).__name__, mask, scores.array, *scores.shape[1:])
         if hidden is not None:
@@ -58,16 +59,14 @@ class ScaledDotProductAttention(Layer):
         mask: Mask = None,
         return_weights: bool = False,
     ) -> Any:
-        """
-        Args:
-            query: (B, T, query_size). key: (B, S, key_size). value: (B, S, E), the keys unless given.
-            mask: which keys may be seen, as `additive_mask` takes it.
+        """Return the weighted means of the values, (B, T, E); with `return_weights` also the weights (B, T, S).
 
-        Returns:
-            (B, T, E), the mean of the values by their weights; with `return_weights` also these, (B, T, S).
+        Args:
+            query: (B, T, query_size). key: (B, S, key_size). value: (B, S, E); the keys if not given.
+            mask: which keys each query may attend to, in a form that `additive_mask` accepts.
 
         Raises:
-            ValueError: shapes that do not belong together.
+            ValueError: the shapes do not match.
         """
         query, key = as_tensors(query, key)
         value = key if value is None else as_tensor(value)
@@ -82,11 +81,11 @@ class ScaledDotProductAttention(Layer):
 
 
 class AdditiveAttention(ScaledDotProductAttention):
-    """score = v . tanh(W_q q + W_k k) (Bahdanau et al. 2015, appendix A.1.2).
+    """Additive attention, score = v . tanh(W_q q + W_k k) (Bahdanau et al. 2015, appendix A.1.2).
 
     Args:
-        query_size, key_size: may differ.
-        hidden_size: of the tanh.
+        query_size, key_size: the sizes of queries and keys, which may differ.
+        hidden_size: the size of the tanh.
     """
 
     def __init__(
@@ -105,19 +104,22 @@ class AdditiveAttention(ScaledDotProductAttention):
         self.vector = Dense(hidden_size, 1, False, initialiser, generator)
 
     def project_keys(self, key: Tensor) -> Tensor:
+        """Return W_k k, (B, S, hidden_size)."""
         return self.key(key)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return the scores (B, T, S) of queries and projected keys."""
         hidden = tanh(self.query(query)[:, :, None] + key[:, None])  # (B, T, S, hidden_size)
         return self.vector(hidden)[..., 0]
 
 
 class LuongAttention(ScaledDotProductAttention):
-    """score = q . k ("dot"), q W k ("general") or v . tanh(W [q; k]) ("concat") (Luong et al. 2015, section 3.1).
+    """Attention with the three scores of Luong et al. 2015, section 3.1.
 
     Args:
-        query_size, key_size: equal for "dot".
-        hidden_size: of the tanh in "concat"; the query's unless given.
+        query_size, key_size: the sizes of queries and keys; equal for "dot".
+        score: "dot" for q . k, "general" for q W k, "concat" for v . tanh(W [q; k]).
+        hidden_size: the size of the tanh in "concat"; query_size if not given.
     """
 
     def __init__(
@@ -144,22 +146,24 @@ class LuongAttention(ScaledDotProductAttention):
             self.concat = AdditiveAttention(query_size, key_size, size, softmax, initialiser, generator)
 
     def project_keys(self, key: Tensor) -> Tensor:
+        """Return W k; the keys themselves for "dot"."""
         if self.score == "concat":
             return self.concat.project_keys(key)
         return self.key(key) if self.score == "general" else key
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return the scores (B, T, S) of queries and projected keys."""
         return self.concat.scores(query, key) if self.score == "concat" else query @ key.transpose(0, 2, 1)
 
 
 class HardAttention(Layer):
-    """Attention to one key for each query, drawn with the weights that soft attention would give (Xu et al. 2015, 4.1).
+    """Hard attention: each query attends to one key, sampled with soft attention's weights (Xu et al. 2015, 4.1).
 
-    A draw has no gradient. What trains the weights is REINFORCE (Williams 1992): `reinforce` makes likelier what was
-    better than expected. The values get gradients as usual. In `eval` the key of the largest weight is taken.
+    Sampling has no gradient; the loss `reinforce` trains the weights (REINFORCE, Williams 1992). The values get
+    gradients as usual. In evaluation mode the key of the largest weight is chosen.
 
     Args:
-        soft: gives the weights.
+        soft: the soft attention that computes the weights.
     """
 
     def __init__(self, soft: ScaledDotProductAttention, generator: Generator = None) -> None:
@@ -169,13 +173,10 @@ class HardAttention(Layer):
     def forward(
         self, query: Operand, key: Operand, value: Operand | None = None, mask: Mask = None
     ) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            query, key, value, mask: as of soft attention.
+        """Return the values (B, T, E) of the sampled keys, and the log probabilities of the samples (B, T).
 
-        Returns:
-            (B, T, E), the values of the chosen keys, zeros where there is none to choose; and the log of the
-            probability of each choice (B, T).
+        Args:
+            query, key, value, mask: see `ScaledDotProductAttention`; a row whose keys are all masked gives zeros.
         """
         _, weights = self.soft(query, key, value, mask, return_weights=True)
         value = as_tensor(key if value is None else value)
@@ -193,11 +194,11 @@ class HardAttention(Layer):
 
 
 def reinforce(log_probability: Tensor, reward: Array, baseline: Array | float) -> Tensor:
-    """-mean((reward - baseline) log p): its gradient raises the expected reward (Williams 1992).
+    """Compute the REINFORCE loss, -mean((reward - baseline) * log_probability) (Williams 1992).
 
     Args:
-        log_probability: of what was chosen, any shape.
-        reward: how good it was, an array that broadcasts to that shape; no gradient flows to it.
-        baseline: what was expected, such as a running mean of rewards: it takes noise away and no gradient.
+        log_probability: of the sampled choices, any shape.
+        reward: an array that broadcasts to that shape; it gets no gradient.
+        baseline: the expected reward, such as a running mean, which reduces the variance; it gets no gradient.
     """
     return -(log_probability * (reward - baseline)).mean()

@@ -1,4 +1,4 @@
-"""Autoencoders: an encoder makes a small code of its input, a decoder the input of the code.
+"""Autoencoders: dense, convolutional, variational and recurrent.
 
 Shapes: B batch, Z size of the code, T time, C channels.
 """
@@ -23,22 +23,23 @@ from tricycle.tensor import Operand, Tensor
 
 
 class Reshape(Layer):
-    """Items of another shape."""
+    """A layer that reshapes each item of a batch."""
 
     def __init__(self, *shape: int) -> None:
         self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x in the shape (B, *shape)."""
         return x.reshape(len(x), *self.shape)
 
 
 class Autoencoder(Layer):
-    """decode(encode(x)), trained to give x back through a code that is smaller than x.
+    """An autoencoder: decode(encode(x)) is trained to reconstruct x from a smaller code.
 
     Args:
-        encoder: x to the code (B, Z).
-        decoder: the code to something like x.
-        generator: a NumPy generator or a seed, for what is drawn in training (nothing, unless variational).
+        encoder: a layer from x to the code (B, Z).
+        decoder: a layer from the code to the shape of x.
+        generator: a NumPy generator or a seed, used in training only by the variational autoencoder.
     """
 
     _numbers_per_code = 1
@@ -48,10 +49,10 @@ class Autoencoder(Layer):
 
     @classmethod
     def dense(cls, sizes: Sequence[int], generator: Generator = None, **options: Any) -> Self:
-        """Dense layers with ReLU between them.
+        """Return an autoencoder of dense layers with ReLU between them.
 
         Args:
-            sizes: from the input's to the code's, such as (64, 32, 2); the decoder goes back the same way.
+            sizes: the widths from the input to the code, such as (64, 32, 2); the decoder has them in reverse.
 
         Raises:
             ValueError: fewer than two sizes.
@@ -70,11 +71,11 @@ class Autoencoder(Layer):
         generator: Generator = None,
         **options: Any,
     ) -> Self:
-        """Convolutions that halve an image each, a dense layer to the code, and the same way back.
+        """Return an autoencoder of convolutions with stride 2 and a dense layer; the decoder mirrors the encoder.
 
         Args:
             shape: (height, width, C) of an image.
-            channels: after each convolution.
+            channels: the number of channels after each convolution.
             code_size: Z.
         """
         generator, down, up = new_generator(generator), list[Any](), list[Any]()
@@ -92,21 +93,22 @@ class Autoencoder(Layer):
         return cls(encoder, decoder, generator=generator, **options)
 
     def encode(self, x: Operand) -> Tensor:
-        """The code (B, Z)."""
+        """Return the codes (B, Z)."""
         return self.encoder(as_tensor(x))
 
     def decode(self, code: Operand) -> Tensor:
+        """Return the reconstruction from codes (B, Z)."""
         return self.decoder(as_tensor(code))
 
     def forward(self, x: Operand) -> Tensor:
-        """Something like x, of its shape."""
+        """Return the reconstruction of x, in the shape of x."""
         return self.decode(self.encode(x))
 
     def loss(self, x: Operand, target: Operand | None = None) -> Tensor:
-        """The mean squared error.
+        """Return the mean squared error of the reconstruction.
 
         Args:
-            target: what should come out, x unless given; to learn to remove noise, x without it.
+            target: the desired output; x if not given. For a denoising autoencoder, the clean version of x.
         """
         return MeanSquaredError()(x if target is None else target, self(x))
 
@@ -119,64 +121,65 @@ def _dense(sizes: Sequence[int], generator: np.random.Generator) -> Sequential:
 
 
 class VariationalAutoencoder(Autoencoder):
-    """An autoencoder whose codes are spread like standard normal numbers, so that `decode` makes new items of such.
+    """A variational autoencoder (Kingma and Welling 2014), which generates new items by decoding normal random codes.
 
-    The encoder gives a mean and the log of a variance for each number of the code; in training the code is drawn from
-    there, as mean + deviation * noise, so that gradients reach both (Kingma and Welling 2014).
+    The encoder predicts a mean and a log variance for each number of the code. In training the code is sampled with the
+    reparameterization trick, mean + standard deviation * noise, so both get gradients.
 
     Args:
-        encoder: x to (B, 2 Z).
-        deviation: the standard deviation of x around what is decoded; the smaller, the more exact are items, and the
-            worse do codes keep to the normal distribution.
+        encoder: a layer from x to (B, 2 Z).
+        output_std: the standard deviation of x around the decoder's output; smaller values give more exact
+            reconstructions, and codes that follow the normal distribution less closely.
     """
 
     _numbers_per_code = 2
 
-    def __init__(self, encoder: Layer, decoder: Layer, deviation: float = 0.3, generator: Generator = None) -> None:
-        if not deviation > 0:
-            raise ValueError(f"VariationalAutoencoder: expected a deviation above 0, got {deviation!r}")
+    def __init__(self, encoder: Layer, decoder: Layer, output_std: float = 0.3, generator: Generator = None) -> None:
+        if not output_std > 0:
+            raise ValueError(f"VariationalAutoencoder: expected output_std above 0, got {output_std!r}")
         super().__init__(encoder, decoder, generator)
-        self.deviation = deviation
+        self.output_std = output_std
 
     def posterior(self, x: Operand) -> tuple[Tensor, Tensor]:
-        """Means and logs of variances of the codes, both (B, Z)."""
+        """Return the means and log variances of the codes, both (B, Z)."""
         both = self.encoder(as_tensor(x))
         size = both.shape[-1] // 2
         return both[..., :size], both[..., size:]
 
     def encode(self, x: Operand) -> Tensor:
-        """The mean of the code (B, Z)."""
+        """Return the means of the codes (B, Z)."""
         return self.posterior(x)[0]
 
     def sample_code(self, mean: Tensor, log_variance: Tensor) -> Tensor:
-        """A code; the mean itself where not training."""
+        """Sample codes with the reparameterization trick; in evaluation mode return the means."""
         if not self.training:
             return mean
         noise = mean.xp.asarray(self.generator.standard_normal(mean.shape), dtype=mean.dtype)
         return mean + exp(log_variance * 0.5) * noise
 
     def forward(self, x: Operand) -> Tensor:
+        """Return the reconstruction of x from sampled codes."""
         return self.decode(self.sample_code(*self.posterior(x)))
 
     def loss(self, x: Operand, target: Operand | None = None) -> Tensor:
-        """-log p(x | code) but for a constant, and the divergence of the code's distribution from the standard normal.
+        """Return the negative evidence lower bound (ELBO) without a constant, in nats per item.
 
-        The mean over items, in nats an item: the negative evidence lower bound.
+        It is -log p(x | code) plus the KL divergence of the code's distribution from the standard normal.
         """
         x = as_tensor(x)
         mean, log_variance = self.posterior(x)
         decoded = self.decode(self.sample_code(mean, log_variance))
         error = MeanSquaredError()(x if target is None else target, decoded) * (x.size / len(x))
         divergence = (mean * mean + exp(log_variance) - log_variance - 1).sum() * (0.5 / len(x))
-        return error * (0.5 / self.deviation**2) + divergence
+        return error * (0.5 / self.output_std**2) + divergence
 
 
 class RecurrentAutoencoder(Autoencoder):
-    """The code of a sequence is made of a recurrent encoder's last state; a recurrent decoder sees it at each step.
+    """An autoencoder of sequences: the encoder's last state gives the code, which the decoder gets at each step.
 
     Args:
         input_size: C.
-        hidden_size: of both runs.
+        hidden_size: of encoder and decoder.
         code_size: Z.
         cell: "rnn", "gru" or "lstm".
     """
@@ -191,20 +194,21 @@ class RecurrentAutoencoder(Autoencoder):
         self.output = Dense(hidden_size, input_size, generator=generator)
 
     def encode(self, x: Operand, lengths: Any = None) -> Tensor:
-        """(B, T, C) to (B, Z).
+        """Return the codes (B, Z) of sequences (B, T, C).
 
         Args:
-            lengths: (B,), how many steps are no padding; all unless given.
+            lengths: (B,), the number of steps of each sequence before the padding; all steps if not given.
         """
         final = self.encoder(x, lengths)[1]
         return self.to_code((final[0] if isinstance(final, tuple) else final)[-1])
 
     def decode(self, code: Operand, n_steps: int = 1) -> Tensor:
-        """(B, Z) to (B, n_steps, C)."""
+        """Return sequences (B, n_steps, C) from codes (B, Z)."""
         code = as_tensor(code)
         steps = code[:, None] + code.xp.zeros((len(code), n_steps, 1), code.dtype)
         return self.output(self.decoder(steps)[0])
 
     def forward(self, x: Operand, lengths: Any = None) -> Tensor:
+        """Return the reconstruction (B, T, C) of sequences (B, T, C)."""
         x = as_tensor(x)
         return self.decode(self.encode(x, lengths), x.shape[1])

@@ -1,4 +1,4 @@
-"""The likeliest target of an encoder-decoder, by a search in some width, which serves decoders too."""
+"""Beam search for encoder-decoders, and the search itself, which `tricycle.decoding.beam_search` shares."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ def beam_search(
     beam_size: int = 1,
     length_penalty: float = 1.0,
 ) -> list[list[int]]:
-    """The likeliest target that a search in some width finds for each source; greedy with a beam of 1.
+    """Return the most probable target of each source, found by beam search; a beam size of 1 is greedy decoding.
 
     Args:
-        source, lengths: as of `EncoderDecoder.start`.
-        begin: the token that stands before every target. end: the one after it.
+        source, lengths: see `EncoderDecoder.start_decoding`.
+        begin: the token before every target.
+        end: the token after every target.
         max_length: the most tokens of a target.
-        beam_size: how many beginnings are kept for each source.
-        length_penalty: finished targets are compared by log probability / length^penalty; 0 favours short ones
+        beam_size: the number of hypotheses kept for each source.
+        length_penalty: finished targets are compared by log probability / length^penalty; 0 favors short ones
             (Wu et al. 2016, section 7, without their constant).
 
     Returns:
-        for each source the target's tokens, without begin and end.
+        the tokens of each target, without begin and end.
 
     Raises:
-        ValueError: a beam or a length below 1.
+        ValueError: beam_size or max_length is below 1.
     """
     if beam_size < 1 or max_length < 1:
         raise ValueError(f"beam_search: expected beam_size and max_length above 0, got {beam_size} and {max_length}")
@@ -50,13 +51,13 @@ def beam_search(
 
 
 class Beams(Protocol):
-    """Texts that a search goes on with."""
+    """The interface of the decoder that `run_beam_search` extends: a batch of hypotheses."""
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
-        """The logits (R, V) after one more token of each of R texts."""
+        """Append one token to each of R hypotheses, and return the logits (R, V) for the next."""
 
     def select(self, rows: np.ndarray) -> None:
-        """Go on with these texts, each as often as it is named."""
+        """Keep the hypotheses with these row numbers, which may repeat."""
 
 
 class _Targets:
@@ -75,22 +76,22 @@ class _Targets:
 def run_beam_search(
     texts: Beams, first: np.ndarray, ends: Sequence[int], max_length: int, beam_size: int, length_penalty: float
 ) -> list[list[int]]:
-    """The likeliest continuation of each text that a search in some width finds.
+    """Return the most probable continuation of each of N texts, found by beam search.
 
     Args:
-        texts: as many as there are in `first`.
-        first: (N,), the token that each begins with, which is no part of what is returned.
+        texts: a decoder with N hypotheses.
+        first: (N,), the first token of each text, which is not returned.
         ends: tokens that end a text.
-        others as of `beam_search`.
+        others: see `beam_search`.
 
     Returns:
-        for each text at least one token and at most `max_length`, the end with them if there was one.
+        for each text 1 to `max_length` tokens, including the end token if one was generated.
     """
     n_items = len(first)
     top = np.arange(n_items)[:, None] * beam_size  # the row of each item's first beam
     if beam_size > 1:
         texts.select(np.repeat(np.arange(n_items), beam_size))
-    scores = np.tile([0.0] + [-np.inf] * (beam_size - 1), (n_items, 1))  # all beams begin alike: one counts
+    scores = np.tile([0.0] + [-np.inf] * (beam_size - 1), (n_items, 1))  # all beams start equal: only one counts
     written = np.zeros((n_items * beam_size, max_length + 1), int)
     written[:, 0] = np.repeat(first, beam_size)
     lasting = np.zeros((n_items, beam_size), int)  # lengths of those that are finished, 0 of others
@@ -120,7 +121,7 @@ def run_beam_search(
 
 
 def select_rows(state: Any, rows: np.ndarray) -> Any:
-    """The state of a decoder for some rows of its batch, each as often as it is named."""
+    """Return a decoder state with the given rows of its batch, which may repeat."""
     if isinstance(state, Tensor):
         return Tensor(state.array[state.xp.asarray(rows)], False)
     if isinstance(state, np.ndarray):

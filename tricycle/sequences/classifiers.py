@@ -1,4 +1,4 @@
-"""Classifiers of sequences (seq2vec): an encoder gives a vector for each token, a pooling makes one of them.
+"""Sequence classifiers: an encoder computes a vector for each token, and a pooling layer combines them.
 
 Shapes: B batch, T tokens, C channels.
 """
@@ -23,11 +23,11 @@ from tricycle.tensor import Operand, Tensor
 
 
 class ConvolutionalEncoder(Layer):
-    """Embeds tokens and looks for patterns of a few neighbours (Kim 2014): C = n_filters * len(widths).
+    """An embedding followed by convolutions of several widths (Kim 2014): C = n_filters * len(widths).
 
     Args:
-        n_filters: patterns of each width.
-        widths: in tokens.
+        n_filters: the number of filters of each width.
+        widths: of the filters, in tokens.
         dropout: probability of dropping an element of the embeddings.
     """
 
@@ -46,19 +46,20 @@ class ConvolutionalEncoder(Layer):
         self.dropout = Dropout(dropout, generator)
 
     def forward(self, tokens: Operand, lengths: Any = None) -> Tensor:
+        """Return the features (B, T, C) of tokens (B, T); tokens after the lengths (B,) are padding."""
         x, n_tokens = self.dropout(self.embedding(tokens)), as_tensor(tokens).shape[1]
-        if lengths is not None:  # padding is nothing, whatever stands there
+        if lengths is not None:  # the embeddings of padding are set to zero
             x = where(x.xp.asarray(length_mask(lengths, n_tokens)[..., None]), x, 0.0)
-        return maximum(concatenate([look(x)[:, :n_tokens] for look in self.filters], axis=-1), 0.0)
+        return maximum(concatenate([convolve(x)[:, :n_tokens] for convolve in self.filters], axis=-1), 0.0)
 
 
 # -------------------------------------------------------------------- (B, T, C) to (B, C)
 class AttentionPooling(Layer):
-    """The mean of the vectors by weights that say how much each matters: additive attention with one learned query.
+    """Pooling by additive attention with one learned query: a weighted mean of the token vectors.
 
     Args:
         size: C.
-        hidden_size: of the tanh; C unless given.
+        hidden_size: of the tanh; C if not given.
     """
 
     def __init__(self, size: int, hidden_size: int | None = None, generator: Generator = None) -> None:
@@ -67,10 +68,10 @@ class AttentionPooling(Layer):
         self.query = Parameter(normal(1.0)((1, 1, size), generator), "embedding")
 
     def forward(self, x: Tensor, mask: Array | None = None) -> tuple[Tensor, Array]:
-        """(B, T, C) to (B, C), and the weights (B, T).
+        """Return the pooled vectors (B, C) of token vectors (B, T, C), and the attention weights (B, T).
 
         Args:
-            mask: (B, T), True where a token is no padding.
+            mask: (B, T), False for padding.
         """
         query = self.query + x.xp.zeros((len(x), 1, 1), x.dtype)
         context, weights = self.attention(query, x, mask=mask, return_weights=True)
@@ -78,10 +79,14 @@ class AttentionPooling(Layer):
 
 
 class MaxPooling(Layer):
-    """The largest value of each channel. Its weights are the shares of channels that come from a token."""
+    """Max pooling over time: the largest value of each channel."""
 
     def forward(self, x: Tensor, mask: Array | None = None) -> tuple[Tensor, Array]:
-        """As of `AttentionPooling`."""
+        """Return the maxima (B, C) of token vectors (B, T, C), and the fraction of channels from each token (B, T).
+
+        Args:
+            mask: (B, T), False for padding.
+        """
         x = x if mask is None else where(x.xp.asarray(mask[..., None]), x, -np.inf)
         largest = x.max(axis=1)
         is_largest = (x.array == largest.array[:, None]).astype(x.dtype)
@@ -89,14 +94,14 @@ class MaxPooling(Layer):
 
 
 class Classifier(Layer):
-    """Tokens to the logits of classes.
+    """A classifier of token sequences: encoder, pooling, and a dense layer to the logits.
 
     Args:
-        encoder: of tokens (B, T) and lengths, such as `ConvolutionalEncoder`, or `RecurrentEncoder` and
-            `TransformerEncoder` of seq2seq.py.
-        pooling: of (B, T, C) and a mask, such as `AttentionPooling` or `MaxPooling`.
+        encoder: a layer of tokens (B, T) and lengths (B,), such as `ConvolutionalEncoder`, or `RecurrentEncoder` and
+            `TransformerEncoder` in seq2seq.py.
+        pooling: a layer of (B, T, C) and a mask, such as `AttentionPooling` or `MaxPooling`.
         size: C.
-        n_classes: how many there are.
+        n_classes: the number of classes.
         dropout: probability of dropping an element of the pooled vector.
     """
 
@@ -114,13 +119,11 @@ class Classifier(Layer):
         self.output = Dense(size, n_classes, generator=generator, role="head")
 
     def forward(self, tokens: Operand, lengths: Any = None, return_weights: bool = False) -> Any:
-        """
-        Args:
-            tokens: whole numbers (B, T).
-            lengths: (B,), how many of them are no padding; all unless given.
+        """Return the logits (B, n_classes); with `return_weights` also the pooling weights, an array (B, T).
 
-        Returns:
-            (B, n_classes); with `return_weights` also what the pooling made of each token, an array (B, T).
+        Args:
+            tokens: integers (B, T).
+            lengths: (B,), the number of tokens of each sequence before the padding; all if not given.
         """
         tokens = as_tensor(tokens)
         if tokens.ndim != 2 or tokens.shape[1] == 0:

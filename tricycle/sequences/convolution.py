@@ -1,7 +1,7 @@
-"""Convolutions: what lies under the kernel at each place is a row of a matrix product.
+"""Convolution layers, computed as matrix products of unfolded windows (im2col).
 
-Shapes: B batch, S sizes of an image (height and width) or a sequence (time), O those of the result, K the product of
-the kernel's sizes, C channels, which come last as everywhere in Tricycle.
+Shapes: B batch, S sizes of an image (height and width) or a sequence (time), O sizes of the result, K the product of the
+kernel's sizes, C channels (the last axis, as everywhere in Tricycle).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Sizes = tuple[int, ...]
 
 @register
 def unfold(x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes) -> Tensor:
-    """(B, *S, C) to (B, *O, K * C), O = (S + 2 padding - kernel) // stride + 1.
+    """Extract sliding windows (im2col): (B, *S, C) to (B, *O, K * C), O = (S + 2 padding - kernel) // stride + 1.
 
     Args:
-        padding: so many zeros stand before and behind.
+        padding: the number of zeros added at both ends of each axis.
 
     Raises:
-        ValueError: another number of axes, or a kernel larger than what it moves over.
+        ValueError: the number of axes is wrong, or the kernel is larger than the padded input.
     """
     room = [n + 2 * p - k for n, p, k in zip(x.shape[1:-1], padding, kernel)]
     if x.ndim != len(kernel) + 2 or min(room) < 0:
@@ -42,7 +42,7 @@ def unfold(x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes) -> Tensor:
 
 @register
 def fold(columns: Tensor, sizes: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes) -> Tensor:
-    """(B, *O, K * C) to (B, *sizes, C): each number is added to where `unfold` took it from."""
+    """Sum sliding windows (B, *O, K * C) into (B, *sizes, C), the transpose of `unfold` (col2im)."""
     shape = (columns.shape[0], *sizes, columns.shape[-1] // int(np.prod(kernel)))
     backward = lambda grad, needs_grad: (_unfold(grad, kernel, stride, padding),)
     array = _fold(as_floating(columns.array), shape, kernel, stride, padding)
@@ -72,17 +72,17 @@ def _fold(columns: Array, shape: Sizes, kernel: Sizes, stride: Sizes, padding: S
 
 
 class Conv1d(Layer):
-    """The same linear map at each place of a sequence, (B, T, from_size) to (B, O, to_size).
+    """A 1-d convolution over sequences, (B, T, from_size) to (B, O, to_size).
 
     O = (T + 2 padding - kernel_size) // stride + 1. The weights have the shape (K * from_size, to_size).
 
     Args:
-        from_size, to_size: channels before and after.
+        from_size, to_size: the numbers of input and output channels.
         kernel_size, stride, padding: one number for all axes, or one for each.
-        bias: add a vector, which starts at 0.
+        bias: add a learned vector, initialized to 0.
 
     Raises:
-        ValueError: sizes below 1 or a padding below 0; on a call, a shape that does not fit.
+        ValueError: a size is below 1 or a padding below 0; on a call, the shape does not fit.
     """
 
     n_axes = 1
@@ -122,24 +122,25 @@ class Conv1d(Layer):
         return x
 
     def forward(self, x: Operand) -> Tensor:
+        """Return the convolution of x."""
         columns = unfold(self._checked(x), self.kernel, self.stride, self.padding)
         return linear(columns, self.weights, self.bias, type(self).__name__.lower())
 
 
 class Conv2d(Conv1d):
-    """The same over images, (B, height, width, from_size). As `Conv1d` in all else."""
+    """A 2-d convolution over images, (B, height, width, from_size); for the arguments see `Conv1d`."""
 
     n_axes = 2
 
 
 class ConvTranspose2d(Conv2d):
-    """The transpose of a `Conv2d`: each place adds a kernel's worth of numbers, so that images grow.
+    """A transposed 2-d convolution, which upsamples images.
 
-    Sizes become (O - 1) * stride - 2 padding + kernel_size + output_padding. The weights have the shape (from_size,
+    Sizes O become (O - 1) * stride - 2 padding + kernel_size + output_padding. The weights have the shape (from_size,
     K * to_size).
 
     Args:
-        output_padding: of the sizes from which a convolution gives the same one, how far above the smallest.
+        output_padding: added to the output's sizes, because a convolution maps several input sizes to the same output.
     """
 
     def __init__(self, *arguments: Any, output_padding: int | Sizes = 0, **options: Any) -> None:
@@ -150,6 +151,7 @@ class ConvTranspose2d(Conv2d):
         return self.from_size, n_places * self.to_size
 
     def forward(self, x: Operand) -> Tensor:
+        """Return the transposed convolution of x."""
         x = self._checked(x)
         columns = linear(x, self.weights, name="convtranspose2d")
         each = zip(x.shape[1:-1], self.stride, self.padding, self.kernel, self.output_padding)

@@ -1,4 +1,4 @@
-"""Attention of one sequence to another, and the block of a decoder that attends to an encoder's output.
+"""Cross-attention, and the decoder block of encoder-decoder transformers.
 
 Shapes: B batch, T tokens, S keys, C channels, H heads, D head size.
 """
@@ -21,17 +21,17 @@ from tricycle.tensor import Operand, Tensor
 
 
 class MultiHeadAttention(MultiHead):
-    """Attention of one sequence to another in several heads, with the projections before and after.
+    """Multi-head attention of one sequence to another, with input and output projections.
 
     Source: Vaswani et al. 2017, section 3.2.2.
 
     Args:
-        embedding_dim: C, a multiple of n_heads, of queries and results.
+        embedding_dim: C, the channels of queries and results, a multiple of n_heads.
         n_heads: H.
-        key_size, value_size: channels of keys and values; C unless given.
-        bias: the projections add a bias.
-        softmax: what turns scores into weights: a name in `functions.SOFTMAXES`, or an object.
-        context_window: the most queries and keys it takes, which "blocks" needs to know.
+        key_size, value_size: the channels of keys and values; C if not given.
+        bias: whether the projections add a bias.
+        softmax: the attention normalizer: a name in `softmaxes.SOFTMAXES`, or an object.
+        context_window: the most queries and keys, which the softmax variant "blocks" requires.
         dropout: probability of dropping an element of the result.
     """
 
@@ -64,13 +64,10 @@ class MultiHeadAttention(MultiHead):
         self.use_softmax(softmax)
 
     def project_kv(self, key: Operand, value: Operand | None = None) -> tuple[Tensor, Tensor]:
-        """Return the projected keys and values, which can be computed once for queries that come one after the other.
+        """Return the projected keys and values, both (B, S, C); in decoding they are computed once for all queries.
 
         Args:
-            key: (B, S, key_size). value: (B, S, value_size), the keys unless given.
-
-        Returns:
-            both (B, S, C).
+            key: (B, S, key_size). value: (B, S, value_size); the keys if not given.
         """
         return self.key(key), self.value(key if value is None else value)
 
@@ -83,16 +80,16 @@ class MultiHeadAttention(MultiHead):
         kv: tuple[Tensor, Tensor] | None = None,
         return_weights: bool = False,
     ) -> Any:
-        """Return (B, T, C); with `return_weights` also the weights of each head, an array (B, H, T, S).
+        """Return the attention output (B, T, C); with `return_weights` also each head's weights, (B, H, T, S).
 
         Args:
-            query: (B, T, C). key, value: as of `project_kv`.
-            mask: which keys may be seen, as `attention.additive_mask` takes it.
-            kv: what `project_kv` returned, in place of key and value.
+            query: (B, T, C). key, value: see `project_kv`.
+            mask: which keys each query may attend to, in a form that `attention.additive_mask` accepts.
+            kv: the result of `project_kv`, in place of key and value.
         """
         if kv is None:
             if key is None:
-                raise ValueError("MultiHeadAttention: expected either keys or what `project_kv` returned, got neither")
+                raise ValueError("MultiHeadAttention: expected either keys or the result of `project_kv`, got neither")
             kv = self.project_kv(key, value)
         elif key is not None:
             raise ValueError("MultiHeadAttention: expected either keys or kv, got both")
@@ -102,7 +99,7 @@ class MultiHeadAttention(MultiHead):
         return (out, scores_and_weights(self.attention, *arguments)[1]) if return_weights else out
 
     def _heads(self, x: Operand) -> Tensor:
-        """(B, T, C) to (B, T, H, D)."""
+        """Split the channels into heads: (B, T, C) to (B, T, H, D)."""
         (x,) = as_tensors(x)
         if x.ndim != 3:
             raise ValueError(f"MultiHeadAttention: expected shape (batch, tokens, channels), got {x.shape}")
@@ -110,10 +107,10 @@ class MultiHeadAttention(MultiHead):
 
 
 class DecoderBlock(TransformerBlock):
-    """Self-attention, then attention to an encoder's output, then the MLP (Vaswani et al. 2017, section 3.1).
+    """A decoder block: self-attention, cross-attention to the encoder, MLP (Vaswani et al. 2017, section 3.1).
 
     Args:
-        config, layer, initialiser, generator: as of `TransformerBlock`.
+        config, layer, initialiser, generator: see `TransformerBlock`.
     """
 
     def __init__(
@@ -147,21 +144,22 @@ class DecoderBlock(TransformerBlock):
         kv: tuple[Tensor, Tensor] | None = None,
         kv_mask: Mask = None,
     ) -> Tensor:
-        """(B, T, C) to (B, T, C).
+        """Return the hidden states (B, T, C) after the block.
 
         Args:
-            cache, mask: as of `TransformerBlock`.
-            kv: what `cross.project_kv` returned for an encoder's output; kv_mask: which of it may be seen.
+            cache, mask: see `TransformerBlock`.
+            kv: the result of `cross.project_kv` for the encoder's output.
+            kv_mask: which positions of the encoder's output may be attended to.
 
         Raises:
-            ValueError: there is no kv.
+            ValueError: kv is None.
         """
         if kv is None:
-            raise ValueError("DecoderBlock: expected what `cross.project_kv` returned, got nothing")
+            raise ValueError("DecoderBlock: expected the result of `cross.project_kv`, got None")
         x = as_tensor(x)
 
-        def cross(normal: Tensor) -> Tensor:
-            return self.cross(normal, mask=kv_mask, kv=kv)
+        def cross(normed: Tensor) -> Tensor:
+            return self.cross(normed, mask=kv_mask, kv=kv)
 
         x = self.add_sublayer(x, self.attention, self.attention_norm, self.attention_post_norm, cache, mask)
         x = self.add_sublayer(x, cross, self.cross_norm, self.cross_post_norm)

@@ -103,7 +103,7 @@ class Seq2Seq(EncoderDecoder):
         dropout: probability of dropping an element of embeddings, between layers and before the output.
     """
 
-    before = True  # the context stands beside each embedding in the decoder's input
+    attend_before_step = True  # each decoder input is the embedding with the context appended
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Seq2Seq(EncoderDecoder):
         self.encoder = RecurrentEncoder(source_vocab, embedding_dim, hidden_size, n_layers, cell, dropout, generator)
         self.embedding = Embedding(target_vocab, embedding_dim, normal(0.1), generator)
         self.bridge = Dense(2 * hidden_size, hidden_size, generator=generator)
-        inputs = embedding_dim + 2 * hidden_size * self.before
+        inputs = embedding_dim + 2 * hidden_size * self.attend_before_step
         self.decoder = new_recurrent(cell, inputs, hidden_size, n_layers, dropout=dropout, generator=generator)
         self.output = Dense(hidden_size, target_vocab, generator=generator, role="head")
         self.dropout = Dropout(dropout, generator)
@@ -153,7 +153,7 @@ class Seq2SeqAttention(Seq2Seq):
     Args:
         attention: with queries of size H and keys of size 2 H, such as `AdditiveAttention(H, 2 * H, H)` or
             `LuongAttention(H, 2 * H)`.
-        before: attend with h_{t-1} and give the context to the step, h_t = f(h_{t-1}, [y_{t-1}; c_t]) (Bahdanau et al.
+        attend_before_step: attend with h_{t-1} and give the context to the step, h_t = f(h_{t-1}, [y_{t-1}; c_t]) (Bahdanau et al.
             2015); else attend with h_t, after all steps at once (Luong et al. 2015). The output is made from
             tanh(W [h_t; c_t]) in both.
         others: as of `Seq2Seq`.
@@ -167,11 +167,11 @@ class Seq2SeqAttention(Seq2Seq):
         embedding_dim: int,
         hidden_size: int,
         n_layers: int = 1,
-        before: bool = True,
+        attend_before_step: bool = True,
         generator: Generator = None,
         **options: Any,
     ) -> None:
-        self.before, generator = before, new_generator(generator)
+        self.attend_before_step, generator = attend_before_step, new_generator(generator)
         sizes = source_vocab, target_vocab, embedding_dim, hidden_size, n_layers
         super().__init__(*sizes, generator=generator, **options)
         self.attention = attention
@@ -184,7 +184,7 @@ class Seq2SeqAttention(Seq2Seq):
     def decode(self, target: Operand, state: State) -> Tensor:
         """As of `EncoderDecoder`; state["weights"] are then those of this call, (B, T, S)."""
         y = self.dropout(self.embedding(as_tensor(target)))
-        if self.before:
+        if self.attend_before_step:
             steps, contexts, weights = [], [], []
             for t in range(y.shape[1]):
                 context, weight = self._attend(state["hidden"][0][:, -1:], state)

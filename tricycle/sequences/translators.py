@@ -149,9 +149,11 @@ def new_translator(config: TranslatorConfig, generator: np.random.Generator) -> 
         model = Seq2Seq(*sizes, **more)
     elif config.name == "bahdanau":
         attention = AdditiveAttention(width, 2 * width, width, generator=generator)
-        model = Seq2SeqAttention(attention, *sizes, **more, before=True)
+        model = Seq2SeqAttention(attention, *sizes, **more, attend_before_step=True)
     else:
-        model = Seq2SeqAttention(LuongAttention(width, 2 * width, generator=generator), *sizes, **more, before=False)
+        model = Seq2SeqAttention(
+            LuongAttention(width, 2 * width, generator=generator), *sizes, **more, attend_before_step=False
+        )
     model.embedding = model.encoder.embedding
     return model
 
