@@ -226,7 +226,7 @@ BAD = {
     "heads of keys": (lambda: MultiHeadSelfAttention(8, 4, 4, n_key_heads=3), "ModelConfig: expected n_key_heads to"),
     "nothing to look at": (
         lambda: DecoderBlock(ModelConfig(embedding_dim=8, n_heads=2, context_window=4))(np.ones((1, 4, 8))),
-        "DecoderBlock: expected what `cross.project_kv` returned, got nothing",
+        "DecoderBlock: expected the result of `cross.project_kv`, got None",
     ),
     "block input": (lambda: GPT2TransformerBlock(8, 2, 4)(np.ones((1, 4, 6))), "LayerNorm(size=8): expected the last"),
 }

@@ -1,7 +1,7 @@
 """Convolution layers, computed as matrix products of unfolded windows (im2col).
 
-Shapes: B batch, S sizes of an image (height and width) or a sequence (time), O sizes of the result, K the product of the
-kernel's sizes, C channels (the last axis, as everywhere in Tricycle).
+Shapes: B batch, S sizes of an image (height and width) or a sequence (time), O sizes of the result, K the product of
+the kernel's sizes, C channels (the last axis, as everywhere in Tricycle).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Recurrent layers: RNN, GRU and LSTM over whole sequences.
 
-One direction of one layer, all its steps, is one node of the graph: the products with the inputs of all steps are one
-matrix product, and so are the gradients of the weights. What is left to do step by step is in kernels/.
+One direction of one layer is one node of the graph: the inputs of all steps, and the gradients of the weights, need one
+matrix product each. The kernels in `tricycle.kernels.recurrent` compute the recurrence step by step.
 
 Shapes: B batch, T time, C channels, H hidden size, S states (an LSTM has two, h and c), R = n_layers * directions.
 """
@@ -28,16 +28,16 @@ from tricycle.tensor import Operand, Tensor, record
 
 
 class Cell(NamedTuple):
-    """What a kind of recurrence looks like from outside.
+    """The kernels and sizes of a kind of recurrent cell.
 
     Attributes:
-        name: of the node in a graph.
-        step: the kernel that goes over some steps.
-        step_back: the one that goes back over them.
-        n_gates: each H columns.
+        name: of the node in the graph.
+        step: the forward kernel for some time steps.
+        step_back: the backward kernel.
+        n_gates: the number of gates, each with H columns.
         n_states: S.
-        n_kept: arrays like a state that the kernel fills, the states included.
-        n_grads: 2 where the input's part of the gates and that of the output before differ in their gradient.
+        n_kept: the number of arrays of a state's size that the forward kernel fills, including the states.
+        n_grads: 2 if the gates' gradients differ for the input and for the previous output, else 1.
         options: further arguments of both kernels.
     """
 
@@ -51,7 +51,7 @@ class Cell(NamedTuple):
     options: tuple[Any, ...] = ()
 
 
-PIECE_STEPS = 8  # products of several steps at once are as fast as of all, and threads can share them with the steps
+PIECE_STEPS = 8  # a product of 8 steps is as fast as of all, and can run in another thread beside the recurrence
 
 CELLS = {
     "tanh": Cell("rnn", cells.rnn, cells.rnn_backward, 1, options=(False,)),
@@ -71,16 +71,16 @@ def recurrence(
     cell: str,
     active: Array | None = None,
 ) -> Tensor:
-    """All steps of one direction of one layer.
+    """Compute all time steps of one direction of one recurrent layer.
 
-    The steps are in one thread; the products of several of them, before or after they are made, may be in another.
+    The recurrence runs in one thread; the matrix products of the inputs may run in other threads.
 
     Args:
         x: (T, B, C). initial: (S, B, H).
         input_weights: (C, n_gates * H). hidden_weights: (H, n_gates * H).
-        biases: none, or two of (n_gates * H,), for the input and for the output before.
+        biases: none, or two of (n_gates * H,), for the input and for the previous output.
         cell: a name in CELLS.
-        active: (T, B, 1) booleans: an item keeps its states over a step where it is False.
+        active: booleans (T, B, 1); where False, the states do not change.
 
     Returns:
         (S, T + 1, B, H): the states before the first step and after each.
@@ -89,7 +89,7 @@ def recurrence(
     check_device(kind.name, x.array, initial.array, input_weights.array, hidden_weights.array)
     args = (x, initial, input_weights, hidden_weights, *biases)
     arrays = [as_floating(arg.array) for arg in args]
-    dtype = x.xp.result_type(*arrays)  # the states are written in place, so all has one dtype
+    dtype = x.xp.result_type(*arrays)  # the states are written in place, so all arrays need one dtype
     rows, first, matrix, hidden, *bias_arrays = (array.astype(dtype, copy=False) for array in arrays)
     run = _Run(kind, rows, first, matrix, hidden, active)
     run.forward(*bias_arrays)
@@ -101,11 +101,12 @@ def recurrence(
 
 
 class _Run:
-    """The arrays of one direction of one layer over a whole sequence, and what is done with them piece by piece.
+    """The forward and backward pass of one direction of one layer, in chunks of time steps.
 
     Attributes:
         gates: (T, B, n_gates * H), the values of the gates after each step.
-        states: (kept, T + 1, B, H), the states, and what else the backward needs, before the first step and after each.
+        states: (n_kept, T + 1, B, H), the states and other arrays for the backward pass, before the first step and
+            after each.
     """
 
     def __init__(
@@ -130,9 +131,9 @@ class _Run:
         """Fill gates and states.
 
         Args:
-            bias, later_bias: for the input and for the output before.
+            bias, later_bias: for the input and for the previous output.
         """
-        if bias is not None and self.kind.n_grads == 1:  # where both do the same, one is enough
+        if bias is not None and self.kind.n_grads == 1:  # the two biases are only ever added
             bias = bias + later_bias
             later_bias = None
         step = self.kind.step
@@ -147,7 +148,7 @@ class _Run:
         cells.run_batch_parallel(self.gates, self.pieces, project, advance)
 
     def backward(self, grad: Array, has_biases: bool) -> list[Array]:
-        """The gradients of inputs, first states, both matrices, and both biases if there are any."""
+        """Return the gradients of the inputs, the initial states, both matrices, and both biases if there are any."""
         xp = array_module(grad)
         d_gates = xp.empty((self.kind.n_grads, *self.gates.shape), self.gates.dtype)
         d_initial = grad[:, -1].copy()
@@ -169,7 +170,7 @@ class _Run:
         gradients = [dx, d_initial, d_matrix, d_hidden]
         if has_biases:
             into_gates = kernels.sum_rows(_flat(d_gates[0]))
-            # a copy where both are the same: whoever changes one in place must not change the other
+            # if both gradients are equal, one is a copy, so that changing one in place does not change the other
             recurrent = into_gates.copy() if self.kind.n_grads == 1 else kernels.sum_rows(_flat(d_gates[1]))
             gradients += [into_gates, recurrent]
         return gradients
@@ -179,7 +180,7 @@ class _Run:
 
 
 def _around(array: Array, piece: cells.Piece) -> Array:
-    """States or their gradients, from before these steps to after them."""
+    """Return a view of the states or their gradients, from before a chunk of steps to after it."""
     steps, items = piece
     return array[:, steps.start : steps.stop + 1, items]
 
@@ -189,7 +190,7 @@ def _flat(array: Array) -> Array:
 
 
 class Direction(Layer):
-    """One direction of one layer, with its weights."""
+    """One direction of one recurrent layer, with its weights."""
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class Direction(Layer):
         generator: np.random.Generator,
     ) -> None:
         def drawn(from_size: int) -> Tensor:
-            """Each gate's matrix by itself: its size is what an initialiser should see."""
+            """Initialize each gate's matrix separately, because initializers depend on the shape."""
             gates = [initialiser((from_size, hidden_size), generator) for _ in range(CELLS[cell].n_gates)]
             return Parameter(np.concatenate(gates, axis=1), "matrix")
 
@@ -212,7 +213,7 @@ class Direction(Layer):
         self.input_bias, self.hidden_bias = (Parameter(zero.copy(), "bias") if bias else None for zero in zeros)
 
     def forward(self, x: Tensor, initial: Tensor, active: Array | None = None) -> Any:
-        """(B, T, C) and (S, B, H) to the outputs (B, T, H) and the states at the end (S, B, H)."""
+        """Return the outputs (B, T, H) and the final states (S, B, H) for x (B, T, C)."""
         weights = self.input_weights, self.hidden_weights, self.input_bias, self.hidden_bias
         given = [w for w in weights if w is not None]
         steps = x.transpose(1, 0, 2)
@@ -227,16 +228,16 @@ class Direction(Layer):
 
 
 class Recurrent(Layer):
-    """Layers of recurrence one on another: the base of RNN, GRU and LSTM.
+    """A stack of recurrent layers: the base class of RNN, GRU and LSTM.
 
     Args:
         input_size: C.
         hidden_size: H.
-        n_layers: each takes the outputs of the one below.
-        bidirectional: each layer also runs from the end to the start, and its outputs stand side by side, 2 H wide.
-        bias: two vectors for each direction of a layer, which start at 0.
+        n_layers: the number of layers; each gets the outputs of the previous one.
+        bidirectional: each layer also runs from the end to the start; the outputs are concatenated, 2 H wide.
+        bias: add two learned vectors in each direction of a layer, initialized to 0.
         dropout: probability of dropping an element between layers.
-        initialiser: first values of each gate's weights.
+        initialiser: the initializer of each gate's weights.
         generator: a NumPy generator or a seed.
     """
 
@@ -263,20 +264,21 @@ class Recurrent(Layer):
         self.dropout = Dropout(dropout, generator)
 
     def forward(self, x: Operand, lengths: Operand | None = None, initial: Any = None) -> Any:
-        """
+        """Run the layers over a batch of sequences, and return the outputs and the final states.
+
         Args:
             x: (B, T, input_size).
-            lengths: (B,) whole numbers from 1 to T: how many steps of each item are real. What stands after them does
-                not matter; the reverse direction starts at the last of them.
-            initial: the states to start from, zeros unless given: (R, B, H); for an LSTM two of them, h and c. Layer by
-                layer, forward before reverse.
+            lengths: (B,) integers from 1 to T: the number of steps of each sequence before the padding, which is
+                ignored; the reverse direction starts at the last step.
+            initial: the initial states, zeros if not given: (R, B, H); for an LSTM a pair of them, h and c. They are
+                ordered by layer, forward before reverse.
 
         Returns:
-            outputs: (B, T, H), or (B, T, 2 H) with both directions; 0 after an item's end.
-            final: the states after each item's last step (the reverse direction's: its first), as `initial`.
+            outputs: (B, T, H), or (B, T, 2 H) with both directions; 0 in the padding.
+            final: the states after each sequence's last step (for the reverse direction its first), like `initial`.
 
         Raises:
-            ValueError: no step, a wrong width, lengths out of range, or anything misshapen.
+            ValueError: no step, a wrong width, lengths out of range, or a wrong shape.
         """
         like, title = self.runs[0][0].hidden_weights, type(self).__name__
         x = as_tensor(x, like)
@@ -300,7 +302,7 @@ class Recurrent(Layer):
         return y, final[0] if len(final) == 1 else (final[0], final[1])
 
     def _initial(self, title: str, x: Tensor, initial: Any, like: Tensor) -> Tensor:
-        """(S, R, B, H)."""
+        """Return the initial states (S, R, B, H)."""
         n_states, shape = CELLS[self._cell].n_states, (sum(map(len, self.runs)), x.shape[0], self.hidden_size)
         if initial is None:
             return Tensor(like.xp.zeros((n_states, *shape), like.dtype), requires_grad=False)
@@ -312,10 +314,10 @@ class Recurrent(Layer):
 
 
 class RNN(Recurrent):
-    """h' = tanh(x W_x + b_x + h W_h + b_h), or max(., 0) in place of tanh (Elman 1990).
+    """A simple recurrent network, h' = tanh(x W_x + b_x + h W_h + b_h) (Elman 1990).
 
     Args:
-        nonlinearity: "tanh" or "relu". All others are those of `Recurrent`.
+        nonlinearity: "tanh", or "relu" in its place. For the other arguments see `Recurrent`.
     """
 
     def __init__(self, *arguments: Any, nonlinearity: str = "tanh", **options: Any) -> None:
@@ -326,37 +328,36 @@ class RNN(Recurrent):
 
 
 class GRU(Recurrent):
-    """Gated recurrent units (Cho et al. 2014), in the form that PyTorch and cuDNN compute.
+    """A gated recurrent unit (Cho et al. 2014), in the variant of PyTorch and cuDNN.
 
     r = sigmoid(x W_xr + b_xr + h W_hr + b_hr)
     z = sigmoid(x W_xz + b_xz + h W_hz + b_hz)
     n = tanh(x W_xn + b_xn + r * (h W_hn + b_hn))
     h' = (1 - z) * n + z * h
 
-    The gates stand side by side in that order, in the weights and in both biases. The arguments are those of
-    `Recurrent`.
+    The gates are concatenated in this order in the weights and in both biases. For the arguments see `Recurrent`.
     """
 
     _cell = "gru"
 
 
 class LSTM(Recurrent):
-    """Long short-term memory (Hochreiter and Schmidhuber 1997) with the forget gate of Gers et al. 2000.
+    """A long short-term memory (Hochreiter and Schmidhuber 1997) with the forget gate of Gers et al. 2000.
 
     i = sigmoid(x W_xi + b_xi + h W_hi + b_hi), f and o alike
     g = tanh(x W_xg + b_xg + h W_hg + b_hg)
     c' = f * c + i * g
     h' = o * tanh(c')
 
-    The gates stand side by side in the order i, f, g, o, in the weights and in both biases. There are two states, h
-    and c. The arguments are those of `Recurrent`.
+    The gates are concatenated in the order i, f, g, o in the weights and in both biases. There are two states, h and c.
+    For the arguments see `Recurrent`.
     """
 
     _cell = "lstm"
 
 
 def new_recurrent(cell: str, *arguments: Any, **options: Any) -> Recurrent:
-    """An RNN, a GRU or an LSTM, by its name in small letters.
+    """Return a new RNN, GRU or LSTM by its lower-case name.
 
     Raises:
         ValueError: an unknown name.

@@ -1,7 +1,7 @@
-"""Encoder-decoders: one sequence in, another out.
+"""Encoder-decoder models: recurrent, recurrent with attention, and transformer.
 
-An encoder makes vectors of the source; a decoder makes the target from them, one token after the other, each from those
-before it. In training all tokens before are given (teacher forcing), so one call takes the whole target.
+The encoder computes a vector for each source token. The decoder predicts the target from them, one token at a time. In
+training it gets all previous target tokens (teacher forcing), so one call processes the whole target.
 
 Shapes: B batch, S source tokens, T target tokens, C channels, H hidden size, L layers, V target vocabulary.
 """
@@ -28,37 +28,37 @@ from tricycle.sequences.cross_attention import DecoderBlock
 from tricycle.sequences.recurrent import new_recurrent
 from tricycle.tensor import Operand, Tensor
 
-State = dict[str, Any]  # all that a decoder needs to go on; arrays in it have the batch on axis 0
+State = dict[str, Any]  # the state of a decoder between two calls; its arrays have the batch on axis 0
 
 
 class EncoderDecoder(Layer):
-    """What training and generation (`generate.beam_search`) need of such a model: `start` and `decode`."""
+    """The base class of encoder-decoders; subclasses define `start_decoding` and `decode`."""
 
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
-        """Read the source.
+        """Encode the source, and return the initial state of the decoder.
 
         Args:
-            source: whole numbers (B, S).
-            lengths: (B,), how many of them are no padding; all unless given.
-            capacity: at most so many target tokens will come, in several calls of `decode`; 0 for one call.
+            source: integers (B, S).
+            lengths: (B,), the number of source tokens before the padding; all if not given.
+            capacity: the most target tokens of all calls of `decode`; 0 if `decode` is called once.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no start")
 
     def decode(self, target: Operand, state: State) -> Tensor:
-        """Logits (B, T, V) for the tokens after each of `target` (B, T). The state goes on to after the last."""
+        """Return the logits (B, T, V) after each target token (B, T), and advance the state in place."""
         raise NotImplementedError(f"{type(self).__name__} defines no decode")
 
     def forward(self, source: Operand, target: Operand, lengths: Any = None) -> Tensor:
-        """(B, S) and (B, T) to logits (B, T, V)."""
+        """Return the logits (B, T, V) after each target token (B, T), given the source (B, S)."""
         return self.decode(target, self.start_decoding(source, lengths))
 
 
 # -------------------------------------------------------------------- recurrent
 class RecurrentEncoder(Layer):
-    """Embeds tokens and reads them in both directions.
+    """An embedding followed by a bidirectional recurrent network.
 
     Args:
-        vocab_size: how many tokens there are.
+        vocab_size: the size of the vocabulary.
         hidden_size: H, of each direction.
         cell: "rnn", "gru" or "lstm".
         dropout: probability of dropping an element of the embeddings, and between layers.
@@ -80,22 +80,22 @@ class RecurrentEncoder(Layer):
         self.dropout = Dropout(dropout, generator)
 
     def states(self, tokens: Operand, lengths: Any = None) -> tuple[Tensor, list[Tensor]]:
-        """(B, S) to the outputs (B, S, 2 H) and the last states, both directions side by side, each (L, B, 2 H)."""
+        """Return the outputs (B, S, 2 H) and the final states, each (L, B, 2 H) with both directions concatenated."""
         outputs, final = self.run(self.dropout(self.embedding(tokens)), lengths)
         return outputs, [concatenate([state[0::2], state[1::2]], axis=-1) for state in _states(final)]
 
     def forward(self, tokens: Operand, lengths: Any = None) -> Tensor:
-        """(B, S) to (B, S, 2 H)."""
+        """Return the outputs (B, S, 2 H) of tokens (B, S)."""
         return self.states(tokens, lengths)[0]
 
 
 class Seq2Seq(EncoderDecoder):
-    """A recurrent encoder whose last states, and nothing else, tell the decoder of the source (Cho et al. 2014).
+    """A recurrent encoder-decoder without attention: the decoder gets the encoder's final states (Cho et al. 2014).
 
-    h_t = f(h_{t-1}, [y_{t-1}; c]): the context c is the encoder's top layer after its last step, in both directions.
+    h_t = f(h_{t-1}, [y_{t-1}; c]): the context c is the final state of the encoder's top layer, in both directions.
 
     Args:
-        source_vocab, target_vocab: how many tokens there are.
+        source_vocab, target_vocab: the sizes of the vocabularies.
         embedding_dim: of both embeddings.
         hidden_size: H, of each direction of the encoder and of the decoder.
         n_layers: of both.
@@ -126,6 +126,7 @@ class Seq2Seq(EncoderDecoder):
         self.dropout = Dropout(dropout, generator)
 
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        """Encode the source (B, S), and return the initial state of the decoder."""
         source = as_tensor(source)
         lengths = np.full(len(source), source.shape[-1]) if lengths is None else lengths
         outputs, both = self.encoder.states(source, lengths)
@@ -134,13 +135,14 @@ class Seq2Seq(EncoderDecoder):
         return {"hidden": hidden, "context": both[0][-1], "outputs": outputs, "mask": mask}
 
     def decode(self, target: Operand, state: State) -> Tensor:
+        """Return the logits (B, T, V) after each target token (B, T), and advance the state in place."""
         y = self.dropout(self.embedding(as_tensor(target)))
         ones = Tensor(y.xp.ones((*y.shape[:2], 1), y.dtype), requires_grad=False)
         context = ones * state["context"][:, None]
         return self.output(self.dropout(self._run(concatenate([y, context], axis=-1), state)))
 
     def _run(self, inputs: Tensor, state: State) -> Tensor:
-        """The decoder's outputs (B, T, H), from the states that it stands in and on to those after."""
+        """Return the decoder's outputs (B, T, H), and advance the hidden states in `state`."""
         hidden = [part.transpose(1, 0, 2) for part in state["hidden"]]
         outputs, final = self.decoder(inputs, initial=hidden[0] if len(hidden) == 1 else hidden)
         state["hidden"] = [part.transpose(1, 0, 2) for part in _states(final)]
@@ -148,15 +150,15 @@ class Seq2Seq(EncoderDecoder):
 
 
 class Seq2SeqAttention(Seq2Seq):
-    """The decoder looks at all the encoder's outputs, with other weights at each step.
+    """A recurrent encoder-decoder with attention: the decoder attends to all encoder outputs at each step.
 
     Args:
-        attention: with queries of size H and keys of size 2 H, such as `AdditiveAttention(H, 2 * H, H)` or
+        attention: a layer for queries of size H and keys of size 2 H, such as `AdditiveAttention(H, 2 * H, H)` or
             `LuongAttention(H, 2 * H)`.
-        attend_before_step: attend with h_{t-1} and give the context to the step, h_t = f(h_{t-1}, [y_{t-1}; c_t]) (Bahdanau et al.
-            2015); else attend with h_t, after all steps at once (Luong et al. 2015). The output is made from
-            tanh(W [h_t; c_t]) in both.
-        others: as of `Seq2Seq`.
+        attend_before_step: the query is h_{t-1}, and the context is an input of the step, h_t = f(h_{t-1}, [y_{t-1};
+            c_t]) (Bahdanau et al. 2015); else the query is h_t, for all steps at once (Luong et al. 2015). The output
+            is computed from tanh(W [h_t; c_t]) in both cases.
+        others: see `Seq2Seq`.
     """
 
     def __init__(
@@ -178,11 +180,12 @@ class Seq2SeqAttention(Seq2Seq):
         self.mix = Dense(3 * hidden_size, hidden_size, generator=generator)
 
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        """Encode the source (B, S), and return the initial state of the decoder, with the projected keys."""
         state = super().start_decoding(source, lengths)
         return {**state, "projected_keys": self.attention.project_keys(state["outputs"]), "weights": None}
 
     def decode(self, target: Operand, state: State) -> Tensor:
-        """As of `EncoderDecoder`; state["weights"] are then those of this call, (B, T, S)."""
+        """Return the logits (B, T, V); store the attention weights (B, T, S) in state["weights"]."""
         y = self.dropout(self.embedding(as_tensor(target)))
         if self.attend_before_step:
             steps, contexts, weights = [], [], []
@@ -204,16 +207,16 @@ class Seq2SeqAttention(Seq2Seq):
 
 
 def _states(final: Any) -> tuple[Tensor, ...]:
-    """An LSTM has two."""
+    """Return the final states as a tuple: two for an LSTM, else one."""
     return final if isinstance(final, tuple) else (final,)
 
 
 # -------------------------------------------------------------------- transformers
 class SinusoidalPositions(Layer):
-    """Adds to each vector one that stands for its place: sines and cosines (Vaswani et al. 2017, section 3.5).
+    """Sinusoidal positional encodings, added to the embeddings (Vaswani et al. 2017, section 3.5).
 
     Args:
-        context_window: the most places.
+        context_window: the number of positions.
         size: C.
     """
 
@@ -222,13 +225,13 @@ class SinusoidalPositions(Layer):
         self.context_window, self.size = context_window, size
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """(B, T, C) to the same.
+        """Return x (B, T, C) plus the positional encodings.
 
         Args:
-            offset: place of the first.
+            offset: the position of the first token.
 
         Raises:
-            ValueError: more places than there are.
+            ValueError: a position exceeds the context window.
         """
         stop = offset + x.shape[1]
         if stop > self.context_window:
@@ -237,45 +240,46 @@ class SinusoidalPositions(Layer):
         return x + self.position_vectors(x, slice(offset, stop))
 
     def position_vectors(self, x: Tensor, places: slice) -> Tensor:
-        """(T, C), on the device of x."""
+        """Return the encodings (T, C) of a slice of positions, on the device of x."""
         table = sinusoids(self.context_window, self.size)[places]
         return Tensor(x.xp.asarray(table, x.dtype), requires_grad=False)
 
 
 class LearnedPositions(SinusoidalPositions):
-    """Adds to each vector one that stands for its place, from a table of weights."""
+    """Learned positional embeddings, added to the token embeddings."""
 
     def __init__(self, context_window: int, size: int, generator: Generator = None) -> None:
         super().__init__(context_window, size)
         self.weights = Parameter(normal(0.02)((context_window, size), new_generator(generator)), "position")
 
     def position_vectors(self, x: Tensor, places: slice) -> Tensor:
+        """Return the embeddings (T, C) of a slice of positions."""
         return self.weights[places]
 
 
 # Cache: a pure function of two sizes; the result is read-only.
 @lru_cache(maxsize=16)
 def sinusoids(n_places: int, size: int) -> np.ndarray:
-    """(n_places, size): sin(p / 10000^(2 i / size)) at 2 i, the cosine at 2 i + 1. Kept, for each step asks anew."""
+    """Return the table of sinusoidal encodings (n_places, size): sin(p / 10000^(2 i / size)) at 2 i, cos at 2 i + 1."""
     angles = np.arange(n_places)[:, None] / 10_000 ** (np.arange(0, size, 2) / size)
     table = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(n_places, -1)[:, :size]
     table.flags.writeable = False
     return table
 
 
-# What Vaswani et al. 2017 do and GPT-2, whose fields are the defaults of `ModelConfig`, does not.
+# The settings in which Vaswani et al. 2017 differ from GPT-2, whose settings are the defaults of `ModelConfig`.
 PAPER_DEFAULTS: dict[str, Any] = {"activation": "relu", "dropout": 0.1}
 
 
 class TransformerEncoder(Layer):
-    """Embeds tokens and lets them attend to each other.
+    """The encoder of a transformer, or with `decoder=True` the decoder's embedding, blocks and norm.
 
     Args:
-        vocab_size, embedding_dim, n_heads, n_layers, context_window: sizes, fields of `ModelConfig`, as are `fields`.
-        norm_first: norms stand before the parts of a block, and one at the end; else after each sum, as in the paper.
-        learned_positions: `LearnedPositions` and not `SinusoidalPositions`.
-        decoder: tokens see those before them, and what an encoder gave.
-        fields: those of `PAPER_DEFAULTS` are as there unless given.
+        vocab_size, embedding_dim, n_heads, n_layers, context_window: see `ModelConfig`.
+        norm_first: pre-norm blocks with a final norm; else post-norm blocks, as in the paper.
+        learned_positions: use `LearnedPositions` instead of `SinusoidalPositions`.
+        decoder: use causal self-attention, and cross-attention to the encoder's output.
+        fields: further fields of `ModelConfig`; those in `PAPER_DEFAULTS` default to the values there.
     """
 
     def __init__(
@@ -315,14 +319,15 @@ class TransformerEncoder(Layer):
         self.norm = new_norm(config) if norm_first else None
 
     def embed(self, tokens: Operand, offset: int = 0) -> Tensor:
+        """Return the scaled embeddings of tokens (B, T) with positional encodings, (B, T, C)."""
         x = self.embedding(as_tensor(tokens))
         return self.dropout(self.positions(x * math.sqrt(x.shape[-1]), offset))
 
     def forward(self, tokens: Operand, lengths: Any = None) -> Tensor:
-        """(B, S) to (B, S, C).
+        """Return the hidden states (B, S, C) of tokens (B, S).
 
         Args:
-            lengths: (B,), how many tokens are no padding; all unless given.
+            lengths: (B,), the number of tokens before the padding; all if not given.
         """
         x = self.embed(tokens)
         mask = None if lengths is None else length_mask(lengths, x.shape[1])
@@ -332,12 +337,12 @@ class TransformerEncoder(Layer):
 
 
 class Transformer(EncoderDecoder):
-    """Attention in the place of recurrence (Vaswani et al. 2017).
+    """The encoder-decoder transformer (Vaswani et al. 2017).
 
     Args:
-        source_vocab, target_vocab: how many tokens there are.
-        tied: source, target and output share one table, for a vocabulary that both sides share.
-        others: as of `TransformerEncoder`; n_layers blocks in the encoder and as many in the decoder.
+        source_vocab, target_vocab: the sizes of the vocabularies.
+        tied: source embedding, target embedding and output share one table; source and target share a vocabulary.
+        others: see `TransformerEncoder`; encoder and decoder have n_layers blocks each.
     """
 
     def __init__(
@@ -367,6 +372,7 @@ class Transformer(EncoderDecoder):
             self.decoder.embedding = self.encoder.embedding
 
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        """Encode the source (B, S), and return its projected keys and values with empty KV caches."""
         source = as_tensor(source)
         mask = None if lengths is None else length_mask(lengths, source.shape[-1])
         memory, blocks = self.encoder(source, lengths), self.decoder.blocks
@@ -375,6 +381,7 @@ class Transformer(EncoderDecoder):
         return {"kv": kv, "mask": mask, "caches": caches, "position": 0}
 
     def decode(self, target: Operand, state: State) -> Tensor:
+        """Return the logits (B, T, V) after each target token (B, T), and advance the state in place."""
         decoder = self.decoder
         target = as_tensor(target)
         x = decoder.embed(target, state["position"])

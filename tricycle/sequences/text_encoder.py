@@ -1,4 +1,6 @@
-"""An encoder: tokens that all see each other, to a vector for each, and one for a whole text.
+"""Bidirectional text encoders (BERT), and pooling of their outputs into sentence embeddings.
+
+`tricycle.pretrained.sentences` loads pretrained ones.
 
 Shapes: B batch, T tokens, C channels.
 """
@@ -21,15 +23,15 @@ from tricycle.ops import as_tensor
 from tricycle.tensor import Operand, Tensor
 
 POOLINGS = ("mean", "first")
-SMALLEST = 1e-24  # a squared length that may be divided by
+SMALLEST = 1e-24  # added to squared norms against division by zero
 
 
 class TextEncoder(BlockStack):
-    """A transformer without a head: BERT and its kin (Devlin et al. 2019).
+    """A bidirectional transformer encoder without a head, such as BERT (Devlin et al. 2019).
 
     Args:
-        config: the shape; `seed` decides the weights.
-        draw_weights: False leaves all weights at 0 (gains at 1), for a model that gets others.
+        config: the architecture; `seed` determines the initial weights.
+        draw_weights: False leaves all weights at 0 (gains at 1), if they are loaded afterwards.
     """
 
     def __init__(self, config: EncoderConfig, draw_weights: bool = True) -> None:
@@ -53,18 +55,15 @@ class TextEncoder(BlockStack):
         self.use_precision(config.precision)
 
     def forward(self, tokens: Operand, mask: Any = None, types: Operand | None = None) -> Tensor:
-        """
-        Args:
-            tokens: whole numbers (B, T), T at most the context window.
-            mask: booleans (B, T), True where a token is no padding; all are real unless given. What comes out in the
-                place of padding means nothing.
-            types: whole numbers (B, T), the kind of each token; 0 unless given.
+        """Return the hidden states (B, T, C); those of padding are undefined.
 
-        Returns:
-            hidden states (B, T, C).
+        Args:
+            tokens: integers (B, T), T at most the context window.
+            mask: booleans (B, T), False for padding; no padding if not given.
+            types: integers (B, T), the token type ids; 0 if not given.
 
         Raises:
-            ValueError: too many tokens or none, ids out of range, or anything misshapen.
+            ValueError: too many tokens or none, ids out of range, or a wrong shape.
         """
         tokens = as_tensor(tokens)
         window = self.config.context_window
@@ -79,7 +78,7 @@ class TextEncoder(BlockStack):
         return x if self.norm is None else self.norm(x)
 
     def _embed(self, tokens: Tensor, types: Operand | None) -> Tensor:
-        """(B, T) to (B, T, C)."""
+        """Return the sum of token, position and type embeddings, (B, T, C)."""
         x = self.token_embedding(tokens)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
@@ -94,10 +93,10 @@ class TextEncoder(BlockStack):
 
 
 def _checked(mask: Any, tokens: Tensor) -> Array | None:
-    """The mask as an array beside the tokens.
+    """Return the mask as an array on the device of the tokens.
 
     Raises:
-        ValueError: not booleans, or not one for each token.
+        ValueError: the mask has another dtype than bool, or another shape than the tokens.
     """
     if mask is None:
         return None
@@ -116,11 +115,11 @@ def _types(types: Operand, tokens: Tensor) -> Tensor:
 
 
 class SentencePooling(Layer):
-    """One vector for each text, from those of its tokens (Reimers and Gurevych 2019, section 3).
+    """Pooling of token vectors into one sentence embedding (Reimers and Gurevych 2019, section 3).
 
     Args:
-        kind: "mean" of those of tokens that are no padding, or the "first", BERT's [CLS].
-        normalise: bring each to length 1, so that the product of two is the cosine of the angle between them.
+        kind: "mean" of all tokens without padding, or "first" for the first token, BERT's [CLS].
+        normalise: scale embeddings to norm 1, so that their dot products are cosine similarities.
     """
 
     def __init__(self, kind: str = "mean", normalise: bool = True) -> None:
@@ -130,10 +129,10 @@ class SentencePooling(Layer):
         self.normalise = normalise
 
     def forward(self, hidden: Tensor, mask: Any = None) -> Tensor:
-        """(B, T, C) to (B, C).
+        """Return the embeddings (B, C) of token vectors (B, T, C).
 
         Args:
-            mask: as of `TextEncoder`; a text of padding alone gives zeros for its mean.
+            mask: booleans (B, T), False for padding; the mean of a text with only padding is zero.
         """
         x = hidden[:, 0] if self.kind == "first" else self._mean(hidden, mask)
         if not self.normalise:

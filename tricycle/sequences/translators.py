@@ -1,8 +1,8 @@
-"""Encoder-decoders between two languages that share a vocabulary: how one is made, and opened where it was saved.
+"""Translation models with a shared vocabulary: construction, loading and text encoding.
 
-A saved one is a safetensors file. Its weights are the tensors "mean.<parameter>", and its metadata has under
-"translation" a JSON object with the fields `name` and `recipe`, which say what the model is (`TranslatorConfig`), and
-`tokeniser`; whoever trains may keep more beside these, as `experiments/translation` does.
+A model is saved as a safetensors file with tensors named "mean.<parameter>". The metadata has the key "translation": a
+JSON object with the fields `name` and `recipe` (see `TranslatorConfig`) and `tokeniser`; training programs such as
+`experiments/translation` may store more. `tricycle look` opens such files.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ RULES: list[Rule] = [
     ("dropout", lambda share: 0 <= share < 1, "from 0 to below 1"),
 ]
 KEY, WEIGHTS = "translation", "mean."
-MOST_PLACES = 2**26  # numbers in a table of positions, which no file holds
+MOST_PLACES = 2**26  # the largest table of positional encodings, which is not stored in the file
 A_TRANSLATOR = "a saved encoder-decoder"
 
 
 # -------------------------------------------------------------------- texts
 class TranslationBatch(NamedTuple):
-    """
+    """A padded batch of sentence pairs as token ids.
+
     Attributes:
         source: (B, S). lengths: (B,) of the sources.
-        target: (B, T), what the decoder is given: the target behind <begin>.
-        labels: (B, T), what it should say: the target and <end>.
+        target: (B, T), the decoder's input: <begin> and the target.
+        labels: (B, T), the decoder's labels: the target and <end>.
     """
 
     source: np.ndarray
@@ -54,7 +55,7 @@ class TranslationBatch(NamedTuple):
 
 
 class Vocabulary:
-    """Text to token ids and back, with ids for padding, the beginning and the end."""
+    """A tokenizer with special tokens for padding, the beginning and the end of a sentence."""
 
     def __init__(self, tokeniser: BPETokeniser) -> None:
         self.tokeniser = tokeniser
@@ -62,7 +63,7 @@ class Vocabulary:
 
     @classmethod
     def train(cls, sentences: Sequence[str], vocab_size: int, progress: bool = True) -> Vocabulary:
-        """Of both languages together, so that names, numbers and signs are one token on both sides."""
+        """Train a BPE tokenizer on sentences of both languages together, so that names and numbers share tokens."""
         text = "\n".join(f" {sentence}" for sentence in sentences)
         return cls(BPETokeniser(vocab_size, SPECIAL).train(text, progress))
 
@@ -70,19 +71,19 @@ class Vocabulary:
         return self.tokeniser.n_vocab
 
     def encode(self, sentence: str) -> np.ndarray:
-        """With a space in front, so that a first word has the token that it has elsewhere."""
+        """Return the token ids of a sentence with a leading space, so that the first word has its usual token."""
         return self.tokeniser.encode_plain(f" {sentence}").astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Leaves out special tokens, which a model that has learnt little may say."""
+        """Return the text of token ids, without special tokens."""
         return self.tokeniser.decode([i for i in ids if i < self.pad]).strip()
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Each token for itself, to write beside a picture."""
+        """Return the text of each token separately, for labels of plots."""
         return [self.tokeniser.decode([i]) for i in ids]
 
     def batch(self, sources: Sequence[Any], targets: Sequence[Any]) -> TranslationBatch:
-        """Pairs side by side, padded."""
+        """Return a padded batch of source and target token ids."""
         source, lengths = pad(sources, self.pad)
         target, _ = pad([[self.begin, *ids] for ids in targets], self.pad)
         labels, _ = pad([[*ids, self.end] for ids in targets], self.pad)
@@ -92,17 +93,17 @@ class Vocabulary:
 # -------------------------------------------------------------------- models
 @dataclass(frozen=True)
 class TranslatorConfig(ValidatedConfig):
-    """What a translator is. Its source and target embeddings are one table.
+    """The architecture of a translation model; source and target share one embedding.
 
     Attributes:
         name: "fixed" (Cho et al. 2014), "bahdanau" (Bahdanau et al. 2015), "luong" (Luong et al. 2015) or "transformer"
             (Vaswani et al. 2017).
         vocab_size: of both languages together.
-        width: channels of embeddings and of states.
+        width: the number of channels of embeddings and of states.
         n_layers: of the encoder and of the decoder each.
         dropout: probability of dropping an element.
-        n_heads, expansion, norm_first, context_window: of a Transformer; expansion is how many times wider than the
-            rest the hidden layer of its MLP is.
+        n_heads, expansion, norm_first, context_window: of the Transformer; expansion is the ratio of the MLP's hidden
+            size to width.
     """
 
     name: Literal["fixed", "bahdanau", "luong", "transformer"]
@@ -120,13 +121,13 @@ class TranslatorConfig(ValidatedConfig):
 
     @property
     def min_n_weights(self) -> int:
-        """No model of this shape has fewer weights."""
+        """A lower bound of the number of weights."""
         hidden = self.expansion if self.name == "transformer" else 1
         return int(self.vocab_size * self.width + self.n_layers * self.width**2 * max(1, hidden))
 
 
 def new_translator(config: TranslatorConfig, generator: np.random.Generator) -> EncoderDecoder:
-    """A model with random weights."""
+    """Return a translation model with random weights."""
     n_vocab, width, dropout = config.vocab_size, config.width, config.dropout
     if config.name == "transformer":
         return Transformer(
@@ -160,23 +161,25 @@ def new_translator(config: TranslatorConfig, generator: np.random.Generator) -> 
 
 # -------------------------------------------------------------------- files
 def find_translators(path: str | os.PathLike[str]) -> list[Path]:
-    """The files of translators that a folder holds, or the file itself if it is of one. Headers alone are read."""
+    """Return the translation model files in a folder, or the path itself if it is one; only headers are read."""
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     found = []
     for file in files:
-        with suppress(ValueError):  # damaged, or something else: to open it raises an error
+        with suppress(ValueError):  # a damaged file, or not a safetensors file
             if file.suffix == ".safetensors" and file.is_file() and KEY in read_places(file)[1]:
                 found.append(file)
     return found
 
 
 def load_translator(path: str | os.PathLike[str]) -> tuple[EncoderDecoder, Vocabulary, TranslatorConfig]:
-    """A trained model, ready to translate. Nothing in the file is executed.
+    """Load a trained translation model in evaluation mode, its vocabulary and its config.
+
+    Nothing in the file is executed.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is something else, or damaged.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged, or is not a translation model.
     """
     path = Path(path)
     with wrap_content_errors(path, A_TRANSLATOR):
@@ -189,7 +192,7 @@ def load_translator(path: str | os.PathLike[str]) -> tuple[EncoderDecoder, Vocab
         shape = {name: value for name, value in about["recipe"].items() if name in known}
         config = TranslatorConfig(**{**shape, "name": about["name"], "vocab_size": len(vocabulary)})
         n_numbers = sum(array.size for array in weights.values())
-        if config.min_n_weights > n_numbers:  # before a crafted file asks for more memory than there is
+        if config.min_n_weights > n_numbers:  # a crafted file must not cause a huge allocation
             raise ValueError(f"expected at least {config.min_n_weights} numbers in its weights, got {n_numbers}")
         if config.context_window * config.width > MOST_PLACES:
             raise ValueError(f"expected context_window times width of at most {MOST_PLACES}")
