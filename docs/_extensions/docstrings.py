@@ -30,7 +30,15 @@ def skipped(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: An
 
 def plain_kernels(app: Sphinx) -> None:
     """A kernel is described by its plain version, where that stands."""
-    from tricycle.kernels import KERNELS, activations, batched, muon, quantized, recurrent, rows  # noqa: F401  (they define kernels)
+    from tricycle.kernels import (  # noqa: F401  (they define kernels)
+        KERNELS,
+        activations,
+        batched,
+        muon,
+        quantized,
+        recurrent,
+        row_attention,
+    )
 
     for name, kernel in KERNELS.items():
         setattr(sys.modules[kernel.reference.__module__], name, kernel.reference)
