@@ -64,7 +64,13 @@ def serving(source: Path, *, start: bool = True, served: Any = None, **settings:
     key = settings.pop("key", None)
     arguments = Arguments(str(source), port=0, **settings)
     served = served or load_served(arguments)
-    app = new_app(served, names=arguments.names, origins=arguments.origins, key=key, most_bytes=arguments.body)
+    app = new_app(
+        served,
+        names=arguments.allowed_hosts,
+        origins=arguments.allowed_origins,
+        key=key,
+        most_bytes=arguments.max_request_bytes,
+    )
     listener = listen("127.0.0.1", 0)
     server = Server(app, served.close)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

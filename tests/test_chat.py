@@ -210,7 +210,7 @@ def test_what_falls_out_of_the_context_is_said(small, capsys):
 def test_a_full_context_may_be_refused(small):
     """What does not fit is not kept; after /reset there is room again."""
     said = "the quick brown fox\n" * 8
-    done = talk(small, f"{said}/reset\nthe quick\n", "--length", "20", "--overflow", "refuse")
+    done = talk(small, f"{said}/reset\nthe quick\n", "--length", "20", "--overflow", "error")
     lines = done.stdout.splitlines()
     full = "(the context of 120 tokens is full and nothing is to be forgotten: /reset begins anew)"
     begin = lines.index(full)
@@ -223,10 +223,10 @@ def test_a_full_context_may_be_refused(small):
 @pytest.mark.parametrize("cache", ["float16", "bfloat16"])
 def test_keys_and_values_of_16_bits(small, cache):
     loaded = load(small)
-    one = Conversation(loaded, None, 20, default_sampling(loaded), DecodingFlags(cache=cache))
+    one = Conversation(loaded, None, 20, default_sampling(loaded), DecodingFlags(kv_cache_dtype=cache))
     turn(one, "the quick brown fox")
     assert {held.keys.dtype.name for held in one.state.caches} == {cache}
-    done = talk(small, "the quick brown fox\n", "--length", "20", "--cache", cache)
+    done = talk(small, "the quick brown fox\n", "--length", "20", "--kv-cache-dtype", cache)
     assert done.stdout.splitlines() == [one.messages[-1]["content"]]
 
 

@@ -158,10 +158,10 @@ def test_draft_tokens_are_imported_only_where_they_are_asked_for():
 
 def test_past_the_window(theirs):
     """It has a context of 100 tokens."""
-    words = ["generate", theirs, "the quick brown", "--length", "130", "--no-stop", "--cache", "float16"]
+    words = ["generate", theirs, "the quick brown", "--length", "130", "--no-stop", "--kv-cache-dtype", "float16"]
     assert len(good(call(*words)).encode()) > 130
     for flag in ("--overflow", "--past-window", "--past_window"):  # the others are deprecated
-        refused(call(*words, flag, "refuse"), "generate: the context window of 100 tokens is full")
+        refused(call(*words, flag, "error"), "generate: the context window of 100 tokens is full")
     refused(call(*words, "--overflow", "slide"), "slide")
 
 
@@ -399,6 +399,4 @@ def test_any_model_writes_and_is_evaluated_in_fewer_bits(weights, ours, theirs, 
 
 
 def test_weights_of_few_bits_are_for_cpus(ours):
-    refused(
-        call("generate", ours, "--weights", "int8", "--device", "gpu"), "--weights int8: expected --device cpu, for"
-    )
+    refused(call("generate", ours, "--weights", "int8", "--device", "gpu"), "--weights int8: expected --device cpu")

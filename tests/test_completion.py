@@ -42,7 +42,7 @@ CASES = {
     "tricycle train --on-nan ": ["stop", "skip", "rollback"],
     "tricycle train --shard": ["--shard-optimiser"],
     "tricycle train --resu": ["--resume"],
-    "tricycle chat smollm2 --overflow ": ["reread", "refuse"],
+    "tricycle chat smollm2 --overflow ": ["truncate", "error"],
     "tricycle generate runs/a --no-st": ["--no-stop"],
     "tricycle --print-completion ": list(SHELLS),
     "tricycle nonsense --preset la": [],

@@ -121,7 +121,7 @@ def test_a_distillation_is_not_resumed_as_a_training(distilled):
 
 def test_a_finished_distillation_is_resumed_and_reports_again(distilled, capsys):
     assert distill(["--resume", str(distilled[0])]) == 0
-    assert "going on after step 12" in capsys.readouterr().out
+    assert "resuming after step 12" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

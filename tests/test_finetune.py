@@ -90,7 +90,7 @@ def test_an_adapter_helps_and_others_take_it(theirs, data, tmp_path, capsys):
     run = tmp_path / "run"
     assert tune(theirs, data, run, "--steps", "40", "--eval-interval", "20") == 0
     out = capsys.readouterr().out
-    assert "before: held-out loss" in out
+    assert "before training: held-out loss" in out
     assert f"--adapter {(run / 'adapter').as_posix()}" in out
     losses = [line["held_out_loss"] for line in read_metrics(run / "metrics.jsonl") if "held_out_loss" in line]
     before = json.loads((run / "data.json").read_text())["before"]["loss"]
@@ -114,14 +114,14 @@ def test_an_adapter_helps_and_others_take_it(theirs, data, tmp_path, capsys):
     whole = json.loads(capsys.readouterr().out)["total"]["loss"]
     evaluate([str(theirs), str(text), "--json", "--adapter", str(run)])
     assert json.loads(capsys.readouterr().out)["total"]["loss"] == pytest.approx(whole, rel=1e-5)
-    with pytest.raises(ValueError, match="it holds an adapter: name its model, and this with --adapter"):
+    with pytest.raises(ValueError, match="got an adapter: give its base model"):
         generate_main([str(run), "the"])
 
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize(
     ("method", "loss"),
-    [("lora", "likelihood"), ("dora", "likelihood"), ("all", "likelihood"), ("lora", "dpo"), ("all", "dpo")],
+    [("lora", "cross-entropy"), ("dora", "cross-entropy"), ("full", "cross-entropy"), ("lora", "dpo"), ("full", "dpo")],
 )
 def test_a_run_that_was_cut_off_goes_on_bit_for_bit(method, loss, theirs, data, tmp_path, monkeypatch):
     words = ["--method", method, "--lora-dropout", "0.2", "--accumulation-steps", "2", "--loss", loss]
@@ -162,7 +162,7 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit(method, loss, theirs, data, 
 
 
 def test_all_weights_are_a_checkpoint(theirs, data, tmp_path):
-    tune(theirs, data, tmp_path / "run", "--method", "all", "--learning-rate", "0.003")
+    tune(theirs, data, tmp_path / "run", "--method", "full", "--learning-rate", "0.003")
     loaded = load(tmp_path / "run")
     assert loaded.model.config.context_window == 100
     assert loaded.tokeniser.chat_template
@@ -224,16 +224,16 @@ def test_other_shapes(shape, theirs, tmp_path):
 
 # -------------------------------------------------------------------- preferences
 @pytest.mark.slow_except(2)
-@pytest.mark.parametrize("method", ["lora", "all"])
+@pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("chat", [True, False])
 def test_chosen_answers_become_likelier_than_rejected_ones(chat, method, theirs, tmp_path, capsys):
     path, run = lines(tmp_path / "pairs.jsonl", preferences(chat=chat)), tmp_path / "run"
-    rate = {"lora": "0.02", "all": "0.004"}[method]
+    rate = {"lora": "0.02", "full": "0.004"}[method]
     words = ["--loss", "dpo", "--method", method, "--steps", "20", "--eval-interval", "10", "--learning-rate", rate]
     assert tune(theirs, path, run, *words) == 0
     out = capsys.readouterr().out
-    assert "before: held-out loss 0.6931 nats a pair, reward margin 0.000, 50% of pairs in order" in out
-    assert "held-out loss before: 0.6931 nats a pair, reward margin 0.000, 50% of pairs in order; after: 0." in out
+    assert "before training: held-out loss 0.6931 nats/pair, reward margin 0.000, reward accuracy 50%" in out
+    assert "held-out loss before training: 0.6931 nats/pair, reward margin 0.000, reward accuracy 50%; after: 0." in out
     metrics = read_metrics(run / "metrics.jsonl")
     estimates = [line for line in metrics if "held_out_loss" in line]
     assert estimates[-1]["held_out_loss"] < 0.5
@@ -369,7 +369,7 @@ BAD = {
     ),
     "preferences": (
         '{"prompt": "x", "chosen": "a", "rejected": "b"}\n',
-        'line 1: "chosen" and "rejected" are learnt from with --loss dpo, got --loss likelihood',
+        'line 1: expected --loss dpo with "chosen" and "rejected", got --loss cross-entropy',
     ),
     "deep": (
         json.dumps(GOOD) + '\n{"messages": ' + "[" * 900 + "]" * 900 + "}\n",
@@ -407,20 +407,20 @@ def test_what_does_not_fit_is_refused_before_any_work(theirs, data, tmp_path, mo
     monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.001")  # the model fits
     with pytest.raises(MemoryError) as error:
         tune(theirs, data, run)
-    ways = r"take --recompute, or lower --batch-size \(now 4; --accumulation-steps makes up for it\), or "
-    ways += r"lower --context-window \(now 100\), or take --weights bfloat16 or int8"
+    ways = r"use --recompute, or lower --batch-size \(now 4; raise --accumulation-steps to compensate\), or "
+    ways += r"lower --context-window \(now 100\), or use --weights bfloat16 or int8"
     said = r"training needs at least 0\.00\d+ GB of memory, 0\.001 GB are free: "
     assert re.fullmatch(said + ways, str(error.value))
     assert not (run / "config.json").exists()
     monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.0003")
-    with pytest.raises(MemoryError, match=r"free: lower --context-window \(now 100\), or take --method lora$"):
-        tune(theirs, data, run, "--method", "all", "--batch-size", "1", "--recompute")
+    with pytest.raises(MemoryError, match=r"free: lower --context-window \(now 100\), or use --method lora$"):
+        tune(theirs, data, run, "--method", "full", "--batch-size", "1", "--recompute")
     monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.1")
     tune(theirs, data, run)
 
 
 @pytest.mark.slow_except(5)
-@pytest.mark.parametrize("words", ["", "--recompute", "--loss dpo", "--method all", "--method all --recompute"])
+@pytest.mark.parametrize("words", ["", "--recompute", "--loss dpo", "--method full", "--method full --recompute"])
 def test_it_takes_no_less_than_is_said(words, theirs, data, tmp_path, monkeypatch):
     if "dpo" in words:
         lines(data, preferences())
@@ -451,18 +451,18 @@ def test_other_bad_input(theirs, data, tmp_path):
         tune(theirs, data, run, "--targets", "c_attn")
     with pytest.raises(ValueError, match="expected --context-window from 2 to 100"):
         tune(theirs, data, run, "--context-window", "101")
-    with pytest.raises(ValueError, match="expected --weights float32 with --method all"):
-        tune(theirs, data, run, "--method", "all", "--weights", "int8")
-    with pytest.raises(ValueError, match='line 1: expected "chosen" and "rejected" with --loss dpo, got another shape'):
+    with pytest.raises(ValueError, match="expected --weights float32 with --method full"):
+        tune(theirs, data, run, "--method", "full", "--weights", "int8")
+    with pytest.raises(ValueError, match='line 1: expected "chosen" and "rejected" with --loss dpo, got other fields'):
         tune(theirs, data, run, "--loss", "dpo")
     with pytest.raises(ValueError, match=r"expected --beta above 0, got 0\.0"):
         tune(theirs, data, run, "--loss", "dpo", "--beta", "0")
     for flag, least in (("patience", 0), ("sample-tokens", 0), ("accumulation-steps", 1), ("epochs", 0), ("steps", 0)):
         with pytest.raises(ValueError, match=f"expected --{flag} of {least} or more, got {least - 1}"):
             tune(theirs, data, run, f"--{flag}", str(least - 1))
-    for flag in ("dora", "rank-stabilised"):
-        with pytest.raises(ValueError, match=f"expected --method lora with --{flag}, got all"):
-            tune(theirs, data, run, "--method", "all", f"--{flag}")
+    for flag in ("dora", "rslora"):
+        with pytest.raises(ValueError, match=f"expected --method lora with --{flag}, got full"):
+            tune(theirs, data, run, "--method", "full", f"--{flag}")
     ties = lines(tmp_path / "ties.jsonl", [{"prompt": f"{i}", "chosen": "a", "rejected": "a"} for i in range(9)])
     with pytest.raises(ValueError, match="got 0 and 0 examples of 9 records; 9 had nothing to learn; equal ones"):
         tune(theirs, ties, run, "--loss", "dpo")
@@ -475,7 +475,7 @@ def test_other_bad_input(theirs, data, tmp_path):
         finetune(["--resume", str(tmp_path)])
     other = write_folder(tmp_path / "other", n_layers=1)
     tune(theirs, data, run)
-    with pytest.raises(ValueError, match="holds a run already"):
+    with pytest.raises(ValueError, match="contains a run already"):
         tune(theirs, data, run)
     with pytest.raises(ValueError, match="expected an adapter of this model"):
         generate_main([str(other), "the", "--adapter", str(run)])
@@ -486,7 +486,7 @@ def test_other_bad_input(theirs, data, tmp_path):
             finetune(["--resume", str(run)])
     (run / "data.json").write_text(json.dumps(about))
     lines(data, conversations(30))
-    with pytest.raises(ValueError, match="the data that it was trained on, which have changed since"):
+    with pytest.raises(ValueError, match="the data that the run was started with, got changed data"):
         finetune(["--resume", str(run)])
 
 
@@ -501,5 +501,5 @@ def test_another_model_in_the_place_of_the_one_that_a_run_began_with(weights, da
     other.blocks[0].mlp.projection.weights.array *= 1.01
     shutil.rmtree(base)
     export_folder(other, tiny_tokeniser(), base)
-    with pytest.raises(ValueError, match=r"expected the model that it began with, .*base has changed since"):
+    with pytest.raises(ValueError, match=r"expected the model that the run was started with, got a changed .*base"):
         finetune(["--resume", str(run)])

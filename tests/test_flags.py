@@ -137,7 +137,7 @@ def test_names_that_are_no_utf8_are_one_line(capsys):
     with pytest.raises(SystemExit) as leaving:
         run_main(lambda: "runs/a\udcff/b".encode() and 0)
     assert leaving.value.code == 1
-    said = r"expected names of files in UTF-8, got one with the byte 0xff: 'runs/a\udcff/b'"
+    said = r"expected file names in UTF-8, got one with the byte 0xff: 'runs/a\udcff/b'"
     assert capsys.readouterr().err == f"program.py: {said}\n"
 
 
@@ -192,3 +192,30 @@ def test_a_panic_of_a_library_is_one_line(capsys, monkeypatch):
     monkeypatch.setenv("TRICYCLE_TRACEBACK", "1")
     with pytest.raises(PanicException):
         run_main(main)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Flags with deprecated names and values."""
+
+    kv_cache_dtype: str = "auto"
+    truncate_answers: bool = False
+    overflow: Literal["truncate", "error"] = "truncate"
+    names: str = ""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--cache", "float16"], Renamed("float16")),
+        (["--cache=float16"], Renamed("float16")),
+        (["--cut-answers"], Renamed(truncate_answers=True)),
+        (["--cut_answers", "--no-cut-answers"], Renamed()),
+        (["--overflow", "refuse"], Renamed(overflow="error")),
+        (["--past-window=refuse"], Renamed(overflow="error")),
+        (["--names", "refuse"], Renamed(names="refuse")),
+    ],
+)
+def test_deprecated_names_and_values(words, expected):
+    """An alias does not replace a flag that a command has by that name."""
+    assert parse(Renamed, args=words) == expected

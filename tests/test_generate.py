@@ -80,13 +80,13 @@ def test_it_goes_on_past_the_context_window(positions, window):
 @pytest.mark.parametrize("function", [generate, generate_prompt_lookup])
 def test_a_full_window_may_be_refused(model, function):
     plain = list(generate(model, [1, 2], 11, temperature=0))
-    settings = {"temperature": 0, "overflow": "refuse"}
+    settings = {"temperature": 0, "overflow": "error"}
     assert list(function(model, [1, 2], 11, **settings)) == plain  # the last one is not read
     drawn = function(model, [1, 2], 12, **settings)
     assert [next(drawn) for _ in range(11)] == plain
     with pytest.raises(ValueError, match="the context window of 12 tokens is full"):
         next(drawn)
-    with pytest.raises(ValueError, match="expected overflow to be reread or refuse, got 'slide'"):
+    with pytest.raises(ValueError, match="expected overflow to be truncate or error, got 'slide'"):
         function(model, [1], 3, overflow="slide")
 
 

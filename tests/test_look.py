@@ -586,7 +586,7 @@ def test_a_file_of_one_model_and_of_two(checkpoint: Path, tmp_path: Path, capsys
     look.main([str(checkpoint), "the cat", "--out", str(out)])
     assert f"{out}: " in capsys.readouterr().out
     one = out.read_text(encoding="utf-8")
-    look.main([str(checkpoint.parent), "the cat", "--beside", str(checkpoint), "--out", str(out)])
+    look.main([str(checkpoint.parent), "the cat", "--compare-with", str(checkpoint), "--out", str(out)])
     assert len(out.read_text(encoding="utf-8")) > len(one)
 
 
@@ -601,7 +601,7 @@ def test_serving(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     look.main([str(checkpoint), "the cat"])
     told = capsys.readouterr()
     assert opened == [told.out.splitlines()[0]]
-    assert "no browser was found" in told.err
+    assert "no browser found" in told.err
     look.main([str(checkpoint), "the cat", "--no-browser"])
     assert len(opened) == 1
 

@@ -181,7 +181,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "neuron" in out.read_text(encoding="utf-8")
     with pytest.raises(FileNotFoundError, match=r"nowhere\.py: there is no such file"):
         look.main(["--graph", "nowhere.py:f"])
-    with pytest.raises(ValueError, match="expected a model to look into, or --graph"):
+    with pytest.raises(ValueError, match="expected a model to inspect, or --graph"):
         look.main([])
 
 

@@ -188,14 +188,14 @@ def test_which_words_are_runs(two: list[Path], tmp_path: Path, monkeypatch: pyte
     for words in (
         ["a"],
         ["a", "a text"],
-        ["a", "--beside", "b"],
+        ["a", "--compare-with", "b"],
         ["a", "b", "--graph"],
         ["--out"],
         ["a", "--port"],
         [],
     ):
         assert not are_runs(words)
-    with pytest.raises(ValueError, match="c: expected a run folder, as the others are"):
+    with pytest.raises(ValueError, match="c: expected a run folder like the others"):
         are_runs(["a", "b", "c"])
 
 
@@ -223,7 +223,7 @@ def test_a_served_page_is_as_new_as_the_folders(two: list[Path]) -> None:
 
 
 def test_what_is_refused(two: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "MOST_RUNS", 1)
+    monkeypatch.setattr(compare, "MAX_RUNS", 1)
     with pytest.raises(ValueError, match="expected at most 1 run folders, got 2"):
         Runs(two)
     monkeypatch.undo()

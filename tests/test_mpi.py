@@ -264,7 +264,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(bench):
     step += "    run.Run.should_stop = lambda self: session.step == %d\n    return usual(session, source)\n"
     step += "updates.RunSession.batches = batches"
     status, said = train(bench, 3, "parts", "--steps", "12", "--shard-optimiser", prelude=step % 3)
-    assert status == 0 and "stopped after step 3; everything is saved" in said, said
+    assert status == 0 and "stopped after step 3; all progress is saved" in said, said
     status, said = train(bench, 0, "", "--resume", str(bench / "parts"), prelude=step % 6)
     assert status == 0 and "stopped after step 6" in said, said
     status, said = train(bench, 2, "", "--resume", str(bench / "parts"), "--shard-optimiser", prelude=step % 9)
@@ -351,7 +351,7 @@ def test_a_signal_while_ranks_join_ends_all_of_them(bench, rank):
 def test_a_signal_in_one_rank_stops_all_of_them(bench):
     act = "os.kill(os.getpid(), signal.SIGTERM)"
     status, said = train(bench, 2, "signal", prelude=AT_STEP_6.format(act=act))
-    assert status == 0 and "stopped after step 6; everything is saved" in said, said
+    assert status == 0 and "stopped after step 6; all progress is saved" in said, said
     assert load_checkpoint(bench / "signal" / "last.safetensors").about["progress"]["step"] == 6
 
 

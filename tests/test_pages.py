@@ -206,7 +206,7 @@ def show_help(request, line: str) -> None:
 
 
 def resume(request, line: str) -> None:
-    assert "going on after step 2" in run(request.getfixturevalue("my_run"), line)
+    assert "resuming after step 2" in run(request.getfixturevalue("my_run"), line)
 
 
 def infer(request, line: str) -> None:

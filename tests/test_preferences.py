@@ -147,7 +147,7 @@ def their_loss(model: Any, batch: PairBatch, reference: Any) -> Any:
     return -torch.nn.functional.logsigmoid(BETA * (gained[:n] - gained[n:])).mean()
 
 
-@pytest.mark.parametrize("method", ["lora", "all"])
+@pytest.mark.parametrize("method", ["lora", "full"])
 def test_ten_updates_are_those_of_pytorch(method: str, tmp_path: Path) -> None:
     """Losses, norms and what comes out, from the same start on the same batches."""
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")

@@ -121,10 +121,10 @@ def test_what_a_run_says(finished, text):
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     final = metrics[-1]
     assert float(table["this model"]) == pytest.approx(final["final_bits_per_byte"], abs=1e-3)
-    assert f"{final['final_loss']:.4f} nats a token = {table['this model']} bits a byte" in out
+    assert f"{final['final_loss']:.4f} nats/token = {table['this model']} bits/byte" in out
     n_bytes = len(text.read_bytes()) // 10
     assert f"{n_bytes:,} bytes" in out
-    assert re.search(r"step 4: held-out loss \d\.\d{4} nats a token, \d\.\d{3} bits a byte", out)
+    assert re.search(r"step 4: held-out loss \d\.\d{4} nats/token, \d\.\d{3} bits/byte", out)
     assert out.count("--- sample at step 6\n") == 1
     assert out.count("--- sample at step 12\n") == 1
     samples = (folder / "samples.txt").read_text(encoding="utf-8")
@@ -228,14 +228,14 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, finishe
     if status == 0:
         assert saved == step
         assert lines_said(done.stderr) == ["stopping after this step (Ctrl-C again to leave at once)"]
-        assert f"stopped after step {step}; everything is saved" in done.stdout
+        assert f"stopped after step {step}; all progress is saved" in done.stdout
         command = shlex.split(done.stdout.splitlines()[-1])
         assert command == ["python", "train_smol_gpt.py", "--resume", str(folder)]
     else:
         assert saved == {7: 6, 2: 0}[step]  # before the sample at step 6
     resumed = call(TRAIN, "--resume", folder)
     out = good(resumed)
-    assert ("going on after step" in out) == (saved > 0)
+    assert ("resuming after step" in out) == (saved > 0)
     assert "this model" in out
     same_run(folder, finished[0])
 
@@ -462,7 +462,7 @@ TRAIN_WRONG = [
     ("--data text --files empty.txt", "expected"),
     ("--data text --files binary.bin", "expected a text file"),
     ("--data text --files short.txt", "expected at least 33 tokens, got"),
-    ("--run-folder cut", "cut holds a run already: continue it with --resume"),
+    ("--run-folder cut", "cut contains a run already: continue it with --resume"),
     ("--run-folder short.txt", "short.txt"),
 ]
 RESUME_WRONG = [

@@ -260,7 +260,7 @@ def test_no_penalty_unless_it_is_asked_for(folder):
 def test_a_run_of_ones_own_is_served_without_penalties():
     own = Pretrained(lively_model(), tiny_tokeniser(), GenerationSettings())
     flags = SamplingFlags(temperature=0.0)
-    assert flags.of(own).repetition_penalty > 1  # as `tricycle generate` has it
+    assert flags.for_model(own).repetition_penalty > 1  # as `tricycle generate` has it
     sampling = sampling_of(flags, own)
     assert (sampling.repetition_penalty, sampling.no_repeat_ngram_size) == (1, 0)
     assert sampling_of(SamplingFlags(no_repeat_ngram_size=4), own).no_repeat_ngram_size == 4
@@ -477,7 +477,7 @@ def test_what_is_no_http_at_all(running):
 
 
 def test_a_request_that_is_too_large(folder):
-    with serving(folder, body=1000) as running:
+    with serving(folder, max_request_bytes=1000) as running:
         status, answer, _ = running.ask("/v1/completions", b" " * 1001)
         assert (status, answer["error"]["code"]) == (413, "too_large")
         connection = running.connection()
@@ -517,7 +517,7 @@ def test_pages_elsewhere(folder, running):
         assert running.ask("/v1/completions", method="OPTIONS", Origin=origin)[0] == 403
     own = f"http://127.0.0.1:{running.port}"
     assert running.ask("/v1/completions", {"prompt": "x", "max_tokens": 1}, Origin=own)[0] == 200
-    with serving(folder, origins=("http://localhost:3000",), key="k") as other:
+    with serving(folder, allowed_origins=("http://localhost:3000",), key="k") as other:
         status, _, headers = other.ask("/v1/completions", method="OPTIONS", Origin="http://localhost:3000")
         assert (status, headers["access-control-allow-origin"]) == (200, "http://localhost:3000")
         status, _, headers = other.ask("/v1/models", Origin="http://localhost:3000", Authorization="Bearer k")
@@ -544,7 +544,7 @@ def test_when_a_key_is_demanded(monkeypatch):
         assert is_loopback(host) and api_key(Arguments(host=host)) is None
     for host in ("0.0.0.0", "::", "192.168.0.1", "example.org"):
         assert not is_loopback(host)
-        with pytest.raises(ValueError, match="expected a key where other machines can ask"):
+        with pytest.raises(ValueError, match="expected a key for an address that other machines can reach"):
             api_key(Arguments(host=host))
         assert api_key(Arguments(host=host, api_key="a")) == "a"
     monkeypatch.setenv("TRICYCLE_API_KEY", "b")
@@ -591,7 +591,7 @@ def read_all(plain: socket.socket) -> bytes:
 
 @pytest.mark.slow
 def test_a_slow_reader_holds_nobody(folder, alone):
-    with serving(folder, texts=2, length=3000) as running, client_of(running) as client:
+    with serving(folder, max_batch_size=2, length=3000) as running, client_of(running) as client:
         slow = [open_stream(running, max_tokens=3000, logprobs=5) for _ in range(2)]
         until(lambda: running.served.engine._has_work())
         until(lambda: not running.served.engine._has_work(), 60)  # it was written, though nobody read
@@ -620,7 +620,7 @@ def scale_frequencies(monkeypatch, seconds: float) -> list[int]:
 def test_a_dropped_connection_ends_its_text(folder, alone, monkeypatch):
     monkeypatch.setattr("tricycle_serve.app.MOST_REQUESTS", 2)  # one that is gone counts no longer
     steps = scale_frequencies(monkeypatch, 0.005)
-    with serving(folder, texts=1, length=4000, queue=4) as running, client_of(running) as client:
+    with serving(folder, max_batch_size=1, length=4000, max_queue=4) as running, client_of(running) as client:
         for stream in (True, False, True):
             plain = open_stream(running, max_tokens=4000, stream=stream)
             until(lambda: running.served.engine._has_work())
@@ -696,7 +696,7 @@ def test_texts_of_one_prompt_read_it_once(folder, monkeypatch):
 
 
 def test_a_full_queue(folder, alone):
-    with serving(folder, start=False, queue=2) as running, client_of(running) as client:
+    with serving(folder, start=False, max_queue=2) as running, client_of(running) as client:
         waiting = [open_stream(running, max_tokens=5) for _ in range(2)]
         until(lambda: running.served.engine._n_waiting() == 2)
         with pytest.raises(openai.RateLimitError, match="2 texts are waiting") as error:
@@ -711,7 +711,7 @@ def test_a_full_queue(folder, alone):
 
 
 def test_one_that_waited_too_long(folder):
-    with serving(folder, start=False, seconds=0.05) as running:
+    with serving(folder, start=False, timeout_seconds=0.05) as running:
         plain = open_stream(running, max_tokens=5, stream=False)
         until(lambda: running.served.engine._n_waiting() == 1)
         time.sleep(0.06)
@@ -724,7 +724,7 @@ def test_one_that_waited_too_long(folder):
 @pytest.mark.slow
 def test_an_answer_that_takes_too_long_is_cut_off(folder, monkeypatch):
     scale_frequencies(monkeypatch, 0.001)
-    with serving(folder, seconds=2, length=4000) as running:
+    with serving(folder, timeout_seconds=2, length=4000) as running:
         status, answer, _ = running.ask(
             "/v1/completions", {"prompt": "x", "max_tokens": 4000, "logit_bias": {"2": -100}}
         )
@@ -734,7 +734,7 @@ def test_an_answer_that_takes_too_long_is_cut_off(folder, monkeypatch):
 
 def test_long_prompts_are_read_in_parts(folder, alone, monkeypatch):
     """Those who are being answered get tokens meanwhile."""
-    with serving(folder, texts=4) as running:
+    with serving(folder, max_batch_size=4) as running:
         rows = scale_frequencies(monkeypatch, 0)
         body = {"max_tokens": 60, "temperature": 0, "repetition_penalty": 1, "logit_bias": {"2": -100}}
         answers = {}
@@ -831,7 +831,7 @@ def test_names_and_memory(folder, alone, monkeypatch):
     assert cache_capacity_tokens(alone.loaded.model, None) == 0.5e6 // (2 * per_token)
     assert cache_capacity_tokens(alone.loaded.model, "float16") == 0.5e6 // per_token
     monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.0003")
-    with serving(folder, conversations=3, texts=2) as running:
+    with serving(folder, cached_texts=3, max_batch_size=2) as running:
         most = running.served.engine._limits.n_tokens
         assert most == 292
         status, answer, _ = running.ask("/v1/completions", {"prompt": "x", "max_tokens": 400})
@@ -847,7 +847,7 @@ def test_names_and_memory(folder, alone, monkeypatch):
     [("float16", ModelFlags()), ("auto", ModelFlags(weights="int8")), ("auto", ModelFlags(softmax="softmax1"))],
 )
 def test_settings_of_the_model(folder, cache, flags):
-    with serving(folder, cache=cache, model=flags) as running:
+    with serving(folder, kv_cache_dtype=cache, model=flags) as running:
         status, answer, _ = running.ask("/v1/chat/completions", {"messages": HELLO, "max_tokens": 5})
         assert status == 200 and 0 < answer["usage"]["completion_tokens"] <= 5
         model = running.served.engine.model
@@ -974,11 +974,11 @@ def test_wrong_words(folder, tmp_path):
         port = str(taken.getsockname()[1])
         cases = [
             ([str(folder), "--port", port], f"--host 127.0.0.1 --port {port}: Address already in use"),
-            ([str(folder), "--host", "0.0.0.0"], "expected a key where other machines can ask"),
+            ([str(folder), "--host", "0.0.0.0"], "expected a key for an address that other machines can reach"),
             ([str(folder), "--host", "no.such.host.invalid", "--api-key", "x"], "--host no.such.host.invalid: "),
             ([str(folder), "--port", "70000"], "expected --port to be from 0 to 65535"),
             ([str(tmp_path / "gone.gguf"), "--port", "0"], "gone.gguf: expected a model, there is no such file"),
-            ([str(folder), "--texts", "0"], "expected --texts to be 1 or more"),
+            ([str(folder), "--max-batch-size", "0"], "expected --max-batch-size to be 1 or more"),
         ]
         started = [(command(*words), said) for words, said in cases]
         for process, said in started:
@@ -994,7 +994,7 @@ def test_a_signal_ends_it_in_the_middle_of_an_answer(folder, number):
     process = command(str(folder), "--port", "0", "--length", "4000")
     try:
         line = process.stdout.readline()
-        assert re.fullmatch(r"tiny at http://127\.0\.0\.1:(\d+) \(Ctrl-C ends it\)\n", line)
+        assert re.fullmatch(r"serving tiny at http://127\.0\.0\.1:(\d+) \(Ctrl-C stops the server\)\n", line)
         port = int(re.search(r":(\d+) ", line)[1])
         plain = open_stream(Running(None, f"http://127.0.0.1:{port}", None), max_tokens=4000)
         plain.recv(300)
@@ -1003,7 +1003,7 @@ def test_a_signal_ends_it_in_the_middle_of_an_answer(folder, number):
     finally:
         process.kill()
     assert err == ""
-    assert (process.returncode, out) == ((0, "ended\n") if number == signal.SIGINT else (-signal.SIGTERM, ""))
+    assert (process.returncode, out) == ((0, "stopped\n") if number == signal.SIGINT else (-signal.SIGTERM, ""))
     assert b"the server is shutting down" in read_all(plain)
 
 

@@ -173,7 +173,7 @@ def test_a_model_that_was_not_taught_to_talk(browser, tmp_path):
 @pytest.mark.slow
 def test_the_picture_of_the_docs(browser):
     """docs/serving.png is what this leaves, in the folder TRICYCLE_SCREENSHOTS."""
-    with serving(smollm2_file(), name="smollm2") as running:
+    with serving(smollm2_file(), model_name="smollm2") as running:
         browser.open(running.url, (900, 560))
         for said in ("What is the capital of France?", "And what flows through it?"):
             browser.find("#said").send_keys(said)

@@ -604,7 +604,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(monkeypatch):
     ("on_gpu", "precision", "there", "besides"),
     [
         (False, "float32", "", ""),
-        (True, "float32", "; 1.5 GB of the GPU's 80.0 GB are free", ", or take --precision bfloat16"),
+        (True, "float32", "; 1.5 GB of the GPU's 80.0 GB are free", ", or use --precision bfloat16"),
         (True, "bfloat16", "; 1.5 GB of the GPU's 80.0 GB are free", ""),
     ],
 )
@@ -614,8 +614,8 @@ def test_too_little_memory_is_said_with_what_to_lower(monkeypatch, on_gpu, preci
     what = new_task().memory_advice(config, on_gpu)
     with pytest.raises(MemoryError) as caught, updates.advise_on_memory(on_gpu, what):
         raise MemoryError(f"{asked}.")
-    advice = "lower --batch-size (now 2; --accumulation-steps makes up for it) or --context-window (now 8)"
-    advice += f", or make the model smaller: it has {min_n_weights(config):,} weights"
+    advice = "lower --batch-size (now 2; raise --accumulation-steps to compensate) or --context-window (now 8)"
+    advice += f", or use a smaller model (now {min_n_weights(config):,} weights)"
     assert str(caught.value) == f"{asked}{there}: {advice}{besides}"
 
 

@@ -103,9 +103,9 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one: expected a model with attention to look at, got a Seq2Seq without"):
         look.main([str(tmp_path), "the cat"])
     write(tmp_path / "two.safetensors")
-    with pytest.raises(ValueError, match=r"expected one encoder-decoder, name one of .*one.safetensors, .*two"):
+    with pytest.raises(ValueError, match=r"expected one encoder-decoder, got several: .*one.safetensors, .*two"):
         look.main([str(tmp_path), "the cat"])
-    with pytest.raises(ValueError, match=r"--softmax: expected a decoder, .*two.safetensors holds an encoder-decoder"):
+    with pytest.raises(ValueError, match=r"--softmax: expected a decoder, got the encoder-decoder .*two.safetensors"):
         look.main([str(tmp_path / "two.safetensors"), "the cat", "--softmax", "softmax1"])
     with pytest.raises(ValueError, match="expected a source of 1 to 128 tokens to look at, got"):
         look.main([str(tmp_path / "two.safetensors"), "the cat " * 200])

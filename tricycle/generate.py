@@ -12,7 +12,7 @@ from tricycle.models import GPT
 from tricycle.ops import check_range
 from tricycle.sampling import SamplingParams
 
-OVERFLOW = ("reread", "refuse")
+OVERFLOW = ("truncate", "error")
 
 
 class DecodingState:
@@ -72,7 +72,7 @@ class Generation:
         n_tokens: int,
         sampling: SamplingParams,
         state: DecodingState | None = None,
-        overflow: str = "reread",
+        overflow: str = "truncate",
     ) -> None:
         if overflow not in OVERFLOW:
             raise ValueError(f"generate: expected overflow to be {' or '.join(OVERFLOW)}, got {overflow!r}")
@@ -92,7 +92,7 @@ class Generation:
     def context(self) -> list[int]:
         """Return the tokens that the model attends to next, at most its context window."""
         if len(self.tokens) - self.start > self.window:
-            if self.overflow == "refuse":
+            if self.overflow == "error":
                 raise ValueError(f"generate: the context window of {self.window} tokens is full")
             self.start = len(self.tokens) - max(1, self.window // 2)
         return self.tokens[self.start :]
@@ -116,7 +116,7 @@ def generate(
     *,
     temperature: float | None = None,
     state: DecodingState | None = None,
-    overflow: str = "reread",
+    overflow: str = "truncate",
 ) -> Iterator[int]:
     """Continue a prompt of token ids, at least one and at most the context window; gives each token once sampled.
 
@@ -124,7 +124,7 @@ def generate(
         n_tokens: how many to generate at most; a stop token ends the text earlier.
         sampling: `SamplingParams()` unless given; `temperature=0.8` is short for `SamplingParams(temperature=0.8)`.
         state: whose caches may have the beginning of the prompt already; a new one unless given.
-        overflow: when the context window is full, "reread" re-encodes its later half, "refuse" raises a ValueError.
+        overflow: when the context window is full, "truncate" re-encodes its later half, "error" raises a ValueError.
 
     Raises:
         ValueError: an empty or too long prompt, ids outside the vocabulary, parameters out of range.

@@ -58,7 +58,7 @@ class Conversation:
         system: what the model is told first.
         n_tokens: the most tokens of an answer.
         sampling: how answers are drawn.
-        decoding: its overflow "reread" forgets the oldest messages where they no longer fit, "refuse" the latest.
+        decoding: its overflow "truncate" forgets the oldest messages where they no longer fit, "error" the latest.
 
     Raises:
         ValueError: a model without a chat template, or one whose template refuses the first message.
@@ -116,7 +116,7 @@ class Conversation:
                 raise ValueError(
                     f"the message is too long: expected at most {most} tokens with all around it, got {len(ids)}"
                 )
-            if self.decoding.overflow == "refuse":
+            if self.decoding.overflow == "error":
                 raise ValueError(
                     f"the context of {window:,} tokens is full and nothing is to be forgotten: /reset begins anew"
                 )
@@ -145,7 +145,7 @@ def main(args: Sequence[str] | None = None) -> None:
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     loaded = load_model(arguments.source, **vars(arguments.model))
-    sampling = arguments.sampling.of(loaded, SAMPLING)
+    sampling = arguments.sampling.for_model(loaded, SAMPLING)
     conversation = Conversation(loaded, arguments.system, arguments.length, sampling, arguments.decoding)
     at_terminal = sys.stdin.isatty()
     if at_terminal:

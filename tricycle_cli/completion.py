@@ -1,8 +1,8 @@
-"""Scripts that complete `tricycle` at the Tab key: `tricycle --print-completion bash`, `zsh` or `fish`.
+"""Generate shell completion scripts for `tricycle --print-completion bash`, `zsh` or `fish`.
 
-They are written once, from the dataclasses that the commands read their flags into, and start no Python when the key
-is pressed; the scripts of tyro's own `--tyro-print-completion` do. Those of shtab (1.13) do not either, but in bash
-they complete nothing after `--flag=`, and shtab would be one more package.
+The scripts contain all commands and flags, from the dataclasses of the commands, and start no Python process when the
+user presses Tab. The scripts of tyro's `--tyro-print-completion` start one. The scripts of shtab (1.13) start none, but
+in bash they complete nothing after `--flag=`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class Flag(NamedTuple):
     """A flag of a command.
 
     Attributes:
-        choices: the words that may follow it; empty where these are not known.
-        alone: nothing follows it.
+        name: with the leading dashes.
+        choices: the values that the flag accepts; empty for any value.
+        alone: the flag takes no value.
     """
 
     name: str
@@ -31,13 +32,14 @@ class Flag(NamedTuple):
 
 
 def script(shell: str, commands: Mapping[str, str]) -> str:
-    """Return the script that completes `tricycle` in a shell.
+    """Return the completion script of `tricycle` for a shell.
 
     Args:
-        commands: the help of each command.
+        shell: "bash", "zsh" or "fish".
+        commands: the name and the help text of each command.
 
     Raises:
-        ValueError: no such shell.
+        ValueError: an unknown shell.
     """
     writers = {"bash": _bash, "zsh": _zsh, "fish": _fish}
     if shell not in writers:
@@ -46,18 +48,18 @@ def script(shell: str, commands: Mapping[str, str]) -> str:
 
 
 def flags_of(command: str) -> list[Flag]:
-    """Return all flags of a command, in the order of its `--help`. `train` also has those of `train --resume`."""
+    """Return all flags of a command, in the order of its `--help`; `train` includes the flags of `train --resume`."""
     module = importlib.import_module(f"tricycle_cli.{command}")
-    flags = {flag.name: flag for flag in _flags(module.Arguments)}
+    flags = {flag.name: flag for flag in field_flags(module.Arguments)}
     if hasattr(module, "ResumeArguments"):
-        flags = {flag.name: flag for flag in _flags(module.ResumeArguments)} | flags
+        flags = {flag.name: flag for flag in field_flags(module.ResumeArguments)} | flags
     if "config" in module.Arguments.__dataclass_fields__:
         flags["--help-all"] = Flag("--help-all", alone=True)
     return [*flags.values(), Flag("--help", alone=True)]
 
 
-def _flags(kind: Any) -> Iterator[Flag]:
-    """Yield the flags of a dataclass and of the dataclasses in it, named as tyro names them."""
+def field_flags(kind: Any) -> Iterator[Flag]:
+    """Yield the flags of a dataclass and of its nested dataclasses, with the names that tyro gives them."""
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
@@ -68,7 +70,7 @@ def _flags(kind: Any) -> Iterator[Flag]:
         if not field.init or _is_no_flag(marks):
             continue
         if dataclasses.is_dataclass(hint):
-            yield from _flags(hint)
+            yield from field_flags(hint)
             continue
         if hint is bool:
             yield Flag(f"--{name}", alone=True)
@@ -78,7 +80,7 @@ def _flags(kind: Any) -> Iterator[Flag]:
 
 
 def _is_no_flag(marks: Sequence[Any]) -> bool:
-    """Return whether tyro's marks of a field make it positional, or take it off the command line."""
+    """Return whether tyro's annotations make a field a positional argument, or hide it from the command line."""
     from tyro.conf import Positional, Suppress
 
     no_flags = [Positional, Suppress, *get_args(Positional[str])[1:], *get_args(Suppress[str])[1:]]
@@ -86,7 +88,7 @@ def _is_no_flag(marks: Sequence[Any]) -> bool:
 
 
 def _choices(hint: Any) -> Iterator[str]:
-    """Yield the words of a Literal anywhere in a type."""
+    """Yield the values of every Literal within a type."""
     if get_origin(hint) is Literal:
         yield from map(str, get_args(hint))
     elif get_origin(hint) in (Union, types.UnionType, tuple, list):
@@ -96,7 +98,7 @@ def _choices(hint: Any) -> Iterator[str]:
 
 Flags = Mapping[str, list[Flag]]
 
-BASH = r"""# Completes `tricycle` in bash: source this file, or `source <(tricycle --print-completion bash)`.
+BASH = r"""# Completion of `tricycle` for bash: source this file, or `source <(tricycle --print-completion bash)`.
 _tricycle() {
     local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" offered=""
     if [ "$word" = "=" ]; then word=""; fi
@@ -126,7 +128,8 @@ complete -o bashdefault -o default -F _tricycle tricycle
 """
 
 ZSH = r"""#compdef tricycle
-# Completes `tricycle` in zsh: a file `_tricycle` in a folder of $fpath, or `source <(tricycle --print-completion zsh)`.
+# Completion of `tricycle` for zsh: save as `_tricycle` in a folder of $fpath, or
+# `source <(tricycle --print-completion zsh)`.
 _tricycle() {
     local -a commands
     if (( CURRENT == 2 )); then
@@ -156,13 +159,13 @@ fi
 
 
 def _filled(template: str, commands: str, flags: Flags, choice: str, names: str) -> str:
-    """Return a script of bash or zsh.
+    """Return a script for bash or zsh.
 
     Args:
-        template: the script, with lines for COMMANDS, CHOICES (values of flags) and FLAGS left out.
-        commands: what COMMANDS stands for.
-        choice: a line for a command with a flag, and its values.
-        names: a line for a command and the names of its flags.
+        template: the script with the placeholders COMMANDS, CHOICES (values of flags) and FLAGS.
+        commands: the text for COMMANDS.
+        choice: the format of a line with a command, a flag and its values.
+        names: the format of a line with a command and the names of its flags.
     """
     values = {
         f"{command} {flag.name}": flag.choices for command, ones in flags.items() for flag in ones if flag.choices
@@ -188,7 +191,7 @@ def _zsh(commands: Mapping[str, str], flags: Flags) -> str:
 
 
 def _fish(commands: Mapping[str, str], flags: Flags) -> str:
-    lines = ["# Completes `tricycle` in fish: ~/.config/fish/completions/tricycle.fish."]
+    lines = ["# Completion of `tricycle` for fish: save as ~/.config/fish/completions/tricycle.fish."]
     first = "complete -c tricycle -n __fish_use_subcommand"
     lines += [f"{first} -f -a {command} -d {_quoted(help)}" for command, help in commands.items()]
     lines += [f"{first} -f -l {name}" for name in ("help", "version")]
@@ -202,5 +205,5 @@ def _fish(commands: Mapping[str, str], flags: Flags) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return one word of zsh or fish: in single quotes, which an apostrophe interrupts."""
+    """Return the text as one word of zsh or fish, in single quotes."""
     return "'" + text.replace("'", "'\\''") + "'"

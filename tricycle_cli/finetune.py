@@ -1,8 +1,8 @@
-"""Teach a model that somebody has trained: LoRA, or all its weights.
+"""Fine-tune a pretrained model: a LoRA adapter, or all weights.
 
-The data are files or folders: plain text, or lines of JSON (.jsonl) with "text", with "prompt" and "completion", or
-with "messages", of which only the answers count; or, for `--loss dpo`, with "prompt", "chosen" and "rejected". The
-result is an adapter of a few small files, for `--adapter` of the other commands and for PEFT, or with `--method all` a
+The training data are files or folders: plain text, or JSON lines (.jsonl) with "text", with "prompt" and "completion",
+or with "messages" (the loss counts the answers only); for `--loss dpo` JSON lines with "prompt", "chosen" and
+"rejected". The result is an adapter, for `--adapter` of the other commands and for PEFT, or with `--method full` a
 checkpoint.
 """
 
@@ -55,99 +55,100 @@ from tricycle_datasets.examples import PREFERENCES, ExampleEncoder, ExampleSplit
 from tricycle_lab.plot import plot_losses
 
 DESCRIPTION = __doc__ or ""
-LONGEST_WINDOW = 512  # unless a longer one is asked for: memory grows with it
-RATES = {"lora": 2e-4, "all": 2e-5}  # what a whole model knows is soon forgotten
-RATE_OF_DPO = 0.1  # times these: it needs little to turn a preference round
-LOSSES = ("likelihood", "dpo")
-ROWS_LOOKED_AT = 8  # of a matrix, to know it again
-ESTIMATES = 10  # in a run, unless --eval-interval says otherwise
+MAX_DEFAULT_WINDOW = 512  # memory grows with the context window
+LEARNING_RATES = {"lora": 2e-4, "full": 2e-5}
+DPO_RATE_FACTOR = 0.1  # of the learning rate with --loss dpo
+LOSSES = ("cross-entropy", "dpo")
+N_FINGERPRINT_ROWS = 8  # of each matrix
+N_EVALUATIONS = 10  # in a run, unless --eval-interval is given
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to teach, and what with."""
+    """The flags of `tricycle finetune`."""
 
     model: tyro.conf.Positional[str] = ""
-    """a model, as `tricycle generate` takes it"""
+    """a model, as in `tricycle generate`"""
     data: tuple[Path, ...] = ()
-    """files or folders: plain text, or .jsonl"""
+    """files or folders of training data: plain text, or .jsonl"""
     held_out: tuple[Path, ...] = ()
-    """files or folders of which nothing is learnt; without, a twentieth of the data"""
+    """files or folders of held-out data; by default 5% of the training data"""
     run_folder: Path | None = None
-    """where the run leaves its files; without it a new folder in runs/"""
-    method: Literal["lora", "all"] = "lora"
-    """small matrices beside the model's own, or all of its weights"""
-    loss: Literal["likelihood", "dpo"] = "likelihood"
-    """what is learnt: to write what the data say; or of two answers to prefer the chosen one to the rejected one"""
+    """the folder for the files of the run; by default a new folder in runs/"""
+    method: Literal["lora", "full"] = "lora"
+    """train a LoRA adapter, or all weights"""
+    loss: Literal["cross-entropy", "dpo"] = "cross-entropy"
+    """cross-entropy of the texts, or direct preference optimization (DPO) of the chosen answer over the rejected one"""
     beta: float = 0.1
-    """DPO: how much it costs to go away from what the model was; the smaller, the farther it goes"""
+    """DPO: strength of the penalty for differing from the base model"""
     rank: int = 16
-    """LoRA: the width of the small matrices"""
+    """LoRA: rank of the matrices"""
     alpha: float = 32.0
-    """LoRA: what they give is multiplied by alpha / rank"""
+    """LoRA: the output of the adapter is multiplied by alpha / rank"""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """LoRA: which matrices get them: ends of names, such as q_proj v_proj; or all-linear"""
+    """LoRA: the adapted matrices, by the ends of their names, such as q_proj v_proj; or all-linear"""
     lora_dropout: float = 0.0
-    """LoRA: probability of dropping an element of what they get"""
-    rank_stabilised: bool = False
-    """LoRA: multiply by alpha / sqrt(rank) instead"""
+    """LoRA: dropout probability of the adapter's input"""
+    rslora: bool = False
+    """LoRA: multiply the output by alpha / sqrt(rank) (rank-stabilized LoRA)"""
     dora: bool = False
-    """LoRA: let the lengths of the matrices' columns learn, too (DoRA)"""
+    """LoRA: also train the norms of the matrices' columns (DoRA)"""
     weights: Weights = "float32"
-    """LoRA: how many bits the model's own weights have, which stay as they are"""
+    """LoRA: data type of the base model's weights, which are frozen"""
     context_window: int = 0
-    """tokens that are read at once; 0 for the model's, but at most 512"""
-    cut_answers: bool = False
-    """cut answers that are longer than that, where otherwise they are refused"""
+    """maximum length of an example in tokens; 0 for the model's context window, but at most 512"""
+    truncate_answers: bool = False
+    """truncate examples whose answer exceeds the context window; by default they are an error"""
     pack: bool = True
-    """put several short texts side by side, where none sees another (not with --loss dpo)"""
+    """pack several short texts into one row; attention stays within each text (not with --loss dpo)"""
     epochs: float = 2.0
-    """how often all is read"""
+    """passes over the training data"""
     steps: int = 0
-    """updates to make, in place of --epochs"""
+    """number of updates, in place of --epochs"""
     batch_size: int = 4
     """rows in one forward and backward pass; pairs with --loss dpo"""
     accumulation_steps: int = 1
-    """passes whose gradients make one update"""
+    """passes whose gradients are accumulated for one update"""
     learning_rate: float = 0.0
-    """after the warm-up; 0 for 2e-4 with LoRA and 2e-5 for all weights, and a tenth of these with --loss dpo"""
+    """learning rate after the warm-up; 0 for 2e-4 (LoRA) or 2e-5 (all weights), a tenth of that with --loss dpo"""
     warmup_steps: int = 10
-    """updates over which the learning rate rises; at most a tenth of all"""
+    """updates over which the learning rate rises; at most a tenth of all updates"""
     weight_decay: float = 0.0
-    """decoupled decay of the matrices (AdamW)"""
+    """decoupled weight decay of the matrices (AdamW)"""
     max_gradient_norm: float = 1.0
-    """gradients are scaled down to this common norm; 0 leaves them"""
+    """gradients are clipped to this global norm; 0 for no clipping"""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """of matrix products"""
+    """data type of matrix products"""
     recompute: bool = False
-    """compute each block again in the backward pass: less memory, more time, the same gradients"""
+    """activation checkpointing: compute each block again in the backward pass; needs less memory and more time"""
     eval_interval: int = 0
-    """updates between estimates of the held-out loss, with a checkpoint before each; 0 for a tenth of all"""
+    """updates between two evaluations, each with a checkpoint; 0 for a tenth of all updates"""
     eval_batches: int = 20
-    """batches of what is held out in an estimate"""
+    """held-out batches of an evaluation"""
     patience: int = 3
-    """end after so many estimates that were not better; 0 for never"""
+    """stop after this many evaluations without a lower held-out loss; 0 for no early stopping"""
     prompts: tuple[str, ...] = ()
-    """what samples before and after begin with; without, three of what is held out"""
+    """prompts of the samples before and after training; by default three of the held-out data"""
     sample_tokens: int = 60
-    """the most tokens of a sample; 0 for no samples"""
+    """the maximum number of tokens of a sample; 0 for no samples"""
     seed: int = 0
-    """decides the small matrices and the order of what is read"""
+    """seed of the adapter's initial weights and of the order of the data"""
     on_nan: OnNaN = "skip"
-    """where a loss or a gradient is NaN or infinite: "stop", "skip" that update, or "rollback" """
+    """when a loss or gradient is NaN or infinite: "stop" the run, "skip" the update, or "rollback" to the checkpoint"""
     device: Device = "cpu"
     """where to compute"""
     on_full_disk: OnFullDisk = "wait"
-    """what to do when the disk is full: wait until there is room, or stop"""
+    """when the disk is full: wait for free space, or stop"""
     track: tuple[TrackerName, ...] = ()
-    """trackers of experiments that are told what metrics.jsonl is told; with --resume in place of the run's own, for
-    this time"""
+    """experiment trackers that get the content of metrics.jsonl; with --resume they replace the run's trackers for this
+    session"""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN-FOLDER")] = None
-    """go on with a run where its last checkpoint stands; all settings are the run's own"""
+    """resume a run from its last checkpoint, with the settings of the run"""
 
 
 # -------------------------------------------------------------------- the command
 def main(args: Sequence[str] | None = None) -> int:
+    """Run `tricycle finetune` with a command line; by default that of this process."""
     expect_one_process("finetune")
     with open_session(partial(new_task, sys.argv[1:] if args is None else list(args))) as session:
         session.finished = train(**session.state.train_arguments(), session=session)
@@ -155,10 +156,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
-    """Return the run that a command line begins or resumes.
+    """Return the task of a command line, which starts or resumes a run.
 
     Raises:
-        ValueError: one line about what is wrong, before anything is written.
+        ValueError: a wrong command line, before any file is written.
     """
     arguments = parse(Arguments, args=words, description=DESCRIPTION)
     if arguments.resume is None:
@@ -170,15 +171,16 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """
+    """Check flags that depend on each other, and ranges that no later function checks.
+
     Raises:
-        ValueError: flags that contradict each other, or a number out of range; others are looked at where they count.
+        ValueError: flags that contradict each other, or a number out of range.
     """
-    if arguments.method == "all" and arguments.weights != "float32":
-        raise ValueError(f"expected --weights float32 with --method all, got {arguments.weights}")
-    for name in ("dora", "rank_stabilised"):
-        if arguments.method == "all" and getattr(arguments, name):
-            raise ValueError(f"expected --method lora with --{name.replace('_', '-')}, got all")
+    if arguments.method == "full" and arguments.weights != "float32":
+        raise ValueError(f"expected --weights float32 with --method full, got {arguments.weights}")
+    for name in ("dora", "rslora"):
+        if arguments.method == "full" and getattr(arguments, name):
+            raise ValueError(f"expected --method lora with --{name}, got full")
     if not 0 < arguments.beta < math.inf:
         raise ValueError(f"expected --beta above 0, got {arguments.beta}")
     least = {"epochs": 0, "steps": 0, "learning_rate": 0, "patience": 0, "sample_tokens": 0, "accumulation_steps": 1}
@@ -189,10 +191,10 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def read_arguments(folder: Path) -> Arguments:
-    """Return the flags that a run was started with.
+    """Return the flags that a run was started with, from its data.json.
 
     Raises:
-        FileNotFoundError, ValueError: it is no run of this command.
+        FileNotFoundError, ValueError: the folder is not of a run of `tricycle finetune`.
     """
     path = folder / "data.json"
     if not path.is_file() or not (folder / "config.json").is_file():
@@ -201,15 +203,15 @@ def read_arguments(folder: Path) -> Arguments:
         )
     known = {field.name for field in dataclasses.fields(Arguments)} - {"run_folder", "resume"}
     stated = read_stored_flags(path, "arguments", Arguments(), known)
-    if stated.get("method") not in tuple(RATES) or stated.get("loss", LOSSES[0]) not in LOSSES:
-        raise ValueError(f"{path}: expected the arguments of a run of `tricycle finetune`, it has no such")
+    if stated.get("method") not in tuple(LEARNING_RATES) or stated.get("loss", LOSSES[0]) not in LOSSES:
+        raise ValueError(f"{path}: expected the arguments of a run of `tricycle finetune`, got others")
     paths = {name: tuple(Path(part) for part in stated.get(name, ())) for name in ("data", "held_out")}
     texts = {name: tuple(stated.get(name, ())) for name in ("targets", "prompts", "track")}
     return Arguments(**{**stated, **paths, **texts, "run_folder": folder})
 
 
 def _as_json(arguments: Arguments) -> dict[str, Any]:
-    """Return the flags for `read_arguments`; paths are absolute, because a run may be resumed from another folder."""
+    """Return the flags as `read_arguments` reads them; paths are absolute, so that the run resumes in any folder."""
     values = dataclasses.asdict(arguments)
     for name in ("data", "held_out"):
         values[name] = [str(path.resolve()) for path in values[name]]
@@ -223,11 +225,11 @@ class FinetuneTask(Task):
     """Fine-tuning of a pretrained model on examples or preferences.
 
     Attributes:
-        loaded: the model with its tokeniser.
-        dataset: what is learnt from.
-        held_out: what is held out.
-        before: the figures of the model before training, by the names of `measure`.
-        prompts: texts and ids that the samples begin with.
+        loaded: the model with its tokenizer.
+        dataset: the training examples.
+        held_out: the held-out examples.
+        before: the results of `measure` before training.
+        prompts: text and token ids of the prompts of the samples.
     """
 
     command = "finetune"
@@ -258,10 +260,12 @@ class FinetuneTask(Task):
         self.loaded = loaded = load_model(arguments.model, None, None, arguments.device, arguments.weights)
         run.tokeniser = loaded.tokeniser
         longest = loaded.model.config.context_window
-        window = arguments.context_window or min(longest, LONGEST_WINDOW)
+        window = arguments.context_window or min(longest, MAX_DEFAULT_WINDOW)
         if not 2 <= window <= longest:
-            raise ValueError(f"expected --context-window from 2 to {longest}, as the model has it, got {window}")
-        examples = load_examples(records, ExampleEncoder(loaded.tokeniser, window, arguments.cut_answers), held_out)
+            raise ValueError(f"expected --context-window from 2 to {longest}, the model's, got {window}")
+        examples = load_examples(
+            records, ExampleEncoder(loaded.tokeniser, window, arguments.truncate_answers), held_out
+        )
         self._split(examples, window)
         config = config_of(arguments, loaded, self.dataset)
         base, adapter = fingerprint(loaded.model), None
@@ -273,7 +277,7 @@ class FinetuneTask(Task):
         if adapter is None:
             loaded.model = initialize_from(loaded.model, config)
         loaded.model.use_precision(config.precision)
-        if isinstance(self.held_out, HeldOutPairs):  # an adapter that has learnt nothing yet changes nothing
+        if isinstance(self.held_out, HeldOutPairs):  # a new adapter does not change the model's outputs
             compute_reference_logprobs(loaded.model, [self.dataset, self.held_out.dataset])
         state = self._new_state(config, adapter, base)
         print_summary(examples, self.dataset, state, arguments)
@@ -282,7 +286,7 @@ class FinetuneTask(Task):
         return state
 
     def _split(self, examples: ExampleSplit, window: int) -> None:
-        """Make the datasets of what is learnt from, and of what is held out."""
+        """Make the dataset for training and the held-out dataset."""
         arguments, loaded = self.arguments, self.loaded
         order = arguments.batch_size, window, arguments.seed
         n_held = arguments.eval_batches * arguments.batch_size
@@ -308,10 +312,10 @@ class FinetuneTask(Task):
         return state
 
     def _begin_or_resume(self, state: TuningState, run: Run, examples: ExampleSplit) -> None:
-        """Resume from the last checkpoint; or measure and sample the model as it is, and write the first files.
+        """Resume from the last checkpoint; or evaluate and sample the base model, and write the first files.
 
         Raises:
-            ValueError: the data or the model have changed since the run began.
+            ValueError: the data or the model has changed since the run started.
         """
         path = run.folder / "data.json"
         if path.is_file() and run.last.exists():
@@ -322,15 +326,15 @@ class FinetuneTask(Task):
             self.prompts = read_prompts(path, description)
             checkpoint = load_checkpoint(run.last)
             if checkpoint.config != state.config:
-                raise ValueError(f"{run.last}: expected a checkpoint of this run's settings, got another's")
+                raise ValueError(f"{run.last}: expected a checkpoint with this run's settings, got other settings")
             state.read(checkpoint)
             state.restore(checkpoint)
-            print(f"run folder: {run.folder}, going on after step {state.step}")
+            print(f"run folder: {run.folder} (resuming after step {state.step})")
             return
         print(f"run folder: {run.folder}")
         run.samples.unlink(missing_ok=True)  # of a session that ended before there was a checkpoint
         self.before = self.measure(state)
-        print(f"before: held-out loss {self.figures_text(self.before)} ({self.held_out.size})")
+        print(f"before training: held-out loss {self.figures_text(self.before)} ({self.held_out.size})")
         self.prompts = _prompts(self.arguments, examples)
         self._write_samples(run, "before")
         description = {"data": "finetune", "files": [], "tokeniser": "own", "corpus": examples.digest}
@@ -343,10 +347,10 @@ class FinetuneTask(Task):
         self, description: Mapping[str, Any], state: TuningState, run: Run, examples: ExampleSplit
     ) -> None:
         if description.get("corpus") != examples.digest:
-            raise ValueError(f"{run.folder}: expected the data that it was trained on, which have changed since")
+            raise ValueError(f"{run.folder}: expected the data that the run was started with, got changed data")
         if description.get("base", state.base) != state.base:
             raise ValueError(
-                f"{run.folder}: expected the model that it began with, {self.arguments.model} has changed since"
+                f"{run.folder}: expected the model that the run was started with, got a changed {self.arguments.model}"
             )
 
     def facts(self, state: TrainingState) -> dict[str, Any]:
@@ -355,15 +359,15 @@ class FinetuneTask(Task):
 
     def memory_advice(self, config: GPTConfig, on_gpu: bool) -> str:
         arguments = self.arguments
-        ways = [] if arguments.recompute else ["take --recompute"]
+        advice = [] if arguments.recompute else ["use --recompute"]
         if arguments.batch_size > 1:
-            ways.append(f"lower --batch-size (now {arguments.batch_size}; --accumulation-steps makes up for it)")
-        ways.append(f"lower --context-window (now {self.dataset.window})")
-        if arguments.method == "all":
-            ways.append("take --method lora")
+            advice.append(f"lower --batch-size (now {arguments.batch_size}; raise --accumulation-steps to compensate)")
+        advice.append(f"lower --context-window (now {self.dataset.window})")
+        if arguments.method == "full":
+            advice.append("use --method lora")
         elif arguments.weights == "float32":
-            ways.append("take --weights bfloat16 or int8")
-        return ", or ".join(ways)
+            advice.append("use --weights bfloat16 or int8")
+        return ", or ".join(advice)
 
     def measure(self, state: TrainingState) -> dict[str, float]:
         return self.held_out.measure(state.model)
@@ -386,83 +390,85 @@ class FinetuneTask(Task):
         self._write_samples(run, "after")
         path, is_dpo = run.folder / "loss.png", isinstance(self.held_out, HeldOutPairs)
         bits_per_nat = 1.0 if is_dpo else after.get("bits_per_byte", math.nan) / (state.best_loss or math.nan)
-        unit = "nats a pair (DPO)" if is_dpo else "bits a byte"
-        title = f"{sum(parameter.size for parameter in state.saved_module().parameters()):,} parameters learn"
+        unit = "nats per pair (DPO)" if is_dpo else "bits per byte"
+        title = f"{sum(parameter.size for parameter in state.saved_module().parameters()):,} trained parameters"
         picture = run.write(lambda: plot_losses(metrics, path, bits_per_nat, {}, title, unit))
-        print(
-            f"\n{state.total_steps} updates, {state.seconds / 60:.1f} minutes of training; the best: step {best_step}"
-        )
+        print(f"\n{state.total_steps} updates in {state.seconds / 60:.1f} minutes; best checkpoint: step {best_step}")
         text = self.figures_text({**after, "held_out_loss": state.best_loss})
-        print(f"held-out loss before: {self.figures_text(self.before)}; after: {text}")
+        print(f"held-out loss before training: {self.figures_text(self.before)}; after: {text}")
         print(f"loss curve: {picture}; samples: {run.samples}")
         self._print_next_commands(run.folder)
 
     def _print_next_commands(self, folder: Path) -> None:
-        talks = bool(self.loaded.tokeniser.chat_template)
-        verb = command_name("chat" if talks else "generate", self.command)
-        if self.arguments.method == "all":
-            print(f"{'talk' if talks else 'generate'} with\n  {verb} {shlex.quote(folder.as_posix())}")
+        name = "chat" if self.loaded.tokeniser.chat_template else "generate"
+        verb = command_name(name, self.command)
+        if self.arguments.method == "full":
+            print(f"{name} with the fine-tuned model:\n  {verb} {shlex.quote(folder.as_posix())}")
             return
         adapter = shlex.quote((folder / ADAPTER).as_posix())
         model = shlex.quote(self.arguments.model)
-        print(f"{'talk' if talks else 'generate'} with\n  {verb} {model} --adapter {adapter}")
+        print(f"{name} with the fine-tuned model:\n  {verb} {model} --adapter {adapter}")
         export = command_name("export", self.command)
-        print(f"write a whole model with\n  {export} {model} FOLDER --adapter {adapter}")
+        print(f"merge the adapter and export the model:\n  {export} {model} FOLDER --adapter {adapter}")
 
 
 def _lora_config(arguments: Arguments) -> LoRAConfig | None:
     if arguments.method != "lora":
         return None
-    flags = {"rank_stabilised": arguments.rank_stabilised, "dora": arguments.dora}
+    flags = {"rank_stabilised": arguments.rslora, "dora": arguments.dora}
     return LoRAConfig(arguments.rank, arguments.alpha, arguments.targets, arguments.lora_dropout, **flags)
 
 
 def check_record_kinds(loss: str, records: Sequence[Record]) -> None:
-    """
+    """Check that the loss can be computed on every record: DPO needs preference pairs, cross-entropy texts.
+
     Raises:
-        ValueError: records that the loss does not learn from; names the first.
+        ValueError: a record of the wrong kind; the message names the first.
     """
     for record in records:
         if loss == "dpo" and record.kind not in PREFERENCES:
-            raise ValueError(f'{record.source}: expected "chosen" and "rejected" with --loss dpo, got another shape')
+            raise ValueError(f'{record.source}: expected "chosen" and "rejected" with --loss dpo, got other fields')
         if loss != "dpo" and record.kind in PREFERENCES:
-            raise ValueError(
-                f'{record.source}: "chosen" and "rejected" are learnt from with --loss dpo, got --loss {loss}'
-            )
+            raise ValueError(f'{record.source}: expected --loss dpo with "chosen" and "rejected", got --loss {loss}')
 
 
 def compute_reference_logprobs(model: GPT, datasets: Sequence[Any]) -> None:
-    """Measure the reference log-probabilities of all answers, once, before training."""
-    say(f"reference: how likely the model takes {sum(2 * pairs.n_items for pairs in datasets):,} answers for, as it is")
+    """Compute the base model's log-probabilities of all answers, once, before training (DPO)."""
+    n_answers = sum(2 * pairs.n_items for pairs in datasets)
+    say(f"computing the reference log-probabilities of {n_answers:,} answers")
     for pairs in datasets:
         pairs.measure_reference(model)
 
 
 def fingerprint(model: GPT) -> str:
-    """Return a digest of some rows of each weight, which tells a changed or another model apart."""
+    """Return a digest of some rows of each weight, by which a run detects a changed model."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         array: Any = parameter.array
         parts = [array.values, array.scales] if isinstance(array, QuantizedMatrix) else [to_cpu(array)]
         for values in parts:
             if values is not None:
-                rows = np.ascontiguousarray(values[:: max(1, len(values) // ROWS_LOOKED_AT)])
+                rows = np.ascontiguousarray(values[:: max(1, len(values) // N_FINGERPRINT_ROWS)])
                 digest.update(f"{name} {values.shape} {values.dtype}".encode() + rows.tobytes())
     return digest.hexdigest()
 
 
 def finetuning_bytes(config: GPTConfig, dataset: PackedDataset, learning: Layer) -> int:
-    """Return the bytes of training besides the model: gradients, optimizer state, and a pass over the longest rows."""
+    """Return the memory in bytes that training needs besides the model.
+
+    The sum of gradients, optimizer state, and the activations of a batch of the longest rows.
+    """
     n_rows = config.batch_size * (2 if isinstance(dataset, PairDataset) else 1)
     n_learning = sum(parameter.size for parameter in learning.parameters())
     return 3 * 4 * n_learning + activation_bytes(config, n_rows * dataset.longest_row)
 
 
 def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) -> GPTConfig:
-    """Return the config of the run: the shape of the model, and how it is trained."""
-    an_epoch = dataset.n_items / (arguments.batch_size * arguments.accumulation_steps)
-    steps = arguments.steps or max(1, math.ceil(an_epoch * arguments.epochs))
-    rate = arguments.learning_rate or RATES[arguments.method] * (RATE_OF_DPO if arguments.loss == "dpo" else 1)
+    """Return the config of the run: the model's fields, and the training settings of the flags."""
+    steps_per_epoch = dataset.n_items / (arguments.batch_size * arguments.accumulation_steps)
+    steps = arguments.steps or max(1, math.ceil(steps_per_epoch * arguments.epochs))
+    factor = DPO_RATE_FACTOR if arguments.loss == "dpo" else 1
+    rate = arguments.learning_rate or LEARNING_RATES[arguments.method] * factor
     own: dict[str, Any] = model_fields(loaded.model.config.to_dict())
     own |= {"precision": arguments.precision, "seed": arguments.seed}
     names = ("batch_size", "accumulation_steps", "warmup_steps", "weight_decay", "max_gradient_norm", "recompute")
@@ -476,7 +482,7 @@ def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) 
             "max_learning_rate": rate,
             "min_learning_rate": 0.0,
             "beta2": 0.999,
-            "eval_interval": arguments.eval_interval or max(1, steps // ESTIMATES),
+            "eval_interval": arguments.eval_interval or max(1, steps // N_EVALUATIONS),
             "eval_batches": arguments.eval_batches,
             "sample_interval": 0,
         }
@@ -484,21 +490,23 @@ def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) 
 
 
 def print_summary(examples: ExampleSplit, dataset: PackedDataset, state: TuningState, arguments: Arguments) -> None:
+    """Print the numbers of examples, tokens, parameters and updates before training."""
     encoder = examples.encoder
     rows = "pairs" if isinstance(dataset, PairDataset) else "rows"
     print(
-        f"data: {examples.n_records:,} records; {len(examples.train):,} examples to learn from, "
-        f"{dataset.n_tokens:,} tokens of which {dataset.n_labels:,} count, in {dataset.n_items:,} {rows} of at most "
-        f"{dataset.window:,}; {len(examples.held_out):,} examples held out"
+        f"data: {examples.n_records:,} records; {len(examples.train):,} training examples of "
+        f"{dataset.n_tokens:,} tokens ({dataset.n_labels:,} count in the loss), in {dataset.n_items:,} {rows} "
+        f"of at most {dataset.window:,} tokens; {len(examples.held_out):,} held-out examples"
     )
     if encoder.n_cut or encoder.n_left_out:
         print(
-            f"cut off: {encoder.n_cut_tokens:,} tokens of {encoder.n_cut:,} examples (--context-window "
-            f"{dataset.window:,}); left out: {encoder.n_left_out:,} with nothing left to learn"
+            f"truncated: {encoder.n_cut_tokens:,} tokens of {encoder.n_cut:,} examples (--context-window "
+            f"{dataset.window:,}); skipped: {encoder.n_left_out:,} examples without a token that counts in the loss"
         )
     n_learning = sum(parameter.size for parameter in state.saved_module().parameters())
     n_all = sum(parameter.size for name, parameter in state.model.named_parameters() if ".low_rank." not in name)
-    print(f"model: {n_all:,} parameters; {n_learning:,} learn ({arguments.method}), for {state.total_steps:,} updates")
+    trained = f"{n_learning:,} of them trained ({arguments.method})"
+    print(f"model: {n_all:,} parameters, {trained}; {state.total_steps:,} updates")
 
 
 def _prompts(arguments: Arguments, examples: ExampleSplit) -> list[tuple[str, list[int]]]:
@@ -516,7 +524,7 @@ def read_prompts(path: Path, description: Mapping[str, Any]) -> list[tuple[str, 
     """Return the prompts of the samples that were drawn before training.
 
     Raises:
-        ValueError: data.json does not say them as a run writes it.
+        ValueError: data.json has no valid prompts.
     """
     prompts = []
     for pair in description.get("prompts", []):

@@ -1,4 +1,4 @@
-"""Command lines from dataclasses, through tyro, with errors on one line."""
+"""Parse command lines into dataclasses with tyro, and print errors on one line; all commands use this module."""
 
 from __future__ import annotations
 
@@ -11,24 +11,50 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-MOST_SAID = 1000  # characters of an error
-# Other names of flags: two that are deprecated, and the American spelling.
-ALIASES = {"--lookahead": "--draft-tokens", "--past-window": "--overflow", "--optimizer": "--optimiser"}
+MAX_MESSAGE_LENGTH = 1000  # characters of an error
+# The American spelling, and deprecated names of flags. An alias counts in the commands that have the new name only.
+ALIASES = {
+    "--optimizer": "--optimiser",
+    "--shard-optimizer": "--shard-optimiser",
+    "--lookahead": "--draft-tokens",
+    "--past-window": "--overflow",
+    "--cache": "--kv-cache-dtype",
+    "--cut-answers": "--truncate-answers",
+    "--rank-stabilised": "--rslora",
+    "--beside": "--compare-with",
+    "--texts": "--max-batch-size",
+    "--queue": "--max-queue",
+    "--conversations": "--cached-texts",
+    "--seconds": "--timeout-seconds",
+    "--body": "--max-request-bytes",
+    "--name": "--model-name",
+    "--names": "--allowed-hosts",
+    "--origins": "--allowed-origins",
+}
+# Deprecated values of flags.
+VALUE_ALIASES = {
+    ("--overflow", "reread"): "truncate",
+    ("--overflow", "refuse"): "error",
+    ("--method", "all"): "full",
+    ("--loss", "likelihood"): "cross-entropy",
+}
 
 
 def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = None, description: str = "") -> T:
-    """The dataclass that a command line describes. Prints one line and leaves with status 2 if it cannot be.
+    """Parse a command line into a dataclass; on an error print one line and exit with status 2.
 
     Args:
-        default: values of the flags that are not given.
-        args: the words of the command line; those of this program if None.
+        kind: the dataclass: a field for each flag, with the help text as its docstring.
+        default: an instance with the values of the flags that are not given.
+        args: the words of the command line; by default those of this process.
+        description: the first paragraph of the help text.
     """
     known: Any = {} if default is None else {"default": default}
     return _parse(kind, sys.argv[1:] if args is None else args, description=description, **known)
 
 
 def parse_known(kind: type[T], args: Sequence[str]) -> tuple[T, list[str]]:
-    """Parse as `parse` does the flags that a dataclass has; returns the other words of the command line, too."""
+    """Parse the flags of a dataclass as `parse` does; return the instance and the other words of the command line."""
     return _parse(kind, args, return_unknown_args=True)
 
 
@@ -36,7 +62,7 @@ def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
     import tyro
 
     options["config"] = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    args = [_resolve_alias(word) for word in args]
+    args = _resolve_aliases(kind, args)
     if {"-h", "--help", "--help-all"} & set(args) and "config" in getattr(kind, "__dataclass_fields__", ()):
         _print_help(lambda: tyro.cli(kind, args=["--help"], **options), "--help-all" in args)
     complaint = io.StringIO()
@@ -52,7 +78,7 @@ def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
 
 
 def _print_help(print_tyros: Callable[[], Any], show_all: bool) -> NoReturn:
-    """Print the help in groups, and leave the program."""
+    """Print the help in groups, and exit."""
     from tricycle_cli.help_text import WIDE, format_help
 
     columns, text = os.environ.get("COLUMNS"), io.StringIO()
@@ -64,54 +90,75 @@ def _print_help(print_tyros: Callable[[], Any], show_all: bool) -> NoReturn:
     raise SystemExit(0)
 
 
-def _resolve_alias(word: str) -> str:
-    """Return a word of a command line with the name of the flag where it is an alias."""
-    name, equals, value = word.partition("=")
-    return ALIASES.get(name.replace("_", "-"), name) + equals + value
+def _resolve_aliases(kind: Any, args: Sequence[str]) -> list[str]:
+    """Return the words of a command line with the present names of flags and values."""
+    words: list[str] = []
+    flag = ""  # the flag before a word
+    for word in args:
+        name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if name:
+            flag = _present_name(kind, name)
+        value = VALUE_ALIASES.get((flag, value), value)
+        words.append(flag + equals + value if name else value)
+        flag = flag if name else ""
+    return words
+
+
+def _present_name(kind: Any, name: str) -> str:
+    """Return the name of a flag; for a deprecated name the new one, in a command that has the new one only."""
+    negation, plain = ("--no-", name.replace("_", "-"))
+    prefix = negation if plain.startswith(negation) else "--"
+    alias = ALIASES.get("--" + plain.removeprefix(prefix))
+    if alias is None:
+        return name
+    from tricycle_cli.completion import field_flags
+
+    names = {flag.name for flag in field_flags(kind)}
+    return prefix + alias.removeprefix("--") if alias in names and plain not in names else name
 
 
 def fail(message: str, status: int = 1) -> NoReturn:
-    """Print one line and leave the program."""
-    with contextlib.suppress(OSError):  # nobody may be there to read it
+    """Print an error on one line, and exit with this status."""
+    with contextlib.suppress(OSError):  # stderr may be closed
         print(f"{_program()}: {on_one_line(message)}", file=sys.stderr, flush=True)
     raise SystemExit(status)
 
 
 def on_one_line(message: str) -> str:
-    """A message without line breaks, at most 1,000 characters of it, the first and the last.
+    """Return a message without line breaks and control characters, shortened to at most 1,000 characters.
 
-    What comes from files may be of any length, and hold characters that a terminal would obey.
+    Text from files may be of any length, and may contain control characters of terminals.
     """
     line = " ".join(message.split())
-    if len(line) > MOST_SAID:
-        line = f"{line[: MOST_SAID // 2]} ... {line[-MOST_SAID // 2 :]}"
+    if len(line) > MAX_MESSAGE_LENGTH:
+        line = f"{line[: MAX_MESSAGE_LENGTH // 2]} ... {line[-MAX_MESSAGE_LENGTH // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
 
 
 def run_main(main: Callable[[], int | None]) -> None:
-    """Run a program, as in a block of `one_line_errors`, and leave with its status."""
+    """Run the main function of a program with `one_line_errors`, and exit with its status."""
     with one_line_errors():
         sys.exit(main())
 
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Within this block, in a process that `tune_host` made fit for it, errors become one line and end the program.
+    """Tune the process for training, and print an error within this context on one line and exit.
 
-    They are a trace where TRICYCLE_TRACEBACK is set.
+    With TRICYCLE_TRACEBACK set, errors keep their traceback.
     """
     _open_standard_streams()
-    for stream in (sys.stdout, sys.stderr):  # some terminals cannot show all that a model may say
+    for stream in (sys.stdout, sys.stderr):  # some terminals cannot encode every character that a model generates
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         _tune_host()
         yield
-    except BrokenPipeError:  # whoever read along, as `head` does, has had enough
+    except BrokenPipeError:  # the reader of the pipe has exited, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-    except UnicodeEncodeError as error:  # a byte of a file's name that is no UTF-8 is half of a surrogate pair
+    except UnicodeEncodeError as error:  # a byte of a file name that is not UTF-8 is a lone surrogate
         around, byte = error.object[max(0, error.start - 30) : error.end + 30], ord(error.object[error.start]) & 0xFF
-        fail(f"expected names of files in UTF-8, got one with the byte 0x{byte:02x}: {around!a}")
+        fail(f"expected file names in UTF-8, got one with the byte 0x{byte:02x}: {around!a}")
     except (ValueError, OSError, ArithmeticError, ImportError, MemoryError, RuntimeError) as error:
         if os.environ.get("TRICYCLE_TRACEBACK"):
             raise
@@ -119,21 +166,21 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         fail("interrupted", status=130)
     except BaseException as error:
-        # a panic in a library's Rust is no Exception; other Exceptions are mistakes of ours and keep their trace
+        # a panic in a Rust library is no Exception; other Exceptions are bugs of Tricycle and keep their traceback
         if isinstance(error, (Exception, SystemExit)) or os.environ.get("TRICYCLE_TRACEBACK"):
             raise
         fail(f"a library failed: {str(error) or type(error).__name__}")
 
 
 def _open_standard_streams() -> None:
-    """Those that whoever started this closed lead nowhere; else a checkpoint could be the file that they lead to."""
+    """Open standard streams that are closed as os.devnull; else a checkpoint could get the descriptor of stdout."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (until the program ends)
 
 
 def _tune_host() -> None:
-    """Make the process fit for training, where the accelerators are installed that know how."""
+    """Tune the process for training (memory allocator, BLAS threads) if `tricycle_accelerators` is installed."""
     try:
         from tricycle_accelerators.host import tune_host
     except ModuleNotFoundError:
@@ -147,7 +194,7 @@ def _program() -> str:
 
 
 def _one_line(box: str) -> str:
-    """The words of the first paragraph in the box that tyro draws."""
+    """Return the first paragraph of the error box that tyro draws as one line."""
     lines = [re.sub(r"^[│╭╰|]\s?|\s*[│╮╯|]$", "", line).strip() for line in box.splitlines()]
     words: list[str] = []
     for line in lines[1:]:

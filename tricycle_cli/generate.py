@@ -40,7 +40,7 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
     tokeniser = loaded.tokeniser
-    sampling = arguments.sampling.of(loaded)
+    sampling = arguments.sampling.for_model(loaded)
     if not arguments.stop:
         sampling = replace(sampling, stop_tokens=())
     ids = prompt_ids(tokeniser, arguments.prompt)

@@ -1,7 +1,7 @@
-"""Look inside a model: a page about what it makes of a text, served to this machine's browser or written as a file.
+"""Inspect a model in the browser: tokens, attention weights, activations and predictions for a text.
 
-Of two run folders or more, a page that compares the runs: `tricycle look runs/a runs/b`.
-With --graph, a page about a small function: the graph behind its result, and the gradients that go back through it.
+With two or more run folders, compare the runs: `tricycle look runs/a runs/b`. With --graph, show the computation graph
+of a small function with its gradients. --out writes the page as one HTML file.
 """
 
 from __future__ import annotations
@@ -33,36 +33,38 @@ EXAMPLE = "The cat sat on the mat, and the dog lay down beside it. When the cat 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to look into."""
+    """The flags of `tricycle look`."""
 
     source: Annotated[str, tyro.conf.Positional] = ""
-    """a model, as `tricycle generate` takes it, an encoder or an encoder-decoder; with --graph an example (product,
-    neuron, softmax, cross-entropy, attention, norm, norm-layer, block), a formula such as "x * y + exp(x)", or
-    FILE.py:function, of a file of your own, which is run"""
+    """a model, as in `tricycle generate`, an encoder or an encoder-decoder; with --graph an example (product, neuron,
+    softmax, cross-entropy, attention, norm, norm-layer, block), a formula such as "x * y + exp(x)", or
+    FILE.py:function, a function in a Python file, which is executed"""
     text: Annotated[str | None, tyro.conf.Positional] = None
-    """what it is to read, of an encoder-decoder its source, and maybe => and a target; with --graph the values of the
-    inputs, such as "x=2, y=[1, 2]\""""
+    """the input text; for an encoder-decoder SOURCE or SOURCE => TARGET; with --graph the values of the inputs, such as
+    "x=2, y=[1, 2]\""""
     graph: bool = False
-    """look at gradients"""
-    beside: str | None = None
-    """another model, to be seen side by side with it"""
+    """show the computation graph and the gradients of a function"""
+    compare_with: str | None = None
+    """a second model, shown side by side"""
     out: Path | None = None
-    """write one HTML file that needs nothing else, and serve nothing: what needs the model is left out there"""
+    """write one self-contained HTML file in place of serving the page; interactive parts that need the model are left
+    out"""
     port: int = 0
-    """where to serve the page on this machine; 0 for any port that is free"""
+    """the port of the page on this machine; 0 for any free port"""
     browser: bool = True
-    """open the page"""
+    """open the page in a browser"""
     tokeniser: Path | None = None
-    """a tokeniser file, for a model that carries none"""
+    """a tokenizer file, for a model without a tokenizer"""
     model: ModelFlags = field(default_factory=ModelFlags)
 
 
 def main(args: Sequence[str] | None = None) -> None:
+    """Run `tricycle look` with a command line; by default that of this process."""
     words = sys.argv[1:] if args is None else args
     if compare.are_runs(words):
-        asked = parse(compare.Arguments, args=words, description=__doc__ or "")
-        runs = compare.Runs(asked.folders)
-        present(runs, runs.page, asked.out, asked.port, asked.browser)
+        flags = parse(compare.Arguments, args=words, description=__doc__ or "")
+        runs = compare.Runs(flags.folders)
+        present(runs, runs.page, flags.out, flags.port, flags.browser)
         return
     arguments = parse(Arguments, args=words, description=__doc__ or "")
     if arguments.graph:
@@ -73,70 +75,88 @@ def main(args: Sequence[str] | None = None) -> None:
         present(Picture(content), lambda: content, arguments.out, arguments.port, arguments.browser)
         return
     if not arguments.source:
-        raise ValueError("expected a model to look into, or --graph")
+        raise ValueError("expected a model to inspect, or --graph, got neither")
     text = EXAMPLE if arguments.text is None else arguments.text
     subjects = [load_inspectable(arguments, arguments.source)]
-    if arguments.beside is not None:
-        subjects.append(load_inspectable(arguments, arguments.beside, beside=True))
+    if arguments.compare_with is not None:
+        subjects.append(load_inspectable(arguments, arguments.compare_with, is_second=True))
     show(subjects, text, arguments.out, arguments.port, arguments.browser)
 
 
 def show(subjects: Sequence[Subject], text: str, out: Path | None = None, port: int = 0, browser: bool = True) -> None:
-    """Serve a page about models, or write one where `out` says.
+    """Serve a page that inspects models, or write the page to the file `out`.
+
+    Args:
+        subjects: one model, or two for a comparison.
+        text: the input text.
+        out: the HTML file; None serves the page.
+        port: the port on this machine; 0 for any free port.
+        browser: open the page in a browser.
 
     Raises:
-        ValueError: a text that cannot be read; a port that cannot be had.
+        ValueError: the text cannot be encoded, or the port is not available.
     """
-    for subject in subjects:  # so that a text that cannot be read is an error of the command
+    for subject in subjects:  # an invalid text is an error of the command, not of the page
         subject.ids_of(text)
     present(Desk(subjects, text), lambda: standalone_page(subjects, text), out, port, browser)
 
 
-def load_inspectable(arguments: Arguments, source: str, beside: bool = False) -> Subject:
-    """Load a model by path or name for the pages."""
+def load_inspectable(arguments: Arguments, source: str, is_second: bool = False) -> Subject:
+    """Load a model by path or name for the inspection page.
+
+    Args:
+        arguments: the flags for loading.
+        source: the path or name.
+        is_second: the model is that of --compare-with, to which --adapter and --tokeniser do not apply.
+    """
     translators = find_translators(source)
     if translators:
         return load_translator(translators, source, arguments)
     loaded: Any = load_file(source, arguments.model.weights)
     if isinstance(loaded.model, GPT):
-        flags = replace(arguments.model, adapter=None) if beside else arguments.model
-        load_model(source, None if beside else arguments.tokeniser, loaded=loaded, **vars(flags))
+        flags = replace(arguments.model, adapter=None) if is_second else arguments.model
+        load_model(source, None if is_second else arguments.tokeniser, loaded=loaded, **vars(flags))
     elif not isinstance(loaded.model, TextEncoder):
         raise ValueError(f"{source}: expected a model of text, got a {type(loaded.model).__name__}")
     if loaded.tokeniser is None:
-        raise ValueError(f"{source}: expected a model with a tokeniser; --tokeniser names one for a model without")
+        raise ValueError(f"{source}: expected a model with a tokenizer, got none: give one with --tokeniser")
     return Stack(loaded.model, loaded.tokeniser, Path(source).name or source)
 
 
 def load_translator(paths: Sequence[Path], source: str, arguments: Arguments) -> Subject:
-    """Return the encoder-decoder in a file; raise ValueError where there are several, or flags for other models."""
+    """Load an encoder-decoder from its file for the inspection page.
+
+    Raises:
+        ValueError: several files, or flags that do not apply to encoder-decoders.
+    """
     if len(paths) > 1:
-        raise ValueError(f"{source}: expected one encoder-decoder, name one of {', '.join(map(str, paths))}")
+        found = ", ".join(map(str, paths))
+        raise ValueError(f"{source}: expected one encoder-decoder, got several: give one of {found}")
     plain, given = (vars(x.model) | vars(x) for x in (Arguments(), arguments))
     for name in ("softmax", "tokeniser", "adapter", "weights"):
         if given[name] != plain[name]:
-            raise ValueError(f"--{name}: expected a decoder, {paths[0]} holds an encoder-decoder")
+            raise ValueError(f"--{name}: expected a decoder, got the encoder-decoder {paths[0]}")
     return saved_translator(paths[0])
 
 
 def standalone_page(subjects: Sequence[Subject], text: str) -> str:
-    """Return a page that needs no server, with all that there is to see."""
+    """Return a self-contained HTML page with the data of all views, which needs no server."""
     sides = [whole(subject, subject.read(subject.ids_of(text), Changes())) for subject in subjects]
     data = {"served": False, "text": text, "sides": sides, "command": f"tricycle look {shlex.quote(subjects[0].title)}"}
     return page("look", " and ".join(subject.title for subject in subjects), data)
 
 
 def present(desk: Desk | Picture, content: Callable[[], str], out: Path | None, port: int, browser: bool) -> None:
-    """Write a page where `out` names a file; else answer a browser of this machine until Ctrl-C."""
+    """Write the page to the file `out`; without a file serve the page on this machine until Ctrl-C."""
     if out is not None:
         write_page(out, content())
-        print(f"{out}: {out.stat().st_size / 1e6:.2f} MB, for any browser")
+        print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
         return
     server = LookServer(desk, port)
-    print(f"{server.address}\nfor browsers of this machine alone; Ctrl-C ends it", flush=True)
+    print(f"{server.address}\nserved to this machine only; Ctrl-C stops the server", flush=True)
     threading.Thread(target=desk.prepare, daemon=True).start()
     if browser and not webbrowser.open(server.address):
-        print("no browser was found: open the address", file=sys.stderr)
+        print("no browser found: open the address by hand", file=sys.stderr)
     try:
         server.serve_forever()
     except KeyboardInterrupt:

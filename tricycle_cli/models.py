@@ -1,4 +1,4 @@
-"""The models that commands are given, by whatever names them, and how these write."""
+"""Load the model of a command line, and the flags for loading, sampling and decoding that several commands share."""
 
 from __future__ import annotations
 
@@ -26,55 +26,55 @@ from tricycle_cli.pickles import load_pickled_model
 Softmax = OneOf[str, SOFTMAXES]
 Weights = Literal["float32", "int8", "bfloat16", "float16", "stored"]
 Device = Literal["auto", "cpu", "gpu"]
-Cache = Literal["auto", "float32", "float16", "bfloat16"]
-Overflow = Literal["reread", "refuse"]
+CacheDtype = Literal["auto", "float32", "float16", "bfloat16"]
+Overflow = Literal["truncate", "error"]
 PICKLES = (".pkl", ".pickle")
 MODELS = (".safetensors", ".gguf", ".bin")
-# What ends in one of these is meant to be a file, and no name on huggingface.co.
+# A source that ends in one of these names a file, not a model on huggingface.co.
 FILES = (*MODELS, *PICKLES, ".pt", ".pth", ".json", ".txt", ".npz")
 
-# What suits small models: those that copy well fall into circles.
+# For models trained by Tricycle: small models that copy well repeat themselves without penalties.
 SAMPLING = PenalizedSamplingParams(temperature=0.9, min_p=0.1, repetition_penalty=1.15, no_repeat_ngram_size=6)
 
 
 @dataclass(frozen=True)
 class ModelFlags:
-    """How a model is loaded, and where it computes."""
+    """The flags for loading a model."""
 
     softmax: Softmax | None = None
-    """let attention normalize scores in another way than in training"""
+    """the attention normalizer, in place of the one that the model was trained with"""
     adapter: Path | None = None
-    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
+    """a LoRA adapter for this model: a folder that `tricycle finetune` or PEFT wrote"""
     weights: Weights = "float32"
-    """how many bits a weight has: fewer take less room, and a token less time; "stored" leaves those of 16 bits and of
-    blocks of 8 (Q8_0) as the files have them"""
+    """data type of the weights: 16 and 8 bits need less memory and less time per token; "stored" keeps 16-bit and Q8_0
+    weights as the file stores them"""
     device: Device = "auto"
-    """where to compute; "auto" takes a GPU if there is one"""
+    """where to compute; "auto" uses a GPU if one is available"""
 
 
 @dataclass(frozen=True)
 class DecodingFlags:
-    """How a text is decoded."""
+    """The flags for decoding a text."""
 
     draft_tokens: int = 0
-    """the most draft tokens of prompt-lookup decoding at a time: the same text, sooner where it repeats itself, as in
-    edited code at temperature 0"""
-    overflow: Overflow = "reread"
-    """when the context window is full: "reread" reads the later half of the text anew, or a conversation without its
-    oldest messages, and goes on from there; "refuse" ends with an error, and leaves a conversation to you"""
-    cache: Cache = "auto"
-    """what keys and values of the text so far are kept in: "float16" and "bfloat16" take half the memory, "auto" leaves
-    them as they are computed (float32 on a CPU)"""
+    """prompt-lookup decoding with at most this many draft tokens at a time: the same text, in less time if the text
+    repeats itself, such as edited code at temperature 0"""
+    overflow: Overflow = "truncate"
+    """when the context window is full: "truncate" drops the earlier half of the text, or the oldest messages of a
+    conversation, and encodes the rest again; "error" stops with an error"""
+    kv_cache_dtype: CacheDtype = "auto"
+    """data type of the KV cache: "float16" and "bfloat16" need half the memory; "auto" is the type that the model
+    computes in (float32 on a CPU)"""
 
 
-def cache_dtype(cache: str) -> str | None:
-    """Return the dtype of keys and values, as `SpeculativeState` takes it."""
-    return None if cache == "auto" else cache
+def cache_dtype(flag: str) -> str | None:
+    """Return the value of --kv-cache-dtype as `DecodingState` takes it: None for "auto"."""
+    return None if flag == "auto" else flag
 
 
 def new_decoder(model: GPT, flags: DecodingFlags) -> tuple[DecodingState, Callable[..., Iterator[int]]]:
-    """Return an empty state for a text, and `generate`, or `generate_prompt_lookup` where there are draft tokens."""
-    dtype = cache_dtype(flags.cache)
+    """Return an empty decoding state and the function that generates: `generate` or `generate_prompt_lookup`."""
+    dtype = cache_dtype(flags.kv_cache_dtype)
     if flags.draft_tokens <= 0:
         return DecodingState(model, dtype_of(dtype) if dtype == "bfloat16" else dtype), generate
     from tricycle.decoding.prompt_lookup import generate_prompt_lookup
@@ -87,12 +87,12 @@ def use_gpu(device: str, weights: str = "float32") -> bool:
     """Return whether to compute on a GPU.
 
     Raises:
-        RuntimeError: one is asked for, and none can be used.
-        ValueError: one is asked for, with weights that it does not take.
+        RuntimeError: device is "gpu", and no GPU can be used.
+        ValueError: device is "gpu", with weights other than float32.
     """
     if weights != "float32":
         if device == "gpu":
-            raise ValueError(f"--weights {weights}: expected --device cpu, for on a GPU weights have 32 bits; got gpu")
+            raise ValueError(f"--weights {weights}: expected --device cpu (weights on a GPU are float32), got gpu")
         return False
     problem = devices.gpu_problem() if device != "cpu" else None
     if device == "gpu" and problem:
@@ -109,50 +109,55 @@ def load_model(
     adapter: Path | None = None,
     loaded: Pretrained | None = None,
 ) -> Pretrained:
-    """A decoder with its tokeniser, where it is to compute.
+    """Load a decoder with its tokenizer, and move it to the device.
 
     Args:
-        source: a run folder, a checkpoint, a pickle, or what `tricycle.pretrained.load` takes.
-        tokeniser: a file that its `save` wrote, which counts instead of the model's own.
-        softmax: how attention weighs keys, if in another way than it was trained with.
-        weights: as of `tricycle.pretrained.load`; those of fewer than 32 bits are for CPUs.
-        adapter: a folder of one in PEFT's form, which the model is to compute with.
-        loaded: what `load_file` gave for this source, where somebody has looked at it already.
+        source: a run folder, a checkpoint, a pickle, or a source that `tricycle.pretrained.load` takes.
+        tokeniser: a tokenizer file, used in place of the model's own tokenizer.
+        softmax: the attention normalizer, if another one than the model was trained with.
+        device: "auto", "cpu" or "gpu".
+        weights: as in `tricycle.pretrained.load`; types of fewer than 32 bits are for CPUs.
+        adapter: a folder of a LoRA adapter in PEFT's format, which is attached.
+        loaded: the result of `load_file` for this source, if the caller has loaded it already.
 
     Raises:
-        FileNotFoundError, ValueError: one line about what is wrong.
+        FileNotFoundError, ValueError: the source, or a flag for it, is wrong.
     """
     on_gpu = use_gpu(device, weights)
     if loaded is None:
         loaded = load_file(source, weights)
     if not isinstance(loaded.model, GPT):
-        raise ValueError(f"{source}: expected a model that writes, got a {type(loaded.model).__name__}")
+        raise ValueError(f"{source}: expected a model that generates text, got a {type(loaded.model).__name__}")
     if tokeniser is not None:
         loaded.tokeniser = load_tokeniser(tokeniser)
-    if loaded.tokeniser is None and Path(source).suffix in PICKLES:  # as the toy Shakespeare script leaves one
+    if loaded.tokeniser is None and Path(source).suffix in PICKLES:  # the toy Shakespeare script writes such a pickle
         from tricycle_datasets.shakespeare import Shakespeare
 
         loaded.tokeniser = Shakespeare(loaded.model.config.vocab_size).tokeniser
-        used = f"using tiny Shakespeare's, of {loaded.tokeniser.n_vocab:,} tokens"
-        print(f"{source}: a pickle has no tokeniser: {used}; --tokeniser names another", file=sys.stderr)
+        used = f"using the one of tiny Shakespeare, of {loaded.tokeniser.n_vocab:,} tokens"
+        print(f"{source}: a pickle has no tokenizer: {used}; choose another with --tokeniser", file=sys.stderr)
     if loaded.tokeniser is None:
-        raise ValueError(f"{source}: expected a model with a tokeniser; --tokeniser names one for a model without")
-    known, n_vocab = loaded.model.config.vocab_size, loaded.tokeniser.n_vocab
-    if n_vocab > known:
-        raise ValueError(f"expected a tokeniser of at most {known} tokens, as the model knows, got {n_vocab}")
+        raise ValueError(f"{source}: expected a model with a tokenizer, got none: give one with --tokeniser")
+    vocab_size, n_vocab = loaded.model.config.vocab_size, loaded.tokeniser.n_vocab
+    if n_vocab > vocab_size:
+        raise ValueError(f"expected a tokenizer of at most {vocab_size} tokens, the model's vocabulary, got {n_vocab}")
     if adapter is not None:
         load_adapter(loaded, adapter)
     if softmax is not None:
         loaded.model.use_softmax(softmax, loaded.model.config.softmax_blocks)
     if on_gpu:
         loaded.model.to_gpu()
-    else:  # to make 16 bits of all weights for each token would cost more than it saves
+    else:  # rounding float32 weights to 16 bits for each token would cost more time than it saves
         loaded.model.use_precision("bfloat16" if weights == "bfloat16" else "float32")
     return loaded
 
 
 def load_file(source: str, weights: str = "float32") -> Pretrained:
-    """Load any kind of model, with a tokeniser or without; errors are one line about what is wrong."""
+    """Load a decoder or an encoder from a path or by name, with its tokenizer if the source has one.
+
+    Raises:
+        FileNotFoundError, ValueError: the source is missing, or contains no model.
+    """
     path = Path(source)
     if path.suffix in PICKLES:
         model = load_pickled_model(path)
@@ -166,7 +171,7 @@ def load_file(source: str, weights: str = "float32") -> Pretrained:
     if (path / "data.json").is_file() and not any((path / name).is_file() for name in OWN_CHECKPOINTS):
         raise FileNotFoundError(f"{path}: expected a run folder with {' or '.join(OWN_CHECKPOINTS)}")
     if (path / "adapter" / "adapter_config.json").is_file():
-        raise ValueError(f"{path}: expected a model, it holds an adapter: name its model, and this with --adapter")
+        raise ValueError(f"{path}: expected a model, got an adapter: give its base model, and this with --adapter")
     return load(source, weights)
 
 
@@ -177,61 +182,63 @@ def _is_gguf(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """How tokens are drawn. What is not given is as the model's makers have it."""
+    """The sampling flags; the default of each is the model's own generation setting."""
 
     temperature: float | None = None
-    """divides the logits: lower is safer, 0 takes the likeliest of the tokens that are allowed (own models: 0.9)"""
+    """the logits are divided by it; 0 is greedy decoding (models trained by Tricycle: 0.9)"""
     top_k: int | None = None
-    """draw among the k likeliest tokens only; 0 for all"""
+    """sample from the k most probable tokens; 0 for all tokens"""
     top_p: float | None = None
-    """draw among the fewest tokens whose probabilities reach this sum"""
+    """sample from the smallest set of most probable tokens whose probabilities reach this sum"""
     min_p: float | None = None
-    """draw among the tokens at least this many times as probable as the likeliest (own models: 0.1)"""
+    """sample from the tokens whose probability is at least this fraction of the highest (models trained by Tricycle:
+    0.1)"""
     repetition_penalty: float | None = None
-    """divide the logits of tokens that the text has already by this; 1 leaves them"""
+    """divide the logits of tokens that are in the text already by it; 1 for no penalty (models trained by Tricycle:
+    1.15)"""
     no_repeat_ngram_size: int | None = None
-    """never write so many tokens a second time in the same order, for small models run in circles; 0 lets them be
-    (own models: 6)"""
+    """never repeat a sequence of this many tokens; 0 for no limit (models trained by Tricycle: 6)"""
     seed: int | None = None
-    """makes the text repeatable"""
+    """seed of the random generator: the same seed gives the same text"""
 
-    def of(self, loaded: Pretrained, otherwise: dict[str, Any] | None = None) -> PenalizedSamplingParams:
-        """How this model writes, with the tokens that end its texts.
+    def for_model(self, loaded: Pretrained, fallback: dict[str, Any] | None = None) -> PenalizedSamplingParams:
+        """Return the sampling parameters for a model, with its stop tokens.
 
         Args:
-            otherwise: how a model writes whose makers say nothing about it.
+            loaded: the model with its generation settings.
+            fallback: parameters for a pretrained model without generation settings.
 
         Raises:
-            ValueError: a setting out of range.
+            ValueError: a parameter out of range.
         """
         sampling = default_sampling(loaded)
-        if otherwise and lacks_generation_settings(loaded):
-            sampling = replace(sampling, **otherwise)
+        if fallback and lacks_generation_settings(loaded):
+            sampling = replace(sampling, **fallback)
         stated = {name: value for name, value in asdict(self).items() if value is not None}
         return replace(sampling, **{"seed": None, **stated})
 
 
 def default_sampling(loaded: Pretrained) -> PenalizedSamplingParams:
-    """How a model writes if nobody says otherwise: Tricycle's way for its own, their makers' way for others."""
+    """Return the default sampling parameters: `SAMPLING` for models trained by Tricycle, else the model's own."""
     known: dict[str, Any] = {"stop_tokens": stop_tokens(loaded), "n_vocab": loaded.tokeniser.n_vocab}
     if loaded.source is None:
         return replace(SAMPLING, **known)
-    makers = loaded.generation
+    generation = loaded.generation
     names = ("top_k", "top_p", "min_p", "repetition_penalty")
     return PenalizedSamplingParams(
-        temperature=makers.temperature if makers.do_sample else 0.0,
-        **{name: getattr(makers, name) for name in names},
+        temperature=generation.temperature if generation.do_sample else 0.0,
+        **{name: getattr(generation, name) for name in names},
         **known,
     )
 
 
 def lacks_generation_settings(loaded: Pretrained) -> bool:
-    """Whether it is other people's, and its files do not say how it should write."""
+    """Return whether a model is a pretrained one whose files contain no sampling parameters."""
     stated = {} if loaded.source is None else loaded.source.generation
     names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return loaded.source is not None and all(stated.get(name) is None for name in names)
 
 
 def stop_tokens(loaded: Pretrained) -> list[int]:
-    """The tokens that end a text."""
+    """Return the ids of the tokens that end a text, in order."""
     return sorted({*loaded.generation.stop_tokens} or {loaded.tokeniser.end_of_text})

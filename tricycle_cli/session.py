@@ -78,10 +78,10 @@ def _run_task(task: Task, run: Run, signals: Signals, started: float) -> Iterato
                     signals.check()
                     task.report(state, run)
         if not session.finished:
-            print(f"stopped after step {state.step}; everything is saved. Continue with\n  {resume}")
+            print(f"stopped after step {state.step}; all progress is saved. Resume with\n  {resume}")
     except Interrupted:
         if run.processes.is_rank_zero and (run.folder / "config.json").exists():
-            print(f"interrupted. Continue with\n  {resume}", flush=True)
+            print(f"interrupted. Resume with\n  {resume}", flush=True)
         raise
 
 

@@ -1,6 +1,7 @@
-"""What a run trains: the base class of the tasks that a session runs (`tricycle_cli/session.py`).
+"""The base class of training tasks, and functions for run folders that tasks share.
 
-`tricycle train`, `finetune` and `distill` each are a subclass and the dataclass of their command line.
+A session (`tricycle_cli/session.py`) runs a task. The commands `train`, `finetune` and `distill` each have a subclass
+of `Task` and a dataclass of their flags.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from tricycle.training_state import TrainingState
 from tricycle_cli.run import Run
 
 SCRIPTS = {"train": "python train_smol_gpt.py", "generate": "python inference.py"}
+# Former names and values of flags, as older run folders store them.
+FORMER_FLAGS = {"cut_answers": "truncate_answers", "rank_stabilised": "rslora"}
+FORMER_VALUES = {("method", "all"): "full", ("loss", "likelihood"): "cross-entropy"}
 
 
 class Task:
-    """The data, the model and the evaluation of a run.
+    """The data, the model and the evaluation of a run; base class for `train`, `finetune` and `distill`.
 
     Attributes:
-        command: the subcommand of `tricycle` that begins and resumes such runs.
+        command: the subcommand of `tricycle` that starts and resumes such runs.
         learning_rate_flag: the flag of the learning rate.
-        arguments: of the command line, or of the run that is resumed: with `on_nan`, `on_full_disk` and `track`.
+        arguments: the flags of the command line or of the resumed run, with `on_nan`, `on_full_disk` and `track`.
         folder: the run folder; None for a new one in runs/.
-        patience: evaluations in a row without a lower loss that end training; 0 for any number.
+        patience: evaluations in a row without a lower loss that stop training; 0 for no early stopping.
     """
 
     command: ClassVar[str] = ""
@@ -44,19 +48,19 @@ class Task:
     # -------------------------------------------------------------------- before training
     @property
     def name(self) -> str:
-        """The first part of the name of a new run folder."""
+        """Return the first part of the name of a new run folder."""
         raise NotImplementedError
 
     def claim(self, folder: Path, processes: ProcessGroup) -> None:
-        """Refuse a folder that holds another run; or read the settings of the run that is resumed, under its lock.
+        """Check that a new run can use the folder, or read the settings of a resumed run; the caller holds the lock.
 
         Raises:
-            ValueError, FileNotFoundError: the folder is not of such a run.
+            ValueError, FileNotFoundError: the folder contains another run, or no run of this command.
         """
         raise NotImplementedError
 
     def prepare(self, run: Run) -> TrainingState:
-        """Read the data and the model, from the last checkpoint if there is one, and write the folder's first files.
+        """Load the data and the model, from the last checkpoint if there is one, and write the folder's first files.
 
         Raises:
             ValueError: the folder's files contradict each other, the data or the model.
@@ -64,42 +68,45 @@ class Task:
         raise NotImplementedError
 
     def facts(self, state: TrainingState) -> dict[str, Any]:
-        """Return what trackers record as the run's settings."""
+        """Return the settings of the run that trackers record."""
         return state.config.to_dict()
 
     def memory_advice(self, config: GPTConfig, on_gpu: bool) -> str:
-        """Return which settings need less memory."""
-        advice = f"lower --batch-size (now {config.batch_size}; --accumulation-steps makes up for it)"
+        """Return advice on settings that need less memory, for the message of a MemoryError."""
+        advice = f"lower --batch-size (now {config.batch_size}; raise --accumulation-steps to compensate)"
         advice += f" or --context-window (now {config.context_window})"
-        advice += f", or make the model smaller: it has {min_n_weights(config):,} weights"
+        advice += f", or use a smaller model (now {min_n_weights(config):,} weights)"
         if on_gpu and config.precision in ("float32", "tf32"):
-            advice += ", or take --precision bfloat16"
+            advice += ", or use --precision bfloat16"
         return advice
 
     # -------------------------------------------------------------------- while it trains
     def measure(self, state: TrainingState) -> dict[str, float]:
-        """Evaluate the model on held-out data: "held_out_loss", which is to fall, and further figures."""
+        """Evaluate the model on held-out data; return "held_out_loss", which training minimizes, and other metrics."""
         raise NotImplementedError
 
     def figures_text(self, figures: Mapping[str, float]) -> str:
-        """Return the figures of `measure` as words."""
+        """Format the results of `measure` for printing."""
         raise NotImplementedError
 
     def sample(self, state: TrainingState, run: Run) -> None:
-        """Print samples and add them to samples.txt; called every `sample_interval` updates."""
+        """Print samples and append them to samples.txt; called every `sample_interval` updates."""
 
     def closing_seconds(self, seconds_per_batch: float, config: GPTConfig) -> float:
-        """Estimate how long `report` takes, from the seconds of a forward pass of a batch."""
+        """Estimate the seconds that `report` takes, from the seconds of a forward pass of one batch."""
         return 0.0
 
     # -------------------------------------------------------------------- afterwards
     def report(self, state: TrainingState, run: Run) -> None:
-        """Print the final figures, draw the loss curve, and print how to use the result."""
+        """Print the final metrics, plot the loss curve, and print the commands that use the result."""
         raise NotImplementedError
 
 
 def command_name(name: str, own: str) -> str:
-    """Return how a command is started by a user who started `own` as this process was."""
+    """Return the command line of another command, in the form in which the user started `own`.
+
+    For `python train_smol_gpt.py` this is a script's command line, else `tricycle NAME`.
+    """
     program = sys.argv[0].removesuffix(f" {own}")
     if program != sys.argv[0]:
         return f"{program} {name}"
@@ -107,32 +114,43 @@ def command_name(name: str, own: str) -> str:
 
 
 def contains_run(folder: Path) -> bool:
-    """Return whether there is a run to resume: a folder that has not got so far is begun anew."""
-    begun = (folder / "config.json").exists() and (folder / "data.json").exists()
-    return begun or (folder / "last.safetensors").exists()
+    """Return whether a folder contains a run that can be resumed."""
+    is_described = (folder / "config.json").exists() and (folder / "data.json").exists()
+    return is_described or (folder / "last.safetensors").exists()
 
 
 def claim_new_folder(folder: Path) -> None:
-    """
+    """Check that a folder contains no run, and remove an incomplete run description.
+
     Raises:
-        ValueError: the folder holds a run.
+        ValueError: the folder contains a run.
     """
     if contains_run(folder):
-        raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
-    (folder / "config.json").unlink(missing_ok=True)  # of a run that was hardly begun
+        raise ValueError(f"{folder} contains a run already: continue it with --resume, or use another --run-folder")
+    (folder / "config.json").unlink(missing_ok=True)  # without data.json
 
 
-def read_stored_flags(path: Path, key: str, usual: Any, names: Collection[str]) -> dict[str, Any]:
+def present_flags(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of an older run folder with their present names and values."""
+    named = {FORMER_FLAGS.get(name, name): value for name, value in stored.items()}
+    return {
+        name: FORMER_VALUES.get((name, value), value) if isinstance(value, str) else value
+        for name, value in named.items()
+    }
+
+
+def read_stored_flags(path: Path, key: str, defaults: Any, names: Collection[str]) -> dict[str, Any]:
     """Return the flags that data.json stores under a key; each has the type of its default.
 
     Raises:
-        ValueError: another content.
+        ValueError: no flags, an unknown flag, or a value of another type.
     """
     stored: Any = read_json_object(path).get(key)
+    stored = present_flags(stored) if isinstance(stored, dict) else stored
     if not isinstance(stored, dict) or set(stored) - set(names):
         raise ValueError(f"{path}: expected {key} with the flags of a run, got {reprlib.repr(stored)}")
     for name, value in stored.items():
-        default = getattr(usual, name)
+        default = getattr(defaults, name)
         if isinstance(default, tuple):
             fits = isinstance(value, list) and all(isinstance(part, str) for part in value)
         elif isinstance(default, float):
@@ -145,8 +163,8 @@ def read_stored_flags(path: Path, key: str, usual: Any, names: Collection[str]) 
 
 
 def write_run_description(folder: Path, config: GPTConfig, description: Mapping[str, Any], tokeniser: Any) -> None:
-    """Write the files that describe a run."""
-    for name, content in {"data": description, "config": config.to_dict()}.items():  # config.json stands for both
+    """Write data.json, config.json and tokeniser.json, which describe a run."""
+    for name, content in {"data": description, "config": config.to_dict()}.items():  # config.json is the last
         with atomic_write(folder / f"{name}.json", text=True) as file:
             json.dump(content, file, indent=2)
     tokeniser.save(folder / "tokeniser.json")

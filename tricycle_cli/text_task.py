@@ -55,7 +55,7 @@ class TextTask(Task):
         return evaluate(model, tokens, size, n_batches, stride, processes=state.processes)
 
     def figures_text(self, figures: Mapping[str, float]) -> str:
-        return f"{figures['held_out_loss']:.4f} nats a token, {figures['bits_per_byte']:.3f} bits a byte"
+        return f"{figures['held_out_loss']:.4f} nats/token, {figures['bits_per_byte']:.3f} bits/byte"
 
     def closing_seconds(self, seconds_per_batch: float, config: GPTConfig) -> float:
         n_batches = OVERLAP * len(self.held_out.tokens) / (config.batch_size * config.context_window)
@@ -96,8 +96,8 @@ class TextTask(Task):
         print(f"\n{state.total_steps} steps, {minutes}; best checkpoint: step {best_step}")
         context = f"context {config.context_window - config.context_window // OVERLAP} to {config.context_window - 1}"
         sizes = f"{n_tokens:,} tokens, {len(self.held_out_bytes):,} bytes, {context}"
-        print(f"held-out loss: {loss:.4f} nats a token = {bits:.3f} bits a byte ({sizes})")
-        print("bits a byte for the same held-out bytes:")
+        print(f"held-out loss: {loss:.4f} nats/token = {bits:.3f} bits/byte ({sizes})")
+        print("bits/byte of the same held-out text, beside compression programs:")
         for name, value in sorted({**others, "this model": bits}.items(), key=lambda item: -item[1]):
             print(f"  {name:<12}{value:6.3f}")
         print(f"loss curve: {picture}")

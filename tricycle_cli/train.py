@@ -356,7 +356,7 @@ class TrainTask(TextTask):
         if run.processes.size > 1:
             n_batches, size = config.accumulation_steps, config.batch_size
             print(f"{run.processes.size} ranks share the {n_batches} batches of {size} sequences of an update")
-        print(f"run folder: {run.folder}" + (f", going on after step {state.step}" if state.step else ""))
+        print(f"run folder: {run.folder}" + (f" (resuming after step {state.step})" if state.step else ""))
         print(f"disk: the run folder may take {describe_disk_space(state, tokeniser, run.folder)}")
         if not on_gpu and _is_yet_to_compile():
             print("the first step takes some seconds more than the others: Numba compiles its loops, once")

@@ -165,7 +165,7 @@ class HeldOutRows:
     @staticmethod
     def figures_text(figures: Mapping[str, float]) -> str:
         bits = figures.get("bits_per_byte", math.nan)
-        return f"{figures.get('held_out_loss', math.nan):.4f} nats a token, {bits:.3f} bits a byte"
+        return f"{figures.get('held_out_loss', math.nan):.4f} nats/token, {bits:.3f} bits/byte"
 
 
 @dataclass
@@ -198,7 +198,7 @@ class HeldOutPairs:
     @staticmethod
     def figures_text(figures: Mapping[str, float]) -> str:
         loss, margin, share = (figures.get(name, math.nan) for name in PAIR_FIGURES)
-        return f"{loss:.4f} nats a pair, reward margin {margin:.3f}, {share:.0%} of pairs in order"
+        return f"{loss:.4f} nats/pair, reward margin {margin:.3f}, reward accuracy {share:.0%}"
 
 
 # -------------------------------------------------------------------- samples

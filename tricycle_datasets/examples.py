@@ -275,7 +275,7 @@ class ExampleEncoder:
     def _joined(self, record: Record, parts: list[tuple[list[int], bool]]) -> Example:
         longest = max(len(ids) for ids, is_answer in parts if is_answer)
         if longest > self.window and not self.cut_answers:
-            got = f"got one of {longest}; --cut-answers cuts such answers"
+            got = f"got one of {longest}; --truncate-answers cuts such answers"
             most = f"at most {self.window} tokens (--context-window)"
             raise ValueError(f"{record.source}: expected answers of {most}, {got}")
         counts = [self._counted(ids) if is_answer else np.zeros(len(ids), bool) for ids, is_answer in parts]

@@ -317,7 +317,7 @@ class TextEngine(Engine):
         """Let it be written with the others from now on."""
         order = text.order
         listener = None if order.n_rivals is None else text.writing.listen
-        how: dict[str, Any] = {"state": text.state, "overflow": "refuse", "listener": listener}
+        how: dict[str, Any] = {"state": text.state, "overflow": "error", "listener": listener}
         text.number = self._batch.add(order.prompt, order.n_tokens, order.sampling, **how)
         self._writing[text.number] = text
 

@@ -99,10 +99,10 @@ class Gate:
         with suppress(ValueError):  # a name is no address
             is_known = is_known or bool(ipaddress.ip_address(name))
         if not is_known:
-            message = f"expected Host to be this server's, got {name[:100]!r}; --names admits it"
+            message = f"expected Host to be this server's, got {name[:100]!r}; --allowed-hosts adds a name"
             raise ApiError(message, 403, code="wrong_host")
         if origin and origin not in self._origins and origin.partition("://")[2] != headers.get("host", "").lower():
-            message = f"expected a page of this server, got one of {origin[:100]!r}; --origins admits it"
+            message = f"expected a page of this server, got one of {origin[:100]!r}; --allowed-origins adds an origin"
             raise ApiError(message, 403, code="wrong_origin")
 
     def _check_key(self, headers: dict[str, str], path: str) -> None:

@@ -27,7 +27,7 @@ QUICK = "--rank 3 --steps 8 --eval-interval 4 --learning-rate 0.01 --sample-toke
 KINDS = {
     "lora": "--lora-dropout 0.2 --accumulation-steps 2",
     "dpo": "--loss dpo --lora-dropout 0.2",
-    "all": "--method all --loss dpo",
+    "full": "--method full --loss dpo",
 }
 
 
@@ -117,8 +117,8 @@ def test_a_run_that_is_killed_twice(kind, place, whole):
         pytest.param("SIGKILL", "first files", "lora", marks=pytest.mark.slow),
         ("SIGKILL", "checkpoint", "lora"),
         pytest.param("SIGKILL", "adapter", "dpo", marks=pytest.mark.slow),
-        pytest.param("SIGTERM", "reference", "all", marks=pytest.mark.slow),
-        ("SIGINT", "evaluation of pairs", "all"),
+        pytest.param("SIGTERM", "reference", "full", marks=pytest.mark.slow),
+        ("SIGINT", "evaluation of pairs", "full"),
         pytest.param("SIGHUP", "update", "lora", marks=pytest.mark.slow),
         ("SIGTERM", "plot", "dpo"),
     ],

@@ -86,7 +86,7 @@ def test_a_terminal_that_is_closed(bench, profile, whole):
     assert not list(case.run.glob(".*"))
     done = case.resume()
     assert done.status == 0, done.err
-    assert "going on after step" in done.out
+    assert "resuming after step" in done.out
     assert differences(case.run, whole.run) == []
 
 

@@ -88,7 +88,7 @@ class GenerationBatch:
         sampling: SamplingParams | None = None,
         *,
         state: SpeculativeState | None = None,
-        overflow: str = "reread",
+        overflow: str = "truncate",
         listener: Listener | None = None,
     ) -> int:
         """Add a text to the batch, and return its number: 0 for the first text, 1 for the second, and so on.

@@ -99,7 +99,7 @@ def generate_prompt_lookup(
     *,
     temperature: float | None = None,
     state: SpeculativeState | None = None,
-    overflow: str = "reread",
+    overflow: str = "truncate",
     n_draft_tokens: int = 8,
 ) -> Iterator[int]:
     """Generate the same tokens as `generate`, faster for repetitive text, by prompt-lookup decoding.
