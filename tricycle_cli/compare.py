@@ -124,7 +124,8 @@ def read_run(folder: Path, name: str) -> RunRead:
 
 def run_settings(config: GPTConfig, data: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a run by name: from its data.json, its config, and the flags of fine-tuning."""
-    settings = {name: data[name] for name in ("data", "tokeniser", "init_from", "on_nan") if name in data}
+    names = ("data", "tokeniser", "init_from", "on_nan")
+    settings: dict[str, Any] = {name: data[name] for name in names if name in data}
     flags = data.get("arguments")
     return {**settings, **config.to_dict(), **(present_flags(flags) if isinstance(flags, dict) else {})}
 
