@@ -288,9 +288,9 @@ def test_encoders(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
     with torch.no_grad():
         inside = {"input_ids": torch.from_numpy(tokens), "token_type_ids": torch.from_numpy(types)}
         expected = theirs.eval()(**inside).last_hidden_state.numpy()
-    assert difference(model(tokens, types=types).array, expected) < AGREED
+    assert difference(model(tokens, token_type_ids=types).array, expected) < AGREED
     again = use_order(load(tmp_path / "model").model, "C")  # sums are made in the order in which matrices lie
-    assert np.array_equal(again(tokens, types=types).array, model(tokens, types=types).array)
+    assert np.array_equal(again(tokens, token_type_ids=types).array, model(tokens, token_type_ids=types).array)
 
 
 @pytest.mark.parametrize(

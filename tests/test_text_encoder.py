@@ -160,8 +160,8 @@ def test_what_is_padding_does_not_show() -> None:
     assert (others != tokens).any()
     hidden = model(tokens, mask, types).array
     np.testing.assert_allclose(model(others, mask, types).array[mask], hidden[mask], atol=1e-6)
-    np.testing.assert_allclose(model(tokens[1:2, :6], types=types[1:2, :6]).array[0], hidden[1, :6], atol=1e-6)
-    assert np.abs(model(tokens, types=types).array[1, :6] - hidden[1, :6]).max() > 1e-3
+    np.testing.assert_allclose(model(tokens[1:2, :6], token_type_ids=types[1:2, :6]).array[0], hidden[1, :6], atol=1e-6)
+    assert np.abs(model(tokens, token_type_ids=types).array[1, :6] - hidden[1, :6]).max() > 1e-3
 
 
 def test_every_token_sees_every_other() -> None:
@@ -228,15 +228,18 @@ test_bad_input_is_refused = bad_input(
         "one text by itself": (lambda: TextEncoder(SMALL)(np.zeros(5, int)), f"{IN_SHORT}, got (5,)"),
         "a mask of numbers": (lambda: TextEncoder(SMALL)(TOKENS, np.ones((2, 5))), "TextEncoder: expected a mask of"),
         "a short mask": (lambda: TextEncoder(SMALL)(TOKENS, np.ones((2, 4), bool)), "TextEncoder: expected a mask of"),
-        "short types": (lambda: TextEncoder(SMALL)(TOKENS, types=np.zeros((1, 5), int)), "TextEncoder: expected types"),
+        "short types": (
+            lambda: TextEncoder(SMALL)(TOKENS, token_type_ids=np.zeros((1, 5), int)),
+            "TextEncoder: expected token_type_ids",
+        ),
         "types where there are none": (
-            lambda: TextEncoder(replace(SMALL, token_types=0))(TOKENS, types=TOKENS),
-            "TextEncoder(token_types=0): expected no types, got some",
+            lambda: TextEncoder(replace(SMALL, token_types=0))(TOKENS, token_type_ids=TOKENS),
+            "TextEncoder(token_types=0): expected no token_type_ids, got some",
         ),
         "a window": (lambda: replace(SMALL, window=3), "EncoderConfig: expected window to be 0 in an encoder, got 3"),
         "a head": (lambda: replace(SMALL, tied=False), "EncoderConfig: expected tied to be True in an encoder, got"),
         "types below 0": (lambda: replace(SMALL, token_types=-1), "EncoderConfig: expected token_types to be 0 or"),
-        "pooling": (lambda: SentencePooling("last"), "SentencePooling: expected kind to be one of mean, first, got"),
+        "pooling": (lambda: SentencePooling("last"), "SentencePooling: expected mode to be one of mean, first, got"),
     }
 )
 

@@ -150,7 +150,7 @@ def read_pooling(folder: Path) -> SentencePooling:
             known here.
     """
     if not (folder / MODULES).is_file():
-        return SentencePooling("mean", normalise=False)
+        return SentencePooling("mean", normalize=False)
     modules = _modules(folder / MODULES)
     types = [kind for kind, _ in modules]
     if types not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or modules[0][1] != "":
@@ -161,7 +161,7 @@ def read_pooling(folder: Path) -> SentencePooling:
     kinds = [fields["pooling_mode"]] if "pooling_mode" in fields else [FLAGS.get(flag, flag) for flag in flags]
     if len(kinds) != 1 or kinds[0] not in list(KINDS):
         raise wrong("the way of pooling", f"one of {', '.join(KINDS)}", kinds)
-    return SentencePooling(KINDS[kinds[0]], normalise="Normalize" in types)
+    return SentencePooling(KINDS[kinds[0]], normalize="Normalize" in types)
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:

@@ -54,13 +54,13 @@ class TextEncoder(BlockStack):
             initialize_weights(self)
         self.use_precision(config.precision)
 
-    def forward(self, tokens: Operand, mask: Any = None, types: Operand | None = None) -> Tensor:
+    def forward(self, tokens: Operand, mask: Any = None, token_type_ids: Operand | None = None) -> Tensor:
         """Return the hidden states (B, T, C); those of padding are undefined.
 
         Args:
             tokens: integers (B, T), T at most the context window.
             mask: booleans (B, T), False for padding; no padding if not given.
-            types: integers (B, T), the token type ids; 0 if not given.
+            token_type_ids: integers (B, T), the segment of each token; 0 if not given.
 
         Raises:
             ValueError: too many tokens or none, ids out of range, or a wrong shape.
@@ -71,13 +71,13 @@ class TextEncoder(BlockStack):
             wanted = f"(batch, tokens) with 1 to {window} tokens"
             raise ValueError(f"TextEncoder(context_window={window}): expected shape {wanted}, got {tokens.shape}")
         mask = _checked(mask, tokens)
-        x = self.dropout(to_compute_dtype(self._embed(tokens, types), self.precision))
+        x = self.dropout(to_compute_dtype(self._embed(tokens, token_type_ids), self.precision))
         run = self.run_block
         for block in self.blocks:
             x = run(block, x, None, mask)
         return x if self.norm is None else self.norm(x)
 
-    def _embed(self, tokens: Tensor, types: Operand | None) -> Tensor:
+    def _embed(self, tokens: Tensor, token_type_ids: Operand | None) -> Tensor:
         """Return the sum of token, position and type embeddings, (B, T, C)."""
         x = self.token_embedding(tokens)
         if self.config.embedding_scale != 1:
@@ -86,9 +86,13 @@ class TextEncoder(BlockStack):
             first = self.config.position_offset
             x = x + self.position_embedding.weights[first : first + tokens.shape[1]]
         if self.type_embedding is not None:
-            x = x + (self.type_embedding.weights[0] if types is None else self.type_embedding(_types(types, tokens)))
-        elif types is not None:
-            raise ValueError("TextEncoder(token_types=0): expected no types, got some")
+            x = x + (
+                self.type_embedding.weights[0]
+                if token_type_ids is None
+                else self.type_embedding(_types(token_type_ids, tokens))
+            )
+        elif token_type_ids is not None:
+            raise ValueError("TextEncoder(token_types=0): expected no token_type_ids, got some")
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
 
@@ -107,26 +111,26 @@ def _checked(mask: Any, tokens: Tensor) -> Array | None:
     return tokens.xp.asarray(array)
 
 
-def _types(types: Operand, tokens: Tensor) -> Tensor:
-    types = as_tensor(types)
-    if types.shape != tokens.shape:
-        raise ValueError(f"TextEncoder: expected types of shape {tokens.shape}, got {types.shape}")
-    return types
+def _types(token_type_ids: Operand, tokens: Tensor) -> Tensor:
+    token_type_ids = as_tensor(token_type_ids)
+    if token_type_ids.shape != tokens.shape:
+        raise ValueError(f"TextEncoder: expected token_type_ids of shape {tokens.shape}, got {token_type_ids.shape}")
+    return token_type_ids
 
 
 class SentencePooling(Layer):
     """Pooling of token vectors into one sentence embedding (Reimers and Gurevych 2019, section 3).
 
     Args:
-        kind: "mean" of all tokens without padding, or "first" for the first token, BERT's [CLS].
-        normalise: scale embeddings to norm 1, so that their dot products are cosine similarities.
+        mode: "mean" of all tokens without padding, or "first" for the first token, BERT's [CLS].
+        normalize: scale embeddings to norm 1, so that their dot products are cosine similarities.
     """
 
-    def __init__(self, kind: str = "mean", normalise: bool = True) -> None:
-        if kind not in POOLINGS:
-            raise ValueError(f"SentencePooling: expected kind to be one of {', '.join(POOLINGS)}, got {kind!r}")
-        self.kind = kind
-        self.normalise = normalise
+    def __init__(self, mode: str = "mean", normalize: bool = True) -> None:
+        if mode not in POOLINGS:
+            raise ValueError(f"SentencePooling: expected mode to be one of {', '.join(POOLINGS)}, got {mode!r}")
+        self.mode = mode
+        self.normalize = normalize
 
     def forward(self, hidden: Tensor, mask: Any = None) -> Tensor:
         """Return the embeddings (B, C) of token vectors (B, T, C).
@@ -134,8 +138,8 @@ class SentencePooling(Layer):
         Args:
             mask: booleans (B, T), False for padding; the mean of a text with only padding is zero.
         """
-        x = hidden[:, 0] if self.kind == "first" else self._mean(hidden, mask)
-        if not self.normalise:
+        x = hidden[:, 0] if self.mode == "first" else self._mean(hidden, mask)
+        if not self.normalize:
             return x
         return x * ((x * x).sum(axis=-1, keepdims=True) + SMALLEST) ** -0.5
 
