@@ -385,7 +385,7 @@ BAD = {
     ),
     "a number": ('{"text": 3}\n', "expected text to be a text of a character or more, got 3"),
     "long": (json.dumps({"prompt": "a", "completion": "fox " * 200}), "expected answers of at most 100 tokens"),
-    "one": (json.dumps(GOOD), "expected enough to learn from and to hold out, got 0 and 1 examples"),
+    "one": (json.dumps(GOOD), "expected at least one training and one held-out example, got 0 and 1 examples"),
 }
 
 
@@ -464,9 +464,11 @@ def test_other_bad_input(theirs, data, tmp_path):
         with pytest.raises(ValueError, match=f"expected --method lora with --{flag}, got full"):
             tune(theirs, data, run, "--method", "full", f"--{flag}")
     ties = lines(tmp_path / "ties.jsonl", [{"prompt": f"{i}", "chosen": "a", "rejected": "a"} for i in range(9)])
-    with pytest.raises(ValueError, match="got 0 and 0 examples of 9 records; 9 had nothing to learn; equal ones"):
+    with pytest.raises(
+        ValueError, match="got 0 and 0 examples of 9 records; 9 have no token that counts; equal records"
+    ):
         tune(theirs, ties, run, "--loss", "dpo")
-    with pytest.raises(ValueError, match=r"got 60 and 0 examples of 61 records; 1 had nothing to learn$"):
+    with pytest.raises(ValueError, match=r"got 60 and 0 examples of 61 records; 1 have no token that counts$"):
         long = lines(tmp_path / "long.jsonl", [{"messages": [{"role": "user", "content": "fox " * 99}, WORD]}])
         tune(theirs, data, run, "--held-out", str(long))
     with pytest.raises(ValueError, match="expected a file or a folder, but there is none"):

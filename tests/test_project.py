@@ -33,7 +33,7 @@ def test_one_version_in_all_files():
     assert len(set(versions.values())) == 1, versions
     assert "version" in PROJECT["project"]["dynamic"]
     assert PROJECT["tool"]["pdm"]["version"] == {"source": "file", "path": "tricycle/__init__.py"}
-    assert f"## {release.version_of(ROOT)} (" in read("CHANGELOG.md")
+    assert f"## {release.read_version(ROOT)} (" in read("CHANGELOG.md")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_one_version_in_all_files():
     ],
 )
 def test_new_versions(new, old, taken):
-    assert release.check_version(new, old) == taken
+    assert release.resolve_version(new, old) == taken
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_new_versions(new, old, taken):
 )
 def test_versions_that_are_refused(new):
     with pytest.raises(ValueError, match=r"expected a version after 0\.1\.0"):
-        release.check_version(new, "0.1.0")
+        release.resolve_version(new, "0.1.0")
 
 
 # -------------------------------------------------------------------- releases
@@ -103,10 +103,10 @@ def test_what_archives_hold_is_compared_with_the_tree(tree):
     release.check_archives(tree, *archives_of(tree, files, whole))
     page = {"tricycle_lab/look/page.html"}
     for wheel, source, said in (
-        (files - page, whole, "any.whl: missing.*page.html.*more than wanted nothing"),
-        (files | {"tests/test_a.py"}, whole, "any.whl: missing nothing.*test_a.py"),
+        (files - page, whole, "any.whl: missing.*page.html.*extra files none"),
+        (files | {"tests/test_a.py"}, whole, "any.whl: missing files none.*test_a.py"),
         (files, whole - {"LICENSE"}, "tar.gz: missing.*LICENSE"),
-        (files, whole | {"tests/test_a.py"}, "tar.gz: missing nothing.*test_a.py"),
+        (files, whole | {"tests/test_a.py"}, "tar.gz: missing files none.*test_a.py"),
     ):
         with pytest.raises(ValueError, match=said):
             release.check_archives(tree, *archives_of(tree, wheel, source))
@@ -123,15 +123,15 @@ def test_a_release_writes_version_and_date_and_calls_its_tools(tree, monkeypatch
     monkeypatch.setattr(release, "_run", lambda root, *words: calls.append(words))
     with pytest.raises(ValueError, match=r"expected fragments in changelog\.d/"):
         release.prepare(tree, "0.2.0")
-    assert release.version_of(tree) == "0.1.0"
+    assert release.read_version(tree) == "0.1.0"
     (tree / "changelog.d").mkdir()
     (tree / "changelog.d" / "README.md").write_text("how", encoding="utf-8")
-    assert release.fragments(tree) == []
+    assert release.changelog_fragments(tree) == []
     (tree / "changelog.d" / "+new.added.md").write_text("New.", encoding="utf-8")
     monkeypatch.setattr(release, "check", lambda root, folder: [folder])
     assert release.prepare(tree, "0.2.0") == [tree / "dist"]
     assert [words[:2] for words in calls] == [("towncrier", "build"), ("build", "--outdir")]
-    assert release.version_of(tree) == "0.2.0"
+    assert release.read_version(tree) == "0.2.0"
     for name in release.NAMED_IN:
         assert "0.2.0" in (tree / name).read_text(encoding="utf-8")
     assert "2020-01-01" not in (tree / "CITATION.cff").read_text(encoding="utf-8")
@@ -158,14 +158,14 @@ def test_a_copy_has_what_git_does_not_ignore(tmp_path):
     (root / ".gitignore").write_text("ignored.txt\n", encoding="utf-8")
     for words in (["init", "--quiet"], ["add", "kept.txt", "folder"]):
         subprocess.run(["git", *words], cwd=root, check=True)
-    copy = release.copy_of(root, tmp_path / "copy")
+    copy = release.copy_checkout(root, tmp_path / "copy")
     names = {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()}
     assert names == {"kept.txt", "new.txt", "folder/deep.txt", ".gitignore"}
 
 
 # -------------------------------------------------------------------- the changelog
 KINDS = {kind["directory"] for kind in PROJECT["tool"]["towncrier"]["type"]}
-FRAGMENTS = release.fragments(ROOT)
+FRAGMENTS = release.changelog_fragments(ROOT)
 
 
 @pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.name)

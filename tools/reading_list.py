@@ -1,9 +1,10 @@
-"""Count the reading list, from `Tensor` to a GPT that trains and talks, and write its table into docs/architecture.md.
+"""Write the table of the reading list, with the line count of each file, into docs/architecture.md.
 
     python tools/reading_list.py          write the table
     python tools/reading_list.py --check  exit with 1 where the table is out of date
 
-The order of reading is `READING_LIST`. The tests check that no file of it imports a file below it or beside it.
+`READING_LIST` has the files in reading order, from `Tensor` to a GPT that trains and generates text. The tests check
+that each file imports only files above it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ blocks models bpe batches optimisers scheduler training sampling generate
 
 
 def path_of(name: str) -> Path:
-    """Return the path of a file of the list."""
+    """Return the path of a file in the reading list."""
     return ROOT / "tricycle" / f"{name}.py"
 
 
@@ -36,8 +37,8 @@ def n_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def purpose_of(path: Path) -> str:
-    """Return the first sentence of a module's docstring, in one line."""
+def module_summary(path: Path) -> str:
+    """Return the first paragraph of a module's docstring in one line."""
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(doc.split("\n\n")[0].split()).rstrip(".")
 
@@ -50,19 +51,20 @@ def table() -> str:
         path = path_of(name)
         lines = n_lines(path)
         total += lines
-        rows.append(f"| [`{name}.py`](../tricycle/{name}.py) | {lines} | {purpose_of(path)} |")
+        rows.append(f"| [`{name}.py`](../tricycle/{name}.py) | {lines} | {module_summary(path)} |")
     rows.append(f"| {len(READING_LIST)} files | {total:,} | |")
     return "\n".join(rows) + "\n"
 
 
 def page_with_table(page: str) -> str:
-    """Return the text of the page with today's table between its marks."""
+    """Return the text of the page with the current table between its markers."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}{table()}{END}{after}"
 
 
 def main(args: list[str]) -> int:
+    """Write the table, or with `--check` compare it, and return the exit status."""
     page = PAGE.read_text(encoding="utf-8")
     written = page_with_table(page)
     if "--check" in args:

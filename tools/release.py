@@ -1,10 +1,10 @@
-"""Prepare a release: the version in every file that names it, the changelog, both archives, and their checks.
+"""Prepare a release: update the version and the changelog, build the wheel and the source archive, and check them.
 
-    python -m tools.release 0.2.0 --dry-run dist     in a copy of this checkout; leaves the archives in dist/
-    python -m tools.release 0.2.0                    in this checkout; docs/releasing.md says what follows
-    python -m tools.release --check dist             what a dry run checks, on archives that are there
+    python -m tools.release 0.2.0 --dry-run dist     in a copy of this checkout; writes the archives to dist/
+    python -m tools.release 0.2.0                    in this checkout; docs/releasing.md describes the next steps
+    python -m tools.release --check dist             only check existing archives
 
-Nothing is committed, tagged or published.
+The command does not commit, tag or publish anything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[1]
-# The files that name the version, each with the line that does.
+# The files that contain the version, each with the pattern of the line.
 NAMED_IN = {
     "tricycle/__init__.py": r'^__version__ = "(.*)"$',
     "CITATION.cff": r"^version: (.*)$",
@@ -34,17 +34,18 @@ BESIDES = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "SECURITY.md"
 
 
 def main() -> None:
+    """Run the command line."""
     arguments = _arguments()
     try:
         if arguments.check is not None:
             check(ROOT, arguments.check)
             return
-        new = check_version(arguments.version, version_of(ROOT))
+        new = resolve_version(arguments.version, read_version(ROOT))
         if arguments.dry_run is None:
             prepare(ROOT, new)
             print(f"{ROOT / 'dist'}: look at the changes, commit them, and tag v{new}")
         else:
-            rehearse(arguments.dry_run.absolute(), new)
+            dry_run(arguments.dry_run.absolute(), new)
     except (ValueError, OSError) as error:
         raise SystemExit(f"release: {error}") from None
     except subprocess.CalledProcessError as error:
@@ -53,30 +54,31 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("version", nargs="?", default="next", help="as in 0.2.0; without it the next minor one")
-    parser.add_argument("--dry-run", type=Path, metavar="FOLDER", help="work in a copy and leave the archives here")
-    parser.add_argument("--check", type=Path, metavar="FOLDER", help="check the archives that lie here, nothing else")
+    parser.add_argument("version", nargs="?", default="next", help="such as 0.2.0; default: the next minor version")
+    parser.add_argument("--dry-run", type=Path, metavar="FOLDER", help="work in a copy, and write the archives here")
+    parser.add_argument("--check", type=Path, metavar="FOLDER", help="only check the archives in this folder")
     return parser.parse_args()
 
 
-def rehearse(folder: Path, version: str) -> None:
-    """A release in a copy of this checkout; its archives are left in the folder."""
+def dry_run(folder: Path, version: str) -> None:
+    """Build a release in a copy of this checkout, and copy its archives to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
-        for archive in prepare(copy_of(ROOT, Path(place) / "copy"), version):
+        for archive in prepare(copy_checkout(ROOT, Path(place) / "copy"), version):
             shutil.copy(archive, folder)
             print(f"{folder / archive.name}: {archive.stat().st_size / 1e6:.2f} MB", flush=True)
 
 
-def version_of(root: Path) -> str:
+def read_version(root: Path) -> str:
+    """Return the version in tricycle/__init__.py."""
     return _match(root / "tricycle" / "__init__.py", NAMED_IN["tricycle/__init__.py"])[1]
 
 
-def check_version(new: str, old: str) -> str:
-    """The new version; "next" is the one with new features.
+def resolve_version(new: str, old: str) -> str:
+    """Return the new version; "next" stands for the next minor version.
 
     Raises:
-        ValueError: it is no version as semver and PEP 440 both have it, or does not come after the present one.
+        ValueError: the version is not valid in both semver and PEP 440, or is not greater than the current one.
     """
     if new == "next":
         present = Version(old)
@@ -91,8 +93,8 @@ def check_version(new: str, old: str) -> str:
     return new
 
 
-def copy_of(root: Path, folder: Path) -> Path:
-    """All files that git knows, and new ones that it does not ignore."""
+def copy_checkout(root: Path, folder: Path) -> Path:
+    """Copy all files that git tracks, and untracked files that it does not ignore, to a folder; return the folder."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True)
     for name in filter(None, done.stdout.split("\0")):
@@ -106,11 +108,11 @@ def prepare(root: Path, version: str) -> list[Path]:
     """Write the version and the changelog, build both archives into dist/ and check them.
 
     Raises:
-        ValueError: no fragments, a file without its version, or an archive with other files than it should have.
-        subprocess.CalledProcessError: a tool failed; it has said why.
+        ValueError: no changelog fragments, a file without its version, or an archive with missing or extra files.
+        subprocess.CalledProcessError: a tool failed, and has printed the reason.
     """
-    if not fragments(root):
-        raise ValueError("expected fragments in changelog.d/ that say what is new, got none")
+    if not changelog_fragments(root):
+        raise ValueError("expected changelog fragments in changelog.d/, got none")
     today = datetime.date.today().isoformat()
     for name, pattern in NAMED_IN.items():
         _replace(root / name, pattern, version)
@@ -122,11 +124,11 @@ def prepare(root: Path, version: str) -> list[Path]:
 
 
 def check(root: Path, folder: Path) -> list[Path]:
-    """Both archives, checked.
+    """Check the wheel and the source archive in a folder, and return their paths.
 
     Raises:
-        ValueError: they are not there, or hold other files than they should.
-        subprocess.CalledProcessError: a tool is not content with them; it has said why.
+        ValueError: an archive does not exist, or has missing or extra files.
+        subprocess.CalledProcessError: a tool reported an error, and has printed the reason.
     """
     archives = sorted(folder.absolute().glob("tricycle_gpt-*"))
     if [path.suffix for path in archives] != [".whl", ".gz"]:
@@ -137,15 +139,16 @@ def check(root: Path, folder: Path) -> list[Path]:
     return archives
 
 
-def fragments(root: Path) -> list[Path]:
-    """The parts of the next version's changelog."""
+def changelog_fragments(root: Path) -> list[Path]:
+    """Return the paths of the changelog fragments of the next version."""
     return sorted(path for path in (root / "changelog.d").glob("*.md") if path.name != "README.md")
 
 
 def check_archives(root: Path, wheel: Path, source: Path) -> None:
-    """
+    """Check that both archives contain the files of the packages, and no others.
+
     Raises:
-        ValueError: a file of the packages is missing in an archive, or there is one that should not be.
+        ValueError: an archive has missing or extra files.
     """
     wanted = package_files(root)
     with zipfile.ZipFile(wheel) as archive:
@@ -157,7 +160,7 @@ def check_archives(root: Path, wheel: Path, source: Path) -> None:
 
 
 def package_files(root: Path) -> set[str]:
-    """What the packages hold, by names below the root."""
+    """Return the files of all packages, as paths relative to the root."""
     return {
         path.relative_to(root).as_posix()
         for package in root.glob("tricycle*")
@@ -170,7 +173,7 @@ def package_files(root: Path) -> set[str]:
 def _same(archive: Path, held: set[str], wanted: set[str]) -> None:
     missing, extra = sorted(wanted - held), sorted(held - wanted)
     if missing or extra:
-        raise ValueError(f"{archive.name}: missing {missing or 'nothing'}, more than wanted {extra or 'nothing'}")
+        raise ValueError(f"{archive.name}: missing files {missing or 'none'}, extra files {extra or 'none'}")
 
 
 def _match(path: Path, pattern: str) -> re.Match[str]:

@@ -1,8 +1,8 @@
-"""Install archives into environments of their own and use them there, away from the checkout.
+"""Smoke test of release archives: install each into a new virtual environment, and run the commands there.
 
     python -m tools.smoke dist
 
-Python's standard library alone is needed. Prints how long it took from nothing to the first trained step.
+Only Python's standard library is needed. The command prints how long the installation and the first training took.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TINY = ("--preset", "debug", "--data", "text", "--device", "cpu")
 
 
 class Installed:
-    """An environment with nothing but the archive and what it asks for, and a folder to work in."""
+    """A virtual environment with only the archive and its dependencies, and a working folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder / "work"
@@ -37,13 +37,14 @@ class Installed:
         self.variables |= {"TRICYCLE_CACHE": str(folder / "cache"), "PYTHONUTF8": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def install(self, what: str) -> None:
+        """Install a package with pip."""
         self.run("python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", what)
 
     def run(self, program: str, *words: str, typed: str = "", status: int = 0) -> str:
-        """What a program of the environment prints on standard output.
+        """Run a program of the environment, and return its standard output; standard error if `status` is not 0.
 
         Raises:
-            SystemExit: it ended with another status.
+            SystemExit: the exit status is not `status`.
         """
         command = [str(self.programs / program), *words]
         done = subprocess.run(
@@ -60,11 +61,12 @@ class Installed:
         return done.stdout if status == 0 else done.stderr
 
     def tricycle(self, *words: str, typed: str = "", status: int = 0) -> str:
-        """What the command prints."""
+        """Run the command `tricycle`, and return its output."""
         return self.run("tricycle", *words, typed=typed, status=status)
 
 
 def main() -> None:
+    """Run the smoke test for an archive, or for all archives in a folder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("archive", type=Path, help="a wheel, a source archive, or a folder with both")
     path = parser.parse_args().archive.resolve(strict=True)
@@ -72,31 +74,32 @@ def main() -> None:
     expect(bool(archives), f"archives in {path}", "none")
     wheels = [archive for archive in archives if archive.suffix == ".whl"]
     for archive in archives:
-        # what a source archive installs is what its wheel does: it is tried more briefly
+        # the source archive installs the same files as its wheel, so a shorter test is enough
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            try_out(archive, Path(folder), briefly=bool(wheels) and archive not in wheels)
+            check_archive(archive, Path(folder), briefly=bool(wheels) and archive not in wheels)
 
 
-def try_out(archive: Path, folder: Path, briefly: bool) -> None:
-    """Install an archive and use it."""
+def check_archive(archive: Path, folder: Path, briefly: bool) -> None:
+    """Install an archive, and run the checks; with `briefly` only training, version and package files."""
     began = time.monotonic()
     installed = Installed(folder)
     installed.install(str(archive))
     ready = time.monotonic()
-    train(installed)
+    check_training(installed)
     trained = time.monotonic()
-    print(f"smoke: {ready - began:.1f} s to install, {trained - ready:.1f} s to train and leave a run", flush=True)
-    version(installed)
-    files(installed)
+    print(f"smoke: {ready - began:.1f} s to install, {trained - ready:.1f} s to train", flush=True)
+    check_version(installed)
+    check_package_files(installed)
     if not briefly:
-        use_run(installed)
-        completion(installed)
+        check_run_commands(installed)
+        check_completion(installed)
         installed.install(f"{archive}[pretrained]")
-        talk(installed)
-    print(f"smoke: {archive.name} is good ({time.monotonic() - began:.0f} s)", flush=True)
+        check_chat(installed)
+    print(f"smoke: {archive.name} passed ({time.monotonic() - began:.0f} s)", flush=True)
 
 
-def train(installed: Installed) -> None:
+def check_training(installed: Installed) -> None:
+    """Train a tiny model for five steps, and check the run folder."""
     (installed.folder / "text.txt").write_text(TEXT * 300, encoding="utf-8")
     said = installed.tricycle("train", *TINY, "--files", "text.txt", "--steps", "5", "--run-folder", "run")
     expect("tricycle generate run" in said, "the command that generates", said)
@@ -105,8 +108,8 @@ def train(installed: Installed) -> None:
     expect((installed.folder / "run" / "loss.svg").stat().st_size > 1000, "a picture of the loss", "none")
 
 
-def version(installed: Installed) -> None:
-    """The command, the package and its metadata say the same."""
+def check_version(installed: Installed) -> None:
+    """Check that the command, the package and its metadata have the same version."""
     program = (
         "import importlib.metadata, tricycle; "
         "print(tricycle.__version__, importlib.metadata.version('tricycle-gpt'), tricycle.__file__)"
@@ -117,8 +120,8 @@ def version(installed: Installed) -> None:
     expect("site-packages" in place, "a package in the environment", place)
 
 
-def files(installed: Installed) -> None:
-    """What is no Python is there too: types, pages, and kernels that a GPU's driver compiles."""
+def check_package_files(installed: Installed) -> None:
+    """Check that the package contains its other files: py.typed, web pages, and CUDA sources."""
     program = """
 from importlib.resources import files
 print(files("tricycle").joinpath("py.typed").is_file())
@@ -136,7 +139,8 @@ print(any(kernel.registered.get(numpy.ndarray) for kernel in KERNELS.values()))
     expect(said == ["True"] * 5, "py.typed, .cu, pages of look and serve, and faster kernels", said)
 
 
-def use_run(installed: Installed) -> None:
+def check_run_commands(installed: Installed) -> None:
+    """Check the commands generate, look, evaluate and chat on a run folder."""
     said = installed.tricycle("generate", "run", "To be", "--length", "5", "--seed", "1")
     expect(said.startswith("To be") or len(said) > 1, "a text", said)
     installed.tricycle("look", "run", "To be", "--out", "page.html")
@@ -149,8 +153,8 @@ def use_run(installed: Installed) -> None:
     expect("machine" in installed.tricycle("--help"), "the commands", "")
 
 
-def completion(installed: Installed) -> None:
-    """bash is asked what it would offer; the others' scripts are only written."""
+def check_completion(installed: Installed) -> None:
+    """Check shell completion: run it in bash; only write the scripts for zsh and fish."""
     for shell in ("zsh", "fish"):
         expect("laptop" in installed.tricycle("--print-completion", shell), f"presets for {shell}", "")
     bash = shutil.which("bash")
@@ -165,8 +169,8 @@ def completion(installed: Installed) -> None:
     expect("-F _tricycle" in done.stdout and done.stdout.split()[-1] == "laptop", "laptop", done)
 
 
-def talk(installed: Installed) -> None:
-    """A run in Hugging Face's form, with a template for conversations, answers."""
+def check_chat(installed: Installed) -> None:
+    """Check the command chat on a model exported to Hugging Face's format with a chat template."""
     words = ("--tokeniser", "portable", "--files", "text.txt", "--steps", "2", "--run-folder", "portable")
     installed.tricycle("train", *TINY, *words)
     installed.tricycle("export", "portable", "model")
@@ -176,9 +180,10 @@ def talk(installed: Installed) -> None:
 
 
 def expect(condition: bool, wanted: str, came: object) -> None:
-    """
+    """Exit with an error message if a condition is false.
+
     Raises:
-        SystemExit: the condition does not hold.
+        SystemExit: the condition is false.
     """
     if not condition:
         raise SystemExit(f"smoke: expected {wanted}, got {came}")

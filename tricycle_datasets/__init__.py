@@ -1,1 +1,1 @@
-"""Corpora to train on: one module a corpus, each a `tricycle_datasets.corpus.Corpus`."""
+"""Datasets: corpora for language models (subclasses of `tricycle_datasets.corpus.Corpus`), MNIST and smaller sets."""

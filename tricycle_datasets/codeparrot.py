@@ -1,4 +1,4 @@
-"""CodeParrot: Python files from GitHub, cleaned and deduplicated, from the Hugging Face hub."""
+"""The CodeParrot corpus: cleaned and deduplicated Python files from GitHub, streamed from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tricycle_datasets.corpus import HubCorpus
 
 
 class CodeParrot(HubCorpus):
-    __doc__ = HubCorpus.__doc__
+    """The CodeParrot corpus: Python files from GitHub. For the arguments see `HubCorpus`."""
 
     hub_path = "codeparrot/codeparrot-clean"
     text_field = "content"

@@ -1,4 +1,4 @@
-"""The texts that `tricycle train` learns from, one row each."""
+"""The table of corpora that `tricycle train --data` can name."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 
 class CorpusEntry(NamedTuple):
-    """A corpus: the class that prepares it, and what programs need to know of it.
+    """The class of a corpus, and its description for the command line.
 
     Attributes:
         module, class_name: in `tricycle_datasets`.
         description: for help texts and documentation.
-        prompts: beginnings that suit samples of it.
-        takes_files: whether the class takes paths first.
+        prompts: prompts for samples of a model trained on the corpus.
+        takes_files: whether the first argument of the class is a list of paths.
     """
 
     module: str
@@ -38,20 +38,20 @@ CORPORA = {
 def load_corpus(
     name: str, files: Sequence[Path], model_vocab_size: int, tokeniser: Any = None, split: str = "tricycle"
 ) -> Any:
-    """Return a prepared corpus.
+    """Return a tokenized corpus by its name, with a given tokenizer or one trained on the corpus.
 
     Args:
-        name: of `CORPORA`.
-        files: text files or folders, where the corpus takes them.
-        model_vocab_size: tokens that the model knows; without a tokeniser, the corpus learns one of that many tokens.
-        split: the rule that cuts text before a tokeniser is learnt.
+        name: a key of `CORPORA`.
+        files: text files or folders, for the corpus "text".
+        model_vocab_size: the vocabulary size of the model, and of a tokenizer that is trained.
+        split: the pre-tokenization rule of a tokenizer that is trained.
 
     Raises:
-        ValueError: a tokeniser of more tokens than the model knows.
+        ValueError: the tokenizer has more tokens than the model.
     """
     row = CORPORA[name]
     new_corpus = getattr(importlib.import_module(f"tricycle_datasets.{row.module}"), row.class_name)
-    # pretrained models may have more rows than tokens
+    # the embedding of a pretrained model may have more rows than the tokenizer has tokens
     vocab_size = model_vocab_size if tokeniser is None else tokeniser.vocab_size
     corpus = new_corpus(*([list(files)] if row.takes_files else []), vocab_size, tokeniser=tokeniser, split=split)
     if corpus.tokeniser.n_vocab > model_vocab_size:

@@ -1,4 +1,4 @@
-"""What all corpora share: a tokeniser, token ids on disk, and text held out for validation."""
+"""The base classes of corpora: tokenizer, cached token ids on disk, and held-out text."""
 
 from __future__ import annotations
 
@@ -24,42 +24,41 @@ from tricycle_datasets.download import cache_folder, file_sha256
 Document = tuple[bytes, bool]  # a text, and whether it is held out
 
 DEFAULT_VOCAB_SIZE = 1024
-HELD_OUT_BYTES = 4 * 10**6  # more would cost time at every final measurement and say little more
-SAMPLE_BYTES = 2**24  # at most so much of the training text teaches the tokeniser
-_BLOCK = 2**16  # a larger training text is sampled in blocks of so many bytes, evenly
+HELD_OUT_BYTES = 4 * 10**6  # more would take longer at every final evaluation, for little more precision
+SAMPLE_BYTES = 2**24  # the most training text that the tokenizer is trained on
+_BLOCK = 2**16  # a larger training text is sampled evenly in blocks of this many bytes
 _HASHED_AT_ONCE = 2**26  # bytes
-_FORMAT = 1  # of the cache: to be raised whenever the same corpus would give other files
-_BUILDING = ".build-"  # what the folders begin with in which files are made
+_FORMAT = 1  # of the cache: increase it whenever the files of the same corpus change
+_BUILDING = ".build-"  # the prefix of temporary folders
 _FILES = ("tokeniser.json", "train.npy", "validation.npy", "validation.bin")
 
 
 class Corpus:
     """Token ids of a collection of documents, ready for `CausalLMDataset`.
 
-    `len(corpus)`, `corpus[i]`, `corpus[a:b]` and `np.asarray(corpus)` give the training tokens.
-    Documents are separated by the end-of-text token. Everything is computed once, one document at a
-    time, and kept under `cache_folder()`; what is there already is used only if it is undamaged and
-    was made from the same texts with the same settings.
+    `len(corpus)`, `corpus[i]`, `corpus[a:b]` and `np.asarray(corpus)` give the training tokens. Documents are separated
+    by the end-of-text token. The token ids are computed once, one document at a time, and cached in `cache_folder()`. A
+    cache entry is used only if it is undamaged and was made from the same texts with the same settings.
 
     Attributes:
-        tokeniser: given, or trained on the training documents.
+        tokeniser: the given tokenizer, or one trained on the training documents.
         train: token ids, shape (n_train,), a read-only memory map.
-        validation: token ids of the held-out documents, shape (n_validation,), likewise.
-        validation_bytes: the held-out texts one after the other: the bytes of "bits a byte".
-        vocab_size: the tokeniser's.
+        validation: token ids of the held-out documents, shape (n_validation,), a read-only memory map.
+        validation_bytes: the concatenated held-out texts, which bits per byte are computed from.
+        vocab_size: of the tokenizer.
         digest: a hash of all tokens and held-out texts.
 
     Args:
-        name: what the cache folder's name begins with.
-        documents: called for a new pass over all documents, which must be the same each time.
-        vocab_size: of the tokeniser to be trained (default 1,024).
-        tokeniser: one to use instead.
-        split: what cuts text into pieces for the one to be trained, as of `BPETokeniser`.
-        fingerprint: says which documents these are, where reading them all to find out is too dear.
+        name: the prefix of the cache folder's name.
+        documents: a function that iterates over all documents; each call must give the same.
+        vocab_size: of the tokenizer to train (default 1,024).
+        tokeniser: a tokenizer to use instead.
+        split: the pre-tokenization rule of the tokenizer to train, see `BPETokeniser`.
+        fingerprint: identifies the documents, if hashing all of them takes too long.
         progress: show progress bars.
 
     Raises:
-        ValueError: nothing to train on, nothing held out, or a vocab_size that is not the tokeniser's.
+        ValueError: there is no training text or no held-out text, or vocab_size is not the tokenizer's.
     """
 
     def __init__(
@@ -80,16 +79,16 @@ class Corpus:
         if vocab_size is None:
             vocab_size = tokeniser.vocab_size if tokeniser else DEFAULT_VOCAB_SIZE
         untrained = BPETokeniser(max(257, vocab_size) if tokeniser else vocab_size, split=split)
-        self._n_train_bytes = 0  # unknown where nobody counts
+        self._n_train_bytes = 0  # 0 means unknown
         if fingerprint is None:
             fingerprint = self._survey()
         folder = self._folder(fingerprint, untrained, trained_here=True)
-        # a resumed run brings the tokeniser that this very corpus gave it: no need to encode again
+        # a resumed run passes the tokenizer that this corpus trained: the cached token ids are still valid
         if tokeniser and not (_intact(folder) and load_tokeniser(folder / "tokeniser.json") == tokeniser):
             folder = self._folder(fingerprint, tokeniser, trained_here=False)
         if not _intact(folder):
             with FolderLock(folder, wait=True):
-                if not _intact(folder):  # another process may have done it meanwhile
+                if not _intact(folder):  # another process may have built it meanwhile
                     self._build(folder, untrained)
         self.digest = _digest(folder)
         self.tokeniser = load_tokeniser(folder / "tokeniser.json")
@@ -99,11 +98,13 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
+        """The vocabulary size of the tokenizer."""
         return self.tokeniser.vocab_size
 
     # Cache: valid as long as the corpus, whose file is written once and checked by its hash.
     @cached_property
     def validation_bytes(self) -> bytes:
+        """The concatenated held-out texts."""
         return self._validation_file.read_bytes()
 
     def __len__(self) -> int:
@@ -122,25 +123,25 @@ class Corpus:
         )
 
     def _folder(self, fingerprint: str, tokeniser: Tokeniser, trained_here: bool) -> Path:
-        """The place in the cache for these texts with these settings."""
+        """Return the cache folder for these texts with these settings."""
         key = json.dumps([_FORMAT, fingerprint, tokeniser.to_dict(), trained_here, SAMPLE_BYTES, _BLOCK])
         return cache_folder() / "corpora" / f"{self.name}-{hashlib.sha256(key.encode('utf-8')).hexdigest()[:20]}"
 
     def _survey(self) -> str:
-        """Read all documents once: count the training bytes, return a hash of everything."""
+        """Read all documents once: count the training bytes, and return a hash of all documents."""
         digest = hashlib.sha256()
         for text, held_out in self._documents():
             digest.update(f"{len(text)} {held_out} ".encode())
-            for start in range(0, len(text), _HASHED_AT_ONCE):  # a signal is answered between two pieces
+            for start in range(0, len(text), _HASHED_AT_ONCE):  # signals are handled between two blocks
                 digest.update(text[start : start + _HASHED_AT_ONCE])
             self._n_train_bytes += 0 if held_out else len(text)
         return digest.hexdigest()
 
     def _build(self, folder: Path, untrained: BPETokeniser) -> None:
-        """Write the files of the cache beside their places, then move them there.
+        """Write the files of the cache to a temporary folder, then move them to their final paths.
 
-        The hashes come last: without them the other files are as good as absent. One process at a time is here, so
-        what others left that were killed here can go.
+        The hashes are moved last: without them the other files are ignored. The caller holds the folder's lock, so
+        temporary folders of processes that were killed can be removed.
         """
         for left_over in folder.glob(f"{_BUILDING}*"):
             shutil.rmtree(left_over, ignore_errors=True)
@@ -151,12 +152,12 @@ class Corpus:
             try:
                 for name in (*_FILES, "hashes.json"):
                     os.replace(Path(temporary, name), folder / name)
-            except PermissionError:  # Windows, when another process was faster and has them open
+            except PermissionError:  # on Windows: another process has moved its files there, and has them open
                 if not _intact(folder):
                     raise
 
     def _sample(self) -> Iterator[bytes]:
-        """Training text for the tokeniser, at most SAMPLE_BYTES of it, from all over where that is known."""
+        """Yield training text for the tokenizer, at most SAMPLE_BYTES, sampled evenly if the total size is known."""
         everything = not self._n_train_bytes or self._n_train_bytes <= SAMPLE_BYTES
         seen = n_bytes = 0
         for text, held_out in self._documents():
@@ -198,22 +199,21 @@ class Corpus:
 
 
 class HubCorpus(Corpus):
-    """A corpus that is streamed from the Hugging Face hub and tokenised straight to disk.
+    """A corpus that is streamed from the Hugging Face hub and tokenized to disk.
 
-    Every 20th document is held out, as long as the held-out ones stay within `held_out_bytes`. The
-    first documents teach the tokeniser. Needs `pip install "tricycle-gpt[datasets]"`.
+    Every 20th document is held out, up to `held_out_bytes` in all. The tokenizer is trained on the first documents.
+    Requires `pip install "tricycle-gpt[datasets]"`.
 
     Args:
         vocab_size, tokeniser, options (`split` and `progress`): see `Corpus`.
         max_bytes: stop before the document that would exceed this many bytes of text.
-        n_documents: stop after so many documents (default: no such limit).
-        revision: of the dataset. A branch may change on the hub without the cache's noticing; name a
-            commit to pin it.
-        held_out_bytes: the most that is held out.
+        n_documents: stop after this many documents (default: no limit).
+        revision: of the dataset. Name a commit to pin it: the cache does not detect changes of a branch.
+        held_out_bytes: the most bytes to hold out.
 
     Raises:
         ImportError: Hugging Face `datasets` is not installed.
-        ValueError: a limit that is not a positive integer, or see `Corpus`.
+        ValueError: a limit is not a positive integer; or see `Corpus`.
     """
 
     hub_path: str
@@ -259,19 +259,19 @@ class HubCorpus(Corpus):
 
 
 def is_held_out(path: str) -> bool:
-    """One file in twenty: those the SHA-256 of whose relative POSIX path is 0 modulo 20."""
+    """Return whether a file is held out: whether the SHA-256 of its relative POSIX path is 0 modulo 20."""
     return int(hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest(), 16) % 20 == 0
 
 
 def hold_out_tail(text: bytes) -> Iterator[Document]:
-    """Cut one text in two: the last tenth of its bytes is held out, but no more than HELD_OUT_BYTES."""
+    """Split one text into a training part and a held-out tail: the last tenth, at most HELD_OUT_BYTES."""
     cut = len(text) - min(len(text) // 10, HELD_OUT_BYTES)
     yield text[:cut], False
     yield text[cut:], True
 
 
 class _TokenWriter:
-    """Writes a one-dimensional .npy file whose length is known only at the end."""
+    """A writer of a one-dimensional .npy file whose length is known only at the end."""
 
     def __init__(self, file: BinaryIO, tokeniser: Tokeniser) -> None:
         self.file, self.tokeniser = file, tokeniser
@@ -286,7 +286,7 @@ class _TokenWriter:
         self.n_tokens += len(ids)
 
     def finish(self) -> None:
-        # NumPy pads its headers so that one for a longer array takes the same room
+        # NumPy pads its headers, so the header of a longer array has the same size
         self.file.seek(0)
         self._write_header()
 
@@ -296,7 +296,7 @@ class _TokenWriter:
 
 
 def _intact(folder: Path) -> bool:
-    """Whether a cache folder is whole: every file has the hash that was noted when it was made."""
+    """Return whether all files of a cache folder have the hashes stored when it was built."""
     try:
         hashes = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
         return hashes == {name: file_sha256(folder / name) for name in _FILES}
@@ -305,6 +305,6 @@ def _intact(folder: Path) -> bool:
 
 
 def _digest(folder: Path) -> str:
-    """A hash of the tokens and texts in an intact cache folder."""
+    """Return a hash of the tokens and texts in an intact cache folder."""
     hashes = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
     return hashlib.sha256("".join(hashes[name] for name in _FILES).encode("ascii")).hexdigest()[:20]

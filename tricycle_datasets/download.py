@@ -1,8 +1,7 @@
-"""Finding files of known content, and downloading those that are not there yet.
+"""Download files with known SHA-256 into a cache, or find them in a local folder.
 
-Two environment variables say where: `TRICYCLE_DATA` names a folder with files put there by hand, which
-is read first and never written; `TRICYCLE_CACHE` names the folder for everything that Tricycle keeps
-(default: the user's cache folder, as the system has it).
+The environment variable `TRICYCLE_DATA` names a folder of manually downloaded files, which is searched first and never
+written. `TRICYCLE_CACHE` names the folder of all cached files (default: the user's cache folder of the system).
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from pathlib import Path
 
 from tricycle.system.files import atomic_write, naming
 
-_ATTEMPTS = 3  # to get on after a dropped connection, before giving up
-MOST_BYTES = 2**30  # of a file: a server that sends without end must not fill the disk
+_ATTEMPTS = 3  # to resume a download after a dropped connection
+MOST_BYTES = 2**30  # the largest download, so that a server cannot fill the disk
 
 
 class DownloadError(OSError):
-    """A file is not here and could not be downloaded; the message says where to put it by hand."""
+    """A file is missing and could not be downloaded; the message says where to put it manually."""
 
 
 def cache_folder() -> Path:
-    """Where Tricycle keeps what it downloads and computes. It need not exist yet."""
+    """Return the folder for downloaded and cached files, which may not exist yet."""
     if folder := os.environ.get("TRICYCLE_CACHE"):
         return Path(folder)
     if sys.platform == "win32":
@@ -36,28 +35,28 @@ def cache_folder() -> Path:
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file's content, as lower-case hex digits."""
+    """Return the SHA-256 of a file's content as lower-case hex digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_hash(path: str | os.PathLike[str], sha256: str) -> None:
-    """Raises ValueError where a file's content is not the expected one."""
+    """Raise a ValueError if the SHA-256 of a file's content is not the expected one."""
     digest = file_sha256(path)
     if digest != sha256:
         raise ValueError(f"{path}: expected a file with SHA-256 {sha256}, got {digest}")
 
 
 def fetch(name: str, url: str, sha256: str, folder: str) -> Path:
-    """The path of a file, wherever it is found first.
+    """Return the local path of a file, and download it if necessary.
 
-    Looked for as `$TRICYCLE_DATA/<folder>/<name>`, then in the cache, then under its URL. A download
-    that breaks off leaves `<name>.part` beside the place of the file and goes on from there the next
-    time; the file itself appears only when whole, with the right hash.
+    The file is searched in `$TRICYCLE_DATA/<folder>/<name>`, then in the cache, then downloaded from its URL. An
+    interrupted download leaves `<name>.part` in the cache, and is resumed the next time. The file itself appears only
+    when it is complete and has the right hash.
 
     Raises:
-        ValueError: the file under TRICYCLE_DATA has another hash.
-        DownloadError: an OSError; there is no file, and it could not be downloaded whole.
+        ValueError: the file in TRICYCLE_DATA has another hash.
+        DownloadError: an OSError; the file is missing, and could not be downloaded completely.
     """
     data = os.environ.get("TRICYCLE_DATA")
     by_hand = Path(data or "$TRICYCLE_DATA", folder, name)
@@ -84,7 +83,7 @@ def _download(url: str, path: Path, sha256: str) -> None:
     resumed = part.exists()
     try:
         _append(url, part)
-        # a copy, as another process may be writing to the same .part; the hash is taken of the copy
+        # another process may be writing to the same .part, so the hash is computed of a copy
         with atomic_write(path) as file, part.open("rb") as downloaded:
             shutil.copyfileobj(downloaded, file)
             file.flush()
@@ -93,13 +92,13 @@ def _download(url: str, path: Path, sha256: str) -> None:
         part.unlink(missing_ok=True)
         if not resumed:
             raise
-        _download(url, path, sha256)  # the .part was of no use
+        _download(url, path, sha256)  # the .part was damaged: start again
     with suppress(OSError):  # Windows does not delete a file that another process has open
         part.unlink()
 
 
 def _append(url: str, path: Path) -> None:
-    """Download to `path`, after what is there already; go on from there when the connection drops."""
+    """Append the rest of a download to the partial file `path`; resume it after dropped connections."""
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.request import Request, urlopen
@@ -108,12 +107,12 @@ def _append(url: str, path: Path) -> None:
 
     for attempt in range(1, _ATTEMPTS + 1):
         have = path.stat().st_size if path.exists() else 0
-        # uncompressed, so that positions in the file and in the stream are the same
+        # without compression, so that positions in the file and in the stream are equal
         headers = {"Accept-Encoding": "identity", "User-Agent": "tricycle"}
         request = Request(url, headers=headers | ({"Range": f"bytes={have}-"} if have else {}))
         try:
             with urlopen(request, timeout=30) as response:
-                have = have if response.status == 206 else 0  # a server may send all of it nonetheless
+                have = have if response.status == 206 else 0  # a server may ignore the range and send the whole file
                 stated = response.headers.get("Content-Length", "")
                 total = have + int(stated) if stated.isdecimal() and len(stated) < 20 else None
                 bar = tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=f"Downloading {path.name}")
@@ -130,7 +129,7 @@ def _append(url: str, path: Path) -> None:
             return
         except HTTPError as error:
             if have and error.code == 416:
-                return  # there is nothing after what we have; the hash will tell
+                return  # the file has no more bytes; the caller checks the hash
             raise
         except (URLError, ConnectionError, TimeoutError, HTTPException) as error:
             if attempt == _ATTEMPTS:

@@ -1,9 +1,13 @@
-"""Examples to fine-tune a model on: texts, prompts with what is to follow them, conversations, and pairs of answers.
+"""Read fine-tuning data and tokenize it: texts, prompts with completions, conversations and preference pairs.
 
-A folder or a file: what ends in .jsonl has an object a line, with "text", with "prompt" and "completion", with
-"messages", each of which has a "role" and a "content", or with "prompt", "chosen" and "rejected", which are texts or
-messages; anything else is plain text, a document a file. Of a prompt with its completion only the latter counts, and of
-a conversation only the answers.
+A .jsonl file has one JSON object per line, with one of these sets of fields:
+
+- "text";
+- "prompt" and "completion": only the completion counts in the loss;
+- "messages", each with "role" and "content": only the assistant's messages count;
+- "prompt", "chosen" and "rejected", which are texts or lists of messages.
+
+Any other file is one plain text. `tricycle finetune` and `tricycle distill` use this module.
 """
 
 from __future__ import annotations
@@ -26,18 +30,18 @@ from tricycle_datasets.text import find_text_files
 
 RECORD_FIELDS = '"text", "prompt" and "completion", "messages", or "prompt", "chosen" and "rejected"'
 PREFERENCES = {"preference", "chat preference"}  # kinds of records with a chosen and a rejected answer
-HELD_OUT_EVERY = 20  # one in so many
-MAX_SHOWN = 60  # characters of what came
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors begin a file with it
-PROMPT_TOKENS = 24  # tokens of a text that a sample goes on from
-MAX_NESTING = 100  # levels of a record; Python's recursion limit would otherwise end a later pass over it
+HELD_OUT_EVERY = 20  # one record in 20 is held out
+MAX_SHOWN = 60  # the most characters of a value in an error message
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the beginning of a file
+PROMPT_TOKENS = 24  # the length of a prompt from the beginning of a held-out text
+MAX_NESTING = 100  # the most levels of a record, well below Python's recursion limit
 
 
 class Record(NamedTuple):
-    """One text, pair, conversation or preference as it was written.
+    """One record of the data before tokenization.
 
     Attributes:
-        where: file and line, for messages.
+        source: file and line, for error messages.
         kind: "text", "pair", "messages", "preference" or "chat preference".
         value: a text; a prompt and its completion; a list of messages; or a prompt, the chosen answer and the rejected
             one, which are texts or lists of messages.
@@ -49,18 +53,17 @@ class Record(NamedTuple):
 
     @property
     def content_hash(self) -> int:
-        """One that depends on its content alone: equal records are held out together, or not at all."""
+        """A hash of kind and value, which decides whether the record is held out: equal records are not split."""
         content = json.dumps([self.kind, self.value], sort_keys=True)
         return int(hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest(), 16)
 
 
 # -------------------------------------------------------------------- reading
 def read_records(paths: Sequence[str | os.PathLike[str]]) -> list[Record]:
-    """What files and folders hold.
+    """Read the records of files and folders.
 
     Raises:
-        ValueError: one line that names the file, and the line of it, where something is wrong: no text, no JSON, or
-            another shape.
+        ValueError: a record is not valid (no text, no JSON, or wrong fields); the message names the file and the line.
     """
     records = [record for root in paths for path, _ in find_text_files(Path(root)) for record in _records_of(path)]
     if not records:
@@ -83,7 +86,7 @@ def _records_of(path: Path) -> Iterator[Record]:
 
 
 def _record(where: str, line: bytes) -> Record:
-    """Return a line as a record; raise ValueError as `read_records` does."""
+    """Parse one line of a .jsonl file; raise the errors of `read_records`."""
     try:
         value = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -143,7 +146,7 @@ def _with_answer(where: str, name: str, messages: list[dict[str, Any]]) -> list[
 
 
 def _preference(where: str, value: dict[str, Any]) -> Record:
-    """Without a prompt, messages that both answers begin with are the prompt."""
+    """Return a preference record; without a prompt, the common first messages of both answers are the prompt."""
     sides = ("chosen", "rejected")
     if any(isinstance(value[name], str) for name in sides):
         texts = [_text(where, name, value.get(name)) for name in ("prompt", *sides)]
@@ -160,21 +163,22 @@ def _preference(where: str, value: dict[str, Any]) -> Record:
 
 
 def _short(value: Any) -> str:
-    said = repr(value)
-    return said if len(said) <= MAX_SHOWN else f"{said[:MAX_SHOWN]}..."
+    shown = repr(value)
+    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
 
 
-# -------------------------------------------------------------------- in tokens
+# -------------------------------------------------------------------- tokenization
 @dataclass
 class ExampleEncoder:
-    """Makes examples of records, none longer than a window, and counts what it had to leave out.
+    """Tokenizes records into examples of at most one context window, and counts truncated and skipped ones.
 
     Attributes:
         tokeniser: the model's.
-        window: tokens that are read at once; an example has one more.
-        cut_answers: cut answers that are longer than that, where otherwise they are refused.
-        n_cut: examples that lost something. n_cut_tokens: what they lost.
-        n_left_out: examples of which nothing was left that counts.
+        window: the context window; an example has one token more.
+        cut_answers: truncate answers that are longer than the window, instead of refusing them.
+        n_cut: the number of truncated examples.
+        n_cut_tokens: the number of tokens that were cut off.
+        n_left_out: the number of skipped examples, without any token that counts in the loss.
     """
 
     tokeniser: Any
@@ -185,11 +189,11 @@ class ExampleEncoder:
     n_left_out: int = 0
 
     def encode(self, record: Record) -> list[Example]:
-        """Of one record: several of a long text, a chosen and a rejected answer or none, one or none of anything else.
+        """Return the examples of one record: several for a long text, two or none for a preference, else one or none.
 
         Raises:
-            ValueError: an answer that is longer than the window; or a conversation that the model's template does not
-                take, or for which it has none.
+            ValueError: an answer is longer than the window; or the model has no chat template for a conversation, or
+                its template refuses the messages.
         """
         if record.kind == "text":
             return list(self.split_windows(self.encode_text(record.value)))
@@ -198,7 +202,7 @@ class ExampleEncoder:
         example = self._pair(record) if record.kind == "pair" else self._conversation(record, record.value)
         n_over = len(example.ids) - 1 - self.window
         if n_over > 0:
-            # of a pair the beginning of the prompt is missed least; a conversation is cut where it would go on
+            # a pair loses the beginning of its prompt, which matters least; a conversation loses its end
             cut = slice(n_over, None) if record.kind == "pair" and not self.cut_answers else slice(0, self.window + 1)
             example = Example(example.ids[cut], example.counts[cut].copy())
             self.n_cut += 1
@@ -209,17 +213,17 @@ class ExampleEncoder:
         return [example]
 
     def encode_text(self, text: str) -> np.ndarray:
-        """A text between what begins texts and what ends them."""
+        """Return the token ids of a text, with the start-of-text token (if any) and the end-of-text token."""
         start = self.tokeniser.start_of_text
         before = [] if start is None else [start]
         ids = [*before, *self.tokeniser.encode_plain(text), self.tokeniser.end_of_text]
         return np.array(ids, np.int64)
 
     def split_windows(self, ids: np.ndarray) -> Iterator[Example]:
-        """Of a text of any length, each of whose tokens but the first is predicted once."""
+        """Split the token ids of a text into examples, so that each token but the first is predicted once."""
         for start in range(0, len(ids) - 1, self.window):
-            piece = ids[start : start + self.window + 1]
-            yield Example(piece, np.ones(len(piece), bool))
+            window = ids[start : start + self.window + 1]
+            yield Example(window, np.ones(len(window), bool))
 
     def _pair(self, record: Record) -> Example:
         prompt, completion = record.value
@@ -228,9 +232,10 @@ class ExampleEncoder:
         return self._joined(record, [(before, False), (answer, True)])
 
     def _preference(self, record: Record) -> list[Example]:
-        """A chosen and a rejected answer after the same prompt, which loses its beginning where it is too long.
+        """Return the examples of the chosen and the rejected answer after the same prompt.
 
-        Where that is a conversation, which has to be whole, both are left out; as are two that are the same.
+        A prompt that is too long loses its beginning. A conversation that is too long is skipped, because it must be
+        complete; a pair of equal answers is skipped too.
         """
         prompt, *answers = record.value
         is_chat = record.kind == "chat preference"
@@ -253,14 +258,15 @@ class ExampleEncoder:
         return both
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """As the model will read it when it is used."""
+        """Return the token ids of a prompt, as in generation."""
         ids = [int(token) for token in self.tokeniser.encode(prompt)] if prompt else []
         return ids or [self.tokeniser.new_text]
 
     def _conversation(self, record: Record, messages: list[dict[str, Any]], n_known: int = 0) -> Example:
-        """
+        """Return the example of a conversation.
+
         Args:
-            n_known: answers among the first so many messages do not count.
+            n_known: answers among the first `n_known` messages do not count in the loss.
         """
         if not self.tokeniser.chat_template:
             raise ValueError(f"{record.source}: expected a model with a chat template for messages, this one has none")
@@ -283,22 +289,22 @@ class ExampleEncoder:
         return Example(ids, np.concatenate(counts))
 
     def _counted(self, answer: list[int]) -> np.ndarray:
-        """Up to the special token that ends it: what a template writes behind, the model need not."""
+        """Return a mask of the answer's tokens up to its last special token, without later text of the template."""
         special: frozenset[int] = getattr(self.tokeniser, "special_ids", frozenset())
         ends = [i for i, token in enumerate(answer) if token in special]
         last = ends[-1] if ends else len(answer) - 1
         return np.arange(len(answer)) <= last
 
 
-# -------------------------------------------------------------------- all of them
+# -------------------------------------------------------------------- training and held-out examples
 @dataclass
 class ExampleSplit:
-    """What is learnt from, and what is held out.
+    """The training examples and the held-out examples.
 
     Attributes:
-        prompts: of held-out records, as a text and as the model reads them.
-        encoder: has counted what was cut off.
-        digest: changes where a record does.
+        prompts: the prompts of held-out records, as text and as token ids.
+        encoder: the encoder, with its counts of truncated and skipped examples.
+        digest: a hash of all records.
     """
 
     train: list[Example]
@@ -311,14 +317,14 @@ class ExampleSplit:
 
 
 def load_examples(records: Sequence[Record], encoder: ExampleEncoder, held_out: Sequence[Record] = ()) -> ExampleSplit:
-    """Examples of records.
+    """Tokenize records and split them into training and held-out examples.
 
     Args:
-        held_out: of these nothing is learnt. Without, one record in twenty is held out, chosen by its content; of fewer
-            than twenty plain texts the last twentieth of each.
+        held_out: the held-out records. If not given, one record in 20 is held out, selected by its content; with fewer
+            than 20 plain texts, the last twentieth of each text.
 
     Raises:
-        ValueError: as of `ExampleEncoder.encode`; or too little to learn from and hold out.
+        ValueError: see `ExampleEncoder.encode`; or there are no training or no held-out examples.
     """
     digest = hashlib.sha256(str([record.content_hash for record in (*records, *held_out)]).encode()).hexdigest()
     kinds = {record.kind for record in records}
@@ -334,9 +340,9 @@ def load_examples(records: Sequence[Record], encoder: ExampleEncoder, held_out: 
     rest = [example for record in held for example in encoder.encode(record)]
     if not train or not rest:
         got = f"{len(train)} and {len(rest)} examples of {len(records) + len(held_out)} records"
-        why = f"; {encoder.n_left_out} had nothing to learn" if encoder.n_left_out else ""
-        advice = "" if held_out else "; equal ones stand on one side, and --held-out names files of your own"
-        raise ValueError(f"expected enough to learn from and to hold out, got {got}{why}{advice}")
+        why = f"; {encoder.n_left_out} have no token that counts" if encoder.n_left_out else ""
+        advice = "" if held_out else "; equal records are not split, and --held-out names files of your own"
+        raise ValueError(f"expected at least one training and one held-out example, got {got}{why}{advice}")
     prompts = [_prompt(record, encoder) for record in held[:HELD_OUT_EVERY]]
     return ExampleSplit(train, rest, prompts, encoder, digest, len(records) + len(held_out), kinds)
 
@@ -350,7 +356,7 @@ def _split(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
 
 
 def _cut_texts(records: Sequence[Record], encoder: ExampleEncoder) -> tuple[list[Example], list[Example]]:
-    """Hold out the last part of each text; raise ValueError where all are too short for that."""
+    """Hold out the last part of each text; raise a ValueError if all texts are too short."""
     train: list[Example] = []
     held: list[Example] = []
     for record in records:
@@ -366,13 +372,13 @@ def _cut_texts(records: Sequence[Record], encoder: ExampleEncoder) -> tuple[list
 
 
 def _opening(ids: np.ndarray, encoder: ExampleEncoder) -> tuple[str, list[int]]:
-    """How a text begins."""
+    """Return the beginning of a text, as text and as token ids."""
     first = ids[:PROMPT_TOKENS].tolist()
     return encoder.tokeniser.decode(first), first
 
 
 def _prompt(record: Record, encoder: ExampleEncoder) -> tuple[str, list[int]]:
-    """What a record asks."""
+    """Return the prompt of a record, as text and as token ids."""
     if record.kind == "text":
         return _opening(encoder.encode_text(record.value), encoder)
     if record.kind in ("pair", "preference"):

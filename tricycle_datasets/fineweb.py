@@ -1,4 +1,4 @@
-"""FineWeb: filtered English web pages (the sample of 10 billion tokens), from the Hugging Face hub."""
+"""The FineWeb corpus: filtered English web pages (10-billion-token sample), streamed from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tricycle_datasets.corpus import HubCorpus
 
 
 class FineWeb(HubCorpus):
-    __doc__ = HubCorpus.__doc__
+    """The FineWeb corpus: English web pages. For the arguments see `HubCorpus`."""
 
     hub_path = "HuggingFaceFW/fineweb"
     hub_config = "sample-10BT"

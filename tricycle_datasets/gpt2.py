@@ -1,4 +1,4 @@
-"""GPT-2's published vocabulary."""
+"""The tokenizer of GPT-2, from its published vocabulary file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
 
 def gpt2_tokeniser() -> BPETokeniser:
-    """A tokeniser with the 50,257 ids of GPT-2, those of tiktoken's "gpt2".
+    """Return GPT-2's tokenizer with 50,257 tokens, with the ids of tiktoken's "gpt2".
 
     Raises:
-        ValueError: the file under TRICYCLE_DATA is not the published one.
-        OSError: there is no file, and it could not be downloaded.
+        ValueError: the file in TRICYCLE_DATA is not the published one.
+        OSError: the file is missing, and could not be downloaded.
     """
     path = fetch("vocab.bpe", URL, SHA256, folder="gpt2")
-    # GPT-2 writes each byte as one visible character: itself where that is visible, and the characters from
-    # U+0100 on for the others. Its ids list the visible bytes first.
+    # The vocabulary file writes each byte as one character: a visible byte as itself, the others as the characters from
+    # U+0100 on. The ids of the visible bytes come first.
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [value for value in range(256) if value not in visible]
     as_byte = {chr(value): bytes([value]) for value in visible}

@@ -1,4 +1,4 @@
-"""MNIST: 70,000 images of handwritten digits, 28 x 28 (LeCun, Cortes and Burges 1998)."""
+"""The MNIST dataset: 70,000 images of handwritten digits, 28 x 28 (LeCun, Cortes and Burges 1998)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from tricycle_datasets.download import check_hash, fetch
 
 URL = "https://storage.googleapis.com/cvdf-datasets/mnist/{name}"
-# of a file as it is distributed, name.gz, and of what is in it
+# the hashes of each compressed file (name.gz) and of its content
 SHA256 = {
     "train-images-idx3-ubyte": (
         "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
@@ -34,13 +34,16 @@ SPLITS = {"train": "train", "test": "t10k"}
 
 
 def load_mnist(split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, 28, 28) of bytes, 255 where there is most ink, and digits (N,): 60,000 of "train", 10,000 of "test".
+    """Return the MNIST images (N, 28, 28) as bytes, 255 for ink, and the labels (N,).
 
-    Files that were unpacked by hand are read too, from `$TRICYCLE_DATA/mnist`.
+    Uncompressed files in `$TRICYCLE_DATA/mnist` are read too.
+
+    Args:
+        split: "train" (60,000 images) or "test" (10,000).
 
     Raises:
-        OSError: a file is not here and could not be downloaded; the message says where to put it.
-        ValueError: an unknown split, or a file put there is another one.
+        OSError: a file is missing and could not be downloaded; the message says where to put it.
+        ValueError: the split is unknown, or a local file has another hash.
     """
     if split not in SPLITS:
         raise ValueError(f"mnist: expected a split of {', '.join(SPLITS)}, got {split!r}")
@@ -58,10 +61,10 @@ def _content(name: str) -> bytes:
 
 
 def read_idx(content: bytes) -> np.ndarray:
-    """The array in an IDX file of bytes: two zeros, 8 for bytes, the number of axes, their sizes, and the elements.
+    """Parse an IDX file of bytes: two zeros, 8 for bytes, the number of axes, their sizes, and the elements.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the content is not such a file.
     """
     if len(content) < 4 or content[:3] != b"\0\0\x08" or len(content) < 4 + 4 * content[3]:
         raise ValueError(f"read_idx: expected an IDX file of bytes, got one that begins with {content[:4]!r}")

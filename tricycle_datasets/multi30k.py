@@ -1,6 +1,6 @@
-"""Multi30k: 29,000 sentences that describe photographs, in English, German and French (Elliott et al. 2016, 2017).
+"""The Multi30k dataset: 29,000 image captions in English, German and French (Elliott et al. 2016, 2017).
 
-Sentence i of one language says what sentence i of the others says. For research and education, not for commerce.
+Sentence i of one language is the translation of sentence i of the others. The license excludes commercial use.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ SPLITS = ("train", "val", "test_2016_flickr")
 
 
 def load_multi30k(split: str, language: str) -> list[str]:
-    """The sentences of one split in one language: 29,000 of "train", 1,014 of "val", 1,000 of "test_2016_flickr".
+    """Return the Multi30k sentences of one split in one language.
 
     Args:
+        split: "train" (29,000 sentences), "val" (1,014) or "test_2016_flickr" (1,000).
         language: "en", "de" or "fr".
 
     Raises:
-        OSError: the file is not here and could not be downloaded; the message says where to put it.
-        ValueError: an unknown split or language, or the file put there is another one.
+        OSError: the file is missing and could not be downloaded; the message says where to put it.
+        ValueError: the split or language is unknown, or the local file has another hash.
     """
     if split not in SPLITS or language not in LANGUAGES:
         known = f"a split of {', '.join(SPLITS)} and a language of {', '.join(LANGUAGES)}"

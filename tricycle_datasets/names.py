@@ -1,6 +1,6 @@
-"""Surnames of 18 languages, as Sean Robertson gathered them for his PyTorch tutorials.
+"""Surnames in 18 languages, the dataset of Sean Robertson's PyTorch tutorials.
 
-The files have 20,050 lines, many of them repeated: 1,892 of the 2,000 Arabic lines say what another of them says.
+The files have 20,050 lines with many duplicates: 1,892 of the 2,000 Arabic lines repeat another line.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LANGUAGES = tuple(SHA256)
 
 
 def load_names(language: str) -> list[str]:
-    """The surnames of one language, repeated ones as often as the file has them.
+    """Return the surnames of one language, including duplicates.
 
     Raises:
-        OSError: the file is not here and could not be downloaded; the message says where to put it.
-        ValueError: an unknown language, or the file put there is another one.
+        OSError: the file is missing and could not be downloaded; the message says where to put it.
+        ValueError: the language is unknown, or the local file has another hash.
     """
     if language not in SHA256:
         raise ValueError(f"names: expected a language of {', '.join(LANGUAGES)}, got {language!r}")

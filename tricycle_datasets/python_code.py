@@ -1,4 +1,4 @@
-"""The source code of the running Python's own standard library: real code, and always there."""
+"""A corpus of Python code: the standard library of the running interpreter, which needs no download."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages"}
 
 
 class PythonCode(Corpus):
-    """Every .py file is a document, in the order of their paths; `is_held_out` chooses one in twenty.
+    """The corpus of Python's standard library: each .py file is a document, about one in twenty is held out.
+
+    The documents are in the order of their paths; `is_held_out` selects the held-out files.
 
     Args:
         vocab_size, tokeniser, options (`split` and `progress`): see `Corpus`.
 
     Raises:
-        ValueError: this Python has no source files (as some embedded ones), or see `Corpus`.
+        ValueError: this Python has no source files (as some embedded ones); or see `Corpus`.
     """
 
     def __init__(self, vocab_size: int | None = None, tokeniser: Tokeniser | None = None, **options: Any) -> None:
         root = Path(sysconfig.get_path("stdlib"))
         names = []
         for folder, subfolders, files in os.walk(root):
-            subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]  # not walked either
+            subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]  # `os.walk` skips them too
             names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
         if not names:
             raise ValueError(f"PythonCode: expected the standard library's .py files under {root}, got none")

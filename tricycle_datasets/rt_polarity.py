@@ -1,6 +1,6 @@
-"""Sentences from film reviews: 5,331 that praise and 5,331 that do not (Pang and Lee 2005), in small letters.
+"""The rt-polarity dataset: 5,331 positive and 5,331 negative sentences from film reviews (Pang and Lee 2005).
 
-The reviews' verdicts are the labels, so that some sentences stand on the wrong side.
+The sentences are in lower case. The labels are those of the reviews, so some sentences are labeled wrongly.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ CLASSES = ("negative", "positive")
 
 
 def load_rt_polarity() -> tuple[list[str], list[int]]:
-    """All sentences and their labels, 0 for negative and 1 for positive, in the order of the files, negative first.
+    """Return all sentences and their labels, 0 for negative and 1 for positive; the negative ones come first.
 
     Raises:
-        OSError: a file is not here and could not be downloaded; the message says where to put it.
-        ValueError: a file put there is another one.
+        OSError: a file is missing and could not be downloaded; the message says where to put it.
+        ValueError: a local file has another hash.
     """
     texts: list[str] = []
     labels: list[int] = []

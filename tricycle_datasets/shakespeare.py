@@ -1,4 +1,4 @@
-"""Tiny Shakespeare: 1.1 MB of plays in one file, from Andrej Karpathy's char-rnn."""
+"""The tiny Shakespeare corpus: 1.1 MB of plays in one file, from Andrej Karpathy's char-rnn."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
 class Shakespeare(Corpus):
-    """The last tenth of the bytes is held out.
+    """The tiny Shakespeare corpus; the last tenth of its bytes is held out.
 
     Args:
         vocab_size, tokeniser, options (`split` and `progress`): see `Corpus`.
 
     Raises:
-        OSError: the file is not here and could not be downloaded; the message says where to put it.
-        ValueError: the file put there is another one, or see `Corpus`.
+        OSError: the file is missing and could not be downloaded; the message says where to put it.
+        ValueError: the local file has another hash; or see `Corpus`.
     """
 
     def __init__(self, vocab_size: int | None = None, tokeniser: Tokeniser | None = None, **options: Any) -> None:

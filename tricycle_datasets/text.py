@@ -1,4 +1,4 @@
-"""A user's own text files."""
+"""A corpus of the user's text files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from tricycle_datasets.corpus import HELD_OUT_BYTES, Corpus, Document, hold_out_
 
 
 class TextFiles(Corpus):
-    """Every file is a document. `is_held_out` chooses the held-out ones by their path in the folder
-    given, or by their name; where it chooses none or all of them, the last tenth of each is held out.
+    """The corpus of the user's text files: each file is a document.
+
+    `is_held_out` selects the held-out files by their path in the folder, or by their name. If it selects none or all of
+    them, the last tenth of each file is held out.
 
     Args:
-        paths: a file or a folder, or several. In folders, binary files are passed over, and so is
-            everything whose name begins with a dot.
+        paths: a file or a folder, or several. In folders, binary files and names that begin with a dot are skipped.
         vocab_size, tokeniser, options (`split` and `progress`): see `Corpus`.
 
     Raises:
-        ValueError: a path that is not there, a binary file named by itself, no text, or see `Corpus`.
-        OSError: a file that may not be read.
+        ValueError: a path does not exist, a file given by path is binary, there is no text; or see `Corpus`.
+        OSError: a file cannot be read.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class TextFiles(Corpus):
         **options: Any,
     ) -> None:
         roots = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
-        # a file that several paths lead to counts once, under the first
+        # a file that is reached by several paths is read once, with the name of the first
         files: dict[Path, str] = {}
         for root in roots:
             for path, name in find_text_files(root):
@@ -51,7 +52,7 @@ class TextFiles(Corpus):
                 if not by_path:
                     yield from hold_out_tail(text)
                 else:
-                    # the first of them whatever its size, so that there is something to measure on
+                    # the first one is held out whatever its size, so that there is some held-out text
                     held_out = is_held_out(name) and (left == HELD_OUT_BYTES or len(text) <= left)
                     left -= len(text) if held_out else 0
                     yield text, held_out
@@ -60,7 +61,7 @@ class TextFiles(Corpus):
 
 
 def find_text_files(root: Path) -> Iterator[tuple[Path, str]]:
-    """The text files at a path, in order, each with the name that its being held out depends on."""
+    """Yield the text files in a folder in sorted order (or one file), each with the name for `is_held_out`."""
     if root.is_file():
         if _is_binary(root):
             raise ValueError(f"TextFiles: expected a text file, got one with NUL bytes (binary, or UTF-16): {root}")
