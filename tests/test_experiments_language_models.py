@@ -73,7 +73,7 @@ def test_what_is_held_out_stands_in_no_other_part(monkeypatch):
     functions = [part for part in kept.split("\n\n") if len(part) > 400][:100]
     assert sum(part in learnt for part in functions) < 10  # a few functions stand in two files
     sentences = {"train": ["a", "b"], "val": ["c"], "test_2016_flickr": ["d", "e"]}
-    monkeypatch.setattr(language_models, "multi30k", lambda split, language: sentences[split])
+    monkeypatch.setattr(language_models, "load_multi30k", lambda split, language: sentences[split])
     assert [text_of("captions", part) for part in ("train", "test")] == ["a\nb", "c\nd\ne"]
     with pytest.raises(ValueError, match="one of code, shakespeare, captions and of train, test, got 'news'"):
         text_of("news", "train")

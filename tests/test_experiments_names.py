@@ -38,7 +38,7 @@ def test_letters():
 
 
 def test_a_name_is_never_parted(monkeypatch):
-    monkeypatch.setattr(data, "names", made_up)
+    monkeypatch.setattr(data, "load_names", made_up)
     problem = data.load(repeated=False, most=100)
     assert len(problem.tokens) == 44 and problem.groups.max() + 1 == 42
     same = [problem.groups[i] for i, tokens in enumerate(problem.tokens) if tokens == data.letters("Lang")]
@@ -104,7 +104,7 @@ WORDS = "--folds 4 --tested 2 --epochs 2 --shown 1".split()
 
 @pytest.mark.nightly
 def test_what_a_run_leaves(monkeypatch, tmp_path):
-    monkeypatch.setattr(data, "names", made_up)
+    monkeypatch.setattr(data, "load_names", made_up)
     out = run_study(main, "--quick", *WORDS, "--output", tmp_path)
     files = ["balanced.png", "confusion.png", "letters.png", "looked_at.html", "results.json", "training.png"]
     check_left(tmp_path, files)
@@ -123,7 +123,7 @@ def test_what_a_run_leaves(monkeypatch, tmp_path):
 
 @pytest.mark.nightly
 def test_models_learn_endings(monkeypatch):
-    monkeypatch.setattr(data, "names", made_up)
+    monkeypatch.setattr(data, "load_names", made_up)
     problem = data.load(repeated=False, most=10)
     parts = shared.split(problem, 4, 0, 0)
     for name in MODELS:

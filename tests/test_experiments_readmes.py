@@ -125,7 +125,7 @@ def test_without_the_files(tmp_path, monkeypatch, dataset, word, file):
         monkeypatch.setenv(name, str(tmp_path / name))
     module = importlib.import_module(f"tricycle_datasets.{dataset}")
     monkeypatch.setattr(module, "URL", "http://127.0.0.1:9/{name}")
-    load = lambda: getattr(module, dataset)(*word.split())
+    load = lambda: getattr(module, f"load_{dataset}")(*word.split())
     with pytest.raises(DownloadError, match=f"put the file at .*{file}"):
         load()
     by_hand = tmp_path / "TRICYCLE_DATA" / dataset.replace("_", "-") / file

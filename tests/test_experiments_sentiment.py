@@ -41,7 +41,7 @@ def made_up(n: int = 60) -> tuple[list[str], list[int]]:
 
 @pytest.fixture
 def problem(monkeypatch) -> Problem:
-    monkeypatch.setattr(study, "rt_polarity", made_up)
+    monkeypatch.setattr(study, "load_rt_polarity", made_up)
     return study.load(100)[1]
 
 

@@ -433,7 +433,7 @@ def test_functions_are_written_up_to_their_ends(monkeypatch):
     tokeniser = BPETokeniser(300)
     prompts = [b"\n\ndef", b"\n\ndef f("]
     with monkeypatch.context() as patch:
-        patch.setattr(parses, "Batch", Parrot)
+        patch.setattr(parses, "GenerationBatch", Parrot)
         settings = parses.Settings(Path(), tokens=100, no_repeat_ngram_size=0)
         written = parses.write(GPT(SMALL), tokeniser, prompts, settings, 1.0, 0)
         assert written == [("def f(x):\n  return x\n", True)] * 2

@@ -252,7 +252,7 @@ def made_up(monkeypatch):
     def load(split, language):
         return sentences({"train": 200, "val": 12, "test_2016_flickr": 15}[split], len(split))[language != "en"]
 
-    monkeypatch.setattr(program, "multi30k", load)
+    monkeypatch.setattr(program, "load_multi30k", load)
     monkeypatch.setattr(program, "SHOWN", (1,))
 
 

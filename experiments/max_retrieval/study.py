@@ -83,7 +83,7 @@ class MaxRetrieval(Layer):
         return self.answer(self.attention.projection(mixed)[:, 0]).array
 
 
-def loss_of(model: MaxRetrieval, batch: Batch, l2: float) -> Tensor:
+def batch_loss(model: MaxRetrieval, batch: Batch, l2: float) -> Tensor:
     """The cross entropy, and l2 times the squares of all parameters.
 
     The squares are part of the loss, so Adam divides their gradient as any other: this is no decoupled weight decay.
@@ -139,7 +139,7 @@ def train(settings: Settings, seed: int) -> tuple[MaxRetrieval, float]:
     model = MaxRetrieval(generator, settings.width)
     falling = WarmupCosine(settings.learning_rate, 0.0, 0, settings.steps)
     optimiser = AdamW(falling if settings.decay else settings.learning_rate, weight_decay=0)  # without decay: Adam
-    weighed = lambda batch, factor: loss_of(model, batch, settings.l2) * factor
+    weighed = lambda batch, factor: batch_loss(model, batch, settings.l2) * factor
     losses = []
     with tqdm(range(settings.steps), desc=f"seed {seed}: training", unit="step") as bar:
         for step in bar:

@@ -50,7 +50,7 @@ def rounded(value: Any, digits: int = 5) -> Any:
         return {key: rounded(inner, digits) for key, inner in value.items()}
     if isinstance(value, (list, tuple, np.ndarray)):
         return [rounded(inner, digits) for inner in value]
-    return float(f"{value:.{digits}g}") if isinstance(value, (float, np.as_floating)) else value
+    return float(f"{value:.{digits}g}") if isinstance(value, (float, np.floating)) else value
 
 
 # -------------------------------------------------------------------- resuming

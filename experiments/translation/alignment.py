@@ -23,7 +23,7 @@ def align(model: EncoderDecoder, vocabulary: Vocabulary, sentence: str, beam_siz
     batch = vocabulary.batch([vocabulary.encode(sentence)], [vocabulary.encode(said)])
     weights = {}
     with no_grad():
-        state = model.start(batch.source, batch.lengths)
+        state = model.start_decoding(batch.source, batch.lengths)
         if isinstance(model, Transformer):
             with Probe(model, "decoder.blocks.*.cross") as probe:
                 model.decode(batch.target, state)

@@ -22,7 +22,7 @@ from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
 from tricycle.sequences.beam_search import beam_search
 from tricycle.sequences.seq2seq import EncoderDecoder
-from tricycle.sequences.translators import Batch, TranslatorConfig, Vocabulary, new_translator
+from tricycle.sequences.translators import TranslationBatch, TranslatorConfig, Vocabulary, new_translator
 from tricycle.system.files import atomic_write
 from tricycle.tensor import Tensor, no_grad
 from tricycle.training import train_on_batch
@@ -57,7 +57,7 @@ class Pairs:
         """(N, 2): source tokens, and target tokens with the end."""
         return np.array([(len(source), len(target) + 1) for source, target in self.numbers])
 
-    def batch(self, chosen: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, chosen: Sequence[int] | np.ndarray) -> TranslationBatch:
         return self.vocabulary.batch(*zip(*(self.numbers[i] for i in chosen)))
 
 
@@ -201,7 +201,7 @@ class Training:
             mean += share * (array - mean)
         return loss
 
-    def batch_loss(self, batch: Batch, factor: Any) -> Tensor:
+    def batch_loss(self, batch: TranslationBatch, factor: Any) -> Tensor:
         return self.loss(batch.labels, self.model(batch.source, batch.target, batch.lengths), factor)
 
     # ---------------------------------------------------------------- measuring
