@@ -335,7 +335,7 @@ def test_a_run_that_began_so_is_resumed(tuned, theirs, texts, tmp_path, monkeypa
         ("--vocab-size 500", "expected --vocab-size to be 420"),
         ("--context-window 101", "expected --context-window to be at most 100, as the model of --init-from has it,"),
         ("--preset debug", "expected no --preset with --init-from, got debug"),
-        ("--tokeniser gpt2", "expected no --tokeniser with --init-from: the model's own is used, got gpt2"),
+        ("--tokeniser gpt2", "expected no --tokeniser with --init-from (the model has a tokenizer), got gpt2"),
     ],
 )
 def test_flags_that_contradict_the_model(theirs, texts, tmp_path, words, said):

@@ -275,7 +275,10 @@ def test_a_folder_that_was_hardly_begun_is_begun_anew(tmp_path, finished, text):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.json").write_text((finished[0] / "config.json").read_text())
-    one_line(call(TRAIN, "--resume", folder), "it has no data.json. Nothing was trained in it: begin again without")
+    one_line(
+        call(TRAIN, "--resume", folder),
+        "got one without data.json. It contains no training progress: start again without",
+    )
     good(call(TRAIN, *QUICK, "--data", "text", "--files", text, "--run-folder", folder))
     same_run(folder, finished[0])
 
@@ -466,8 +469,8 @@ TRAIN_WRONG = [
     ("--run-folder short.txt", "short.txt"),
 ]
 RESUME_WRONG = [
-    ("--resume missing", "missing: expected a run folder, it has no config.json"),
-    ("--resume nothing", "nothing: expected a run folder, it has no config.json"),
+    ("--resume missing", "missing: expected a run folder, got one without config.json"),
+    ("--resume nothing", "nothing: expected a run folder, got one without config.json"),
     ("--resume numbers", "data.json: expected data and files as a run writes them, got"),
     ("--resume 'no data'", "no data: expected a run folder, it has no data.json"),
     ("--resume 'half config'", "expected JSON"),

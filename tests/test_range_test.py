@@ -15,7 +15,7 @@ from test_training import CONFIG, TOKENS
 
 from tricycle.models import GPT
 from tricycle.training import NonFiniteError
-from tricycle_cli.find_rate import find_rate
+from tricycle_cli.find_rate import find_learning_rate
 from tricycle_lab import range_test as testing
 from tricycle_lab.range_test import plot_range_test, range_test, read
 
@@ -126,7 +126,7 @@ def test_odd_ranges_are_refused(settings: dict) -> None:
 def test_without_matplotlib_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r'--find-learning-rate needs matplotlib: .*"tricycle-gpt\[plot\]"'):
-        find_rate(CONFIG, TOKENS, None, False, tmp_path / "rate")
+        find_learning_rate(CONFIG, TOKENS, None, False, tmp_path / "rate")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -143,7 +143,7 @@ def test_the_suggestion_is_a_good_rate(tmp_path: Path, capsys: pytest.CaptureFix
         state = new_state(tried, TOKENS)
         means.append(np.mean([train_step(state)[0] for _ in range(60)][-10:]))
     assert means[1] == min(means)
-    find_rate(config, TOKENS, None, False, tmp_path / "rate", shown=False)
+    find_learning_rate(config, TOKENS, None, False, tmp_path / "rate", show_progress=False)
     said = capsys.readouterr().out
     assert f"suggestion: --max-learning-rate {rate:.1e} --min-learning-rate " in said
     rows = list(csv.DictReader((tmp_path / "rate" / "learning_rate.csv").open()))

@@ -1,4 +1,4 @@
-"""`tricycle train --find-learning-rate`: a range test in place of a training."""
+"""Run the learning-rate range test of `tricycle train --find-learning-rate`, and write its plot and table."""
 
 from __future__ import annotations
 
@@ -15,36 +15,40 @@ from tricycle_lab.range_test import STEPS, RangeTest, plot_range_test, range_tes
 PICTURE, TABLE = "learning_rate.png", "learning_rate.csv"
 
 
-def find_rate(
-    config: GPTConfig, tokens: Any, model: GPT | None, on_gpu: bool, folder: Path, shown: bool = True
+def find_learning_rate(
+    config: GPTConfig, tokens: Any, model: GPT | None, on_gpu: bool, folder: Path, show_progress: bool = True
 ) -> None:
-    """Say which learning rate may suit a model and a text, and leave the curve in a folder.
+    """Run a learning-rate range test, write the curve and the table to a folder, and print a suggestion.
 
     Args:
-        model: to start from; a new one unless given.
-        shown: with a progress bar.
+        config: the config of the model and of training.
+        tokens: the training tokens.
+        model: the initial model; None for a new one.
+        on_gpu: compute on a GPU.
+        folder: the folder for learning_rate.png and learning_rate.csv, which is created.
+        show_progress: show a progress bar.
     """
     from tqdm import tqdm
 
     require_matplotlib("--find-learning-rate")
     folder.mkdir(parents=True, exist_ok=True)
-    with tqdm(total=STEPS, unit="step", disable=not shown) as bar:
+    with tqdm(total=STEPS, unit="step", disable=not show_progress) as bar:
         test = range_test(config, tokens, model, on_gpu, progress=lambda step: bar.update())
     write_table(test, folder / TABLE)
-    plot_range_test(test, folder / PICTURE, "a range test of the learning rate")
-    print(f"{len(test.rates)} updates with rates from {test.rates[0]:.0e} to {test.rates[-1]:.0e}")
-    print(f"curve: {folder / PICTURE}; table: {folder / TABLE}")
+    plot_range_test(test, folder / PICTURE, "learning-rate range test")
+    print(f"{len(test.rates)} updates with learning rates from {test.rates[0]:.0e} to {test.rates[-1]:.0e}")
+    print(f"plot: {folder / PICTURE}; table: {folder / TABLE}")
     if test.suggestion is None:
-        print("the loss did not fall clearly: no rate can be suggested (try larger batches)")
+        print("no suggestion: the loss did not fall clearly (try larger batches)")
         return
     print(f"the loss falls fastest at {test.steepest:.1e}", end="")
-    print(f", and diverges from {test.diverges:.1e} on" if test.diverges else ", and does not diverge")
+    print(f" and diverges from {test.diverges:.1e}" if test.diverges else " and does not diverge")
     lowest = float(f"{config.min_learning_rate / config.max_learning_rate * test.suggestion:.1e}")
     print(f"suggestion: --max-learning-rate {test.suggestion:.1e} --min-learning-rate {lowest:.1e}")
 
 
 def write_table(test: RangeTest, path: Path) -> None:
-    """Rates and losses as CSV; what is not finite is left empty."""
+    """Write learning rates, losses and smoothed losses as CSV; values that are not finite are empty."""
     with atomic_write(path, text=True) as file:
         file.write("learning_rate,loss,smoothed\n")
         for rate, loss, mean in zip(test.rates.tolist(), test.losses.tolist(), test.smoothed.tolist()):

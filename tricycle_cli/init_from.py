@@ -1,4 +1,4 @@
-"""Training on from a model that somebody has trained: its shape, its weights and its tokeniser."""
+"""Initialize training from a pretrained model: its shape, weights and tokenizer (`tricycle train --init-from`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle_cli.models import load_model
 
-# What may differ from the model's own config; the rest is its shape.
-FREE = ("context_window", "dropout", "precision", "softmax", "softmax_blocks", "seed")
-# Gentle steps: what a model knows is soon forgotten.
+# Fields that may differ from the model's config; the other fields are its shape.
+FREE_FIELDS = ("context_window", "dropout", "precision", "softmax", "softmax_blocks", "seed")
+# Low learning rates, because high ones destroy what the model has learned.
 TRAINING: dict[str, Any] = {
     "batch_size": 4,
     "optimiser": "adamw",
@@ -24,27 +24,31 @@ TRAINING: dict[str, Any] = {
     "minutes": LaptopConfig.minutes,
     "steps": 0,
 }
-LONGEST_WINDOW = 512  # unless a longer one is asked for: memory grows with it
+MAX_DEFAULT_WINDOW = 512  # memory grows with the context window
 
 
 def load_base_model(source: str) -> Pretrained:
-    """The model to begin with, on the CPU; its weights are float32, for they are to change."""
+    """Load the model of --init-from on the CPU, with float32 weights for training."""
     return load_model(source, device="cpu")
 
 
 def default_config(model: GPT) -> GPTConfig:
-    """What flags start from: the model's shape, and settings of training that suit a model that is trained already."""
+    """Return the default config: the model's shape, and training settings for a pretrained model."""
     shape = model_fields(model.config.to_dict())
-    window = min(model.config.context_window, LONGEST_WINDOW)
+    window = min(model.config.context_window, MAX_DEFAULT_WINDOW)
     return GPTConfig.from_dict({**shape, **TRAINING, "context_window": window})
 
 
 def check_shape(model: GPT, config: GPTConfig) -> None:
-    """Raise ValueError, which names the flag, where a field contradicts the model's shape."""
+    """Check that a config has the model's shape.
+
+    Raises:
+        ValueError: a field that differs; the message names its flag.
+    """
     own = model.config
     for name in ModelConfig.__dataclass_fields__:
         wanted, stated = getattr(own, name), getattr(config, name)
-        if name not in FREE and stated != wanted:
+        if name not in FREE_FIELDS and stated != wanted:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"expected {flag} to be {wanted}, as the model of --init-from has it, got {stated}")
     if config.context_window > own.context_window:
@@ -55,16 +59,23 @@ def check_shape(model: GPT, config: GPTConfig) -> None:
 
 
 def initialize_from(model: GPT, config: GPTConfig) -> GPT:
-    """Return a model of this config with the weights of another; raise ValueError unless it has the same shape."""
+    """Return a new model of this config with the weights of another model.
+
+    Raises:
+        ValueError: the config does not have the model's shape.
+    """
     check_shape(model, config)
     own = model.config
     started = GPT(replace(config, softmax=own.softmax, softmax_blocks=own.softmax_blocks), draw_weights=False)
     weights = model.state_dict()
     for name, parameter in started.named_parameters():
-        if name == "position_embedding.weights":  # a smaller window needs the first positions
+        if name == "position_embedding.weights":  # a smaller context window has the first positions only
             weights[name] = weights[name][: len(parameter.array)]
     started.load_state_dict(weights)
-    if (config.softmax, config.softmax_blocks) != (own.softmax, own.softmax_blocks):  # else what it has learnt stays
+    if (config.softmax, config.softmax_blocks) != (
+        own.softmax,
+        own.softmax_blocks,
+    ):  # else keep learned parameters
         started.use_softmax(config.softmax, config.softmax_blocks)
     started.config = config
     return started

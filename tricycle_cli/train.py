@@ -1,7 +1,7 @@
-"""Train a GPT on real text, from the first token to samples.
+"""Train a GPT on text.
 
-Without arguments it trains for about ten minutes on the source code of Python's standard library, needs no
-network, and ends with the command that generates from the result. `--resume RUN-FOLDER` continues a run.
+Without arguments, train for about ten minutes on the source code of Python's standard library, without network access,
+and print the command that generates text with the result. `--resume RUN-FOLDER` resumes a run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tricycle.system.files import read_json_object
 from tricycle.training import train
 from tricycle.training_state import TrainingState, new_state, resume_state, training_bytes
 from tricycle_cli.distributed import check_batches, check_same, common_facts, on_rank_zero, parsed, process_group
-from tricycle_cli.find_rate import find_rate
+from tricycle_cli.find_rate import find_learning_rate
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk, describe_disk_space
 from tricycle_cli.init_from import check_shape, default_config, initialize_from, load_base_model
@@ -51,34 +51,34 @@ Tokenisers = Literal["own", "portable", "gpt2"]
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to train, on what, and where to leave it."""
+    """The flags of `tricycle train`."""
 
     preset: OneOf[str, PRESETS] = "laptop"
-    """initial settings; unless given "smol" on a GPU, else "laptop" """
+    """preset of all settings; by default "smol" on a GPU, else "laptop" """
     data: OneOf[str, CORPORA] = "python"
-    """the text: Python's standard library, tiny Shakespeare, your own --files, or a streamed corpus"""
+    """the training text: Python's standard library, tiny Shakespeare, the text of --files, or a streamed corpus"""
     files: tuple[Path, ...] = ()
-    """your own text files or folders of them, for --data text"""
+    """text files, or folders of text files, for --data text"""
     tokeniser: Tokenisers = "own"
-    """learnt from the text; "portable": the same, with GPT-2's way of cutting text, for other programs (the preset
-    "portable" has it); "gpt2": GPT-2's own, of 50257 tokens"""
+    """"own": trained on the text; "portable": the same with GPT-2's splitting rule, for export to other programs (the
+    default of the preset "portable"); "gpt2": GPT-2's tokenizer of 50257 tokens"""
     init_from: str | None = None
-    """a model to start from, as `tricycle generate` takes it: gives shape, weights, tokeniser, and gentler defaults"""
+    """initialize from a model, as in `tricycle generate`: its shape, weights and tokenizer, and lower learning rates"""
     run_folder: Path | None = None
-    """where the run leaves its files; without it a new folder in runs/"""
+    """the folder for the files of the run; by default a new folder in runs/"""
     on_nan: OnNaN = "skip"
-    """where a loss or a gradient is NaN or infinite: "stop" ends the run, "skip" leaves that update out, "rollback"
-    goes back to the last checkpoint and on from there with other batches"""
+    """when a loss or gradient is NaN or infinite: "stop" the run, "skip" the update, or "rollback" to the last
+    checkpoint and continue with the batches after the bad one"""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """where to compute; "auto" takes a GPU if there is one"""
+    """where to compute; "auto" uses a GPU if one is available"""
     on_full_disk: OnFullDisk = "wait"
-    """what to do when the disk is full: wait until there is room, or stop; what was saved is whole either way"""
+    """when the disk is full: wait for free space, or stop; saved checkpoints stay intact in both cases"""
     shard_optimiser: bool = False
-    """with mpiexec: what the optimiser remembers of a parameter is kept by one rank alone, which saves memory"""
+    """with mpiexec: shard the optimizer state over the ranks, which saves memory"""
     track: tuple[TrackerName, ...] = ()
-    """trackers of experiments that are told what metrics.jsonl is told, each an extra of this package"""
+    """experiment trackers that get the content of metrics.jsonl; each needs an extra of this package"""
     find_learning_rate: bool = False
-    """make some hundred updates with learning rates that grow, draw the losses, suggest a rate, and train nothing"""
+    """run a learning-rate range test in place of training: plot the losses, and suggest a learning rate"""
     config: GPTConfig = field(default_factory=GPTConfig)
 
 
@@ -87,33 +87,34 @@ A = TypeVar("A", bound=Arguments)
 
 @dataclass(frozen=True)
 class ResumeArguments:
-    """Go on with a run where its last checkpoint stands; all settings are the run's own."""
+    """The flags of `tricycle train --resume`; all other settings are those of the run."""
 
     resume: Path
-    """the run folder"""
+    """the folder of the run, which resumes from its last checkpoint"""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """where to compute"""
     on_full_disk: OnFullDisk = "wait"
-    """what to do when the disk is full: wait until there is room, or stop; what was saved is whole either way"""
+    """when the disk is full: wait for free space, or stop; saved checkpoints stay intact in both cases"""
     on_nan: OnNaN | None = None
-    """what is done from now on where a loss or a gradient is NaN or infinite: "stop", "skip" or "rollback" """
+    """when a loss or gradient is NaN or infinite: "stop", "skip" or "rollback"; by default as before"""
     shard_optimiser: bool = False
-    """with mpiexec: what the optimiser remembers of a parameter is kept by one rank alone, which saves memory"""
+    """with mpiexec: shard the optimizer state over the ranks, which saves memory"""
     track: tuple[TrackerName, ...] | None = None
-    """trackers from now on, which get all that came before, too; --track without a name ends tracking"""
+    """experiment trackers from now on, which also get the earlier metrics; --track without a name ends tracking"""
 
 
 def main(args: Sequence[str] | None = None) -> int:
+    """Run `tricycle train` with a command line; by default that of this process."""
     words = sys.argv[1:] if args is None else list(args)
     if any(word.replace("_", "-") == "--find-learning-rate" for word in words):
-        return find(words)
+        return run_range_test(words)
     with open_session(partial(new_task, words)) as session:
         session.finished = train(**session.state.train_arguments(), session=session)
     return 0
 
 
-def find(words: Sequence[str]) -> int:
-    """Run a range test of the learning rate, on the text and with the model of a run that is not begun.
+def run_range_test(words: Sequence[str]) -> int:
+    """Run a learning-rate range test with the model and the text of a command line.
 
     Raises:
         ValueError: several processes.
@@ -130,15 +131,15 @@ def find(words: Sequence[str]) -> int:
             tokeniser = gpt2_tokeniser() if arguments.tokeniser == "gpt2" else start and start.tokeniser
             corpus = task.load_corpus(tokeniser)
             model = None if start is None else initialize_from(start.model, config)
-            find_rate(config, corpus.train, model, on_gpu, folder)
+            find_learning_rate(config, corpus.train, model, on_gpu, folder)
     return 0
 
 
 def new_task(words: Sequence[str], processes: ProcessGroup) -> TrainTask:
-    """Return the run that a command line begins or resumes.
+    """Return the task of a command line, which starts or resumes a run.
 
     Raises:
-        ValueError, FileNotFoundError: one line about what is wrong, before anything is written.
+        ValueError, FileNotFoundError: a wrong command line or run folder, before any file is written.
     """
     resumed = parse_resume(words, processes, read_run)
     if resumed is not None:
@@ -148,7 +149,7 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> TrainTask:
 
 
 def parse_resume(words: Sequence[str], processes: ProcessGroup, read: Callable[[Path], Any]) -> ResumeArguments | None:
-    """Return the command line that resumes a run, whose folder `read` accepts; None where it begins a new one."""
+    """Parse the command line of a resumed run, and check its folder with `read`; return None for a new run."""
     check_same(processes, {"command line": list(words), **common_facts()} if processes.size > 1 else {})
     if not any(word.split("=")[0] == "--resume" for word in words):
         return None
@@ -158,10 +159,10 @@ def parse_resume(words: Sequence[str], processes: ProcessGroup, read: Callable[[
 
 
 def checked(arguments: A, words: Sequence[str], processes: ProcessGroup) -> A:
-    """Return the arguments of a new run, with the batches of all processes in an update.
+    """Check the arguments of a new run, and return them with the accumulation steps of all ranks together.
 
     Raises:
-        ValueError, RuntimeError: flags that do not go together, or a tracker or a device that cannot be used.
+        ValueError, RuntimeError: contradictory flags, or a tracker or device that cannot be used.
     """
     if not arguments.files and any(word.split("=")[0] == "--files" for word in words):
         raise ValueError("expected files or folders after --files, got none")
@@ -173,10 +174,10 @@ def checked(arguments: A, words: Sequence[str], processes: ProcessGroup) -> A:
 
 
 def description_of(arguments: Arguments) -> dict[str, Any]:
-    """What a run folder says about its text and its beginning.
+    """Return the entries of data.json: the text, the tokenizer and the initial model of a run.
 
     Raises:
-        ValueError: flags that do not go together.
+        ValueError: contradictory flags.
     """
     if arguments.data == "text" and not arguments.files:
         raise ValueError("expected --files with --data text, got none")
@@ -184,7 +185,7 @@ def description_of(arguments: Arguments) -> dict[str, Any]:
         raise ValueError(f"expected --files only with --data text, got --data {arguments.data}")
     if arguments.tokeniser != "own" and arguments.init_from:
         raise ValueError(
-            f"expected no --tokeniser with --init-from: the model's own is used, got {arguments.tokeniser}"
+            f"expected no --tokeniser with --init-from (the model has a tokenizer), got {arguments.tokeniser}"
         )
     if arguments.tokeniser == "gpt2" and arguments.config.vocab_size != 50_257:
         raise ValueError(f"expected --vocab-size 50257 with --tokeniser gpt2, got {arguments.config.vocab_size}")
@@ -200,7 +201,10 @@ def description_of(arguments: Arguments) -> dict[str, Any]:
 
 
 def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
-    """The preset, or the model to start from, is read first, for the other flags start from its values."""
+    """Parse the command line of a new run; return the arguments and the model of --init-from.
+
+    The preset, or the model of --init-from, is parsed first, because it provides the defaults of the other flags.
+    """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--preset")
     first.add_argument("--device", default="auto")
@@ -212,9 +216,9 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
     if known.init_from:
         return arguments_from_a_model(known, args)
     preset = known.preset
-    if preset not in PRESETS:  # not there; or wrong, which parse below says
+    if preset not in PRESETS:  # missing or wrong; `parse` below reports a wrong one
         preset = "smol" if known.device != "cpu" and devices.gpu_problem() is None else "laptop"
-    config = GPTConfig.from_dict(PRESETS[preset]().to_dict())  # its fields carry the help
+    config = GPTConfig.from_dict(PRESETS[preset]().to_dict())  # the fields of GPTConfig have the help texts
     data = "shakespeare" if preset == "shakespeare" else "python"
     tokeniser: Tokenisers = "portable" if preset == "portable" else "own"
     default = Arguments(preset=preset, data=data, tokeniser=tokeniser, config=config)
@@ -222,7 +226,7 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
 
 
 def arguments_from_a_model(known: argparse.Namespace, args: Sequence[str]) -> tuple[Arguments, Pretrained]:
-    """Flags that start from a model's own config.
+    """Parse a command line with --init-from, whose defaults come from the model's config.
 
     Raises:
         ValueError: a flag contradicts the model.
@@ -241,9 +245,9 @@ class TrainTask(TextTask):
     """Training of a GPT on a corpus.
 
     Attributes:
-        resumed: the command line that resumes the run; None for a new one.
-        start: the model that a new run starts from.
-        digest: of the text that the resumed run was trained on; "" where that is not known.
+        resumed: the flags of a resumed run; None for a new run.
+        start: the model of --init-from for a new run.
+        digest: the digest of the text that a resumed run was trained on; "" if unknown.
     """
 
     command = "train"
@@ -269,35 +273,35 @@ class TrainTask(TextTask):
         on_rank_zero(processes, lambda: expect_trackers(self.arguments.track))
 
     def read(self, folder: Path) -> tuple[Arguments, str]:
-        """Return the arguments that a run folder was begun with, and the digest of its text."""
+        """Return the arguments that a run was started with, and the digest of its text."""
         return read_run(folder)
 
     def describe(self) -> dict[str, Any]:
-        """Return what data.json holds besides the digest of the text."""
+        """Return the entries of data.json except the digest of the text."""
         return description_of(self.arguments)
 
     def prepare(self, run: Run) -> TrainingState:
         arguments, config, processes = self.arguments, self.arguments.config, run.processes
         on_gpu = use_gpu(arguments.device)
         with advise_on_memory(on_gpu, self.memory_advice(config, on_gpu)):
-            check_training_memory(self.needed_memory(config), on_gpu)  # before anything is prepared
+            check_training_memory(self.needed_memory(config), on_gpu)  # before the text is loaded
         has_last = run.has(run.last)
         if arguments.init_from and not has_last and self.start is None:
             self.start = load_base_model(arguments.init_from)
-        print(f"data: {arguments.data} (text is tokenised once and cached)")
+        print(f"data: {arguments.data} (tokenized once, then cached)")
         corpus = self.load_corpus(self.first_tokeniser(run, has_last))
         run.tokeniser = tokeniser = corpus.tokeniser
         device = "a GPU" if on_gpu else "the CPU"
         check_same(processes, {"text": corpus.digest, "config": config.to_dict(), "device": device})
         if has_last and (self.digest or corpus.digest) != corpus.digest:
-            advice = f"--init-from {shlex.quote(run.last.as_posix())} begins a new run with its weights"
+            advice = f"--init-from {shlex.quote(run.last.as_posix())} starts a new run with its weights"
             raise ValueError(
-                f"{run.folder}: expected the text that it was trained on, which has changed since; {advice}"
+                f"{run.folder}: expected the text that the run was started with, got a changed text; {advice}"
             )
         description = {**self.describe(), "corpus": corpus.digest}
         on_rank_zero(processes, lambda: write_run_description(run.folder, config, description, tokeniser))
         self.prompts, self.held_out_bytes = CORPORA[arguments.data].prompts, corpus.validation_bytes
-        # the end of some other text stands before the first token, so that it too is predicted
+        # an end-of-text token before the first token lets the model predict the first token, too
         tokens = np.concatenate([[tokeniser.end_of_text], corpus.validation])
         self.held_out = HeldOut(tokens, len(self.held_out_bytes))
         state = self.new_state(run, corpus.train, on_gpu, has_last)
@@ -306,18 +310,18 @@ class TrainTask(TextTask):
         return state
 
     def needed_memory(self, config: GPTConfig) -> int:
-        """Return the bytes that training takes at least."""
+        """Return the minimum number of bytes that training needs."""
         return training_bytes(config)
 
     def load_corpus(self, tokeniser: Any) -> Any:
-        """Return the prepared text, with a tokeniser that is given, or one that is learnt from it."""
+        """Load the tokenized text, with this tokenizer, or with a tokenizer trained on the text if it is None."""
         arguments = self.arguments
         files = [path.resolve() for path in arguments.files]
         split = "gpt2" if arguments.tokeniser == "portable" else "tricycle"
         return load_corpus(arguments.data, files, arguments.config.vocab_size, tokeniser, split)
 
     def new_state(self, run: Run, tokens: Any, on_gpu: bool, has_last: bool) -> TrainingState:
-        """Return the state of a new run, or that of the last checkpoint."""
+        """Return the training state of a new run, or of the last checkpoint."""
         config, shard = self.arguments.config, self.arguments.shard_optimiser
         if has_last:
             return resume_state(run.last, tokens, on_gpu, run.processes, shard)
@@ -325,7 +329,7 @@ class TrainTask(TextTask):
         return new_state(config, tokens, on_gpu, model, run.processes, shard)
 
     def first_tokeniser(self, run: Run, has_last: bool) -> Any:
-        """Return the tokeniser of a run that has one before its text is read; else None.
+        """Return the tokenizer of the last checkpoint, of --init-from or of GPT-2; None to train one on the text.
 
         Raises:
             ValueError: the last checkpoint contradicts the folder.
@@ -334,7 +338,7 @@ class TrainTask(TextTask):
             checkpoint = on_rank_zero(run.processes, lambda: load_checkpoint(run.last))
             tokeniser = checkpoint.tokeniser()
             if tokeniser is None:
-                raise ValueError(f"{run.last}: expected a checkpoint with its tokeniser, it has none")
+                raise ValueError(f"{run.last}: expected a checkpoint with a tokenizer, got one without")
             if checkpoint.config != self.arguments.config:
                 path = run.folder / "config.json"
                 raise ValueError(f"{path}: expected the config of its checkpoint, got another")
@@ -347,19 +351,20 @@ class TrainTask(TextTask):
         return {"data": self.arguments.data, "n_parameters": state.model.n_parameters, **state.config.to_dict()}
 
     def _print_summary(self, state: TrainingState, run: Run, tokeniser: Any, on_gpu: bool) -> None:
-        """Print what is going to be trained, on what, and where it is left."""
+        """Print the sizes of the model and the data, the run folder, and the disk space that it needs."""
         config, n_held_out = state.config, len(self.held_out.tokens) - 1
         print(
             f"model: {state.model.n_parameters:,} parameters on the {'GPU' if on_gpu else 'CPU'}; "
-            f"{len(state.dataset.tokens):,} training tokens, {n_held_out:,} held out ({self.held_out.n_bytes:,} bytes)"
+            f"{len(state.dataset.tokens):,} training tokens, {n_held_out:,} held-out tokens "
+            f"({self.held_out.n_bytes:,} bytes)"
         )
         if run.processes.size > 1:
             n_batches, size = config.accumulation_steps, config.batch_size
-            print(f"{run.processes.size} ranks share the {n_batches} batches of {size} sequences of an update")
+            print(f"update: {n_batches} batches of {size} sequences, distributed over {run.processes.size} ranks")
         print(f"run folder: {run.folder}" + (f" (resuming after step {state.step})" if state.step else ""))
-        print(f"disk: the run folder may take {describe_disk_space(state, tokeniser, run.folder)}")
+        print(f"disk space: {describe_disk_space(state, tokeniser, run.folder)} for the run folder")
         if not on_gpu and _is_yet_to_compile():
-            print("the first step takes some seconds more than the others: Numba compiles its loops, once")
+            print("note: the first step takes a few seconds longer, because Numba compiles the kernels once")
 
 
 def _is_yet_to_compile() -> bool:
@@ -371,16 +376,16 @@ def _is_yet_to_compile() -> bool:
 
 
 def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
-    """Return the arguments that a run folder was begun with, and the digest of its text ("" where it has none).
+    """Return the arguments that a run was started with, and the digest of its text ("" if unknown).
 
     Raises:
-        FileNotFoundError, ValueError: it is no folder of a run of that command.
+        FileNotFoundError, ValueError: the folder is not of a run of this command.
     """
     found = []
     for path in (folder / "config.json", folder / "data.json"):
         if not path.is_file():
-            hint = "" if contains_run(folder) else ". Nothing was trained in it: begin again without --resume"
-            raise FileNotFoundError(f"{folder}: expected a run folder, it has no {path.name}{hint}")
+            hint = "" if contains_run(folder) else ". It contains no training progress: start again without --resume"
+            raise FileNotFoundError(f"{folder}: expected a run folder, got one without {path.name}{hint}")
         found.append(read_json_object(path))
     config, data = found
     files: Any = data.get("files")

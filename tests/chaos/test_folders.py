@@ -32,7 +32,7 @@ def test_a_text_that_has_changed(bench, whole):
     case.text.write_bytes(content)
     assert done.status == 1
     (line,) = done.said
-    assert "expected the text that it was trained on, which has changed since; --init-from" in line
+    assert "expected the text that the run was started with, got a changed text; --init-from" in line
     assert case.resume().status == 0
     assert differences(case.run, whole.run) == []
 
