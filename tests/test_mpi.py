@@ -313,8 +313,8 @@ def test_nan_in_one_rank(bench, policy):
     assert (status != 0) == (policy == "stop"), said
     said_why = {
         "stop": "the run ends",
-        "skip": "its update is left out",
-        "rollback": "back to the checkpoint of step 4",
+        "skip": "the update is skipped",
+        "rollback": "rollback to the checkpoint of step 4",
     }
     assert said_why[policy] in said
     if policy == "stop":
@@ -359,7 +359,7 @@ FULL = """
 from tricycle_cli import full_disk, updates
 from tricycle.system import files
 import errno, time
-full_disk.LONGEST_SECONDS = 0.3
+full_disk.MAX_RETRY_SECONDS = 0.3
 usual, usual_sync, full_until = updates.RunSession.batches, files._sync, [0.0]
 def batches(session, source):
     if session.step == 3 and rank == 0:
@@ -381,7 +381,7 @@ def test_a_disk_that_is_full_for_longer_than_ranks_wait_for_each_other(bench):
     status, said = train(bench, 2, "full", prelude=FULL, TRICYCLE_MPI_TIMEOUT="1")
     assert status == 0, said
     assert time.monotonic() - started > 4
-    assert said.count("the disk is full") == said.count("there is room again: going on") == 1
+    assert said.count("the disk is full") == said.count("the disk has space again: the run continues") == 1
     if not (bench / "unharmed").exists():
         assert train(bench, 2, "unharmed")[0] == 0
     assert weights(bench / "full") == weights(bench / "unharmed")

@@ -277,7 +277,7 @@ def test_a_folder_that_was_hardly_begun_is_begun_anew(tmp_path, finished, text):
     (folder / "config.json").write_text((finished[0] / "config.json").read_text())
     one_line(
         call(TRAIN, "--resume", folder),
-        "got one without data.json. It contains no training progress: start again without",
+        "got one without data.json. It contains no training progress",
     )
     good(call(TRAIN, *QUICK, "--data", "text", "--files", text, "--run-folder", folder))
     same_run(folder, finished[0])
@@ -301,10 +301,10 @@ training_state.save_checkpoint = save
     words = [*QUICK, "--data", "text", "--files", text, "--run-folder", folder, "--on-full-disk", policy]
     done = call_with(full, *words)
     if policy == "wait":
-        assert "the disk is full" in good(done) and "there is room again: going on" in done.stdout
+        assert "the disk is full" in good(done) and "the disk has space again: the run continues" in done.stdout
     else:
         one_line(
-            done, "last.safetensors'. The last checkpoint is whole: continue with python train_smol_gpt.py --resume"
+            done, "last.safetensors'. The last checkpoint is intact: resume with python train_smol_gpt.py --resume"
         )
         assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 4
         good(call(TRAIN, "--resume", folder))
@@ -472,7 +472,7 @@ RESUME_WRONG = [
     ("--resume missing", "missing: expected a run folder, got one without config.json"),
     ("--resume nothing", "nothing: expected a run folder, got one without config.json"),
     ("--resume numbers", "data.json: expected data and files as a run writes them, got"),
-    ("--resume 'no data'", "no data: expected a run folder, it has no data.json"),
+    ("--resume 'no data'", "no data: expected a run folder, got one without data.json"),
     ("--resume 'half config'", "expected JSON"),
     ("--resume 'other data'", "expected data and files as a run writes them"),
     ("--resume cut", "last.safetensors: expected a whole checkpoint of Tricycle"),
@@ -480,7 +480,7 @@ RESUME_WRONG = [
     ("--resume cut --steps 3", "--steps"),
 ]
 INFER_WRONG = [
-    ("", "a run folder, a checkpoint (.safetensors), a pickled model (.pkl), a folder in Hugging Face's form"),
+    ("", "a run folder, a checkpoint (.safetensors), a pickled model (.pkl), a folder in Hugging Face format"),
     ("missing.safetensors", "missing.safetensors: expected a model, there is no such file"),
     ("missing.pkl", "missing.pkl: expected a pickled Tricycle GPT, there is no such file"),
     ("'no checkpoint'", "expected a run folder with best.safetensors or last.safetensors"),
@@ -490,7 +490,7 @@ INFER_WRONG = [
     ("random.pkl", "random.pkl: expected a pickled Tricycle GPT"),
     ("good ''", "expected a prompt of at least one character"),
     (f"good '{'the fox ' * 50}'", "expected a prompt of 1 to 32 tokens, got"),
-    ("good --tokeniser large.json", "expected a tokeniser of at most 300 tokens, as the model knows, got"),
+    ("good --tokeniser large.json", "expected a tokenizer of at most 300 tokens, the model's vocabulary, got"),
     ("good --tokeniser short.txt", "short.txt: expected a saved tokeniser"),
     ("good --softmax hard", "invalid choice 'hard' for argument '--softmax'. Expected one of ("),
     ("good --length -1", "expected n_tokens to be 0 or more, got -1"),

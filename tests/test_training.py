@@ -53,7 +53,7 @@ CONFIG = DebugConfig(
 
 def new_run(folder, **settings) -> Run:
     folder.mkdir(exist_ok=True)
-    return Run(folder, TOKENISER, say=lambda text: None, show_progress=False, **settings)
+    return Run(folder, TOKENISER, print_line=lambda text: None, show_progress=False, **settings)
 
 
 def new_task() -> TextTask:
@@ -208,7 +208,7 @@ def test_the_loss_falls_on_a_small_text(tmp_path):
     )
     run = new_run(tmp_path)
     said = []
-    run.say = said.append
+    run.print_line = said.append
     train(new_state(config, TOKENS), run)
     trace = [line["loss"] for line in read_metrics(run.metrics) if "loss" in line]
     assert len(trace) == 60
@@ -650,12 +650,12 @@ def test_on_a_cpu_every_step_is_read(tmp_path):
 def test_metrics_are_written_in_whole_lines(tmp_path):
     run = new_run(tmp_path)
     assert read_metrics(run.metrics) == []
-    for step in range(running.LINES_GATHERED + 3):
+    for step in range(running.MAX_BUFFERED_LINES + 3):
         run.record(step=step, loss=1 / 3)
-    assert len(read_metrics(run.metrics)) == running.LINES_GATHERED
+    assert len(read_metrics(run.metrics)) == running.MAX_BUFFERED_LINES
     run.flush()
     run.flush()
-    assert read_metrics(run.metrics) == [{"step": s, "loss": 0.333333} for s in range(running.LINES_GATHERED + 3)]
+    assert read_metrics(run.metrics) == [{"step": s, "loss": 0.333333} for s in range(running.MAX_BUFFERED_LINES + 3)]
 
 
 @pytest.mark.parametrize("window", [1, 2, 8])
@@ -737,19 +737,19 @@ class FullDisk:
             usual(path, *args)
 
         monkeypatch.setattr(training_state, "save_checkpoint", save)
-        monkeypatch.setattr(full_disk, "LONGEST_SECONDS", 0.01)
+        monkeypatch.setattr(full_disk, "MAX_RETRY_SECONDS", 0.01)
 
 
 def test_a_run_waits_until_its_disk_has_room(tmp_path, monkeypatch, whole):
     FullDisk(monkeypatch, 3)
     said: list[str] = []
     run = new_run(tmp_path / "run", on_full_disk="wait")
-    run.say = said.append
+    run.print_line = said.append
     assert train(new_state(CONFIG, TOKENS), run) is True
     waited = [line for line in said if not line.startswith("step")]
     assert len(waited) == 2
-    assert waited[0].startswith(f"{run.last}: the disk is full (") and "MB are free): waiting for room" in waited[0]
-    assert waited[1] == "there is room again: going on"
+    assert waited[0].startswith(f"{run.last}: the disk is full (") and "MB free): waiting for space" in waited[0]
+    assert waited[1] == "the disk has space again: the run continues"
     same_files(run, whole)
 
 
@@ -796,4 +796,4 @@ def test_the_size_of_a_run_folder_is_bounded(tmp_path, monkeypatch, optimiser):
 def test_too_small_a_disk_is_said_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(full_disk, "_free", lambda folder: 100_000)
     state = new_state(replace(CONFIG, embedding_dim=64), TOKENS)
-    assert full_disk.describe_disk_space(state, TOKENISER, tmp_path).endswith(" MB, of which the disk has 0.1 MB free")
+    assert full_disk.describe_disk_space(state, TOKENISER, tmp_path).endswith(" MB (only 0.1 MB free)")

@@ -46,7 +46,7 @@ from tricycle_cli.full_disk import OnFullDisk
 from tricycle_cli.init_from import initialize_from
 from tricycle_cli.models import Device, Weights, load_model
 from tricycle_cli.run import OnNaN, Run, read_metrics
-from tricycle_cli.session import open_session, say
+from tricycle_cli.session import open_session, print_line
 from tricycle_cli.task import Task, claim_new_folder, command_name, read_stored_flags, write_run_description
 from tricycle_cli.trackers import TrackerName, expect_trackers
 from tricycle_cli.tuning import ADAPTER, HeldOutPairs, HeldOutRows, TuningState, write_samples
@@ -435,7 +435,7 @@ def check_record_kinds(loss: str, records: Sequence[Record]) -> None:
 def compute_reference_logprobs(model: GPT, datasets: Sequence[Any]) -> None:
     """Compute the base model's log-probabilities of all answers, once, before training (DPO)."""
     n_answers = sum(2 * pairs.n_items for pairs in datasets)
-    say(f"computing the reference log-probabilities of {n_answers:,} answers")
+    print_line(f"computing the reference log-probabilities of {n_answers:,} answers")
     for pairs in datasets:
         pairs.measure_reference(model)
 

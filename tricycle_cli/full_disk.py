@@ -1,4 +1,4 @@
-"""How much room a run needs, and what it does when its disk is full: it waits until there is room, or ends."""
+"""Estimate the disk space of a run, and wait for free space or stop when the disk is full."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tricycle.training_state import TrainingState
 T = TypeVar("T")
 OnFullDisk = Literal["wait", "stop"]
 
-LOOK_SECONDS = 0.5  # how often it is looked whether there is more room, and whether the run is to stop
-LONGEST_SECONDS = 30.0  # to try again after; a share of a disk can have room that the disk's own figure does not show
+POLL_SECONDS = 0.5  # between two checks of the free space and of a request to stop
+MAX_RETRY_SECONDS = 30.0  # between two attempts; with a quota there may be space that the disk's figure does not show
 
-# The most bytes of a line of metrics and of a sample, of what a checkpoint says about a tensor and about itself, and of
-# the picture of the losses.
+# Maximum bytes of a line of metrics, a sample, the metadata of a tensor and of a checkpoint, and the plot.
 LINE, SAMPLE, TENSOR, ABOUT, PICTURE = 160, 4000, 200, 20_000, 200_000
 
 
 def max_folder_bytes(state: TrainingState, tokeniser: Tokeniser) -> int:
-    """The most that a run folder takes, once the number of updates is known.
+    """Return the maximum size of a run folder in bytes, once the number of updates is known.
 
-    The last checkpoint, the best one and the one that is being written; with weights and two moments of each.
+    Counts three checkpoints: the last, the best, and one that is being written. Each contains the weights and two
+    moments of the optimizer state.
     """
     n_tensors = len(list(state.model.parameters()))
     n_bytes = sum(parameter.array.nbytes for parameter in state.model.parameters())
@@ -40,29 +40,31 @@ def max_folder_bytes(state: TrainingState, tokeniser: Tokeniser) -> int:
 
 
 def describe_disk_space(state: TrainingState, tokeniser: Tokeniser, folder: Path) -> str:
-    """How much room a run takes, for people; and how much there is, where that is less."""
+    """Format the maximum size of a run folder for printing; with the free space, if it is not sufficient."""
     size, free = max_folder_bytes(state, tokeniser), _free(folder)
     used = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    said = f"up to {size / 1e6:,.0f} MB" if size >= 1e6 else "less than 1 MB"
-    return said if free >= size - used else f"{said}, of which the disk has {free / 1e6:,.1f} MB free"
+    needed = f"up to {size / 1e6:,.0f} MB" if size >= 1e6 else "less than 1 MB"
+    return needed if free >= size - used else f"{needed} (only {free / 1e6:,.1f} MB free)"
 
 
 def retry_on_full_disk(
     write: Callable[[], T],
     folder: Path,
     on_full_disk: OnFullDisk,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     stop: Callable[[], bool],
 ) -> T:
-    """What a function returns that writes into a folder, called again as long as its disk is full.
+    """Call a function that writes to a folder until the disk has enough space, and return its result.
 
     Args:
-        write: leaves nothing behind where it fails.
-        on_full_disk: "wait" for room, or "stop" with the error.
-        stop: asked while waiting; True ends it.
+        write: the function, which removes its partial files when it fails.
+        folder: the folder.
+        on_full_disk: "wait" for free space, or "stop" with the error.
+        print_line: prints a line.
+        stop: called while waiting; True stops the waiting.
 
     Raises:
-        OSError: of the disk, where it is not to be waited for, or no longer.
+        OSError: writing failed for another reason, or the function stopped waiting.
     """
     delay = 0.0
     while True:
@@ -74,24 +76,24 @@ def retry_on_full_disk(
             if not delay:
                 name = error.filename or folder
                 free = _free(folder) / 1e6
-                say(f"{name}: the disk is full ({free:,.1f} MB are free): waiting for room; Ctrl-C ends the run")
-            delay = min(2 * delay or 1.0, LONGEST_SECONDS)
+                print_line(f"{name}: the disk is full ({free:,.1f} MB free): waiting for space; Ctrl-C stops the run")
+            delay = min(2 * delay or 1.0, MAX_RETRY_SECONDS)
             if not _wait(folder, delay, stop):
                 raise
         else:
             if delay:
-                say("there is room again: going on")
+                print_line("the disk has space again: the run continues")
             return result
 
 
 def _wait(folder: Path, seconds: float, stop: Callable[[], bool]) -> bool:
-    """Wait so long, or until there is more room than now. Returns whether it is to be tried again."""
+    """Wait for some seconds, or until there is more free space than now; return False if the run should stop."""
     free, end = _free(folder), time.monotonic() + seconds
     while not stop():
         left = end - time.monotonic()
         if left <= 0 or _free(folder) > free:
             return True
-        time.sleep(min(left, LOOK_SECONDS))
+        time.sleep(min(left, POLL_SECONDS))
     return False
 
 

@@ -1,8 +1,8 @@
-"""The folder of a run: its metrics, its checkpoints, and what the run prints.
+"""Read and write the files of a run folder: metrics, samples and checkpoints.
 
-A run folder holds config.json, data.json, tokeniser.json, metrics.jsonl, samples.txt, loss.png (without matplotlib
-loss.svg), and the checkpoints last.safetensors and best.safetensors; with --track also tracking.json, and files of
-trackers.
+A run folder contains config.json, data.json, tokeniser.json, metrics.jsonl, samples.txt, loss.png (without matplotlib
+loss.svg), and the checkpoints last.safetensors and best.safetensors; with --track also tracking.json and the files of
+the trackers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tricycle_cli.tracking import Tracking
 OnNaN = Literal["stop", "skip", "rollback"]
 T = TypeVar("T")
 
-LINES_GATHERED = 50
-LONGEST_LINE = 10_000  # characters of metrics: no run writes a tenth of it
-MOST_METRICS = 2**28  # bytes: a million updates have half of it
-NUMBERS = """
+MAX_BUFFERED_LINES = 50
+MAX_LINE_LENGTH = 10_000  # characters: no run writes a tenth of it
+MAX_METRICS_BYTES = 2**28  # a million updates need half of it
+NUMERIC_FIELDS = """
 loss learning_rate gradient_norm tokens_per_second held_out_loss bits_per_byte final_loss final_bits_per_byte best_step
 reward_margin reward_accuracy
 """.split()
@@ -41,25 +41,26 @@ reward_margin reward_accuracy
 
 @dataclass
 class Run:
-    """The files of a run, and how it prints and stops.
+    """The run folder of a training run, and its options for printing, stopping and error handling.
 
     Attributes:
         folder: the run folder.
-        tokeniser: stored in checkpoints.
-        say: prints a line above the progress bar.
-        stop: asked after every update; True saves and leaves.
-        interruptible: a block of work that `Interrupted` may end at any moment.
-        on_nan: what is done where a loss or a gradient is NaN or infinite: the run ends; the update is left out; or all
-            goes back to the last checkpoint and on from there with the batches that come after the bad one.
-        spent: seconds that preparing took; they count towards `minutes`.
-        on_full_disk: "wait" until there is room, or "stop" with an error; what was saved is whole either way.
-        processes: those that train together. All make a run alike; rank 0 alone speaks and writes.
-        tracking: gets what metrics.jsonl gets.
+        tokeniser: the tokenizer that is stored in checkpoints.
+        print_line: prints a line above the progress bar.
+        stop: returns True when the run should save and stop; called after every update.
+        interruptible: a context manager for work that a signal may interrupt at any time.
+        on_nan: when a loss or gradient is NaN or infinite: "stop" the run, "skip" the update, or "rollback" to the last
+            checkpoint and continue with the batches after the bad one.
+        spent: seconds of preparation, which count towards the config's `minutes`.
+        show_progress: show a progress bar.
+        on_full_disk: "wait" for free space, or "stop" with an error; saved checkpoints stay intact in both cases.
+        processes: the process group of the run. Only rank zero prints and writes.
+        tracking: the experiment trackers, which get the lines of metrics.jsonl.
     """
 
     folder: Path
     tokeniser: Tokeniser | None = None
-    say: Callable[[str], None] = print
+    print_line: Callable[[str], None] = print
     stop: Callable[[], bool] = lambda: False
     interruptible: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     on_nan: OnNaN = "skip"
@@ -75,49 +76,46 @@ class Run:
         self.metrics, self.samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
 
     def write(self, writing: Callable[[], T]) -> T:
-        """What a function returns that writes into the folder, which may have to wait for room.
+        """Call a function that writes to the folder, and return its result; on a full disk wait or raise an error.
 
         Raises:
-            OSError: of the disk.
+            OSError: writing failed.
         """
-        return retry_on_full_disk(writing, self.folder, self.on_full_disk, self.say, self._stop_waiting)
+        return retry_on_full_disk(writing, self.folder, self.on_full_disk, self.print_line, self._stop_waiting)
 
     def _stop_waiting(self) -> bool:
-        self.processes.answer_pings()  # the others wait, too
+        self.processes.answer_pings()  # the other ranks wait for this rank
         return self.stop()
 
     def should_stop(self) -> bool:
-        """Whether any of the processes is to stop; all ask, and all get the same answer."""
+        """Return whether any rank should stop; a collective call with the same result on all ranks."""
         return self.processes.any(self.stop())
 
     def has(self, path: Path) -> bool:
-        """Whether a file is there, as rank 0 sees it."""
+        """Return whether a file exists on rank zero; a collective call."""
         return self.processes.broadcast(path.exists())
 
     def record(self, **values: Any) -> None:
-        """Add a line to metrics.jsonl; a few are gathered before they are written.
-
-        What is NaN or infinite is null there: JSON has no words for it.
-        """
+        """Append a line to metrics.jsonl; lines are buffered, and NaN and infinity become null."""
         if not self.processes.is_rank_zero:
             return
         self._log.append({name: _as_json(value) for name, value in values.items()})
-        if len(self._log) >= LINES_GATHERED:
+        if len(self._log) >= MAX_BUFFERED_LINES:
             self.flush()
 
     def record_nonfinite_step(self, step: int, reason: str, action: str, **more: Any) -> None:
-        """Say in metrics.jsonl and on the screen what was not finite, and what was done."""
+        """Record a NaN or infinite value and the action ("skip", "stop" or "rollback") in metrics.jsonl; print both."""
         self.record(step=step, not_finite=reason, on_nan=action, **more)
         self.flush()
-        done = {
-            "skip": "its update is left out",
-            "stop": "the run ends; its checkpoints are as they were",
-            "rollback": f"back to the checkpoint of step {step}, and on with the batches after the bad one",
+        messages = {
+            "skip": "the update is skipped",
+            "stop": "the run stops; its checkpoints are unchanged",
+            "rollback": f"rollback to the checkpoint of step {step}; training continues with the following batches",
         }
-        self.say(f"step {more.get('bad_step', step)}: {reason}: {done[action]}")
+        self.print_line(f"step {more.get('bad_step', step)}: {reason}: {messages[action]}")
 
     def flush(self) -> None:
-        """Write the lines that were gathered."""
+        """Write the buffered lines to metrics.jsonl, and send them to the trackers."""
         if not self._log:
             return
         text = "".join(json.dumps(line) + "\n" for line in self._log)
@@ -127,10 +125,10 @@ class Run:
         self._log.clear()
 
     def save(self, state: TrainingState, path: Path) -> None:
-        """Save a checkpoint, after all that a run which goes on from it takes for granted.
+        """Save a checkpoint, after the metrics; a collective call.
 
         Raises:
-            NonFiniteError: a weight or a moment is not finite; nothing is saved then.
+            NonFiniteError: a weight or a value of the optimizer state is not finite; nothing is saved.
         """
         self.processes.set_status("a checkpoint")
         self.flush()
@@ -144,11 +142,11 @@ class Run:
                 problem = str(error)
         problem = self.processes.broadcast(problem)
         if problem:
-            state.step -= 1  # the update that made it so counts as the one that met it
+            state.step -= 1  # the last update counts as the bad one
             raise NonFiniteError(f"step {state.step + 1}: {problem}")
 
     def truncate_to(self, state: TrainingState) -> None:
-        """Drop what a resumed run will write again: later updates, and estimates and samples from this step on."""
+        """Remove metrics and samples that a run resumed from this state writes again."""
         if not self.processes.is_rank_zero:
             return
         kept = [line for line in read_metrics(self.metrics) if _is_past(line, state)]
@@ -167,14 +165,14 @@ class Run:
 
 
 def _as_json(value: Any) -> Any:
-    """A value as a line of metrics has it: six digits of a number, or null where it is none."""
+    """Return a value for metrics.jsonl: numbers with six digits, None for NaN and infinity."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _is_past(line: dict[str, Any], state: TrainingState) -> bool:
-    """Whether a line of metrics is about what the state has behind it."""
+    """Return whether a line of metrics belongs to a step before the state's next step."""
     if line["step"] != state.step:
         return line["step"] < state.step
     if line.get("on_nan") == "rollback":
@@ -183,15 +181,15 @@ def _is_past(line: dict[str, Any], state: TrainingState) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; one that a crash cut off, or that has no numbers, is left out."""
+    """Read the lines of a metrics.jsonl; damaged lines and lines without numbers are skipped."""
     lines = []
     if path.is_file():
-        for text in read_file(path, MOST_METRICS).decode("utf-8", "replace").splitlines():
+        for text in read_file(path, MAX_METRICS_BYTES).decode("utf-8", "replace").splitlines():
             with contextlib.suppress(ValueError, RecursionError):
-                lines.append(json.loads(text[:LONGEST_LINE]))
+                lines.append(json.loads(text[:MAX_LINE_LENGTH]))
     return [line for line in lines if isinstance(line, dict) and _is_sound(line)]
 
 
 def _is_sound(line: dict[str, Any]) -> bool:
-    numbers = (line[name] for name in NUMBERS if name in line)
+    numbers = (line[name] for name in NUMERIC_FIELDS if name in line)
     return type(line.get("step")) is int and all(type(number) in (int, float) for number in numbers)

@@ -1,7 +1,7 @@
-"""The session of a run that trains: everything but its task.
+"""The session of a training run, which `tricycle train`, `finetune` and `distill` share.
 
-A session has the lock of the run folder, signals, processes, trackers, and the order of a run: claim the folder,
-prepare, train, report. What is trained is a `Task`.
+A session locks the run folder, handles signals, processes and trackers, and calls the steps of a run in order: claim
+the folder, prepare, train, report. A `Task` defines the model and the data.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tricycle_cli.updates import RunSession, updates
 
 @contextlib.contextmanager
 def open_session(new_task: Callable[[ProcessGroup], Task]) -> Iterator[RunSession]:
-    """Yield what `training.train` takes as its session, before it everything up to the first update; then report.
+    """Prepare a run, yield the session for `tricycle.training.train`, and report the results afterwards.
 
         with open_session(new_task) as session:
             session.finished = train(**session.state.train_arguments(), session=session)
 
     Args:
-        new_task: reads the command line; raises before anything is written.
+        new_task: parses the command line and returns the task; raises errors before any file is written.
 
     Raises:
-        Interrupted: a signal came before training, or after it; what there was to save is saved.
-        ValueError: processes that are not alike; and what the task raises.
+        Interrupted: a signal arrived before or after training; all progress is saved.
+        ValueError: the processes differ in code, settings or data; and the errors of the task.
     """
     with tolerant_streams(), Signals() as signals, process_group() as processes:
         signals.announces = processes.size == 1
@@ -64,7 +64,7 @@ def open_session(new_task: Callable[[ProcessGroup], Task]) -> Iterator[RunSessio
 
 @contextlib.contextmanager
 def _run_task(task: Task, run: Run, signals: Signals, started: float) -> Iterator[RunSession]:
-    """Prepare, yield the session of the updates, and report; print how to resume a run that did not finish."""
+    """Prepare, yield the session of the updates, and report; print the resume command of an unfinished run."""
     resume = resume_command(task, run.folder)
     try:
         with signals.restore_interrupts():
@@ -91,22 +91,22 @@ def new_folder(name: str) -> Path:
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove what a kill cut off while it was being written."""
-    for left_over in folder.rglob(".*.part"):
-        left_over.unlink()
+    """Remove partial files, which remain if the process was killed while it wrote them."""
+    for partial_file in folder.rglob(".*.part"):
+        partial_file.unlink()
 
 
 def run_folder_lock(folder: Path, processes: ProcessGroup) -> contextlib.AbstractContextManager[Any]:
-    """Return the lock of a run folder, which rank 0 takes for all."""
+    """Return the lock of a run folder as a context manager; only rank 0 acquires it."""
     return FolderLock(folder) if processes.is_rank_zero else contextlib.nullcontext()
 
 
 def _new_run(task: Task, folder: Path, signals: Signals, processes: ProcessGroup) -> Run:
     return Run(
         folder,
-        say=say,
+        print_line=print_line,
         stop=signals,
-        # several processes leave together, between two updates
+        # several processes stop together, between two updates
         interruptible=signals.interruptible if processes.size == 1 else contextlib.nullcontext,
         on_nan=task.arguments.on_nan,
         on_full_disk=task.arguments.on_full_disk,
@@ -115,7 +115,7 @@ def _new_run(task: Task, folder: Path, signals: Signals, processes: ProcessGroup
     )
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line above the progress bar."""
     from tqdm import tqdm
 
@@ -123,11 +123,11 @@ def say(text: str) -> None:
 
 
 def start_tracking(task: Task, run: Run, state: TrainingState) -> Tracking | None:
-    """Start the trackers of a run: rank 0 alone sends to them."""
+    """Start the trackers of a run on rank zero; return None on other ranks or without trackers."""
     names = task.arguments.track
     if not names or not run.processes.is_rank_zero:
         return None
-    return Tracking(names, run.folder, task.facts(state), say).start()
+    return Tracking(names, run.folder, task.facts(state), print_line).start()
 
 
 def _tracked(run: Run) -> contextlib.AbstractContextManager[None]:
@@ -141,12 +141,13 @@ def resume_command(task: Task, folder: Path) -> str:
 
 @contextlib.contextmanager
 def add_checkpoint_hint_to_errors(task: Task, run: Run, resume: str) -> Iterator[None]:
-    """Within this block errors name what is saved: all until the last checkpoint, where there is one."""
+    """Add to errors within this context that the last checkpoint is intact, and how to resume."""
     try:
         yield
     except NonFiniteError as error:
-        raise NonFiniteError(f"{error}. Checkpoints are as they were; try a lower {task.learning_rate_flag}") from None
+        advice = f"The checkpoints are unchanged; try a lower {task.learning_rate_flag}"
+        raise NonFiniteError(f"{error}. {advice}") from None
     except OSError as error:
         if not run.last.exists():
             raise
-        raise OSError(f"{error}. The last checkpoint is whole: continue with {resume}") from None
+        raise OSError(f"{error}. The last checkpoint is intact: resume with {resume}") from None

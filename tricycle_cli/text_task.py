@@ -120,7 +120,7 @@ def write_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, 
     text = prompt + tokeniser.decode(drawn)
     title = f"--- sample at step {state.step}"
     run.write(lambda: append(run.samples, f"{title}\n{text}\n"))
-    run.say(f"{title}\n{text}\n---")
+    run.print_line(f"{title}\n{text}\n---")
     return text
 
 

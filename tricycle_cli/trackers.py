@@ -1,7 +1,7 @@
-"""Experiment trackers: one class each, and one row of `TRACKERS`, from which --track has its choices.
+"""Experiment trackers for --track: a class for each library, listed in `TRACKERS`.
 
-Nothing leaves the machine unless the user's own settings of a library ask for it, and reports of some libraries about
-their use or their errors are switched off unless the user has switched them on.
+By default all data stay on the machine; a user's settings of a library can send them to a server. Usage and error
+reports of the libraries are disabled unless the user's environment enables them.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from urllib.parse import urlsplit
 from tricycle_cli.databases import sqlite_url
 
 PROJECT = "tricycle"
-MOST_PARAMS = 100  # that MLflow takes at once
+MAX_PARAMS = 100  # of one request to MLflow
 
 
 class Tracker:
-    """The calls that a tracker gets from a run, all from one thread.
-
-    A tracker's docstring is where it stores a run by default; the list in docs/tracking.md has it too.
+    """The base class of trackers; a run calls all methods from one thread.
 
     Attributes:
-        settings: environment variables of its library and their values where the user has not set them.
-        keeps: logged values survive a kill of the process; else they are stored by `finish`.
-        rewinds: it can forget what came after a step.
-        id: of the run in the tracker; stored in the run folder, so that a resumed run has the same.
-        where: how to look at the run, for the user.
+        settings: default values of environment variables of the library.
+        storage: where the tracker stores a run by default; docs/tracking.md lists it.
+        keeps: logged values survive a kill of the process; else `finish` stores them.
+        rewinds: the tracker can delete the values after a step.
+        id: the id of the run in the tracker; a resumed run has the same id.
+        where: the command or address for viewing the run.
     """
 
     settings: ClassVar[Mapping[str, str]] = {}
+    storage: ClassVar[str] = ""
     keeps = False
     rewinds = False
 
@@ -46,28 +46,29 @@ class Tracker:
         self.where = ""
 
     def start(self, facts: Mapping[str, Any], is_new: bool) -> None:
-        """Begin a run, or resume the one of this id."""
+        """Start a run, or resume the run of this id."""
 
     def rewind(self, step: int) -> None:
-        """Forget what was logged of this step and later ones."""
+        """Delete the values of this step and of later steps."""
 
     def has(self, step: int, name: str) -> bool:
-        """Return whether the tracker has a value already, as far as it can tell."""
+        """Return whether the tracker is known to have a value already."""
         return False
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers of one step."""
+        """Log the values of one step."""
 
     def flush(self) -> None:
-        """Send or write what was logged."""
+        """Send or write the logged values."""
 
     def finish(self, went_well: bool) -> None:
-        """End the run; no call follows."""
+        """End the run; the run makes no further calls."""
 
 
 class TensorBoard(Tracker):
-    """`tensorboard/` in the run's folder, by TensorBoard's own writer of records."""
+    """Write event files for TensorBoard with its record writer."""
 
+    storage = "`tensorboard/` in the run's folder, by TensorBoard's own writer of records"
     keeps = rewinds = True
 
     def start(self, facts: Mapping[str, Any], is_new: bool) -> None:
@@ -76,7 +77,7 @@ class TensorBoard(Tracker):
 
         folder = self.folder / "tensorboard"
         folder.mkdir(exist_ok=True)
-        # a file for each sitting: they are read in the order of their names
+        # a file for each session: TensorBoard reads files in the order of their names
         now = time.time_ns()
         name = f"events.out.tfevents.{now // 10**9:010d}.{now % 10**9:09d}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("ab")
@@ -112,8 +113,9 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """`wandb/` in the run's folder, in offline mode."""
+    """Log to Weights & Biases."""
 
+    storage = "`wandb/` in the run's folder, in offline mode"
     settings = {"WANDB_ERROR_REPORTING": "false"}
 
     def start(self, facts: Mapping[str, Any], is_new: bool) -> None:
@@ -130,8 +132,8 @@ class WandB(Tracker):
             resume="allow",
             settings=wandb.Settings(silent=True, console="off"),
         )
-        self._first = self._run.step  # that its server does not know yet
-        sync = f"`wandb sync {shlex.quote(str(Path(self._run.dir).parent))}` would send it"
+        self._first = self._run.step  # the first step that the server does not have
+        sync = f"upload with `wandb sync {shlex.quote(str(Path(self._run.dir).parent))}`"
         self.where = sync if self._run.settings.mode == "offline" else f"{self._run.url}"
 
     def has(self, step: int, name: str) -> bool:
@@ -156,11 +158,12 @@ def logged_in_to_wandb() -> bool:
 
 
 class MLflow(Tracker):
-    """`mlflow.db` in the run's folder (SQLite)."""
+    """Log to MLflow."""
 
+    storage = "`mlflow.db` in the run's folder (SQLite)"
     settings = {
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # a server that is not there is waited for, but not for minutes
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # by default an unreachable server is retried for minutes
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
     }
     keeps = True
@@ -169,7 +172,7 @@ class MLflow(Tracker):
         from mlflow import MlflowClient
         from mlflow.entities import Param, RunStatus
 
-        for name in ("alembic", "mlflow"):  # how a database is set up is no news
+        for name in ("alembic", "mlflow"):  # no messages about the set-up of the database
             logging.getLogger(name).setLevel(logging.WARNING)
         elsewhere = os.environ.get("MLFLOW_TRACKING_URI")
         address = elsewhere or sqlite_url(self.folder / "mlflow.db")
@@ -181,8 +184,8 @@ class MLflow(Tracker):
             experiment = known.experiment_id if known else client.create_experiment(name, artifacts)
             self.id = client.create_run(experiment, run_name=self.folder.name).info.run_id
             params = [Param(name, str(value)[:500]) for name, value in facts.items()]
-            for first in range(0, len(params), MOST_PARAMS):
-                client.log_batch(self.id, params=params[first : first + MOST_PARAMS])
+            for first in range(0, len(params), MAX_PARAMS):
+                client.log_batch(self.id, params=params[first : first + MAX_PARAMS])
         else:
             client.update_run(self.id, RunStatus.to_string(RunStatus.RUNNING))
         self._waiting: list[Any] = []
@@ -196,7 +199,7 @@ class MLflow(Tracker):
 
     def flush(self) -> None:
         while self._waiting:
-            self._client.log_batch(self.id, metrics=self._waiting[:1000])  # the most that it takes at once
+            self._client.log_batch(self.id, metrics=self._waiting[:1000])  # the maximum of one request
             del self._waiting[:1000]
 
     def finish(self, went_well: bool) -> None:
@@ -204,8 +207,9 @@ class MLflow(Tracker):
 
 
 class Trackio(Tracker):
-    """its own folder, so that it shows all runs together (`TRACKIO_DIR`)."""
+    """Log to Trackio."""
 
+    storage = "its own folder, so that it shows all runs together (`TRACKIO_DIR`)"
     settings = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def start(self, facts: Mapping[str, Any], is_new: bool) -> None:
@@ -213,7 +217,7 @@ class Trackio(Tracker):
         from trackio.sqlite_storage import SQLiteStorage
 
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-        name = f"{self.folder.name}-{self.id}"  # it knows runs by their names
+        name = f"{self.folder.name}-{self.id}"  # Trackio identifies runs by name
         elsewhere = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
         has_logged = not is_new and not elsewhere
         rows = SQLiteStorage.get_logs(project, name) if has_logged else []
@@ -239,7 +243,7 @@ class Trackio(Tracker):
         self._run.finish()
 
 
-# By name, which is also that of the library and of the extra that installs it.
+# By name, which is the name of the library and of the extra that installs it.
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,
@@ -254,17 +258,17 @@ else:
 
 
 def expect_trackers(names: Sequence[str]) -> None:
-    """Check that trackers can be used, and switch off what their libraries would report.
+    """Check that trackers are known and installed, and disable usage reports of their libraries.
 
     Raises:
         ValueError: an unknown name.
-        ModuleNotFoundError: a library that is not installed; the message tells how to install it.
+        ModuleNotFoundError: a library that is not installed; the message contains the install command.
     """
     for name in names:
         if name not in NAMES:
             raise ValueError(f"expected --track to be of {', '.join(NAMES)}, got {name!r}")
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a folder of that name, as these leave some, is no library
+        if spec is None or spec.origin is None:  # a folder of that name, which trackers create, is no library
             install = f'pip install "tricycle-gpt[{name}]"'
             raise ModuleNotFoundError(f"--track {name} needs a library that is not installed: {install}", name=name)
         for variable, value in TRACKERS[name].settings.items():

@@ -1,9 +1,9 @@
-"""Send the lines of metrics.jsonl to trackers, each in its own thread: training waits for none of them.
+"""Send the lines of metrics.jsonl to experiment trackers, each in a separate thread, so that training never waits.
 
-A tracker that fails is left out from then on, and one line tells the user. What it lacks, because it failed, was killed
-or was not there before, it gets when the run is resumed: metrics.jsonl has everything. So in the end trackers have what
-metrics.jsonl has, with two exceptions, both of trackers that cannot rewind: after a rollback (--on-nan rollback) they
-keep the values that were given up, and after a kill the speed of updates that were made twice.
+A tracker that fails gets no further metrics, and one line informs the user. A resumed run sends the missing lines from
+metrics.jsonl, so that trackers finally have the content of metrics.jsonl. There are two exceptions, both for trackers
+that cannot rewind: after a rollback (--on-nan rollback) they keep the discarded values, and after a kill they keep the
+tokens/s of updates that were computed twice.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from tricycle_cli.flags import on_one_line
 from tricycle_cli.trackers import TRACKERS
 
 Line = Mapping[str, Any]
-Place = tuple[int, int]  # a step, and what comes first of that step
+Position = tuple[int, int]  # a step, and the number of a line of that step
 
 FILE = "tracking.json"
-START: Place = (-1, 0)
-MOST_WAITING = 20_000  # pieces of news for a tracker that does not answer
-# Seconds to wait for trackers: at the beginning, at the end, and where a signal ended the run.
-START_PATIENCE, PATIENCE, SHORT_PATIENCE = 20.0, 60.0, 2.0
+START: Position = (-1, 0)
+MAX_QUEUED = 20_000  # messages for a tracker that does not respond
+# Seconds to wait for trackers: at the start, at the end, and after a signal.
+START_TIMEOUT, TIMEOUT, SIGNAL_TIMEOUT = 20.0, 60.0, 2.0
 
 
 class Tracking:
-    """All trackers of a run.
+    """The trackers of a run.
 
     Args:
-        names: of `TRACKERS`.
-        folder: the run's. tracking.json in it says under which ids trackers know the run.
-        facts: what trackers say of the run: its config.
-        say: prints a line.
+        names: names of `TRACKERS`.
+        folder: the run folder, whose tracking.json contains the run's ids in the trackers.
+        facts: the settings of the run.
+        print_line: prints a line.
     """
 
     def __init__(
-        self, names: Sequence[str], folder: Path, facts: Mapping[str, Any], say: Callable[[str], None] = print
+        self, names: Sequence[str], folder: Path, facts: Mapping[str, Any], print_line: Callable[[str], None] = print
     ) -> None:
-        self.path, self.say = folder / FILE, say
+        self.path, self.print_line = folder / FILE, print_line
         self._lock = threading.Lock()
         self.known = _read(self.path) if names else {}
         self._workers = [_Worker(self, name, folder, facts) for name in dict.fromkeys(names)]
 
     def start(self) -> Tracking:
-        """Wait a while for all to be ready, so that what they load takes nothing from the first updates."""
-        end = time.monotonic() + START_PATIENCE
+        """Start the threads, and wait up to 20 s until all trackers are loaded; return self."""
+        end = time.monotonic() + START_TIMEOUT
         for worker in self._workers:
             worker.thread.start()
         for worker in self._workers:
@@ -61,37 +61,37 @@ class Tracking:
         return self
 
     def begin(self, lines: Sequence[Line]) -> None:
-        """Tell trackers the lines of metrics that the run has when it begins, resumes or was rolled back."""
-        self._tell("begin", list(lines))
+        """Send all lines of metrics.jsonl when the run starts, resumes or was rolled back; trackers rewind to them."""
+        self._send("begin", list(lines))
 
     def log(self, lines: Sequence[Line]) -> None:
-        """Send lines that were added to metrics.jsonl."""
-        self._tell("log", list(lines))
+        """Send lines that were appended to metrics.jsonl."""
+        self._send("log", list(lines))
 
-    def _tell(self, verb: str, what: Any) -> None:
+    def _send(self, action: str, content: Any) -> None:
         for worker in self._workers:
-            worker.tell(verb, what)
+            worker.send(action, content)
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
-        """Finish all trackers at the end of this block."""
-        went_well, patience = False, PATIENCE
+        """Finish all trackers at the end of this context, and wait up to 60 s for them (2 s after a signal)."""
+        went_well, timeout = False, TIMEOUT
         try:
             yield
             went_well = True
         except KeyboardInterrupt:
-            patience = SHORT_PATIENCE
+            timeout = SIGNAL_TIMEOUT
             raise
         finally:
-            self._tell("finish", went_well)
-            end = time.monotonic() + patience
+            self._send("finish", went_well)
+            end = time.monotonic() + timeout
             for worker in self._workers:
                 worker.wait(max(0.0, end - time.monotonic()))
 
-    def keep(self, name: str, id: str, place: Place) -> None:
-        """Remember under which id a tracker knows the run, and up to where it has everything."""
+    def save_position(self, name: str, id: str, position: Position) -> None:
+        """Store a tracker's id of the run and the position of the last line that it has, in tracking.json."""
         with self._lock:
-            self.known[name] = {"id": id, "step": place[0], "part": place[1]}
+            self.known[name] = {"id": id, "step": position[0], "part": position[1]}
             with atomic_write(self.path, text=True) as file:
                 json.dump(self.known, file, indent=2)
 
@@ -100,7 +100,7 @@ class _Worker:
     """One tracker and its thread.
 
     Attributes:
-        ready: the tracker has begun, or failed.
+        ready: set when the tracker has started or failed.
     """
 
     def __init__(self, tracking: Tracking, name: str, folder: Path, facts: Mapping[str, Any]) -> None:
@@ -108,21 +108,21 @@ class _Worker:
         kept = tracking.known.get(name, {})
         self.is_new = not kept
         self.tracker = TRACKERS[name](folder, kept.get("id") or secrets.token_hex(4))
-        self.place: Place = (kept["step"], kept["part"]) if kept else START
+        self.position: Position = (kept["step"], kept["part"]) if kept else START
         self.ready = threading.Event()
-        self._news: queue.Queue[tuple[str, Any]] = queue.Queue(MOST_WAITING)
+        self._messages: queue.Queue[tuple[str, Any]] = queue.Queue(MAX_QUEUED)
         self._has_failed = False
         self.thread = threading.Thread(target=self._work, name=f"track {name}", daemon=True)
 
     # -------------------------------------------------------------------- in the run's thread
-    def tell(self, verb: str, what: Any) -> None:
-        """Queue some news without waiting."""
+    def send(self, action: str, content: Any) -> None:
+        """Queue a message without waiting."""
         if self._has_failed:
             return
         try:
-            self._news.put_nowait((verb, what))
+            self._messages.put_nowait((action, content))
         except queue.Full:
-            self._fail("it does not answer")
+            self._fail("it does not respond")
 
     def wait(self, seconds: float) -> None:
         """Wait until the tracker has finished."""
@@ -130,63 +130,64 @@ class _Worker:
             return
         self.thread.join(seconds)
         if self.thread.is_alive() and not self._has_failed:
-            self._fail(f"it had not ended after {seconds:.0f} s")
+            self._fail(f"it did not finish within {seconds:.0f} s")
 
     def _fail(self, why: str) -> None:
         self._has_failed = True
-        self.tracking.say(f"--track {self.name}: {on_one_line(why)}; the run goes on without. --resume makes up for it")
+        advice = "the run continues without this tracker; --resume sends the missing metrics"
+        self.tracking.print_line(f"--track {self.name}: {on_one_line(why)}; {advice}")
 
     # -------------------------------------------------------------------- in the tracker's thread
     def _work(self) -> None:
-        """Pass the news on to the tracker, until the end or the first failure."""
+        """Pass the messages to the tracker, until the end or the first failure."""
         try:
             self.tracker.start(self.facts, self.is_new)
             self._keep()
-            self.tracking.say(f"tracked: {self.tracker.where}")
+            self.tracking.print_line(f"tracking with {self.name}: {self.tracker.where}")
             self.ready.set()
             while not self._has_failed:
-                verb, what = self._news.get()
-                if verb == "finish":
-                    self.tracker.finish(what)
+                action, content = self._messages.get()
+                if action == "finish":
+                    self.tracker.finish(content)
                     self._keep()
                     return
-                if verb == "begin":
-                    self._begin(what)
-                self._log(what)
-        except BaseException as error:  # whatever a library raises: some leave the program
+                if action == "begin":
+                    self._begin(content)
+                self._log(content)
+        except BaseException as error:  # some libraries call sys.exit
             if not self._has_failed:
                 self._fail(f"{type(error).__name__}: {error}")
         finally:
             self.ready.set()
 
     def _begin(self, lines: Sequence[Line]) -> None:
-        """Rewind a tracker to where the run is."""
-        if self.tracker.rewinds and self.place != START:
+        """Rewind the tracker to the last step of the run."""
+        if self.tracker.rewinds and self.position != START:
             last = max((line["step"] for line in lines), default=0)
-            step = min(last, self.place[0])
+            step = min(last, self.position[0])
             self.tracker.rewind(step)
-            self.place = (step, -1)
+            self.position = (step, -1)
 
     def _log(self, lines: Sequence[Line]) -> None:
-        """Log what the tracker lacks of these lines."""
+        """Log the lines that the tracker does not have."""
         for line in lines:
-            step, place = line["step"], _place(line)
-            if place <= self.place:
+            step, position = line["step"], _position(line)
+            if position <= self.position:
                 continue
             values = {name: value for name, value in _numbers(line).items() if not self.tracker.has(step, name)}
             if values:
                 self.tracker.log(step, values)
-            self.place = place
+            self.position = position
         self.tracker.flush()
         if self.tracker.keeps:
             self._keep()
 
     def _keep(self) -> None:
-        self.tracking.keep(self.name, self.tracker.id, self.place)
+        self.tracking.save_position(self.name, self.tracker.id, self.position)
 
 
-def _place(line: Line) -> Place:
-    """Return the place of a line: of one step first the update, then the estimate, then the final figures."""
+def _position(line: Line) -> Position:
+    """Return the position of a line; within a step: the update, the evaluation, the final metrics."""
     return line["step"], 2 if "final_loss" in line else 1 if "held_out_loss" in line else 0
 
 
@@ -196,7 +197,7 @@ def _numbers(line: Line) -> dict[str, float]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the sound entries of tracking.json; trackers without one begin a new run."""
+    """Return the valid entries of tracking.json; trackers without a valid entry start a new run."""
     with contextlib.suppress(ValueError, OSError):
         return {name: kept for name, kept in read_json_object(path).items() if _is_sound(kept)}
     return {}

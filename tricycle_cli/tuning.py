@@ -223,4 +223,4 @@ def write_samples(
         lines.append(f"--- {title}\n>>> {prompt}\n{loaded.tokeniser.decode(drawn)}\n")
     text = "".join(lines)
     run.write(lambda: append(run.samples, text))
-    run.say(text.rstrip("\n"))
+    run.print_line(text.rstrip("\n"))

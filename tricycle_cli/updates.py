@@ -324,12 +324,12 @@ def estimate(state: TrainingState, run: Run, task: Task) -> float:
     else:
         run.record(step=state.step, not_finite=f"the held-out loss is {loss}")
     rank = "the best so far" if is_best else f"not better for {state.n_worse} evaluations"
-    run.say(f"step {state.step}: held-out loss {task.figures_text(figures)}" + ("" if is_first else f": {rank}"))
+    run.print_line(f"step {state.step}: held-out loss {task.figures_text(figures)}" + ("" if is_first else f": {rank}"))
     if is_best or not run.has(run.best):
         state.best_loss = loss if is_best else state.best_loss
         run.save(state, run.best)
     if task.patience and state.n_worse >= task.patience and state.step < state.total_steps:
-        run.say(f"step {state.step}: it grows no better: training ends here (--patience {task.patience})")
+        run.print_line(f"step {state.step}: it grows no better: training ends here (--patience {task.patience})")
         state.total_steps = state.step
     run.flush()
     return loss

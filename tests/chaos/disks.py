@@ -67,7 +67,7 @@ IMPORTED = (
 )
 # A small checkpoint is written in few calls.
 SMALL = "--embedding-dim 8 --n-layers 1 --n-heads 1 --vocab-size 272 --context-window 16 --eval-batches 2".split()
-LINES_GATHERED = 3  # of metrics, so that they are written in the middle of a short run too
+MAX_BUFFERED_LINES = 3  # of metrics, so that they are written in the middle of a short run too
 
 
 @dataclass(frozen=True)
@@ -570,7 +570,7 @@ def _run(case: Case, words: Sequence[str], disk: Disk | None) -> int:
 
     os.environ.update(case.environment(), TRICYCLE_TUNE_HOST="0")
     sys.argv = ["train_smol_gpt.py", *words]
-    run.LINES_GATHERED, full_disk.LONGEST_SECONDS = LINES_GATHERED, 0.01
+    run.MAX_BUFFERED_LINES, full_disk.MAX_RETRY_SECONDS = MAX_BUFFERED_LINES, 0.01
     make_quick_and_repeatable()
     if disk is not None:
         usual = TrainingState.save
@@ -653,7 +653,7 @@ def make_bed(folder: Path) -> Bed:
 KILLED = """
 import signal
 from tricycle_cli import run, updates
-run.LINES_GATHERED = 1
+run.MAX_BUFFERED_LINES = 1
 usual = updates.RunSession.batches
 def batches(session, source):
     if session.step == 7:

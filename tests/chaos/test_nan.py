@@ -91,7 +91,7 @@ def saved(monkeypatch) -> list:
 
 def new_run(folder, **settings) -> Run:
     folder.mkdir(exist_ok=True)
-    settings = {"say": lambda text: None, "show_progress": False, **settings}
+    settings = {"print_line": lambda text: None, "show_progress": False, **settings}
     return Run(folder, TOKENISER, **settings)
 
 
@@ -112,7 +112,7 @@ def lines(run: Run) -> list:
 def test_stop(tmp_path, monkeypatch, saved, kind):
     Poison(kind, monkeypatch)
     said = []
-    run, state = new_run(tmp_path, on_nan="stop", say=said.append), new_state(CONFIG, TOKENS)
+    run, state = new_run(tmp_path, on_nan="stop", print_line=said.append), new_state(CONFIG, TOKENS)
     bad_step = BAD_STEP + (kind == "moment")  # the update after it meets weights that it spoilt
     with pytest.raises(NonFiniteError, match=f"step {bad_step}: "):
         train(state, run)
@@ -129,7 +129,7 @@ def test_stop(tmp_path, monkeypatch, saved, kind):
 def test_skip(tmp_path, monkeypatch, saved, kind):
     poison = Poison(kind, monkeypatch)
     said = []
-    run, state = new_run(tmp_path, on_nan="skip", say=said.append), new_state(CONFIG, TOKENS)
+    run, state = new_run(tmp_path, on_nan="skip", print_line=said.append), new_state(CONFIG, TOKENS)
     assert train(state, run) is True
     assert poison.count == 1
     assert events(run) == [(BAD_STEP, "skip")]
