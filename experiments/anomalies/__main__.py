@@ -1,4 +1,4 @@
-"""Anomalies in a time series: a recurrent autoencoder that saw only normal windows, beside simpler methods.
+"""Detect anomalies in a time series: a recurrent autoencoder trained on normal windows, and simpler methods.
 
     python -m experiments.anomalies            three series, three trainings of each autoencoder
     python -m experiments.anomalies --quick    within three minutes: one series, a shorter training
@@ -16,6 +16,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
+    """Run the study, and return its tables and the names of its files."""
     runs: Runs = []
     for seed in tqdm(range(settings.seeds), desc="series", unit="series"):
         windows = new_windows(settings, seed)
@@ -32,6 +33,7 @@ def study(settings: Settings) -> Outcome:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     return run_study(Settings, study, __doc__, QUICK, check)
 
 

@@ -1,4 +1,4 @@
-"""A pulse wave as a sensor on a finger gives it, made up: normal stretches, and one with events of several kinds.
+"""Synthetic pulse-wave time series: normal, or with anomalies of several kinds.
 
 A beat is a wave with a smaller one behind it. Beats differ in length (with the breath, and at random), in height and in
 shape; the whole drifts slowly, and there is noise. About 32 samples are a beat: a second, if one likes.
@@ -16,11 +16,14 @@ FASTER = 0.6  # how long a beat of "fast beats" is
 
 
 class Series(NamedTuple):
+    """A time series, with the kind, start and end of each anomaly."""
+
     values: np.ndarray  # (n_samples,)
     events: list[tuple[str, int, int]]  # of each what it is, its first sample, and the one behind its last
 
 
 def normal_series(n_samples: int, generator: np.random.Generator) -> Series:
+    """Return a series without anomalies."""
     return _series(n_samples, [], generator)
 
 
@@ -32,7 +35,8 @@ def series_with_events(n_each: int, generator: np.random.Generator) -> Series:
 
 
 def _series(n_samples: int, planned: list[tuple[str, int]], generator: np.random.Generator) -> Series:
-    """
+    """Return a series with the planned anomalies.
+
     Args:
         planned: kinds of events and about where they begin, in order.
     """

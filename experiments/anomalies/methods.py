@@ -1,4 +1,4 @@
-"""What is expected of a window, by one method after another; how far off it is, squared, is the score.
+"""The methods: each predicts a window; the squared error of the prediction is the anomaly score.
 
 All see normal windows only. Shapes: N windows, T samples of one, Z size of a code.
 """
@@ -17,13 +17,13 @@ PAST = 16  # samples from which a linear prediction is made
 
 
 def mean(windows: np.ndarray) -> Expect:
-    """Always the mean of all: the score is how far from it the values are."""
+    """Return a predictor of the mean of all windows."""
     level = windows.mean()
     return lambda asked: np.full(asked.shape, level)
 
 
 def moving_average(windows: np.ndarray) -> Expect:
-    """The mean of the samples around, as far as they lie in the window."""
+    """Return a predictor of each sample by the mean of its neighbors in the window."""
 
     def expect(asked: np.ndarray) -> np.ndarray:
         n, half = asked.shape[1], AVERAGED // 2
@@ -51,14 +51,14 @@ def linear_prediction(windows: np.ndarray) -> Expect:
 
 
 def pca(windows: np.ndarray, code_size: int) -> Expect:
-    """The projection on the directions of the largest variance."""
+    """Return a predictor that projects a window onto the first principal components."""
     middle = windows.mean(axis=0)
     directions = np.linalg.svd(windows - middle, full_matrices=False)[2][:code_size]
     return lambda asked: (asked - middle) @ directions.T @ directions + middle
 
 
 def nearest(windows: np.ndarray) -> Expect:
-    """The training window that is most like it."""
+    """Return a predictor of a window by the most similar training window."""
     squares = (windows**2).sum(axis=1)
 
     def expect(asked: np.ndarray) -> np.ndarray:
@@ -69,7 +69,7 @@ def nearest(windows: np.ndarray) -> Expect:
 
 
 def restored(model: Autoencoder) -> Expect:
-    """What an autoencoder makes of it."""
+    """Return a predictor that reconstructs a window with an autoencoder."""
 
     def expect(asked: np.ndarray) -> np.ndarray:
         x = shaped(model, asked)

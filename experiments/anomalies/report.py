@@ -1,4 +1,4 @@
-"""What came out, as Markdown tables and pictures."""
+"""Tables in Markdown and plots of the anomaly study."""
 
 from pathlib import Path
 
@@ -38,14 +38,14 @@ def found_table(runs: Runs) -> str:
 
 
 def plot_roc(runs: Runs, path: Path) -> None:
-    """A panel for each kind of event: the share found against that of false alarms, where these are few."""
+    """Plot the ROC curves at low false-positive rates, one panel for each kind of anomaly."""
     found = lambda name, kind: 100 * np.array(of(runs, "methods", name, "curve", kind))
     curves = {kind: {name: (100 * RATES, found(name, kind)) for name in DRAWN} for kind in COLUMNS}
     plot_curves(curves, path, "false alarms, %", "windows found, %", "ROC curves of windows with an event", n_columns=4)
 
 
 def plot_series(windows: Windows, expect: Expect, threshold: float, path: Path) -> None:
-    """The first events: the series and what was expected of it, below the score of each window and the threshold."""
+    """Plot the first anomalies: the series with its prediction, and the score of each window with the threshold."""
     size, stride = windows.test.shape[1], windows.test.shape[1] // 4
     n_lines = 2
     length = SHOWN * SLOT // n_lines

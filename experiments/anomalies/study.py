@@ -1,4 +1,4 @@
-"""A series for each seed, every method on it, and how well normal and other windows are told apart.
+"""Run every method on one series for each seed, and measure how well it separates normal and abnormal windows.
 
 Shapes: N windows, T samples of one.
 """
@@ -57,7 +57,8 @@ def check(settings: Settings) -> None:
 
 
 class Windows(NamedTuple):
-    """
+    """The windows of one series, split into training, validation and test.
+
     Attributes:
         train, validation, test: (N, T), in standard deviations from the mean of the training series.
         labels: (N,) of the test, as of `labels_of`.
@@ -72,6 +73,7 @@ class Windows(NamedTuple):
 
 
 def new_windows(settings: Settings, seed: int) -> Windows:
+    """Return the normalized windows of a new series."""
     generator, size = stream(DATA, seed), settings.window
     train, validation = (
         normal_series(n, generator).values for n in (settings.train_samples, settings.validation_samples)
@@ -126,7 +128,7 @@ def fitted(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, E
 
 # -------------------------------------------------------------------- measures
 def scores(expect: Expect, windows: np.ndarray) -> np.ndarray:
-    """The mean squared error of each window (N,)."""
+    """Return the mean squared prediction error of each window (N,)."""
     return ((windows - expect(windows)) ** 2).mean(axis=1)
 
 
@@ -138,13 +140,14 @@ def area(abnormal: np.ndarray, normal: np.ndarray) -> float:
 
 
 def curve(abnormal: np.ndarray, normal: np.ndarray) -> np.ndarray:
-    """The share of abnormal windows found at each of RATES of normal ones."""
+    """Return the true-positive rate at each false-positive rate in RATES."""
     thresholds = np.quantile(normal, 1 - RATES)
     return (abnormal[:, None] >= thresholds).mean(axis=0)
 
 
 def measure(expect: Expect, windows: Windows, quantile: float) -> dict[str, Any]:
-    """
+    """Return ROC areas and curves by kind of anomaly, and the detection rates at a threshold.
+
     Returns:
         areas and curves by kind of event and of all windows with one; with the threshold that so many of the normal
         validation windows stay below, the share of events found by kind, and of false alarms among normal windows.

@@ -1,4 +1,4 @@
-"""Autoencoders of handwritten digits beside PCA: what is lost, noise removed, codes as features, new digits.
+"""Compare autoencoders of handwritten digits with PCA: reconstruction, denoising, features, generated digits.
 
     python -m experiments.autoencoder                 scikit-learn's digits, every model, three times each
     python -m experiments.autoencoder --quick         within three minutes: fewer models, one short training each
@@ -21,6 +21,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
+    """Run the study, and return its tables and the names of its files."""
     data, folder = load(settings.data), settings.output
     files = ["results.json", "errors.png"]
     runs: Runs = []
@@ -37,6 +38,7 @@ def study(settings: Settings) -> Outcome:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     return run_study(Settings, study, __doc__, QUICK, check)
 
 

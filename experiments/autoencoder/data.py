@@ -1,4 +1,4 @@
-"""Images of digits in three fixed parts: to train on, to choose by, and to look at once."""
+"""Images of digits in fixed training, validation and test parts."""
 
 from typing import NamedTuple
 
@@ -11,11 +11,15 @@ HELD_OUT_MNIST = 5_000  # of the 60,000 training images, the last; the test has 
 
 
 class Part(NamedTuple):
+    """Images (N, height, width, 1) and labels (N,)."""
+
     images: np.ndarray  # (N, height, width, 1), float32 from 0 (paper) to 1 (ink)
     labels: np.ndarray  # (N,), the digits
 
 
 class Data(NamedTuple):
+    """The training, validation and test parts."""
+
     train: Part
     validation: Part
     test: Part
@@ -27,7 +31,8 @@ class Data(NamedTuple):
 
 
 def load(name: str) -> Data:
-    """
+    """Load a dataset, split into three parts.
+
     Args:
         name: "digits" or "mnist".
 
@@ -58,4 +63,5 @@ def _mnist() -> Data:
 
 
 def part(images: np.ndarray, labels: np.ndarray) -> Part:
+    """Return a part with images as float32 and labels as int64."""
     return Part(images.astype(np.float32)[..., None], labels.astype(np.int64))

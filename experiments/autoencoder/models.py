@@ -1,4 +1,4 @@
-"""The autoencoders that are compared, and what linear algebra offers instead, fitted in closed form.
+"""The autoencoders of the study, and the linear baselines PCA and Wiener filter in closed form.
 
 Shapes: B or N images, (N, height, width, 1), P pixels, Z size of the code.
 """
@@ -37,7 +37,7 @@ class PCA:
         return self.fitted.inverse_transform(codes).reshape(-1, *self.shape)
 
     def draw(self, n: int, generator: np.random.Generator) -> np.ndarray:
-        """New images, without the noise of the pixels."""
+        """Sample new images from PCA's normal distribution, without pixel noise."""
         deviations = np.sqrt((self.fitted.explained_variance_ - self.fitted.noise_variance_).clip(0))
         return self.decode(generator.standard_normal((n, len(deviations))) * deviations)
 
@@ -60,6 +60,7 @@ class LinearFilter:
         self.weights = np.linalg.solve(covariance + noise, covariance)
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
+        """Return the filtered images."""
         return ((flat(images) - self.mean) @ self.weights + self.mean).reshape(images.shape)
 
 
@@ -69,7 +70,7 @@ def flat(images: np.ndarray) -> np.ndarray:
 
 
 def moments(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean (P,) and the covariance (P, P)."""
+    """Return the mean (P,) and the covariance (P, P) of images."""
     pixels = flat(images)
     return pixels.mean(axis=0), np.cov(pixels.T, bias=True)
 
@@ -86,7 +87,8 @@ def new_model(
     generator: np.random.Generator,
     deviation: float | None = None,
 ) -> Autoencoder:
-    """
+    """Return a new autoencoder.
+
     Args:
         kind: "dense" or "convolutional".
         deviation: of a variational one; a plain one unless given.

@@ -1,4 +1,4 @@
-"""What came out, as Markdown tables and pictures."""
+"""Tables in Markdown and plots of the autoencoder study."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def tables(runs: Runs, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def drawing_table(runs: Runs) -> str:
-    """What is drawn from each model, and how well the model knows the images; PCA's surprise is exact."""
+    """Return the table of generated images and log-likelihood bounds; PCA's likelihood is exact."""
     rows = []
     for name in runs[0]["drawing"]:
         row = [name, *(cell(of(runs, "drawing", name, i), 1, 100) for i in range(2))]
@@ -57,7 +57,7 @@ def drawing_table(runs: Runs) -> str:
 
 # -------------------------------------------------------------------- pictures
 def plot_errors(runs: Runs, settings: dict[str, Any], path: Path) -> None:
-    """What is missed, and what a classifier makes of the codes, against the size of the code."""
+    """Plot the reconstruction error and the classification accuracy against the code size."""
     sizes = settings["code_sizes"]
     lines = {name: (sizes, 100 * np.array(of(runs, "reconstruction", name))) for name in runs[0]["reconstruction"]}
     curves: dict[str, Any] = {"variance missed, %": lines}
@@ -110,7 +110,7 @@ def between(study: Study) -> dict[str, np.ndarray]:
 
 
 def first_of_each(data: Data) -> np.ndarray:
-    """A test image of each digit, and a few more."""
+    """Return a test image of each digit, and a few more."""
     labels = data.test.labels
     first = [int(np.flatnonzero(labels == digit)[0]) for digit in range(10)]
     more = [i for i in range(len(labels)) if i not in first][: N_COLUMNS - 10]
@@ -118,7 +118,7 @@ def first_of_each(data: Data) -> np.ndarray:
 
 
 def draw_rows(rows: dict[str, np.ndarray], path: Path, title: str) -> None:
-    """A row of images for each name, (n, height, width, 1)."""
+    """Draw one row of images (n, height, width, 1) for each name."""
     together, places = sheet(list(rows.values()))
     inches = 0.54 / (places[1] - places[0]) if len(rows) > 1 else 0.06  # a pixel
     height, width = (inches * n for n in together.shape)
@@ -165,7 +165,7 @@ def plot_latent(study: Study, path: Path) -> None:
 
 
 def plot_plane(study: Study, path: Path, n: int = 16) -> None:
-    """What a variational autoencoder decodes from a grid of two numbers, even in their probability."""
+    """Draw the images that a variational autoencoder decodes from a grid of two-dimensional codes."""
     from statistics import NormalDist
 
     model = study.trained("dense", 2, 0.0, study.settings.deviations[-1])

@@ -1,4 +1,4 @@
-"""Train the autoencoders and measure them. Every random number comes from a named stream, so runs repeat exactly.
+"""Train the autoencoders and measure them. Each random number comes from a named stream, so runs are reproducible.
 
 Shapes: N images, Z size of the code.
 """
@@ -90,16 +90,18 @@ def in_chunks(function: Callable[[np.ndarray], Any], images: np.ndarray) -> np.n
 
 
 def encode(model: Autoencoder, images: np.ndarray) -> np.ndarray:
+    """Return the codes of images, in chunks."""
     return in_chunks(model.eval().encode, images)
 
 
 def restore(model: Autoencoder, images: np.ndarray) -> np.ndarray:
+    """Return the reconstructions of images, in chunks."""
     return in_chunks(model.eval(), images)
 
 
 # -------------------------------------------------------------------- training
 def train(model: Autoencoder, data: Data, settings: Settings, seed: int, name: str, noise: float = 0.0) -> Autoencoder:
-    """The weights with the lowest loss on the validation images among those at the checks.
+    """Train an autoencoder, and keep the weights with the lowest validation loss.
 
     Args:
         noise: standard deviation of what is added to an image, anew each time; the clean one is to come out.
@@ -127,13 +129,13 @@ def with_noise(images: np.ndarray, deviation: float, generator: np.random.Genera
 
 # -------------------------------------------------------------------- measures
 def missed(made: np.ndarray, images: np.ndarray, data: Data) -> float:
-    """The squared error as a share of that of the mean training image; what is made is cut to paper and ink."""
+    """Return the squared error relative to that of the mean training image; predictions are clipped to [0, 1]."""
     around = ((images - data.train.images.mean(axis=0)) ** 2).mean()
     return float(((made.clip(0, 1) - images) ** 2).mean() / around)
 
 
 def classify(train_part: tuple, chosen_by: tuple, asked: tuple, seed: int) -> float:
-    """The accuracy of one dense layer on features, with the weight decay that is best on validation images.
+    """Return the accuracy of a linear classifier on features, with the best weight decay on validation images.
 
     Args:
         train_part, chosen_by, asked: features (N, Z) and labels (N,).
@@ -169,7 +171,7 @@ def few_of(part: Part, n: int, seed: int) -> np.ndarray:
 
 
 def bound(model: VariationalAutoencoder, images: np.ndarray) -> tuple[float, float]:
-    """The negative evidence lower bound on log p(image), and the divergence in it: nats, means over images.
+    """Return the mean negative evidence lower bound and its KL divergence, in nats per image.
 
     Codes are drawn, also of a model that is not training, and the constant of the normal distribution is counted, so
     that models with another deviation, and PCA, can be compared.
@@ -206,7 +208,7 @@ def distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def reach(images: np.ndarray) -> np.ndarray:
-    """The squared distance of each to its third neighbour."""
+    """Return the squared distance of each image to its third nearest neighbor."""
     return np.sort(distances(images, images), axis=1)[:, NEIGHBOURS]
 
 
@@ -234,6 +236,7 @@ class Study:
         return self.models[key]
 
     def pca(self, size: int) -> PCA:
+        """Return PCA with this code size, fitted once."""
         key = ("PCA", size)
         if key not in self.models:
             self.models[key] = PCA(self.data.train.images, size)
@@ -247,6 +250,7 @@ class Study:
         return makes
 
     def encoders(self, size: int) -> dict[str, Make]:
+        """Return the encoders to compare, by name."""
         makes: dict[str, Make] = {"PCA": self.pca(size).encode}
         untrained = new_model("dense", self.data.shape, size, stream(TRAINING, self.seed, 0))
         makes["untrained"] = lambda images: encode(untrained, images)
@@ -283,10 +287,12 @@ class Study:
         return makes
 
     def restorers_of_pca(self, size: int) -> Make:
+        """Return PCA's reconstruction function."""
         pca = self.pca(size)
         return lambda images: pca.decode(pca.encode(images))
 
     def noisy(self, part: str, noise: float) -> np.ndarray:
+        """Return the images of a part with noise."""
         return with_noise(getattr(self.data, part).images, noise, stream(NOISE, 0))
 
     def denoising(self) -> Measures:
@@ -308,6 +314,7 @@ class Study:
         return accuracies
 
     def accuracies(self, make: Make) -> dict[str, float]:
+        """Return the classification accuracies with few and with all labels."""
         train_part, chosen_by, asked = (
             (make(part.images), part.labels) for part in (self.data.train, self.data.validation, self.asked)
         )
@@ -320,11 +327,12 @@ class Study:
 
     # ---------------------------------------------------------------- new digits
     def chosen_deviation(self, kind: str) -> float:
-        """The one with the lowest bound on validation images."""
+        """Return the output standard deviation with the lowest bound on validation images."""
         size, images = self.settings.variational_size, self.data.validation.images
         return min(self.settings.deviations, key=lambda d: bound(self.trained(kind, size, 0.0, d), images)[0])
 
     def variational_models(self) -> dict[str, VariationalAutoencoder]:
+        """Return the trained variational autoencoders, by name."""
         size = self.settings.variational_size
         return {
             f"variational, {kind}, {deviation:g}": self.trained(kind, size, 0.0, deviation)
@@ -379,5 +387,6 @@ class Study:
         return measures
 
     def everything(self) -> Measures:
+        """Return all measurements."""
         parts = self.reconstruction, self.denoising, self.classification, self.variational, self.drawing
         return {"seed": self.seed, **{part.__name__: part() for part in parts}}

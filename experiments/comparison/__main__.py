@@ -1,4 +1,4 @@
-"""CNN, RNN and self-attention: what a layer costs against the number of tokens, and how far back it remembers.
+"""Compare convolution, recurrence and self-attention: cost against sequence length, and memory over distance.
 
     python -m experiments.comparison             all costs up to 4,096 tokens, all distances up to 128, three seeds
     python -m experiments.comparison --quick     within three minutes
@@ -17,6 +17,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
+    """Run the study, and return its tables and the names of its files."""
     folder, sizes, distances = settings.output, settings.sizes, settings.distances
     results: dict[str, Any] = {"sizes": sizes, "distances": distances, "paths": costs.paths(distances)}
     results["costs"] = costs.measure(settings)
@@ -29,6 +30,7 @@ def study(settings: Settings) -> Outcome:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     return run_study(Settings, study, __doc__, QUICK, check)
 
 

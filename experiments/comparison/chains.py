@@ -1,4 +1,4 @@
-"""Counting what depends on what: arrays that hold, in place of numbers, the chains of products behind them.
+"""Count operations and dependencies: arrays that hold the length of the chain of products in place of numbers.
 
 Tricycle asks an array for the library that computes with it. Here an array type of our own steps in, and the layers
 run on it as they are. What it holds for each number is how many products stand one behind the other on the way to it:
@@ -32,6 +32,8 @@ YES_OR_NO = {np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.grea
 
 @dataclass
 class Rule:
+    """How an operation combines the chain lengths of its inputs."""
+
     join: np.ufunc  # which of two chains counts where both lead to a number
     nothing: float  # what a number holds that comes from nowhere
     multiplications: int = 0  # in all products of matrices so far
@@ -108,7 +110,7 @@ def counting(join: np.ufunc, nothing: float) -> Iterator[Rule]:
 
 
 def longest(layer: Layer, n_tokens: int, width: int) -> tuple[int, int]:
-    """The longest chain of products in a layer, and all multiplications in products of matrices, for one sequence.
+    """Return the longest chain of products in a layer, and the number of multiplications in its matrix products.
 
     The layer's weights are lost.
     """
@@ -118,7 +120,7 @@ def longest(layer: Layer, n_tokens: int, width: int) -> tuple[int, int]:
 
 
 def shortest(layer: Layer, n_tokens: int, width: int) -> float:
-    """The shortest chain of products from the first token to the last output; infinite where there is none.
+    """Return the shortest chain of products from the first token to the last output; infinity if there is none.
 
     The layer's weights are lost.
     """

@@ -1,4 +1,4 @@
-"""What one layer of each kind costs against the number of tokens: time, memory, multiplications, and what must wait."""
+"""Measure one layer of each kind against the sequence length: time, memory, multiplications and sequential steps."""
 
 import time
 import tracemalloc
@@ -56,11 +56,12 @@ def measure(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def new_layer(name: str, n_tokens: int, width: int) -> Layer:
+    """Return a new layer by name."""
     return LAYERS[name](width, n_tokens, stream(COST))
 
 
 def new_case(name: str, n_tokens: int, width: int) -> tuple[Layer, Tensor]:
-    """A layer and one sequence (1, n_tokens, width) for it."""
+    """Return a new layer, and one sequence (1, n_tokens, width) for it."""
     x = stream(COST, n_tokens).standard_normal((1, n_tokens, width), dtype=np.float32)
     return new_layer(name, n_tokens, width), Tensor(x)
 
@@ -83,7 +84,7 @@ def timed(layer: Layer, x: Tensor, repeats: int) -> tuple[float, float]:
 
 
 def peak_memory(layer: Layer, x: Tensor) -> int:
-    """The most bytes that a forward and backward hold at once, beside what is there before."""
+    """Return the peak memory in bytes that a forward and backward pass allocates."""
     forward_and_backward(layer, x)  # the first call loads and compiles kernels, which is not the layer's memory
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
@@ -94,7 +95,7 @@ def peak_memory(layer: Layer, x: Tensor) -> int:
 
 
 def exponents(sizes: list[int], values: Any) -> list[float]:
-    """The p of values ~ n^p over the upper half of the sizes, for each row of values (rows, sizes) or (sizes,)."""
+    """Return the exponent p of values ~ n^p over the upper half of the sizes, for each row of values."""
     upper = slice(len(sizes) // 2, None)
     logs = np.log(np.atleast_2d(values).astype(float)[:, upper])
     if logs.shape[1] < 2:
@@ -123,12 +124,13 @@ def paths(distances: list[int]) -> dict[str, dict[str, list[int]]]:
 
 
 def new_stack(name: str, n_layers: int, n_tokens: int) -> Sequential:
+    """Return a stack of layers of one kind."""
     generator = stream(COST)
     return Sequential(*(LAYERS[name](CHAIN_WIDTH, n_tokens, generator) for _ in range(n_layers)))
 
 
 def layers_needed(name: str, distance: int) -> int:
-    """The fewest layers through which the gradient of the last output reaches the token `distance` before it."""
+    """Return the fewest layers whose gradient reaches from the last output to the token `distance` before it."""
     x = stream(COST, distance).standard_normal((1, distance + 1, CHAIN_WIDTH))
     for n_layers in range(1, distance + 1):
         stack, first = new_stack(name, n_layers, distance + 1), Tensor(x)  # float64, where less vanishes

@@ -1,4 +1,4 @@
-"""Remembering over distance: the data and the models.
+"""The recall task over a distance: data and models.
 
 A sequence begins with a few tokens of noise; then comes the token to remember; then noise, until a question mark asks
 for it. Noise has an alphabet of its own, so all that is hard is the distance.
@@ -38,7 +38,7 @@ def new_batch(distance: int, size: int, generator: np.random.Generator) -> tuple
 
 
 def orthogonal(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
-    """A matrix that keeps lengths (Saxe et al. 2014)."""
+    """Return a random orthogonal matrix (Saxe et al. 2014)."""
     q, r = np.linalg.qr(generator.standard_normal(shape))
     return (q * np.sign(np.diag(r))).astype(np.float32)
 
@@ -50,10 +50,12 @@ class Residual(Layer):
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x + relu(layer(x))."""
         return x + maximum(self.layer(x), 0.0)
 
 
 def cnn(kernel_size: int) -> Callable:
+    """Return a function that builds a stack of residual causal convolutions."""
     return lambda size, window, generator: Sequential(
         *(Residual(CausalConvolution(size, kernel_size, generator)) for _ in range(N_LAYERS))
     )
@@ -110,7 +112,7 @@ class Recaller(Layer):
 
 
 def new_model(kind: str, parameters: int, window: int, generator: np.random.Generator) -> Recaller:
-    """The widest model of a kind with at most so many parameters; widths are multiples of N_HEADS.
+    """Return the widest model of a kind within a number of parameters; widths are multiples of N_HEADS.
 
     Raises:
         ValueError: there is none.

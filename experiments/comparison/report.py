@@ -1,4 +1,4 @@
-"""What came out, as Markdown tables and pictures."""
+"""Tables in Markdown and plots of the comparison."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +25,7 @@ LEAST_NORM = 1e-20  # of a gradient that is drawn
 
 
 def theirs(kind: str) -> tuple[str, str, str]:
+    """Return the lecture's complexities for a kind of layer."""
     family = kind.split(",")[0]
     return THEIRS[KIN.get(family, family)]
 
@@ -36,7 +37,7 @@ def measured(runs: Runs, kind: str, key: str) -> np.ndarray:
 
 # -------------------------------------------------------------------- tables
 def lecture_table(sizes: list[int], distances: list[int], costs: Measures, paths: Measures) -> str:
-    """The lecture's three columns, each beside what was measured at the most tokens."""
+    """Return the table of the lecture's three complexities and the measurements at the most tokens."""
     n, far = sizes[-1], distances[-1]
     titles = [
         "",
@@ -58,7 +59,7 @@ def lecture_table(sizes: list[int], distances: list[int], costs: Measures, paths
 
 
 def exponent_table(costs: Measures) -> str:
-    """The p of n^p over the upper half of the numbers of tokens."""
+    """Return the table of measured exponents p of n^p."""
     keys = {"time": "cpu", "memory": "memory", "multiplications": "multiplications", "products in a row": "sequential"}
     return grid(list(costs), keys, lambda kind, key: costs[kind]["exponents"][key], corner="exponent of")
 
@@ -95,7 +96,7 @@ def recall_table(distances: list[int], runs: Runs) -> str:
 
 
 def updates_table(distances: list[int], runs: Runs) -> str:
-    """Updates until the task was first found to be learned: the mean of the trainings that did, and how many did."""
+    """Return the table of updates until the task was learned: the mean, and the number of successful runs."""
     rows = []
     for kind in distinct(runs, "kind"):
         cells = []
@@ -108,7 +109,7 @@ def updates_table(distances: list[int], runs: Runs) -> str:
 
 
 def gradient_table(distances: list[int], runs: Runs) -> str:
-    """The norm that comes back, before training and after it: medians, for powers of ten lie between seeds."""
+    """Return the table of median gradient norms before and after training."""
     rows = []
     for kind in distinct(runs, "kind"):
         medians = [np.median(measured(runs, kind, key)[:, d]) for key in ("before", "after") for d in distances]
@@ -140,6 +141,7 @@ def panels(lines: dict[str, Any], reference: dict[str, Any]) -> dict[str, dict[s
 
 
 def plot_recall(distances: list[int], runs: Runs, path: Path) -> None:
+    """Plot the accuracy against the distance."""
     lines: dict[str, Any] = {
         kind: (distances, 100 * measured(runs, kind, "accuracy")) for kind in distinct(runs, "kind")
     }

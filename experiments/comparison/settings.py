@@ -1,4 +1,4 @@
-"""What can be set, and the streams of random numbers."""
+"""The settings of the comparison, and its streams of random numbers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ class Settings:
 
 
 def doubled(first: int, last: int) -> list[int]:
+    """Return `first`, 2 * `first`, 4 * `first` and so on, up to `last`."""
     return [first * 2**i for i in range((last // first).bit_length())]
 
 

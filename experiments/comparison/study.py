@@ -1,4 +1,4 @@
-"""Train every kind of model to remember over every distance, and follow gradients back through them."""
+"""Train every kind of model on the recall task at every distance, and measure its gradients."""
 
 import time
 from typing import Any
@@ -25,7 +25,7 @@ CHECKED = 200  # sequences of such a look
 
 
 def train(kind: str, distance: int, rate: float, settings: Settings, seed: int) -> tuple[Recaller, int | None]:
-    """A trained model, and the update at which it was first found to have learned, if any.
+    """Train a model, and return it with the update at which it had learned the task, if any.
 
     All kinds see the same sequences, and weights are drawn anew for each distance.
     """
@@ -44,6 +44,7 @@ def train(kind: str, distance: int, rate: float, settings: Settings, seed: int) 
 
 
 def new_recaller(kind: str, settings: Settings, seed: int, distance: int) -> Recaller:
+    """Return a new model for a distance."""
     window = settings.farthest + MOST_BEFORE + 1
     return new_model(kind, settings.parameters, window, stream(WEIGHTS, seed, distance))
 
@@ -61,7 +62,7 @@ def examine(model: Recaller, distance: int, which: int, n: int) -> tuple[float, 
 
 
 def best_of(kind: str, distance: int, settings: Settings, seed: int, bar: tqdm) -> tuple[Recaller, dict[str, Any]]:
-    """The training with the lowest loss on validation data, and what it does on test data.
+    """Train with each learning rate, and return the model with the lowest validation loss and its test results.
 
     Learning rates are tried in turn until one has learned: each kind gets as many chances as it needs.
     """
@@ -86,7 +87,7 @@ def best_of(kind: str, distance: int, settings: Settings, seed: int, bar: tqdm) 
 
 
 def measure(settings: Settings) -> list[dict[str, Any]]:
-    """A run for each kind and seed.
+    """Return the results of each kind and seed.
 
     Returns:
         "kind", "seed", "parameters"; over the distances "accuracy", "loss", "rate", "learned" and "seconds" (of the

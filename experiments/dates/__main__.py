@@ -1,4 +1,4 @@
-"""Dates: from dates as people write them, in four languages, to ISO, with one encoder-decoder after another.
+"""Convert written dates in four languages to ISO format with encoder-decoders.
 
     python -m experiments.dates             every model, three times each
     python -m experiments.dates --quick     within three minutes: fewer models, one short training each
@@ -33,6 +33,7 @@ POINTS = 60  # of a loss curve
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     quick = QUICK
     default = Settings()
     if "--several" in sys.argv[1:]:

@@ -1,4 +1,4 @@
-"""Dates as people write them, in four languages, each with its one ISO form and the place of its day, month and year.
+"""Written dates in four languages, with their ISO form and the positions of day, month and year.
 
 No date is ever written so that it could be read in two ways:
 
@@ -43,6 +43,8 @@ BARE = 0.3  # of the examples stand alone, the others within other words
 
 
 class Language(NamedTuple):
+    """The words of a language: months, weekdays, forms of dates and filler words."""
+
     months: list[str]
     short_months: list[str]
     weekdays: list[str]
@@ -62,6 +64,8 @@ LANGUAGES = _languages()
 
 
 class Example(NamedTuple):
+    """A text with a date, its ISO form, its language, and the date field of each character."""
+
     source: str  # the text
     fields: list[int]  # for each of its characters NOTHING, DAY, MONTH or YEAR
     iso: str  # the answer, such as 1998-03-03; of several dates one after the other
@@ -88,7 +92,7 @@ def readings(first: str, second: str, third: str) -> set[date]:
 
 
 def whole_year(two_digits: int) -> int:
-    """The one year from FIRST to LAST that ends so."""
+    """Return the year from FIRST to LAST with these last two digits."""
     return 1900 + two_digits + (100 if 1900 + two_digits < FIRST.year else 0)
 
 
@@ -101,6 +105,7 @@ def is_clear(form: str, day: date) -> bool:
 
 
 def numbers(day: date) -> dict[str, str]:
+    """Return the numbers of a date in all notations, by the name of the notation."""
     return {
         "d": f"{day.day}",
         "dd": f"{day.day:02}",
@@ -119,6 +124,7 @@ PARTS = {
 
 
 def ordinal(language: str, day: int) -> str:
+    """Return the day of the month as an ordinal number in a language."""
     if language == "English":
         ending = "th" if 10 < day < 20 else {1: "st", 2: "nd", 3: "rd"}.get(day % 10, "th")
         return f"{day}{ending}"
@@ -127,12 +133,12 @@ def ordinal(language: str, day: int) -> str:
 
 @cache
 def pieces(form: str) -> list[tuple[str, str]]:
-    """A form as pairs of a text and the name of the part that follows it, "" at the end."""
+    """Return a form as pairs of a text and the name of the field that follows it, "" at the end."""
     return [(text, name or "") for text, name, _, _ in string.Formatter().parse(form)]
 
 
 def write(day: date, language: str, form: str) -> tuple[str, list[int]]:
-    """A date in a form, and what each character belongs to."""
+    """Return a date in a form, and the field that each character belongs to."""
     words = LANGUAGES[language]
     texts = numbers(day) | {"month": words.months[day.month - 1], "short": words.short_months[day.month - 1]}
     texts["weekday"] = words.weekdays[day.weekday()]
@@ -149,7 +155,7 @@ def write(day: date, language: str, form: str) -> tuple[str, list[int]]:
 
 
 def human(day: date, language: str, generator: np.random.Generator) -> tuple[str, list[int]]:
-    """A date as somebody may write it: in a form, with or without accents, in small or capital letters."""
+    """Return a date in a random form, with random accents and letter case."""
     forms = LANGUAGES[language].forms
     while not is_clear(form := forms[generator.integers(len(forms))], day):
         pass  # some forms are clear for every date
@@ -165,7 +171,7 @@ def human(day: date, language: str, generator: np.random.Generator) -> tuple[str
 
 # -------------------------------------------------------------------- many
 def example(day: date, length: int, generator: np.random.Generator) -> Example:
-    """A date in one of the languages, cut out of a text of its language.
+    """Return an example in a random language, cut out of a text.
 
     Args:
         length: of the whole in characters; the date stands alone if it has no room for more, as with 0.
@@ -235,6 +241,7 @@ def several(days: Sequence[date], n: int, counts: tuple[int, int], generator: np
 
 
 def encode(source: str) -> list[int]:
+    """Return the token of each character."""
     return [NUMBER[character] for character in source]
 
 
@@ -244,5 +251,5 @@ def targets(examples: Sequence[Example]) -> np.ndarray:
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """What a model wrote; an inner BEGIN shows as "?"."""
+    """Return the text of the generated tokens; an inner BEGIN becomes "?"."""
     return "".join(ISO_ALPHABET[token] if token < BEGIN else "?" for token in tokens)

@@ -1,4 +1,4 @@
-"""Encoder-decoders of about one size: a fixed context, attentions before or after the decoder's step, the Transformer.
+"""Encoder-decoders of about equal size: fixed context, attention before or after the decoder's step, transformer.
 
 Shapes: B batch, S source characters, T target tokens, H hidden size of recurrent layers.
 """
@@ -28,9 +28,11 @@ class ProjectedDotProduct(ScaledDotProductAttention):
         self.key = Dense(key_size, query_size, False, generator=generator)
 
     def project_keys(self, key: Tensor) -> Tensor:
+        """Return the projected keys."""
         return self.key(key)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return the scores of queries and projected keys."""
         return super().scores(self.query(query), key)
 
 
@@ -43,6 +45,7 @@ class Seq2SeqHard(Seq2SeqAttention):
     attention: Any  # HardAttention
 
     def start_decoding(self, source: Any, lengths: Any = None, capacity: int = 0) -> State:
+        """Encode the source, and return the initial state of the decoder."""
         return {**Seq2Seq.start_decoding(self, source, lengths), "weights": None}
 
     def _attend(self, query: Tensor, state: State) -> tuple[Tensor, Tensor]:
@@ -54,10 +57,12 @@ class Seq2SeqHard(Seq2SeqAttention):
 
 # -------------------------------------------------------------------- one of each size
 def fixed(size: int, generator: np.random.Generator) -> Seq2Seq:
+    """Return an encoder-decoder without attention."""
     return Seq2Seq(SOURCE_VOCAB, TARGET_VOCAB, EMBEDDING, size, generator=generator)
 
 
 def attentive(attention: Any, size: int, generator: np.random.Generator, before: bool = False, kind: Any = None) -> Any:
+    """Return an encoder-decoder with attention."""
     vocabularies = SOURCE_VOCAB, TARGET_VOCAB
     return (kind or Seq2SeqAttention)(
         attention, *vocabularies, EMBEDDING, size, attend_before_step=before, generator=generator
@@ -65,25 +70,30 @@ def attentive(attention: Any, size: int, generator: np.random.Generator, before:
 
 
 def bahdanau(size: int, generator: np.random.Generator) -> Seq2SeqAttention:
+    """Return an encoder-decoder with Bahdanau's attention."""
     return attentive(AdditiveAttention(size, 2 * size, size, generator=generator), size, generator, before=True)
 
 
 def luong(score: str) -> Callable[[int, np.random.Generator], Seq2SeqAttention]:
+    """Return a function that builds an encoder-decoder with Luong's attention."""
     return lambda size, generator: attentive(
         LuongAttention(size, 2 * size, score, generator=generator), size, generator
     )
 
 
 def scaled_dot_product(size: int, generator: np.random.Generator) -> Seq2SeqAttention:
+    """Return an encoder-decoder with scaled dot-product attention."""
     return attentive(ProjectedDotProduct(size, 2 * size, generator), size, generator)
 
 
 def hard(size: int, generator: np.random.Generator) -> Seq2SeqHard:
+    """Return an encoder-decoder with hard attention."""
     attention = HardAttention(LuongAttention(size, 2 * size, generator=generator), generator)
     return attentive(attention, size, generator, kind=Seq2SeqHard)
 
 
 def transformer(size: int, generator: np.random.Generator) -> Transformer:
+    """Return an encoder-decoder transformer."""
     return Transformer(
         SOURCE_VOCAB, TARGET_VOCAB, size, HEADS, BLOCKS, WINDOW, dropout=0.0, norm_first=True, generator=generator
     )
@@ -101,7 +111,7 @@ MODELS: dict[str, Callable[[int, np.random.Generator], EncoderDecoder]] = {
 
 
 def new_model(name: str, n_parameters: int, generator: np.random.Generator) -> EncoderDecoder:
-    """A fresh model, as wide as comes closest to a number of parameters; widths are multiples of 4.
+    """Return a new model whose number of parameters is closest to `n_parameters`; widths are multiples of 4.
 
     Raises:
         ValueError: the narrowest has more than twice as many.

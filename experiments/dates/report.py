@@ -1,4 +1,4 @@
-"""What came out, as Markdown tables and pictures."""
+"""Tables in Markdown and plots of the study of dates."""
 
 from pathlib import Path
 
@@ -18,12 +18,13 @@ FIELD_COLOURS = dict(zip(("year", "month", "day"), (COLOURS[1], COLOURS[0], COLO
 
 
 def title_of(lengths: tuple[int, int]) -> str:
+    """Return the title of a range of text lengths."""
     return "alone" if lengths[1] == 0 else f"{lengths[0]}-{lengths[1]}"
 
 
 # -------------------------------------------------------------------- tables
 def main_table(runs: Runs) -> str:
-    """A row a model: its size, what it costs, how often it is right, and how much of its attention is in place."""
+    """Return the table of models: size, cost, accuracy, and the fraction of attention on the right field."""
     titles = "model;parameters;steps;seconds;exact, %;beyond, %;on the field, %;most on the field, %".split(";")
     rows = []
     for name in distinct(runs):
@@ -68,6 +69,7 @@ def language_table(runs: Runs) -> str:
 
 
 def tables(runs: Runs) -> dict[str, str]:
+    """Return all tables by title."""
     return {
         "Exact answers to unseen dates, and where models look": main_table(runs),
         "Exact answers in %, by characters of the text": length_table(runs),
@@ -77,7 +79,7 @@ def tables(runs: Runs) -> dict[str, str]:
 
 
 def several_table(runs: Runs) -> str:
-    """A row for each model and measure, a column for each number of dates."""
+    """Return the table of models and measures against the number of dates."""
     kinds = {"whole": "whole", "each date": "each"}
     rows = {f"{name}, {title}": (name, key) for name in distinct(runs) for title, key in kinds.items()}
     right = lambda row, i: of(select(runs, model=row[0]), row[1], i)
@@ -86,6 +88,7 @@ def several_table(runs: Runs) -> str:
 
 # -------------------------------------------------------------------- pictures
 def plot_training(runs: Runs, path: Path) -> None:
+    """Plot losses and accuracies during training."""
     losses, checks = {}, {}
     for name in distinct(runs):
         mine = select(runs, model=name)
@@ -124,7 +127,7 @@ def plot_lengths(runs: Runs, path: Path) -> None:
 
 
 def plot_several(runs: Runs, path: Path) -> None:
-    """What is right by the number of dates."""
+    """Plot the accuracy against the number of dates."""
     titles = {f"whole answers right, % (1 to {TRAINED_DATES} dates in training)": "whole", "dates right, %": "each"}
     right = lambda name, key: 100 * np.array(of(select(runs, model=name), key))
     curves = {title: {name: (COUNTS, right(name, key)) for name in distinct(runs)} for title, key in titles.items()}

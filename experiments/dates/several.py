@@ -1,4 +1,4 @@
-"""Several dates in one text, all of which are to be written: how much a context of fixed size can hold."""
+"""Texts with several dates, which test how much a context of fixed size can hold."""
 
 from statistics import mean
 from typing import Any
@@ -16,6 +16,7 @@ POOL, VALIDATION, TEST = 11, 12, 13  # streams that share no number with others
 
 
 def pool(n: int, seed: int) -> Texts:
+    """Return the training texts."""
     training, _, _ = dates.split()
     generator = np.random.default_rng((POOL, seed))
     days = [training[i] for i in generator.permutation(len(training))]
@@ -53,6 +54,6 @@ def measure(model: EncoderDecoder, n: int) -> dict[str, Any]:
 
 
 def right_dates(text: str, iso: str) -> float:
-    """The share of an answer's dates that are right."""
+    """Return the fraction of correct dates in an answer."""
     starts = range(0, len(iso), LETTERS)
     return sum(text[i : i + LETTERS] == iso[i : i + LETTERS] for i in starts) / len(starts)

@@ -1,4 +1,4 @@
-"""Train a model, see how often it is exactly right, and where it looks. Every random number comes from a named stream.
+"""Train a model, and measure its exact accuracy and its attention. Each random number comes from a named stream.
 
 Shapes: B batch, S source characters, T = 11 target tokens.
 """
@@ -66,12 +66,13 @@ class Texts(NamedTuple):
 
 
 def texts(examples: list[Example]) -> Texts:
+    """Return examples with their token ids."""
     return Texts(examples, [dates.encode(one.source) for one in examples], dates.targets(examples))
 
 
 @cache
 def pool(n: int, seed: int) -> Texts:
-    """What a model trains on."""
+    """Return the training texts."""
     training, _, _ = dates.split()
     generator = np.random.default_rng((POOL, seed))
     return texts(examples([training[i] for i in generator.permutation(len(training))], n, (0, TRAINED), generator))
@@ -92,7 +93,7 @@ def batches(sources: list[list[int]]) -> Iterator[np.ndarray]:
 
 # -------------------------------------------------------------------- training
 def train(name: str, settings: Settings, seed: int, data: Texts, seen: Texts) -> tuple[EncoderDecoder, dict[str, Any]]:
-    """A trained model and how it went.
+    """Train a model, and return it with the record of its training.
 
     Args:
         data: to learn from. seen: to look at on the way, which changes nothing.
@@ -137,7 +138,7 @@ class Critic:
         self.expected: np.ndarray | None = None
 
     def __call__(self, reward: np.ndarray) -> np.ndarray:
-        """The mean before this batch, (T,), of rewards (B, T); the batch's own the first time."""
+        """Return the mean reward (T,) before this batch of rewards (B, T); at first the mean of the batch."""
         mean = reward.mean(axis=0)
         before = mean if self.expected is None else self.expected
         self.expected = BASELINE * before + (1 - BASELINE) * mean
@@ -147,7 +148,7 @@ class Critic:
 def batch_loss(
     model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths: np.ndarray, critic: Critic
 ) -> tuple[Tensor, float]:
-    """What a batch (B, S), (B, 1 + T) is trained on, and the cross entropy within it.
+    """Return the training loss of a batch, and its cross-entropy part.
 
     For hard attention the reward of a choice is the log probability of the token that was made from it: with attention
     after the step, nothing else hangs on it.
@@ -165,7 +166,7 @@ def batch_loss(
 
 # -------------------------------------------------------------------- measuring
 def answers(model: EncoderDecoder, data: Texts) -> list[str]:
-    """What a model writes, always taking the likeliest token."""
+    """Return the greedy outputs of a model."""
     said, most = [""] * len(data.sources), data.targets.shape[1] - 1
     for chosen in batches(data.sources):
         source, lengths = pad([data.sources[i] for i in chosen])
@@ -176,7 +177,7 @@ def answers(model: EncoderDecoder, data: Texts) -> list[str]:
 
 
 def exact(model: EncoderDecoder, data: Texts) -> float:
-    """The share of answers that are right to the last character."""
+    """Return the fraction of exactly correct outputs."""
     return float(np.mean([text == one.iso for text, one in zip(answers(model, data), data.examples)]))
 
 
@@ -238,7 +239,7 @@ def on_fields(weights: np.ndarray, fields: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def measure(model: EncoderDecoder, settings: Settings) -> dict[str, Any]:
-    """What a model does with dates that it never saw.
+    """Return the results of a model on unseen dates.
 
     Returns:
         "exact" on texts as in training, and by language; "lengths", the same at each of LENGTHS; "share" and "top" of
@@ -265,17 +266,18 @@ def measure(model: EncoderDecoder, settings: Settings) -> dict[str, Any]:
 
 
 def numbers_of(seen: Sight, sights: list[Sight], heads: slice) -> dict[str, Any]:
-    """The mean of some heads."""
+    """Return the mean measurements of some heads."""
     share, top = ([rounded(value) for value in values[heads].mean(axis=0)] for values in (seen.share, seen.top))
     return {"share": share, "top": top, "share_at_lengths": [rounded(one.share[heads].mean()) for one in sights]}
 
 
 def best_head(model: EncoderDecoder, n: int) -> int:
-    """The head with the most weight on the right field, of so many validation dates."""
+    """Return the head with the largest attention weight on the right field, over `n` validation dates."""
     return int(sight(model, held_out("validation", n, (0, TRAINED))).share.mean(axis=1).argmax())
 
 
 def rounded(value: float) -> float:
+    """Return a value rounded to four decimals."""
     return round(float(value), 4)
 
 

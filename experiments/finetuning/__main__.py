@@ -1,4 +1,4 @@
-"""Fine-tuning on a laptop: SmolLM2-135M-Instruct is taught three things, by LoRA and with all its weights.
+"""Fine-tune SmolLM2-135M-Instruct on three tasks, with LoRA and with all weights, on a laptop.
 
     python -m experiments.finetuning                         every task in both ways, sums three times each
     python -m experiments.finetuning --quick                 within three minutes: sums by LoRA, twenty updates
@@ -15,6 +15,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
+    """Run the study, and return its tables and the names of its files."""
     results = measure(settings)
     report.plot(results, settings.output / "finetuning.png")
     report.write_page(results, settings.output / "samples.html")
@@ -22,6 +23,7 @@ def study(settings: Settings) -> Outcome:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     return run_study(Settings, study, __doc__, QUICK, check)
 
 

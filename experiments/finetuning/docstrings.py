@@ -1,4 +1,4 @@
-"""Functions of the standard library, and the first sentence of what their authors say about them.
+"""Functions of the standard library with the first sentence of their docstrings.
 
 Held out are whole modules, with all that stands in their folder, so that no helper or sister of a held-out function is
 learnt; and of these no function whose line, or code, stands in a module of another part.
@@ -22,7 +22,8 @@ ASK = "What does this Python function do? Answer in one line.\n\n"
 
 
 class Function(NamedTuple):
-    """
+    """A function with the first sentence of its docstring.
+
     Attributes:
         module: the file or folder of the library that it is from, without underscores in front.
         code: without its docstring. line: the docstring's first sentence.
@@ -35,6 +36,7 @@ class Function(NamedTuple):
 
     @property
     def question(self) -> str:
+        """The question: the instruction and the code."""
         return f"{ASK}{self.code}"
 
 
@@ -62,10 +64,12 @@ def functions() -> dict[str, list[Function]]:
 
 
 def part_of(module: str) -> str:
+    """Return the part (training, validation or test) of a module, by its hash."""
     return PARTS.get(int(hashlib.sha256(module.encode()).hexdigest(), 16) % 10, "train")
 
 
 def library() -> Iterator[Function]:
+    """Yield the documented functions of the standard library."""
     for name in python_files():
         module = name.split("/")[0].removesuffix(".py").strip("_").removeprefix("py")  # _pydecimal is decimal
         try:
@@ -97,12 +101,13 @@ def functions_in(tree: ast.AST, lines: list[str], module: str) -> Iterator[Funct
 
 
 def summary(docstring: str) -> str:
-    """The first sentence of the first paragraph, on one line."""
+    """Return the first sentence of a docstring's first paragraph, on one line."""
     paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
     return re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph)[0]
 
 
 def unindented(lines: list[str]) -> str:
+    """Return lines without their common indentation."""
     filled = [line.expandtabs(4) for line in lines if line.strip()]
     least = min(len(line) - len(line.lstrip()) for line in filled)
     return "\n".join(line[least:].rstrip() for line in filled)
@@ -110,12 +115,13 @@ def unindented(lines: list[str]) -> str:
 
 # -------------------------------------------------------------------- how good an answer is
 def first_line(text: str) -> str:
-    """What counts of an answer: its first line with something on it, without quotation marks around it."""
+    """Return the first non-empty line of an answer, without quotation marks."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     return lines[0].strip("\"'`# ") if lines else ""
 
 
 def words_of(line: str) -> Counter[str]:
+    """Return the counts of the words in a line."""
     return Counter(re.findall(r"[a-z0-9]+", line.lower()))
 
 

@@ -1,4 +1,4 @@
-"""What came out, as Markdown tables and a picture."""
+"""Tables in Markdown and a plot of the fine-tuning study."""
 
 from html import escape
 from pathlib import Path
@@ -25,12 +25,12 @@ TEXTS = (*TASKS, "captions", "reviews", OWN_ANSWERS)
 
 
 def found(results: Results, task: str, way: str) -> list[Results]:
-    """What was found of a task: before, or after a method with each seed."""
+    """Return the results of a task before fine-tuning, or after a method with each seed."""
     return [results["before"]] if way == "before" else select(results["runs"], task=task, method=way)
 
 
 def pairs(results: Results) -> list[tuple[str, str]]:
-    """The tasks and ways that there are, before first."""
+    """Return the pairs of task and method that have results, before fine-tuning first."""
     return [
         (task, way)
         for task in TASKS
@@ -54,6 +54,7 @@ def main_table(results: Results) -> str:
 
 
 def score(runs: list[Results], task: str, name: str) -> str:
+    """Return the text of one score."""
     return f"{name} {cell(of(runs, 'scores', task, name), 1, 100)}"
 
 
@@ -64,7 +65,7 @@ def sums_table(results: Results) -> str:
 
 
 def times(runs: list[Results]) -> list[str]:
-    """Updates; minutes of these by the clock; and of the whole command, of all threads together."""
+    """Return the number of updates, their minutes, and the CPU minutes of the whole command."""
     updates = sorted({run["updates"] for run in runs})
     minutes = [cell([run[name] / 60 for run in runs], 1) for name in ("training_seconds", "cpu_seconds")]
     return ["-".join(map(str, updates)), *minutes]
@@ -83,10 +84,12 @@ def forgotten_table(results: Results) -> str:
 
 
 def title_of(text: str) -> str:
+    """Return the title of a text."""
     return TASKS[text].title if text in TASKS else text
 
 
 def tables(results: Results) -> dict[str, str]:
+    """Return all tables by title."""
     titled = {"What is held out, before and after": main_table(results)}
     if any(task == "sums" for task, _ in pairs(results)):
         titled["Sums that are right, in %"] = sums_table(results)
@@ -123,7 +126,7 @@ def plot(results: Results, path: Path) -> None:
 
 
 def bars(axes: Any, places: list[int], groups: list[list[float]], number: int, label: str | None = None) -> None:
-    """A bar of the mean for each place, with a point for each seed where there are several."""
+    """Draw a bar of the mean at each position, with a point for each seed if there are several."""
     for place, values in zip(places, groups):
         x = place + 0.27 * (number - 1)
         axes.bar(x, np.mean(values), 0.25, color=COLOURS[number], label=label)
@@ -183,7 +186,7 @@ def write_page(results: Results, path: Path) -> None:
 
 
 def page_table(results: Results, task: str, kind: str, ways: list[str]) -> str:
-    """A row for each question.
+    """Return the HTML table of questions and answers.
 
     Args:
         kind: the task, or "general".

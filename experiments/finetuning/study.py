@@ -1,4 +1,4 @@
-"""Look at the model as it is, teach it each task in each way, and look again. What is finished is kept."""
+"""Measure the pretrained model, fine-tune it on each task with each method, and measure again; runs are resumable."""
 
 import json
 import time
@@ -80,7 +80,7 @@ def check(settings: Settings) -> None:
 
 # -------------------------------------------------------------------- all of it
 def measure(settings: Settings) -> Record:
-    """The results, those of earlier calls too.
+    """Return all results, including those of earlier calls.
 
     Raises:
         ValueError: results of other settings lie there.
@@ -118,6 +118,7 @@ def trainings(settings: Settings) -> list[tuple[Task, str, int]]:
 
 # -------------------------------------------------------------------- teaching
 def teach_and_look(task: Task, method: str, seed: int, settings: Settings, own: list[Any]) -> dict[str, Any]:
+    """Fine-tune the model with one method and seed, and return its results."""
     folder = settings.output / "runs" / f"{task.name}-{method}-{seed}"
     about = teach(task, method, seed, settings, folder)
     if method == "lora":
@@ -165,7 +166,7 @@ def teach(task: Task, method: str, seed: int, settings: Settings, folder: Path) 
 
 
 def command(task: Task, method: str, seed: int, settings: Settings, folder: Path) -> list[str]:
-    """The words after `tricycle finetune`."""
+    """Return the arguments of `tricycle finetune`."""
     if (folder / "last.safetensors").is_file():
         return ["--resume", str(folder)]
     data = settings.output / "data"
@@ -180,7 +181,7 @@ def command(task: Task, method: str, seed: int, settings: Settings, folder: Path
 
 # -------------------------------------------------------------------- looking
 def look(loaded: Pretrained, settings: Settings, tasks: Sequence[Task], own: list[Any] | None) -> dict[str, Any]:
-    """What a model knows: of all texts, and of some tasks.
+    """Return the losses of a model on all texts, and its scores on some tasks.
 
     Args:
         own: prompts and answers of the model as it was before, in tokens; None for that model itself.
@@ -209,7 +210,7 @@ def look(loaded: Pretrained, settings: Settings, tasks: Sequence[Task], own: lis
 
 
 def shown(questions: Sequence[Question], answers: Sequence[str]) -> list[list[str]]:
-    """The first of them: what is asked, what is right, what was answered."""
+    """Return the first questions with the right and the given answers."""
     return [[question.text, question.wanted, answer] for question, answer in zip(questions, answers)][:N_SHOWN]
 
 
@@ -250,11 +251,13 @@ def ask(
 
 
 def ends_of(loaded: Pretrained) -> list[int]:
+    """Return the tokens that end an answer."""
     end = loaded.tokeniser.end_of_answer()
     return sorted({*stop_tokens(loaded), loaded.tokeniser.end_of_text, *([] if end is None else [end])})
 
 
 def prompt_of(loaded: Pretrained, encoder: ExampleEncoder, question: Question) -> list[int]:
+    """Return the prompt of a question as token ids."""
     if question.is_chat:
         ids = loaded.tokeniser.chat([{"role": "user", "content": question.text}], allowed_special=False)
         return [int(token) for token in ids]
@@ -262,6 +265,7 @@ def prompt_of(loaded: Pretrained, encoder: ExampleEncoder, question: Question) -
 
 
 def told(loaded: Pretrained, answers: Sequence[tuple[list[int], list[int]]]) -> list[str]:
+    """Return the answers as text, without end tokens."""
     stops = set(ends_of(loaded))
     return [loaded.tokeniser.decode([token for token in drawn if token not in stops]) for _, drawn in answers]
 
@@ -281,16 +285,17 @@ def examples_of(settings: Settings, task: Task, encoder: ExampleEncoder) -> list
 
 
 def answer_example(prompt: list[int], drawn: list[int], window: int) -> Example:
+    """Return an example whose loss counts only the answer."""
     ids = np.array([*prompt, *drawn], np.int64)
     counts = np.arange(len(ids)) >= len(prompt)
     return Example(ids[: window + 1], counts[: window + 1])
 
 
 def captions() -> str:
-    """What is on photographs: a sentence a line."""
+    """Return captions of photographs, one sentence per line."""
     return "\n".join(load_multi30k("val", "en")[:150])
 
 
 def reviews() -> str:
-    """What people say of films: a sentence a line."""
+    """Return sentences of film reviews, one per line."""
     return "\n".join(load_rt_polarity()[0][::90])

@@ -1,4 +1,4 @@
-"""Little stories whose number is asked for: sums of two or three steps, in words, each with one right answer.
+"""Short arithmetic word problems with two or three steps and one right answer.
 
 A sum is where it starts and what is added or taken away, or that it doubles. No sum that is held out stands in
 training, however it is told; held out are also stories of another kind, none of whose sentences stand in training.
@@ -41,13 +41,14 @@ class Sum(NamedTuple):
     steps: tuple[int, ...]
 
     def values(self) -> list[int]:
-        """The number at the start and after each step."""
+        """Return the number at the start and after each step."""
         values = [self.start]
         for step in self.steps:
             values.append(values[-1] + step if step else 2 * values[-1])
         return values
 
     def working(self) -> list[str]:
+        """Return the steps of the calculation as sentences."""
         values = self.values()
         lines = []
         for before, step, after in zip(values, self.steps, values[1:]):
@@ -56,6 +57,7 @@ class Sum(NamedTuple):
         return lines
 
     def answer(self) -> str:
+        """Return the answer: the steps and the result in words."""
         return " ".join([*self.working(), f"{in_words(self.values()[-1]).capitalize()}."])
 
 
@@ -78,7 +80,7 @@ _PHRASE = re.compile(rf"\b{_WORD}\b(?:[- ](?:hundred|and|{_WORD})\b)*|\d[\d,]*")
 
 
 def last_number(text: str) -> int | None:
-    """The last number that a text names, in digits or in words."""
+    """Return the last number in a text, in digits or in words; None if there is none."""
     phrases = _PHRASE.findall(text.lower())
     if not phrases:
         return None
@@ -109,7 +111,7 @@ def new_sum(generator: np.random.Generator) -> Sum:
 
 
 def story(problem: Sum, generator: np.random.Generator) -> str:
-    """A sum as it is told in training."""
+    """Return a sum as a story in the form of the training data."""
     name, items = choose(NAMES, generator), choose(ITEMS, generator)
     text = START.format(name=name, n=in_words(problem.start), items=items)
     for step in problem.steps:
@@ -119,7 +121,7 @@ def story(problem: Sum, generator: np.random.Generator) -> str:
 
 
 def bus_story(problem: Sum, generator: np.random.Generator) -> str:
-    """The same told otherwise."""
+    """Return a sum as a story in another form."""
     text = BUS_START.format(n=in_words(problem.start))
     for step in problem.steps:
         kind = BUS_PLUS if step > 0 else BUS_MINUS if step < 0 else BUS_TWICE
@@ -128,6 +130,7 @@ def bus_story(problem: Sum, generator: np.random.Generator) -> str:
 
 
 def choose(values: tuple[str, ...] | list[str], generator: np.random.Generator) -> str:
+    """Return a random element."""
     return values[int(generator.integers(len(values)))]
 
 

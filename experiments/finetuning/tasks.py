@@ -1,4 +1,4 @@
-"""The three tasks: their records for `tricycle finetune`, what is asked of a model, and how its answers are judged."""
+"""The three fine-tuning tasks: their records, their questions, and how answers are scored."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
-    """
+    """A fine-tuning task.
+
     Attributes:
         suffix: of its files: .jsonl, or .txt for plain text.
         records: of "train", "validation" or "test": an object for each line, or texts.
@@ -55,6 +56,7 @@ class Task:
 
 # -------------------------------------------------------------------- sums
 def story_records(part: str) -> list[Any]:
+    """Return the records of a part: conversations about stories."""
     generator = np.random.default_rng((ORDER[part], 0))
     return [
         {"messages": [message("user", sums.story(one, generator)), message("assistant", one.answer())]}
@@ -63,11 +65,12 @@ def story_records(part: str) -> list[Any]:
 
 
 def message(role: str, content: str) -> dict[str, str]:
+    """Return a chat message."""
     return {"role": role, "content": content}
 
 
 def story_questions() -> list[Question]:
-    """The stories of the test, those no step of which was ever done in training apart, and some told otherwise."""
+    """Return the test questions: seen steps, unseen steps, and stories in another form."""
     parts = sums.sums(N_STORIES)
     asked = [record["messages"] for record in story_records("test")]
     unseen = sums.unseen_steps(parts["test"], parts["train"])
@@ -93,11 +96,13 @@ def judge_sums(questions: Sequence[Question], answers: Sequence[str]) -> dict[st
 
 
 def share(flags: np.ndarray) -> float:
+    """Return the fraction of True values; NaN if there are none."""
     return float(flags.mean()) if len(flags) else float("nan")
 
 
 # -------------------------------------------------------------------- docstrings
 def function_records(part: str) -> list[Any]:
+    """Return the records of a part: conversations about functions."""
     return [
         {"messages": [message("user", one.question), message("assistant", one.line)]}
         for one in docstrings.functions()[part]
@@ -145,7 +150,7 @@ TASKS = {task.name: task for task in (SUMS, DOCSTRINGS, VOICE)}
 
 # -------------------------------------------------------------------- files
 def write_records(task: Task, part: str, folder: Path) -> Path:
-    """A file as `tricycle finetune --data` and `--held-out` take it."""
+    """Write the records of a part as a file for `tricycle finetune --data`, and return its path."""
     path = folder / f"{task.name}-{part}{task.suffix}"
     with atomic_write(path, text=True) as file:
         for line in lines_of(task, part):
@@ -154,6 +159,7 @@ def write_records(task: Task, part: str, folder: Path) -> Path:
 
 
 def lines_of(task: Task, part: str) -> Iterator[str]:
+    """Yield the lines of a data file."""
     records = task.records(part)
     if task.suffix == ".txt":
         yield from records

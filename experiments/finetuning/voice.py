@@ -1,4 +1,4 @@
-"""Shakespeare's voice: plays to go on with, and how much of what a model writes it has by heart."""
+"""Shakespeare's plays as text to continue, and the fraction of a generated text that is copied."""
 
 import re
 from functools import cache
@@ -14,11 +14,12 @@ OPENING_WORDS, N_OPENINGS = 24, 12
 
 @cache
 def plays() -> str:
+    """Return the plays as text."""
     return texts.plays().decode("utf-8")
 
 
 def part(name: str) -> str:
-    """The text of "train", "validation" or "test", cut where a line ends."""
+    """Return the text of "train", "validation" or "test", cut at a line end."""
     text = plays()
     first, last = (_line_end(text, tenth * len(text) // 10) for tenth in TENTHS[name])
     return text[first:last]
@@ -40,6 +41,7 @@ def openings(n: int = N_OPENINGS) -> list[tuple[str, str]]:
 
 
 def words_of(text: str) -> list[str]:
+    """Return the words of a text in lower case."""
     return re.findall(r"[a-z']+", text.lower())
 
 
@@ -51,10 +53,11 @@ def runs_of(text: str) -> list[tuple[str, ...]]:
 
 @cache
 def known_runs() -> frozenset[tuple[str, ...]]:
+    """Return all runs of RUN words in the training text."""
     return frozenset(runs_of(part("train")))
 
 
 def copied(texts: list[str]) -> float:
-    """The share of rows of RUN words that stand in the training text."""
+    """Return the fraction of runs of RUN words that occur in the training text."""
     rows = [row for text in texts for row in runs_of(text)]
     return sum(row in known_runs() for row in rows) / max(1, len(rows))

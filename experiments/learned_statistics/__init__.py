@@ -1,1 +1,1 @@
-"""Can the statistics that FlashAttention computes be learned instead? (seed document 002)"""
+"""Study: learn the softmax statistics that FlashAttention computes (seed document 002)."""

@@ -1,4 +1,4 @@
-"""Learned statistics: the softmax of a frozen GPT in blocks that know nothing of each other, put together by scales.
+"""Evaluate block softmax with learned scales in a frozen GPT.
 
     python -m experiments.learned_statistics              trains a GPT, takes it apart, measures
     python -m experiments.learned_statistics --quick      a smaller form of the same
@@ -33,12 +33,14 @@ from tricycle_cli.flags import run_main
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     if real.is_asked_for(sys.argv[1:]):
         return real.main()
     return run_study(Settings, study, __doc__, QUICK, check)
 
 
 def study(settings: Settings) -> Outcome:
+    """Run the study, and return its tables and the names of its files."""
     record = Rows(settings, FREE, rows=[], attention={})
     files: list[str] = []
     rows = []

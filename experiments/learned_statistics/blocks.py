@@ -1,4 +1,4 @@
-"""A model whose softmax is cut into blocks, with scales of many kinds that put them together.
+"""A model with block softmax, and the kinds of scales that combine the blocks.
 
 Shapes: N rows, T tokens, W window, L layers, H heads, n blocks.
 """
@@ -40,10 +40,12 @@ class Job(NamedTuple):
 
     @property
     def file_name(self) -> str:
+        """Return the name of the job's scale file."""
         return "-".join(str(value) for value in self if value not in ("", 0.0)).replace(" / ", "_").replace(" ", "_")
 
 
 def job_of(row: dict[str, Any]) -> Job:
+    """Return the job of a result row."""
     return Job(**{name: row[name] for name in Job._fields})
 
 
@@ -51,9 +53,11 @@ class Rows(Record):
     """results.json with a row for each job that is finished."""
 
     def row(self, wanted: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the row with these values; None if there is none."""
         return next((row for row in self["rows"] if wanted.items() <= row.items()), None)
 
     def add(self, wanted: dict[str, Any], measured: dict[str, Any]) -> None:
+        """Add a row of results, and save the file."""
         self["rows"].append({**wanted, **measured})
         self.save()
 
@@ -153,6 +157,8 @@ def learn(
 
 
 def batch_loss(model: GPT) -> BatchLossFn:
+    """Return a function that computes the loss of a batch of token rows."""
+
     def loss(rows: Any, factor: Any) -> Tensor:
         return model.loss(model.place(rows[:, :-1]), model.place(rows[:, 1:]), None, factor)
 

@@ -1,4 +1,4 @@
-"""A model of OPT's architecture with random weights, in the form in which Hugging Face hands OPT on.
+"""Write an OPT model with random weights in Hugging Face's format.
 
     python -m experiments.learned_statistics.random_opt runs/opt
     python -m experiments.learned_statistics --model runs/opt
@@ -51,6 +51,7 @@ def new_opt(settings: Settings) -> GPT:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     settings = parse(Settings, description=__doc__ or "")
     tokeniser = BPETokeniser(min(settings.vocabulary, 2048))
     tokeniser.train(text_of("code", "train")[:200_000], progress=False)

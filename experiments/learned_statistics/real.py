@@ -1,4 +1,4 @@
-"""The same question, asked of a model that others trained.
+"""Evaluate block softmax with learned scales in a pretrained model.
 
     python -m experiments.learned_statistics --model smollm2           all of it
     python -m experiments.learned_statistics --model smollm2 --quick   a smaller form of the same
@@ -60,10 +60,12 @@ def is_asked_for(line: Sequence[str]) -> bool:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     return run_study(RealSettings, study, __doc__, QUICK, check)
 
 
 def study(settings: RealSettings) -> Outcome:
+    """Run the study, and return its tables and the names of its files."""
     record = Rows(settings, FREE, rows=[])
     bench = RealBench(settings)
     for job in tqdm(all_jobs(settings), desc=settings.model, unit="row", dynamic_ncols=True):

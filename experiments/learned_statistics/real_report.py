@@ -1,4 +1,4 @@
-"""What came out for a model that others trained, as Markdown tables and pictures."""
+"""Tables in Markdown and plots of block softmax in a pretrained model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +32,7 @@ class Results:
         self.rows = {job_of(row): row for row in record["rows"]}
 
     def has(self, job: Job) -> bool:
+        """Return whether a job has results."""
         return job in self.rows
 
     def perplexities(self, job: Job, text: str) -> np.ndarray:
@@ -41,6 +42,7 @@ class Results:
         return np.array([row["texts"][text]["perplexity"] for row in rows])
 
     def same(self, job: Job, text: str) -> float:
+        """Return the fraction of tokens that equal those with the full softmax."""
         return float(self.rows[job]["texts"][text]["same"])
 
     def positions(self, job: Job, text: str) -> np.ndarray:
@@ -55,7 +57,7 @@ class Results:
 
 
 def ways(settings: RealSettings, blocks: int) -> dict[str, Job]:
-    """What stands side by side for a number of blocks, by its name."""
+    """Return the jobs to compare for a number of blocks, by name."""
     return {
         "none": Job("none", blocks),
         "1 / k": Job("1 / k", blocks),
@@ -80,7 +82,7 @@ def tables(results: Results) -> dict[str, str]:
 
 
 def perplexity_table(results: Results, text: str) -> str:
-    """A line for each number of blocks."""
+    """Return the table of perplexities against the number of blocks."""
     jobs = {n: {"whole": WHOLE, **ways(results.settings, n)} for n in results.settings.blocks}
     names = list(next(iter(jobs.values())))
     return grid(list(jobs), names, lambda n, name: results.perplexities(jobs[n][name], text), corner="blocks")
@@ -110,7 +112,7 @@ def grain_table(results: Results) -> str:
 
 
 def _texts_table(results: Results, jobs: dict[str, Job]) -> str:
-    """A line for each way, with two columns for each text."""
+    """Return a table with a row for each job and two columns for each text."""
     titles = ["scales", *TEXTS, *(f"same, {text}, %" for text in TEXTS)]
     lines = []
     for name, job in jobs.items():
@@ -132,6 +134,7 @@ def transfer_table(results: Results) -> str:
 
 
 def rate_table(results: Results) -> str:
+    """Return the table of learning rates."""
     settings = results.settings
     jobs = {
         f"{learned_from(start)} at {rate}": learned(settings, start=start, rate=rate)
@@ -149,7 +152,7 @@ def explained_table(results: Results) -> str:
 
 
 def written_table(results: Results) -> str:
-    """What is left of the whole softmax's texts."""
+    """Return the table of generated tokens that equal those with the full softmax."""
     lines = []
     for way in results.other["written"]:
         job = job_of(way)
@@ -161,7 +164,7 @@ def written_table(results: Results) -> str:
 
 
 def seed_table(results: Results) -> str:
-    """The seed document's figures beside ours, for two blocks with one scale a layer, block and position."""
+    """Return the table of the seed document's figures and these results (two blocks, one scale per position)."""
     jobs = {start: learned(results.settings, blocks=2, start=start) for start in STARTS}
     ours = {
         f"{results.settings.model}, {text}, from {start}": (
@@ -185,6 +188,7 @@ def name_of(job: Job) -> str:
 
 
 def learned_from(start: str) -> str:
+    """Return the description of a start of learning."""
     return f"learned from {'mean shares' if start == 'mean' else start}"
 
 

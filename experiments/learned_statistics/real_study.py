@@ -1,4 +1,4 @@
-"""A model that others trained, its softmax in blocks with scales of many kinds, and what is measured of it.
+"""A pretrained model with block softmax and scales of many kinds, and its measurements.
 
 Shapes: N rows, T tokens, W window, L layers, H heads, n blocks.
 """
@@ -118,7 +118,7 @@ def write(subject: Subject, prompts: list[np.ndarray], n_tokens: int) -> list[li
 
 
 def repeated(tokens: Sequence[int], size: int = REPEATED) -> float:
-    """The share of runs of so many tokens that have been there before."""
+    """Return the fraction of n-grams of this size that occurred before."""
     runs = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
@@ -141,12 +141,13 @@ DIGITS = 5
 
 # -------------------------------------------------------------------- jobs
 def learned(settings: RealSettings, **changes: Any) -> Job:
-    """The seed's kind of scale, from a start that knows how many blocks there are; with changes."""
+    """Return the job of the seed document's kind of scale, with changes."""
     job = Job("learned", settings.middle, "position", settings.text, "1 / k", settings.rate)
     return job._replace(**changes)
 
 
 def mean(settings: RealSettings, **changes: Any) -> Job:
+    """Return the job of mean scales, with changes."""
     return Job("mean", settings.middle, "position", settings.text)._replace(**changes)
 
 
@@ -241,7 +242,7 @@ class RealBench(Bench):
         return {**job._asdict(), "tokens": tokens, "seconds": round(time.perf_counter() - started, 1)}
 
     def _likeliest(self, text: str, job: Job, found: np.ndarray) -> np.ndarray:
-        """The whole softmax's likeliest tokens, which are kept when they are found."""
+        """Return the most probable tokens with the full softmax, computed once."""
         path = self.folder / f"likeliest-{text}.npy"
         if job.kind == "whole":
             with atomic_write(path) as file:

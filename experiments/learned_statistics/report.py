@@ -1,4 +1,4 @@
-"""What came out, as Markdown tables, pictures and a page."""
+"""Tables in Markdown, plots and a page of block softmax in a small GPT."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,6 +58,7 @@ def cases(rows: Runs) -> list[tuple[int, int]]:
 
 
 def perplexity_table(rows: Runs) -> str:
+    """Return the table of perplexities."""
     lines = []
     for model, blocks in cases(rows):
         values = [find(rows, "whole", 1, model), *(find(rows, kind, blocks, model) for kind in WAYS)]
@@ -76,7 +77,7 @@ def won_back_table(rows: Runs) -> str:
 
 
 def seed_table(rows: Runs) -> str:
-    """The seed document's figures beside ours, for two blocks with one scale a layer, block and position."""
+    """Return the table of the seed document's figures and these results (two blocks, one scale per position)."""
     ours = {
         f"ours, {model}": (find(rows, "whole", 1, model)[0], find(rows, "learned", 2, model))
         for model, blocks in cases(rows)
@@ -96,7 +97,7 @@ def beside_seed(ours: Mapping[str, tuple[float, np.ndarray]], digits: int) -> st
 
 # -------------------------------------------------------------------- pictures
 def plot_spikiness(attention: Mapping[str, Mapping[str, list[float]]], blocks: Sequence[int], path: Path) -> None:
-    """A panel for each number of blocks. `attention` names what it holds "whole", "2 blocks, learned", ..."""
+    """Plot the largest attention weights, one panel for each number of blocks."""
     panels = {}
     for n in blocks:
         lines = {"whole": attention["whole"]}
@@ -121,8 +122,7 @@ def plot_scales(learned: Sequence[list[np.ndarray]], measured: list[np.ndarray],
 
 
 def draw_maps(maps: Mapping[str, Maps], distances: Sequence[float], tokens: Sequence[str], folder: Path) -> list[str]:
-    """Attention of one text: of the layers whose weights learned scales restore best and worst, as PNG; and of as many
-    layers as fit, the worst first, as a page.
+    """Draw attention maps of one text as PNG files and as an HTML page, and return the names of the files.
 
     Args:
         maps: by variant and layer, (H, T, T).

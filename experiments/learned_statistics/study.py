@@ -1,4 +1,4 @@
-"""A small GPT that is trained here, its softmax in blocks, and what is measured of it."""
+"""Train a small GPT, replace its softmax by block softmax, and measure it."""
 
 import math
 import time
@@ -115,12 +115,13 @@ def spread_windows(tokens: Any, n_rows: int, window: int) -> np.ndarray:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """A checkpoint as it is; of a run folder its best one, else its last."""
+    """Return the path itself if it is a checkpoint; for a run folder its best, else its last checkpoint."""
     best = path / "best.safetensors"
     return path if not path.is_dir() else best if best.exists() else path / "last.safetensors"
 
 
 def new_config(settings: Settings, seed: int) -> GPTConfig:
+    """Return the config of the small GPT."""
     return GPTConfig(
         vocab_size=BYTES,
         context_window=settings.context_window,
@@ -184,6 +185,7 @@ def all_rows(settings: Settings) -> list[dict[str, Any]]:
 
 
 def new_bench(subject: Subject, number: int, settings: Settings) -> Bench:
+    """Return the measurements of a model with its batches and scale files."""
     folder = settings.output / "scales" / str(number)
     return Bench(subject, folder, settings.scale_steps, settings.batch_size, MEASURED_WINDOWS, settings.blocks)
 

@@ -1,4 +1,4 @@
-"""Max retrieval: attention that learned on 5 to 16 items, measured on up to 4,096, with one softmax after another.
+"""Compare softmax variants on max retrieval: trained on 5 to 16 items, tested on up to 4,096.
 
     python -m experiments.max_retrieval             three trainings as in seed 001's notebook, all measured
     python -m experiments.max_retrieval --quick     half a minute
@@ -28,6 +28,7 @@ PAINTED = ("plain", "adaptive", "fit to errors")
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     words = sys.argv[1:]
     if any(word.partition("=")[0] == "--model" for word in words):
         from experiments.max_retrieval import real  # here, for it needs more than this experiment does
@@ -39,6 +40,7 @@ def main() -> int:
 
 
 def study(settings: Settings) -> Outcome:
+    """Run the study, and return its tables and the names of its files."""
     runs: Runs = []
     painted = None
     for seed in range(settings.seeds):

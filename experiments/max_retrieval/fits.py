@@ -1,4 +1,4 @@
-"""Temperatures fitted to a language model: by the gradient of its loss for each head, or by costs of single rows.
+"""Fit attention temperatures of a language model: by gradients for each head, or by the losses of single rows.
 
 Shapes: N texts, T tokens, L layers, H heads, S keys.
 """
@@ -93,7 +93,7 @@ def fit_betas(
 
 
 def slopes(model: GPT, batches: Sequence[Any], loss_of: Callable[[GPT, Any], Tensor]) -> np.ndarray:
-    """The mean gradient of the loss by the log of each head's inverse temperature, where all are 1: (batches, L, H).
+    """Return the gradients of the loss by each head's log inverse temperature, at 1: (batches, L, H).
 
     Below 0 where a head that is a little sharper lowers the loss.
     """
@@ -109,7 +109,7 @@ def slopes(model: GPT, batches: Sequence[Any], loss_of: Callable[[GPT, Any], Ten
 
 # -------------------------------------------------------------------- the paper's way
 def fit_polynomial(model: GPT, prompts: Sequence[Prompt], tried: Sequence[float] = TRIED) -> AdaptiveSoftmax:
-    """The polynomial from entropy to inverse temperature that costs the first tokens of answers least.
+    """Fit the polynomial from entropy to inverse temperature that minimizes the loss of the answers' first tokens.
 
     For each text and layer the rows are those of all heads at the last token before the first answer that counts. They
     are made sharper together, all else staying as it is, and each of them is charged the loss of that answer's first
@@ -158,7 +158,7 @@ def _cases_of(model: GPT, prompt: Prompt) -> list[Case]:
 def _loss_with(
     model: GPT, caches: list[KeyValueCache], layer: int, stream: Tensor, weights: np.ndarray, answer: int
 ) -> float:
-    """The loss of a token where the last row of each head of a layer weighs keys so, (H, S)."""
+    """Return the loss of a token if the last row of each head of a layer has these weights (H, S)."""
 
     def mixed(out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         by_head = np.repeat(value.array[0].swapaxes(0, 1), query.shape[2] // value.shape[2], axis=0)  # (H, S, D)

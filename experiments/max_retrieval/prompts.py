@@ -1,4 +1,4 @@
-"""Retrieval tasks as texts for a language model: the largest of n numbers, a name said n lines ago, a key in a table.
+"""Retrieval tasks as prompts: the largest of n numbers, a name n lines back, a key in a table.
 
 The first questions of a text come with their answers, as examples of the task. All questions of a text are asked in one
 go, each after the right answers to those before it, so a text is read once whatever the answers are.
@@ -34,11 +34,15 @@ N_QUESTIONS = 8  # that count, where a text has so many
 
 
 class Prompt(NamedTuple):
+    """Token ids, and the slices of the answers."""
+
     ids: np.ndarray  # whole numbers (T,)
     answers: Sequence[slice]  # for each question that counts the places of its answer in ids
 
 
 class Text(NamedTuple):
+    """A prompt as text: the context, the questions with answers, and the number of examples."""
+
     context: str  # comes first
     questions: Sequence[tuple[str, str]]  # and then these, each with its answer
     n_examples: int  # how many of them do not count
@@ -52,7 +56,7 @@ def words_of(tokeniser: Any) -> tuple[str, ...]:
 
 
 def largest(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
-    """The largest of n different numbers, below a bound that differs: how many there are does not tell it.
+    """Return the text of a task: find the largest of n different numbers.
 
     The examples before it have four numbers each.
     """
@@ -78,7 +82,7 @@ def name(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
 
 
 def table(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
-    """n rows of a word and a name; then some of the words again, from anywhere in it."""
+    """Return the text of a task: look up words in a table of n words and names."""
     rows = [(f"{key}:", f" {generator.choice(NAMES)}\n") for key in generator.choice(words, n, replace=False)]
     asked = [rows[i] for i in generator.permutation(n)[: N_EXAMPLES + N_QUESTIONS]]
     listed = "".join(key + value for key, value in rows)
@@ -93,7 +97,7 @@ TASKS: dict[str, Callable[[int, Sequence[str], np.random.Generator], Text]] = {
 
 
 def new_prompt(tokeniser: Any, text: Text) -> Prompt:
-    """The text in tokens. An answer ends before its full stop or the end of its line."""
+    """Return the tokenized text; an answer ends before its full stop or line end."""
     ids = list(tokeniser.encode(text.context)) if text.context else []
     places = []
     for i, (question, answer) in enumerate(text.questions):
@@ -115,6 +119,6 @@ class Prompter:
         self.words = words_of(tokeniser)
 
     def prompts(self, task: str, n: int, n_texts: int, key: Sequence[int]) -> list[Prompt]:
-        """Some texts of a task, from the stream of random numbers with this key."""
+        """Return prompts of a task, from the random stream with this key."""
         generator = np.random.default_rng((*key, list(TASKS).index(task), n))
         return [new_prompt(self.tokeniser, TASKS[task](n, self.words, generator)) for _ in range(n_texts)]

@@ -1,4 +1,4 @@
-"""Adaptive temperature asked of a language model that the world uses, without training it.
+"""Evaluate adaptive attention temperature in a pretrained language model, without training it.
 
     python -m experiments.max_retrieval --model smollm2            the tables of the README
     python -m experiments.max_retrieval --model smollm2 --quick    three minutes
@@ -77,6 +77,7 @@ QUICK: dict[str, Any] = {"seeds": 1, "largest_size": 16, "steps": 3, "length": 5
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     return run_study(RealSettings, study, __doc__, QUICK, check)
 
 
@@ -86,6 +87,7 @@ def check(settings: RealSettings) -> None:
 
 
 def study(settings: RealSettings) -> Outcome:
+    """Run the study, and return its tables and the names of its files."""
     if not settings.report:
         Study(settings).run()
     results = results_in(settings.output / "parts")
@@ -106,7 +108,7 @@ class Study:
         self.prompter = Prompter(loaded.tokeniser)
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
-        """What stands in its file, or else what comes out of the work, with the seconds that it took."""
+        """Return a part of the results: from its file, or computed and stored with its duration in seconds."""
         path = self.folder / f"{name.replace(' ', '-').replace(',', '')}.json"
         about = {key: value for key, value in stated(self.settings).items() if key not in ("model", "report")}
         if path.exists():
@@ -121,6 +123,7 @@ class Study:
         return kept["value"]
 
     def run(self) -> None:
+        """Compute all parts of the results."""
         temperatures = self.temperatures()
         # of the plays all, of the others a quarter, for the time goes with the square of the length
         quarter = max(64, self.settings.length // 4)
@@ -142,7 +145,7 @@ class Study:
 
     # ---------------------------------------------------------------- temperatures
     def temperatures(self) -> dict[str, Temperature]:
-        """The temperatures to compare, by name, fitted where there is something to fit."""
+        """Return the temperatures to compare, by name; fit those with parameters."""
         shape = self.model.config.n_layers, self.model.config.n_heads
         gains = np.array(self.part("fit, slopes", self.head_slopes)["tasks"]).mean(axis=0)
         start = self.part("fit, ln n", self.choose_start)["start"]
@@ -166,7 +169,7 @@ class Study:
         }
 
     def task_batches(self, stream: int = FITTING, tasks: Sequence[str] = tuple(TASKS)) -> Iterator[list[Prompt]]:
-        """A text of each task, the sizes changing from batch to batch."""
+        """Yield batches with one prompt of each task, of changing sizes."""
         for step in range(self.settings.steps):
             batch = []
             for task in tasks:
@@ -185,13 +188,14 @@ class Study:
             yield parts[step % len(TEXTS)][step // len(TEXTS)][None]
 
     def fit_betas(self, betas: Betas, batches: Iterator[Any]) -> dict[str, Any]:
+        """Fit the inverse temperatures on batches, and return their table and the losses."""
         chosen = list(batches)
         loss_of: Any = fits.loss_of_answers if isinstance(chosen[0], list) else fits.loss_of_text
         losses = fits.fit_betas(self.model, betas, chosen, loss_of)
         return {**betas.table(), "losses": np.round(losses, 4).tolist()}
 
     def head_slopes(self) -> dict[str, Any]:
-        """What a little more sharpness of each head does to the loss, on some batches of tasks and of text."""
+        """Return the gradients of the loss by each head's log inverse temperature, on tasks and on text."""
         count = min(9, self.settings.steps)
         tasks = list(self.task_batches(CHOICE))[:count]
         texts = list(self.text_batches())[:count]
@@ -202,7 +206,7 @@ class Study:
         return {name: np.round(rows, 5).tolist() for name, rows in found.items()}
 
     def choose_start(self) -> dict[str, Any]:
-        """The start of ln n with the lowest loss of answers, on prompts that are not measured."""
+        """Return the start of ln n with the lowest loss of answers, on prompts for selection."""
         batches = list(self.task_batches(CHOICE))[:8]
         losses = {}
         for start in STARTS:
@@ -213,6 +217,7 @@ class Study:
         return {"start": min(losses, key=lambda start: losses[start]), "losses": losses, "softmax": plain}
 
     def fit_polynomial(self) -> list[float]:
+        """Fit the polynomial temperature, and return its coefficients."""
         prompts = [
             prompt
             for batch in list(self.task_batches(CHOICE))[: max(1, min(5, self.settings.steps // 8))]
@@ -249,7 +254,7 @@ class Study:
         return self.settings.texts if n > 64 or self.settings.quick else 2 * self.settings.texts
 
     def listen(self, temperature: Temperature, text: str, n_tokens: int) -> dict[str, Any]:
-        """The loss by position and the entropy of each head by length, on a held-out text."""
+        """Return the loss by position and the entropy of each head by length, on a held-out text."""
         ids = windows(self.tokeniser, text_of(text, "test"), 1, n_tokens).ids
         lengths = [2**i for i in range(6, 20) if 2**i <= n_tokens]
         with tempered(self.model, temperature), Listening(self.model, lengths) as heard:
@@ -279,7 +284,7 @@ def results_in(folder: Path) -> dict[str, Any]:
 
 
 def few_heads(betas: Betas, gains: np.ndarray, count: int) -> Betas:
-    """The same for the heads whose sharpness promises the most, and 1 for all others.
+    """Return inverse temperatures for the `count` heads with the largest expected gain, and 1 for all others.
 
     Args:
         gains: (L, H), the slope of the loss by the log of each inverse temperature.

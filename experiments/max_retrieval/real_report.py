@@ -1,4 +1,4 @@
-"""What came out for a language model: Markdown tables, pictures, and a page in which heads can be chosen.
+"""Tables in Markdown, plots and an interactive page of adaptive temperature in a language model.
 
 Shapes: L layers, H heads.
 """
@@ -54,7 +54,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def if_there(make: Callable[[], Any]) -> Any:
-    """What a function makes of the parts, or None where one of them is missing."""
+    """Return the result of a function of the parts; None if a part is missing."""
     try:
         return make()
     except KeyError as missing:
@@ -64,7 +64,7 @@ def if_there(make: Callable[[], Any]) -> Any:
 
 # -------------------------------------------------------------------- what there is
 def split_last(names: dict[str, Any]) -> list[str]:
-    """The names before the last comma, each once: "heads, tasks" of "heads, tasks, 0"."""
+    """Return the distinct names before the last comma, such as "heads, tasks" of "heads, tasks, 0"."""
     return list(dict.fromkeys(name.rpartition(", ")[0] for name in names))
 
 
@@ -76,6 +76,7 @@ def of_seeds(results: dict[str, Any], temperature: str, task: str, n: str, key: 
 
 
 def sizes_of(results: dict[str, Any], task: str) -> list[str]:
+    """Return the sizes of a task in the results."""
     return [str(n) for n in next(iter(results["tasks"].values())).get(task, {})]
 
 
@@ -96,14 +97,14 @@ def growth(lengths: list[int], entropies: np.ndarray) -> np.ndarray:
 
 
 def growth_within(results: dict[str, Any]) -> np.ndarray:
-    """The same for lengths up to the model's window."""
+    """Return the growth of entropy for lengths up to the model's context window."""
     value = results["text"][f"{PLAIN}, shakespeare"]
     return growth(value["lengths"], np.array(value["entropy"]))
 
 
 # -------------------------------------------------------------------- tables
 def task_table(results: dict[str, Any], key: str, digits: int = 2, scale: float = 1) -> str:
-    """A row for each task and size, a column for each temperature."""
+    """Return the table of tasks and sizes against temperatures."""
     names = split_last(results["tasks"])
     rows = []
     for task, title in TITLES.items():
@@ -145,7 +146,7 @@ def entropy_table(results: dict[str, Any]) -> str:
 
 
 def head_table(results: dict[str, Any]) -> str:
-    """The heads with the steepest slope of the loss of answers, and what else is known of them."""
+    """Return the table of the heads with the steepest loss gradient."""
     slopes = {name: np.array(rows) for name, rows in results["fit"]["slopes"].items()}
     tasks, text = slopes["tasks"].mean(axis=0), slopes["text"].mean(axis=0)
     grows = growth_within(results)
@@ -165,6 +166,7 @@ def head_table(results: dict[str, Any]) -> str:
 
 
 def start_table(results: dict[str, Any]) -> str:
+    """Return the table of the starts of ln n."""
     found = results["fit"]["ln n"]
     rows = [[start, f"{loss:.3f}"] for start, loss in {**found["losses"], "softmax": found["softmax"]}.items()]
     return markdown(["start", "loss of answers"], rows)
@@ -188,7 +190,7 @@ def plot_tasks(results: dict[str, Any], folder: Path) -> None:
 
 
 def plot_texts(results: dict[str, Any], path: Path) -> None:
-    """What each temperature changes in the loss by position, a panel for each text."""
+    """Plot the change of the loss by position for each temperature, one panel for each text."""
     panels: dict[str, dict[str, tuple[Any, Any]]] = {}
     for name, value in results.get("text", {}).items():
         temperature, _, text = name.rpartition(", ")
@@ -201,7 +203,7 @@ def plot_texts(results: dict[str, Any], path: Path) -> None:
 
 
 def plot_entropies(results: dict[str, Any], path: Path) -> None:
-    """A line for each head, and below it the share of its weight that goes to the first token."""
+    """Plot the entropy of each head, and the fraction of its weight on the first token."""
     lengths, entropies = layers(results, "entropy")
     first = layers(results, "first")[1]
     with drawing(path, (12, 4.8), dpi=90) as figure:

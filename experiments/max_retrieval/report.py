@@ -1,4 +1,4 @@
-"""What came out, as a Markdown table and two pictures."""
+"""A table in Markdown and two plots of max retrieval."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ COLOURS = {
 
 
 def gather(runs: Runs, *keys: str) -> np.ndarray:
-    """What all runs measured, (runs, sizes)."""
+    """Return the measurements of all runs, (runs, sizes)."""
     return np.array(of(runs, *keys))
 
 
@@ -42,7 +42,7 @@ def accuracy_table(sizes: list[int], runs: Runs) -> str:
 
 
 def loss_table(sizes: list[int], runs: Runs) -> str:
-    """The cross entropy in nats."""
+    """Return the table of cross-entropies in nats."""
     rows = {f"{n:,}": i for i, n in enumerate(sizes)}
     return grid(rows, list(runs[0]["loss"]), lambda i, name: gather(runs, "loss", name)[:, i], corner="items")
 

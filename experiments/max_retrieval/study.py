@@ -1,4 +1,4 @@
-"""The task, the model and its loss; train, fit a temperature, measure.
+"""The max-retrieval task: the model and its loss, training, fitting of a temperature, and measurements.
 
 Each of n items has a priority and a class; the answer is the class of the item with the highest priority. Every random
 number comes from a stream with a name, so that runs repeat exactly.
@@ -39,12 +39,15 @@ N_CLASSES = 10
 
 
 class Batch(NamedTuple):
+    """A batch of items, queries and target classes."""
+
     items: np.ndarray  # (B, N, 1 + N_CLASSES): a priority, uniform in [0, 1), beside a class as one of 0 and 1
     query: np.ndarray  # (B, 1, 1), uniform in [0, 1), which says nothing
     targets: np.ndarray  # (B,), the class of the item with the highest priority
 
 
 def new_batch(n_items: int, size: int, generator: np.random.Generator) -> Batch:
+    """Return a random batch."""
     priorities = generator.random((size, n_items), dtype=np.float32)
     classes = generator.integers(0, N_CLASSES, (size, n_items))
     items = np.concatenate([priorities[..., None], np.eye(N_CLASSES, dtype=np.float32)[classes]], axis=-1)
@@ -53,7 +56,7 @@ def new_batch(n_items: int, size: int, generator: np.random.Generator) -> Batch:
 
 
 def lecun(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
-    """Normal with variance 1 / inputs (LeCun et al. 1998), which flax's layers start from."""
+    """Return LeCun-normal weights, with variance 1 / inputs (LeCun et al. 1998), flax's default."""
     return generator.standard_normal(shape, dtype=np.float32) / np.float32(math.sqrt(shape[0]))
 
 
@@ -74,7 +77,7 @@ class MaxRetrieval(Layer):
         return self.answer(self.attention(self.read_query(query), self.read_items(items))[:, 0])
 
     def project(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """What attention makes of a batch before its softmax: queries (B, 1, C), keys and values (B, N, C)."""
+        """Return the queries (B, 1, C), keys and values (B, N, C) of a batch."""
         items, query = self.read_items(batch.items), self.read_query(batch.query)
         return self.attention.query(query), self.attention.key(items), self.attention.value(items)
 
@@ -84,7 +87,7 @@ class MaxRetrieval(Layer):
 
 
 def batch_loss(model: MaxRetrieval, batch: Batch, l2: float) -> Tensor:
-    """The cross entropy, and l2 times the squares of all parameters.
+    """Return the cross-entropy plus l2 times the squared norm of all parameters.
 
     The squares are part of the loss, so Adam divides their gradient as any other: this is no decoupled weight decay.
     """
@@ -134,7 +137,7 @@ def check(settings: Settings) -> None:
 
 # -------------------------------------------------------------------- training
 def train(settings: Settings, seed: int) -> tuple[MaxRetrieval, float]:
-    """A trained model, and the mean loss of its last 100 steps."""
+    """Train a model, and return it with the mean loss of its last 100 steps."""
     generator = stream(TRAINING, seed)
     model = MaxRetrieval(generator, settings.width)
     falling = WarmupCosine(settings.learning_rate, 0.0, 0, settings.steps)
@@ -153,15 +156,17 @@ def train(settings: Settings, seed: int) -> tuple[MaxRetrieval, float]:
 
 # -------------------------------------------------------------------- a temperature of our own
 def cross_entropy(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return the cross-entropy of each item."""
     return -kernels.log_softmax(logits)[np.arange(len(targets)), targets]
 
 
 def errors(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return 1 for each wrong prediction, else 0."""
     return (logits.argmax(axis=-1) != targets).astype(logits.dtype)
 
 
 def fit(model: MaxRetrieval, settings: Settings, seed: int, cost: Callable) -> AdaptiveSoftmax:
-    """The softmax whose temperature, a polynomial of the entropy of degree 4, costs this model least.
+    """Fit the softmax whose temperature is a polynomial of degree 4 of the entropy, with the lowest cost.
 
     It is fitted on examples of their own with 16 items (as in training) and up to the most that it is measured on, so
     that it has seen the entropies it will meet: a polynomial is worth nothing outside of these. Rows below the
@@ -202,7 +207,7 @@ def split(n_items: int, size: int) -> list[tuple[int, int]]:
 
 
 def scores_of(query: Tensor, keys: Tensor) -> np.ndarray:
-    """What the softmax of one head turns into weights: (B, N)."""
+    """Return the attention scores of one head, (B, N)."""
     return scores_and_weights(Attention(causal=False), one_head(query), one_head(keys))[0][:, 0, 0]
 
 
@@ -218,7 +223,7 @@ def entropy_of(scores: np.ndarray) -> np.ndarray:
 
 # -------------------------------------------------------------------- measuring
 def measure(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings: Settings, seed: int) -> dict:
-    """What a model does with each softmax in place of the one it was trained with.
+    """Return the accuracy and loss of a model with each softmax.
 
     Returns:
         "accuracy" and "loss" of each softmax; "found", how often the item with the highest score has the right class;
@@ -244,7 +249,7 @@ def measure(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings: Set
 def examine_all(
     model: MaxRetrieval, n_items: int, softmaxes: dict[str, RowSoftmax], settings: Settings, bar: tqdm
 ) -> dict[str, np.ndarray]:
-    """What `examine` finds in all sets of data with so many items."""
+    """Return the measurements of `examine` on all test sets of one size."""
     parts = [(d, *part) for d in range(settings.data_seeds) for part in split(n_items, settings.samples)]
     found: list[dict[str, np.ndarray]] = [{} for _ in parts]
 
@@ -272,6 +277,7 @@ def examine(model: MaxRetrieval, batch: Batch, softmaxes: dict[str, RowSoftmax])
 
 
 def rounded(value: float) -> float:
+    """Return a value rounded to four decimals."""
     return round(float(value), 4)
 
 

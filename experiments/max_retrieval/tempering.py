@@ -1,4 +1,4 @@
-"""Other temperatures in the attention of a model that is there, without a change to the model.
+"""Change the attention temperatures of a pretrained model, without changing its weights.
 
 An inverse temperature beta multiplies a row's scores. Since these are products of a query with keys, it may as well
 multiply the query: then the fused kernels do the rest, and its gradient comes with the query's.
@@ -39,6 +39,7 @@ class Betas:
 
     @property
     def parameters(self) -> list[Tensor]:
+        """Return the trainable Tensors."""
         return self.levels + (self.growth or [])
 
     def of(self, layer: int, n_queries: int, n_keys: int) -> Tensor:
@@ -58,6 +59,7 @@ class Betas:
 
     @classmethod
     def from_table(cls, table: dict[str, Any]) -> Betas:
+        """Return the inverse temperatures stored in a table."""
         return cls(np.array(table["levels"]), np.array(table["growth"]) if table["growth"] else None)
 
 

@@ -1,4 +1,4 @@
-"""Surnames: from which of 18 languages? Convolution, recurrence and Transformer by five-fold cross validation.
+"""Classify surnames by 18 languages: convolution, recurrence and transformer, with five-fold cross-validation.
 
     python -m experiments.names                 five folds, three models
     python -m experiments.names --quick         within three minutes: two of the five folds, four epochs
@@ -19,6 +19,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
+    """Run the study, and return its tables and the names of its files."""
     problem = data.load(settings.repeated, settings.names)
     runs, outcome = run(problem, settings)
     matrices = {name: confusions(problem, outcome, name) for name in settings.models}
@@ -30,6 +31,7 @@ def study(settings: Settings) -> Outcome:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     return run_study(Settings, study, __doc__, QUICK, lambda settings: check_folds(settings, names=settings.folds))
 
 

@@ -1,4 +1,4 @@
-"""Surnames and their letters.
+"""The surnames as a classification problem.
 
 The files repeat themselves: 18,012 different pairs of a name and a language stand in 20,050 lines, and 470 names stand
 in several languages. Here each pair comes once, and all pairs of one name are in the same part of the data, so that no
@@ -17,12 +17,13 @@ BEGIN, END = "^", "$"  # no name has them
 
 
 def letters(name: str) -> list[str]:
-    """The characters as Unicode has them, accents and all, in small letters, between two marks."""
+    """Return the lower-case characters of a name between start and end marks."""
     return [BEGIN, *unicodedata.normalize("NFC", name).lower(), END]
 
 
 def load(repeated: bool, most: int) -> Problem:
-    """
+    """Load the names as a classification problem.
+
     Args:
         repeated: every line of the files is a text of its own instead, to be learnt or tested wherever it falls.
         most: of each language the first so many lines.
@@ -36,7 +37,7 @@ def load(repeated: bool, most: int) -> Problem:
 
 
 def ceiling(problem: Problem, where: np.ndarray) -> float:
-    """The largest share that can be right of some texts, where every name gets one answer."""
+    """Return the highest possible accuracy, if each name gets one answer."""
     most: dict[str, int] = {}
     for (name, _), count in Counter(("".join(problem.tokens[i]), problem.labels[i]) for i in where).items():
         most[name] = max(most.get(name, 0), count)

@@ -1,4 +1,4 @@
-"""What came out, as Markdown tables, pictures and a page."""
+"""Tables in Markdown, plots and a page of the surname study."""
 
 from pathlib import Path
 
@@ -48,6 +48,7 @@ def language_table(classes: tuple[str, ...] | list[str], matrices: Matrices) -> 
 
 
 def tables(runs: Runs, classes: tuple[str, ...] | list[str], matrices: Matrices) -> dict[str, str]:
+    """Return all tables by title."""
     ceiling = 100 * np.mean([run["ceiling"] for run in runs if "ceiling" in run])
     return {
         f"Measures in %; of the accuracy at most {ceiling:.1f} can be reached": main_table(runs),
@@ -57,7 +58,7 @@ def tables(runs: Runs, classes: tuple[str, ...] | list[str], matrices: Matrices)
 
 # -------------------------------------------------------------------- pictures
 def best_model(runs: Runs) -> str:
-    """That with the most validation names right."""
+    """Return the model with the highest validation accuracy."""
     names = [name for name in distinct(runs) if name in MODELS]
     return max(names, key=lambda name: np.mean(of(select(runs, model=name), "validation")))
 

@@ -1,4 +1,4 @@
-"""English words to their pronunciation: the network of g2p-en, run through Tricycle's GRU and beam search.
+"""English grapheme-to-phoneme conversion: the network of g2p-en in Tricycle's GRU with beam search.
 
     python -m experiments.pretrained.g2p                               as below
     python -m experiments.pretrained.g2p --words tricycle gradient     words of your own
@@ -51,17 +51,19 @@ class Speller(EncoderDecoder):
         self.output = Dense(size, len(SOUNDS), generator=generator, role="head")
 
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        """Encode the letters, and return the initial state of the decoder."""
         _, final = self.encoder(self.letters(as_tensor(source)), lengths)
         return {"hidden": final[0]}
 
     def decode(self, target: Operand, state: State) -> Tensor:
+        """Return the logits after each phoneme, and advance the state in place."""
         outputs, final = self.decoder(self.sounds(as_tensor(target)), initial=state["hidden"][None])
         state["hidden"] = final[0]
         return self.output(outputs)
 
 
 def load(path: Path | None = None) -> Speller:
-    """The network with g2p-en's weights.
+    """Return the network with g2p-en's weights.
 
     Args:
         path: as of `Package.read`.
@@ -106,7 +108,7 @@ def ids_of(words: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pronounce(model: Speller, words: list[str], beam_size: int = 1) -> list[list[str]]:
-    """The sounds of each word, as the CMU Pronouncing Dictionary writes them: a number is a vowel's stress."""
+    """Return the phonemes of each word in the notation of the CMU Pronouncing Dictionary (numbers mark stress)."""
     tokens, lengths = ids_of(words)
     limits = {"begin": SOUNDS.index("<s>"), "end": SOUNDS.index("</s>"), "max_length": MOST_SOUNDS}
     targets = beam_search(model, tokens, lengths, beam_size=beam_size, **limits)
@@ -125,7 +127,7 @@ class Settings:
 
 
 def listed(path: Path | None = None) -> dict[str, set[str]]:
-    """The words in g2p-en's list of those that are spoken in two ways, with both."""
+    """Return the words with two pronunciations in g2p-en's list, with both pronunciations."""
     words = {}
     for line in G2P.read("homographs.en", path).decode("utf-8").splitlines():
         if not line.startswith("#") and line.count("|") == 3:
@@ -135,6 +137,7 @@ def listed(path: Path | None = None) -> dict[str, set[str]]:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     settings = parse(Settings, description=__doc__ or "")
     at_least(settings, beam_size=1)
     if not settings.words:

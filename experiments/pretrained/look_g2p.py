@@ -1,4 +1,4 @@
-"""What the pronouncer of `g2p.py` does without attention: which letters its sounds come from, and what its state holds.
+"""Inspect the network of `g2p.py`, which has no attention: input attributions of its sounds, and its hidden state.
 
     python -m experiments.pretrained.look_g2p                              as in the README
     python -m experiments.pretrained.look_g2p --words tricycle gradient    maps of words of your own
@@ -89,14 +89,14 @@ def so_far(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
 
 
 def views(model: Speller, word: str, sounds: Sequence[int]) -> dict[str, np.ndarray]:
-    """Maps (T, S) of sounds by letters, none below 0: where each sound comes from, in four ways."""
+    """Return four attribution maps (T, S) of sounds to letters, all nonnegative."""
     rise = np.diff(so_far(model, word, sounds), axis=1)[:, : len(word)]
     maps = left_out(model, word, sounds), *gradients(model, word, sounds), rise
     return {name: map_.clip(0) for name, map_ in zip(VIEWS, maps)}
 
 
 def said_from(model: Speller, hidden: np.ndarray) -> list[list[str]]:
-    """The likeliest sound each time, from states (N, H)."""
+    """Return the greedy phonemes decoded from hidden states (N, H)."""
     state, last = {"hidden": to_tensor(hidden)}, np.full(len(hidden), BEGIN)
     rows = []
     with no_grad():
@@ -193,13 +193,13 @@ def letters_held(states: np.ndarray, words: Sequence[str], seed: int, penalty: f
 
 
 def skeleton(word: str) -> str:
-    """The letters of a word that are heard as they are written: b, f, l, m, n, p, r, v; doubled ones once."""
+    """Return the consonant letters with a regular pronunciation (b, f, l, m, n, p, r, v), without doubling."""
     plain = word.replace("ph", "f").replace("mb", "m").replace("mn", "m")
     return re.sub(r"(.)\1+", r"\1", "".join(letter for letter in plain if letter in "bflmnprv"))
 
 
 def heard(sounds: Sequence[str]) -> str:
-    """These letters, as a pronunciation has them."""
+    """Return the letters of these consonants in a pronunciation."""
     return re.sub(r"(.)\1+", r"\1", "".join(HEARD.get(sound, "") for sound in sounds))
 
 
@@ -234,7 +234,7 @@ def missed_of_two(joined: Sequence[str], apart: Sequence[list[str]], together: S
 
 
 def by_length(words: Sequence[str], rows: Sequence[tuple[int, ...]]) -> dict[str, list[tuple[int, ...]]]:
-    """What belongs to words of like length, where there are any."""
+    """Return the rows grouped by word length."""
     table = {}
     for least, most in LENGTHS:
         of_length = [row for word, row in zip(words, rows) if least <= len(word) <= most]
@@ -250,7 +250,7 @@ def share(counts: Sequence[tuple[int, ...]]) -> float:
 
 # -------------------------------------------------------------------- pictures
 def draw_maps(path: Path, model: Speller, words: Sequence[str]) -> None:
-    """A row for each word: sounds by letters, in three ways."""
+    """Draw three maps of sounds to letters for each word."""
     spoken = pronounce(model, list(words))
     heights = [len(sounds) + 3 for sounds in spoken]
     with drawing(path, (12, 0.21 * sum(heights) + 0.8)) as figure:
@@ -274,7 +274,7 @@ def draw_maps(path: Path, model: Speller, words: Sequence[str]) -> None:
 
 
 def draw_memory(path: Path, mean: np.ndarray, delay: Sequence[int], held: dict, errors: dict) -> None:
-    """The mean map, when sounds are known, which letters the state holds, what long words lose."""
+    """Plot the mean map, when sounds become known, which letters the state holds, and errors by length."""
     with drawing(path, (12, 8)) as figure:
         (place, when), (memory, lost) = figure.subplots(2, 2)
         place.imshow(mean, cmap="gist_heat_r", vmin=0, extent=(0, 1, 1, 0), aspect="auto")
@@ -371,6 +371,7 @@ def check(settings: Settings) -> None:
 
 
 def study(settings: Settings) -> Outcome:
+    """Run the study, and return its tables and the names of its files."""
     model = load(settings.path)
     for word in settings.words:
         print(f"\n{word}: what is said if reading ends after some letters, without the mark of the end; then with it")
@@ -383,6 +384,7 @@ def study(settings: Settings) -> Outcome:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     return run_study(Settings, study, __doc__, check=check)
 
 

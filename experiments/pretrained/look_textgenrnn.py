@@ -1,4 +1,4 @@
-"""Where the attention of `textgenrnn.py` looks among the last 40 characters, and what would be lost without it.
+"""Inspect the attention of `textgenrnn.py` over the last 40 characters, and measure the loss without it.
 
 python -m experiments.pretrained.look_textgenrnn                       as in the README
 python -m experiments.pretrained.look_textgenrnn --titles "My cat ate my homework"
@@ -84,7 +84,7 @@ def _read(model: CharacterModel, tokens: np.ndarray, labels: np.ndarray) -> Read
 
 # -------------------------------------------------------------------- does it matter?
 def other_weights(weights: np.ndarray, seed: int = 0) -> dict[str, np.ndarray]:
-    """What could stand in the place of the weights (N, 40)."""
+    """Return replacements of the attention weights (N, 40), by name."""
     last, largest = np.zeros_like(weights), np.zeros_like(weights)
     last[:, -1] = 1
     np.put_along_axis(largest, weights.argmax(axis=1)[:, None], 1, axis=1)
@@ -102,7 +102,7 @@ def other_weights(weights: np.ndarray, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def bits(model: CharacterModel, states: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> float:
-    """The mean of what each character costs where the states (N, T, W) are weighed so."""
+    """Return the mean bits per character if the states (N, T, W) have these attention weights."""
     with model.evaluating():
         logits = model.output((weights[:, None] @ states)[:, 0]).numpy().astype(np.float64)
     return float(-kernels.log_softmax(logits)[np.arange(len(labels)), labels].mean() / np.log(2))
@@ -202,7 +202,7 @@ def least_on_last(reading: Read, characters: Mapping[int, str], n: int = 6) -> d
 
 # -------------------------------------------------------------------- pictures and page
 def draw_title(path: Path, text: str, shares: Mapping[str, np.ndarray]) -> None:
-    """A map for each of the shares (T + 1, 40): characters to be written by the characters that are looked at."""
+    """Draw the attention maps (T + 1, 40) of a title."""
     from matplotlib.colors import PowerNorm
 
     columns, rows = [SHOWN[MARK], *text], [*text, SHOWN[MARK]]
@@ -221,6 +221,7 @@ def draw_title(path: Path, text: str, shares: Mapping[str, np.ndarray]) -> None:
 
 
 def visible(character: str) -> str:
+    """Return a printable form of a character."""
     return SHOWN.get(character, character)
 
 
@@ -251,7 +252,7 @@ def draw_averages(path: Path, reading: Read, gradient: np.ndarray, seen: Sequenc
 def write_looked_at(
     path: Path, model: CharacterModel, reading: Read, gradient: np.ndarray, characters: Mapping[int, str]
 ) -> None:
-    """The page: each window with its characters coloured by attention and by gradient, side by side."""
+    """Write the page of windows with characters colored by attention and by gradient."""
     with model.evaluating():
         logits = model(reading.tokens).numpy().astype(np.float64)
     p = np.exp(kernels.log_softmax(logits))
@@ -280,7 +281,7 @@ class Settings:
 
 
 def zen() -> tuple[str, ...]:
-    """The lines of the Zen of Python, which comes with it: short sentences that are no titles."""
+    """Return the lines of the Zen of Python, short sentences that are not titles."""
     with contextlib.redirect_stdout(io.StringIO()):  # importing it prints it
         import this
     return tuple(line for line in codecs.decode(this.s, "rot13").splitlines() if line)
@@ -332,6 +333,7 @@ def check(settings: Settings) -> None:
 
 
 def study(settings: Settings) -> Outcome:
+    """Run the study, and return its tables and the names of its files."""
     model, vocabulary = load(settings.path)
     results = look(model, vocabulary, settings)
     save(settings.output / "textgenrnn.json", settings, **results)
@@ -340,6 +342,7 @@ def study(settings: Settings) -> Outcome:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     return run_study(Settings, study, __doc__, {"titles": TITLES}, check)
 
 

@@ -1,4 +1,4 @@
-"""Texts by their meaning: the BERT of all-MiniLM-L6-v2, run through Tricycle's encoder.
+"""Semantic search: the BERT model all-MiniLM-L6-v2 in Tricycle's text encoder.
 
     python -m experiments.pretrained.minilm                                        as below
     python -m experiments.pretrained.minilm --ask "which file draws pictures?"     questions of your own
@@ -46,7 +46,7 @@ QUESTIONS = (
 
 
 def load(path: Path | None = None) -> SentenceEncoder:
-    """The model with its tokeniser.
+    """Return the model with its tokenizer.
 
     Args:
         path: as of `Package.read`.
@@ -66,7 +66,7 @@ def load(path: Path | None = None) -> SentenceEncoder:
 
 
 def library() -> dict[str, str]:
-    """The files of tricycle/ and what the first paragraph in each says."""
+    """Return the first docstring paragraph of each file in tricycle/."""
     root = Path(tricycle.__file__).parent
     paragraphs = {}
     for path in sorted(root.rglob("*.py")):
@@ -96,6 +96,7 @@ class Settings:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     settings = parse(
         Settings, Settings(ask=QUESTIONS[:1]) if "--quick" in sys.argv[1:] else None, description=__doc__ or ""
     )
@@ -112,7 +113,7 @@ def main() -> int:
 
 
 def table(model: SentenceEncoder, texts: tuple[str, ...]) -> str:
-    """The cosines of all with all."""
+    """Return the table of cosine similarities of all pairs of texts."""
     vectors = model.encode(texts)
     columns = {str(i + 1): vector for i, vector in enumerate(vectors)}
     return grid(dict(zip(texts, vectors)), columns, lambda a, b: a @ b, 4, corner="cosine")

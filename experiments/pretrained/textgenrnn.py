@@ -1,4 +1,4 @@
-"""Titles of posts, character by character: the network of textgenrnn, run through Tricycle's LSTM and attention.
+"""Generate titles of posts by character: the network of textgenrnn in Tricycle's LSTM with attention.
 
     python -m experiments.pretrained.textgenrnn                            as below
     python -m experiments.pretrained.textgenrnn --begin "My cat" --temperatures 0 0.5
@@ -57,7 +57,7 @@ class CharacterModel(Layer):
         self.output = Dense(width, n_characters, role="head")
 
     def states(self, embedded: Operand) -> Tensor:
-        """What came of each character, (B, T, W): its own vector (B, T, E), and what both LSTMs say there."""
+        """Return the concatenated embeddings and LSTM outputs of each character, (B, T, W)."""
         embedded = as_tensor(embedded)
         first, _ = self.first(embedded)
         second, _ = self.second(first)
@@ -76,7 +76,7 @@ class CharacterModel(Layer):
 
 # -------------------------------------------------------------------- out of the package
 def load(path: Path | None = None) -> tuple[CharacterModel, dict[str, int]]:
-    """The network with its weights, and the numbers of the characters.
+    """Return the network with its weights, and the vocabulary of characters.
 
     Args:
         path: as of `Package.read`.
@@ -127,7 +127,7 @@ def read_arrays(content: bytes) -> dict[str, np.ndarray]:
 
 
 def from_cudnn(matrix: np.ndarray) -> np.ndarray:
-    """The matrix of four gates as ours is, (in, 4 H), from one that was made on a GPU.
+    """Convert a matrix of four gates from cuDNN's layout to (in, 4 H).
 
     There each gate's numbers lie in memory as (H, in), under a shape that says (in, H). Two biases tell such a file.
     """
@@ -139,13 +139,13 @@ def from_cudnn(matrix: np.ndarray) -> np.ndarray:
 
 # -------------------------------------------------------------------- characters
 def windows(vocabulary: dict[str, int], characters: list[str]) -> np.ndarray:
-    """What the network sees before each character and after the last, (T + 1, WINDOW); unknown ones are 0."""
+    """Return the network's input for each character and the end, (T + 1, WINDOW); unknown characters are 0."""
     ids = [0] * WINDOW + [vocabulary[MARK]] + [vocabulary.get(character, 0) for character in characters]
     return np.array([ids[i + 1 : i + 1 + WINDOW] for i in range(len(characters) + 1)])
 
 
 def bits(model: CharacterModel, vocabulary: dict[str, int], texts: tuple[str, ...]) -> float:
-    """The mean over characters, a text's end included, of the bits that each costs."""
+    """Return the mean bits per character, including the end of each text."""
     lost = []
     for text in texts:
         with model.evaluating():
@@ -158,7 +158,7 @@ def bits(model: CharacterModel, vocabulary: dict[str, int], texts: tuple[str, ..
 def write(
     model: CharacterModel, vocabulary: dict[str, int], begin: str, temperature: float, longest: int, generator: Any
 ) -> str:
-    """A text from its beginning to its end, or to so many characters."""
+    """Generate a text from a beginning, up to its end or a maximal length."""
     characters = {number: character for character, number in vocabulary.items()}
     text = list(begin)
     while len(text) < longest:
@@ -187,6 +187,7 @@ class Settings:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     quick = Settings(temperatures=(0.5,), texts=1) if "--quick" in sys.argv[1:] else None
     settings = parse(Settings, quick, description=__doc__ or "")
     at_least(settings, texts=1, longest=1, seed=0)

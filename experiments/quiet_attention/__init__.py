@@ -1,1 +1,1 @@
-"""Does softmax1 keep a GPT's weights and activations free of outliers? (Miller 2023, "Attention is off by one")"""
+"""Study: does softmax1 prevent outliers in GPT weights and activations? (Miller 2023, "Attention is off by one")."""

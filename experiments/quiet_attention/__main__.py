@@ -1,4 +1,4 @@
-"""The same GPT trained with softmax and with softmax1: python -m experiments.quiet_attention
+"""Train the same GPT with softmax and with softmax1: python -m experiments.quiet_attention.
 
 From the same first weights, on the same batches, with the same dropout masks: along the run, the kurtosis of every
 matrix and of the activations, the largest activations, and the perplexity on held-out text. Each run leaves its
@@ -47,6 +47,7 @@ class Arguments:
 
 
 def main() -> None:
+    """Run the command line."""
     arguments = parse(Arguments, description=__doc__ or "")
     at_least(arguments, seeds=1, measurements=1, steps=0, batch_size=0)
     if arguments.model:
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 def ask_model(arguments: Arguments) -> None:
-    """The same question of a model that others trained, on two CPU cores: 20 variants of it, or 5 with "quick"."""
+    """Run the study of a pretrained model on two CPU cores: 20 variants, or 5 with "quick"."""
     sizes = {"tokens": 128, "tested": 2, "rounded": 1, "inside": 1, "survey": 4} if arguments.quick else {}
     settings = Settings(
         model=arguments.model,

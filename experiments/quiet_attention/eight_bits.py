@@ -1,4 +1,4 @@
-"""Weights and activations rounded to 8 bits, in plain sight: what a model loses by it.
+"""Simulated 8-bit quantization of weights and activations.
 
 A value x becomes s round(x / s) with s = max |x| / 127: symmetric, by the largest value (absmax). With one scale a
 tensor, one outlier makes s large for all. Products of such values in float32 are those that int8 hardware would give.
@@ -51,7 +51,8 @@ MORE_WAYS = {  # of models as they are: what is to be gained at all
 
 
 def rounded(x: np.ndarray, scales: str, axis: int = -1) -> np.ndarray:
-    """
+    """Return x rounded to 8 bits.
+
     Args:
         scales: "tensor", or "row" for one scale along each line of the axis.
     """

@@ -1,4 +1,4 @@
-"""What goes on inside a model on some texts: outliers of weights and of the stream, and where attention ends up.
+"""Measure outliers of weights and of the residual stream, and attention sinks.
 
 Shapes: L layers, H heads, T tokens, S keys, C channels.
 """
@@ -39,12 +39,14 @@ class Inside(NamedTuple):
     tokens: list[tuple[int, int, int]]
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the measurements as lists, rounded, for JSON."""
         arrays = {name: value for name, value in self._asdict().items() if name != "tokens"}
         return {name: np.round(value, 4).tolist() for name, value in arrays.items()} | {"tokens": self.tokens}
 
 
 def look_inside(model: GPT, ids: np.ndarray) -> Inside:
-    """
+    """Measure a model on texts.
+
     Args:
         ids: whole numbers (N, T), T above FIRST_QUERY.
     """
@@ -70,7 +72,7 @@ def look_inside(model: GPT, ids: np.ndarray) -> Inside:
 
 
 def _run(model: GPT, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The stream behind each block (L, T, C), and the weights of attention (L, H, T, S), in float32."""
+    """Return the residual stream after each block (L, T, C), and the attention weights (L, H, T, S), in float32."""
     names = [f"blocks.{i}" for i in range(len(model.blocks))]
     with model.evaluating(), Probe(model, *names, "blocks.*.attention") as probe, no_grad():
         model.hidden_states(model.place(row[None]))
@@ -131,7 +133,7 @@ def _outliers(matrix: np.ndarray) -> list[float]:
 
 
 def _head_parts(attention: Any) -> dict[str, list[np.ndarray]]:
-    """The columns of each head in the matrix that makes queries, keys and values."""
+    """Return the columns of each head in the projection of queries, keys and values."""
     counts = {"queries": attention.n_heads, "keys": attention.n_key_heads, "values": attention.n_key_heads}
     matrix, size = attention.qkv.weights.numpy(), attention.head_size
     parts: dict[str, list[np.ndarray]] = {}

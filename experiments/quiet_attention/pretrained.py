@@ -1,4 +1,4 @@
-"""The question asked of a model that others trained: every variant is made, measured, and kept."""
+"""Run the study on a pretrained model: each variant is trained, measured and stored."""
 
 import itertools
 import math
@@ -65,7 +65,7 @@ def variants_of(settings: Settings, quick: bool) -> list[Variant]:
 
 
 def measure(settings: Settings, quick: bool = False) -> Record:
-    """The results, those of earlier calls too: what is finished is not done again.
+    """Return all results; those of earlier calls are not computed again.
 
     Raises:
         ValueError: results of other settings lie there.
@@ -124,9 +124,7 @@ def look(loaded: Pretrained, pieces: dict[str, Windows], settings: Settings, way
 
 
 def places(loaded: Pretrained, pieces: dict[str, Windows], settings: Settings) -> dict[str, list[float]]:
-    """Of the model as it is, by what rounding the input of one kind of matrix alone, with a scale a tensor, multiplies
-    perplexity; and the largest such input over the median of the largest of all tokens, in the layer where it is most.
-    """
+    """Return the effect on perplexity of rounding the input of one kind of matrix, and its largest outliers."""
     found = {}
     for name in MATRICES:
         logs = []
@@ -152,8 +150,7 @@ def cost_by_position(loaded: Pretrained, pieces: dict[str, Windows]) -> list[lis
 
 
 def largest_inputs(model: GPT, row: np.ndarray, name: str) -> tuple[float, float, int]:
-    """The largest input of one kind of matrix, how many times the median token's largest it is in that layer, and the
-    layer: where that is most."""
+    """Return the largest input of one kind of matrix, its ratio to the median token's largest, and its layer."""
     found: list[tuple[float, float, int]] = []
 
     def listen(layer: Any, out: Any, x: Any, *others: Any) -> None:
@@ -197,8 +194,7 @@ def survey(loaded: Pretrained, settings: Settings) -> dict[str, Any]:
 
 
 def beginnings(loaded: Pretrained, settings: Settings) -> dict[str, list[float]]:
-    """For tokens put before one and the same text: largest value of the stream at the first token, and the mean share
-    of weight that it gets."""
+    """Return the largest stream value and the mean attention at the first token, for several first tokens."""
     text = windows(loaded.tokeniser, text_of("shakespeare", "test"), 1, settings.tokens - 1).ids[0]
     found = {}
     for token in BEGINNINGS:

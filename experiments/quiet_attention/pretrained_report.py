@@ -1,4 +1,4 @@
-"""What was found in a model that others trained, as tables, a picture and a page."""
+"""Tables, a plot and a page of the study of a pretrained model."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +22,7 @@ SHOWN_LAYERS = 6
 
 
 def report(settings: Settings, results: dict[str, Any]) -> None:
+    """Write all tables, plots and pages, and print the tables."""
     groups = grouped(results["variants"])
     before = results["before"]
     n_tokens = settings.steps * settings.rows * settings.tokens
@@ -56,6 +57,7 @@ def tables(results: dict[str, Any], groups: Groups) -> dict[str, str]:
 
 
 def grouped(variants: Mapping[str, Result]) -> Groups:
+    """Return the variants grouped by title, in order."""
     groups: Groups = {}
     for result in variants.values():
         groups.setdefault(result["title"], []).append(result)
@@ -71,6 +73,7 @@ def grouped(variants: Mapping[str, Result]) -> Groups:
 
 # -------------------------------------------------------------------- tables
 def sink_table(before: Result) -> str:
+    """Return the table of attention sinks."""
     rows = []
     for name, found in before["texts"].items():
         share = np.array(found["first_share"])
@@ -98,6 +101,7 @@ def sink_table(before: Result) -> str:
 
 
 def beginning_table(before: Result) -> str:
+    """Return the table of first tokens."""
     rows = [
         [f"`{token!r}`", f"{size:,.0f}", f"{100 * share:.0f}"] for token, (size, share) in before["beginnings"].items()
     ]
@@ -105,6 +109,7 @@ def beginning_table(before: Result) -> str:
 
 
 def weight_table(before: Result) -> str:
+    """Return the table of weight outliers."""
     rows = []
     for name, pairs in before["weights"]["matrices"].items():
         kurtosis, largest = np.array(pairs).T
@@ -121,6 +126,7 @@ def _spread(values: np.ndarray) -> list[str]:
 
 
 def perplexity_table(groups: Groups) -> str:
+    """Return the table of perplexities."""
     rows = []
     for title, some in groups.items():
         cells = [cell(of(some, "texts", name, "all", 0)) for name in TEXTS]
@@ -155,15 +161,18 @@ def factor(result: Result, way: str) -> float:
 
 
 def eight_bits_table(groups: Groups, ways: Sequence[str]) -> str:
+    """Return the table of the 8-bit perplexity ratios."""
     return grid(groups, ways, lambda some, way: [factor(one, way) for one in some], 3)
 
 
 def rounded_perplexities(groups: Groups) -> str:
+    """Return the table of 8-bit perplexities by text."""
     way = list(WAYS)[1]
     return grid(groups, TEXTS, lambda some, name: of(some, "texts", name, way, 0))
 
 
 def place_table(places: Result) -> str:
+    """Return the table of the most sensitive matrix inputs."""
     titles = ["input of", "perplexity times", "largest", "times the median token's", "in layer"]
     rows = [
         [name, f"{factor:.3f}", f"{largest:,.0f}", f"{ratio:,.0f}", str(layer)]
@@ -173,11 +182,13 @@ def place_table(places: Result) -> str:
 
 
 def position_table(positions: list[list[float]]) -> str:
+    """Return the table of losses by position."""
     titles = [f"{first:.0f} to {last:.0f}" if last > first else f"{first:.0f}" for first, last, _ in positions]
     return markdown(["tokens", *titles], [["nats", *(f"{nats:.3f}" for *_, nats in positions)]])
 
 
 def learned_sinks(groups: Groups) -> str:
+    """Return the table of learned sink logits."""
     rows = []
     for title, some in groups.items():
         if "sinks" in some[0] and some[0]["variant"]["method"]:
@@ -188,6 +199,7 @@ def learned_sinks(groups: Groups) -> str:
 
 
 def time_table(groups: Groups) -> str:
+    """Return the table of durations."""
     rows = []
     for title, some in groups.items():
         times = [[one["seconds"][what] for one in some] for what in ("teaching", "looking")]
@@ -202,6 +214,7 @@ SOFTMAX_COLOURS = dict(zip(("softmax", "softmax1", "sink"), COLOURS))
 
 
 def draw(path: Path, groups: Groups, before: Result) -> None:
+    """Plot the attention sinks and the outliers."""
     with drawing(path, (13, 9.5), dpi=90) as figure:
         (heads, stream), (share, bars) = figure.subplots(2, 2)
         _draw_heads(figure, heads, before)

@@ -1,4 +1,4 @@
-"""What the runs of quiet_attention left, as tables, pictures and a page."""
+"""Tables, plots and a page of the quiet_attention runs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ SHOWN_TOKENS = 96
 
 
 def mean_of(key: str, *endings: str) -> Callable[[Row], float]:
-    """The mean over all names that end so."""
+    """Return a function that computes the mean over all names with this ending."""
     return lambda row: float(np.mean([value for name, value in row[key].items() if name.endswith(endings)]))
 
 
@@ -73,6 +73,7 @@ def report(folder: Path, variants: tuple[str, ...], seeds: int, tokeniser: BPETo
 
 
 def summary(runs: Runs) -> str:
+    """Return the table of final measurements."""
     rows = [
         [name, *(cell([figure(run[-1]) for run in found], digits) for found in runs.values())]
         for name, (figure, digits) in FIGURES.items()
@@ -89,6 +90,7 @@ def by_layer(runs: Runs, key: str) -> str:
 
 
 def draw(path: Path, runs: Runs) -> None:
+    """Plot the measurements during training."""
     curves: dict[str, dict[str, Any]] = {}
     for name, (figure, _) in FIGURES.items():
         if name != "bits a byte":

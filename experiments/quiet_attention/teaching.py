@@ -1,4 +1,4 @@
-"""A model that others trained goes on learning for a while, with softmax as before or with another one in its place."""
+"""Continue the training of a pretrained model, with softmax or with another softmax variant."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -39,12 +39,14 @@ class Variant(NamedTuple):
 
     @property
     def title(self) -> str:
+        """The title of the variant, without the seed."""
         names = {"": "as it is", "sinks": "sinks learned", "lora": "LoRA", "all": "all weights"}
         begins = f" from {self.initial:g}" if self.method == "sinks" else ""
         return f"{self.softmax}, {names[self.method]}{begins}"
 
     @property
     def key(self) -> str:
+        """The key of the variant in the results."""
         return f"{self.title}, seed {self.seed}" if self.method else self.title
 
 

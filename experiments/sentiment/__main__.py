@@ -1,4 +1,4 @@
-"""Film reviews: does a sentence praise? Convolution, recurrence and Transformer by ten-fold cross validation.
+"""Classify the sentiment of film reviews: convolution, recurrence and transformer, with ten-fold cross-validation.
 
     python -m experiments.sentiment             ten folds, three models
     python -m experiments.sentiment --quick     within three minutes: two of the ten folds, three epochs
@@ -20,6 +20,7 @@ LEAST, KEPT = 20, 40  # favourites come at least so often; so many of each model
 
 
 def study(settings: Settings) -> Outcome:
+    """Run the study, and return its tables and the names of its files."""
     texts, problem = load(settings.sentences)
     runs, outcome = run(problem, settings)
     words = {name: favourites(problem, outcome, name, LEAST)[:KEPT] for name in settings.models}
@@ -30,6 +31,7 @@ def study(settings: Settings) -> Outcome:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     check = lambda settings: check_folds(settings, sentences=settings.folds)
     return run_study(Settings, study, __doc__, QUICK, check)
 

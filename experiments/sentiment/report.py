@@ -1,4 +1,4 @@
-"""What came out, as Markdown tables, pictures and a page."""
+"""Tables in Markdown, plots and a page of the sentiment study."""
 
 from experiments.sentiment.study import Settings, gaps
 from experiments.shared.classification import MODELS, Outcome, Problem, described
@@ -33,7 +33,7 @@ def hidden_table(runs: Runs) -> str:
 
 
 def favourites_table(words: dict[str, list[tuple[str, float, int]]], n: int = 12) -> str:
-    """The words with the largest mean weight, in even shares."""
+    """Return the table of words with the largest mean weight relative to uniform weights."""
     rows = []
     for i in range(min(n, min(map(len, words.values())))):
         rows.append([f"{i + 1}", *(f"`{word}` {share:.1f}" for word, share, _ in (own[i] for own in words.values()))])
@@ -41,6 +41,7 @@ def favourites_table(words: dict[str, list[tuple[str, float, int]]], n: int = 12
 
 
 def tables(runs: Runs, words: dict[str, list[tuple[str, float, int]]]) -> dict[str, str]:
+    """Return all tables by title."""
     return {
         "Accuracy": main_table(runs),
         "Answers that change when one word is made unknown, in %": hidden_table(runs),

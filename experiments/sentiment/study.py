@@ -1,4 +1,4 @@
-"""Ten-fold cross validation of every model, and whether the words that they look at matter."""
+"""Ten-fold cross-validation of every model, and the effect of replacing the words with the largest weights."""
 
 import re
 from dataclasses import dataclass
@@ -19,18 +19,19 @@ LEAST = 2  # a word that comes once in training is unknown
 
 
 def words(text: str) -> list[str]:
+    """Return the lower-case words of a text."""
     return [word.lower() for word in WORD.findall(text)]
 
 
 def gaps(text: str) -> list[str]:
-    """What stands before each word, so that the two together are the text, but for capital letters."""
+    """Return the text before each word; words and gaps together give the text, except for letter case."""
     spans = [match.span() for match in WORD.finditer(text)]
     ends = [0, *(end for _, end in spans)]
     return [text[end:start] for end, (start, _) in zip(ends, spans)]
 
 
 def load(most: int) -> tuple[list[str], Problem]:
-    """The texts, and what is asked of them; of each class the first `most`."""
+    """Return the texts and the classification problem; at most `most` texts of each class."""
     texts, labels = load_rt_polarity()
     chosen = [i for label in range(len(CLASSES)) for i in np.flatnonzero(np.array(labels) == label)[:most]]
     texts, kept = [texts[i] for i in chosen], np.array([labels[i] for i in chosen])

@@ -1,4 +1,4 @@
-"""Studies that classify texts: folds, vocabularies, models, training, prediction, measures.
+"""Text classification studies: folds, vocabularies, models, training, prediction and measures.
 
 Shapes: N texts, B batch, T tokens, V vocabulary, K classes.
 """
@@ -46,6 +46,7 @@ class Problem(NamedTuple):
 
     @property
     def longest(self) -> int:
+        """The length of the longest text, in tokens."""
         return max(map(len, self.tokens))
 
 
@@ -57,7 +58,8 @@ class Texts(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """
+    """The training, validation and test sets of a fold.
+
     Attributes:
         where: the indices (N,) of the training, validation and test texts in the problem.
     """
@@ -70,6 +72,7 @@ class Parts(NamedTuple):
 
     @property
     def vocab_size(self) -> int:
+        """The number of tokens with the special tokens."""
         return N_SPECIAL + len(self.vocabulary)
 
 
@@ -108,13 +111,14 @@ def stratified_folds(strata: np.ndarray, n_folds: int, key: tuple[int, ...]) -> 
 
 
 def new_vocabulary(texts: Sequence[Sequence[str]], least: int = 1) -> dict[str, int]:
-    """The number of each token that comes at least so often, the most frequent first."""
+    """Return the ids of all tokens that occur at least `least` times, the most frequent first."""
     counts = Counter(token for text in texts for token in text)
     kept = sorted((token for token, count in counts.items() if count >= least), key=lambda t: (-counts[t], t))
     return {token: number for number, token in enumerate(kept, N_SPECIAL)}
 
 
 def encode(texts: Sequence[Sequence[str]], vocabulary: dict[str, int]) -> list[list[int]]:
+    """Return the token ids of texts."""
     return [[vocabulary.get(token, UNKNOWN) for token in text] for text in texts]
 
 
@@ -151,12 +155,14 @@ class Recipe:
 
 
 def convolution(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator) -> Classifier:
+    """Return a convolutional classifier."""
     sizes = vocab_size, recipe.embedding, recipe.size, recipe.widths
     encoder = ConvolutionalEncoder(*sizes, dropout=recipe.inner_dropout, generator=rng)
     return Classifier(encoder, MaxPooling(), recipe.size * len(recipe.widths), n_classes, recipe.dropout, rng)
 
 
 def recurrent(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator) -> Classifier:
+    """Return a recurrent classifier with attention pooling."""
     sizes = vocab_size, recipe.embedding, recipe.size, recipe.layers, recipe.cell
     encoder = RecurrentEncoder(*sizes, dropout=recipe.inner_dropout, generator=rng)
     return Classifier(
@@ -165,6 +171,7 @@ def recurrent(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng
 
 
 def transformer(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator) -> Classifier:
+    """Return a transformer classifier."""
     encoder = TransformerEncoder(
         vocab_size,
         recipe.embedding,
@@ -191,7 +198,7 @@ MODELS: dict[str, Callable[..., Classifier]] = {
 def train(
     name: str, recipe: Recipe, parts: Parts, n_classes: int, longest: int, key: tuple[int, ...], title: str = ""
 ) -> tuple[Classifier, dict[str, Any]]:
-    """The model as it was after the epoch with the most validation texts right, of several the one of least loss.
+    """Train a model, and return it after the epoch with the highest validation accuracy (ties: lowest loss).
 
     Args:
         longest: tokens of the longest text that will ever come.
@@ -246,6 +253,7 @@ class Predicted(NamedTuple):
 
 
 def predict(model: Classifier, sequences: list[list[int]]) -> Predicted:
+    """Return the logits and pooling weights of sequences."""
     logits: list[Any] = [None] * len(sequences)
     weights: list[Any] = [None] * len(sequences)
     lengths = [len(s) for s in sequences]
@@ -264,7 +272,7 @@ def hide(sequences: list[list[int]], places: Sequence[int]) -> list[list[int]]:
 
 
 def judge(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """The mean cross entropy in nats, and the share that is right."""
+    """Return the mean cross-entropy in nats, and the accuracy."""
     loss = -kernels.log_softmax(logits)[np.arange(len(labels)), labels].mean()
     return float(loss), float((logits.argmax(axis=-1) == labels).mean())
 
@@ -373,7 +381,7 @@ def one_fold(
 
 
 def together(problem: Problem, folds: list[tuple[Parts, dict[str, Predicted]]]) -> Outcome:
-    """The predictions of all folds, one after the other."""
+    """Return the concatenated predictions of all folds."""
     known, priors, names = [], [], list(folds[0][1])
     for parts, _ in folds:
         known += [np.array(sequence) != UNKNOWN for sequence in parts.test.sequences]

@@ -1,4 +1,4 @@
-"""Figures that several studies draw."""
+"""Plots shared by several studies."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ def plot_folds(
     title: str,
     reference: tuple[str, float] | None = None,
 ) -> None:
-    """A line for each name, with a point for each fold and the mean as a stroke.
+    """Plot a row for each name, with a point for each fold and a mark at the mean.
 
     Args:
         reference: a label and a value to draw a line at.

@@ -1,4 +1,4 @@
-"""What experiments ask of a model that others trained: texts with a part held out, and the loss of every token.
+"""Texts with held-out parts, and token losses of pretrained language models.
 
 Shapes: N rows, T tokens, V vocabulary.
 """
@@ -27,7 +27,7 @@ ROWS_OF_LOGITS = 512  # tokens whose logits are held at once: of 49,152 tokens 0
 
 
 def load_model(path_or_name: str = MODEL) -> Pretrained:
-    """A model in float32, as `tricycle.pretrained.load` takes it, with matrices that lie as training wants them.
+    """Load a pretrained model in float32, with contiguous weights for training.
 
     Raises:
         FileNotFoundError, ValueError: as of `tricycle.pretrained.load`.
@@ -163,12 +163,12 @@ def _read(model: GPT, rows: np.ndarray) -> Read:
 
 
 def perplexity(losses: np.ndarray) -> float:
-    """exp of the mean loss: of how many tokens, all as likely, one would have to choose."""
+    """Return the perplexity, exp of the mean loss."""
     return math.exp(losses.mean(dtype=np.float64))
 
 
 def bits_per_byte(losses: np.ndarray, n_bytes: np.ndarray) -> float:
-    """What the losses mean for the text itself, whatever the vocabulary.
+    """Return the total loss in bits divided by the number of bytes, independent of the vocabulary.
 
     Args:
         losses: nats a token. n_bytes: that the same tokens stand for.

@@ -1,4 +1,4 @@
-"""What classifiers looked at in their texts: a page for any browser, and a picture."""
+"""Show the pooling weights of text classifiers: an HTML page and a plot."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +30,8 @@ class Answer(NamedTuple):
 
 
 class Item(NamedTuple):
+    """A text with the answers of all models."""
+
     tokens: Sequence[str]
     gaps: Sequence[str]  # what stands before each token
     unknown: Sequence[bool]  # for each token whether the models do not know it
@@ -38,7 +40,7 @@ class Item(NamedTuple):
 
 
 def choose(right: np.ndarray, labels: np.ndarray, each: int, generator: np.random.Generator) -> list[int]:
-    """Indices of texts to show: first those that all models have right, then where they differ, then all wrong.
+    """Return indices of texts to show: first all models right, then some, then none.
 
     Args:
         right: (M, N) whether each of M models is right.
@@ -57,7 +59,7 @@ def choose(right: np.ndarray, labels: np.ndarray, each: int, generator: np.rando
 def new_items(
     problem: Problem, outcome: Outcome, gaps: Callable[[int], Sequence[str]], each: int, seed: int
 ) -> list[Item]:
-    """Tested texts to show, chosen at random, with what all models made of them.
+    """Return randomly selected test texts, with the answers of all models.
 
     Args:
         gaps: what stands before each token, from the number of a text in the problem.
@@ -146,7 +148,7 @@ def paint(path: Path, classes: Sequence[str], items: Sequence[Item], n_columns: 
 
 
 def lines_of(item: Item, classes: Sequence[str], n_columns: int) -> list[Line]:
-    """The truth, then what each model says and looked at, then nothing."""
+    """Return the lines of an item: the label, each model's answer and weights, and an empty line."""
     lines: list[Line] = [(classes[item.label], [])]
     for name, (weights, answer, probability) in item.seen.items():
         mark = RIGHT if answer == item.label else WRONG

@@ -1,4 +1,4 @@
-"""The command line of a study: its flags, the limits of their values, and what is printed at its end."""
+"""The command line of a study: flags, checks of their values, and the final output."""
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,12 +37,14 @@ def run_study(
 
 
 def print_tables(tables: Mapping[str, str]) -> None:
+    """Print tables with their titles."""
     for title, table in tables.items():
         print(f"\n{title}\n\n{table}")
 
 
 # -------------------------------------------------------------------- limits
 def flag(name: str) -> str:
+    """Return the command-line flag of a field."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -75,4 +77,5 @@ def among(settings: Any, **known: Collection[str]) -> None:
 
 
 def words(values: Sequence[Any], comma: str = " ") -> str:
+    """Return the values joined by commas; "none" if there are none."""
     return comma.join(map(str, values)) or "none"

@@ -1,4 +1,4 @@
-"""Results of studies as JSON files: written whole, resumed, and selected from."""
+"""Results of studies as JSON files: atomic writing, resuming, and selection."""
 
 import dataclasses
 import json
@@ -35,12 +35,14 @@ def save(path: Path, settings: Any, **results: Any) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file atomically."""
     with atomic_write(path, text=True) as file:
         json.dump(content, file, ensure_ascii=False)
         file.write("\n")
 
 
 def read(path: Path) -> Any:
+    """Read a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -75,6 +77,7 @@ class Record(dict[str, Any]):
             refuse_others(self.path, self["settings"], here)
 
     def save(self) -> None:
+        """Save the record to its file."""
         self.update(save(self.path, self.settings, **{name: self[name] for name in self if name not in ABOUT}))
 
 

@@ -1,4 +1,4 @@
-"""Texts that several studies read: the source code of Python's standard library, and the plays of Shakespeare."""
+"""Texts shared by several studies: Python's standard library, and Shakespeare's plays."""
 
 import sysconfig
 from pathlib import Path
@@ -9,6 +9,7 @@ from tricycle_datasets.shakespeare import SHA256, URL
 
 
 def python_root() -> Path:
+    """Return the folder of the standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 

@@ -1,4 +1,4 @@
-"""The ten-minute recipe, and what each of its parts is worth: trainings of the same processor time, one change each.
+"""Measure the effect of each part of the ten-minute recipe: trainings with equal CPU time, one change each.
 
     python -m experiments.ten_minutes                          everything that the table of variants has
     python -m experiments.ten_minutes --variants adamw gelu    these alone, beside the recipe
@@ -18,6 +18,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
+    """Run the study, and return its tables and the names of its files."""
     if not settings.report:
         measure(settings)
     folder = settings.output

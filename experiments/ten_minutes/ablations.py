@@ -1,4 +1,4 @@
-"""The recipe with one of its levers taken out, or turned: a table of names and of the fields that change."""
+"""The ablations of the recipe: a table of names and changed config fields."""
 
 import ast
 from collections.abc import Sequence
@@ -13,11 +13,13 @@ FIELDS = {field.name for field in fields(GPTConfig)}
 
 @dataclass(frozen=True)
 class Variant:
+    """A variant of the recipe: a label and changed fields."""
+
     label: str  # what stands in tables and charts
     changes: dict[str, Any]  # values of the config's fields
 
     def of(self, recipe: GPTConfig) -> GPTConfig:
-        """The recipe with the changes; fields that this version of the config lacks are left out.
+        """Return the recipe with the changes; fields that the config does not have are ignored.
 
         Raises:
             ValueError: a config that cannot be.
@@ -83,7 +85,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 def all_variants(also: Sequence[str] = ()) -> dict[str, Variant]:
-    """The table with variants that a command line brings: "name: field=value, field=value".
+    """Return the table with variants from the command line, "name: field=value, field=value".
 
     Raises:
         ValueError: a text of another form, a name that is taken, or no field of a config.
@@ -108,7 +110,7 @@ def _change(part: str, text: str) -> tuple[str, Any]:
 
 
 def configs(recipe: GPTConfig, names: Sequence[str] = (), also: Sequence[str] = ()) -> dict[str, GPTConfig]:
-    """The config of each variant, the recipe first.
+    """Return the config of each variant, the recipe first.
 
     Args:
         names: of the variants wanted; all that change anything if there are none.

@@ -1,4 +1,4 @@
-"""Training for a given time: how many updates it allows is known better with each one, and the schedule with it."""
+"""Training for a given time: the number of updates, and with it the schedule, is estimated during the run."""
 
 import time
 from collections.abc import Callable
@@ -25,6 +25,7 @@ class Budget:
 
     @property
     def used(self) -> float:
+        """Return the seconds used so far."""
         return self.clock() - self._started
 
     def total_steps(self) -> int:

@@ -1,4 +1,4 @@
-"""Texts to train and to choose on, without the held-out text that a recipe is judged by in the end."""
+"""Training and validation texts, without the held-out text of the final evaluation."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ PARTS = ("validation", "held-out")
 
 
 def load(data: str, part: str, vocab_size: int, files: Files = (), progress: bool = False) -> Corpus:
-    """A corpus whose `validation` is the part to be scored on.
+    """Return a corpus whose validation part is the text to score.
 
     With "validation" the held-out text is in neither half: a twentieth of the other files is for validation, or of one
     text the tenth before the last. With "held-out" the corpus is the one that `train_smol_gpt.py` trains on.
@@ -45,7 +45,7 @@ def load(data: str, part: str, vocab_size: int, files: Files = (), progress: boo
 
 
 def held_out(corpus: Corpus) -> HeldOut:
-    """The text to be scored on; the end of some other text stands before it, so that its first token is predicted."""
+    """Return the text to score, after the end of another text, so that its first token is predicted too."""
     tokens = np.concatenate([[corpus.tokeniser.end_of_text], corpus.validation]).astype(np.int64)
     return HeldOut(tokens, len(corpus.validation_bytes))
 
@@ -57,12 +57,14 @@ def is_for_validation(path: str) -> bool:
 
 # -------------------------------------------------------------------- documents
 def python_documents() -> Iterator[Document]:
+    """Yield the training files of the standard library, and whether each is for validation."""
     for name in python_files():
         if not is_held_out(name):
             yield (python_root() / name).read_bytes(), is_for_validation(name)
 
 
 def shakespeare_documents() -> Iterator[Document]:
+    """Yield the training and the validation part of the plays."""
     return hold_out_tenth_before_last(plays())
 
 

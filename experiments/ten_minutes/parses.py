@@ -1,4 +1,4 @@
-"""How many functions that a model writes are Python: the share that `ast.parse` accepts.
+"""Measure the fraction of generated Python functions that `ast.parse` accepts.
 
     python -m experiments.ten_minutes.parses RUN                  RUN: a run folder of train_smol_gpt.py
     python -m experiments.ten_minutes.parses RUN --samples 20     fewer of them
@@ -61,6 +61,7 @@ class Settings:
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     settings = parse(Settings, description=__doc__ or "")
     check(settings)
     path = settings.run / "best.safetensors" if settings.run.is_dir() else settings.run
@@ -94,7 +95,7 @@ def sampling_of(settings: Settings, temperature: float) -> SamplingParams:
 
 
 def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dict[str, Any]]:
-    """A row for each kind of prompt and temperature.
+    """Return the results for each kind of prompt and temperature.
 
     Returns:
         "prompt", "temperature", "samples", "distinct" (texts), "finished" (ended within --tokens), "parsed"
@@ -124,7 +125,7 @@ def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dic
 
 
 def counted(samples: Sequence[tuple[str, bool]]) -> dict[str, Any]:
-    """What became of some texts, each with whether it came to an end."""
+    """Return the counts of parsed, unparsed and unfinished texts."""
     finished = [text for text, ended in samples if ended]
     examples = [{"text": text, "parses": is_python(text)} for text in finished[:SHOWN]]
     return {
@@ -169,7 +170,7 @@ def signatures(tokeniser: BPETokeniser, n: int, longest: int, seed: int) -> list
 
 
 def beginnings(source: bytes) -> Iterator[bytes]:
-    """What stands before the bodies of a module's functions: signature and docstring; those that have one."""
+    """Yield the signature and docstring of each function of a module that has a docstring."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -217,7 +218,7 @@ def is_over(text: bytes) -> bool:
 
 
 def function_of(tokeniser: BPETokeniser, row: list[int], end: int) -> str:
-    """The text of a row from its "def" up to where the function ends."""
+    """Return the text of a row from "def" to the end of the function."""
     text = tokeniser.decode_bytes([token for token in row if token != end])
     start = text.index(b"def")
     over = END.search(text, start)

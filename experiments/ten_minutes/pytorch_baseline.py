@@ -1,4 +1,4 @@
-"""The same recipe in PyTorch, on the same tokens for the same time, so that engine and recipe can be told apart.
+"""Train the same recipe in PyTorch, on the same tokens for the same time, to separate engine and recipe.
 
     python -m experiments.ten_minutes.pytorch_baseline                    the recipe of `train_smol_gpt.py`
     python -m experiments.ten_minutes.pytorch_baseline --recipe gpt2      GPT-2's model and AdamW, as large
@@ -57,12 +57,14 @@ class Settings:
 
     @property
     def file(self) -> Path:
+        """The path of the result file."""
         compiled = "compiled" if self.compile else "eager"
         words = self.recipe, compiled, self.config.precision, self.data, self.part, str(self.config.seed)
         return self.output / f"pytorch-{'-'.join(words)}.json"
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     started = time.perf_counter()
     config = preset()
     start = Settings(config=config)
@@ -132,6 +134,7 @@ class Trainer:
         self.muon = Muon(chosen, 0.0, config.weight_decay, low=low) if chosen else None
 
     def autocast(self) -> AbstractContextManager:
+        """Return the context manager of mixed precision."""
         import torch
 
         if self.config.precision == "bfloat16":
@@ -139,7 +142,7 @@ class Trainer:
         return nullcontext()
 
     def loss(self, inputs: np.ndarray, outputs: np.ndarray) -> Any:
-        """The mean loss of a batch (B, T), in nats a token."""
+        """Return the mean loss of a batch (B, T) in nats per token."""
         import torch
 
         with self.autocast():
@@ -179,6 +182,7 @@ class Scored:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
+        """Switch the model to evaluation mode within the block."""
         import torch
 
         self.trainer.model.eval()
@@ -187,15 +191,18 @@ class Scored:
         self.trainer.model.train()
 
     def place(self, ids: Any) -> Tensor:
+        """Return token ids as a Tensor."""
         return to_tensor(ids, dtype=int)
 
     def __call__(self, tokens: Tensor) -> Tensor:
+        """Return the logits of tokens as a Tensor."""
         import torch
 
         logits = self.trainer.model(torch.from_numpy(np.asarray(tokens.array, np.int64)))
         return to_tensor(logits.float().numpy())
 
     def loss(self, tokens: Tensor, labels: Tensor, loss_fn: Callable[..., Tensor]) -> Tensor:
+        """Return the loss of tokens and labels."""
         return loss_fn(labels, self(tokens))
 
 

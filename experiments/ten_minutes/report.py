@@ -1,4 +1,4 @@
-"""What came out, as a Markdown table and a chart."""
+"""A table in Markdown and a chart of the ablations."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ def trials_in(folder: Path) -> Runs:
 
 
 def by_variant(trials: Runs) -> dict[str, Runs]:
-    """The trials of each variant, the recipe's first, then from the best to the worst."""
+    """Return the trials of each variant, the recipe first, then from best to worst."""
     by_name: dict[str, Runs] = {}
     for trial in trials:
         by_name.setdefault(trial["variant"], []).append(trial)
@@ -38,7 +38,7 @@ def lost(variant: Runs, recipe: Runs) -> list[float]:
 
 
 def losses(trials: Runs) -> dict[str, list[float]]:
-    """What each variant has lost, by its label; those that can be compared with the recipe."""
+    """Return the loss increases of each comparable variant, by label."""
     by_name = by_variant(trials)
     recipe = by_name.pop(RECIPE, [])
     values = {runs[0]["label"]: lost(runs, recipe) for runs in by_name.values()}
@@ -46,13 +46,13 @@ def losses(trials: Runs) -> dict[str, list[float]]:
 
 
 def signed(values: Sequence[float]) -> str:
-    """The mean with its sign, and the standard deviation over seeds where there are several."""
+    """Return the mean with its sign, and the standard deviation over seeds if there are several."""
     text = cell(values, 3)
     return text if text.startswith("-") else f"+{text}"
 
 
 def table(trials: Runs) -> str:
-    """A row for each variant."""
+    """Return the table of variants."""
     by_name = by_variant(trials)
     titles = ["", "bits a byte", "against the recipe", "seeds", "parameters", "updates", "tokens a second"]
     rows = []
@@ -69,7 +69,7 @@ def table(trials: Runs) -> str:
 
 
 def baseline_table(baselines: Sequence[dict[str, Any]]) -> str:
-    """A row for each run of `pytorch_baseline`."""
+    """Return the table of PyTorch baselines."""
     titles = ["PyTorch", "text", "bits a byte", "parameters", "updates", "tokens a second", "minutes"]
     rows = []
     for run in baselines:
@@ -110,12 +110,12 @@ def tables(folder: Path) -> dict[str, str]:
 
 
 def compressors(trials: Runs) -> str:
-    """What the usual compressors need for the text that was scored."""
+    """Return a sentence about the sizes that standard compressors reach on the scored text."""
     return ", ".join(f"{name} {bits:.2f}" for name, bits in trials[0]["compressed"].items())
 
 
 def plot(trials: Runs, path: Path) -> None:
-    """A bar for each variant: what is lost without a lever, or gained; a point for each seed.
+    """Plot a bar for each variant, the change of the loss, with a point for each seed.
 
     Raises:
         ValueError: no variant beside the recipe, or no recipe with the same seed.

@@ -1,4 +1,4 @@
-"""Train every variant with every seed, some at a time, and keep what is finished."""
+"""Train every variant with every seed, several at a time; finished trials are stored."""
 
 import json
 import os
@@ -87,16 +87,18 @@ class Trials(Record):
             )
 
     def has(self, name: str, config: GPTConfig) -> bool:
+        """Return whether a trial of this variant and config is stored."""
         mine = select(self["trials"], variant=name)
         return any(GPTConfig.from_dict(trial["config"]) == config for trial in mine)
 
     def add(self, trial: dict[str, Any]) -> None:
+        """Add a trial, and save the file."""
         self["trials"].append(trial)
         self.save()
 
 
 def plain(config: GPTConfig) -> dict[str, Any]:
-    """The recipe, whatever the time, the seed and the pauses to look at it."""
+    """Return the fields of a config without time, seed and evaluation interval."""
     return {name: value for name, value in config.to_dict().items() if name not in PASSING}
 
 
@@ -152,13 +154,13 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
 
 
 def free_cores(n: int) -> list[int | None]:
-    """A core for each job, or None where there are fewer or the system cannot say."""
+    """Return a CPU core for each job; None if there are too few or the system does not tell."""
     known = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return list(known[:n]) if len(known) >= n else [None] * n
 
 
 def run_trial(settings: Settings, config: GPTConfig, cores: queue.Queue[int | None], bar: tqdm) -> dict[str, Any]:
-    """A training in a process of its own."""
+    """Run one training in a separate process, and return its results."""
     core = cores.get()
     task = {
         "config": config.to_dict(),
@@ -203,6 +205,7 @@ def run_trial(settings: Settings, config: GPTConfig, cores: queue.Queue[int | No
 
 
 def as_json(line: str) -> dict[str, Any]:
+    """Parse a line as a JSON object; return an empty dict if it is none."""
     with suppress(ValueError):
         value = json.loads(line)
         return value if isinstance(value, dict) else {}
@@ -210,7 +213,7 @@ def as_json(line: str) -> dict[str, Any]:
 
 
 def changed(recipe: GPTConfig, config: GPTConfig) -> str:
-    """The fields in which a config differs, for people."""
+    """Return the fields in which two configs differ, as text."""
     before = recipe.to_dict()
     changes = [
         f"{name} {value}" for name, value in config.to_dict().items() if value != before[name] and name != "seed"

@@ -1,4 +1,4 @@
-"""The model of a `GPTConfig`, and Muon, in PyTorch: what somebody who knows PyTorch would write for it.
+"""The model of a `GPTConfig`, and Muon, in idiomatic PyTorch.
 
 Parameters have the names and shapes of ours. Shapes: B batch, T tokens, C channels, H heads, D = C / H.
 """
@@ -25,16 +25,21 @@ POLAR = (
 
 
 class Dense(nn.Module):
+    """A linear layer with weights (from_size, to_size)."""
+
     def __init__(self, from_size: int, to_size: int, bias: bool) -> None:
         super().__init__()
         self.weights = nn.Parameter(torch.zeros(from_size, to_size))
         self.bias = nn.Parameter(torch.zeros(to_size)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the linear map of x."""
         return F.linear(x, self.weights.T, self.bias)
 
 
 class Norm(nn.Module):
+    """A layer norm or RMS norm."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.size, self.centred = (config.embedding_dim,), config.norm == "layer_norm"
@@ -42,6 +47,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(self.size)) if self.centred and config.bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized x."""
         if self.centred:
             return F.layer_norm(x, self.size, self.gain, self.bias, eps=EPS)
         return F.rms_norm(x, self.size, self.gain, eps=EPS)
@@ -55,6 +61,7 @@ class Shift(nn.Module):
         self.mix = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x with a learned part of the previous token added."""
         return x + self.mix * F.pad(x, (0, 0, 1, -1))
 
 
@@ -66,10 +73,13 @@ class KeyShift(nn.Module):
         self.mix = nn.Parameter(torch.linspace(0, 1, head_size).repeat(n_heads))
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return keys mixed with those of the previous token."""
         return keys + self.mix * (F.pad(keys, (0, 0, 1, -1)) - keys)
 
 
 class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -95,6 +105,7 @@ class Attention(nn.Module):
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the attention output for x (B, T, C)."""
         n_items, n_tokens, _ = x.shape
         qkv = self.qkv(x if self.shift is None else self.shift(x))
         if self.key_shift is not None:
@@ -110,6 +121,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """The feed-forward network of a block."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config, gated = config, config.activation == "swiglu"
@@ -119,6 +132,7 @@ class MLP(nn.Module):
         self.projection = Dense(hidden, config.embedding_dim, config.bias)
 
     def activation(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the activation of x."""
         name = self.config.activation
         if name == "swiglu":
             value, gate = x.chunk(2, dim=-1)
@@ -128,21 +142,27 @@ class MLP(nn.Module):
         return F.silu(x) if name == "swish" else F.relu(x) if name == "relu" else F.relu(x).square()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of the network for x."""
         return F.dropout(self.projection(self.activation(self.up(x))), self.config.dropout, self.training)
 
 
 class Block(nn.Module):
+    """A transformer block."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm, self.attention = Norm(config), Attention(config)
         self.mlp_norm, self.mlp = Norm(config), MLP(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states after the block."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Table(nn.Module):
+    """An embedding table."""
+
     def __init__(self, n: int, size: int) -> None:
         super().__init__()
         self.weights = nn.Parameter(torch.zeros(n, size))
@@ -167,6 +187,7 @@ class TorchGPT(nn.Module):
         self.head = None if config.tied else Dense(size, config.vocab_size, False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits of tokens (B, T)."""
         x = F.embedding(tokens, self.token_embedding.weights)
         if self.position_embedding is not None:
             x = x + self.position_embedding.weights[: tokens.shape[1]]
@@ -202,6 +223,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        """Update all parameters."""
         for group in self.param_groups:
             for weights in group["params"]:
                 if weights.grad is not None:

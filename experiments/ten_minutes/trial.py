@@ -1,4 +1,4 @@
-"""One training: a process of its own, so that neither memory nor threads are shared with another.
+"""Run one training in a separate process, which shares neither memory nor threads with others.
 
     python -m experiments.ten_minutes.trial '{"config": ..., "seconds": ..., ...}'
 
@@ -17,6 +17,7 @@ LINES = 200  # how often to say how far it is
 
 
 def main() -> int:
+    """Run the training that the command-line argument describes, and return the exit status."""
     task = json.loads(sys.argv[1])
     if task["core"] is not None and hasattr(os, "sched_setaffinity"):  # Linux
         os.sched_setaffinity(0, {task["core"]})

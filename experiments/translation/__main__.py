@@ -1,4 +1,4 @@
-"""Translate descriptions of photographs (Multi30k) from English to German or French, with and without attention.
+"""Translate image captions (Multi30k) from English to German or French, with and without attention.
 
     python -m experiments.translation --minutes 25                       all four models, English to German
     python -m experiments.translation --model transformer --target fr    one model, English to French
@@ -74,6 +74,7 @@ class Settings(Plan):
 
 
 def main() -> int:
+    """Run the command line, and return the exit status."""
     default = Settings(**(QUICK if "--quick" in sys.argv[1:] else {}))
     settings = parse(Settings, default, description=__doc__ or "")
     check(settings)
@@ -115,14 +116,17 @@ def check(settings: Settings) -> None:
 
 
 def names_of(settings: Settings) -> list[str]:
+    """Return the names of the models to train."""
     return list(RECIPES) if settings.model == "all" else [settings.model]
 
 
 def path_of(settings: Settings, name: str, ending: str) -> Path:
+    """Return the path of a file of a run."""
     return settings.output / f"{name}-{settings.target}-{settings.seed}.{ending}"
 
 
 def recipe_of(settings: Settings, name: str) -> Recipe:
+    """Return the recipe of a model with the changes of the command line."""
     changes = {name: getattr(settings, name) for name in ("width", "learning_rate", "dropout", "max_tokens")}
     changes["n_layers"] = settings.layers
     return dataclasses.replace(RECIPES[name], **{key: value for key, value in changes.items() if value is not None})

@@ -1,4 +1,4 @@
-"""Where a decoder looks while it translates a sentence."""
+"""The attention weights of a translation."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ SHOWN = (867, 774, 504)
 
 
 def align(model: EncoderDecoder, vocabulary: Vocabulary, sentence: str, beam_size: int = 5) -> dict[str, Any]:
-    """A translation and the weights with which each of its tokens was chosen.
+    """Return a translation with the attention weights of each token.
 
     Returns:
         source: S texts of tokens. target: T of them, <end> last. weights: by the name of a layer (T, S) lists, the mean

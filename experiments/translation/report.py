@@ -1,4 +1,4 @@
-"""What the runs in a folder came to, as a Markdown table and three pictures.
+"""A table in Markdown and three plots of the runs in a folder.
 
 Each run left one JSON file, so that runs of different times stand in one table.
 """
@@ -73,6 +73,7 @@ def length_table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
 
 
 def of_target(runs: dict[tuple[str, str], list[Run]], target: str) -> dict[str, list[Run]]:
+    """Return the runs of a target language, by model."""
     return {name: mine for (language, name), mine in runs.items() if language == target}
 
 
@@ -135,7 +136,7 @@ def plot_alignments(runs: dict[str, Run], path: Path) -> None:
 
 
 def sharpest(alignments: list[dict[str, Any]]) -> str:
-    """The layer whose rows have the least entropy, mean over all rows of all sentences."""
+    """Return the layer with the lowest mean entropy of its attention rows."""
 
     def entropy(layer: str) -> float:
         rows = np.concatenate([np.ravel(shown["weights"][layer]) for shown in alignments])

@@ -1,4 +1,4 @@
-"""Training against a clock: the learning rate follows the share of the time that is used up.
+"""Train for a given time: the learning rate follows the fraction of the time used.
 
 The weights that are measured and kept are a running mean of those along the way (Polyak and Juditsky 1992).
 """
@@ -58,6 +58,7 @@ class Pairs:
         return np.array([(len(source), len(target) + 1) for source, target in self.numbers])
 
     def batch(self, chosen: Sequence[int] | np.ndarray) -> TranslationBatch:
+        """Return the batch of the chosen sentence pairs."""
         return self.vocabulary.batch(*zip(*(self.numbers[i] for i in chosen)))
 
 
@@ -83,6 +84,8 @@ def bleu_metric() -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
+    """The architecture and the training settings of a model."""
+
     title: str
     width: int  # channels of embeddings and of states
     n_layers: int  # of the encoder and of the decoder each
@@ -94,7 +97,7 @@ class Recipe:
     norm_first: bool = True
 
     def config(self, name: str, n_vocab: int) -> TranslatorConfig:
-        """What of it is the model's."""
+        """Return the architecture as a `TranslatorConfig`."""
         shape = (self.width, self.n_layers, self.dropout, self.n_heads, self.expansion, self.norm_first)
         return TranslatorConfig(name, n_vocab, *shape, CONTEXT_WINDOW)
 
@@ -108,7 +111,7 @@ RECIPES = {
 
 
 def new_model(name: str, recipe: Recipe, n_vocab: int, generator: np.random.Generator) -> EncoderDecoder:
-    """A model whose source and target embeddings are one table, for both languages share a vocabulary."""
+    """Return a new model with a shared embedding."""
     return new_translator(recipe.config(name, n_vocab), generator)
 
 
@@ -192,6 +195,7 @@ class Training:
         keep()
 
     def train_step(self) -> float:
+        """Make one update, and return the loss."""
         batch = self.pairs.batch(next(self.buckets))
         loss = train_on_batch(self.model, self.optimiser, self.batch_loss, batch, max_norm=1.0)
         self.step += 1
@@ -202,12 +206,13 @@ class Training:
         return loss
 
     def batch_loss(self, batch: TranslationBatch, factor: Any) -> Tensor:
+        """Return the loss of a batch, times a factor."""
         return self.loss(batch.labels, self.model(batch.source, batch.target, batch.lengths), factor)
 
     # ---------------------------------------------------------------- measuring
     @contextmanager
     def settled(self) -> Iterator[EncoderDecoder]:
-        """The model with the mean of its weights and without dropout, for a while."""
+        """Yield the model with averaged weights, in evaluation mode."""
         shaken = copied(self.model)
         self.model.load_state_dict(self.mean)
         self.model.eval()
@@ -218,7 +223,7 @@ class Training:
             self.model.train()
 
     def measure(self) -> dict[str, float]:
-        """The loss of all validation sentences in nats a token, and the BLEU of some, translated greedily."""
+        """Return the validation loss in nats per token, and the BLEU score of greedy translations."""
         chosen = self.held_out.texts[: self.plan.measured]
         with self.settled() as model:
             loss = mean_loss(model, self.held_out)
@@ -277,7 +282,7 @@ class Training:
 
 
 def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays and all else of a saved run.
+    """Return the arrays and the metadata of a saved run.
 
     Raises:
         FileNotFoundError: there is none.
@@ -291,6 +296,7 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def part(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """Return the tensors whose names begin with a prefix, without it."""
     return {name.removeprefix(f"{prefix}."): a for name, a in tensors.items() if name.startswith(f"{prefix}.")}
 
 
@@ -316,7 +322,7 @@ def translate(
     rows: int = 256,
     progress: bool = True,
 ) -> list[str]:
-    """Translations in the order of the sentences.
+    """Return the translations of sentences, in order.
 
     Args:
         rows: beams that go through the model at once.
