@@ -51,7 +51,7 @@ def test_the_mac_s_own_clock(monkeypatch):
     ],
 )
 def test_a_standstill(seconds, before, counted):
-    assert clock.without_standstill(seconds, before) == counted
+    assert clock.exclude_pause(seconds, before) == counted
 
 
 def steps_made(folder, monkeypatch, jumps: dict[int, float]) -> int:

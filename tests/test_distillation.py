@@ -146,7 +146,7 @@ def test_another_teacher_is_refused(distilled, tmp_path):
     data = json.loads((folder / "data.json").read_text())
     data["distill"]["teacher"] = str(write_folder(tmp_path / "other", context_window=100, n_layers=1))
     (folder / "data.json").write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="expected the teacher that it began with"):
+    with pytest.raises(ValueError, match="expected the teacher that the run was started with"):
         distill(["--resume", str(folder)])
 
 

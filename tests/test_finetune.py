@@ -197,7 +197,7 @@ def test_few_bits_below(words, theirs, data, tmp_path):
 def test_it_ends_where_it_grows_no_better(theirs, data, tmp_path, capsys):
     words = ["--steps", "60", "--eval-interval", "1", "--patience", "2", "--learning-rate", "3"]
     tune(theirs, data, tmp_path / "run", *words)
-    assert "training ends here (--patience 2)" in capsys.readouterr().out
+    assert "early stopping (--patience 2)" in capsys.readouterr().out
     progress = load_checkpoint(tmp_path / "run" / "last.safetensors").about["progress"]
     assert progress["step"] == progress["total_steps"] < 60
     assert progress["n_worse"] == 2

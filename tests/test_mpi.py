@@ -252,7 +252,7 @@ def test_two_ranks_write_the_run_of_one_with_accumulation(bench, flags):
     status, said = train(bench, 3, "", "--resume", str(bench / "again"))
     assert status == 1
     (line,) = said_by_the_program(said)
-    assert line.endswith("expected at most 2 ranks, for an update of this run has 2 batches of 4 sequences, got 3")
+    assert line.endswith("expected at most 2 ranks, because an update of this run has 2 batches of 4 sequences, got 3")
 
 
 @needs_mpi
@@ -268,12 +268,14 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(bench):
     status, said = train(bench, 0, "", "--resume", str(bench / "parts"), prelude=step % 6)
     assert status == 0 and "stopped after step 6" in said, said
     status, said = train(bench, 2, "", "--resume", str(bench / "parts"), "--shard-optimiser", prelude=step % 9)
-    assert status == 0 and "3 batches of 4 sequences, which 2 ranks do not divide" in said, said
+    assert status == 0 and "3 batches of 4 sequences, not a multiple of 2 ranks" in said, said
     status, said = train(bench, 3, "", "--resume", str(bench / "parts"))
     assert status == 0, said
     assert losses(bench / "parts") == pytest.approx(losses(bench / "whole"), abs=1e-5)
     status, said = train(bench, 4, "", "--resume", str(bench / "parts"))
-    assert status and "expected at most 3 ranks, for an update of this run has 3 batches of 4 sequences, got 4" in said
+    assert (
+        status and "expected at most 3 ranks, because an update of this run has 3 batches of 4 sequences, got 4" in said
+    )
 
 
 AT_STEP_6 = """
@@ -438,7 +440,7 @@ def test_finetuning_takes_one_process(n):
     """Said by rank 0 alone, whether there is an MPI or not."""
     program = "import sys\nfrom tricycle_cli.main import main\nsys.argv = ['tricycle', 'finetune', 'nothing']\nmain()"
     launcher = [MPIEXEC, "-n", str(n)] if n else []
-    wanted = "tricycle finetune: expected one process (`tricycle train` alone takes several), got 2: start it without"
+    wanted = "tricycle finetune: expected one process (only `tricycle train` runs in several), got 2: start the command without"
     for rank in range(1 if n else 2):
         settings = {} if n else {"PMI_RANK": str(rank), "PMI_SIZE": "2"}
         run = subprocess.run(

@@ -227,7 +227,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, finishe
     saved = load_checkpoint(folder / "last.safetensors").about["progress"]["step"]
     if status == 0:
         assert saved == step
-        assert lines_said(done.stderr) == ["stopping after this step (Ctrl-C again to leave at once)"]
+        assert lines_said(done.stderr) == ["stopping after this step (press Ctrl-C again to stop at once)"]
         assert f"stopped after step {step}; all progress is saved" in done.stdout
         command = shlex.split(done.stdout.splitlines()[-1])
         assert command == ["python", "train_smol_gpt.py", "--resume", str(folder)]

@@ -30,7 +30,7 @@ def test_work_that_may_be_left_is_left_at_once(number):
 
 def test_work_that_is_finished_first(capfd):
     with Signals() as signals:
-        with signals.finishing():
+        with signals.deferred():
             send()
             assert signals()
         assert "stopping after this step" in capfd.readouterr().err
@@ -40,7 +40,7 @@ def test_work_that_is_finished_first(capfd):
 
 def test_what_may_be_left_inside_what_is_finished():
     done = []
-    with Signals() as signals, signals.finishing():
+    with Signals() as signals, signals.deferred():
         with pytest.raises(Interrupted), signals.interruptible():
             send()
             done.append("more")
@@ -52,7 +52,7 @@ def test_what_may_be_left_inside_what_is_finished():
 
 def test_a_second_ctrl_c_leaves_at_once_and_other_second_signals_do_not():
     """A terminal that is closed sends SIGHUP more than once, and some systems SIGTERM after it."""
-    with Signals() as signals, signals.finishing():
+    with Signals() as signals, signals.deferred():
         send(signal.SIGHUP)
         send(signal.SIGHUP)
         send(signal.SIGTERM)
@@ -88,7 +88,7 @@ def test_nobody_to_tell(monkeypatch):
     def gone(handle, content):
         raise OSError(5, "Input/output error")
 
-    with Signals() as signals, signals.finishing():
+    with Signals() as signals, signals.deferred():
         monkeypatch.setattr(os, "write", gone)
         send()
         assert signals()

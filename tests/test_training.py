@@ -230,7 +230,7 @@ def test_a_checkpoint_stands_before_estimates_and_samples(tmp_path, monkeypatch)
             (name, state.step, load_checkpoint(run.last).about["progress"]["step"])
         )
 
-    monkeypatch.setattr(updates, "estimate", look("estimate"))
+    monkeypatch.setattr(updates, "evaluate_and_record", look("estimate"))
     monkeypatch.setattr(text_task, "write_sample", look("write_sample"))
     train(new_state(replace(CONFIG, sample_interval=4), TOKENS), run)
     evaluated = [("estimate", step, step) for step in (5, 10, 15)]
@@ -275,7 +275,7 @@ def test_the_best_checkpoint_is_the_one_with_the_lowest_loss(tmp_path, monkeypat
     run, state = new_run(tmp_path), new_state(CONFIG, TOKENS)
     best = []
     for state.step in (5, 10, 15, 20):
-        assert updates.estimate(state, run, new_task()) > 0
+        assert updates.evaluate_and_record(state, run, new_task()) > 0
         best.append(load_checkpoint(run.best).about["progress"])
     assert [progress["step"] for progress in best] == [5, 10, 10, 20]
     assert [progress["best_loss"] for progress in best] == [3.0, 2.0, 2.0, 1.5]

@@ -22,7 +22,7 @@ from test_training import CONFIG, TOKENS, new_run, new_task, train
 from tricycle.training_state import new_state, resume_state
 from tricycle_cli.trackers import expect_trackers
 from tricycle_cli.tracking import Tracking
-from tricycle_cli.updates import estimate
+from tricycle_cli.updates import evaluate_and_record
 
 Row = tuple[int, str, float]
 
@@ -44,7 +44,10 @@ def run(folder: Path, tracker: str, end: str) -> None:
     with run.tracking.finishing():
         if train(state, run):
             run.record(
-                step=state.step, final_loss=estimate(state, run, new_task()), final_bits_per_byte=1.5, best_step=20
+                step=state.step,
+                final_loss=evaluate_and_record(state, run, new_task()),
+                final_bits_per_byte=1.5,
+                best_step=20,
             )
             run.flush()
 

@@ -218,7 +218,7 @@ def answer(conversation: Conversation, said: str) -> None:
         print(
             f"(the oldest {n_forgotten} messages no longer fit into the context of {window:,} tokens and are forgotten)"
         )
-    with Signals(("SIGINT",), announces=False) as interrupted, interrupted.finishing():
+    with Signals(("SIGINT",), announces=False) as interrupted, interrupted.deferred():
         try:
             for part in parts:
                 print(part, end="", flush=True)

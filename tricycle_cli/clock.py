@@ -1,4 +1,4 @@
-"""A clock for limits in minutes: it never jumps, and stands still while the machine sleeps."""
+"""A monotonic clock for time limits in minutes, which stops while the machine sleeps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 import time
 from collections.abc import Sequence
 
-STANDSTILL = 10.0  # seconds: shorter ones do not matter
-LEAST_BEFORE, LATEST = 4, 100  # with how many earlier times one is compared: at least, and at most
+MIN_PAUSE = 10.0  # seconds; shorter pauses count as work
+MIN_HISTORY, MAX_HISTORY = 4, 100  # number of earlier times for the comparison
 
 
 def awake_seconds() -> float:
-    """Seconds that the machine has been awake since some moment.
+    """Return the seconds that the machine has been awake since an arbitrary time.
 
-    Nobody sets this clock. Linux's monotonic clock stands still in sleep anyway; macOS and Windows have others that do.
+    Linux's monotonic clock stops in sleep; macOS and Windows have separate clocks that do.
     """
     if sys.platform == "win32":
         ticks = ctypes.c_ulonglong()
@@ -26,16 +26,16 @@ def awake_seconds() -> float:
     return time.monotonic()
 
 
-def without_standstill(seconds: float, before: Sequence[float]) -> float:
-    """How long some work took, but for a time in which the process stood still though the machine was awake.
+def exclude_pause(seconds: float, history: Sequence[float]) -> float:
+    """Return the seconds of some work without a pause of the process (Ctrl-Z, or a paused virtual machine).
 
-    Ctrl-Z does that, or a virtual machine that is paused: work that took more than 10 s and more than ten times what
-    it takes usually counts as that.
+    Work of more than 10 s and more than ten times the usual time counts as paused; the result is then the usual time.
 
     Args:
-        before: how long the same work took before; with nothing to compare with, all counts.
+        seconds: the elapsed time of the work.
+        history: the earlier times of the same work, whose median is the usual time.
     """
-    if seconds <= STANDSTILL or len(before) < LEAST_BEFORE:
+    if seconds <= MIN_PAUSE or len(history) < MIN_HISTORY:
         return seconds
-    usual = statistics.median(before[-LATEST:])
+    usual = statistics.median(history[-MAX_HISTORY:])
     return usual if seconds > 10 * usual else seconds

@@ -1,4 +1,4 @@
-"""Addresses of SQLite databases, as libraries that open them through SQLAlchemy take them."""
+"""URLs of SQLite databases for libraries that open databases with SQLAlchemy (Optuna, MLflow)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def sqlite_url(path: Path) -> str:
-    """Return the URL of a database file, with the characters of its path escaped that mean something in a URL.
+    """Return the SQLAlchemy URL of a SQLite database file, with special characters of its path escaped.
 
     Raises:
-        ValueError: the installed SQLAlchemy has no escapes in such URLs (before 2.1), and the path needs one.
+        ValueError: the path needs escapes, which SQLAlchemy supports from version 2.1.
     """
     import sqlalchemy
 

@@ -1,7 +1,7 @@
-"""Distil a pretrained teacher into a smaller student.
+"""Distill a pretrained teacher into a smaller student model.
 
-The student reads the same texts as in `tricycle train` and learns the probabilities that the teacher gives to each next
-token (Hinton et al. 2015). It has the teacher's tokeniser, and any shape. `--resume RUN-FOLDER` continues a run.
+The student is trained on the same texts as in `tricycle train`, to predict the teacher's probabilities of each next
+token (Hinton et al. 2015). The student has the teacher's tokenizer, and any shape. `--resume RUN-FOLDER` resumes a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tricycle.pretrained import Pretrained
 from tricycle.system.files import read_json_object
 from tricycle.training import train
 from tricycle.training_state import TrainingState
-from tricycle_cli.distributed import parsed
+from tricycle_cli.distributed import parse_on_all_ranks
 from tricycle_cli.finetune import fingerprint
 from tricycle_cli.flags import parse
 from tricycle_cli.models import load_model
@@ -40,26 +40,27 @@ DESCRIPTION = __doc__ or ""
 
 @dataclass(frozen=True)
 class Arguments(TrainArguments):
-    """The teacher, the student, and the text."""
+    """The flags of `tricycle distill`."""
 
     teacher: tyro.conf.Positional[str] = ""
-    """a model, as `tricycle generate` takes it"""
+    """the teacher: a model, as in `tricycle generate`"""
     preset: Annotated[OneOf[str, PRESETS], tyro.conf.arg(name="student-preset")] = "laptop"
-    """the student: where the settings below start from"""
+    """preset of the student's settings"""
     temperature: float = 2.0
-    """both models' logits are divided by it: higher brings out the teacher's small probabilities"""
+    """the logits of both models are divided by it; higher values give small probabilities more weight"""
     hard_weight: float = 0.1
-    """share of the loss that is the cross-entropy of the text itself, 0 to 1; the rest is the teacher's"""
+    """weight of the cross-entropy with the text, 0 to 1; the distillation loss has the remaining weight"""
     tokeniser: tyro.conf.Suppress[Tokenisers] = "own"
     init_from: tyro.conf.Suppress[str | None] = None
     find_learning_rate: tyro.conf.Suppress[bool] = False
 
 
-OWN = ("teacher", "temperature", "hard_weight")
-N_ARRAYS = 5  # of the size of the logits: those of both models, both log-softmaxes, and the teacher's probabilities
+DISTILL_FLAGS = ("teacher", "temperature", "hard_weight")
+N_ARRAYS = 5  # of the logits' size: both models' logits and log-softmaxes, and the teacher's probabilities
 
 
 def main(args: Sequence[str] | None = None) -> int:
+    """Run `tricycle distill` with a command line; by default that of this process."""
     words = sys.argv[1:] if args is None else list(args)
     with open_session(partial(new_task, words)) as session:
         session.finished = train(**session.state.train_arguments(), session=session)
@@ -67,40 +68,39 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def new_task(words: Sequence[str], processes: ProcessGroup) -> DistillTask:
-    """Return the run that a command line begins or resumes.
+    """Return the task of a command line, which starts or resumes a run.
 
     Raises:
-        ValueError, FileNotFoundError: one line about what is wrong, before anything is written.
+        ValueError, FileNotFoundError: a wrong command line or run folder, before any file is written.
     """
     resumed = parse_resume(words, processes, read_distillation)
     if resumed is not None:
         return DistillTask(Arguments(), resumed)
-    arguments = checked(parsed(processes, lambda: parse_arguments(words)), words, processes)
+    arguments = checked(parse_on_all_ranks(processes, lambda: parse_arguments(words)), words, processes)
     check_arguments(arguments)
     teacher = load_model(arguments.teacher, device=arguments.device)
     config, size, longest = arguments.config, teacher.model.config.vocab_size, teacher.model.config.context_window
     if config.vocab_size not in (size, PRESETS[arguments.preset]().vocab_size):
-        raise ValueError(f"expected no --vocab-size but the teacher's, {size}, got {config.vocab_size}")
+        raise ValueError(f"expected the teacher's --vocab-size, {size}, got {config.vocab_size}")
     if config.context_window > longest:
-        raise ValueError(
-            f"expected --context-window of at most {longest}, as the teacher has it, got {config.context_window}"
-        )
+        raise ValueError(f"expected --context-window of at most {longest}, the teacher's, got {config.context_window}")
     config = replace(config, vocab_size=size)
     return DistillTask(replace(arguments, config=config), None, teacher)
 
 
 def parse_arguments(words: Sequence[str]) -> Arguments:
-    """Return the arguments of a command line, whose settings start from the student's preset."""
+    """Parse a command line; the student's preset provides the defaults."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--student-preset", "--student_preset", default=Arguments.preset)
     preset = first.parse_known_args(list(words))[0].student_preset
-    preset = preset if preset in PRESETS else Arguments.preset  # a wrong one is refused below
+    preset = preset if preset in PRESETS else Arguments.preset  # `parse` below reports a wrong one
     config = GPTConfig.from_dict(PRESETS[preset]().to_dict())
     return parse(Arguments, Arguments(preset=preset, config=config), words, description=DESCRIPTION)
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """
+    """Check that a teacher is given, and the ranges of the distillation flags.
+
     Raises:
         ValueError: no teacher, or a number out of range.
     """
@@ -112,13 +112,13 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def read_distillation(folder: Path) -> tuple[Arguments, str]:
-    """Return the arguments that a run folder was begun with, and the digest of its text.
+    """Return the arguments that a run was started with, and the digest of its text.
 
     Raises:
-        FileNotFoundError, ValueError: it is no folder of a run of this command.
+        FileNotFoundError, ValueError: the folder is not of a run of `tricycle distill`.
     """
     stored, digest = read_run(folder, "distill")
-    own = read_stored_flags(folder / "data.json", "distill", Arguments(), OWN)
+    own = read_stored_flags(folder / "data.json", "distill", Arguments(), DISTILL_FLAGS)
     arguments = Arguments(**{field.name: getattr(stored, field.name) for field in fields(stored)}, **own)
     check_arguments(arguments)
     return arguments, digest
@@ -128,8 +128,8 @@ class DistillTask(TrainTask):
     """Training of a student on a corpus and the probabilities of a teacher.
 
     Attributes:
-        teacher: the model with its tokeniser; None until it is loaded.
-        teacher_digest: of the weights that the run began with.
+        teacher: the teacher with its tokenizer; None until it is loaded.
+        teacher_digest: the digest of the teacher's weights when the run was started.
     """
 
     command = "distill"
@@ -149,7 +149,7 @@ class DistillTask(TrainTask):
         return read_distillation(folder)
 
     def describe(self) -> dict[str, Any]:
-        own = {name: getattr(self.arguments, name) for name in OWN}
+        own = {name: getattr(self.arguments, name) for name in DISTILL_FLAGS}
         if Path(own["teacher"]).exists():
             own["teacher"] = str(Path(own["teacher"]).resolve())
         return {**super().describe(), "command": self.command, "distill": own, "base": self.teacher_digest}
@@ -160,7 +160,8 @@ class DistillTask(TrainTask):
         print(f"teacher: {arguments.teacher}, {self.teacher.model.n_parameters:,} parameters")
         digest = fingerprint(self.teacher.model)
         if self.teacher_digest not in ("", digest):
-            raise ValueError(f"{run.folder}: expected the teacher that it began with, {arguments.teacher} has changed")
+            got = f"a changed {arguments.teacher}"
+            raise ValueError(f"{run.folder}: expected the teacher that the run was started with, got {got}")
         self.teacher_digest = digest
         state = super().prepare(run)
         teacher, temperature, hard_weight = self.teacher.model, arguments.temperature, arguments.hard_weight
@@ -168,12 +169,12 @@ class DistillTask(TrainTask):
         return state
 
     def needed_memory(self, config: GPTConfig) -> int:
-        """Return the bytes that training takes at least, with all logits of both models and their softmaxes."""
+        """Return the minimum number of bytes that training needs, with the logits and softmaxes of both models."""
         n_logits = config.batch_size * config.context_window * config.vocab_size
         return super().needed_memory(config) + N_ARRAYS * 4 * n_logits
 
     def first_tokeniser(self, run: Run, has_last: bool) -> Any:
-        teacher: Any = self.teacher  # which `prepare` has loaded
+        teacher: Any = self.teacher  # `prepare` has loaded it
         return super().first_tokeniser(run, has_last) if has_last else teacher.tokeniser
 
     def title(self, state: TrainingState) -> str:

@@ -1,4 +1,4 @@
-"""A program in several processes: who they are, what they must have in common, and how they end together."""
+"""Run a command in several processes: check that ranks match, divide threads and GPUs, and report errors once."""
 
 from __future__ import annotations
 
@@ -24,28 +24,27 @@ from tricycle_cli.flags import on_one_line
 from tricycle_mpi.launch import launch_info
 
 T = TypeVar("T")
-# So long rank 0 waits, when it fails, for others that fail too; they speak later, if they still can.
-TOGETHER_SECONDS = 0.3
-# A signal may be the launcher's, which ends all ranks where one has failed; then there is nothing to say in the others.
+# A failing rank waits this long for the failures of other ranks, which are then reported together.
+COLLECT_SECONDS = 0.3
+# A signal may come from the launcher, which ends all ranks when one has failed; then the other ranks print nothing.
 SIGNAL_SECONDS = 2.0
-SPOKEN_SECONDS = 0.2  # after which the launcher has passed the last words on; MPICH's forgets them where all end before
-FIRST_SECONDS = 1.0  # in which rank 0 says what all have found
+OUTPUT_SECONDS = 0.2  # until the launcher has printed the message; MPICH's loses it if all ranks end before
+RANK_ZERO_SECONDS = 1.0  # until rank zero has printed an error that all ranks have found
 INTERRUPTED = 130  # the exit status, by the convention of shells
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-OWN_CODE = "tricycle tricycle_accelerators tricycle_cli tricycle_datasets tricycle_mpi".split()
+CODE_PACKAGES = "tricycle tricycle_accelerators tricycle_cli tricycle_datasets tricycle_mpi".split()
 
 
 @contextlib.contextmanager
 def process_group() -> Iterator[ProcessGroup]:
-    """Within this block, the processes that were started with this one, or nobody else.
+    """Yield the process group of the launcher (mpiexec), or a group of one process.
 
-    Only rank 0 prints. An error in any of them ends all, at once and with one message that says which.
+    Only rank zero prints within this context. An error on any rank ends all ranks with one message that names the rank.
 
     Raises:
-        ImportError: there are others, and nothing to reach them by.
+        ImportError: several processes, and no library for communication.
     """
-    there = launch_info()
-    if there.size == 1:
+    if launch_info().size == 1:
         yield SINGLE_PROCESS
         return
     try:
@@ -53,75 +52,78 @@ def process_group() -> Iterator[ProcessGroup]:
 
         processes = join_process_group()
     except (ImportError, RuntimeError, ValueError):
-        _leave_it_to_the_first()
+        _exit_other_ranks()
         raise
     except KeyboardInterrupt:
-        # the others wait for this process, as MPI would for them when Python ends: the launcher ends all instead
+        # os._exit, because MPI would wait for the other ranks when Python ends; the launcher ends all ranks
         print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr, flush=True)
         os._exit(INTERRUPTED)
-    with contextlib.ExitStack() as silent:
+    with contextlib.ExitStack() as stack:
         if not processes.is_rank_zero:
-            nowhere = silent.enter_context(open(os.devnull, "w", encoding="utf-8"))
-            silent.enter_context(contextlib.redirect_stdout(nowhere))
+            null_file = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stdout(null_file))
         try:
             share_threads(processes)
             share_gpus(processes)
             yield processes
-        except SystemExit:  # all of them leave so
+        except SystemExit:  # all ranks exit
             raise
         except BaseException as error:
             _end_all(processes, error)
 
 
 def expect_one_process(command: str) -> None:
-    """Raise ValueError, on rank 0, where several processes were started with a command that takes one."""
-    there = launch_info()
-    if there.size > 1:
-        _leave_it_to_the_first()
-        got = f"{there.size}: start it without mpiexec"
-        raise ValueError(f"tricycle {command}: expected one process (`tricycle train` alone takes several), got {got}")
+    """Check that a command was started in one process.
+
+    Raises:
+        ValueError: several processes; raised on rank zero, while the other ranks exit.
+    """
+    size = launch_info().size
+    if size > 1:
+        _exit_other_ranks()
+        got = f"{size}: start the command without mpiexec"
+        raise ValueError(f"tricycle {command}: expected one process (only `tricycle train` runs in several), got {got}")
 
 
-def _leave_it_to_the_first() -> None:
-    """Where all processes find the same before they can reach each other: only rank 0 comes back from here."""
+def _exit_other_ranks() -> None:
+    """Exit on all ranks but rank zero, which reports an error that all ranks find before they can communicate."""
     if launch_info().rank:
-        time.sleep(FIRST_SECONDS)  # a launcher ends all when one has left
+        time.sleep(RANK_ZERO_SECONDS)  # the launcher ends all ranks when one exits
         raise SystemExit(1) from None
 
 
 def _end_all(processes: Any, error: BaseException) -> None:
-    """Say once what happened, and where, and end every process."""
+    """Print an error once, with the rank where it occurred, and end all processes."""
     message = on_one_line(str(error) or type(error).__name__)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's, where another rank was faster
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher sends it if another rank failed first
     if isinstance(error, KeyboardInterrupt):
         message = f"interrupted ({message})"
         time.sleep(SIGNAL_SECONDS)
-    others = processes.collect_failures(message, TOGETHER_SECONDS)
-    all_say_so = len(others) == processes.size - 1 and set(others.values()) == {message}
-    where = "" if all_say_so else f"rank {processes.rank} of {processes.size} on {socket.gethostname()}: "
+    others = processes.collect_failures(message, COLLECT_SECONDS)
+    is_on_all_ranks = len(others) == processes.size - 1 and set(others.values()) == {message}
+    where = "" if is_on_all_ranks else f"rank {processes.rank} of {processes.size} on {socket.gethostname()}: "
     if os.environ.get("TRICYCLE_TRACEBACK"):
         traceback.print_exception(error)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         line = f"{Path(sys.argv[0]).name}: {where}{message}"
-        print(
-            line if processes.is_rank_zero else f"\n{line}", file=sys.stderr, flush=True
-        )  # below rank 0's progress bar
-    time.sleep(SPOKEN_SECONDS)
+        line = line if processes.is_rank_zero else f"\n{line}"  # below the progress bar of rank zero
+        print(line, file=sys.stderr, flush=True)
+    time.sleep(OUTPUT_SECONDS)
     processes.abort()
     time.sleep(60)  # MPI ends this process
 
 
 # -------------------------------------------------------------------- one after another
 def on_rank_zero(processes: ProcessGroup, work: Callable[[], T]) -> T:
-    """What rank 0 returns from some work that it does alone, for all."""
+    """Call a function on rank zero only, and return its result on all ranks."""
     result: Any = work() if processes.is_rank_zero else None
     return processes.broadcast(result)
 
 
-def parsed(processes: ProcessGroup, parse: Callable[[], T]) -> T:
-    """A command line, which rank 0 reads first; where it leaves the program, so do all."""
+def parse_on_all_ranks(processes: ProcessGroup, parse: Callable[[], T]) -> T:
+    """Parse the command line on all ranks, rank zero first; if parsing exits on rank zero, exit on all ranks."""
     code: Any = None
     result = None
     if processes.is_rank_zero:
@@ -135,39 +137,39 @@ def parsed(processes: ProcessGroup, parse: Callable[[], T]) -> T:
     return parse() if result is None else result
 
 
-# -------------------------------------------------------------------- what they have in common
-def check_same(processes: ProcessGroup, facts: dict[str, Any]) -> None:
-    """Refuse to train with ranks that are not alike: their weights would drift apart.
+# -------------------------------------------------------------------- properties that must be the same on all ranks
+def check_same(processes: ProcessGroup, properties: dict[str, Any]) -> None:
+    """Check that properties are the same on all ranks; different ranks would compute different weights.
 
     Raises:
-        ValueError: names every rank and fact that differs from rank 0's.
+        ValueError: names every rank and property that differs from rank zero.
     """
     if processes.size == 1:
         return
-    everybody = processes.all_gather((socket.gethostname(), facts))
-    wanted = everybody[0][1]
+    gathered = processes.all_gather((socket.gethostname(), properties))
+    expected = gathered[0][1]
     problems = [
-        f"rank {rank} on {host} has another {name} than rank 0: {_difference(own.get(name), fact)}"
-        for rank, (host, own) in enumerate(everybody)
-        for name, fact in wanted.items()
-        if own.get(name) != fact
+        f"rank {rank} on {host} has another {name} than rank 0: {_difference(own.get(name), value)}"
+        for rank, (host, own) in enumerate(gathered)
+        for name, value in expected.items()
+        if own.get(name) != value
     ]
     if problems:
         raise ValueError("; ".join(problems))
 
 
-def _difference(own: Any, wanted: Any) -> str:
-    """In what two facts differ; of lists and dicts only what does."""
-    if isinstance(own, dict) and isinstance(wanted, dict):
-        names = [name for name in {**own, **wanted} if own.get(name) != wanted.get(name)]
-        own, wanted = ({name: fact.get(name) for name in names} for fact in (own, wanted))
-    if isinstance(own, list) and isinstance(wanted, list):
-        own, wanted = [each for each in own if each not in wanted], [each for each in wanted if each not in own]
-    return f"{reprlib.repr(own)}, not {reprlib.repr(wanted)}"
+def _difference(own: Any, expected: Any) -> str:
+    """Format the difference of two values; of lists and dicts only the items that differ."""
+    if isinstance(own, dict) and isinstance(expected, dict):
+        names = [name for name in {**own, **expected} if own.get(name) != expected.get(name)]
+        own, expected = ({name: value.get(name) for name in names} for value in (own, expected))
+    if isinstance(own, list) and isinstance(expected, list):
+        own, expected = [x for x in own if x not in expected], [x for x in expected if x not in own]
+    return f"{reprlib.repr(own)}, not {reprlib.repr(expected)}"
 
 
-def common_facts() -> dict[str, Any]:
-    """What all ranks must have in common, whatever they do: code, libraries and the number of threads."""
+def common_properties() -> dict[str, Any]:
+    """Return properties that must be the same on all ranks: code, versions and the number of threads."""
     return {
         "version of Tricycle's code": code_digest(),
         "version of Python or NumPy": f"{platform.python_version()} and {np.__version__}",
@@ -176,10 +178,10 @@ def common_facts() -> dict[str, Any]:
 
 
 def code_digest() -> str:
-    """A few letters that stand for the text of all of Tricycle's modules."""
+    """Return a short digest of the source code of all of Tricycle's modules."""
     digest = hashlib.sha256()
     root = Path(__file__).resolve().parents[1]
-    for package in OWN_CODE:
+    for package in CODE_PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             digest.update(f"{path.relative_to(root).as_posix()}\n".encode())
             digest.update(path.read_bytes())
@@ -187,19 +189,23 @@ def code_digest() -> str:
 
 
 def check_batches(processes: ProcessGroup, n_batches: int, batch_size: int) -> None:
-    """Raise ValueError where an update has fewer batches than there are ranks."""
+    """Check that an update has a batch for each rank; print a note if the batches do not divide evenly.
+
+    Raises:
+        ValueError: an update has fewer batches than there are ranks.
+    """
     size = processes.size
-    each = f"an update of this run has {n_batches} batches of {batch_size} sequences"
+    batches = f"an update of this run has {n_batches} batches of {batch_size} sequences"
     if n_batches < size:
-        raise ValueError(f"expected at most {n_batches} ranks, for {each}, got {size}")
+        raise ValueError(f"expected at most {n_batches} ranks, because {batches}, got {size}")
     if n_batches % size:
         most, fewest = -(-n_batches // size), n_batches // size
-        print(f"note: {each}, which {size} ranks do not divide: some compute {most}, and the others, {fewest}, wait")
+        print(f"note: {batches}, not a multiple of {size} ranks: some ranks compute {most}, others {fewest} and wait")
 
 
 # -------------------------------------------------------------------- threads
 def n_threads() -> int:
-    """How many threads this process computes with."""
+    """Return the number of threads that this process computes with."""
     try:
         from tricycle_accelerators import threads
     except ModuleNotFoundError:
@@ -208,12 +214,15 @@ def n_threads() -> int:
 
 
 def share_threads(processes: ProcessGroup) -> None:
-    """Share the processors of a machine out among its ranks, unless somebody has said how many threads there are."""
+    """Divide the processors of a machine among its ranks by setting TRICYCLE_NUM_THREADS.
+
+    TRICYCLE_NUM_THREADS and OMP_NUM_THREADS of the user take precedence.
+    """
     if processes.size == 1 or os.environ.get("TRICYCLE_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS"):
         return
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    everybody = processes.all_gather((socket.gethostname(), sorted(own)))
-    here = [set(processors) for host, processors in everybody if host == socket.gethostname()]
+    gathered = processes.all_gather((socket.gethostname(), sorted(own)))
+    here = [set(processors) for host, processors in gathered if host == socket.gethostname()]
     n_sharing = sum(bool(own & processors) for processors in here)
     fewest = min(processes.all_gather(max(1, len(own) // n_sharing)))
     os.environ["TRICYCLE_NUM_THREADS"] = str(fewest)
@@ -222,21 +231,21 @@ def share_threads(processes: ProcessGroup) -> None:
 
         threads.forget_n_threads()
     bound = n_sharing == 1 and len(own) < (os.cpu_count() or 1) // len(here)
-    hint = " (mpiexec binds each to so many; --bind-to none, or OMP_NUM_THREADS, may give it more)" if bound else ""
+    hint = " (limited by mpiexec's binding; --bind-to none or OMP_NUM_THREADS raises the limit)" if bound else ""
     print(f"{processes.size} ranks with {fewest} thread{'s' if fewest > 1 else ''} each{hint}")
 
 
 def share_gpus(processes: ProcessGroup) -> None:
-    """Give each rank of a machine one of the GPUs that it may see; ranks take turns where there are fewer.
+    """Assign each rank of a machine one of its visible GPUs, round-robin, by setting CUDA_VISIBLE_DEVICES.
 
-    Before CUDA is asked for anything: later it would not hear of it.
+    Called before CUDA starts, because CUDA reads the variable once.
     """
-    seen = [name for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
+    visible = [name for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
     if VISIBLE not in os.environ:
-        seen = [path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]
+        visible = [path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]
     if processes.size == 1:
         return
-    everybody = processes.all_gather((socket.gethostname(), seen))
-    place = everybody[: processes.rank].count(everybody[processes.rank])
-    if seen:
-        os.environ[VISIBLE] = seen[place % len(seen)]
+    gathered = processes.all_gather((socket.gethostname(), visible))
+    local_rank = gathered[: processes.rank].count(gathered[processes.rank])
+    if visible:
+        os.environ[VISIBLE] = visible[local_rank % len(visible)]

@@ -50,7 +50,7 @@ from tricycle_cli.session import open_session, print_line
 from tricycle_cli.task import Task, claim_new_folder, command_name, read_stored_flags, write_run_description
 from tricycle_cli.trackers import TrackerName, expect_trackers
 from tricycle_cli.tuning import ADAPTER, HeldOutPairs, HeldOutRows, TuningState, write_samples
-from tricycle_cli.updates import advise_on_memory, check_training_memory, estimate
+from tricycle_cli.updates import advise_on_memory, check_training_memory, evaluate_and_record
 from tricycle_datasets.examples import PREFERENCES, ExampleEncoder, ExampleSplit, Record, load_examples, read_records
 from tricycle_lab.plot import plot_losses
 
@@ -297,7 +297,7 @@ class FinetuneTask(Task):
         joined_view = arguments.pack and packs(loaded.model)
         rows = PackedDataset(examples.held_out, *order, joined_view)
         self.dataset = PackedDataset(examples.train, *order, joined_view)
-        self.held_out = HeldOutRows.of(rows, n_held, loaded.tokeniser)
+        self.held_out = HeldOutRows.from_dataset(rows, n_held, loaded.tokeniser)
 
     def _new_state(self, config: GPTConfig, adapter: Adapter | None, base: str) -> TuningState:
         arguments, model = self.arguments, self.loaded.model
@@ -381,7 +381,7 @@ class FinetuneTask(Task):
 
     def report(self, state: Any, run: Run) -> None:
         if state.evaluated_step != state.step:
-            estimate(state, run, self)
+            evaluate_and_record(state, run, self)
         checkpoint = load_checkpoint(run.best)
         state.read(checkpoint)
         best_step = checkpoint.about["progress"]["step"]

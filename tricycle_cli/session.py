@@ -72,7 +72,7 @@ def _run_task(task: Task, run: Run, signals: Signals, started: float) -> Iterato
             run.spent = clock.awake_seconds() - started
             run.tracking = start_tracking(task, run, state)
             with add_checkpoint_hint_to_errors(task, run, resume), _tracked(run):
-                with signals.finishing(), updates(state, run, task) as session:
+                with signals.deferred(), updates(state, run, task) as session:
                     yield session
                 if session.finished:
                     signals.check()

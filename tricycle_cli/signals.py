@@ -1,8 +1,8 @@
-"""Ctrl-C, SIGTERM and SIGHUP: where they are answered, so that nothing is lost and nobody waits.
+"""Handle Ctrl-C, SIGTERM and SIGHUP in training and chat, so that a run stops soon and loses no progress.
 
-A program asks for nothing until it is told to go, and then it has work at hand. Some work may be left anywhere, as the
-tokenising of a text, an evaluation, a picture: there a signal raises `Interrupted` at once. Other work is finished
-first, as an update and the checkpoint after it: there a signal is remembered, and the program asks between two updates.
+Some work can be interrupted anywhere, such as tokenizing a text, an evaluation or a plot: there a signal raises
+`Interrupted` at once. Other work must be finished first, such as an update and the checkpoint after it: there the
+signal is deferred, and the program checks for signals between two updates.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-# Ctrl-C; what systems and schedulers end a program by; a terminal or a connection that is closed; Ctrl-Break.
+# Ctrl-C; the signal of schedulers; a closed terminal or connection; Ctrl-Break.
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
-AGAIN = 0.02  # seconds after which a signal is sent once more that came where Python tells nobody of errors
-STOPPING = b"\nstopping after this step (Ctrl-C again to leave at once)\n"
+RESEND_SECONDS = 0.02  # before a signal is sent again whose exception Python could not raise
+STOPPING = b"\nstopping after this step (press Ctrl-C again to stop at once)\n"
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came.
+    """A signal arrived.
 
     Attributes:
-        number: which.
+        number: the number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -35,22 +35,22 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """Within a `with` block signals are answered as this module says; called, it says whether one has come.
+    """A context manager that handles signals; calling the object returns whether a signal has arrived.
 
-    The first signal counts. After it Ctrl-C leaves at once, and others are let pass: a closed terminal sends more than
-    one. What the process was told to ignore, as `nohup` does with SIGHUP, stays ignored. Outside the main thread
-    nothing is changed.
+    The first signal counts. After it, Ctrl-C interrupts at once, and other signals are ignored, because a closed
+    terminal sends several. Signals that the process ignores (SIGHUP with `nohup`) stay ignored. Outside the main thread
+    no handler is installed.
 
     Attributes:
-        names: of the signals.
-        announces: when a signal is remembered, that is said.
+        names: the names of the signals.
+        announces: print a line when a signal is deferred.
     """
 
     def __init__(self, names: Sequence[str] = NAMES, announces: bool = True) -> None:
         self.names, self.announces = names, announces
-        self.number = 0  # of the first that came
-        self._finishing = 0  # blocks of work that is finished first
-        self._raised = False  # an `Interrupted` that nobody has caught yet
+        self.number = 0  # of the first signal that arrived
+        self._deferring = 0  # the number of active `deferred` contexts
+        self._raised = False  # whether an `Interrupted` was raised and not caught yet
         self._before: dict[int, Any] = {}
         self._hook: Callable[[Any], Any] | None = None
 
@@ -62,7 +62,7 @@ class Signals:
             for name in self.names:
                 number = getattr(signal, name, None)
                 if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    self._before[number] = signal.signal(number, self._answer)
+                    self._before[number] = signal.signal(number, self._handle)
             self._hook, sys.unraisablehook = sys.unraisablehook, self._send_again
         return self
 
@@ -74,30 +74,32 @@ class Signals:
             sys.unraisablehook = self._hook
             self._hook = None
 
-    def _answer(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         first = not self.number
         self.number = self.number or number
-        if self._finishing and first:
-            with contextlib.suppress(OSError):  # no print: the signal may have come in the middle of one
+        if self._deferring and first:
+            with contextlib.suppress(OSError):  # os.write, because the signal may have interrupted a print
                 os.write(2, STOPPING if self.announces else b"")
         elif first or number == signal.SIGINT:
             self._raised = True
             raise Interrupted(number)
 
     def _send_again(self, lost: Any) -> None:
-        """An error that Python can raise nowhere, as in a `__del__`: if a signal made it, that comes once more."""
+        """Send a signal again whose exception Python could not raise, for example in a `__del__`."""
         if isinstance(lost.exc_value, Interrupted):
             self.number, self._raised = 0, False
-            threading.Timer(AGAIN, os.kill, (os.getpid(), lost.exc_value.number)).start()
+            threading.Timer(RESEND_SECONDS, os.kill, (os.getpid(), lost.exc_value.number)).start()
         elif self._hook is not None:
             self._hook(lost)
 
     @contextlib.contextmanager
     def restore_interrupts(self) -> Iterator[None]:
-        """Within this block an `Interrupted` arrives as such: C code that calls Python may make another error of it.
+        """Raise `Interrupted` in place of other exceptions that a signal caused within this context.
+
+        C code that calls Python may replace an `Interrupted` by another exception.
 
         Raises:
-            Interrupted: a signal came where it is answered at once.
+            Interrupted: a signal arrived outside of `deferred`.
         """
         try:
             yield
@@ -111,36 +113,36 @@ class Signals:
             raise Interrupted(self.number) from error
 
     @contextlib.contextmanager
-    def finishing(self) -> Iterator[None]:
-        """Work that is finished before a signal is answered: by who asks, or when other work begins."""
-        self._finishing += 1
+    def deferred(self) -> Iterator[None]:
+        """Defer signals within this context; the caller checks for them by calling the object, or with `check`."""
+        self._deferring += 1
         try:
             yield
         finally:
-            self._finishing -= 1
+            self._deferring -= 1
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within work that is finished first, some that need not be.
+        """Let signals interrupt at once within this context, inside of a `deferred` context.
 
         Raises:
-            Interrupted: a signal comes, or has come.
+            Interrupted: a signal arrives, or has arrived before.
         """
-        finishing, self._finishing = self._finishing, 0
+        deferring, self._deferring = self._deferring, 0
         try:
             self.check()
             with self.restore_interrupts():
                 yield
         finally:
-            self._finishing = finishing
+            self._deferring = deferring
 
     def check(self) -> None:
-        """Raise Interrupted if a signal has come."""
+        """Raise `Interrupted` if a signal has arrived."""
         if self.number:
             raise Interrupted(self.number)
 
 
 def exit_by_signal(number: int) -> None:
-    """End this process by a signal, as if nobody had caught it: who started it should see so."""
+    """End this process by a signal with its default action, so that the parent process sees the signal."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""Standard streams that may go away: a pipe whose reader has had enough, a terminal that is closed, a full disk."""
+"""Standard streams that ignore write errors (a closed pipe, a closed terminal, a full disk), for training runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 
 class TolerantStream:
-    """A text stream whose reader may leave: from then on what is written is dropped, and the program goes on."""
+    """A text stream that discards its output after a write error, so that the program continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -19,16 +19,16 @@ class TolerantStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write, or drop it."""
+        """Write text; discard it after an error. Returns the length of the text."""
         self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what is waiting, or drop it."""
+        """Flush the stream; discard buffered text after an error."""
         self._try(self._stream.flush)
 
     def _try(self, act: Callable[..., Any], *args: Any) -> None:
-        """Call a function; where that fails, let all that is still waiting, and all that comes, go nowhere."""
+        """Call a function; after an error redirect the stream to os.devnull."""
         try:
             act(*args)
         except OSError:
@@ -40,7 +40,7 @@ class TolerantStream:
 
 @contextlib.contextmanager
 def tolerant_streams() -> Iterator[None]:
-    """Within this block nothing that is printed can end the program."""
+    """Ignore write errors of stdout and stderr within this context."""
     out, err = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = TolerantStream(out), TolerantStream(err)
     try:

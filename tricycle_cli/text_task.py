@@ -1,4 +1,7 @@
-"""Training on text: held-out losses in bits per byte, samples, and the final report beside the usual compressors."""
+"""The base class of tasks that train on text: held-out loss in bits per byte, samples, and the final report.
+
+The final report compares the model with gzip, bz2 and xz.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from tricycle_cli.distributed import on_rank_zero
 from tricycle_cli.models import SAMPLING
 from tricycle_cli.run import Run, read_metrics
 from tricycle_cli.task import Task, command_name
-from tricycle_cli.updates import estimate
+from tricycle_cli.updates import evaluate_and_record
 from tricycle_lab.plot import plot_losses
 
 SAMPLE_TOKENS, FINAL_SAMPLE_TOKENS = 160, 250
-COMPRESSED_AT_ONCE = 2**18  # bytes
+COMPRESSION_CHUNK = 2**18  # bytes
 CLOSING_SECONDS = 10  # of the final report, besides its evaluation
-# Windows of held-out text move on by half their length: each token sees at least half a window before it.
+# The stride of held-out windows is half their length, so that each token has at least half a window of context.
 OVERLAP = 2
 
 
@@ -34,9 +37,9 @@ class TextTask(Task):
     """A task whose held-out data is text.
 
     Attributes:
-        held_out: the tokens of the held-out text; the first is only read.
-        held_out_bytes: the text itself.
-        prompts: how the samples at the end begin.
+        held_out: the tokens of the held-out text; the first token is not predicted.
+        held_out_bytes: the held-out text.
+        prompts: the prompts of the samples in the final report.
     """
 
     held_out: HeldOut
@@ -44,7 +47,7 @@ class TextTask(Task):
     prompts: tuple[str, ...] = ("",)
 
     def measure(self, state: TrainingState) -> dict[str, float]:
-        """Evaluate on the same `eval_batches` batches of windows each time, spread evenly over the held-out text."""
+        """Evaluate on `eval_batches` batches of windows, always the same, spread evenly over the held-out text."""
         loss, _ = self._evaluate(state, state.model, state.config.eval_batches)
         return {"held_out_loss": loss, "bits_per_byte": self.held_out.bits_per_byte(loss)}
 
@@ -69,16 +72,16 @@ class TextTask(Task):
         return f"{state.model.n_parameters:,} parameters"
 
     def report(self, state: TrainingState, run: Run) -> None:
-        """Print the final figures, draw the loss curve, and print samples and how to generate."""
+        """Evaluate the best checkpoint, plot the loss curve, and print metrics, samples and the generate command."""
         config = state.config
         if state.evaluated_step != state.step:
-            estimate(state, run, self)
+            evaluate_and_record(state, run, self)
         checkpoint = on_rank_zero(run.processes, lambda: load_checkpoint(run.best))
         best_step = checkpoint.about["progress"]["step"]
         model = checkpoint.model()
         if next(state.model.parameters()).on_gpu:
             model.to_gpu()
-        print("measuring the best checkpoint on all held-out text ...")
+        print("evaluating the best checkpoint on all held-out text ...")
         loss, n_tokens = self._evaluate(state, model)
         if not run.processes.is_rank_zero:
             return
@@ -89,7 +92,7 @@ class TextTask(Task):
         metrics, bits_per_nat, title = read_metrics(run.metrics), self.held_out.bits_per_byte(1.0), self.title(state)
         path = run.folder / "loss.png"
         picture = run.write(lambda: plot_losses(metrics, path, bits_per_nat, others, title))
-        state.model, state.step = model, best_step  # the samples are of the model that stays
+        state.model, state.step = model, best_step  # the samples come from the best checkpoint
         for prompt in self.prompts:
             write_sample(state, run, FINAL_SAMPLE_TOKENS, prompt)
         minutes = f"{state.seconds / 60:.1f} minutes of training"
@@ -101,11 +104,12 @@ class TextTask(Task):
         for name, value in sorted({**others, "this model": bits}.items(), key=lambda item: -item[1]):
             print(f"  {name:<12}{value:6.3f}")
         print(f"loss curve: {picture}")
-        print(f"generate with\n  {command_name('generate', self.command)} {shlex.quote(run.folder.as_posix())}")
+        command = command_name("generate", self.command)
+        print(f"generate text with the model:\n  {command} {shlex.quote(run.folder.as_posix())}")
 
 
 def write_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, prompt: str = "") -> str:
-    """Print some generated text and add it to samples.txt; rank 0 does."""
+    """Generate text on rank zero, print it, append it to samples.txt, and return it."""
     tokeniser: Any = run.tokeniser
     if not run.processes.is_rank_zero:
         return ""
@@ -115,7 +119,7 @@ def write_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, 
     sampling = replace(SAMPLING, seed=seed, stop_tokens=end, n_vocab=tokeniser.n_vocab)
     drawn = []
     for token in generate(state.model, ids, n_tokens, sampling):
-        run.processes.answer_pings()  # the others wait
+        run.processes.answer_pings()  # the other ranks wait for this rank
         drawn += [token] if token != end else []
     text = prompt + tokeniser.decode(drawn)
     title = f"--- sample at step {state.step}"
@@ -125,7 +129,7 @@ def write_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, 
 
 
 def compressor_bits_per_byte(content: bytes) -> dict[str, float]:
-    """Return the bits per byte of the usual compressors at their best settings."""
+    """Return the bits per byte of gzip, bz2 and xz at their highest levels, by name."""
     compressors: dict[str, Any] = {
         "gzip -9": zlib.compressobj(9, wbits=16 + zlib.MAX_WBITS),
         "bz2 -9": bz2.BZ2Compressor(9),
@@ -133,7 +137,7 @@ def compressor_bits_per_byte(content: bytes) -> dict[str, float]:
     }
     sizes = dict.fromkeys(compressors, 0)
     for name, compressor in compressors.items():
-        for start in range(0, len(content), COMPRESSED_AT_ONCE):  # a signal is answered between two pieces
-            sizes[name] += len(compressor.compress(content[start : start + COMPRESSED_AT_ONCE]))
+        for start in range(0, len(content), COMPRESSION_CHUNK):  # a signal can interrupt between two chunks
+            sizes[name] += len(compressor.compress(content[start : start + COMPRESSION_CHUNK]))
         sizes[name] += len(compressor.flush())
     return {name: 8 * size / max(1, len(content)) for name, size in sizes.items()}

@@ -28,7 +28,14 @@ from tricycle.pretrained import Pretrained
 from tricycle.system.files import read_json_object
 from tricycle.training import train
 from tricycle.training_state import TrainingState, new_state, resume_state, training_bytes
-from tricycle_cli.distributed import check_batches, check_same, common_facts, on_rank_zero, parsed, process_group
+from tricycle_cli.distributed import (
+    check_batches,
+    check_same,
+    common_properties,
+    on_rank_zero,
+    parse_on_all_ranks,
+    process_group,
+)
 from tricycle_cli.find_rate import find_learning_rate
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk, describe_disk_space
@@ -120,7 +127,7 @@ def run_range_test(words: Sequence[str]) -> int:
         ValueError: several processes.
     """
     with tolerant_streams(), Signals(), process_group() as processes:
-        arguments, start = parsed(processes, lambda: parse_arguments(words))
+        arguments, start = parse_on_all_ranks(processes, lambda: parse_arguments(words))
         if processes.size > 1:
             raise ValueError(f"expected one process with --find-learning-rate, got {processes.size}")
         task = TrainTask(arguments, None, start)
@@ -144,16 +151,16 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> TrainTask:
     resumed = parse_resume(words, processes, read_run)
     if resumed is not None:
         return TrainTask(Arguments(), resumed)
-    arguments, start = parsed(processes, lambda: parse_arguments(words))
+    arguments, start = parse_on_all_ranks(processes, lambda: parse_arguments(words))
     return TrainTask(checked(arguments, words, processes), None, start)
 
 
 def parse_resume(words: Sequence[str], processes: ProcessGroup, read: Callable[[Path], Any]) -> ResumeArguments | None:
     """Parse the command line of a resumed run, and check its folder with `read`; return None for a new run."""
-    check_same(processes, {"command line": list(words), **common_facts()} if processes.size > 1 else {})
+    check_same(processes, {"command line": list(words), **common_properties()} if processes.size > 1 else {})
     if not any(word.split("=")[0] == "--resume" for word in words):
         return None
-    resumed = parsed(processes, lambda: parse(ResumeArguments, args=words, description="Resume a run."))
+    resumed = parse_on_all_ranks(processes, lambda: parse(ResumeArguments, args=words, description="Resume a run."))
     on_rank_zero(processes, lambda: read(resumed.resume))
     return resumed
 

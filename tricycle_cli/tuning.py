@@ -1,4 +1,4 @@
-"""Fine-tuning: the state of training, its losses, held-out data, and samples."""
+"""The training state, losses, held-out data and samples of fine-tuning, for `tricycle_cli/finetune.py`."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class TuningState(TrainingState):
 
     Attributes:
         adapter: the trained adapter; None where the whole model is trained.
-        loaded: the model that the adapter is attached to.
-        base: `finetune.fingerprint` of the model before training.
-        beta: of DPO; 0 for the cross-entropy of the tokens that count.
-        margins: the reward margins of an update's batches (DPO).
+        loaded: the model to which the adapter is attached.
+        base: the `finetune.fingerprint` of the model before training.
+        beta: the coefficient of DPO; 0 for the cross-entropy of the tokens that count.
+        margins: the reward margins of the batches of an update (DPO).
     """
 
     adapter: Adapter | None = None
@@ -89,10 +89,10 @@ class TuningState(TrainingState):
             save_adapter(self.adapter, self.loaded, path.parent / ADAPTER)
 
     def read(self, checkpoint: Checkpoint) -> None:
-        """Take the weights of a checkpoint, in place.
+        """Load the weights of a checkpoint in place.
 
         Raises:
-            ValueError: they are not those of this model or adapter.
+            ValueError: the weights do not match this model or adapter.
         """
         prefix = "model."
         tensors = checkpoint.tensors.items()
@@ -110,7 +110,7 @@ class TuningState(TrainingState):
 
 
 def loss_of_batches(model: GPT) -> BatchLossFn:
-    """Return the loss of batches: the mean cross-entropy of the tokens that count."""
+    """Return the loss function for batches: the mean cross-entropy of the tokens that count."""
     loss_fn = CrossEntropy(ignore_index=IGNORED)
 
     def batch_loss(batch: Batch, factor: Any) -> Tensor:
@@ -121,9 +121,9 @@ def loss_of_batches(model: GPT) -> BatchLossFn:
 
 
 def reward_figures(margins: np.ndarray) -> dict[str, float]:
-    """Return the mean reward margin, and the share of pairs whose chosen answer has the larger reward (a tie: half)."""
-    share = ((margins > 0) + 0.5 * (margins == 0)).mean()
-    return {"reward_margin": float(margins.mean()), "reward_accuracy": float(share)}
+    """Return the mean of reward margins, and the reward accuracy: the fraction above 0 (0 counts as half)."""
+    accuracy = ((margins > 0) + 0.5 * (margins == 0)).mean()
+    return {"reward_margin": float(margins.mean()), "reward_accuracy": float(accuracy)}
 
 
 # -------------------------------------------------------------------- what is held out
@@ -132,9 +132,9 @@ class HeldOutRows:
     """Held-out rows of examples.
 
     Attributes:
-        n_rows: the number of rows that are evaluated, from the first on.
-        n_bytes: the length of the text of their tokens that count.
-        size: the number of these tokens, in words.
+        n_rows: the number of rows that are evaluated, from the first row.
+        n_bytes: the number of bytes of the tokens that count.
+        size: the number of these tokens as text, such as "1,234 tokens".
     """
 
     dataset: PackedDataset
@@ -143,14 +143,15 @@ class HeldOutRows:
     size: str = ""
 
     @classmethod
-    def of(cls, dataset: PackedDataset, n_rows: int, tokeniser: Any) -> HeldOutRows:
+    def from_dataset(cls, dataset: PackedDataset, n_rows: int, tokeniser: Any) -> HeldOutRows:
+        """Return the first rows of a dataset as held-out data."""
         rows = dataset.rows[:n_rows]
         ids = [dataset.examples[item].ids[1:][dataset.examples[item].counts[1:]] for row in rows for item in row]
         n_bytes = sum(len(tokeniser.decode(part).encode("utf-8")) for part in ids)
         return cls(dataset, len(rows), n_bytes, f"{sum(map(len, ids)):,} tokens")
 
     def measure(self, model: GPT) -> dict[str, float]:
-        """Return the loss in nats per token, and in bits per byte."""
+        """Evaluate the model: the held-out loss in nats per token, and in bits per byte."""
         size = self.dataset.batch_size or 1
         batch_loss = loss_of_batches(model)
         total, count = 0.0, 0
@@ -173,7 +174,7 @@ class HeldOutPairs:
     """Held-out pairs of a chosen and a rejected answer.
 
     Attributes:
-        beta: of DPO.
+        beta: the coefficient of DPO.
     """
 
     dataset: PairDataset
@@ -181,10 +182,11 @@ class HeldOutPairs:
 
     @property
     def size(self) -> str:
+        """Return the number of pairs as text, such as "12 pairs"."""
         return f"{self.dataset.n_items:,} pairs"
 
     def measure(self, model: GPT) -> dict[str, float]:
-        """Return the mean loss, the mean reward margin, and the share of pairs in order."""
+        """Evaluate the model: the mean DPO loss in nats per pair, the mean reward margin, and the reward accuracy."""
         size = self.dataset.batch_size or 1
         margins = []
         with model.evaluating(), np.errstate(all="ignore"):
@@ -205,7 +207,7 @@ class HeldOutPairs:
 def write_samples(
     loaded: Pretrained, run: Run, title: str, prompts: Sequence[tuple[str, list[int]]], n_tokens: int
 ) -> None:
-    """Print the greedy continuation of each prompt, and add it to samples.txt."""
+    """Generate a greedy continuation of each prompt, print the texts, and append them to samples.txt."""
     window = loaded.model.config.context_window
     stops = stop_tokens(loaded)
     if loaded.tokeniser.chat_template:

@@ -1,6 +1,6 @@
-"""The updates of a run: what `training.train` calls between them.
+"""The session that `tricycle.training.train` calls between updates.
 
-They are timed, recorded, evaluated and saved; those that meet NaN are left out, or training goes back to a checkpoint.
+The session times and records updates, evaluates, saves checkpoints, and skips or rolls back updates with NaN.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from tricycle_cli.run import Run
 from tricycle_cli.signals import Interrupted
 from tricycle_cli.task import Task
 
-# With a limit in minutes, the number of updates is estimated after these, while less than a quarter of the
-# time is over; then it stays, and so does everything that depends on it.
+# With a limit in minutes, the total number of updates is estimated after these steps while less than a quarter of the
+# time has passed. Then the number, and the schedule that depends on it, stay fixed.
 ESTIMATE_STEPS = tuple(LEAST_STEPS * 2**doubling for doubling in range(16))
-UNTIMED_STEPS = 4  # the first few are slow
-UNREAD_STEPS = 50  # updates on a GPU that are started before their losses are read, which waits for all of them
-# The most updates in a row that may be left out, and the most returns to the same checkpoint, because something was not
-# finite; after that the run ends.
-MOST_SKIPS, MOST_ROLLBACKS = 10, 3
+UNTIMED_STEPS = 4  # the first steps are slow
+UNREAD_STEPS = 50  # updates that a GPU runs asynchronously before their losses are read
+# Maximum number of skipped updates in a row, and of rollbacks to the same checkpoint; then the run stops.
+MAX_SKIPS, MAX_ROLLBACKS = 10, 3
 
 
 @contextlib.contextmanager
 def updates(state: TrainingState, run: Run, task: Task) -> Iterator[RunSession]:
-    """Yield what `training.train` takes as its session, within a progress bar.
+    """Yield the session for `tricycle.training.train`, with a progress bar.
 
-    The last checkpoint is saved before each evaluation and before samples are drawn, and at the end.
+    The last checkpoint is saved before each evaluation, before samples, and at the end.
 
     Raises:
-        NonFiniteError: something is not finite, and `run.on_nan` is to stop, or does not help. The checkpoints are as
-            they were.
-        MemoryError: too little memory; names what is free and what to lower.
+        NonFiniteError: NaN or infinity, and `run.on_nan` is "stop" or its limit is reached. The checkpoints are
+            unchanged.
+        MemoryError: too little memory; the message contains the free memory and settings to lower.
     """
     on_gpu = next(state.model.parameters()).on_gpu
     with advise_on_memory(on_gpu, task.memory_advice(state.config, on_gpu)):
@@ -53,21 +52,26 @@ def updates(state: TrainingState, run: Run, task: Task) -> Iterator[RunSession]:
 
 @contextlib.contextmanager
 def advise_on_memory(on_gpu: bool, advice: str) -> Iterator[None]:
-    """Within this block errors for lack of memory say how much there is, and which settings need less."""
+    """Add the GPU's free memory, and advice on settings that need less, to a MemoryError within this context."""
     try:
         yield
     except MemoryError as error:
-        there = ""
+        available = ""
         if on_gpu:
             free, total = gpu_memory()
-            there = f"; {free / 1e9:.1f} GB of the GPU's {total / 1e9:.1f} GB are free"
-        raise MemoryError(f"{str(error).rstrip('.') or 'out of memory'}{there}: {advice}") from None
+            available = f"; {free / 1e9:.1f} GB of the GPU's {total / 1e9:.1f} GB are free"
+        raise MemoryError(f"{str(error).rstrip('.') or 'out of memory'}{available}: {advice}") from None
 
 
 def check_training_memory(needed: int, on_gpu: bool) -> None:
-    """
+    """Check that the CPU or GPU has enough free memory for training.
+
+    Args:
+        needed: the minimum number of bytes.
+        on_gpu: check the GPU's memory.
+
     Raises:
-        MemoryError: there are fewer bytes than training needs at least.
+        MemoryError: less memory is free.
     """
     if not on_gpu:
         check_memory(needed, "training")
@@ -76,12 +80,14 @@ def check_training_memory(needed: int, on_gpu: bool) -> None:
 
 
 class RunSession(StateSession):
-    """The updates of a run: read, timed and recorded each by itself on a CPU, many at once on a GPU.
+    """The session of a run's updates: it times, records, evaluates and saves them.
+
+    On a CPU, each update is read and recorded separately; on a GPU, many at once.
 
     Attributes:
-        finished: whether training came to its end; who calls `training.train` sets it.
-        limit: the most updates that are made before they are read.
-        waiting: what those gave that have not been read.
+        finished: whether training reached its last step; the caller of `tricycle.training.train` sets it.
+        limit: the maximum number of updates before they are read.
+        waiting: losses and gradient norms of the updates that have not been read.
     """
 
     def __init__(self, state: TrainingState, run: Run, task: Task) -> None:
@@ -92,15 +98,15 @@ class RunSession(StateSession):
         self._bar: Any = None
 
     def begin(self) -> None:
-        """Begin, or begin again after training went back to a checkpoint.
+        """Start, or start again after a rollback.
 
-        A first checkpoint is saved: a folder that cannot be written raises now, not after hours.
+        A first checkpoint is saved, so that a folder without write permission is an error now and not after hours.
         """
         self.waiting: list[tuple[Any, Any]] = []
         self._rates: list[float] = []
         self._figures: list[dict[str, float]] = []
-        self._times: list[float] = []  # of all updates that have been read
-        self._bad: dict[int, str] = {}  # of those that are waiting, what was not finite
+        self._times: list[float] = []  # seconds of the updates that have been read
+        self._bad: dict[int, str] = {}  # by step, the NaN or infinity of waiting updates
         self._started = 0.0
         self._is_updating = False
         self._is_new, self._is_stopping, self._is_interrupted = True, False, False
@@ -113,45 +119,48 @@ class RunSession(StateSession):
         self._bar = _progress_bar(self.state, self.run)
 
     def close(self) -> None:
-        """Leave the progress bar as it is."""
+        """Close the progress bar."""
         if self._bar is not None:
             self._bar.close()
 
     # -------------------------------------------------------------------- between two updates
     def should_evaluate(self) -> bool:
-        """Return whether an estimate or a sample is due, also where a run is resumed that was left before it.
+        """Return whether an evaluation or a sample is due, also in a run that was stopped before it and resumed.
 
-        Not at the last step, and not where the latest update was left out: the weights may be about to be given up.
+        The last step is not due, because the report evaluates it. A step after a skipped update is not due, because a
+        rollback may discard the weights.
         """
         state = self.state
         is_due = state.step not in (0, state.total_steps) and _is_due(state) and not state.n_skips
         return is_due and not self.should_stop()
 
     def evaluate(self) -> None:
-        """Make the held-out estimate and the sample that are due; a signal interrupts them and ends training."""
+        """Run the evaluation and the sample that are due; a signal interrupts them and stops training."""
         state, run = self.state, self.run
         try:
             with run.interruptible():
                 if _evaluation_is_due(state):
-                    estimate(state, run, self.task)
+                    evaluate_and_record(state, run, self.task)
                 if _sample_is_due(state):
                     self.task.sample(state, run)
         except Interrupted:
             self._is_interrupted = True
 
     def should_stop(self) -> bool:
-        """Return whether training is to end now: not before a first update, nor while some have not been read."""
+        """Return whether training should stop now; never before the first update or while updates are unread."""
         if self._is_interrupted:
             return True
         return not (self._is_new or self.waiting) and (self._is_stopping or self.run.should_stop())
 
     def save(self) -> None:
-        if not self._is_interrupted:  # it was saved before it was evaluated
+        """Save the last checkpoint."""
+        if not self._is_interrupted:  # the checkpoint was saved before the evaluation
             self.run.save(self.state, self.run.last)
 
     # -------------------------------------------------------------------- updates
     @contextlib.contextmanager
     def batches(self, source: Any) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Yield the batches of an update, and start its timer."""
         if not self.waiting:
             self._started = clock.awake_seconds()
         self._is_updating = True
@@ -159,22 +168,23 @@ class RunSession(StateSession):
             yield batches
 
     def log(self, loss: Any, norm: Any) -> None:
+        """Queue the loss and the gradient norm of an update; record the queued updates when they are read."""
         self._is_updating = self._is_new = False
         self.waiting.append((loss, norm))
         self._rates.append(self.state.optimiser.learning_rate)
         self._figures.append(self.state.extra_metrics())
         self._is_stopping = self.limit > 1 and self.run.should_stop()
         if self._is_stopping or self._must_be_read():
-            said = self._read()
+            text = self._read()
             self._bar.total = self.state.total_steps or None
-            self._bar.set_postfix_str(said, refresh=False)
+            self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
 
     def recover(self, error: NonFiniteError) -> None:
-        """Handle an update that was not finite as `run.on_nan` asks for.
+        """Handle an update with NaN or infinity according to `run.on_nan`.
 
         Raises:
-            NonFiniteError: it is to stop, or does not help.
+            NonFiniteError: `run.on_nan` is "stop", or the limit of skips or rollbacks is reached.
         """
         try:
             if self._is_updating:
@@ -187,30 +197,30 @@ class RunSession(StateSession):
         self.close()
         state, run = self.state, self.run
         if run.on_nan == "rollback" and run.has(run.last):
-            _go_back(state, run, error)
+            _roll_back(state, run, error)
             self._visits[state.step] = self._visits.get(state.step, 0) + 1
-            if self._visits[state.step] <= MOST_ROLLBACKS:
+            if self._visits[state.step] <= MAX_ROLLBACKS:
                 self.begin()
                 return
-            error.args = (f"{error} (and {MOST_ROLLBACKS} times before)",)
+            error.args = (f"{error} (after {MAX_ROLLBACKS} rollbacks to the same checkpoint)",)
         run.record_nonfinite_step(state.step + 1, str(error), "stop")
         raise error
 
     def _must_be_read(self) -> bool:
-        """Whether there are enough of them, or something hangs on them."""
+        """Return whether the waiting updates must be read: `limit` is reached, or the next step depends on them."""
         state = self.state
-        slow_ones_are_over = len(self._times) + len(self.waiting) == UNTIMED_STEPS
-        estimates_hang_on_them = state.step in (*ESTIMATE_STEPS, state.total_steps)
-        return len(self.waiting) >= self.limit or slow_ones_are_over or estimates_hang_on_them or _is_due(state)
+        timing_starts = len(self._times) + len(self.waiting) == UNTIMED_STEPS
+        estimate_is_due = state.step in (*ESTIMATE_STEPS, state.total_steps)
+        return len(self.waiting) >= self.limit or timing_starts or estimate_is_due or _is_due(state)
 
     def _read(self) -> str:
-        """Record those that were waiting; returns a line about the last."""
+        """Record the waiting updates; return a line about the last update for the progress bar."""
         state, config = self.state, self.state.config
         results, bad = read_steps_and_errors(state, self.waiting)
         bad |= self._bad
         n_results = len(results)
         taken = (clock.awake_seconds() - self._started) / n_results
-        seconds = clock.without_standstill(taken, self._times)
+        seconds = clock.exclude_pause(taken, self._times)
         state.seconds += seconds * n_results
         self._times += [seconds] * n_results
         speed = state.n_tokens / seconds
@@ -219,45 +229,45 @@ class RunSession(StateSession):
         steps = range(state.step + 1 - n_results, state.step + 1)
         for step, (loss, norm), rate, more in zip(steps, results, rates, figures):
             if step in bad:
-                self._leave_out(step, bad[step])
+                self._skip(step, bad[step])
                 continue
             state.n_skips = 0
             values = {"learning_rate": rate, "gradient_norm": norm, "tokens_per_second": speed}
             self.run.record(step=step, loss=loss, **more, **values)
         if config.minutes and len(self._times) > UNTIMED_STEPS:
             if self.run.processes.is_rank_zero:
-                self._plan()
+                self._estimate_total_steps()
             state.total_steps = self.run.processes.broadcast(state.total_steps)
-        return f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s"
+        return f"loss {loss:.3f}, lr {rate:.1e}, {speed:,.0f} tokens/s"
 
-    def _leave_out(self, step: int, reason: str) -> None:
-        """An update that changed nothing, because something was not finite.
+    def _skip(self, step: int, reason: str) -> None:
+        """Record a skipped update, which did not change the weights because of NaN or infinity.
 
         Raises:
-            NonFiniteError: nothing may be left out, or it would not help.
+            NonFiniteError: `run.on_nan` is not "skip", too many updates were skipped, or the weights are not finite.
         """
         self.state.n_skips += 1
         all_fine = not self.run.processes.any(bool(self.state.first_nonfinite()))
-        if self.run.on_nan == "skip" and self.state.n_skips <= MOST_SKIPS and all_fine:
+        if self.run.on_nan == "skip" and self.state.n_skips <= MAX_SKIPS and all_fine:
             self.run.record_nonfinite_step(step, reason, "skip")
             return
-        if self.run.on_nan == "skip" and self.state.n_skips > MOST_SKIPS:
-            reason += f" (and {MOST_SKIPS} updates in a row were left out before it)"
+        if self.run.on_nan == "skip" and self.state.n_skips > MAX_SKIPS:
+            reason += f" (after {MAX_SKIPS} skipped updates in a row)"
         self.state.step = step - 1
         raise NonFiniteError(f"step {step}: {reason}")
 
-    def _plan(self) -> None:
-        """Set the number of updates by the clock, where it is time for that."""
+    def _estimate_total_steps(self) -> None:
+        """Set the total number of updates from the time limit, at the steps `ESTIMATE_STEPS`."""
         state, config = self.state, self.state.config
         used = (self.run.spent + state.seconds) / (config.minutes * 60)
-        young = state.step in ESTIMATE_STEPS and used < 1 / 4
-        due = used > 1 / 8 or state.step == ESTIMATE_STEPS[0]
-        if young or (not state.total_steps and due):
+        is_early = state.step in ESTIMATE_STEPS and used < 1 / 4
+        is_due = used > 1 / 8 or state.step == ESTIMATE_STEPS[0]
+        if is_early or (not state.total_steps and is_due):
             seconds = float(np.mean(self._times[UNTIMED_STEPS:]))
             state.total_steps = self._affordable_steps(seconds)
 
     def _affordable_steps(self, seconds_per_step: float) -> int:
-        """Return how many updates fit in the config's minutes, after what has been spent and what the end will cost."""
+        """Return the number of updates that fit in the config's minutes, less the time used and the final report."""
         state, config = self.state, self.state.config
         forward = seconds_per_step / config.accumulation_steps / 3  # a forward pass takes about a third of an update
         estimates = config.eval_batches * forward / config.eval_interval
@@ -266,11 +276,11 @@ class RunSession(StateSession):
         return min(steps, config.steps) if config.steps else steps
 
 
-def _go_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
-    """Return to the last checkpoint, but with the batches that come after those that were used.
+def _roll_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
+    """Roll back to the last checkpoint, and continue with the batches after the bad one.
 
-    It is saved at once, so that a run that is killed goes on from here too. Chowdhery et al. 2022, "PaLM", section 5.1,
-    did so by hand.
+    The new state is saved at once, so that a killed run resumes from it. Source: Chowdhery et al. 2022, "PaLM",
+    section 5.1, where the authors did this by hand.
     """
     bad_step, total_steps, position, seconds = state.step + 1, state.total_steps, state.dataset.position, state.seconds
     state.roll_back(run.last)
@@ -309,10 +319,10 @@ def _is_due(state: TrainingState) -> bool:
 
 
 @np.errstate(all="ignore")  # a loss that is not finite is recorded
-def estimate(state: TrainingState, run: Run, task: Task) -> float:
-    """Evaluate, record the figures, keep the best checkpoint, and end training that grows no better.
+def evaluate_and_record(state: TrainingState, run: Run, task: Task) -> float:
+    """Evaluate the model, record the metrics, save the best checkpoint, and apply early stopping.
 
-    The first evaluation is the best whatever it is, so that there is a checkpoint. Returns the held-out loss.
+    The first evaluation always saves a best checkpoint. Returns the held-out loss.
     """
     figures = task.measure(state)
     loss = figures["held_out_loss"]
@@ -323,13 +333,15 @@ def estimate(state: TrainingState, run: Run, task: Task) -> float:
         run.record(step=state.step, **figures)
     else:
         run.record(step=state.step, not_finite=f"the held-out loss is {loss}")
-    rank = "the best so far" if is_best else f"not better for {state.n_worse} evaluations"
-    run.print_line(f"step {state.step}: held-out loss {task.figures_text(figures)}" + ("" if is_first else f": {rank}"))
+    rank = "best so far" if is_best else f"no improvement for {state.n_worse} evaluations"
+    run.print_line(
+        f"step {state.step}: held-out loss {task.figures_text(figures)}" + ("" if is_first else f" ({rank})")
+    )
     if is_best or not run.has(run.best):
         state.best_loss = loss if is_best else state.best_loss
         run.save(state, run.best)
     if task.patience and state.n_worse >= task.patience and state.step < state.total_steps:
-        run.print_line(f"step {state.step}: it grows no better: training ends here (--patience {task.patience})")
+        run.print_line(f"step {state.step}: early stopping (--patience {task.patience})")
         state.total_steps = state.step
     run.flush()
     return loss

@@ -117,7 +117,7 @@ def test_stop(tmp_path, monkeypatch, saved, kind):
     with pytest.raises(NonFiniteError, match=f"step {bad_step}: "):
         train(state, run)
     assert events(run) == [(bad_step, "stop")]
-    assert any("the run ends" in line for line in said)
+    assert any("the run stops" in line for line in said)
     assert resume_state(run.last, TOKENS).step == 5
     run = new_run(tmp_path, on_nan="stop")
     if kind != "batch":  # which would come again
@@ -134,7 +134,7 @@ def test_skip(tmp_path, monkeypatch, saved, kind):
     assert poison.count == 1
     assert events(run) == [(BAD_STEP, "skip")]
     assert steps(run) == [step for step in range(1, 21) if step != BAD_STEP]
-    assert any(line.startswith(f"step {BAD_STEP}: the ") and "left out" in line for line in said)
+    assert any(line.startswith(f"step {BAD_STEP}: the ") and "skipped" in line for line in said)
     assert state.step == 20 and state.optimiser.n_steps == 19
     assert not state.first_nonfinite()
 
@@ -180,7 +180,7 @@ def test_a_moment_that_spoils_weights_before_a_checkpoint_is_not_saved(tmp_path,
 def test_skipping_ends(tmp_path, monkeypatch, saved):
     poison = Poison("always", monkeypatch)
     run = new_run(tmp_path, on_nan="skip")
-    with pytest.raises(NonFiniteError, match=r"step 11: .*and 10 updates in a row were left out before it"):
+    with pytest.raises(NonFiniteError, match=r"step 11: .*after 10 skipped updates in a row"):
         train(new_state(CONFIG, TOKENS), run)
     assert poison.count == 11
     assert {step for _, step in saved} == {0}  # nothing is saved while it is unsure whether weights are sound
@@ -190,7 +190,7 @@ def test_skipping_ends(tmp_path, monkeypatch, saved):
 def test_going_back_ends(tmp_path, monkeypatch, saved):
     poison = Poison("always", monkeypatch)
     run = new_run(tmp_path, on_nan="rollback")
-    with pytest.raises(NonFiniteError, match=r"step 1: .*and 3 times before"):
+    with pytest.raises(NonFiniteError, match=r"step 1: .*after 3 rollbacks"):
         train(new_state(CONFIG, TOKENS), run)
     assert poison.count == 4
     assert [action for _, action in events(run)] == ["rollback"] * 4 + ["stop"]
