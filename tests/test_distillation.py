@@ -129,7 +129,7 @@ def test_a_finished_distillation_is_resumed_and_reports_again(distilled, capsys)
     [
         (["--temperature", "0"], "expected --temperature above 0"),
         (["--hard-weight", "1.5"], "--hard-weight from 0 to 1"),
-        (["--vocab-size", "999"], "expected no --vocab-size but the teacher's"),
+        (["--vocab-size", "999"], "expected the teacher's --vocab-size"),
         (["--context-window", "200"], "expected --context-window of at most 100"),
     ],
 )
