@@ -121,7 +121,7 @@ def _append(url: str, path: Path) -> None:
                         have += len(block)
                         if have > MOST_BYTES:
                             raise ValueError(f"expected at most {MOST_BYTES:,} bytes, got more")
-                        with naming(path):  # a full disk does not say of which file it speaks
+                        with naming(path):  # the error of a full disk does not name the file
                             file.write(block)
                         bar.update(len(block))
             if total is not None and have < total:

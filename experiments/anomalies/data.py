@@ -28,7 +28,7 @@ def normal_series(n_samples: int, generator: np.random.Generator) -> Series:
 
 
 def series_with_events(n_each: int, generator: np.random.Generator) -> Series:
-    """So many events of each kind, in an order in which every six neighbours are of six kinds."""
+    """Return a series with `n_each` anomalies of each kind, in mixed order."""
     kinds = [KINDS[i] for _ in range(n_each) for i in generator.permutation(len(KINDS))]
     starts = [SLOT * i + SLOT // 3 + int(generator.integers(0, 2 * BEAT)) for i in range(len(kinds))]
     return _series(SLOT * len(kinds), list(zip(kinds, starts)), generator)
@@ -61,7 +61,7 @@ def _series(n_samples: int, planned: list[tuple[str, int]], generator: np.random
 
 
 def _beats(n_samples: int, planned: list[tuple[str, int]], generator: np.random.Generator) -> tuple[np.ndarray, list]:
-    """Beat after beat, and events that are beats of another kind or at another time."""
+    """Yield the beats of a series, including anomalous ones."""
     values, events, waiting = np.zeros(n_samples), [], list(planned)
     breath, place, fast_until = generator.random(), -float(BEAT), 0.0
     while place < n_samples + BEAT:
@@ -96,12 +96,12 @@ def _add_wave(values: np.ndarray, centre: float, width: float, height: float) ->
 
 # -------------------------------------------------------------------- windows
 def windows_of(values: np.ndarray, size: int, stride: int) -> np.ndarray:
-    """(n_samples,) to (N, size); the first begins at 0, the next at stride."""
+    """Return the windows (N, size) of a series (n_samples,), the first from 0, the next from `stride`."""
     return np.lib.stride_tricks.sliding_window_view(values, size)[::stride]
 
 
 def labels_of(series: Series, size: int, stride: int) -> np.ndarray:
-    """For each window the number of the event that it shows, -1 where there is none, -2 where there is too little.
+    """Return the number of the anomaly in each window, -1 for none, -2 for too small a part of one.
 
     A window shows an event that lies in it whole or with a quarter of a beat; with less of one it is left out.
     """

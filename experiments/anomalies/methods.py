@@ -35,7 +35,7 @@ def moving_average(windows: np.ndarray) -> Expect:
 
 
 def linear_prediction(windows: np.ndarray) -> Expect:
-    """Each sample from those before it, by least squares; the first ones of a window are not predicted."""
+    """Return a predictor of each sample from the previous ones, by least squares; the first are not predicted."""
 
     def split(asked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         seen = np.lib.stride_tricks.sliding_window_view(asked, PAST + 1, axis=1).reshape(-1, PAST + 1)

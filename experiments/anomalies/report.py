@@ -18,7 +18,7 @@ SHOWN = 6  # events in the picture of the series
 
 
 def tables(runs: Runs) -> dict[str, str]:
-    """By title."""
+    """Return all tables by title."""
     area = lambda name, kind: of(runs, "methods", name, "area", kind)
     return {
         "Area under the ROC curve of windows, %": grid(list(runs[0]["methods"]), COLUMNS, area, 1, 100),
@@ -27,7 +27,7 @@ def tables(runs: Runs) -> dict[str, str]:
 
 
 def found_table(runs: Runs) -> str:
-    """And what it costs: false alarms, the error on normal windows, seconds to fit."""
+    """Return the table of detection rates, false alarms, errors on normal windows, and seconds to fit."""
     rows = []
     for name in runs[0]["methods"]:
         row = [name, *(cell(of(runs, "methods", name, "found", kind), 0, 100) for kind in COLUMNS)]
@@ -83,7 +83,7 @@ def plot_series(windows: Windows, expect: Expect, threshold: float, path: Path) 
 
 
 def overlaid(made: np.ndarray, stride: int) -> np.ndarray:
-    """Windows (N, T) back in a row: the mean of all that are made of a sample."""
+    """Return the series of overlapping windows (N, T): the mean of all predictions of each sample."""
     n, size = made.shape
     total, counts = np.zeros((2, stride * (n - 1) + size))
     for i, window in enumerate(made):

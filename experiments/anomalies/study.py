@@ -87,7 +87,7 @@ def new_windows(settings: Settings, seed: int) -> Windows:
 
 
 def fitted(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, Expect], dict[str, float]]:
-    """Methods by name, and the seconds that each took to fit."""
+    """Return the fitted methods by name, and the seconds that each took to fit."""
     train, size, code = windows.train, settings.window, settings.code_size
 
     def learned(model: Autoencoder, steps: int, rate: float, name: str) -> Expect:
@@ -133,7 +133,7 @@ def scores(expect: Expect, windows: np.ndarray) -> np.ndarray:
 
 
 def area(abnormal: np.ndarray, normal: np.ndarray) -> float:
-    """Under the ROC curve: how often an abnormal window has a higher score than a normal one, ties counted half."""
+    """Return the area under the ROC curve: the probability that an abnormal window scores higher, ties counted half."""
     normal = np.sort(normal)
     below, up_to = (np.searchsorted(normal, abnormal, side) for side in ("left", "right"))
     return float((below + up_to).mean() / 2 / len(normal))

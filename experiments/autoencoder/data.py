@@ -26,7 +26,7 @@ class Data(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(height, width, 1) of an image."""
+        """The shape (height, width, 1) of an image."""
         return self.train.images.shape[1:]
 
 

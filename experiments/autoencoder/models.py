@@ -29,11 +29,11 @@ class PCA:
         self.fitted = Fitted(code_size, svd_solver="covariance_eigh").fit(flat(images))
 
     def encode(self, images: np.ndarray) -> np.ndarray:
-        """(N, Z)."""
+        """Return the codes (N, Z) of images."""
         return self.fitted.transform(flat(images))
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
-        """(N, Z) to (N, height, width, 1)."""
+        """Return the images (N, height, width, 1) of codes (N, Z)."""
         return self.fitted.inverse_transform(codes).reshape(-1, *self.shape)
 
     def draw(self, n: int, generator: np.random.Generator) -> np.ndarray:
@@ -42,7 +42,7 @@ class PCA:
         return self.decode(generator.standard_normal((n, len(deviations))) * deviations)
 
     def surprise(self, images: np.ndarray) -> float:
-        """-log p(image), in nats, the mean over images."""
+        """Return the mean of -log p(image), in nats."""
         return -float(self.fitted.score(flat(images)))
 
 
@@ -65,7 +65,7 @@ class LinearFilter:
 
 
 def flat(images: np.ndarray) -> np.ndarray:
-    """(N, height, width, 1) to (N, P), in float64."""
+    """Return images (N, height, width, 1) as (N, P) in float64."""
     return images.reshape(len(images), -1).astype(float)
 
 

@@ -20,7 +20,7 @@ N_BETWEEN = 11  # images from one digit to another, both ends included
 
 # -------------------------------------------------------------------- tables
 def tables(runs: Runs, settings: dict[str, Any]) -> dict[str, str]:
-    """By title."""
+    """Return all tables by title."""
     sizes, noises, few = settings["code_sizes"], settings["noises"], settings["few_labels"]
     by_place = lambda what: lambda name, i: of(runs, what, name, i)
 
@@ -94,7 +94,7 @@ def plot_pictures(study: Study, folder: Path) -> list[str]:
 
 
 def between(study: Study) -> dict[str, np.ndarray]:
-    """From a digit to another: in pixels, and decoded from codes on the line between theirs."""
+    """Return interpolations between two digits: in pixels, and decoded from codes on the line between their codes."""
     images = first_of_each(study.data)
     shares = np.linspace(0, 1, N_BETWEEN, dtype=np.float32)[:, None, None, None]
     size, rows = study.settings.variational_size, {}
@@ -135,7 +135,7 @@ def draw_rows(rows: dict[str, np.ndarray], path: Path, title: str) -> None:
 
 
 def sheet(rows: list[np.ndarray]) -> tuple[np.ndarray, list[float]]:
-    """Rows of images (n, height, width, 1) as one, with gaps, and where the middles of the rows are."""
+    """Return rows of images (n, height, width, 1) as one image with gaps, and the vertical centers of the rows."""
     _, height, width, _ = rows[0].shape
     gap = max(1, height // 8)
     together = np.zeros((len(rows) * (height + gap) - gap, max(map(len, rows)) * (width + gap) - gap))
@@ -147,7 +147,7 @@ def sheet(rows: list[np.ndarray]) -> tuple[np.ndarray, list[float]]:
 
 
 def plot_latent(study: Study, path: Path) -> None:
-    """Test images as points in two dimensions, coloured by digit, for each model that makes codes of two numbers."""
+    """Plot test images as points in the code space, colored by digit, for each model with codes of two numbers."""
     deviation = study.settings.deviations[-1]
     codes = {name: make(study.data.test.images) for name, make in study.encoders(2).items() if name != "untrained"}
     codes["variational, dense"] = encode(study.trained("dense", 2, 0.0, deviation), study.data.test.images)

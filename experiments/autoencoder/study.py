@@ -84,7 +84,7 @@ Make = Callable[[np.ndarray], np.ndarray]  # images to images
 
 
 def in_chunks(function: Callable[[np.ndarray], Any], images: np.ndarray) -> np.ndarray:
-    """Of a model that is only looked at."""
+    """Return the concatenated results of a function of chunks of images, without gradients."""
     with no_grad():
         return np.concatenate([function(images[i : i + CHUNK]).array for i in range(0, len(images), CHUNK)])
 
@@ -121,7 +121,7 @@ def train(model: Autoencoder, data: Data, settings: Settings, seed: int, name: s
 
 
 def with_noise(images: np.ndarray, deviation: float, generator: np.random.Generator) -> np.ndarray:
-    """Not cut off at paper and ink, so that it is the same noise everywhere."""
+    """Return images with normal noise, not clipped to [0, 1], so that the noise is the same everywhere."""
     if not deviation:
         return images
     return images + np.float32(deviation) * generator.standard_normal(images.shape, dtype=np.float32)
@@ -164,7 +164,7 @@ def classify(train_part: tuple, chosen_by: tuple, asked: tuple, seed: int) -> fl
 
 
 def few_of(part: Part, n: int, seed: int) -> np.ndarray:
-    """Where to find n images, as many of each digit."""
+    """Return the indices of n images with equal numbers of each digit."""
     generator = stream(LABELS, seed)
     rows = [generator.permutation(np.flatnonzero(part.labels == digit))[: n // 10] for digit in range(10)]
     return np.concatenate(rows)
@@ -189,7 +189,7 @@ def bound(model: VariationalAutoencoder, images: np.ndarray) -> tuple[float, flo
 
 
 def likeness(real: np.ndarray, drawn: np.ndarray, others: np.ndarray) -> tuple[float, float]:
-    """Precision and recall of drawn images (Kynkäänniemi et al. 2019), of pixels.
+    """Return precision and recall of generated images (Kynkäänniemi et al. 2019), computed of pixels.
 
     An image is among a set if it is no further from one of them than that one from its third neighbour in the set.
 
@@ -203,7 +203,7 @@ def likeness(real: np.ndarray, drawn: np.ndarray, others: np.ndarray) -> tuple[f
 
 
 def distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Squared, (len(a), len(b))."""
+    """Return the squared distances (len(a), len(b))."""
     return ((a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1) - 2 * a @ b.T).clip(0)
 
 
@@ -226,7 +226,7 @@ class Study:
         self.models: dict[tuple, Any] = {}  # and what else is found out once
 
     def trained(self, kind: str, size: int, noise: float = 0.0, deviation: float | None = None) -> Autoencoder:
-        """Trained once, when it is first asked for."""
+        """Return a trained autoencoder, trained at the first call."""
         key = kind, size, noise, deviation
         if key not in self.models:
             model = new_model(kind, self.data.shape, size, stream(TRAINING, self.seed, 0), deviation)
@@ -243,7 +243,7 @@ class Study:
         return self.models[key]
 
     def restorers(self, size: int) -> dict[str, Make]:
-        """By name, images to what is left of them after a code of a size."""
+        """Return the reconstruction functions of all models with a code size, by name."""
         makes: dict[str, Make] = {"PCA": self.restorers_of_pca(size)}
         for kind in KINDS:
             makes[kind] = lambda images, kind=kind: restore(self.trained(kind, size), images)
@@ -260,7 +260,7 @@ class Study:
 
     # ---------------------------------------------------------------- how much is lost
     def reconstruction(self) -> Measures:
-        """By code size and model, the share of the variance that is missed."""
+        """Return the fraction of unexplained variance by code size and model."""
         sizes = self.settings.code_sizes
         made = {size: self.restorers(size) for size in sizes}
         return {
@@ -270,7 +270,7 @@ class Study:
 
     # ---------------------------------------------------------------- noise
     def denoisers(self, noise: float) -> dict[str, Make]:
-        """PCA keeps as many directions as is best on validation images."""
+        """Return the denoising functions by name; PCA's number of components is chosen on validation images."""
         size, train_images = self.settings.denoising_size, self.data.train.images
         seen, clean = self.noisy("validation", noise), self.data.validation.images
         projections = [self.restorers_of_pca(n) for n in (*self.settings.code_sizes, 64) if n < clean[0].size]
@@ -296,7 +296,7 @@ class Study:
         return with_noise(getattr(self.data, part).images, noise, stream(NOISE, 0))
 
     def denoising(self) -> Measures:
-        """By noise and model, the share of the variance that is missed of the clean images."""
+        """Return the fraction of unexplained variance of the clean images by noise and model."""
         shares: Measures = {}
         for noise in self.settings.noises:
             images = with_noise(self.asked.images, noise, stream(NOISE, 1))
@@ -306,7 +306,7 @@ class Study:
 
     # ---------------------------------------------------------------- codes as features
     def classification(self) -> Measures:
-        """Accuracies by features, then by code size, of few and of all labels."""
+        """Return classification accuracies by features and code size, with few and with all labels."""
         accuracies: Measures = {"pixels": [self.accuracies(lambda images: images.reshape(len(images), -1))]}
         for size in self.settings.code_sizes:
             for name, make in self.encoders(size).items():
@@ -341,7 +341,7 @@ class Study:
         }
 
     def drawers(self) -> dict[str, Callable[[int, np.random.Generator], np.ndarray]]:
-        """By name, what makes n new images."""
+        """Return functions that generate n images, by name."""
         size = self.settings.variational_size
         draws: dict[str, Any] = {"PCA": self.pca(size).draw}
         for kind in KINDS:
@@ -352,14 +352,14 @@ class Study:
         return draws
 
     def draw_from_normal_fit(self, kind: str, n: int, generator: np.random.Generator) -> np.ndarray:
-        """Of a plain autoencoder: codes are drawn from the normal distribution with the moments of the training's."""
+        """Generate images from a plain autoencoder, with codes from a normal fit of the training codes."""
         model = self.trained(kind, self.settings.variational_size)
         codes = encode(model, self.data.train.images)
         drawn = generator.multivariate_normal(codes.mean(axis=0), np.cov(codes.T), n)
         return in_chunks(model.decode, drawn.astype(np.float32))
 
     def variational(self) -> Measures:
-        """By model: the bound on images asked for and on those for validation, its divergence, and what is missed."""
+        """Return the bounds on test and validation images, the divergence and the reconstruction error by model."""
         asked, size = self.asked.images, self.settings.variational_size
         pca = self.pca(size)
         measures: Measures = {
@@ -378,7 +378,7 @@ class Study:
         return measures
 
     def drawing(self) -> Measures:
-        """Precision and recall of what is drawn, and of real images in its place."""
+        """Return precision and recall of generated images, and of real images for comparison."""
         real, n = self.data.train.images, min(len(self.data.train.images), MOST_COMPARED)
         others = self.asked.images
         measures = {"real images": (likeness(real, others, others)[0], likeness(real, real, others)[1])}

@@ -71,7 +71,7 @@ class Chains(np.ndarray):
 
 
 def _library() -> ModuleType:
-    """NumPy, but for what would make plain arrays."""
+    """Return NumPy without the functions that would create plain arrays."""
     library = ModuleType("chains")
     of_nothing = lambda shape, *_: np.full(shape, _rule.get().nothing, np.float32).view(Chains)
     known = lambda x: x if isinstance(x, Chains) else _rule.get().nothing
@@ -97,7 +97,7 @@ def _library() -> ModuleType:
 
 @contextmanager
 def counting(join: np.ufunc, nothing: float) -> Iterator[Rule]:
-    """Within this block Tricycle computes with `Chains`."""
+    """Return a context manager in which Tricycle computes with `Chains`."""
     rule = Rule(join, nothing)
     token = _rule.set(rule)
     ARRAY_MODULES[Chains] = _library()

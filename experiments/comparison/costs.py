@@ -20,7 +20,7 @@ CHAIN_WIDTH = 4  # chains are as long at any width
 
 
 def measure(settings: Settings) -> dict[str, dict[str, Any]]:
-    """For each kind of layer lists over the numbers of tokens.
+    """Return for each kind of layer lists of costs over the numbers of tokens.
 
     Returns:
         "cpu" and "wall": milliseconds of forward and backward, a list for each round; "memory": the most MiB that
@@ -67,14 +67,14 @@ def new_case(name: str, n_tokens: int, width: int) -> tuple[Layer, Tensor]:
 
 
 def forward_and_backward(layer: Layer, x: Tensor) -> None:
-    """With gradients of the weights and of the input, which are forgotten again."""
+    """Run a forward and a backward pass, with gradients of the weights and of the input, which are discarded."""
     layer(x).backward()
     layer.zero_grad()
     x.zero_grad()
 
 
 def timed(layer: Layer, x: Tensor, repeats: int) -> tuple[float, float]:
-    """Seconds of one forward and backward, of the processor and on the clock."""
+    """Return the CPU seconds and wall seconds of one forward and backward pass."""
     if repeats > 1:
         forward_and_backward(layer, x)  # the first is not counted, where it would count for much
     cpu, wall = time.process_time(), time.perf_counter()
@@ -105,7 +105,7 @@ def exponents(sizes: list[int], values: Any) -> list[float]:
 
 # -------------------------------------------------------------------- paths
 def paths(distances: list[int]) -> dict[str, dict[str, list[int]]]:
-    """From the first token to the output that lies so far behind it.
+    """Return the lengths of the paths from the first token to the output at each distance.
 
     Returns:
         for each kind of layer "layers", how many must lie one on another before the gradient of that output reaches

@@ -42,7 +42,7 @@ class Recurrence(Layer):
 
 
 class TextbookAttention(Layer):
-    """Self-attention with one head in plain operations, one after the other: all T x T weights exist at once."""
+    """Single-head self-attention in plain operations, which stores all T x T weights."""
 
     def __init__(self, size: int, generator: np.random.Generator) -> None:
         self.parts = [Dense(size, size, generator=generator) for _ in range(3)]

@@ -29,7 +29,7 @@ N_HEADS = 4
 
 
 def new_batch(distance: int, size: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens (B, T), of which the last is the question, and the tokens to remember (B,), `distance` before it."""
+    """Return tokens (B, T) that end with the question, and the tokens to recall (B,), `distance` before it."""
     before = int(generator.integers(0, MOST_BEFORE + 1))
     tokens = generator.integers(N_CLASSES, N_CLASSES + N_NOISE, (size, before + distance + 1))
     tokens[:, before] = generator.integers(0, N_CLASSES, size)
@@ -62,7 +62,7 @@ def cnn(kernel_size: int) -> Callable:
 
 
 def recurrent(cell: str, initialiser: Callable = xavier, forget: float = 0.0) -> Callable:
-    """One layer.
+    """Return a function that builds one recurrent layer.
 
     Args:
         forget: where the bias of an LSTM's forget gate starts.
@@ -79,7 +79,7 @@ def recurrent(cell: str, initialiser: Callable = xavier, forget: float = 0.0) ->
 
 
 def attention(size: int, window: int, generator: np.random.Generator) -> Layer:
-    """One block of a Transformer's encoder: every token sees all."""
+    """Return one block of a transformer encoder without a causal mask."""
     config = ModelConfig(embedding_dim=size, n_heads=N_HEADS, context_window=window)
     block = TransformerBlock(config, causal=False, generator=generator)
     return Sequential(SinusoidalPositions(window, size), block, LayerNorm(size))
@@ -99,7 +99,7 @@ BODIES: dict[str, Callable[[int, int, np.random.Generator], Layer]] = {
 
 
 class Recaller(Layer):
-    """Embeds tokens, lets a body mix them, and answers from what stands at the question."""
+    """An embedding, a body, and an output layer at the position of the question."""
 
     def __init__(self, kind: str, width: int, window: int, generator: np.random.Generator) -> None:
         self.embedding = Embedding(QUESTION + 1, width, normal(0.1), generator)
@@ -107,7 +107,7 @@ class Recaller(Layer):
         self.output = Dense(width, N_CLASSES, generator=generator)
 
     def forward(self, tokens: Operand) -> Tensor:
-        """(B, T) to logits (B, N_CLASSES)."""
+        """Return the logits (B, N_CLASSES) of tokens (B, T)."""
         return self.output(self.body(self.embedding(tokens))[:, -1])
 
 

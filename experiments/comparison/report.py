@@ -31,7 +31,7 @@ def theirs(kind: str) -> tuple[str, str, str]:
 
 
 def measured(runs: Runs, kind: str, key: str) -> np.ndarray:
-    """(seeds, distances)."""
+    """Return the measurements of a kind of model, (seeds, distances)."""
     return np.array(of(select(runs, kind=kind), key), float)
 
 
@@ -65,7 +65,7 @@ def exponent_table(costs: Measures) -> str:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """All tables, by what stands above them."""
+    """Return all tables by title."""
     sizes, distances, runs = results["sizes"], results["distances"], results["runs"]
     costs = results["costs"]
     seeds = f"{results['settings']['seeds']} seed(s)"
@@ -81,13 +81,13 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def cost_table(sizes: list[int], costs: Measures, key: str) -> str:
-    """Milliseconds ("cpu" or "wall") or MiB ("memory") at every number of tokens."""
+    """Return the table of milliseconds ("cpu" or "wall") or MiB ("memory") at every number of tokens."""
     columns = {f"{n:,}": i for i, n in enumerate(sizes)}
     return grid(list(costs), columns, lambda kind, i: np.atleast_2d(costs[kind][key])[:, i], 1, corner="n")
 
 
 def recall_table(distances: list[int], runs: Runs) -> str:
-    """Accuracy on test data in percent."""
+    """Return the table of test accuracies in percent."""
     rows = []
     for kind in distinct(runs, "kind"):
         size = select(runs, kind=kind)[0]["parameters"]
@@ -119,7 +119,7 @@ def gradient_table(distances: list[int], runs: Runs) -> str:
 
 # -------------------------------------------------------------------- pictures
 def plot_costs(sizes: list[int], costs: Measures, path: Path) -> None:
-    """Of times the median of the rounds."""
+    """Plot the costs; times are medians over rounds."""
     panels: dict[str, Callable[[dict[str, Any]], Any]] = {
         "time of forward and backward, ms": lambda of_kind: np.median(of_kind["cpu"], axis=0),
         "peak memory, MiB": lambda of_kind: of_kind["memory"],
@@ -132,7 +132,7 @@ def plot_costs(sizes: list[int], costs: Measures, path: Path) -> None:
 
 
 def panels(lines: dict[str, Any], reference: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Those that see all or a window at once, and those that read step by step, each with a line to compare with."""
+    """Return the panels of parallel layers and of recurrent layers, each with a reference line."""
     groups: dict[str, dict[str, Any]] = {"convolutions, self-attention": {}, "recurrent": {}}
     for kind, line in lines.items():
         at_once = theirs(kind)[1] == "O(1)"
@@ -150,7 +150,7 @@ def plot_recall(distances: list[int], runs: Runs, path: Path) -> None:
 
 
 def plot_gradients(distances: list[int], runs: Runs, path: Path) -> None:
-    """Medians of the seeds. Where next to nothing comes back, a line ends."""
+    """Plot the median gradient norms; a line ends where the gradient vanishes."""
     last = distances[-1]
     curves: dict[str, dict[str, Any]] = {}
     for key, title in {"before": "before training", "after": f"after training at {last}"}.items():

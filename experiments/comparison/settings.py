@@ -38,7 +38,7 @@ class Settings:
 
     @property
     def distances(self) -> list[int]:
-        """How far back lies what is asked for."""
+        """The distances from the question to the token to recall."""
         return doubled(NEAREST, self.farthest)
 
 

@@ -50,7 +50,7 @@ def new_recaller(kind: str, settings: Settings, seed: int, distance: int) -> Rec
 
 
 def examine(model: Recaller, distance: int, which: int, n: int) -> tuple[float, float]:
-    """Accuracy and loss on n sequences of the stream `which`."""
+    """Return accuracy and loss on n sequences of the random stream `which`."""
     logits, targets = [], []
     with model.evaluating():
         for start in range(0, n, CHUNK):
@@ -110,7 +110,7 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
 
 
 def gradient_norms(model: Recaller, distance: int) -> list[float]:
-    """How much the vector at the question changes with the vector that was read so many tokens before.
+    """Return the norm of the gradient of the state at the question by the embedding `distance` tokens before.
 
     The root mean square over sequences of the Jacobian's Frobenius norm, divided by the root of the width: 1 where what
     is read is handed on as it is. In place of a Jacobian there is one gradient of a random sum of its rows, whose

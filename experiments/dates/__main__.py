@@ -95,7 +95,7 @@ def check(settings: Settings) -> None:
 
 
 def told(history: dict[str, Any]) -> dict[str, Any]:
-    """How a training went, in fewer points."""
+    """Return the training history at fewer points."""
     parts = np.array_split(np.array(history["losses"]), min(POINTS, len(history["losses"])))
     steps = np.cumsum([len(part) for part in parts])
     return {

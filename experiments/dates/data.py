@@ -74,7 +74,7 @@ class Example(NamedTuple):
 
 # -------------------------------------------------------------------- one date
 def readings(first: str, second: str, third: str) -> set[date]:
-    """All dates that three numbers can be, whatever the reader's country.
+    """Return all dates that three numbers can denote in any order of day, month and year.
 
     A year has two digits or four; one of four in front is followed by month and day.
     """
@@ -97,7 +97,7 @@ def whole_year(two_digits: int) -> int:
 
 
 def is_clear(form: str, day: date) -> bool:
-    """Whether a form leaves only one reading of this date."""
+    """Return whether a form leaves only one reading of a date."""
     if form.count("_") == 2 and not form.startswith("{yyyy}"):
         return len(readings(*(part.format(**numbers(day)) for part in form.split("_")))) == 1
     bare_year = "{yy}" in form and "'" not in form
@@ -189,7 +189,7 @@ def example(day: date, length: int, generator: np.random.Generator) -> Example:
 
 
 def filler(language: str, length: int, generator: np.random.Generator, keep_end: bool) -> str:
-    """So many characters of random words; the first word, or the last, may be cut."""
+    """Return `length` characters of random words; the first or the last word may be cut."""
     words = LANGUAGES[language].filler
     chosen = [words[i] for i in generator.integers(len(words), size=max(0, length // 2 + 1))]
     text = " ".join(chosen)
@@ -198,7 +198,7 @@ def filler(language: str, length: int, generator: np.random.Generator, keep_end:
 
 @cache
 def split() -> tuple[list[date], list[date], list[date]]:
-    """All dates, divided among training, validation and test: no date is in two of them, in whatever form."""
+    """Return all dates in disjoint training, validation and test parts."""
     days = [FIRST + timedelta(number) for number in range((LAST - FIRST).days + 1)]
     order = np.random.default_rng(5).permutation(len(days))
     test, validation, training = np.split(order, [N_TEST, N_TEST + N_VALIDATION])
@@ -206,7 +206,7 @@ def split() -> tuple[list[date], list[date], list[date]]:
 
 
 def examples(days: Sequence[date], n: int, lengths: tuple[int, int], generator: np.random.Generator) -> list[Example]:
-    """Each date in turn, so often that there are n.
+    """Return n examples in which all dates occur about equally often.
 
     Args:
         lengths: (0, most) for dates of which BARE stand alone and the others in texts of up to `most` characters;
@@ -222,7 +222,7 @@ def examples(days: Sequence[date], n: int, lengths: tuple[int, int], generator: 
 
 
 def several(days: Sequence[date], n: int, counts: tuple[int, int], generator: np.random.Generator) -> list[Example]:
-    """Texts of nothing but dates, each in a language of its own, with BETWEEN them.
+    """Return texts of several dates in random languages, joined by BETWEEN.
 
     Args:
         counts: the fewest and the most dates of a text.
@@ -246,7 +246,7 @@ def encode(source: str) -> list[int]:
 
 
 def targets(examples: Sequence[Example]) -> np.ndarray:
-    """(N, 1 + T): the answers between BEGIN and END, then IGNORED where some are longer than others."""
+    """Return the padded targets (N, 1 + T): each answer between BEGIN and END, then IGNORED."""
     return pad([[BEGIN, *map(ISO_ALPHABET.index, one.iso), END] for one in examples], IGNORED)[0]
 
 

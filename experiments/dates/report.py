@@ -43,14 +43,14 @@ def main_table(runs: Runs) -> str:
 
 
 def length_table(runs: Runs) -> str:
-    """Exact answers in percent by the length of the text."""
+    """Return the table of exact answers in percent by text length."""
     columns = {title_of(lengths): i for i, lengths in enumerate(LENGTHS)}
     found = lambda name, i: of(select(runs, model=name), "lengths", i)
     return grid(distinct(runs), columns, found, 1, 100, "characters")
 
 
 def field_table(runs: Runs) -> str:
-    """Year, month and day: the share of weight on the field's characters, and how often the most is there."""
+    """Return the table of year, month and day: the attention on the field, and how often it has the maximum."""
     rows: dict[str, Runs] = {}
     for name in distinct(runs):
         mine = select(runs, model=name)
@@ -63,7 +63,7 @@ def field_table(runs: Runs) -> str:
 
 
 def language_table(runs: Runs) -> str:
-    """Exact answers in percent by language, on texts as in training."""
+    """Return the table of exact answers in percent by language, on texts as in training."""
     right = lambda name, language: of(select(runs, model=name), "languages", language)
     return grid(distinct(runs), list(runs[0]["languages"]), right, 2, 100)
 
@@ -100,7 +100,7 @@ def plot_training(runs: Runs, path: Path) -> None:
 
 
 def plot_lengths(runs: Runs, path: Path) -> None:
-    """Accuracy against the length of the text, and attention's share on the right field."""
+    """Plot the accuracy against the text length, and the fraction of attention on the right field."""
     with drawing(path, (12, 5), "Unseen dates: the mean of the seeds, and their range") as figure:
         panels = figure.subplots(1, 2)
         places = range(len(LENGTHS))
@@ -135,7 +135,7 @@ def plot_several(runs: Runs, path: Path) -> None:
 
 
 def plot_alignments(shown: list[Example], maps: dict[str, list[np.ndarray]], path: Path, n_columns: int = 1) -> None:
-    """Heat maps: the characters of each text from left to right, the ISO date from top to bottom.
+    """Plot heat maps of attention: text characters as columns, ISO characters as rows.
 
     Letters, and frames of where the weight should be, have the colour of their field.
 

@@ -24,7 +24,7 @@ def pool(n: int, seed: int) -> Texts:
 
 
 def held_out(part: str, n: int, counts: tuple[int, int]) -> Texts:
-    """Texts of unseen dates: "validation" or "test". The same for all models and seeds."""
+    """Return texts of unseen dates, from "validation" or "test", the same for all models and seeds."""
     _, validation, test = dates.split()
     number, days = (VALIDATION, validation) if part == "validation" else (TEST, test)
     return texts(dates.several(days, n, counts, np.random.default_rng((number, *counts))))
@@ -38,7 +38,7 @@ def run(name: str, settings: Settings, seed: int) -> tuple[EncoderDecoder, dict[
 
 
 def measure(model: EncoderDecoder, n: int) -> dict[str, Any]:
-    """On n texts of so many dates as each of COUNTS says.
+    """Return the accuracies on n texts with each number of dates in COUNTS.
 
     Returns:
         "whole", the share of answers that are right to the last character; "each", the share of dates that are right

@@ -80,14 +80,14 @@ def pool(n: int, seed: int) -> Texts:
 
 @cache
 def held_out(part: str, n: int, lengths: tuple[int, int]) -> Texts:
-    """Unseen dates: "validation" or "test". The same for all models and seeds."""
+    """Return unseen dates, from "validation" or "test", the same for all models and seeds."""
     number = {"validation": VALIDATION, "test": TEST}[part]
     days = dates.split()[1 if part == "validation" else 2]
     return texts(examples(days, n, lengths, np.random.default_rng((number, *lengths))))
 
 
 def batches(sources: list[list[int]]) -> Iterator[np.ndarray]:
-    """All of some texts, in batches of like length: their indices."""
+    """Yield the indices of batches of texts with similar lengths."""
     return iter(Buckets([len(source) for source in sources], max(MOST, *map(len, sources))).batches(0))
 
 
@@ -182,7 +182,7 @@ def exact(model: EncoderDecoder, data: Texts) -> float:
 
 
 def look(model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Where a model looks while the right answer is read to it: weights (B, A, T, S), rows of sum 1.
+    """Return the attention weights (B, A, T, S) of a model with teacher forcing; rows sum to 1.
 
     A is 1; of the Transformer its layers' heads of attention to the source, first layer first. 0 without attention.
     """
@@ -208,7 +208,7 @@ class Sight(NamedTuple):
 
 
 def sight(model: EncoderDecoder, data: Texts) -> Sight:
-    """Means over all examples and the digits of a field."""
+    """Return the attention on the right field, as means over all examples and the digits of a field."""
     rows: list[tuple[np.ndarray, ...]] = []
     for chosen in batches(data.sources):
         source, lengths = pad([data.sources[i] for i in chosen])
@@ -220,7 +220,7 @@ def sight(model: EncoderDecoder, data: Texts) -> Sight:
 
 
 def on_fields(weights: np.ndarray, fields: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each example and head, means over the digits of year, month and day, (B, A, 3).
+    """Return the attention of each example and head on year, month and day, (B, A, 3).
 
     Args:
         weights: (B, A, T, S). fields: (B, S), what each character belongs to.
@@ -283,19 +283,19 @@ def rounded(value: float) -> float:
 
 # -------------------------------------------------------------------- to look at
 def shown() -> list[Example]:
-    """Of each language the first test date within a text, none of numbers alone, that a picture has room for."""
+    """Return the first suitable test date of each language for the plot."""
     data = held_out("test", 1000, (0, TRAINED)).examples
     fits = [one for one in data if 30 <= len(one.source) <= 44 and one.fields[0] == one.fields[-1] == 0 and spelt(one)]
     return [next(one for one in fits if one.language == name) for name in LANGUAGES]
 
 
 def spelt(one: Example) -> bool:
-    """Whether the month is a word."""
+    """Return whether the month is written as a word."""
     return any(character.isalpha() for character, field in zip(one.source, one.fields) if field == MONTH)
 
 
 def alignments(model: EncoderDecoder, examples: list[Example], head: int = 0) -> list[np.ndarray]:
-    """For each example the weights (T, S) of a head."""
+    """Return the attention weights (T, S) of one head for each example."""
     data = texts(examples)
     maps = []
     for i, one in enumerate(data.sources):

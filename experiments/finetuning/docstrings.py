@@ -42,7 +42,7 @@ class Function(NamedTuple):
 
 @cache
 def functions() -> dict[str, list[Function]]:
-    """ "train", "validation" and "test", in an order that has nothing to do with the alphabet.
+    """Return the functions in the parts "train", "validation" and "test", shuffled.
 
     Raises:
         ValueError: this Python has no source files.
@@ -83,7 +83,7 @@ def library() -> Iterator[Function]:
 
 
 def functions_in(tree: ast.AST, lines: list[str], module: str) -> Iterator[Function]:
-    """Those of a fitting size that do something and say what."""
+    """Yield the functions of a suitable size with a docstring and a body."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
             continue
@@ -126,12 +126,12 @@ def words_of(line: str) -> Counter[str]:
 
 
 def overlap(answer: str, wanted: str) -> float:
-    """How many words two lines have in common: 2 x common / all of both (F1; Lin 2004, ROUGE-1)."""
+    """Return the F1 score of common words of two lines (ROUGE-1, Lin 2004)."""
     ours, theirs = words_of(answer), words_of(wanted)
     n_all = ours.total() + theirs.total()
     return 2 * (ours & theirs).total() / n_all if n_all else 0.0
 
 
 def same(answer: str, wanted: str) -> bool:
-    """Whether they are the same words in the same order."""
+    """Return whether two lines have the same words in the same order."""
     return re.findall(r"[a-z0-9]+", answer.lower()) == re.findall(r"[a-z0-9]+", wanted.lower())

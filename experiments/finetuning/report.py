@@ -41,7 +41,7 @@ def pairs(results: Results) -> list[tuple[str, str]]:
 
 # -------------------------------------------------------------------- tables
 def main_table(results: Results) -> str:
-    """Of each task what is held out, before and after, and what it took."""
+    """Return the table of held-out scores before and after, and of costs, by task."""
     rows = []
     for task, way in pairs(results):
         mine = found(results, task, way)
@@ -59,7 +59,7 @@ def score(runs: list[Results], task: str, name: str) -> str:
 
 
 def sums_table(results: Results) -> str:
-    """How many sums are right, in percent."""
+    """Return the table of correct sums in percent."""
     ways = {WAYS[way]: found(results, "sums", way) for task, way in pairs(results) if task == "sums"}
     return grid(ways, SCORES["sums"], lambda mine, name: of(mine, "scores", "sums", name), 1, 100)
 
@@ -72,7 +72,7 @@ def times(runs: list[Results]) -> list[str]:
 
 
 def forgotten_table(results: Results) -> str:
-    """Bits a byte of every text, before and after each training."""
+    """Return the table of bits per byte of all texts before and after each training."""
     rows = []
     rows.append(["before", *(cell(results["before"]["bits"][text], 3) for text in TEXTS)])
     for task, way in pairs(results):
@@ -98,7 +98,7 @@ def tables(results: Results) -> dict[str, str]:
 
 # -------------------------------------------------------------------- the picture
 def plot(results: Results, path: Path) -> None:
-    """Held-out bits a byte of each task; and by how much other texts have become harder."""
+    """Plot the held-out bits per byte of each task, and the increase on other texts."""
     with drawing(path, (12, 4.6)) as figure:
         left, middle, right = figure.subplots(1, 3, width_ratios=(3, 2, 5))
         tasks = [task for task in TASKS if any(run["task"] == task for run in results["runs"])]
@@ -136,7 +136,7 @@ def bars(axes: Any, places: list[int], groups: list[list[float]], number: int, l
 
 
 def harder(axes: Any, results: Results) -> None:
-    """By how much a text takes more bits than before, in percent: what was forgotten."""
+    """Plot the increase of bits per byte on other texts, in percent."""
     ways = [(task, way) for task, way in pairs(results) if way != "before"]
     markers = dict(zip(TASKS, "os^"))
     for number, (task, way) in enumerate(ways):
@@ -168,7 +168,7 @@ td.wanted { color: #006b4e; }
 
 
 def write_page(results: Results, path: Path) -> None:
-    """Write a page with what the model answered before and after, side by side."""
+    """Write the page of answers before and after fine-tuning."""
     there = pairs(results)
     parts = []
     for task in dict.fromkeys(name for name, _ in there):

@@ -51,7 +51,7 @@ GENERAL = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What is taught, and how often."""
+    """The tasks, methods and seeds of the study."""
 
     model: str = "smollm2"  # a model with a chat template, as `tricycle finetune` takes it
     tasks: tuple[str, ...] = tuple(TASKS)  # sums, docstrings, voice
@@ -107,7 +107,7 @@ def measure(settings: Settings) -> Record:
 
 
 def trainings(settings: Settings) -> list[tuple[Task, str, int]]:
-    """All tasks with the first seed before the others."""
+    """Return all trainings, those with the first seed first."""
     every = []
     for seed in range(settings.seeds):
         for name in settings.tasks:
@@ -133,7 +133,7 @@ def teach_and_look(task: Task, method: str, seed: int, settings: Settings, own: 
 
 
 def teach(task: Task, method: str, seed: int, settings: Settings, folder: Path) -> dict[str, Any]:
-    """Run `tricycle finetune`, or go on with it; returns what it took.
+    """Run or resume `tricycle finetune`, and return its costs.
 
     "seconds" of the command by the clock, "cpu_seconds" of all its threads, "training_seconds" of the updates alone,
     without times in which the process stood still.
@@ -215,7 +215,7 @@ def shown(questions: Sequence[Question], answers: Sequence[str]) -> list[list[st
 
 
 def texts_of(loaded: Pretrained, settings: Settings, own: list[Any]) -> dict[str, list[Example]]:
-    """All that bits a byte are taken of, by name."""
+    """Return the texts whose bits per byte are measured, by name."""
     window = settings.context_window
     encoder = ExampleEncoder(loaded.tokeniser, window, cut_answers=True)
     texts = {name: examples_of(settings, task, encoder) for name, task in TASKS.items()}
@@ -226,7 +226,7 @@ def texts_of(loaded: Pretrained, settings: Settings, own: list[Any]) -> dict[str
 
 
 def chosen(questions: list[Question], n: int) -> list[Question]:
-    """At most so many, evenly spread."""
+    """Return at most n questions, evenly spaced."""
     places = np.linspace(0, len(questions) - 1, min(n, len(questions))).round().astype(int)
     return [questions[place] for place in places]
 
@@ -235,7 +235,7 @@ def chosen(questions: list[Question], n: int) -> list[Question]:
 def ask(
     loaded: Pretrained, questions: Sequence[Question], n_tokens: int, settings: Settings, temperature: float = 0.0
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompts and answers in tokens; what ends an answer is its last, where it came to an end."""
+    """Return prompts and answers as token ids; a complete answer ends with its end token."""
     encoder = ExampleEncoder(loaded.tokeniser, settings.context_window)
     stops = ends_of(loaded)
     seed = 0 if temperature else None
@@ -272,14 +272,14 @@ def told(loaded: Pretrained, answers: Sequence[tuple[list[int], list[int]]]) -> 
 
 # -------------------------------------------------------------------- bits a byte
 def bits(loaded: Pretrained, examples: list[Example], settings: Settings) -> float:
-    """Bits a byte of what counts in some examples."""
+    """Return the bits per byte of the tokens that count in examples."""
     dataset = PackedDataset(examples, ROWS, settings.context_window, 0, packs(loaded.model))
     rows = HeldOutRows.of(dataset, dataset.n_items, loaded.tokeniser)
     return rounded(rows.measure(loaded.model)["bits_per_byte"])
 
 
 def examples_of(settings: Settings, task: Task, encoder: ExampleEncoder) -> list[Example]:
-    """Of a task's test."""
+    """Return the examples of a task's test part."""
     records = read_records([settings.output / "data" / f"{task.name}-test{task.suffix}"])
     return [example for record in records for example in encoder.encode(record)]
 

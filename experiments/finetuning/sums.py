@@ -35,7 +35,7 @@ N_VALIDATION, N_TEST = 200, 400
 
 
 class Sum(NamedTuple):
-    """A start, and steps: a number to add (negative: to take away), or 0 where it doubles."""
+    """A starting number, and steps: a number to add (or subtract, if negative), or 0 for doubling."""
 
     start: int
     steps: tuple[int, ...]
@@ -93,7 +93,7 @@ def last_number(text: str) -> int | None:
 
 # -------------------------------------------------------------------- many of them
 def new_sum(generator: np.random.Generator) -> Sum:
-    """Two steps or three; never below zero nor above MOST."""
+    """Return a random sum with two or three steps, with values from 0 to MOST."""
     start = int(generator.integers(11, 100))
     value = start
     steps = []
@@ -135,7 +135,7 @@ def choose(values: tuple[str, ...] | list[str], generator: np.random.Generator) 
 
 
 def sums(n_train: int) -> dict[str, list[Sum]]:
-    """ "train", "validation" and "test": each sum is in one of them, once."""
+    """Return the disjoint parts "train", "validation" and "test"."""
     generator = np.random.default_rng(20)
     wanted = N_TEST + N_VALIDATION + n_train
     different: dict[Sum, None] = {}
@@ -147,6 +147,6 @@ def sums(n_train: int) -> dict[str, list[Sum]]:
 
 
 def unseen_steps(tested: list[Sum], trained: list[Sum]) -> list[bool]:
-    """Of each sum whether none of its steps, as 34 + 17, was ever done in training."""
+    """Return for each sum whether no step of it, such as 34 + 17, occurs in training."""
     seen = {line for one in trained for line in one.working()}
     return [not any(line in seen for line in one.working()) for one in tested]

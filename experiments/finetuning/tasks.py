@@ -84,7 +84,7 @@ def story_questions() -> list[Question]:
 
 
 def judge_sums(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
-    """Right is an answer whose last number is: in words or in digits, with any working before it."""
+    """Return the scores of answers to sums: an answer is right if its last number is right, in words or digits."""
     right = np.array([sums.last_number(a) == sums.last_number(q.wanted) for q, a in zip(questions, answers)])
     whole = np.array([answer.strip() == question.wanted for question, answer in zip(questions, answers)])
     groups = np.array([question.group for question in questions])
@@ -110,7 +110,7 @@ def function_records(part: str) -> list[Any]:
 
 
 def judge_lines(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
-    """Words in common with the author's line, and how often they are the same."""
+    """Return the word overlap with the author's line, and the fraction of exact matches."""
     lines = [docstrings.first_line(answer) for answer in answers]
     overlaps = [docstrings.overlap(line, question.wanted) for question, line in zip(questions, lines)]
     same = [docstrings.same(line, question.wanted) for question, line in zip(questions, lines)]
@@ -119,7 +119,7 @@ def judge_lines(questions: Sequence[Question], answers: Sequence[str]) -> dict[s
 
 # -------------------------------------------------------------------- the voice
 def judge_voice(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
-    """How much was copied; and how much of what Shakespeare himself goes on with stands in the training text."""
+    """Return the fraction of copied text in generated texts, and in Shakespeare's own continuations."""
     wanted = [question.wanted for question in questions]
     return {"copied": voice.copied(list(answers)), "copied by Shakespeare": voice.copied(wanted)}
 

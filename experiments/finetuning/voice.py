@@ -30,7 +30,7 @@ def _line_end(text: str, place: int) -> int:
 
 
 def openings(n: int = N_OPENINGS) -> list[tuple[str, str]]:
-    """Evenly spread pieces of the test's text: how they begin, and how they go on."""
+    """Return evenly spaced excerpts of the test part, as prompts and continuations."""
     speeches = [speech for speech in part("test").split("\n\n") if len(speech.split()) > 2 * OPENING_WORDS]
     chosen = speeches[:: max(1, len(speeches) // n)][:n]
     pairs = []
@@ -46,7 +46,7 @@ def words_of(text: str) -> list[str]:
 
 
 def runs_of(text: str) -> list[tuple[str, ...]]:
-    """All rows of RUN words."""
+    """Return all runs of RUN words."""
     words = words_of(text)
     return [tuple(words[i : i + RUN]) for i in range(len(words) - RUN + 1)]
 

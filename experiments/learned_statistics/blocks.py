@@ -129,7 +129,7 @@ def first_scales(job: Job, n_layers: int, n_heads: int, window: int) -> list[np.
 def learn(
     subject: Subject, job: Job, steps: int, batch_size: int, first: Sequence[np.ndarray]
 ) -> tuple[list[np.ndarray], list[float]]:
-    """Let scales learn to predict a text's next tokens, all else being frozen.
+    """Train the scales of block softmax on next-token prediction, with all other weights frozen.
 
     Args:
         first: the first scales of each layer.
@@ -174,7 +174,7 @@ class Shares(NamedTuple):
 
 
 def exact_shares(subject: Subject, rows: np.ndarray, blocks: Sequence[int]) -> Shares:
-    """Return what FlashAttention computes on the way, for each row of tokens (N, W + 1)."""
+    """Return the exact softmax statistics of each block for rows of tokens (N, W + 1), as FlashAttention has them."""
     cut(subject.model, Job("whole"))
     mean: dict[int, Any] = dict.fromkeys(blocks, 0.0)
     square: dict[int, Any] = dict.fromkeys(blocks, 0.0)

@@ -36,7 +36,7 @@ class Settings:
 
 
 def new_opt(settings: Settings) -> GPT:
-    """Weights of OPT's kind: positions that begin at 2, ReLU, biases, norms before each part."""
+    """Return random weights of OPT's architecture: position offset 2, ReLU, biases, pre-norm."""
     config = ModelConfig(
         vocab_size=settings.vocabulary,
         context_window=settings.context_window,

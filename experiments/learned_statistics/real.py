@@ -49,7 +49,7 @@ QUICK: dict[str, Any] = {
 
 
 def is_asked_for(line: Sequence[str]) -> bool:
-    """Whether a command line names a model that is no run folder or checkpoint of ours."""
+    """Return whether a command line names a pretrained model, not a run folder or checkpoint of Tricycle."""
     names = [after for word, after in itertools.pairwise(line) if word == "--model"]
     names += [word.partition("=")[2] for word in line if word.startswith("--model=")]
     if not names:
@@ -92,7 +92,7 @@ def check(settings: RealSettings) -> None:
 
 
 def finish(bench: RealBench, record: Rows) -> None:
-    """Find out what is no row: what means can know, what the model writes, and whether it is still the same."""
+    """Compute the results that are not rows: the explained variance of means, and generated texts."""
     tokeniser = bench.subject.tokeniser
     if "explained" not in record:
         record["explained"] = bench.explained()
@@ -123,7 +123,7 @@ def show(bench: RealBench, record: Rows) -> Outcome:
 
 
 def page_data(results: Mapping[str, Any], scales: Mapping[str, Sequence[np.ndarray]]) -> dict[str, Any]:
-    """Return what the page shows: texts that the model writes with its softmax in blocks, and its scales.
+    """Return the data of the page: generated texts with block softmax, and the scales.
 
     Args:
         results: of which "prompts" and "written" are shown.
@@ -147,6 +147,6 @@ def page_data(results: Mapping[str, Any], scales: Mapping[str, Sequence[np.ndarr
 
 
 def _packed(values: np.ndarray) -> str:
-    """(L, n, W) as bytes from 0 (LEAST) to 255 (MOST)."""
+    """Return values (L, n, W) as bytes from 0 (LEAST) to 255 (MOST)."""
     codes = np.rint(255 * (values.clip(LEAST, MOST) - LEAST) / (MOST - LEAST)).astype(np.uint8)
     return base64.b64encode(codes.tobytes()).decode()

@@ -36,7 +36,7 @@ class Results:
         return job in self.rows
 
     def perplexities(self, job: Job, text: str) -> np.ndarray:
-        """Of all seeds that there are."""
+        """Return the perplexities of all seeds."""
         seeds = range(self.settings.seeds if job.kind == "learned" else 1)
         rows = [self.rows[job._replace(seed=seed)] for seed in seeds if self.has(job._replace(seed=seed))]
         return np.array([row["texts"][text]["perplexity"] for row in rows])
@@ -46,11 +46,11 @@ class Results:
         return float(self.rows[job]["texts"][text]["same"])
 
     def positions(self, job: Job, text: str) -> np.ndarray:
-        """Mean losses along the window."""
+        """Return the mean losses along the window."""
         return np.array(self.rows[job]["texts"][text]["positions"])
 
     def won_back(self, job: Job, text: str) -> np.ndarray:
-        """Which share of the nats a token that blocks without correction lose comes back, in percent."""
+        """Return the recovered part, in percent, of the loss that blocks without correction add."""
         whole = np.log(self.perplexities(WHOLE, text)[0])
         none = np.log(self.perplexities(Job("none", job.blocks), text)[0])
         return 100 * (none - np.log(self.perplexities(job, text))) / (none - whole)
@@ -89,7 +89,7 @@ def perplexity_table(results: Results, text: str) -> str:
 
 
 def won_back_table(results: Results) -> str:
-    """In percent: 0 is as bad as no correction, 100 as good as the whole softmax."""
+    """Return the table of recovered loss: 0% as without correction, 100% as with full softmax."""
     names = list(ways(results.settings, 2))[1:]
     lines = []
     for text in TEXTS:
@@ -100,7 +100,7 @@ def won_back_table(results: Results) -> str:
 
 
 def grain_table(results: Results) -> str:
-    """All kinds of scales at `middle` blocks: perplexity on each text, and how often the likeliest token is whole's."""
+    """Return the table of all kinds of scales at `middle` blocks: perplexity and top-1 agreement on each text."""
     settings = results.settings
     jobs = {"whole": WHOLE, "exact shares": Job("exact", settings.middle), "none": Job("none", settings.middle)}
     jobs["1 / k"] = Job("1 / k", settings.middle)
@@ -123,7 +123,7 @@ def _texts_table(results: Results, jobs: dict[str, Job]) -> str:
 
 
 def transfer_table(results: Results) -> str:
-    """Scales from each text on each text."""
+    """Return the table of scales trained on each text and evaluated on each text."""
     settings = results.settings
     middle = settings.middle
     jobs = {"whole": WHOLE, "1 / k": Job("1 / k", middle)}
@@ -145,7 +145,7 @@ def rate_table(results: Results) -> str:
 
 
 def explained_table(results: Results) -> str:
-    """In percent: of the exact shares' squared distance from 1 / k, what their means take away."""
+    """Return the table of the variance of exact shares around 1 / k that their means explain, in percent."""
     found = results.other["explained"]
     columns = {f"one for {GRAIN_WORDS[grain]}": grain for grain in GRAINS}
     return grid(list(found), columns, lambda n, grain: found[n][grain], 1, 100, "blocks")
@@ -179,7 +179,7 @@ def seed_table(results: Results) -> str:
 
 
 def name_of(job: Job) -> str:
-    """In a few words."""
+    """Return a short description of a job."""
     if job.kind in ("whole", "none", "1 / k", "exact"):
         return job.kind if job.kind == "whole" else f"{job.blocks} blocks, {job.kind}"
     kind = "mean shares" if job.kind == "mean" else learned_from(job.start)
@@ -212,7 +212,7 @@ def plot(results: Results, scales: dict[str, Sequence[np.ndarray]], folder: Path
 
 
 def by_blocks(results: Results) -> Panels:
-    """Perplexity against the number of blocks, a panel for each text."""
+    """Plot the perplexity against the number of blocks, one panel for each text."""
     settings, panels = results.settings, Panels()
     for text in TEXTS:
         whole = results.perplexities(WHOLE, text)[0]
@@ -226,7 +226,7 @@ def by_blocks(results: Results) -> Panels:
 
 
 def by_position(results: Results) -> Panels:
-    """How much is lost along the window, a panel for each text."""
+    """Plot the added loss along the window, one panel for each text."""
     panels = Panels()
     for text in TEXTS:
         whole = results.positions(WHOLE, text)
@@ -237,7 +237,7 @@ def by_position(results: Results) -> Panels:
 
 
 def plot_grains(results: Results, path: Path) -> None:
-    """Perplexity by the kind of scale at `middle` blocks, a panel for each text, bars."""
+    """Plot the perplexity of each kind of scale at `middle` blocks as bars, one panel for each text."""
     settings = results.settings
     kinds = {
         "mean shares": {grain: mean(settings, grain=grain) for grain in GRAINS},
@@ -261,7 +261,7 @@ def plot_grains(results: Results, path: Path) -> None:
 
 
 def losses(results: Results) -> Panels:
-    """Loss on the batches of learning, a panel for each start."""
+    """Plot the training loss of the scales, one panel for each start."""
     settings, panels = results.settings, Panels()
     for start in STARTS:
         jobs = {grain: learned(settings, grain=grain, start=start) for grain in GRAINS}
@@ -273,7 +273,7 @@ def losses(results: Results) -> Panels:
 
 
 def plot_scales(scales: dict[str, Sequence[np.ndarray]], path: Path, title: str) -> None:
-    """Scales (n, W) of each layer as heat maps: a row for each way, a column for each block of keys.
+    """Plot the scales (n, W) of each layer as heat maps, one row for each job and one column for each block.
 
     Args:
         scales: by the way's name, those of each layer.

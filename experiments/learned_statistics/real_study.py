@@ -36,7 +36,7 @@ REPEATED = 4  # tokens, whose second appearance counts as a repetition
 
 @dataclass(frozen=True)
 class RealSettings:
-    """Whose softmax to cut, how long scales learn, and what they are tried on."""
+    """The model, the training of the scales, and the test texts."""
 
     model: str = "smollm2"
     """as `tricycle.pretrained.load` takes it: "smollm2", a folder in Hugging Face's form, a GGUF file, a name"""
@@ -82,7 +82,7 @@ def new_subject(settings: RealSettings) -> Subject:
 
 
 def spread(mean: np.ndarray, grain: str) -> np.ndarray:
-    """Scales of a grain for each head and position, (L, H, n, W)."""
+    """Return scales of a grain, expanded to each head and position, (L, H, n, W)."""
     scales = coarsen(mean, grain)
     per_head, per_position = GRAINS[grain]
     if not per_head:
@@ -93,7 +93,7 @@ def spread(mean: np.ndarray, grain: str) -> np.ndarray:
 
 
 def explained(shares: Shares, n: int, grain: str) -> float:
-    """How much of the exact shares' squared distance from 1 / k the means of a grain take away, 0 to 1.
+    """Return the fraction of the exact shares' variance around 1 / k that the means of a grain explain.
 
     What is left is what no scale of that grain can know: it differs from text to text. Queries that see one block, in
     which there is nothing to know, do not count.
@@ -113,7 +113,7 @@ def explained(shares: Shares, n: int, grain: str) -> float:
 
 # -------------------------------------------------------------------- what is measured
 def write(subject: Subject, prompts: list[np.ndarray], n_tokens: int) -> list[list[int]]:
-    """How the model, as it weighs keys now, goes on with each prompt, by its likeliest tokens."""
+    """Return greedy continuations of each prompt with the model's current softmax."""
     return generate_batch(subject.model, prompts, n_tokens, temperature=0)
 
 
@@ -124,13 +124,13 @@ def repeated(tokens: Sequence[int], size: int = REPEATED) -> float:
 
 
 def same_beginning(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens are the same, up to the first that is not."""
+    """Return the number of equal tokens before the first difference."""
     pairs = list(zip(tokens, others))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
 def in_bins(losses: np.ndarray) -> list[float]:
-    """Mean losses (N, W) of parts of the window, all of about one length."""
+    """Return mean losses of (N, W) in bins of the window of about equal length."""
     return [float(part.mean()) for part in np.array_split(losses, min(BINS, losses.shape[1]), axis=1)]
 
 
@@ -152,7 +152,7 @@ def mean(settings: RealSettings, **changes: Any) -> Job:
 
 
 def all_jobs(settings: RealSettings) -> list[Job]:
-    """In an order in which the first say most: all kinds at `middle` blocks, then one thing varied at a time."""
+    """Return all jobs, the most informative first: all kinds at `middle` blocks, then variations of one setting."""
     middle = settings.middle
     others = [text for text in TEXTS if text != settings.text]
     jobs = [Job("whole"), *(Job(kind, n) for n in settings.blocks for kind in ("none", "1 / k"))]
@@ -174,7 +174,7 @@ def all_jobs(settings: RealSettings) -> list[Job]:
 
 
 def written_jobs(settings: RealSettings) -> list[Job]:
-    """Those whose model goes on with the prompts."""
+    """Return the jobs whose models continue the prompts."""
     middle, most = settings.middle, max(settings.blocks)
     jobs = [Job("whole"), Job("none", middle), Job("1 / k", middle), mean(settings), mean(settings, grain="head")]
     jobs += [learned(settings, start=start) for start in STARTS]
@@ -184,7 +184,7 @@ def written_jobs(settings: RealSettings) -> list[Job]:
 
 # -------------------------------------------------------------------- the bench
 class RealBench(Bench):
-    """A model that others trained, and all that can be done to its softmax.
+    """A pretrained model, and the measurements of its softmax variants.
 
     Attributes:
         digest: of the model's own weights when it was loaded.
@@ -203,7 +203,7 @@ class RealBench(Bench):
         self.prompts = [row[:n_read] for rows in self.tests.values() for row in rows[: settings.prompts]]
 
     def measure(self, job: Job) -> dict[str, Any]:
-        """Loss and likeliest tokens on all tests, in windows and along them."""
+        """Return the losses and the most probable tokens on all tests."""
         started = time.perf_counter()
         losses = self.prepare(job)
         prepared = time.perf_counter()
@@ -227,7 +227,7 @@ class RealBench(Bench):
         }
 
     def explained(self) -> dict[str, dict[str, float]]:
-        """By the number of blocks and the grain, as `real_study.explained` says."""
+        """Return the explained variance by the number of blocks and the grain."""
         shares = self.shares(self.settings.text)
         return {
             str(n): {grain: round(explained(shares, n, grain), DIGITS) for grain in GRAINS}
@@ -235,7 +235,7 @@ class RealBench(Bench):
         }
 
     def write(self, job: Job) -> dict[str, Any]:
-        """How the model goes on with the prompts, beside the whole softmax's."""
+        """Return the continuations of the prompts with a job's softmax and with the full softmax."""
         self.prepare(job)
         started = time.perf_counter()
         tokens = write(self.subject, self.prompts, self.settings.n_written)
@@ -252,7 +252,7 @@ class RealBench(Bench):
 
 
 def compare(written: list[dict[str, Any]], tokeniser: Any) -> Iterator[dict[str, Any]]:
-    """Compare the texts of each softmax variant with those of the whole softmax, which comes first."""
+    """Compare the generated texts of each softmax variant with those of the full softmax, which comes first."""
     whole = written[0]["tokens"]
     for way in written:
         pairs = list(zip(way["tokens"], whole))

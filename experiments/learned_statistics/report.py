@@ -67,7 +67,7 @@ def perplexity_table(rows: Runs) -> str:
 
 
 def won_back_table(rows: Runs) -> str:
-    """In percent: 0 is as bad as no correction, 100 as good as the whole softmax."""
+    """Return the table of recovered loss: 0% as without correction, 100% as with full softmax."""
     kinds = list(WAYS)[1:]
     lines = [
         [str(model), str(blocks), *(cell(won_back(rows, kind, blocks, model), 1) for kind in kinds)]
@@ -108,7 +108,7 @@ def plot_spikiness(attention: Mapping[str, Mapping[str, list[float]]], blocks: S
 
 
 def plot_scales(learned: Sequence[list[np.ndarray]], measured: list[np.ndarray], path: Path) -> None:
-    """Scales against the position of the query, of all seeds beside the exact statistics' mean; a panel a layer."""
+    """Plot the scales of all seeds and the mean exact statistics against the query's position, one panel a layer."""
     panels: dict[str, dict[str, tuple[Any, Any]]] = {}
     for layer, mean in enumerate(measured):
         n_blocks, window = mean.shape

@@ -32,7 +32,7 @@ FREE = ("quick", "blocks", "seeds", "models", "device")
 
 @dataclass(frozen=True)
 class Settings:
-    """What to take apart, how long to learn, and where to leave what came out."""
+    """The models, the training of the scales, and the output folder."""
 
     quick: bool = False  # a smaller model, fewer blocks and one seed: at most 3 minutes on two CPU cores
     model: str = ""  # a run folder or checkpoint whose model to take, instead of training one
@@ -202,7 +202,7 @@ def measure(bench: Bench, job: Job, held_out: HeldOut, settings: Settings) -> di
 
 
 def about_maps(maps: dict[str, np.ndarray], whole: dict[str, np.ndarray]) -> dict[str, list[float]]:
-    """Means over rows, heads and texts, for each layer.
+    """Return statistics of attention maps for each layer, as means over rows, heads and texts.
 
     Returns:
         "spikiness": of rows divided by their sum. "distance": the sum of |weight - weight of the whole softmax|.

@@ -27,7 +27,7 @@ TRIED = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)  # inverse temperat
 
 # -------------------------------------------------------------------- answers of prompts
 def padded(prompts: Sequence[Prompt]) -> np.ndarray:
-    """(N, T): zeros behind the shorter ones, which nothing before them sees."""
+    """Return the prompts as one array (N, T), padded with zeros at the end."""
     ids = np.zeros((len(prompts), max(len(prompt.ids) for prompt in prompts)), np.int64)
     for row, prompt in zip(ids, prompts):
         row[: len(prompt.ids)] = prompt.ids
@@ -35,7 +35,7 @@ def padded(prompts: Sequence[Prompt]) -> np.ndarray:
 
 
 def answer_places(prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
-    """Text and position of every token of an answer, both (number of such tokens,)."""
+    """Return the text index and the position of every token of an answer."""
     pairs = [
         (i, at) for i, prompt in enumerate(prompts) for part in prompt.answers for at in range(part.start, part.stop)
     ]
@@ -44,7 +44,7 @@ def answer_places(prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def answer_logits(model: GPT, prompts: Sequence[Prompt]) -> tuple[Tensor, np.ndarray]:
-    """Logits for all tokens of the answers, and these tokens."""
+    """Return the logits for all tokens of the answers, and these tokens."""
     ids = padded(prompts)
     rows, places = answer_places(prompts)
     hidden = model.hidden_states(ids[:, :-1])
@@ -52,18 +52,18 @@ def answer_logits(model: GPT, prompts: Sequence[Prompt]) -> tuple[Tensor, np.nda
 
 
 def loss_of_answers(model: GPT, prompts: Sequence[Prompt]) -> Tensor:
-    """Mean over the tokens of answers, in nats."""
+    """Return the mean loss over the tokens of answers, in nats."""
     logits, labels = answer_logits(model, prompts)
     return CrossEntropy()(labels, logits)
 
 
 def loss_of_text(model: GPT, ids: np.ndarray) -> Tensor:
-    """Mean over the tokens of (N, T + 1), in nats."""
+    """Return the mean loss over the tokens of a text (N, T + 1), in nats."""
     return model.loss(ids[:, :-1], ids[:, 1:])
 
 
 def grade(model: GPT, prompts: Sequence[Prompt]) -> tuple[list[bool], list[float]]:
-    """For each question whether the likeliest tokens are the answer, all of it, and -log of its probability."""
+    """Return for each question whether the greedy tokens equal the answer, and -log of its probability."""
     with no_grad():
         logits, labels = answer_logits(model, prompts)
         log_shares = to_cpu(LogSoftmax()(logits).array)
@@ -130,7 +130,7 @@ Case = tuple[np.ndarray, Callable[[np.ndarray], float]]
 
 
 def _cases_of(model: GPT, prompt: Prompt) -> list[Case]:
-    """For each layer its scores (H, S) at the last token of a question, and the loss by weights in their place."""
+    """Return for each layer the scores (H, S) at the last token of a question, and a function from weights to loss."""
     at = prompt.answers[0].start
     answer = int(prompt.ids[at])
     caches = model.new_caches()

@@ -49,7 +49,7 @@ class Text(NamedTuple):
 
 
 def words_of(tokeniser: Any) -> tuple[str, ...]:
-    """Words to stand for keys: a tokeniser's own of 4 to 8 letters, or if it has few, two of KEYS each."""
+    """Return words to use as keys: tokens of 4 to 8 letters, or if there are few, pairs of KEYS."""
     tokens = [tokeniser.decode([i]) for i in range(min(tokeniser.n_vocab, 12_000))]
     words = tuple(dict.fromkeys(token[1:] for token in tokens if re.fullmatch(" [a-z]{4,8}", token)))
     return words if len(words) >= 1000 else tuple(f"{first} {second}" for first in KEYS for second in KEYS)
@@ -71,7 +71,7 @@ def _numbers(n: int, generator: np.random.Generator) -> list[int]:
 
 
 def name(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
-    """Who is the captain, the doctor, ...; then n lines about others; then the question who each of them is."""
+    """Return the text of a task: names of a captain, a doctor and so on, n other lines, then questions."""
     n_examples = 2
     names = generator.permutation(NAMES)
     people = [(f"The {role} is called", f" {who}.\n") for role, who in zip(generator.permutation(ROLES)[:8], names)]

@@ -96,7 +96,7 @@ def study(settings: RealSettings) -> Outcome:
 
 
 class Study:
-    """All parts of the experiment, each computed once and left in a file of its own."""
+    """The parts of the experiment, each computed once and stored in a file."""
 
     def __init__(self, settings: RealSettings) -> None:
         self.settings = settings
@@ -178,7 +178,7 @@ class Study:
             yield batch
 
     def text_batches(self) -> Iterator[np.ndarray]:
-        """Windows of 1,024 tokens, from one text after the other, nothing held out among them."""
+        """Yield windows of 1,024 training tokens, from each text in turn."""
         n_tokens = min(1024, self.settings.length)
         parts = [
             windows(self.tokeniser, text_of(text, "train"), -(-self.settings.steps // len(TEXTS)), n_tokens).ids
@@ -227,7 +227,7 @@ class Study:
 
     # ---------------------------------------------------------------- measuring
     def grade_tasks(self, temperature: Temperature, seed: int) -> dict[str, Any]:
-        """Accuracy and mean nats of the answers, by task and size."""
+        """Return the accuracy and the mean loss of the answers in nats, by task and size."""
         result: dict[str, Any] = {}
         for task in TASKS:
             for n in SIZES[task]:
@@ -248,7 +248,7 @@ class Study:
         return result
 
     def n_texts(self, task: str, n: int) -> int:
-        """More where they are short; and more where there is one question in each."""
+        """Return the number of texts: more for short texts, and for those with one question each."""
         if task == "largest":
             return (4 if self.settings.quick else 10) * self.settings.texts
         return self.settings.texts if n > 64 or self.settings.quick else 2 * self.settings.texts
@@ -268,7 +268,7 @@ class Study:
 
 
 def results_in(folder: Path) -> dict[str, Any]:
-    """All numbers in the files of parts, by the kind of part; temperatures in their order."""
+    """Return all results in the part files, by kind of part, with temperatures in order."""
     parts = {}
     for path in sorted(folder.glob("*.json")):
         part = read(path)
@@ -296,7 +296,7 @@ def few_heads(betas: Betas, gains: np.ndarray, count: int) -> Betas:
 
 
 def widen(model: GPT, n_tokens: int) -> None:
-    """Let a model with rotary positions read texts longer than its window."""
+    """Allow a model with rotary positions to process texts longer than its context window."""
     model.config = dataclasses.replace(model.config, context_window=max(n_tokens, model.config.context_window))
     for block in model.blocks:
         block.attention.context_window = model.config.context_window
@@ -336,6 +336,6 @@ class Listening:
         self.first.append(np.array(first))
 
     def table(self) -> dict[str, Any]:
-        """(lengths, L, H), rounded."""
+        """Return the entropies (lengths, L, H), rounded."""
         pairs = {"entropy": self.entropies, "first": self.first}
         return {name: np.round(np.stack(rows, axis=1).astype(float), 3).tolist() for name, rows in pairs.items()}

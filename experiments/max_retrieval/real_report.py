@@ -27,7 +27,7 @@ N_LISTED = 12  # heads
 
 
 def report(folder: Path, results: dict[str, Any]) -> Outcome:
-    """Draw the pictures and write tables.md and heads.html, leaving out what needs parts that are not there yet."""
+    """Write the plots, tables.md and heads.html; results that depend on missing parts are left out."""
     made = tables(results)
     with atomic_write(folder / "tables.md", text=True) as file:
         file.write("\n\n".join(f"## {title}\n\n{table}" for title, table in made.items()) + "\n")
@@ -69,7 +69,7 @@ def split_last(names: dict[str, Any]) -> list[str]:
 
 
 def of_seeds(results: dict[str, Any], temperature: str, task: str, n: str, key: str) -> list[float]:
-    """One number for each seed that there is."""
+    """Return one number for each available seed."""
     parts = [value for name, value in results["tasks"].items() if name.rpartition(", ")[0] == temperature]
     tables = [{str(size): numbers for size, numbers in part.get(task, {}).items()} for part in parts]
     return [table[n][key] for table in tables if n in table]
@@ -81,7 +81,7 @@ def sizes_of(results: dict[str, Any], task: str) -> list[str]:
 
 
 def layers(results: dict[str, Any], key: str, text: str = "shakespeare") -> tuple[list[int], np.ndarray]:
-    """Lengths, and what was measured of each head there with the model's own softmax: (lengths, L, H).
+    """Return the lengths, and a measurement of each head with the model's own softmax, (lengths, L, H).
 
     The longest reading there is: one beyond the model's window, if it was made.
     """
@@ -90,7 +90,7 @@ def layers(results: dict[str, Any], key: str, text: str = "shakespeare") -> tupl
 
 
 def growth(lengths: list[int], entropies: np.ndarray) -> np.ndarray:
-    """Slope of the entropy by ln(length), (L, H): 1 spreads over all keys, 0 stays sharp."""
+    """Return the slope of the entropy against ln(length), (L, H): 1 for uniform attention, 0 for constant sharpness."""
     x = np.log(np.array(lengths))
     x = x - x.mean()
     return np.einsum("n,nlh->lh", x, entropies - entropies.mean(axis=0)) / max(x @ x, 1e-9)  # 0 of one length
@@ -115,7 +115,7 @@ def task_table(results: dict[str, Any], key: str, digits: int = 2, scale: float 
 
 
 def text_table(results: dict[str, Any]) -> str:
-    """Perplexity between two positions with the model's softmax, and the difference in nats with each other."""
+    """Return the table of perplexity between two positions, and the difference in nats with each temperature."""
     names = split_last(results.get("text", {}))
     rows = []
     for kind in ("text", "beyond"):
@@ -132,7 +132,7 @@ def text_table(results: dict[str, Any]) -> str:
 
 
 def entropy_table(results: dict[str, Any]) -> str:
-    """How the heads' entropies lie at each length, in nats, and the share of weight that goes to the first token."""
+    """Return the table of the heads' entropies by length, in nats, and of the weight on the first token."""
     lengths, entropies = layers(results, "entropy")
     first = layers(results, "first")[1]
     rows = []
@@ -174,7 +174,7 @@ def start_table(results: dict[str, Any]) -> str:
 
 # -------------------------------------------------------------------- pictures
 def plot_tasks(results: dict[str, Any], folder: Path) -> None:
-    """Accuracy and nats against n, a panel for each task."""
+    """Plot accuracy and loss against n, one panel for each task."""
     names = split_last(results["tasks"])
     for key, label, scale in (("accuracy", "answers right, %", 100), ("nats", "nats an answer", 1)):
         panels: dict[str, dict[str, tuple[Any, Any]]] = {}
@@ -231,7 +231,7 @@ def plot_entropies(results: dict[str, Any], path: Path) -> None:
 
 
 def plot_heads(results: dict[str, Any], path: Path) -> None:
-    """Four maps of all heads, a column for each layer."""
+    """Plot four maps of all heads, one column for each layer."""
     fit = results["fit"]
     maps: dict[str, Any] = {
         "entropy by ln n (0 stays sharp, 1 spreads)": (growth_within(results), "viridis", 0, 1),
@@ -257,7 +257,7 @@ def _mean(rows: Any) -> np.ndarray:
 
 # -------------------------------------------------------------------- the page
 def page_data(results: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page shows: all heads as a map, and the chosen one's entropy, slopes and betas."""
+    """Return the data of the page: a map of all heads, with entropy, slopes and betas of each."""
     fit = results["fit"]
     lengths = layers(results, "entropy")[0]
     heads = {

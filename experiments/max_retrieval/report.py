@@ -29,7 +29,7 @@ def gather(runs: Runs, *keys: str) -> np.ndarray:
 
 
 def accuracy_table(sizes: list[int], runs: Runs) -> str:
-    """Accuracy in percent."""
+    """Return the table of accuracies in percent."""
     names = list(runs[0]["accuracy"])
     titles = ["items", "notebook, plain", "notebook, adaptive", *names, "highest score", "entropy"]
     rows = []
@@ -48,7 +48,7 @@ def loss_table(sizes: list[int], runs: Runs) -> str:
 
 
 def plot_accuracy(sizes: list[int], runs: Runs, path: Path) -> None:
-    """Accuracy, and what each softmax gains over the plain one, against the number of items.
+    """Plot the accuracy, and the gain of each softmax over the plain one, against the number of items.
 
     Lines are the mean of the training seeds, bands go from the lowest to the highest.
     """
@@ -84,7 +84,7 @@ def plot_accuracy(sizes: list[int], runs: Runs, path: Path) -> None:
 
 
 def plot_weights(sizes: list[int], weights: dict[str, np.ndarray], path: Path) -> None:
-    """Heat maps of the largest items' weights against the number of items: one example above, the mean below."""
+    """Plot heat maps of the largest items' weights against the number of items: one example, and the mean."""
     with drawing(path, (4.2 * len(weights), 6.6)) as figure:
         grid = figure.subplots(2, len(weights), squeeze=False, sharex=True, sharey=True)
         for column, (name, found) in zip(grid.T, weights.items()):

@@ -73,7 +73,7 @@ class MaxRetrieval(Layer):
         self.answer = Sequential(dense(width, width), GeLU(), dense(width, N_CLASSES))
 
     def forward(self, items: np.ndarray, query: np.ndarray) -> Tensor:
-        """(B, N, 1 + N_CLASSES) and (B, 1, 1) to logits (B, N_CLASSES)."""
+        """Return the logits (B, N_CLASSES) of items (B, N, 1 + N_CLASSES) and a query (B, 1, 1)."""
         return self.answer(self.attention(self.read_query(query), self.read_items(items))[:, 0])
 
     def project(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +82,7 @@ class MaxRetrieval(Layer):
         return self.attention.query(query), self.attention.key(items), self.attention.value(items)
 
     def finish(self, mixed: Tensor) -> np.ndarray:
-        """From the mixture of values (B, 1, C) to logits (B, N_CLASSES)."""
+        """Return the logits (B, N_CLASSES) of the attention output (B, 1, C)."""
         return self.answer(self.attention.projection(mixed)[:, 0]).array
 
 
@@ -126,7 +126,7 @@ class Settings:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of items to measure at."""
+        """The numbers of items at which the model is measured."""
         return [2**i for i in range(1, self.largest.bit_length())]
 
 
@@ -201,7 +201,7 @@ def fit(model: MaxRetrieval, settings: Settings, seed: int, cost: Callable) -> A
 
 
 def split(n_items: int, size: int) -> list[tuple[int, int]]:
-    """Examples in parts that are small enough to go through the model at once: their numbers and sizes."""
+    """Return parts of `size` examples that fit into memory, as pairs of a part number and a size."""
     step = max(1, CHUNK // n_items)
     return [(start // step, min(step, size - start)) for start in range(0, size, step)]
 
@@ -212,12 +212,12 @@ def scores_of(query: Tensor, keys: Tensor) -> np.ndarray:
 
 
 def one_head(x: Tensor) -> Tensor:
-    """(B, N, C) to (B, N, 1, C)."""
+    """Return x (B, N, C) as one head, (B, N, 1, C)."""
     return x[:, :, None]
 
 
 def entropy_of(scores: np.ndarray) -> np.ndarray:
-    """Of the softmax of each row of scores, in nats."""
+    """Return the entropy of the softmax of each row of scores, in nats."""
     return AdaptiveSoftmax().inverse_temperature(scores)[-1][..., 0]
 
 
@@ -264,7 +264,7 @@ def examine_all(
 
 
 def examine(model: MaxRetrieval, batch: Batch, softmaxes: dict[str, RowSoftmax]) -> dict[str, np.ndarray]:
-    """For each example of a batch what `measure` gives the mean of; "wrong" and "loss" for each softmax."""
+    """Return for each example of a batch "wrong" and "loss" with each softmax."""
     with no_grad():  # here, as it holds in one thread
         query, keys, values = model.project(batch)
         parts = [one_head(part) for part in (query, keys, values)]
@@ -282,7 +282,7 @@ def rounded(value: float) -> float:
 
 
 def top_weights(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings: Settings, n_top: int = 16) -> dict:
-    """Weights of the items with the highest priorities, in rising order, in some examples of each number of items.
+    """Return the weights of the items with the highest priorities, in rising order, for each number of items.
 
     Returns:
         (sizes, N_PAINTED, n_top) for each softmax; NaN where there are fewer items.

@@ -43,7 +43,7 @@ class Betas:
         return self.levels + (self.growth or [])
 
     def of(self, layer: int, n_queries: int, n_keys: int) -> Tensor:
-        """(T or 1, H, 1)."""
+        """Return the inverse temperatures (T or 1, H, 1) of a layer."""
         beta = extra_ops.exp(self.levels[layer])
         if self.growth is None:
             return beta[None, :, None]
@@ -53,7 +53,7 @@ class Betas:
         return extra_ops.maximum(beta, self.least)[:, :, None]
 
     def table(self) -> dict[str, list[list[float]]]:
-        """As numbers for a file."""
+        """Return the numbers for a JSON file."""
         kinds = {"levels": self.levels, "growth": self.growth or []}
         return {kind: [np.round(row.array.astype(float), 4).tolist() for row in rows] for kind, rows in kinds.items()}
 
@@ -77,7 +77,7 @@ class LogN:
         self.start = start
 
     def of(self, layer: int, n_queries: int, n_keys: int) -> Tensor:
-        """(T, 1, 1)."""
+        """Return the inverse temperatures (T, 1, 1)."""
         visible = np.arange(n_keys - n_queries + 1, n_keys + 1)
         beta = np.maximum(1, np.log(visible) / np.log(self.start)).astype(np.float32)
         return Tensor(beta[:, None, None], requires_grad=False)
@@ -88,7 +88,7 @@ Temperature = Betas | LogN | RowSoftmax | None
 
 @contextmanager
 def tempered(model: GPT, temperature: Temperature) -> Iterator[None]:
-    """Within this block the model's attention weighs keys so; None leaves it as it is."""
+    """Return a context manager in which the model's attention uses a temperature; None for no change."""
     with ExitStack() as undo:
         if temperature is not None:
             # a model whose parts are exchanged must not take a way around them

@@ -24,7 +24,7 @@ Matrices = dict[str, dict[str, list[list[int]]]]
 
 # -------------------------------------------------------------------- tables
 def main_table(runs: Runs) -> str:
-    """In percent, mean and standard deviation of the folds; what counts all languages alike on the right."""
+    """Return the table of measures in percent, mean and standard deviation over folds; balanced ones on the right."""
     titles = ["", "parameters", "seconds", "validation"]
     titles += [f"{what}{end}" for end in ("", ", even") for what in ("accuracy", "balanced", "F1")]
     rows = []
@@ -36,7 +36,7 @@ def main_table(runs: Runs) -> str:
 
 
 def language_table(classes: tuple[str, ...] | list[str], matrices: Matrices) -> str:
-    """Recall of each language in percent, over all folds, the most frequent language first."""
+    """Return the table of recall by language in percent, over all folds, the most frequent language first."""
     counts = np.array(next(iter(matrices.values()))["plain"]).sum(axis=1)
     titles = ["", "names", *(f"{name}{end}" for end in ("", ", even") for name in matrices)]
     rows = []
@@ -64,7 +64,7 @@ def best_model(runs: Runs) -> str:
 
 
 def plot_confusion(classes: tuple[str, ...], matrices: dict[str, list[list[int]]], title: str, path: Path) -> None:
-    """Shares of each language's names (rows) that were given each answer (columns), in percent."""
+    """Plot the confusion matrix: fractions of each language's names (rows) by answer (columns), in percent."""
     with drawing(path, (16, 7.4)) as figure:
         grid = figure.subplots(1, 2)
         for axes, (kind, counts) in zip(grid, matrices.items()):

@@ -61,7 +61,7 @@ def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:
 
 
 def both(logits: np.ndarray, labels: np.ndarray, prior: np.ndarray) -> dict[str, Any]:
-    """Measures of the answers as they come, and of those that count every language as equally frequent beforehand."""
+    """Return the measures of the plain answers, and of answers with a uniform prior over languages."""
     return {
         kind: measures(confusion(labels, (logits - shift).argmax(axis=1), len(prior)))
         for kind, shift in (("plain", 0), ("even", prior))
@@ -69,12 +69,12 @@ def both(logits: np.ndarray, labels: np.ndarray, prior: np.ndarray) -> dict[str,
 
 
 def confusion(labels: np.ndarray, answers: np.ndarray, n_classes: int) -> np.ndarray:
-    """(K, K) how many texts of each class (row) were given each answer (column)."""
+    """Return the confusion matrix (K, K): the number of texts of each class (row) by answer (column)."""
     return np.bincount(labels * n_classes + answers, minlength=n_classes**2).reshape(n_classes, n_classes)
 
 
 def measures(counts: np.ndarray) -> dict[str, Any]:
-    """Of a confusion matrix: accuracy, the mean recall of the classes ("balanced"), and the mean of their F1.
+    """Return accuracy, balanced accuracy (mean recall) and macro F1 of a confusion matrix.
 
     F1 = 2 right / (texts of the class + answers of it). Classes without texts are left out.
     """
@@ -86,7 +86,7 @@ def measures(counts: np.ndarray) -> dict[str, Any]:
 
 
 def confusions(problem: Problem, outcome: Outcome, name: str) -> dict[str, list[list[int]]]:
-    """Confusion matrices of all tested texts."""
+    """Return the confusion matrices of all tested texts."""
     labels, logits = problem.labels[outcome.where], outcome.predicted[name].logits
     answers = {"plain": logits.argmax(axis=1), "even": (logits - outcome.prior).argmax(axis=1)}
     return {kind: confusion(labels, answer, len(problem.classes)).tolist() for kind, answer in answers.items()}

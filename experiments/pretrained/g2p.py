@@ -83,7 +83,7 @@ def load(path: Path | None = None) -> Speller:
 
 
 def _ours(name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Our names of one of their arrays, and the array as ours is: theirs are (out, in), in PyTorch's order of gates."""
+    """Return Tricycle's name and layout of an array; g2p-en has (out, in) and PyTorch's order of gates."""
     names = {"enc_emb": "letters.weights", "dec_emb": "sounds.weights", "fc_w": "output.weights", "fc_b": "output.bias"}
     parts = {"w_ih": "input_weights", "w_hh": "hidden_weights", "b_ih": "input_bias", "b_hh": "hidden_bias"}
     layer, _, part = name.partition("_")
@@ -96,7 +96,7 @@ def _ours(name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
 
 
 def ids_of(words: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Letters (B, S) with the end behind each word, padded, and lengths (B,); what is not from a to z is unknown."""
+    """Return the padded letter ids (B, S), each word with an end mark, and the lengths (B,); others are unknown."""
     unknown = LETTERS.index("<unk>")
     known = {letter: i for i, letter in enumerate(LETTERS) if len(letter) == 1}
     rows = [[*(known.get(letter, unknown) for letter in word.lower()), LETTERS.index("</s>")] for word in words]

@@ -40,13 +40,13 @@ VIEWS = ("letter left out", "gradient", "gradient times vector", "probability's 
 
 # -------------------------------------------------------------------- views of one word
 def log_probabilities(model: Speller, hidden: Any, sounds: Sequence[int]) -> np.ndarray:
-    """Of each sound of the table, (N, T, V), where the decoder starts from (N, H) and has said the T sounds before."""
+    """Return the log probabilities (N, T, V) of T given sounds, if the decoder starts from states (N, H)."""
     targets = np.tile([BEGIN, *sounds[:-1]], (len(hidden), 1))
     return kernels.log_softmax(model.decode(targets, {"hidden": to_tensor(hidden)}).numpy().astype(np.float64))
 
 
 def left_out(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
-    """(T, S): by how many bits what is expected for a sound changes when a letter is left out of the word.
+    """Return (T, S): the change of each sound's surprise in bits when a letter is left out of the word.
 
     The Kullback-Leibler divergence KL(with all letters || without this one), both after the same sounds.
     """
@@ -57,7 +57,7 @@ def left_out(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
 
 
 def gradients(model: Speller, word: str, sounds: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Two maps (T, S) from the gradient of a sound's log probability with respect to a letter's vector.
+    """Return two maps (T, S) of the gradient of a sound's log probability by a letter's embedding.
 
     Its norm; and its product with that vector, which is how the log probability would fall, were it a line, if the
     vector were 0.
@@ -74,7 +74,7 @@ def gradients(model: Speller, word: str, sounds: Sequence[int]) -> tuple[np.ndar
 
 
 def states_of(model: Speller, word: str) -> np.ndarray:
-    """(S + 2, H): before the first letter, after each, and after the mark of the end."""
+    """Return the encoder states (S + 2, H): before the first letter, after each, and after the end mark."""
     tokens, _ = ids_of([word])
     with no_grad():
         outputs, _ = model.encoder(model.letters(tokens))
@@ -82,7 +82,7 @@ def states_of(model: Speller, word: str) -> np.ndarray:
 
 
 def so_far(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
-    """(T, S + 2): how probable a sound is, after those before it, if the decoder starts from an earlier state."""
+    """Return (T, S + 2): the probability of each sound if the decoder starts from an earlier encoder state."""
     with no_grad():
         log_p = log_probabilities(model, states_of(model, word), sounds)
     return np.exp(log_p[:, np.arange(len(sounds)), sounds]).T
@@ -109,7 +109,7 @@ def said_from(model: Speller, hidden: np.ndarray) -> list[list[str]]:
 
 # -------------------------------------------------------------------- is it like an alignment?
 def sure_pairs(word: str, sounds: Sequence[str]) -> list[tuple[int, int]]:
-    """(sound, letter) where a letter that stands once in the word can only be the one sound that is there once."""
+    """Return pairs (sound, letter) that must belong together, because each occurs once in the word."""
     pairs = []
     for letter, names in SURE.items():
         places = [j for j, sound in enumerate(sounds) if sound in names]
@@ -119,13 +119,13 @@ def sure_pairs(word: str, sounds: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def in_order(places: np.ndarray) -> tuple[int, int]:
-    """Of all pairs of sounds that come from different letters, how many come in the order of these; and all."""
+    """Return how many pairs of sounds from different letters are in the letters' order, and the number of pairs."""
     signs = np.sign(np.subtract.outer(places, places))[np.tril_indices(len(places), -1)]
     return int((signs > 0).sum()), int((signs != 0).sum())
 
 
 def alignment(maps: Sequence[dict[str, np.ndarray]], words: Sequence[str], spoken: Sequence[list[str]]) -> dict:
-    """How far the largest number of each row is like an alignment, for each view and for one by the places alone."""
+    """Return how well the row maxima match the sure pairs, for each view and for the diagonal."""
     measured = {}
     for view in (*VIEWS, "by its place alone"):
         hits, near, n_pairs, ordered, n_ordered = 0, 0, 0, 0, 0
@@ -146,7 +146,7 @@ def alignment(maps: Sequence[dict[str, np.ndarray]], words: Sequence[str], spoke
 
 
 def mean_map(maps: Sequence[np.ndarray], size: int = 24) -> np.ndarray:
-    """(size, size) of many (T, S): each row sums to 1, and both ends of each word stand at the same places."""
+    """Return the mean (size, size) of many maps (T, S), with rows summing to 1 and equal end points."""
     total = np.zeros((size, size))
     for map_ in maps:
         shares = map_ / np.maximum(map_.sum(axis=1, keepdims=True), 1e-12)
@@ -156,7 +156,7 @@ def mean_map(maps: Sequence[np.ndarray], size: int = 24) -> np.ndarray:
 
 
 def delays(model: Speller, words: Sequence[str], spoken: Sequence[list[str]]) -> list[int]:
-    """How many letters after its own a sound's probability rises most; the mark of the end is one more letter."""
+    """Return after how many further letters a sound's probability rises most; the end mark is one more letter."""
     late = []
     for word, sounds in zip(words, spoken):
         rise = np.diff(so_far(model, word, [SOUNDS.index(sound) for sound in sounds]), axis=1) if sounds else []
@@ -166,7 +166,7 @@ def delays(model: Speller, words: Sequence[str], spoken: Sequence[list[str]]) ->
 
 # -------------------------------------------------------------------- what does the state hold?
 def letters_held(states: np.ndarray, words: Sequence[str], seed: int, penalty: float = 1.0) -> dict[int, list[float]]:
-    """By length, of words that have their first, second, ... letter read from the state by a linear map, the share.
+    """Return by word length the fraction of words whose letters a linear map reads from the state.
 
     Of lengths that eight words or more have. Ridge regression for each place, fitted on four fifths of the words,
     measured on the others, five times.
@@ -204,20 +204,20 @@ def heard(sounds: Sequence[str]) -> str:
 
 
 def missed(word: str, sounds: Sequence[str]) -> tuple[int, int]:
-    """Of these letters, how many the pronunciation does not have in their order; and all."""
+    """Return how many regular consonants the pronunciation lacks in their order, and their number."""
     written = skeleton(word)
     blocks = SequenceMatcher(None, written, heard(sounds), autojunk=False).get_matching_blocks()
     return len(written) - sum(block.size for block in blocks), len(written)
 
 
 def missed_by_length(words: Sequence[str], spoken: Sequence[list[str]]) -> dict[str, tuple[int, float]]:
-    """By the word's length: how many words, and the share of such letters that are missed."""
+    """Return by word length the number of words, and the fraction of missed consonants."""
     counts = [missed(word, sounds) for word, sounds in zip(words, spoken)]
     return {label: (len(rows), share(rows)) for label, rows in by_length(words, counts).items()}
 
 
 def missed_of_two(joined: Sequence[str], apart: Sequence[list[str]], together: Sequence[list[str]]) -> dict:
-    """By the length of two words written as one, the share of the sounds of the first, and of the second, missed.
+    """Return by the length of two joined words the fractions of missed sounds of the first and the second.
 
     Args:
         apart: what is said for the first word, for the second, and so on. Stress does not count.
@@ -243,7 +243,7 @@ def by_length(words: Sequence[str], rows: Sequence[tuple[int, ...]]) -> dict[str
 
 
 def share(counts: Sequence[tuple[int, ...]]) -> float:
-    """Of pairs (some, all): how large a part all of the first are of all of the second."""
+    """Return the sum of the first numbers of all pairs divided by the sum of the second."""
     some, all_ = np.array(counts).sum(axis=0)
     return float(some / max(all_, 1))
 
@@ -312,7 +312,7 @@ def draw_memory(path: Path, mean: np.ndarray, delay: Sequence[int], held: dict, 
 # -------------------------------------------------------------------- the program
 @dataclass(frozen=True)
 class Settings:
-    """What to look at."""
+    """The settings of the inspection."""
 
     words: tuple[str, ...] = ("softmax", "transformer", "transformation")  # whose maps are drawn
     path: Path | None = None  # as of `g2p.py`
@@ -323,7 +323,7 @@ class Settings:
 
 
 def reference_words(most: int) -> list[str]:
-    """Small words of three letters or more that stand twice or more in the texts of the reference, not in grammars."""
+    """Return common words of three or more letters in the reference texts."""
     from pydoc_data.topics import topics
 
     counts: dict[str, int] = {}
@@ -335,7 +335,7 @@ def reference_words(most: int) -> list[str]:
 
 
 def look(model: Speller, settings: Settings) -> dict[str, Any]:
-    """All that is measured, and the two pictures."""
+    """Return all measurements, and draw the two plots."""
     words = reference_words(200 if settings.quick else settings.most)
     last = np.array([states_of(model, word)[-2:] for word in words])  # after the last letter, and after the end
     spoken, unended = said_from(model, last[:, 1]), said_from(model, last[:, 0])

@@ -68,7 +68,7 @@ class Read(NamedTuple):
 
 
 def read(model: CharacterModel, vocabulary: dict[str, int], texts: Sequence[str]) -> Read:
-    """Texts with what comes after each character, the mark of their end included."""
+    """Return the texts with the label after each character, including the end mark."""
     tokens = np.concatenate([windows(vocabulary, list(text)) for text in texts])
     labels = [[*(vocabulary.get(character, 0) for character in text), vocabulary[MARK]] for text in texts]
     return _read(model, tokens, np.concatenate(labels))
@@ -109,7 +109,7 @@ def bits(model: CharacterModel, states: np.ndarray, weights: np.ndarray, labels:
 
 
 def bits_by_visible(model: CharacterModel, reading: Read, n_visible: Sequence[int] = VISIBLE) -> list[float]:
-    """Where only the last few characters are left, and before them stand zeros, as before a beginning."""
+    """Return the bits per character if only the last few characters are visible, and zeros before them."""
     costs = []
     for n in n_visible:
         tokens = np.where(np.arange(WINDOW) >= WINDOW - n, reading.tokens, 0)
@@ -119,7 +119,7 @@ def bits_by_visible(model: CharacterModel, reading: Read, n_visible: Sequence[in
 
 
 def other_windows(model: CharacterModel, vocabulary: dict[str, int], text: str, sizes: Sequence[int]) -> list[dict]:
-    """Windows of other sizes than 40, full of characters: the same characters are asked for each time."""
+    """Return the bits per character with other window sizes than 40, for the same characters."""
     ids = np.array([vocabulary.get(character, 0) for character in text])
     asked = np.arange(max(sizes), len(ids))
     rows = []
@@ -134,7 +134,7 @@ def other_windows(model: CharacterModel, vocabulary: dict[str, int], text: str, 
 
 # -------------------------------------------------------------------- what is looked at?
 def gradient_shares(model: CharacterModel, reading: Read) -> np.ndarray:
-    """(N, 40): shares of the norm of the gradient of each label's log probability by each character's vector."""
+    """Return (N, 40): fractions of the gradient norm of each label's log probability by character."""
     embedded = to_tensor(model.embedding(reading.tokens).array)
     logits = model.output(model.attend(model.states(embedded))[0])
     (CrossEntropy()(reading.labels, logits) * len(reading.labels)).backward()
@@ -143,7 +143,7 @@ def gradient_shares(model: CharacterModel, reading: Read) -> np.ndarray:
 
 
 def kind_of(character: str | None) -> str:
-    """One of KINDS; None is what stands before a beginning, or what the network does not know."""
+    """Return the kind of a character, in KINDS; None for padding and unknown characters."""
     if character is None:
         return KINDS[6]
     if character == MARK:
@@ -153,7 +153,7 @@ def kind_of(character: str | None) -> str:
 
 
 def by_kind(reading: Read, gradient: np.ndarray, characters: Mapping[int, str]) -> dict[str, dict[str, float]]:
-    """Each kind of character's shares of places, attention and gradient, and the mean weight on it where it is last."""
+    """Return for each kind of character its fractions of positions, attention and gradient."""
     kinds = {number: kind_of(characters.get(number)) for number in np.unique(reading.tokens).tolist()}
     of_tokens = np.vectorize(kinds.get)(reading.tokens)
     table = {}
@@ -168,7 +168,7 @@ def by_kind(reading: Read, gradient: np.ndarray, characters: Mapping[int, str]) 
 
 
 def by_word(shares: np.ndarray, texts: Sequence[str]) -> dict[str, float]:
-    """How many times its due a word of three letters or more gets, once it stands complete before what is written.
+    """Return the attention on complete words of three or more letters, relative to uniform attention.
 
     Its due is what characters so far back get in the mean of all windows; a word that comes again is counted as one.
 
@@ -189,7 +189,7 @@ def by_word(shares: np.ndarray, texts: Sequence[str]) -> dict[str, float]:
 
 
 def least_on_last(reading: Read, characters: Mapping[int, str], n: int = 6) -> dict[str, tuple[float, str]]:
-    """By their end, the windows whose last character has the least weight: this, and the character with the most."""
+    """Return the windows whose last character has the least weight, with the character that has the most."""
     rows: dict[str, tuple[float, str]] = {}
     for i in np.argsort(reading.weights[:, -1]):
         texts = [characters.get(token, "") for token in reading.tokens[i].tolist()]
@@ -226,7 +226,7 @@ def visible(character: str) -> str:
 
 
 def draw_averages(path: Path, reading: Read, gradient: np.ndarray, seen: Sequence[float], least: float) -> None:
-    """By how far back a character stands: shares, scores; and what it costs to see fewer."""
+    """Plot attention, scores and the loss with fewer visible characters by distance."""
     with drawing(path, (12, 3.6)) as figure:
         shares, scores, costs = figure.subplots(1, 3)
         back = np.arange(WINDOW, 0, -1)
@@ -271,7 +271,7 @@ def write_looked_at(
 # -------------------------------------------------------------------- the program
 @dataclass(frozen=True)
 class Settings:
-    """What to look at."""
+    """The settings of the inspection."""
 
     titles: tuple[str, ...] = TITLES + MORE_TITLES  # the first is drawn, the first three are on the page
     path: Path | None = None  # as of `textgenrnn.py`
@@ -288,7 +288,7 @@ def zen() -> tuple[str, ...]:
 
 
 def look(model: CharacterModel, vocabulary: dict[str, int], settings: Settings) -> dict[str, Any]:
-    """All that is measured, the pictures and the page."""
+    """Return all measurements, and write the plots and the page."""
     characters = {number: character for character, number in vocabulary.items()}
     texts = {"titles": settings.titles} | ({} if settings.quick else {"Zen of Python": zen()})
     readings = {name: read(model, vocabulary, of) for name, of in texts.items()}

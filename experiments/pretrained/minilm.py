@@ -77,7 +77,7 @@ def library() -> dict[str, str]:
 
 
 def answers(model: SentenceEncoder, questions: tuple[str, ...], texts: dict[str, str]) -> list[list[tuple[str, float]]]:
-    """For each question the names of all texts, nearest first, with the cosines."""
+    """Return for each question the names of all texts with cosine similarities, the most similar first."""
     cosines = model.encode(questions) @ model.encode(list(texts.values())).T
     names = list(texts)
     return [[(names[i], float(row[i])) for i in np.argsort(-row, kind="stable")] for row in cosines]

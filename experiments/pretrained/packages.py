@@ -35,7 +35,7 @@ class Package:
     sha256: str  # of the file
 
     def fetch(self) -> Path:
-        """Its path: under TRICYCLE_DATA, in the cache, or downloaded into that.
+        """Return the path of the package file: in TRICYCLE_DATA, in the cache, or downloaded.
 
         Raises:
             DownloadError: an OSError; it is not here and cannot be had. The message says where to put it by hand.
@@ -58,7 +58,7 @@ class Package:
         return found[1]
 
     def here(self) -> Path | None:
-        """Where it is without a download: its module's folder in this Python, which is not imported, or the file."""
+        """Return the path without a download: the installed module's folder, which is not imported, or the file."""
         spec = importlib.util.find_spec(self.module)
         if spec and spec.submodule_search_locations:
             return Path(next(iter(spec.submodule_search_locations)))
@@ -98,7 +98,7 @@ def _from_zip(path: Path, wanted: str) -> bytes | None:
 
 
 def _from_tar(path: Path, wanted: str) -> bytes | None:
-    """Everything in a source archive lies in one more folder, of the package's name and version."""
+    """Return a file of a source archive, whose files are in a folder with the package's name and version."""
     with tarfile.open(path) as archive:
         for member in archive:
             if member.isfile() and member.name.partition("/")[2] == wanted:

@@ -64,13 +64,13 @@ class CharacterModel(Layer):
         return concatenate([embedded, first, second], axis=-1)
 
     def attend(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Their mean (B, W), and the weights (B, T) that it has."""
+        """Return the weighted means (B, W) of the states, and the attention weights (B, T)."""
         query = self.query + states.xp.zeros((len(states), 1, 1), states.dtype)
         context, weights = self.attention(query, states, return_weights=True)
         return context[:, 0], weights[:, 0]
 
     def forward(self, tokens: Operand) -> Tensor:
-        """Whole numbers (B, T) to logits (B, V) of the character after the last."""
+        """Return the logits (B, V) of the next character for tokens (B, T)."""
         return self.output(self.attend(self.states(self.embedding(as_tensor(tokens))))[0])
 
 
@@ -109,7 +109,7 @@ def load(path: Path | None = None) -> tuple[CharacterModel, dict[str, int]]:
 
 
 def read_arrays(content: bytes) -> dict[str, np.ndarray]:
-    """Those of an HDF5 file of Keras, by the names of layer and weight."""
+    """Return the arrays of a Keras HDF5 file by the names of layer and weight."""
     import h5py
 
     names = ["embedding/embeddings", "attention/attention_W", "output/kernel", "output/bias"]

@@ -34,7 +34,7 @@ BYTES = 257  # the vocabulary: single bytes and the end of a text
 
 @dataclass(frozen=True)
 class Arguments:
-    """How long, how often, and where to leave what came out."""
+    """The settings of the runs, and the output folder."""
 
     quick: bool = False  # a small model for 3 minutes on two CPU cores, instead of the seed document's
     steps: int = 0  # updates a run; 0 for 5000 on a GPU, 1000 on a CPU, 200 with --quick
@@ -79,7 +79,7 @@ def ask_model(arguments: Arguments) -> None:
 
 
 def new_config(arguments: Arguments, on_gpu: bool, seed: int, variant: str) -> GPTConfig:
-    """Seed document 000 takes nanoGPT's settings for characters; "quick" is a third as deep and wide."""
+    """Return the config of nanoGPT's character model, as in seed document 000; "quick" is a third as deep and wide."""
     width, depth = (128, 2) if arguments.quick else (384, 6)
     return GPTConfig(
         vocab_size=BYTES,
@@ -124,7 +124,7 @@ def run(config: GPTConfig, tokens: Any, held_out: HeldOut, folder: Path, n_measu
 
 
 def measure(state: TrainingState, held_out: HeldOut) -> dict[str, Any]:
-    """Everything that is looked at along a run, of the model as it is without dropout."""
+    """Return all measurements of the model at one step of a run, without dropout."""
     model = state.model
     loss, _ = evaluate(model, held_out.tokens, state.config.batch_size, n_batches=-(-96 // state.config.batch_size))
     window = state.config.context_window

@@ -63,7 +63,7 @@ def rounded(x: np.ndarray, scales: str, axis: int = -1) -> np.ndarray:
 
 @contextmanager
 def eight_bits(model: GPT, way: Way) -> Iterator[None]:
-    """Within this block the matrices of a model's blocks and what is multiplied by them are rounded; without gradients.
+    """Return a context manager in which the blocks' matrices and their inputs are rounded; without gradients.
 
     Activations have a scale for what comes together: give rows one at a time.
     """

@@ -82,7 +82,7 @@ def _run(model: GPT, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def massive_tokens(streams: np.ndarray) -> np.ndarray:
-    """Which tokens hold the outliers of the stream where it is largest: booleans (T,).
+    """Return a mask (T,) of the tokens with outliers of the residual stream in its largest layer.
 
     A token is massive where its largest value is at least MASSIVE of the largest of all, and ten times the median
     token's (Sun et al. 2024, "Massive Activations in Large Language Models", ask for more than 100 and 1,000 medians
@@ -98,14 +98,14 @@ def massive_tokens(streams: np.ndarray) -> np.ndarray:
 
 
 def attention_maps(model: GPT, row: np.ndarray, layers: list[int]) -> dict[str, np.ndarray]:
-    """Weights (H, T, S) of some layers, by name."""
+    """Return the attention weights (H, T, S) of some layers, by name."""
     weights = _run(model, row)[1]
     return {f"layer {i}": weights[i] for i in layers}
 
 
 # -------------------------------------------------------------------- weights
 def weight_outliers(model: GPT) -> dict[str, Any]:
-    """Excess kurtosis and largest value, over the standard deviation, of every matrix, and of each head's part.
+    """Return excess kurtosis and largest value in standard deviations of every matrix and head.
 
     Returns:
         "matrices": by name of the matrix, a pair for each layer; "heads": for queries, keys and values, the kurtosis

@@ -36,7 +36,7 @@ BEGINNINGS = "<|im_start|>", "<|endoftext|>", "\n", " the", ".", " King", "def",
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is learnt and looked at."""
+    """The model, the training of the variants, and the texts."""
 
     model: str  # as `tricycle.pretrained.load` takes it
     seeds: int  # how often what is learnt is learnt
@@ -51,7 +51,7 @@ class Settings:
 
 
 def variants_of(settings: Settings, quick: bool) -> list[Variant]:
-    """All that is made, the first seed of what matters most before the others."""
+    """Return all variants, those with the first seed first."""
     made = [Variant("softmax"), Variant("softmax1"), Variant("sink", "sinks")]
     if quick:
         return [*made, Variant("softmax", "lora"), Variant("softmax1", "lora")]
@@ -105,7 +105,7 @@ def measure(settings: Settings, quick: bool = False) -> Record:
 
 # -------------------------------------------------------------------- what is measured
 def look(loaded: Pretrained, pieces: dict[str, Windows], settings: Settings, ways: dict[str, Way]) -> dict[str, Any]:
-    """Of each text: bits a byte and perplexity, with 8 bits too; and what goes on inside."""
+    """Return bits per byte and perplexity of each text, also with 8 bits, and the outlier measurements."""
     model = loaded.model
     result: dict[str, Any] = {"texts": {}}
     for name, some in pieces.items():
@@ -139,7 +139,7 @@ def places(loaded: Pretrained, pieces: dict[str, Windows], settings: Settings) -
 
 
 def cost_by_position(loaded: Pretrained, pieces: dict[str, Windows]) -> list[list[float]]:
-    """First and last position, and how many nats a token softmax1 adds there in place of softmax, untrained."""
+    """Return the loss that untrained softmax1 adds, in nats, for each range of positions."""
     ids = np.concatenate([some.ids for some in pieces.values()])
     plain = token_losses(loaded.model, ids, n_rows=1)
     use_softmax(loaded.model, Variant("softmax1"))
@@ -165,12 +165,12 @@ def largest_inputs(model: GPT, row: np.ndarray, name: str) -> tuple[float, float
 
 
 def figures(losses: np.ndarray, n_bytes: np.ndarray) -> list[float]:
-    """Perplexity a token and bits a byte."""
+    """Return the perplexity per token and the bits per byte."""
     return [round(perplexity(losses), 4), round(bits_per_byte(losses, n_bytes), 5)]
 
 
 def survey(loaded: Pretrained, settings: Settings) -> dict[str, Any]:
-    """Of the model as it is: outliers of its weights, and which tokens are massive in many pieces of text.
+    """Return the outliers of the model's weights, and which tokens are massive in many texts.
 
     Returns:
         "weights"; by text "first_is_massive", the share of pieces whose first token is, "first_share", the weight that
@@ -205,7 +205,7 @@ def beginnings(loaded: Pretrained, settings: Settings) -> dict[str, list[float]]
 
 
 def maps(settings: Settings, layers: list[int]) -> tuple[list[str], dict[str, dict[str, np.ndarray]]]:
-    """Tokens of a short text, and attention to them with softmax and softmax1, of the model as it is."""
+    """Return the tokens of a short text, and its attention maps with softmax and softmax1."""
     loaded = load_model(settings.model)
     row = windows(loaded.tokeniser, text_of("shakespeare", "test"), 3, SHOWN_TOKENS - 1).ids[1]
     found = {}

@@ -146,7 +146,7 @@ INSIDE: dict[str, tuple[Callable[[Result], float], int]] = {
 
 
 def inside_table(groups: Groups) -> str:
-    """Shares are means of all heads, values the largest of all layers, kurtosis is the median of all layers."""
+    """Return the table of sinks and outliers: fractions are means of heads, values the largest of layers."""
     rows = []
     for title, some in groups.items():
         cells = [cell([figure(one["inside"]) for one in some], digits) for figure, digits in INSIDE.values()]
@@ -155,7 +155,7 @@ def inside_table(groups: Groups) -> str:
 
 
 def factor(result: Result, way: str) -> float:
-    """By what rounding multiplies perplexity, the geometric mean of the texts."""
+    """Return the ratio of perplexities with and without rounding, the geometric mean of the texts."""
     logs = [math.log(found[way][0] / found["same pieces"][0]) for found in result["texts"].values()]
     return math.exp(float(np.mean(logs)))
 

@@ -24,7 +24,7 @@ def mean_of(key: str, *endings: str) -> Callable[[Row], float]:
 
 
 def streams(row: Row, key: str) -> list[float]:
-    """Of the residual stream behind each block."""
+    """Return a measurement of the residual stream after each block."""
     return [value for name, value in row[key].items() if name.rpartition(".")[2].isdigit()]
 
 
@@ -82,7 +82,7 @@ def summary(runs: Runs) -> str:
 
 
 def by_layer(runs: Runs, key: str) -> str:
-    """One row for each matrix or layer; without dropout, what a projection gives is what its layer gives."""
+    """Return a row of measurements for each matrix or layer."""
     names = list(next(iter(runs.values()))[0][-1][key])
     if key.startswith("activation"):
         names = [name for name in names if not name.endswith(("dropout", "projection"))]

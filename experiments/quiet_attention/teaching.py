@@ -51,7 +51,7 @@ class Variant(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """How much is learnt.
+    """The settings of the training.
 
     Attributes:
         texts: ids of some texts, from which pieces are drawn in turn.
@@ -65,7 +65,7 @@ class Lesson(NamedTuple):
     n_tokens: int
 
     def batch(self, generator: np.random.Generator, step: int) -> np.ndarray:
-        """Rows (n_rows, n_tokens + 1), each of the next text in turn."""
+        """Return rows (n_rows, n_tokens + 1) of token ids, from each text in turn."""
         rows = []
         for i in range(self.n_rows):
             text = self.texts[(step * self.n_rows + i) % len(self.texts)]
@@ -75,7 +75,7 @@ class Lesson(NamedTuple):
 
 
 def use_softmax(model: GPT, variant: Variant) -> list[tuple[str, Tensor]]:
-    """Put a variant's softmax in its place; returns its numbers, if it has any."""
+    """Install a variant's softmax in the model, and return its parameters, if any."""
     for block in model.blocks:
         softmax: Any = SinkSoftmax(variant.initial) if variant.softmax == "sink" else variant.softmax
         block.attention.use_softmax(softmax)

@@ -18,7 +18,7 @@ NOTE = (
 
 # -------------------------------------------------------------------- tables
 def main_table(runs: Runs) -> str:
-    """Accuracy in percent: mean and standard deviation of the folds."""
+    """Return the table of accuracies in percent: mean and standard deviation over folds."""
     by_name = {name: select(runs, model=name) for name in distinct(runs)}
     rows = [[name, *described(mine), cell(of(mine, "test"), 1, 100)] for name, mine in by_name.items()]
     rows.append([KIM[0], "", "", "", f"{KIM[1]}"])
@@ -26,7 +26,7 @@ def main_table(runs: Runs) -> str:
 
 
 def hidden_table(runs: Runs) -> str:
-    """Answers that change when one word is made unknown, in percent."""
+    """Return the table of answers that change when one word is masked, in percent."""
     kinds = {"most looked at": "most", "at random": "random", "least looked at": "least"}
     names = [name for name in distinct(runs) if name in MODELS]
     return grid(names, kinds, lambda name, kind: of(select(runs, model=name), kind), 1, 100)

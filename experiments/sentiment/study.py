@@ -68,7 +68,7 @@ def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:
 
 
 def changed(model: Classifier, parts: Parts, predicted: Predicted, key: tuple[int, ...]) -> dict[str, float]:
-    """How often another answer comes where one word is unknown: the one most looked at, the least, one at random."""
+    """Return the fraction of changed answers if one word is masked: of the largest or least weight, or random."""
     answers, generator = predicted.logits.argmax(axis=1), np.random.default_rng((PLACES, *key))
     places = {
         "most": [int(row.argmax()) for row in predicted.weights],

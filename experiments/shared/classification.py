@@ -77,7 +77,7 @@ class Parts(NamedTuple):
 
 
 def split(problem: Problem, n_folds: int, number: int, seed: int) -> Parts:
-    """Fold `number` is the test, as large a share of what is left the validation; groups stay whole.
+    """Return the parts of a fold: fold `number` is the test, a part of the same size the validation.
 
     Each class, and each set of classes that a group has, has like shares of all three. The vocabulary is that of the
     training texts.
@@ -99,7 +99,7 @@ def split(problem: Problem, n_folds: int, number: int, seed: int) -> Parts:
 
 
 def stratified_folds(strata: np.ndarray, n_folds: int, key: tuple[int, ...]) -> np.ndarray:
-    """(N,) the fold of each item: each stratum is shuffled and dealt out, so that folds have like shares of it.
+    """Return the fold (N,) of each item, so that folds have similar fractions of each stratum.
 
     A stratum goes on dealing where the one before it stopped, so that folds are of like size, too.
     """
@@ -246,7 +246,7 @@ def train(
 
 # -------------------------------------------------------------------- prediction
 class Predicted(NamedTuple):
-    """Logits (N, K), and for each text what the pooling made of its tokens, (T,)."""
+    """Logits (N, K), and the pooling weights (T,) of each text."""
 
     logits: np.ndarray
     weights: list[np.ndarray]
@@ -267,7 +267,7 @@ def predict(model: Classifier, sequences: list[list[int]]) -> Predicted:
 
 
 def hide(sequences: list[list[int]], places: Sequence[int]) -> list[list[int]]:
-    """Each sequence with the token at one place made unknown."""
+    """Return the sequences with the token at one position replaced by unknown."""
     return [[*s[:place], UNKNOWN, *s[place + 1 :]] for s, place in zip(sequences, places)]
 
 
@@ -335,7 +335,7 @@ def cross_validate(
 
 
 def described(runs: Runs) -> list[str]:
-    """Return the cells of a model's parameters, seconds and validation accuracy, "" of what was not trained."""
+    """Return the table cells of a model's parameters, seconds and validation accuracy; "" for untrained models."""
     if runs[0]["model"] not in MODELS:
         return ["", "", ""]
     parameters = f"{np.mean(of(runs, 'parameters')):,.0f}"
@@ -343,7 +343,7 @@ def described(runs: Runs) -> list[str]:
 
 
 class Outcome(NamedTuple):
-    """What models say of the tested texts, in the order of `where` (N,), indices in the problem."""
+    """The predictions of all models for the tested texts, in the order of `where` (N,), indices in the problem."""
 
     where: np.ndarray
     known: list[np.ndarray]  # of each text, which of its tokens the models know
@@ -398,12 +398,12 @@ def together(problem: Problem, folds: list[tuple[Parts, dict[str, Predicted]]]) 
 
 
 def mean_logits(predicted: dict[str, Predicted]) -> np.ndarray:
-    """(N, K) the mean of what all models say in log probabilities."""
+    """Return the mean (N, K) of all models' log probabilities."""
     return np.mean([kernels.log_softmax(each.logits) for each in predicted.values()], axis=0)
 
 
 def favourites(problem: Problem, outcome: Outcome, name: str, least: int) -> list[tuple[str, float, int]]:
-    """Tokens by the mean weight that a model gives them, in even shares, and how often they come.
+    """Return the tokens with the mean weights of a model relative to uniform ones, and their counts.
 
     Left out are tokens that come less often than `least` times, and those unknown to the model.
     """
@@ -418,12 +418,12 @@ def favourites(problem: Problem, outcome: Outcome, name: str, least: int) -> lis
 
 # -------------------------------------------------------------------- what needs no network
 def n_grams(tokens: Sequence[str], most: int) -> set[tuple[str, ...]]:
-    """Every run of one to `most` tokens, once."""
+    """Return the set of all n-grams of one to `most` tokens."""
     return {tuple(tokens[i : i + n]) for n in range(1, most + 1) for i in range(len(tokens) - n + 1)}
 
 
 def naive_bayes(problem: Problem, parts: Parts, most: int) -> np.ndarray:
-    """Logits (N, K) of the test texts: log P(class) + the sum of log P(n-gram | class), one added to each count.
+    """Return the logits (N, K) of naive Bayes on n-grams with add-one smoothing.
 
     An n-gram counts once a text (Wang and Manning 2012); those that training lacks are left out.
     """
@@ -440,6 +440,6 @@ def naive_bayes(problem: Problem, parts: Parts, most: int) -> np.ndarray:
 
 
 def log_prior(labels: np.ndarray, n_classes: int) -> np.ndarray:
-    """(K,) the logarithm of each class's share, one added to each count."""
+    """Return the log class frequencies (K,) with add-one smoothing."""
     counts = 1 + np.bincount(labels, minlength=n_classes)
     return np.log(counts / counts.sum())

@@ -58,7 +58,7 @@ def plot_folds(
 
 
 def plot_training(runs: Runs, path: Path) -> None:
-    """Losses and validation accuracy of classifiers against the epoch, bands over folds."""
+    """Plot losses and validation accuracies against the epoch, with bands over folds."""
     curves: dict[str, dict[str, tuple[Any, Any]]] = {}
     titles = "training loss, nats", "validation loss, nats", "validation accuracy, %"
     for i, (title, scale) in enumerate(zip(titles, (1, 1, 100))):

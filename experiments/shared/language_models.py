@@ -39,7 +39,7 @@ def load_model(path_or_name: str = MODEL) -> Pretrained:
 
 # -------------------------------------------------------------------- texts
 def text_of(name: str, part: str) -> str:
-    """One of three texts: the standard library's source, plays of Shakespeare, captions of photographs.
+    """Return one of three texts: the standard library's source, plays of Shakespeare, captions of photographs.
 
     Args:
         name: in TEXTS. part: "train", or "test", of which nothing is to be learnt: one source file in twenty, the last
@@ -56,7 +56,7 @@ def text_of(name: str, part: str) -> str:
 
 
 def _code(held_out: bool) -> str:
-    """Files in the order of a hash of their names, so that a beginning is of all kinds."""
+    """Return the source files ordered by a hash of their names, so that a prefix is a mixed sample."""
     names = [name for name in python_files() if is_held_out(name) == held_out]
     names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
     return "\n\n".join((python_root() / name).read_text(encoding="utf-8", errors="ignore") for name in names)
@@ -83,7 +83,7 @@ class Windows(NamedTuple):
 
 
 def windows(tokeniser: Any, text: str, n_windows: int, n_tokens: int, first: int | None = None) -> Windows:
-    """Pieces of a text, evenly spread over it, none beginning within another where there is room.
+    """Return excerpts of a text, evenly spaced and without overlap if possible.
 
     Args:
         tokeniser: byte-level, as that of SmolLM2.
@@ -107,7 +107,7 @@ def windows(tokeniser: Any, text: str, n_windows: int, n_tokens: int, first: int
 
 
 def token_bytes(tokeniser: Any, ids: np.ndarray, text: str) -> np.ndarray:
-    """For each id how many bytes it stands for, (V,): byte-level tokenisers write each byte as one letter.
+    """Return the number of bytes of each token id, (V,).
 
     Args:
         ids, text: by which that is checked.
@@ -126,7 +126,7 @@ def token_bytes(tokeniser: Any, ids: np.ndarray, text: str) -> np.ndarray:
 
 # -------------------------------------------------------------------- losses
 class Read(NamedTuple):
-    """Of rows (N, T + 1) the loss of each token but the first, in nats, and the likeliest in its place, (N, T)."""
+    """The losses of rows (N, T + 1), in nats for each token but the first, and the most probable tokens (N, T)."""
 
     losses: np.ndarray
     likeliest: np.ndarray
@@ -138,7 +138,7 @@ def token_losses(model: GPT, ids: np.ndarray, n_rows: int = 0) -> np.ndarray:
 
 
 def read(model: GPT, ids: np.ndarray, n_rows: int = 0) -> Read:
-    """Return losses and likeliest tokens of a model as it is, within a Probe too.
+    """Return the losses and the most probable tokens of a model, also inside a Probe.
 
     Args:
         n_rows: that are computed together; 0 for as many as have about 2,048 tokens.
@@ -150,7 +150,7 @@ def read(model: GPT, ids: np.ndarray, n_rows: int = 0) -> Read:
 
 
 def _read(model: GPT, rows: np.ndarray) -> Read:
-    """Logits of some tokens at a time, because all of long rows do not fit into memory."""
+    """Yield the logits of some tokens at a time, because those of long rows do not fit into memory."""
     losses, likeliest = [], []
     hidden = model.hidden_states(model.place(rows[:, :-1]))
     step = max(1, ROWS_OF_LOGITS // len(rows))

@@ -81,7 +81,7 @@ def new_items(
 
 
 def write_page(path: Path, title: str, note: str, classes: Sequence[str], items: Sequence[Item]) -> None:
-    """One HTML file that needs nothing else: texts with coloured words, the models side by side.
+    """Write a self-contained HTML page of texts with colored words, one column for each model.
 
     Raises:
         ValueError: no text, or weights that do not fit the tokens.
@@ -161,7 +161,7 @@ def lines_of(item: Item, classes: Sequence[str], n_columns: int) -> list[Line]:
 def wrap(
     tokens: Sequence[str], gaps: Sequence[str], weights: np.ndarray, n_columns: int
 ) -> list[list[tuple[int, str, float]]]:
-    """Lines of (column, token, shade): a token that does not fit begins a new line."""
+    """Return lines of (column, token, shade); a token that does not fit starts a new line."""
     rows: list[list[tuple[int, str, float]]] = [[]]
     column = 0
     for token, gap, weight in zip(tokens, gaps, weights):

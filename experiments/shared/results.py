@@ -28,7 +28,7 @@ def about() -> dict[str, str]:
 
 
 def save(path: Path, settings: Any, **results: Any) -> dict[str, Any]:
-    """Write results as JSON, whole or not at all, with settings, date and machine; return what was written."""
+    """Write results as JSON atomically, with settings, date and machine, and return the content."""
     everything = {"settings": stated(settings), **about(), **results}
     write_json(path, everything)
     return everything

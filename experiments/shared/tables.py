@@ -7,7 +7,7 @@ import numpy as np
 
 
 def cell(values: Any, digits: int = 2, scale: float = 1) -> str:
-    """Return the mean over seeds, their standard deviation where there are several, and "" of none."""
+    """Return the mean over seeds with the standard deviation if there are several; "" if there are none."""
     values = scale * np.asarray(values, float)
     if not values.size:
         return ""

@@ -29,7 +29,7 @@ class Budget:
         return self.clock() - self._started
 
     def total_steps(self) -> int:
-        """To be asked after each update: how many fit, if the others take as long; 0 while nobody knows.
+        """Return the estimated number of updates in the budget; call it after each update; 0 if unknown.
 
         The first few updates take longer than others and do not count. Rates fall with the share of the time that is
         over, and reach the end of the schedule with the last update: nothing depends on a first guess.

@@ -51,7 +51,7 @@ def held_out(corpus: Corpus) -> HeldOut:
 
 
 def is_for_validation(path: str) -> bool:
-    """One file in twenty: those the SHA-256 of whose relative POSIX path is 1 modulo 20. `is_held_out` takes 0."""
+    """Return whether a file is for validation: its path's SHA-256 is 1 modulo 20 (`is_held_out` uses 0)."""
     return int(hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest(), 16) % 20 == 1
 
 
@@ -69,7 +69,7 @@ def shakespeare_documents() -> Iterator[Document]:
 
 
 def text_documents(paths: Files) -> Iterator[Document]:
-    """Without the files that `TextFiles` holds out; without the last tenth of each where it holds that out instead."""
+    """Yield the files that `TextFiles` does not hold out, or all but the last tenth of each file."""
     files: dict[Path, str] = {}
     for root in map(Path, paths):
         for path, name in find_text_files(root):
@@ -89,7 +89,7 @@ def text_documents(paths: Files) -> Iterator[Document]:
 
 
 def hold_out_tenth_before_last(text: bytes) -> Iterator[Document]:
-    """Without the last tenth of a text; the tenth before it is for validation."""
+    """Yield a text without its last tenth, and the tenth before it for validation."""
     tenth = len(text) // 10
     end = len(text) - tenth
     yield text[: end - tenth], False

@@ -138,7 +138,7 @@ def counted(samples: Sequence[tuple[str, bool]]) -> dict[str, Any]:
 
 
 def is_python(text: str) -> bool:
-    """Whether a text is syntactically a function of Python, and nothing else. It is not run."""
+    """Return whether a text parses as exactly one Python function. It is not run."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd escapes in strings
@@ -150,7 +150,7 @@ def is_python(text: str) -> bool:
 
 # -------------------------------------------------------------------- prompts
 def signatures(tokeniser: BPETokeniser, n: int, longest: int, seed: int) -> list[bytes]:
-    """Signatures of functions in held-out files with their docstrings, up to the indentation of the body.
+    """Return signatures with docstrings of functions in held-out files, up to the body's indentation.
 
     Args:
         n: how many; all in another order if there are fewer.
@@ -213,7 +213,7 @@ def write(
 
 
 def is_over(text: bytes) -> bool:
-    """Whether a line that is not indented follows the function that the text begins with."""
+    """Return whether an unindented line follows the function at the beginning of the text."""
     return END.search(text, text.index(b"def")) is not None
 
 

@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def plain(config: GPTConfig) -> GPTConfig:
-    """GPT-2's model and AdamW, for as many minutes."""
+    """Return the config of GPT-2's architecture and AdamW, with the same minutes."""
     return replace(config, **{name: value for name, value in PLAIN.items() if name in FIELDS})
 
 
@@ -150,7 +150,7 @@ class Trainer:
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), torch.from_numpy(outputs).flatten())
 
     def step(self) -> float:
-        """One update, as `tricycle.training_state.train_step` makes it; returns the loss."""
+        """Make one update, like `tricycle.training_state.train_step`, and return the loss."""
         import torch
 
         config, total = self.config, 0.0

@@ -14,7 +14,7 @@ from tricycle_lab.plot import COLOURS
 
 
 def trials_in(folder: Path) -> Runs:
-    """Those of as many minutes as the latest call asked for: others cannot be compared with them."""
+    """Return the trials with the same minutes as the latest call; others are not comparable."""
     if not (folder / "results.json").is_file():
         return []
     results = read(folder / "results.json")
@@ -32,7 +32,7 @@ def by_variant(trials: Runs) -> dict[str, Runs]:
 
 
 def lost(variant: Runs, recipe: Runs) -> list[float]:
-    """Bits a byte more than the recipe's with the same seed, for each seed that both have."""
+    """Return the increase in bits per byte over the recipe with the same seed, for each common seed."""
     bits = {trial["seed"]: trial["bits"] for trial in recipe}
     return [trial["bits"] - bits[trial["seed"]] for trial in variant if trial["seed"] in bits]
 
@@ -83,7 +83,7 @@ def baseline_table(baselines: Sequence[dict[str, Any]]) -> str:
 
 
 def parses_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Shares of the functions that came to an end, and of all."""
+    """Return the table of the fractions of complete functions and of all that parse."""
     titles = ["prompt", "temperature", "functions", "distinct", "ended", "of these parse, %", "of all, %"]
     lines = []
     for row in rows:
@@ -94,7 +94,7 @@ def parses_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def tables(folder: Path) -> dict[str, str]:
-    """All tables of what lies in a folder, by what stands above them."""
+    """Return all tables of a folder by title."""
     titled: dict[str, str] = {}
     if trials := trials_in(folder):
         settings = read(folder / "results.json")["settings"]

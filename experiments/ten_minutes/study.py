@@ -103,7 +103,7 @@ def plain(config: GPTConfig) -> dict[str, Any]:
 
 
 def todo(settings: Settings, record: Trials) -> Iterator[tuple[str, GPTConfig]]:
-    """Trials that are not finished: all variants with one seed before the next seed."""
+    """Return the unfinished trials: all variants with one seed before the next seed."""
     chosen = configs(settings.config, settings.variants, settings.also)
     for seed in range(settings.config.seed, settings.config.seed + settings.seeds):
         for name, config in chosen.items():
@@ -113,7 +113,7 @@ def todo(settings: Settings, record: Trials) -> Iterator[tuple[str, GPTConfig]]:
 
 
 def measure(settings: Settings) -> list[dict[str, Any]]:
-    """All trials, those of earlier calls too. Raises RuntimeError: some trials failed; all others are saved."""
+    """Run all trials that are not stored. Raise a RuntimeError if some failed; the others are saved."""
     record = Trials(settings)
     trials = list(todo(settings, record))
     cores: queue.Queue[int | None] = queue.Queue()

@@ -98,7 +98,7 @@ class Attention(nn.Module):
             self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, H, T, D), with channels i and i + R/2 of the R that turn as a pair."""
+        """Apply RoPE to x (B, H, T, D): channels i and i + R/2 of the first R form a pair."""
         cos, sin = (table[: x.shape[-2]] for table in (self.cos, self.sin))
         half = cos.shape[-1]
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -244,7 +244,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def blocks(matrix: torch.Tensor) -> torch.Tensor:
-    """(N, R, C): the square parts of a matrix, a view; the matrix itself if it has none."""
+    """Return a view of the square blocks of a matrix, (N, R, C); one block if it cannot be split."""
     n_rows, n_columns = matrix.shape
     if n_columns % n_rows == 0:
         return matrix.view(n_rows, -1, n_rows).transpose(0, 1)
@@ -252,7 +252,7 @@ def blocks(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def orthogonalize(x: torch.Tensor) -> torch.Tensor:
-    """(N, R, C): U V^T for U S V^T, about."""
+    """Return approximately U V^T for each U S V^T, (N, R, C)."""
     if x.shape[1] > x.shape[2]:
         return orthogonalize(x.mT).mT
     x = x / (1.01 * x.norm(dim=(1, 2), keepdim=True) + 1e-7)

@@ -133,7 +133,7 @@ def recipe_of(settings: Settings, name: str) -> Recipe:
 
 
 def load_data(settings: Settings) -> tuple[Pairs, Pairs, list[tuple[str, str]]]:
-    """Training and validation pairs as numbers, and the test sentences with their translations."""
+    """Return the training and validation pairs as token ids, and the test sentences with their translations."""
     train, held_out, test = (
         [load_multi30k(split, language) for language in ("en", settings.target)]
         for split in ("train", "val", report.TEST)
@@ -144,7 +144,7 @@ def load_data(settings: Settings) -> tuple[Pairs, Pairs, list[tuple[str, str]]]:
 
 
 def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list[tuple[str, str]]) -> None:
-    """Train one model and leave what came of it."""
+    """Train one model, and write its results."""
     plan = Plan(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(Plan)})
     plan = dataclasses.replace(plan, minutes=0.0) if settings.steps else plan
     clock = time.process_time if settings.processor_time else time.perf_counter
@@ -190,7 +190,7 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
 
 
 def by_length(sources: list[str], references: list[str], said: list[str]) -> list[dict[str, Any]]:
-    """BLEU of the sentences whose source has so many words."""
+    """Return BLEU by the number of words of the source."""
     words = np.array([len(source.split()) for source in sources])
     parts = []
     for low, high in RANGES:

@@ -21,7 +21,7 @@ PAINTED = ("bahdanau", "luong", "transformer")
 
 
 def load_runs(folder: Path) -> dict[tuple[str, str], list[Run]]:
-    """By target language and model, in the order of the recipes, a run a seed.
+    """Return the runs by target language and model, in the order of the recipes.
 
     Raises:
         ValueError: no run in the folder.
@@ -46,7 +46,7 @@ def tables(runs: dict[tuple[str, str], list[Run]]) -> dict[str, str]:
 
 
 def table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
-    """Means over seeds, with standard deviations where there are several."""
+    """Return the table of means over seeds, with standard deviations if there are several."""
     columns: dict[str, tuple[tuple[str, ...], int, float]] = {
         "minutes": (("seconds",), 1, 1 / 60),
         "passes": (("passes",), 0, 1),
@@ -63,7 +63,7 @@ def table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
 
 
 def length_table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
-    """BLEU of the beam's translations by how many words the source has."""
+    """Return the table of beam-search BLEU by the number of words of the source."""
     chosen = of_target(runs, target)
     rows = []
     for i, part in enumerate(next(iter(chosen.values()))[0]["by_length"]):
@@ -79,7 +79,7 @@ def of_target(runs: dict[tuple[str, str], list[Run]], target: str) -> dict[str, 
 
 # -------------------------------------------------------------------- pictures
 def draw(runs: dict[tuple[str, str], list[Run]], folder: Path) -> list[str]:
-    """curves.png, lengths.png and alignment.png for each target; returns their names."""
+    """Draw curves.png, lengths.png and alignment.png for each target, and return the file names."""
     names = []
     for target in dict.fromkeys(language for language, _ in runs):
         chosen = of_target(runs, target)
@@ -113,7 +113,7 @@ def _by_length(runs: list[Run]) -> tuple[list[float], list[list[float]]]:
 
 
 def plot_alignments(runs: dict[str, Run], path: Path) -> None:
-    """Heat maps of real sentences, a row a sentence and a column a model.
+    """Plot attention heat maps of real sentences, one row a sentence and one column a model.
 
     Of the Transformer, the mean of the heads of the layer in which rows have the least entropy over all sentences.
     """
@@ -147,7 +147,7 @@ def sharpest(alignments: list[dict[str, Any]]) -> str:
 
 
 def _labels(tokens: list[str]) -> list[str]:
-    """Tokens without the spaces in them; what goes on a word has a hyphen in front."""
+    """Return the tokens without spaces; a token that continues a word begins with a hyphen."""
     labels = []
     for before, token in zip([" ", *tokens], tokens):
         text = "".join(c if c.isprintable() else "·" for c in token.strip())

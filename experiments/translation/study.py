@@ -54,7 +54,7 @@ class Pairs:
 
     @property
     def lengths(self) -> np.ndarray:
-        """(N, 2): source tokens, and target tokens with the end."""
+        """The numbers (N, 2) of source tokens, and of target tokens with the end."""
         return np.array([(len(source), len(target) + 1) for source, target in self.numbers])
 
     def batch(self, chosen: Sequence[int] | np.ndarray) -> TranslationBatch:
@@ -63,7 +63,7 @@ class Pairs:
 
 
 def bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
-    """BLEU of detokenised, cased text, and sacrebleu's signature that says how it was computed (Post 2018).
+    """Return BLEU of detokenized, cased text, and sacrebleu's signature (Post 2018).
 
     Raises:
         ImportError: sacrebleu is not installed.
@@ -74,7 +74,7 @@ def bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float,
 
 
 def bleu_metric() -> Any:
-    """sacrebleu's, with its usual settings. Raises ImportError: sacrebleu is not installed."""
+    """Return sacrebleu's metric with default settings. Raise an ImportError if it is not installed."""
     try:
         from sacrebleu.metrics import BLEU
     except ImportError:
@@ -131,7 +131,7 @@ class Plan:
 
 
 class Training:
-    """A model on its way; all that it takes to go on can be saved.
+    """The training of one model, which can be saved and resumed.
 
     Args:
         clock: gives seconds.
@@ -160,12 +160,12 @@ class Training:
     # ---------------------------------------------------------------- the schedule
     @property
     def progress(self) -> float:
-        """From 0 to 1."""
+        """Return the fraction of the training that is done."""
         plan = self.plan
         return min(1.0, self.seconds / (60 * plan.minutes) if plan.minutes else self.step / plan.steps)
 
     def rate(self, _: int = 0) -> float:
-        """Rises in a line, then falls along half a cosine to 0."""
+        """Return the learning rate: linear warm-up, then half a cosine to 0."""
         progress, warmup = self.progress, self.plan.warmup
         if progress < warmup:
             return self.recipe.learning_rate * max(progress, 1e-3) / warmup
@@ -173,7 +173,7 @@ class Training:
 
     # ---------------------------------------------------------------- training
     def run(self, keep: Callable[[], None] = lambda: None, every: float = 180.0) -> None:
-        """Train to the end, measure along the way, and call `keep` every so many seconds."""
+        """Train to the end with regular measurements, and call `keep` every `every` seconds."""
         smooth, due, kept, last = 0.0, len(self.curve), self.seconds, self.clock()
         with tqdm(total=1000, initial=round(1000 * self.progress), desc=self.name, unit="‰", leave=True) as bar:
             while self.progress < 1:
@@ -232,7 +232,7 @@ class Training:
 
     # ---------------------------------------------------------------- keeping
     def save(self, path: Path) -> None:
-        """Everything that is needed to go on, in one file."""
+        """Write the complete training state to one file."""
         from safetensors.numpy import save
 
         tensors = {f"mean.{name}": array for name, array in self.mean.items()}
@@ -258,7 +258,7 @@ class Training:
             file.write(content)
 
     def load(self, path: Path) -> None:
-        """Go on where a run of the same settings stood.
+        """Restore the training state of a run with the same settings.
 
         Raises:
             ValueError: a run with other settings, or no run at all.
@@ -302,7 +302,7 @@ def part(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
 
 # -------------------------------------------------------------------- using a model
 def mean_loss(model: EncoderDecoder, pairs: Pairs, max_tokens: int = 8192) -> float:
-    """Cross entropy in nats a target token, <end> included, with all tokens before it given."""
+    """Return the cross-entropy in nats per target token, including <end>, with teacher forcing."""
     cross_entropy, total, n_tokens = CrossEntropy(pairs.vocabulary.pad), 0.0, 0
     with no_grad():
         for chosen in Buckets(pairs.lengths, max_tokens).batches(0):
