@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tricycle.kernels import KERNELS, ScoreOptions, rows  # noqa: F401  (it defines kernels too)
+from tricycle.kernels import KERNELS, ScoreOptions, row_attention  # noqa: F401  (it defines kernels too)
 
 NAMES = ("attention_scores", "attention", "attention_backward", "row_attention", "row_attention_backward")
 reference = SimpleNamespace(**{name: KERNELS[name].reference for name in NAMES})

@@ -25,6 +25,7 @@ from tricycle.attention import (
 )
 from tricycle.configs import ModelConfig
 from tricycle.debug import use_reference
+from tricycle.decoding.ragged import select_items
 from tricycle.extra_ops import log, split_sizes
 from tricycle.functions import Softmax
 from tricycle.gradcheck import gradcheck
@@ -228,7 +229,7 @@ def test_a_token_is_mixed_with_the_one_before_it(rng: np.random.Generator) -> No
     for piece in (slice(0, 2), slice(2, 3), slice(3, 5)):
         parts.append(shift(to_tensor(x[:, piece], dtype=np.float64), cache).array)
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), shift(to_tensor(x, dtype=np.float64)).array)
-    np.testing.assert_array_equal(cache.select(np.array([1, 1])).last["token_shift"], x[[1, 1], -1:])
+    np.testing.assert_array_equal(select_items(cache, np.array([1, 1])).last["token_shift"], x[[1, 1], -1:])
 
 
 def test_keys_are_mixed_with_those_before_them(rng: np.random.Generator) -> None:
@@ -248,7 +249,7 @@ def test_keys_are_mixed_with_those_before_them(rng: np.random.Generator) -> None
     for piece in (slice(0, 2), slice(2, 3), slice(3, 5)):
         parts.append(shift(to_tensor(keys[:, piece], dtype=np.float64), cache).array)
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), shift(to_tensor(keys, dtype=np.float64)).array)
-    np.testing.assert_array_equal(cache.select(np.array([1, 1])).last["key_shift"], keys[[1, 1], -1:])
+    np.testing.assert_array_equal(select_items(cache, np.array([1, 1])).last["key_shift"], keys[[1, 1], -1:])
 
 
 def test_shifted_keys_begin_like_queries() -> None:
@@ -312,7 +313,7 @@ BAD = {
     "rotary shape": (lambda: Rotary()(np.ones((4, 12))), "Rotary: expected shape (batch, tokens, heads, head size),"),
     "token shift of another width": (lambda: TokenShift(4)(np.ones((1, 2, 3))), "TokenShift: expected the last axis"),
     "key shift of another width": (lambda: KeyShift(2, 2)(np.ones((1, 2, 3))), "KeyShift: expected the last axis to"),
-    "rotary of odd heads": (lambda: Rotary()(np.ones((1, 4, 1, 3))), "Rotary: expected an even head size to turn, got"),
+    "rotary of odd heads": (lambda: Rotary()(np.ones((1, 4, 1, 3))), "Rotary: expected an even number of rotated channels, got"),
     "a mask of numbers": (
         lambda: SelfAttention(2)(np.ones((1, 4, 6)), mask=np.ones((1, 4))),
         "Attention: expected a mask of booleans of shape (1, 4) or (1, 4, 4) or (1, 2, 4, 4), got float64 of (1, 4)",

@@ -419,7 +419,7 @@ CRAFTED = {
     "no moment": (take(MOMENT), f"lacks '{MOMENT}'"),
     "moment of another shape": (
         lambda about, tensors: tensors.update({MOMENT: np.ones(9, np.float32)}),
-        "expected first moments of shape (8,)",
+        "expected optimizer state first of shape (8,)",
     ),
     "no dataset": (drop("dataset"), "lacks 'dataset'"),
     "dataset of another size": (put("dataset", "n_items", value=7), "expected n_items of the state to be"),

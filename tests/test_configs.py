@@ -116,9 +116,9 @@ def test_the_table_of_bad_values_knows_every_field() -> None:
         ({"qk_norm_gain": True}, "qk_norm_gain to be False without qk_norm, got True"),
         (
             {"parallel": True, "norm_placement": "both"},
-            "parallel to be False where norms do not come before a part, got True",
+            "parallel to be False unless norm_placement is before, got True",
         ),
-        ({"shared_norm": True}, "shared_norm to be False where parts follow one another, got True"),
+        ({"shared_norm": True}, "shared_norm to be False unless parallel, got True"),
         ({"norm_unit_offset": True}, "norm_unit_offset to be False with layer_norm, got True"),
         ({"head_bias": True}, "head_bias to be False with tied weights, got True"),
         (

@@ -155,9 +155,9 @@ def test_a_wrong_state_is_refused(change, message):
     [
         ([], {}, "expected at least 9 tokens, got 0"),
         (range(8), {}, "expected at least 9 tokens, got 8"),
-        (np.zeros((9, 20), int), {}, r"a run of whole numbers, got items of type int64 and shape \(20,\)"),
-        (np.linspace(0, 1, 50), {}, "a run of whole numbers, got items of type float64"),
-        (["a"] * 50, {}, "a run of whole numbers"),
+        (np.zeros((9, 20), int), {}, r"a sequence of whole numbers, got items of type int64 and shape \(20,\)"),
+        (np.linspace(0, 1, 50), {}, "a sequence of whole numbers, got items of type float64"),
+        (["a"] * 50, {}, "a sequence of whole numbers"),
         (range(50), {"vocab_size": 0}, "expected vocab_size to be a whole number above 0, got 0"),
         (range(50), {"batch_size": 0}, "expected batch_size to be a whole number above 0, got 0"),
         (range(50), {"batch_size": -2}, "expected batch_size to be a whole number above 0, got -2"),

@@ -11,7 +11,7 @@ from tricycle.attention import KeyValueCache
 from tricycle.blocks import MultiHeadSelfAttention
 from tricycle.configs import ModelConfig
 from tricycle.decoding.prompt_lookup import generate_prompt_lookup
-from tricycle.decoding.ragged import next_logits
+from tricycle.decoding.ragged import next_logits, select_items
 from tricycle.generate import generate
 from tricycle.layers import Dense, Layer
 from tricycle.loss import CrossEntropy
@@ -190,7 +190,7 @@ def test_keys_of_16_bits(name):
     difference = np.abs(logits - expected).max()
     assert 0 < difference < 0.02 * np.abs(expected).max()
     assert caches[0].keys.dtype == np.float16
-    assert caches[0].select(np.array([0, 0])).keys.dtype == np.float16
+    assert select_items(caches[0], np.array([0, 0])).keys.dtype == np.float16
 
 
 @pytest.mark.parametrize("offset", [-100.0, 100.0, 3e4])

@@ -270,7 +270,7 @@ test_refusals = bad_input(REFUSED)
 def test_what_is_no_softmax():
     with pytest.raises(TypeError, match="expected a name or a RowSoftmax, got 3"):
         new_softmax(3)
-    with pytest.raises(NotImplementedError, match="RowSoftmax defines no rows"):
+    with pytest.raises(NotImplementedError, match="RowSoftmax defines no row_softmax"):
         RowSoftmax()([1, 2])
 
 

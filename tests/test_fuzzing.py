@@ -61,7 +61,7 @@ def fuzzed(check: Any) -> list[Any]:
 def small_pieces(case: Case) -> Any:
     """Have small arrays take the paths of large ones, and small caches forget what no later token sees."""
     limits = [(product_plan, "SHARED_WORK", 0), (cpu.attention, "SHORT", 0), (pieces, "PIECE", 64)]
-    limits += [(attention_blocks, "KEY_BLOCK", 24), (cache, "LEAST_ROOM", 16), (cache, "BACK", 8)]
+    limits += [(attention_blocks, "KEY_BLOCK", 24), (cache, "MIN_CAPACITY", 16), (cache, "MAX_ROLLBACK", 8)]
     limits += [(models, "MAX_LOGITS", VOCABULARY * 5)]
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in limits if case.small_pieces else ():

@@ -140,7 +140,7 @@ def test_adafactor_keeps_a_number_for_each_row_and_column() -> None:
         "rows": (3, 4),
         "columns": (3, 5),
     }
-    with pytest.raises(ValueError, match=r"^Adafactor: expected rows moments of shape \(3, 4\), got \(3, 4, 5\)$"):
+    with pytest.raises(ValueError, match=r"^Adafactor: expected optimizer state rows of shape \(3, 4\), got \(3, 4, 5\)$"):
         optimiser.set_state(parameter, 1, {"rows": parameter.array, "columns": parameter.array})
 
 
@@ -453,9 +453,9 @@ def test_two_parameters_of_one_shape_have_memories_of_their_own() -> None:
 @pytest.mark.parametrize(
     "moments, got",
     [
-        ({}, "first moments of shape (2, 2), got none"),
-        ({"first": np.zeros((2, 2))}, "second moments of shape (2, 2), got none"),
-        ({"first": np.zeros(2), "second": np.zeros((2, 2))}, "first moments of shape (2, 2), got (2,)"),
+        ({}, "optimizer state first of shape (2, 2), got none"),
+        ({"first": np.zeros((2, 2))}, "optimizer state second of shape (2, 2), got none"),
+        ({"first": np.zeros(2), "second": np.zeros((2, 2))}, "optimizer state first of shape (2, 2), got (2,)"),
     ],
 )
 def test_memory_that_does_not_fit_is_refused(moments: dict, got: str) -> None:
@@ -603,7 +603,7 @@ def test_what_is_no_rule_is_refused(rules: Any) -> None:
 def test_a_parameter_that_no_group_takes_is_named() -> None:
     optimiser = Optimiser(0.1, [(is_hidden_matrix, AdamWRule())])
     with pytest.raises(
-        ValueError, match=r"^Optimiser: expected a group that takes vector, a bias of shape \(2,\), got"
+        ValueError, match=r"^Optimiser: expected a rule that accepts vector, a bias of shape \(2,\), got"
     ):
         Weights().receive(1.0, 1.0).update(optimiser)
 

@@ -28,7 +28,7 @@ def test_an_update_between_forward_and_backward_is_refused(optimiser, rng):
     first.backward()
     layer.update(optimiser)
     with pytest.raises(
-        RuntimeError, match=r"shape \(3, 2\) was changed in place, by an optimiser .* after dense was comp"
+        RuntimeError, match=r"shape \(3, 2\) was changed in place after dense was comp"
     ):
         second.backward()
     (layer(x) ** 3).sum().backward()

@@ -1,4 +1,4 @@
-"""Activation functions, elementwise (the gated ones halve the last axis), and the table of their names."""
+"""Activation functions (gated ones halve the last axis), and the table of their config names."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class ReLU(Op):
-    """max(x, 0); the slope at 0 is 0."""
+    """The rectified linear unit max(x, 0), with a derivative of 0 at 0."""
 
     def forward(self, x: Operand) -> Tensor:
+        """Compute max(x, 0)."""
         x = as_tensor(x)
         y = x.xp.maximum(x.array, 0)
         return record(y, (x,), lambda grad, needs_grad: (grad * (y > 0),), "> 0")
 
 
 class GeLU(Op):
-    """x times the normal distribution function of x (Hendrycks and Gimpel 2016).
+    """The Gaussian error linear unit, x times the normal distribution function of x (Hendrycks and Gimpel 2016).
 
-    `approximate` is the tanh form of GPT-2; the exact one is the activation "gelu_exact".
+    `approximate` selects the tanh form of GPT-2; the exact form is the activation "gelu_exact".
     """
 
-    computes_in_float32 = property(lambda self: self.approximate)  # whether 16-bit inputs are computed with in float32
+    computes_in_float32 = property(lambda self: self.approximate)  # whether 16-bit inputs are computed in float32
 
     def __init__(self, approximate: bool = True) -> None:
         self.approximate = approximate
 
     def forward(self, x: Operand) -> Tensor:
+        """Compute GELU(x)."""
         x = as_tensor(x)
         if not self.approximate:
             return ACTIVATIONS["gelu_exact"]()(x)
@@ -46,9 +48,10 @@ class GeLU(Op):
 
 
 class Swish(Op):
-    """x sigmoid(x), also called SiLU (Ramachandran et al. 2017)."""
+    """Swish or SiLU: x sigmoid(x) (Ramachandran et al. 2017)."""
 
     def forward(self, x: Operand) -> Tensor:
+        """Compute x sigmoid(x)."""
         x = as_tensor(x)
         array = as_floating(x.array)
         gate = kernels.sigmoid(array)
@@ -57,7 +60,7 @@ class Swish(Op):
 
 
 class Gated(Op):
-    """a f(b) for x = [a, b] along the last axis, with any elementwise activation f (Shazeer 2020)."""
+    """A gated activation: a f(b) for x = [a, b] along the last axis, with an activation f (Shazeer 2020)."""
 
     name = "gated"
     activation: Activation
@@ -66,7 +69,7 @@ class Gated(Op):
         self.activation = activation
 
     def forward(self, x: Operand) -> Tensor:
-        """Map (..., 2 C) to (..., C)."""
+        """Map x (..., 2 C) to (..., C)."""
         x = as_tensor(x)
         shape = x.array.shape
         if not shape or shape[-1] % 2:
@@ -80,16 +83,16 @@ class Gated(Op):
 
 
 class GLU(Gated):
-    """a sigmoid(b) for x = [a, b] along the last axis (Dauphin et al. 2016)."""
+    """The gated linear unit: a sigmoid(b) for x = [a, b] along the last axis (Dauphin et al. 2016)."""
 
     name, activation = "glu", Sigmoid()
 
     def __init__(self) -> None:
-        """Take no option."""
+        """Initialize without options."""
 
 
 class SwiGLU(GLU):
-    """a swish(b) for x = [a, b] along the last axis (Shazeer 2020), as one fused kernel."""
+    """The gated activation a swish(b) for x = [a, b] along the last axis (Shazeer 2020), as a fused kernel."""
 
     name, computes_in_float32 = "swiglu", True
 
@@ -98,12 +101,12 @@ class SwiGLU(GLU):
         return record(kernels.swiglu(array), (x,), lambda grad, _: (kernels.swiglu_backward(grad, array),), self.name)
 
 
-# The activations that a config may name. `tricycle.activations` adds others.
+# Activations by config name; `tricycle.activations` adds more.
 ACTIVATIONS: dict[str, Callable[[], Activation]] = {"gelu": GeLU, "relu": ReLU, "swish": Swish, "swiglu": SwiGLU}
 
 
 def new_activation(name: str, gated: bool = False) -> Activation:
-    """Return an activation by its name in ACTIVATIONS; `gated`: as the gate of `Gated` ("swiglu" is one already)."""
+    """Make an activation from its name in ACTIVATIONS; with `gated`, wrap it in `Gated` unless it is gated already."""
     if name not in ACTIVATIONS:
         raise ValueError(f"new_activation: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
     activation = ACTIVATIONS["swiglu" if gated and name == "swish" else name]()

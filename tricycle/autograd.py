@@ -1,8 +1,7 @@
-"""Reverse-mode automatic differentiation: from a result back to every input behind it.
+"""Reverse-mode automatic differentiation: the backward pass over the graph of Tensors.
 
-A node of the graph is a Tensor. The operation that made it left its inputs there (`args`) and one backward function,
-which computes the gradients of the inputs from the gradient of the result. `walk_backward` visits each node once, after
-all nodes that were computed from it, and calls its backward function: the chain rule. `tensor.py` imports this file.
+Each node of the graph is a Tensor with the inputs of its operation (`args`) and one backward function, which maps the
+gradient of the result to those of the inputs. `walk_backward` visits the nodes in reverse topological order.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from tricycle import kernels
 from tricycle.devices import Array, array_module, joined_view, owns_memory
 
 NeedsGrad: TypeAlias = Sequence[bool]  # which args of an operation need a gradient
-# backward(grad, needs_grad, *saved) returns one gradient for each arg from that of the result, an array: an array, a
-# SlicedGradient or an OwnedGradient; None where nothing flows; anything for an arg that needs none.
+# backward(grad, needs_grad, *saved) maps the gradient of the result, an array, to one for each arg: an array, a
+# SlicedGradient, an OwnedGradient, or None for zero. The value for an arg that needs no gradient is ignored.
 Backward: TypeAlias = Callable[..., Sequence[Any]]
 
-LARGE = 2**18  # from this number of elements on gradients are added by a kernel, which has threads
+LARGE = 2**18  # from this number of elements on, gradients are added by a multithreaded kernel
 
 
 class Node(Protocol):
-    """What the walk reads of a Tensor."""
+    """The attributes of a Tensor that the backward pass uses."""
 
     array: Array
     args: tuple[Any, ...]
@@ -45,9 +44,9 @@ AnyNode = TypeVar("AnyNode", bound=Node)
 def walk_backward(
     root: AnyNode, root_grad: Array, sums: GradientSums, retain_graph: bool = False
 ) -> Iterator[tuple[AnyNode, Array]]:
-    """Yield each leaf (input or parameter) behind a result with its complete gradient, which may share memory.
+    """Run the backward pass from `root`; yield each leaf (input or parameter) with its complete gradient.
 
-    `root_grad` is the gradient of `root`, and `sums` is empty. Unless the graph is retained it is freed on the way.
+    `root_grad` is the gradient of `root`; `sums` must be empty. The yielded arrays may share memory.
 
     Raises:
         RuntimeError: the graph was freed by an earlier walk, or an array in it has been changed in place.
@@ -67,27 +66,25 @@ def walk_backward(
             _check_unchanged(node)
         if not retain_graph:
             node.args, node._backward, node._saved, node._version = (), None, (), -1
-        del node  # its array is freed before the backward function allocates others, unless something else holds it
+        del node  # frees its array, unless referenced elsewhere, before the backward function allocates new arrays
         if grad is not None:
             needs_grad = [arg.requires_grad for arg in args]
             add(args, needs_grad, backward(grad, needs_grad, *saved))
 
 
 def topological_order(root: AnyNode) -> list[AnyNode]:
-    """Return every node behind `root` that requires a gradient, each after its args; `root` is the last."""
+    """Return all nodes behind `root` that require a gradient, in topological order: args first, `root` last."""
     order: list[AnyNode] = []
-    seen: set[AnyNode] = set()  # by identity: Tensors hash so
-    stack: list[Any] = [root]  # no recursion: a chain of a hundred thousand operations is deeper than Python's stack
+    seen: set[AnyNode] = set()  # by identity, as Tensors are hashed
+    stack: list[Any] = [root]  # no recursion: a chain of 100,000 operations exceeds Python's stack
     while stack:
         node = stack.pop()
-        if node is None:  # all args of the node below are in the order by now
+        if node is None:  # all args of the node below it are in `order`
             order.append(stack.pop())
         elif node not in seen:
             if node._version < 0:
-                raise RuntimeError(
-                    "backward: the graph behind this Tensor was freed by an earlier backward(); "
-                    "call backward(retain_graph=True) to keep it, or compute the result again"
-                )
+                rule = "call backward(retain_graph=True) to keep it"
+                raise RuntimeError(f"backward: the graph was freed by an earlier backward(); {rule}")
             seen.add(node)
             stack += (node, None)
             for arg in reversed(node.args):
@@ -97,37 +94,34 @@ def topological_order(root: AnyNode) -> list[AnyNode]:
 
 
 class SlicedGradient(NamedTuple):
-    """The gradient of an arg that is 0 outside of one slice of it: `whole[index] = array`.
-
-    All slices of one arg are put together when the walk reaches it. `once`: the index takes no element twice.
-    """
+    """A gradient that is 0 outside of one slice, `gradient[index] = array`; `unique`: no element is selected twice."""
 
     array: Array
     index: Any
-    once: bool = False
+    unique: bool = False
 
 
 class OwnedGradient(NamedTuple):
-    """A gradient that shares memory with nothing else: other gradients of the same arg may be added to it in place."""
+    """A gradient whose memory is not shared, so that other gradients of the same arg may be added to it in place."""
 
     array: Array
 
 
 class GradientSums:
-    """The gradients that have arrived at nodes that the walk has not reached yet.
+    """The accumulated gradients of nodes that the backward pass has not reached yet.
 
-    An array that arrives may be shared (an addition hands the same one to both inputs), so only arrays that were made
-    here, or came as `OwnedGradient`, are added to in place. One element never is: 0-d sums are NumPy scalars.
+    A gradient may share memory (an addition passes the same array to both inputs), so only arrays that were allocated
+    here or came as `OwnedGradient` are added to in place, and never single elements: 0-d sums are NumPy scalars.
     """
 
     def __init__(self) -> None:
         self.arrays: dict[Node, Array] = {}
         self.slices: dict[Node, list[SlicedGradient]] = {}
-        self.owned: set[int] = set()  # ids of nodes, all of which live until the walk has reached them
+        self.owned: set[int] = set()  # ids of nodes, which exist until the backward pass reaches them
         self.handed_out: dict[int, Array] = {}
 
     def add(self, args: Sequence[Node], needs_grad: NeedsGrad, gradients: Sequence[Any]) -> None:
-        """Add the gradients of those args of an operation that need one."""
+        """Add gradients to those args of an operation that need one."""
         arrays, owned = self.arrays, self.owned
         for arg, needs, grad in zip(args, needs_grad, gradients, strict=True):
             if not needs or grad is None:
@@ -136,7 +130,7 @@ class GradientSums:
             if kind is SlicedGradient:
                 self.slices.setdefault(arg, []).append(grad)
                 continue
-            array = grad if kind is np.ndarray else getattr(grad, "array", grad)  # a Tensor is welcome, too
+            array = grad if kind is np.ndarray else getattr(grad, "array", grad)  # a Tensor is accepted, too
             dtype = arg.array.dtype
             if array.dtype is not dtype:
                 array = array.astype(dtype, copy=False)
@@ -156,20 +150,20 @@ class GradientSums:
                     owned.add(id(arg))
 
     def take(self, node: Node) -> Array | None:
-        """Remove and return the whole gradient of a node; None where none has arrived."""
+        """Remove and return the complete gradient of a node; None if it has none."""
         grad = self.arrays.pop(node, None)
         if node not in self.slices:
             return grad
         slices = self.slices.pop(node)
         if grad is None:
-            return assemble(slices, node.array).astype(node.array.dtype, copy=False)
+            return sum_slices(slices, node.array).astype(node.array.dtype, copy=False)
         if id(node) not in self.owned:
             grad = array_module(grad).array(grad)  # a copy
         _add_slices(grad, slices)
         return grad
 
-    def own(self, leaf: Node, grad: Array) -> Array:
-        """Return the gradient of a leaf in memory that nothing else uses: itself, or a copy if it is shared."""
+    def unshare(self, leaf: Node, grad: Array) -> Array:
+        """Return the gradient of a leaf, copied if its memory is shared with another array."""
         is_shared = isinstance(grad, np.generic) or not owns_memory(grad) or id(grad) in self.handed_out
         if is_shared and id(leaf) not in self.owned:
             grad = grad.copy()
@@ -177,12 +171,12 @@ class GradientSums:
         return grad
 
 
-def assemble(slices: list[SlicedGradient], like: Array) -> Array:
-    """Return the sum of slices in the shape and dtype of `like`, 0 elsewhere."""
+def sum_slices(slices: list[SlicedGradient], like: Array) -> Array:
+    """Return the sum of sliced gradients as one array of the shape and dtype of `like`, 0 elsewhere."""
     xp = array_module(like)
     neighbours = _neighbours(slices, like.shape)
     if neighbours:
-        whole = joined_view(neighbours)  # without a copy where they are so in memory
+        whole = joined_view(neighbours)  # no copy if they are adjacent in memory
         return xp.concatenate(neighbours, axis=-1) if whole is None else whole
     total = xp.zeros(like.shape, like.dtype)
     _add_slices(total, slices)
@@ -190,16 +184,16 @@ def assemble(slices: list[SlicedGradient], like: Array) -> Array:
 
 
 def _add_slices(total: Array, slices: list[SlicedGradient]) -> None:
-    for array, index, once in slices:
+    for array, index, unique in slices:
         parts = index if isinstance(index, tuple) else (index,)
-        if once or all(isinstance(part, (int, np.integer, slice, type(None), EllipsisType)) for part in parts):
+        if unique or all(isinstance(part, (int, np.integer, slice, type(None), EllipsisType)) for part in parts):
             total[index] += array
         else:
-            array_module(total).add.at(total, index, array)  # an element that is taken twice gets both gradients
+            array_module(total).add.at(total, index, array)  # sums the gradients of an element selected twice
 
 
 def _neighbours(slices: list[SlicedGradient], shape: tuple[int, ...]) -> list[Array]:
-    """Return the arrays of slices that fill an array of this shape along its last axis, in order; [] if they do not."""
+    """Return the arrays of slices that partition the last axis of this shape, in order; [] if they do not."""
     for _, index, _ in slices:
         if not isinstance(index, tuple) or not index or not all(isinstance(part, slice) for part in index):
             return []
@@ -211,11 +205,11 @@ def _neighbours(slices: list[SlicedGradient], shape: tuple[int, ...]) -> list[Ar
 
 
 _changing = threading.Lock()
-n_changes = 0  # made in place so far; the version of a Tensor is its value when the Tensor was made or last changed
+n_changes = 0  # in-place changes so far; a Tensor's version is this count at its creation or last change
 
 
 def increment_versions(tensors: Iterable[Node]) -> None:
-    """Record that these inputs or parameters were changed in place: results computed from them before are stale."""
+    """Record an in-place change of inputs or parameters: earlier results computed from them become stale."""
     global n_changes
     with _changing:
         n_changes += 1
@@ -224,13 +218,11 @@ def increment_versions(tensors: Iterable[Node]) -> None:
 
 
 def _check_unchanged(node: Node) -> None:
-    """Refuse a result that is older than the last change of a leaf that it was computed from."""
+    """Raise a RuntimeError if a leaf among the args of a node was changed after the node was computed."""
     for arg in node.args:
         if arg._version > node._version and not arg.args:
-            raise RuntimeError(
-                f"backward: {describe(arg)} was changed in place, by an optimiser or load_state_dict, after "
-                f"{node.name or 'a result'} was computed from it: compute the result again"
-            )
+            what = f"{describe(arg)} was changed in place after {node.name or 'a result'} was computed from it"
+            raise RuntimeError(f"backward: {what}: compute the result again")
 
 
 def describe(node: Node) -> str:
@@ -239,22 +231,22 @@ def describe(node: Node) -> str:
 
 
 class Mode(NamedTuple):
-    """What operations leave behind within a block (a `with` statement) and its thread."""
+    """Settings of graph building and evaluation within a `with` block of one thread."""
 
     builds_graph: bool = True  # results can be differentiated
-    evaluates: bool = False  # layers act as in evaluation, whatever their `training` is
+    evaluates: bool = False  # layers behave as in evaluation, regardless of their `training`
     on_record: Callable[[Any], None] | None = None  # called with each result that can be differentiated
-    run_block: Callable[..., Any] | None = None  # how models call each of their blocks; as any layer unless given
+    run_block: Callable[..., Any] | None = None  # calls each block of a model, as run_block(block, x, ...)
 
 
-# Those that this thread is in. Each is taken out by itself: blocks in generators end in any order.
+# The active modes of this thread. Each block removes its own mode: blocks in generators end in any order.
 current_modes: ContextVar[tuple[Mode, ...]] = ContextVar("current_modes", default=())
 
 
 @contextmanager
 def graph_mode(mode: Mode) -> Iterator[None]:
-    """Add a mode within this block, also while a generator that yields inside it waits."""
-    mode = mode._replace()  # an object of this block's own: a decorator enters the same mode again and again
+    """Activate a mode within a `with` block, including while a generator inside it is suspended."""
+    mode = mode._replace()  # a new object: a decorator enters the same mode repeatedly
     current_modes.set((*current_modes.get(), mode))
     try:
         yield
@@ -263,17 +255,17 @@ def graph_mode(mode: Mode) -> Iterator[None]:
 
 
 def evaluation() -> AbstractContextManager[None]:
-    """Build no graph within this block (and this thread), and have layers act as in evaluation."""
+    """Return a context manager that disables graph building and dropout in this thread."""
     return graph_mode(Mode(builds_graph=False, evaluates=True))
 
 
 def is_evaluating() -> bool:
-    """Return whether this thread is in a block of `evaluation`."""
+    """Return whether a block of `evaluation` is active in this thread."""
     return any(mode.evaluates for mode in current_modes.get())
 
 
 def grad_enabled_for(*args: Node) -> bool:
-    """Return whether an operation on these Tensors gets a backward function; if not, it need save nothing for one."""
+    """Return whether an operation on these Tensors records a backward function, and so must save its inputs."""
     for arg in args:
         if arg.requires_grad:
             modes = current_modes.get()

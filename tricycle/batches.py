@@ -1,4 +1,4 @@
-"""Batches to train on, endless, in an order that a seed decides; and windows of a long run of tokens."""
+"""Endless datasets of training batches in a seeded order; `CausalLMDataset` of windows of a token sequence."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from tricycle.tensor import Tensor, to_tensor
 
 
 class EndlessDataset:
-    """Inputs and outputs without end, under `next()`, pass after pass; its position is a number."""
+    """The base of datasets whose `next()` returns batches endlessly, epoch after epoch, from a saved position."""
 
-    _items: Callable[[list[int]], tuple[np.ndarray, np.ndarray]]  # of a subclass: inputs and outputs by their indices
+    _items: Callable[[list[int]], tuple[np.ndarray, np.ndarray]]  # defined by subclasses: inputs and outputs of indices
 
     def _begin(self, n_items: int, batch_size: int, seed: int) -> None:
         self.n_items, self.batch_size, self.seed = n_items, batch_size, seed
-        self.position = 0  # items given so far, in all passes
+        self.position = 0  # number of items returned so far, in all epochs
         self._step, self._is_batched, self._is_shuffled, self._as_tensors = 1, False, False, False
         self._latest_order: tuple[int, Sequence[int]] = (-1, ())
 
     def batch(self, batch_size: int | None = None) -> Self:
-        """Give batches of this many items (or as many as said before) instead of single items; return self."""
+        """Return batches of `batch_size` items (by default, the size set before) from now on; return self."""
         size = self.batch_size if batch_size is None else batch_size
         check_positive(type(self).__name__, batch_size=size)
         self.batch_size, self._step, self._is_batched = size, size, True
         return self
 
     def shuffle(self, seed: int | None = None) -> Self:
-        """Give each pass another order, which the seed decides; return self."""
+        """Shuffle the items in each epoch by a seed; return self."""
         self.seed = self.seed if seed is None else seed
         self._is_shuffled, self._latest_order = True, (-1, ())
         return self
 
     def to_tensor(self) -> Self:
-        """Give Tensors instead of NumPy arrays; integers stay integers; return self."""
+        """Return Tensors instead of NumPy arrays from now on; integers stay integers; return self."""
         self._as_tensors = True
         return self
 
     def __len__(self) -> int:
-        """How many batches (or items) a pass has."""
+        """Return the number of batches (or items) in an epoch."""
         return -(-self.n_items // self._step)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
@@ -62,7 +62,7 @@ class EndlessDataset:
         return to_tensor(array, dtype=dtype, requires_grad=False, is_batched=self._is_batched)
 
     def _indices(self, start: int, stop: int) -> list[int]:
-        """Return which items are number start..stop-1 of an endless run of passes."""
+        """Return the item indices at positions start .. stop-1 of the endless sequence of epochs."""
         return [int(self._order(number // self.n_items)[number % self.n_items]) for number in range(start, stop)]
 
     def _order(self, epoch: int) -> Sequence[int]:
@@ -76,32 +76,30 @@ class EndlessDataset:
         return np.random.default_rng((self.seed, epoch)).permutation(self.n_items)
 
     def state(self) -> dict[str, int]:
-        """Return the position: enough to go on with exactly the batches that would have come."""
+        """Return the position and seed, from which `load_state` continues with the same batches."""
         return {"position": self.position, "seed": self.seed, "n_items": self.n_items}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken; raise ValueError for no state, or that of a dataset of another size."""
+        """Continue from a state of `state`; raise a ValueError if it is invalid or of a dataset of another size."""
         for name in self.state():
             value = state.get(name)
             if not isinstance(value, int) or value < 0 or (name == "n_items" and value != self.n_items):
-                wanted = self.n_items if name == "n_items" else "a whole number"
-                raise ValueError(f"{type(self).__name__}: expected {name} of the state to be {wanted}, got {value!r}")
+                rule = self.n_items if name == "n_items" else "a whole number"
+                raise ValueError(f"{type(self).__name__}: expected {name} of the state to be {rule}, got {value!r}")
         self.position, self.seed, self._latest_order = state["position"], state["seed"], (-1, ())
 
 
 class CausalLMDataset(EndlessDataset):
-    """Windows of a long run of tokens; the output is the input moved on by one token.
+    """Windows of a token sequence for next-token prediction: the outputs are the inputs shifted by one token.
 
-    A pass visits neighbouring windows that do not overlap, each once. When shuffled, every pass has another order and
-    starts at another place.
+    An epoch visits consecutive windows without overlap; with `shuffle`, in another order and with a random offset.
 
     Args:
-        tokens: a run of token ids below `vocab_size`: an array, a memory map, or a corpus of `tricycle_datasets`.
-        batch_size: windows of `context_window` tokens a batch, once `batch` is called.
-        seed: decides order and places once `shuffle` is called.
+        tokens: token ids below `vocab_size`: an array, a memory map, or a corpus of `tricycle_datasets`.
+        batch_size: windows of `context_window` tokens per batch, after `batch`. seed: of order and offset.
 
     Raises:
-        ValueError: fewer than T + 1 tokens, or no run of whole numbers; on `next()`, an id outside the vocabulary.
+        ValueError: fewer than T + 1 tokens, or not integers; on `next()`, an id outside the vocabulary.
     """
 
     def __init__(self, tokens: Any, vocab_size: int, batch_size: int, context_window: int, seed: int = 0) -> None:
@@ -111,22 +109,22 @@ class CausalLMDataset(EndlessDataset):
         first = np.asarray(self.tokens[:1])
         if first.ndim != 1 or (first.size and first.dtype.kind not in "iu"):
             got = f"items of type {first.dtype} and shape {first.shape[1:]}"
-            raise ValueError(f"CausalLMDataset: expected a run of whole numbers, got {got}")
+            raise ValueError(f"CausalLMDataset: expected a sequence of whole numbers, got {got}")
         n_pairs = len(self.tokens) - 1
         if n_pairs < context_window:
             title = f"CausalLMDataset(context_window={context_window})"
             raise ValueError(f"{title}: expected at least {context_window + 1} tokens, got {len(self.tokens)}")
         n_windows, self._spare = divmod(n_pairs, context_window)
-        if n_windows > 1:  # one window fewer leaves room to start anywhere
+        if n_windows > 1:  # one window fewer, so that any offset fits
             n_windows, self._spare = n_windows - 1, self._spare + context_window
         self._begin(n_windows, batch_size, seed)
 
     def _new_order(self, epoch: int) -> Any:
-        """Return where each window of a pass starts."""
+        """Return the start of each window of an epoch, in order."""
         length = self.context_window
         if not self._is_shuffled:
             return range(0, self.n_items * length, length)
-        # A separate random stream, so that it does not repeat the order's draws.
+        # a separate random stream, independent of the order
         start = np.random.default_rng((self.seed, epoch, 1)).integers(self._spare + 1)
         return super()._new_order(epoch) * length + start
 

@@ -1,6 +1,6 @@
-"""The transformer block: multi-head self-attention, the MLP, and both with norms and residuals.
+"""Transformer blocks: multi-head self-attention, MLP, norms and residual connections.
 
-Shapes: B batch, T tokens, C channels, H heads of queries, K heads of keys and values, D head size.
+Shapes: B batch, T tokens, C channels, H query heads, K key and value heads, D head size.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from tricycle import kernels
 from tricycle.activation import new_activation
 from tricycle.attention.attend import SHIFTS, Attention, Mask
-from tricycle.attention.cache import KeyValueCache, Segments, join, takes_ragged
+from tricycle.attention.cache import KeyValueCache, Segments, concatenate_texts, takes_ragged
 from tricycle.attention.rotary import POSITIONS
 from tricycle.autograd import is_evaluating
 from tricycle.configs.model import ModelConfig
@@ -24,8 +24,9 @@ from tricycle.tensor import Operand, Tensor
 
 
 def activation_dtype(x: Tensor, precision: str, *products: Any) -> Any:
-    """Return the dtype of activations between these layers: that of operands of matrix products, where all of the
-    layers can give it; else None, for that of x, and for few rows in evaluation: their products are made in float32.
+    """Return the dtype of activations between layers: that of matrix operands, or None for the dtype of x.
+
+    It is None if a layer has no `dtype` argument, and for few rows in evaluation, whose products are in float32.
     """
     are_few = math.prod(x.shape[:-1]) <= FEW_ROWS and is_evaluating()
     if precision == "float32" or are_few or not all(accepts_argument(layer, "dtype") for layer in products):
@@ -35,28 +36,28 @@ def activation_dtype(x: Tensor, precision: str, *products: Any) -> Any:
 
 
 def accepts_argument(layer: Any, parameter: str) -> bool:
-    """Return whether a function, or a layer's `forward`, names this parameter (and not `**options`)."""
+    """Return whether a function, or a layer's `forward`, has a parameter of this name."""
     forward = getattr(layer, "forward", layer)
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     return code is not None and parameter in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def call_with_dtype(layer: Any, x: Tensor, dtype: Any) -> Tensor:
-    """Return `layer(x)`, in this dtype unless it is None, if the layer can choose it."""
+    """Return `layer(x, dtype=dtype)` if the layer has the argument and `dtype` is given, else `layer(x)`."""
     result: Tensor = layer(x) if dtype is None or not accepts_argument(layer, "dtype") else layer(x, dtype=dtype)
     return result
 
 
 class MultiHead(Layer):
-    """The base of attention layers with heads: the attention op, and the projection of what it gives."""
+    """The base of multi-head attention layers: the attention operation and the output projection."""
 
     attention: Attention
     projection: Dense
     n_heads: int
-    context_window: Any  # a whole number, or None for as many tokens as come
+    context_window: Any  # an integer, or None for no limit
 
     def use_softmax(self, softmax: str | RowSoftmax) -> None:
-        """Use another softmax variant from now on, with a fresh parameter if it needs one."""
+        """Switch to another softmax variant, with a newly initialized parameter if it has one."""
         now = self.attention
         chosen, scales = new_softmax(softmax).for_layer(self.n_heads, self.context_window)
         self.attention = Attention(chosen, now.causal, now.window, now.scale, now.softcap)
@@ -66,24 +67,22 @@ class MultiHead(Layer):
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """(B, T, H, D) to (B, T, H * D)."""
+    """Reshape x (B, T, H, D) to (B, T, H * D)."""
     return reshape(x, *x.shape[:2], x.shape[2] * x.shape[3])
 
 
 class MultiHeadSelfAttention(MultiHead):
-    """Self-attention in several heads, with the projections before and after.
+    """Multi-head self-attention with query, key, value and output projections.
 
     Args:
-        embedding_dim: C.
-        n_heads: H, a divisor of C.
-        context_window: the most tokens it takes; any smaller number will do.
-        layer, causal: as of `TransformerBlock`.
+        embedding_dim: C. n_heads: H, a divisor of C. context_window: the maximum number of tokens.
+        layer, causal: see `TransformerBlock`.
         softmax: a softmax variant: a name in `functions.SOFTMAXES`, or an object.
-        initialiser, generator: of the first values of the matrices; the generator also draws dropout.
-        fields: further fields of `ModelConfig`, such as `n_key_heads`, `window`, `qk_norm`; no positions unless given.
+        initialiser, generator: of the initial weights; the generator also draws dropout masks.
+        fields: further fields of `ModelConfig`, such as `n_key_heads`, `window`, `qk_norm`; by default no positions.
     """
 
-    qk_norm_per_head: bool = True  # of models that were pickled before the option
+    qk_norm_per_head: bool = True  # for models pickled before the option existed
 
     def __init__(
         self,
@@ -125,12 +124,12 @@ class MultiHeadSelfAttention(MultiHead):
 
     @takes_ragged
     def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None, dtype: Any = None) -> Tensor:
-        """(B, T, C), or (T, C) for one sequence, to the same shape.
+        """Compute self-attention of x (B, T, C), or (T, C) for one sequence; return the same shape.
 
         Args:
-            cache: the KV cache, for generation: no gradient flows through it.
-            mask: which keys may be seen, as `attend.additive_mask` takes it.
-            dtype: of the result; that of x unless given.
+            cache: the KV cache, for generation; without gradients.
+            mask: a further boolean mask, see `attend.additive_mask`.
+            dtype: of the result; by default the dtype of x.
         """
         x = as_tensor(x)
         shape = x.array.shape
@@ -155,7 +154,7 @@ class MultiHeadSelfAttention(MultiHead):
         return out if len(shape) == 3 else reshape(out, shape)
 
     def hidden_dtype(self, x: Tensor) -> Any:
-        """Return the dtype of activations between the projections, if it is not that of x: 16 bits where these do."""
+        """Return the dtype of activations between the projections of x, or None for the dtype of x."""
         if self.uses_shift or not getattr(self.attention.softmax, "fused", False):
             return None
         return activation_dtype(x, self.precision, self.qkv, self.projection)
@@ -163,7 +162,7 @@ class MultiHeadSelfAttention(MultiHead):
     def _queries_keys_values(
         self, x: Tensor, segments: Segments, cache: KeyValueCache | None, dtype: Any
     ) -> list[Tensor]:
-        """Project (B, T, C) to (B, T, H, D), (B, T, K, D) and (B, T, K, D), normalize them and apply RoPE."""
+        """Return queries (B, T, H, D), keys and values (B, T, K, D) of x (B, T, C), normalized and with RoPE."""
         x = x if self.shift is None else self.shift(x, cache)
         n_heads = self.n_heads, self.n_key_heads, self.n_key_heads
         q, k, v = split_heads(call_with_dtype(self.qkv, x, dtype), n_heads, self.head_size)
@@ -180,26 +179,25 @@ class MultiHeadSelfAttention(MultiHead):
         return [q, k, v]
 
     def _attend_to_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, mask: Mask) -> Tensor:
-        """Add keys and values to the cache, and let the queries attend to those of their text.
-
-        In float32: to convert all that is cached for each token would cost more than products of 16 bits save.
-        """
+        """Append keys and values to the cache; return the attention of the queries to the cached ones of their text."""
         results = []
         for rows, text in cache.texts(q.array.shape[1]):
             arrays = q.array[:, rows], *text.append(k.array[:, rows], v.array[:, rows])
             tensors = [Tensor(array, False) for array in arrays]
+            # float32, as converting the cache for every token would take longer than 16-bit products save
             results.append(self.attention(*tensors, mask, self.softmax_scales, "float32"))
-        return join(results)
+        return concatenate_texts(results)
 
     @property
     def uses_shift(self) -> bool:
-        """Whether a token is mixed with the one before it, besides what attention does."""
+        """Whether the layer has a token shift or key shift."""
         return self.shift is not None or self.key_shift is not None
 
 
 class MLPBlock(Layer):
-    """A wider hidden layer with an activation, applied to each token by itself. All arguments but `initialiser` and
-    `generator` are fields of `ModelConfig`, such as `gated`, `hidden_size`, `bias` and `dropout`.
+    """The MLP of a block: one wider hidden layer with an activation, applied to each token separately.
+
+    All arguments but `initialiser` and `generator` are fields of `ModelConfig`, such as `gated` and `dropout`.
     """
 
     def __init__(
@@ -223,12 +221,13 @@ class MLPBlock(Layer):
         self.dropout = Dropout(config.dropout, generator)
 
     def hidden_dtype(self, x: Tensor) -> Any:
+        """Return the dtype of the hidden layer for input x, or None for the dtype of x."""
         if not getattr(self.activation, "computes_in_float32", False):
             return None
         return activation_dtype(x, self.precision, self.up, self.projection)
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
-        """(..., C) to the same shape, in the dtype of x unless one is given."""
+        """Apply the MLP to x (..., C); `dtype` is that of the result, by default the dtype of x."""
         x = as_tensor(x)
         hidden = self.activation(call_with_dtype(self.up, x, self.hidden_dtype(x)))
         if dtype is None and self.precision != "float32":
@@ -237,23 +236,21 @@ class MLPBlock(Layer):
 
 
 def new_norm(config: ModelConfig) -> Layer:
-    """Return a norm of the model's width, of the kind that a config names."""
+    """Make the norm layer of a config, `LayerNorm` or `RMSNorm`."""
     if config.norm == "layer_norm":
         return LayerNorm(config.embedding_dim, config.bias, config.norm_eps)
     return RMSNorm(config.embedding_dim, config.norm_eps, unit_offset=config.norm_unit_offset)
 
 
 class TransformerBlock(Layer):
-    """Self-attention, then the MLP: each adds to the residual stream.
+    """A transformer block: self-attention and MLP, each added to the residual stream.
 
-    Sources: Vaswani et al. 2017, section 3.1; norms before the parts: Xiong et al. 2020; attention and MLP side by
-    side: Wang and Komatsuzaki 2021.
+    Sources: Vaswani et al. 2017, section 3.1; pre-norm: Xiong et al. 2020; parallel: Wang and Komatsuzaki 2021.
 
     Args:
-        config: of the model that the block is a part of.
-        layer: the block's number in it, from 0.
-        causal: a token sees itself and those before it, and not those after.
-        attention, mlp: parts already built, in place of the config's.
+        config: of the model. layer: the index of the block in the model, from 0.
+        causal: whether each token attends only to itself and earlier tokens.
+        attention, mlp: sublayers to use in place of new ones.
     """
 
     def __init__(
@@ -280,7 +277,7 @@ class TransformerBlock(Layer):
 
     @takes_ragged
     def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None) -> Tensor:
-        """(B, T, C) to (B, T, C); `mask` says which tokens may be seen, as `attend.additive_mask` takes it."""
+        """Apply the block to x (B, T, C); `mask` is a boolean attention mask, see `attend.additive_mask`."""
         x = as_tensor(x)
         if self.parallel:
             normal = self._normalize(self.attention_norm, self.attention, x)
@@ -291,7 +288,7 @@ class TransformerBlock(Layer):
         return self.add_sublayer(x, self.mlp, self.mlp_norm, self.mlp_post_norm)
 
     def add_sublayer(self, x: Tensor, part: Any, norm: Any, post_norm: Any, *args: Any) -> Tensor:
-        """Return x plus `part(x, *args)`, with norms where this block places them."""
+        """Return x plus the output of a sublayer, `part(x, *args)`, with norms according to `norm_placement`."""
         if self.norm_placement == "after":
             return norm(add_residual(x, self._run(part, x, x.dtype, *args)))
         if self.norm_placement == "output":
@@ -300,13 +297,13 @@ class TransformerBlock(Layer):
         return add_residual(x, out if post_norm is None else post_norm(out))
 
     def _normalize(self, norm: Any, part: Any, x: Tensor) -> Tensor:
-        """Return norm(x), in the dtype inside of the part that gets it, if that part can return x's dtype."""
+        """Return norm(x) for a sublayer, in the sublayer's hidden dtype if it can return the dtype of x."""
         if self.precision == "float32" or not hasattr(part, "hidden_dtype") or not accepts_argument(part, "dtype"):
             return norm(x)
         return call_with_dtype(norm, x, part.hidden_dtype(x))
 
     def _run(self, part: Any, x: Tensor, dtype: Any, cache: KeyValueCache | None = None, *mask: Any) -> Tensor:
-        """Return part(x, cache, mask), or part(x) without these, in this dtype if the part can choose it."""
+        """Return part(x, cache, mask), or part(x) without cache and mask, in a dtype if the part has the argument."""
         options = {"dtype": dtype} if x.array.dtype != dtype and accepts_argument(part, "dtype") else {}
         if cache is not None:
             return cache.call(part, x, *mask, **options)
@@ -314,7 +311,7 @@ class TransformerBlock(Layer):
 
 
 class GPT2TransformerBlock(TransformerBlock):
-    """The pre-norm block of GPT-2 (Radford et al. 2019), from fields of `ModelConfig`."""
+    """The pre-norm block of GPT-2 (Radford et al. 2019), with fields of `ModelConfig` as arguments."""
 
     def __init__(self, embedding_dim: int, n_heads: int, context_window: int, **fields: Any) -> None:
         options = {name: fields.pop(name) for name in ("initialiser", "generator") if name in fields}

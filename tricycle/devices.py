@@ -1,4 +1,4 @@
-"""NumPy's and CuPy's arrays, and moving them between host and GPU; CuPy is imported when a GPU is first asked for."""
+"""NumPy and CuPy arrays, and copies between host and GPU memory; CuPy is imported on the first use of a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 Array = Any  # np.ndarray or cupy.ndarray: both offer the same interface
-# The module that computes on each type of array. `cupy.ndarray` joins when the first array moves.
+# The module whose functions accept each array type. `cupy.ndarray` is added when the first array moves to a GPU.
 ARRAY_MODULES: dict[type, ModuleType] = {np.ndarray: np}
 
 
@@ -39,13 +39,14 @@ def is_array(value: object) -> bool:
 
 
 def on_gpu(array: Array) -> bool:
+    """Return whether an array is in GPU memory."""
     return array_module(array) is not np
 
 
-# Cache: valid for the life of the process: what is installed later is found after a restart.
+# Cache: valid for the life of the process; packages installed later are found after a restart.
 @cache
 def gpu_problem() -> str | None:
-    """Return why no GPU can be used here, in one line; None if one can."""
+    """Return the reason why no GPU can be used, in one line; None if a GPU is available."""
     try:
         import cupy
     except ModuleNotFoundError:
@@ -65,7 +66,7 @@ def gpu_problem() -> str | None:
 
 
 def to_gpu(array: Array, device: int = 0) -> Array:
-    """Return the array on a GPU, copied unless it is there; where none can be used, the array itself with a warning."""
+    """Return a copy of the array on a GPU, or the array itself if it is there; warn if no GPU is available."""
     if problem := gpu_problem():
         warnings.warn(f"to_gpu: no GPU can be used, so this stays on the CPU: {problem}", stacklevel=3)
         return array
@@ -77,18 +78,18 @@ def to_gpu(array: Array, device: int = 0) -> Array:
 
 
 def to_cpu(array: Array) -> np.ndarray:
-    """Return the array in host memory, copied unless it is there."""
+    """Return the array as a NumPy array, copied only if it is on a GPU."""
     xp = array_module(array)
     return np.asarray(array) if xp is np else xp.asnumpy(array)
 
 
 def owns_memory(array: Array) -> bool:
-    """Return whether no other array is the base of this one, whose memory is then its alone but for its views."""
+    """Return whether an array owns its memory, and is no view of another array."""
     return array.flags.owndata or hasattr(array.base, "lent_to_one_array")  # by `tricycle_accelerators.buffers`
 
 
 def joined_view(arrays: Sequence[Array]) -> Array | None:
-    """Return the contiguous array whose consecutive parts along the last axis are these, as a view; None if none is."""
+    """Return a view of adjacent arrays joined along the last axis; None if they are not adjacent in memory."""
     first, memory = arrays[0], arrays[0].base
     if memory is None or any(array.base is not memory for array in arrays):
         return None

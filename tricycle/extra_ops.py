@@ -275,7 +275,7 @@ def split_sizes(x: Tensor, sizes: Sequence[int], axis: int = -1) -> list[Tensor]
 
 
 def _sliced_gradient(grad: Array, needs_grad: NeedsGrad, index: Any) -> tuple[SlicedGradient]:
-    return (SlicedGradient(grad, index, once=True),)
+    return (SlicedGradient(grad, index, unique=True),)
 
 
 # -------------------------------------------------------------------- the operators and methods of Tensor

@@ -1,4 +1,4 @@
-"""Softmax and its variants, the linear map and other functions of Tensors that models are made of."""
+"""Differentiable functions of models: softmax variants, linear maps, residual addition and soft-capping."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from tricycle.kernels import FEW_ROWS, ScoreOptions
 from tricycle.ops import Op, as_floating, as_tensor, as_tensors, check_device, check_last_axis, register
 from tricycle.tensor import Operand, Tensor, record
 
-# Of matrix products. Weights are always float32; activations have 16 bits where products take no more.
+# Precisions of matrix products. Weights are always float32; activations have 16 bits if all their products do.
 PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
-# Writes the gradients of q, k and v into its last three arguments and returns that of the scales, if there are any.
+# Called as backward(grad, dq, dk, dv): writes the gradients of q, k and v, and returns that of the scales, if any.
 AttendBackward = Callable[[Array, Array, Array, Array], Array | None]
 
 
 class RowSoftmax(Op, is_base=True):
-    """A way to turn rows of attention scores into weights, the base of all softmax variants; an op on the last axis.
+    """The base of all softmax variants (attention normalizers): maps rows of attention scores to weights.
 
-    A variant defines `row_softmax`, and `row_softmax_backward` if its gradient differs from softmax's.
-    `tricycle.softmaxes` adds `attend`, for variants without a fused kernel; `Softmax` overrides it.
+    A variant defines `row_softmax`, and `row_softmax_backward` if its gradient differs from softmax's. `attend` is
+    defined in `tricycle.softmaxes`, and overridden by variants with a fused kernel.
     """
 
     name = "rows"  # of the results
-    fused = False  # whether the kernels know it, so that its products may have operands of 16 bits
+    fused = False  # whether a fused attention kernel exists, whose products may have 16-bit operands
     attend: Callable[..., tuple[Array, AttendBackward]]
 
     def row_softmax(self, scores: Array) -> Array:
-        """Return the weights for scores (..., S), which are -inf where a key is hidden."""
-        raise NotImplementedError(f"{type(self).__name__} defines no rows")
+        """Return the attention weights of scores (..., S), which are -inf where a key is masked."""
+        raise NotImplementedError(f"{type(self).__name__} defines no row_softmax")
 
     def row_softmax_backward(self, grad: Array, scores: Array, weights: Array) -> Array:
-        """Return the gradient of the scores from that of the weights."""
+        """Return the gradient of the scores from the gradient of the weights."""
         return kernels.softmax_backward(grad, weights)
 
     def forward(self, x: Operand) -> Tensor:
+        """Normalize scores x along the last axis."""
         x = as_non_scalar(self, x)
         scores = as_floating(x.array)
         weights = self.row_softmax(scores)
-        return record(
-            weights, (x,), lambda grad, needs_grad: (self.row_softmax_backward(grad, scores, weights),), self.name
-        )
+        backward = lambda grad, needs_grad: (self.row_softmax_backward(grad, scores, weights),)
+        return record(weights, (x,), backward, self.name)
 
     def for_layer(self, n_heads: int, context_window: int | None) -> tuple[RowSoftmax, Tensor | None]:
-        """Return the variant for a layer, and the parameter that it must hold, if any: `attend` takes it last."""
+        """Return the variant for an attention layer, and its learned parameter (an argument of `attend`) or None."""
         return self, None
 
 
 def as_non_scalar(op: Op, x: Operand) -> Tensor:
+    """Return x as a Tensor; raise a ValueError if it has no axes."""
     x = as_tensor(x)
     if x.ndim == 0:
         raise ValueError(f"{type(op).__name__}: expected at least one axis, got a single number")
@@ -59,20 +60,21 @@ def as_non_scalar(op: Op, x: Operand) -> Tensor:
 
 
 class Softmax(RowSoftmax):
-    """exp(x_i) / sum_j exp(x_j) over the last axis. A row of -inf alone gives zeros."""
+    """Softmax over the last axis: exp(x_i) / sum_j exp(x_j). A row of -inf gives zeros."""
 
     name, fused, off_by_one = "softmax", True, False
 
     def row_softmax(self, scores: Array) -> Array:
+        """Return softmax (or softmax1) of scores over the last axis."""
         return kernels.softmax(scores, self.off_by_one)
 
     def attend(
         self, q: Array, k: Array, v: Array, score_options: ScoreOptions, mask: Array | None = None, *, dtype: Any = None
     ) -> tuple[Array, AttendBackward]:
-        """Compute attention of queries (B, T, H, D) to keys and values (B, S, K, D), where H is a multiple of K.
+        """Return the attention of queries (B, T, H, D) to keys and values (B, S, K, D), and its backward function.
 
-        The mask, 0 or -inf, (B or 1, H or 1, T or 1, S), is added to the scores. The result has the dtype of q unless
-        another is given.
+        H is a multiple of K. The mask, 0 or -inf, (B or 1, H or 1, T or 1, S), is added to the scores. `dtype` is that
+        of the result, by default the dtype of q.
         """
         out, logsumexp = kernels.attention(q, k, v, score_options, self.off_by_one, mask, dtype)
 
@@ -83,17 +85,18 @@ class Softmax(RowSoftmax):
 
 
 class Softmax1(Softmax):
-    """exp(x_i) / (1 + sum_j exp(x_j)): a row may attend to nothing (Miller 2023, "Attention is off by one")."""
+    """Softmax off by one: exp(x_i) / (1 + sum_j exp(x_j)); weights may sum to less than 1 (Miller 2023)."""
 
     name, off_by_one = "softmax1", True
 
 
-# The variants that a config may name. `tricycle.softmaxes` adds others. `config_fields`: what a variant takes of it.
+# Softmax variants by config name; `tricycle.softmaxes` adds more. The attribute `config_fields` of a variant names the
+# fields of the config that its constructor takes.
 SOFTMAXES: dict[str, Callable[..., RowSoftmax]] = {"softmax": Softmax, "softmax1": Softmax1}
 
 
 def new_softmax(softmax: str | RowSoftmax, config: Any = None) -> RowSoftmax:
-    """Return a variant by its name in SOFTMAXES, with those fields of a config that it takes, or as it is."""
+    """Make a softmax variant from its name in SOFTMAXES and a config; return a RowSoftmax object unchanged."""
     if isinstance(softmax, RowSoftmax):
         return softmax
     if not isinstance(softmax, str):
@@ -105,16 +108,17 @@ def new_softmax(softmax: str | RowSoftmax, config: Any = None) -> RowSoftmax:
 
 
 class LogSoftmax(Op):
-    """log softmax(x) over the last axis, without the rounding of taking the log afterwards."""
+    """The logarithm of softmax over the last axis, more accurate than log(softmax(x))."""
 
     def forward(self, x: Operand) -> Tensor:
+        """Compute log softmax(x)."""
         x = as_non_scalar(self, x)
         y, exp = kernels.log_softmax(as_floating(x.array)), x.xp.exp
         return record(y, (x,), lambda grad, _: (grad - exp(y) * grad.sum(axis=-1, keepdims=True),), "log_softmax")
 
 
 class Sigmoid(Op):
-    """1 / (1 + exp(-x)), elementwise."""
+    """The logistic function 1 / (1 + exp(-x)), elementwise."""
 
     forward = staticmethod(ops.sigmoid)
 
@@ -141,8 +145,8 @@ def linear(
         x: (..., from_size). bias: (to_size,).
         weights: (from_size, to_size), or (to_size, from_size) if `transposed`, as for an embedding table. An array of
             another type than x, such as a quantized matrix, is multiplied by its own method `linear`.
-        precision: one of PRECISIONS, of the products of forward and backward, not of their sums and results.
-        dtype: of the result (..., to_size); that of x W unless given.
+        precision: one of PRECISIONS, of the products in forward and backward, not of their sums and results.
+        dtype: of the result (..., to_size); by default that of x W.
     """
     array, matrix = x.array, weights.array.T if transposed and weights.ndim == 2 else weights.array
     vector = None if bias is None else bias.array
@@ -156,17 +160,15 @@ def linear(
             return matrix.linear(x, weights, bias, name, precision, dtype)
         check_device(name, array, matrix)
     shape, (from_size, to_size) = array.shape, matrix.shape
-    n_rows = math.prod(shape[:-1])  # -1 would not do where from_size or to_size is 0
+    n_rows = math.prod(shape[:-1])  # reshape(-1) fails if from_size or to_size is 0
     rows = as_floating(array).reshape(n_rows, from_size)
     if precision != "float32" and n_rows <= FEW_ROWS and is_evaluating():
-        precision = "float32"  # to convert the weights for so few rows would take longer than their product
-    kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
-    as_is = precision == "float32"  # no kernel is asked for operands
-    a, b = (
-        (rows, matrix)
-        if as_is
-        else (kernels.matmul_operand(rows, precision), kernels.matmul_operand(matrix, precision))
-    )
+        precision = "float32"  # converting the weights would take longer than the product of few rows
+    kept = rows.dtype if rows.dtype.itemsize == 2 else None  # keep 16-bit activations
+    as_is = precision == "float32"  # operands need no conversion
+    a, b = rows, matrix
+    if not as_is:
+        a, b = kernels.matmul_operand(rows, precision), kernels.matmul_operand(matrix, precision)
     y = kernels.matmul(a, b, vector, None, dtype or kept, precision)
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | OwnedGradient | None]:
@@ -192,7 +194,7 @@ def linear(
 
 @register
 def to_compute_dtype(x: Tensor, precision: str) -> Tensor:
-    """Convert x to the dtype that its device computes in at that precision; its gradient has the dtype of x."""
+    """Convert x to the dtype of activations at a precision on its device; the gradient has the dtype of x."""
     array = kernels.to_compute_dtype(x.array, precision)
     if array is x.array:
         return x
@@ -200,18 +202,18 @@ def to_compute_dtype(x: Tensor, precision: str) -> Tensor:
 
 
 @register
-def add_residual(x: Operand, part: Operand) -> Tensor:
-    """Compute x + part as `ops.add` does, by all threads where both are large and have one shape."""
-    x, part = as_tensors(x, part)
-    a, b = x.array, part.array
+def add_residual(x: Operand, branch: Operand) -> Tensor:
+    """Compute x + branch like `ops.add`, with all threads if both are large and have the same shape."""
+    x, branch = as_tensors(x, branch)
+    a, b = x.array, branch.array
     if a.size < LARGE or a.shape != b.shape or a.dtype != b.dtype or type(a) is not type(b):
-        return ops.add(x, part)
-    return record(kernels.add(a, b), (x, part), lambda grad, needs_grad: (grad, grad), "badd")
+        return ops.add(x, branch)
+    return record(kernels.add(a, b), (x, branch), lambda grad, needs_grad: (grad, grad), "badd")
 
 
 @register
 def softcap(x: Operand, cap: float) -> Tensor:
-    """Compute cap tanh(x / cap), elementwise: x where it is small, at most the cap (Gemma Team 2024, section 2)."""
+    """Apply soft-capping, cap * tanh(x / cap), elementwise: bounds |x| by the cap (Gemma Team 2024, section 2)."""
     x = as_tensor(x)
-    bent = x.xp.tanh(as_floating(x.array) / cap)
-    return record(cap * bent, (x,), lambda grad, needs_grad: (grad * (1 - bent * bent),), "softcap")
+    t = x.xp.tanh(as_floating(x.array) / cap)
+    return record(cap * t, (x,), lambda grad, needs_grad: (grad * (1 - t * t),), "softcap")

@@ -1,4 +1,4 @@
-"""Generate text: prefill the prompt into KV caches, then sample one token at a time."""
+"""Text generation: prefill of the prompt into KV caches, then sampling of one token at a time."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ OVERFLOW = ("truncate", "error")
 
 
 class DecodingState:
-    """A model with the KV caches of `tokens`, which it has processed; `dtype` is that of keys and values if given."""
+    """A model and its KV caches for the tokens processed so far; `dtype` is that of the caches."""
 
     def __init__(self, model: GPT, dtype: DTypeLike | None = None) -> None:
         self.model, self.dtype = model, dtype
         self.reset()
 
     def reset(self) -> None:
-        """Empty the caches."""
+        """Clear the caches."""
         self.tokens: list[int] = []
         self.caches = self.model.new_caches(self.dtype)
 
     def truncate(self, length: int) -> None:
-        """Remove all but the first tokens from the caches, or all tokens where the caches cannot be cut there."""
+        """Truncate the caches to the first `length` tokens, or clear them if they cannot be truncated there."""
         if length == 0 or not all(cache.can_truncate(length) for cache in self.caches):
             return self.reset()
         for cache in self.caches:
@@ -36,32 +36,32 @@ class DecodingState:
         self.tokens = self.tokens[:length]
 
     def uncached_tokens(self, text: list[int], n_last: int = 1) -> list[int]:
-        """Truncate the caches to the tokens shared with a text; return its others, at least the last `n_last`."""
+        """Truncate the caches to their common prefix with a text; return the other tokens, at least `n_last`."""
         n_shared = min(common_prefix_length(self.tokens, text), len(text) - n_last)
         if n_shared == 0 or n_shared < len(self.tokens):
             self.truncate(n_shared)
-        # no tokens are known until all layers have processed the others: an interruption leaves unequal caches
+        # no tokens count as cached until all layers are done: an interruption leaves the caches inconsistent
         n_cached, self.tokens = len(self.tokens), []
         return text[n_cached:]
 
     def logits(self, text: Sequence[int]) -> np.ndarray:
-        """Return the logits (V,) after a text of one token or more; only tokens that are not cached are processed."""
+        """Return the logits (V,) after the last token of a text; process only tokens that are not cached."""
         text = list(text)
         logits: np.ndarray = next_logits(self.model, self.uncached_tokens(text), self.caches)[0]
         self.tokens = text
         return logits
 
 
-@np.errstate(all="ignore")  # broken weights are an error of sampling
+@np.errstate(all="ignore")  # sampling reports non-finite logits
 def next_logits(model: GPT, tokens: Sequence[int], caches: list[KeyValueCache], every: bool = False) -> np.ndarray:
-    """Return the logits (1, V) after some more tokens (T,) of a text, or after every one (T, V); dropout is off."""
+    """Process further tokens (T,) of a text; return the logits after the last (1, V), or after `every` token (T, V)."""
     with model.evaluating():
         logits: np.ndarray = model(model.place(np.array([tokens], int)), caches, last=not every).numpy()[0]
     return logits
 
 
 class Generation:
-    """A text (`tokens`) while it is generated: iteration gives its next tokens. Takes the arguments of `generate`."""
+    """A text during generation: iteration yields its next tokens. Arguments as of `generate`."""
 
     new_state = DecodingState
 
@@ -83,14 +83,14 @@ class Generation:
         self.n_prompt, self.max_length = len(self.tokens), len(self.tokens) + n_tokens
         self.done = n_tokens == 0
         self.window, self.overflow = model.config.context_window, overflow
-        self.start = 0  # of the context in the text
+        self.start = 0  # index of the first token of the context
 
     def __iter__(self) -> Iterator[int]:
         while not self.done:
             yield self.append(self.state.logits(self.context()))
 
     def context(self) -> list[int]:
-        """Return the tokens that the model attends to next, at most its context window."""
+        """Return the last tokens of the text, at most the context window; on overflow, its later half."""
         if len(self.tokens) - self.start > self.window:
             if self.overflow == "error":
                 raise ValueError(f"generate: the context window of {self.window} tokens is full")
@@ -98,13 +98,14 @@ class Generation:
         return self.tokens[self.start :]
 
     def append(self, logits: np.ndarray) -> int:
-        """Sample the next token from logits (V,), and append it to the text."""
+        """Sample the next token from logits (V,), append it to the text, and return it."""
         token = self.sample(logits)
         self.tokens.append(token)
         self.done = len(self.tokens) == self.max_length or self.sampling.is_stop_token(token)
         return token
 
     def sample(self, logits: np.ndarray) -> int:
+        """Sample a token from logits (V,) with the text's parameters and generator."""
         return self.sampling.sample(logits, self.generator, self.tokens, self.n_prompt)
 
 
@@ -118,32 +119,31 @@ def generate(
     state: DecodingState | None = None,
     overflow: str = "truncate",
 ) -> Iterator[int]:
-    """Continue a prompt of token ids, at least one and at most the context window; gives each token once sampled.
+    """Generate tokens after a prompt of 1 to `context_window` token ids; yield each as soon as it is sampled.
 
     Args:
-        n_tokens: how many to generate at most; a stop token ends the text earlier.
-        sampling: `SamplingParams()` unless given; `temperature=0.8` is short for `SamplingParams(temperature=0.8)`.
-        state: whose caches may have the beginning of the prompt already; a new one unless given.
+        n_tokens: the maximum number of tokens; a stop token ends generation earlier.
+        sampling: by default `SamplingParams()`; `temperature=0.8` is short for `SamplingParams(temperature=0.8)`.
+        state: a decoding state whose caches may contain a prefix of the prompt; by default a new one.
         overflow: when the context window is full, "truncate" re-encodes its later half, "error" raises a ValueError.
 
     Raises:
-        ValueError: an empty or too long prompt, ids outside the vocabulary, parameters out of range.
+        ValueError: an empty or too long prompt, ids outside the vocabulary, or parameters out of range.
     """
     return iter(Generation(model, prompt, n_tokens, resolve_sampling(sampling, temperature), state, overflow))
 
 
 def resolve_sampling(sampling: SamplingParams | None, temperature: float | None) -> SamplingParams:
-    """Return `sampling`, or what the temperature is short for."""
+    """Return the sampling parameters, made from a temperature if they are None."""
     if not isinstance(sampling, SamplingParams | None):
         raise TypeError(f"expected a SamplingParams (or temperature=..., which is short for one), got {sampling!r}")
     if sampling is not None and temperature is not None:
-        raise ValueError(
-            f"expected a temperature or a SamplingParams, which has one, got both: {temperature!r}, {sampling}"
-        )
+        raise ValueError(f"expected a temperature or a SamplingParams, got both: {temperature!r}, {sampling}")
     return sampling or SamplingParams(1.0 if temperature is None else temperature)
 
 
 def check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: GPT) -> None:
+    """Raise a ValueError if a prompt, its number of new tokens or `n_vocab` does not fit the model."""
     window, size = model.config.context_window, model.config.vocab_size
     if not 1 <= len(tokens) <= window:
         raise ValueError(f"generate: expected a prompt of 1 to {window} tokens, got {len(tokens)}")
@@ -155,6 +155,6 @@ def check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: G
 
 
 def common_prefix_length(left: list[int], right: list[int]) -> int:
-    """Return the length of the common beginning of two texts."""
+    """Return the length of the common prefix of two token lists."""
     n = min(len(left), len(right))
     return n if left[:n] == right[:n] else next(i for i in range(n) if left[i] != right[i])

@@ -1,4 +1,4 @@
-"""`Layer`, the base of everything with weights, and the layers that models are built from."""
+"""`Layer`, the base class of layers and models, and basic layers: linear, embedding, norms, dropout."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from tricycle.ops import as_floating, as_tensor, check_device, check_last_axis, 
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record, to_tensor
 
-Generator: TypeAlias = "np.random.Generator | int | None"  # or a seed, or None for another one in each run
+Generator: TypeAlias = "np.random.Generator | int | None"  # or a seed; None for a random seed
 
 
 def new_generator(generator: Generator) -> np.random.Generator:
-    """Return a generator as it is, or one made from a seed."""
+    """Make a random generator from a seed; return a generator unchanged."""
     return np.random.default_rng(generator)
 
 
 class Layer:
-    """A map from Tensors to Tensors with parameters.
+    """The base of layers and models: a function of Tensors with parameters.
 
-    A subclass defines `forward` and has its parameters (Parameters, or plain Tensors) and inner layers as attributes,
-    alone or in lists, tuples and dicts. A layer may be used in several places, and layers may hold each other.
+    A subclass defines `forward`. Its parameters and inner layers are attributes, alone or in lists, tuples and dicts. A
+    layer may be used in several places, and layers may refer to each other.
     """
 
-    precision: str = "float32"  # of matrix products in here, as `use_precision` sets it
-    # `tricycle.state` has these methods, and the printed tree.
+    precision: str = "float32"  # of matrix products, set by `use_precision`
+    # Defined in `tricycle.state`, with the printed tree.
     freeze: Callable[[], Layer]
     unfreeze: Callable[[], Layer]
     to_gpu: Callable[..., Layer]
@@ -43,7 +43,7 @@ class Layer:
 
     @property
     def training(self) -> bool:
-        """Whether dropout is on: as `train` and `eval` set it (on at first), but never in a block of `evaluation`."""
+        """Whether dropout is on, as set by `train` and `eval` (initially on); always off within `evaluation`."""
         return vars(self).get("training", True) and not is_evaluating()
 
     @training.setter
@@ -51,21 +51,23 @@ class Layer:
         vars(self)["training"] = training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # a Tensor, or several
+        """Compute the result; defined by subclasses."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`."""
         return self.forward(*args, **kwargs)
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
-        """Yield every Tensor and Layer among the attributes, and in containers that are, with its name."""
+        """Yield all Tensors and Layers in the attributes, and in containers among them, with their names."""
         for name, value in vars(self).items():
-            if isinstance(value, (Tensor, Layer)):  # as below, but faster: most of what a small step costs
+            if isinstance(value, (Tensor, Layer)):  # a faster special case of the next
                 yield name, value
             elif isinstance(value, (list, tuple, dict)):
                 yield from (part for part in _flatten(name, value) if isinstance(part[1], (Tensor, Layer)))
 
     def _walk(self, kind: type, prefix: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-        """Yield everything of a kind inside (Tensor or Layer), once, under the first of its names."""
+        """Yield each Tensor or Layer inside, according to `kind`, once, under its first name."""
         for name, part in self._parts():
             if id(part) not in seen:
                 seen.add(id(part))
@@ -75,50 +77,53 @@ class Layer:
                     yield from part._walk(kind, f"{prefix}{name}.", seen)
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
-        """Yield this layer, as "", and all inside it, each once under the first of its names ("blocks.0.mlp")."""
+        """Yield this layer, named "", and all layers inside it once, with their names ("blocks.0.mlp")."""
         yield "", self
         yield from self._walk(Layer, "", {id(self)})
 
     def layers(self) -> Iterator[Layer]:
-        return iter([layer for _, layer in self.named_layers()])  # a list, for the caller may set attributes
+        """Iterate over this layer and all layers inside it, each once."""
+        return iter([layer for _, layer in self.named_layers()])  # a list, because the caller may set attributes
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter once, under the first of its names ("blocks.0.attention.projection.weights")."""
+        """Return an iterator over all parameters, each once, with names ("blocks.0.attention.projection.weights")."""
         return self._walk(Tensor, "", {id(self)})
 
     def parameters(self) -> Iterator[Tensor]:
+        """Return an iterator over all parameters, each once."""
         return (parameter for _, parameter in self.named_parameters())
 
     @property
     def n_parameters(self) -> int:
-        """The number of elements of all parameters; shared ones count once."""
+        """The total number of elements of all parameters; shared parameters count once."""
         return sum(parameter.size for parameter in self.parameters())
 
     def train(self, training: bool = True) -> Layer:
-        """Turn dropout on; return self."""
+        """Enable dropout (or disable it with `training=False`); return self."""
         for layer in self.layers():
             layer.training = training
         return self
 
     def eval(self) -> Layer:
-        """Turn dropout off; return self."""
+        """Disable dropout; return self."""
         return self.train(False)
 
-    evaluating = staticmethod(evaluation)  # a block within which dropout is off and no graph is built
+    evaluating = staticmethod(evaluation)  # a context manager that disables dropout and graph building
 
     def zero_grad(self) -> None:
+        """Set the gradients of all parameters to None."""
         for parameter in self.parameters():
             parameter.zero_grad()
 
     def update(self, optimiser: Any) -> None:
-        """Call `optimiser.update` with all named parameters, each once, and clear their gradients."""
+        """Update all parameters with an optimizer, each once, and clear their gradients."""
         named_parameters = list(self.named_parameters())
         optimiser.update(named_parameters)
         for _, parameter in named_parameters:
             parameter.zero_grad()
 
     def use_precision(self, precision: str) -> Layer:
-        """Let every layer in here multiply matrices at this precision, one of PRECISIONS; return self."""
+        """Set the precision of matrix products, one of PRECISIONS, of all layers inside; return self."""
         if precision not in PRECISIONS:
             raise ValueError(f"expected precision to be one of {', '.join(PRECISIONS)}, got {precision!r}")
         for layer in self.layers():
@@ -126,13 +131,13 @@ class Layer:
         return self
 
     def place(self, ids: Any) -> Tensor:
-        """Return integers as a Tensor on the device of the parameters."""
+        """Return integer ids as a Tensor on the device of the parameters."""
         tensor, like = ids if isinstance(ids, Tensor) else to_tensor(ids, dtype=int), next(self.parameters())
         return tensor.to_gpu(like.array.device.id) if like.on_gpu else tensor
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what nested lists, tuples and dicts contain, or a value that is none, with its name."""
+    """Yield the leaves of nested lists, tuples and dicts with their names, or a value that is none of them."""
     if isinstance(value, (list, tuple, dict)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _flatten(f"{name}.{key}", item)
@@ -141,13 +146,13 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def generators_in(layer: Layer) -> list[np.random.Generator]:
-    """Return the random generators that a layer and all inside it draw from, each once."""
+    """Return the random generators of a layer and all layers inside it, each once."""
     values = (value for inner in layer.layers() for _, value in _flatten("", vars(inner)))
     return list({id(value): value for value in values if isinstance(value, np.random.Generator)}.values())
 
 
 class Dense(Layer):
-    """x W + b over the last axis. W is (from_size, to_size); b, if there is a bias, starts at 0."""
+    """A linear layer, x W + b over the last axis, with weights W (from_size, to_size) and an optional bias b."""
 
     def __init__(
         self,
@@ -164,13 +169,13 @@ class Dense(Layer):
         self.bias = Parameter(np.zeros(to_size, np.float32), "bias") if bias else None
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
-        """Map (..., from_size) to (..., to_size), in the dtype of x W unless another is given."""
+        """Map x (..., from_size) to (..., to_size); `dtype` is that of the result, by default the dtype of x W."""
         x = x if isinstance(x, Tensor) else as_tensor(x, self.weights)
         return linear(x, self.weights, self.bias, "dense", self.precision, dtype)
 
 
 class Embedding(Layer):
-    """A table of from_size vectors of length to_size, one for each id."""
+    """A lookup table with a vector of length to_size for each of from_size ids."""
 
     def __init__(
         self,
@@ -186,7 +191,7 @@ class Embedding(Layer):
         self.weights = Parameter(draw((from_size, to_size), new_generator(generator)), role)
 
     def forward(self, ids: Operand) -> Tensor:
-        """Map integers (...) to vectors (..., to_size); ids on a GPU are not checked to be below from_size."""
+        """Look up the vectors (..., to_size) of integer ids (...); ids on a GPU are not range-checked."""
         ids = as_tensor(ids)
         table, index = self.weights.array, ids.array
         if index.dtype.kind not in "iu":
@@ -198,16 +203,16 @@ class Embedding(Layer):
             rows, places = grad.reshape(-1, self.to_size), index.reshape(-1)
             if on_gpu(grad) or len(places) >= self.from_size:
                 return (kernels.embedding_backward(rows, places, self.from_size),)
-            present, places = np.unique(places, return_inverse=True)  # of a large table the rows that were taken
-            return (SlicedGradient(kernels.embedding_backward(rows, places, len(present)), present, once=True),)
+            present, places = np.unique(places, return_inverse=True)  # only the rows that were looked up
+            return (SlicedGradient(kernels.embedding_backward(rows, places, len(present)), present, unique=True),)
 
         rows = table[index]
-        rows = rows.astype(np.float32) if rows.dtype.itemsize == 2 else rows  # tables that are kept in 16 bits
+        rows = rows.astype(np.float32) if rows.dtype.itemsize == 2 else rows  # a table stored in 16 bits
         return record(rows, (self.weights,), backward, "embedding", ids.is_batched)
 
 
 class LayerNorm(Layer):
-    """(x - mean) / sqrt(variance + eps) * gain + bias over the last axis (Ba et al. 2016)."""
+    """Layer norm over the last axis: (x - mean) / sqrt(variance + eps) * gain + bias (Ba et al. 2016)."""
 
     _subtract_mean, _name = True, "layer_norm"
 
@@ -220,7 +225,7 @@ class LayerNorm(Layer):
         self.bias: Parameter | None = Parameter(np.zeros(size, np.float32), "bias") if bias else None
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
-        """Map (..., size) to (..., size), in the dtype of x unless another is given."""
+        """Normalize x (..., size) over the last axis; `dtype` is that of the result, by default the dtype of x."""
         x = x if isinstance(x, Tensor) else as_tensor(x, self.gain)
         array, gain, subtract_mean = as_floating(x.array), self._gains(x), self._subtract_mean
         if array.shape[-1:] != (self.size,):
@@ -238,14 +243,14 @@ class LayerNorm(Layer):
         return record(y, args, backward, self._name)
 
     def _gains(self, x: Tensor) -> Array:
-        """Return what each channel is multiplied by, (C,)."""
+        """Return the factor of each channel, (C,)."""
         return x.xp.ones(self.size, np.float32) if self.gain is None else self.gain.array
 
 
 class RMSNorm(LayerNorm):
-    """x / sqrt(mean square + eps) * gain over the last axis (Zhang and Sennrich 2019).
+    """RMS norm over the last axis: x / sqrt(mean square + eps) * gain (Zhang and Sennrich 2019).
 
-    Without `gain` it is 1; with `unit_offset` the factor is 1 + gain, and the gain starts at 0 (as in Gemma).
+    Without `gain` the factor is 1; with `unit_offset` it is 1 + gain, and the gain starts at 0 (as in Gemma).
     """
 
     _subtract_mean, _name = False, "rms_norm"
@@ -261,7 +266,7 @@ class RMSNorm(LayerNorm):
 
 
 class Dropout(Layer):
-    """While training, set each element to 0 with a probability and scale the others up to keep the mean."""
+    """Dropout: in training, zero each element with a probability and scale up the others to keep the mean."""
 
     def __init__(self, probability: float, generator: Generator = None) -> None:
         if not 0 <= probability < 1:
@@ -270,6 +275,7 @@ class Dropout(Layer):
         self.generator = new_generator(generator)
 
     def forward(self, x: Operand) -> Tensor:
+        """Apply dropout to x in training; return x unchanged in evaluation."""
         x = as_tensor(x)
         if not self.training or self.probability == 0:
             return x
@@ -279,12 +285,13 @@ class Dropout(Layer):
 
 
 class Sequential(Layer):
-    """Layers and ops one after another."""
+    """A sequence of layers and operations, applied one after another."""
 
     def __init__(self, *steps: Callable[..., Tensor]) -> None:
         self.steps = list(steps)
 
     def forward(self, x: Operand) -> Tensor:
+        """Apply all steps to x in order."""
         for step in self.steps:
             x = step(x)
         return as_tensor(x)

@@ -1,4 +1,4 @@
-"""Loss functions: the truth first, the prediction second, one number out."""
+"""Loss functions: each takes the target first and the prediction second, and returns a scalar."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tricycle.tensor import Operand, Tensor, record
 
 
 class CrossEntropy(Op):
-    """The mean of -log softmax(logits)[label] over all positions, in nats.
+    """The cross-entropy loss: the mean of -log softmax(logits)[label] over all positions, in nats.
 
     Args:
-        ignore_index: positions with this label count neither in the loss nor in the mean.
-        label_smoothing: this share of the truth is spread evenly over all labels (Szegedy et al. 2016, section 7).
+        ignore_index: positions with this label are excluded from the mean.
+        label_smoothing: this fraction of the target is spread evenly over all labels (Szegedy et al. 2016, section 7).
     """
 
-    from_hidden: Callable[..., Tensor]  # `tricycle.losses` has this method, for logits that never exist whole
+    from_hidden: Callable[..., Tensor]  # defined in `tricycle.losses`: computes logits in chunks
 
     def __init__(self, ignore_index: int | None = None, label_smoothing: float = 0.0) -> None:
         if not 0 <= label_smoothing < 1:
@@ -29,11 +29,11 @@ class CrossEntropy(Op):
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
 
     def forward(self, labels: Operand, logits: Operand, scale: Array | float = 1.0) -> Tensor:
-        """Compute the loss of labels, whole numbers (...) from 0 to V-1, and logits (..., V).
+        """Compute the loss of integer labels (...), from 0 to V-1, and logits (..., V).
 
         Args:
-            scale: multiplies the loss, and its gradient before that is rounded to the dtype of the logits: a number or
-                a 0-d array on their device, or (...), a weight for each label.
+            scale: multiplies the loss, and its gradient before rounding to the dtype of the logits: a number, a 0-d
+                array on their device, or an array (...) with a weight for each label.
         """
         logits = as_tensor(logits)
         return self._weighted_sum(logits, *self.rows_labels_and_weights(as_tensor(labels), logits, "logits", scale))
@@ -41,7 +41,7 @@ class CrossEntropy(Op):
     def rows_labels_and_weights(
         self, labels: Tensor, x: Tensor, what: str, scale: Array | float
     ) -> tuple[Array, Array, Array]:
-        """Return x as rows (N, V), their labels (N,), 0 where they do not count, and the weight of each, (N,)."""
+        """Return x as rows (N, V), the labels (N,), with 0 for ignored ones, and the weight of each row (N,)."""
         if x.ndim == 0 or labels.shape != x.shape[:-1]:
             expected = f"labels of shape {x.shape[:-1]} for {what} of shape {x.shape}"
             raise ValueError(f"CrossEntropy: expected {expected}, got {labels.shape}")
@@ -49,7 +49,7 @@ class CrossEntropy(Op):
         if labels.dtype.kind not in "iu":
             raise ValueError(f"CrossEntropy: expected whole numbers (dtype=int) as labels, got {labels.dtype}")
         rows, ids, xp = as_floating(x.array).reshape(-1, x.shape[-1]), labels.array.reshape(-1), labels.xp
-        wide = np.float32 if rows.dtype.itemsize == 2 else rows.dtype.type  # 16 bits cannot count far
+        wide = np.float32 if rows.dtype.itemsize == 2 else rows.dtype.type  # 16-bit floats cannot hold large counts
         if not isinstance(scale, float) and np.ndim(scale):
             scale = scale.reshape(-1)
         counted = None if self.ignore_index is None else ids != self.ignore_index
@@ -62,7 +62,7 @@ class CrossEntropy(Op):
         return rows, ids, xp.full(ids.shape, weight) if isinstance(scale, float) else xp.ones(ids.shape, wide) * weight
 
     def _weighted_sum(self, logits: Tensor, rows: Array, ids: Array, weights: Array) -> Tensor:
-        """Return the weighted sum of the losses of all rows of logits."""
+        """Return the weighted sum of the losses of all rows."""
         check_range("CrossEntropy: labels", ids, rows.shape[-1])
         loss, slope = kernels.cross_entropy(rows, ids, weights, self.label_smoothing, grad_enabled_for(logits))
 
@@ -73,14 +73,15 @@ class CrossEntropy(Op):
 
 
 def scale_gradient(array: Array, grad: Array) -> Array:
-    """Multiply by a 0-d gradient; the usual 1 needs no pass over a large array (a check on a GPU would wait for it)."""
+    """Multiply an array by a 0-d gradient; skip the product if it is 1 (not checked on a GPU, to avoid a sync)."""
     return array if not on_gpu(grad) and grad == 1 else kernels.multiply(array, grad)
 
 
 class MeanSquaredError(Op):
-    """The mean of (y_true - y_pred)^2 over everything; two equal shapes, for to broadcast them is mostly a mistake."""
+    """The mean of (y_true - y_pred)^2 over all elements; both must have the same shape."""
 
     def forward(self, y_true: Operand, y_pred: Operand) -> Tensor:
+        """Compute the mean squared error of predictions."""
         y_pred = as_tensor(y_pred)
         y_true = as_tensor(y_true, y_pred)
         if y_true.shape != y_pred.shape:

@@ -1,4 +1,4 @@
-"""`GPT`: a decoder-only transformer, and the first values of its weights.
+"""`GPT`: a decoder-only transformer language model, and its weight initialization.
 
 Shapes: B batch, T tokens, C channels, V vocabulary.
 """
@@ -30,34 +30,31 @@ from tricycle.ops import as_tensor
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor
 
-# The most logits that a loss holds at a time in host memory: 112 MB of them, and as much of their gradients.
-# Each part converts the head's matrix, and adds to its gradient, anew.
-MAX_LOGITS = 7 * 2**22
-DRAWN = ("matrix", "embedding", "position", "head")  # roles of parameters that do not start at 0 or 1
+MAX_LOGITS = 7 * 2**22  # kept in host memory by a loss: 112 MB, and as much for their gradients
+DRAWN = ("matrix", "embedding", "position", "head")  # roles of parameters with random initial values
 
 
 class BlockStack(Layer):
-    """The base of models that are one stack of blocks, with a config that says what they are now."""
+    """The base of models that consist of a stack of transformer blocks, with their current config."""
 
     config: ModelConfig
     generator: np.random.Generator
     blocks: list[TransformerBlock]
-    recompute: Callable[..., Tensor] | None = (
-        None  # `tricycle.activation_checkpointing.checkpoint_activations`, for gradient checkpointing
-    )
+    recompute: Callable[..., Tensor] | None = None  # `activation_checkpointing.checkpoint_activations`, or None
 
     @property
     def run_block(self) -> Callable[..., Tensor]:
+        """The function that calls each block, as `run_block(block, x, ...)`."""
         return self.recompute or next((mode.run_block for mode in current_modes.get() if mode.run_block), operator.call)
 
     def use_precision(self, precision: str) -> Self:
-        """Set the precision of matrix products, in the config too."""
+        """Set the precision of matrix products, one of PRECISIONS, also in the config; return self."""
         super().use_precision(precision)
         self.config = _changed(self.config, precision=precision)
         return self
 
     def use_softmax(self, name: str, n_blocks: int = 2) -> None:
-        """Use another variant of `functions.SOFTMAXES` from now on, in every block; `n_blocks` is for "blocks"."""
+        """Switch all blocks to a softmax variant of `functions.SOFTMAXES`; `n_blocks` is an option of "blocks"."""
         self.config = _changed(self.config, softmax=name, softmax_blocks=n_blocks)
         for block in self.blocks:
             block.attention.use_softmax(new_softmax(name, self.config))
@@ -69,22 +66,22 @@ def _changed(config: ModelConfig, **values: Any) -> ModelConfig:
 
 
 class GPT(BlockStack):
-    """A decoder-only transformer that gives logits for the next token at every position (Radford et al. 2019).
+    """A decoder-only transformer that predicts the next token at every position (Radford et al. 2019).
 
-    Its config decides which: GPT-2, Llama, Gemma, OPT, Pythia and others differ by fields.
+    The fields of its config select GPT-2, Llama, Gemma, OPT, Pythia and other architectures.
 
     Args:
-        config: the shape; `seed` decides the weights.
-        draw_weights: False leaves all weights at 0 (gains at 1), in memory that is not touched before it is written.
+        config: the architecture; `seed` determines the initial weights.
+        draw_weights: False leaves all weights at 0 (gains at 1), for weights that are loaded afterwards.
     """
 
     def __init__(self, config: ModelConfig, draw_weights: bool = True) -> None:
         if not isinstance(config, ModelConfig):
             raise TypeError(f"GPT: expected a ModelConfig, got {config!r}")
         if not config.is_decoder:
-            raise TypeError("GPT: expected the config of a decoder, got an EncoderConfig: that is for TextEncoder")
+            raise TypeError("GPT: expected the config of a decoder, got an EncoderConfig: use TextEncoder")
         self.config = config
-        # one generator draws the weights and then every dropout mask, so a checkpoint has one to save
+        # one generator for weights and dropout masks, saved in checkpoints
         self.generator = np.random.default_rng(config.seed)
         width = config.embedding_dim
         narrow = config.embedding_size or width
@@ -111,18 +108,18 @@ class GPT(BlockStack):
         positions: Array | None = None,
         head: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Return the logits (B, T, V), or (T, V), for the token after each token.
+        """Compute the logits (B, T, V), or (T, V), for the token after each token.
 
         Args:
-            tokens: whole numbers (B, T), or (T,) for one sequence, T at most the context window.
+            tokens: integers (B, T), or (T,) for one sequence, T at most the context window.
             caches: from `new_caches`, for generation.
-            last: return the logits after the last token alone (of each text), as if T were 1.
-            mask: which tokens may be seen besides, as `attend.additive_mask` takes it.
-            positions: whole numbers (B, T), for learned positions; from 0 unless given.
+            last: return only the logits after the last token (of each text), as if T were 1.
+            mask: a further boolean attention mask, see `attend.additive_mask`.
+            positions: integers (B, T), for learned positions; by default counted from 0.
             head: applied to the hidden states (B, T, C) in place of `logits`.
 
         Raises:
-            ValueError: too many tokens or none, ids outside the vocabulary, not one cache for each block.
+            ValueError: no tokens or too many, ids outside the vocabulary, or a wrong number of caches.
         """
         x = self.hidden_states(tokens, caches, mask, positions)
         if last:
@@ -133,7 +130,7 @@ class GPT(BlockStack):
     def hidden_states(
         self, tokens: Operand, caches: Sequence[KeyValueCache] | None = None, mask: Mask = None, positions: Any = None
     ) -> Tensor:
-        """Return the hidden states (B, T, C), or (T, C), before the last norm. Takes what `forward` takes."""
+        """Compute the hidden states (B, T, C), or (T, C), before the last norm. Arguments as of `forward`."""
         tokens = as_tensor(tokens)
         if caches and len(caches) != len(self.blocks):
             raise ValueError(f"GPT: expected a cache for each of {len(self.blocks)} blocks, got {len(caches)}")
@@ -165,7 +162,7 @@ class GPT(BlockStack):
         return x
 
     def logits(self, x: Tensor, dtype: Any = None) -> Tensor:
-        """Apply the last norm and the head to (..., C); return logits (..., V), in this dtype if one is given."""
+        """Compute the logits (..., V) of hidden states x (..., C) with the last norm and the head."""
         x = x if self.norm is None else self.norm(x)
         if self.head_projection is not None:
             x = self.head_projection(x)
@@ -176,11 +173,9 @@ class GPT(BlockStack):
         return softcap(logits, self.config.logit_cap) if self.config.logit_cap else logits
 
     def loss(self, tokens: Operand, labels: Operand, loss_fn: Any = None, scale: Any = 1.0, **options: Any) -> Tensor:
-        """Return `loss_fn(labels, self(tokens, **options), scale)`, without holding all logits where these are many."""
+        """Compute `loss_fn(labels, self(tokens, **options), scale)`, in chunks if there are many logits."""
         loss_fn = loss_fn or CrossEntropy()
-        if not accepts_argument(
-            self, "head"
-        ):  # a `forward` of the user's, or a probe's, whose logits count as they are
+        if not accepts_argument(self, "head"):  # a custom `forward`, or that of a probe, must compute the logits
             loss: Tensor = loss_fn(labels, self(tokens, **options), scale)
             return loss
         return self(tokens, head=lambda hidden: self.loss_from_hidden(labels, hidden, loss_fn, scale), **options)
@@ -192,7 +187,7 @@ class GPT(BlockStack):
         n_rows = math.prod(hidden.shape[:-1])
         n_parts = math.ceil(n_rows / max(1, MAX_LOGITS // self.config.vocab_size))
         dtype = None
-        if grad_enabled_for(hidden) and not self.config.logit_cap:  # 16 bits are enough where products take no more
+        if grad_enabled_for(hidden) and not self.config.logit_cap:  # 16 bits suffice if the products have 16 bits
             products = [layer for layer in (self.head, self.head_projection) if layer is not None]
             dtype = activation_dtype(hidden, self.precision, *products)
         logits = partial(self.logits, dtype=dtype)
@@ -201,22 +196,22 @@ class GPT(BlockStack):
         return loss_fn.from_hidden(labels, hidden, logits, self.parameters(), math.ceil(n_rows / n_parts), scale)
 
     def new_caches(self, dtype: DTypeLike | None = None) -> list[KeyValueCache]:
-        """Return an empty cache for each block, of float32 unless a dtype is given."""
+        """Return a list with an empty KV cache for each block; `dtype` defaults to float32."""
         windows = [_window_of(getattr(block, "attention", None)) for block in self.blocks]
         return [KeyValueCache(self.config.context_window, dtype, window) for window in windows]
 
 
 def _window_of(attention: Any) -> int | None:
-    """Return the window of a layer, if it makes no difference whether it is given the keys outside of it."""
+    """Return the sliding-window size of an attention layer whose older keys may be dropped, else None."""
     inner = getattr(attention, "attention", None)
     return inner.window if isinstance(inner, Attention) and inner.softmax.fused else None
 
 
 def initialize_weights(model: BlockStack) -> None:
-    """Draw GPT-2's first weights: normal(0.02); biases 0 and gains 1.
+    """Initialize the weights of a model as in GPT-2: normal with standard deviation 0.02, biases 0, gains 1.
 
-    Projections that end in the residual stream, two a block, are smaller by 1 / sqrt(2 n_layers), so that the stream
-    keeps its size; with `zero_projections` they are 0 (Zhang et al. 2019, "Fixup").
+    The output projections, two per block, are scaled by 1 / sqrt(2 n_layers) to preserve the scale of the residual
+    stream; with `zero_projections` they are 0 (Zhang et al. 2019, "Fixup").
     """
     config = model.config
     last = 0 if config.zero_projections else 0.02 / math.sqrt(2 * config.n_layers)

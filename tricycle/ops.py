@@ -1,8 +1,7 @@
-"""Operations on Tensors: each forward with its gradient beside it.
+"""Differentiable operations on Tensors, each with its gradient, and helpers to write more of them.
 
-Every function takes Tensors (numbers and arrays beside a Tensor), asks its arrays for the module `xp` that computes on
-them, and records the result with a backward function. The last lines make them the operators and methods of `Tensor`;
-those that a GPT does not need are in `extra_ops.py` and `einsum.py`.
+Each operation computes with the array module `xp` of its inputs, and records the result with a backward function. The
+last lines attach operators and methods to `Tensor`. `extra_ops.py` and `einsum.py` have further operations.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from tricycle.tensor import Operand, Tensor, record, to_tensor
 Function = TypeVar("Function", bound=Callable[..., Any])
 ArrayFunction: TypeAlias = Callable[..., Array]
 
-# Every operation with a gradient, by name. A test fails when one of them has no gradient check.
+# All differentiable operations by name. A test requires a gradient check of each.
 OPS: dict[str, Callable[..., Any]] = {}
 
 
 def register(op: Function) -> Function:
-    """Add a function to the registry of operations."""
+    """Register a differentiable operation in `OPS` under its name; return it."""
     OPS[op.__name__] = op
     return op
 
 
 class Op:
-    """A callable with hyper-parameters and no other state: any number of calls may be alive at once.
+    """The base of operations with hyper-parameters, and without any state of a call.
 
-    A subclass defines `forward(*tensors)`. Subclasses enter the registry by themselves, unless declared a base.
+    A subclass defines `forward(*tensors)`. Subclasses are registered in `OPS`, unless declared with `is_base=True`.
     """
 
     def __init_subclass__(cls, is_base: bool = False, **kwargs: Any) -> None:
@@ -44,9 +43,11 @@ class Op:
             OPS[cls.__name__] = cls
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the operation; defined by subclasses."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call `forward`."""
         return self.forward(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -54,7 +55,7 @@ class Op:
 
 
 def as_tensor(x: Operand, like: Tensor | None = None) -> Tensor:
-    """Return a Tensor as it is; make anything else a constant, in the dtype of the Tensor `like`."""
+    """Convert a number, list or array to a constant Tensor, in the dtype of `like`; return a Tensor unchanged."""
     if isinstance(x, Tensor):
         return x
     array: Array = x if is_array(x) else (np if like is None else like.xp).asarray(x)
@@ -65,7 +66,7 @@ def as_tensor(x: Operand, like: Tensor | None = None) -> Tensor:
 
 
 def as_tensors(*xs: Operand) -> tuple[Tensor, ...]:
-    """Return Tensors as they are; make anything else a constant, in the dtype of the first Tensor."""
+    """Convert numbers, lists and arrays to constant Tensors in the dtype of the first Tensor; keep Tensors."""
     tensors = [x for x in xs if isinstance(x, Tensor)]
     if len(tensors) == len(xs):
         return tuple(tensors)
@@ -73,41 +74,41 @@ def as_tensors(*xs: Operand) -> tuple[Tensor, ...]:
 
 
 def as_floating(array: Array) -> Array:
-    """Convert integers and booleans to float32; return floats as they are."""
+    """Convert an array of integers or booleans to float32; return floats unchanged."""
     return array.astype(np.float32) if array.dtype.kind in "biu" else array
 
 
 def promote_integers(*arrays: Array) -> tuple[Array, ...]:
-    """Convert integers to the dtype of the floats beside them (NumPy would make both float64)."""
+    """Convert integer arrays to the dtype of the first float array (NumPy would convert both to float64)."""
     floats = [a.dtype for a in arrays if a.dtype.kind not in "biu"]
     return tuple(a.astype(floats[0]) if floats and a.dtype.kind in "biu" else a for a in arrays)
 
 
 def shape_error(op: str, error: ValueError, *arrays: Array) -> ValueError:
-    """Return NumPy's error with the op and the shapes that came."""
+    """Return a ValueError for inputs whose shapes do not fit, with the operation's name and the shapes."""
     shapes = " and ".join(str(array.shape) for array in arrays)
     rule = "do not broadcast" if "broadcast" in str(error) else f"do not fit: {error}"
     return ValueError(f"{op}: shapes {shapes} {rule}")
 
 
 def check_device(op: str, *arrays: Array) -> None:
-    """Raise a ValueError if one array is in host memory and another on a GPU."""
+    """Raise a ValueError unless all arrays are in host memory or all on a GPU."""
     kind = type(arrays[0])
     for array in arrays:
-        if type(array) is not kind:  # it may be a subclass still
+        if type(array) is not kind:  # it may be a subclass
             modules = {array_module(array).__name__ for array in arrays}
             if len(modules) > 1:
                 raise ValueError(f"{op}: expected all inputs on one device, got {' and '.join(sorted(modules))} arrays")
 
 
 def check_last_axis(title: str, x: Tensor, size: int) -> None:
-    """Raise a ValueError that names the layer or op by its title if the last axis of x has not this size."""
+    """Raise a ValueError that begins with `title` unless the last axis of x has this size."""
     if x.shape[-1:] != (size,):
         raise ValueError(f"{title}: expected the last axis to be {size}, got shape {x.shape}")
 
 
 def check_range(what: str, ids: Array, limit: int) -> None:
-    """Raise a ValueError for ids outside 0..limit-1. Host arrays only: a check on a GPU would wait for it."""
+    """Raise a ValueError for ids outside 0 .. limit-1. Arrays on a GPU are not checked, as this would synchronize."""
     if ids.size and not on_gpu(ids):
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= limit:
@@ -115,14 +116,14 @@ def check_range(what: str, ids: Array, limit: int) -> None:
 
 
 def check_positive(layer: str, **sizes: int) -> None:
-    """Raise a ValueError that names the layer and the argument for sizes that are not integers above 0."""
+    """Raise a ValueError with the layer's and the argument's name unless all sizes are positive integers."""
     for name, size in sizes.items():
         if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{layer}: expected {name} to be a whole number above 0, got {size!r}")
 
 
 def unary_op(name: str, forward: ArrayFunction, gradient: ArrayFunction) -> Callable[[Operand], Tensor]:
-    """Make an elementwise op: `forward(xp, x)` returns y, `gradient(xp, g, x, y)` the gradient of x."""
+    """Make a registered elementwise operation from `forward(xp, x)`, returning y, and `gradient(xp, g, x, y)`."""
 
     def op(x: Operand) -> Tensor:
         x = as_tensor(x)
@@ -144,11 +145,11 @@ sigmoid = unary_op("sigmoid", lambda xp, x: kernels.sigmoid(x), lambda xp, g, x,
 def binary_op(
     name: str, symbol: str, forward: ArrayFunction, left: ArrayFunction, right: ArrayFunction, saves: bool = True
 ) -> Callable[..., Tensor]:
-    """Make an elementwise op of two inputs, with broadcasting.
+    """Make a registered elementwise operation of two inputs with broadcasting.
 
     `forward(x, y)` returns z; `left(g, x, y, z)` and `right(g, x, y, z)` return the gradients of x and y before
-    un-broadcasting; False for `saves`: they do not read x, y and z. A plain number is no node of the graph: it is part
-    of the result's name, "+ 4" for `x + 4`.
+    un-broadcasting; `saves=False` if they do not read x, y and z. A Python number is not a node of the graph, but part
+    of the result's name: "+ 4" for `x + 4`.
     """
 
     def op(x: Operand, y: Operand) -> Tensor:
@@ -197,13 +198,13 @@ def binary_op(
 
 
 def _beside_number(array: Array, number: Any) -> tuple[Array, Any]:
-    """Return an array, and a Python number, which does not change the dtype of an array as NumPy's scalars do."""
+    """Return an array and a Python number, which unlike a NumPy scalar does not change the array's dtype."""
     number = number.item() if isinstance(number, np.generic) else number
     return as_floating(array) if isinstance(number, float) else array, number
 
 
 def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
-    """Sum a gradient over the axes along which NumPy broadcast an input of this shape."""
+    """Sum a gradient over the axes along which an input of this shape was broadcast."""
     if grad.shape == shape:
         return grad
     added = grad.ndim - len(shape)
@@ -216,13 +217,13 @@ multiply = binary_op("mul", "*", operator.mul, lambda g, x, y, z: g * y, lambda 
 
 
 def unpack_arguments(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return (2, 3) for the arguments of both `f(2, 3)` and `f((2, 3))`."""
+    """Return the tuple (2, 3) for the arguments of both `f(2, 3)` and `f((2, 3))`."""
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], Sequence) else args
 
 
 @register
 def reshape(x: Operand, *shape: int | Sequence[int]) -> Tensor:
-    """Return the same values in another shape; one length may be -1."""
+    """Return the elements in another shape; one length may be -1."""
     x = as_tensor(x)
     before = x.array.shape
     try:
@@ -243,7 +244,7 @@ def _array_index(index: Any, xp: Any) -> Any:
 
 @register
 def getitem(x: Operand, index: Any) -> Tensor:
-    """Index as NumPy does: integers, slices, None, Ellipsis, arrays or Tensors of integers or booleans."""
+    """Index a Tensor as in NumPy: integers, slices, None, Ellipsis, arrays or Tensors of integers or booleans."""
     x = as_tensor(x)
     index = _array_index(index, x.xp)
     try:
@@ -257,7 +258,7 @@ def getitem(x: Operand, index: Any) -> Tensor:
 
 @register
 def split_heads(x: Tensor, n_heads: Sequence[int], head_size: int) -> list[Tensor]:
-    """Split the channels of x (B, T, C) into heads: for each number n in `n_heads` a view (B, T, n, head_size)."""
+    """Split the channels of x (B, T, C) into groups of heads: one view (B, T, n, head_size) for each n in `n_heads`."""
     n_items, n_tokens, n_channels = x.array.shape
     heads = x.array.reshape(n_items, n_tokens, n_channels // head_size, head_size)
     args, parts, start = (x,), [], 0
@@ -270,11 +271,11 @@ def split_heads(x: Tensor, n_heads: Sequence[int], head_size: int) -> list[Tenso
 def _heads_gradient(grad: Array, needs_grad: NeedsGrad, start: int) -> tuple[SlicedGradient]:
     channels = grad.reshape(*grad.shape[:2], grad.shape[2] * grad.shape[3])
     index = (slice(None), slice(None), slice(start, start + channels.shape[2]))
-    return (SlicedGradient(channels, index, once=True),)
+    return (SlicedGradient(channels, index, unique=True),)
 
 
 def swap_operands(op: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-    """Return the op with its inputs exchanged, for an operator whose left side is no Tensor."""
+    """Return an operation with its two inputs swapped, for operators such as `__radd__`."""
     return lambda x, y: op(y, x)
 
 

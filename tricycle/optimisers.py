@@ -1,4 +1,4 @@
-"""Optimisers: a `Rule` changes one parameter in place, given its gradient; an `Optimiser` chooses the rules."""
+"""Optimizers: a `Rule` updates one parameter in place; an `Optimiser` selects the rule of each parameter."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
 from tricycle.tensor import Tensor
 
-Rate = float | Callable[[int], float]  # a number, or a schedule: a function of the number of the step (1, 2, ...)
+Rate = float | Callable[[int], float]  # a number, or a schedule: a function of the step number (1, 2, ...)
 Filter = Callable[[Tensor], bool]
 State = dict[str, Array]
 Rules = Union["Rule", Sequence[tuple[Filter, "Rule"]]]
 
 
 def role_of(parameter: Tensor) -> str:
-    """Return the role that a parameter declares, else "matrix" for two axes or more and "bias" for fewer."""
+    """Return the role of a parameter; by default "matrix" for two axes or more, "bias" for fewer."""
     return getattr(parameter, "role", None) or ("matrix" if parameter.ndim >= 2 else "bias")
 
 
 def decays(parameter: Tensor) -> bool:
-    """Return whether weight decay applies: to matrices, embeddings, heads; not to positions, gains, biases, scales."""
+    """Return whether weight decay applies to a parameter: to matrices, embeddings and heads, not to other roles."""
     return role_of(parameter) in ("matrix", "embedding", "head")
 
 
 class Step(NamedTuple):
-    """The numbers of one update of one parameter."""
+    """The step number, learning rate and weight decay of one update of a parameter."""
 
-    number: Any  # of updates of this parameter, this one included: an int or a 0-d array
+    number: Any  # of updates of this parameter, including this one: an int or a 0-d array
     learning_rate: float
-    weight_decay: float  # 0 for a parameter that does not decay
+    weight_decay: float  # 0 for a parameter without weight decay
 
     @property
     def decay_factor(self) -> float:
-        """The factor by which decoupled weight decay multiplies the weights."""
+        """The factor of the weights by decoupled weight decay."""
         return 1 - self.learning_rate * self.weight_decay
 
 
 class Rule:
-    """How one parameter changes: a subclass defines `update`."""
+    """The update rule of one parameter; subclasses define `update`."""
 
-    state_names: tuple[str, ...] = ()  # of the arrays in its state, which begin as zeros
-    is_parallelizable = False  # whether threads may run several updates at a time: they change only weights and state
+    state_names: tuple[str, ...] = ()  # names of its state arrays, which are initialized to zeros
+    is_parallelizable = False  # whether updates may run in several threads: they change only weights and state
     is_single_threaded = False  # whether an update uses one thread, however large the parameter is
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the arrays in the state of a parameter of this shape: the same, unless overridden."""
+        """Return the shapes of the state arrays of a parameter of this shape; by default the same shape."""
         return dict.fromkeys(self.state_names, shape)
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
-        """Change weights and state in place; leave the gradient as it is."""
+        """Update weights and state in place; leave the gradient unchanged."""
         raise NotImplementedError(f"{type(self).__name__} defines no update")
 
     def scaled_update(self, weights: Array, grad: Array, state: State, step: Step, factor: Any) -> None:
-        """Update with a multiple of the gradient; change nothing where the factor, a 0-d array, is not above 0."""
+        """Update with `factor` times the gradient; change nothing if the factor, a 0-d array, is 0 or less."""
         changed = () if isinstance(factor, float) else (weights, *state.values())
         before = [(array, array.copy()) for array in changed]
         self.update(weights, grad * factor, state, step)
@@ -67,7 +67,7 @@ class Rule:
 
 
 class SGDRule(Rule):
-    """weights -= learning_rate * velocity, where velocity = momentum * velocity + gradient."""
+    """SGD: weights -= learning_rate * velocity, where velocity = momentum * velocity + gradient."""
 
     is_parallelizable = True
 
@@ -77,6 +77,7 @@ class SGDRule(Rule):
         self.momentum, self.state_names = momentum, ("velocity",) if momentum else ()
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
+        """Make one SGD update in place."""
         if step.weight_decay:
             weights *= step.decay_factor
         if self.momentum:
@@ -100,6 +101,7 @@ class AdamWRule(Rule):
         self.betas, self.eps = (betas[0], betas[1]), eps
 
     def update(self, weights: Array, grad: Array, state: State, step: Step, factor: Any = None) -> None:
+        """Make one AdamW update in place, with `factor` times the gradient."""
         number, rate, decay = step
         kernels.adamw(weights, grad, state["first"], state["second"], number, rate, self.betas, self.eps, decay, factor)
 
@@ -107,7 +109,7 @@ class AdamWRule(Rule):
 
 
 class Optimiser:
-    """Updates each parameter by the first rule whose predicate accepts it, and holds the optimizer state."""
+    """An optimizer: updates each parameter by the first rule whose predicate accepts it, and stores the state."""
 
     def __init__(self, learning_rate: Rate, rules: Rules, weight_decay: float = 0.0, decays: Filter = decays) -> None:
         title = type(self).__name__
@@ -124,19 +126,19 @@ class Optimiser:
         self.schedule = learning_rate if callable(learning_rate) else None
         self.learning_rate = learning_rate(1) if callable(learning_rate) else learning_rate
         self.n_steps, self._step_is_open = 0, False
-        self.states: dict[Tensor, tuple[int, State]] = {}  # number of updates and state of each parameter
+        self.states: dict[Tensor, tuple[int, State]] = {}  # number of updates and state arrays of each parameter
 
     def step(self) -> None:
-        """Open a step: count it and set the learning rate of the schedule. `update` opens one if none is open."""
+        """Begin a step: count it, and set the learning rate from the schedule. `update` calls it if needed."""
         self.n_steps += 1
         self._step_is_open = True
         if self.schedule is not None:
             self.learning_rate = self.schedule(self.n_steps)
 
     def update(self, named_parameters: Iterable[tuple[str, Tensor]], factor: Any = None, n_skipped: Any = 0) -> None:
-        """Change every parameter by `factor` times its gradient, if it has one; nothing where that is not above 0.
+        """Update all parameters that have a gradient, with `factor` times the gradient; none if that is 0 or less.
 
-        A 0-d factor on a GPU stays unread; `n_skipped` counts the updates so far that it turned into none.
+        A 0-d factor on a GPU is not read; `n_skipped` is the number of earlier updates that it disabled.
         """
         if not self._step_is_open:
             self.step()
@@ -159,17 +161,17 @@ class Optimiser:
         self._step_is_open = False
 
     def rule_of(self, parameter: Tensor, name: str = "a parameter") -> Rule:
-        """Return the rule of a parameter; raise a ValueError if no predicate accepts it."""
+        """Return the update rule of a parameter; raise a ValueError if no predicate accepts it."""
         if isinstance(self.rules, Rule):
             return self.rules
         for accepts, rule in self.rules:
             if accepts(parameter):
                 return rule
         what = f"{name}, a {role_of(parameter)} of shape {parameter.shape}"
-        raise ValueError(f"{type(self).__name__}: expected a group that takes {what}, got none")
+        raise ValueError(f"{type(self).__name__}: expected a rule that accepts {what}, got none")
 
     def state_of(self, parameter: Tensor, rule: Rule | None = None) -> tuple[int, State]:
-        """Return the number of updates and the state of a parameter, on its device; zeros where there is none yet."""
+        """Return the number of updates and the state arrays of a parameter, on its device; initially zeros."""
         n_updates, state = self.states.get(parameter, (0, {}))
         for name, shape in (rule or self.rule_of(parameter)).state_shapes(parameter.shape).items():
             if name not in state:
@@ -180,16 +182,16 @@ class Optimiser:
         return n_updates, state
 
     def set_state(self, parameter: Tensor, n_updates: int, state: State) -> None:
-        """Set the state of a parameter to those arrays that its rule names; raise a ValueError if one does not fit."""
+        """Set the state arrays of a parameter; raise a ValueError if one is missing or has a wrong shape."""
         shapes = self.rule_of(parameter).state_shapes(parameter.shape)
         for name, shape in shapes.items():
             if (got := state[name].shape if name in state else "none") != shape:
-                raise ValueError(f"{type(self).__name__}: expected {name} moments of shape {shape}, got {got}")
+                raise ValueError(f"{type(self).__name__}: expected optimizer state {name} of shape {shape}, got {got}")
         self.states[parameter] = n_updates, {name: state[name] for name in shapes}
 
 
 class StochasticGradientDescent(Optimiser):
-    """`SGDRule` for every parameter."""
+    """Stochastic gradient descent with optional momentum and weight decay."""
 
     def __init__(
         self, learning_rate: Rate, momentum: float = 0.0, weight_decay: float = 0.0, decays: Filter = decays
@@ -198,7 +200,7 @@ class StochasticGradientDescent(Optimiser):
 
 
 class AdamW(Optimiser):
-    """`AdamWRule` for every parameter."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
     def __init__(
         self,
@@ -212,7 +214,7 @@ class AdamW(Optimiser):
 
 
 def gradient_norm(model: Layer) -> Any:
-    """Return the L2 norm of all gradients together: a float, or for gradients on a GPU a 0-d array, still unread."""
+    """Return the global L2 norm of all gradients: a float, or an unread 0-d array for a model on a GPU."""
     grads = [p.grad.array for p in model.parameters() if p.grad is not None]
     jobs = [(partial(kernels.sum_squares, grad), grad.size, True, False) for grad in grads]
     squares = kernels.run_independent(grads[0], jobs) if grads else []
@@ -223,7 +225,7 @@ def gradient_norm(model: Layer) -> Any:
 
 
 def clip_gradients(model: Layer, max_norm: float) -> Any:
-    """Scale all gradients, in place, to a common norm of at most `max_norm`; return the norm before."""
+    """Clip all gradients in place to a global norm of at most `max_norm`; return the norm before."""
     if not max_norm > 0:
         raise ValueError(f"clip_gradients: expected a max_norm above 0, got {max_norm!r}")
     norm: Any = gradient_norm(model)

@@ -1,16 +1,16 @@
-"""`Parameter`: a Tensor that a model learns."""
+"""`Parameter`: a trainable Tensor of a layer."""
 
 from __future__ import annotations
 
 from tricycle.tensor import Operand, Tensor, to_tensor
 
-# What a parameter can be: a matrix between hidden layers, a table of vectors for ids, a table of positions, a factor or
-# a summand for each channel, any other factors, and the matrix that gives the output.
+# In order: a matrix between hidden layers, a table of token embeddings, a table of position embeddings, a factor and a
+# summand for each channel, any other factors, and the output matrix.
 ROLES = ("matrix", "embedding", "position", "gain", "bias", "scale", "head")
 
 
 class Parameter(Tensor):
-    """A Tensor that a model learns, with one of ROLES, by which optimisers choose their rule; None: by its axes."""
+    """A trainable Tensor. Optimizers choose its update rule by its role (one of ROLES) or, if None, by its axes."""
 
     __slots__ = ("role",)
     _copied = (*Tensor._copied, "role")

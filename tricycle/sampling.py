@@ -1,4 +1,4 @@
-"""Sample a token from logits (V,): temperature, top-k, top-p and min-p."""
+"""Sampling of a token from logits (V,): temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a text, applied in this order.
+    """Sampling parameters of one text, applied in this order.
 
     Args:
-        temperature: divides the logits; 0 takes the largest (greedy decoding).
-        top_k: sample among the k largest only; 0 for all.
-        top_p: sample among the fewest largest whose probabilities reach this sum (Holtzman et al. 2020).
-        min_p: sample among those at least this many times as probable as the largest (Nguyen et al. 2024).
-        seed: of the text's own generator: an integer, several, or None for another seed each time.
-        stop_tokens: one token or several, each of which ends the text as its last token.
-        n_vocab: sample only ids below this (a tokeniser may have fewer than the model); None for all.
-
-    Raises:
-        ValueError: a parameter out of range, which is named.
+        temperature: divides the logits; 0 selects the largest logit (greedy decoding).
+        top_k: keep only the k largest logits; 0 for all.
+        top_p: keep the smallest set of tokens whose probabilities reach this sum (Holtzman et al. 2020).
+        min_p: keep tokens at least this many times as probable as the most probable (Nguyen et al. 2024).
+        seed: of the random generator of the text: an integer, several, or None for a random seed.
+        stop_tokens: one or several token ids; each ends the text, as its last token.
+        n_vocab: sample only ids below this (a tokenizer may have fewer than the model); None for all.
     """
 
     temperature: float = 1.0
@@ -54,54 +51,49 @@ class SamplingParams:
             raise ValueError(f"expected {name} to be {rule}, got {getattr(self, name)!r}") from None
 
     def new_generator(self) -> np.random.Generator:
-        """Return the random generator of one text."""
+        """Make the random generator of one text from the seed."""
         return np.random.default_rng(self.seed)
 
     def for_text(self, i: int) -> Self:
-        """Return the parameters of text i of several: an integer seed increases with i."""
+        """Return the parameters for text i of a batch: i is added to an integer seed."""
         return replace(self, seed=self.seed + i) if isinstance(self.seed, (int, np.integer)) else self
 
     def is_stop_token(self, token: int) -> bool:
-        """Return whether this token ends the text."""
+        """Return whether a token ends the text."""
         return token in self.stop_tokens  # type: ignore[operator]
 
     def sample(
         self, logits: np.ndarray, generator: np.random.Generator, seen: Sequence[int] = (), n_prompt: int = 0
     ) -> int:
-        """Sample a token from finite logits (V,); `seen` is the text so far, `n_prompt` the length of its prompt."""
+        """Sample a token from finite logits (V,); `seen`: the tokens so far, of which `n_prompt` are the prompt."""
         adjusted = self.adjusted_logits(logits, seen, n_prompt)
         return self.token_at_quantile(adjusted, generator.random() if self.temperature else 0.0)
 
     def adjusted_logits(self, logits: np.ndarray, seen: Sequence[int], n_prompt: int) -> np.ndarray:
-        """Return logits in float64 as they are sampled from; a subclass may change them, given the text so far."""
+        """Return the logits as float64; subclasses apply penalties that depend on the tokens so far."""
         logits = logits[: self.n_vocab].astype(np.float64)
         if not np.isfinite(logits).all():
-            raise ValueError(
-                "SamplingParams: expected finite logits, got NaN or infinity: the model's weights are broken"
-            )
+            raise ValueError("SamplingParams: expected finite logits, got NaN or infinity: check the model's weights")
         return logits
 
     def token_at_quantile(self, logits: np.ndarray, number: float) -> int:
-        """Return the token at `number` in [0, 1) of the cumulative distribution; the argmax at temperature 0.
-
-        It is cumulated in the order of ids: in that of probabilities, rounding would swap almost equal tokens.
-        """
+        """Return the token at quantile `number` in [0, 1) of the distribution; the argmax at temperature 0."""
         if self.temperature == 0:
             return int(logits.argmax())
         order, probabilities = self.candidates(logits)
-        by_id = np.argsort(order)
+        by_id = np.argsort(order)  # sorted by probability, rounding could swap near-equal tokens
         ends = probabilities[by_id].cumsum()
         return int(order[by_id[(ends / ends[-1]).searchsorted(number, side="right")]])
 
     def candidates(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens that top_k, top_p and min_p leave, most probable first, and their probabilities."""
+        """Return the tokens kept by top_k, top_p and min_p, most probable first, and their probabilities."""
         top_k, top_p, min_p = self.top_k, self.top_p, self.min_p
-        # the shift keeps a small temperature from overflowing
+        # the shift prevents overflow at small temperatures
         weights = np.exp((logits - logits.max()) / max(self.temperature, 1e-6))
-        chosen = np.arange(len(logits))  # becomes a superset of the candidates: sorting all tokens would take longer
+        chosen = np.arange(len(logits))  # a superset of the candidates, as sorting all tokens is slower
         if 0 < top_k < len(logits):
             chosen = chosen[logits >= np.partition(logits, -top_k)[-top_k]]
-        else:  # all tokens below the first bound have less than 1 - top_p together
+        else:  # the tokens below the first bound have less than 1 - top_p in total
             chosen = chosen[weights >= max((1 - top_p) / len(logits) * weights.sum(), min_p)]
         order = chosen[np.argsort(-logits[chosen], kind="stable")][: top_k or None]
         probabilities = weights[order] / (weights[order] if top_k else weights).sum()

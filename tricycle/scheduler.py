@@ -1,4 +1,4 @@
-"""Learning-rate schedules: functions from the number of a step (1, 2, ...) to a rate."""
+"""Learning-rate schedules: functions from the step number (1, 2, ...) to a learning rate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 class WarmupCosine:
-    """A linear rise to `max_rate`, then half a cosine down to `min_rate` (Loshchilov and Hutter 2017)."""
+    """Linear warm-up to `max_rate`, then cosine decay to `min_rate` (Loshchilov and Hutter 2017)."""
 
     def __init__(self, max_rate: float, min_rate: float, warmup_steps: int, total_steps: int) -> None:
         kind = type(self).__name__
@@ -18,6 +18,7 @@ class WarmupCosine:
         self.warmup_steps, self.total_steps = warmup_steps, total_steps
 
     def __call__(self, step: int) -> float:
+        """Return the learning rate of a step (from 1)."""
         if step < self.warmup_steps:
             return self.max_rate * step / self.warmup_steps
         if step >= self.total_steps:
@@ -26,5 +27,5 @@ class WarmupCosine:
         return self.min_rate + (self.max_rate - self.min_rate) * self.decay(progress)
 
     def decay(self, progress: float) -> float:
-        """Return the fraction of the decay that is left after a fraction of the time since the warm-up."""
+        """Return the remaining fraction of the decay (from 1 to 0) after a fraction of the steps since the warm-up."""
         return 0.5 * (1 + math.cos(math.pi * progress))

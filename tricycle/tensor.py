@@ -1,8 +1,7 @@
-"""`Tensor`: an array that knows which operation made it, so that it can be differentiated.
+"""`Tensor`: an array with the operation that computed it, for automatic differentiation.
 
-A Tensor that an operation returned holds its inputs (`args`) and a backward function, which computes the gradients of
-the inputs from the gradient of the Tensor: `record` puts both there. `Tensor.backward` then has `autograd.py` walk
-through the graph. Operators and further methods come from `ops.py`, `extra_ops.py`, `einsum.py`, `tensor_methods.py`.
+`record` stores the inputs (`args`) and the backward function of an operation in its result, for `Tensor.backward`.
+Operators and further methods come from `ops.py`, `extra_ops.py`, `einsum.py` and `tensor_methods.py`.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ class Tensor:
 
     Attributes:
         array: the NumPy or CuPy array.
-        grad: of inputs and parameters after `backward`, the gradient of the result, in the array's shape and dtype.
-        args: the Tensors that the operation behind this one took; () for inputs and parameters.
-        back_fns: one function per arg, from the gradient of this Tensor (a Tensor) to that of the arg; can be set, too.
+        grad: the gradient of an input or parameter after `backward`, a Tensor of the same shape and dtype, or None.
+        args: the input Tensors of the operation that computed this Tensor; () for inputs and parameters.
+        back_fns: one function per arg, from the gradient of this Tensor (a Tensor) to that of the arg; can be assigned.
         is_batched: whether axis 0 is the batch. Only `Einsum` reads it.
-        name: what made this Tensor, shown when it is printed.
+        name: the operation that computed this Tensor, shown when it is printed.
     """
 
     __slots__ = tuple("array grad args requires_grad is_batched name _backward _saved _version __weakref__".split())
-    _copied: ClassVar[tuple[str, ...]] = ("requires_grad", "is_batched", "name")  # what copies keep, with the array
-    __array_ufunc__ = None  # NumPy leaves `array + tensor` to Tensor.__radd__ instead of looping over elements
-    __hash__ = object.__hash__  # a comparison gives a Tensor, so a Tensor is found in a dict or set by identity alone
+    _copied: ClassVar[tuple[str, ...]] = ("requires_grad", "is_batched", "name")  # copied along with the array
+    __array_ufunc__ = None  # makes NumPy call Tensor.__radd__ for `array + tensor`
+    __hash__ = object.__hash__  # by identity, because == returns a Tensor
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class Tensor:
         backward: Backward | None = None,
         saved: tuple[Any, ...] = (),
     ) -> None:
-        # an operation on a 0-d array gives a NumPy scalar, which is no array
+        # operations on 0-d arrays return NumPy scalars
         self.array: Array = np.asarray(array) if isinstance(array, np.generic) else array
         self.grad: Tensor | None = None
         self.args = args
@@ -62,31 +61,36 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The length of each axis."""
         return self.array.shape
 
     @property
     def ndim(self) -> int:
+        """The number of axes."""
         return self.array.ndim
 
     @property
     def dtype(self) -> np.dtype:
+        """The data type of the elements."""
         return self.array.dtype
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return self.array.size
 
     @property
     def xp(self) -> ModuleType:
-        """`numpy` or `cupy`, whichever holds the array."""
+        """The module of the array, `numpy` or `cupy`."""
         return array_module(self.array)
 
     @property
     def on_gpu(self) -> bool:
+        """Whether the array is in GPU memory."""
         return devices.on_gpu(self.array)
 
     def numpy(self) -> np.ndarray:
-        """Return the values as a NumPy array (the array itself where it is one already)."""
+        """Return the values as a NumPy array, without a copy if the array is in host memory."""
         return devices.to_cpu(self.array)
 
     def zero_grad(self) -> None:
@@ -96,39 +100,42 @@ class Tensor:
     def backward(
         self, retain_graph: bool = False, create_graph: bool = False, on_input: Callable[[Tensor], None] | None = None
     ) -> None:
-        """Add the gradient of this Tensor (of its sum, if it has many elements) to every input behind it.
+        """Add the gradient of this Tensor (of the sum of its elements) to `grad` of all inputs and parameters.
 
         Args:
-            retain_graph: keep the graph for another `backward`, instead of freeing it on the way.
-            create_graph: refused with a NotImplementedError: gradients are constants.
-            on_input: called with each input whose gradient is complete, while the pass goes on.
+            retain_graph: keep the graph for another call of `backward` instead of freeing it.
+            create_graph: not supported (NotImplementedError): gradients are constants.
+            on_input: called with each input as soon as its gradient is complete.
 
         Raises:
-            RuntimeError: nothing behind this Tensor requires a gradient; or as `autograd.walk_backward`.
+            RuntimeError: no input of this Tensor requires a gradient; or see `autograd.walk_backward`.
         """
         if create_graph:
             raise NotImplementedError("backward: expected create_graph=False: there are no gradients of gradients")
         if not self.requires_grad:
-            raise RuntimeError(
-                "backward: this Tensor does not require a gradient, nor does anything it was made from "
-                "(a gradient is a constant: there are no gradients of gradients)"
-            )
+            rule = "a gradient is a constant: there are no gradients of gradients"
+            raise RuntimeError(f"backward: this Tensor does not require a gradient ({rule})")
         ones = self.xp.empty_like(self.array)
         ones.fill(1)
         sums = autograd.GradientSums()
         for leaf, grad in autograd.walk_backward(self, ones, sums, retain_graph):
             if grad.shape != leaf.array.shape:
                 raise RuntimeError(f"backward: a gradient of shape {grad.shape} came for {autograd.describe(leaf)}")
-            # the gradient becomes the user's, so it shares memory with nothing else
-            grad = sums.own(leaf, grad) if leaf.grad is None else leaf.grad.array + grad
+            # the user may change the gradient in place, so it must not share memory
+            grad = sums.unshare(leaf, grad) if leaf.grad is None else leaf.grad.array + grad
             leaf.grad = Tensor(grad, False, leaf.is_batched)
             if on_input is not None:
                 on_input(leaf)
 
-    if TYPE_CHECKING:  # ops.py, extra_ops.py, einsum.py and tensor_methods.py attach these
+    if TYPE_CHECKING:  # attached by ops.py, extra_ops.py, einsum.py and tensor_methods.py
         back_fns: tuple[Callable[[Tensor], Array | Tensor], ...]
 
-        def close_to(self, other: Operand, rtol: float = ..., atol: float = ..., equal_nan: bool = ...) -> bool: ...
+        close_to: Callable[..., bool]
+        item: Callable[[], Any]
+        to_gpu: Callable[..., Tensor]
+        split: Callable[..., list[Tensor]]
+        einsum: Callable[[str], Tensor]
+
         def _unary(self) -> Tensor: ...
         def _binary(self, other: Operand) -> Tensor: ...
         def _reduction(self, axis: Axis = None, keepdims: bool = False) -> Tensor: ...
@@ -141,15 +148,11 @@ class Tensor:
         sum = mean = max = min = _reduction
         reshape = transpose = _reordering
 
-        def item(self) -> Any: ...
         def __int__(self) -> int: ...
         def __float__(self) -> float: ...
         def __len__(self) -> int: ...
-        def to_gpu(self, device: int = 0) -> Tensor: ...
         def __getitem__(self, index: Any) -> Tensor: ...
         def __iter__(self) -> Iterator[Tensor]: ...
-        def split(self, n_splits: int, axis: int = -1) -> list[Tensor]: ...
-        def einsum(self, subscripts: str) -> Tensor: ...
 
 
 def record(
@@ -160,14 +163,12 @@ def record(
     is_batched: bool | None = None,
     saved: tuple[Any, ...] = (),
 ) -> Tensor:
-    """Return the result of an operation as a Tensor, with its history where a gradient can flow.
+    """Return the result of an operation as a Tensor; store its inputs and backward function if a gradient can flow.
 
     Args:
-        args: the Tensors that it was computed from.
-        backward: called as backward(grad, needs_grad, *saved), as `autograd.Backward` says.
-        is_batched: as any of the args is, unless given.
-        saved: one tuple where a closure would be several objects: Python's garbage collector walks over every one,
-            again and again while a graph grows, which costs more than a small operation itself.
+        backward: called as backward(grad, needs_grad, *saved), see `autograd.Backward`.
+        is_batched: by default, whether any of the args is batched.
+        saved: arrays for `backward`. For small operations a tuple is faster than a closure (garbage collection).
     """
     requires_grad = any_batched = False
     for arg in args:
@@ -177,11 +178,11 @@ def record(
             any_batched = True
     if is_batched is None:
         is_batched = any_batched
-    modes = autograd.current_modes.get()  # by the module: of an imported name, `get` would be looked up slowly
+    modes = autograd.current_modes.get()  # via the module, which is faster than an imported name
     if not requires_grad or (modes and not all(mode.builds_graph for mode in modes)):
         return Tensor(array, False, is_batched, name)
     result = Tensor(array, True, is_batched, name, args, backward, saved)
-    if modes:  # nearly always there is none, and an empty loop is not free
+    if modes:  # usually empty; the check is faster than an empty loop
         for mode in modes:
             if mode.on_record is not None:
                 mode.on_record(result)
@@ -191,12 +192,12 @@ def record(
 def to_tensor(
     x: Operand, *, dtype: Any = None, requires_grad: bool = True, is_batched: bool = False, name: str | None = None
 ) -> Tensor:
-    """Make a Tensor of a number, a (nested) list, a NumPy or CuPy array, or another Tensor's values.
+    """Make a Tensor from a number, a (nested) list, a NumPy or CuPy array, or another Tensor.
 
     Args:
-        x: the values. An array that has the right dtype is used as it is, not copied.
+        x: the values. An array of the right dtype is not copied.
         dtype: float32 unless given; `int` and other integer dtypes keep labels and indices. Booleans stay booleans.
-        requires_grad: whether gradients flow to it; integers and booleans have none.
+        requires_grad: whether `backward` computes its gradient; always False for integers and booleans.
 
     Raises:
         TypeError: `x` does not hold numbers.
@@ -217,5 +218,5 @@ def to_tensor(
 
 
 def no_grad() -> AbstractContextManager[None]:
-    """Build no graph within this block (and this thread): its results cannot be differentiated."""
+    """Return a context manager that disables graph building in this thread: results cannot be differentiated."""
     return autograd.graph_mode(autograd.Mode(builds_graph=False))

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tricycle import devices
-from tricycle.autograd import GradientSums, OwnedGradient, SlicedGradient, assemble, walk_backward
+from tricycle.autograd import GradientSums, OwnedGradient, SlicedGradient, sum_slices, walk_backward
 from tricycle.devices import Array
 from tricycle.tensor import Operand, Tensor
 
@@ -150,7 +150,7 @@ def back_fn_of(x: Tensor, i: int) -> BackFn:
     def back_fn(grad: Tensor) -> Array | Tensor:
         gradient = backward(grad.array, needs_grad, *saved)[i]
         if type(gradient) is SlicedGradient:
-            return assemble([gradient], arg.array)
+            return sum_slices([gradient], arg.array)
         return gradient.array if type(gradient) is OwnedGradient else gradient
 
     return back_fn

@@ -1,8 +1,6 @@
-"""Training of any model: the loop, and the two verbs of an update, `compute_gradients` and `apply_gradients`.
+"""The training loop, and the two parts of an update: `compute_gradients` and `apply_gradients`.
 
-    train(model, optimiser, batches, n_steps=1000)
-
-Programs pass a `Session` for what surrounds the updates: checkpoints, evaluation, logs, several processes, signals.
+Programs pass a `Session` for checkpoints, evaluation, logging, distributed training and signals.
 """
 
 from __future__ import annotations
@@ -25,52 +23,52 @@ from tricycle.models import GPT
 from tricycle.optimisers import Optimiser, gradient_norm
 from tricycle.tensor import Tensor
 
-# From a batch and a factor to the mean loss over the batch's labels, multiplied by the factor: a number, or a 0-d array
-# on the model's device. `CrossEntropy` takes it as its third argument.
+# Called as batch_loss(batch, factor): returns the mean loss over the batch's labels times the factor, which is a number
+# or a 0-d array on the model's device.
 BatchLossFn = Callable[[Any, Any], Tensor]
 
 
 class NonFiniteError(ArithmeticError):
-    """Training met NaN or infinity. The update that met it changed no weights."""
+    """A loss or gradient is NaN or infinite; the update changed no weights."""
 
 
 class Gradients(NamedTuple):
-    """The mean loss over all labels (on a GPU, a 0-d array), and their number (1 where it is not known)."""
+    """The mean loss over all labels (a 0-d array on a GPU), and the number of labels (1 if unknown)."""
 
     loss: Any
     n_labels: Any
 
 
 class Session:
-    """What surrounds the updates of a training: here, nothing. Programs override what they need."""
+    """Callbacks of the training loop. By default they do nothing; programs override what they need."""
 
-    reducer: Callable[[Layer], Any] | None = None  # as of `compute_gradients`
+    reducer: Callable[[Layer], Any] | None = None  # see `compute_gradients`
     loss_scale: Any = None
 
     def __init__(self, n_steps: float) -> None:
-        self.step, self.n_steps = 0, n_steps  # updates made, and to make; the latter may change on the way
+        self.step, self.n_steps = 0, n_steps  # updates made, and in total; the total may change during training
 
     def batches(self, source: Any) -> AbstractContextManager[tuple[Sequence[Any], Sequence[Any] | None]]:
-        """Draw the batches of an update, and how many labels each has."""
+        """Return a context manager that gives the batches of an update, and the number of labels of each."""
         return nullcontext(([next(source)], None))
 
     def log(self, loss: Any, norm: Any) -> None:
-        """Note what an update gave: the mean loss, and the norm of the gradients before clipping."""
+        """Log the mean loss of an update and the gradient norm before clipping."""
 
     def recover(self, error: NonFiniteError) -> None:
-        """Leave out an update that met NaN, or go back to a checkpoint; else raise the error."""
+        """Skip an update with a non-finite loss or gradient, or roll back to a checkpoint, or raise the error."""
         raise error
 
     def should_stop(self) -> bool:
-        """Return whether training is to end before its last step."""
+        """Return whether to end training before the last step."""
         return False
 
     def should_evaluate(self) -> bool:
-        """Return whether the model is to be evaluated now, and saved before."""
+        """Return whether to save and evaluate the model now."""
         return False
 
     def evaluate(self) -> None:
-        """Measure the loss on held-out data, or draw samples."""
+        """Evaluate the held-out loss, or generate samples."""
 
     def save(self) -> None:
         """Save a checkpoint."""
@@ -86,14 +84,14 @@ def train(
     max_norm: float = 0.0,
     session: Session | None = None,
 ) -> bool:
-    """Train a model; return whether all steps were made, and the session did not end training before.
+    """Train a model; return whether all steps were made, without an early stop by the session.
 
     Args:
-        batches: what the session draws from; without one, what `batch_loss` takes.
-        n_steps: updates to make, where there is no session.
-        batch_loss: the cross-entropy of pairs of inputs and labels, unless given.
-        schedule: from the number of an update (1, 2, ...) to its learning rate; the optimiser's own unless given.
-        max_norm: as of `apply_gradients`.
+        batches: an iterator of arguments of `batch_loss`; a session may draw several for an update.
+        n_steps: the number of updates, if there is no session.
+        batch_loss: by default the cross-entropy of batches of inputs and labels.
+        schedule: maps the number of an update (1, 2, ...) to its learning rate; by default the optimizer's own.
+        max_norm: see `apply_gradients`.
 
     Raises:
         NonFiniteError: a loss or a gradient is NaN or infinite, and the session does not recover.
@@ -126,34 +124,34 @@ def compute_gradients(
     reducer: Callable[[Layer], Any] | None = None,
     loss_scale: Any = None,
 ) -> Gradients:
-    """Compute the gradients of batches, one after another, as of one batch of them all: each label counts the same.
+    """Compute the gradients of the mean loss over all labels of several batches (gradient accumulation).
 
-    They are added to those that are there (with several processes, to rank 0's, and all get the same).
+    They are added to existing gradients (with several processes, to those of rank 0, and broadcast to all).
 
     Args:
-        n_labels: of how many labels each batch's loss is the mean; needed for several batches.
-        reducer: sums gradients over processes, `tricycle.distributed.processes.ProcessGroup.reducer`.
-        loss_scale: for float16, `tricycle.training_state.LossScale`; `apply_gradients` needs the same.
+        n_labels: the number of labels of each batch; required for several batches.
+        reducer: for distributed training, `tricycle.distributed.processes.ProcessGroup.reducer`.
+        loss_scale: for float16, `tricycle.training_state.LossScale`, also an argument of `apply_gradients`.
 
     Raises:
-        ValueError: no batch, several and no number of labels for each, or no label at all.
-        NonFiniteError: a loss is NaN or infinite; there are no gradients then. (On a GPU no loss is read.)
+        ValueError: no batch, no labels, or no `n_labels` for several batches.
+        NonFiniteError: a loss is NaN or infinite; the gradients are cleared. (On a GPU, the loss is not read.)
     """
     n_labels = [1] if n_labels is None and len(batches) == 1 else n_labels
     if n_labels is None or len(n_labels) != len(batches):
         got = f"{len(batches)} and {'none' if n_labels is None else len(n_labels)}"
         raise ValueError(f"compute_gradients: expected a batch or more, and n_labels for each of several, got {got}")
     counts = [int_unless_on_gpu(n) for n in n_labels]
-    pending = None if reducer is None else reducer(model)
+    pending: Any = None if reducer is None else reducer(model)
     total = sum(counts) if pending is None else pending.total_labels(sum(counts))
     mean, problem = 0.0, ""
     if isinstance(total, int) and total == 0:
         raise ValueError("compute_gradients: expected at least one label to count, got none")
-    # what overflows is looked for, and named; activations that no gradient needs are freed
+    # overflow is detected below; activations that no gradient needs are freed
     with np.errstate(all="ignore"), graph_mode(Mode(run_block=Layer.run_and_free)):
         for index, (batch, n) in enumerate(zip(batches, counts)):
             if isinstance(n, int) and n == 0:
-                continue  # a mean over nothing, which would count nothing
+                continue  # a batch without labels does not contribute
             if pending is not None:
                 pending.start_batch()
             share = n / total
@@ -165,9 +163,8 @@ def compute_gradients(
                 problem = f"the loss is {value}; the first bad tensor is {_first_bad(compute_loss, model)}"
                 model.zero_grad()
                 break
-            loss.backward(
-                on_input=pending.on_gradient_complete if pending is not None and index == len(batches) - 1 else None
-            )
+            is_last = pending is not None and index == len(batches) - 1
+            loss.backward(on_input=pending.on_gradient_complete if is_last else None)
     mean = mean if loss_scale is None else mean / loss_scale.scale
     if pending is not None:
         mean, problem = pending.finish(mean, problem)
@@ -177,7 +174,7 @@ def compute_gradients(
 
 
 def _first_bad(compute_loss: Callable[[], Tensor], model: Layer) -> str:
-    """Name the first Tensor, in the order of computation, that is not finite: the loss is computed again for it."""
+    """Recompute the loss, and describe the first Tensor in the order of computation that is not finite."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     problems = [f"the parameter {name}" for parameter, name in names.items() if not _all_finite(parameter)]
     places = count()
@@ -205,12 +202,12 @@ def _all_finite(tensor: Tensor) -> bool:
 def apply_gradients(
     model: Layer, optimiser: Optimiser, grads: Gradients, max_norm: float = 0.0, loss_scale: Any = None
 ) -> Any:
-    """Clip the gradients to a common norm (0 leaves them), update the parameters, and clear the gradients.
+    """Clip the gradients to a global norm (0: no clipping), update the parameters, and clear the gradients.
 
-    Returns the norm before: a number, or of a model on a GPU a 0-d array there. Nothing here waits for the device.
+    Returns the norm before clipping: a number, or for a model on a GPU an unread 0-d array, without synchronization.
 
     Raises:
-        NonFiniteError: a gradient is NaN or infinite; the weights are as before. (On a GPU, too, but without error.)
+        NonFiniteError: a gradient is NaN or infinite; the weights are unchanged. (On a GPU, they are without an error.)
     """
     scale, n_skipped = (1.0, 0) if loss_scale is None else (loss_scale.scale, loss_scale.n_skipped)
     norm = gradient_norm(model) / scale
@@ -225,7 +222,7 @@ def apply_gradients(
         xp = array_module(norm)
         is_finite = xp.isfinite(norm + grads.loss)
         clip = max_norm / xp.maximum(norm, max_norm) if max_norm else 1.0
-        factor = xp.where(is_finite, clip / scale, 0)  # by 0 the optimiser changes nothing
+        factor = xp.where(is_finite, clip / scale, 0)  # with 0 the optimizer changes nothing
     optimiser.update(model.named_parameters(), factor, n_skipped)
     model.zero_grad()
     if loss_scale is not None:
@@ -243,7 +240,7 @@ def train_on_batch(
 
 
 def supervised_loss(model: Layer, loss_fn: CrossEntropy) -> BatchLossFn:
-    """Return the loss of batches that are pairs of inputs and labels (whole numbers); a GPT's by `GPT.loss`."""
+    """Return the loss function of batches of inputs and integer labels; for a GPT it calls `GPT.loss`."""
 
     def batch_loss(batch: Any, factor: Any) -> Tensor:
         inputs, labels = batch
@@ -255,5 +252,5 @@ def supervised_loss(model: Layer, loss_fn: CrossEntropy) -> BatchLossFn:
 
 
 def int_unless_on_gpu(count: Any) -> Any:
-    """Return a count as an int; a 0-d array on a GPU stays there, for to read it would wait for the device."""
+    """Convert a count to an int, except a 0-d array on a GPU, which reading would synchronize."""
     return count if devices.is_array(count) and devices.on_gpu(count) else int(count)

@@ -1,6 +1,6 @@
-"""Attention as one op of queries, keys and values.
+"""`Attention`: multi-head attention as one operation of queries, keys and values.
 
-Shapes: B batch, T queries, S keys, H heads of queries, K heads of keys and values, D head size, E size of a value.
+Shapes: B batch, T queries, S keys, H query heads, K key and value heads, D head size, E value size.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from tricycle.tensor import Operand, Tensor, record
 
 Mask = Tensor | Array | None
 
-# Layers that mix a token with the one before it, by the field of a config that asks for them: see `attention.shift`.
+# Layers that mix each token with the previous one, by the config field that enables them: see `attention.shift`.
 SHIFTS: dict[str, Any] = {}
 
 
 class Attention(Op):
-    """Compute softmax(Q K^T / sqrt(D)) V in each head, in memory that grows with T and S, not with their product.
+    """Multi-head attention, softmax(Q K^T / sqrt(D)) V, in memory linear in the numbers of queries and keys.
 
     Sources: Vaswani et al. 2017, section 3.2; shared heads of keys: Ainslie et al. 2023; sliding windows: Beltagy et
     al. 2020; soft-capping: Gemma Team 2024, section 2.
 
     Args:
-        softmax: what turns scores into weights: a name in `functions.SOFTMAXES`, or an object.
-        causal: a query sees the keys up to its own position, the last query being at the last key.
-        window: sliding-window size, the query's own position included; None for all. Needs `causal`.
-        scale: scores are products of queries and keys times this; 1 / sqrt(D) unless given.
-        cap: soft-cap of scores: s becomes cap tanh(s / cap); None leaves them.
+        softmax: the softmax variant: a name in `functions.SOFTMAXES`, or an object.
+        causal: each query attends to keys up to its own position; the last query is at the last key.
+        window: sliding-window size, including the query's own position; None for no limit. Requires `causal`.
+        scale: the factor of the dot products of queries and keys; by default 1 / sqrt(D).
+        softcap: the bound c of logit soft-capping, c tanh(score / c); None disables it.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class Attention(Op):
         scales: Tensor | None = None,
         precision: str = "float32",
     ) -> Tensor:
-        """Return (B, T, H, E) in the dtype of the query, zeros where a query sees no key.
+        """Compute attention (B, T, H, E), in the dtype of the query; 0 where all keys are masked.
 
         Args:
             query: (B, T, H, D).
             key: (B, S, K, D), K a divisor of H: query head h uses key head h // (H / K).
             value: (B, S, K, E).
-            mask: which keys may be seen besides, as `additive_mask` takes it.
-            scales: the parameter of a softmax that learns, such as `BlockSoftmax`.
-            precision: of the products, for a softmax that the kernels know.
+            mask: a further boolean mask, see `additive_mask`.
+            scales: the parameter of a softmax variant with one, such as `BlockSoftmax`.
+            precision: of the matrix products, for softmax variants with a fused kernel.
         """
         tensors = as_tensors(query, key, value)
         q, k, v = originals = [as_floating(tensor.array) for tensor in tensors]
@@ -79,7 +79,7 @@ class Attention(Op):
             q, k, v = _operands(originals, precision)
         hidden = None if mask is None else additive_mask("Attention", mask, q, q.shape[1], k.shape[1], q.shape[2])
         parameters = () if scales is None else (scales.array,)
-        like_queries = {"dtype": originals[0].dtype} if softmax.fused else {}  # for their operands may be narrower
+        like_queries = {"dtype": originals[0].dtype} if softmax.fused else {}  # the operands may have 16 bits
         out, attend_backward = softmax.attend(q, k, v, self.score_options(q, k), hidden, *parameters, **like_queries)
         args = tensors if scales is None else (*tensors, scales)
         if not grad_enabled_for(*args):
@@ -94,7 +94,7 @@ class Attention(Op):
         return record(out, args, backward, "attention")
 
     def score_options(self, q: Array, k: Array) -> ScoreOptions:
-        """Return how the kernels compute scores of these queries and keys."""
+        """Return the options of the attention kernels for queries q (B, T, H, D) and keys k (B, S, K, D)."""
         scale = 1 / math.sqrt(q.shape[3]) if self.scale is None else self.scale
         offset = k.shape[1] - q.shape[1] if self.causal else None
         return ScoreOptions(scale, offset, self.window, self.softcap)
@@ -105,16 +105,16 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
         check_device("Attention", q, k, v)
     fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[::3] == k.shape[::3] and k.shape[:3] == v.shape[:3]
     if not fits or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        wanted = "query (B, T, H, D), key (B, S, K, D) and value (B, S, K, E), H a multiple of K"
-        raise ValueError(f"Attention: expected {wanted}, got shapes {q.shape}, {k.shape} and {v.shape}")
+        expected = "query (B, T, H, D), key (B, S, K, D) and value (B, S, K, E), H a multiple of K"
+        raise ValueError(f"Attention: expected {expected}, got shapes {q.shape}, {k.shape} and {v.shape}")
 
 
 def additive_mask(op: str, mask: Mask, like: Array, n_queries: int, n_keys: int, n_heads: int = 1) -> Array | None:
-    """Return what is added to scores (B, H, T, S), (B or 1, H or 1, T or 1, S): 0, and -inf where a key is hidden.
+    """Convert a boolean mask to one that is added to scores: 0, or -inf for masked keys, (B or 1, H or 1, T or 1, S).
 
     Args:
-        like: an array of the scores' batch size, dtype and device.
-        mask: booleans, True where a key may be seen: (B, S), (B, T, S) or (B, H, T, S), whose axes may be 1 but for S.
+        like: an array with the batch size, dtype and device of the scores.
+        mask: True where a query may attend to a key: (B, S), (B, T, S) or (B, H, T, S); all axes but S may be 1.
     """
     if mask is None:
         return None
@@ -122,23 +122,23 @@ def additive_mask(op: str, mask: Mask, like: Array, n_queries: int, n_keys: int,
     array = mask.array if isinstance(mask, Tensor) else mask
     n_items = len(like)
     full = {2: (n_items, n_keys), 3: (n_items, n_queries, n_keys), 4: (n_items, n_heads, n_queries, n_keys)}
-    wanted = full.get(array.ndim, ())
-    fits = [n in (1, m) for n, m in zip(array.shape[:-1], wanted)]
-    if not wanted or array.dtype != bool or array.shape[-1] != n_keys or not all(fits):
+    shape = full.get(array.ndim, ())
+    fits = [n in (1, m) for n, m in zip(array.shape[:-1], shape)]
+    if not shape or array.dtype != bool or array.shape[-1] != n_keys or not all(fits):
         shapes = " or ".join(map(str, full.values()))
         raise ValueError(f"{op}: expected a mask of booleans of shape {shapes}, got {array.dtype} of {array.shape}")
     spread = array[(slice(None), *[None] * (4 - array.ndim))]
     return xp.where(xp.asarray(spread), 0, -xp.inf).astype(like.dtype)
 
 
-# Queries, keys and values often lie side by side in memory, as one product gave them: their gradients lie so, too.
+# Queries, keys and values are usually adjacent views of one product: their gradients get the same layout.
 def _merge_heads(x: Array) -> Array:
-    """(B, T, H, D) as (B, T, H * D), a view where its memory allows."""
+    """Reshape (B, T, H, D) to (B, T, H * D), as a view if possible."""
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
 
 
 def _operands(arrays: Sequence[Array], precision: str) -> list[Array]:
-    """Convert to operands of matrix products of a precision."""
+    """Convert arrays to operands of matrix products at a precision, in one pass if they are adjacent."""
     whole = joined_view([_merge_heads(array) for array in arrays])
     if whole is None:
         return [kernels.matmul_operand(array, precision) for array in arrays]
@@ -147,7 +147,7 @@ def _operands(arrays: Sequence[Array], precision: str) -> list[Array]:
 
 
 def _empty_like(arrays: Sequence[Array]) -> Callable[[], list[Array]]:
-    """Return a function that makes empty arrays of these shapes and dtypes, side by side where these are."""
+    """Return a function that allocates arrays of these shapes and dtypes, adjacent if these are."""
     xp = array_module(arrays[0])
     shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]
     if joined_view([_merge_heads(array) for array in arrays]) is None:
@@ -157,7 +157,7 @@ def _empty_like(arrays: Sequence[Array]) -> Callable[[], list[Array]]:
 
 
 def _parts(whole: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """(B, T, all of H * D) as one (B, T, H, D) after another."""
+    """Split (B, T, C) along the last axis into arrays of these shapes (B, T, H, D)."""
     parts = []
     start = 0
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""The KV cache: keys and values of earlier tokens, for generation (of several texts: `tricycle/decoding/ragged.py`).
+"""The KV cache of an attention layer, for generation (for batches of several texts: `tricycle/decoding/ragged.py`).
 
 Shapes: B batch, T tokens, K heads of keys and values, D head size.
 """
@@ -15,20 +15,20 @@ from tricycle.devices import Array, array_module
 from tricycle.tensor import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
-# Where the tokens of a sequence are in their texts: for each text the position of the first and the number of tokens.
+# The position of the first token and the number of tokens of each text in a sequence.
 Segments = tuple[tuple[int, int], ...]
 
-LEAST_ROOM = 256  # tokens
-BACK = 64  # tokens that a cache with a window can always be cropped by: more than are drafted at a time
+MIN_CAPACITY = 256  # tokens
+MAX_ROLLBACK = 64  # tokens by which a cache with a window can always be truncated: more than the number of draft tokens
 
 
 class KeyValueCache:
-    """The keys and values of the tokens that one attention layer has seen. No gradient flows through it.
+    """The keys and values of the tokens that one attention layer has processed, without gradients.
 
     Args:
-        capacity: how many tokens fit. Memory is taken as they come.
-        dtype: of what is kept; that of the first keys unless given.
-        window: size of the layer's sliding window; None for all. Tokens outside of it are dropped.
+        capacity: the maximum number of tokens. Memory grows on demand.
+        dtype: of the stored keys and values; by default that of the first keys.
+        window: the sliding-window size of the layer; older tokens are dropped. None to keep all.
     """
 
     def __init__(self, capacity: int, dtype: DTypeLike | None = None, window: int | None = None) -> None:
@@ -36,27 +36,27 @@ class KeyValueCache:
         self.dtype = None if dtype is None else np.dtype(dtype)
         self.window = window
         self.length = 0
-        self._first = 0  # position of the first token that is kept
-        self._held: int | None = None
+        self._first = 0  # position of the first stored token
+        self._pinned: int | None = None
         self._keys: Array | None = None
         self._values: Array | None = None
-        self.last: dict[str, Array] = {}  # the last token's input of layers that mix it with the next, (B, 1, ...)
+        self.last: dict[str, Array] = {}  # the last token's inputs of token-shift layers, (B, 1, ...)
 
     def texts(self, n_tokens: int) -> list[tuple[slice, KeyValueCache]]:
-        """Return for each text which of a sequence's tokens are its own, with its cache."""
+        """Return the slice of the sequence's tokens that belongs to each text, with the cache of that text."""
         return [(slice(0, n_tokens), self)]
 
     def segments(self, n_tokens: int) -> Segments:
-        """Return where the next tokens are in their texts."""
+        """Return the first position and the number of the next `n_tokens` tokens, for each text."""
         return ((self.length, n_tokens),)
 
     def call(self, layer: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Return `layer(x, cache, ...)`; a `RaggedCache` may call the layer with one text after the other."""
+        """Call `layer(x, cache, ...)`; a `RaggedCache` may call the layer once for each text."""
         result: Tensor = layer(x, self, *args, **options)
         return result
 
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
-        """Add keys and values (B, T, K, D); return those of all tokens that these T may see, or of more."""
+        """Append keys and values (B, T, K, D); return the stored ones, at least all that the T new tokens attend to."""
         n_items, n_tokens = keys.shape[:2]
         if self.length + n_tokens > self.capacity:
             raise ValueError(f"KeyValueCache: {self.length} + {n_tokens} tokens exceed its capacity of {self.capacity}")
@@ -72,87 +72,73 @@ class KeyValueCache:
         self._keys[:, start:stop], self._values[:, start:stop] = keys, values
         self.length += n_tokens
         seen = self._keys[:, :stop], self._values[:, :stop]
-        if stop > 2 * self._most:  # a long text at once, of which the next token sees little
+        if stop > 2 * self._most:  # after a long prefill the next token attends to few of them
             self._drop_unseen()
         return seen
 
     @property
     def _most(self) -> int:
-        """The number of tokens to keep before those outside of the window are dropped."""
-        return self.capacity if self.window is None else min(self.capacity, self.window - 1 + LEAST_ROOM)
+        """The number of stored tokens from which those outside of the window are dropped."""
+        return self.capacity if self.window is None else min(self.capacity, self.window - 1 + MIN_CAPACITY)
 
     def _enlarged(self, held: Array | None, new: Array, length: int, needed: int) -> Array:
-        """Return memory for `needed` tokens or more, not for a whole context window at once, with what is held."""
+        """Return a copy of the stored array with room for at least `needed` tokens."""
         room = 0 if held is None else held.shape[1]
-        grown = max(needed, min(self._most, max(2 * room, LEAST_ROOM)))
+        grown = max(needed, min(self._most, max(2 * room, MIN_CAPACITY)))
         larger = array_module(new).empty((new.shape[0], grown, *new.shape[2:]), self.dtype or new.dtype)
         if held is not None:
             larger[:, :length] = held[:, :length]
         return larger
 
     def _drop_unseen(self) -> None:
-        """Drop what no token sees from the last `BACK` on, nor from the position that is held."""
-        place = self.length - BACK if self._held is None else min(self._held, self.length - BACK)
-        first = place - (self.window or self.capacity) + 1
+        """Drop tokens outside the windows of the last `MAX_ROLLBACK` tokens and of the pinned position."""
+        earliest = self.length - MAX_ROLLBACK
+        earliest = earliest if self._pinned is None else min(self._pinned, earliest)
+        first = earliest - (self.window or self.capacity) + 1
         if first <= self._first or self._keys is None or self._values is None:
             return
         kept = slice(first - self._first, self.length - self._first)
         self._keys, self._values = self._keys[:, kept].copy(), self._values[:, kept].copy()
         self._first = first
 
-    def pin(self, place: int | None) -> None:
-        """Be able to crop to this position, until another is named or None."""
-        self._held = place
+    def pin(self, position: int | None) -> None:
+        """Keep the tokens needed to truncate the cache to this position, until another or None is pinned."""
+        self._pinned = position
 
     def can_truncate(self, length: int) -> bool:
-        """Return whether `truncate(length)` works: what the next token would see is kept, and nothing is mixed."""
+        """Return whether `truncate(length)` is possible: the window is still stored, and no token shift is used."""
         if length in (0, self.length):
             return True
-        return not self.has_shift_state and (self._first == 0 or self._first <= length - (self.window or 0) + 1)
+        return not self.last and (self._first == 0 or self._first <= length - (self.window or 0) + 1)
 
     def truncate(self, length: int) -> None:
-        """Drop all tokens but the first `length`; raise a ValueError if there are fewer, or `can_truncate` is False."""
+        """Drop all tokens after the first `length`; raise a ValueError if `can_truncate(length)` is False."""
         if not 0 <= length <= self.length:
             raise ValueError(f"KeyValueCache: expected to keep 0 to {self.length} tokens, got {length}")
         if length == self.length:
             return
-        if length and self.has_shift_state:
-            raise ValueError("KeyValueCache: expected attention without a shift, to forget some tokens")
+        if length and self.last:
+            raise ValueError("KeyValueCache: expected attention without token shift to truncate, got one with it")
         if not self.can_truncate(length):
-            raise ValueError(f"KeyValueCache: expected to keep what a token sees, but {length} is too long ago")
+            raise ValueError(f"KeyValueCache: expected a position whose window is still stored, got {length}")
         self._first = self._first if length else 0
         self.length = length
         self.last = {}
 
-    def select(self, rows: np.ndarray) -> KeyValueCache:
-        """Return a cache of some items of the batch, each as often as it is named."""
-        chosen = KeyValueCache(self.capacity, self.dtype, self.window)
-        chosen.length, chosen._first = self.length, self._first
-        held = {"_keys": self._keys, "_values": self._values, **self.last}
-        taken = {name: None if x is None else x[array_module(x).asarray(rows)] for name, x in held.items()}
-        chosen._keys, chosen._values = taken.pop("_keys"), taken.pop("_values")
-        chosen.last = taken
-        return chosen
-
-    @property
-    def has_shift_state(self) -> bool:
-        """Whether tokens were mixed with those before them."""
-        return bool(self.last)
-
     @property
     def keys(self) -> Array:
-        """(B, T, K, D) of all tokens that are kept."""
+        """The stored keys, (B, T, K, D)."""
         return None if self._keys is None else self._keys[:, : self.length - self._first]
 
 
 def takes_ragged(forward: F) -> F:
-    """Mark a `forward` that takes the new tokens of several texts as one sequence, with a `RaggedCache`."""
+    """Mark a `forward` method that accepts the tokens of several texts as one sequence with a `RaggedCache`."""
     forward.takes_ragged = True  # type: ignore[attr-defined]
     return forward
 
 
-def join(parts: Sequence[Tensor]) -> Tensor:
-    """Return results (1, T, ...) of several texts as one sequence, without gradients."""
+def concatenate_texts(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate results (1, T, ...) of several texts to one sequence, without gradients."""
     if len(parts) == 1:
         return parts[0]
     return Tensor(parts[0].xp.concatenate([part.array for part in parts], axis=1), False)

@@ -1,4 +1,4 @@
-"""A dataclass whose values are checked when it is made."""
+"""`ValidatedConfig`: a dataclass whose field values are validated on construction."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 else:
 
     class OneOf:
-        """`OneOf[str, TABLE]` is the Literal of the names in a table, read whenever a field's type is evaluated."""
+        """`OneOf[str, TABLE]`: a Literal of the names in a table, evaluated whenever a field is validated."""
 
         def __class_getitem__(cls, parameters: tuple[type, Any]) -> Any:
             return Literal[*parameters[1]]
 
 
-Rule = tuple[str, Callable[[Any], bool], str]  # names of fields, the values that they may have, and these in words
+Rule = tuple[str, Callable[[Any], bool], str]  # field names, a predicate of valid values, and a description
 
 
 class ValidatedConfig:
-    """The base of configs: a value that breaks a rule raises a ValueError that names the field and the rule."""
+    """The base of configs: an invalid value raises a ValueError with the field and the rule."""
 
     def _check(self, rules: list[Rule]) -> None:
         hints = get_type_hints(type(self))
@@ -41,13 +41,13 @@ class ValidatedConfig:
             raise ValueError(f"{type(self).__name__}: expected {field} to be {rule}, got {getattr(self, field)!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, as JSON can hold them."""
+        """Return all fields as a dict of JSON-serializable values."""
         values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Return the config that `to_dict` described; missing fields have their defaults, unknown ones are refused."""
+        """Make a config from the dict of `to_dict`; missing fields get defaults, unknown ones raise a ValueError."""
         unknown = sorted(set(values) - {field.name for field in fields(cls)})  # type: ignore[arg-type]
         if unknown:
             raise ValueError(f"{cls.__name__}: expected only known fields, got {', '.join(unknown)}")
@@ -55,7 +55,7 @@ class ValidatedConfig:
 
 
 def _expected(value: Any, kind: Any) -> str:
-    """Describe the values of a field's type; "" where `value` is one."""
+    """Return a description of the valid values of a type, or "" if `value` is valid."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):  # a type or None
         return "" if value is None else _expected(value, args[0])

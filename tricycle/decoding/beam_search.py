@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tricycle.attention import KeyValueCache
-from tricycle.decoding.ragged import next_logits
+from tricycle.decoding.ragged import next_logits, select_items
 from tricycle.generate import check_prompt
 from tricycle.models import GPT
 from tricycle.sequences.beam_search import run_beam_search
@@ -76,6 +76,6 @@ class _Texts:
         moved: set[int] = set()
         for row in rows.tolist():
             caches = self.caches[row]
-            chosen.append([cache.select(np.array([0])) for cache in caches] if row in moved else caches)
+            chosen.append([select_items(cache, np.array([0])) for cache in caches] if row in moved else caches)
             moved.add(row)
         self.caches = chosen

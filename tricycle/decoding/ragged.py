@@ -10,10 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.attention.cache import KeyValueCache, Segments, join
+from tricycle.attention.cache import KeyValueCache, Segments, concatenate_texts
+from tricycle.devices import array_module
 from tricycle.generate import next_logits as next_logits_of_one
 from tricycle.models import GPT
 from tricycle.tensor import Tensor
+
+
+def select_items(cache: KeyValueCache, rows: np.ndarray) -> KeyValueCache:
+    """Return a copy of a cache with the batch items `rows`, which may repeat."""
+    chosen = KeyValueCache(cache.capacity, cache.dtype, cache.window)
+    chosen.length, chosen._first = cache.length, cache._first
+    arrays = {"_keys": cache._keys, "_values": cache._values, **cache.last}
+    taken = {name: None if x is None else x[array_module(x).asarray(rows)] for name, x in arrays.items()}
+    chosen._keys, chosen._values = taken.pop("_keys"), taken.pop("_values")
+    chosen.last = taken
+    return chosen
 
 
 class RaggedCache(KeyValueCache):
@@ -41,7 +53,7 @@ class RaggedCache(KeyValueCache):
         """Return `layer(x, cache, ...)` for x (1, T, C); one call for each text unless the layer supports several."""
         if getattr(layer.forward, "takes_ragged", False):
             return super().call(layer, x, *args, **options)
-        return join([layer(x[:, rows], text, *args, **options) for rows, text in self.texts(x.shape[1])])
+        return concatenate_texts([layer(x[:, rows], text, *args, **options) for rows, text in self.texts(x.shape[1])])
 
 
 @np.errstate(all="ignore")  # sampling raises an error for logits that are not finite

@@ -8,7 +8,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tricycle.decoding.ragged import next_logits
+from tricycle.decoding.ragged import next_logits, select_items
 from tricycle.generate import DecodingState
 from tricycle.kernels.quantized import dtype_of
 from tricycle.models import GPT
@@ -42,7 +42,7 @@ class SpeculativeState(DecodingState):
     @property
     def can_truncate(self) -> bool:
         """Whether the last tokens can be removed from the caches."""
-        return not any(cache.has_shift_state for cache in self.caches)
+        return not any(cache.last for cache in self.caches)
 
     def truncate(self, length: int) -> None:
         """Keep only the first `length` tokens in the caches; empty the caches if they cannot be truncated there."""
@@ -69,7 +69,7 @@ class SpeculativeState(DecodingState):
         other = SpeculativeState(self.model, self.dtype)
         length = min(length, len(self.tokens))
         if length and not self.is_inexact and all(cache.can_truncate(length) for cache in self.caches):
-            other.caches = [cache.select(np.array([0])) for cache in self.caches]
+            other.caches = [select_items(cache, np.array([0])) for cache in self.caches]
             other.tokens = self.tokens
             other.truncate(length)
         return other

@@ -1,7 +1,7 @@
-"""The plain kernels: functions of arrays, right on NumPy and CuPy, against which every faster version is tested.
+"""Reference kernels in NumPy and CuPy: products, activations, norms, softmax, losses and optimizer updates.
 
-Calling `kernels.gelu` runs a faster version where one is registered for the type of its first array (`dispatch.py`);
-`kernels.gelu.reference` is the plain one. Shapes: N rows (all leading axes), C channels, V vocabulary.
+`kernels.gelu(x)` runs the first provider that accepts x (`dispatch.py`); `kernels.gelu.reference(x)` the code here.
+Shapes: N rows (all leading axes), C channels, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from tricycle.kernels.reference.attention import attention as attention
 from tricycle.kernels.reference.attention import attention_backward as attention_backward
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-explain: Callable[..., Any]  # which version runs for some arguments, and why: `explanation.py`
-FEW_ROWS = 16  # a product with so few rows takes the time in which the other matrix comes from memory
+explain: Callable[..., Any]  # which provider runs for given arguments, and why: `explanation.py`
+FEW_ROWS = 16  # up to this number of rows a matrix product is limited by the memory bandwidth of the other matrix
 
 
 @kernel
 def matmul_operand(x: Array, precision: str) -> Array:
-    """x as a matrix product of that precision takes it: itself, or a copy of 16 bits where that is faster."""
+    """Return x as an operand of matrix products at a precision: x itself, or a 16-bit copy where that is faster."""
     return x
 
 
 @kernel
 def matmul_operand_and_sums(x: Array, precision: str) -> tuple[Array, Array]:
-    """`matmul_operand` of (N, C), and its `sum_rows`: a gradient is multiplied, and summed for the bias."""
+    """Return `matmul_operand(x, precision)` and `sum_rows(x)` of x (N, C), for the backward of a linear layer."""
     return matmul_operand.reference(x, precision), sum_rows.reference(x)
 
 
 @kernel
 def to_compute_dtype(x: Array, precision: str) -> Array:
-    """x in the dtype that is computed in at that precision: its own, or one of 16 bits where that is faster."""
+    """Return x in the dtype of activations at a precision: its own, or a 16-bit dtype where that is faster."""
     return x
 
 
@@ -51,10 +51,10 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> Array:
-    """a b + bias (M,) for matrices (N, K) and (K, M), which may be transposed views, written into `out` if given.
+    """Compute a @ b + bias for matrices (N, K) and (K, M) and a bias (M,), into `out` if given.
 
-    The result has `dtype`, or that of the operands, float32 if these have 16 bits; sums have at least float32. "tf32"
-    as precision may round float32 operands to 11 bits for the product.
+    The matrices may be transposed views. The result has `dtype`, by default that of the operands, or float32 if these
+    have 16 bits; sums have at least float32. The precision "tf32" may round float32 operands to 11 bits.
     """
     product = array_module(a).matmul(upcast(a), upcast(b), out=out)
     if bias is not None:
@@ -64,19 +64,19 @@ def matmul(
 
 @upcasting_kernel(0)
 def sum_rows(x: Array) -> Array:
-    """(N, C) to (C,)."""
+    """Return the sum (C,) over the rows of x (N, C)."""
     return x.sum(axis=0)
 
 
 @upcasting_kernel(0)
 def sum_squares(x: Array) -> Array:
-    """The sum of the squares of all elements, a 0-d array."""
+    """Return the sum of the squares of all elements, as a 0-d array."""
     return x.ravel() @ x.ravel()
 
 
 @upcasting_kernel(1)
 def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), by exp(-|x|), which cannot overflow and keeps the precision of small results."""
+    """Compute 1 / (1 + exp(-x)) from exp(-|x|), which cannot overflow."""
     xp = array_module(x)
     small = xp.exp(-xp.abs(x))
     return xp.where(x >= 0, 1, small) / (1 + small)
@@ -84,13 +84,13 @@ def sigmoid(x: Array) -> Array:
 
 @upcasting_kernel(1)
 def gelu(x: Array) -> Array:
-    """Hendrycks and Gimpel 2016, the tanh form that GPT-2 uses."""
+    """Compute the tanh approximation of GELU (Hendrycks and Gimpel 2016), as GPT-2 does."""
     return 0.5 * x * (1 + array_module(x).tanh(SQRT_2_OVER_PI * (x + 0.044715 * x**3)))
 
 
 @upcasting_kernel(2)
 def gelu_with_derivative(x: Array) -> tuple[Array, Array | None]:
-    """gelu(x) and its derivative, or None for it: then `gelu_backward` computes it again from x."""
+    """Return gelu(x) and its derivative, or None for the derivative: `gelu_backward` then recomputes it from x."""
     t = array_module(x).tanh(SQRT_2_OVER_PI * (x + 0.044715 * x**3))
     slope = SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x**2)
     return 0.5 * x * (1 + t), 0.5 * (1 + t + x * (1 - t * t) * slope)
@@ -98,13 +98,13 @@ def gelu_with_derivative(x: Array) -> tuple[Array, Array | None]:
 
 @kernel
 def gelu_backward(grad: Array, x: Array | None, slope: Array | None) -> Array:
-    """The gradient of x, given that of gelu(x), and x or the derivative."""
+    """Return the gradient of x from that of gelu(x), given either x or the derivative of `gelu_with_derivative`."""
     return multiply.reference(grad, gelu_with_derivative.reference(x)[1] if slope is None else slope)
 
 
 @upcasting_kernel(1)
 def swiglu(x: Array) -> Array:
-    """a b sigmoid(b) for [a, b] = x along the last axis (Shazeer 2020)."""
+    """Compute a * b * sigmoid(b) for [a, b] = x, halves of the last axis (Shazeer 2020)."""
     half = x.shape[-1] // 2
     b = x[..., half:]
     return x[..., :half] * (b * sigmoid(b))
@@ -112,7 +112,7 @@ def swiglu(x: Array) -> Array:
 
 @upcasting_kernel(1)
 def swiglu_backward(grad: Array, x: Array) -> Array:
-    """The gradient of x, given that of swiglu(x). The sigmoids are computed again, and need no memory."""
+    """Return the gradient of x from that of swiglu(x); the sigmoids are recomputed to save memory."""
     x = upcast(x)
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
@@ -124,19 +124,19 @@ def swiglu_backward(grad: Array, x: Array) -> Array:
 
 @upcasting_kernel(1)
 def multiply(a: Array, b: Array) -> Array:
-    """a b; b may be a 0-d array."""
+    """Compute a * b, elementwise; b may be a 0-d array."""
     return a * b
 
 
 @kernel
 def add(a: Array, b: Array, out: Array | None = None) -> Array:
-    """a + b of one shape, written into `out` where that is given; it may be a or b."""
+    """Compute a + b for arrays of one shape; write it into `out` if given, which may be a or b."""
     return a + b if out is None else array_module(a).add(a, b, out=out)
 
 
 @kernel
 def dropout_mask(like: Array, shape: tuple[int, ...], keep: float, generator: np.random.Generator) -> Array:
-    """Draw 1 / keep with probability `keep`, else 0, on the host, for arrays like `like`: the same on any device."""
+    """Draw a dropout mask: 1 / keep with probability `keep`, else 0; drawn on the host, so alike on every device."""
     mask = array_module(like).asarray(generator.random(shape, dtype=np.float32) < keep).astype(like.dtype)
     mask /= keep
     return mask
@@ -144,7 +144,7 @@ def dropout_mask(like: Array, shape: tuple[int, ...], keep: float, generator: np
 
 @upcasting_kernel(1)
 def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate the pairs (x_i, x_{i + D/2}) of (B, T, H, D) by angles (T, D/2) (Su et al. 2021, "RoFormer")."""
+    """Apply RoPE to x (B, T, H, D): rotate channels i and i + D/2 by angles with the given cos and sin (T, D/2)."""
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     cos, sin = cos[:, None, :], sin[:, None, :]
@@ -153,28 +153,29 @@ def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
 
 @upcasting_kernel(1)
 def softmax(x: Array, off_by_one: bool = False) -> Array:
-    """exp(x_i) / sum_j exp(x_j), or softmax1, with 1 added to the sum. A row that is -inf everywhere gives zeros."""
+    """Compute softmax over the last axis, or softmax1 with `off_by_one` (1 added to the sum); a row of -inf gives 0."""
     xp = array_module(x)
     if not x.size:
         return x.copy()
     shift = x.max(axis=-1, keepdims=True)
     shift = xp.maximum(shift, 0) if off_by_one else xp.where(xp.isneginf(shift), 0, shift)
-    with np.errstate(over="ignore"):  # scores further apart than the dtype reaches give 0, as they should
+    with np.errstate(over="ignore"):  # differences beyond the range of the dtype correctly give 0
         y = xp.exp(x - shift)
     total = y.sum(axis=-1, keepdims=True)
-    if off_by_one:  # the 1 is one more score of 0
+    if off_by_one:  # the 1 equals an additional score of 0
         total += xp.exp(-shift)
     return y / xp.where(total == 0, 1, total)
 
 
 @upcasting_kernel(1)
 def softmax_backward(grad: Array, y: Array) -> Array:
-    """The gradient of x for y = softmax(x) or softmax1(x): both have dy_i/dx_j = y_i (delta_ij - y_j)."""
+    """Return the gradient of x from that of y = softmax(x) or softmax1(x): dy_i/dx_j = y_i (delta_ij - y_j)."""
     return y * (grad - (grad * y).sum(axis=-1, keepdims=True))
 
 
 @upcasting_kernel(1)
 def log_softmax(x: Array) -> Array:
+    """Compute log softmax(x) over the last axis."""
     if not x.size:
         return x.copy()
     xp, shifted = array_module(x), x - x.max(axis=-1, keepdims=True)
@@ -185,9 +186,9 @@ def log_softmax(x: Array) -> Array:
 def layer_norm(
     x: Array, gain: Array, bias: Array | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> tuple[Array, Array, Array]:
-    """Layer norm (Ba et al. 2016), or RMS norm (Zhang and Sennrich 2019) where not `subtract_mean`, of x (..., C).
+    """Compute layer norm (Ba et al. 2016) of x (..., C), or RMS norm (Zhang and Sennrich 2019) without `subtract_mean`.
 
-    Returns y in `dtype` or that of x, and for the backward the mean and 1 / deviation of each row (..., 1).
+    Returns y in `dtype`, by default that of x, and for the backward the mean and 1 / deviation of each row (..., 1).
     """
     xp, dtype, x = array_module(x), dtype or x.dtype, upcast(x)
     mean = x.mean(axis=-1, keepdims=True) if subtract_mean else xp.zeros_like(x[..., :1])
@@ -201,7 +202,7 @@ def layer_norm(
 def layer_norm_backward(
     grad: Array, x: Array, gain: Array, mean: Array, scale: Array, subtract_mean: bool
 ) -> tuple[Array, Array, Array]:
-    """The gradients of x, in its dtype, of gain and of bias."""
+    """Return the gradients of x (in its dtype), gain and bias from the gradient of the output of `layer_norm`."""
     dtype, rows = x.dtype, tuple(range(x.ndim - 1))
     grad, x = upcast(grad), upcast(x)
     normal, inner = (x - mean) * scale, grad * gain
@@ -215,10 +216,10 @@ def layer_norm_backward(
 def cross_entropy(
     logits: Array, labels: Array, weights: Array, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[Array, Array | None]:
-    """The sum over rows of weight * -log softmax(logits)[label], for logits (N, V), labels (N,) and weights (N,).
+    """Return the sum of weight * -log softmax(logits)[label] over rows, and its derivative with respect to the logits.
 
-    A weight is 0 where a row does not count; `smoothing` is the part of it that all labels share. With it comes the
-    derivative by the logits (N, V), which needs the same exponentials, or None without `with_gradient`.
+    logits: (N, V); labels and weights: (N,); a weight of 0 ignores its row. `smoothing` is the weight that all labels
+    share. The derivative (N, V) needs the same exponentials; it is None without `with_gradient`.
     """
     xp, dtype, logits = array_module(logits), logits.dtype, upcast(logits)
     places = xp.arange(len(labels)), labels
@@ -227,7 +228,7 @@ def cross_entropy(
     total, truth = slope.sum(axis=-1), shifted[places]
     if smoothing:
         truth = (1 - smoothing) * truth + smoothing * shifted.mean(axis=-1)
-    # where, for a row that does not count may cost infinitely much, and 0 times that is not 0
+    # `where`, because the loss of an ignored row may be infinite, and 0 times infinity is NaN
     costs = xp.where(weights == 0, 0, xp.log(total) - truth)
     slope *= (weights / total)[:, None]
     if smoothing:
@@ -238,7 +239,7 @@ def cross_entropy(
 
 @upcasting_kernel(0)
 def embedding_backward(grad: Array, ids: Array, n_rows: int) -> Array:
-    """The gradient of a table whose rows `ids` (N,) gave an output with gradient `grad` (N, C)."""
+    """Return the gradient of an embedding table (n_rows, C) from the gradient (N, C) of its rows `ids` (N,)."""
     xp = array_module(grad)
     table = xp.zeros((n_rows, grad.shape[-1]), grad.dtype)
     xp.add.at(table, ids, grad)
@@ -258,9 +259,9 @@ def adamw(
     decay: float,
     factor: Array | float | None = None,
 ) -> None:
-    """Update `step`, from 1, of AdamW (Loshchilov and Hutter 2019, algorithm 2), in place on weights and both moments.
+    """Make AdamW update number `step` (from 1) of weights and both moments, in place (Loshchilov and Hutter 2019).
 
-    `factor` multiplies the gradient; where it is not above 0, nothing changes. Both may be 0-d arrays.
+    `factor` multiplies the gradient; if it is 0 or less, nothing changes. `step` and `factor` may be 0-d arrays.
     """
     xp = array_module(weights)
     changed = (weights, first, second)
@@ -282,9 +283,8 @@ def adamw(
 
 @kernel
 def run_independent(like: Array, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
-    """Call functions that do not depend on each other, which compute with arrays like `like`; return their results.
+    """Call independent functions, in parallel if a provider for arrays like `like` can; return their results.
 
-    A job is a function, the number of elements that it computes with, whether it may run in any thread, at the same
-    time as others, and whether it uses one thread only.
+    A job: the function, its number of elements, whether it may run in any thread, and whether it uses only one thread.
     """
     return [job[0]() for job in jobs]

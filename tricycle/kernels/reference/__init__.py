@@ -1,1 +1,1 @@
-"""The plain kernels of attention and of quantized matrices, and the widening of 16-bit floats to 32."""
+"""Reference implementations of the attention kernels, in NumPy and CuPy."""

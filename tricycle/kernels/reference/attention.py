@@ -1,4 +1,4 @@
-"""Attention: scores of queries and keys, weights from scores, and means of values by these weights.
+"""Reference kernels of scaled dot-product attention, forward and backward.
 
 q is (B, T, H, D), k (B, S, K, D) and v (B, S, K, E), where H is a multiple of K: query head h uses key head
 h // (H / K) (Ainslie et al. 2023, "GQA"). mask is added to the scores: 0 or -inf, (B or 1, H or 1, T or 1, S).
@@ -12,35 +12,28 @@ from typing import Any, NamedTuple
 from tricycle.devices import Array, array_module
 from tricycle.kernels.dispatch import kernel, upcast
 
-RowSoftmaxFn = Callable[[Array], Array]  # from scores (..., T, S), -inf where a key is hidden, to weights, 0 there
-RowSoftmaxBackwardFn = Callable[
-    [Array, Array, Array], Array
-]  # from the weights' gradient, scores and weights to the scores'
+RowSoftmaxFn = Callable[[Array], Array]  # maps scores (..., T, S), -inf where a key is masked, to attention weights
+# Maps the gradient of the weights, the scores and the weights to the gradient of the scores.
+RowSoftmaxBackwardFn = Callable[[Array, Array, Array], Array]
 
 
 class ScoreOptions(NamedTuple):
-    """How scores are made of queries and keys, and which keys a query sees."""
+    """Options of attention scores: scale, causal offset, sliding window and soft-capping."""
 
     scale: float  # a score is scale * q . k
-    offset: int | None = None  # query t sees the keys up to t + offset; None: all of them
-    window: int | None = None  # only the latest `window` of these are seen; None: all of these. It needs an offset
+    offset: int | None = None  # query t attends to keys 0 .. t + offset; None: to all keys
+    window: int | None = None  # and only to the last `window` of them (sliding window); None: no limit; needs an offset
     softcap: float | None = None  # scores become cap * tanh(score / cap) before the mask (Gemma Team 2024, "Gemma 2")
 
 
 @kernel
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    score_options: ScoreOptions,
-    off_by_one: bool,
-    mask: Array | None = None,
-    dtype: Any = None,
+    q: Array, k: Array, v: Array, score_options: ScoreOptions, off_by_one: bool, mask: Any = None, dtype: Any = None
 ) -> tuple[Array, Array]:
-    """softmax(scores) v for every item and head (Vaswani et al. 2017, section 3.2.1), or softmax1 with `off_by_one`.
+    """Compute softmax(scores) v for each head, or softmax1 with `off_by_one`; return it with the scores' logsumexp.
 
-    Returns (B, T, H, E), in `dtype` or that of q, zeros where a query sees no key; and for the backward the log of
-    each row's sum of exponentials (B, H, T), -inf there (0 with `off_by_one`).
+    The output (B, T, H, E) has `dtype`, by default that of q, and is 0 where all keys are masked. The logsumexp of each
+    row, (B, H, T), is -inf there (0 with `off_by_one`); the backward kernel needs it. Source: Vaswani et al. 2017.
     """
     xp, dtype = array_module(q), dtype or q.dtype
     q, k, v, mask = map(upcast, (q, k, v, mask))
@@ -49,7 +42,7 @@ def attention(
     largest = xp.maximum(largest, 0) if off_by_one else xp.where(xp.isneginf(largest), 0, largest)
     weights = xp.exp(scores - largest)
     total = weights.sum(axis=-1, keepdims=True)
-    if off_by_one:  # one more key, with a score of 0 and a value of zeros
+    if off_by_one:  # equals an additional key with a score of 0 and a value of zeros
         total += xp.exp(-largest)
     empty = total == 0
     total = xp.where(empty, 1, total)
@@ -71,10 +64,10 @@ def attention_backward(
     dv: Array,
     mask: Array | None = None,
 ) -> None:
-    """Write the gradients of q, k and v into dq, dk and dv, whose memory may be strided and hold anything."""
+    """Write the gradients of q, k and v into dq, dk and dv, which may be strided and uninitialized."""
     xp = array_module(q)
     shift = xp.where(xp.isneginf(logsumexp), 0, logsumexp)[..., None]
-    # sum_s weight_s dweight_s is the product of the output with its own gradient
+    # sum_s weight_s dweight_s equals the dot product of the output and its gradient
     inner = (upcast(grad).swapaxes(1, 2) * upcast(out).swapaxes(1, 2)).sum(axis=-1, keepdims=True)
     row_softmax = lambda scores: xp.exp(scores - shift)
     row_softmax_backward = lambda dweights, scores, weights: weights * (dweights - inner)
@@ -94,7 +87,7 @@ def row_attention_backward(
     dv: Array,
     mask: Array | None = None,
 ) -> None:
-    """Write the gradients, as `attention_backward` does, of attention whose weights are row_softmax(scores)."""
+    """Write the gradients of q, k and v for attention with the weights row_softmax(scores) into dq, dk and dv."""
     grad, q, k, v, mask = map(upcast, (grad, q, k, v, mask))
     capped = softcapped_scores(q, k, score_options)
     scores = mask_scores(capped, score_options, mask)
@@ -109,16 +102,14 @@ def row_attention_backward(
 
 
 def softcapped_scores(q: Array, k: Array, score_options: ScoreOptions) -> Array:
-    """(B, H, T, S), with nothing hidden."""
+    """Return the scaled, soft-capped attention scores (B, H, T, S), without any mask."""
     scores = _products(q, k) * score_options.scale
-    return (
-        scores
-        if score_options.softcap is None
-        else score_options.softcap * array_module(q).tanh(scores / score_options.softcap)
-    )
+    cap = score_options.softcap
+    return scores if cap is None else cap * array_module(q).tanh(scores / cap)
 
 
 def mask_scores(scores: Array, score_options: ScoreOptions, mask: Array | None) -> Array:
+    """Return scores (B, H, T, S) with -inf where the causal offset, the sliding window or the mask hides a key."""
     xp = array_module(scores)
     if score_options.offset is not None:
         last = xp.arange(score_options.offset, score_options.offset + scores.shape[2])[:, None]
@@ -131,18 +122,18 @@ def mask_scores(scores: Array, score_options: ScoreOptions, mask: Array | None) 
 
 
 def _by_key_head(x: Array, n_key_heads: int) -> Array:
-    """(B, H, T, ...) as (B, K, H/K * T, ...): the rows of all query heads that share a key head."""
+    """Reshape (B, H, T, ...) to (B, K, H/K * T, ...): the rows of all query heads that share a key head."""
     n_items, n_heads, n_rows, size = x.shape
     return x.reshape(n_items, n_key_heads, n_heads // n_key_heads * n_rows, size)
 
 
 def _products(q: Array, k: Array) -> Array:
-    """q . k for every query and key: (B, H, T, S)."""
+    """Return the dot products of all queries and keys, (B, H, T, S)."""
     products = _by_key_head(q.swapaxes(1, 2), k.shape[2]) @ k.transpose(0, 2, 3, 1)
     return products.reshape(len(q), q.shape[2], q.shape[1], k.shape[1])
 
 
 def apply_weights(weights: Array, v: Array) -> Array:
-    """(B, H, T, S) and (B, S, K, E) to (B, T, H, E)."""
+    """Return the weighted sums (B, T, H, E) of values (B, S, K, E) by attention weights (B, H, T, S)."""
     mixed = (_by_key_head(weights, v.shape[2]) @ v.swapaxes(1, 2)).reshape(*weights.shape[:3], v.shape[3])
     return array_module(v).ascontiguousarray(mixed.swapaxes(1, 2))
