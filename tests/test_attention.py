@@ -313,7 +313,10 @@ BAD = {
     "rotary shape": (lambda: Rotary()(np.ones((4, 12))), "Rotary: expected shape (batch, tokens, heads, head size),"),
     "token shift of another width": (lambda: TokenShift(4)(np.ones((1, 2, 3))), "TokenShift: expected the last axis"),
     "key shift of another width": (lambda: KeyShift(2, 2)(np.ones((1, 2, 3))), "KeyShift: expected the last axis to"),
-    "rotary of odd heads": (lambda: Rotary()(np.ones((1, 4, 1, 3))), "Rotary: expected an even number of rotated channels, got"),
+    "rotary of odd heads": (
+        lambda: Rotary()(np.ones((1, 4, 1, 3))),
+        "Rotary: expected an even number of rotated channels, got",
+    ),
     "a mask of numbers": (
         lambda: SelfAttention(2)(np.ones((1, 4, 6)), mask=np.ones((1, 4))),
         "Attention: expected a mask of booleans of shape (1, 4) or (1, 4, 4) or (1, 2, 4, 4), got float64 of (1, 4)",

@@ -140,7 +140,9 @@ def test_adafactor_keeps_a_number_for_each_row_and_column() -> None:
         "rows": (3, 4),
         "columns": (3, 5),
     }
-    with pytest.raises(ValueError, match=r"^Adafactor: expected optimizer state rows of shape \(3, 4\), got \(3, 4, 5\)$"):
+    with pytest.raises(
+        ValueError, match=r"^Adafactor: expected optimizer state rows of shape \(3, 4\), got \(3, 4, 5\)$"
+    ):
         optimiser.set_state(parameter, 1, {"rows": parameter.array, "columns": parameter.array})
 
 

@@ -27,9 +27,7 @@ def test_an_update_between_forward_and_backward_is_refused(optimiser, rng):
     first, second = (layer(x) ** 2).sum(), (layer(x) ** 3).sum()
     first.backward()
     layer.update(optimiser)
-    with pytest.raises(
-        RuntimeError, match=r"shape \(3, 2\) was changed in place after dense was comp"
-    ):
+    with pytest.raises(RuntimeError, match=r"shape \(3, 2\) was changed in place after dense was comp"):
         second.backward()
     (layer(x) ** 3).sum().backward()
 
