@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tricycle.kernels import KERNELS, ScoreOptions, row_attention  # noqa: F401  (it defines kernels too)
+from tricycle.kernels import KERNELS, ScoreOptions
+from tricycle.kernels import row_attention as row_kernels  # noqa: F401  (it defines kernels)
 
 NAMES = ("attention_scores", "attention", "attention_backward", "row_attention", "row_attention_backward")
 reference = SimpleNamespace(**{name: KERNELS[name].reference for name in NAMES})

@@ -9,6 +9,7 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.attention import KeyValueCache
+from tricycle.decoding.ragged import select_items
 from tricycle.sequences.seq2seq import EncoderDecoder
 from tricycle.tensor import Operand, Tensor
 
@@ -127,7 +128,7 @@ def select_rows(state: Any, rows: np.ndarray) -> Any:
     if isinstance(state, np.ndarray):
         return state[rows]
     if isinstance(state, KeyValueCache):
-        return state.select(rows)
+        return select_items(state, rows)
     if isinstance(state, dict):
         return {name: select_rows(value, rows) for name, value in state.items()}
     return type(state)(select_rows(value, rows) for value in state) if isinstance(state, (list, tuple)) else state
