@@ -8,7 +8,7 @@ from tables import wrong_flags
 from experiments.anomalies import methods, report, study
 from experiments.anomalies.__main__ import main
 from experiments.anomalies.data import BEAT, KINDS, SLOT, Series, labels_of, normal_series, series_with_events
-from experiments.anomalies.study import RATES, Settings, area, curve, measure, new_windows, scores
+from experiments.anomalies.study import RATES, Settings, measure, new_windows, roc_area, roc_curve, scores
 from experiments.shared.results import read
 from experiments.shared.training import stream, train_best
 from tricycle.sequences.autoencoders import Autoencoder
@@ -106,7 +106,7 @@ def test_a_training_keeps_the_best_weights_and_repeats(rng):
         batches = (x[generator.integers(0, 200, 32)].astype(np.float32) for _ in range(150))
         validate = lambda model=model: float(model.loss(x.astype(np.float32)))
         batch_loss = lambda batch, factor, model=model: model.loss(batch) * factor
-        expect = methods.restored(train_best(model, batch_loss, batches, 150, 0.01, validate, ""))
+        expect = methods.autoencoder_reconstruction(train_best(model, batch_loss, batches, 150, 0.01, validate, ""))
         made.append(expect(x))
     np.testing.assert_array_equal(*made)
     assert ((made[0] - x) ** 2).mean() < 0.1 * (x**2).mean()
@@ -121,15 +121,15 @@ def test_area_is_that_of_scikit_learn(rng):
     normal, other = rng.integers(0, 20, 300) / 7.0, rng.integers(5, 25, 100) / 7.0
     truth = np.repeat([0, 1], [300, 100])
     errors = np.concatenate([normal, other])
-    assert area(other, normal) == pytest.approx(metrics.roc_auc_score(truth, errors))
-    assert area(normal, normal) == pytest.approx(0.5)
-    assert area(np.array([2.0]), np.array([0.0, 1, 2, 3])) == pytest.approx(2.5 / 4)
+    assert roc_area(other, normal) == pytest.approx(metrics.roc_auc_score(truth, errors))
+    assert roc_area(normal, normal) == pytest.approx(0.5)
+    assert roc_area(np.array([2.0]), np.array([0.0, 1, 2, 3])) == pytest.approx(2.5 / 4)
 
 
 def test_a_curve(rng):
     normal = rng.random(20_000)
-    np.testing.assert_allclose(curve(rng.random(20_000), normal), RATES, atol=0.02)
-    np.testing.assert_array_equal(curve(2 + rng.random(10), normal), 1)
+    np.testing.assert_allclose(roc_curve(rng.random(20_000), normal), RATES, atol=0.02)
+    np.testing.assert_array_equal(roc_curve(2 + rng.random(10), normal), 1)
 
 
 def test_measuring_what_sees_all_and_what_sees_nothing():
@@ -144,7 +144,7 @@ def test_measuring_what_sees_all_and_what_sees_nothing():
 
 def test_windows_laid_over_each_other_are_the_series():
     values = np.arange(100.0)
-    np.testing.assert_allclose(report.overlaid(study.windows_of(values, 20, 5), 5), values)
+    np.testing.assert_allclose(report.overlap_add(study.windows_of(values, 20, 5), 5), values)
 
 
 # -------------------------------------------------------------------- the program

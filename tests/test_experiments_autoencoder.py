@@ -10,7 +10,7 @@ from tables import wrong_flags
 from experiments.autoencoder import data, report, study
 from experiments.autoencoder.__main__ import main
 from experiments.autoencoder.models import PCA, LinearFilter
-from experiments.autoencoder.study import Settings, Study, bound, likeness, missed
+from experiments.autoencoder.study import Settings, Study, negative_elbo, precision_and_recall, unexplained_variance
 from experiments.shared.results import read
 from experiments.shared.training import stream
 from tricycle_datasets import mnist
@@ -107,11 +107,13 @@ def test_pca_is_a_normal_distribution(digits):
     pca = PCA(digits.train.images, 5)
     images = digits.test.images.reshape(300, -1).astype(float)
     mean, spread = pca.fitted.mean_, pca.fitted.get_covariance()
-    assert pca.surprise(digits.test.images) == pytest.approx(-multivariate_normal(mean, spread).logpdf(images).mean())
+    assert pca.negative_log_likelihood(digits.test.images) == pytest.approx(
+        -multivariate_normal(mean, spread).logpdf(images).mean()
+    )
     drawn = pca.draw(20_000, np.random.default_rng(0)).reshape(20_000, -1)
     np.testing.assert_allclose(np.cov(drawn.T), spread - pca.fitted.noise_variance_ * np.eye(64), atol=0.02)
     made = pca.decode(pca.encode(digits.test.images))
-    assert made.shape == (300, 8, 8, 1) and missed(made, digits.test.images, digits) < 0.6
+    assert made.shape == (300, 8, 8, 1) and unexplained_variance(made, digits.test.images, digits) < 0.6
 
 
 @pytest.mark.nightly
@@ -121,33 +123,35 @@ def test_no_linear_map_removes_noise_better(digits, rng):
     x, y = ((images - digits.train.images.mean(axis=0)).reshape(-1, 64) for images in (noisy, clean))
     regression = np.linalg.lstsq(x, y, rcond=None)[0]
     assert np.abs(LinearFilter(digits.train.images, 0.5).weights - regression).max() < 0.05
-    assert missed(LinearFilter(digits.train.images, 0.5)(noisy), clean, digits) < 0.55
+    assert unexplained_variance(LinearFilter(digits.train.images, 0.5)(noisy), clean, digits) < 0.55
 
 
 def test_what_is_missed(digits):
     images, mean = digits.test.images, digits.train.images.mean(axis=0)
-    assert missed(images, images, digits) == 0
-    assert missed(np.broadcast_to(mean, images.shape), images, digits) == pytest.approx(1, rel=1e-5)
-    assert missed(images + 5 * (images == 1) - 3 * (images == 0), images, digits) == 0  # cut to paper and ink
+    assert unexplained_variance(images, images, digits) == 0
+    assert unexplained_variance(np.broadcast_to(mean, images.shape), images, digits) == pytest.approx(1, rel=1e-5)
+    assert (
+        unexplained_variance(images + 5 * (images == 1) - 3 * (images == 0), images, digits) == 0
+    )  # cut to paper and ink
 
 
 def test_the_bound_is_one(digits):
     """Where the decoder is linear and the encoder the exact posterior, the bound is the likelihood itself."""
     model = Study(digits, TINY, 0).trained("dense", 4, 0.0, 0.3)
     images = digits.test.images[:50]
-    whole, divergence = bound(model, images)
+    whole, divergence = negative_elbo(model, images)
     with model.evaluating():
         constant = 64 * np.log(0.3 * np.sqrt(2 * np.pi))
         assert whole > float(model.loss(images)) + constant - 0.5  # the mean of the code errs less than draws
-    assert whole == bound(model, images)[0] and 0 < divergence < whole - constant
+    assert whole == negative_elbo(model, images)[0] and 0 < divergence < whole - constant
 
 
 def test_likeness(rng):
     real, others = rng.standard_normal((300, 2)), rng.standard_normal((200, 2))
-    precision, recall = likeness(real, rng.standard_normal((300, 2)), others)
+    precision, recall = precision_and_recall(real, rng.standard_normal((300, 2)), others)
     assert precision > 0.9 < recall
-    assert likeness(real, real + 50, others) == (0, 0)
-    narrow = likeness(real, 0.1 * rng.standard_normal((300, 2)), others)
+    assert precision_and_recall(real, real + 50, others) == (0, 0)
+    narrow = precision_and_recall(real, 0.1 * rng.standard_normal((300, 2)), others)
     assert narrow[0] == 1 and narrow[1] < 0.2
 
 
@@ -158,7 +162,7 @@ def test_codes_that_tell_digits_apart_and_codes_that_do_not(digits, rng, monkeyp
     assert study.classify(*parts, seed=0) > 0.95
     parts = [(noise(part), part.labels) for part in digits]
     assert study.classify(*parts, seed=0) < 0.2
-    rows = study.few_of(digits.train, 30, seed=0)
+    rows = study.balanced_subset(digits.train, 30, seed=0)
     assert (np.bincount(digits.train.labels[rows]) == 3).all() and len(set(rows)) == 30
 
 

@@ -9,7 +9,7 @@ from tables import wrong_flags
 
 from experiments.comparison import costs, report, study
 from experiments.comparison.__main__ import main
-from experiments.comparison.chains import Chains, counting, longest, shortest
+from experiments.comparison.chains import Chains, count_operations, longest_path, shortest_path
 from experiments.comparison.layers import LAYERS
 from experiments.comparison.recall import BODIES, MOST_BEFORE, N_CLASSES, N_LAYERS, QUESTION, new_batch, new_model
 from experiments.comparison.settings import TEST, VALIDATION, Settings
@@ -28,7 +28,7 @@ TINY = Settings(farthest=8, updates=40, parameters=2000, tested=100, rates=(1e-2
 
 # -------------------------------------------------------------------- chains
 def test_what_adds_to_a_chain():
-    with counting(np.maximum, 0) as rule:
+    with count_operations(np.maximum, 0) as rule:
         a, b = (np.full((3, 3), n, np.float32).view(Chains) for n in (2, 5))
         for result, wanted in (
             (a + b, 5),
@@ -67,14 +67,14 @@ def test_the_table_of_the_lecture_is_what_is_counted(n, d):
     }
     assert list(expected) == list(LAYERS)
     for name, wanted in expected.items():
-        assert longest(LAYERS[name](d, n, stream(0)), n, d) == wanted, name
+        assert longest_path(LAYERS[name](d, n, stream(0)), n, d) == wanted, name
 
 
 def test_dense_layers_are_a_chain_of_their_own():
     stack = lambda: Sequential(*(Dense(4, 4, generator=0) for _ in range(3)))
-    assert longest(stack(), 2, 4) == (3, 3 * 2 * 16)
-    assert shortest(stack(), 1, 4) == 3
-    assert shortest(stack(), 2, 4) == np.inf  # from one token to another there is no way
+    assert longest_path(stack(), 2, 4) == (3, 3 * 2 * 16)
+    assert shortest_path(stack(), 1, 4) == 3
+    assert shortest_path(stack(), 2, 4) == np.inf  # from one token to another there is no way
 
 
 def test_paths():
@@ -254,7 +254,7 @@ test_wrong_flags_are_refused = wrong_flags(
 
 
 def test_tables():
-    assert report.theirs("LSTM, open") == report.theirs("RNN")
+    assert report.lecture_complexity("LSTM, open") == report.lecture_complexity("RNN")
     runs = [{"kind": "RNN", "seed": s, "learned": [20, None, 40 + 20 * s][s:] + [None] * s} for s in range(2)]
     (row,) = report.updates_table([4, 8, 16], runs).splitlines()[2:]
     assert row == "| RNN | 20 (1 of 2) | 60 (1 of 2) | 40 (1 of 2) |"

@@ -13,9 +13,16 @@ from tables import wrong_flags
 
 from experiments.dates import data, report, several, study
 from experiments.dates.__main__ import main
-from experiments.dates.data import DAY, LANGUAGES, MONTH, NOTHING, YEAR, examples, is_clear, readings, write
+from experiments.dates.data import DAY, LANGUAGES, MONTH, NOTHING, YEAR, examples, is_unambiguous, possible_dates, write
 from experiments.dates.models import MODELS, new_model
-from experiments.dates.study import Settings, exact, look, on_fields, sight, train
+from experiments.dates.study import (
+    Settings,
+    attention_on_fields,
+    attention_weights,
+    exact_accuracy,
+    measure_attention,
+    train,
+)
 from experiments.shared.results import read
 from tricycle.dataset import pad
 
@@ -78,17 +85,19 @@ def test_the_reader_of_this_test_does_find_two():
 
 
 def test_numbers_alone():
-    assert readings("03", "04", "1998") == {date(1998, 4, 3), date(1998, 3, 4)}
-    assert readings("25", "12", "98") == {date(1998, 12, 25)}
-    assert readings("30", "02", "01") == {date(2030, 2, 1)}
-    assert readings("1998", "03", "04") == {date(1998, 3, 4)}
-    assert readings("03", "03", "03") == {date(2003, 3, 3)}
-    assert {data.whole_year(number) for number in range(100)} == set(range(1950, 2050))
+    assert possible_dates("03", "04", "1998") == {date(1998, 4, 3), date(1998, 3, 4)}
+    assert possible_dates("25", "12", "98") == {date(1998, 12, 25)}
+    assert possible_dates("30", "02", "01") == {date(2030, 2, 1)}
+    assert possible_dates("1998", "03", "04") == {date(1998, 3, 4)}
+    assert possible_dates("03", "03", "03") == {date(2003, 3, 3)}
+    assert {data.full_year(number) for number in range(100)} == set(range(1950, 2050))
     for form in ("{dd}_{mm}_{yyyy}", "{mm}_{dd}_{yyyy}"):
-        assert is_clear(form, date(1998, 12, 25)) and is_clear(form, date(1998, 3, 3))
-        assert not is_clear(form, date(1998, 3, 4))
-    assert not is_clear("{d} {month} {yy}", date(2012, 3, 4))
-    assert is_clear("{d} {month} '{yy}", date(2012, 3, 4)) and is_clear("{d} {month} {yy}", date(2032, 3, 4))
+        assert is_unambiguous(form, date(1998, 12, 25)) and is_unambiguous(form, date(1998, 3, 3))
+        assert not is_unambiguous(form, date(1998, 3, 4))
+    assert not is_unambiguous("{d} {month} {yy}", date(2012, 3, 4))
+    assert is_unambiguous("{d} {month} '{yy}", date(2012, 3, 4)) and is_unambiguous(
+        "{d} {month} {yy}", date(2032, 3, 4)
+    )
 
 
 def test_fields_are_where_they_are_said_to_be(many):
@@ -180,8 +189,8 @@ def test_several_dates():
     assert rows.shape == (50, 42)
     for one, row in zip(drawn, rows):
         assert (row[: len(one.iso) + 2] >= 0).all() and (row[len(one.iso) + 2 :] == data.IGNORED).all()
-    assert several.right_dates("1998-03-032001-01-01", "1998-03-032001-01-02") == 0.5
-    assert several.right_dates("1998-03-03", "1998-03-032001-01-02") == 0.5
+    assert several.fraction_of_right_dates("1998-03-032001-01-01", "1998-03-032001-01-02") == 0.5
+    assert several.fraction_of_right_dates("1998-03-03", "1998-03-032001-01-02") == 0.5
 
 
 # -------------------------------------------------------------------- models
@@ -199,7 +208,7 @@ def test_models_train_and_repeat(name):
         np.testing.assert_array_equal(value, other, err_msg=key)
     texts = study.held_out("test", 6, (0, 64))
     source, lengths = pad(texts.sources)
-    weights = look(model, source, texts.targets, lengths)
+    weights = attention_weights(model, source, texts.targets, lengths)
     n_heads = {"fixed context": 0, "Transformer": 8}.get(name, 1)
     assert weights.shape == (6, n_heads, 11, source.shape[1])
     np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
@@ -219,7 +228,7 @@ def test_attention_learns_dates_that_it_never_saw():
     seen, unseen = study.texts(examples(days, 2000, (0, 0), generator)), study.held_out("validation", 200, (0, 0))
     model, history = train("Luong general", settings, 0, seen, study.held_out("validation", 4, (0, 0)))
     assert np.mean(history["losses"][-10:]) < 0.25
-    assert exact(model, unseen) > 0.4
+    assert exact_accuracy(model, unseen) > 0.4
 
 
 def test_weights_on_fields():
@@ -227,7 +236,7 @@ def test_weights_on_fields():
     weights = np.zeros((1, 2, 11, 6))
     weights[0, 0, np.arange(11), [4, 4, 4, 5, 0, 2, 3, 0, 1, 0, 0]] = 1  # one digit of the year and of the day miss
     weights[0, 1] = 1 / 6
-    share, top = on_fields(weights, fields)
+    share, top = attention_on_fields(weights, fields)
     np.testing.assert_allclose(share[0], [[0.75, 1, 0.5], [1 / 6, 2 / 6, 1 / 6]])
     np.testing.assert_allclose(top[0, 0], [0.75, 1, 0.5])
 
@@ -235,7 +244,7 @@ def test_weights_on_fields():
 def test_sight_and_even_weights():
     model = new_model("Luong general", 6000, np.random.default_rng(0))
     model.attention.key.weights.array[:] = 0  # all scores are equal
-    seen = sight(model, study.held_out("test", 40, (0, 64)))
+    seen = measure_attention(model, study.held_out("test", 40, (0, 64)))
     assert seen.share.shape == (1, 3)
     np.testing.assert_allclose(seen.share[0], seen.even, rtol=1e-5)
 

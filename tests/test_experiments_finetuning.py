@@ -113,7 +113,7 @@ def test_judging_sums():
         tasks.Question("", True, "3 + 4 = 7. Seven.", tasks.NEW),
         tasks.Question("", True, "3 + 5 = 8. Eight.", tasks.OTHER),
     ]
-    scores = tasks.judge_sums(questions, ["There are 2", "3 + 4 = 7. Seven.", "nine"])
+    scores = tasks.score_sums(questions, ["There are 2", "3 + 4 = 7. Seven.", "nine"])
     assert scores == {"right": 1.0, "to the letter": 0.5, "new steps": 1.0, "told otherwise": 0.0}
 
 
@@ -153,21 +153,21 @@ class Box:
         """Nothing is in it any more."""
 '''
     tree = docstrings.ast.parse(source)
-    (found,) = docstrings.functions_in(tree, source.split("\n"), "boxes")
-    assert found.line == "How large the box is."
-    assert found.code == (
+    (results_of,) = docstrings.functions_in(tree, source.split("\n"), "boxes")
+    assert results_of.line == "How large the box is."
+    assert results_of.code == (
         "@property\ndef size(self):\n    # its sides\n    return self.width * self.height * self.depth + lid(self)"
     )
 
 
 def test_words_in_common():
-    assert docstrings.overlap("Return the size.", "return the whole size") == pytest.approx(6 / 7)
-    assert docstrings.overlap("", "") == 0
-    assert docstrings.overlap("the the", "the size") == 0.5
+    assert docstrings.rouge1_f1("Return the size.", "return the whole size") == pytest.approx(6 / 7)
+    assert docstrings.rouge1_f1("", "") == 0
+    assert docstrings.rouge1_f1("the the", "the size") == 0.5
     assert docstrings.same("Return the size", "return the size.")
     assert docstrings.first_line('\n  """Return it."""\nmore') == "Return it."
     questions = [tasks.Question("", True, "Return the size."), tasks.Question("", True, "Open a file.")]
-    assert tasks.judge_lines(questions, ["Return the size\n", "?"]) == {"overlap": 0.5, "the same": 0.5}
+    assert tasks.score_lines(questions, ["Return the size\n", "?"]) == {"overlap": 0.5, "the same": 0.5}
 
 
 # -------------------------------------------------------------------- the voice
@@ -181,10 +181,10 @@ def test_plays_in_tenths():
 
 def test_what_is_copied():
     known = voice.part("train").split()
-    copied, mixed = " ".join(known[:9]), " ".join(known[:9][::-1])
-    assert voice.copied([copied]) == 1
-    assert voice.copied([mixed]) == 0
-    assert voice.copied(["too short"]) == 0
+    copied_fraction, mixed = " ".join(known[:9]), " ".join(known[:9][::-1])
+    assert voice.copied_fraction([copied_fraction]) == 1
+    assert voice.copied_fraction([mixed]) == 0
+    assert voice.copied_fraction(["too short"]) == 0
 
 
 # -------------------------------------------------------------------- the program
@@ -266,7 +266,7 @@ def test_a_stopped_training_is_not_measured(finished, monkeypatch, tmp_path):
     settings = study.Settings(output=tmp_path)
     monkeypatch.setattr(study, "finetune", lambda words: 0)
     with pytest.raises(KeyboardInterrupt):
-        study.teach(tasks.VOICE, "lora", 0, settings, tmp_path / "run")
+        study.run_finetuning(tasks.VOICE, "lora", 0, settings, tmp_path / "run")
 
 
 @pytest.mark.nightly

@@ -17,11 +17,11 @@ from experiments.learned_statistics.blocks import (
     Rows,
     Subject,
     attention_of,
+    average_scales,
     block_starts,
-    coarsen,
-    cut,
     equal_shares,
     exact_shares,
+    use_block_softmax,
 )
 from experiments.learned_statistics.study import (
     FREE,
@@ -115,7 +115,7 @@ def test_measured_shares(subject, n_blocks):
     shares = exact_shares(subject, subject.rows("", "train", 8), (n_blocks,)).mean[n_blocks]
     assert shares.shape == (2, 2, n_blocks, 13)
     np.testing.assert_allclose(shares.sum(axis=2), 1, rtol=1e-5)
-    np.testing.assert_allclose(coarsen(shares, "position"), shares.mean(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(average_scales(shares, "position"), shares.mean(axis=1), rtol=1e-5)
     for i, start in enumerate(block_starts(n_blocks, 13)):
         assert (shares[:, :, i, :start] == 0).all()
         assert (shares[:, :, i, start:] > 0).all()
@@ -123,9 +123,9 @@ def test_measured_shares(subject, n_blocks):
 
 def test_numbers_of_maps(subject):
     rows = subject.rows("", "test", 4)[:, :-1]
-    cut(subject.model, Job("whole"))
+    use_block_softmax(subject.model, Job("whole"))
     whole = attention_of(subject.model, rows)
-    cut(subject.model, Job("none", 2))
+    use_block_softmax(subject.model, Job("none", 2))
     none = attention_of(subject.model, rows)
     assert [w.shape for w in none.values()] == [(4, 2, 13, 13)] * 2
     assert about_maps(whole, whole)["distance"] == [0, 0]
@@ -159,7 +159,7 @@ def row(kind: str, perplexity: float, blocks: int = 2, seed: int = 0) -> dict:
 def test_tables():
     rows = [row("whole", 4.0, 1), row("none", 8.0), row("learned", 5.0), row("learned", 4.6, seed=1)]
     rows += [row(kind, 4.0) for kind in ("1 / k", "measured", "measured per head", "learned per head", "exact")]
-    np.testing.assert_allclose(report.won_back(rows, "learned", 2, 0), [75, 85])
+    np.testing.assert_allclose(report.recovered_loss(rows, "learned", 2, 0), [75, 85])
     table = report.won_back_table(rows).splitlines()
     assert table[0] == "| model | blocks | 1 / k | measured | measured per head | learned | learned per head | exact |"
     assert table[2] == "| 0 | 2 | 100.0 | 100.0 | 100.0 | 80.0 ± 7.1 | 100.0 | 100.0 |"
@@ -199,7 +199,7 @@ def test_what_a_run_leaves(finished):
     assert len({row["perplexity"] for row in results["rows"]}) > 10
     for table in report.tables(results["rows"], results["attention"]).values():
         assert table in out
-    exact = report.won_back(results["rows"], "exact", 2, 0)
+    exact = report.recovered_loss(results["rows"], "exact", 2, 0)
     assert exact == pytest.approx(100, abs=5)  # of next to nothing after four steps
 
 

@@ -23,26 +23,26 @@ from experiments.learned_statistics.blocks import (
     GRAINS,
     Job,
     Rows,
-    coarsen,
-    cut,
+    average_scales,
     digest,
     exact_shares,
     first_scales,
     job_of,
-    learn,
+    train_scales,
+    use_block_softmax,
 )
 from experiments.learned_statistics.real_study import (
     FREE,
     RealBench,
     RealSettings,
     all_jobs,
+    expand_scales,
     explained,
     learned,
     mean,
     new_subject,
     repeated,
     same_beginning,
-    spread,
     written_jobs,
 )
 from experiments.shared.language_models import read
@@ -114,7 +114,9 @@ def test_the_model_has_opts_architecture(folder):
 
 
 def test_blocks_are_parts_of_the_window(settings, subject):
-    cut(subject.model, Job("learned", 4, "position"), first_scales(Job("learned", 4, "position"), 2, 4, WINDOW))
+    use_block_softmax(
+        subject.model, Job("learned", 4, "position"), first_scales(Job("learned", 4, "position"), 2, 4, WINDOW)
+    )
     (scales, *_) = (block.attention.softmax_scales for block in subject.model.blocks)
     assert scales.shape == (4, WINDOW)
     bench = RealBench(settings, subject)
@@ -130,15 +132,15 @@ def test_nothing_but_scales_changes(subject, settings, grain):
     job = learned(settings, grain=grain)
     before = digest(subject.model)
     first = first_scales(job, 2, 4, WINDOW)
-    scales, losses = learn(subject, job, 3, 2, first)
+    scales, losses = train_scales(subject, job, 3, 2, first)
     assert digest(subject.model) == before
     per_head, per_position = GRAINS[grain]
     shape = (*[4] * per_head, 4, WINDOW if per_position else 4)
     assert [array.shape for array in (*scales, *first)] == [shape] * 4
     assert all(abs(a - b).max() > 0.05 for a, b in zip(scales, first))
     assert len(losses) == settings.steps
-    again, _ = learn(subject, job, 3, 2, first)
-    other, _ = learn(subject, job._replace(seed=1), 3, 2, first)
+    again, _ = train_scales(subject, job, 3, 2, first)
+    other, _ = train_scales(subject, job._replace(seed=1), 3, 2, first)
     for a, b, c in zip(scales, again, other):
         np.testing.assert_array_equal(a, b)
         assert abs(a - c).max() > 0
@@ -151,7 +153,7 @@ def test_weights_that_change_are_noticed(subject, settings, monkeypatch):
 
     monkeypatch.setattr(blocks, "train_on_batch", careless)
     with pytest.raises(RuntimeError, match="expected the model's own weights to stay as they are"):
-        learn(subject, learned(settings), 3, 2, first_scales(learned(settings), 2, 4, WINDOW))
+        train_scales(subject, learned(settings), 3, 2, first_scales(learned(settings), 2, 4, WINDOW))
 
 
 def test_where_scales_begin():
@@ -173,11 +175,11 @@ def test_the_shares_of_one_row_are_what_is_missing(subject):
     begun = np.arange(WINDOW) >= np.arange(0, WINDOW, 6)[:, None]
     np.testing.assert_allclose(shares.mean[4].sum(axis=2), 1, rtol=1e-5)
     assert (shares.mean[4][..., ~begun] == 0).all()
-    cut(subject.model, Job("none", 4))
+    use_block_softmax(subject.model, Job("none", 4))
     assert abs(read(subject.model, row).losses - whole.losses).max() > 0.1
-    means = coarsen(shares.mean[4], "head and position")
+    means = average_scales(shares.mean[4], "head and position")
     for job, arrays in ((Job("mean", 4, "head and position"), means), (Job("exact", 4), ())):
-        cut(subject.model, job, list(arrays))
+        use_block_softmax(subject.model, job, list(arrays))
         np.testing.assert_allclose(read(subject.model, row).losses, whole.losses, rtol=1e-4)
     assert explained(shares, 4, "head and position") == pytest.approx(1, abs=1e-5)
 
@@ -186,19 +188,19 @@ def test_means_of_coarser_scales(subject):
     shares = exact_shares(subject, rows_of(subject, "code"), (2, 4))
     mean = shares.mean[4]
     np.testing.assert_allclose(mean[:, :, 0] + mean[:, :, 1] + mean[:, :, 2] + mean[:, :, 3], 1, rtol=1e-5)
-    np.testing.assert_allclose(coarsen(mean, "position"), mean.mean(axis=1), rtol=1e-6)
-    pairs = coarsen(mean, "head")
+    np.testing.assert_allclose(average_scales(mean, "position"), mean.mean(axis=1), rtol=1e-6)
+    pairs = average_scales(mean, "head")
     np.testing.assert_allclose(pairs[1, 2, 1, 3], mean[1, 2, 1, 18:].mean(), rtol=1e-6)
-    np.testing.assert_allclose(coarsen(mean, "layer"), pairs.mean(axis=1), rtol=1e-6)
-    assert all(spread(mean, grain).shape == mean.shape for grain in GRAINS)
-    np.testing.assert_allclose(spread(mean, "layer")[1, 3, 1, -1], pairs[1, :, 1, 3].mean(), rtol=1e-6)
+    np.testing.assert_allclose(average_scales(mean, "layer"), pairs.mean(axis=1), rtol=1e-6)
+    assert all(expand_scales(mean, grain).shape == mean.shape for grain in GRAINS)
+    np.testing.assert_allclose(expand_scales(mean, "layer")[1, 3, 1, -1], pairs[1, :, 1, 3].mean(), rtol=1e-6)
     known = {grain: explained(shares, 4, grain) for grain in GRAINS}
     assert known["layer"] < min(known["head"], known["position"])
     assert max(known["head"], known["position"]) < known["head and position"] < 1
     # by the definition, over all rows of each window by itself
     each = np.stack([exact_shares(subject, row[None], (4,)).mean[4] for row in rows_of(subject, "code")])
     equal = np.where(np.arange(WINDOW) >= np.arange(0, WINDOW, 6)[:, None], 1 / (np.arange(WINDOW) // 6 + 1), 0)
-    distances = [((each - scales) ** 2)[..., 6:].sum() for scales in (spread(mean, "position"), equal)]
+    distances = [((each - scales) ** 2)[..., 6:].sum() for scales in (expand_scales(mean, "position"), equal)]
     assert known["position"] == pytest.approx(1 - distances[0] / distances[1], rel=1e-4)
 
 
@@ -270,7 +272,7 @@ def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch):
     def never(*args):
         raise AssertionError("done again")
 
-    monkeypatch.setattr(blocks, "learn", never)
+    monkeypatch.setattr(blocks, "train_scales", never)
     monkeypatch.setattr(RealBench, "measure", never)
     monkeypatch.setattr(real_report, "plot", lambda *args: None)  # which takes long
     assert run_study(program.main, *words) == out
@@ -290,7 +292,7 @@ def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch):
     ],
 )
 def test_whose_model_is_named(folder, words, is_theirs):
-    assert real.is_asked_for([word.replace("FOLDER", str(folder)) for word in words.split()]) == is_theirs
+    assert real.names_pretrained_model([word.replace("FOLDER", str(folder)) for word in words.split()]) == is_theirs
 
 
 OF_SMOLLM2 = ["--model", "smollm2"]

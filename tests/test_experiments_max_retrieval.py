@@ -15,10 +15,10 @@ from experiments.max_retrieval.study import (
     Settings,
     batch_loss,
     errors,
-    examine,
     fit,
     measure,
     new_batch,
+    per_example_errors,
     scores_of,
     top_weights,
     train,
@@ -73,7 +73,7 @@ def test_the_softmax_in_the_experiment_is_that_of_the_model(model, name):
         model.attention.use_softmax(name)
         logits = model(batch.items, batch.query).array
         model.attention.use_softmax("softmax")
-    wrong = examine(model, batch, {name: softmax})["wrong"][0]
+    wrong = per_example_errors(model, batch, {name: softmax})["wrong"][0]
     np.testing.assert_array_equal(wrong, errors(logits, batch.targets))
     query, keys, values = model.project(batch)
     mixed = Tensor(softmax.row_softmax(scores_of(query, keys))[:, None] @ values.array)

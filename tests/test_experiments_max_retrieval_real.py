@@ -12,7 +12,7 @@ from tiny_models import TEXT, lively_model, tiny_tokeniser, write_folder
 
 from experiments.max_retrieval import fits, real, real_report
 from experiments.max_retrieval.prompts import TASKS, Prompt, Prompter, new_prompt, words_of
-from experiments.max_retrieval.tempering import MIDDLE, Betas, LogN, tempered
+from experiments.max_retrieval.tempering import MIDDLE, Betas, LogN, use_temperature
 from tricycle.models import GPT
 from tricycle.softmaxes import AdaptiveSoftmax
 from tricycle.tensor import no_grad
@@ -86,18 +86,18 @@ def test_a_temperature_is_that_of_the_scores(model):
     with Probe(model) as probe, probe.weigh(temperature=1 / 1.7):
         wanted = logits(model)
     plain = logits(model)
-    with tempered(model, betas):
+    with use_temperature(model, betas):
         np.testing.assert_allclose(logits(model), wanted, rtol=1e-4, atol=1e-4)
     assert abs(wanted - plain).max() > 0.1
     np.testing.assert_array_equal(logits(model), plain)
-    with tempered(model, None):
+    with use_temperature(model, None):
         np.testing.assert_array_equal(logits(model), plain)
 
 
 def test_heads_by_themselves(model):
     levels = np.zeros((2, 4))
     levels[1, 2] = 1.0
-    with Probe(model) as probe, tempered(model, Betas(levels)):
+    with Probe(model) as probe, use_temperature(model, Betas(levels)):
         logits(model)
         changed = {name: weights.copy() for name, weights in probe.weights.items()}
     with Probe(model) as probe:
@@ -119,7 +119,7 @@ def test_growth_with_the_number_of_keys():
 
 
 def test_ln_n_with_a_cache_is_that_without(model):
-    with tempered(model, LogN(4)):
+    with use_temperature(model, LogN(4)):
         wanted = logits(model)
         caches = model.new_caches()
         with no_grad():
@@ -130,7 +130,7 @@ def test_ln_n_with_a_cache_is_that_without(model):
 def test_other_softmaxes(model):
     with Probe(model) as probe, probe.weigh(softmax=AdaptiveSoftmax()):
         wanted = logits(model)
-    with tempered(model, AdaptiveSoftmax()):
+    with use_temperature(model, AdaptiveSoftmax()):
         np.testing.assert_array_equal(logits(model), wanted)
 
 
@@ -143,12 +143,12 @@ def test_betas_go_into_a_file_and_back():
 
 # -------------------------------------------------------------------- fits
 def test_slopes_are_differences(model, batch):
-    found = fits.slopes(model, [batch], fits.loss_of_answers)[0]
+    found = fits.beta_gradients(model, [batch], fits.loss_of_answers)[0]
 
     def loss(layer: int, head: int, level: float) -> float:
         levels = np.zeros((2, 4))
         levels[layer, head] = level
-        with tempered(model, Betas(levels)), no_grad():
+        with use_temperature(model, Betas(levels)), no_grad():
             return float(fits.loss_of_answers(model, batch).array)
 
     for layer, head in ((0, 1), (1, 3)):

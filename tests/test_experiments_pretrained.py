@@ -235,7 +235,7 @@ def test_a_letter_left_out(tmp_path):
     arrays = random_g2p()
     model, letters = g2p.load(made_up_g2p(tmp_path)), g2p.ids_of(["abed"])[0][0].tolist()
     whole = plain_log_p(arrays, letters)
-    for i, column in enumerate(look_g2p.left_out(model, "abed", SPOKEN).T):
+    for i, column in enumerate(look_g2p.leave_one_out(model, "abed", SPOKEN).T):
         without = plain_log_p(arrays, letters[:i] + letters[i + 1 :])
         expected = (np.exp(whole) * (whole - without)).sum(axis=1) / np.log(2)
         np.testing.assert_allclose(column, expected, rtol=1e-3, atol=1e-4)
@@ -264,14 +264,14 @@ def test_gradients_by_differences(tmp_path):
 def test_what_can_be_said_so_far(tmp_path):
     arrays = random_g2p()
     model, letters = g2p.load(made_up_g2p(tmp_path)), g2p.ids_of(["abed"])[0][0].tolist()
-    probable = look_g2p.so_far(model, "abed", SPOKEN)
+    probable = look_g2p.probabilities_by_state(model, "abed", SPOKEN)
     assert probable.shape == (4, 6)
     for n in range(6):
         np.testing.assert_allclose(
             probable[:, n], np.exp(plain_log_p(arrays, letters[:n])[range(4), SPOKEN]), rtol=1e-3
         )
     states = np.array([look_g2p.states_of(model, word)[-1] for word in ("abed", "deaf")])
-    both = look_g2p.said_from(model, states)
+    both = look_g2p.greedy_sounds(model, states)
     assert [sounds[: g2p.MOST_SOUNDS] for sounds in both] == g2p.pronounce(model, ["abed", "deaf"])
 
 
@@ -288,19 +288,27 @@ def test_alignments_by_hand():
 
 
 def test_consonants_by_hand():
-    assert [look_g2p.skeleton(word) for word in ("umbrella", "phrase", "comb", "apple")] == ["mrl", "fr", "m", "pl"]
-    assert look_g2p.heard("F R EY1 Z".split()) == "fr" and look_g2p.heard("B ER0 NG NG".split()) == "brn"
-    assert look_g2p.missed("problem", "P R AA1 L AH0 M".split()) == (1, 5)
+    assert [look_g2p.consonants_of_word(word) for word in ("umbrella", "phrase", "comb", "apple")] == [
+        "mrl",
+        "fr",
+        "m",
+        "pl",
+    ]
+    assert (
+        look_g2p.consonants_of_sounds("F R EY1 Z".split()) == "fr"
+        and look_g2p.consonants_of_sounds("B ER0 NG NG".split()) == "brn"
+    )
+    assert look_g2p.count_missed("problem", "P R AA1 L AH0 M".split()) == (1, 5)
     apart = [["P", "AE1"], ["T", "AA0", "D"]]
-    missed = look_g2p.missed_of_two(["patad"], apart, [["P", "AE0", "D"]])
-    assert missed == {"3 to 5": [0.0, pytest.approx(2 / 3)]}
+    count_missed = look_g2p.missed_in_pairs(["patad"], apart, [["P", "AE0", "D"]])
+    assert count_missed == {"3 to 5": [0.0, pytest.approx(2 / 3)]}
 
 
 def test_letters_that_a_state_holds():
     generator = np.random.default_rng(0)
     words = ["".join(row) for row in generator.choice(list("abcde"), (200, 3))]
     held = np.array([np.concatenate([np.eye(29)[g2p.LETTERS.index(letter)] for letter in word]) for word in words])
-    assert look_g2p.letters_held(held[:, :58], words, seed=0)[3] == [1, 1, pytest.approx(0.2, abs=0.15)]
+    assert look_g2p.letter_readout(held[:, :58], words, seed=0)[3] == [1, 1, pytest.approx(0.2, abs=0.15)]
 
 
 @pytest.mark.nightly
@@ -325,7 +333,7 @@ def test_the_real_pronouncer_aligns():
     hits = {view: of_view["hit"] for view, of_view in measured.items()}
     assert measured["gradient"]["pairs"] > 50 and hits["letter left out"] > 0.95
     assert hits["gradient"] < hits["by its place alone"] < hits["letter left out"]
-    (sounds,) = look_g2p.said_from(model, look_g2p.states_of(model, "transformation")[-1:])
+    (sounds,) = look_g2p.greedy_sounds(model, look_g2p.states_of(model, "transformation")[-1:])
     assert sounds == "T R AE0 N S F AO1 R M AH0 N T IY0 AH0 N".split()
 
 

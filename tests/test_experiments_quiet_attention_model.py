@@ -14,7 +14,7 @@ from tiny_models import TEXT, lively_model, write_folder
 
 from experiments.quiet_attention import __main__ as program
 from experiments.quiet_attention import pretrained
-from experiments.quiet_attention.eight_bits import MORE_WAYS, WAYS, Way, eight_bits, rounded
+from experiments.quiet_attention.eight_bits import MORE_WAYS, WAYS, Way, rounded, simulate_int8
 from experiments.quiet_attention.inside import look_inside, massive_tokens, weight_outliers
 from experiments.quiet_attention.pretrained import FREE, Settings, variants_of
 from experiments.quiet_attention.pretrained_report import grouped, report
@@ -55,7 +55,7 @@ def test_rounding_one_model_for_a_while(ids):
     weights = {name: p.array.copy() for name, p in model.named_parameters()}
     losses = {}
     for name, way in {**WAYS, **MORE_WAYS, "nothing": Way()}.items():
-        with eight_bits(model, way):
+        with simulate_int8(model, way):
             losses[name] = token_losses(model, ids, n_rows=1)
     assert all(np.array_equal(p.array, weights[name]) for name, p in model.named_parameters())
     np.testing.assert_array_equal(token_losses(model, ids, n_rows=1), plain)
@@ -72,7 +72,7 @@ def test_an_outlier_costs_where_there_is_one_scale(ids):
     plain = token_losses(model, ids, n_rows=1)
     off = {}
     for scales in ("tensor", "row"):
-        with eight_bits(model, Way(scales)):
+        with simulate_int8(model, Way(scales)):
             off[scales] = abs(token_losses(model, ids, n_rows=1) - plain).mean()
     assert off["tensor"] > 5 * off["row"]
 

@@ -125,13 +125,15 @@ def test_models_find_the_words_that_tell(problem, name):
     assert epochs.shape == (6, 3) and epochs[-1, 0] < epochs[0, 0]
     assert (
         record["validation"]
-        == shared.judge(shared.predict(model, parts.validation.sequences).logits, parts.validation.labels)[1]
+        == shared.loss_and_accuracy(shared.predict(model, parts.validation.sequences).logits, parts.validation.labels)[
+            1
+        ]
     )
     assert record["validation"] == pytest.approx(epochs[:, 2].max(), abs=1e-4)
     for row, sequence in zip(predicted.weights, parts.test.sequences):
         assert len(row) == len(sequence) and row.sum() == pytest.approx(1, abs=1e-4)
-    found = shared.together(problem, [(parts, {name: predicted})])
-    words = [word for word, share, _ in shared.favourites(problem, found, name, 3) if share > 1]
+    found = shared.concatenate_folds(problem, [(parts, {name: predicted})])
+    words = [word for word, share, _ in shared.top_weighted_tokens(problem, found, name, 3) if share > 1]
     assert set(words[:6]) & set(GOOD + BAD)
 
 
@@ -145,7 +147,7 @@ def test_the_epoch_that_is_kept(problem, monkeypatch):
         return predict(model, sequences)
 
     monkeypatch.setattr(shared, "predict", spy)
-    monkeypatch.setattr(shared, "judge", lambda logits, labels: next(judged))
+    monkeypatch.setattr(shared, "loss_and_accuracy", lambda logits, labels: next(judged))
     recipe = Recipe(embedding=4, size=2, epochs=4)
     model, history = shared.train("convolution", recipe, shared.split(problem, 4, 0, 0), 2, problem.longest, (0, 0, 0))
     assert history["best"] == 3
@@ -155,11 +157,11 @@ def test_the_epoch_that_is_kept(problem, monkeypatch):
 
 
 def test_hidden_words():
-    assert shared.hide([[5, 6, 7], [8]], [1, 0]) == [[5, UNKNOWN, 7], [UNKNOWN]]
+    assert shared.mask_tokens([[5, 6, 7], [8]], [1, 0]) == [[5, UNKNOWN, 7], [UNKNOWN]]
 
 
 def test_measures_by_hand():
-    loss, accuracy = shared.judge(np.log([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]]) + 7, np.array([1, 1]))
+    loss, accuracy = shared.loss_and_accuracy(np.log([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]]) + 7, np.array([1, 1]))
     assert (loss, accuracy) == (pytest.approx(-np.log(0.25 * 0.8) / 2), 0.5)
     mean = shared.mean_logits({"a": Predicted(np.log([[0.2, 0.8]]) + 5, []), "b": Predicted(np.log([[0.8, 0.2]]), [])})
     np.testing.assert_allclose(mean, np.log([[0.4, 0.4]]))

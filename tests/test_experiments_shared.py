@@ -8,7 +8,7 @@ import pytest
 from studies import run_study as run
 
 from experiments.shared import training
-from experiments.shared.program import among, at_least, between_0_and_1, run_study
+from experiments.shared.program import check_choices, check_fractions, check_minimum, run_study
 from experiments.shared.results import Record, rounded
 from experiments.shared.training import train_best
 from tricycle.layers import Dense
@@ -25,14 +25,14 @@ class Settings:
 
 
 def test_values_at_their_limits_are_taken():
-    at_least(Settings(), n=1)
-    between_0_and_1(Settings(), "rate", "rates")
-    among(Settings(), models=("a", "b, c", "d"))
+    check_minimum(Settings(), n=1)
+    check_fractions(Settings(), "rate", "rates")
+    check_choices(Settings(), models=("a", "b, c", "d"))
     for rate in (0, 1):
         with pytest.raises(ValueError, match=f"expected --rate above 0 and below 1, got {rate}"):
-            between_0_and_1(Settings(rate=rate), "rate")
+            check_fractions(Settings(rate=rate), "rate")
     with pytest.raises(ValueError, match="expected --models among a; b, c; got d"):
-        among(Settings(models=("a", "d")), models=("a", "b, c"))
+        check_choices(Settings(models=("a", "d")), models=("a", "b, c"))
 
 
 def test_flags_override_the_preset():

@@ -326,9 +326,9 @@ def test_a_run_of_the_baseline(texts, tmp_path):
         torch.set_num_threads(n_threads)
     names = [f"pytorch-{recipe}-text-validation-0.json" for recipe in ("gpt2-eager-float32", "laptop-eager-bfloat16")]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    plain, modern = (report.read(tmp_path / name) for name in names)
-    assert plain["settings"]["config"]["optimiser"] == "adamw"
-    for found in (plain, modern):
+    comparable_fields, modern = (report.read(tmp_path / name) for name in names)
+    assert comparable_fields["settings"]["config"]["optimiser"] == "adamw"
+    for found in (comparable_fields, modern):
         assert 0 < found["result"]["bits"] < 9
     table = report.tables(tmp_path)["PyTorch"]
     assert "| GPT-2's model, AdamW, float32 | text, validation |" in table
@@ -348,9 +348,9 @@ def test_scores_are_those_of_the_library(texts):
 
 # -------------------------------------------------------------------- functions that parse
 def test_where_a_function_ends():
-    assert not parses.is_over(b"\n\ndef f(\n    a,\n) -> int:\n\n    return 1\n\n")
-    assert parses.is_over(b"\n\ndef f():\n    return 1\nx")
-    assert parses.is_over(b"def f():\n    return 1\n\n\n# a remark")
+    assert not parses.is_complete(b"\n\ndef f(\n    a,\n) -> int:\n\n    return 1\n\n")
+    assert parses.is_complete(b"\n\ndef f():\n    return 1\nx")
+    assert parses.is_complete(b"def f():\n    return 1\n\n\n# a remark")
 
 
 @pytest.mark.parametrize(
@@ -400,11 +400,11 @@ def last():
   lines."""
   pass
 '''
-    assert list(parses.beginnings(source)) == [
+    assert list(parses.function_signatures(source)) == [
         b'\n\ndef f(a,\n      b=1):\n    """One line."""\n    ',
         b'\n\ndef last():\n  """Two\n  lines."""\n  ',
     ]
-    assert list(parses.beginnings(b"def f(:\n")) == []
+    assert list(parses.function_signatures(b"def f(:\n")) == []
 
 
 class Parrot:
@@ -439,7 +439,7 @@ def test_functions_are_written_up_to_their_ends(monkeypatch):
         assert written == [("def f(x):\n  return x\n", True)] * 2
         cut = parses.write(GPT(SMALL), tokeniser, prompts[:1], replace(settings, tokens=18), 0, 0)
         assert cut == [("def f(x):\n  ret\n", False)]
-    assert parses.counted(written)["parsed"] == 2
+    assert parses.count_outcomes(written)["parsed"] == 2
     model = GPT(replace(SMALL, vocab_size=tokeniser.n_vocab))
     (text, _), _ = parses.write(model, tokeniser, prompts, replace(settings, tokens=30), 0.8, 5)
     prompt = [tokeniser.end_of_text, *tokeniser.encode(prompts[0])]

@@ -169,7 +169,7 @@ def test_a_model_learns_the_language(pairs):
     training = Training("transformer", Recipe("", 32, 1, 1e-2, 0.0, 1500, n_heads=2), plan, pairs, pairs)
     training.run()
     test = sentences(20, seed=1)
-    with training.settled() as model:
+    with training.averaged_weights() as model:
         found = translate(model, pairs.vocabulary, test[0], beam_size=2, progress=False)
         assert mean_loss(model, Pairs(pairs.vocabulary, *test)) < 0.2
         looked = align(model, pairs.vocabulary, "The dog sees the tree.")
@@ -195,7 +195,7 @@ def test_rate_and_mean_of_weights(pairs):
     moved = training.model.state_dict()[name]
     np.testing.assert_allclose(training.mean[name], first + (1 - 1 / 11) * (moved - first), rtol=1e-4, atol=1e-7)
     shaken = moved.copy()
-    with training.settled() as model:
+    with training.averaged_weights() as model:
         np.testing.assert_array_equal(model.state_dict()[name], training.mean[name])
         assert not model.training
     np.testing.assert_array_equal(training.model.state_dict()[name], shaken)
@@ -223,7 +223,7 @@ def test_layers_of_a_transformer_are_told_apart(pairs):
     assert list(shown["weights"]) == ["layer 1", "layer 2"]
     n = len(shown["source"])
     flat, sharp = [[1 / n] * n], [[1.0] + [0.0] * (n - 1)]
-    assert report.sharpest([{"weights": {"a": flat, "b": sharp}}, {"weights": {"a": flat, "b": flat}}]) == "b"
+    assert report.sharpest_layer([{"weights": {"a": flat, "b": sharp}}, {"weights": {"a": flat, "b": flat}}]) == "b"
 
 
 def test_sentences_that_cannot_be_translated(pairs):

@@ -9,7 +9,7 @@ Learning rates and steps were settled on normal validation windows alone; see th
 from tqdm import tqdm
 
 from experiments.anomalies import report
-from experiments.anomalies.study import QUICK, Settings, check, fitted, measure, new_windows
+from experiments.anomalies.study import QUICK, Settings, check, fit_methods, measure, new_windows
 from experiments.shared.program import Outcome, run_study
 from experiments.shared.results import Runs, rounded, save
 from tricycle_cli.flags import run_main
@@ -20,7 +20,7 @@ def study(settings: Settings) -> Outcome:
     runs: Runs = []
     for seed in tqdm(range(settings.seeds), desc="series", unit="series"):
         windows = new_windows(settings, seed)
-        expectations, seconds = fitted(windows, settings, seed)
+        expectations, seconds = fit_methods(windows, settings, seed)
         measured = {name: measure(expect, windows, settings.quantile) for name, expect in expectations.items()}
         told = {name: {**values, "seconds": seconds[name]} for name, values in measured.items()}
         runs.append({"seed": seed, "windows": len(windows.labels), "methods": rounded(told, 4)})

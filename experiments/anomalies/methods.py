@@ -68,7 +68,7 @@ def nearest(windows: np.ndarray) -> Expect:
     return expect
 
 
-def restored(model: Autoencoder) -> Expect:
+def autoencoder_reconstruction(model: Autoencoder) -> Expect:
     """Return a predictor that reconstructs a window with an autoencoder."""
 
     def expect(asked: np.ndarray) -> np.ndarray:

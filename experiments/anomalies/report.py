@@ -19,9 +19,9 @@ SHOWN = 6  # events in the picture of the series
 
 def tables(runs: Runs) -> dict[str, str]:
     """Return all tables by title."""
-    area = lambda name, kind: of(runs, "methods", name, "area", kind)
+    roc_area = lambda name, kind: of(runs, "methods", name, "area", kind)
     return {
-        "Area under the ROC curve of windows, %": grid(list(runs[0]["methods"]), COLUMNS, area, 1, 100),
+        "Area under the ROC curve of windows, %": grid(list(runs[0]["methods"]), COLUMNS, roc_area, 1, 100),
         "Events found at the threshold, %": found_table(runs),
     }
 
@@ -50,7 +50,7 @@ def plot_series(windows: Windows, expect: Expect, threshold: float, path: Path) 
     n_lines = 2
     length = SHOWN * SLOT // n_lines
     errors = scores(expect, windows.test)
-    made = overlaid(expect(windows.test), stride)
+    made = overlap_add(expect(windows.test), stride)
     middles = stride * np.arange(len(errors)) + size / 2
     shown = errors[middles < n_lines * length]
     with drawing(path, (14, 4.2 * n_lines), dpi=90) as figure:
@@ -82,7 +82,7 @@ def plot_series(windows: Windows, expect: Expect, threshold: float, path: Path) 
         below.legend(loc="upper right", fontsize=8, ncols=3)
 
 
-def overlaid(made: np.ndarray, stride: int) -> np.ndarray:
+def overlap_add(made: np.ndarray, stride: int) -> np.ndarray:
     """Return the series of overlapping windows (N, T): the mean of all predictions of each sample."""
     n, size = made.shape
     total, counts = np.zeros((2, stride * (n - 1) + size))

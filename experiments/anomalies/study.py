@@ -13,7 +13,7 @@ import numpy as np
 from experiments.anomalies import methods
 from experiments.anomalies.data import KINDS, SLOT, Series, labels_of, normal_series, series_with_events, windows_of
 from experiments.anomalies.methods import Expect
-from experiments.shared.program import at_least, between_0_and_1
+from experiments.shared.program import check_fractions, check_minimum
 from experiments.shared.training import stream, train_best
 from tricycle.sequences.autoencoders import Autoencoder, RecurrentAutoencoder
 
@@ -47,13 +47,15 @@ QUICK: dict[str, Any] = {"seeds": 1, "each": 10, "steps": 600, "dense_steps": 20
 
 def check(settings: Settings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
-    at_least(settings, seeds=1, each=1, window=20, code_size=1, hidden_size=1, steps=1, dense_steps=1, batch_size=1)
-    at_least(settings, train_samples=10 * settings.window, validation_samples=10 * settings.window)
+    check_minimum(
+        settings, seeds=1, each=1, window=20, code_size=1, hidden_size=1, steps=1, dense_steps=1, batch_size=1
+    )
+    check_minimum(settings, train_samples=10 * settings.window, validation_samples=10 * settings.window)
     if settings.window > SLOT // 4:  # or too few windows between two events were normal
         raise ValueError(f"expected --window to be at most {SLOT // 4}, got {settings.window}")
     if 2 * settings.code_size >= settings.window:
         raise ValueError(f"expected --code-size below half of --window, got {settings.code_size}")
-    between_0_and_1(settings, "rate", "dense_rate", "quantile")
+    check_fractions(settings, "rate", "dense_rate", "quantile")
 
 
 class Windows(NamedTuple):
@@ -86,7 +88,7 @@ def new_windows(settings: Settings, seed: int) -> Windows:
     return Windows(*parts, windows_of(test.values, size, size // 4), labels_of(test, size, size // 4), test)
 
 
-def fitted(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, Expect], dict[str, float]]:
+def fit_methods(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, Expect], dict[str, float]]:
     """Return the fitted methods by name, and the seconds that each took to fit."""
     train, size, code = windows.train, settings.window, settings.code_size
 
@@ -96,7 +98,7 @@ def fitted(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, E
         batches = (x[generator.integers(0, len(x), settings.batch_size)] for _ in range(steps))
         batch_loss = lambda batch, factor: model.loss(batch) * factor
         validate = lambda: float(model.loss(validation))
-        return methods.restored(
+        return methods.autoencoder_reconstruction(
             train_best(model, batch_loss, batches, steps, rate, validate, f"seed {seed}, {name}", 1.0)
         )
 
@@ -132,14 +134,14 @@ def scores(expect: Expect, windows: np.ndarray) -> np.ndarray:
     return ((windows - expect(windows)) ** 2).mean(axis=1)
 
 
-def area(abnormal: np.ndarray, normal: np.ndarray) -> float:
+def roc_area(abnormal: np.ndarray, normal: np.ndarray) -> float:
     """Return the area under the ROC curve: the probability that an abnormal window scores higher, ties counted half."""
     normal = np.sort(normal)
     below, up_to = (np.searchsorted(normal, abnormal, side) for side in ("left", "right"))
     return float((below + up_to).mean() / 2 / len(normal))
 
 
-def curve(abnormal: np.ndarray, normal: np.ndarray) -> np.ndarray:
+def roc_curve(abnormal: np.ndarray, normal: np.ndarray) -> np.ndarray:
     """Return the true-positive rate at each false-positive rate in RATES."""
     thresholds = np.quantile(normal, 1 - RATES)
     return (abnormal[:, None] >= thresholds).mean(axis=0)
@@ -159,8 +161,8 @@ def measure(expect: Expect, windows: Windows, quantile: float) -> dict[str, Any]
     groups["all"] = np.arange(len(events))
     best = np.array([errors[labels == i].max() for i in range(len(events))])
     return {
-        "area": {kind: area(errors[np.isin(labels, group)], normal) for kind, group in groups.items()},
-        "curve": {kind: curve(errors[np.isin(labels, group)], normal).tolist() for kind, group in groups.items()},
+        "area": {kind: roc_area(errors[np.isin(labels, group)], normal) for kind, group in groups.items()},
+        "curve": {kind: roc_curve(errors[np.isin(labels, group)], normal).tolist() for kind, group in groups.items()},
         "found": {kind: float((best[group] > threshold).mean()) for kind, group in groups.items()},
         "false_alarms": float((normal > threshold).mean()),
         "threshold": threshold,

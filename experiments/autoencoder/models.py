@@ -41,7 +41,7 @@ class PCA:
         deviations = np.sqrt((self.fitted.explained_variance_ - self.fitted.noise_variance_).clip(0))
         return self.decode(generator.standard_normal((n, len(deviations))) * deviations)
 
-    def surprise(self, images: np.ndarray) -> float:
+    def negative_log_likelihood(self, images: np.ndarray) -> float:
         """Return the mean of -log p(image), in nats."""
         return -float(self.fitted.score(flat(images)))
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.autoencoder.data import Data
-from experiments.autoencoder.study import DRAWING, NOISE, Study, encode, with_noise
+from experiments.autoencoder.study import DRAWING, NOISE, Study, add_noise, encode
 from experiments.shared.figures import drawing
 from experiments.shared.results import Runs, of
 from experiments.shared.tables import cell, grid, markdown
@@ -77,29 +77,29 @@ def plot_pictures(study: Study, folder: Path) -> list[str]:
     images = first_of_each(data)
     rows = {"image": images}
     for size in sorted({min(settings.code_sizes), settings.variational_size}):
-        rows |= {f"{name}, {size}": make(images) for name, make in study.restorers(size).items()}
+        rows |= {f"{name}, {size}": make(images) for name, make in study.reconstructors(size).items()}
     draw_rows(rows, folder / "reconstruction.png", "Test images, and what is made of codes of so many numbers")
     noise = max(settings.noises)
-    noisy = with_noise(images, noise, stream(NOISE, 2))
+    noisy = add_noise(images, noise, stream(NOISE, 2))
     rows = {"image": images, f"noise {noise:g}": noisy}
     rows |= {name: make(noisy) for name, make in study.denoisers(noise).items() if name != "as it is"}
     draw_rows(rows, folder / "denoising.png", "Noise removed from test images")
     rows = {"training images": data.train.images[:N_DRAWN]}
-    rows |= {name: draw(N_DRAWN, stream(DRAWING, study.seed, 1)) for name, draw in study.drawers().items()}
+    rows |= {name: draw(N_DRAWN, stream(DRAWING, study.seed, 1)) for name, draw in study.generators().items()}
     draw_rows(rows, folder / "drawn.png", f"New digits, codes of {settings.variational_size}")
-    draw_rows(between(study), folder / "between.png", "Straight ways from one test image to another")
+    draw_rows(interpolations(study), folder / "between.png", "Straight ways from one test image to another")
     plot_latent(study, folder / "codes.png")
     plot_plane(study, folder / "plane.png")
     return [f"{name}.png" for name in ("reconstruction", "denoising", "drawn", "between", "codes", "plane")]
 
 
-def between(study: Study) -> dict[str, np.ndarray]:
+def interpolations(study: Study) -> dict[str, np.ndarray]:
     """Return interpolations between two digits: in pixels, and decoded from codes on the line between their codes."""
     images = first_of_each(study.data)
     shares = np.linspace(0, 1, N_BETWEEN, dtype=np.float32)[:, None, None, None]
     size, rows = study.settings.variational_size, {}
     plain = study.trained("dense", size)
-    variational = study.trained("dense", size, 0.0, study.chosen_deviation("dense"))
+    variational = study.trained("dense", size, 0.0, study.best_output_std("dense"))
     for a, b in ((0, 1), (3, 8), (4, 9)):
         rows[f"{a} to {b}, pixels"] = (1 - shares) * images[a] + shares * images[b]
         for name, model in (("plain", plain), ("variational", variational)):
@@ -119,7 +119,7 @@ def first_of_each(data: Data) -> np.ndarray:
 
 def draw_rows(rows: dict[str, np.ndarray], path: Path, title: str) -> None:
     """Draw one row of images (n, height, width, 1) for each name."""
-    together, places = sheet(list(rows.values()))
+    together, places = image_grid(list(rows.values()))
     inches = 0.54 / (places[1] - places[0]) if len(rows) > 1 else 0.06  # a pixel
     height, width = (inches * n for n in together.shape)
     margin, title_height = 0.085 * max(map(len, rows)) + 0.1, 0.35
@@ -134,7 +134,7 @@ def draw_rows(rows: dict[str, np.ndarray], path: Path, title: str) -> None:
         axes.set_title(title, fontsize=11)
 
 
-def sheet(rows: list[np.ndarray]) -> tuple[np.ndarray, list[float]]:
+def image_grid(rows: list[np.ndarray]) -> tuple[np.ndarray, list[float]]:
     """Return rows of images (n, height, width, 1) as one image with gaps, and the vertical centers of the rows."""
     _, height, width, _ = rows[0].shape
     gap = max(1, height // 8)
@@ -174,6 +174,6 @@ def plot_plane(study: Study, path: Path, n: int = 16) -> None:
     images = model.eval().decode(codes).numpy().reshape(n, n, *study.data.shape)
     with drawing(path, (6, 6.3), dpi=100) as figure:
         axes = figure.subplots()
-        axes.imshow(sheet(list(images))[0], cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
+        axes.imshow(image_grid(list(images))[0], cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
         axes.set_axis_off()
         axes.set_title("Codes of two numbers, decoded", fontsize=11)

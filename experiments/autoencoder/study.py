@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.autoencoder.data import Data, Part
 from experiments.autoencoder.models import PCA, LinearFilter, new_model
-from experiments.shared.program import among, at_least, between_0_and_1, flag, words
+from experiments.shared.program import check_choices, check_fractions, check_minimum, flag, words
 from experiments.shared.training import stream, train_best
 from tricycle.layers import Dense
 from tricycle.loss import CrossEntropy
@@ -66,8 +66,8 @@ MOST = 63  # numbers in a code: a small digit has 64 pixels
 
 def check(settings: Settings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
-    among(settings, data=("digits", "mnist"))
-    at_least(settings, seeds=1, steps=1, batch_size=1, few_labels=10, denoising_size=1, variational_size=2)
+    check_choices(settings, data=("digits", "mnist"))
+    check_minimum(settings, seeds=1, steps=1, batch_size=1, few_labels=10, denoising_size=1, variational_size=2)
     for name, most in (("code_sizes", MOST), ("noises", np.inf), ("deviations", np.inf)):
         values = getattr(settings, name)
         if not values or min(values) <= 0 or max(values) > most:
@@ -76,7 +76,7 @@ def check(settings: Settings) -> None:
     for name in ("variational_size", "denoising_size"):
         if getattr(settings, name) > MOST:
             raise ValueError(f"expected {flag(name)} to be at most {MOST}, got {getattr(settings, name)}")
-    between_0_and_1(settings, "learning_rate")
+    check_fractions(settings, "learning_rate")
 
 
 Measures = dict[str, Any]
@@ -94,7 +94,7 @@ def encode(model: Autoencoder, images: np.ndarray) -> np.ndarray:
     return in_chunks(model.eval().encode, images)
 
 
-def restore(model: Autoencoder, images: np.ndarray) -> np.ndarray:
+def reconstruct(model: Autoencoder, images: np.ndarray) -> np.ndarray:
     """Return the reconstructions of images, in chunks."""
     return in_chunks(model.eval(), images)
 
@@ -107,12 +107,12 @@ def train(model: Autoencoder, data: Data, settings: Settings, seed: int, name: s
         noise: standard deviation of what is added to an image, anew each time; the clean one is to come out.
     """
     generator, images = stream(TRAINING, seed, 1), data.train.images
-    seen = with_noise(data.validation.images, noise, stream(NOISE, 0))
+    seen = add_noise(data.validation.images, noise, stream(NOISE, 0))
 
     def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         while True:
             clean = images[generator.integers(0, len(images), settings.batch_size)]
-            yield with_noise(clean, noise, generator), clean
+            yield add_noise(clean, noise, generator), clean
 
     batch_loss = lambda batch, factor: model.loss(*batch) * factor
     validate = lambda: float(model.loss(seen, data.validation.images))
@@ -120,7 +120,7 @@ def train(model: Autoencoder, data: Data, settings: Settings, seed: int, name: s
     return train_best(model, batch_loss, batches(), settings.steps, settings.learning_rate, validate, title)
 
 
-def with_noise(images: np.ndarray, deviation: float, generator: np.random.Generator) -> np.ndarray:
+def add_noise(images: np.ndarray, deviation: float, generator: np.random.Generator) -> np.ndarray:
     """Return images with normal noise, not clipped to [0, 1], so that the noise is the same everywhere."""
     if not deviation:
         return images
@@ -128,7 +128,7 @@ def with_noise(images: np.ndarray, deviation: float, generator: np.random.Genera
 
 
 # -------------------------------------------------------------------- measures
-def missed(made: np.ndarray, images: np.ndarray, data: Data) -> float:
+def unexplained_variance(made: np.ndarray, images: np.ndarray, data: Data) -> float:
     """Return the squared error relative to that of the mean training image; predictions are clipped to [0, 1]."""
     around = ((images - data.train.images.mean(axis=0)) ** 2).mean()
     return float(((made.clip(0, 1) - images) ** 2).mean() / around)
@@ -163,14 +163,14 @@ def classify(train_part: tuple, chosen_by: tuple, asked: tuple, seed: int) -> fl
     return min(tried)[1]
 
 
-def few_of(part: Part, n: int, seed: int) -> np.ndarray:
+def balanced_subset(part: Part, n: int, seed: int) -> np.ndarray:
     """Return the indices of n images with equal numbers of each digit."""
     generator = stream(LABELS, seed)
     rows = [generator.permutation(np.flatnonzero(part.labels == digit))[: n // 10] for digit in range(10)]
     return np.concatenate(rows)
 
 
-def bound(model: VariationalAutoencoder, images: np.ndarray) -> tuple[float, float]:
+def negative_elbo(model: VariationalAutoencoder, images: np.ndarray) -> tuple[float, float]:
     """Return the mean negative evidence lower bound and its KL divergence, in nats per image.
 
     Codes are drawn, also of a model that is not training, and the constant of the normal distribution is counted, so
@@ -188,7 +188,7 @@ def bound(model: VariationalAutoencoder, images: np.ndarray) -> tuple[float, flo
     return float(np.mean(errors) / (2 * model.output_std**2) + constant + divergence), float(divergence)
 
 
-def likeness(real: np.ndarray, drawn: np.ndarray, others: np.ndarray) -> tuple[float, float]:
+def precision_and_recall(real: np.ndarray, drawn: np.ndarray, others: np.ndarray) -> tuple[float, float]:
     """Return precision and recall of generated images (Kynkäänniemi et al. 2019), computed of pixels.
 
     An image is among a set if it is no further from one of them than that one from its third neighbour in the set.
@@ -198,8 +198,8 @@ def likeness(real: np.ndarray, drawn: np.ndarray, others: np.ndarray) -> tuple[f
         others: further real images, of which a share is among the drawn ones.
     """
     real, drawn, others = (x.reshape(len(x), -1)[:MOST_COMPARED].astype(float) for x in (real, drawn, others))
-    among = lambda x, images: float((distances(x, images) <= reach(images)).any(axis=1).mean())
-    return among(drawn, real), among(others, drawn)
+    check_choices = lambda x, images: float((distances(x, images) <= neighbor_radius(images)).any(axis=1).mean())
+    return check_choices(drawn, real), check_choices(others, drawn)
 
 
 def distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -207,7 +207,7 @@ def distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return ((a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1) - 2 * a @ b.T).clip(0)
 
 
-def reach(images: np.ndarray) -> np.ndarray:
+def neighbor_radius(images: np.ndarray) -> np.ndarray:
     """Return the squared distance of each image to its third nearest neighbor."""
     return np.sort(distances(images, images), axis=1)[:, NEIGHBOURS]
 
@@ -242,11 +242,11 @@ class Study:
             self.models[key] = PCA(self.data.train.images, size)
         return self.models[key]
 
-    def restorers(self, size: int) -> dict[str, Make]:
+    def reconstructors(self, size: int) -> dict[str, Make]:
         """Return the reconstruction functions of all models with a code size, by name."""
-        makes: dict[str, Make] = {"PCA": self.restorers_of_pca(size)}
+        makes: dict[str, Make] = {"PCA": self.pca_reconstructor(size)}
         for kind in KINDS:
-            makes[kind] = lambda images, kind=kind: restore(self.trained(kind, size), images)
+            makes[kind] = lambda images, kind=kind: reconstruct(self.trained(kind, size), images)
         return makes
 
     def encoders(self, size: int) -> dict[str, Make]:
@@ -262,9 +262,12 @@ class Study:
     def reconstruction(self) -> Measures:
         """Return the fraction of unexplained variance by code size and model."""
         sizes = self.settings.code_sizes
-        made = {size: self.restorers(size) for size in sizes}
+        made = {size: self.reconstructors(size) for size in sizes}
         return {
-            name: [missed(made[size][name](self.asked.images), self.asked.images, self.data) for size in sizes]
+            name: [
+                unexplained_variance(made[size][name](self.asked.images), self.asked.images, self.data)
+                for size in sizes
+            ]
             for name in made[sizes[0]]
         }
 
@@ -273,35 +276,35 @@ class Study:
         """Return the denoising functions by name; PCA's number of components is chosen on validation images."""
         size, train_images = self.settings.denoising_size, self.data.train.images
         seen, clean = self.noisy("validation", noise), self.data.validation.images
-        projections = [self.restorers_of_pca(n) for n in (*self.settings.code_sizes, 64) if n < clean[0].size]
-        best = min(projections, key=lambda make: missed(make(seen), clean, self.data))
+        projections = [self.pca_reconstructor(n) for n in (*self.settings.code_sizes, 64) if n < clean[0].size]
+        best = min(projections, key=lambda make: unexplained_variance(make(seen), clean, self.data))
         makes: dict[str, Make] = {
             "as it is": lambda images: images,
             "PCA": best,
             "linear filter": LinearFilter(train_images, noise),
-            "dense, not trained for it": self.restorers(size)["dense"],
+            "dense, not trained for it": self.reconstructors(size)["dense"],
         }
         for kind in KINDS:
             model = self.trained(kind, size, noise)
-            makes[kind] = lambda images, model=model: restore(model, images)
+            makes[kind] = lambda images, model=model: reconstruct(model, images)
         return makes
 
-    def restorers_of_pca(self, size: int) -> Make:
+    def pca_reconstructor(self, size: int) -> Make:
         """Return PCA's reconstruction function."""
         pca = self.pca(size)
         return lambda images: pca.decode(pca.encode(images))
 
     def noisy(self, part: str, noise: float) -> np.ndarray:
         """Return the images of a part with noise."""
-        return with_noise(getattr(self.data, part).images, noise, stream(NOISE, 0))
+        return add_noise(getattr(self.data, part).images, noise, stream(NOISE, 0))
 
     def denoising(self) -> Measures:
         """Return the fraction of unexplained variance of the clean images by noise and model."""
         shares: Measures = {}
         for noise in self.settings.noises:
-            images = with_noise(self.asked.images, noise, stream(NOISE, 1))
+            images = add_noise(self.asked.images, noise, stream(NOISE, 1))
             for name, make in self.denoisers(noise).items():
-                shares.setdefault(name, []).append(missed(make(images), self.asked.images, self.data))
+                shares.setdefault(name, []).append(unexplained_variance(make(images), self.asked.images, self.data))
         return shares
 
     # ---------------------------------------------------------------- codes as features
@@ -318,7 +321,7 @@ class Study:
         train_part, chosen_by, asked = (
             (make(part.images), part.labels) for part in (self.data.train, self.data.validation, self.asked)
         )
-        rows = few_of(self.data.train, self.settings.few_labels, self.seed)
+        rows = balanced_subset(self.data.train, self.settings.few_labels, self.seed)
         few = tuple(array[rows] for array in train_part)
         return {
             "few": classify(few, chosen_by, asked, self.seed),
@@ -326,10 +329,10 @@ class Study:
         }
 
     # ---------------------------------------------------------------- new digits
-    def chosen_deviation(self, kind: str) -> float:
+    def best_output_std(self, kind: str) -> float:
         """Return the output standard deviation with the lowest bound on validation images."""
         size, images = self.settings.variational_size, self.data.validation.images
-        return min(self.settings.deviations, key=lambda d: bound(self.trained(kind, size, 0.0, d), images)[0])
+        return min(self.settings.deviations, key=lambda d: negative_elbo(self.trained(kind, size, 0.0, d), images)[0])
 
     def variational_models(self) -> dict[str, VariationalAutoencoder]:
         """Return the trained variational autoencoders, by name."""
@@ -340,18 +343,18 @@ class Study:
             for deviation in self.settings.deviations
         }
 
-    def drawers(self) -> dict[str, Callable[[int, np.random.Generator], np.ndarray]]:
+    def generators(self) -> dict[str, Callable[[int, np.random.Generator], np.ndarray]]:
         """Return functions that generate n images, by name."""
         size = self.settings.variational_size
         draws: dict[str, Any] = {"PCA": self.pca(size).draw}
         for kind in KINDS:
-            draws[kind] = lambda n, generator, kind=kind: self.draw_from_normal_fit(kind, n, generator)
+            draws[kind] = lambda n, generator, kind=kind: self.generate_from_normal_fit(kind, n, generator)
         codes = lambda n, generator: generator.standard_normal((n, size), dtype=np.float32)
         for name, model in self.variational_models().items():
             draws[name] = lambda n, generator, model=model: in_chunks(model.eval().decode, codes(n, generator))
         return draws
 
-    def draw_from_normal_fit(self, kind: str, n: int, generator: np.random.Generator) -> np.ndarray:
+    def generate_from_normal_fit(self, kind: str, n: int, generator: np.random.Generator) -> np.ndarray:
         """Generate images from a plain autoencoder, with codes from a normal fit of the training codes."""
         model = self.trained(kind, self.settings.variational_size)
         codes = encode(model, self.data.train.images)
@@ -363,17 +366,22 @@ class Study:
         asked, size = self.asked.images, self.settings.variational_size
         pca = self.pca(size)
         measures: Measures = {
-            "PCA": {"bound": pca.surprise(asked), "missed": missed(pca.decode(pca.encode(asked)), asked, self.data)}
+            "PCA": {
+                "bound": pca.negative_log_likelihood(asked),
+                "missed": unexplained_variance(pca.decode(pca.encode(asked)), asked, self.data),
+            }
         }
         for kind in KINDS:
-            measures[kind] = {"missed": missed(restore(self.trained(kind, size), asked), asked, self.data)}
+            measures[kind] = {
+                "missed": unexplained_variance(reconstruct(self.trained(kind, size), asked), asked, self.data)
+            }
         for name, model in self.variational_models().items():
-            whole, divergence = bound(model, asked)
+            whole, divergence = negative_elbo(model, asked)
             measures[name] = {
-                "validation": bound(model, self.data.validation.images)[0],
+                "validation": negative_elbo(model, self.data.validation.images)[0],
                 "bound": whole,
                 "divergence": divergence,
-                "missed": missed(restore(model, asked), asked, self.data),
+                "missed": unexplained_variance(reconstruct(model, asked), asked, self.data),
             }
         return measures
 
@@ -381,9 +389,11 @@ class Study:
         """Return precision and recall of generated images, and of real images for comparison."""
         real, n = self.data.train.images, min(len(self.data.train.images), MOST_COMPARED)
         others = self.asked.images
-        measures = {"real images": (likeness(real, others, others)[0], likeness(real, real, others)[1])}
-        for name, draw in self.drawers().items():
-            measures[name] = likeness(real, draw(n, stream(DRAWING, self.seed)).clip(0, 1), others)
+        measures = {
+            "real images": (precision_and_recall(real, others, others)[0], precision_and_recall(real, real, others)[1])
+        }
+        for name, draw in self.generators().items():
+            measures[name] = precision_and_recall(real, draw(n, stream(DRAWING, self.seed)).clip(0, 1), others)
         return measures
 
     def everything(self) -> Measures:

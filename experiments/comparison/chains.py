@@ -96,7 +96,7 @@ def _library() -> ModuleType:
 
 
 @contextmanager
-def counting(join: np.ufunc, nothing: float) -> Iterator[Rule]:
+def count_operations(join: np.ufunc, nothing: float) -> Iterator[Rule]:
     """Return a context manager in which Tricycle computes with `Chains`."""
     rule = Rule(join, nothing)
     token = _rule.set(rule)
@@ -109,24 +109,24 @@ def counting(join: np.ufunc, nothing: float) -> Iterator[Rule]:
         _rule.reset(token)
 
 
-def longest(layer: Layer, n_tokens: int, width: int) -> tuple[int, int]:
+def longest_path(layer: Layer, n_tokens: int, width: int) -> tuple[int, int]:
     """Return the longest chain of products in a layer, and the number of multiplications in its matrix products.
 
     The layer's weights are lost.
     """
-    with counting(np.maximum, 0) as rule:
+    with count_operations(np.maximum, 0) as rule:
         lengths = _run(layer, np.zeros((1, n_tokens, width), np.float32), 0)
     return int(lengths.max()), rule.multiplications
 
 
-def shortest(layer: Layer, n_tokens: int, width: int) -> float:
+def shortest_path(layer: Layer, n_tokens: int, width: int) -> float:
     """Return the shortest chain of products from the first token to the last output; infinity if there is none.
 
     The layer's weights are lost.
     """
     start = np.full((1, n_tokens, width), np.inf, np.float32)
     start[:, 0] = 0
-    with counting(np.minimum, np.inf):
+    with count_operations(np.minimum, np.inf):
         lengths = _run(layer, start, np.inf)
     return float(lengths[0, -1].min())
 

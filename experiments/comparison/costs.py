@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from experiments.comparison.chains import longest, shortest
+from experiments.comparison.chains import longest_path, shortest_path
 from experiments.comparison.layers import LAYERS
 from experiments.comparison.settings import COST, Settings
 from experiments.shared.results import rounded
@@ -34,19 +34,19 @@ def measure(settings: Settings) -> dict[str, dict[str, Any]]:
         for name, n in cases:
             layer, x = new_case(name, n, settings.width)
             costs[name].setdefault("memory", []).append(rounded(peak_memory(layer, x) / 2**20))
-            repeats[name, n] = max(1, round(LEAST_SECONDS / max(1e-4, timed(layer, x, 1)[0])))
+            repeats[name, n] = max(1, round(LEAST_SECONDS / max(1e-4, time_pass(layer, x, 1)[0])))
             bar.update()
         for _ in range(settings.rounds):
             for values in costs.values():
                 values["cpu"].append([])
                 values["wall"].append([])
             for name, n in cases:
-                cpu, wall = timed(*new_case(name, n, settings.width), repeats[name, n])
+                cpu, wall = time_pass(*new_case(name, n, settings.width), repeats[name, n])
                 costs[name]["cpu"][-1].append(rounded(1000 * cpu))
                 costs[name]["wall"][-1].append(rounded(1000 * wall))
                 bar.update()
         for name, n in cases:
-            chain, multiplications = longest(new_layer(name, n, settings.width), n, settings.width)
+            chain, multiplications = longest_path(new_layer(name, n, settings.width), n, settings.width)
             costs[name].setdefault("sequential", []).append(chain)
             costs[name].setdefault("multiplications", []).append(multiplications)
             bar.update()
@@ -73,7 +73,7 @@ def forward_and_backward(layer: Layer, x: Tensor) -> None:
     x.zero_grad()
 
 
-def timed(layer: Layer, x: Tensor, repeats: int) -> tuple[float, float]:
+def time_pass(layer: Layer, x: Tensor, repeats: int) -> tuple[float, float]:
     """Return the CPU seconds and wall seconds of one forward and backward pass."""
     if repeats > 1:
         forward_and_backward(layer, x)  # the first is not counted, where it would count for much
@@ -118,7 +118,7 @@ def paths(distances: list[int]) -> dict[str, dict[str, list[int]]]:
                 n_layers = layers_needed(name, distance)
                 stack = new_stack(name, n_layers, distance + 1)
                 values["layers"].append(n_layers)
-                values["products"].append(int(shortest(stack, distance + 1, CHAIN_WIDTH)))
+                values["products"].append(int(shortest_path(stack, distance + 1, CHAIN_WIDTH)))
                 bar.update()
     return counts
 

@@ -24,7 +24,7 @@ KIN = {"GRU": "RNN", "LSTM": "RNN"}
 LEAST_NORM = 1e-20  # of a gradient that is drawn
 
 
-def theirs(kind: str) -> tuple[str, str, str]:
+def lecture_complexity(kind: str) -> tuple[str, str, str]:
     """Return the lecture's complexities for a kind of layer."""
     family = kind.split(",")[0]
     return THEIRS[KIN.get(family, family)]
@@ -51,7 +51,7 @@ def lecture_table(sizes: list[int], distances: list[int], costs: Measures, paths
     ]
     rows = []
     for kind, of_kind in costs.items():
-        work, sequential, path = theirs(kind)
+        work, sequential, path = lecture_complexity(kind)
         row = [kind, work, f"{of_kind['multiplications'][-1] / 1e6:,.0f} M", sequential]
         row += [f"{of_kind['sequential'][-1]:,}", path]
         rows.append([*row, *(f"{paths[kind][key][-1]:,}" for key in ("layers", "products"))])
@@ -135,7 +135,7 @@ def panels(lines: dict[str, Any], reference: dict[str, Any]) -> dict[str, dict[s
     """Return the panels of parallel layers and of recurrent layers, each with a reference line."""
     groups: dict[str, dict[str, Any]] = {"convolutions, self-attention": {}, "recurrent": {}}
     for kind, line in lines.items():
-        at_once = theirs(kind)[1] == "O(1)"
+        at_once = lecture_complexity(kind)[1] == "O(1)"
         groups["convolutions, self-attention" if at_once else "recurrent"][kind] = line
     return {title: {**part, **reference} for title, part in groups.items() if part}
 

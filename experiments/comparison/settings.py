@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.comparison.recall import BODIES, new_model
-from experiments.shared.program import among, at_least, between_0_and_1
+from experiments.shared.program import check_choices, check_fractions, check_minimum
 from experiments.shared.training import stream
 
 COST, TRAINING, VALIDATION, TEST, WEIGHTS, GRADIENTS = range(1, 7)  # streams that share no number
@@ -34,15 +34,15 @@ class Settings:
     @property
     def sizes(self) -> list[int]:
         """The numbers of tokens n at which costs are measured."""
-        return doubled(SHORTEST, self.longest)
+        return powers_of_two(SHORTEST, self.longest)
 
     @property
     def distances(self) -> list[int]:
         """The distances from the question to the token to recall."""
-        return doubled(NEAREST, self.farthest)
+        return powers_of_two(NEAREST, self.farthest)
 
 
-def doubled(first: int, last: int) -> list[int]:
+def powers_of_two(first: int, last: int) -> list[int]:
     """Return `first`, 2 * `first`, 4 * `first` and so on, up to `last`."""
     return [first * 2**i for i in range((last // first).bit_length())]
 
@@ -60,9 +60,9 @@ QUICK: dict[str, Any] = {
 
 def check(settings: Settings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
-    at_least(settings, width=1, longest=SHORTEST, rounds=1)
-    at_least(settings, farthest=NEAREST, updates=1, batch_size=1, seeds=1, tested=1)
-    between_0_and_1(settings, "rates")
-    among(settings, kinds=BODIES)
+    check_minimum(settings, width=1, longest=SHORTEST, rounds=1)
+    check_minimum(settings, farthest=NEAREST, updates=1, batch_size=1, seeds=1, tested=1)
+    check_fractions(settings, "rates")
+    check_choices(settings, kinds=BODIES)
     for kind in settings.kinds:
         new_model(kind, settings.parameters, settings.farthest, stream(0))  # refuses a number that none can have

@@ -16,7 +16,7 @@ import numpy as np
 from experiments.dates import report, several, study
 from experiments.dates.models import MODELS, new_model
 from experiments.dates.study import Settings, rounded
-from experiments.shared.program import Outcome, among, at_least, between_0_and_1, run_study
+from experiments.shared.program import Outcome, check_choices, check_fractions, check_minimum, run_study
 from experiments.shared.results import Runs, save
 from tricycle_cli.flags import run_main
 
@@ -44,14 +44,14 @@ def main() -> int:
 
 def one_date(settings: Settings) -> Outcome:
     """Train and measure every model on texts with one date."""
-    examples, folder = study.shown(), settings.output
+    examples, folder = study.plotted_examples(), settings.output
     runs: Runs = []
     maps: dict[str, list[np.ndarray]] = {}
     for name in settings.models:
         for seed in range(settings.seeds):
             seen = study.held_out("validation", settings.validated, (0, study.TRAINED))
             model, history = study.train(name, settings, seed, study.pool(settings.examples, seed), seen)
-            runs.append({"model": name, "seed": seed, "parameters": model.n_parameters, **told(history)})
+            runs.append({"model": name, "seed": seed, "parameters": model.n_parameters, **thin_history(history)})
             runs[-1] |= study.measure(model, settings)
             if seed == 0 and "share" in runs[-1]:
                 best = runs[-1].get("of_best", {"head": 0})["head"]
@@ -76,7 +76,9 @@ def several_dates(settings: Settings) -> Outcome:
     for name in settings.models:
         for seed in range(settings.seeds):
             model, history, measured = several.run(name, settings, seed)
-            runs.append({"model": name, "seed": seed, "parameters": model.n_parameters, **told(history), **measured})
+            runs.append(
+                {"model": name, "seed": seed, "parameters": model.n_parameters, **thin_history(history), **measured}
+            )
             save(settings.output / "several.json", settings, runs=runs, counts=several.COUNTS)
     report.plot_several(runs, settings.output / "several.png")
     title = "Answers right to the last character, and dates right in their place, in %, by dates of the text"
@@ -85,16 +87,16 @@ def several_dates(settings: Settings) -> Outcome:
 
 def check(settings: Settings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
-    at_least(settings, seeds=1, steps=study.CHECKS, examples=1, validated=1, tested=1, max_tokens=128)
-    among(settings, models=MODELS)
+    check_minimum(settings, seeds=1, steps=study.CHECKS, examples=1, validated=1, tested=1, max_tokens=128)
+    check_choices(settings, models=MODELS)
     if settings.several and "hard" in settings.models:
         raise ValueError("expected --models without hard beside --several: its rewards are for answers of one length")
-    between_0_and_1(settings, "learning_rate", "transformer_rate")
+    check_fractions(settings, "learning_rate", "transformer_rate")
     for name in settings.models:
         new_model(name, settings.parameters, np.random.default_rng(0))  # refuses a number that none can have
 
 
-def told(history: dict[str, Any]) -> dict[str, Any]:
+def thin_history(history: dict[str, Any]) -> dict[str, Any]:
     """Return the training history at fewer points."""
     parts = np.array_split(np.array(history["losses"]), min(POINTS, len(history["losses"])))
     steps = np.cumsum([len(part) for part in parts])

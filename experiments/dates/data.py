@@ -73,7 +73,7 @@ class Example(NamedTuple):
 
 
 # -------------------------------------------------------------------- one date
-def readings(first: str, second: str, third: str) -> set[date]:
+def possible_dates(first: str, second: str, third: str) -> set[date]:
     """Return all dates that three numbers can denote in any order of day, month and year.
 
     A year has two digits or four; one of four in front is followed by month and day.
@@ -85,21 +85,21 @@ def readings(first: str, second: str, third: str) -> set[date]:
     for year, month, day in orders:
         if len(year) in (2, 4):
             try:
-                days.add(date(whole_year(int(year)) if len(year) == 2 else int(year), int(month), int(day)))
+                days.add(date(full_year(int(year)) if len(year) == 2 else int(year), int(month), int(day)))
             except ValueError:
                 continue  # no month 13, no 30 February
     return days
 
 
-def whole_year(two_digits: int) -> int:
+def full_year(two_digits: int) -> int:
     """Return the year from FIRST to LAST with these last two digits."""
     return 1900 + two_digits + (100 if 1900 + two_digits < FIRST.year else 0)
 
 
-def is_clear(form: str, day: date) -> bool:
+def is_unambiguous(form: str, day: date) -> bool:
     """Return whether a form leaves only one reading of a date."""
     if form.count("_") == 2 and not form.startswith("{yyyy}"):
-        return len(readings(*(part.format(**numbers(day)) for part in form.split("_")))) == 1
+        return len(possible_dates(*(part.format(**numbers(day)) for part in form.split("_")))) == 1
     bare_year = "{yy}" in form and "'" not in form
     return not bare_year or day.year % 100 == 0 or day.year % 100 > 31
 
@@ -154,10 +154,10 @@ def write(day: date, language: str, form: str) -> tuple[str, list[int]]:
     return source, fields
 
 
-def human(day: date, language: str, generator: np.random.Generator) -> tuple[str, list[int]]:
+def random_written_date(day: date, language: str, generator: np.random.Generator) -> tuple[str, list[int]]:
     """Return a date in a random form, with random accents and letter case."""
     forms = LANGUAGES[language].forms
-    while not is_clear(form := forms[generator.integers(len(forms))], day):
+    while not is_unambiguous(form := forms[generator.integers(len(forms))], day):
         pass  # some forms are clear for every date
     source, fields = write(day, language, form)
     source = source.replace("_", SEPARATORS[generator.integers(len(SEPARATORS))])
@@ -178,7 +178,7 @@ def example(day: date, length: int, generator: np.random.Generator) -> Example:
     """
     names = list(LANGUAGES)
     language = names[generator.integers(len(names))]
-    source, fields = human(day, language, generator)
+    source, fields = random_written_date(day, language, generator)
     room = length - len(source)
     if room > 0:
         before = int(generator.integers(room + 1))

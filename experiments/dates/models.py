@@ -61,7 +61,9 @@ def fixed(size: int, generator: np.random.Generator) -> Seq2Seq:
     return Seq2Seq(SOURCE_VOCAB, TARGET_VOCAB, EMBEDDING, size, generator=generator)
 
 
-def attentive(attention: Any, size: int, generator: np.random.Generator, before: bool = False, kind: Any = None) -> Any:
+def attention_model(
+    attention: Any, size: int, generator: np.random.Generator, before: bool = False, kind: Any = None
+) -> Any:
     """Return an encoder-decoder with attention."""
     vocabularies = SOURCE_VOCAB, TARGET_VOCAB
     return (kind or Seq2SeqAttention)(
@@ -71,25 +73,25 @@ def attentive(attention: Any, size: int, generator: np.random.Generator, before:
 
 def bahdanau(size: int, generator: np.random.Generator) -> Seq2SeqAttention:
     """Return an encoder-decoder with Bahdanau's attention."""
-    return attentive(AdditiveAttention(size, 2 * size, size, generator=generator), size, generator, before=True)
+    return attention_model(AdditiveAttention(size, 2 * size, size, generator=generator), size, generator, before=True)
 
 
 def luong(score: str) -> Callable[[int, np.random.Generator], Seq2SeqAttention]:
     """Return a function that builds an encoder-decoder with Luong's attention."""
-    return lambda size, generator: attentive(
+    return lambda size, generator: attention_model(
         LuongAttention(size, 2 * size, score, generator=generator), size, generator
     )
 
 
 def scaled_dot_product(size: int, generator: np.random.Generator) -> Seq2SeqAttention:
     """Return an encoder-decoder with scaled dot-product attention."""
-    return attentive(ProjectedDotProduct(size, 2 * size, generator), size, generator)
+    return attention_model(ProjectedDotProduct(size, 2 * size, generator), size, generator)
 
 
 def hard(size: int, generator: np.random.Generator) -> Seq2SeqHard:
     """Return an encoder-decoder with hard attention."""
     attention = HardAttention(LuongAttention(size, 2 * size, generator=generator), generator)
-    return attentive(attention, size, generator, kind=Seq2SeqHard)
+    return attention_model(attention, size, generator, kind=Seq2SeqHard)
 
 
 def transformer(size: int, generator: np.random.Generator) -> Transformer:

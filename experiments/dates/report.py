@@ -134,7 +134,7 @@ def plot_several(runs: Runs, path: Path) -> None:
     plot_curves(curves, path, "dates of the text", "", share_y=False, n_columns=2)
 
 
-def plot_alignments(shown: list[Example], maps: dict[str, list[np.ndarray]], path: Path, n_columns: int = 1) -> None:
+def plot_alignments(examples: list[Example], maps: dict[str, list[np.ndarray]], path: Path, n_columns: int = 1) -> None:
     """Plot heat maps of attention: text characters as columns, ISO characters as rows.
 
     Letters, and frames of where the weight should be, have the colour of their field.
@@ -144,10 +144,10 @@ def plot_alignments(shown: list[Example], maps: dict[str, list[np.ndarray]], pat
     """
     from matplotlib.patches import Rectangle
 
-    pairs = [(name, one, values) for name, arrays in maps.items() for one, values in zip(shown, arrays)]
-    panels = [(f"{name}: {one.language}" if len(shown) > 1 else name, one, values) for name, one, values in pairs]
+    pairs = [(name, one, values) for name, arrays in maps.items() for one, values in zip(examples, arrays)]
+    panels = [(f"{name}: {one.language}" if len(examples) > 1 else name, one, values) for name, one, values in pairs]
     n_rows = -(-len(panels) // n_columns)
-    width = max(len(one.source) for one in shown)
+    width = max(len(one.source) for one in examples)
     with drawing(path, (0.19 * width * n_columns + 1.6, 2.5 * n_rows + 0.5)) as figure:
         grid = figure.subplots(n_rows, n_columns, squeeze=False)
         for axes in grid.flat[len(panels) :]:

@@ -49,11 +49,13 @@ def measure(model: EncoderDecoder, n: int) -> dict[str, Any]:
         data = held_out("test", n, (count, count))
         written = answers(model, data)
         whole.append(rounded(mean([text == one.iso for text, one in zip(written, data.examples)])))
-        each.append(rounded(mean([right_dates(text, one.iso) for text, one in zip(written, data.examples)])))
+        each.append(
+            rounded(mean([fraction_of_right_dates(text, one.iso) for text, one in zip(written, data.examples)]))
+        )
     return {"whole": whole, "each": each}
 
 
-def right_dates(text: str, iso: str) -> float:
+def fraction_of_right_dates(text: str, iso: str) -> float:
     """Return the fraction of correct dates in an answer."""
     starts = range(0, len(iso), LETTERS)
     return sum(text[i : i + LETTERS] == iso[i : i + LETTERS] for i in starts) / len(starts)

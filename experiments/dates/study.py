@@ -115,8 +115,8 @@ def train(name: str, settings: Settings, seed: int, data: Texts, seen: Texts) ->
 
     def weighed(chosen: Any, factor: Any) -> Tensor:
         source, lengths = pad([data.sources[i] for i in chosen])
-        loss, told = batch_loss(model, source, data.targets[chosen], lengths, critic)
-        losses.append(told)
+        loss, entropy = batch_loss(model, source, data.targets[chosen], lengths, critic)
+        losses.append(entropy)
         return loss * factor
 
     with tqdm(range(1, n_steps + 1), desc=f"{name}, seed {seed}", unit="step") as bar:
@@ -126,7 +126,7 @@ def train(name: str, settings: Settings, seed: int, data: Texts, seen: Texts) ->
             train_on_batch(model, optimiser, weighed, chosen, max_norm=1.0)
             seconds += time.process_time() - started
             if step % (n_steps // CHECKS) == 0:
-                checks.append((step, exact(model, seen)))
+                checks.append((step, exact_accuracy(model, seen)))
                 bar.set_postfix(loss=f"{losses[-1]:.3f}", exact=f"{checks[-1][1]:.1%}")
     return model, {"losses": losses, "checks": checks, "seconds": seconds}
 
@@ -157,11 +157,11 @@ def batch_loss(
     state = model.start_decoding(source, lengths)
     logits = model.decode(np.where(target == IGNORED, END, target)[:, :-1], state)
     loss = CrossEntropy(IGNORED)(target[:, 1:], logits)
-    told = float(loss)
+    thin_history = float(loss)
     if isinstance(model, Seq2SeqHard):
         reward = np.take_along_axis(kernels.log_softmax(logits.array), target[:, 1:, None], axis=2)[..., 0]
         loss = loss + reinforce(state["log_probability"], reward, critic(reward))
-    return loss, told
+    return loss, thin_history
 
 
 # -------------------------------------------------------------------- measuring
@@ -176,12 +176,12 @@ def answers(model: EncoderDecoder, data: Texts) -> list[str]:
     return said
 
 
-def exact(model: EncoderDecoder, data: Texts) -> float:
+def exact_accuracy(model: EncoderDecoder, data: Texts) -> float:
     """Return the fraction of exactly correct outputs."""
     return float(np.mean([text == one.iso for text, one in zip(answers(model, data), data.examples)]))
 
 
-def look(model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def attention_weights(model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the attention weights (B, A, T, S) of a model with teacher forcing; rows sum to 1.
 
     A is 1; of the Transformer its layers' heads of attention to the source, first layer first. 0 without attention.
@@ -207,19 +207,19 @@ class Sight(NamedTuple):
     even: np.ndarray  # (3,), the share that even weights over the whole text would have
 
 
-def sight(model: EncoderDecoder, data: Texts) -> Sight:
+def measure_attention(model: EncoderDecoder, data: Texts) -> Sight:
     """Return the attention on the right field, as means over all examples and the digits of a field."""
     rows: list[tuple[np.ndarray, ...]] = []
     for chosen in batches(data.sources):
         source, lengths = pad([data.sources[i] for i in chosen])
         fields, _ = pad([data.examples[i].fields for i in chosen])
-        weights = look(model, source, data.targets[chosen], lengths)
+        weights = attention_weights(model, source, data.targets[chosen], lengths)
         even = [(fields == field).sum(axis=1) / lengths for field in FIELDS.values()]
-        rows.append((*on_fields(weights, fields), np.stack(even, axis=-1)))
+        rows.append((*attention_on_fields(weights, fields), np.stack(even, axis=-1)))
     return Sight(*(np.concatenate(parts).mean(axis=0) for parts in zip(*rows)))
 
 
-def on_fields(weights: np.ndarray, fields: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def attention_on_fields(weights: np.ndarray, fields: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the attention of each example and head on year, month and day, (B, A, 3).
 
     Args:
@@ -252,20 +252,20 @@ def measure(model: EncoderDecoder, settings: Settings) -> dict[str, Any]:
     measures: dict[str, Any] = {"exact": rounded(right.mean())}
     measures["languages"] = {name: rounded(right[languages == name].mean()) for name in LANGUAGES}
     tests = [held_out("test", settings.tested, lengths) for lengths in LENGTHS]
-    measures["lengths"] = [rounded(exact(model, test)) for test in tests]
-    seen = sight(model, data)
+    measures["lengths"] = [rounded(exact_accuracy(model, test)) for test in tests]
+    seen = measure_attention(model, data)
     n_heads = len(seen.share)
     if n_heads:
-        sights = [sight(model, test) for test in tests]
-        measures |= numbers_of(seen, sights, slice(None))
+        sights = [measure_attention(model, test) for test in tests]
+        measures |= mean_over_heads(seen, sights, slice(None))
     if n_heads > 1:
         best = best_head(model, settings.validated)
-        measures["of_best"] = {"head": best, **numbers_of(seen, sights, slice(best, best + 1))}
+        measures["of_best"] = {"head": best, **mean_over_heads(seen, sights, slice(best, best + 1))}
     measures["even"] = [rounded(value) for value in seen.even]
     return measures
 
 
-def numbers_of(seen: Sight, sights: list[Sight], heads: slice) -> dict[str, Any]:
+def mean_over_heads(seen: Sight, sights: list[Sight], heads: slice) -> dict[str, Any]:
     """Return the mean measurements of some heads."""
     share, top = ([rounded(value) for value in values[heads].mean(axis=0)] for values in (seen.share, seen.top))
     return {"share": share, "top": top, "share_at_lengths": [rounded(one.share[heads].mean()) for one in sights]}
@@ -273,7 +273,7 @@ def numbers_of(seen: Sight, sights: list[Sight], heads: slice) -> dict[str, Any]
 
 def best_head(model: EncoderDecoder, n: int) -> int:
     """Return the head with the largest attention weight on the right field, over `n` validation dates."""
-    return int(sight(model, held_out("validation", n, (0, TRAINED))).share.mean(axis=1).argmax())
+    return int(measure_attention(model, held_out("validation", n, (0, TRAINED))).share.mean(axis=1).argmax())
 
 
 def rounded(value: float) -> float:
@@ -282,14 +282,18 @@ def rounded(value: float) -> float:
 
 
 # -------------------------------------------------------------------- to look at
-def shown() -> list[Example]:
+def plotted_examples() -> list[Example]:
     """Return the first suitable test date of each language for the plot."""
     data = held_out("test", 1000, (0, TRAINED)).examples
-    fits = [one for one in data if 30 <= len(one.source) <= 44 and one.fields[0] == one.fields[-1] == 0 and spelt(one)]
+    fits = [
+        one
+        for one in data
+        if 30 <= len(one.source) <= 44 and one.fields[0] == one.fields[-1] == 0 and has_month_name(one)
+    ]
     return [next(one for one in fits if one.language == name) for name in LANGUAGES]
 
 
-def spelt(one: Example) -> bool:
+def has_month_name(one: Example) -> bool:
     """Return whether the month is written as a word."""
     return any(character.isalpha() for character, field in zip(one.source, one.fields) if field == MONTH)
 
@@ -299,5 +303,5 @@ def alignments(model: EncoderDecoder, examples: list[Example], head: int = 0) ->
     data = texts(examples)
     maps = []
     for i, one in enumerate(data.sources):
-        maps.append(look(model, np.array([one]), data.targets[i : i + 1], np.array([len(one)]))[0, head])
+        maps.append(attention_weights(model, np.array([one]), data.targets[i : i + 1], np.array([len(one)]))[0, head])
     return maps

@@ -49,7 +49,7 @@ def functions() -> dict[str, list[Function]]:
     """
     parts: dict[str, list[Function]] = {"train": [], "validation": [], "test": []}
     for one in sorted(library(), key=lambda one: hashlib.sha256("\n".join(one).encode()).digest()):
-        parts[part_of(one.module)].append(one)
+        parts[part_of_module(one.module)].append(one)
     if not all(parts.values()):
         raise ValueError("functions: expected the standard library's .py files, found too few of them")
     seen: set[str] = set()
@@ -63,7 +63,7 @@ def functions() -> dict[str, list[Function]]:
     return parts
 
 
-def part_of(module: str) -> str:
+def part_of_module(module: str) -> str:
     """Return the part (training, validation or test) of a module, by its hash."""
     return PARTS.get(int(hashlib.sha256(module.encode()).hexdigest(), 16) % 10, "train")
 
@@ -95,7 +95,7 @@ def functions_in(tree: ast.AST, lines: list[str], module: str) -> Iterator[Funct
             continue
         first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
         kept = lines[first - 1 : doc.lineno - 1] + lines[doc.end_lineno : node.end_lineno]
-        code = unindented(kept)
+        code = dedent_lines(kept)
         if CODE[0] <= len(code) <= CODE[1] and said not in code:
             yield Function(module, node.name, code, said)
 
@@ -106,7 +106,7 @@ def summary(docstring: str) -> str:
     return re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph)[0]
 
 
-def unindented(lines: list[str]) -> str:
+def dedent_lines(lines: list[str]) -> str:
     """Return lines without their common indentation."""
     filled = [line.expandtabs(4) for line in lines if line.strip()]
     least = min(len(line) - len(line.lstrip()) for line in filled)
@@ -125,7 +125,7 @@ def words_of(line: str) -> Counter[str]:
     return Counter(re.findall(r"[a-z0-9]+", line.lower()))
 
 
-def overlap(answer: str, wanted: str) -> float:
+def rouge1_f1(answer: str, wanted: str) -> float:
     """Return the F1 score of common words of two lines (ROUGE-1, Lin 2004)."""
     ours, theirs = words_of(answer), words_of(wanted)
     n_all = ours.total() + theirs.total()

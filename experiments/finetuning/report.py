@@ -24,7 +24,7 @@ SCORES = {  # what the table shows of a task, in percent
 TEXTS = (*TASKS, "captions", "reviews", OWN_ANSWERS)
 
 
-def found(results: Results, task: str, way: str) -> list[Results]:
+def results_of(results: Results, task: str, way: str) -> list[Results]:
     """Return the results of a task before fine-tuning, or after a method with each seed."""
     return [results["before"]] if way == "before" else select(results["runs"], task=task, method=way)
 
@@ -35,7 +35,7 @@ def pairs(results: Results) -> list[tuple[str, str]]:
         (task, way)
         for task in TASKS
         for way in WAYS
-        if found(results, task, way) and any(run["task"] == task for run in results["runs"])
+        if results_of(results, task, way) and any(run["task"] == task for run in results["runs"])
     ]
 
 
@@ -44,7 +44,7 @@ def main_table(results: Results) -> str:
     """Return the table of held-out scores before and after, and of costs, by task."""
     rows = []
     for task, way in pairs(results):
-        mine = found(results, task, way)
+        mine = results_of(results, task, way)
         row = [f"{TASKS[task].title}, {WAYS[way]}", cell(of(mine, "bits", task), 3)]
         scores = [score(mine, task, name) for name in SCORES[task][:2]]
         row += [*scores, ""][:2]
@@ -60,7 +60,7 @@ def score(runs: list[Results], task: str, name: str) -> str:
 
 def sums_table(results: Results) -> str:
     """Return the table of correct sums in percent."""
-    ways = {WAYS[way]: found(results, "sums", way) for task, way in pairs(results) if task == "sums"}
+    ways = {WAYS[way]: results_of(results, "sums", way) for task, way in pairs(results) if task == "sums"}
     return grid(ways, SCORES["sums"], lambda mine, name: of(mine, "scores", "sums", name), 1, 100)
 
 
@@ -77,7 +77,7 @@ def forgotten_table(results: Results) -> str:
     rows.append(["before", *(cell(results["before"]["bits"][text], 3) for text in TEXTS)])
     for task, way in pairs(results):
         if way != "before":
-            cells = [cell(of(found(results, task, way), "bits", text), 3) for text in TEXTS]
+            cells = [cell(of(results_of(results, task, way), "bits", text), 3) for text in TEXTS]
             cells = [f"*{value}*" if text == task else value for text, value in zip(TEXTS, cells)]
             rows.append([f"{TASKS[task].title}, {WAYS[way]}", *cells])
     return markdown(["", *map(title_of, TEXTS)], rows)
@@ -103,20 +103,20 @@ def plot(results: Results, path: Path) -> None:
         left, middle, right = figure.subplots(1, 3, width_ratios=(3, 2, 5))
         tasks = [task for task in TASKS if any(run["task"] == task for run in results["runs"])]
         for number, (way, label) in enumerate(WAYS.items()):
-            there = [(place, task) for place, task in enumerate(tasks) if found(results, task, way)]
-            values = [[run["bits"][task] for run in found(results, task, way)] for _, task in there]
+            there = [(place, task) for place, task in enumerate(tasks) if results_of(results, task, way)]
+            values = [[run["bits"][task] for run in results_of(results, task, way)] for _, task in there]
             bars(left, [place for place, _ in there], values, number, label)
         left.set_xticks(range(len(tasks)), [TASKS[task].title.replace(" ", "\n", 1) for task in tasks])
         left.set(ylabel="bits a byte", title="what is held out")
         if "sums" in tasks:
             names = SCORES["sums"][:1] + SCORES["sums"][2:]
             for number, way in enumerate(WAYS):
-                mine = found(results, "sums", way)
+                mine = results_of(results, "sums", way)
                 values = [[100 * run["scores"]["sums"][name] for run in mine] for name in names]
                 bars(middle, list(range(len(names))), values if mine else [], number)
             middle.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names])
         middle.set(ylabel="%", title="sums that are right", ylim=(0, 100))
-        harder(right, results)
+        plot_forgetting(right, results)
         for axes in (left, middle, right):
             axes.grid(alpha=0.25, axis="y")
             axes.set_axisbelow(True)
@@ -135,17 +135,17 @@ def bars(axes: Any, places: list[int], groups: list[list[float]], number: int, l
             axes.plot(np.full(len(values), x), values, "o", color="black", markersize=3)
 
 
-def harder(axes: Any, results: Results) -> None:
+def plot_forgetting(axes: Any, results: Results) -> None:
     """Plot the increase of bits per byte on other texts, in percent."""
     ways = [(task, way) for task, way in pairs(results) if way != "before"]
     markers = dict(zip(TASKS, "os^"))
     for number, (task, way) in enumerate(ways):
-        shown = [(place, text) for place, text in enumerate(TEXTS) if text != task]
+        texts = [(place, text) for place, text in enumerate(TEXTS) if text != task]
         before = results["before"]["bits"]
-        mine = found(results, task, way)
-        after = {text: np.mean([run["bits"][text] for run in mine]) for _, text in shown}
-        changes = [100 * (after[text] / before[text] - 1) for _, text in shown]
-        x = [place + 0.1 * (number - (len(ways) - 1) / 2) for place, _ in shown]
+        mine = results_of(results, task, way)
+        after = {text: np.mean([run["bits"][text] for run in mine]) for _, text in texts}
+        changes = [100 * (after[text] / before[text] - 1) for _, text in texts]
+        x = [place + 0.1 * (number - (len(ways) - 1) / 2) for place, _ in texts]
         colour = COLOURS[list(WAYS).index(way)]
         axes.plot(x, changes, markers[task], color=colour, markersize=7)
     axes.axhline(0, color="black", linewidth=0.8)
@@ -191,7 +191,7 @@ def page_table(results: Results, task: str, kind: str, ways: list[str]) -> str:
     Args:
         kind: the task, or "general".
     """
-    every = [found(results, task, way)[0]["samples"][kind] for way in ways]
+    every = [results_of(results, task, way)[0]["samples"][kind] for way in ways]
     judged = any(wanted for _, wanted, _ in every[0])
     heads = ["asked", *(["right"] if judged else []), *(WAYS[way] for way in ways)]
     rows = ["".join(f"<th>{escape(head)}</th>" for head in heads)]

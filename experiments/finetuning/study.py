@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.finetuning import voice
 from experiments.finetuning.tasks import TASKS, Question, Task, write_records
-from experiments.shared.program import among, at_least
+from experiments.shared.program import check_choices, check_minimum
 from experiments.shared.results import Record, rounded, select
 from tricycle.checkpoint import load_checkpoint
 from tricycle.decoding.batch import generate_batch
@@ -74,8 +74,8 @@ QUICK: dict[str, Any] = {"tasks": ("sums",), "methods": ("lora",), "seeds": 1, "
 
 def check(settings: Settings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
-    at_least(settings, seeds=1, updates=0, batch_size=1, context_window=128, tested=1)
-    among(settings, tasks=TASKS, methods=METHODS, precision=("bfloat16", "float32"))
+    check_minimum(settings, seeds=1, updates=0, batch_size=1, context_window=128, tested=1)
+    check_choices(settings, tasks=TASKS, methods=METHODS, precision=("bfloat16", "float32"))
 
 
 # -------------------------------------------------------------------- all of it
@@ -94,13 +94,13 @@ def measure(settings: Settings) -> Record:
             write_records(task, part, folder)
     if "before" not in results:
         loaded = load_model(settings.model, device="cpu")
-        results["before"] = look(loaded, settings, list(TASKS.values()), None)
+        results["before"] = measure_model(loaded, settings, list(TASKS.values()), None)
         results.save()
     for task, method, seed in trainings(settings):
         about = {"task": task.name, "method": method, "seed": seed}
         if not select(results["runs"], **about):
             print(f"\n=== {task.title}, {method}, seed {seed}", flush=True)
-            run = {**about, **teach_and_look(task, method, seed, settings, results["before"]["answers"])}
+            run = {**about, **finetune_and_measure(task, method, seed, settings, results["before"]["answers"])}
             results["runs"].append(run)
             results.save()
     return results
@@ -117,22 +117,22 @@ def trainings(settings: Settings) -> list[tuple[Task, str, int]]:
 
 
 # -------------------------------------------------------------------- teaching
-def teach_and_look(task: Task, method: str, seed: int, settings: Settings, own: list[Any]) -> dict[str, Any]:
+def finetune_and_measure(task: Task, method: str, seed: int, settings: Settings, own: list[Any]) -> dict[str, Any]:
     """Fine-tune the model with one method and seed, and return its results."""
     folder = settings.output / "runs" / f"{task.name}-{method}-{seed}"
-    about = teach(task, method, seed, settings, folder)
+    about = run_finetuning(task, method, seed, settings, folder)
     if method == "lora":
         loaded = load_model(settings.model, device="cpu", adapter=folder / "adapter")
     else:
         loaded = load_model(str(folder), device="cpu")
-    results = look(loaded, settings, [task], own)
+    results = measure_model(loaded, settings, [task], own)
     if not settings.keep:
         for path in folder.glob("*.safetensors"):
             path.unlink()
     return about | results
 
 
-def teach(task: Task, method: str, seed: int, settings: Settings, folder: Path) -> dict[str, Any]:
+def run_finetuning(task: Task, method: str, seed: int, settings: Settings, folder: Path) -> dict[str, Any]:
     """Run or resume `tricycle finetune`, and return its costs.
 
     "seconds" of the command by the clock, "cpu_seconds" of all its threads, "training_seconds" of the updates alone,
@@ -180,7 +180,9 @@ def command(task: Task, method: str, seed: int, settings: Settings, folder: Path
 
 
 # -------------------------------------------------------------------- looking
-def look(loaded: Pretrained, settings: Settings, tasks: Sequence[Task], own: list[Any] | None) -> dict[str, Any]:
+def measure_model(
+    loaded: Pretrained, settings: Settings, tasks: Sequence[Task], own: list[Any] | None
+) -> dict[str, Any]:
     """Return the losses of a model on all texts, and its scores on some tasks.
 
     Args:
@@ -191,30 +193,32 @@ def look(loaded: Pretrained, settings: Settings, tasks: Sequence[Task], own: lis
     """
     results: dict[str, Any] = {}
     general = [Question(text, True, "") for text in GENERAL]
-    spoken = ask(loaded, general, ANSWER_TOKENS, settings)
+    spoken = generate_answers(loaded, general, ANSWER_TOKENS, settings)
     if own is None:
         own = results["answers"] = [[ids, drawn] for ids, drawn in spoken]
-    texts = texts_of(loaded, settings, own)
+    texts = texts_to_score(loaded, settings, own)
     results["bits"] = {name: bits(loaded, examples, settings) for name, examples in texts.items()}
     results["scores"], results["samples"] = {}, {}
     for task in tasks:
         questions = chosen(task.questions(), settings.tested)
-        answers = told(loaded, ask(loaded, questions, task.n_tokens, settings, task.temperature))
+        answers = decode_answers(loaded, generate_answers(loaded, questions, task.n_tokens, settings, task.temperature))
         results["scores"][task.name] = rounded(task.judge(questions, answers))
         if task.name == "voice":
             questions = [Question(text, False, "") for text in voice.OPENINGS]
-            answers = told(loaded, ask(loaded, questions, task.n_tokens, settings, task.temperature))
-        results["samples"][task.name] = shown(questions, answers)
-    results["samples"]["general"] = shown(general, told(loaded, spoken))
+            answers = decode_answers(
+                loaded, generate_answers(loaded, questions, task.n_tokens, settings, task.temperature)
+            )
+        results["samples"][task.name] = sample_rows(questions, answers)
+    results["samples"]["general"] = sample_rows(general, decode_answers(loaded, spoken))
     return results
 
 
-def shown(questions: Sequence[Question], answers: Sequence[str]) -> list[list[str]]:
+def sample_rows(questions: Sequence[Question], answers: Sequence[str]) -> list[list[str]]:
     """Return the first questions with the right and the given answers."""
     return [[question.text, question.wanted, answer] for question, answer in zip(questions, answers)][:N_SHOWN]
 
 
-def texts_of(loaded: Pretrained, settings: Settings, own: list[Any]) -> dict[str, list[Example]]:
+def texts_to_score(loaded: Pretrained, settings: Settings, own: list[Any]) -> dict[str, list[Example]]:
     """Return the texts whose bits per byte are measured, by name."""
     window = settings.context_window
     encoder = ExampleEncoder(loaded.tokeniser, window, cut_answers=True)
@@ -232,16 +236,16 @@ def chosen(questions: list[Question], n: int) -> list[Question]:
 
 
 # -------------------------------------------------------------------- answers
-def ask(
+def generate_answers(
     loaded: Pretrained, questions: Sequence[Question], n_tokens: int, settings: Settings, temperature: float = 0.0
 ) -> list[tuple[list[int], list[int]]]:
     """Return prompts and answers as token ids; a complete answer ends with its end token."""
     encoder = ExampleEncoder(loaded.tokeniser, settings.context_window)
-    stops = ends_of(loaded)
+    stops = end_tokens(loaded)
     seed = 0 if temperature else None
     sampling = SamplingParams(temperature, top_p=0.95 if temperature else 1.0, seed=seed, stop_tokens=stops)
     sampling = replace(sampling, n_vocab=loaded.tokeniser.n_vocab)
-    prompts = [prompt_of(loaded, encoder, question) for question in questions]
+    prompts = [prompt_ids(loaded, encoder, question) for question in questions]
     drawn: list[list[int]] = []
     with loaded.model.evaluating():
         for first in range(0, len(prompts), AT_ONCE):
@@ -250,13 +254,13 @@ def ask(
     return list(zip(prompts, drawn))
 
 
-def ends_of(loaded: Pretrained) -> list[int]:
+def end_tokens(loaded: Pretrained) -> list[int]:
     """Return the tokens that end an answer."""
     end = loaded.tokeniser.end_of_answer()
     return sorted({*stop_tokens(loaded), loaded.tokeniser.end_of_text, *([] if end is None else [end])})
 
 
-def prompt_of(loaded: Pretrained, encoder: ExampleEncoder, question: Question) -> list[int]:
+def prompt_ids(loaded: Pretrained, encoder: ExampleEncoder, question: Question) -> list[int]:
     """Return the prompt of a question as token ids."""
     if question.is_chat:
         ids = loaded.tokeniser.chat([{"role": "user", "content": question.text}], allowed_special=False)
@@ -264,9 +268,9 @@ def prompt_of(loaded: Pretrained, encoder: ExampleEncoder, question: Question) -
     return encoder.encode_prompt(question.text)
 
 
-def told(loaded: Pretrained, answers: Sequence[tuple[list[int], list[int]]]) -> list[str]:
+def decode_answers(loaded: Pretrained, answers: Sequence[tuple[list[int], list[int]]]) -> list[str]:
     """Return the answers as text, without end tokens."""
-    stops = set(ends_of(loaded))
+    stops = set(end_tokens(loaded))
     return [loaded.tokeniser.decode([token for token in drawn if token not in stops]) for _, drawn in answers]
 
 

@@ -83,7 +83,7 @@ def story_questions() -> list[Question]:
     return questions + [Question(sums.bus_story(one, generator), True, one.answer(), OTHER) for one in others]
 
 
-def judge_sums(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
+def score_sums(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
     """Return the scores of answers to sums: an answer is right if its last number is right, in words or digits."""
     right = np.array([sums.last_number(a) == sums.last_number(q.wanted) for q, a in zip(questions, answers)])
     whole = np.array([answer.strip() == question.wanted for question, answer in zip(questions, answers)])
@@ -109,30 +109,30 @@ def function_records(part: str) -> list[Any]:
     ]
 
 
-def judge_lines(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
+def score_lines(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
     """Return the word overlap with the author's line, and the fraction of exact matches."""
     lines = [docstrings.first_line(answer) for answer in answers]
-    overlaps = [docstrings.overlap(line, question.wanted) for question, line in zip(questions, lines)]
+    overlaps = [docstrings.rouge1_f1(line, question.wanted) for question, line in zip(questions, lines)]
     same = [docstrings.same(line, question.wanted) for question, line in zip(questions, lines)]
     return {"overlap": float(np.mean(overlaps)), "the same": share(np.array(same))}
 
 
 # -------------------------------------------------------------------- the voice
-def judge_voice(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
+def score_voice(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
     """Return the fraction of copied text in generated texts, and in Shakespeare's own continuations."""
     wanted = [question.wanted for question in questions]
-    return {"copied": voice.copied(list(answers)), "copied by Shakespeare": voice.copied(wanted)}
+    return {"copied": voice.copied_fraction(list(answers)), "copied by Shakespeare": voice.copied_fraction(wanted)}
 
 
 SUMS_RATES = {"lora": 2e-3, "all": 2e-4}
-SUMS = Task("sums", "sums in words", ".jsonl", story_records, story_questions, judge_sums, 96, rates=SUMS_RATES)
+SUMS = Task("sums", "sums in words", ".jsonl", story_records, story_questions, score_sums, 96, rates=SUMS_RATES)
 DOCSTRINGS = Task(
     "docstrings",
     "docstrings",
     ".jsonl",
     function_records,
     lambda: [Question(one.question, True, one.line) for one in docstrings.functions()["test"]],
-    judge_lines,
+    score_lines,
     32,
 )
 VOICE = Task(
@@ -141,7 +141,7 @@ VOICE = Task(
     ".txt",
     lambda part: [voice.part(part)[: voice.TESTED if part == "test" else None]],
     lambda: [Question(opening, False, rest) for opening, rest in voice.openings()],
-    judge_voice,
+    score_voice,
     48,
     temperature=0.8,
 )

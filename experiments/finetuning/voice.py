@@ -57,7 +57,7 @@ def known_runs() -> frozenset[tuple[str, ...]]:
     return frozenset(runs_of(part("train")))
 
 
-def copied(texts: list[str]) -> float:
+def copied_fraction(texts: list[str]) -> float:
     """Return the fraction of runs of RUN words that occur in the training text."""
     rows = [row for text in texts for row in runs_of(text)]
     return sum(row in known_runs() for row in rows) / max(1, len(rows))

@@ -34,7 +34,7 @@ from tricycle_cli.flags import run_main
 
 def main() -> int:
     """Run the command line, and return the exit status."""
-    if real.is_asked_for(sys.argv[1:]):
+    if real.names_pretrained_model(sys.argv[1:]):
         return real.main()
     return run_study(Settings, study, __doc__, QUICK, check)
 

@@ -86,7 +86,7 @@ def digest(model: GPT) -> str:
 
 
 # -------------------------------------------------------------------- blocks and their scales
-def cut(model: GPT, job: Job, arrays: Sequence[np.ndarray] = ()) -> list[Tensor]:
+def use_block_softmax(model: GPT, job: Job, arrays: Sequence[np.ndarray] = ()) -> list[Tensor]:
     """Give each layer the softmax variant of a job.
 
     Args:
@@ -126,7 +126,7 @@ def first_scales(job: Job, n_layers: int, n_heads: int, window: int) -> list[np.
     return [np.tile(array, (n_heads, 1, 1)) if per_head else array] * n_layers
 
 
-def learn(
+def train_scales(
     subject: Subject, job: Job, steps: int, batch_size: int, first: Sequence[np.ndarray]
 ) -> tuple[list[np.ndarray], list[float]]:
     """Train the scales of block softmax on next-token prediction, with all other weights frozen.
@@ -142,7 +142,7 @@ def learn(
     """
     model = subject.model
     before = digest(model)
-    scales = cut(model, job, first)
+    scales = use_block_softmax(model, job, first)
     rows = subject.rows(job.text, "train", 4 * steps * batch_size)
     chosen = np.random.default_rng(job.seed).permutation(len(rows))[: steps * batch_size].reshape(steps, -1)
     optimiser = AdamW(WarmupCosine(job.rate, 0.0, 0, steps), weight_decay=0.0)
@@ -175,7 +175,7 @@ class Shares(NamedTuple):
 
 def exact_shares(subject: Subject, rows: np.ndarray, blocks: Sequence[int]) -> Shares:
     """Return the exact softmax statistics of each block for rows of tokens (N, W + 1), as FlashAttention has them."""
-    cut(subject.model, Job("whole"))
+    use_block_softmax(subject.model, Job("whole"))
     mean: dict[int, Any] = dict.fromkeys(blocks, 0.0)
     square: dict[int, Any] = dict.fromkeys(blocks, 0.0)
     for row in tqdm(rows, desc="exact shares", unit="window", position=1, leave=False, dynamic_ncols=True):
@@ -197,7 +197,7 @@ def attention_of(model: GPT, rows: np.ndarray) -> dict[str, np.ndarray]:
     return {name: to_cpu(weights) for name, weights in probe.weights.items()}
 
 
-def coarsen(mean: np.ndarray, grain: str) -> np.ndarray:
+def average_scales(mean: np.ndarray, grain: str) -> np.ndarray:
     """Return shares (L, H, n, W) as the scales of a grain: (L, [H,] n, W or n)."""
     per_head, per_position = GRAINS[grain]
     n, window = mean.shape[2:]
@@ -231,7 +231,7 @@ class Bench:
     def prepare(self, job: Job) -> list[float]:
         """Give the model the softmax variant of a job; return the losses of training its scales."""
         arrays, losses = self.scales(job)
-        cut(self.subject.model, job, arrays)
+        use_block_softmax(self.subject.model, job, arrays)
         return losses
 
     def scales(self, job: Job) -> tuple[list[np.ndarray], list[float]]:
@@ -241,10 +241,10 @@ class Bench:
         if job.kind == "1 / k":
             return self.first(job._replace(start="1 / k")), []
         if job.kind == "mean":
-            return list(coarsen(self.shares(job.text).mean[job.blocks], job.grain)), []
+            return list(average_scales(self.shares(job.text).mean[job.blocks], job.grain)), []
         path = self.folder / f"{job.file_name}.npz"
         if not path.exists():
-            arrays, losses = learn(self.subject, job, self.steps, self.batch_size, self.first(job))
+            arrays, losses = train_scales(self.subject, job, self.steps, self.batch_size, self.first(job))
             with atomic_write(path) as file:
                 np.savez(file, np.array(losses), *arrays)
         with np.load(path, allow_pickle=False) as file:

@@ -31,7 +31,7 @@ from experiments.learned_statistics.real_study import (
 )
 from experiments.shared.language_models import TEXTS
 from experiments.shared.pages import write_page
-from experiments.shared.program import Outcome, among, at_least, run_study, words
+from experiments.shared.program import Outcome, check_choices, check_minimum, run_study, words
 from tricycle.pretrained.folder import INDEX, WEIGHTS
 
 PAGE = Path(__file__).with_name("real_page.html")
@@ -48,7 +48,7 @@ QUICK: dict[str, Any] = {
 }
 
 
-def is_asked_for(line: Sequence[str]) -> bool:
+def names_pretrained_model(line: Sequence[str]) -> bool:
     """Return whether a command line names a pretrained model, not a run folder or checkpoint of Tricycle."""
     names = [after for word, after in itertools.pairwise(line) if word == "--model"]
     names += [word.partition("=")[2] for word in line if word.startswith("--model=")]
@@ -71,15 +71,15 @@ def study(settings: RealSettings) -> Outcome:
     for job in tqdm(all_jobs(settings), desc=settings.model, unit="row", dynamic_ncols=True):
         if record.row(job._asdict()) is None:
             record.add(job._asdict(), bench.measure(job))
-    finish(bench, record)
+    complete_record(bench, record)
     return show(bench, record)
 
 
 def check(settings: RealSettings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
     least = {"seeds": 1, "steps": 1, "batch_size": 1, "test_windows": 1, "measured_windows": 1, "prompts": 1}
-    at_least(settings, **least, n_written=1, window=4)
-    among(settings, text=TEXTS)
+    check_minimum(settings, **least, n_written=1, window=4)
+    check_choices(settings, text=TEXTS)
     if not min(settings.rate, *settings.other_rates, settings.rate) > 0:
         raise ValueError(f"expected rates above 0, got {settings.rate} and {settings.other_rates}")
     if min(settings.blocks, default=0) < 2 or settings.middle not in settings.blocks:
@@ -91,7 +91,7 @@ def check(settings: RealSettings) -> None:
         raise ValueError(f"expected --n-written of at most a quarter of --window, got {settings.n_written}")
 
 
-def finish(bench: RealBench, record: Rows) -> None:
+def complete_record(bench: RealBench, record: Rows) -> None:
     """Compute the results that are not rows: the explained variance of means, and generated texts."""
     tokeniser = bench.subject.tokeniser
     if "explained" not in record:

@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments.learned_statistics.blocks import GRAINS, STARTS, Job, Rows, block_starts, job_of
 from experiments.learned_statistics.real_study import RealSettings, learned, mean
-from experiments.learned_statistics.report import beside_seed
+from experiments.learned_statistics.report import rows_with_seed_figures
 from experiments.shared.figures import drawing
 from experiments.shared.language_models import TEXTS
 from experiments.shared.tables import cell, grid, markdown
@@ -49,7 +49,7 @@ class Results:
         """Return the mean losses along the window."""
         return np.array(self.rows[job]["texts"][text]["positions"])
 
-    def won_back(self, job: Job, text: str) -> np.ndarray:
+    def recovered_loss(self, job: Job, text: str) -> np.ndarray:
         """Return the recovered part, in percent, of the loss that blocks without correction add."""
         whole = np.log(self.perplexities(WHOLE, text)[0])
         none = np.log(self.perplexities(Job("none", job.blocks), text)[0])
@@ -95,7 +95,7 @@ def won_back_table(results: Results) -> str:
     for text in TEXTS:
         for n in results.settings.blocks:
             jobs = ways(results.settings, n)
-            lines.append([text, str(n), *(cell(results.won_back(jobs[name], text), 1) for name in names)])
+            lines.append([text, str(n), *(cell(results.recovered_loss(jobs[name], text), 1) for name in names)])
     return markdown(["text", "blocks", *names], lines)
 
 
@@ -175,7 +175,7 @@ def seed_table(results: Results) -> str:
         for start, job in jobs.items()
         if results.has(job)
     }
-    return beside_seed(ours, 2)
+    return rows_with_seed_figures(ours, 2)
 
 
 def name_of(job: Job) -> str:

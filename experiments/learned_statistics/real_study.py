@@ -20,8 +20,8 @@ from experiments.learned_statistics.blocks import (
     Job,
     Shares,
     Subject,
+    average_scales,
     block_starts,
-    coarsen,
     digest,
     equal_shares,
 )
@@ -81,9 +81,9 @@ def new_subject(settings: RealSettings) -> Subject:
     return Subject(model, loaded.tokeniser, window, rows)
 
 
-def spread(mean: np.ndarray, grain: str) -> np.ndarray:
+def expand_scales(mean: np.ndarray, grain: str) -> np.ndarray:
     """Return scales of a grain, expanded to each head and position, (L, H, n, W)."""
-    scales = coarsen(mean, grain)
+    scales = average_scales(mean, grain)
     per_head, per_position = GRAINS[grain]
     if not per_head:
         scales = scales[:, None].repeat(mean.shape[1], axis=1)
@@ -108,7 +108,7 @@ def explained(shares: Shares, n: int, grain: str) -> float:
     def distance(scales: np.ndarray) -> float:
         return float((square - 2 * scales * mean + scales**2)[..., seen].sum())
 
-    return 1 - distance(spread(mean, grain)) / distance(equal)
+    return 1 - distance(expand_scales(mean, grain)) / distance(equal)
 
 
 # -------------------------------------------------------------------- what is measured

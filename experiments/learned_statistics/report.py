@@ -27,7 +27,7 @@ def find(rows: Runs, kind: str, blocks: int, model: int) -> np.ndarray:
     return np.array(of(select(rows, kind=kind, blocks=blocks, model=model), "perplexity"))
 
 
-def won_back(rows: Runs, kind: str, blocks: int, model: int) -> np.ndarray:
+def recovered_loss(rows: Runs, kind: str, blocks: int, model: int) -> np.ndarray:
     """Return the share of the perplexity that blocks without correction lose that comes back, in percent."""
     (whole,), (none,) = find(rows, "whole", 1, model), find(rows, "none", blocks, model)
     return 100 * (none - find(rows, kind, blocks, model)) / (none - whole)
@@ -70,7 +70,7 @@ def won_back_table(rows: Runs) -> str:
     """Return the table of recovered loss: 0% as without correction, 100% as with full softmax."""
     kinds = list(WAYS)[1:]
     lines = [
-        [str(model), str(blocks), *(cell(won_back(rows, kind, blocks, model), 1) for kind in kinds)]
+        [str(model), str(blocks), *(cell(recovered_loss(rows, kind, blocks, model), 1) for kind in kinds)]
         for model, blocks in cases(rows)
     ]
     return markdown(["model", "blocks", *kinds], lines)
@@ -83,10 +83,10 @@ def seed_table(rows: Runs) -> str:
         for model, blocks in cases(rows)
         if blocks == 2
     }
-    return beside_seed(ours, 3)
+    return rows_with_seed_figures(ours, 3)
 
 
-def beside_seed(ours: Mapping[str, tuple[float, np.ndarray]], digits: int) -> str:
+def rows_with_seed_figures(ours: Mapping[str, tuple[float, np.ndarray]], digits: int) -> str:
     """Return a table of perplexities of the whole softmax and of 2 blocks with learned scales."""
     lines = []
     for name, (whole, found) in {**SEED_TABLE, **ours}.items():

@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.learned_statistics.blocks import Bench, Job, Subject
-from experiments.shared.program import at_least, words
+from experiments.shared.program import check_minimum, words
 from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import GPTConfig
@@ -69,7 +69,7 @@ QUICK: dict[str, Any] = {
 
 def check(settings: Settings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
-    at_least(settings, seeds=1, models=1, steps=1, scale_steps=1, batch_size=1, layers=1, windows=0)
+    check_minimum(settings, seeds=1, models=1, steps=1, scale_steps=1, batch_size=1, layers=1, windows=0)
     if not settings.scale_rate > 0:
         raise ValueError(f"expected --scale-rate to be above 0, got {settings.scale_rate}")
     if min(settings.blocks, default=0) < 2:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments.max_retrieval.prompts import Prompt
-from experiments.max_retrieval.tempering import Betas, tempered
+from experiments.max_retrieval.tempering import Betas, use_temperature
 from tricycle import kernels
 from tricycle.attention import KeyValueCache, scores_and_weights
 from tricycle.devices import to_cpu
@@ -81,7 +81,7 @@ def fit_betas(
     """Change the inverse temperatures by Adam, one update for each batch; the model is frozen. Returns the losses."""
     optimiser = AdamW(rate, weight_decay=0)
     losses = []
-    with tempered(model, betas):
+    with use_temperature(model, betas):
         for batch in batches:
             loss = loss_of(model, batch)
             loss.backward()
@@ -92,7 +92,7 @@ def fit_betas(
     return losses
 
 
-def slopes(model: GPT, batches: Sequence[Any], loss_of: Callable[[GPT, Any], Tensor]) -> np.ndarray:
+def beta_gradients(model: GPT, batches: Sequence[Any], loss_of: Callable[[GPT, Any], Tensor]) -> np.ndarray:
     """Return the gradients of the loss by each head's log inverse temperature, at 1: (batches, L, H).
 
     Below 0 where a head that is a little sharper lowers the loss.
@@ -101,7 +101,7 @@ def slopes(model: GPT, batches: Sequence[Any], loss_of: Callable[[GPT, Any], Ten
     rows = []
     for batch in batches:
         betas = Betas(np.zeros((config.n_layers, config.n_heads)))
-        with tempered(model, betas):
+        with use_temperature(model, betas):
             loss_of(model, batch).backward()
         rows.append([level.grad.array if level.grad is not None else 0 * level.array for level in betas.levels])
     return np.array(rows, float)
@@ -137,12 +137,12 @@ def _cases_of(model: GPT, prompt: Prompt) -> list[Case]:
     scores: list[np.ndarray] = []
     streams: list[Tensor] = []
 
-    def listen(op: Any, out: Tensor, *args: Any) -> None:
+    def measure_text(op: Any, out: Tensor, *args: Any) -> None:
         scores.append(scores_and_weights(op, *args)[0][0, :, 0])
 
     with no_grad():
         model.hidden_states(prompt.ids[None, : at - 1], caches)
-        undo = [tap(block.attention.attention, "listeners", listen) for block in model.blocks]
+        undo = [tap(block.attention.attention, "listeners", measure_text) for block in model.blocks]
         undo += [tap(block, "listeners", lambda block, out, x, *rest: streams.append(x)) for block in model.blocks]
         model.hidden_states(prompt.ids[None, at - 1 : at], caches)
         for leave in undo:

@@ -55,7 +55,7 @@ def words_of(tokeniser: Any) -> tuple[str, ...]:
     return words if len(words) >= 1000 else tuple(f"{first} {second}" for first in KEYS for second in KEYS)
 
 
-def largest(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
+def largest_number_task(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
     """Return the text of a task: find the largest of n different numbers.
 
     The examples before it have four numbers each.
@@ -90,7 +90,7 @@ def table(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
 
 
 TASKS: dict[str, Callable[[int, Sequence[str], np.random.Generator], Text]] = {
-    "largest": largest,
+    "largest": largest_number_task,
     "name": name,
     "table": table,
 }

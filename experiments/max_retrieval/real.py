@@ -23,10 +23,10 @@ import numpy as np
 
 from experiments.max_retrieval import fits, real_report
 from experiments.max_retrieval.prompts import TASKS, Prompt, Prompter
-from experiments.max_retrieval.tempering import Betas, LogN, Temperature, tempered
+from experiments.max_retrieval.tempering import Betas, LogN, Temperature, use_temperature
 from experiments.shared.language_models import TEXTS, load_model, text_of, token_losses, windows
-from experiments.shared.program import Outcome, at_least, run_study
-from experiments.shared.results import read, refuse_others, save, stated, write_json
+from experiments.shared.program import Outcome, check_minimum, run_study
+from experiments.shared.results import check_same_settings, read, save, settings_without_paths, write_json
 from tricycle.attention import Attention, scores_and_weights
 from tricycle.models import GPT
 from tricycle.softmaxes import AdaptiveSoftmax
@@ -83,7 +83,7 @@ def main() -> int:
 
 def check(settings: RealSettings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
-    at_least(settings, seeds=1, texts=1, largest_size=4, steps=1, length=64, beyond=0)
+    check_minimum(settings, seeds=1, texts=1, largest_size=4, steps=1, length=64, beyond=0)
 
 
 def study(settings: RealSettings) -> Outcome:
@@ -110,10 +110,12 @@ class Study:
     def part(self, name: str, work: Callable[[], Any]) -> Any:
         """Return a part of the results: from its file, or computed and stored with its duration in seconds."""
         path = self.folder / f"{name.replace(' ', '-').replace(',', '')}.json"
-        about = {key: value for key, value in stated(self.settings).items() if key not in ("model", "report")}
+        about = {
+            key: value for key, value in settings_without_paths(self.settings).items() if key not in ("model", "report")
+        }
         if path.exists():
             kept = read(path)
-            refuse_others(path, kept["settings"], about)
+            check_same_settings(path, kept["settings"], about)
         else:
             started = time.perf_counter()
             kept = {"name": name, "settings": about, "value": work(), "seconds": 0.0}
@@ -200,8 +202,8 @@ class Study:
         tasks = list(self.task_batches(CHOICE))[:count]
         texts = list(self.text_batches())[:count]
         found = {
-            "tasks": fits.slopes(self.model, tasks, fits.loss_of_answers),
-            "text": fits.slopes(self.model, texts, fits.loss_of_text),
+            "tasks": fits.beta_gradients(self.model, tasks, fits.loss_of_answers),
+            "text": fits.beta_gradients(self.model, texts, fits.loss_of_text),
         }
         return {name: np.round(rows, 5).tolist() for name, rows in found.items()}
 
@@ -210,7 +212,7 @@ class Study:
         batches = list(self.task_batches(CHOICE))[:8]
         losses = {}
         for start in STARTS:
-            with tempered(self.model, LogN(start)), no_grad():
+            with use_temperature(self.model, LogN(start)), no_grad():
                 losses[start] = float(np.mean([fits.loss_of_answers(self.model, batch).array for batch in batches]))
         with no_grad():
             plain = float(np.mean([fits.loss_of_answers(self.model, batch).array for batch in batches]))
@@ -236,7 +238,7 @@ class Study:
                 prompts = self.prompter.prompts(task, n, self.n_texts(task, n), (EVALUATION, seed))
                 right: list[bool] = []
                 nats: list[float] = []
-                with tempered(self.model, temperature):
+                with use_temperature(self.model, temperature):
                     together = max(1, TOKENS_AT_ONCE // max(len(prompt.ids) for prompt in prompts))
                     for start in range(0, len(prompts), together):
                         graded = fits.grade(self.model, prompts[start : start + together])
@@ -253,11 +255,11 @@ class Study:
             return (4 if self.settings.quick else 10) * self.settings.texts
         return self.settings.texts if n > 64 or self.settings.quick else 2 * self.settings.texts
 
-    def listen(self, temperature: Temperature, text: str, n_tokens: int) -> dict[str, Any]:
+    def measure_text(self, temperature: Temperature, text: str, n_tokens: int) -> dict[str, Any]:
         """Return the loss by position and the entropy of each head by length, on a held-out text."""
         ids = windows(self.tokeniser, text_of(text, "test"), 1, n_tokens).ids
         lengths = [2**i for i in range(6, 20) if 2**i <= n_tokens]
-        with tempered(self.model, temperature), Listening(self.model, lengths) as heard:
+        with use_temperature(self.model, temperature), Listening(self.model, lengths) as heard:
             losses = token_losses(self.model, ids)[0]
         edges = [0, *lengths]
         nats = [float(losses[low:high].mean()) for low, high in pairwise(edges)]

@@ -31,11 +31,11 @@ def report(folder: Path, results: dict[str, Any]) -> Outcome:
     made = tables(results)
     with atomic_write(folder / "tables.md", text=True) as file:
         file.write("\n\n".join(f"## {title}\n\n{table}" for title, table in made.items()) + "\n")
-    if_there(lambda: plot_tasks(results, folder))
-    if_there(lambda: plot_texts(results, folder / "positions.png"))
-    if_there(lambda: plot_entropies(results, folder / "entropy.png"))
-    if_there(lambda: plot_heads(results, folder / "heads.png"))
-    if_there(lambda: write_page(PAGE, folder / "heads.html", page_data(results)))
+    none_if_missing(lambda: plot_tasks(results, folder))
+    none_if_missing(lambda: plot_texts(results, folder / "positions.png"))
+    none_if_missing(lambda: plot_entropies(results, folder / "entropy.png"))
+    none_if_missing(lambda: plot_heads(results, folder / "heads.png"))
+    none_if_missing(lambda: write_page(PAGE, folder / "heads.html", page_data(results)))
     print(f"{results['seconds'] / 60:.0f} minutes")
     return made, ["results.json", "tables.md", "heads.html", "pictures"]
 
@@ -50,10 +50,10 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "Heads whose sharpness the tasks ask for most": lambda: head_table(results),
         "The start of ln n": lambda: start_table(results),
     }
-    return {title: table for title, make in makers.items() if (table := if_there(make))}
+    return {title: table for title, make in makers.items() if (table := none_if_missing(make))}
 
 
-def if_there(make: Callable[[], Any]) -> Any:
+def none_if_missing(make: Callable[[], Any]) -> Any:
     """Return the result of a function of the parts; None if a part is missing."""
     try:
         return make()
@@ -147,8 +147,8 @@ def entropy_table(results: dict[str, Any]) -> str:
 
 def head_table(results: dict[str, Any]) -> str:
     """Return the table of the heads with the steepest loss gradient."""
-    slopes = {name: np.array(rows) for name, rows in results["fit"]["slopes"].items()}
-    tasks, text = slopes["tasks"].mean(axis=0), slopes["text"].mean(axis=0)
+    beta_gradients = {name: np.array(rows) for name, rows in results["fit"]["slopes"].items()}
+    tasks, text = beta_gradients["tasks"].mean(axis=0), beta_gradients["text"].mean(axis=0)
     grows = growth_within(results)
     fitted = [name for name in ("heads, tasks", "heads, text") if name in results["fit"]]
     betas = {name: np.exp(results["fit"][name]["levels"]) for name in fitted}
@@ -156,7 +156,10 @@ def head_table(results: dict[str, Any]) -> str:
     for place in np.argsort(tasks, axis=None)[:N_LISTED]:
         layer, head = divmod(int(place), tasks.shape[1])
         at = layer, head
-        numbers = [slopes["tasks"][:, layer, head].std(ddof=1) if len(slopes["tasks"]) > 1 else np.nan, text[at]]
+        numbers = [
+            beta_gradients["tasks"][:, layer, head].std(ddof=1) if len(beta_gradients["tasks"]) > 1 else np.nan,
+            text[at],
+        ]
         signs = f"{tasks[at]:+.4f} ± {numbers[0]:.4f}"
         others = [f"{beta[at]:.2f}" for beta in betas.values()]
         rows.append([f"{layer}.{head}", signs, f"{text[at]:+.4f}", *others, f"{grows[at]:.2f}"])

@@ -18,7 +18,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from experiments.shared.program import at_least
+from experiments.shared.program import check_minimum
 from experiments.shared.training import stream
 from tricycle import kernels
 from tricycle.activation import GeLU
@@ -132,7 +132,7 @@ class Settings:
 
 def check(settings: Settings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
-    at_least(settings, steps=1, batch_size=1, width=1, seeds=1, data_seeds=1, samples=1, fit_rows=1, largest=16)
+    check_minimum(settings, steps=1, batch_size=1, width=1, seeds=1, data_seeds=1, samples=1, fit_rows=1, largest=16)
 
 
 # -------------------------------------------------------------------- training
@@ -235,7 +235,7 @@ def measure(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings: Set
     total = sum(settings.sizes) * settings.data_seeds * settings.samples
     with tqdm(total=total, desc=f"seed {seed}: measuring", unit="item", unit_scale=True) as bar:
         for n in settings.sizes:
-            rows = examine_all(model, n, softmaxes, settings, bar)
+            rows = per_example_errors_of_sets(model, n, softmaxes, settings, bar)
             for i, name in enumerate(softmaxes):
                 result["accuracy"][name].append(rounded(1 - rows["wrong"][i].mean()))
                 result["loss"][name].append(rounded(rows["loss"][i].mean()))
@@ -246,7 +246,7 @@ def measure(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings: Set
     return result
 
 
-def examine_all(
+def per_example_errors_of_sets(
     model: MaxRetrieval, n_items: int, softmaxes: dict[str, RowSoftmax], settings: Settings, bar: tqdm
 ) -> dict[str, np.ndarray]:
     """Return the measurements of `examine` on all test sets of one size."""
@@ -256,14 +256,14 @@ def examine_all(
     def work(i: int) -> None:
         data_seed, part, size = parts[i]
         batch = new_batch(n_items, size, stream(EVALUATION, data_seed, n_items, part))
-        found[i] = examine(model, batch, softmaxes)
+        found[i] = per_example_errors(model, batch, softmaxes)
         bar.update(size * n_items)
 
     parallel(work, range(len(parts)))
     return {key: np.concatenate([part[key] for part in found], axis=-1) for key in found[0]}
 
 
-def examine(model: MaxRetrieval, batch: Batch, softmaxes: dict[str, RowSoftmax]) -> dict[str, np.ndarray]:
+def per_example_errors(model: MaxRetrieval, batch: Batch, softmaxes: dict[str, RowSoftmax]) -> dict[str, np.ndarray]:
     """Return for each example of a batch "wrong" and "loss" with each softmax."""
     with no_grad():  # here, as it holds in one thread
         query, keys, values = model.project(batch)

@@ -87,7 +87,7 @@ Temperature = Betas | LogN | RowSoftmax | None
 
 
 @contextmanager
-def tempered(model: GPT, temperature: Temperature) -> Iterator[None]:
+def use_temperature(model: GPT, temperature: Temperature) -> Iterator[None]:
     """Return a context manager in which the model's attention uses a temperature; None for no change."""
     with ExitStack() as undo:
         if temperature is not None:

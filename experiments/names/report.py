@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.names.study import Settings
-from experiments.shared.classification import MODELS, Outcome, Problem, described
+from experiments.shared.classification import MODELS, Outcome, Problem, model_cells
 from experiments.shared.figures import drawing, plot_folds, plot_training
 from experiments.shared.looked_at import new_items, paint, spread, write_page
 from experiments.shared.results import Runs, distinct, of, select
@@ -31,7 +31,7 @@ def main_table(runs: Runs) -> str:
     for name in distinct(runs):
         mine = select(runs, model=name)
         found = [cell(of(mine, kind, key), 1, 100) for kind in KINDS for key in mine[0][kind]]
-        rows.append([name, *described(mine), *found])
+        rows.append([name, *model_cells(mine), *found])
     return markdown(titles, rows)
 
 

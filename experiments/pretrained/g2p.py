@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from experiments.pretrained.packages import DAMAGED, G2P
-from experiments.shared.program import at_least
+from experiments.shared.program import check_minimum
 from tricycle.layers import Dense, Embedding, Generator, new_generator
 from tricycle.ops import as_tensor
 from tricycle.sequences.beam_search import beam_search
@@ -139,7 +139,7 @@ def listed(path: Path | None = None) -> dict[str, set[str]]:
 def main() -> int:
     """Run the command line, and return the exit status."""
     settings = parse(Settings, description=__doc__ or "")
-    at_least(settings, beam_size=1)
+    check_minimum(settings, beam_size=1)
     if not settings.words:
         raise ValueError("expected --words with a word or more")
     model = load(settings.path)

@@ -19,7 +19,7 @@ import numpy as np
 
 from experiments.pretrained.g2p import LETTERS, SOUNDS, Speller, ids_of, load, pronounce
 from experiments.shared.figures import drawing
-from experiments.shared.program import Outcome, at_least, run_study
+from experiments.shared.program import Outcome, check_minimum, run_study
 from experiments.shared.results import save
 from experiments.shared.tables import grid, markdown
 from tricycle import kernels
@@ -45,7 +45,7 @@ def log_probabilities(model: Speller, hidden: Any, sounds: Sequence[int]) -> np.
     return kernels.log_softmax(model.decode(targets, {"hidden": to_tensor(hidden)}).numpy().astype(np.float64))
 
 
-def left_out(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
+def leave_one_out(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
     """Return (T, S): the change of each sound's surprise in bits when a letter is left out of the word.
 
     The Kullback-Leibler divergence KL(with all letters || without this one), both after the same sounds.
@@ -81,7 +81,7 @@ def states_of(model: Speller, word: str) -> np.ndarray:
     return np.concatenate([np.zeros_like(outputs.array[0, :1]), outputs.array[0]])
 
 
-def so_far(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
+def probabilities_by_state(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
     """Return (T, S + 2): the probability of each sound if the decoder starts from an earlier encoder state."""
     with no_grad():
         log_p = log_probabilities(model, states_of(model, word), sounds)
@@ -90,12 +90,12 @@ def so_far(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
 
 def views(model: Speller, word: str, sounds: Sequence[int]) -> dict[str, np.ndarray]:
     """Return four attribution maps (T, S) of sounds to letters, all nonnegative."""
-    rise = np.diff(so_far(model, word, sounds), axis=1)[:, : len(word)]
-    maps = left_out(model, word, sounds), *gradients(model, word, sounds), rise
+    rise = np.diff(probabilities_by_state(model, word, sounds), axis=1)[:, : len(word)]
+    maps = leave_one_out(model, word, sounds), *gradients(model, word, sounds), rise
     return {name: map_.clip(0) for name, map_ in zip(VIEWS, maps)}
 
 
-def said_from(model: Speller, hidden: np.ndarray) -> list[list[str]]:
+def greedy_sounds(model: Speller, hidden: np.ndarray) -> list[list[str]]:
     """Return the greedy phonemes decoded from hidden states (N, H)."""
     state, last = {"hidden": to_tensor(hidden)}, np.full(len(hidden), BEGIN)
     rows = []
@@ -155,17 +155,21 @@ def mean_map(maps: Sequence[np.ndarray], size: int = 24) -> np.ndarray:
     return total / len(maps)
 
 
-def delays(model: Speller, words: Sequence[str], spoken: Sequence[list[str]]) -> list[int]:
+def recognition_delays(model: Speller, words: Sequence[str], spoken: Sequence[list[str]]) -> list[int]:
     """Return after how many further letters a sound's probability rises most; the end mark is one more letter."""
     late = []
     for word, sounds in zip(words, spoken):
-        rise = np.diff(so_far(model, word, [SOUNDS.index(sound) for sound in sounds]), axis=1) if sounds else []
+        rise = (
+            np.diff(probabilities_by_state(model, word, [SOUNDS.index(sound) for sound in sounds]), axis=1)
+            if sounds
+            else []
+        )
         late += [int(rise[j].argmax()) - i for j, i in sure_pairs(word, sounds)]
     return late
 
 
 # -------------------------------------------------------------------- what does the state hold?
-def letters_held(states: np.ndarray, words: Sequence[str], seed: int, penalty: float = 1.0) -> dict[int, list[float]]:
+def letter_readout(states: np.ndarray, words: Sequence[str], seed: int, penalty: float = 1.0) -> dict[int, list[float]]:
     """Return by word length the fraction of words whose letters a linear map reads from the state.
 
     Of lengths that eight words or more have. Ridge regression for each place, fitted on four fifths of the words,
@@ -192,31 +196,31 @@ def letters_held(states: np.ndarray, words: Sequence[str], seed: int, penalty: f
     return right
 
 
-def skeleton(word: str) -> str:
+def consonants_of_word(word: str) -> str:
     """Return the consonant letters with a regular pronunciation (b, f, l, m, n, p, r, v), without doubling."""
     plain = word.replace("ph", "f").replace("mb", "m").replace("mn", "m")
     return re.sub(r"(.)\1+", r"\1", "".join(letter for letter in plain if letter in "bflmnprv"))
 
 
-def heard(sounds: Sequence[str]) -> str:
+def consonants_of_sounds(sounds: Sequence[str]) -> str:
     """Return the letters of these consonants in a pronunciation."""
     return re.sub(r"(.)\1+", r"\1", "".join(HEARD.get(sound, "") for sound in sounds))
 
 
-def missed(word: str, sounds: Sequence[str]) -> tuple[int, int]:
+def count_missed(word: str, sounds: Sequence[str]) -> tuple[int, int]:
     """Return how many regular consonants the pronunciation lacks in their order, and their number."""
-    written = skeleton(word)
-    blocks = SequenceMatcher(None, written, heard(sounds), autojunk=False).get_matching_blocks()
+    written = consonants_of_word(word)
+    blocks = SequenceMatcher(None, written, consonants_of_sounds(sounds), autojunk=False).get_matching_blocks()
     return len(written) - sum(block.size for block in blocks), len(written)
 
 
 def missed_by_length(words: Sequence[str], spoken: Sequence[list[str]]) -> dict[str, tuple[int, float]]:
     """Return by word length the number of words, and the fraction of missed consonants."""
-    counts = [missed(word, sounds) for word, sounds in zip(words, spoken)]
+    counts = [count_missed(word, sounds) for word, sounds in zip(words, spoken)]
     return {label: (len(rows), share(rows)) for label, rows in by_length(words, counts).items()}
 
 
-def missed_of_two(joined: Sequence[str], apart: Sequence[list[str]], together: Sequence[list[str]]) -> dict:
+def missed_in_pairs(joined: Sequence[str], apart: Sequence[list[str]], together: Sequence[list[str]]) -> dict:
     """Return by the length of two joined words the fractions of missed sounds of the first and the second.
 
     Args:
@@ -258,7 +262,11 @@ def draw_maps(path: Path, model: Speller, words: Sequence[str]) -> None:
         for row, word, sounds in zip(grid, words, spoken):
             ids = [*(SOUNDS.index(sound) for sound in sounds), END]
             gradient, _ = gradients(model, word, ids)
-            maps = left_out(model, word, ids), gradient / gradient.sum(axis=1, keepdims=True), so_far(model, word, ids)
+            maps = (
+                leave_one_out(model, word, ids),
+                gradient / gradient.sum(axis=1, keepdims=True),
+                probabilities_by_state(model, word, ids),
+            )
             columns = list(word), list(word), ["·", *word, "end"]
             for axes, map_, letters in zip(row, maps, columns):
                 axes.imshow(map_, cmap="gist_heat_r", aspect="auto", vmin=0, vmax=1 if letters[0] == "·" else None)
@@ -338,17 +346,17 @@ def look(model: Speller, settings: Settings) -> dict[str, Any]:
     """Return all measurements, and draw the two plots."""
     words = reference_words(200 if settings.quick else settings.most)
     last = np.array([states_of(model, word)[-2:] for word in words])  # after the last letter, and after the end
-    spoken, unended = said_from(model, last[:, 1]), said_from(model, last[:, 0])
+    spoken, unended = greedy_sounds(model, last[:, 1]), greedy_sounds(model, last[:, 0])
     maps = [views(model, w, [*map(SOUNDS.index, sounds), END]) for w, sounds in zip(words, spoken)]
     others = np.random.default_rng(settings.seed).permutation(len(words))
     joined = [words[i] + words[other] for i, other in enumerate(others)]
-    together = said_from(model, np.array([states_of(model, word)[-1] for word in joined]))
+    together = greedy_sounds(model, np.array([states_of(model, word)[-1] for word in joined]))
     apart = [spoken[i] for pair in enumerate(others) for i in pair]
     errors = {"a word": missed_by_length(words, spoken), "two joined": missed_by_length(joined, together)}
-    held = letters_held(last[:, 1], words, settings.seed)
+    held = letter_readout(last[:, 1], words, settings.seed)
     untrained = Speller(last.shape[-1], settings.seed)
-    random = letters_held(np.array([states_of(untrained, word)[-1] for word in words]), words, settings.seed)
-    delay = delays(model, words, spoken)
+    random = letter_readout(np.array([states_of(untrained, word)[-1] for word in words]), words, settings.seed)
+    delay = recognition_delays(model, words, spoken)
     draw_maps(settings.output / "g2p-maps.png", model, settings.words)
     mean = mean_map([of_word[VIEWS[0]][:-1] for of_word in maps])
     draw_memory(settings.output / "g2p-memory.png", mean, delay, held, errors)
@@ -359,13 +367,13 @@ def look(model: Speller, settings: Settings) -> dict[str, Any]:
         "same unended": float(np.mean([a == b for a, b in zip(spoken, unended)])),
         "letters held": {"trained": held, "untrained": random},
         "consonants missed": errors,
-        "sounds missed of two joined": missed_of_two(joined, apart, together),
+        "sounds missed of two joined": missed_in_pairs(joined, apart, together),
     }
 
 
 def check(settings: Settings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
-    at_least(settings, most=50, seed=0)
+    check_minimum(settings, most=50, seed=0)
     if not settings.words or not all(word.isalpha() for word in settings.words):
         raise ValueError(f"expected --words with a word or more, of letters alone, got {' '.join(settings.words)}")
 
@@ -375,7 +383,7 @@ def study(settings: Settings) -> Outcome:
     model = load(settings.path)
     for word in settings.words:
         print(f"\n{word}: what is said if reading ends after some letters, without the mark of the end; then with it")
-        said = said_from(model, states_of(model, word)[1:])
+        said = greedy_sounds(model, states_of(model, word)[1:])
         for prefix, sounds in zip([*(word[: i + 1] for i in range(len(word))), f"{word}."], said):
             print(f"  {prefix:<22}{' '.join(sounds)}")
     results = look(model, settings)

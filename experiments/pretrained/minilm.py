@@ -21,7 +21,7 @@ import numpy as np
 
 import tricycle
 from experiments.pretrained.packages import DAMAGED, MINILM
-from experiments.shared.program import at_least
+from experiments.shared.program import check_minimum
 from experiments.shared.tables import grid
 from tricycle.pretrained.sentences import SentenceEncoder, load_sentences
 from tricycle_cli.flags import parse, run_main
@@ -100,7 +100,7 @@ def main() -> int:
     settings = parse(
         Settings, Settings(ask=QUESTIONS[:1]) if "--quick" in sys.argv[1:] else None, description=__doc__ or ""
     )
-    at_least(settings, shown=1)
+    check_minimum(settings, shown=1)
     model = load(settings.path)
     if settings.texts:
         print(f"{table(model, settings.texts)}\n")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from experiments.pretrained.packages import TEXTGENRNN
-from experiments.shared.program import at_least
+from experiments.shared.program import check_minimum
 from tricycle import kernels
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.extra_ops import concatenate
@@ -190,7 +190,7 @@ def main() -> int:
     """Run the command line, and return the exit status."""
     quick = Settings(temperatures=(0.5,), texts=1) if "--quick" in sys.argv[1:] else None
     settings = parse(Settings, quick, description=__doc__ or "")
-    at_least(settings, texts=1, longest=1, seed=0)
+    check_minimum(settings, texts=1, longest=1, seed=0)
     model, vocabulary = load(settings.path)
     generator = np.random.default_rng(settings.seed)
     for temperature in settings.temperatures:

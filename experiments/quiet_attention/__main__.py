@@ -18,7 +18,7 @@ from experiments.quiet_attention.pretrained import Settings
 from experiments.quiet_attention.pretrained import measure as measure_model
 from experiments.quiet_attention.pretrained_report import report as report_model
 from experiments.quiet_attention.report import report
-from experiments.shared.program import at_least
+from experiments.shared.program import check_minimum
 from experiments.shared.results import read, write_json
 from tricycle import devices
 from tricycle.configs import GPTConfig
@@ -49,9 +49,9 @@ class Arguments:
 def main() -> None:
     """Run the command line."""
     arguments = parse(Arguments, description=__doc__ or "")
-    at_least(arguments, seeds=1, measurements=1, steps=0, batch_size=0)
+    check_minimum(arguments, seeds=1, measurements=1, steps=0, batch_size=0)
     if arguments.model:
-        ask_model(arguments)
+        study_pretrained_model(arguments)
         return
     on_gpu = arguments.device != "cpu" and devices.gpu_problem() is None
     corpus = Shakespeare(BYTES)
@@ -64,7 +64,7 @@ def main() -> None:
     report(arguments.output, VARIANTS, arguments.seeds, corpus.tokeniser, tokens)
 
 
-def ask_model(arguments: Arguments) -> None:
+def study_pretrained_model(arguments: Arguments) -> None:
     """Run the study of a pretrained model on two CPU cores: 20 variants, or 5 with "quick"."""
     sizes = {"tokens": 128, "tested": 2, "rounded": 1, "inside": 1, "survey": 4} if arguments.quick else {}
     settings = Settings(

@@ -62,7 +62,7 @@ def rounded(x: np.ndarray, scales: str, axis: int = -1) -> np.ndarray:
 
 
 @contextmanager
-def eight_bits(model: GPT, way: Way) -> Iterator[None]:
+def simulate_int8(model: GPT, way: Way) -> Iterator[None]:
     """Return a context manager in which the blocks' matrices and their inputs are rounded; without gradients.
 
     Activations have a scale for what comes together: give rows one at a time.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.quiet_attention.eight_bits import MATRICES, MORE_WAYS, WAYS, Way, eight_bits
+from experiments.quiet_attention.eight_bits import MATRICES, MORE_WAYS, WAYS, Way, simulate_int8
 from experiments.quiet_attention.inside import attention_maps, look_inside, weight_outliers
 from experiments.quiet_attention.teaching import Lesson, Variant, teach, use_softmax
 from experiments.shared.language_models import (
@@ -114,7 +114,7 @@ def look(loaded: Pretrained, pieces: dict[str, Windows], settings: Settings, way
         found: dict[str, Any] = {"all": figures(losses, some.n_bytes)}
         found["same pieces"] = figures(losses[: settings.rounded], few.n_bytes)
         for way_name, way in ways.items():
-            with eight_bits(model, way):
+            with simulate_int8(model, way):
                 found[way_name] = figures(token_losses(model, few.ids, n_rows=1), few.n_bytes)
         result["texts"][name] = found
     rows = np.concatenate([some.ids[: settings.inside, :-1] for some in pieces.values()])
@@ -130,7 +130,7 @@ def places(loaded: Pretrained, pieces: dict[str, Windows], settings: Settings) -
         logs = []
         for some in pieces.values():
             ids = some.ids[: settings.rounded]
-            with eight_bits(loaded.model, Way("", "tensor", only=name)):
+            with simulate_int8(loaded.model, Way("", "tensor", only=name)):
                 rounded = token_losses(loaded.model, ids, n_rows=1)
             logs.append(rounded.mean() - token_losses(loaded.model, ids, n_rows=1).mean())
         largest = largest_inputs(loaded.model, next(iter(pieces.values())).ids[0, :-1], name)
@@ -189,11 +189,11 @@ def survey(loaded: Pretrained, settings: Settings) -> dict[str, Any]:
             "massive_share": np.round(inside.massive, 4).tolist(),
             "others": others,
         }
-    result["beginnings"] = beginnings(loaded, settings)
+    result["beginnings"] = first_token_effects(loaded, settings)
     return result
 
 
-def beginnings(loaded: Pretrained, settings: Settings) -> dict[str, list[float]]:
+def first_token_effects(loaded: Pretrained, settings: Settings) -> dict[str, list[float]]:
     """Return the largest stream value and the mean attention at the first token, for several first tokens."""
     text = windows(loaded.tokeniser, text_of("shakespeare", "test"), 1, settings.tokens - 1).ids[0]
     found = {}

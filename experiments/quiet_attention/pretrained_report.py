@@ -154,7 +154,7 @@ def inside_table(groups: Groups) -> str:
     return markdown(["", *INSIDE], rows)
 
 
-def factor(result: Result, way: str) -> float:
+def perplexity_ratio(result: Result, way: str) -> float:
     """Return the ratio of perplexities with and without rounding, the geometric mean of the texts."""
     logs = [math.log(found[way][0] / found["same pieces"][0]) for found in result["texts"].values()]
     return math.exp(float(np.mean(logs)))
@@ -162,7 +162,7 @@ def factor(result: Result, way: str) -> float:
 
 def eight_bits_table(groups: Groups, ways: Sequence[str]) -> str:
     """Return the table of the 8-bit perplexity ratios."""
-    return grid(groups, ways, lambda some, way: [factor(one, way) for one in some], 3)
+    return grid(groups, ways, lambda some, way: [perplexity_ratio(one, way) for one in some], 3)
 
 
 def rounded_perplexities(groups: Groups) -> str:
@@ -175,8 +175,8 @@ def place_table(places: Result) -> str:
     """Return the table of the most sensitive matrix inputs."""
     titles = ["input of", "perplexity times", "largest", "times the median token's", "in layer"]
     rows = [
-        [name, f"{factor:.3f}", f"{largest:,.0f}", f"{ratio:,.0f}", str(layer)]
-        for name, (factor, largest, ratio, layer) in places.items()
+        [name, f"{ratio:.3f}", f"{largest:,.0f}", f"{token_ratio:,.0f}", str(layer)]
+        for name, (ratio, largest, token_ratio, layer) in places.items()
     ]
     return markdown(titles, rows)
 
@@ -246,7 +246,7 @@ def _draw_bars(axes: Any, groups: Groups) -> None:
     ways = list(WAYS)[:3]
     height = 0.8 / len(ways)
     for i, way in enumerate(ways):
-        values = [[factor(one, way) for one in some] for some in groups.values()]
+        values = [[perplexity_ratio(one, way) for one in some] for some in groups.values()]
         places = np.arange(len(groups)) + i * height
         axes.barh(places, [np.mean(value) - 1 for value in values], height, left=1, color=COLOURS[3 + i], label=way)
         for place, value in zip(places, values):

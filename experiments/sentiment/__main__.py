@@ -11,7 +11,7 @@ import dataclasses
 
 from experiments.sentiment import report
 from experiments.sentiment.study import QUICK, RECIPES, Settings, load, run
-from experiments.shared.classification import check_folds, favourites
+from experiments.shared.classification import check_folds, top_weighted_tokens
 from experiments.shared.program import Outcome, run_study
 from experiments.shared.results import save
 from tricycle_cli.flags import run_main
@@ -23,7 +23,7 @@ def study(settings: Settings) -> Outcome:
     """Run the study, and return its tables and the names of its files."""
     texts, problem = load(settings.sentences)
     runs, outcome = run(problem, settings)
-    words = {name: favourites(problem, outcome, name, LEAST)[:KEPT] for name in settings.models}
+    words = {name: top_weighted_tokens(problem, outcome, name, LEAST)[:KEPT] for name in settings.models}
     files = report.draw(texts, problem, outcome, runs, settings)
     recipes = {name: dataclasses.asdict(RECIPES[name]) for name in settings.models}
     save(settings.output / "results.json", settings, recipes=recipes, runs=runs, words=words)

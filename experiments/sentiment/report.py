@@ -1,7 +1,7 @@
 """Tables in Markdown, plots and a page of the sentiment study."""
 
 from experiments.sentiment.study import Settings, gaps
-from experiments.shared.classification import MODELS, Outcome, Problem, described
+from experiments.shared.classification import MODELS, Outcome, Problem, model_cells
 from experiments.shared.figures import plot_folds, plot_training
 from experiments.shared.looked_at import new_items, paint, spread, write_page
 from experiments.shared.results import Runs, distinct, of, select
@@ -20,7 +20,7 @@ NOTE = (
 def main_table(runs: Runs) -> str:
     """Return the table of accuracies in percent: mean and standard deviation over folds."""
     by_name = {name: select(runs, model=name) for name in distinct(runs)}
-    rows = [[name, *described(mine), cell(of(mine, "test"), 1, 100)] for name, mine in by_name.items()]
+    rows = [[name, *model_cells(mine), cell(of(mine, "test"), 1, 100)] for name, mine in by_name.items()]
     rows.append([KIM[0], "", "", "", f"{KIM[1]}"])
     return markdown(["", "parameters", "seconds", "validation, %", "test, %"], rows)
 

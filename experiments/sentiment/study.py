@@ -62,7 +62,7 @@ class Settings(FoldSettings):
 
 def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:
     """Return a record for each model and fold, and all predictions."""
-    right = lambda logits, parts: {"test": shared.judge(logits, parts.test.labels)[1]}
+    right = lambda logits, parts: {"test": shared.loss_and_accuracy(logits, parts.test.labels)[1]}
     bayes = lambda parts: {name: shared.naive_bayes(problem, parts, most) for name, most in BAYES.items()}
     return shared.cross_validate(problem, settings, RECIPES, changed, right, bayes)
 
@@ -75,6 +75,6 @@ def changed(model: Classifier, parts: Parts, predicted: Predicted, key: tuple[in
         "random": [int(generator.integers(len(row))) for row in predicted.weights],
         "least": [int(row.argmin()) for row in predicted.weights],
     }
-    hidden = {what: shared.hide(parts.test.sequences, places_of) for what, places_of in places.items()}
+    hidden = {what: shared.mask_tokens(parts.test.sequences, places_of) for what, places_of in places.items()}
     said = {what: shared.predict(model, sequences).logits.argmax(axis=1) for what, sequences in hidden.items()}
     return {what: float((other != answers).mean()) for what, other in said.items()}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from experiments.shared.program import among, at_least
+from experiments.shared.program import check_choices, check_minimum
 from experiments.shared.results import Runs, of
 from experiments.shared.tables import cell
 from experiments.shared.training import copied
@@ -234,7 +234,7 @@ def train(
                 batch = tokens, lengths, training.labels[chosen]
                 losses.append(train_on_batch(model, optimiser, batch_loss, batch, max_norm=1.0))
                 bar.update()
-            judged = judge(predict(model, validation.sequences).logits, validation.labels)
+            judged = loss_and_accuracy(predict(model, validation.sequences).logits, validation.labels)
             epochs.append((float(np.mean(losses)), *judged))
             bar.set_postfix(accuracy=f"{epochs[-1][2]:.1%}")
             ranks = [(accuracy, -loss) for _, loss, accuracy in epochs]
@@ -266,12 +266,12 @@ def predict(model: Classifier, sequences: list[list[int]]) -> Predicted:
     return Predicted(np.array(logits), weights)
 
 
-def hide(sequences: list[list[int]], places: Sequence[int]) -> list[list[int]]:
+def mask_tokens(sequences: list[list[int]], places: Sequence[int]) -> list[list[int]]:
     """Return the sequences with the token at one position replaced by unknown."""
     return [[*s[:place], UNKNOWN, *s[place + 1 :]] for s, place in zip(sequences, places)]
 
 
-def judge(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+def loss_and_accuracy(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     """Return the mean cross-entropy in nats, and the accuracy."""
     loss = -kernels.log_softmax(logits)[np.arange(len(labels)), labels].mean()
     return float(loss), float((logits.argmax(axis=-1) == labels).mean())
@@ -298,8 +298,8 @@ class FoldSettings:
 
 def check_folds(settings: Any, **lowest: int) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
-    at_least(settings, folds=3, tested=1, epochs=0, shown=1, seed=0, **lowest)
-    among(settings, models=MODELS)
+    check_minimum(settings, folds=3, tested=1, epochs=0, shown=1, seed=0, **lowest)
+    check_choices(settings, models=MODELS)
     if settings.tested > settings.folds:
         raise ValueError(f"expected --tested to be at most {settings.folds}, the folds, got {settings.tested}")
 
@@ -331,10 +331,10 @@ def cross_validate(
         for name, logits in {**untrained, **others(parts)}.items():
             runs.append({"model": name, "fold": fold, **of_logits(logits, parts)})
         folds.append((parts, said))
-    return runs, together(problem, folds)
+    return runs, concatenate_folds(problem, folds)
 
 
-def described(runs: Runs) -> list[str]:
+def model_cells(runs: Runs) -> list[str]:
     """Return the table cells of a model's parameters, seconds and validation accuracy; "" for untrained models."""
     if runs[0]["model"] not in MODELS:
         return ["", "", ""]
@@ -365,7 +365,7 @@ def one_fold(
     title, key = f"fold {key[1]}, {name}", (*key, list(MODELS).index(name))
     model, history = train(name, recipe, parts, len(problem.classes), problem.longest, key, title)
     predicted = predict(model, parts.test.sequences)
-    loss, accuracy = judge(predicted.logits, parts.test.labels)
+    loss, accuracy = loss_and_accuracy(predicted.logits, parts.test.labels)
     record = {
         "model": name,
         "fold": key[1],
@@ -380,7 +380,7 @@ def one_fold(
     return model, predicted, record
 
 
-def together(problem: Problem, folds: list[tuple[Parts, dict[str, Predicted]]]) -> Outcome:
+def concatenate_folds(problem: Problem, folds: list[tuple[Parts, dict[str, Predicted]]]) -> Outcome:
     """Return the concatenated predictions of all folds."""
     known, priors, names = [], [], list(folds[0][1])
     for parts, _ in folds:
@@ -402,7 +402,7 @@ def mean_logits(predicted: dict[str, Predicted]) -> np.ndarray:
     return np.mean([kernels.log_softmax(each.logits) for each in predicted.values()], axis=0)
 
 
-def favourites(problem: Problem, outcome: Outcome, name: str, least: int) -> list[tuple[str, float, int]]:
+def top_weighted_tokens(problem: Problem, outcome: Outcome, name: str, least: int) -> list[tuple[str, float, int]]:
     """Return the tokens with the mean weights of a model relative to uniform ones, and their counts.
 
     Left out are tokens that come less often than `least` times, and those unknown to the model.

@@ -143,9 +143,12 @@ def read(model: GPT, ids: np.ndarray, n_rows: int = 0) -> Read:
     Args:
         n_rows: that are computed together; 0 for as many as have about 2,048 tokens.
     """
-    together = n_rows or max(1, 2048 // ids.shape[1])
+    concatenate_folds = n_rows or max(1, 2048 // ids.shape[1])
     with model.evaluating(), no_grad():
-        parts = [_read(model, np.asarray(ids[i : i + together], np.int64)) for i in range(0, len(ids), together)]
+        parts = [
+            _read(model, np.asarray(ids[i : i + concatenate_folds], np.int64))
+            for i in range(0, len(ids), concatenate_folds)
+        ]
     return Read(*(np.concatenate(arrays) for arrays in zip(*parts)))
 
 

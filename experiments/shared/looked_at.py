@@ -129,7 +129,7 @@ def paint(path: Path, classes: Sequence[str], items: Sequence[Item], n_columns: 
     blocks: list[list[Line]] = [[] for _ in range(n_blocks)]
     per_block = -(-len(items) // n_blocks)
     for i, item in enumerate(items):
-        blocks[i // per_block] += lines_of(item, classes, n_columns)
+        blocks[i // per_block] += item_lines(item, classes, n_columns)
     width, height = LABEL + n_columns + 2, max(map(len, blocks)) + 0.2
     size = 11 * 0.99 * 72 / (width * n_blocks) / 0.602  # DejaVu Sans Mono is 0.602 as wide as high
     with drawing(path, (11, 11 * height * 2.1 / (width * n_blocks)), layout="none") as figure:
@@ -147,7 +147,7 @@ def paint(path: Path, classes: Sequence[str], items: Sequence[Item], n_columns: 
                     axes.text(corner[0], y + 0.5, token, fontsize=size, va="center", family="DejaVu Sans Mono")
 
 
-def lines_of(item: Item, classes: Sequence[str], n_columns: int) -> list[Line]:
+def item_lines(item: Item, classes: Sequence[str], n_columns: int) -> list[Line]:
     """Return the lines of an item: the label, each model's answer and weights, and an empty line."""
     lines: list[Line] = [(classes[item.label], [])]
     for name, (weights, answer, probability) in item.seen.items():

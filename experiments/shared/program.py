@@ -48,7 +48,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def at_least(settings: Any, **lowest: int) -> None:
+def check_minimum(settings: Any, **lowest: int) -> None:
     """Raise ValueError for the first number below its limit, and ModuleNotFoundError where results cannot be drawn."""
     require_matplotlib("an experiment")
     for name, least in lowest.items():
@@ -56,7 +56,7 @@ def at_least(settings: Any, **lowest: int) -> None:
             raise ValueError(f"expected {flag(name)} to be at least {least}, got {getattr(settings, name)}")
 
 
-def between_0_and_1(settings: Any, *names: str) -> None:
+def check_fractions(settings: Any, *names: str) -> None:
     """Raise ValueError for the first number, or tuple of numbers, that is not above 0 and below 1."""
     for name in names:
         value = getattr(settings, name)
@@ -65,7 +65,7 @@ def between_0_and_1(settings: Any, *names: str) -> None:
             raise ValueError(f"expected {flag(name)} above 0 and below 1, got {words(numbers)}")
 
 
-def among(settings: Any, **known: Collection[str]) -> None:
+def check_choices(settings: Any, **known: Collection[str]) -> None:
     """Raise ValueError for the first name, or tuple of names, that is unknown or empty."""
     for name, names in known.items():
         value = getattr(settings, name)

@@ -17,7 +17,7 @@ Runs = list[dict[str, Any]]
 ABOUT = ("settings", "date", "machine")  # what `save` adds to results
 
 
-def stated(settings: Any) -> dict[str, Any]:
+def settings_without_paths(settings: Any) -> dict[str, Any]:
     """Return the values of a dataclass without paths, which belong to one machine."""
     return {name: value for name, value in dataclasses.asdict(settings).items() if not isinstance(value, Path)}
 
@@ -29,7 +29,7 @@ def about() -> dict[str, str]:
 
 def save(path: Path, settings: Any, **results: Any) -> dict[str, Any]:
     """Write results as JSON atomically, with settings, date and machine, and return the content."""
-    everything = {"settings": stated(settings), **about(), **results}
+    everything = {"settings": settings_without_paths(settings), **about(), **results}
     write_json(path, everything)
     return everything
 
@@ -73,15 +73,15 @@ class Record(dict[str, Any]):
         self.settings, self.path = settings, settings.output / "results.json"
         if self.path.is_file():
             self.update(read(self.path))
-            here = {name: value for name, value in stated(settings).items() if name not in free}
-            refuse_others(self.path, self["settings"], here)
+            here = {name: value for name, value in settings_without_paths(settings).items() if name not in free}
+            check_same_settings(self.path, self["settings"], here)
 
     def save(self) -> None:
         """Save the record to its file."""
         self.update(save(self.path, self.settings, **{name: self[name] for name in self if name not in ABOUT}))
 
 
-def refuse_others(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def check_same_settings(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise ValueError where stored settings differ from these."""
     here = json.loads(json.dumps(here))
     pairs = {name: (there.get(name), value) for name, value in here.items()}

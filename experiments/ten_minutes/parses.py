@@ -20,7 +20,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from experiments.shared.program import at_least
+from experiments.shared.program import check_minimum
 from experiments.shared.results import save
 from experiments.shared.texts import python_files, python_root
 from experiments.ten_minutes.report import parses_table
@@ -79,7 +79,7 @@ def main() -> int:
 
 def check(settings: Settings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
-    at_least(settings, samples=1, tokens=16, batch=1, seed=0)
+    check_minimum(settings, samples=1, tokens=16, batch=1, seed=0)
     if not settings.temperatures:
         raise ValueError("expected --temperatures of 0 or more, got none")
     for temperature in settings.temperatures:
@@ -120,11 +120,11 @@ def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dic
                     samples += write(model, tokeniser, batch, settings, temperature, seed + first)
                     bar.update(len(batch))
                 bar.update(len(starts) - len(some))
-                rows.append({"prompt": kind, "temperature": temperature, **counted(samples)})
+                rows.append({"prompt": kind, "temperature": temperature, **count_outcomes(samples)})
     return rows
 
 
-def counted(samples: Sequence[tuple[str, bool]]) -> dict[str, Any]:
+def count_outcomes(samples: Sequence[tuple[str, bool]]) -> dict[str, Any]:
     """Return the counts of parsed, unparsed and unfinished texts."""
     finished = [text for text, ended in samples if ended]
     examples = [{"text": text, "parses": is_python(text)} for text in finished[:SHOWN]]
@@ -161,7 +161,7 @@ def signatures(tokeniser: BPETokeniser, n: int, longest: int, seed: int) -> list
     """
     candidates: list[bytes] = []
     for name in filter(is_held_out, python_files()):
-        candidates += beginnings((python_root() / name).read_bytes())
+        candidates += function_signatures((python_root() / name).read_bytes())
     candidates = [start for start in dict.fromkeys(candidates) if len(tokeniser.encode(start)) <= longest]
     if not candidates:
         what = f"functions whose signature and docstring have at most {longest} tokens"
@@ -169,7 +169,7 @@ def signatures(tokeniser: BPETokeniser, n: int, longest: int, seed: int) -> list
     return [candidates[i] for i in np.random.default_rng(seed).permutation(len(candidates))[:n]]
 
 
-def beginnings(source: bytes) -> Iterator[bytes]:
+def function_signatures(source: bytes) -> Iterator[bytes]:
     """Yield the signature and docstring of each function of a module that has a docstring."""
     try:
         with warnings.catch_warnings():
@@ -183,7 +183,9 @@ def beginnings(source: bytes) -> Iterator[bytes]:
             docstring = node.body[0]
             head = lines[node.lineno - 1 : docstring.end_lineno]
             start = b"\n\n" + b"\n".join(head) + b"\n" + b" " * docstring.col_offset
-            if head[-1].rstrip().endswith((b'"""', b"'''")) and not is_over(start):  # a docstring may look like the end
+            if head[-1].rstrip().endswith((b'"""', b"'''")) and not is_complete(
+                start
+            ):  # a docstring may look like the end
                 yield start
 
 
@@ -206,13 +208,13 @@ def write(
         while len(batch):
             for i, token in batch.step():
                 rows[i].append(token)
-                if token == end or is_over(tokeniser.decode_bytes(rows[i][1:])):
+                if token == end or is_complete(tokeniser.decode_bytes(rows[i][1:])):
                     ended[i] = True
                     batch.remove(i)
     return [(function_of(tokeniser, row, end), done) for row, done in zip(rows, ended)]
 
 
-def is_over(text: bytes) -> bool:
+def is_complete(text: bytes) -> bool:
     """Return whether an unindented line follows the function at the beginning of the text."""
     return END.search(text, text.index(b"def")) is not None
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from tqdm import tqdm
 
-from experiments.shared.program import at_least
+from experiments.shared.program import check_minimum
 from experiments.shared.results import save
 from experiments.ten_minutes.ablations import FIELDS, PLAIN
 from experiments.ten_minutes.clock import Budget
@@ -69,7 +69,7 @@ def main() -> int:
     config = preset()
     start = Settings(config=config)
     if {"--recipe=gpt2", "gpt2"} & set(sys.argv[1:]):  # the recipe's flags start from the values of --recipe
-        start = Settings(recipe="gpt2", config=plain(config))
+        start = Settings(recipe="gpt2", config=comparable_fields(config))
     settings = parse(Settings, start, description=__doc__ or "")
     check(settings)
     try:
@@ -87,14 +87,14 @@ def main() -> int:
     return 0
 
 
-def plain(config: GPTConfig) -> GPTConfig:
+def comparable_fields(config: GPTConfig) -> GPTConfig:
     """Return the config of GPT-2's architecture and AdamW, with the same minutes."""
     return replace(config, **{name: value for name, value in PLAIN.items() if name in FIELDS})
 
 
 def check(settings: Settings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
-    at_least(settings, threads=1)
+    check_minimum(settings, threads=1)
     check_recipe(settings)
     if settings.config.precision not in ("float32", "bfloat16"):
         raise ValueError(f"expected --precision float32 or bfloat16, got {settings.config.precision}")

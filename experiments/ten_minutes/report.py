@@ -31,7 +31,7 @@ def by_variant(trials: Runs) -> dict[str, Runs]:
     return {name: by_name[name] for name in sorted(by_name, key=lambda name: (name != RECIPE, mean(name)))}
 
 
-def lost(variant: Runs, recipe: Runs) -> list[float]:
+def loss_increases(variant: Runs, recipe: Runs) -> list[float]:
     """Return the increase in bits per byte over the recipe with the same seed, for each common seed."""
     bits = {trial["seed"]: trial["bits"] for trial in recipe}
     return [trial["bits"] - bits[trial["seed"]] for trial in variant if trial["seed"] in bits]
@@ -41,11 +41,11 @@ def losses(trials: Runs) -> dict[str, list[float]]:
     """Return the loss increases of each comparable variant, by label."""
     by_name = by_variant(trials)
     recipe = by_name.pop(RECIPE, [])
-    values = {runs[0]["label"]: lost(runs, recipe) for runs in by_name.values()}
+    values = {runs[0]["label"]: loss_increases(runs, recipe) for runs in by_name.values()}
     return {label: each for label, each in values.items() if each}
 
 
-def signed(values: Sequence[float]) -> str:
+def format_signed(values: Sequence[float]) -> str:
     """Return the mean with its sign, and the standard deviation over seeds if there are several."""
     text = cell(values, 3)
     return text if text.startswith("-") else f"+{text}"
@@ -58,10 +58,10 @@ def table(trials: Runs) -> str:
     rows = []
     for name, runs in by_name.items():
         bits = cell(of(runs, "bits"), 3)
-        against = lost(runs, by_name.get(RECIPE, []))
+        against = loss_increases(runs, by_name.get(RECIPE, []))
         n = len(runs)
         mean = lambda key, runs=runs: f"{np.mean(of(runs, key)):,.0f}"
-        behind = "" if name == RECIPE or not against else signed(against)
+        behind = "" if name == RECIPE or not against else format_signed(against)
         rows.append(
             [runs[0]["label"], bits, behind, str(n), mean("parameters"), mean("steps"), mean("tokens_per_second")]
         )

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from experiments.shared.program import at_least
-from experiments.shared.results import Record, refuse_others, select, stated
+from experiments.shared.program import check_minimum
+from experiments.shared.results import Record, check_same_settings, select, settings_without_paths
 from experiments.ten_minutes.ablations import all_variants, configs
 from tricycle.configs import PRESETS, GPTConfig
 
@@ -55,7 +55,7 @@ def preset() -> GPTConfig:
 
 def check(settings: Settings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
-    at_least(settings, seeds=1, jobs=1, batches=0)
+    check_minimum(settings, seeds=1, jobs=1, batches=0)
     check_recipe(settings)
     configs(settings.config, settings.variants, settings.also)
 
@@ -76,14 +76,16 @@ class Trials(Record):
     """
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__(settings, stated(settings), trials=[])  # all settings are free: those of the recipe follow
+        super().__init__(
+            settings, settings_without_paths(settings), trials=[]
+        )  # all settings are free: those of the recipe follow
         if self.path.is_file():
-            there, here = self["settings"], stated(settings)
+            there, here = self["settings"], settings_without_paths(settings)
             same = "data", "part", "batches"
-            refuse_others(
+            check_same_settings(
                 self.path,
-                plain(GPTConfig.from_dict(there["config"])) | {name: there[name] for name in same},
-                plain(settings.config) | {name: here[name] for name in same},
+                comparable_fields(GPTConfig.from_dict(there["config"])) | {name: there[name] for name in same},
+                comparable_fields(settings.config) | {name: here[name] for name in same},
             )
 
     def has(self, name: str, config: GPTConfig) -> bool:
@@ -97,12 +99,12 @@ class Trials(Record):
         self.save()
 
 
-def plain(config: GPTConfig) -> dict[str, Any]:
+def comparable_fields(config: GPTConfig) -> dict[str, Any]:
     """Return the fields of a config without time, seed and evaluation interval."""
     return {name: value for name, value in config.to_dict().items() if name not in PASSING}
 
 
-def todo(settings: Settings, record: Trials) -> Iterator[tuple[str, GPTConfig]]:
+def unfinished_trials(settings: Settings, record: Trials) -> Iterator[tuple[str, GPTConfig]]:
     """Return the unfinished trials: all variants with one seed before the next seed."""
     chosen = configs(settings.config, settings.variants, settings.also)
     for seed in range(settings.config.seed, settings.config.seed + settings.seeds):
@@ -115,7 +117,7 @@ def todo(settings: Settings, record: Trials) -> Iterator[tuple[str, GPTConfig]]:
 def measure(settings: Settings) -> list[dict[str, Any]]:
     """Run all trials that are not stored. Raise a RuntimeError if some failed; the others are saved."""
     record = Trials(settings)
-    trials = list(todo(settings, record))
+    trials = list(unfinished_trials(settings, record))
     cores: queue.Queue[int | None] = queue.Queue()
     for core in free_cores(settings.jobs):
         cores.put(core)
@@ -186,7 +188,7 @@ def run_trial(settings: Settings, config: GPTConfig, cores: queue.Queue[int | No
         with process:
             try:
                 for line in process.stdout or []:
-                    said = as_json(line)
+                    said = parse_json_object(line)
                     result = said.get("result", result)
                     other = other if said else line.strip() or other
                     if "used" in said:
@@ -199,12 +201,14 @@ def run_trial(settings: Settings, config: GPTConfig, cores: queue.Queue[int | No
     finally:
         cores.put(core)
     if process.returncode or result is None:
-        raise RuntimeError(f"a training with {changed(settings.config, config)} failed: {other or process.returncode}")
+        raise RuntimeError(
+            f"a training with {changed_fields(settings.config, config)} failed: {other or process.returncode}"
+        )
     bar.update(config.minutes - used)
     return result
 
 
-def as_json(line: str) -> dict[str, Any]:
+def parse_json_object(line: str) -> dict[str, Any]:
     """Parse a line as a JSON object; return an empty dict if it is none."""
     with suppress(ValueError):
         value = json.loads(line)
@@ -212,7 +216,7 @@ def as_json(line: str) -> dict[str, Any]:
     return {}
 
 
-def changed(recipe: GPTConfig, config: GPTConfig) -> str:
+def changed_fields(recipe: GPTConfig, config: GPTConfig) -> str:
     """Return the fields in which two configs differ, as text."""
     before = recipe.to_dict()
     changes = [

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.shared.program import among, at_least, flag, print_tables
+from experiments.shared.program import check_choices, check_minimum, flag, print_tables
 from experiments.shared.results import about, rounded, write_json
 from experiments.translation import report
 from experiments.translation.alignment import SHOWN, align
@@ -101,7 +101,7 @@ def main() -> int:
 
 def check(settings: Settings) -> None:
     """Raise ValueError for settings with which nothing could be trained or measured."""
-    among(settings, model=("all", *RECIPES), target=[language for language in LANGUAGES if language != "en"])
+    check_choices(settings, model=("all", *RECIPES), target=[language for language in LANGUAGES if language != "en"])
     if settings.steps == 0 and not 0 < settings.minutes < float("inf"):
         raise ValueError(f"expected --minutes to be above 0, got {settings.minutes}")
     for name in ("warmup", "average", "dropout", "label_smoothing"):
@@ -112,7 +112,7 @@ def check(settings: Settings) -> None:
         value = getattr(settings, name)
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"expected {flag(name)} to be above 0, got {value}")
-    at_least(settings, steps=0, vocab_size=260, measurements=0, measured=1, tested=0, beam=1, seed=0)
+    check_minimum(settings, steps=0, vocab_size=260, measurements=0, measured=1, tested=0, beam=1, seed=0)
 
 
 def names_of(settings: Settings) -> list[str]:
@@ -155,7 +155,7 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
     training.run(keep=lambda: training.save(saved))
     started = time.perf_counter()
     sources, references = map(list, zip(*test))
-    with training.settled() as model:
+    with training.averaged_weights() as model:
         texts = held_out.texts[: settings.tested or None]
         said = translate(model, pairs.vocabulary, [source for source, _ in texts])
         validation = {"loss": mean_loss(model, held_out), "greedy": bleu(said, [target for _, target in texts])[0]}

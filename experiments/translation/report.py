@@ -123,7 +123,7 @@ def plot_alignments(runs: dict[str, Run], path: Path) -> None:
     with drawing(path, (5.2 * len(runs) + 0.6, 5 * n_rows), dpi=80) as figure:
         grid = figure.subplots(n_rows, len(runs), squeeze=False)
         for column, (name, run) in zip(grid.T, runs.items()):
-            layer = sharpest(run["alignments"])
+            layer = sharpest_layer(run["alignments"])
             for axes, shown in zip(column, run["alignments"]):
                 weights = np.array(shown["weights"][layer])
                 image = axes.imshow(weights, norm=PowerNorm(0.5, 0, 1), cmap="gist_heat_r", aspect="auto")
@@ -135,7 +135,7 @@ def plot_alignments(runs: dict[str, Run], path: Path) -> None:
         figure.colorbar(image, ax=grid, label="attention weight", shrink=0.5, aspect=40)
 
 
-def sharpest(alignments: list[dict[str, Any]]) -> str:
+def sharpest_layer(alignments: list[dict[str, Any]]) -> str:
     """Return the layer with the lowest mean entropy of its attention rows."""
 
     def entropy(layer: str) -> float:

@@ -211,7 +211,7 @@ class Training:
 
     # ---------------------------------------------------------------- measuring
     @contextmanager
-    def settled(self) -> Iterator[EncoderDecoder]:
+    def averaged_weights(self) -> Iterator[EncoderDecoder]:
         """Yield the model with averaged weights, in evaluation mode."""
         shaken = copied(self.model)
         self.model.load_state_dict(self.mean)
@@ -225,7 +225,7 @@ class Training:
     def measure(self) -> dict[str, float]:
         """Return the validation loss in nats per token, and the BLEU score of greedy translations."""
         chosen = self.held_out.texts[: self.plan.measured]
-        with self.settled() as model:
+        with self.averaged_weights() as model:
             loss = mean_loss(model, self.held_out)
             translations = translate(model, self.vocabulary, [source for source, _ in chosen], progress=False)
         return {"validation_loss": loss, "bleu": bleu(translations, [target for _, target in chosen])[0]}
