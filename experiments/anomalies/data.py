@@ -19,7 +19,7 @@ class Series(NamedTuple):
     """A time series, with the kind, start and end of each anomaly."""
 
     values: np.ndarray  # (n_samples,)
-    events: list[tuple[str, int, int]]  # of each what it is, its first sample, and the one behind its last
+    events: list[tuple[str, int, int]]  # the kind, first sample and end of each event
 
 
 def normal_series(n_samples: int, generator: np.random.Generator) -> Series:

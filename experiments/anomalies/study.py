@@ -37,9 +37,9 @@ class Settings:
     batch_size: int = 64  # windows of an update
     rate: float = 0.01  # learning rate of the recurrent autoencoder at its peak
     dense_rate: float = 0.003  # and of the dense one
-    quantile: float = 0.99  # share of normal validation windows that lie below the threshold
-    quick: bool = False  # a smaller form, within three minutes
-    output: Path = Path("runs/anomalies")  # where results.json and the pictures are left
+    quantile: float = 0.99  # fraction of normal validation windows below the threshold
+    quick: bool = False  # a smaller study of at most three minutes
+    output: Path = Path("runs/anomalies")  # where results.json and the plots are written
 
 
 QUICK: dict[str, Any] = {"seeds": 1, "each": 10, "steps": 600, "dense_steps": 2000}

@@ -38,19 +38,19 @@ class Settings:
     """What a run does."""
 
     data: str = "digits"  # "digits" (8 x 8, comes with scikit-learn) or "mnist" (28 x 28, downloaded)
-    code_sizes: tuple[int, ...] = (2, 4, 8, 16, 32)  # numbers in a code, from few to many
-    noises: tuple[float, ...] = (0.25, 0.5)  # standard deviations of the noise to be removed; ink is 1 and paper 0
+    code_sizes: tuple[int, ...] = (2, 4, 8, 16, 32)  # the code sizes, in increasing order
+    noises: tuple[float, ...] = (0.25, 0.5)  # standard deviations of the noise in denoising; ink is 1 and paper 0
     deviations: tuple[float, ...] = (0.1, 0.15, 0.3)
-    """of variational autoencoders: the standard deviation of pixels around what is decoded"""
-    variational_size: int = 16  # numbers in their codes, and in those of what they are compared with
-    denoising_size: int = 32  # numbers in the codes of what removes noise
-    few_labels: int = 100  # labels for a classifier on frozen codes, as many of each digit; it is also given all
-    seeds: int = 3  # how often to train everything, from other first weights
+    """the output standard deviations of variational autoencoders"""
+    variational_size: int = 16  # the code size of variational autoencoders and their baselines
+    denoising_size: int = 32  # the code size for denoising
+    few_labels: int = 100  # labels for a classifier on frozen codes, balanced over digits; another gets all labels
+    seeds: int = 3  # trainings, each with other initial weights
     steps: int = 2500  # updates of a training
     batch_size: int = 64  # images of an update
     learning_rate: float = 0.01  # at its peak; it falls to 0 along half a cosine
-    quick: bool = False  # a smaller form, within three minutes
-    output: Path = Path("runs/autoencoder")  # where results.json and the pictures are left
+    quick: bool = False  # a smaller study of at most three minutes
+    output: Path = Path("runs/autoencoder")  # where results.json and the plots are written
 
 
 QUICK: dict[str, Any] = {

@@ -18,18 +18,18 @@ class Settings:
 
     width: int = 128  # channels d of the layers whose costs are measured
     longest: int = 4096  # the most tokens: costs are measured at n = 64, 128, ... up to it
-    rounds: int = 5  # how often to time every layer at every n
-    kinds: tuple[str, ...] = tuple(BODIES)  # which models remember
-    farthest: int = 128  # the longest distance to remember over, in tokens: 4, 8, 16, ... up to it
-    parameters: int = 20_000  # of each model that remembers, at most
+    rounds: int = 5  # timings of every layer at every n
+    kinds: tuple[str, ...] = tuple(BODIES)  # the models of the recall task
+    farthest: int = 128  # the longest recall distance in tokens: 4, 8, 16, ... up to it
+    parameters: int = 20_000  # of each model of the recall task, at most
     updates: int = 400  # of each training
     batch_size: int = 32  # sequences of an update
     rates: tuple[float, ...] = (3e-3, 1e-3, 1e-2)
-    """learning rates, tried in turn until one has learned; if none has, the lowest loss on validation data decides"""
-    seeds: int = 3  # how often to train, each time from other weights and on other data
-    tested: int = 1000  # sequences to test on, at each distance; as many for validation
+    """learning rates, tried until one training learns the task; if none does, the lowest validation loss decides"""
+    seeds: int = 3  # trainings, each with other initial weights and data
+    tested: int = 1000  # test sequences at each distance; as many for validation
     quick: bool = False  # at most three minutes: fewer rounds, shorter sequences and trainings, one rate, one seed
-    output: Path = Path("runs/comparison")  # where results.json, costs.png, recall.png and gradients.png are left
+    output: Path = Path("runs/comparison")  # where results.json, costs.png, recall.png and gradients.png are written
 
     @property
     def sizes(self) -> list[int]:

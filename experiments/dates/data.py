@@ -49,8 +49,8 @@ class Language(NamedTuple):
     short_months: list[str]
     weekdays: list[str]
     short_weekdays: list[str]
-    forms: list[str]  # templates of `write`; those of numbers alone are in every language
-    filler: list[str]  # words that may stand around a date: no digits, no names of months or days in them
+    forms: list[str]  # templates of `write`; the numeric ones are in every language
+    filler: list[str]  # words to put around a date, without digits and names of months or days
 
 
 def _languages() -> dict[str, Language]:
@@ -67,9 +67,9 @@ class Example(NamedTuple):
     """A text with a date, its ISO form, its language, and the date field of each character."""
 
     source: str  # the text
-    fields: list[int]  # for each of its characters NOTHING, DAY, MONTH or YEAR
-    iso: str  # the answer, such as 1998-03-03; of several dates one after the other
-    language: str  # of its words; of several dates that of the last
+    fields: list[int]  # the field of each character: NOTHING, DAY, MONTH or YEAR
+    iso: str  # the answer, such as 1998-03-03; several dates are concatenated
+    language: str  # of the words; with several dates, of the last
 
 
 # -------------------------------------------------------------------- one date

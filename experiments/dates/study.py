@@ -42,19 +42,19 @@ MOST = 10_000  # characters that go through a model at once when it is measured
 class Settings:
     """What a run does."""
 
-    models: tuple[str, ...] = tuple(MODELS)  # which models, by the names in the table
-    seeds: int = 3  # how often to train each, from other weights and on other texts
+    models: tuple[str, ...] = tuple(MODELS)  # the models, by their names in the table
+    seeds: int = 3  # trainings of each model, with other initial weights and texts
     steps: int = 1500  # updates of a training; those of SLOW models are multiplied
-    parameters: int = 100_000  # about how many each model has
+    parameters: int = 100_000  # the approximate number of each model
     examples: int = 40_000  # texts to train on
     max_tokens: int = 2048  # of a batch: source characters and answers, padding included
     learning_rate: float = 4e-3  # at its peak, of recurrent models
     transformer_rate: float = 8e-3  # at its peak, of the Transformer
-    validated: int = 500  # validation dates to look at along a training
+    validated: int = 500  # validation dates for evaluations during training
     tested: int = 500  # unseen dates for each range of lengths; four times as many on texts as in training
-    several: bool = False  # texts of one to four dates instead, all of which are to be written
-    quick: bool = False  # within three minutes: one seed, shorter trainings, fewer models
-    output: Path = Path("runs/dates")  # where results.json (or several.json) and the pictures are left
+    several: bool = False  # use texts of one to four dates, all of which must be converted
+    quick: bool = False  # at most three minutes: one seed, shorter trainings, fewer models
+    output: Path = Path("runs/dates")  # where results.json (or several.json) and the plots are written
 
 
 class Texts(NamedTuple):
@@ -202,9 +202,9 @@ def attention_weights(model: EncoderDecoder, source: np.ndarray, target: np.ndar
 class Sight(NamedTuple):
     """Where the tokens of each field look, of each of A heads: (A, 3) for year, month and day."""
 
-    share: np.ndarray  # how much weight lies on the characters of the same field
-    top: np.ndarray  # how often the character with the most weight is one of them
-    even: np.ndarray  # (3,), the share that even weights over the whole text would have
+    share: np.ndarray  # the attention on the characters of the same field
+    top: np.ndarray  # how often the maximum is on the field
+    even: np.ndarray  # (3,), the attention on the field with uniform weights
 
 
 def measure_attention(model: EncoderDecoder, data: Texts) -> Sight:

@@ -56,16 +56,16 @@ class Settings:
     model: str = "smollm2"  # a model with a chat template, as `tricycle finetune` takes it
     tasks: tuple[str, ...] = tuple(TASKS)  # sums, docstrings, voice
     methods: tuple[str, ...] = METHODS  # lora, all
-    seeds: int = 3  # how often sums are taught, with other small matrices and in another order; the other tasks once
+    seeds: int = 3  # trainings on sums, with other initial adapters and order; the other tasks once
     updates: int = 0  # of each training; 0 for the task's own number
     batch_size: int = 4  # rows of an update
     context_window: int = 256  # tokens of a row
     precision: str = "bfloat16"  # of matrix products in training, bfloat16 or float32; all is measured in float32
-    tested: int = 210  # the most questions of a task that are asked
-    keep: bool = False  # keep checkpoints with all weights, 1.6 GB each, and not adapters alone
-    quick: bool = False  # within three minutes: sums by LoRA alone, once, twenty updates, few questions
+    tested: int = 210  # the most test questions of a task
+    keep: bool = False  # keep checkpoints with all weights, 1.6 GB each, not only adapters
+    quick: bool = False  # at most three minutes: only sums with LoRA, one seed, twenty updates, few questions
     output: Path = Path("runs/finetuning")
-    """where results.json, the chart, the page and the runs are left; what is finished there is not done again"""
+    """the folder of results.json, the chart, the page and the runs; finished runs there are not repeated"""
 
 
 FREE = ("tasks", "methods", "seeds", "keep", "quick")  # results do not depend on these

@@ -22,10 +22,10 @@ ORDER = {"train": TRAINING, "validation": VALIDATION, "test": TEST}
 class Question:
     """What a model is to answer."""
 
-    text: str  # what is asked
-    is_chat: bool  # whether it is a message, or a text to go on with
-    wanted: Any  # the right answer, or what there is to judge one by
-    group: str = ""  # questions of one group are counted together
+    text: str  # the question
+    is_chat: bool  # whether the text is a chat message or a text to continue
+    wanted: Any  # the right answer, or the reference for scoring
+    group: str = ""  # the group for scores
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
     python -m experiments.learned_statistics --model smollm2      one that others trained, as `real.py` says; so with
                                                           a folder in Hugging Face's form or a GGUF file
 
-What is finished lies in the output folder and is not done again when the command is given again.
+Finished results are stored in the output folder, and are not computed again.
 """
 
 import sys

@@ -34,7 +34,7 @@ class Job(NamedTuple):
     blocks: int = 1
     grain: str = ""  # in GRAINS, of those with scales ("mean" and "learned")
     text: str = ""
-    start: str = ""  # in STARTS, of "learned", as `text`, which it learns from, `rate` and `seed`
+    start: str = ""  # for "learned": in STARTS; `text`, `rate` and `seed` are those of its training
     rate: float = 0.0
     seed: int = 0
 

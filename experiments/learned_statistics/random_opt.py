@@ -30,8 +30,8 @@ class Settings:
     width: int = 64  # channels
     layers: int = 3  # transformer blocks
     heads: int = 4  # attention heads in each
-    context_window: int = 512  # the most tokens it sees at once
-    vocabulary: int = 512  # tokens; those of the tokeniser, which learns from code, are as many or fewer
+    context_window: int = 512  # the context length in tokens
+    vocabulary: int = 512  # the most tokens of the tokenizer, which is trained on code
     seed: int = 0  # of the weights
 
 

@@ -4,7 +4,7 @@
     python -m experiments.learned_statistics --model smollm2 --quick   a smaller form of the same
     python -m experiments.learned_statistics --model FOLDER            any decoder in Hugging Face's form, such as OPT
 
-What is finished lies in the output folder and is not done again when the command is given again.
+Finished results are stored in the output folder, and are not computed again.
 """
 
 import base64

@@ -39,23 +39,23 @@ class RealSettings:
     """The model, the training of the scales, and the test texts."""
 
     model: str = "smollm2"
-    """as `tricycle.pretrained.load` takes it: "smollm2", a folder in Hugging Face's form, a GGUF file, a name"""
+    """a model for `tricycle.pretrained.load`: "smollm2", a folder in Hugging Face's format, a GGUF file, or a name"""
     quick: bool = False  # 2 and 4 blocks, a third of the steps, one seed: under three minutes on two cores
-    blocks: tuple[int, ...] = (2, 4, 8, 16)  # into how many blocks the softmax is cut
-    middle: int = 4  # the number of blocks at which all that can be varied is
+    blocks: tuple[int, ...] = (2, 4, 8, 16)  # the numbers of blocks of the softmax
+    middle: int = 4  # the number of blocks at which all settings are varied
     text: str = "shakespeare"
-    """what scales learn from: code, shakespeare or captions; the others are tried at `middle` blocks"""
-    window: int = 256  # tokens that are seen at once
+    """the training text of the scales: code, shakespeare or captions; the others are used at `middle` blocks"""
+    window: int = 256  # the context length in tokens
     steps: int = 24  # updates of the scales
     batch_size: int = 2  # windows an update
     rate: float = 0.03  # the scales' learning rate, which falls to 0 along half a cosine
     other_rates: tuple[float, ...] = (0.01, 0.1)  # tried at `middle` blocks; 0.01 is the seed's
-    seeds: int = 3  # how often scales of each position learn at `middle` blocks, each time from other windows
+    seeds: int = 3  # trainings of the scales of each position at `middle` blocks, each on other windows
     test_windows: int = 4  # held-out windows of each text
     measured_windows: int = 16  # of the training text, for the mean of the exact shares
-    prompts: int = 2  # of each text, three quarters of a window long, which the model goes on with
-    n_written: int = 48  # tokens that it writes
-    output: Path = Path("runs/learned_statistics_real")  # the folder for everything
+    prompts: int = 2  # prompts of each text, three quarters of a window long, which the model continues
+    n_written: int = 48  # tokens to generate
+    output: Path = Path("runs/learned_statistics_real")  # the output folder
 
 
 def new_subject(settings: RealSettings) -> Subject:
@@ -134,7 +134,7 @@ def in_bins(losses: np.ndarray) -> list[float]:
     return [float(part.mean()) for part in np.array_split(losses, min(BINS, losses.shape[1]), axis=1)]
 
 
-# Settings that may change when a command is given again: they ask for more rows, not for other ones.
+# Settings that may change when the command is repeated: they only add rows.
 FREE = ("quick", "blocks", "seeds", "other_rates")
 DIGITS = 5
 

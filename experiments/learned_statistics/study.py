@@ -26,7 +26,7 @@ BYTES = 257  # the vocabulary: single bytes and the end of a text
 MEASURED_WINDOWS = 64  # of training text, for the mean of the exact statistics
 SEEN_WINDOWS = 8  # of held-out text, for spikiness
 SAVE_INTERVAL = 250
-# Settings that may change when a command is given again: they ask for more rows, not for other ones.
+# Settings that may change when the command is repeated: they only add rows.
 FREE = ("quick", "blocks", "seeds", "models", "device")
 
 
@@ -35,24 +35,24 @@ class Settings:
     """The models, the training of the scales, and the output folder."""
 
     quick: bool = False  # a smaller model, fewer blocks and one seed: at most 3 minutes on two CPU cores
-    model: str = ""  # a run folder or checkpoint whose model to take, instead of training one
-    files: tuple[str, ...] = ()  # your own text files or folders of them, instead of tiny Shakespeare
-    blocks: tuple[int, ...] = (2, 4, 8)  # into how many blocks to cut the softmax
-    seeds: int = 3  # how often to learn the scales, each time on other batches
-    models: int = 1  # how many models to train, from other first weights on other batches
+    model: str = ""  # a run folder or checkpoint to use instead of training a model
+    files: tuple[str, ...] = ()  # text files or folders to use instead of tiny Shakespeare
+    blocks: tuple[int, ...] = (2, 4, 8)  # the numbers of blocks of the softmax
+    seeds: int = 3  # trainings of the scales, each on other batches
+    models: int = 1  # models to train, each with other initial weights and batches
     width: int = 128  # channels of the model trained here
     layers: int = 4  # its transformer blocks
     heads: int = 4  # attention heads in each, a divisor of the width
-    context_window: int = 256  # the most tokens it sees at once
+    context_window: int = 256  # the context length in tokens
     batch_size: int = 8  # sequences a batch, for the model, the scales and measuring
     steps: int = 1500  # updates of the model
     scale_steps: int = 400  # updates of the scales
     scale_rate: float = 1e-2  # the scales' learning rate, which falls to 0 along half a cosine
     equal_start: bool = False
-    """let the scales begin at 1 / k for each of the k blocks that a position sees, instead of at 1"""
-    windows: int = 0  # held-out windows to measure perplexity on, spread evenly; 0 for all
-    output: Path = Path("runs/learned_statistics")  # the folder for everything
-    device: str = "auto"  # "auto" takes a GPU if there is one, "cpu" does not
+    """initialize the scales with 1 / k for each of the k visible blocks, instead of 1"""
+    windows: int = 0  # held-out windows to measure perplexity on, evenly spaced; 0 for all
+    output: Path = Path("runs/learned_statistics")  # the output folder
+    device: str = "auto"  # "auto" uses a GPU if there is one; "cpu" does not
 
 
 QUICK: dict[str, Any] = {

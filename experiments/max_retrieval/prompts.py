@@ -36,16 +36,16 @@ N_QUESTIONS = 8  # that count, where a text has so many
 class Prompt(NamedTuple):
     """Token ids, and the slices of the answers."""
 
-    ids: np.ndarray  # whole numbers (T,)
-    answers: Sequence[slice]  # for each question that counts the places of its answer in ids
+    ids: np.ndarray  # integers (T,)
+    answers: Sequence[slice]  # the positions of each scored answer in ids
 
 
 class Text(NamedTuple):
     """A prompt as text: the context, the questions with answers, and the number of examples."""
 
-    context: str  # comes first
-    questions: Sequence[tuple[str, str]]  # and then these, each with its answer
-    n_examples: int  # how many of them do not count
+    context: str  # the beginning of the text
+    questions: Sequence[tuple[str, str]]  # the questions, each with its answer
+    n_examples: int  # the number of questions that are not scored
 
 
 def words_of(tokeniser: Any) -> tuple[str, ...]:

@@ -61,16 +61,16 @@ NAMES = (
 class RealSettings:
     """What is asked of a model, and how often."""
 
-    model: str = "smollm2"  # what `tricycle.pretrained.load` takes
+    model: str = "smollm2"  # a model for `tricycle.pretrained.load`
     quick: bool = False  # three minutes: one seed, small lists, short texts, few updates
-    seeds: int = 3  # sets of tasks, each with other names, words and numbers
+    seeds: int = 3  # sets of tasks with different names, words and numbers
     texts: int = 1  # texts of a set for each size, more of the small ones
     largest_size: int = 512  # lines of the longest task
     steps: int = 24  # updates of each fit by gradient
     length: int = 8192  # tokens of the longest text
     beyond: int = 16_384  # tokens of a text longer than the model's window; 0 for none
-    report: bool = False  # compute nothing; report what parts there are
-    output: Path = Path("runs/max_retrieval_smollm2")  # where everything is left
+    report: bool = False  # compute nothing; only report the stored parts
+    output: Path = Path("runs/max_retrieval_smollm2")  # the output folder
 
 
 QUICK: dict[str, Any] = {"seeds": 1, "largest_size": 16, "steps": 3, "length": 512, "beyond": 0}

@@ -41,8 +41,8 @@ N_CLASSES = 10
 class Batch(NamedTuple):
     """A batch of items, queries and target classes."""
 
-    items: np.ndarray  # (B, N, 1 + N_CLASSES): a priority, uniform in [0, 1), beside a class as one of 0 and 1
-    query: np.ndarray  # (B, 1, 1), uniform in [0, 1), which says nothing
+    items: np.ndarray  # (B, N, 1 + N_CLASSES): a priority, uniform in [0, 1), and a one-hot class
+    query: np.ndarray  # (B, 1, 1), uniform in [0, 1), uninformative
     targets: np.ndarray  # (B,), the class of the item with the highest priority
 
 
@@ -115,14 +115,14 @@ class Settings:
     decay: bool = False  # let the learning rate fall to 0 along half a cosine
     l2: float = 1e-3  # what the squares of all parameters are multiplied by before they are added to the loss
     width: int = 128  # channels of all layers
-    seeds: int = 3  # how often to train, each time from other weights and on other data
-    data_seeds: int = 10  # how many sets of data to measure on; the same for all trained models
+    seeds: int = 3  # trainings, each with other initial weights and data
+    data_seeds: int = 10  # test sets, the same for all trained models
     samples: int = 512  # examples of a set, for each number of items
-    largest: int = 4096  # measure at 2, 4, 8, ... up to so many items
+    largest: int = 4096  # the most items: measurements at 2, 4, 8, ... up to it
     fit_rows: int = 1024  # examples for each number of items to fit a temperature on
     quick: bool = False  # a run of half a minute: 2,000 steps, one seed, fewer examples
     paper: bool = False  # the paper's longer training: 100,000 steps, a falling learning rate
-    output: Path = Path("runs/max_retrieval")  # where results.json, accuracy.png and weights.png are left
+    output: Path = Path("runs/max_retrieval")  # where results.json, accuracy.png and weights.png are written
 
     @property
     def sizes(self) -> list[int]:

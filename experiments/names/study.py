@@ -33,14 +33,14 @@ QUICK: dict[str, Any] = {"tested": 2, "epochs": 4}
 class Settings(FoldSettings):
     """What a run does."""
 
-    folds: int = 5  # how many parts the names are dealt into
-    tested: int = 5  # how many of the parts to be tested on; for each, every model is trained anew
+    folds: int = 5  # the number of folds
+    tested: int = 5  # the number of folds to test; every model is trained for each
     names: int = 10_000  # of each language, at most
     repeated: bool = False
-    """every line of the files as a name of its own, wherever it falls: what a careless split measures"""
+    """treat every line of the files as a separate name: duplicates may be in training and test"""
     shown: int = 3
-    """names on the page, of each language: so many that all models have right, as many where they differ, all wrong"""
-    output: Path = Path("runs/names")  # where results.json, the pictures and looked_at.html are left
+    """names on the page for each language: this many that all models have right, where they differ, all wrong"""
+    output: Path = Path("runs/names")  # where results.json, the plots and looked_at.html are written
 
 
 def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:

@@ -120,10 +120,10 @@ def pronounce(model: Speller, words: list[str], beam_size: int = 1) -> list[list
 class Settings:
     """What to pronounce."""
 
-    words: tuple[str, ...] = ("transformer", "tricycle", "gradient", "softmax", "backpropagation")  # to be spelled out
-    path: Path | None = None  # the wheel of g2p-en, or the folder g2p_en out of it; found by itself unless given
-    beam_size: int = 1  # how many beginnings of a word are kept
-    quick: bool = False  # do not count how many words of the package's list come out right
+    words: tuple[str, ...] = ("transformer", "tricycle", "gradient", "softmax", "backpropagation")  # words to pronounce
+    path: Path | None = None  # the wheel of g2p-en, or its folder g2p_en; found automatically if not given
+    beam_size: int = 1  # the beam size
+    quick: bool = False  # skip the accuracy on the package's word list
 
 
 def listed(path: Path | None = None) -> dict[str, set[str]]:

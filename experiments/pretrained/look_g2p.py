@@ -322,12 +322,12 @@ def draw_memory(path: Path, mean: np.ndarray, delay: Sequence[int], held: dict, 
 class Settings:
     """The settings of the inspection."""
 
-    words: tuple[str, ...] = ("softmax", "transformer", "transformation")  # whose maps are drawn
-    path: Path | None = None  # as of `g2p.py`
-    most: int = 10_000  # words of the reference, for the averages
-    seed: int = 0  # of which words are held out, which are joined, and of an untrained network
+    words: tuple[str, ...] = ("softmax", "transformer", "transformation")  # words whose maps are drawn
+    path: Path | None = None  # see `g2p.py`
+    most: int = 10_000  # reference words for the averages
+    seed: int = 0  # of held-out words, joined words, and an untrained network
     quick: bool = False  # 200 words
-    output: Path = Path("runs/pretrained")  # where the pictures and g2p.json are left
+    output: Path = Path("runs/pretrained")  # where the plots and g2p.json are written
 
 
 def reference_words(most: int) -> list[str]:

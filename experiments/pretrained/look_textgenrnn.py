@@ -274,10 +274,10 @@ class Settings:
     """The settings of the inspection."""
 
     titles: tuple[str, ...] = TITLES + MORE_TITLES  # the first is drawn, the first three are on the page
-    path: Path | None = None  # as of `textgenrnn.py`
+    path: Path | None = None  # see `textgenrnn.py`
     seed: int = 0  # of the random order
     quick: bool = False  # three titles
-    output: Path = Path("runs/pretrained")  # where the pictures, the page and textgenrnn.json are left
+    output: Path = Path("runs/pretrained")  # where the plots, the page and textgenrnn.json are written
 
 
 def zen() -> tuple[str, ...]:

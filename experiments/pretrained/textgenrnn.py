@@ -176,13 +176,13 @@ def write(
 class Settings:
     """What to write."""
 
-    begin: str = ""  # how texts begin
-    temperatures: tuple[float, ...] = (0.0, 0.2, 0.5, 1.0)  # what logits are divided by; 0 takes the likeliest
+    begin: str = ""  # the beginning of generated texts
+    temperatures: tuple[float, ...] = (0.0, 0.2, 0.5, 1.0)  # of sampling; 0 for greedy decoding
     texts: int = 2  # at each temperature above 0
     longest: int = 140  # characters of a text
-    titles: tuple[str, ...] = TITLES  # whose bits are counted
+    titles: tuple[str, ...] = TITLES  # titles to score
     path: Path | None = None  # the source archive of textgenrnn, or the folder textgenrnn out of it
-    seed: int = 0  # of the draws
+    seed: int = 0  # of sampling
     quick: bool = False  # one text at one temperature
 
 

@@ -41,8 +41,8 @@ class Arguments:
     batch_size: int = 0  # sequences a batch; 0 for 64 on a GPU, 6 on a CPU
     seeds: int = 3  # pairs of runs
     measurements: int = 10  # how often along a run to measure, besides its beginning
-    output: Path = Path("runs/quiet_attention")  # the folder for everything
-    device: str = "auto"  # "auto" takes a GPU if there is one, "cpu" does not
+    output: Path = Path("runs/quiet_attention")  # the output folder
+    device: str = "auto"  # "auto" uses a GPU if there is one; "cpu" does not
     model: str = ""  # ask a model that others trained instead, such as smollm2: with softmax1 and a learned sink
 
 

@@ -47,7 +47,7 @@ class Settings:
     rounded: int = 3  # of these, how many with 8 bits
     inside: int = 2  # of these, how many are looked into
     survey: int = 24  # pieces of each text in which massive tokens are counted, of the model as it is
-    output: Path = Path("runs/quiet_attention/model")  # where everything is left
+    output: Path = Path("runs/quiet_attention/model")  # the output folder
 
 
 def variants_of(settings: Settings, quick: bool) -> list[Variant]:

@@ -39,10 +39,10 @@ class Problem(NamedTuple):
     """Texts to classify."""
 
     tokens: list[list[str]]  # of N texts
-    labels: np.ndarray  # (N,) numbers of classes
+    labels: np.ndarray  # (N,) class indices
     classes: tuple[str, ...]
-    groups: np.ndarray  # (N,) numbers from 0 on; texts of one group are never parted
-    least: int = 1  # tokens that come less often in training are unknown to the models
+    groups: np.ndarray  # (N,) group indices; a group is never split over parts
+    least: int = 1  # rarer tokens of the training texts become unknown
 
     @property
     def longest(self) -> int:
@@ -285,15 +285,15 @@ TOGETHER = "all together"
 class FoldSettings:
     """What a run does."""
 
-    models: tuple[str, ...] = ("convolution", "recurrent", "Transformer")  # which models, by the names in the table
-    folds: int = 10  # how many parts the texts are dealt into
-    tested: int = 10  # how many of the parts to be tested on; for each, every model is trained anew
-    epochs: int = 0  # passes over the training texts; 0 for as many as each model's recipe says
-    seed: int = 0  # decides folds, first weights and orders
+    models: tuple[str, ...] = ("convolution", "recurrent", "Transformer")  # the models, by their names in the table
+    folds: int = 10  # the number of folds
+    tested: int = 10  # the number of folds to test; every model is trained for each
+    epochs: int = 0  # epochs; 0 for the number in each model's recipe
+    seed: int = 0  # of folds, initial weights and order
     shown: int = 15
-    """texts on the page, of each class: so many that all models have right, as many where they differ, all wrong"""
-    quick: bool = False  # within three minutes: two parts to be tested on, few epochs
-    output: Path = Path("runs")  # where results.json, the pictures and looked_at.html are left
+    """texts on the page for each class: this many that all models have right, as many where they differ, all wrong"""
+    quick: bool = False  # at most three minutes: two folds, few epochs
+    output: Path = Path("runs")  # where results.json, the plots and looked_at.html are written
 
 
 def check_folds(settings: Any, **lowest: int) -> None:
@@ -346,9 +346,9 @@ class Outcome(NamedTuple):
     """The predictions of all models for the tested texts, in the order of `where` (N,), indices in the problem."""
 
     where: np.ndarray
-    known: list[np.ndarray]  # of each text, which of its tokens the models know
+    known: list[np.ndarray]  # for each text a mask of known tokens
     predicted: dict[str, Predicted]  # by model
-    prior: np.ndarray  # (N, K) log shares of the classes in what the models had learnt from
+    prior: np.ndarray  # (N, K) log class frequencies of the training texts
 
 
 def one_fold(

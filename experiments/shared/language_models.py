@@ -78,8 +78,8 @@ READERS: dict[str, Callable[[bool], str]] = {"code": _code, "shakespeare": _play
 class Windows(NamedTuple):
     """Pieces of one length of a text."""
 
-    ids: np.ndarray  # whole numbers (N, T + 1); the first of a row is only read
-    n_bytes: np.ndarray  # how many bytes each token but the first stands for, (N, T)
+    ids: np.ndarray  # integers (N, T + 1); the first token of a row has no loss
+    n_bytes: np.ndarray  # the bytes of each token but the first, (N, T)
 
 
 def windows(tokeniser: Any, text: str, n_windows: int, n_tokens: int, first: int | None = None) -> Windows:

@@ -33,10 +33,10 @@ class Item(NamedTuple):
     """A text with the answers of all models."""
 
     tokens: Sequence[str]
-    gaps: Sequence[str]  # what stands before each token
-    unknown: Sequence[bool]  # for each token whether the models do not know it
-    label: int  # the class that is right
-    seen: dict[str, Answer]  # what each model made of it, by name
+    gaps: Sequence[str]  # the text before each token
+    unknown: Sequence[bool]  # a mask of unknown tokens
+    label: int  # the true class
+    seen: dict[str, Answer]  # the answer of each model, by name
 
 
 def choose(right: np.ndarray, labels: np.ndarray, each: int, generator: np.random.Generator) -> list[int]:

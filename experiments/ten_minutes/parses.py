@@ -47,17 +47,17 @@ class Settings:
 
     run: tyro.conf.Positional[Path]  # a run folder of train_smol_gpt.py on Python code, or a checkpoint
     samples: int = 200
-    """functions for each kind of prompt and temperature; constrained ones at most as many as the files have"""
-    temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)  # of sampling; at 0 the likeliest token that is allowed is taken
-    top_p: float = 1.0  # draw among the likeliest tokens whose probabilities reach this sum
-    min_p: float = SAMPLING.min_p  # draw among the tokens at least this many times as probable as the likeliest
+    """functions for each kind of prompt and temperature; constrained ones are limited by the held-out files"""
+    temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)  # of sampling; 0 for greedy decoding
+    top_p: float = 1.0  # sample among the most probable tokens whose probabilities reach this sum
+    min_p: float = SAMPLING.min_p  # sample among tokens with at least this fraction of the highest probability
     no_repeat_ngram_size: int = SAMPLING.no_repeat_ngram_size
-    """never write so many tokens a second time in the same order; 0 lets them be"""
+    """never generate an n-gram of this many tokens twice; 0 for no limit"""
     tokens: int = 512  # the most tokens of a function with its prompt
-    batch: int = 50  # functions that are written at a time
-    seed: int = 0  # decides what is drawn, and which functions of the held-out files begin the constrained ones
+    batch: int = 50  # functions that are generated in one batch
+    seed: int = 0  # of sampling, and of the choice of signatures
     output: Path | None = None
-    """the JSON file in which counts and examples are left; parses.json in the run folder unless named"""
+    """the JSON file for counts and examples; parses.json in the run folder if not given"""
 
 
 def main() -> int:

@@ -44,14 +44,14 @@ class Settings:
     """What to train and for how long. Flags of the recipe itself start from its values; --precision is of autocast."""
 
     recipe: Literal["laptop", "gpt2"] = "laptop"
-    """laptop: the preset of train_smol_gpt.py; gpt2: plain, with AdamW, what that preset was before"""
+    """laptop: the preset of train_smol_gpt.py; gpt2: the GPT-2 architecture with AdamW"""
     compile: bool = False  # let torch.compile fuse the model; its time counts
     threads: int = 2  # of PyTorch
     data: Literal["python", "shakespeare", "text"] = "python"
     """the text: python (the standard library), shakespeare, or text with --files"""
     files: tuple[str, ...] = ()  # text files or folders of them, for --data text
     part: Literal["held-out", "validation"] = "held-out"
-    """what is scored: held-out, as train_smol_gpt.py does, or validation, to choose on"""
+    """the text to score: held-out, as train_smol_gpt.py does, or validation, for model selection"""
     output: Path = Path("runs/ten_minutes")  # the folder in which the result is left, as pytorch-....json
     config: GPTConfig = field(default_factory=GPTConfig)
 

@@ -38,13 +38,13 @@ class Settings:
     """the text: python (the standard library), shakespeare, or text with --files"""
     files: tuple[str, ...] = ()  # text files or folders of them, for --data text
     part: Literal["validation", "held-out"] = "validation"
-    """what is scored: validation (a part of the training text), or held-out, which is to be looked at once"""
+    """the text to score: validation (a part of the training text), or held-out, for the final result only"""
     batches: int = 0
-    """score only so many batches, evenly spread; 0 for all of the text, in windows that overlap by half"""
+    """score only this many batches, evenly spaced; 0 for all of the text, in windows that overlap by half"""
     report: bool = False  # train nothing: draw and print what is there
     quick: bool = False  # at most three minutes: four variants, each for a quarter of a minute
     output: Path = Path("runs/ten_minutes")
-    """where results.json and ablations.png are left; what is finished there is not done again"""
+    """the folder of results.json and ablations.png; finished trials there are not repeated"""
     config: GPTConfig = field(default_factory=GPTConfig)
 
 

@@ -51,9 +51,9 @@ RANGES = ((1, 8), (9, 10), (11, 12), (13, 15), (16, 19), (20, 99))  # words of a
 class Settings(Plan):
     """What is not given here is in RECIPES, for each model."""
 
-    model: str = "all"  # fixed, bahdanau, luong, transformer, or all of them, one after the other
+    model: str = "all"  # fixed, bahdanau, luong, transformer or all
     target: str = "de"  # translate English to de (German) or fr (French)
-    processor_time: bool = False  # count minutes of this program's own work, for a machine that has other work too
+    processor_time: bool = False  # count minutes of CPU time, for a busy machine
     width: int | None = None  # channels of embeddings and states
     layers: int | None = None  # of the encoder and of the decoder each
     learning_rate: float | None = None  # the highest
@@ -61,16 +61,16 @@ class Settings(Plan):
     max_tokens: int | None = None  # of a batch, both sides and padding included
     vocab_size: int = 3000  # byte-pair tokens of both languages together
     tested: int = 0  # test sentences; 0 for all
-    beam: int = 5  # translations that are kept in mind
+    beam: int = 5  # the beam size
     length_penalty: float = 1.0  # finished translations are compared by log probability / length to this power
-    quick: bool = False  # less than half a minute of training for each model, and part of the data to measure on
-    resume: bool = False  # go on with a run that was cut off
+    quick: bool = False  # less than half a minute of training for each model, and less test data
+    resume: bool = False  # resume an interrupted run
     translate: str = ""  # a sentence to translate with a trained model (the Transformer unless --model names another)
     look: str = ""
-    """a sentence to see that model translate, in a browser; what stands behind => is taken for its translation"""
+    """a sentence to inspect in the browser with that model; an optional part behind => is its translation"""
     out: Path | None = None  # write what --look shows as one HTML file
-    report: bool = False  # only make tables and pictures of the runs in --output
-    output: Path = Path("runs/translation")  # where everything is left
+    report: bool = False  # only write tables and plots of the runs in --output
+    output: Path = Path("runs/translation")  # the output folder
 
 
 def main() -> int:

@@ -93,7 +93,7 @@ class Recipe:
     dropout: float  # probability of dropping an element
     max_tokens: int  # of a batch, both sides and padding included
     n_heads: int = 4
-    expansion: float = 2  # how many times wider than that the hidden layer of the Transformer's MLP is
+    expansion: float = 2  # the ratio of the Transformer's MLP width to `width`
     norm_first: bool = True
 
     def config(self, name: str, n_vocab: int) -> TranslatorConfig:
@@ -120,13 +120,13 @@ class Plan:
     """How to train, whatever the model. With the flags of the study their help and defaults."""
 
     minutes: float = 25.0  # of training for each model, by the clock; the learning rate falls to 0 in that time
-    steps: int = 0  # train for so many steps instead: the same result each time, however fast the machine
-    label_smoothing: float = 0.1  # this share of the truth is spread over all tokens
+    steps: int = 0  # train for this many steps instead, for reproducible results
+    label_smoothing: float = 0.1  # the label probability spread over all tokens
     weight_decay: float = 0.01  # of AdamW
-    warmup: float = 0.08  # the share of the training in which the learning rate rises
-    average: float = 0.99  # how much of the running mean of the weights, which is what is measured, each step keeps
-    measurements: int = 10  # how often along a run to measure on validation data
-    measured: int = 250  # validation sentences that are translated each time
+    warmup: float = 0.08  # the fraction of the training with a rising learning rate
+    average: float = 0.99  # the decay per step of the averaged weights, which are evaluated
+    measurements: int = 10  # the number of evaluations during a run
+    measured: int = 250  # validation sentences to translate in each evaluation
     seed: int = 0  # of first weights, order and dropout
 
 
