@@ -1,4 +1,4 @@
-"""Continue a text with a trained model: `tricycle generate`, for those who have not installed Tricycle."""
+"""Generate text with a trained model: `tricycle generate` as a script, for use without an installation."""
 
 from __future__ import annotations
 

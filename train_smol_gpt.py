@@ -1,7 +1,7 @@
-"""Train a GPT on real text: `tricycle train`, for those who have not installed Tricycle.
+"""Train a GPT on text: `tricycle train` as a script, for use without an installation.
 
-Without arguments it trains for about ten minutes on the source code of Python's standard library, needs no
-network, and ends with the command that generates from the result. --help-all lists every setting.
+Without arguments, train for about ten minutes on the source code of Python's standard library, without network access,
+and print the command that generates text with the result. --help-all lists every setting.
 """
 
 from __future__ import annotations

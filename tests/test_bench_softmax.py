@@ -45,7 +45,7 @@ def test_the_page_has_every_softmax_on_the_same_seeds(
     bench.main(words)
     assert before == SOFTMAXES
     told = capsys.readouterr()
-    assert told.out.splitlines()[-1] == f"{out}: the page"
+    assert told.out.splitlines()[-1] == f"page: {out}"
     assert told.err.count("held-out loss") == 6
     content = out.read_text(encoding="utf-8")
     (packed,) = re.findall(r'id="data">(.*?)</script>', content, re.DOTALL)
@@ -68,14 +68,14 @@ def test_a_softmax_that_is_a_built_in_one_comes_to_the_same(tmp_path: Path, monk
         "class Again(RowSoftmax):\n    def row_softmax(self, scores):\n        return kernels.softmax(scores)\n"
     )
     text, held_out = bench.corpus()
-    with bench.own_softmax(path) as name:
+    with bench.register_softmax(path) as name:
         losses = [bench.train(one, 0, [2, 4], text, held_out).losses for one in (name, "softmax")]
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
 def test_a_name_that_the_file_enters_itself(own: Path) -> None:
     own.write_text(GOOD + '\n\nfrom tricycle.softmaxes import SOFTMAXES\n\nSOFTMAXES["s"] = Sigmoid\n')
-    with bench.own_softmax(own) as name:
+    with bench.register_softmax(own) as name:
         assert name == "s"
     assert "s" not in SOFTMAXES
 
@@ -116,6 +116,6 @@ def test_wrong_flags(own: Path, tmp_path: Path) -> None:
 
 
 def test_when_it_is_measured() -> None:
-    assert bench.steps_of(300) == list(range(30, 301, 30))
-    assert bench.steps_of(3) == [1, 2, 3]
-    assert bench.steps_of(1) == [1]
+    assert bench.evaluation_steps(300) == list(range(30, 301, 30))
+    assert bench.evaluation_steps(3) == [1, 2, 3]
+    assert bench.evaluation_steps(1) == [1]

@@ -30,7 +30,7 @@ from tricycle.pretrained import load
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.sampling import SamplingParams
 from tricycle.tokeniser import BPETokeniser
-from tricycle_cli.chat import Conversation, turn
+from tricycle_cli.chat import Conversation, handle_line
 from tricycle_cli.main import MODULE, main
 from tricycle_cli.models import DecodingFlags, default_sampling
 
@@ -114,10 +114,10 @@ def test_commands(folder, tmp_path):
     text = (tmp_path / "deep" / "two.txt").read_text(encoding="utf-8")
     assert text.startswith(f"user: the quick\n\nassistant: {first[1]['content']}")
     assert "(saved: one.json)" in out
-    assert "(forgotten)" in out
-    assert "(there is no /what: " in out
-    assert "/reset        forget the conversation" in out
-    assert "(expected the name of a file: /save FILE)" in out
+    assert "(new conversation)" in out
+    assert "(unknown command /what: " in out
+    assert "/reset        start a new conversation" in out
+    assert "(expected a file name: /save FILE)" in out
     assert out.endswith(answers(folder, ["the quick", "/reset"], 5)[1] + "\n")
     assert done.returncode == 0
 
@@ -126,7 +126,7 @@ def test_a_file_that_cannot_be_written(folder, tmp_path):
     (tmp_path / "folder").mkdir()
     done = talk(folder, "/save folder\n", cwd=tmp_path)
     assert done.returncode == 0
-    assert done.stdout.startswith("(not saved: expected a file, or the name of a new one, got folder)")
+    assert done.stdout.startswith("(not saved: expected a regular file or a new file, got folder)")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names")
@@ -135,7 +135,7 @@ def test_what_is_no_file_is_not_replaced(folder, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     done = talk(folder, "/save pipe\n/save link\n", cwd=tmp_path)
-    assert done.stdout.count("(not saved: expected a file") == 2
+    assert done.stdout.count("(not saved: expected a regular file") == 2
     assert (tmp_path / "pipe").is_fifo()
     assert (tmp_path / "link").is_symlink()
 
@@ -168,8 +168,8 @@ def test_models_that_do_not_talk(tmp_path):
     large = write_folder(tmp_path / "large", "{% set a = ('a' * 4000000)|list %}" * 10)
     for folder, words, said in (
         (large, [], "chat template, line 1: it makes a value of more than 4,194,304 characters"),
-        (plain, [], "expected a model with a chat template, this one has none"),
-        (own, [], "expected a model with a chat template, this one has none"),
+        (plain, [], "expected a model with a chat template, got one without"),
+        (own, [], "expected a model with a chat template, got one without"),
         (refusing, ["--system", "x"], "chat template, line 1: no system"),
         (tmp_path / "gone.gguf", [], "gone.gguf: expected a model, there is no such file"),
     ):
@@ -188,11 +188,9 @@ def conversation(folder: Path, n_tokens: int = 20, system: str | None = None, **
 def test_what_falls_out_of_the_context_is_said(small, capsys):
     one = conversation(small, system="rain")
     for i in range(6):
-        turn(one, f"the quick brown fox {i}")
+        handle_line(one, f"the quick brown fox {i}")
     out = capsys.readouterr().out
-    said = re.findall(
-        r"\(the oldest (\d) messages no longer fit into the context of 120 tokens and are forgotten\)", out
-    )
+    said = re.findall(r"\(dropped the oldest (\d) messages, which exceed the context window of 120 tokens\)", out)
     assert said and set(said) <= {"2", "4"}
     assert one.messages[0] == {"role": "system", "content": "rain"}
     assert [message["role"] for message in one.messages[1:]] == ["user", "assistant"] * (len(one.messages) // 2)
@@ -200,9 +198,10 @@ def test_what_falls_out_of_the_context_is_said(small, capsys):
     assert one.messages[-2]["content"] == "the quick brown fox 5"
     assert len(one.tokeniser.chat(one.messages)) <= 125
     before = [*one.messages]
-    turn(one, "birds sing " * 50)
+    handle_line(one, "birds sing " * 50)
     assert re.search(
-        r"\(the message is too long: expected at most 100 tokens with all around it, got \d+\)", capsys.readouterr().out
+        r"\(expected a message of at most 100 tokens with the chat template, got \d+: shorten it\)",
+        capsys.readouterr().out,
     )
     assert one.messages == before
 
@@ -212,11 +211,11 @@ def test_a_full_context_may_be_refused(small):
     said = "the quick brown fox\n" * 8
     done = talk(small, f"{said}/reset\nthe quick\n", "--length", "20", "--overflow", "error")
     lines = done.stdout.splitlines()
-    full = "(the context of 120 tokens is full and nothing is to be forgotten: /reset begins anew)"
+    full = "(the context window of 120 tokens is full: start a new conversation with /reset)"
     begin = lines.index(full)
     assert begin >= 1
     assert lines[begin:-2] == [full] * (8 - begin)
-    assert lines[-2] == "(forgotten)"
+    assert lines[-2] == "(new conversation)"
     assert lines[-1] == answers(small, ["the quick"], 20)[0]
 
 
@@ -224,7 +223,7 @@ def test_a_full_context_may_be_refused(small):
 def test_keys_and_values_of_16_bits(small, cache):
     loaded = load(small)
     one = Conversation(loaded, None, 20, default_sampling(loaded), DecodingFlags(kv_cache_dtype=cache))
-    turn(one, "the quick brown fox")
+    handle_line(one, "the quick brown fox")
     assert {held.keys.dtype.name for held in one.state.caches} == {cache}
     done = talk(small, "the quick brown fox\n", "--length", "20", "--kv-cache-dtype", cache)
     assert done.stdout.splitlines() == [one.messages[-1]["content"]]
@@ -360,7 +359,7 @@ def test_control_c_ends_an_answer_and_not_the_program(folder):
 @pytest.mark.skipif(os.name != "posix", reason="a terminal of POSIX")
 def test_control_c_at_the_prompt_leaves(folder):
     terminal = Terminal(str(folder))
-    terminal.wait_for("/help lists what else can be said")
+    terminal.wait_for("/help lists the commands")
     terminal.wait_for("> ")
     for _ in range(30):  # Python sees one that comes between the prompt and its wait for keys at the next key alone
         terminal.type("\x03")

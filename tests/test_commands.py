@@ -237,9 +237,9 @@ def test_evaluation_of_our_own(ours, texts):
 def test_what_evaluation_prints(theirs, texts):
     out = good(call("evaluate", theirs, texts / "long.txt", texts / "odd.txt", "--window", "50", "--batch-size", "3"))
     lines = out.splitlines()
-    pattern = r"\d+\.\d{4} nats a token, perplexity [\d.]+, \d+\.\d{4} bits a byte; [\d,]+ tokens, [\d,]+ bytes"
+    pattern = r"\d+\.\d{4} nats/token, perplexity [\d.]+, \d+\.\d{4} bits/byte; [\d,]+ tokens, [\d,]+ bytes"
     assert re.fullmatch(rf".*long.txt: {pattern}", lines[0])
-    assert re.fullmatch(rf"all: {pattern} \(windows of 50 tokens, 25 apart\)", lines[2])
+    assert re.fullmatch(rf"all: {pattern} \(windows of 50 tokens, stride 25\)", lines[2])
     other = good(call("evaluate", theirs, texts / "long.txt", "--softmax", "softmax1", "--window", "50"))
     assert other.split(": ")[1].split(" (")[0] != lines[0].split(": ")[1]
 
@@ -361,7 +361,7 @@ def test_a_smaller_window(positions, softmax):
 def test_a_run_is_handed_on(tuned, tmp_path):
     folder = tmp_path / "out"
     out = good(call("export", tuned[0], folder))
-    assert out == f"{folder}: a model of type llama, {load(folder).model.n_parameters:,} parameters in float32\n"
+    assert out == f"{folder}: model type llama, {load(folder).model.n_parameters:,} parameters in float32\n"
     card = (folder / "README.md").read_text(encoding="utf-8")
     final = json.loads((tuned[0] / "metrics.jsonl").read_text().splitlines()[-1])
     assert "started from | tiny" in card
@@ -370,7 +370,7 @@ def test_a_run_is_handed_on(tuned, tmp_path):
     logits = [load(place).model(np.array([ids])).array for place in (folder, tuned[0])]
     np.testing.assert_allclose(*logits, atol=1e-5)
     refused(call("export", tuned[0], folder), f"{folder}: expected a folder that is new or empty")
-    refused(call("export", tuned[0]), "expected a folder or --gguf to write to, got neither")
+    refused(call("export", tuned[0]), "expected an output folder or --gguf, got neither")
 
 
 def test_a_gguf_file(theirs, tmp_path):
@@ -381,7 +381,7 @@ def test_a_gguf_file(theirs, tmp_path):
     assert load(path).tokeniser.encode("the quick brown fox 12") == ids
     logits = [load(place).model(np.array([ids])).array for place in (path, theirs)]
     np.testing.assert_allclose(*logits, atol=1e-5)
-    refused(call("export", theirs, "--gguf", path), "model.gguf: expected a file that is not there yet")
+    refused(call("export", theirs, "--gguf", path), "model.gguf: expected a new file, got one that exists")
 
 
 # -------------------------------------------------------------------- weights of few bits

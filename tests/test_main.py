@@ -11,7 +11,7 @@ from programs import call, good
 
 from tricycle_cli import machine
 
-ROWS = "Tricycle Python arrays GPU CPU BLAS threads host products packages missing".split()
+ROWS = "Tricycle Python arrays GPU CPU BLAS threads process matmul packages optional".split()
 NUMPY_ALONE = """
 import runpy, sys
 from importlib.machinery import PathFinder
@@ -29,7 +29,7 @@ runpy.run_module("tricycle", run_name="__main__")
 
 
 def rows_of(out: str) -> dict[str, str]:
-    table, _, better = out.partition("\n\nWhat would make it faster:\n")
+    table, _, better = out.partition("\n\nSuggestions for more speed:\n")
     assert all(len(line) <= machine.WIDTH for line in table.splitlines())
     assert all(line.startswith("  ") for line in better.splitlines())
     starts = [line for line in table.splitlines() if not line.startswith(" ")]
@@ -39,7 +39,7 @@ def rows_of(out: str) -> dict[str, str]:
 @pytest.fixture
 def no_variables(monkeypatch):
     for name in os.environ:
-        if name in (*machine.PINS, machine.VARIABLE) or name.endswith("_NUM_THREADS"):
+        if name in (*machine.PINNING_VARIABLES, machine.VARIABLE) or name.endswith("_NUM_THREADS"):
             monkeypatch.delenv(name)
 
 
@@ -53,9 +53,9 @@ def test_it_fits_on_a_screen(monkeypatch):
     assert [*rows] == [*ROWS, "faster"]
     assert sum("tricycle machine --speed" in line for line in out.splitlines()) == 1
     assert rows["arrays"].startswith(f"NumPy {np.__version__}")
-    assert rows["threads"].startswith("1, set by OMP_NUM_THREADS=1; of BLAS: ")
-    told = r"([\d,]+) GFLOP/s in float32, of which a training step reaches (\d+)%"
-    rate, share = re.match(told, rows["products"]).groups()
+    assert rows["threads"].startswith("1, set by OMP_NUM_THREADS=1; BLAS threads: ")
+    told = r"([\d,]+) GFLOP/s in float32 \(training step: (\d+)% of peak\)"
+    rate, share = re.match(told, rows["matmul"]).groups()
     assert float(rate.replace(",", "")) > 0 and int(share) > 0
 
 
@@ -65,9 +65,9 @@ def test_numpy_alone_is_enough(monkeypatch):
     rows = rows_of(good(call("-c", NUMPY_ALONE)))
     assert [*rows] == [*ROWS, "faster"]
     assert "kernels unknown" in rows["BLAS"]
-    assert rows["threads"].endswith("of BLAS: unknown")
+    assert rows["threads"].endswith("BLAS threads: unknown")
     assert rows["packages"] == "none"
-    assert rows["missing"].startswith("threadpoolctl")
+    assert rows["optional"].startswith("not installed: threadpoolctl")
     assert "pip install threadpoolctl" in rows["faster"]
 
 
@@ -84,9 +84,9 @@ def test_what_it_changes_of_its_process_is_told(monkeypatch):
     monkeypatch.delenv("TRICYCLE_NUM_THREADS", raising=False)
     monkeypatch.delenv("TRICYCLE_TUNE_HOST", raising=False)
     told = host_row()
-    assert sys.platform != "linux" or "BLAS computes in one thread" in told
+    assert sys.platform != "linux" or "BLAS uses one thread" in told
     monkeypatch.setenv("TRICYCLE_TUNE_HOST", "0")
-    assert host_row() == "left alone, by TRICYCLE_TUNE_HOST=0"
+    assert host_row() == "not tuned (TRICYCLE_TUNE_HOST=0)"
 
 
 def host_row() -> str:
@@ -102,37 +102,37 @@ def test_kernels_are_listed_with_who_is_asked(monkeypatch):
     asked = {words[0]: words[1:] for line in lines[2:] if (words := line.replace(",", " ").split())}
     assert asked["matmul"][-2:] == ["numpy", "plain"] and asked["log_softmax"] == ["plain"]
     assert {"lstm", "quantized_matmul", "orthogonalize"} <= set(asked)
-    assert "numba is not asked: excluded by TRICYCLE_KERNELS=-numba" in lines
+    assert "numba is unavailable: excluded by TRICYCLE_KERNELS=-numba" in lines
 
 
 def test_instructions_from_linux():
     text = "".join(f"processor\t: {i}\nmodel name\t: A CPU\nflags\t\t: fpu avx2 avx512f amx_bf16\n\n" for i in (0, 1))
-    assert machine.processor(text).startswith("A CPU, ")
-    assert machine.processor(text).endswith("; AVX2, AVX-512, no AVX-512 bf16, AMX bf16")
+    assert machine.describe_processor(text).startswith("A CPU, ")
+    assert machine.describe_processor(text).endswith("; AVX2, AVX-512, no AVX-512 bf16, AMX bf16")
 
 
 @pytest.mark.parametrize("text", ["", "Features\t: fp asimd bf16\n"], ids=["no such file", "ARM"])
 def test_instructions_elsewhere(text):
-    assert "bf16 and AMX unknown; NumPy uses " in machine.processor(text)
+    assert "bf16 and AMX unknown; NumPy uses " in machine.describe_processor(text)
 
 
 def test_a_pin_is_told(monkeypatch, no_variables):
-    assert "pinned" not in machine.blas()
+    assert "pinned" not in machine.describe_blas()
     assert not any("OPENBLAS" in line for line in machine.advice([], None))
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
-    assert machine.blas().endswith("pinned by OPENBLAS_CORETYPE=Haswell")
+    assert machine.describe_blas().endswith("pinned by OPENBLAS_CORETYPE=Haswell")
     assert machine.advice([], None)[0].startswith("unset OPENBLAS_CORETYPE: ")
 
 
 def test_which_variable_sets_the_threads(monkeypatch, no_variables):
-    assert machine.setter() is None
-    assert "no variable sets them" in machine.thread_report()
+    assert machine.thread_variable() is None
+    assert "the default (set TRICYCLE_NUM_THREADS" in machine.thread_report()
     monkeypatch.setenv("OMP_NUM_THREADS", "all")  # no number: nobody heeds it
-    assert machine.setter() is None
+    assert machine.thread_variable() is None
     monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
-    assert machine.setter() == "OMP_NUM_THREADS"
+    assert machine.thread_variable() == "OMP_NUM_THREADS"
     monkeypatch.setenv("TRICYCLE_NUM_THREADS", "2")
-    assert machine.setter() == "TRICYCLE_NUM_THREADS"
+    assert machine.thread_variable() == "TRICYCLE_NUM_THREADS"
 
 
 def test_idle_cores_are_told(monkeypatch, no_variables):
@@ -181,7 +181,7 @@ def test_a_gpu_that_is_not_used_is_told(monkeypatch, no_variables):
     monkeypatch.setattr(machine.float32_products, "problem", lambda: None)
     monkeypatch.setattr(machine.onednn, "problem", lambda: None)
     assert machine.advice([], "CuPy is not installed") == []
-    assert machine.advice_lines([])[-1] == "  nothing that this program knows of"
+    assert machine.advice_lines([])[-1] == "  nothing to suggest"
     monkeypatch.setattr(machine, "gpu_libraries", lambda: {"cuBLASLt 13.0.2": None})
     assert machine.advice(["GPU 0: H200"], None) == []
     assert machine.advice(["GPU 0: H200"], "CuPy is not installed") == ["use GPU 0: H200: CuPy is not installed"]
@@ -190,21 +190,21 @@ def test_a_gpu_that_is_not_used_is_told(monkeypatch, no_variables):
 def test_gpus_that_the_driver_shows(monkeypatch):
     shown = "GPU 0: NVIDIA H200 (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n"
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    assert machine.gpus() == []
+    assert machine.gpu_names() == []
     monkeypatch.setattr(machine.shutil, "which", lambda name: name)
     monkeypatch.setattr(machine.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, shown))
-    assert machine.gpus() == ["GPU 0: NVIDIA H200", "GPU 1: NVIDIA H200"]
+    assert machine.gpu_names() == ["GPU 0: NVIDIA H200", "GPU 1: NVIDIA H200"]
 
     def hang(command, **_):
         raise subprocess.TimeoutExpired(command, 10)
 
     monkeypatch.setattr(machine.subprocess, "run", hang)
-    assert machine.gpus() == []
+    assert machine.gpu_names() == []
 
 
 def test_a_gpu_in_use_is_told(monkeypatch):
     monkeypatch.setattr(machine.devices, "gpu_problem", lambda: None)
-    monkeypatch.setattr(machine, "gpus", lambda: ["GPU 0: H200"])
+    monkeypatch.setattr(machine, "gpu_names", lambda: ["GPU 0: H200"])
     monkeypatch.setattr(machine, "speed_report", lambda: "1,234 GFLOP/s")
     monkeypatch.setattr(machine, "nvidia_smi", lambda *words: ["580.159.03"])
     monkeypatch.setattr(machine.gemm, "problem", lambda: None)
@@ -212,11 +212,11 @@ def test_a_gpu_in_use_is_told(monkeypatch):
     monkeypatch.setattr(machine.cudnn, "problem", lambda: "no cuDNN")
     rows = rows_of(machine.report())
     shown = machine.report().partition("\nGPU")[2].partition("\nCPU")[0].split()
-    wanted = "GPU 0: H200, in use after .to_gpu(); driver 580.159.03; cuBLASLt 13.0.2; no cuDNN"
+    wanted = "GPU 0: H200, used after .to_gpu(); driver 580.159.03; cuBLASLt 13.0.2; no cuDNN"
     assert " ".join(shown) == wanted
     assert "on the GPU: no cuDNN" in rows["faster"]
     assert "; on a GPU " in rows["arrays"]
-    assert rows["products"].startswith("1,234 GFLOP/s")
+    assert rows["matmul"].startswith("1,234 GFLOP/s")
 
 
 # -------------------------------------------------------------------- the cost of importing

@@ -88,7 +88,7 @@ def test_rates_and_shares():
     assert found.product_rate == 2 * 100**3 / 0.002
     assert found.tokens_per_second == 16
     assert found.fraction == pytest.approx(speed.flops_per_token(TINY) * 16 / 1e9)
-    shares = {"products": 0.5, "attention": 0.25, "norms + activations": 0, "optimizer": 0.25 / 6, "rest": 1.25 / 6}
+    shares = {"matmul": 0.5, "attention": 0.25, "norms + activations": 0, "optimizer": 0.25 / 6, "rest": 1.25 / 6}
     assert found.shares == pytest.approx(shares)
 
 
@@ -113,16 +113,16 @@ def test_a_slow_processor_gets_smaller_batches():
 
 # -------------------------------------------------------------------- advice
 def test_faster_16_bits_are_advised():
-    lines = [speed_of("float32", 1000, products=1), speed_of("bfloat16", 1500, products=1)]
+    lines = [speed_of("float32", 1000, matmul=1), speed_of("bfloat16", 1500, matmul=1)]
     assert speed.advice(lines) == ["train with --precision bfloat16: 1.5 times the tokens/s of float32"]
     assert speed.advice(lines[:1]) == []
-    assert speed.advice([lines[0], speed_of("bfloat16", 1010, products=1)]) == []
+    assert speed.advice([lines[0], speed_of("bfloat16", 1010, matmul=1)]) == []
 
 
 def test_the_largest_group_is_named_unless_it_is_products():
-    found = speed.advice([speed_of("float32", 1, products=0.4, attention=0.5, rest=0.1)])
-    assert found == ["reduce the time of attention in float32: 50% of a step, products take 40%"]
-    assert speed.advice([speed_of("float32", 1, products=0.5, attention=0.4, rest=0.1)]) == []
+    found = speed.advice([speed_of("float32", 1, matmul=0.4, attention=0.5, rest=0.1)])
+    assert found == ["reduce the time of attention in float32: 50% of a step, matrix products 40%"]
+    assert speed.advice([speed_of("float32", 1, matmul=0.5, attention=0.4, rest=0.1)]) == []
 
 
 # -------------------------------------------------------------------- a run
@@ -132,7 +132,7 @@ def test_a_run_with_tiny_sizes():
     for found in speeds:
         assert found.product_rate > 0 and found.tokens_per_second > 0 and found.fraction > 0
         assert sum(found.shares.values()) == pytest.approx(1) and min(found.shares.values()) >= 0
-        assert found.shares["products"] > 0 and found.shares["attention"] > 0 and found.shares["optimizer"] > 0
+        assert found.shares["matmul"] > 0 and found.shares["attention"] > 0 and found.shares["optimizer"] > 0
     assert "width 8, 1 layers, 8 tokens, batch 2" in speed.report(speeds, TINY, 32)
 
 
@@ -153,4 +153,4 @@ def test_the_flag_measures(monkeypatch, capsys):
     assert machine.main() == 0
     out, err = capsys.readouterr()
     assert err == "measuring for about 15 seconds\n"
-    assert "fraction of peak" in out and out.endswith("What would make it faster:\n  an advice\n")
+    assert "fraction of peak" in out and out.endswith("Suggestions for more speed:\n  an advice\n")

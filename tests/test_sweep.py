@@ -19,7 +19,15 @@ from test_programs import POSIX_ONLY, call, good, lines_said, text  # noqa: F401
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.system.locks import FolderLock, LockedError
 from tricycle_cli import sweep as sweeping
-from tricycle_cli.search_space import Categorical, Range, check, config_of, flags_of, grid_points, parse_search_space
+from tricycle_cli.search_space import (
+    Categorical,
+    Range,
+    apply_parameters,
+    check_search_space,
+    flags_of,
+    grid_points,
+    parse_search_space,
+)
 from tricycle_cli.sweep import main
 from tricycle_cli.train import parse_arguments
 from tricycle_lab.sweep_plot import Shown, plot_sweep
@@ -56,9 +64,9 @@ def test_specs(word: str, field: Any) -> None:
         (["n_layers="], "expected --over FIELD="),
         (["n_layer=2,3"], "expected a field of the config, got 'n_layer' (did you mean n_layers?)"),
         (["zzz=1"], "expected a field of the config, got 'zzz'"),
-        (["n_layers=2,3", "n-layers=4"], "n_layers is named twice"),
-        (["n_layers=2,2"], "a value is named twice"),
-        (["n_layers=2,3.5"], "expected whole numbers, got '3.5'"),
+        (["n_layers=2,3", "n-layers=4"], "got n_layers twice"),
+        (["n_layers=2,2"], "got a value twice"),
+        (["n_layers=2,3.5"], "expected integers, got '3.5'"),
         (["dropout=low,high"], "expected numbers, got 'low'"),
         (["tied=1,0"], "expected true or false, got '1'"),
         (["activation=gelu..relu"], "expected choices such as A,B"),
@@ -77,25 +85,26 @@ def test_bad_specs_are_one_line(words: list[str], said: str) -> None:
 
 
 def test_what_the_config_refuses_is_refused_before_any_work() -> None:
-    check(BASE, parse_search_space(["n_heads=1,2,4", "embedding_dim=16,32"]), [])
+    check_search_space(BASE, parse_search_space(["n_heads=1,2,4", "embedding_dim=16,32"]), [])
     with pytest.raises(ValueError, match=r"--over: .*n_heads.*\(with n_heads=3, embedding_dim=16\)"):
-        check(BASE, parse_search_space(["n_heads=1,3", "embedding_dim=16,32"]), [])
+        check_search_space(BASE, parse_search_space(["n_heads=1,3", "embedding_dim=16,32"]), [])
     with pytest.raises(ValueError, match="dropout"):
-        check(BASE, parse_search_space(["dropout=0..1.5"]), [])
+        check_search_space(BASE, parse_search_space(["dropout=0..1.5"]), [])
     many = [f"{name}=1..90:90" for name in ("batch_size", "eval_interval", "eval_batches")]
-    check(BASE, parse_search_space(many), [])  # one at a time
+    check_search_space(BASE, parse_search_space(many), [])  # one at a time
     with pytest.raises(ValueError, match="activation"):
-        check(BASE, parse_search_space([*many, "activation=gelu,paper"]), [])
+        check_search_space(BASE, parse_search_space([*many, "activation=gelu,paper"]), [])
 
 
 def test_the_lowest_rate_goes_with_the_highest() -> None:
     share = BASE.min_learning_rate / BASE.max_learning_rate
-    assert config_of(BASE, {"max_learning_rate": 0.02}, []).min_learning_rate == pytest.approx(0.02 * share)
+    assert apply_parameters(BASE, {"max_learning_rate": 0.02}, []).min_learning_rate == pytest.approx(0.02 * share)
     assert (
-        config_of(BASE, {"max_learning_rate": 0.02}, ["min_learning_rate"]).min_learning_rate == BASE.min_learning_rate
+        apply_parameters(BASE, {"max_learning_rate": 0.02}, ["min_learning_rate"]).min_learning_rate
+        == BASE.min_learning_rate
     )
     both = {"max_learning_rate": 0.02, "min_learning_rate": 0.001}
-    assert config_of(BASE, both, []).min_learning_rate == 0.001
+    assert apply_parameters(BASE, both, []).min_learning_rate == 0.001
 
 
 def test_flags_say_what_they_mean() -> None:
@@ -108,7 +117,7 @@ def test_flags_say_what_they_mean() -> None:
         "schedule=linear",
     ]
     for params in grid_points({**parse_search_space(over), "max_learning_rate": Categorical((0.00123457, 1e-2))}):
-        config = config_of(BASE, params, [])
+        config = apply_parameters(BASE, params, [])
         words = ["--preset", "debug", "--device", "cpu", *flags_of(BASE, config)]
         assert parse_arguments(words)[0].config == config
 
@@ -154,7 +163,7 @@ OVER = ("--over", "dropout=0..0.9", "n_layers=1,2,3")
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     pytest.importorskip("optuna")
     trainer = Trainer()
-    monkeypatch.setattr(sweeping, "train", trainer)
+    monkeypatch.setattr(sweeping, "train_trial", trainer)
     drawn = sweeping.plot_sweep
     # a picture takes longer than all else
     monkeypatch.setattr(sweeping, "plot_sweep", lambda shown, *more: len(shown) == 12 and drawn(shown, *more))
@@ -190,8 +199,8 @@ def test_a_sweep_that_was_cut_off_finds_what_another_finds(
         assert rows_of(tmp_path / folder) == rows_of(tmp_path / "whole")
     out = capsys.readouterr().out
     best = min(rows_of(tmp_path / "whole"), key=lambda row: float(row["bits_per_byte"]))
-    assert f"the best is trial {best['trial']}, {float(best['bits_per_byte']):.4f} bits a byte" in out
-    assert out.count("Train so with\n") == 3
+    assert f"best trial: {best['trial']}, {float(best['bits_per_byte']):.4f} bits/byte" in out
+    assert out.count("Train with these settings:\n") == 3
     assert n < 12 or imread(tmp_path / "whole" / "sweep.png").shape[0] > 300
     assert len({tuple(params.values()) for params in whole}) == n
 
@@ -230,7 +239,7 @@ def test_worse_trials_are_pruned(tmp_path: Path, trainer: Trainer, capsys: pytes
     states = [row["state"] for row in rows_of(tmp_path / "a")]
     assert states[:4] == ["complete"] * 4
     assert "pruned" in states
-    assert "ended early" in capsys.readouterr().out
+    assert "pruned" in capsys.readouterr().out
 
 
 def test_trials_that_fail(tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture) -> None:
@@ -249,7 +258,7 @@ def test_trials_that_fail(tmp_path: Path, trainer: Trainer, capsys: pytest.Captu
     with pytest.raises(RuntimeError, match="3 trials in a row failed, the last with: out of luck"):
         sweep(tmp_path / "b", "--trials", "6")
     trainer.fails = {0}
-    with pytest.raises(RuntimeError, match="no trial came to its end"):
+    with pytest.raises(RuntimeError, match="expected a completed trial, got none"):
         sweep(tmp_path / "c", "--trials", "1")
 
 
@@ -266,7 +275,7 @@ def test_two_at_once(tmp_path: Path, trainer: Trainer) -> None:
     [
         (["--trials", "0"], "expected --trials of 1 or more, got 0"),
         (["--sampler-seed", "-1"], "expected --sampler-seed of 0 or more"),
-        (["--find-learning-rate"], "expected no --find-learning-rate in a sweep"),
+        (["--find-learning-rate"], "expected flags of training runs, got --find-learning-rate"),
         (["--dropout", "0.1"], "expected dropout in --over or as a flag, got both"),
         (["--sampler", "grid"], "--sampler grid: expected values for dropout"),
     ],
@@ -290,9 +299,9 @@ def test_folders_that_are_no_sweeps(tmp_path: Path, trainer: Trainer) -> None:
     with pytest.raises(FileNotFoundError, match="expected the folder of a sweep"):
         main(["--resume", str(tmp_path)])
     sweep(tmp_path / "a", "--trials", "1")
-    with pytest.raises(ValueError, match="holds a sweep already"):
+    with pytest.raises(ValueError, match="contains a sweep already"):
         sweep(tmp_path / "a")
-    with pytest.raises(ValueError, match="expected nothing but --trials with --resume, got --n-layers 2"):
+    with pytest.raises(ValueError, match="expected only --trials with --resume, got --n-layers 2"):
         main(["--resume", str(tmp_path / "a"), "--n-layers", "2"])
     plan = tmp_path / "a" / "sweep.json"
     for damaged in ("{", "[]", '{"train": 3}', plan.read_text().replace('"tpe"', '"cat"')):
@@ -355,7 +364,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path, words: list[str]) -> None:
     assert done.returncode == 1
     assert done.stdout.count(" failed: ") == 2
     assert "none.txt" in done.stdout
-    assert lines_said(done.stderr)[-1].endswith("a: no trial came to its end")
+    assert lines_said(done.stderr)[-1].endswith("a: expected a completed trial, got none")
 
 
 @POSIX_ONLY
@@ -375,7 +384,7 @@ def test_a_sweep_that_is_killed_goes_on(number: int, tmp_path: Path, words: list
     program.wait(60)
     assert program.returncode == -number
     out = good(call("-m", "tricycle", "sweep", "--resume", folder))
-    assert "the best is trial " in out
+    assert "best trial: " in out
     rows = rows_of(folder)
     assert [row["state"] for row in rows] == ["complete", "complete"]
     for row in rows:

@@ -1,1 +1,1 @@
-"""The command `tricycle`: a file for each of its parts, and what they share."""
+"""The command `tricycle`: a module for each subcommand, and modules that subcommands share."""

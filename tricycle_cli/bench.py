@@ -1,4 +1,4 @@
-"""Compare: a softmax of your own with the built-in ones, by training the same small GPT with each."""
+"""Compare a custom softmax with the built-in ones, by training the same small GPT with each."""
 
 from __future__ import annotations
 
@@ -30,52 +30,58 @@ from tricycle_cli.flags import parse
 from tricycle_lab.look.functions import module_of
 from tricycle_lab.look.page import page, write_page
 
-N_BYTES = 600_000  # of text to learn from
+N_BYTES = 600_000  # of training text
 SHAPE = ModelConfig(vocab_size=512, context_window=64, embedding_dim=64, n_heads=4, n_layers=2)
-BATCH, RATE = 16, 3e-3
-MEASURED = 10  # times along a run
+BATCH_SIZE, LEARNING_RATE = 16, 3e-3
+N_EVALUATIONS = 10  # in a run
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to compare."""
+    """The flags of `tricycle bench`."""
 
     softmax: Path
-    """a file of your own, which is run, with a subclass of tricycle.functions.RowSoftmax: a way to weigh keys"""
+    """a Python file, which is executed, with a subclass of tricycle.functions.RowSoftmax (an attention normalizer)"""
     steps: int = 300
     """updates of each run"""
     seeds: int = 2
-    """runs with each softmax: their first weights and batches are the same for all of them"""
+    """runs with each softmax; runs of the same seed have the same initial weights and batches"""
     against: tuple[str, ...] = tuple(SOFTMAXES)
-    """built-in ways to compare with"""
+    """names of the built-in softmaxes for the comparison"""
     out: Path = Path("softmax.html")
-    """the page to write"""
+    """the HTML page to write"""
 
 
 class Run(NamedTuple):
-    """One training."""
+    """The result of one training run.
 
-    losses: list[float]  # held-out losses along the way, in nats a token
-    seconds: float  # a step, the median
+    Attributes:
+        losses: the held-out losses during training, in nats per token.
+        seconds: the median time of a step.
+    """
+
+    losses: list[float]
+    seconds: float
 
 
 def main(args: Sequence[str] | None = None) -> None:
+    """Run `tricycle bench` with a command line; by default that of this process."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     check_positive("bench", steps=arguments.steps, seeds=arguments.seeds)
     for name in arguments.against:
         if name not in SOFTMAXES:
             raise ValueError(f"expected --against to be of {', '.join(SOFTMAXES)}, got {name!r}")
     started = time.perf_counter()
-    with own_softmax(arguments.softmax) as own:
+    with register_softmax(arguments.softmax) as own:
         names = [own, *(name for name in arguments.against if name != own)]
         text, held_out = corpus()
-        steps = steps_of(arguments.steps)
+        steps = evaluation_steps(arguments.steps)
         runs: dict[str, list[Run]] = {name: [] for name in names}
         for seed in range(arguments.seeds):
             for name in names:
                 runs[name].append(train(name, seed, steps, text, held_out))
-                shown = f"{name}, seed {seed}: held-out loss {runs[name][-1].losses[-1]:.4f} nats a token"
-                print(f"{shown}, {1000 * runs[name][-1].seconds:.1f} ms a step", file=sys.stderr, flush=True)
+                shown = f"{name}, seed {seed}: held-out loss {runs[name][-1].losses[-1]:.4f} nats/token"
+                print(f"{shown}, {1000 * runs[name][-1].seconds:.1f} ms/step", file=sys.stderr, flush=True)
     rows = [summary(name, runs[name]) for name in names]
     result = {
         "own": own,
@@ -84,22 +90,22 @@ def main(args: Sequence[str] | None = None) -> None:
         "steps": steps,
         "seeds": arguments.seeds,
         "shape": f"{SHAPE.n_layers} layers of width {SHAPE.embedding_dim}, {SHAPE.n_heads} heads, "
-        f"{SHAPE.context_window} tokens, batches of {BATCH}",
+        f"{SHAPE.context_window} tokens, batches of {BATCH_SIZE}",
         "softmaxes": rows,
         "minutes": round((time.perf_counter() - started) / 60, 1),
     }
-    write_page(arguments.out, page("bench", f"{own} beside built-in softmaxes", result))
+    write_page(arguments.out, page("bench", f"{own} and built-in softmaxes", result))
     for row in rows:
-        print(f"{row['name']:<12}{row['mean']:.4f} ± {row['spread']:.4f} nats a token, {row['ms']:.1f} ms a step")
-    print(f"{arguments.out}: the page")
+        print(f"{row['name']:<12}{row['mean']:.4f} ± {row['spread']:.4f} nats/token, {row['ms']:.1f} ms/step")
+    print(f"page: {arguments.out}")
 
 
 @contextmanager
-def own_softmax(path: Path) -> Iterator[str]:
-    """Within this block the softmax of a file is among those that a config may name; its name.
+def register_softmax(path: Path) -> Iterator[str]:
+    """Register the softmax of a Python file within this context, so that configs can name it; yield its name.
 
     Raises:
-        FileNotFoundError, ValueError: no file, no softmax in it, or one that is wrong.
+        FileNotFoundError, ValueError: no such file, no softmax in it, or one that `check_softmax` rejects.
     """
     before = dict(SOFTMAXES)
     try:
@@ -112,15 +118,19 @@ def own_softmax(path: Path) -> Iterator[str]:
                 raise ValueError(f"{path}: expected a subclass of tricycle.functions.RowSoftmax in it, got none")
             SOFTMAXES[kinds[-1].__name__] = kinds[-1]
             added = [kinds[-1].__name__]
-        check(path, SOFTMAXES[added[-1]]())
+        check_softmax(path, SOFTMAXES[added[-1]]())
         yield added[-1]
     finally:
         SOFTMAXES.clear()
         SOFTMAXES.update(before)
 
 
-def check(path: Path, softmax: Any) -> None:
-    """Raise ValueError for a softmax whose gradient is wrong, or that lets hidden keys be seen."""
+def check_softmax(path: Path, softmax: Any) -> None:
+    """Check the gradient of a softmax, and that masked keys get weight 0.
+
+    Raises:
+        ValueError: a wrong gradient, or a nonzero weight of a masked key.
+    """
     title = f"{path}: {type(softmax).__name__}"
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((3, 5))
@@ -131,36 +141,44 @@ def check(path: Path, softmax: Any) -> None:
     except Exception as error:
         raise ValueError(f"{title}: {type(error).__name__}: {error}") from error
     if weights.shape != hidden.shape or not np.isfinite(weights).all():
-        raise ValueError(f"{title}: expected finite weights for rows with hidden keys (scores of -inf)")
+        raise ValueError(f"{title}: expected finite weights for rows with masked keys (scores of -inf), got others")
     if weights[np.isinf(hidden)].any():
-        raise ValueError(f"{title}: expected weights of 0 for hidden keys (scores of -inf)")
+        raise ValueError(f"{title}: expected weights of 0 for masked keys (scores of -inf), got others")
 
 
 def corpus() -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens of Python's standard library to learn from, and of other files of it to be tested on."""
+    """Return training and held-out tokens, from different source files of Python's standard library."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [path.read_bytes() for path in files]
     held_out = b"".join(texts[::10])[: N_BYTES // 10]
     text = b"".join(part for i, part in enumerate(texts) if i % 10)[:N_BYTES]
     if len(held_out) < 2000 or len(text) < 10_000:
-        raise ValueError("expected the source files of Python's standard library to learn from, found none")
+        raise ValueError("expected the source files of Python's standard library, got too few")
     tokeniser = BPETokeniser(SHAPE.vocab_size).train(text, progress=False)
     return tokeniser.encode(text).astype(np.int64), tokeniser.encode(held_out).astype(np.int64)
 
 
-def steps_of(n_steps: int) -> list[int]:
-    """After which steps to measure: the last among them."""
-    return sorted({max(1, round(n_steps * (i + 1) / MEASURED)) for i in range(MEASURED)})
+def evaluation_steps(n_steps: int) -> list[int]:
+    """Return the steps after which to evaluate; they include the last step."""
+    return sorted({max(1, round(n_steps * (i + 1) / N_EVALUATIONS)) for i in range(N_EVALUATIONS)})
 
 
 def train(name: str, seed: int, steps: Sequence[int], text: np.ndarray, held_out: np.ndarray) -> Run:
-    """A small GPT with a softmax: the same weights and batches for each of them."""
+    """Train a small GPT with a softmax; runs of the same seed have the same initial weights and batches.
+
+    Args:
+        name: the name of the softmax.
+        seed: the seed of the initial weights and of the batches.
+        steps: the steps after which to evaluate; the last is the number of updates.
+        text: the training tokens.
+        held_out: the held-out tokens.
+    """
     model = GPT(replace(SHAPE, softmax=name, seed=seed))
     n_steps = steps[-1]
-    schedule = WarmupCosine(RATE, RATE / 10, min(100, n_steps), n_steps)
+    schedule = WarmupCosine(LEARNING_RATE, LEARNING_RATE / 10, min(100, n_steps), n_steps)
     optimiser = AdamW(schedule, betas=(0.9, 0.98), weight_decay=0.1)
     batch_loss = supervised_loss(model, CrossEntropy())
-    batches = CausalLMDataset(text, SHAPE.vocab_size, BATCH, SHAPE.context_window, seed).batch().shuffle()
+    batches = CausalLMDataset(text, SHAPE.vocab_size, BATCH_SIZE, SHAPE.context_window, seed).batch().shuffle()
     losses: list[float] = []
     seconds: list[float] = []
     for step in range(1, n_steps + 1):
@@ -168,12 +186,12 @@ def train(name: str, seed: int, steps: Sequence[int], text: np.ndarray, held_out
         train_on_batch(model, optimiser, batch_loss, next(batches), max_norm=1.0)
         seconds.append(time.perf_counter() - start)
         if step in steps:
-            losses.append(evaluate(model, held_out, BATCH, n_batches=12)[0])
+            losses.append(evaluate(model, held_out, BATCH_SIZE, n_batches=12)[0])
     return Run(losses, float(np.median(seconds)))
 
 
 def summary(name: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """The mean of some runs, and how far they lie apart."""
+    """Return the losses of runs with one softmax, the mean and standard deviation of the last, and ms per step."""
     last = np.array([run.losses[-1] for run in runs])
     return {
         "name": name,

@@ -1,6 +1,6 @@
-"""Talk with a model in the terminal.
+"""Chat with a model in the terminal.
 
-Ctrl-C ends an answer; at the prompt it leaves, as Ctrl-D does. /help lists what else can be said.
+Ctrl-C stops an answer. At the prompt, Ctrl-C or Ctrl-D exits. /help lists the commands.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tricycle_cli.generate import stream_text
 from tricycle_cli.models import DecodingFlags, ModelFlags, SamplingFlags, load_model, new_decoder, stop_tokens
 from tricycle_cli.signals import Signals
 
-HELP = """/reset        forget the conversation
-/save FILE    write it down: as JSON where the name ends in .json, else as text
-/help         this
-//...         a message that begins with a slash
-Ctrl-C        ends an answer; at the prompt it leaves, as Ctrl-D does"""
+HELP = """/reset        start a new conversation
+/save FILE    save the conversation, as JSON if the name ends in .json, else as text
+/help         show this help
+//...         send a message that starts with a slash
+Ctrl-C        stop an answer; at the prompt, exit (as Ctrl-D)"""
 
-# For models whose makers say nothing. A small one that may draw answers beside the point as often as not, and one that
-# always says the likeliest goes round in circles, but for a small penalty.
+# For models without generation settings: small models often answer off-topic with random sampling, and repeat
+# themselves with greedy decoding, unless a small penalty prevents the repetition.
 SAMPLING: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.05}
 
 Message = dict[str, Any]
@@ -38,30 +38,31 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Arguments:
-    """Whom to talk with, and how."""
+    """The flags of `tricycle chat`."""
 
     source: tyro.conf.Positional[str] = "smollm2"
-    """a model for conversations, as `tricycle generate` takes it"""
+    """a chat model, as in `tricycle generate`"""
     system: str | None = None
-    """what the model is told before the conversation begins"""
+    """the system message"""
     length: int = 1024
-    """the most tokens of an answer"""
+    """the maximum number of tokens of an answer"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     decoding: DecodingFlags = field(default_factory=DecodingFlags)
     model: ModelFlags = field(default_factory=ModelFlags)
 
 
 class Conversation:
-    """What was said, and the model that answers.
+    """A conversation with a chat model.
 
     Args:
-        system: what the model is told first.
-        n_tokens: the most tokens of an answer.
-        sampling: how answers are drawn.
-        decoding: its overflow "truncate" forgets the oldest messages where they no longer fit, "error" the latest.
+        loaded: the model with its tokenizer.
+        system: the system message; None for no system message.
+        n_tokens: the maximum number of tokens of an answer.
+        sampling: the sampling parameters.
+        decoding: on context overflow, "truncate" drops the oldest messages, "error" rejects the latest message.
 
     Raises:
-        ValueError: a model without a chat template, or one whose template refuses the first message.
+        ValueError: a model without a chat template, or a template that rejects the first message.
     """
 
     def __init__(
@@ -74,58 +75,58 @@ class Conversation:
     ) -> None:
         if not loaded.tokeniser.chat_template:
             raise ValueError(
-                "expected a model with a chat template, this one has none: it was not taught to talk. "
-                "`tricycle generate` lets it continue a text"
+                "expected a model with a chat template, got one without: it is no chat model. "
+                "Use `tricycle generate` to continue a text"
             )
         if n_tokens < 1:
             raise ValueError(f"expected --length to be 1 or more, got {n_tokens}")
         self.model, self.tokeniser = loaded.model, loaded.tokeniser
         self.n_tokens, self.decoding = n_tokens, decoding or DecodingFlags()
         self.stops = stop_tokens(loaded)
-        self.beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.first_messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
-        self._ids([*self.messages, {"role": "user", "content": "Hello!"}])  # refused now, or not at all
-        with contextlib.suppress(ValueError):  # a template may refuse such a short one
+        self._ids([*self.messages, {"role": "user", "content": "Hello!"}])  # the template raises its errors now
+        with contextlib.suppress(ValueError):  # a template may reject a conversation without messages
             end = self.tokeniser.end_of_answer()
-            if end is not None and end not in self.stops:  # the files may name the end of texts alone
+            if end is not None and end not in self.stops:  # the model's settings may lack the end-of-answer token
                 self.stops.append(end)
         self.sampling = replace(sampling, stop_tokens=self.stops)
 
     def reset(self) -> None:
-        """Forget what was said."""
-        self.messages: list[Message] = [*self.beginning]
+        """Start a new conversation, with the system message only."""
+        self.messages: list[Message] = [*self.first_messages]
         self.state, self._generate = new_decoder(self.model, self.decoding)
 
-    def ask(self, said: str) -> tuple[Iterator[str], int]:
-        """Take a message; returns the answer as it comes, and how many messages had to be forgotten for it.
+    def ask(self, message: str) -> tuple[Iterator[str], int]:
+        """Add a user message; return the answer as an iterator of text, and the number of dropped old messages.
 
-        The answer becomes part of the conversation as far as it was taken.
+        The conversation gets the part of the answer that the caller has consumed.
 
         Raises:
-            ValueError: the message alone does not fit into the context window, or the conversation with it does not and
-                nothing is to be forgotten; it is not kept.
+            ValueError: the message does not fit into the context window, alone or with overflow "error" after the
+                conversation; the conversation is unchanged.
         """
-        messages = [*self.messages, {"role": "user", "content": said}]
+        messages = [*self.messages, {"role": "user", "content": message}]
         window = self.model.config.context_window
-        room = min(self.n_tokens, max(1, window // 4))
-        n_first, n_forgotten = len(self.beginning), 0
+        reserved = min(self.n_tokens, max(1, window // 4))  # for the answer
+        n_first, n_dropped = len(self.first_messages), 0
         ids = self._ids(messages)
-        while len(ids) + room > window:
+        while len(ids) + reserved > window:
             if len(messages) <= n_first + 1:
-                most = window - room
+                most = window - reserved
                 raise ValueError(
-                    f"the message is too long: expected at most {most} tokens with all around it, got {len(ids)}"
+                    f"expected a message of at most {most} tokens with the chat template, got {len(ids)}: shorten it"
                 )
             if self.decoding.overflow == "error":
                 raise ValueError(
-                    f"the context of {window:,} tokens is full and nothing is to be forgotten: /reset begins anew"
+                    f"the context window of {window:,} tokens is full: start a new conversation with /reset"
                 )
-            n_gone = min(2, len(messages) - n_first - 1)  # a question and its answer
-            del messages[n_first : n_first + n_gone]
-            n_forgotten += n_gone
+            n_removed = min(2, len(messages) - n_first - 1)  # a question and its answer
+            del messages[n_first : n_first + n_removed]
+            n_dropped += n_removed
             ids = self._ids(messages)
         self.messages = messages
-        return self._answer(ids), n_forgotten
+        return self._answer(ids), n_dropped
 
     def _ids(self, messages: list[Message]) -> list[int]:
         return list(self.tokeniser.chat(messages, allowed_special=False))
@@ -141,6 +142,7 @@ class Conversation:
 
 
 def main(args: Sequence[str] | None = None) -> None:
+    """Run `tricycle chat` with a command line; by default that of this process."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
@@ -149,17 +151,17 @@ def main(args: Sequence[str] | None = None) -> None:
     conversation = Conversation(loaded, arguments.system, arguments.length, sampling, arguments.decoding)
     at_terminal = sys.stdin.isatty()
     if at_terminal:
-        print(f"{arguments.source}: {loaded.model.n_parameters:,} parameters. /help lists what else can be said.")
-    for said in lines(at_terminal):
-        turn(conversation, said)
+        print(f"{arguments.source}: {loaded.model.n_parameters:,} parameters. /help lists the commands.")
+    for line in read_lines(at_terminal):
+        handle_line(conversation, line)
 
 
-def lines(at_terminal: bool) -> Iterator[str]:
-    """What somebody types, or a pipe holds, until it ends."""
+def read_lines(at_terminal: bool) -> Iterator[str]:
+    """Yield the lines of stdin until its end; in a terminal with a prompt."""
     if not at_terminal:
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
-    with contextlib.suppress(ImportError):  # lines can be edited where there is this
+    with contextlib.suppress(ImportError):  # readline adds line editing to `input`
         import readline  # noqa: F401
     while True:
         try:
@@ -169,31 +171,31 @@ def lines(at_terminal: bool) -> Iterator[str]:
             return
 
 
-def turn(conversation: Conversation, said: str) -> None:
-    """Do what a line says: a command, or a message to answer."""
-    word, _, rest = said.strip().partition(" ")
+def handle_line(conversation: Conversation, line: str) -> None:
+    """Execute a line of input: a command that starts with a slash, or a message to answer."""
+    word, _, rest = line.strip().partition(" ")
     if word == "/help":
         print(HELP)
     elif word == "/reset":
         conversation.reset()
-        print("(forgotten)")
+        print("(new conversation)")
     elif word == "/save":
         save(conversation.messages, rest.strip())
     elif word.startswith("/") and not word.startswith("//"):
-        print(f"(there is no {word}: /help lists what there is; a message that begins with a slash has two)")
-    elif said.strip():
-        answer(conversation, said[1:] if said.startswith("//") else said)
+        print(f"(unknown command {word}: /help lists the commands; start a message with // to send a slash)")
+    elif line.strip():
+        answer(conversation, line[1:] if line.startswith("//") else line)
 
 
 def save(messages: list[Message], name: str) -> None:
-    """Write a conversation to a file, and print whether that could be done."""
+    """Save a conversation to a file, and print the result."""
     if not name:
-        print("(expected the name of a file: /save FILE)")
+        print("(expected a file name: /save FILE)")
         return
     try:
         path = Path(name).expanduser()
-        if path.exists() and not path.is_file():  # to replace a device, or a link to one, would break it for everybody
-            raise OSError(f"expected a file, or the name of a new one, got {path}")
+        if path.exists() and not path.is_file():  # never replace a device, such as /dev/null
+            raise OSError(f"expected a regular file or a new file, got {path}")
         with atomic_write(path, text=True) as file:
             if path.suffix == ".json":
                 json.dump(messages, file, indent=2, ensure_ascii=False)
@@ -204,20 +206,19 @@ def save(messages: list[Message], name: str) -> None:
         print(f"(not saved: {error})")
 
 
-def answer(conversation: Conversation, said: str) -> None:
-    """Print the answer as it comes. Ctrl-C ends it after the token at work, when all blocks have read the same; a
-    second one at once.
+def answer(conversation: Conversation, message: str) -> None:
+    """Print the answer to a message while it is generated.
+
+    Ctrl-C stops after the current token, when the KV caches of all blocks are equal; a second Ctrl-C stops at once.
     """
     try:
-        parts, n_forgotten = conversation.ask(said)
+        parts, n_dropped = conversation.ask(message)
     except ValueError as error:
         print(f"({error})")
         return
-    if n_forgotten:
+    if n_dropped:
         window = conversation.model.config.context_window
-        print(
-            f"(the oldest {n_forgotten} messages no longer fit into the context of {window:,} tokens and are forgotten)"
-        )
+        print(f"(dropped the oldest {n_dropped} messages, which exceed the context window of {window:,} tokens)")
     with Signals(("SIGINT",), announces=False) as interrupted, interrupted.deferred():
         try:
             for part in parts:

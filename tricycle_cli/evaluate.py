@@ -1,4 +1,7 @@
-"""How well a model predicts texts: its loss in nats a token, and in bits a byte, which compare across models."""
+"""Compute a model's loss on texts, in nats per token and in bits per byte.
+
+Bits per byte are comparable between models with different tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -18,39 +21,42 @@ from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
 from tricycle_cli.models import ModelFlags, load_model
 
-MOST_LOGITS = 2**26  # numbers at once, for the size of a batch
-LONGEST_WINDOW = 1024  # unless a longer one is asked for
+MAX_LOGITS = 2**26  # of a batch
+MAX_DEFAULT_WINDOW = 1024
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to evaluate, and on what."""
+    """The flags of `tricycle evaluate`."""
 
     source: tyro.conf.Positional[str]
-    """a model, as `tricycle generate` takes it"""
+    """a model, as in `tricycle generate`"""
     files: tyro.conf.Positional[tuple[Path, ...]]
-    """texts"""
+    """text files"""
     window: int = 0
-    """how many tokens the model sees at once; 0 for its context window, but at most 1024"""
+    """length of a window in tokens; 0 for the model's context window, but at most 1024"""
     stride: int = 0
-    """how far windows move on: the smaller, the more tokens each token has before it, and the longer it takes; 0 for
-    half of the window"""
+    """tokens between the starts of two windows; a smaller stride gives tokens more context and takes longer; 0 for half
+    of the window"""
     batch_size: int = 0
-    """windows at once; 0 for as many as fit into a few hundred megabytes"""
+    """windows in a batch; 0 for a batch of a few hundred megabytes"""
     tokeniser: Path | None = None
-    """a tokeniser file, for a model that carries none"""
+    """a tokenizer file, for a model without a tokenizer"""
     json: bool = False
-    """print the numbers as JSON, with all their digits"""
+    """print the results as JSON, with all digits"""
     model: ModelFlags = field(default_factory=ModelFlags)
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well one text is predicted.
+    """The loss of a model on one text.
 
     Attributes:
-        tokens, bytes: how many were predicted; the rest of the text is only read.
-        loss: nats a token.
+        file: the path of the text; "all" for several texts together.
+        tokens, bytes: the numbers of predicted tokens and bytes; the first token may be context only.
+        loss: the mean loss in nats per token.
+        perplexity: exp(loss).
+        bits_per_byte: the loss in bits per byte.
     """
 
     file: str
@@ -62,6 +68,7 @@ class Score:
 
 
 def main(args: Sequence[str] | None = None) -> None:
+    """Run `tricycle evaluate` with a command line; by default that of this process."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     if not arguments.files:
         raise ValueError("expected at least one file, got none")
@@ -70,8 +77,8 @@ def main(args: Sequence[str] | None = None) -> None:
     longest = loaded.model.config.context_window
     if not 0 <= arguments.window <= longest:
         raise ValueError(f"expected --window from 1 to {longest}, the model's context window, got {arguments.window}")
-    window = arguments.window or min(longest, LONGEST_WINDOW)
-    batch_size = arguments.batch_size or max(1, MOST_LOGITS // (window * loaded.model.config.vocab_size))
+    window = arguments.window or min(longest, MAX_DEFAULT_WINDOW)
+    batch_size = arguments.batch_size or max(1, MAX_LOGITS // (window * loaded.model.config.vocab_size))
     stride = arguments.stride or max(1, window // 2)
     scores = []
     for name, text in texts.items():
@@ -79,24 +86,24 @@ def main(args: Sequence[str] | None = None) -> None:
         loss, n_tokens = evaluate(loaded.model, held_out.tokens, batch_size, stride=stride, window=window)
         scores.append(_score(name, n_tokens, held_out.n_bytes, loss))
         if not arguments.json and len(texts) > 1:
-            print(f"{name}: {_said(scores[-1])}", flush=True)
+            print(f"{name}: {_text(scores[-1])}", flush=True)
     total = _total(scores)
     if arguments.json:
         settings = {"model": arguments.source, "window": window, "stride": stride, "softmax": arguments.model.softmax}
         json.dump({**settings, "files": [vars(score) for score in scores], "total": vars(total)}, sys.stdout, indent=2)
         print()
     else:
-        print(f"{total.file}: {_said(total)} (windows of {window:,} tokens, {stride:,} apart)")
+        print(f"{total.file}: {_text(total)} (windows of {window:,} tokens, stride {stride:,})")
 
 
 def tokenize_text(tokeniser: Tokeniser, text: bytes, name: str = "evaluate") -> HeldOut:
-    """A text as tokens, of which the first is only read.
+    """Encode a text for evaluation; the first token is context and is not predicted.
 
-    That is the one which begins every text, where the tokeniser knows such a one; else the first of the text, whose
-    bytes then do not count.
+    The first token is the tokenizer's start-of-text token. Without such a token, it is the first token of the text,
+    whose bytes then do not count.
 
     Raises:
-        ValueError: a text too short.
+        ValueError: the text has fewer than two tokens.
     """
     ids = tokeniser.encode_plain(text)
     start = tokeniser.start_of_text
@@ -113,13 +120,13 @@ def _score(name: str, n_tokens: int, n_bytes: int, loss: float) -> Score:
 
 
 def _total(scores: list[Score]) -> Score:
-    """All texts together: each token counts as much as any other."""
+    """Return the score of all texts together, in which every token has the same weight."""
     n_tokens = sum(score.tokens for score in scores)
     loss = sum(score.loss * score.tokens for score in scores) / n_tokens
     name = scores[0].file if len(scores) == 1 else "all"
     return _score(name, n_tokens, sum(score.bytes for score in scores), loss)
 
 
-def _said(score: Score) -> str:
-    losses = f"{score.loss:.4f} nats a token, perplexity {score.perplexity:.3f}, {score.bits_per_byte:.4f} bits a byte"
+def _text(score: Score) -> str:
+    losses = f"{score.loss:.4f} nats/token, perplexity {score.perplexity:.3f}, {score.bits_per_byte:.4f} bits/byte"
     return f"{losses}; {score.tokens:,} tokens, {score.bytes:,} bytes"

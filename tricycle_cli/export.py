@@ -1,4 +1,4 @@
-"""Write a model for others: a folder in Hugging Face's form, a GGUF file for llama.cpp, or both."""
+"""Export a model as a folder in Hugging Face format, as a GGUF file for llama.cpp, or both."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from tricycle_cli.run import read_metrics
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to write, and where."""
+    """The flags of `tricycle export`."""
 
     source: tyro.conf.Positional[str]
-    """a model, as `tricycle generate` takes it"""
+    """a model, as in `tricycle generate`"""
     folder: Annotated[Path | None, tyro.conf.Positional] = None
-    """a new folder, for config.json, model.safetensors, the tokeniser's files and a card"""
+    """a new folder for config.json, model.safetensors, the tokenizer files and a model card"""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """of the weights in the folder"""
+    """data type of the weights in the folder"""
     gguf: Path | None = None
     """a GGUF file to write"""
     type: Literal["F32", "F16", "Q8_0"] = "F16"
-    """of the weights in the GGUF file"""
+    """data type of the weights in the GGUF file"""
     tokeniser: Path | None = None
-    """a tokeniser file, for a model that carries none"""
+    """a tokenizer file, for a model without a tokenizer"""
     adapter: Path | None = None
-    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them: what is written has them
-    added to its own"""
+    """a LoRA adapter to merge into the weights: a folder that `tricycle finetune` or PEFT wrote"""
 
 
 def main(args: Sequence[str] | None = None) -> None:
+    """Run `tricycle export` with a command line; by default that of this process."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     if arguments.folder is None and arguments.gguf is None:
-        raise ValueError("expected a folder or --gguf to write to, got neither")
+        raise ValueError("expected an output folder or --gguf, got neither")
     if arguments.gguf is not None and arguments.gguf.exists():
-        raise FileExistsError(f"{arguments.gguf}: expected a file that is not there yet")
+        raise FileExistsError(f"{arguments.gguf}: expected a new file, got one that exists")
     loaded = load_model(arguments.source, arguments.tokeniser, device="cpu")
     if arguments.adapter is not None:
         load_adapter(loaded, arguments.adapter).merge()
@@ -53,9 +53,7 @@ def main(args: Sequence[str] | None = None) -> None:
         kind = export_folder(
             loaded.model, loaded.tokeniser, arguments.folder, card, generation=generation, dtype=arguments.dtype
         )
-        print(
-            f"{arguments.folder}: a model of type {kind}, {loaded.model.n_parameters:,} parameters in {arguments.dtype}"
-        )
+        print(f"{arguments.folder}: model type {kind}, {loaded.model.n_parameters:,} parameters in {arguments.dtype}")
     if arguments.gguf is not None:
         from tricycle.pretrained.gguf_writer import export_gguf
 
@@ -65,7 +63,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def training_results(source: Path) -> dict[str, Any]:
-    """What a run folder says about the run's text and its results; nothing where it is no such folder."""
+    """Return the training data and final losses of a run folder for the model card; empty for other sources."""
     folder = source if source.is_dir() else source.parent
     card: dict[str, Any] = {}
     if (folder / "data.json").is_file() and (folder / "metrics.jsonl").is_file():
@@ -75,7 +73,7 @@ def training_results(source: Path) -> dict[str, Any]:
             card["started from"] = Path(str(about["init_from"])).name
         for line in read_metrics(folder / "metrics.jsonl"):
             if {"final_loss", "final_bits_per_byte", "best_step"} <= set(line):
-                card["held-out loss, nats a token"] = line["final_loss"]
-                card["held-out loss, bits a byte"] = line["final_bits_per_byte"]
+                card["held-out loss, nats per token"] = line["final_loss"]
+                card["held-out loss, bits per byte"] = line["final_bits_per_byte"]
                 card["updates"] = line["best_step"]
     return card

@@ -1,4 +1,4 @@
-"""The help of a command with many flags: tyro's text, in groups and two columns; `--help-all` shows rare flags, too."""
+"""Format the help of commands with many flags in groups and two columns; `--help-all` shows rare flags, too."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterator
 
 WIDE = 10_000  # columns, so that tyro does not wrap lines
-LEFT, MOST_COLUMNS = 28, 120
-# Where a flag is shown; the flags of a config that are named nowhere are those of other people's models.
+LEFT, MAX_COLUMNS = 28, 120
+# The flags of each group. Flags of a config that are in no group are shown by --help-all only.
 GROUPS = {
     "model": """vocab-size context-window embedding-dim n-heads n-layers activation
         norm positions window softmax bias tied dropout""",
@@ -22,7 +22,12 @@ NO_DEFAULT = re.compile(r" \(default: (|None|False|0|0\.0)\)$")
 
 
 def format_help(text: str, show_all: bool) -> str:
-    """Return tyro's help text, printed without colors at `WIDE` columns, in groups."""
+    """Format tyro's help text (without colors, `WIDE` columns) in groups.
+
+    Args:
+        text: the text that tyro prints.
+        show_all: include rare flags of the config.
+    """
     head, *boxes = re.split(r"\n (?=\S[^\n]*\n -{9})", text)
     sections: dict[str, list[tuple[str, str]]] = {}
     n_hidden = 0
@@ -37,7 +42,7 @@ def format_help(text: str, show_all: bool) -> str:
                 sections.setdefault(group or "rare", []).append((name, words))
             else:
                 n_hidden += 1
-    columns = min(MOST_COLUMNS, shutil.get_terminal_size((MOST_COLUMNS, 50)).columns)
+    columns = min(MAX_COLUMNS, shutil.get_terminal_size((MAX_COLUMNS, 50)).columns)
     lines = ["\n\n".join(textwrap.fill(paragraph, columns) for paragraph in head.strip().split("\n\n"))]
     for title, entries in sections.items():
         lines.append(f"\n{title}:")
@@ -45,13 +50,13 @@ def format_help(text: str, show_all: bool) -> str:
             lines += _columns(name, words if show_all else NO_DEFAULT.sub("", words), columns)
     if n_hidden:
         lines.append(
-            f"\n--help-all shows {n_hidden} more flags: shapes of other models, and rare settings of training."
+            f"\n--help-all shows {n_hidden} more flags: architectures of pretrained models, and rare training settings."
         )
     return "\n".join(lines) + "\n"
 
 
 def _entries(box: str) -> Iterator[tuple[str, str]]:
-    """Yield the flags of a box with their metavariables, and the help of each."""
+    """Yield each flag of a box with its metavariable, and its help text."""
     name, words = "", list[str]()
     for line in box.splitlines():
         if re.match(r"  [-\[]\S", line) and set(line.strip()) != {"-"}:

@@ -1,4 +1,4 @@
-"""Measure how long each kernel computes."""
+"""Measure the time of each kernel, for `tricycle machine --speed`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tricycle.kernels.dispatch import Kernel
 
 @contextmanager
 def timed_kernels(clock: Callable[[], float] = time.perf_counter) -> Iterator[defaultdict[str, float]]:
-    """Yield the seconds by kernel name, which grow with each kernel call of this thread in the block.
+    """Yield a dict of the seconds by kernel name, updated by each kernel call of this thread within the context.
 
     A kernel that another kernel calls counts as part of the caller, so that the sum is at most the elapsed time. Calls
-    of other threads do not count: they run within a call of this thread.
+    of other threads do not count, because they run within a call of this thread.
     """
     seconds: defaultdict[str, float] = defaultdict(float)
     kernel_class: Any = Kernel

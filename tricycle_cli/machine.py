@@ -1,4 +1,4 @@
-"""What this machine offers Tricycle, and what is in use."""
+"""Report the hardware, libraries and kernel providers that Tricycle uses on this machine."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from tricycle_accelerators.processor import fields_of
 from tricycle_accelerators.providers import VARIABLE, excluded
 from tricycle_cli import speed
 
-# What Linux calls the instructions that matter for speed.
+# Instruction sets that matter for speed, with their names in Linux's /proc/cpuinfo.
 INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 bf16": "avx512_bf16", "AMX bf16": "amx_bf16"}
-# Variables that keep OpenBLAS, MKL, BLIS or NumPy from the kernels that they would choose for this processor.
-PINS = ("OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS", "BLIS_ARCH_TYPE", "NPY_DISABLE_CPU_FEATURES")
+# Variables that override the kernels that OpenBLAS, MKL, BLIS or NumPy choose for this processor.
+PINNING_VARIABLES = ("OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS", "BLIS_ARCH_TYPE", "NPY_DISABLE_CPU_FEATURES")
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 OPTIONAL = """
     threadpoolctl tiktoken tqdm tyro matplotlib datasets ml_dtypes onednn-cpu-gomp numba mkl
 """.split()
-PACKAGES = {"numba": "numba", "onednn": onednn.DISTRIBUTION}  # what providers need, by their names
-SPEED = "`tricycle machine --speed` measures fractions of peak, and where a step's time goes"
-NOTHING = "nothing that this program knows of"
+PACKAGES = {"numba": "numba", "onednn": onednn.DISTRIBUTION}  # the packages that providers need
+SPEED_HINT = "`tricycle machine --speed` measures the fraction of peak and the time of each part of a step"
+NO_ADVICE = "nothing to suggest"
 WIDTH, INDENT = 110, 12
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to tell.
+    """The flags of `tricycle machine`.
 
     Args:
-        kernels: list all kernels with the providers that are asked for NumPy arrays, in order.
-        speed: measure for about 15 seconds which fraction of peak a training step reaches, and where its time goes.
+        kernels: list all kernels with their providers for NumPy arrays, in order of priority.
+        speed: measure for about 15 seconds the fraction of peak of a training step, and the time of its parts.
     """
 
     kernels: bool = False
@@ -55,7 +55,7 @@ class Arguments:
 
 
 def installed(*packages: str) -> list[str]:
-    """Those of the packages that are installed, each with its version."""
+    """Return the installed ones of some packages, each as NAME==VERSION."""
     found = []
     for package in packages:
         try:
@@ -65,8 +65,18 @@ def installed(*packages: str) -> list[str]:
     return found
 
 
-def processor(cpuinfo: str) -> str:
-    """Its name, cores and instructions, from the text of Linux's /proc/cpuinfo ("" elsewhere)."""
+def read_cpuinfo() -> str:
+    """Return the text of Linux's /proc/cpuinfo; "" on other systems."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def describe_processor(cpuinfo: str) -> str:
+    """Describe the processor: name, number of cores and instruction sets.
+
+    Args:
+        cpuinfo: the text of Linux's /proc/cpuinfo; "" on other systems.
+    """
     fields = fields_of(cpuinfo)
     name = fields.get("model name") or platform.processor() or platform.machine() or "unknown"
     flags = fields.get("flags", "").split()
@@ -75,13 +85,13 @@ def processor(cpuinfo: str) -> str:
         instructions = ", ".join(known)
     else:
         simd = (np.show_config(mode="dicts") or {}).get("SIMD Extensions", {})
-        instructions = "bf16 and AMX unknown; NumPy uses " + " ".join(simd.get("found") or ["none it could choose"])
+        instructions = "bf16 and AMX unknown; NumPy uses " + " ".join(simd.get("found") or ["its baseline"])
     return f"{name}, {os.cpu_count()} logical cores; {instructions}"
 
 
-def blas() -> str:
-    """Which BLAS NumPy calls, and the kernels that it chose."""
-    pins = [f"pinned by {name}={os.environ[name]}" for name in PINS if os.environ.get(name)]
+def describe_blas() -> str:
+    """Describe the BLAS library of NumPy: name, version, and the processor type of its kernels."""
+    pins = [f"pinned by {name}={os.environ[name]}" for name in PINNING_VARIABLES if os.environ.get(name)]
     found = [
         f"{library.internal_api} {library.version or ''}, {getattr(library, 'architecture', None) or 'unknown'} kernels"
         for library in threads.blas_libraries()
@@ -92,36 +102,37 @@ def blas() -> str:
     return ", ".join(found + pins)
 
 
-def setter() -> str | None:
-    """The variable that says how many threads there are."""
+def thread_variable() -> str | None:
+    """Return the name of the environment variable that sets the number of threads; None if none is set."""
     names = ["TRICYCLE_NUM_THREADS", "OMP_NUM_THREADS"]
     names += [f"{library.internal_api.upper()}_NUM_THREADS" for library in threads.blas_libraries()]
     return next((name for name in names if os.environ.get(name, "").split(",")[0].isdecimal()), None)
 
 
 def thread_report() -> str:
+    """Describe the number of threads, the variable that sets it, and the number of BLAS threads."""
     number = threads.n_threads()
-    name = setter()
-    why = f"set by {name}={os.environ[name]}" if name else "no variable sets them (TRICYCLE_NUM_THREADS would)"
-    of_blas = "/".join(str(library.num_threads) for library in threads.blas_libraries()) or "unknown"
-    return f"{number}, {why}; of BLAS: {of_blas}"
+    name = thread_variable()
+    origin = f"set by {name}={os.environ[name]}" if name else "the default (set TRICYCLE_NUM_THREADS to change it)"
+    n_blas_threads = "/".join(str(library.num_threads) for library in threads.blas_libraries()) or "unknown"
+    return f"{number}, {origin}; BLAS threads: {n_blas_threads}"
 
 
 def host_report() -> str:
-    """What Tricycle's programs, of which this is one, change of their own process."""
+    """Tune this process as every command of Tricycle does, and describe the changes."""
     done = host.tune_host()
     changes = [
         "freed memory stays with the process, in huge pages" if done.keeps_memory else "",
-        "BLAS computes in one thread, and Tricycle's threads share its work" if done.holds_blas else "",
+        "BLAS uses one thread, and Tricycle divides matrix products among its own threads" if done.holds_blas else "",
     ]
-    told = "; ".join(change for change in changes if change)
-    if not told:
-        return f"left alone, by {host.SWITCH}=0" if os.environ.get(host.SWITCH) == "0" else "left alone"
-    return f"programs tune it: {told} ({host.SWITCH}=0 switches this off)"
+    described = "; ".join(change for change in changes if change)
+    if not described:
+        return f"not tuned ({host.SWITCH}=0)" if os.environ.get(host.SWITCH) == "0" else "not tuned"
+    return f"tuned: {described} ({host.SWITCH}=0 disables this)"
 
 
 def nvidia_smi(*words: str) -> list[str]:
-    """The lines that NVIDIA's own program prints; none where it is not there."""
+    """Run nvidia-smi, and return the lines of its output; an empty list if it is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -132,18 +143,19 @@ def nvidia_smi(*words: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def gpus() -> list[str]:
-    """The GPUs that NVIDIA's driver shows, whether CuPy can use them or not."""
+def gpu_names() -> list[str]:
+    """Return the names of the GPUs that NVIDIA's driver lists, including GPUs that CuPy cannot use."""
     return [line.split(" (UUID")[0] for line in nvidia_smi("-L") if line.startswith("GPU")]
 
 
-def driver() -> str:
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver as text."""
     versions = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     return f"driver {versions[0].strip()}" if versions else "driver unknown"
 
 
 def gpu_libraries() -> dict[str, str | None]:
-    """What makes a GPU's matrix products and attention, or why it cannot."""
+    """Return the GPU libraries for matrix products and attention, each with its problem (None if it works)."""
     found: dict[str, str | None] = {}
     for module in (gemm, cudnn):
         problem = module.problem()
@@ -152,36 +164,38 @@ def gpu_libraries() -> dict[str, str | None]:
 
 
 def speed_report() -> str:
-    """How fast matrices are multiplied, and which share of that training reaches."""
+    """Measure the rate of a matrix product, and the fraction of it that a training step reaches, in each precision."""
     problem = onednn.problem()
-    said = [
-        f"{found.product_rate / 1e9:,.0f} GFLOP/s in {found.precision}, of which a training step reaches "
-        f"{found.fraction:.0%}"
+    rates = [
+        f"{found.product_rate / 1e9:,.0f} GFLOP/s in {found.precision} (training step: {found.fraction:.0%} of peak)"
         for found in speed.measure_precisions(speed.SMALL_GPT, seconds=0)
     ]
-    return "; ".join([*said, f"no bfloat16: {problem}"] if problem else said)
+    return "; ".join([*rates, f"no bfloat16: {problem}"] if problem else rates)
 
 
 def advice(shown: list[str], problem: str | None) -> list[str]:
-    """Return what would make it faster, given the GPUs that the driver shows and why none can be used."""
-    pins = [name for name in PINS if os.environ.get(name)]
-    found = [f"unset {name}: it may keep NumPy from the best kernels for this processor" for name in pins]
-    cores, name = os.cpu_count() or 1, setter()
+    """Return suggestions for more speed on this machine.
+
+    Args:
+        shown: the names of the GPUs that the driver lists.
+        problem: the reason why no GPU can be used; None if one can be used.
+    """
+    pins = [name for name in PINNING_VARIABLES if os.environ.get(name)]
+    found = [f"unset {name}: it may prevent the best kernels for this processor" for name in pins]
+    cores, name = os.cpu_count() or 1, thread_variable()
     if name and threads.n_threads() < cores:
         found.append(f"unset {name}: {threads.n_threads()} of {cores} logical cores are in use")
     names = [name for name in ("numba", "onednn", "numpy") if excluded(name) and installed(PACKAGES.get(name, name))]
     if names:
         found.append(f"unset {VARIABLE}={os.environ[VARIABLE]}: it excludes {', '.join(names)}")
     if not installed("threadpoolctl"):
-        found.append("pip install threadpoolctl: Tricycle can then share all of its work between the cores")
+        found.append("pip install threadpoolctl: Tricycle can then divide matrix products among the cores")
     if not installed("numba"):
-        found.append(
-            "pip install 'tricycle-gpt[fast]': Numba compiles what lies between products, and models write faster"
-        )
+        found.append("pip install 'tricycle-gpt[fast]': Numba compiles the kernels besides matrix products")
     elif onednn.EXTRA in (onednn.problem() or "") and processor_facts.computes_bfloat16():
-        found.append(f"{onednn.EXTRA}: this processor has instructions for products of bfloat16")
+        found.append(f"{onednn.EXTRA}: this processor has instructions for bfloat16 matrix products")
     if float32_products.EXTRA in (float32_products.problem() or ""):
-        found.append("pip install 'tricycle-gpt[mkl]': Intel's library multiplies fastest on this processor (220 MB)")
+        found.append("pip install 'tricycle-gpt[mkl]': MKL has the fastest matrix products on this processor (220 MB)")
     if shown and problem:
         found.append(f"use {', '.join(shown)}: {problem}")
     if problem is None:
@@ -190,35 +204,41 @@ def advice(shown: list[str], problem: str | None) -> list[str]:
 
 
 def kernel_report() -> str:
-    """Return who is asked for each kernel of NumPy arrays, in order, and why other providers are not."""
-    KERNELS["matmul"].implementations_for(np.ndarray)  # all providers register, and list their kernels
-    asked = {name: [*map(provider_name, kernel.registered.get(np.ndarray, ()))] for name, kernel in KERNELS.items()}
-    width = max(map(len, asked))
+    """List the providers of each kernel for NumPy arrays in order of priority, and the reasons for unavailable ones."""
+    KERNELS["matmul"].implementations_for(np.ndarray)  # all providers register their kernels
+    providers = {name: [*map(provider_name, kernel.registered.get(np.ndarray, ()))] for name, kernel in KERNELS.items()}
+    width = max(map(len, providers))
     cpuinfo = Path("/proc/cpuinfo")
-    lines = [f"CPU: {processor(cpuinfo.read_text(encoding='utf-8', errors='replace') if cpuinfo.exists() else '')}", ""]
-    lines += [f"{name:<{width}}  {', '.join(dict.fromkeys([*names, PLAIN]))}" for name, names in sorted(asked.items())]
-    lines += ["", *(f"{name} is not asked: {reason}" for name, reason in UNAVAILABLE.items())]
+    lines = [
+        f"CPU: {describe_processor(cpuinfo.read_text(encoding='utf-8', errors='replace') if cpuinfo.exists() else '')}",
+        "",
+    ]
+    lines += [
+        f"{name:<{width}}  {', '.join(dict.fromkeys([*names, PLAIN]))}" for name, names in sorted(providers.items())
+    ]
+    lines += ["", *(f"{name} is unavailable: {reason}" for name, reason in UNAVAILABLE.items())]
     return "\n".join(lines).rstrip()
 
 
 def report() -> str:
-    cpuinfo, shown, problem = Path("/proc/cpuinfo"), gpus(), devices.gpu_problem()
+    """Return the report of `tricycle machine`: versions, processor, GPU, BLAS, threads, packages and suggestions."""
+    shown, problem = gpu_names(), devices.gpu_problem()
     cupy = ", ".join(installed(*CUPY))
-    in_use = [f"{', '.join(shown) or 'there'}, in use after .to_gpu()"]
-    in_use += [driver(), *gpu_libraries()] if not problem else []
-    tuned = host_report()  # first, for it may set the threads of BLAS
+    in_use = [f"{', '.join(shown) or 'available'}, used after .to_gpu()"]
+    in_use += [driver_version(), *gpu_libraries()] if not problem else []
+    tuned = host_report()  # first, because it may set the number of BLAS threads
     rows = {
         "Tricycle": f"{tricycle.__version__}, in {Path(tricycle.__file__).parent}",
         "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
         "arrays": f"NumPy {np.__version__}" + ("" if problem else f"; on a GPU {cupy or 'CuPy'}"),
-        "GPU": f"none in use: {problem}" if problem else "; ".join(in_use),
-        "CPU": processor(cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""),
-        "BLAS": blas(),
+        "GPU": f"not used: {problem}" if problem else "; ".join(in_use),
+        "CPU": describe_processor(read_cpuinfo()),
+        "BLAS": describe_blas(),
         "threads": thread_report(),
-        "host": tuned,
-        "products": speed_report(),
+        "process": tuned,
+        "matmul": speed_report(),
         "packages": ", ".join(installed(*OPTIONAL)) or "none",
-        "missing": ", ".join(name for name in OPTIONAL if not installed(name)) or "none",
+        "optional": "not installed: " + (", ".join(name for name in OPTIONAL if not installed(name)) or "none"),
     }
     lines = [
         textwrap.fill(
@@ -231,26 +251,27 @@ def report() -> str:
         )
         for name, value in rows.items()
     ]
-    lines.insert([*rows].index("products") + 1, " " * INDENT + SPEED)
+    lines.insert([*rows].index("matmul") + 1, " " * INDENT + SPEED_HINT)
     return "\n".join([*lines, *advice_lines(advice(shown, problem))])
 
 
 def advice_lines(found: list[str]) -> list[str]:
-    """Return the end of a report."""
-    return ["", "What would make it faster:", *(f"  {line}" for line in found or [NOTHING])]
+    """Return the lines of a report's last section, which lists suggestions."""
+    return ["", "Suggestions for more speed:", *(f"  {line}" for line in found or [NO_ADVICE])]
 
 
 def fraction_report() -> str:
-    """Measure which fraction of peak a training step reaches; return the tables and the advice."""
-    host.tune_host()  # as the programs that train do
+    """Measure the fraction of peak of a training step; return the tables and suggestions."""
+    host.tune_host()  # as the commands for training do
     print("measuring for about 15 seconds", end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
     config = speed.config_for(speed.product_rate())
     speeds = speed.measure_precisions(config)
-    found = advice(gpus(), devices.gpu_problem()) + speed.advice(speeds)
+    found = advice(gpu_names(), devices.gpu_problem()) + speed.advice(speeds)
     return "\n".join([speed.report(speeds, config), *advice_lines(found)])
 
 
 def main() -> int:
+    """Run `tricycle machine` with the command line of this process."""
     arguments = Arguments()
     if sys.argv[1:]:
         from tricycle_cli.flags import parse

@@ -1,4 +1,4 @@
-"""The command `tricycle`, and `python -m tricycle`: which of its parts is meant."""
+"""The entry point of `tricycle` and `python -m tricycle`, which runs the subcommand of the command line."""
 
 from __future__ import annotations
 
@@ -9,28 +9,25 @@ import tricycle
 from tricycle_cli.flags import fail, one_line_errors, run_main
 
 COMMANDS = {
-    "train": "train a GPT on text, from the first token to samples",
-    "finetune": "teach a model that somebody has trained, by LoRA or all its weights",
-    "distill": "train a small model to predict as a larger one does",
-    "sweep": "look for good settings of a training, a run each",
-    "generate": "continue a text with a model",
-    "chat": "talk with a model",
-    "serve": "offer a model to OpenAI's clients, and a page to talk with it",
-    "evaluate": "how well a model predicts texts, in bits a byte",
-    "export": "write a model in Hugging Face's form, or as a GGUF file",
-    "look": "see inside a model, in a browser",
-    "bench": "compare a softmax of your own with the built-in ones",
-    "machine": "what this machine offers, and what is in use",
+    "train": "train a GPT on text",
+    "finetune": "fine-tune a pretrained model, with LoRA or all weights",
+    "distill": "distill a pretrained teacher into a smaller model",
+    "sweep": "search hyperparameters, with a training run for each trial",
+    "generate": "generate text with a model",
+    "chat": "chat with a model in the terminal",
+    "serve": "serve a model over HTTP with OpenAI's API and a chat page",
+    "evaluate": "compute a model's loss on texts, in bits per byte",
+    "export": "export a model in Hugging Face format or as a GGUF file",
+    "look": "inspect a model, or compare runs, in the browser",
+    "bench": "compare a custom softmax with the built-in ones",
+    "machine": "report hardware, libraries and kernel providers",
 }
 PROGRAM = "tricycle"
 MODULE = "python -m tricycle"
 
 
 def main(program: str = PROGRAM) -> None:
-    """Run the command that the words of the command line name.
-
-    `python -m tricycle` without any is `tricycle machine`.
-    """
+    """Run the subcommand that the command line names; `python -m tricycle` without arguments runs `machine`."""
     words = sys.argv[1:]
     if not words and program == MODULE:
         words = ["machine"]
@@ -47,22 +44,28 @@ def main(program: str = PROGRAM) -> None:
         fail(f"expected a command, one of {', '.join(COMMANDS)}, got {words[0]!r}", status=2)
     sys.argv[0] = f"{program} {words[0]}"
     with one_line_errors():
-        # imported when it is needed: a command should not wait for what another one needs
+        # imported here, so that a command does not wait for the imports of other commands
         sys.exit(importlib.import_module(f"tricycle_cli.{words[0]}").main())
 
 
 def print_completion() -> None:
-    """Print what teaches a shell to complete `tricycle`."""
+    """Print the completion script for the shell that the command line names."""
     from tricycle_cli.completion import script
 
     sys.stdout.write(script(" ".join(sys.argv[2:]), COMMANDS))
 
 
 def overview(program: str) -> str:
-    """All commands."""
-    lines = [f"usage: {program} COMMAND ...", "", "Train GPTs from scratch, and use those of others.", ""]
-    lines += [f"  {name:<10}{said}" for name, said in COMMANDS.items()]
-    lines += ["", f"`{program} COMMAND --help` says what a command takes; --version, which one this is;"]
-    return "\n".join(
-        [*lines, "--print-completion bash (or zsh, fish), what that shell is to offer at the tabulator key."]
-    )
+    """Return the help text of `tricycle`: a line for each command."""
+    lines = [
+        f"usage: {program} COMMAND ...",
+        "",
+        "Train GPTs from scratch, and run pretrained models.",
+        "",
+        "commands:",
+    ]
+    lines += [f"  {name:<10}{help}" for name, help in COMMANDS.items()]
+    lines += ["", "options:", f"  {f'{program} COMMAND --help':<26}show the flags of a command"]
+    lines += [f"  {'--version':<26}show the version", f"  {'--print-completion SHELL':<26}"]
+    lines[-1] += "print a completion script for bash, zsh or fish"
+    return "\n".join(lines)

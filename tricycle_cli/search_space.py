@@ -1,4 +1,4 @@
-"""The search space of a sweep, as a command line has it: ranges and choices of the config's fields."""
+"""The search space of `tricycle sweep`: parse --over into ranges and choices of config fields."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ import numpy as np
 
 from tricycle.configs import GPTConfig
 
-HOW = "FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:5 (so many values) or FIELD=A,B,C"
-MOST_CORNERS = 2**10
+SYNTAX = "FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:5 (5 values) or FIELD=A,B,C"
+MAX_CORNERS = 2**10
 
 
 @dataclass(frozen=True)
 class Range:
-    """All numbers between two, or all integers.
+    """A range of floats or integers.
 
     Attributes:
-        log: each factor counts alike, not each difference.
+        low, high: the bounds, inclusive.
+        log: sample uniformly in the logarithm.
+        whole: integers only.
     """
 
     low: float
@@ -32,10 +34,11 @@ class Range:
     whole: bool
 
     def ends(self) -> tuple[Any, ...]:
+        """Return the bounds."""
         return self.low, self.high
 
     def suggest(self, trial: Any, name: str) -> Any:
-        """Return the value that an optuna trial suggests, with six digits."""
+        """Return the value that an Optuna trial suggests, rounded to six digits."""
         if self.whole:
             return trial.suggest_int(name, self.low, self.high, log=self.log)
         return float(f"{trial.suggest_float(name, self.low, self.high, log=self.log):.6g}")
@@ -43,15 +46,22 @@ class Range:
 
 @dataclass(frozen=True)
 class Categorical:
-    """Some values."""
+    """A list of values.
+
+    Attributes:
+        values: the values.
+        log: the values are spaced evenly in the logarithm.
+    """
 
     values: tuple[Any, ...]
     log: bool = False
 
     def ends(self) -> tuple[Any, ...]:
+        """Return all values."""
         return self.values
 
     def suggest(self, trial: Any, name: str) -> Any:
+        """Return the value that an Optuna trial suggests."""
         return trial.suggest_categorical(name, self.values)
 
 
@@ -59,10 +69,10 @@ SearchSpace = dict[str, Range | Categorical]
 
 
 def parse_search_space(words: Sequence[str]) -> SearchSpace:
-    """Parse the fields and their values.
+    """Parse the values of --over into a search space by field name.
 
     Raises:
-        ValueError: one line about the first word that is wrong.
+        ValueError: a wrong value; the message names the first.
     """
     hints = get_type_hints(GPTConfig)
     over: SearchSpace = {}
@@ -70,32 +80,34 @@ def parse_search_space(words: Sequence[str]) -> SearchSpace:
         name, equals, values = word.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
         if not equals or not values:
-            raise ValueError(f"expected --over {HOW}, got {word!r}")
+            raise ValueError(f"expected --over {SYNTAX}, got {word!r}")
         if name not in hints:
             near = difflib.get_close_matches(name, hints, 1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(f"--over {word}: expected a field of the config, got {name!r}{hint}")
         if name in over:
-            raise ValueError(f"--over {word}: {name} is named twice")
+            raise ValueError(f"--over {word}: expected each field once, got {name} twice")
         over[name] = (_range if ".." in values else _choices)(word, values, hints[name])
     if not over:
-        raise ValueError(f"expected --over {HOW}, got nothing")
+        raise ValueError(f"expected --over {SYNTAX}, got nothing")
     return over
 
 
 def _range(word: str, text: str, kind: Any) -> Range | Categorical:
-    """Parse LOW..HIGH, and behind it in any order :log and a number of values."""
+    """Parse LOW..HIGH, followed in any order by :log and a number of values."""
     if kind not in (int, float):
-        raise ValueError(f"--over {word}: expected choices such as A,B for what is no number")
+        raise ValueError(f"--over {word}: expected choices such as A,B for a field without numbers, got a range")
     bounds, *more = text.split(":")
     low, high = (_value(word, bound, kind) for bound in bounds.split("..", 1))
     log, count = "log" in more, [part for part in more if part != "log"]
     if not (math.isfinite(low) and math.isfinite(high) and low < high) or (log and low <= 0):
-        raise ValueError(f"--over {word}: expected a range from low to high{', both above 0' if log else ''}")
+        rule = "a range from low to high" + (", both above 0" if log else "")
+        raise ValueError(f"--over {word}: expected {rule}, got {bounds}")
     if not count:
         return Range(low, high, log, kind is int)
     if len(count) > 1 or not count[0].isdecimal() or int(count[0]) < 2:
-        raise ValueError(f"--over {word}: expected :log or a number of values of 2 or more behind a range")
+        got = ":".join(count)
+        raise ValueError(f"--over {word}: expected :log or a number of values of 2 or more after a range, got {got}")
     values = (np.geomspace if log else np.linspace)(low, high, int(count[0]))
     rounded = [round(value) if kind is int else float(f"{value:.6g}") for value in values.tolist()]
     return Categorical(tuple(dict.fromkeys(rounded)), log)
@@ -104,15 +116,15 @@ def _range(word: str, text: str, kind: Any) -> Range | Categorical:
 def _choices(word: str, text: str, kind: Any) -> Categorical:
     values = [_value(word, choice.strip(), kind) for choice in text.split(",")]
     if len(set(values)) < len(values):
-        raise ValueError(f"--over {word}: a value is named twice")
+        raise ValueError(f"--over {word}: expected different values, got a value twice")
     return Categorical(tuple(values))
 
 
 def _value(word: str, text: str, kind: Any) -> Any:
-    """Return a text as a value of a field of this type.
+    """Convert a text to the type of a field.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the text is no value of this type.
     """
     if get_origin(kind) in (Union, types.UnionType):
         if text.lower() == "none":
@@ -126,21 +138,25 @@ def _value(word: str, text: str, kind: Any) -> Any:
         try:
             return kind(text)
         except ValueError:
-            wanted = "whole numbers" if kind is int else "numbers"
-            raise ValueError(f"--over {word}: expected {wanted}, got {text!r}") from None
-    wanted = "true or false" if kind is bool else "another field: lists cannot be swept"
-    raise ValueError(f"--over {word}: expected {wanted}, got {text!r}")
+            expected = "integers" if kind is int else "numbers"
+            raise ValueError(f"--over {word}: expected {expected}, got {text!r}") from None
+    expected = "true or false" if kind is bool else "a field that is no list"
+    raise ValueError(f"--over {word}: expected {expected}, got {text!r}")
 
 
-# -------------------------------------------------------------------- what comes of them
-def config_of(base: GPTConfig, params: Mapping[str, Any], set_fields: Sequence[str]) -> GPTConfig:
-    """Return the config with these values. The lowest learning rate follows the highest, unless it is set.
+# -------------------------------------------------------------------- configs of trials
+def apply_parameters(base: GPTConfig, params: Mapping[str, Any], set_fields: Sequence[str]) -> GPTConfig:
+    """Return a config with the parameters of a trial.
+
+    The minimum learning rate keeps its ratio to the maximum, unless the command line or the trial sets it.
 
     Args:
-        set_fields: fields that the command line sets.
+        base: the common config of all trials.
+        params: values by field name.
+        set_fields: the fields that the command line sets.
 
     Raises:
-        ValueError: the config refuses them.
+        ValueError: invalid values.
     """
     changes = dict(params)
     if "max_learning_rate" in params and not {"min_learning_rate"} & {*params, *set_fields}:
@@ -149,31 +165,31 @@ def config_of(base: GPTConfig, params: Mapping[str, Any], set_fields: Sequence[s
     return replace(base, **changes)
 
 
-def check(base: GPTConfig, over: SearchSpace, set_fields: Sequence[str]) -> None:
-    """Make every config at the corners of the search space; where these are too many, one field at a time.
+def check_search_space(base: GPTConfig, over: SearchSpace, set_fields: Sequence[str]) -> None:
+    """Check the configs at all corners of the search space; of many corners, those that differ in one field.
 
     Raises:
-        ValueError: the first that is refused.
+        ValueError: an invalid config; the message names the first.
     """
     ends = [field.ends() for field in over.values()]
     corners: Any = itertools.product(*ends)
-    if math.prod(map(len, ends)) > MOST_CORNERS:
+    if math.prod(map(len, ends)) > MAX_CORNERS:
         first = [values[0] for values in ends]
         corners = ([*first[:i], end, *first[i + 1 :]] for i, values in enumerate(ends) for end in values)
     for corner in corners:
         params = dict(zip(over, corner))
         try:
-            config_of(base, params, set_fields)
+            apply_parameters(base, params, set_fields)
         except ValueError as error:
             values = ", ".join(f"{name}={value}" for name, value in params.items())
             raise ValueError(f"--over: {error} (with {values})") from None
 
 
 def grid_points(over: SearchSpace) -> list[dict[str, Any]]:
-    """Return every combination of values.
+    """Return the parameters of all points of the grid.
 
     Raises:
-        ValueError: a range, which has no number of values.
+        ValueError: a range without a number of values.
     """
     for name, field in over.items():
         if isinstance(field, Range):
@@ -184,7 +200,7 @@ def grid_points(over: SearchSpace) -> list[dict[str, Any]]:
 
 
 def flags_of(base: GPTConfig, config: GPTConfig) -> list[str]:
-    """Return the flags of `tricycle train` that make one config of another."""
+    """Return the flags of `tricycle train` that change the base config to another config."""
     words: list[str] = []
     before, hints = base.to_dict(), get_type_hints(GPTConfig)
     for name, value in config.to_dict().items():

@@ -1,7 +1,7 @@
-"""Measure which fraction of peak a training step reaches, and where its time goes.
+"""Measure the fraction of peak of a training step and the time of its parts, for `tricycle machine --speed`.
 
-Peak is the rate of a large matrix product. Products and steps are interleaved, because the clock rate of a processor
-changes under load.
+Peak is the rate of a large matrix product. Matrix products and steps are interleaved, because the clock rate of a
+processor changes under load.
 """
 
 from __future__ import annotations
@@ -28,31 +28,32 @@ SMALL_GPT = GPTConfig(
 CONFIG = replace(SMALL_GPT, n_layers=6, batch_size=8)
 PRODUCT_SIZE = 2048
 N_ROUNDS, MAX_ROUNDS = 3, 7
-SECONDS = 9.0  # after which no further round begins, once there were N_ROUNDS
-MIN_TURN = 0.5  # seconds that a turn of training steps lasts at least; a turn of products lasts half of it
-PRODUCTS, REST = "products", "rest"
-# What each group of a step consists of. Kernels that are in none are in REST, with all that is outside of kernels.
+SECONDS = 9.0  # after which no further round starts, once there were N_ROUNDS
+MIN_TURN = 0.5  # minimum seconds of training steps in a round; matrix products take half of it
+MATMUL, REST = "matmul", "rest"
+# The kernels of each group. REST is all other kernels and the time outside of kernels.
 GROUPS = {
-    PRODUCTS: "matmul batched_matmul".split(),
+    MATMUL: "matmul batched_matmul".split(),
     "attention": """attention attention_backward attention_scores row_attention row_attention_backward softmax
         softmax_backward run_over_batch apply_rope""".split(),
     "norms + activations": """layer_norm layer_norm_backward gelu gelu_with_derivative gelu_backward swiglu
         swiglu_backward relu_squared sigmoid multiply""".split(),
     "optimizer": "adamw run_independent sum_squares".split(),
 }
-SLOW = 100e9  # operations a second of the product below which a smaller batch keeps the measurement short
-FASTER = 1.05  # how many times as fast bfloat16 has to be to be advised: less is within the noise of a short run
+SLOW = 100e9  # FLOP/s of the product below which a smaller batch keeps the measurement short
+MIN_SPEED_UP = 1.05  # of bfloat16 for a suggestion; less is within the noise of a short run
 
 
 class Speed(NamedTuple):
-    """What was measured in one precision.
+    """The measured speed in one precision.
 
     Attributes:
-        product_rate: floating-point operations a second of the large product.
-        provider: of the kernel that computed the product.
-        tokens_per_second: of training steps.
-        fraction: rate of the floating-point operations of a step's products and attention, by the product's rate.
-        shares: of a step's time by group.
+        precision: "float32" or "bfloat16".
+        product_rate: FLOP/s of the large matrix product.
+        provider: the provider of the kernel that computed the product.
+        tokens_per_second: tokens/s of training steps.
+        fraction: FLOP/s of a step's matrix products and attention, divided by `product_rate`.
+        shares: the fraction of a step's time by group.
     """
 
     precision: str
@@ -65,7 +66,7 @@ class Speed(NamedTuple):
 
 @dataclass
 class PrecisionTiming:
-    """One precision with its work, and the seconds that were measured so far."""
+    """The functions to time in one precision, and the measured seconds."""
 
     precision: str
     provider: str
@@ -73,24 +74,24 @@ class PrecisionTiming:
     step: Callable[[], object]
     product_seconds: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
-    kernel_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of all steps
+    kernel_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # sums over all steps
 
 
 def flops_per_token(config: GPTConfig) -> int:
-    """Floating-point operations of the products of a token, forward and backward; attention is counted whole.
+    """Return the floating-point operations of matrix products per token, forward and backward.
 
-    The rest of a step, from norms and softmax to the optimiser, has few operations and much memory to go through; none
-    of it counts, so that the fraction of peak is below 1 however well it is done.
+    Attention counts in full, without the savings of the causal mask. The rest of a step (norms, softmax, optimizer) is
+    limited by memory bandwidth and does not count, so that the fraction of peak is always below 1.
     """
     width = config.embedding_dim
     mlp = (3 if config.is_gated else 2) * width * config.mlp_width
     weights = config.n_layers * (4 * width**2 + mlp) + config.vocab_size * width
-    attention = 2 * config.n_layers * config.context_window * width  # scores, and the means of values
+    attention = 2 * config.n_layers * config.context_window * width  # scores, and weighted sums of values
     return 3 * 2 * (weights + attention)
 
 
-def product(precision: str = "float32", n: int = PRODUCT_SIZE) -> tuple[Callable[[], object], str]:
-    """Return a function that multiplies an n x n matrix by itself, and the provider of the kernel that computes it."""
+def product_benchmark(precision: str = "float32", n: int = PRODUCT_SIZE) -> tuple[Callable[[], object], str]:
+    """Return a function that multiplies an n x n matrix by itself, and the provider of its kernel."""
     numbers = np.random.default_rng(0).standard_normal((n, n), dtype=np.float32)
     operand = kernels.matmul_operand(numbers, precision)
     provider = kernels.explain(kernels.matmul, operand, operand, precision=precision).provider
@@ -98,14 +99,14 @@ def product(precision: str = "float32", n: int = PRODUCT_SIZE) -> tuple[Callable
 
 
 def product_rate(n: int = PRODUCT_SIZE) -> float:
-    """Return the operations a second of a float32 product, after one that may load or compile something."""
-    multiply, _ = product(n=n)
+    """Measure the FLOP/s of a float32 matrix product (n, n) @ (n, n), after one product for warm-up."""
+    multiply, _ = product_benchmark(n=n)
     multiply()
     return 2 * n**3 / time_repeatedly(multiply, 0.0, time.perf_counter)[0]
 
 
 def training_step(config: GPTConfig, precision: str = "float32") -> Callable[[], object]:
-    """Build a GPT, and return a function that makes one training step with AdamW on random tokens."""
+    """Build a GPT, and return a function that runs one training step with AdamW on random tokens."""
     from tricycle.loss import CrossEntropy
     from tricycle.models import GPT
     from tricycle.optimisers import AdamW
@@ -119,7 +120,7 @@ def training_step(config: GPTConfig, precision: str = "float32") -> Callable[[],
 
 
 def config_for(product_rate: float) -> GPTConfig:
-    """Return the GPT that is trained on a processor whose large product has this rate."""
+    """Return the config of the measured GPT; slow processors, by their FLOP/s, get a smaller batch."""
     return replace(CONFIG, batch_size=4) if product_rate < SLOW else CONFIG
 
 
@@ -130,12 +131,15 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     min_turn: float = MIN_TURN,
 ) -> None:
-    """Time products and training steps of all sides, interleaved, for at least `N_ROUNDS` rounds.
+    """Time matrix products and training steps in all precisions, interleaved, for at least `N_ROUNDS` rounds.
 
     Args:
-        seconds: after which no further round begins, once there were enough.
-        min_turn: seconds that a turn of steps lasts at least; a turn of products lasts half of it, and its first
-            product does not count.
+        sides: the precisions; the measured seconds are appended to them.
+        seconds: the time after which no further round starts, once there were enough rounds.
+        progress: a function that shows a line of progress.
+        clock: a function that returns the time in seconds.
+        min_turn: the minimum seconds of training steps in a round. Matrix products take half of it, and the first
+            product of a round does not count.
     """
     for side in sides:
         progress(f"loading and compiling kernels for {side.precision}")
@@ -157,7 +161,7 @@ def measure(
 
 
 def time_repeatedly(work: Callable[[], object], min_seconds: float, clock: Callable[[], float]) -> list[float]:
-    """Return the seconds of each call; there is one at least, and calls until `min_seconds` are over."""
+    """Call a function at least once, and until `min_seconds` have passed; return the seconds of each call."""
     times: list[float] = []
     while not times or sum(times) < min_seconds:
         start = clock()
@@ -167,7 +171,13 @@ def time_repeatedly(work: Callable[[], object], min_seconds: float, clock: Calla
 
 
 def summarize(side: PrecisionTiming, config: GPTConfig, n: int = PRODUCT_SIZE) -> Speed:
-    """Return rates from the medians of a side's times, and the groups' shares of all of its steps."""
+    """Return the speed of one precision from the medians of its times.
+
+    Args:
+        side: the precision with its measured seconds.
+        config: the config of the GPT.
+        n: rows and columns of the large product's matrices.
+    """
     product_rate = 2 * n**3 / statistics.median(side.product_seconds)
     n_tokens = config.batch_size * config.context_window
     tokens_per_second = n_tokens / statistics.median(side.step_seconds)
@@ -179,13 +189,17 @@ def summarize(side: PrecisionTiming, config: GPTConfig, n: int = PRODUCT_SIZE) -
 
 
 def tables(speeds: Sequence[Speed]) -> str:
-    """Return the table of rates and the table of groups."""
-    head = f"{'precision':<10}{'product GFLOP/s':>17}{'provider':>10}{'step tokens/s':>15}{'fraction of peak':>18}"
+    """Format a table of rates and a table of the time by group."""
+    head = f"{'precision':<10}{'matmul GFLOP/s':>17}{'provider':>10}{'step tokens/s':>15}{'fraction of peak':>18}"
     lines = [head]
     for speed in speeds:
         rates = f"{speed.product_rate / 1e9:>17,.0f}{speed.provider:>10}{speed.tokens_per_second:>15,.0f}"
         lines.append(f"{speed.precision:<10}{rates}{speed.fraction:>18.0%}")
-    lines += ["", "Where a step's time goes:", f"{'precision':<10}" + "".join(map(_column, [*GROUPS, REST]))]
+    lines += [
+        "",
+        "Time of a training step by group of kernels:",
+        f"{'precision':<10}" + "".join(map(_column, [*GROUPS, REST])),
+    ]
     for speed in speeds:
         lines.append(f"{speed.precision:<10}" + "".join(_column(name, f"{x:.0%}") for name, x in speed.shares.items()))
     return "\n".join(lines)
@@ -196,40 +210,40 @@ def _column(name: str, text: str | None = None) -> str:
 
 
 def advice(speeds: Sequence[Speed]) -> list[str]:
-    """Return what the measured rates and shares say about how to train faster."""
+    """Return suggestions for faster training from the measured speeds."""
     found = []
     by_precision = {speed.precision: speed for speed in speeds}
     if "bfloat16" in by_precision:
         gain = by_precision["bfloat16"].tokens_per_second / by_precision["float32"].tokens_per_second
-        if gain >= FASTER:
+        if gain >= MIN_SPEED_UP:
             found.append(f"train with --precision bfloat16: {gain:.1f} times the tokens/s of float32")
     for speed in speeds:
         largest = max(speed.shares, key=lambda group: speed.shares[group])
-        if largest != PRODUCTS:
-            shares = f"{speed.shares[largest]:.0%} of a step, products take {speed.shares[PRODUCTS]:.0%}"
+        if largest != MATMUL:
+            shares = f"{speed.shares[largest]:.0%} of a step, matrix products {speed.shares[MATMUL]:.0%}"
             found.append(f"reduce the time of {largest} in {speed.precision}: {shares}")
     return found
 
 
 def show_progress(message: str) -> None:
-    """Rewrite the progress line on a terminal; print nothing to a file or pipe."""
+    """Overwrite the progress line on a terminal; print nothing to a file or pipe."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{message}", end="", file=sys.stderr, flush=True)
 
 
 def measure_precisions(config: GPTConfig, n: int = PRODUCT_SIZE, seconds: float = SECONDS) -> list[Speed]:
-    """Measure float32, and bfloat16 where a provider computes in 16 bits.
+    """Measure the speed in float32, and in bfloat16 if a provider supports 16 bits.
 
     Args:
-        config: of the GPT that is trained.
+        config: the config of the GPT that is trained.
         n: rows and columns of the large product's matrices.
-        seconds: after which no further round begins; 0 for short turns, too.
+        seconds: the time after which no further round starts; 0 for a quick measurement.
     """
     precisions = ["float32"] + ["bfloat16"] * (onednn.problem() is None)
     sides = []
     try:
         for precision in precisions:
-            multiply, provider = product(precision, n)
+            multiply, provider = product_benchmark(precision, n)
             sides.append(PrecisionTiming(precision, provider, multiply, training_step(config, precision)))
         measure(sides, seconds, show_progress, min_turn=MIN_TURN if seconds else 0.0)
     finally:
@@ -238,15 +252,15 @@ def measure_precisions(config: GPTConfig, n: int = PRODUCT_SIZE, seconds: float 
 
 
 def report(speeds: Sequence[Speed], config: GPTConfig, n: int = PRODUCT_SIZE) -> str:
-    """Return what was measured, as text."""
+    """Format the measured speeds with the conditions of the measurement."""
     problem, n_threads = onednn.problem(), threads.n_threads()
     size = f"width {config.embedding_dim}, {config.n_layers} layers, {config.context_window} tokens"
     lines = [
         f"CPU, {n_threads} thread{'s' * (n_threads > 1)}; medians of {N_ROUNDS} or more interleaved rounds",
-        f"product: of matrices of {n:,} x {n:,} numbers",
+        f"matmul: matrices of {n:,} x {n:,}",
         f"step: forward, loss, backward and AdamW of a GPT ({size}, batch {config.batch_size})",
         "",
         tables(speeds),
-        f"{REST}: loss, embeddings, sums for biases, conversions to 16 bits, additions, and what is not in a kernel",
+        f"{REST}: loss, embeddings, bias gradients, conversions to 16 bits, additions, and Python outside of kernels",
     ]
     return "\n".join([*lines, f"no bfloat16: {problem}"] if problem else lines)

@@ -1,7 +1,7 @@
-"""Search for good settings: train a run for each of many settings, and report the best.
+"""Search hyperparameters: train a run for each trial, and report the best.
 
-All flags of `tricycle train` are accepted too, and set what all runs have in common. The objective is bits a byte of
-held-out text. The folder has sweep.csv, sweep.png, and a run folder for each trial; --resume continues a sweep.
+The flags of `tricycle train` set the common settings of all trials. The objective is bits per byte of held-out text.
+The sweep folder contains sweep.csv, sweep.png, and a run folder for each trial. --resume continues a sweep.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from tricycle_cli.databases import sqlite_url
 from tricycle_cli.distributed import expect_one_process
 from tricycle_cli.flags import on_one_line, parse, parse_known
 from tricycle_cli.run import read_metrics
-from tricycle_cli.search_space import SearchSpace, check, config_of, flags_of, grid_points, parse_search_space
+from tricycle_cli.search_space import (
+    SearchSpace,
+    apply_parameters,
+    check_search_space,
+    flags_of,
+    grid_points,
+    parse_search_space,
+)
 from tricycle_cli.signals import Interrupted, Signals, exit_by_signal
 from tricycle_cli.task import command_name, contains_run
 from tricycle_cli.train import Arguments as TrainArguments
@@ -41,51 +48,55 @@ from tricycle_lab.sweep_plot import Shown, plot_sweep
 
 Sampler = Literal["tpe", "random", "grid"]
 SAMPLERS = get_args(Sampler)
-TRIALS = 20
-POLL = 0.2  # seconds between two looks at a run
-LEAVING = 60.0  # seconds in which a run that was asked to stop saves itself
-MOST_FAILURES = 3  # trials in a row: then something is wrong with all of them
-SHOWN = 20  # trials in the table on the screen
-NOT_OURS = ("--find-learning-rate",)
+N_TRIALS = 20
+POLL_SECONDS = 0.2  # between two reads of a run's metrics
+STOP_SECONDS = 60.0  # in which a terminated run saves its progress
+MAX_FAILURES = 3  # failed trials in a row, after which the sweep stops
+MAX_ROWS = 20  # of the printed table
+EXCLUDED_FLAGS = ("--find-learning-rate",)
 
 
 @dataclass(frozen=True)
 class SweepArguments:
-    """The flags of the sweep itself."""
+    """The flags of the sweep, without the flags of `tricycle train`."""
 
     over: tuple[str, ...] = ()
-    """fields of the config and their values, each as FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:5 (so many
-    values) or FIELD=A,B,C"""
+    """search space: config fields as FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:5 (5 values) or
+    FIELD=A,B,C"""
     trials: int | None = None
-    """how many settings are tried; without it 20, and of a grid all"""
+    """number of trials; by default 20, or all points of a grid"""
     sampler: Sampler = "tpe"
-    """how settings are chosen: by what the trials before taught (tpe), at random, or all of a grid"""
+    """how trials are chosen: by earlier results (tpe), at random, or all points of a grid"""
     prune: bool = False
-    """end trials that are worse than the median of the others at the same step"""
+    """stop trials that are worse than the median of other trials at the same step"""
     sampler_seed: int = 0
-    """decides which settings are tried"""
+    """seed of the sampler"""
     run_folder: Path | None = None
-    """where the sweep leaves its files, and a run folder for each trial; without it a new folder in runs/"""
+    """the folder of the sweep, with a run folder for each trial; by default a new folder in runs/"""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """go on with a sweep; nothing else is taken with it but --trials"""
+    """continue a sweep; only --trials can be combined with it"""
 
 
 @dataclass(frozen=True)
 class Arguments(SweepArguments, TrainArguments):
-    """What to look through, and what all runs have in common."""
+    """The flags of `tricycle sweep`."""
 
     find_learning_rate: tyro.conf.Suppress[bool] = False
     shard_optimiser: tyro.conf.Suppress[bool] = False
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepConfig:
     """The content of sweep.json.
 
     Attributes:
-        train: the command line that all runs of `tricycle train` get.
-        over: the words of --over.
-        where: the folder that relative paths in `train` start from.
+        train: the command line of `tricycle train` that all trials have in common.
+        over: the values of --over.
+        trials: the number of trials.
+        sampler: "tpe", "random" or "grid".
+        prune: stop trials that are worse than the median.
+        seed: the seed of the sampler.
+        where: the working directory, for relative paths in `train`.
 
     Raises:
         ValueError: a number out of range.
@@ -113,30 +124,35 @@ class Plan:
 
 @dataclass
 class Sweep:
-    """A running sweep.
+    """A sweep in progress.
 
     Attributes:
-        base: the flags in `plan.train`.
-        study: optuna's.
+        folder: the folder of the sweep.
+        plan: the content of sweep.json.
+        base: the parsed flags of `plan.train`.
+        over: the search space.
+        study: the study of Optuna.
     """
 
     folder: Path
-    plan: Plan
+    plan: SweepConfig
     base: TrainArguments
     over: SearchSpace
     study: Any
 
     def run_folder(self, number: int) -> Path:
+        """Return the run folder of a trial."""
         return self.folder / f"trial-{number:04d}"
 
     def flags(self, params: dict[str, Any]) -> list[str]:
-        """Return the flags of a trial that the other runs do not have."""
-        config = config_of(self.base.config, params, fields_on_command_line(self.plan.train))
+        """Return the flags of `tricycle train` that set the parameters of a trial."""
+        config = apply_parameters(self.base.config, params, fields_on_command_line(self.plan.train))
         return flags_of(self.base.config, config)
 
 
 # -------------------------------------------------------------------- the command
 def main(args: Sequence[str] | None = None) -> int:
+    """Run `tricycle sweep` with a command line; by default that of this process."""
     expect_one_process("sweep")
     words = sys.argv[1:] if args is None else list(args)
     if asked := {"--help", "-h", "--help-all"} & set(words):
@@ -149,7 +165,7 @@ def main(args: Sequence[str] | None = None) -> int:
     with Signals() as signals:
         try:
             with signals.restore_interrupts():
-                return begin(own, train) if own.resume is None else resume(own.resume, own, train)
+                return start_sweep(own, train) if own.resume is None else resume_sweep(own.resume, own, train)
         except Interrupted as error:
             if error.number != signal.SIGINT:
                 sys.stdout.flush()
@@ -158,91 +174,100 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def fields_on_command_line(words: Sequence[str]) -> list[str]:
-    """Return the names of the fields that a command line sets."""
+    """Return the names of the config fields whose flags a command line contains."""
     flags = [word.split("=")[0] for word in words if word.startswith("--")]
     return [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags]
 
 
-def begin(own: SweepArguments, train: list[str]) -> int:
-    """Begin a sweep.
+def start_sweep(own: SweepArguments, train: list[str]) -> int:
+    """Start a new sweep, run its trials, and return the exit status.
 
     Raises:
-        ValueError: one line about what is wrong, before anything is done.
+        ValueError: a wrong command line, before any file is written.
     """
     for word in train:
-        if word.split("=")[0] in NOT_OURS:
-            raise ValueError(f"expected no {word.split('=')[0]} in a sweep, which trains")
+        if word.split("=")[0] in EXCLUDED_FLAGS:
+            raise ValueError(f"expected flags of training runs, got {word.split('=')[0]}")
     over = parse_search_space(own.over)
     twice = [name for name in over if name in fields_on_command_line(train)]
     if twice:
         raise ValueError(f"expected {twice[0]} in --over or as a flag, got both")
     base, _ = parse_arguments(train)
-    check(base.config, over, fields_on_command_line(train))
+    check_search_space(base.config, over, fields_on_command_line(train))
     combinations = len(grid_points(over)) if own.sampler == "grid" else None
-    trials = own.trials if own.trials is not None else combinations or TRIALS
-    plan = Plan(train, list(own.over), trials, own.sampler, own.prune, own.sampler_seed, str(Path.cwd()))
+    trials = own.trials if own.trials is not None else combinations or N_TRIALS
+    plan = SweepConfig(train, list(own.over), trials, own.sampler, own.prune, own.sampler_seed, str(Path.cwd()))
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = own.run_folder or Path("runs") / f"sweep-{base.preset}-{base.data}-{stamp}"
     with FolderLock(folder):
         if (folder / "sweep.json").exists():
-            raise ValueError(f"{folder} holds a sweep already: continue it with --resume, or name another --run-folder")
+            advice = "continue it with --resume, or use another --run-folder"
+            raise ValueError(f"{folder} contains a sweep already: {advice}")
         if contains_run(folder):
-            raise ValueError(f"{folder} holds a run: name another --run-folder")
+            raise ValueError(f"{folder} contains a run: use another --run-folder")
         plan.write(folder)
-        return sweep(folder, plan, base, over)
+        return run_trials(folder, plan, base, over)
 
 
-def resume(folder: Path, own: SweepArguments, train: list[str]) -> int:
-    """Resume a sweep."""
+def resume_sweep(folder: Path, own: SweepArguments, train: list[str]) -> int:
+    """Resume the sweep of a folder, run the remaining trials, and return the exit status.
+
+    Raises:
+        FileNotFoundError, ValueError: a wrong command line or folder.
+    """
     if train or own.over:
-        raise ValueError(f"expected nothing but --trials with --resume, got {' '.join([*own.over, *train])}")
-    plan = read_plan(folder)
+        raise ValueError(f"expected only --trials with --resume, got {' '.join([*own.over, *train])}")
+    plan = read_sweep_config(folder)
     with FolderLock(folder):
         if own.trials is not None:
             plan = replace(plan, trials=own.trials)
             plan.write(folder)
         with contextlib.chdir(plan.where):
             base, _ = parse_arguments(plan.train)
-        return sweep(folder, plan, base, parse_search_space(plan.over))
+        return run_trials(folder, plan, base, parse_search_space(plan.over))
 
 
-def read_plan(folder: Path) -> Plan:
-    """Read sweep.json.
+def read_sweep_config(folder: Path) -> SweepConfig:
+    """Read the sweep.json of a sweep's folder.
 
     Raises:
-        FileNotFoundError, ValueError: it is no folder of a sweep.
+        FileNotFoundError, ValueError: the folder is not of a sweep.
     """
     path = folder / "sweep.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder}: expected the folder of a sweep, it has no sweep.json")
+        raise FileNotFoundError(f"{folder}: expected the folder of a sweep, got one without sweep.json")
     values = read_json_object(path)
     kinds = {"train": list, "over": list, "trials": int, "sampler": str, "prune": bool, "seed": int, "where": str}
     fits = values.keys() == kinds.keys() and all(type(values[name]) is kind for name, kind in kinds.items())
     fits = fits and all(isinstance(word, str) for word in [*values["train"], *values["over"]])
     if not fits or values["sampler"] not in SAMPLERS or not Path(values["where"]).is_dir():
-        raise ValueError(f"{path}: expected what `tricycle sweep` writes, in a folder that is still there")
-    return Plan(**values)
+        raise ValueError(f"{path}: expected the fields that `tricycle sweep` writes and an existing folder, got others")
+    return SweepConfig(**values)
 
 
 # -------------------------------------------------------------------- trials
-def sweep(folder: Path, plan: Plan, base: TrainArguments, over: SearchSpace) -> int:
-    """Run trials until there are enough, and report."""
-    work = Sweep(folder.resolve(), plan, base, over, open_study(folder, plan))
-    again = f"{command_name('sweep', 'sweep')} --resume {shlex.quote(folder.as_posix())}"
-    print(f"sweep: {folder}; continue it with\n  {again}", flush=True)
+def run_trials(folder: Path, plan: SweepConfig, base: TrainArguments, over: SearchSpace) -> int:
+    """Run the remaining trials of a sweep, print the report, and return the exit status.
+
+    Raises:
+        RuntimeError: several trials in a row failed.
+    """
+    sweep = Sweep(folder.resolve(), plan, base, over, open_study(folder, plan))
+    command = f"{command_name('sweep', 'sweep')} --resume {shlex.quote(folder.as_posix())}"
+    print(f"sweep folder: {folder}; resume with\n  {command}", flush=True)
     failures = 0
-    while (trial := next_trial(work)) is not None:
-        reason = run_trial(work, trial)
+    while (trial := next_trial(sweep)) is not None:
+        reason = run_trial(sweep, trial)
         failures = 0 if reason is None else failures + 1
-        write_report(work)
-        if failures == MOST_FAILURES:
+        write_report(sweep)
+        if failures == MAX_FAILURES:
             raise RuntimeError(f"{failures} trials in a row failed, the last with: {reason}")
-    report(work)
+    report(sweep)
     return 0
 
 
-def open_study(folder: Path, plan: Plan) -> Any:
-    """Open optuna's study in the sweep's folder: a database, in which a kill leaves nothing half done."""
+def open_study(folder: Path, plan: SweepConfig) -> Any:
+    """Open the Optuna study in the sweep's folder: a SQLite database, which a kill cannot damage."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -252,10 +277,10 @@ def open_study(folder: Path, plan: Plan) -> Any:
 
 
 def next_trial(work: Sweep) -> Any:
-    """Return an interrupted trial, or a new one; None where there are enough.
+    """Return the interrupted trial, or a new trial; None if all trials are complete.
 
-    The settings of a new one depend on its number, the seed and the trials before it alone, so that an interrupted
-    sweep finds what another would have found.
+    The parameters of a new trial depend only on its number, the seed and the earlier trials, so that a resumed sweep
+    gives the same results as an uninterrupted one.
     """
     import optuna
 
@@ -279,10 +304,10 @@ def next_trial(work: Sweep) -> Any:
 
 
 def run_trial(work: Sweep, trial: Any) -> str | None:
-    """Train with the settings of a trial, to its end, or until it is pruned.
+    """Train with the parameters of a trial until training ends or the trial is pruned.
 
     Returns:
-        why it failed; None where it did not.
+        The reason of a failure; None for a successful or pruned trial.
     """
     from optuna.trial import TrialState
 
@@ -291,8 +316,8 @@ def run_trial(work: Sweep, trial: Any) -> str | None:
     print(f"trial {trial.number}: {settings}", flush=True)
     folder = work.run_folder(trial.number)
     try:
-        wait_for_another(folder)
-        pruned = train(work, trial, params) if final_bits_per_byte(folder) is None else False
+        wait_for_lock(folder)
+        pruned = train_trial(work, trial, params) if final_bits_per_byte(folder) is None else False
     except RuntimeError as error:
         trial.set_user_attr("reason", str(error))
         work.study.tell(trial.number, state=TrialState.FAIL)
@@ -301,21 +326,21 @@ def run_trial(work: Sweep, trial: Any) -> str | None:
     bits = final_bits_per_byte(folder)
     if bits is None and pruned:
         work.study.tell(trial.number, state=TrialState.PRUNED)
-        print(f"trial {trial.number}: ended early", flush=True)
+        print(f"trial {trial.number}: pruned", flush=True)
     elif bits is None:
-        raise RuntimeError(f"{folder}: the run ended without its final figures")
+        raise RuntimeError(f"{folder}: expected the run's final metrics, got none")
     else:
         work.study.tell(trial.number, bits)
         best = work.study.best_trial
         print(
-            f"trial {trial.number}: {bits:.4f} bits a byte; the best: {best.value:.4f} (trial {best.number})",
+            f"trial {trial.number}: {bits:.4f} bits/byte (best: {best.value:.4f}, trial {best.number})",
             flush=True,
         )
     return None
 
 
-def wait_for_another(folder: Path) -> None:
-    """Wait for a run that outlived its sweep, which was killed."""
+def wait_for_lock(folder: Path) -> None:
+    """Wait until no process holds the lock of a run folder: a run can outlive a killed sweep."""
     try:
         with FolderLock(folder):
             return
@@ -326,21 +351,21 @@ def wait_for_another(folder: Path) -> None:
 
 
 def final_bits_per_byte(folder: Path) -> float | None:
-    """Return the bits a byte of all held-out text, if the run has ended."""
+    """Return the final bits per byte of a run, from its metrics; None if the run has not ended."""
     finals = [
         line["final_bits_per_byte"] for line in read_metrics(folder / "metrics.jsonl") if "final_bits_per_byte" in line
     ]
     return finals[-1] if finals else None
 
 
-def train(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
-    """Run `tricycle train` in a process, and watch its held-out losses.
+def train_trial(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
+    """Run `tricycle train` in a process, and report its held-out losses to Optuna.
 
     Returns:
-        whether it was told to end because others were better.
+        Whether the trial was pruned.
 
     Raises:
-        RuntimeError: it failed; the message is its last line.
+        RuntimeError: the run failed; the message is the last line of its output.
     """
     folder = work.run_folder(trial.number)
     words = [sys.executable, "-m", "tricycle", "train"]
@@ -350,8 +375,8 @@ def train(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
     else:
         words += [*work.plan.train, "--run-folder", str(folder), *work.flags(params)]
     pruned = False
-    with (work.folder / f"{folder.name}.log").open("ab") as log, running(words, work.plan.where, log) as process:
-        for step, bits in estimates(folder, process):
+    with (work.folder / f"{folder.name}.log").open("ab") as log, child_process(words, work.plan.where, log) as process:
+        for step, bits in held_out_losses(folder, process):
             if step not in trial.storage.get_trial(trial._trial_id).intermediate_values:
                 trial.report(bits, step)
             if not pruned and trial.should_prune():
@@ -363,8 +388,14 @@ def train(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def running(words: list[str], where: str, log: Any) -> Iterator[subprocess.Popen]:
-    """Run a process that ends with this block: by itself, or terminated, so that it saves what it has."""
+def child_process(words: list[str], where: str, log: Any) -> Iterator[subprocess.Popen]:
+    """Start a process, and wait for its end when the context exits; after an error terminate it.
+
+    Args:
+        words: the command line.
+        where: the working directory.
+        log: the file for its output.
+    """
     process = subprocess.Popen(words, cwd=where, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         yield process
@@ -373,14 +404,14 @@ def running(words: list[str], where: str, log: Any) -> Iterator[subprocess.Popen
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(LEAVING)
+                process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
 
-def estimates(folder: Path, process: subprocess.Popen) -> Iterator[tuple[int, float]]:
-    """Yield steps and bits a byte of held-out estimates until the process has ended."""
+def held_out_losses(folder: Path, process: subprocess.Popen) -> Iterator[tuple[int, float]]:
+    """Yield the step and the bits per byte of each evaluation of a run until its process has ended."""
     path, size, last = folder / "metrics.jsonl", -1, -1
     ended = False
     while not ended:
@@ -394,21 +425,21 @@ def estimates(folder: Path, process: subprocess.Popen) -> Iterator[tuple[int, fl
                 if math.isfinite(line["bits_per_byte"]):
                     yield last, line["bits_per_byte"]
         if not ended:
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
 
 
 def last_output_line(log: Path) -> str:
-    """Return the last line that a run printed, without its progress bar."""
+    """Return the last line of a run's output, without the progress bar."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4000))
         lines = file.read().decode("utf-8", "replace").replace("\r", "\n").splitlines()
-    last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+    last = next((line for line in reversed(lines) if line.strip()), "no output")
     return on_one_line(last.partition("tricycle train: ")[2] or last)
 
 
-# -------------------------------------------------------------------- what came of it
-def results(work: Sweep) -> list[dict[str, Any]]:
-    """Return all trials that have ended, one row each."""
+# -------------------------------------------------------------------- results
+def trial_rows(work: Sweep) -> list[dict[str, Any]]:
+    """Return a row with the result and the parameters of each finished trial."""
     rows = []
     for trial in work.study.get_trials(deepcopy=False):
         if not trial.state.is_finished():
@@ -427,8 +458,8 @@ def _short(value: Any) -> Any:
 
 
 def write_report(work: Sweep) -> list[dict[str, Any]]:
-    """Write the table and the picture; returns the rows."""
-    rows = results(work)
+    """Write sweep.csv and sweep.png; return the rows of the table."""
+    rows = trial_rows(work)
     table = io.StringIO()
     writer = csv.DictWriter(table, rows[0].keys(), lineterminator="\n")
     writer.writeheader()
@@ -444,30 +475,29 @@ def write_report(work: Sweep) -> list[dict[str, Any]]:
 
 
 def report(work: Sweep) -> None:
-    """Print the trials, and the commands that train as the best did and generate with it."""
+    """Print the table of trials, and the commands that train and generate with the best parameters."""
     rows = write_report(work)
     done = sorted((row for row in rows if row["bits_per_byte"] is not None), key=lambda row: row["bits_per_byte"])
     others = [row for row in rows if row["bits_per_byte"] is None]
     names = list(work.over)
     print(
-        f"\n{'trial':>5}  {'bits a byte':>11}  {'seconds':>7}  "
-        + "  ".join(f"{name:>{_width(name)}}" for name in names)
+        f"\n{'trial':>5}  {'bits/byte':>11}  {'seconds':>7}  " + "  ".join(f"{name:>{_width(name)}}" for name in names)
     )
-    for row in [*done, *others][:SHOWN]:
+    for row in [*done, *others][:MAX_ROWS]:
         bits = row["state"] if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"
         values = "  ".join(f"{row[name]!s:>{_width(name)}}" for name in names)
         print(f"{row['trial']:>5}  {bits:>11}  {row['seconds']:>7.1f}  {values}")
-    if len(rows) > SHOWN:
-        print(f"... and {len(rows) - SHOWN} more in sweep.csv")
-    print(f"table: {work.folder / 'sweep.csv'}; picture: {work.folder / 'sweep.png'}")
+    if len(rows) > MAX_ROWS:
+        print(f"... and {len(rows) - MAX_ROWS} more in sweep.csv")
+    print(f"table: {work.folder / 'sweep.csv'}; plot: {work.folder / 'sweep.png'}")
     if not done:
-        raise RuntimeError(f"{work.folder}: no trial came to its end")
+        raise RuntimeError(f"{work.folder}: expected a completed trial, got none")
     best = work.study.best_trial
     params = {name: _short(best.params[name]) for name in work.over}
-    print(f"the best is trial {best.number}, {best.value:.4f} bits a byte. Train so with")
+    print(f"best trial: {best.number}, {best.value:.4f} bits/byte. Train with these settings:")
     print(f"  {command_name('train', 'sweep')} {shlex.join([*work.plan.train, *work.flags(params)])}")
     best_folder = shlex.quote(work.run_folder(best.number).as_posix())
-    print(f"generate with it\n  {command_name('generate', 'sweep')} {best_folder}")
+    print(f"generate text with the best model:\n  {command_name('generate', 'sweep')} {best_folder}")
 
 
 def _width(name: str) -> int:

@@ -75,7 +75,7 @@ class Arguments:
     """the folder for the files of the run; by default a new folder in runs/"""
     on_nan: OnNaN = "skip"
     """when a loss or gradient is NaN or infinite: "stop" the run, "skip" the update, or "rollback" to the last
-    checkpoint and continue with the batches after the bad one"""
+    checkpoint"""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """where to compute; "auto" uses a GPU if one is available"""
     on_full_disk: OnFullDisk = "wait"
