@@ -60,7 +60,7 @@ class Record(NamedTuple):
 
 # -------------------------------------------------------------------- reading
 def read_records(paths: Sequence[str | os.PathLike[str]]) -> list[Record]:
-    """Read the records of files and folders.
+    """Read fine-tuning records from .jsonl and text files, or from folders of them.
 
     Raises:
         ValueError: a record is not valid (no text, no JSON, or wrong fields); the message names the file and the line.
@@ -189,7 +189,7 @@ class ExampleEncoder:
     n_left_out: int = 0
 
     def encode(self, record: Record) -> list[Example]:
-        """Return the examples of one record: several for a long text, two or none for a preference, else one or none.
+        """Tokenize a record into examples: several for a long text, two or none for a preference, else one or none.
 
         Raises:
             ValueError: an answer is longer than the window; or the model has no chat template for a conversation, or

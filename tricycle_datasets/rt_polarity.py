@@ -17,7 +17,7 @@ CLASSES = ("negative", "positive")
 
 
 def load_rt_polarity() -> tuple[list[str], list[int]]:
-    """Return all sentences and their labels, 0 for negative and 1 for positive; the negative ones come first.
+    """Return film-review sentences and their sentiment labels (0 negative, 1 positive), the negative ones first.
 
     Raises:
         OSError: a file is missing and could not be downloaded; the message says where to put it.

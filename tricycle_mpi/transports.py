@@ -100,7 +100,7 @@ class BlockingRequest:
         """Do nothing: the operation runs in `wait`."""
 
     def wait(self) -> None:
-        """Run the operation."""
+        """Run the MPI operation on the array (or its dense copy), and block until it is complete."""
         dense = self.array if _is_dense(self.array) else self.array.copy()
         array_module(dense).cuda.get_current_stream().synchronize()  # MPI does not synchronize with CUDA streams
         self.transport.ranks.wait(self.transport.gradients.Ibarrier())  # this wait has a timeout; the call has none

@@ -43,7 +43,7 @@ def sample_if_certain(
 
 
 def is_certain(sampling: SamplingParams, logits: np.ndarray, token: int, number: float, tolerance: float) -> bool:
-    """Return whether every vector of logits within the tolerance gives this token for a random number.
+    """Return whether all logits within the tolerance lead to this sampled token.
 
     Args:
         logits: (V,), after logits processors.

@@ -62,7 +62,7 @@ class SpeculativeState(DecodingState):
             cache.pin(position)
 
     def fork(self, length: int) -> SpeculativeState:
-        """Return a copy of the state after the first `length` tokens.
+        """Return a copy of the state that has processed only the first `length` tokens.
 
         The copy is empty if the caches cannot be truncated there, or are inexact.
         """

@@ -27,7 +27,7 @@ def from_hidden(
     n_rows: int,
     scale: Array | float = 1.0,
 ) -> Tensor:
-    """Compute `loss_fn(labels, head(hidden), scale)` in chunks of rows, without storing all logits.
+    """Compute the cross-entropy of `head(hidden)` in chunks of rows, so that the full logits are never stored.
 
     The gradients are computed together with the loss of each chunk; the backward pass only multiplies them by the
     gradient of the loss, which is nearly always 1. So one more array for each parameter is stored until then. Rows with

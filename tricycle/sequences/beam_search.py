@@ -122,7 +122,7 @@ def run_beam_search(
 
 
 def select_rows(state: Any, rows: np.ndarray) -> Any:
-    """Return a decoder state with the given rows of its batch, which may repeat."""
+    """Select rows of the batch in a decoder state, recursively in all its arrays and caches; rows may repeat."""
     if isinstance(state, Tensor):
         return Tensor(state.array[state.xp.asarray(rows)], False)
     if isinstance(state, np.ndarray):

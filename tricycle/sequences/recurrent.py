@@ -128,7 +128,7 @@ class _Run:
         self.pieces = [(slice(start, min(start + PIECE_STEPS, n_steps)), slice(0, n_items)) for start in starts]
 
     def forward(self, bias: Array | None = None, later_bias: Array | None = None) -> None:
-        """Fill gates and states.
+        """Compute the gates and states of all time steps.
 
         Args:
             bias, later_bias: for the input and for the previous output.

@@ -185,7 +185,7 @@ class Seq2SeqAttention(Seq2Seq):
         return {**state, "projected_keys": self.attention.project_keys(state["outputs"]), "weights": None}
 
     def decode(self, target: Operand, state: State) -> Tensor:
-        """Return the logits (B, T, V); store the attention weights (B, T, S) in state["weights"]."""
+        """Return the logits (B, T, V) after each target token; store the attention weights in state["weights"]."""
         y = self.dropout(self.embedding(as_tensor(target)))
         if self.attend_before_step:
             steps, contexts, weights = [], [], []

@@ -127,7 +127,7 @@ class TranslatorConfig(ValidatedConfig):
 
 
 def new_translator(config: TranslatorConfig, generator: np.random.Generator) -> EncoderDecoder:
-    """Return a translation model with random weights."""
+    """Return a new encoder-decoder of the configured architecture, with random weights."""
     n_vocab, width, dropout = config.vocab_size, config.width, config.dropout
     if config.name == "transformer":
         return Transformer(
