@@ -67,7 +67,7 @@ def test_a_softmax_that_is_a_built_in_one_comes_to_the_same(tmp_path: Path, monk
         "from tricycle import kernels\nfrom tricycle.functions import RowSoftmax\n\n\n"
         "class Again(RowSoftmax):\n    def row_softmax(self, scores):\n        return kernels.softmax(scores)\n"
     )
-    text, held_out = bench.corpus()
+    text, held_out = bench.load_tokens()
     with bench.register_softmax(path) as name:
         losses = [bench.train(one, 0, [2, 4], text, held_out).losses for one in (name, "softmax")]
     np.testing.assert_allclose(*losses, rtol=1e-4)

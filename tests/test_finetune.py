@@ -381,7 +381,7 @@ BAD = {
     ),
     "all equal": (
         json.dumps(GOOD) * 1 + "\n" + json.dumps(GOOD),
-        "got 0 and 2 examples of 2 records; equal ones stand on",
+        "got 0 and 2 examples of 2 records; equal records",
     ),
     "a number": ('{"text": 3}\n', "expected text to be a text of a character or more, got 3"),
     "long": (json.dumps({"prompt": "a", "completion": "fox " * 200}), "expected answers of at most 100 tokens"),

@@ -43,7 +43,14 @@ from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.models import ModelFlags, SamplingFlags
-from tricycle_cli.serve import Arguments, api_key, cache_capacity_tokens, is_loopback, name_of, sampling_of
+from tricycle_cli.serve import (
+    Arguments,
+    api_key,
+    cache_capacity_tokens,
+    default_request_sampling,
+    is_loopback,
+    published_name,
+)
 from tricycle_cli.serve import load as load_served
 from tricycle_serve.answers import merged
 from tricycle_serve.gate import host_name
@@ -261,9 +268,9 @@ def test_a_run_of_ones_own_is_served_without_penalties():
     own = Pretrained(lively_model(), tiny_tokeniser(), GenerationSettings())
     flags = SamplingFlags(temperature=0.0)
     assert flags.for_model(own).repetition_penalty > 1  # as `tricycle generate` has it
-    sampling = sampling_of(flags, own)
+    sampling = default_request_sampling(flags, own)
     assert (sampling.repetition_penalty, sampling.no_repeat_ngram_size) == (1, 0)
-    assert sampling_of(SamplingFlags(no_repeat_ngram_size=4), own).no_repeat_ngram_size == 4
+    assert default_request_sampling(SamplingFlags(no_repeat_ngram_size=4), own).no_repeat_ngram_size == 4
 
 
 # -------------------------------------------------------------------- a tokeniser that panics
@@ -823,8 +830,8 @@ def test_a_template_that_refuses(tmp_path):
 
 
 def test_names_and_memory(folder, alone, monkeypatch):
-    assert name_of(str(folder)) == "tiny"
-    assert name_of("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"
+    assert published_name(str(folder)) == "tiny"
+    assert published_name("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"
     monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.001")
     config = alone.loaded.model.config
     per_token = 2 * 4 * config.n_layers * config.key_heads * config.channels_per_head

@@ -20,7 +20,7 @@ from test_training import CONFIG, TOKENS, new_run, same_files, stop_at, train, w
 from tricycle.training_state import new_state, resume_state
 from tricycle_cli import trackers, tracking
 from tricycle_cli.run import read_metrics
-from tricycle_cli.trackers import NAMES, TRACKERS, Tracker, expect_trackers, logged_in_to_wandb
+from tricycle_cli.trackers import NAMES, TRACKERS, Tracker, check_trackers, logged_in_to_wandb
 from tricycle_cli.tracking import Tracking
 
 PROGRAM = Path(__file__).with_name("tracked_run.py")
@@ -183,7 +183,7 @@ def test_unknown_trackers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(json.dumps({"data": "python", "files": [], "track": ["paper"]}))
     assert "expected data and files as a run writes them" in call(TRAIN, "--resume", tmp_path).stderr
     with pytest.raises(ValueError, match="expected --track to be of tensorboard, wandb, mlflow, trackio, got 'paper'"):
-        expect_trackers(["paper"])
+        check_trackers(["paper"])
 
 
 def test_a_folder_of_that_name_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_a_folder_of_that_name_is_no_library(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "nolibrary").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match=r"tricycle-gpt\[nolibrary\]"):
-        expect_trackers(["nolibrary"])
+        check_trackers(["nolibrary"])
 
 
 def test_every_tracker_is_an_extra_and_in_the_documentation() -> None:

@@ -64,7 +64,7 @@ def new_task() -> TextTask:
 
 def train(state, run) -> bool:
     """Train as a command does, and return whether training came to its end."""
-    with updates.updates(state, run, new_task()) as session:
+    with updates.update_session(state, run, new_task()) as session:
         return training.train(**state.train_arguments(), session=session)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from test_training import CONFIG, TOKENS, new_run, new_task, train
 
 from tricycle.training_state import new_state, resume_state
-from tricycle_cli.trackers import expect_trackers
+from tricycle_cli.trackers import check_trackers
 from tricycle_cli.tracking import Tracking
 from tricycle_cli.updates import evaluate_and_record
 
@@ -28,7 +28,7 @@ Row = tuple[int, str, float]
 
 
 def run(folder: Path, tracker: str, end: str) -> None:
-    expect_trackers([tracker])
+    check_trackers([tracker])
     run = new_run(folder)
     state = resume_state(run.last, TOKENS) if run.last.exists() else new_state(CONFIG, TOKENS)
     facts = {"n_parameters": state.model.n_parameters, **CONFIG.to_dict()}

@@ -74,7 +74,7 @@ def main(args: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     with register_softmax(arguments.softmax) as own:
         names = [own, *(name for name in arguments.against if name != own)]
-        text, held_out = corpus()
+        text, held_out = load_tokens()
         steps = evaluation_steps(arguments.steps)
         runs: dict[str, list[Run]] = {name: [] for name in names}
         for seed in range(arguments.seeds):
@@ -82,7 +82,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 runs[name].append(train(name, seed, steps, text, held_out))
                 shown = f"{name}, seed {seed}: held-out loss {runs[name][-1].losses[-1]:.4f} nats/token"
                 print(f"{shown}, {1000 * runs[name][-1].seconds:.1f} ms/step", file=sys.stderr, flush=True)
-    rows = [summary(name, runs[name]) for name in names]
+    rows = [summarize_runs(name, runs[name]) for name in names]
     result = {
         "own": own,
         "file": arguments.softmax.name,
@@ -146,7 +146,7 @@ def check_softmax(path: Path, softmax: Any) -> None:
         raise ValueError(f"{title}: expected weights of 0 for masked keys (scores of -inf), got others")
 
 
-def corpus() -> tuple[np.ndarray, np.ndarray]:
+def load_tokens() -> tuple[np.ndarray, np.ndarray]:
     """Return training and held-out tokens, from different source files of Python's standard library."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [path.read_bytes() for path in files]
@@ -190,7 +190,7 @@ def train(name: str, seed: int, steps: Sequence[int], text: np.ndarray, held_out
     return Run(losses, float(np.median(seconds)))
 
 
-def summary(name: str, runs: Sequence[Run]) -> dict[str, Any]:
+def summarize_runs(name: str, runs: Sequence[Run]) -> dict[str, Any]:
     """Return the losses of runs with one softmax, the mean and standard deviation of the last, and ms per step."""
     last = np.array([run.losses[-1] for run in runs])
     return {

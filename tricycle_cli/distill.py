@@ -33,7 +33,7 @@ from tricycle_cli.run import Run
 from tricycle_cli.session import open_session
 from tricycle_cli.task import read_stored_flags
 from tricycle_cli.train import Arguments as TrainArguments
-from tricycle_cli.train import ResumeArguments, Tokenisers, TrainTask, checked, parse_resume, read_run
+from tricycle_cli.train import ResumeArguments, Tokenisers, TrainTask, parse_resume, read_run, resolve_arguments
 
 DESCRIPTION = __doc__ or ""
 
@@ -76,7 +76,7 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> DistillTask:
     resumed = parse_resume(words, processes, read_distillation)
     if resumed is not None:
         return DistillTask(Arguments(), resumed)
-    arguments = checked(parse_on_all_ranks(processes, lambda: parse_arguments(words)), words, processes)
+    arguments = resolve_arguments(parse_on_all_ranks(processes, lambda: parse_arguments(words)), words, processes)
     check_arguments(arguments)
     teacher = load_model(arguments.teacher, device=arguments.device)
     config, size, longest = arguments.config, teacher.model.config.vocab_size, teacher.model.config.context_window
@@ -142,19 +142,23 @@ class DistillTask(TrainTask):
 
     @property
     def name(self) -> str:
+        """Return the first part of the name of a new run folder."""
         return f"{Path(self.arguments.teacher).stem}-distilled"
 
     def read(self, folder: Path) -> tuple[TrainArguments, str]:
+        """Return the arguments of a run folder and the digest of its text; store the digest of the teacher."""
         self.teacher_digest = read_json_object(folder / "data.json").get("base", "")
         return read_distillation(folder)
 
     def describe(self) -> dict[str, Any]:
+        """Return the entries of data.json except the digest of the text."""
         own = {name: getattr(self.arguments, name) for name in DISTILL_FLAGS}
         if Path(own["teacher"]).exists():
             own["teacher"] = str(Path(own["teacher"]).resolve())
         return {**super().describe(), "command": self.command, "distill": own, "base": self.teacher_digest}
 
     def prepare(self, run: Run) -> TrainingState:
+        """Load the teacher, the text and the student, and set the distillation loss."""
         arguments = self.arguments
         self.teacher = self.teacher or load_model(arguments.teacher, device=arguments.device)
         print(f"teacher: {arguments.teacher}, {self.teacher.model.n_parameters:,} parameters")
@@ -174,8 +178,10 @@ class DistillTask(TrainTask):
         return super().needed_memory(config) + N_ARRAYS * 4 * n_logits
 
     def first_tokeniser(self, run: Run, has_last: bool) -> Any:
+        """Return the tokenizer of the last checkpoint if there is one, else the teacher's."""
         teacher: Any = self.teacher  # `prepare` has loaded it
         return super().first_tokeniser(run, has_last) if has_last else teacher.tokeniser
 
     def title(self, state: TrainingState) -> str:
+        """Return the title of the loss curve."""
         return f"{super().title(state)}; training: the distillation loss"

@@ -72,7 +72,7 @@ def process_group() -> Iterator[ProcessGroup]:
             _end_all(processes, error)
 
 
-def expect_one_process(command: str) -> None:
+def require_one_process(command: str) -> None:
     """Check that a command was started in one process.
 
     Raises:

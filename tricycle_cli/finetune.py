@@ -40,7 +40,7 @@ from tricycle.pretrained.adapters import new_adapter
 from tricycle.system.files import read_json_object
 from tricycle.training import train
 from tricycle.training_state import TrainingState, activation_bytes, new_optimiser
-from tricycle_cli.distributed import expect_one_process
+from tricycle_cli.distributed import require_one_process
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk
 from tricycle_cli.init_from import initialize_from
@@ -48,7 +48,7 @@ from tricycle_cli.models import Device, Weights, load_model
 from tricycle_cli.run import OnNaN, Run, read_metrics
 from tricycle_cli.session import open_session, print_line
 from tricycle_cli.task import Task, claim_new_folder, command_name, read_stored_flags, write_run_description
-from tricycle_cli.trackers import TrackerName, expect_trackers
+from tricycle_cli.trackers import TrackerName, check_trackers
 from tricycle_cli.tuning import ADAPTER, HeldOutPairs, HeldOutRows, TuningState, write_samples
 from tricycle_cli.updates import advise_on_memory, check_training_memory, evaluate_and_record
 from tricycle_datasets.examples import PREFERENCES, ExampleEncoder, ExampleSplit, Record, load_examples, read_records
@@ -149,7 +149,7 @@ class Arguments:
 # -------------------------------------------------------------------- the command
 def main(args: Sequence[str] | None = None) -> int:
     """Run `tricycle finetune` with a command line; by default that of this process."""
-    expect_one_process("finetune")
+    require_one_process("finetune")
     with open_session(partial(new_task, sys.argv[1:] if args is None else list(args))) as session:
         session.finished = train(**session.state.train_arguments(), session=session)
     return 0
@@ -166,7 +166,7 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
         if not arguments.model or not arguments.data:
             raise ValueError("expected a model and --data, or --resume with a run folder")
         check_arguments(arguments)
-        expect_trackers(arguments.track)
+        check_trackers(arguments.track)
     return FinetuneTask(arguments, arguments.resume or arguments.run_folder)
 
 
@@ -242,17 +242,20 @@ class FinetuneTask(Task):
 
     @property
     def name(self) -> str:
+        """Return the first part of the name of a new run folder."""
         return f"{Path(self.arguments.model).stem}-finetuned"
 
-    def claim(self, folder: Path, processes: ProcessGroup) -> None:
+    def claim_folder(self, folder: Path, processes: ProcessGroup) -> None:
+        """Check that a new run can use the folder, or read the flags of a resumed run."""
         if self.arguments.resume is None:
             claim_new_folder(folder)
             return
         stored = read_arguments(folder)
         self.arguments = dataclasses.replace(stored, track=self.arguments.track or stored.track)
-        expect_trackers(self.arguments.track)
+        check_trackers(self.arguments.track)
 
     def prepare(self, run: Run) -> TuningState:
+        """Load the data and the model, attach a new adapter, and start or resume the run."""
         arguments, lora = self.arguments, _lora_config(self.arguments)
         records = read_records(arguments.data)
         held_out = read_records(arguments.held_out) if arguments.held_out else []
@@ -267,7 +270,7 @@ class FinetuneTask(Task):
             records, ExampleEncoder(loaded.tokeniser, window, arguments.truncate_answers), held_out
         )
         self._split(examples, window)
-        config = config_of(arguments, loaded, self.dataset)
+        config = training_config(arguments, loaded, self.dataset)
         base, adapter = fingerprint(loaded.model), None
         if lora is not None:
             adapter = new_adapter(loaded, lora, arguments.seed, arguments.model)
@@ -334,7 +337,7 @@ class FinetuneTask(Task):
         print(f"run folder: {run.folder}")
         run.samples.unlink(missing_ok=True)  # of a session that ended before there was a checkpoint
         self.before = self.measure(state)
-        print(f"before training: held-out loss {self.figures_text(self.before)} ({self.held_out.size})")
+        print(f"before training: held-out loss {self.format_metrics(self.before)} ({self.held_out.size})")
         self.prompts = _prompts(self.arguments, examples)
         self._write_samples(run, "before")
         description = {"data": "finetune", "files": [], "tokeniser": "own", "corpus": examples.digest}
@@ -353,11 +356,13 @@ class FinetuneTask(Task):
                 f"{run.folder}: expected the model that the run was started with, got a changed {self.arguments.model}"
             )
 
-    def facts(self, state: TrainingState) -> dict[str, Any]:
+    def tracked_settings(self, state: TrainingState) -> dict[str, Any]:
+        """Return the flags and the config of the run, which trackers record."""
         flags = {name: value for name, value in _as_json(self.arguments).items() if name != "track"}
         return {**flags, **state.config.to_dict()}
 
     def memory_advice(self, config: GPTConfig, on_gpu: bool) -> str:
+        """Return advice on settings that need less memory, for the message of a MemoryError."""
         arguments = self.arguments
         advice = [] if arguments.recompute else ["use --recompute"]
         if arguments.batch_size > 1:
@@ -370,16 +375,19 @@ class FinetuneTask(Task):
         return ", or ".join(advice)
 
     def measure(self, state: TrainingState) -> dict[str, float]:
+        """Evaluate the model on the held-out examples; return the metrics by name."""
         return self.held_out.measure(state.model)
 
-    def figures_text(self, figures: Mapping[str, float]) -> str:
-        return self.held_out.figures_text(figures)
+    def format_metrics(self, figures: Mapping[str, float]) -> str:
+        """Format the results of `measure` for printing."""
+        return self.held_out.format_metrics(figures)
 
     def _write_samples(self, run: Run, title: str) -> None:
         if self.prompts and self.arguments.sample_tokens:
             write_samples(self.loaded, run, title, self.prompts, self.arguments.sample_tokens)
 
     def report(self, state: Any, run: Run) -> None:
+        """Print the losses before and after training, plot the loss curve, and print samples and the next commands."""
         if state.evaluated_step != state.step:
             evaluate_and_record(state, run, self)
         checkpoint = load_checkpoint(run.best)
@@ -394,8 +402,8 @@ class FinetuneTask(Task):
         title = f"{sum(parameter.size for parameter in state.saved_module().parameters()):,} trained parameters"
         picture = run.write(lambda: plot_losses(metrics, path, bits_per_nat, {}, title, unit))
         print(f"\n{state.total_steps} updates in {state.seconds / 60:.1f} minutes; best checkpoint: step {best_step}")
-        text = self.figures_text({**after, "held_out_loss": state.best_loss})
-        print(f"held-out loss before training: {self.figures_text(self.before)}; after: {text}")
+        text = self.format_metrics({**after, "held_out_loss": state.best_loss})
+        print(f"held-out loss before training: {self.format_metrics(self.before)}; after: {text}")
         print(f"loss curve: {picture}; samples: {run.samples}")
         self._print_next_commands(run.folder)
 
@@ -463,7 +471,7 @@ def finetuning_bytes(config: GPTConfig, dataset: PackedDataset, learning: Layer)
     return 3 * 4 * n_learning + activation_bytes(config, n_rows * dataset.longest_row)
 
 
-def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) -> GPTConfig:
+def training_config(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) -> GPTConfig:
     """Return the config of the run: the model's fields, and the training settings of the flags."""
     steps_per_epoch = dataset.n_items / (arguments.batch_size * arguments.accumulation_steps)
     steps = arguments.steps or max(1, math.ceil(steps_per_epoch * arguments.epochs))

@@ -37,6 +37,7 @@ class Arguments:
 
 
 def main(args: Sequence[str] | None = None) -> None:
+    """Run `tricycle generate` with a command line; by default that of this process."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
     tokeniser = loaded.tokeniser

@@ -86,6 +86,7 @@ class Arguments:
 
 
 def main(args: Sequence[str] | None = None) -> None:
+    """Run `tricycle serve` with a command line; by default that of this process."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
@@ -148,7 +149,7 @@ def address(listener: socket.socket) -> str:
 
 def load(arguments: Arguments) -> Served:
     """Load the model or encoder, and return it as the server's service."""
-    name = arguments.model_name or name_of(arguments.source)
+    name = arguments.model_name or published_name(arguments.source)
     created = int(time.time())
     limits = Limits(arguments.max_batch_size, arguments.max_queue, arguments.cached_texts)
     on_gpu = use_gpu(arguments.model.device, arguments.model.weights)
@@ -161,12 +162,12 @@ def load(arguments: Arguments) -> Served:
     load_model(arguments.source, loaded=loaded, **vars(arguments.model))
     cache = cache_dtype(arguments.kv_cache_dtype)
     limits.n_tokens = math.inf if on_gpu else cache_capacity_tokens(loaded.model, cache)
-    sampling = sampling_of(arguments.sampling, loaded)
+    sampling = default_request_sampling(arguments.sampling, loaded)
     ways = Ways(sampling, sampling, arguments.length, arguments.timeout_seconds)
     return Writer(name, loaded, ways, limits, created, cache)
 
 
-def sampling_of(flags: SamplingFlags, loaded: Pretrained) -> PenalizedSamplingParams:
+def default_request_sampling(flags: SamplingFlags, loaded: Pretrained) -> PenalizedSamplingParams:
     """Return the default sampling parameters of requests.
 
     A model trained by Tricycle gets no penalties unless a flag sets them, so that `temperature` 0 is greedy decoding.
@@ -181,7 +182,7 @@ def sampling_of(flags: SamplingFlags, loaded: Pretrained) -> PenalizedSamplingPa
     return sampling
 
 
-def name_of(source: str) -> str:
+def published_name(source: str) -> str:
     """Return the model name for requests: of a path only the last part, so that no folder names are published."""
     path = Path(source)
     return path.resolve().name if path.exists() else source

@@ -26,7 +26,7 @@ from tricycle_cli.signals import Interrupted, Signals, exit_by_signal
 from tricycle_cli.streams import tolerant_streams
 from tricycle_cli.task import Task, command_name
 from tricycle_cli.tracking import Tracking
-from tricycle_cli.updates import RunSession, updates
+from tricycle_cli.updates import RunSession, update_session
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def open_session(new_task: Callable[[ProcessGroup], Task]) -> Iterator[RunSessio
             task = new_task(processes)
             folder = processes.broadcast(task.folder or new_folder(task.name))
             with run_folder_lock(folder, processes):
-                task.claim(folder, processes)
+                task.claim_folder(folder, processes)
                 on_rank_zero(processes, lambda: remove_partial_files(folder))
                 run = _new_run(task, folder, signals, processes)
                 with _run_task(task, run, signals, started) as session:
@@ -72,7 +72,7 @@ def _run_task(task: Task, run: Run, signals: Signals, started: float) -> Iterato
             run.spent = clock.awake_seconds() - started
             run.tracking = start_tracking(task, run, state)
             with add_checkpoint_hint_to_errors(task, run, resume), _tracked(run):
-                with signals.deferred(), updates(state, run, task) as session:
+                with signals.deferred(), update_session(state, run, task) as session:
                     yield session
                 if session.finished:
                     signals.check()
@@ -127,7 +127,7 @@ def start_tracking(task: Task, run: Run, state: TrainingState) -> Tracking | Non
     names = task.arguments.track
     if not names or not run.processes.is_rank_zero:
         return None
-    return Tracking(names, run.folder, task.facts(state), print_line).start()
+    return Tracking(names, run.folder, task.tracked_settings(state), print_line).start()
 
 
 def _tracked(run: Run) -> contextlib.AbstractContextManager[None]:

@@ -55,6 +55,7 @@ class Signals:
         self._hook: Callable[[Any], Any] | None = None
 
     def __call__(self) -> bool:
+        """Return whether a signal has arrived."""
         return self.number != 0
 
     def __enter__(self) -> Signals:

@@ -29,7 +29,7 @@ import tyro
 from tricycle.system.files import atomic_write, read_json_object
 from tricycle.system.locks import FolderLock, LockedError
 from tricycle_cli.databases import sqlite_url
-from tricycle_cli.distributed import expect_one_process
+from tricycle_cli.distributed import require_one_process
 from tricycle_cli.flags import on_one_line, parse, parse_known
 from tricycle_cli.run import read_metrics
 from tricycle_cli.search_space import (
@@ -153,7 +153,7 @@ class Sweep:
 # -------------------------------------------------------------------- the command
 def main(args: Sequence[str] | None = None) -> int:
     """Run `tricycle sweep` with a command line; by default that of this process."""
-    expect_one_process("sweep")
+    require_one_process("sweep")
     words = sys.argv[1:] if args is None else list(args)
     if asked := {"--help", "-h", "--help-all"} & set(words):
         parse(Arguments, args=list(asked), description=__doc__ or "")

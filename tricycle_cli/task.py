@@ -51,7 +51,7 @@ class Task:
         """Return the first part of the name of a new run folder."""
         raise NotImplementedError
 
-    def claim(self, folder: Path, processes: ProcessGroup) -> None:
+    def claim_folder(self, folder: Path, processes: ProcessGroup) -> None:
         """Check that a new run can use the folder, or read the settings of a resumed run; the caller holds the lock.
 
         Raises:
@@ -67,7 +67,7 @@ class Task:
         """
         raise NotImplementedError
 
-    def facts(self, state: TrainingState) -> dict[str, Any]:
+    def tracked_settings(self, state: TrainingState) -> dict[str, Any]:
         """Return the settings of the run that trackers record."""
         return state.config.to_dict()
 
@@ -85,7 +85,7 @@ class Task:
         """Evaluate the model on held-out data; return "held_out_loss", which training minimizes, and other metrics."""
         raise NotImplementedError
 
-    def figures_text(self, figures: Mapping[str, float]) -> str:
+    def format_metrics(self, figures: Mapping[str, float]) -> str:
         """Format the results of `measure` for printing."""
         raise NotImplementedError
 

@@ -45,7 +45,7 @@ class Tracker:
         self.folder, self.id = folder, id
         self.where = ""
 
-    def start(self, facts: Mapping[str, Any], is_new: bool) -> None:
+    def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
         """Start a run, or resume the run of this id."""
 
     def rewind(self, step: int) -> None:
@@ -71,7 +71,8 @@ class TensorBoard(Tracker):
     storage = "`tensorboard/` in the run's folder, by TensorBoard's own writer of records"
     keeps = rewinds = True
 
-    def start(self, facts: Mapping[str, Any], is_new: bool) -> None:
+    def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
+        """Open a new event file in the run folder."""
         from tensorboard.plugins.text.summary import text_pb
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -84,7 +85,7 @@ class TensorBoard(Tracker):
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
         if is_new:
-            rows = [f"| {name} | {value} |" for name, value in facts.items()]
+            rows = [f"| {name} | {value} |" for name, value in run_settings.items()]
             self._write(summary=text_pb("config", "\n".join(["| field | value |", "|:---|:---|", *rows])))
         self.flush()
         self.where = f"tensorboard --logdir {shlex.quote(str(folder))}"
@@ -95,20 +96,24 @@ class TensorBoard(Tracker):
         self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
     def rewind(self, step: int) -> None:
+        """Write a session start, with which TensorBoard discards values from this step on."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._write(step=step, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the values of one step as scalars."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(step=step, summary=Summary(value=scalars))
 
     def flush(self) -> None:
+        """Flush the event file."""
         self._file.flush()
 
     def finish(self, went_well: bool) -> None:
+        """Close the event file."""
         self._file.close()
 
 
@@ -118,7 +123,8 @@ class WandB(Tracker):
     storage = "`wandb/` in the run's folder, in offline mode"
     settings = {"WANDB_ERROR_REPORTING": "false"}
 
-    def start(self, facts: Mapping[str, Any], is_new: bool) -> None:
+    def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
+        """Start or resume the run in Weights & Biases."""
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if logged_in_to_wandb() else "offline")
@@ -127,7 +133,7 @@ class WandB(Tracker):
             id=self.id,
             name=self.folder.name,
             dir=os.environ.get("WANDB_DIR", str(self.folder)),
-            config=dict(facts),
+            config=dict(run_settings),
             mode=mode,
             resume="allow",
             settings=wandb.Settings(silent=True, console="off"),
@@ -137,12 +143,15 @@ class WandB(Tracker):
         self.where = sync if self._run.settings.mode == "offline" else f"{self._run.url}"
 
     def has(self, step: int, name: str) -> bool:
+        """Return whether the run had this step when it was resumed."""
         return step < self._first
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of one step."""
         self._run.log(dict(values), step=step)
 
     def finish(self, went_well: bool) -> None:
+        """End the run, with exit code 0 if training finished."""
         self._run.finish(exit_code=0 if went_well else 1)
 
 
@@ -168,7 +177,8 @@ class MLflow(Tracker):
     }
     keeps = True
 
-    def start(self, facts: Mapping[str, Any], is_new: bool) -> None:
+    def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
+        """Start a run in MLflow with the settings as parameters, or resume it."""
         from mlflow import MlflowClient
         from mlflow.entities import Param, RunStatus
 
@@ -183,7 +193,7 @@ class MLflow(Tracker):
             artifacts = None if elsewhere else (self.folder.resolve() / "mlflow-artifacts").as_uri()
             experiment = known.experiment_id if known else client.create_experiment(name, artifacts)
             self.id = client.create_run(experiment, run_name=self.folder.name).info.run_id
-            params = [Param(name, str(value)[:500]) for name, value in facts.items()]
+            params = [Param(name, str(value)[:500]) for name, value in run_settings.items()]
             for first in range(0, len(params), MAX_PARAMS):
                 client.log_batch(self.id, params=params[first : first + MAX_PARAMS])
         else:
@@ -192,17 +202,20 @@ class MLflow(Tracker):
         self.where = elsewhere or f"mlflow ui --backend-store-uri {shlex.quote(address)}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Buffer the values of one step until `flush`."""
         from mlflow.entities import Metric
 
         now = time.time_ns() // 10**6
         self._waiting += [Metric(name, value, now, step) for name, value in values.items()]
 
     def flush(self) -> None:
+        """Send the buffered values."""
         while self._waiting:
             self._client.log_batch(self.id, metrics=self._waiting[:1000])  # the maximum of one request
             del self._waiting[:1000]
 
     def finish(self, went_well: bool) -> None:
+        """End the run with the status FINISHED or KILLED."""
         self._client.set_terminated(self.id, "FINISHED" if went_well else "KILLED")
 
 
@@ -212,7 +225,8 @@ class Trackio(Tracker):
     storage = "its own folder, so that it shows all runs together (`TRACKIO_DIR`)"
     settings = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
-    def start(self, facts: Mapping[str, Any], is_new: bool) -> None:
+    def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
+        """Start or resume the run in Trackio, and read the values that it has."""
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
@@ -225,7 +239,7 @@ class Trackio(Tracker):
         self._run = trackio.init(
             project,
             name=name,
-            config=dict(facts),
+            config=dict(run_settings),
             resume="allow",
             embed=False,
             auto_log_gpu=False,
@@ -234,12 +248,15 @@ class Trackio(Tracker):
         self.where = elsewhere or f"trackio show --project {shlex.quote(project)}"
 
     def has(self, step: int, name: str) -> bool:
+        """Return whether Trackio had this value when the run was resumed."""
         return (step, name) in self._known
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of one step."""
         self._run.log(dict(values), step=step)
 
     def finish(self, went_well: bool) -> None:
+        """End the run."""
         self._run.finish()
 
 
@@ -257,7 +274,7 @@ else:
     TrackerName = Literal[NAMES]
 
 
-def expect_trackers(names: Sequence[str]) -> None:
+def check_trackers(names: Sequence[str]) -> None:
     """Check that trackers are known and installed, and disable usage reports of their libraries.
 
     Raises:

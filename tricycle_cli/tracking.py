@@ -39,17 +39,21 @@ class Tracking:
     Args:
         names: names of `TRACKERS`.
         folder: the run folder, whose tracking.json contains the run's ids in the trackers.
-        facts: the settings of the run.
+        run_settings: the settings of the run.
         print_line: prints a line.
     """
 
     def __init__(
-        self, names: Sequence[str], folder: Path, facts: Mapping[str, Any], print_line: Callable[[str], None] = print
+        self,
+        names: Sequence[str],
+        folder: Path,
+        run_settings: Mapping[str, Any],
+        print_line: Callable[[str], None] = print,
     ) -> None:
         self.path, self.print_line = folder / FILE, print_line
         self._lock = threading.Lock()
         self.known = _read(self.path) if names else {}
-        self._workers = [_Worker(self, name, folder, facts) for name in dict.fromkeys(names)]
+        self._workers = [_Worker(self, name, folder, run_settings) for name in dict.fromkeys(names)]
 
     def start(self) -> Tracking:
         """Start the threads, and wait up to 20 s until all trackers are loaded; return self."""
@@ -103,8 +107,8 @@ class _Worker:
         ready: set when the tracker has started or failed.
     """
 
-    def __init__(self, tracking: Tracking, name: str, folder: Path, facts: Mapping[str, Any]) -> None:
-        self.tracking, self.name, self.facts = tracking, name, facts
+    def __init__(self, tracking: Tracking, name: str, folder: Path, run_settings: Mapping[str, Any]) -> None:
+        self.tracking, self.name, self.run_settings = tracking, name, run_settings
         kept = tracking.known.get(name, {})
         self.is_new = not kept
         self.tracker = TRACKERS[name](folder, kept.get("id") or secrets.token_hex(4))
@@ -141,7 +145,7 @@ class _Worker:
     def _work(self) -> None:
         """Pass the messages to the tracker, until the end or the first failure."""
         try:
-            self.tracker.start(self.facts, self.is_new)
+            self.tracker.start(self.run_settings, self.is_new)
             self._keep()
             self.tracking.print_line(f"tracking with {self.name}: {self.tracker.where}")
             self.ready.set()

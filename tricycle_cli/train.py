@@ -47,7 +47,7 @@ from tricycle_cli.signals import Signals
 from tricycle_cli.streams import tolerant_streams
 from tricycle_cli.task import claim_new_folder, contains_run, write_run_description
 from tricycle_cli.text_task import TextTask
-from tricycle_cli.trackers import NAMES, TrackerName, expect_trackers
+from tricycle_cli.trackers import NAMES, TrackerName, check_trackers
 from tricycle_cli.updates import advise_on_memory, check_training_memory
 from tricycle_datasets.corpora import CORPORA, load_corpus
 from tricycle_datasets.gpt2 import gpt2_tokeniser
@@ -152,7 +152,7 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> TrainTask:
     if resumed is not None:
         return TrainTask(Arguments(), resumed)
     arguments, start = parse_on_all_ranks(processes, lambda: parse_arguments(words))
-    return TrainTask(checked(arguments, words, processes), None, start)
+    return TrainTask(resolve_arguments(arguments, words, processes), None, start)
 
 
 def parse_resume(words: Sequence[str], processes: ProcessGroup, read: Callable[[Path], Any]) -> ResumeArguments | None:
@@ -165,7 +165,7 @@ def parse_resume(words: Sequence[str], processes: ProcessGroup, read: Callable[[
     return resumed
 
 
-def checked(arguments: A, words: Sequence[str], processes: ProcessGroup) -> A:
+def resolve_arguments(arguments: A, words: Sequence[str], processes: ProcessGroup) -> A:
     """Check the arguments of a new run, and return them with the accumulation steps of all ranks together.
 
     Raises:
@@ -173,14 +173,14 @@ def checked(arguments: A, words: Sequence[str], processes: ProcessGroup) -> A:
     """
     if not arguments.files and any(word.split("=")[0] == "--files" for word in words):
         raise ValueError("expected files or folders after --files, got none")
-    on_rank_zero(processes, lambda: expect_trackers(arguments.track))
+    on_rank_zero(processes, lambda: check_trackers(arguments.track))
     use_gpu(arguments.device)
-    description_of(arguments)
+    run_description(arguments)
     config = replace(arguments.config, accumulation_steps=processes.size * arguments.config.accumulation_steps)
     return replace(arguments, config=config)
 
 
-def description_of(arguments: Arguments) -> dict[str, Any]:
+def run_description(arguments: Arguments) -> dict[str, Any]:
     """Return the entries of data.json: the text, the tokenizer and the initial model of a run.
 
     Raises:
@@ -221,7 +221,7 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
     except argparse.ArgumentError:
         known = argparse.Namespace(preset=None, device="cpu", init_from=None)
     if known.init_from:
-        return arguments_from_a_model(known, args)
+        return parse_with_init_from(known, args)
     preset = known.preset
     if preset not in PRESETS:  # missing or wrong; `parse` below reports a wrong one
         preset = "smol" if known.device != "cpu" and devices.gpu_problem() is None else "laptop"
@@ -232,7 +232,7 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
     return parse(Arguments, default, args, description=DESCRIPTION), None
 
 
-def arguments_from_a_model(known: argparse.Namespace, args: Sequence[str]) -> tuple[Arguments, Pretrained]:
+def parse_with_init_from(known: argparse.Namespace, args: Sequence[str]) -> tuple[Arguments, Pretrained]:
     """Parse a command line with --init-from, whose defaults come from the model's config.
 
     Raises:
@@ -265,10 +265,12 @@ class TrainTask(TextTask):
 
     @property
     def name(self) -> str:
+        """Return the first part of the name of a new run folder."""
         arguments = self.arguments
         return f"{Path(arguments.init_from or arguments.preset).stem}-{arguments.data}"
 
-    def claim(self, folder: Path, processes: ProcessGroup) -> None:
+    def claim_folder(self, folder: Path, processes: ProcessGroup) -> None:
+        """Check that a new run can use the folder, or read the settings of a resumed run."""
         if self.resumed is None:
             on_rank_zero(processes, lambda: claim_new_folder(folder))
             return
@@ -277,7 +279,7 @@ class TrainTask(TextTask):
         given = {name: getattr(self.resumed, name) for name in ("device", "on_full_disk", "shard_optimiser")}
         given |= {name: value for name in ("on_nan", "track") if (value := getattr(self.resumed, name)) is not None}
         self.arguments = replace(stored, **given)
-        on_rank_zero(processes, lambda: expect_trackers(self.arguments.track))
+        on_rank_zero(processes, lambda: check_trackers(self.arguments.track))
 
     def read(self, folder: Path) -> tuple[Arguments, str]:
         """Return the arguments that a run was started with, and the digest of its text."""
@@ -285,9 +287,10 @@ class TrainTask(TextTask):
 
     def describe(self) -> dict[str, Any]:
         """Return the entries of data.json except the digest of the text."""
-        return description_of(self.arguments)
+        return run_description(self.arguments)
 
     def prepare(self, run: Run) -> TrainingState:
+        """Load the text and the model, from the last checkpoint if there is one, and write the folder's first files."""
         arguments, config, processes = self.arguments, self.arguments.config, run.processes
         on_gpu = use_gpu(arguments.device)
         with advise_on_memory(on_gpu, self.memory_advice(config, on_gpu)):
@@ -354,7 +357,8 @@ class TrainTask(TextTask):
             return self.start.tokeniser
         return gpt2_tokeniser() if self.arguments.tokeniser == "gpt2" else None
 
-    def facts(self, state: TrainingState) -> dict[str, Any]:
+    def tracked_settings(self, state: TrainingState) -> dict[str, Any]:
+        """Return the name of the data, the number of parameters and the config, which trackers record."""
         return {"data": self.arguments.data, "n_parameters": state.model.n_parameters, **state.config.to_dict()}
 
     def _print_summary(self, state: TrainingState, run: Run, tokeniser: Any, on_gpu: bool) -> None:

@@ -61,6 +61,7 @@ class TuningState(TrainingState):
     margins: list[Any] = field(default_factory=list)
 
     def saved_module(self) -> Any:
+        """Return the module whose weights checkpoints contain: the adapter, or the whole model."""
         if self.adapter is None:
             return self.model
         return _Learning(self.adapter, self.config, self.model.generator)
@@ -70,20 +71,24 @@ class TuningState(TrainingState):
         self.batch_loss = dpo_loss(model, beta, self.margins.append) if beta else loss_of_batches(model)
 
     def count_labels(self, batch: Any) -> Any:
+        """Return the number of tokens of a batch that count in the loss."""
         return batch.n_labels
 
     def extra_metrics(self) -> dict[str, float]:
+        """Return the reward metrics of the last update (DPO); empty for cross-entropy."""
         margins = [to_cpu(some) for some in self.margins]
         self.margins.clear()
-        return reward_figures(np.concatenate(margins)) if margins else {}
+        return reward_metrics(np.concatenate(margins)) if margins else {}
 
     @property
     def n_tokens(self) -> int:
+        """Return the mean number of tokens in an update."""
         dataset: Any = self.dataset
         rows = self.config.batch_size * self.config.accumulation_steps
         return int(dataset.n_tokens / dataset.n_items * rows)
 
     def save(self, path: Path, tokeniser: Any, memory: Any = None) -> None:
+        """Save a checkpoint; for the best one with an adapter also the adapter's folder in PEFT format."""
         super().save(path, tokeniser if self.adapter is None else None)
         if self.adapter is not None and self.loaded is not None and path.stem == "best":
             save_adapter(self.adapter, self.loaded, path.parent / ADAPTER)
@@ -103,6 +108,7 @@ class TuningState(TrainingState):
         self.model.generator.bit_generator.state = checkpoint.about["generator"]
 
     def roll_back(self, path: Path) -> None:
+        """Restore the weights and the training state of a checkpoint."""
         checkpoint = load_checkpoint(path)
         self.read(checkpoint)
         self.model.zero_grad()
@@ -120,7 +126,7 @@ def loss_of_batches(model: GPT) -> BatchLossFn:
     return batch_loss
 
 
-def reward_figures(margins: np.ndarray) -> dict[str, float]:
+def reward_metrics(margins: np.ndarray) -> dict[str, float]:
     """Return the mean of reward margins, and the reward accuracy: the fraction above 0 (0 counts as half)."""
     accuracy = ((margins > 0) + 0.5 * (margins == 0)).mean()
     return {"reward_margin": float(margins.mean()), "reward_accuracy": float(accuracy)}
@@ -164,7 +170,8 @@ class HeldOutRows:
         return {"held_out_loss": total / count, "bits_per_byte": bits}
 
     @staticmethod
-    def figures_text(figures: Mapping[str, float]) -> str:
+    def format_metrics(figures: Mapping[str, float]) -> str:
+        """Format the results of `measure` for printing."""
         bits = figures.get("bits_per_byte", math.nan)
         return f"{figures.get('held_out_loss', math.nan):.4f} nats/token, {bits:.3f} bits/byte"
 
@@ -195,10 +202,11 @@ class HeldOutPairs:
                 hidden = model.hidden_states(model.place(batch.tokens))
                 margins.append(to_cpu(margins_of(model, hidden, batch, self.beta)))
             joined = np.concatenate(margins)
-            return {"held_out_loss": float(pair_losses(joined).mean()), **reward_figures(joined)}
+            return {"held_out_loss": float(pair_losses(joined).mean()), **reward_metrics(joined)}
 
     @staticmethod
-    def figures_text(figures: Mapping[str, float]) -> str:
+    def format_metrics(figures: Mapping[str, float]) -> str:
+        """Format the results of `measure` for printing."""
         loss, margin, share = (figures.get(name, math.nan) for name in PAIR_FIGURES)
         return f"{loss:.4f} nats/pair, reward margin {margin:.3f}, reward accuracy {share:.0%}"
 

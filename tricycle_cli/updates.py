@@ -30,7 +30,7 @@ MAX_SKIPS, MAX_ROLLBACKS = 10, 3
 
 
 @contextlib.contextmanager
-def updates(state: TrainingState, run: Run, task: Task) -> Iterator[RunSession]:
+def update_session(state: TrainingState, run: Run, task: Task) -> Iterator[RunSession]:
     """Yield the session for `tricycle.training.train`, with a progress bar.
 
     The last checkpoint is saved before each evaluation, before samples, and at the end.
@@ -335,7 +335,7 @@ def evaluate_and_record(state: TrainingState, run: Run, task: Task) -> float:
         run.record(step=state.step, not_finite=f"the held-out loss is {loss}")
     rank = "best so far" if is_best else f"no improvement for {state.n_worse} evaluations"
     run.print_line(
-        f"step {state.step}: held-out loss {task.figures_text(figures)}" + ("" if is_first else f" ({rank})")
+        f"step {state.step}: held-out loss {task.format_metrics(figures)}" + ("" if is_first else f" ({rank})")
     )
     if is_best or not run.has(run.best):
         state.best_loss = loss if is_best else state.best_loss
