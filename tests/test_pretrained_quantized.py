@@ -44,7 +44,7 @@ def test_blocks_are_used_as_they_lie_in_the_file(name: str, weights: str, tmp_pa
     export_gguf(new_model(name), None, path, "Q8_0")
     wide, narrow = load(path).model, load(path, weights=weights).model
     blocks = few_bits(narrow)
-    in_blocks = [matrix for matrix in blocks.values() if "blocks of 32" in matrix.kind]
+    in_blocks = [matrix for matrix in blocks.values() if "blocks of 32" in matrix.format_name]
     stored = [entry.kind for entry in read_file(path).tensors.values()]
     assert bool(in_blocks) == ("Q8_0" in stored)
     assert {str(matrix.dtype) for matrix in blocks.values()} <= {"int8", "float16" if weights == "stored" else "int8"}

@@ -83,7 +83,7 @@ def test_rows_of_zeros_and_of_the_smallest_numbers():
 def test_what_is_not_finite_is_refused(kind, bad):
     numbers, _ = matrix_of(kind, (5, 4))
     numbers[3, 2] = bad
-    with pytest.raises(ValueError, match=rf"few bits \({kind}\): expected finite numbers, got"):
+    with pytest.raises(ValueError, match=rf"quantized weights \({kind}\): expected finite numbers, got"):
         QuantizedMatrix.quantize(numbers, kind)
 
 
@@ -116,10 +116,10 @@ def test_a_table_gives_rows_and_a_layers_matrix_does_not():
     ids = np.array([[3, 8], [0, 3]])
     np.testing.assert_array_equal(matrix[ids], np.asarray(matrix)[ids])
     assert matrix[ids].dtype == np.float32
-    with pytest.raises(TypeError, match="expected a table"):
+    with pytest.raises(TypeError, match="expected an embedding table"):
         matrix.T[ids]
     assert matrix.transpose((0, 1)) is matrix and matrix.copy() is matrix
-    assert matrix.T.T.ready is matrix.ready
+    assert matrix.T.T.prepared is matrix.prepared
 
 
 # -------------------------------------------------------------------- products
@@ -147,10 +147,10 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
         monkeypatch.setattr(spinning.keep_up, "until", 0.0 if trusted else math.inf)
         for kernel, versions in compiled_versions.items():
             monkeypatch.setitem(kernel.implementations, np.ndarray, versions if compiles else [])
-        matrix.ready.clear()
+        matrix.prepared.clear()
         for scale in (1, 100, 1):
             product = onednn.quantized.quantized_matmul((x * scale).astype(dtype), matrix, bias)
-            assert product.dtype == dtype and "onednn" in matrix.ready
+            assert product.dtype == dtype and "onednn" in matrix.prepared
         rounded = {2: 2**-7}.get(dtype.itemsize, 1e-4)
         assert np.linalg.norm(product - expected) <= rounded * np.linalg.norm(expected)
 
@@ -243,7 +243,7 @@ def test_weights_of_few_bits_do_not_train():
     with pytest.raises(ValueError, match=r"Dense.unfreeze: expected weights of 32 bits, fewer has weights"):
         layer.unfreeze()
     layer.weights.requires_grad = True
-    with pytest.raises(ValueError, match=r"dense: expected weights of 32 bits to train, got \(4, 3\) int8"):
+    with pytest.raises(ValueError, match=r"dense: expected float32 weights to train, got \(4, 3\) int8"):
         layer(np.ones((2, 4), np.float32))
 
 

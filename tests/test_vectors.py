@@ -102,7 +102,7 @@ def test_a_read_only_matrix_is_multiplied_where_it_lies(team):
     matrix.values.setflags(write=False)
     x = np.ones((1, 96), np.float32)
     np.testing.assert_allclose(product_of(x, matrix), expected_of(x, matrix), rtol=1e-4, atol=1e-4)
-    assert np.shares_memory(matrix.ready["rows"].numbers, matrix.values)
+    assert np.shares_memory(matrix.prepared["rows"].numbers, matrix.values)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -192,7 +192,7 @@ def test_they_say_why(team, monkeypatch, kind):
         assert "lies by rows" in decline_reason(np.ones((1, 40), np.float32), matrix.T)
         halves = QuantizedMatrix.quantize(np.ones((64, 40), np.float32), "float16", transposed=True)
         assert decline_reason(x, halves) == "a matrix of int8 or bfloat16 with numbers, got (64, 40) float16"
-        assert not halves.ready  # asking makes nothing
+        assert not halves.prepared  # asking makes nothing
         return
     assert "by columns" in decline_reason(x, np.ascontiguousarray(matrix))
     assert decline_reason(x, matrix, out=np.empty((1, 40), np.float32)) == "a place or a dtype for the result"

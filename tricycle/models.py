@@ -222,4 +222,4 @@ def initialize_weights(model: BlockStack) -> None:
             parameter.array[...] = normal(std)(parameter.shape, model.generator)
     if config.key_shift:
         for block in model.blocks:
-            block.attention.key_shift.align_keys(block.attention)
+            block.attention.key_shift.correlate_keys(block.attention)

@@ -13,7 +13,7 @@ from tricycle import devices
 from tricycle.configs.validated import OneOf
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import DecodingState, generate
-from tricycle.kernels.quantized import dtype_of
+from tricycle.kernels.quantized import quantized_dtype
 from tricycle.models import GPT
 from tricycle.pretrained import OWN_CHECKPOINTS, Pretrained, load
 from tricycle.pretrained.adapters import load_adapter
@@ -76,7 +76,7 @@ def new_decoder(model: GPT, flags: DecodingFlags) -> tuple[DecodingState, Callab
     """Return an empty decoding state and the function that generates: `generate` or `generate_prompt_lookup`."""
     dtype = cache_dtype(flags.kv_cache_dtype)
     if flags.draft_tokens <= 0:
-        return DecodingState(model, dtype_of(dtype) if dtype == "bfloat16" else dtype), generate
+        return DecodingState(model, quantized_dtype(dtype) if dtype == "bfloat16" else dtype), generate
     from tricycle.decoding.prompt_lookup import generate_prompt_lookup
     from tricycle.decoding.speculative import SpeculativeState
 

@@ -1,4 +1,4 @@
-"""Activations beside those in `activation.py`, added to its table of names."""
+"""Further activation functions, added to the table `activation.ACTIVATIONS`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ __all__ = ["ExactGeLU", "ReLUSquared", "erf"]
 
 
 class ExactGeLU(Op):
-    """x times the normal distribution function of x (Hendrycks and Gimpel 2016): `GeLU(approximate=False)`."""
+    """The exact GELU, x times the normal distribution function of x: `GeLU(approximate=False)`."""
 
     def forward(self, x: Operand) -> Tensor:
+        """Compute the exact GELU(x)."""
         x = as_tensor(x)
         array, xp = as_floating(x.array), x.xp
         below = 0.5 * (1 + erf(array * math.sqrt(0.5)))
@@ -35,9 +36,10 @@ class ExactGeLU(Op):
 
 
 class ReLUSquared(Op):
-    """max(x, 0) squared (So et al. 2021, "Primer")."""
+    """The squared ReLU, max(x, 0)^2 (So et al. 2021, "Primer")."""
 
     def forward(self, x: Operand) -> Tensor:
+        """Compute max(x, 0)^2."""
         x = as_tensor(x)
         y, slope = relu_squared(as_floating(x.array))
         return record(y, (x,), lambda grad, needs_grad: (kernels.multiply(grad, slope),), "relu_squared")
@@ -50,12 +52,12 @@ ACTIVATIONS["tanh"] = Tanh
 
 
 def erf(x: Array) -> Array:
-    """Compute the error function to float64's precision; neither NumPy nor CuPy's core has one.
+    """Compute the error function of x in float64 precision, as NumPy and CuPy's core have none.
 
     With t = 2 / (2 + |x|), erfc(|x|) = t exp(-x^2 + p(t)) and p is smooth (Numerical Recipes, section 6.2.2).
     """
     xp = array_module(x)
-    magnitude = xp.minimum(xp.abs(x), 6)  # beyond, erf is 1 to the last bit
+    magnitude = xp.minimum(xp.abs(x), 6)  # beyond 6, erf is 1 in float64
     t = 2 / (2 + magnitude)
     *higher, lowest = _erfc_polynomial()
     p = xp.zeros_like(t)

@@ -1,4 +1,4 @@
-"""Attention: the op of queries, keys and values, masks, RoPE, the KV cache, and layers that mix neighbouring tokens."""
+"""Attention: the operation, masks, RoPE, the KV cache, and token-shift layers."""
 
 from tricycle.attention.attend import Attention, Mask, additive_mask
 from tricycle.attention.cache import KeyValueCache, takes_ragged

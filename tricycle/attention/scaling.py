@@ -1,4 +1,4 @@
-"""Scalings of rotary embeddings for texts longer than those of training, added to the table `rotary.SCALINGS`."""
+"""RoPE scalings for texts longer than those of training, added to the table `rotary.SCALINGS`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tricycle.attention.rotary import SCALINGS
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """Smaller angles, so that a model reads texts that are `factor` times longer than those of its training.
+    """A RoPE scaling: reduces the frequencies for texts `factor` times longer than those of training.
 
-    The kind "linear" divides all speeds by the factor (Chen et al. 2023); "llama3" those of pairs with fewer turns in
-    the original window than `low_frequency`, and not those with more than `high_frequency` (Llama 3.1).
+    The kind "linear" divides all frequencies by the factor (Chen et al. 2023). "llama3" divides those with fewer
+    rotations in the original window than `low_frequency`, and keeps those with more than `high_frequency` (Llama 3.1).
     """
 
     kind: str
@@ -25,17 +25,17 @@ class RotaryScaling:
     high_frequency: float = 4.0
     original_window: int = 8192
 
-    def scale_frequencies(self, speeds: np.ndarray) -> np.ndarray:
-        """Return the speeds after scaling, radians a token."""
+    def scale_frequencies(self, frequencies: np.ndarray) -> np.ndarray:
+        """Return the scaled frequencies, in radians per token."""
         if self.kind == "linear":
-            return speeds / self.factor
-        turns = self.original_window * speeds / (2 * math.pi)
-        kept = ((turns - self.low_frequency) / (self.high_frequency - self.low_frequency)).clip(0, 1)
-        return speeds * ((1 - kept) / self.factor + kept)
+            return frequencies / self.factor
+        rotations = self.original_window * frequencies / (2 * math.pi)
+        kept = ((rotations - self.low_frequency) / (self.high_frequency - self.low_frequency)).clip(0, 1)
+        return frequencies * ((1 - kept) / self.factor + kept)
 
 
 def new_scaling(config: Any) -> RotaryScaling:
-    """Return the scaling of a `ModelConfig`."""
+    """Make the RoPE scaling of a `ModelConfig`."""
     bounds = config.rotary_low_frequency, config.rotary_high_frequency, config.rotary_original_window
     return RotaryScaling(config.rotary_scaling, config.rotary_factor, *bounds)
 

@@ -1,4 +1,4 @@
-"""Layers that mix each token, or its keys, with the token before it. Shapes: B batch, T tokens, C channels."""
+"""Token shift: layers that mix each token or its keys with the previous one. Shapes: (B, T, C)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tricycle.ops import as_floating, as_tensor, check_device, check_last_axis, 
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record
 
-KEYS_LIKE_QUERIES = 0.7  # the correlation of keys with queries at first, where keys are shifted
+KEY_QUERY_CORRELATION = 0.7  # the initial correlation of keys and queries in layers with a key shift
 
 
 class TokenShift(Layer):
-    """Compute x_t + mix x_(t-1), with a learned mix for each channel that starts at 0 (Peng et al. 2023, "RWKV").
+    """Token shift: x_t + mix x_(t-1), with a learned mix for each channel, initially 0 (Peng et al. 2023, "RWKV").
 
-    With it one layer of attention can look for what followed an earlier occurrence of a token; without, it takes two.
+    One attention layer can then find what followed an earlier occurrence of a token, which otherwise takes two.
     """
 
     _name = "token_shift"
@@ -33,7 +33,7 @@ class TokenShift(Layer):
         self.mix = Parameter(np.zeros(size, np.float32), "scale")
 
     def forward(self, x: Operand, cache: KeyValueCache | None = None) -> Tensor:
-        """(B, T, C) to the same shape. The cache holds the token before the first; no gradient flows through it."""
+        """Mix each token of x (B, T, C) with the previous one; the cache provides the one before the first token."""
         x = as_tensor(x, self.mix)
         check_last_axis(type(self).__name__, x, self.mix.size)
         check_device(type(self).__name__, x.array, self.mix.array)
@@ -54,16 +54,16 @@ class TokenShift(Layer):
         return record(y, (x, self.mix), backward, self._name)
 
     def _mixed(self, array: Array, earlier: Array, mix: Array) -> tuple[Array, Any]:
-        """Return what the mix multiplies, and the part of its own value that a token keeps (None for all)."""
+        """Return the factor of the mix, and the fraction of its own value that a token keeps (None for 1)."""
         return earlier, None
 
 
 class KeyShift(TokenShift):
-    """Compute k_t + mix (k_(t-1) - k_t) of the keys of heads, with a learned mix for each channel.
+    """Key shift: k_t + mix (k_(t-1) - k_t) for the keys of all heads, with a learned mix for each channel.
 
-    In each head the mix starts at 0 in the first channel and rises evenly to 1 in the last. A query that looks for its
-    like then finds it in the keys of the token after it, too: one layer finds what followed an earlier occurrence of a
-    token, as an induction head does (Olsson et al. 2022, "smeared keys", with one mix a head).
+    In each head the initial mix rises linearly from 0 in the first channel to 1 in the last. A query then also matches
+    the key after an equal token: one layer can find what followed an earlier occurrence of a token, as an induction
+    head does (Olsson et al. 2022, "smeared keys", with one mix per head).
     """
 
     _name = "key_shift"
@@ -77,19 +77,19 @@ class KeyShift(TokenShift):
         return earlier - array, 1 - mix
 
     @staticmethod
-    def align_keys(attention: Any) -> None:
-        """Give keys first weights that correlate with those of the first queries of their group, of the same size."""
+    def correlate_keys(attention: Any) -> None:
+        """Initialize the key weights of a layer to correlate with those of the first query head of each group."""
         weights, n_heads, n_key_heads = attention.qkv.weights.array, attention.n_heads, attention.n_key_heads
         heads = weights.reshape(len(weights), n_heads + 2 * n_key_heads, attention.head_size)
         queries = heads[:, 0 : n_heads : n_heads // n_key_heads]
         keys = heads[:, n_heads : n_heads + n_key_heads]
-        keys[...] = KEYS_LIKE_QUERIES * queries + math.sqrt(1 - KEYS_LIKE_QUERIES**2) * keys
+        keys[...] = KEY_QUERY_CORRELATION * queries + math.sqrt(1 - KEY_QUERY_CORRELATION**2) * keys
 
 
 def previous_tokens(x: Array, cache: KeyValueCache | None, name: str) -> Array:
-    """Return for each token of x (B, T, C) the one before it in its text, and 0 for the first of a text.
+    """Return the previous token of each token of x (B, T, C) in its text; 0 for the first token of a text.
 
-    Each text of the cache has its last token as `last[name]`, which is updated.
+    The cache of each text stores its last token as `last[name]`, which is updated.
     """
     earlier = array_module(x).zeros_like(x)
     earlier[:, 1:] = x[:, :-1]

@@ -1,4 +1,4 @@
-"""The scores and weights of attention, computed anew for inspection: the op itself never holds all of them."""
+"""Attention scores and weights, recomputed for inspection, as the attention operation does not store them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def scores_and_weights(
     scales: Tensor | None = None,
     precision: str = "float32",
 ) -> tuple[Array, Array]:
-    """Return the scores before the softmax and the weights after it, both (B, H, T, S) in the dtype of the query.
+    """Compute the attention scores before the softmax and the weights after it, both (B, H, T, S).
 
-    The arguments are those of `Attention.forward`; the value and the precision make no difference.
+    The arguments are those of `Attention.forward`; `value` and `precision` are ignored.
     """
     q, k = (as_floating(tensor.array) for tensor in as_tensors(query, key))
     hidden = additive_mask("Attention", mask, q, q.shape[1], k.shape[1], q.shape[2])

@@ -1,4 +1,4 @@
-"""Configurations: the shape of a model, how it is trained, and both together, checked when they are made."""
+"""Validated configurations: of model architectures, of training, and of both; with presets."""
 
 from tricycle.configs.encoder import EncoderConfig
 from tricycle.configs.model import ModelConfig

@@ -1,4 +1,4 @@
-"""The shape of an encoder, such as BERT's."""
+"""`EncoderConfig`: the architecture of an encoder, such as BERT."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tricycle.activation import ACTIVATIONS
 from tricycle.configs.model import ModelConfig, NormPlacement
 from tricycle.configs.validated import OneOf
 
-# Fields of a head, or of attention that is causal.
+# Fields that apply only to causal attention or to an output head.
 DECODER_FIELDS = "window full_layers token_shift key_shift tied head_bias embedding_size logit_cap".split()
 
 
 @dataclass(frozen=True)
 class EncoderConfig(ModelConfig):
-    """A transformer with bidirectional attention and without a head. The defaults are BERT's (109M parameters)."""
+    """The architecture of a bidirectional encoder without a head. The defaults are BERT's (109M parameters)."""
 
     is_decoder = False
 
@@ -23,9 +23,9 @@ class EncoderConfig(ModelConfig):
     activation: OneOf[str, ACTIVATIONS] = "gelu_exact"
     norm_eps: float = 1e-12
     norm_placement: NormPlacement = "after"
-    # ---- an encoder's own
-    token_types: int = 2  # kinds of tokens, each with a vector, such as those of a first and a second text; 0 for none
-    embedding_norm: bool = True  # whether embeddings are normed before the first block
+    # ---- fields of encoders only
+    token_types: int = 2  # number of token type embeddings, such as for a first and a second text; 0 for none
+    embedding_norm: bool = True  # whether the embeddings are normalized before the first block
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Models together with their training, in one flat list of fields, and the presets that flags start from."""
+"""`GPTConfig`, a model and its training in one config, and the presets of the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tricycle.optimiser_rules.schedules import SCHEDULES
 
 @dataclass(frozen=True)
 class GPTConfig(TrainingConfig, ModelConfig):
-    """A GPT and how to train it. The defaults are GPT-2's (124M parameters)."""
+    """The architecture and the training of a GPT. The defaults are GPT-2's (124M parameters)."""
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -25,7 +25,7 @@ class GPTConfig(TrainingConfig, ModelConfig):
 
 @dataclass(frozen=True)
 class DebugConfig(GPTConfig):
-    """Tiny: a few seconds on any machine, to see that everything runs."""
+    """A tiny model that trains in a few seconds on any machine, to test that everything runs."""
 
     vocab_size: int = 300
     context_window: int = 32
@@ -44,7 +44,7 @@ class DebugConfig(GPTConfig):
 
 @dataclass(frozen=True)
 class LaptopConfig(GPTConfig):
-    """2.9M parameters: about ten minutes on two CPU cores. What each choice is worth: experiments/ten_minutes."""
+    """A model of 2.9M parameters for about ten minutes on two CPU cores; ablations: experiments/ten_minutes."""
 
     vocab_size: int = 8192
     context_window: int = 512
@@ -79,7 +79,7 @@ class LaptopConfig(GPTConfig):
 
 @dataclass(frozen=True)
 class PortableConfig(LaptopConfig):
-    """As "laptop", in a shape that others know, Llama's: for models to be handed on (docs/pretrained.md)."""
+    """A variant of "laptop" with Llama's architecture, for export to other programs (docs/pretrained.md)."""
 
     vocab_size: int = 1024
     context_window: int = 256
@@ -99,7 +99,7 @@ class PortableConfig(LaptopConfig):
 
 @dataclass(frozen=True)
 class ShakespeareConfig(GPTConfig):
-    """12M parameters, for tiny Shakespeare on a GPU."""
+    """A model of 12M parameters for tiny Shakespeare on a GPU."""
 
     vocab_size: int = 1024
     context_window: int = 256
@@ -120,7 +120,7 @@ class ShakespeareConfig(GPTConfig):
 
 @dataclass(frozen=True)
 class SmolGPTConfig(GPTConfig):
-    """49M parameters with GPT-2's vocabulary, for a GPU."""
+    """A model of 49M parameters with GPT-2's vocabulary, for a GPU."""
 
     context_window: int = 256
     embedding_dim: int = 384
@@ -148,5 +148,5 @@ PRESETS: dict[str, type[GPTConfig]] = {
 
 
 def model_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Return those of a config's values that are fields of `ModelConfig`."""
+    """Return the entries of a dict that are fields of `ModelConfig`."""
     return {name: value for name, value in values.items() if name in ModelConfig.__dataclass_fields__}

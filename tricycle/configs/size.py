@@ -1,4 +1,4 @@
-"""The size of a model, from its config alone."""
+"""The size of a model, computed from its config."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tricycle.configs.model import ModelConfig
 
 
 def min_n_weights(config: ModelConfig) -> int:
-    """Return the number of weights in the matrices and tables of a model, without making it."""
+    """Return the number of weights in the matrices and embedding tables of a model, from its config."""
     width = config.embedding_dim
     heads = config.n_heads * config.channels_per_head
     key_heads = config.key_heads * config.channels_per_head

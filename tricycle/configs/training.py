@@ -1,4 +1,4 @@
-"""How a model is trained. Each field is a flag of `train_smol_gpt.py`, the comment behind it the flag's help."""
+"""`TrainingConfig`: how a model is trained. Each field is a command-line flag, and its comment the flag's help."""
 
 from __future__ import annotations
 
@@ -19,29 +19,32 @@ RULES: list[Rule] = [
 
 @dataclass(frozen=True)
 class TrainingConfig(ValidatedConfig):
-    """Batches, optimiser, schedule, and how often a run looks at itself. The defaults suit GPT-2's size."""
+    """Batch size, optimizer, learning-rate schedule and evaluation intervals. The defaults suit GPT-2."""
 
     batch_size: int = 12  # sequences in one forward and backward pass
-    accumulation_steps: int = 1  # passes whose gradients are averaged for one update
-    steps: int = 600_000  # the most updates to make; 0 leaves it to `minutes`
-    minutes: float = 0.0  # the most minutes to take, as the first updates are timed; 0 leaves it to `steps`
+    accumulation_steps: int = 1  # batches whose gradients are averaged in one update
+    steps: int = 600_000  # maximum number of updates; 0 for no limit but `minutes`
+    minutes: float = (
+        0.0  # maximum duration in minutes, from which the number of updates is estimated; 0 for no limit but `steps`
+    )
     optimiser: OneOf[str, OPTIMISERS] = "adamw"  # "muon" is for matrices between hidden layers, AdamW for the rest
-    matrix_rate: float = 5.0  # learning rate of Muon's matrices over that of the rest
-    schedule: OneOf[str, SCHEDULES] = "cosine"  # how the learning rate falls after the warm-up
+    matrix_rate: float = 5.0  # learning rate of Muon's matrices divided by that of other parameters
+    schedule: OneOf[str, SCHEDULES] = "cosine"  # decay of the learning rate after the warm-up
     max_learning_rate: float = 6e-4  # learning rate after the warm-up
     min_learning_rate: float = 6e-5  # learning rate at the end
-    warmup_steps: int = 2000  # updates over which the learning rate rises from 0; at most a tenth of all
-    weight_decay: float = 0.1  # decoupled decay of the matrices (AdamW)
-    beta1: float = 0.9  # how much of the mean gradient AdamW and Lion keep a step (Lion: in the sign)
-    beta2: float = 0.95  # how much of the mean squared gradient AdamW keeps a step; of the mean gradient Lion
-    max_gradient_norm: float = 1.0  # gradients are scaled down to this common norm; 0 leaves them
-    recompute: bool = False  # compute each block again in the backward pass: less memory, more time, the same gradients
-    eval_interval: int = 500  # updates between estimates of the held-out loss, with a checkpoint before each
-    eval_batches: int = 20  # batches of held-out text in such an estimate; the one at the end reads all of it
+    warmup_steps: int = 2000  # updates of linear learning-rate warm-up; at most a tenth of all updates
+    weight_decay: float = 0.1  # decoupled weight decay of matrices (AdamW)
+    beta1: float = 0.9  # decay of the first moment (AdamW); interpolation of the update (Lion)
+    beta2: float = 0.95  # decay of the second moment (AdamW) or of the momentum (Lion)
+    max_gradient_norm: float = 1.0  # maximum global gradient norm for clipping; 0 for no clipping
+    recompute: bool = False  # activation checkpointing: recompute each block in the backward pass, to save memory
+    eval_interval: int = 500  # updates between estimates of the held-out loss, each after a checkpoint
+    eval_batches: int = 20  # batches of held-out text per estimate; the final estimate uses all of it
     sample_interval: int = 2000  # updates between samples of generated text; 0 for none
 
     @property
     def betas(self) -> tuple[float, float]:
+        """The pair (beta1, beta2)."""
         return self.beta1, self.beta2
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from tricycle.decoding.ragged import next_logits, select_items
 from tricycle.generate import DecodingState
-from tricycle.kernels.quantized import dtype_of
+from tricycle.kernels.quantized import quantized_dtype
 from tricycle.models import GPT
 
 
@@ -26,7 +26,7 @@ class SpeculativeState(DecodingState):
     """
 
     def __init__(self, model: GPT, dtype: DTypeLike | None = None) -> None:
-        super().__init__(model, dtype_of("bfloat16") if dtype == "bfloat16" else dtype)
+        super().__init__(model, quantized_dtype("bfloat16") if dtype == "bfloat16" else dtype)
 
     def reset(self) -> None:
         """Empty the caches."""

@@ -1,4 +1,4 @@
-"""The kernel of squared ReLU."""
+"""The kernel of the squared ReLU activation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from tricycle.kernels.dispatch import kernel
 
 @kernel
 def relu_squared(x: Array) -> tuple[Array, Array]:
-    """max(x, 0) squared, and its derivative."""
+    """Return max(x, 0) squared, and its derivative."""
     positive = array_module(x).maximum(x, 0)
     return positive * positive, 2 * positive

@@ -1,4 +1,4 @@
-"""Kernels over the items of a batch."""
+"""Kernels over the items of a batch: batched matrix products, and parallel loops over items."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tricycle.kernels.dispatch import kernel, upcasting
 @kernel
 @upcasting(1)
 def batched_matmul(a: Array, b: Array) -> Array:
-    """Products of (..., N, K) and (..., K, M), whose leading axes are the same, in the dtype of the operands."""
+    """Compute the matrix products of a (..., N, K) and b (..., K, M) with equal leading axes, in their dtype."""
     return array_module(a).matmul(a, b)
 
 
 @kernel
 def run_over_batch(q: Array, work: Callable[[slice], None]) -> None:
-    """Let `work` do its part of a computation over a batch for all items; a faster version gives out single ones."""
+    """Call `work` with slices that cover the batch items of q; a provider may call it for single items in threads."""
     work(slice(0, len(q)))

@@ -1,4 +1,4 @@
-"""Which version of a kernel runs for some arguments, and why the others do not: `kernels.explain`."""
+"""`kernels.explain`: which provider of a kernel runs for given arguments, and why the others decline."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from tricycle import kernels
 from tricycle.kernels.dispatch import KERNELS, Kernel, reference_only
 
-PLAIN = "plain"  # what the plain version of a kernel is named
-UNAVAILABLE: dict[str, str] = {}  # why providers cannot be used here, by their names; they put it here
+PLAIN = "plain"  # the provider name of the reference implementation
+UNAVAILABLE: dict[str, str] = {}  # why a provider cannot be used on this machine, by name
 
 
 class ProviderReport(NamedTuple):
-    """What one version says: its provider, where it is defined, and why it declines (None where it would run)."""
+    """One provider of a kernel: its name, its function, and why it declines the arguments (None: it accepts)."""
 
     provider: str
     place: str
@@ -22,14 +22,14 @@ class ProviderReport(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What all versions of a kernel say of some arguments, in the order in which they are asked."""
+    """The reports of all providers of a kernel for given arguments, in order of priority."""
 
     kernel: str
     answers: tuple[ProviderReport, ...]
 
     @property
     def provider(self) -> str:
-        """The name of the first provider that takes the arguments: its version runs."""
+        """The name of the provider that runs: the first that accepts the arguments."""
         return next(answer.provider for answer in self.answers if answer.reason is None)
 
     def __str__(self) -> str:
@@ -37,18 +37,18 @@ class Explanation(NamedTuple):
         width = max(len(answer.provider) for answer in self.answers)
         lines = [f"{self.kernel}: {runs.provider} runs ({runs.place})"]
         for answer in self.answers:
-            said = "runs" if answer is runs else "would take it" if answer.reason is None else answer.reason
-            lines.append(f"  {answer.provider:<{width}}  {said}")
+            status = "runs" if answer is runs else "would accept" if answer.reason is None else answer.reason
+            lines.append(f"  {answer.provider:<{width}}  {status}")
         return "\n".join(lines)
 
 
 def explain(kernel: Kernel[..., Any] | str, *args: Any, **options: Any) -> Explanation:
-    """Return which version of a kernel would run for these arguments, and why others would not.
+    """Report which provider of a kernel would run for the given arguments, and why the others decline.
 
-    Nothing is computed. A version that does not say why it declines counts as one that takes everything.
+    Nothing is computed. A provider without a decline function is assumed to accept all arguments.
 
     Args:
-        kernel: such as `kernels.matmul`, or its name.
+        kernel: a kernel, such as `kernels.matmul`, or its name.
 
     Raises:
         ValueError: no kernel of that name, or no argument.
@@ -60,26 +60,26 @@ def explain(kernel: Kernel[..., Any] | str, *args: Any, **options: Any) -> Expla
     if not args:
         raise ValueError(f"explain: expected the arguments of {kernel!r}, the first an array, got none")
     answers = []
-    kernel.implementations_for(type(args[0]))  # all have registered then
-    for version in kernel.registered.get(type(args[0]), ()):
-        decline_reason = getattr(version, "decline_reason", None)
+    kernel.implementations_for(type(args[0]))  # registers all providers
+    for implementation in kernel.registered.get(type(args[0]), ()):
+        decline_reason = getattr(implementation, "decline_reason", None)
         reason = "within debug.use_reference()" if reference_only.get() else None
         if reason is None and decline_reason is not None:
             reason = decline_reason(*args, **options)
-        answers.append(ProviderReport(provider_name(version), qualified_name(version), reason))
+        answers.append(ProviderReport(provider_name(implementation), qualified_name(implementation), reason))
     absent = [ProviderReport(name, "", reason) for name, reason in UNAVAILABLE.items()]
-    return Explanation(
-        kernel.reference.__name__, (*answers, ProviderReport(PLAIN, qualified_name(kernel.reference), None), *absent)
-    )
+    reference = ProviderReport(PLAIN, qualified_name(kernel.reference), None)
+    return Explanation(kernel.reference.__name__, (*answers, reference, *absent))
 
 
-def qualified_name(version: Callable[..., Any]) -> str:
-    return f"{version.__module__}.{getattr(version, '__qualname__', '?')}"
+def qualified_name(function: Callable[..., Any]) -> str:
+    """Return the module and name of a function."""
+    return f"{function.__module__}.{getattr(function, '__qualname__', '?')}"
 
 
-def provider_name(version: Callable[..., Any]) -> str:
-    """Return the name of who provides a version: PROVIDER of its package, else the package's own name."""
-    package = version.__module__.rpartition(".")[0] or version.__module__
+def provider_name(implementation: Callable[..., Any]) -> str:
+    """Return the provider of an implementation: PROVIDER of its package, else the name of the package."""
+    package = implementation.__module__.rpartition(".")[0] or implementation.__module__
     return getattr(sys.modules.get(package), "PROVIDER", package.split(".")[0])
 
 

@@ -1,4 +1,4 @@
-"""Kernels that write into their arguments, for floats of 16 bits."""
+"""Upcasting of 16-bit arguments for kernels that write into their arguments."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ P = ParamSpec("P")
 
 
 def upcasting_in_place(*written: int) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Compute a kernel in float32 where an argument has 16 bits, and round what it writes once.
+    """Return a decorator that runs a kernel in float32 if an argument has 16 bits, and rounds its outputs once.
 
     Args:
-        written: the positions of the arguments into which it writes, which are given by position.
+        written: the positions of the arguments that the kernel writes into.
     """
 
     def decorate(kernel: Callable[P, None]) -> Callable[P, None]:

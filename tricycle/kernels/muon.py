@@ -1,12 +1,12 @@
-"""The kernel of Muon: matrices whose singular values are all brought near 1."""
+"""The kernel of the Muon optimizer: approximate orthogonalization of matrices."""
 
 from __future__ import annotations
 
 from tricycle.devices import Array, array_module
 from tricycle.kernels.dispatch import kernel, upcasting
 
-# How Newton and Schulz's iteration brings singular values near 1 in five steps, whatever they were (at most 1):
-# x, x x^T x and (x x^T)^2 x with these weights (Amsel et al. 2025, "The Polar Express").
+# The coefficients of x, x x^T x and (x x^T)^2 x in five steps of the Newton-Schulz iteration, which brings singular
+# values of at most 1 near 1 (Amsel et al. 2025, "The Polar Express").
 POLAR = [
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -19,10 +19,10 @@ POLAR = [
 @kernel
 @upcasting(1)
 def orthogonalize(x: Array, precision: str = "float32") -> Array:
-    """Each matrix of (N, R, C) with all its singular values brought near 1: U V^T for U S V^T, about.
+    """Return the approximate orthogonal factor U V^T of each matrix U S V^T in x (N, R, C).
 
     Args:
-        precision: of the products.
+        precision: of the matrix products.
     """
     xp = array_module(x)
     if x.shape[1] > x.shape[2]:

@@ -1,4 +1,4 @@
-"""Which keys and queries see each other under a `ScoreOptions`, for attention that is computed part by part."""
+"""Ranges of visible keys and queries under causal and sliding-window attention, for blockwise kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tricycle.kernels.reference.attention import ScoreOptions
 
 
 def visible_keys(score_options: ScoreOptions, queries: slice, n_keys: int) -> slice:
-    """Return the keys that at least one of these queries sees, from the first to the last."""
+    """Return the range of keys that at least one of the given queries attends to."""
     if score_options.offset is None:
         return slice(0, n_keys if queries.start < queries.stop else 0)
     start, stop = 0, min(n_keys, queries.stop + score_options.offset)
@@ -16,7 +16,7 @@ def visible_keys(score_options: ScoreOptions, queries: slice, n_keys: int) -> sl
 
 
 def queries_with_keys(score_options: ScoreOptions, n_queries: int, n_keys: int) -> slice:
-    """Return the queries that see at least one key."""
+    """Return the range of queries that attend to at least one key."""
     if score_options.offset is None:
         return slice(0, n_queries if n_keys else 0)
     start, stop = max(0, -score_options.offset), n_queries
@@ -26,9 +26,6 @@ def queries_with_keys(score_options: ScoreOptions, n_queries: int, n_keys: int) 
 
 
 def block_score_options(score_options: ScoreOptions, first_query: int, first_key: int) -> ScoreOptions:
-    """Return the score_options of the queries and keys from these on, counted from 0 again."""
-    return (
-        score_options
-        if score_options.offset is None
-        else score_options._replace(offset=score_options.offset + first_query - first_key)
-    )
+    """Return the score options of a block of queries and keys that begins at these indices."""
+    offset = score_options.offset
+    return score_options if offset is None else score_options._replace(offset=offset + first_query - first_key)

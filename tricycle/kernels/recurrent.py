@@ -1,18 +1,18 @@
-"""Recurrent layers over whole sequences.
+"""Kernels of recurrent layers (RNN, GRU, LSTM) over whole sequences.
 
-T steps, B items, H the width of the state, n H columns of gates side by side. What the kernels take::
+T steps, B items, H state width, n H gate columns. The arguments of the forward kernels::
 
-    gates: (T, B, n H), what the inputs give to them; afterwards their values.
-    states: (S, T + 1, B, H), of which those before the first step are given.
-    weights, bias: (H, n H) and (n H,), or None: they make the part of the gates that comes from states[0], the output.
-    active: (T, B, 1) booleans, or None: an item keeps its states over a step where it is not.
+    gates: (T, B, n H), the input part of the gates; overwritten with the gate values.
+    states: (S, T + 1, B, H); the initial states at index 0 are given, the others are written.
+    weights, bias: (H, n H) and (n H,) or None: the recurrent part of the gates, from states[0], the output.
+    active: (T, B, 1) booleans, or None: inactive items keep their states in a step.
 
-And the kernels that go back in time::
+The arguments of the backward kernels::
 
     grad: (S, T + 1, B, H), the gradients of the states.
-    d_gates: takes the gradients of what went into the gates, (1, T, B, n H), or (2, T, B, n H) where the part from the
-        input and that from the output before differ.
-    d_states: (S, B, H), the whole gradients of the last states, afterwards those of the first.
+    d_gates: receives the gradients of the gate inputs, (1, T, B, n H), or (2, T, B, n H) if those of the input part and
+        the recurrent part differ.
+    d_states: (S, B, H), the complete gradients of the last states; overwritten with those of the first.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from tricycle.kernels.in_place import upcasting_in_place
 
 @kernel
 def prepare_matrix(matrix: Array) -> Array:
-    """A matrix by which many others will be multiplied, `x @ matrix`, one after another."""
+    """Prepare a matrix for many products `x @ matrix`; providers return it in another layout."""
     return matrix
 
 
-Piece = tuple[slice, slice]  # some steps of some items
+Piece = tuple[slice, slice]  # a range of steps and a range of batch items
 
 
 @kernel
 def run_batch_parallel(
     gates: Array, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:
-    """Both for each piece, in order; `then` may need what `first` did for its piece and for those before.
+    """Call `first` and `then` for each piece, in order; a provider may run ranges of batch items in parallel.
 
     Args:
-        pieces: some steps of all items. Those of some items at a time may be done in their place, for items know
-            nothing of each other.
+        pieces: ranges of steps of all items. `then` may depend on `first` for the same and earlier pieces; items are
+            independent of each other.
     """
     for piece in pieces:
         first(piece)
@@ -52,7 +52,7 @@ def run_batch_parallel(
 
 @kernel
 def project(x: Array, matrix: Array, bias: Array | None, out: Array) -> None:
-    """Write x (T, B, K) times a `prepare_matrix` matrix (K, N), plus a bias (N,), into `out` (T, B, N)."""
+    """Write x @ matrix + bias into `out` (T, B, N), for x (T, B, K) and a matrix (K, N) from `prepare_matrix`."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if out.flags.c_contiguous:
         matmul(rows, matrix, bias, out.reshape(len(rows), out.shape[-1]))
@@ -61,16 +61,17 @@ def project(x: Array, matrix: Array, bias: Array | None, out: Array) -> None:
 
 
 # -------------------------------------------------------------------- through time
-# step(gates[t], what the output before adds to them, states before, states after)
+# step(gates[t], recurrent part of the gates, states before, states after)
 Step = Callable[[Array, Array, Array, Array], None]
-# step(gates[t], states before, states after, gradients of these, d) writes d, the gradients of what went into the
-# gates, and turns the states' gradients into those of the states before, but for what goes through the weights
+# step(gates[t], states before, states after, their gradients, d) writes d, the gradients of the gate inputs, and turns
+# the gradients of the states into those of the previous states, without the part through the weights
 StepBack = Callable[[Array, Array, Array, Array, Array], None]
 
 
 def forward_through_time(
     step: Step, gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None
 ) -> None:
+    """Run a recurrent layer over all steps, from states[:, 0]."""
     xp = array_module(gates)
     for t in range(gates.shape[0]):
         before, after = states[:, t], states[:, t + 1]
@@ -92,6 +93,7 @@ def backward_through_time(
     d_gates: Array,
     d_states: Array,
 ) -> None:
+    """Run backpropagation through time over all steps, and write d_gates and d_states."""
     xp = array_module(grad)
     across = weights.T
     d_output = d_states[0]
@@ -107,13 +109,13 @@ def backward_through_time(
 
 
 def _columns(x: Array, n: int) -> list[Array]:
-    """Views of n equal parts of the last axis."""
+    """Return views of n equal parts of the last axis."""
     size = x.shape[-1] // n
     return [x[..., i * size : (i + 1) * size] for i in range(n)]
 
 
 def _to_sigmoid(x: Array) -> None:
-    """In place, as tanh(x / 2) / 2 + 1 / 2."""
+    """Apply the sigmoid in place, as tanh(x / 2) / 2 + 1 / 2."""
     x *= 0.5
     array_module(x).tanh(x, out=x)
     x *= 0.5
@@ -124,7 +126,7 @@ def _to_sigmoid(x: Array) -> None:
 @kernel
 @upcasting_in_place(0, 1)
 def rnn(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, relu: bool) -> None:
-    """h' = tanh(gate), or max(gate, 0) (Elman 1990)."""
+    """Run a simple RNN, h' = tanh(gate) or max(gate, 0) with `relu` (Elman 1990); write gates and states."""
     xp = array_module(gates)
 
     def step(gate: Array, recurrent: Array, before: Array, after: Array) -> None:
@@ -146,6 +148,8 @@ def rnn_backward(
     d_states: Array,
     relu: bool,
 ) -> None:
+    """Write the gradients of a simple RNN into d_gates and d_states."""
+
     def step(gate: Array, before: Array, after: Array, d_states: Array, d: Array) -> None:
         h = after[0]
         d[0] = d_states[0] * ((h > 0) if relu else 1 - h * h)
@@ -158,9 +162,9 @@ def rnn_backward(
 @kernel
 @upcasting_in_place(0, 1)
 def gru(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
-    """h' = (1 - z) n + z h with gates r, z, n, where n = tanh(its input + r * its recurrent part) (Cho et al. 2014).
+    """Run a GRU, h' = (1 - z) n + z h with gates r, z, n and n = tanh(input + r * recurrent part) (Cho et al. 2014).
 
-    states[1] takes that recurrent part, which the backward needs.
+    The recurrent part is written into states[1] for the backward kernel.
     """
     forward_through_time(_gru_step, gates, states, weights, bias, active)
 
@@ -182,6 +186,7 @@ def _gru_step(gate: Array, recurrent: Array, before: Array, after: Array) -> Non
 def gru_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
+    """Write the gradients of a GRU into d_gates and d_states."""
     backward_through_time(_gru_step_back, grad, gates, states, weights, active, d_gates, d_states)
 
 
@@ -202,7 +207,7 @@ def _gru_step_back(gate: Array, before: Array, after: Array, d_states: Array, d:
 @kernel
 @upcasting_in_place(0, 1)
 def lstm(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
-    """c' = f c + i g and h' = o tanh(c') with gates i, f, g, o; states h and c, and tanh(c'), which the backward needs.
+    """Run an LSTM, c' = f c + i g and h' = o tanh(c') with gates i, f, g, o; the states are h, c and tanh(c').
 
     Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000.
     """
@@ -215,7 +220,7 @@ def _lstm_step(gate: Array, recurrent: Array, before: Array, after: Array) -> No
     new = after[1]
     gate += recurrent
     candidate = xp.tanh(g)
-    _to_sigmoid(gate)  # of whole rows is faster than of three parts
+    _to_sigmoid(gate)  # faster over whole rows than over three parts
     g[...] = candidate
     xp.multiply(f, before[1], out=new)
     new += i * g
@@ -227,6 +232,7 @@ def _lstm_step(gate: Array, recurrent: Array, before: Array, after: Array) -> No
 def lstm_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
+    """Write the gradients of an LSTM into d_gates and d_states."""
     backward_through_time(_lstm_step_back, grad, gates, states, weights, active, d_gates, d_states)
 
 

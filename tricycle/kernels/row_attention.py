@@ -1,4 +1,4 @@
-"""Attention scores, and attention whose weights are any function of a row of scores."""
+"""Kernels of attention scores, and of attention with any softmax variant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tricycle.kernels.reference.attention import (
 
 @upcasting_kernel(0)
 def attention_scores(q: Array, k: Array, score_options: ScoreOptions, mask: Array | None = None) -> Array:
-    """scale * q k^T, capped (B, H, T, S), -inf where a key is hidden."""
+    """Return the scaled, soft-capped attention scores (B, H, T, S), with -inf where a key is masked."""
     return mask_scores(softcapped_scores(q, k, score_options), score_options, mask)
 
 
@@ -24,7 +24,7 @@ def attention_scores(q: Array, k: Array, score_options: ScoreOptions, mask: Arra
 def row_attention(
     q: Array, k: Array, v: Array, score_options: ScoreOptions, row_softmax: RowSoftmaxFn, mask: Array | None = None
 ) -> Array:
-    """Compute row_softmax(scores) v of each head; a provider may leave out keys that are hidden from all rows."""
+    """Compute row_softmax(scores) v for each head; providers may omit keys that are masked in all rows."""
     return apply_weights(row_softmax(attention_scores.reference(q, k, score_options, mask)), v)
 
 

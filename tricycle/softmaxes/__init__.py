@@ -1,6 +1,6 @@
-"""Softmax variants beside those in `functions.py`, added to its table of names.
+"""Softmax variants of attention, added to the table `functions.SOFTMAXES`.
 
-A new one is a file with the function and its gradient, its row here, and its sample in tests/samples.py.
+A new variant needs a file with the function and its gradient, a row here, and a sample in tests/samples.py.
 """
 
 from tricycle.functions import SOFTMAXES, new_softmax

@@ -1,4 +1,4 @@
-"""A softmax whose temperature adapts to the entropy of each row."""
+"""`AdaptiveSoftmax`: a softmax whose temperature adapts to the entropy of each row."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tricycle.functions import RowSoftmax
 class AdaptiveSoftmax(RowSoftmax):
     """softmax(beta x) over the last axis, with an inverse temperature beta that grows with the entropy of softmax(x).
 
-    So attention stays sharp over more items than it was trained on. beta is a polynomial of the entropy (in nats),
-    at least 1 (never blur), and 1 where the entropy is low (leave what is sharp).
+    Attention then stays sharp over more keys than in training. beta is a polynomial of the entropy (in nats), at least
+    1, and 1 for low entropies.
 
-    Source: Velickovic et al. 2024, "softmax is not enough (for sharp out-of-distribution)", whose fit is the default;
-    `tricycle_lab.temperature` fits another.
+    Source: Velickovic et al. 2024, "softmax is not enough (for sharp out-of-distribution)", with its coefficients as
+    defaults; `tricycle_lab.temperature` fits others.
 
     Args:
         coefficients: of the polynomial, highest power first.
-        threshold: the entropy above which it is used.
-        stop_gradient: take beta as given in the backward.
+        threshold: the entropy above which the polynomial is used.
+        stop_gradient: whether beta is a constant in the backward pass.
     """
 
     name = "adaptive_softmax"
@@ -40,9 +40,11 @@ class AdaptiveSoftmax(RowSoftmax):
         self.stop_gradient = stop_gradient
 
     def row_softmax(self, scores: Array) -> Array:
+        """Return softmax(beta scores) over the last axis."""
         return kernels.softmax(scores * self.inverse_temperature(scores)[0])
 
     def row_softmax_backward(self, grad: Array, scores: Array, weights: Array) -> Array:
+        """Return the gradient of the scores from the gradient of the weights."""
         beta, slope, plain, log_plain, entropy = self.inverse_temperature(scores)
         dproduct = kernels.softmax_backward(grad, weights)
         dscores = beta * dproduct
@@ -53,7 +55,7 @@ class AdaptiveSoftmax(RowSoftmax):
         return dscores
 
     def inverse_temperature(self, scores: Array) -> tuple[Array, ...]:
-        """beta and its slope by the entropy, for each row; softmax(scores), its log (0 where it is 0), its entropy."""
+        """Return (beta, its derivative by the entropy, softmax(scores), its log, its entropy) for each row."""
         xp = array_module(scores)
         plain = kernels.softmax(scores)
         log_plain = xp.log(xp.where(plain > 0, plain, 1))

@@ -1,4 +1,4 @@
-"""A softmax over blocks of keys that know nothing of each other, with a learned scale for each."""
+"""`BlockSoftmax`: softmax over independent blocks of keys, each with a learned scale."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ class _Part(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """Queries (B, T, H, D), keys (B, S, K, D) and values (B, S, K, E); or room for their gradients."""
+    """Queries (B, T, H, D), keys (B, S, K, D) and values (B, S, K, E), or arrays for their gradients."""
 
     q: Array
     k: Array
     v: Array
 
     def of_items(self, items: slice) -> _Operands:
+        """Return the operands of a range of batch items."""
         return _Operands(self.q[items], self.k[items], self.v[items])
 
     def of_part(self, part: _Part) -> _Operands:
+        """Return the operands of one key block."""
         return _Operands(self.q[:, part.queries], self.k[:, part.keys], self.v[:, part.keys])
 
 
 class _Kept(NamedTuple):
-    """What the way back needs of some items of the batch."""
+    """Intermediate results of some batch items for the backward pass."""
 
     parts: list[_Part]
     factors: list[Array | int]
@@ -52,21 +54,21 @@ class _Kept(NamedTuple):
 
 
 class BlockSoftmax(RowSoftmax):
-    """Softmax within each block of keys by itself, times a scale for each block and query position.
+    """Softmax within each block of keys, times a scale for each block and query position.
 
-    With the right scales the blocks, put together, are the softmax of the whole row: the share of all exponentials
-    that lies in each block, which FlashAttention computes on the way (Dao et al. 2022). Here they are learned instead,
-    the same for all inputs, so that blocks need know nothing of each other.
+    With the exact scales, the fraction of all exponentials in each block, the result equals the softmax of the whole
+    row; FlashAttention computes them on the fly (Dao et al. 2022). Here they are learned and independent of the input,
+    so that the blocks are independent of each other.
 
     Args:
-        n_blocks: the keys are cut into so many blocks of equal length (the last may be shorter).
-        correction: "learned": scales are given with each call. "none": all are 1. "exact": the right ones of each row,
-            which learned ones should come close to.
-        per_head: each head of attention has scales of its own.
-        length: how many keys are cut; those that come unless given. A layer gives its context window, so that a key
-            stays in its block while a text grows.
-        per_position: each position of a query has scales of its own; else those in the same block have the same, so
-            that there is one for each pair of a block of keys and a block of queries.
+        n_blocks: the number of key blocks of equal length (the last may be shorter).
+        correction: "learned": scales are an argument of each call. "none": all are 1. "exact": the exact scales of each
+            row, which learned ones approximate.
+        per_head: whether each attention head has its own scales.
+        length: the number of keys that are divided into blocks; by default those of the call. A layer passes its
+            context window, so that a key stays in the same block while the text grows.
+        per_position: whether each query position has its own scales; otherwise there is one for each pair of a key
+            block and a query block.
     """
 
     name, config_fields = "block_softmax", ("softmax_blocks",)
@@ -86,6 +88,7 @@ class BlockSoftmax(RowSoftmax):
         self.per_position = per_position
 
     def for_layer(self, n_heads: int, context_window: int | None) -> tuple[BlockSoftmax, Tensor | None]:
+        """Return the variant for a layer, and the parameter with the scales if `correction` is "learned"."""
         if context_window is None and self.correction == "learned":
             raise ValueError(f"{self}: expected a layer with a context_window")
         length = self.length or context_window
@@ -95,14 +98,14 @@ class BlockSoftmax(RowSoftmax):
         return chosen, Parameter(np.ones(shape), "scale") if self.correction == "learned" else None
 
     def expand_scales(self, scales: Array, n_keys: int) -> Array:
-        """A layer's parameter as one scale for each position, ([H,] n_blocks, W).
+        """Expand the scales of a layer to one for each query position, ([H,] n_blocks, W).
 
         Args:
             scales: ([H,] n_blocks, W), or without `per_position` ([H,] n_blocks of keys, n_blocks of queries).
-            n_keys: that come, which are cut where no length was given.
+            n_keys: the number of keys of the call, which are divided into blocks if there is no `length`.
 
         Raises:
-            ValueError: not a scale for each pair of blocks.
+            ValueError: not one scale for each pair of blocks.
         """
         if self.per_position:
             return scales
@@ -112,13 +115,14 @@ class BlockSoftmax(RowSoftmax):
         return array_module(scales).repeat(scales, self._step(n_keys), axis=-1)
 
     def forward(self, x: Operand, scales: Tensor | None = None) -> Tensor:
-        """
+        """Normalize scores over the last axis.
+
         Args:
             x: scores (..., T, S).
-            scales: (..., n_blocks, T), with "learned" only, whether positions have scales of their own or not.
+            scales: (..., n_blocks, T), only with the correction "learned".
 
         Raises:
-            ValueError: scales missing, misshapen, or given where they have no use.
+            ValueError: scales are missing, have a wrong shape, or are not used by the correction.
         """
         x = as_non_scalar(self, x)
         wanted = (self.n_blocks, *x.shape[-2:-1]) if self.correction == "learned" else None
@@ -138,6 +142,7 @@ class BlockSoftmax(RowSoftmax):
         return result
 
     def row_softmax(self, scores: Array, scales: Array | None = None) -> Array:
+        """Return the attention weights of scores (..., T, S)."""
         with no_grad():
             return self(Tensor(scores), None if scales is None else Tensor(scales)).array
 
@@ -152,14 +157,14 @@ class BlockSoftmax(RowSoftmax):
         *,
         dtype: Any = None,
     ) -> tuple[Array, AttendBackward]:
-        """As each block's attention to its keys by the queries that see any of them.
+        """Compute attention like `Softmax.attend`, as the sum over key blocks of softmax attention times the scales.
 
         Args:
-            scales: ([H,] n_blocks, W), for as many positions as there are queries or more, with "learned" only; or one
-                for each pair of blocks, as `expand_scales` says.
+            scales: ([H,] n_blocks, W) for at least as many positions as queries, or one for each pair of blocks, see
+                `expand_scales`; only with the correction "learned".
 
         Raises:
-            ValueError: scales missing, too few, or given where they have no use; keys beyond the last block.
+            ValueError: scales are missing, too few, or not used by the correction; or keys after the last block.
         """
         xp, start = array_module(q), score_options.offset or 0
         scales = self._checked(scales, k.shape[1], start + q.shape[1])
@@ -200,10 +205,10 @@ class BlockSoftmax(RowSoftmax):
         return out, backward
 
     def _checked(self, scales: Array | None, n_keys: int, last: int) -> Array | None:
-        """A layer's parameter as one scale for each position.
+        """Validate the scales of a layer, and expand them to one for each position.
 
         Args:
-            last: how many positions there are up to the last query.
+            last: the number of positions up to the last query.
 
         Raises:
             ValueError: as of `attend`.
@@ -235,10 +240,10 @@ class BlockSoftmax(RowSoftmax):
     def _backward_blocks(
         self, grad: Array, operands: _Operands, grads: _Operands, kept: _Kept, start: int, scales: Array | None
     ) -> Array | None:
-        """Writes the gradients of queries, keys and values, and returns that of the scales.
+        """Write the gradients of queries, keys and values into `grads`; return that of the scales.
 
         Args:
-            start: place of the first query.
+            start: the position of the first query.
         """
         xp = array_module(grad)
         dscales = None if scales is None else xp.zeros_like(scales)
@@ -260,11 +265,11 @@ class BlockSoftmax(RowSoftmax):
         return dscales
 
     def _step(self, n_keys: int) -> int:
-        """How long a block is."""
+        """Return the length of a key block."""
         return max(1, -(-(self.length or n_keys) // self.n_blocks))
 
     def _of_parameter(self, dscales: Any) -> Array:
-        """The gradient of the parameter, from that of the scales for each position, as `expand_scales` makes them."""
+        """Return the gradient of the parameter from that of the expanded scales."""
         if self.per_position:
             return dscales
         return dscales.reshape(*dscales.shape[:-1], self.n_blocks, -1).sum(axis=-1)
@@ -274,7 +279,7 @@ class BlockSoftmax(RowSoftmax):
         return [slice(start, min(start + step, n_keys)) for start in range(0, n_keys, step)]
 
     def _factor(self, xp: Any, part: _Part, start: int, scales: Array | None, logsumexp: Array | None) -> Array | int:
-        """What the output of a block is multiplied by: one for each query [and head]."""
+        """Return the factor of a block's output for each query [and head]."""
         if logsumexp is not None:
             return xp.exp(part.logsumexp - logsumexp[..., part.queries]).transpose(0, 2, 1)[..., None]
         if scales is None:
@@ -288,7 +293,7 @@ def _of_items(mask: Array | None, items: slice) -> Array | None:
 
 
 def _log_of_sum(xp: Any, parts: list[_Part], shape: tuple[int, ...]) -> Array:
-    """The log of each row's sum of exponentials, from those of its blocks."""
+    """Return the logsumexp of each row from those of its blocks."""
     logs = xp.full((len(parts), *shape), -np.inf, parts[0].logsumexp.dtype)
     for i, part in enumerate(parts):
         logs[i][..., part.queries] = part.logsumexp

@@ -1,4 +1,4 @@
-"""Attention with softmax variants that the kernels do not know: `attend`, a method of `RowSoftmax`."""
+"""`RowSoftmax.attend`: attention with softmax variants that have no fused kernel."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def attend(
     *,
     dtype: Any = None,
 ) -> tuple[Array, AttendBackward]:
-    """Compute attention as `Softmax.attend` does, with the variant's `rows` and `row_softmax_backward`.
+    """Compute attention like `Softmax.attend`, with the variant's `row_softmax` and `row_softmax_backward`.
 
-    A faster version needs memory that grows with the number of keys, not its square.
+    Providers need memory linear, not quadratic, in the number of keys.
     """
     out = row_attention(q, k, v, score_options, softmax.row_softmax, mask)
 

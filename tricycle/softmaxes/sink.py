@@ -1,4 +1,4 @@
-"""A softmax with one more key, whose score is learned and whose value is nothing."""
+"""`SinkSoftmax`: a softmax with an attention sink, an additional key with a learned score and a value of zero."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from tricycle.tensor import Operand, Tensor
 
 
 class SinkSoftmax(RowSoftmax):
-    """exp(x_i) / (exp(b) + sum_j exp(x_j)) over the last axis, with a number b that each head of attention learns.
+    """exp(x_i) / (exp(b) + sum_j exp(x_j)) over the last axis, with a learned number b for each attention head.
 
-    A row may attend to nothing, as much as suits its head: b = 0 is softmax1, b = -inf is softmax. Inside attention it
-    costs what softmax costs: from the log L of a row's sum of exponentials, what softmax mixes is multiplied by
-    exp(L) / (exp(b) + exp(L)).
+    The weights of a row may sum to less than 1: b = 0 is softmax1, b = -inf is softmax. In attention it costs as much
+    as softmax, whose output is multiplied by exp(L) / (exp(b) + exp(L)), where L is the logsumexp of a row.
 
     Sources: Miller 2023, "Attention is off by one", for the 1 in the denominator; OpenAI 2025, gpt-oss-120b &
     gpt-oss-20b model card, for the learned one.
 
     Args:
-        initial: what b begins with in a new layer.
+        initial: the initial value of b in a layer.
     """
 
     name, fused = "sink_softmax", True
@@ -38,13 +37,15 @@ class SinkSoftmax(RowSoftmax):
         self.initial = initial
 
     def for_layer(self, n_heads: int, context_window: int | None) -> tuple[SinkSoftmax, Tensor | None]:
+        """Return the variant and the parameter b of each head, (n_heads,)."""
         return self, Parameter(np.full(n_heads, self.initial, np.float32), "scale")
 
     def forward(self, x: Operand, sinks: Operand | None = None) -> Tensor:
-        """
+        """Normalize scores over the last axis.
+
         Args:
             x: scores (..., T, S), or (S,).
-            sinks: b, of any shape that broadcasts to (...): (H,) for scores (B, H, T, S). `initial` unless given.
+            sinks: b, of any shape that broadcasts to (...): (H,) for scores (B, H, T, S). By default `initial`.
 
         Raises:
             ValueError: another shape.
@@ -61,6 +62,7 @@ class SinkSoftmax(RowSoftmax):
         return result
 
     def row_softmax(self, scores: Array, sinks: Array | None = None) -> Array:
+        """Return the attention weights of scores (B, H, T, S), with b = sinks (H,), by default `initial`."""
         xp = array_module(scores)
         column = xp.asarray(self.initial if sinks is None else sinks, scores.dtype)[..., None, None]
         one_more = xp.concatenate([scores, xp.broadcast_to(column, (*scores.shape[:-1], 1))], axis=-1)
@@ -77,9 +79,10 @@ class SinkSoftmax(RowSoftmax):
         *,
         dtype: Any = None,
     ) -> tuple[Array, AttendBackward]:
-        """
+        """Compute attention like `Softmax.attend`; its backward function also returns the gradient of the sinks.
+
         Args:
-            sinks: b of each head, (H,); `initial` unless given.
+            sinks: b of each head, (H,); by default `initial`.
 
         Raises:
             ValueError: another shape.
@@ -94,11 +97,11 @@ class SinkSoftmax(RowSoftmax):
         out = (plain * _by_query(xp.exp(log_plain - shift))).astype(plain.dtype, copy=False)
 
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> Array | None:
-            # with the total of all keys and the sink each weight is right, and so is its gradient
+            # with the logsumexp of all keys and the sink, the kernel computes the right weights and gradients
             kernels.attention_backward(grad, q, k, v, out, logsumexp, score_options, dq, dk, dv, mask)
             if sinks is None:
                 return None
-            # a weight w_i loses w_i w_b as b grows, and so does the mix of values
+            # each weight w_i, and so the output, has the derivative -w_i w_b with respect to b
             share = _by_query(xp.exp(b[:, None] - shift))
             return -(share * grad * out).sum(axis=(0, 1, 3)).astype(b.dtype, copy=False)
 
@@ -106,5 +109,5 @@ class SinkSoftmax(RowSoftmax):
 
 
 def _by_query(rows: Array) -> Array:
-    """(B, H, T) to (B, T, H, 1)."""
+    """Transpose (B, H, T) to (B, T, H, 1)."""
     return rows.transpose(0, 2, 1)[..., None]

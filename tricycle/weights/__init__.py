@@ -1,4 +1,4 @@
-"""How the weights of a model are stored: quantized to 8 or 16 bits, and in which memory order."""
+"""Storage of the weights of a model: quantization to 8 or 16 bits, and memory order."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ AnyLayer = TypeVar("AnyLayer", bound=Layer)
 
 
 def quantize(model: AnyLayer, dtype_name: str = "int8") -> AnyLayer:
-    """Store the matrices and token embeddings of a model in fewer bits, and freeze everything; return the model.
+    """Quantize the matrices and token embeddings of a model in place, and freeze all parameters; return the model.
 
-    A product with few rows then takes less time, which is that in which its weights come from memory. Gradients flow
-    through these weights, but not to them. Matrices that are quantized already stay as they are.
+    Products with few rows then take less time, as they are limited by memory bandwidth. Gradients flow through the
+    quantized weights, but not to them. Matrices that are quantized already stay unchanged.
 
     Args:
         dtype_name: "int8", "bfloat16" or "float16".
 
     Raises:
-        ValueError: another dtype, weights that are not finite or on a GPU. Nothing has changed then.
+        ValueError: an unknown dtype, weights that are not finite or on a GPU; the model is unchanged.
         ImportError: bfloat16 without ml_dtypes.
     """
     places = [layer for layer in model.layers() if isinstance(layer, (Dense, Embedding))]
@@ -41,14 +41,14 @@ def quantize(model: AnyLayer, dtype_name: str = "int8") -> AnyLayer:
 
 
 def use_order(model: AnyLayer, order: str) -> AnyLayer:
-    """Store the matrices of a model in this memory order; return the model. Their values stay.
+    """Store the matrices of a model in C or Fortran memory order, with the same values; return the model.
 
     Args:
-        order: "C", row by row, as training is fastest; or "F", column by column, as a product with one row is, and so
-            generation. Matrices stored otherwise are copied, one at a time.
+        order: "C" (row-major), the fastest for training; or "F" (column-major), the fastest for products with one row,
+            as in generation. Matrices in another order are copied, one at a time.
 
     Raises:
-        ValueError: another order.
+        ValueError: an unknown order.
     """
     if order not in ("C", "F"):
         raise ValueError(f"use_order: expected 'C' or 'F', got {order!r}")

@@ -133,7 +133,7 @@ def _why_not_few_bits_matmul(
         return "a matrix whose columns lie in one piece each, got one that lies by rows"
     if x.dtype != FLOAT32 or not x.flags.carray:
         return f"a row of float32 in one piece, aligned and not read-only, got {x.dtype}"
-    if "rows" not in matrix.ready and (matrix.dtype.name not in ("int8", "bfloat16") or not matrix.size):
+    if "rows" not in matrix.prepared and (matrix.dtype.name not in ("int8", "bfloat16") or not matrix.size):
         return f"a matrix of int8 or bfloat16 with numbers, got {matrix!r}"
     return None
 
@@ -141,9 +141,9 @@ def _why_not_few_bits_matmul(
 @unless(_why_not_few_bits_matmul)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
     """Of one row. Numbers of the matrix become float32 in registers, so that nothing else is rounded."""
-    rows: _Rows | None = matrix.ready.get("rows")
+    rows: _Rows | None = matrix.prepared.get("rows")
     if rows is None:
-        rows = matrix.ready["rows"] = _rows_of(matrix)
+        rows = matrix.prepared["rows"] = _rows_of(matrix)
     product = np.empty((1, matrix.shape[1]), np.float32)
     _team().multiply(x, rows.numbers, rows.scales, rows.sums, product)
     if bias is not None:

@@ -29,11 +29,11 @@ _one_at_a_time = threading.Lock()
 def _laid(matrix: QuantizedMatrix) -> library.LaidMatrix:
     """The matrix in oneDNN's layout."""
     with _one_at_a_time:
-        if "onednn" not in matrix.ready:
+        if "onednn" not in matrix.prepared:
             rows = matrix.with_row_scales()
             factors = None if rows.scales is None else rows.scales[:, 0]
-            matrix.ready["onednn"] = library.LaidMatrix(rows.values.T, factors)
-    laid: library.LaidMatrix = matrix.ready["onednn"]
+            matrix.prepared["onednn"] = library.LaidMatrix(rows.values.T, factors)
+    laid: library.LaidMatrix = matrix.prepared["onednn"]
     return laid
 
 
@@ -51,7 +51,7 @@ def _why_not_few_bits_matmul(x: Array, matrix: QuantizedMatrix, *_: Any, **__: A
 def quantized_matmul(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> Array | NotImplementedType:
-    laid: library.LaidMatrix = matrix.ready.get("onednn") or _laid(matrix)
+    laid: library.LaidMatrix = matrix.prepared.get("onednn") or _laid(matrix)
     rows: np.ndarray = x.astype(np.float32, copy=False)
     is_int8 = laid.factors is not None
     product = _by_int8(rows, laid) if is_int8 else _by_bfloat16(rows, laid, precision != "bfloat16")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.kernels.quantized import QuantizedMatrix, dtype_of
+from tricycle.kernels.quantized import QuantizedMatrix, quantized_dtype
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.parameter import Parameter
@@ -211,7 +211,7 @@ def _of_few_bits(
     # the columns of our matrix are the rows of few bits, but of an embedding
     transposed = role_of(layout.parameters[name]) != "embedding"
     shape = layout.parameters[name].shape
-    rows = np.empty(shape[::-1] if transposed else shape, np.float32 if kind == "int8" else dtype_of(kind))
+    rows = np.empty(shape[::-1] if transposed else shape, np.float32 if kind == "int8" else quantized_dtype(kind))
     with np.errstate(over="ignore"):
         _write(layout, name, pieces, theirs, rows.T if transposed else rows)
     try:
