@@ -1,11 +1,9 @@
-"""Less memory for activations: free all within a layer, and compute them again in the backward pass (gradient
-checkpointing).
+"""Activation (gradient) checkpointing: recompute the activations of a layer in the backward pass to save memory.
 
-A model whose attribute `recompute` is the function `recompute` computes each block again.
+A model whose attribute `recompute` is `checkpoint_activations` recomputes each of its blocks. Only the inputs of the
+blocks, and the activations of one block at a time, are stored, at the cost of one more forward pass.
 
-Of a stack of layers that are computed again, only what goes from one to the next stays in memory, and the activations
-of one layer at a time. It costs one more forward pass. Source: Chen et al. 2016, "Training deep nets with sublinear
-memory cost".
+Source: Chen et al. 2016, "Training deep nets with sublinear memory cost".
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from tricycle.tensor_methods import leaf_gradients
 
 
 def checkpoint_activations(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
-    """Return `layer(x, *args, **kwargs)`, and compute its activations again in the backward pass (to the same bits).
+    """Return `layer(x, *args, **kwargs)` without storing its activations; recompute them in the backward pass.
 
-    The second time dropout draws the same masks, and layers are in the same modes; generators are restored afterwards.
+    The recomputation gives the same bits: it draws the same dropout masks, in the same modes of the layers.
 
     Args:
-        x: the only input, with the layer's own parameters, that gets a gradient.
+        x: the only input, besides the layer's parameters, that gets a gradient.
     """
     x = as_tensor(x)
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
@@ -53,7 +51,7 @@ def checkpoint_activations(layer: Layer, x: Operand, *args: Any, **kwargs: Any) 
 
 @contextmanager
 def enable_grad() -> Iterator[None]:
-    """Build graphs within this block (and this thread), whatever blocks are around it."""
+    """Enable graph building in this thread within a `with` block, regardless of enclosing blocks."""
     token = current_modes.set(())
     try:
         yield
@@ -62,7 +60,7 @@ def enable_grad() -> Iterator[None]:
 
 
 class SavedState:
-    """What a layer's result depends on besides inputs and parameters: modes, precisions and the state of generators."""
+    """The modes, precisions and random generator states of a layer and all layers inside it."""
 
     def __init__(self, layer: Layer) -> None:
         self.layers = [(part, part.training, part.precision) for part in layer.layers()]
@@ -70,7 +68,7 @@ class SavedState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the saved state within this block, then the state before the block."""
+        """Restore the saved state within a `with` block, and the previous state after it."""
         now = [(part, part.training, part.precision) for part, _, _ in self.layers]
         states = [(generator, generator.bit_generator.state) for generator, _ in self.generators]
         _set(self.layers, self.generators)

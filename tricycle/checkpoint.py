@@ -1,7 +1,7 @@
-"""Checkpoints: weights, moments and everything else that training is made of, in one safetensors file.
+"""Checkpoints: weights, optimizer state and all other training state in one safetensors file.
 
-The tensors are "model.<parameter>" and "optimiser.<moment>.<parameter>"; the rest is JSON in the file's
-metadata, beside a checksum of it all. One file, written whole or not at all, so a run can be cut off at any moment.
+The tensors are "model.<parameter>" and "optimiser.<moment>.<parameter>"; the rest is JSON in the file's metadata, with
+a checksum. The file is written atomically, so a run may be interrupted at any time.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tricycle.tokeniser import Tokeniser
 
 FORMAT = 1
 A_CHECKPOINT = "a whole checkpoint of Tricycle"
-# The types of numbers, as NumPy and as the format call them.
+# The data types, as named by NumPy and by the safetensors format.
 DTYPES = "<f8 <f4 <f2 <i8 <i4 <i2 |i1 <u8 <u4 <u2 |u1 |b1".split()
 KINDS = dict(zip(DTYPES, "F64 F32 F16 I64 I32 I16 I8 U64 U32 U16 U8 BOOL".split()))
 PathLike = str | os.PathLike[str]
 
 
 class NotFiniteError(ValueError):
-    """Something has NaN or infinity that is to be saved or was loaded."""
+    """A tensor to be saved, or that was loaded, has NaN or infinity."""
 
 
 def save_checkpoint(
@@ -50,15 +50,15 @@ def save_checkpoint(
     progress: dict[str, Any] | None = None,
     states: dict[Tensor, tuple[int, State]] | None = None,
 ) -> None:
-    """Write a checkpoint. A file of that name is replaced only by a whole one.
+    """Write a checkpoint file atomically.
 
     Args:
-        tokeniser: goes along, so that the model can be used without its run.
-        optimiser, dataset, progress: what training needs to go on as if it had not stopped.
-        states: of the optimiser, gathered, where they are sharded over several processes.
+        tokeniser: saved with the model, so that the file is sufficient for generation.
+        optimiser, dataset, progress: the state for bit-exact resume.
+        states: the gathered optimizer state, if it is sharded over several processes.
 
     Raises:
-        NotFiniteError: a weight or a moment is not finite; nothing is written then.
+        NotFiniteError: a weight or optimizer state is not finite; nothing is written.
     """
     tensors = {f"model.{name}": array for name, array in model.state_dict().items()}
     for name, array in tensors.items():
@@ -86,8 +86,8 @@ def save_checkpoint(
 
 
 def _write(path: PathLike, tensors: dict[str, np.ndarray], about: str) -> None:
-    """Write one tensor after another, without a second copy in memory; ValueError for odd kinds of tensors."""
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned
+    """Write all tensors without a second copy in memory; raise a ValueError for unsupported dtypes."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each tensor is aligned
     layout = {}
     for name in names:
         array = tensors[name]
@@ -102,7 +102,7 @@ def _write(path: PathLike, tensors: dict[str, np.ndarray], about: str) -> None:
 
 
 def _read(path: Path, places: dict[str, Place], start: int) -> dict[str, np.ndarray]:
-    """Read the tensors of a file; raise ValueError for other content, for odd kinds and for values that are cut off."""
+    """Read the tensors of a file; raise a ValueError for a wrong size, unsupported dtypes and truncated data."""
     size = path.stat().st_size - start
     n_bytes = sum(place.n_bytes for place in places.values())
     if n_bytes != size:
@@ -121,7 +121,7 @@ def _read(path: Path, places: dict[str, Place], start: int) -> dict[str, np.ndar
 
 
 def _checksum(about: str, tensors: dict[str, np.ndarray]) -> str:
-    """A number over all that a checkpoint says, by which bits that turned over on a disk are seen."""
+    """Return a CRC-32 of the metadata and all tensors, to detect corruption on disk."""
     number = zlib.crc32(about.encode("utf-8"))
     for name in sorted(tensors):
         array = tensors[name]
@@ -131,23 +131,23 @@ def _checksum(about: str, tensors: dict[str, np.ndarray]) -> str:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    """The bytes of a contiguous array, in place."""
+    """Return the bytes of a contiguous array, without a copy."""
     return array.reshape(-1).view(np.uint8).data
 
 
-def _check_finite(wanted: str, name: str, array: np.ndarray) -> None:
-    """Raise NotFiniteError, which begins with what was wanted, where an array has NaN or infinity."""
+def _check_finite(expected: str, name: str, array: np.ndarray) -> None:
+    """Raise a NotFiniteError that begins with `expected` if an array has NaN or infinity."""
     if not np.isfinite(array).all():
-        raise NotFiniteError(f"{wanted}, {name} has NaN or infinity")
+        raise NotFiniteError(f"{expected}, {name} has NaN or infinity")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint file holds.
+    """The content of a checkpoint file.
 
     Attributes:
-        tensors: by name, as this module's docstring says.
-        about: the JSON beside them.
+        tensors: by name, see the module's docstring.
+        about: the JSON metadata.
     """
 
     path: Path
@@ -156,7 +156,7 @@ class Checkpoint:
     about: dict[str, Any]
 
     def model(self) -> GPT:
-        """The model, its dropout generator where it stood."""
+        """Make the model with the saved weights and the saved state of its random generator."""
         with wrap_content_errors(self.path, A_CHECKPOINT):
             prefix = "model."
             weights = {name.removeprefix(prefix): a for name, a in self.tensors.items() if name.startswith(prefix)}
@@ -167,18 +167,18 @@ class Checkpoint:
             return model
 
     def tokeniser(self) -> Tokeniser | None:
-        """The tokeniser that went along, if one did: our own, or another."""
-        # not above: to import it makes Python import its whole package, and that imports this file
+        """Make the saved tokenizer; return None if there is none."""
+        # not at module level, because its package imports this module
         from tricycle.pretrained.tokenisers import tokeniser_from_dict
 
         with wrap_content_errors(self.path, A_CHECKPOINT):
             return tokeniser_from_dict(self.about["tokeniser"]) if self.about.get("tokeniser") else None
 
     def restore(self, model: GPT, optimiser: Optimiser, dataset: CausalLMDataset) -> dict[str, Any]:
-        """Put the optimiser and the dataset where they stood; returns the progress.
+        """Restore the state of the optimizer and the dataset; return the progress.
 
         Raises:
-            ValueError: something is missing or does not fit, or a moment is not finite.
+            ValueError: something is missing or does not fit, or an optimizer state is not finite.
         """
         with wrap_content_errors(self.path, A_CHECKPOINT):
             about = self.about["optimiser"]
@@ -196,17 +196,17 @@ class Checkpoint:
 
 
 def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
-    """A model with these weights.
+    """Make a model with the given weights.
 
     Raises:
-        ValueError: the weights are not those of the config.
+        ValueError: the weights do not fit the config.
     """
     whole = next((name for name, array in weights.items() if array.dtype.kind in "biu"), None)
     if whole is not None:
         raise ValueError(f"expected weights in floating point, {whole} has {weights[whole].dtype}")
     n_numbers = sum(array.size for array in weights.values())
     least = min_n_weights(config)
-    if least > n_numbers:  # seen before a crafted config asks for more memory than there is
+    if least > n_numbers:  # before a crafted config allocates too much memory
         raise ValueError(f"expected at least {least} numbers in its weights, as its config says, got {n_numbers}")
     model = GPT(config, draw_weights=False)
     model.load_state_dict(weights)
@@ -215,9 +215,9 @@ def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
 
 @contextmanager
 def wrap_content_errors(path: Path, what: str) -> Iterator[None]:
-    """Turn the errors of odd content, which can be any, into one line that names the file.
+    """Convert any error within this block, caused by invalid content, to a ValueError that names the file.
 
-    Too little memory and what a disk refuses say nothing about the content: they stay what they are.
+    MemoryError and OSError are not caused by the content, and stay unchanged.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected {what}, there is no such file")
@@ -234,12 +234,12 @@ def wrap_content_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def load_checkpoint(path: PathLike) -> Checkpoint:
-    """Read a checkpoint. Nothing in the file is executed.
+    """Load a checkpoint file, without executing anything from it.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: the file is cut off, damaged or no checkpoint of Tricycle.
-        MemoryError: it does not fit; nothing of it has been read then.
+        ValueError: the file is truncated, damaged, or not a checkpoint of Tricycle.
+        MemoryError: the file does not fit into memory; nothing is read.
     """
     path = Path(path)
     if path.is_file():
@@ -250,9 +250,9 @@ def load_checkpoint(path: PathLike) -> Checkpoint:
         if not isinstance(text, str):
             raise ValueError("it is a safetensors file without Tricycle's metadata")
         tensors = _read(path, places, start)
-        wanted = metadata.get("crc32")  # files of before there was one have none
-        if wanted is not None and (checksum := _checksum(text, tensors)) != wanted:
-            raise ValueError(f"its checksum is {checksum}, not {wanted!r:.20} as when it was saved: bits of it changed")
+        saved = metadata.get("crc32")  # missing in older files
+        if saved is not None and (checksum := _checksum(text, tensors)) != saved:
+            raise ValueError(f"its checksum is {checksum}, not {saved!r:.20} as when it was saved: bits of it changed")
         about = json.loads(text)
         if about["format"] != FORMAT:
             raise ValueError(f"expected format {FORMAT}, got {about['format']!r}")

@@ -1,4 +1,4 @@
-"""Datasets: pairs of inputs and outputs, sequences of any lengths, and the windows of `tricycle.batches`.
+"""Datasets: pairs of inputs and outputs, padding and bucketing of sequences, and `CausalLMDataset`.
 
 Shapes: N items, B batch, T tokens.
 """
@@ -16,14 +16,14 @@ __all__ = ["Buckets", "CausalLMDataset", "Dataset", "InfiniteBatchDataset", "pad
 
 
 class Dataset(EndlessDataset):
-    """Inputs and outputs; `iter()` gives all of them once, and the last batch of such a pass may be smaller.
+    """Pairs of inputs and outputs; `iter()` returns one epoch, whose last batch may be smaller.
 
     Args:
         inputs, outputs: arrays or lists of N items each.
-        seed: decides the orders once `shuffle` is called; each pass has another.
+        seed: of the order of each epoch, after `shuffle`.
 
     Raises:
-        ValueError: not as many outputs as inputs, or none.
+        ValueError: different numbers of inputs and outputs, or none.
     """
 
     def __init__(self, inputs: Sequence[Any], outputs: Sequence[Any], seed: int = 0) -> None:
@@ -35,7 +35,7 @@ class Dataset(EndlessDataset):
         self._begin(n_inputs, 0, seed)  # no batch size yet
 
     def batch(self, batch_size: int | None = None) -> Self:
-        """Give batches of this many items (or as many as said before) instead of single items; return self."""
+        """Return batches of `batch_size` items (by default, the size set before) from now on; return self."""
         if batch_size is None and not self.batch_size:
             raise ValueError(f"{type(self).__name__}.batch: expected a batch size, got none")
         return super().batch(batch_size)
@@ -45,17 +45,17 @@ class Dataset(EndlessDataset):
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         start = self.position
-        self.position = stop = start + self.n_items  # the next pass is another one, even if this one is left early
+        self.position = stop = start + self.n_items  # the next epoch follows even if this one is left early
         for first in range(start, stop, self._step):
             yield self._give(first, min(first + self._step, stop))
 
 
 class InfiniteBatchDataset(Dataset):
-    """Batches of inputs and outputs without end, under `next()`; its position is a number.
+    """Endless batches of inputs and outputs, by `next()`.
 
     Args:
         inputs, outputs: arrays or lists of N items each.
-        batch_size: items a batch; a batch may span two passes.
+        batch_size: items per batch; a batch may span two epochs.
     """
 
     def __init__(self, inputs: Sequence[Any], outputs: Sequence[Any], batch_size: int, seed: int = 0) -> None:
@@ -67,7 +67,7 @@ class InfiniteBatchDataset(Dataset):
 
 
 def pad(sequences: Sequence[Sequence[int]], value: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Sequences of any lengths as one array (B, T) of whole numbers, filled up with `value`, and their lengths (B,)."""
+    """Pad integer sequences of different lengths with `value` to one array (B, T); also return the lengths (B,)."""
     lengths = np.array([len(sequence) for sequence in sequences], np.int64)
     padded = np.full((len(lengths), lengths.max(initial=0)), value, np.int64)
     for row, sequence in zip(padded, sequences):
@@ -76,17 +76,17 @@ def pad(sequences: Sequence[Sequence[int]], value: int = 0) -> tuple[np.ndarray,
 
 
 class Buckets:
-    """Batches of items of like length, so that little is padded; arrays of indices without end, under `next()`.
+    """Endless batches of item indices, grouped by similar length to reduce padding, by `next()`.
 
-    Each pass has every item once. Items of one length, and the batches, come in another order in each.
+    Each epoch has every item once; items of equal length, and the batches, are shuffled in each epoch.
 
     Args:
-        lengths: (N,), or (N, K) where an item is K sequences.
-        max_tokens: the most numbers in a batch, padding included.
-        seed: decides the orders.
+        lengths: (N,), or (N, K) for items of K sequences.
+        max_tokens: the maximum number of tokens in a batch, including padding.
+        seed: of the order of each epoch.
 
     Raises:
-        ValueError: no items, or one that is longer than a batch may be.
+        ValueError: no items, or an item longer than `max_tokens`.
     """
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, max_tokens: int, seed: int = 0) -> None:
@@ -98,7 +98,7 @@ class Buckets:
         self._batches = self.batches(0)
 
     def batches(self, epoch: int) -> list[np.ndarray]:
-        """All batches of one pass, in its order."""
+        """Return all batches of an epoch, in order."""
         generator = np.random.default_rng((self.seed, epoch))
         order = generator.permutation(len(self.lengths))
         order = order[np.lexsort(self.lengths[order].T)]  # by the last sequence, then the one before it, ...
@@ -121,10 +121,10 @@ class Buckets:
         return self._batches[self.position - 1]
 
     def state(self) -> dict[str, int]:
-        """Where it stands: enough to go on with exactly the batches that would have come."""
+        """Return the epoch and position, from which `load_state` continues with the same batches."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken, from the same lengths and seed."""
+        """Continue from a state of `state`, with the same lengths and seed."""
         self.epoch, self.position = state["epoch"], state["position"]
         self._batches = self.batches(self.epoch)

@@ -1,4 +1,4 @@
-"""Compute with the plain kernels only, and find arrays that were changed in place before `backward`."""
+"""Debugging tools: force the reference kernels, and detect arrays changed in place before `backward`."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tricycle.tensor import Tensor
 
 @contextmanager
 def use_reference() -> Iterator[None]:
-    """Within this block every kernel is the plain one: a second opinion when a result looks wrong."""
+    """Force all kernels to their reference implementations within a `with` block, to check a suspicious result."""
     block = object()
     reference_only.set((*reference_only.get(), block))
     try:
         yield
-    finally:  # by itself, for blocks in generators end in any order
+    finally:  # remove only this block, because blocks in generators end in any order
         reference_only.set(tuple(other for other in reference_only.get() if other is not block))
 
 
 def watch_arrays() -> AbstractContextManager[None]:
-    """Have `backward` refuse results of this block (and thread) whose array, or an input's, has been changed in place.
+    """Return a context manager that makes `backward` raise a RuntimeError if an array was changed in place.
 
-    Slow: it reads every array twice more, for a checksum. Elsewhere `backward` notices only the changes that optimisers
-    and `Layer.load_state_dict` make.
+    It applies to the results of this block and thread, and their inputs. It is slow: it computes two checksums of every
+    array. Otherwise `backward` detects only changes by optimizers and `Layer.load_state_dict`.
     """
     return graph_mode(Mode(on_record=_watch))
 
 
 def _watch(node: Tensor) -> None:
-    """Compare the checksums of a result's array, and its inputs', before its backward function is called."""
+    """Make the backward function of a result first compare the checksums of its array and its inputs."""
     watched = [(tensor, tensor.array) for tensor in node.args if devices.is_array(tensor.array)]
     sums = [_checksum(array) for _, array in watched]
     backward: Any = node._backward

@@ -1,8 +1,8 @@
-"""Einstein summation: any product and sum of Tensors from one line of subscripts.
+"""Einstein summation: `Einsum` and `matmul` of Tensors.
 
-`contract` computes on arrays: each pair of inputs becomes one BLAS matrix multiplication. The gradient of
-an einsum with respect to one input is an einsum again: swap that input's subscripts with the output's, and
-put the gradient in its place. So `Einsum` is `contract` forward and `contract` backward.
+`contract` computes an einsum of arrays with one BLAS matrix product per pair of inputs. The gradient of an einsum with
+respect to one input is an einsum, too: with the subscripts of that input and the output swapped, and the gradient in
+place of the input. So `Einsum` calls `contract` in forward and backward.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tricycle.tensor import Operand, Tensor, record
 
 
 class Einsum(Op):
-    """Multiply Tensors along the indices they share, sum along those that the output does not name.
+    """The sum of products of Tensors over the indices that are missing in the output, as `numpy.einsum`.
 
     Args:
         subscripts: NumPy's notation, such as "ij,jk->ik": repeated indices within an input take a
-            diagonal, "..." stands for any axes before or between (the output must name it too), and
-            without "->" the output has the indices that occur once, in alphabetical order. With batched
-            inputs the subscripts describe one item and the batch axis is carried through.
+            diagonal, "..." represents any number of axes (the output must contain it, too), and without
+            "->" the output has the indices that occur once, in alphabetical order. For batched inputs the
+            subscripts describe one item, and the batch axis is preserved.
 
     Raises:
         ValueError: malformed subscripts, or inputs that do not fit them.
@@ -41,7 +41,7 @@ class Einsum(Op):
         return f"Einsum({self.subscripts!r})"
 
     def forward(self, *tensors: Operand) -> Tensor:
-        """Compute the einsum of one Tensor for each input of the subscripts; the result is named after them."""
+        """Compute the einsum of Tensors, one for each input in the subscripts."""
         inputs = as_tensors(*tensors)
         labels, out, sizes = _resolve(self, tuple(t.shape for t in inputs), tuple(t.is_batched for t in inputs))
         return _record(inputs, labels, out, sizes, f"einsum {self.subscripts}")
@@ -49,7 +49,7 @@ class Einsum(Op):
 
 @register
 def matmul(x: Operand, y: Operand) -> Tensor:
-    """Multiply matrices over the last two axes, as `numpy.matmul`: leading axes broadcast, vectors are allowed."""
+    """Compute the matrix product over the last two axes, with broadcasting and vectors as in `numpy.matmul`."""
     x, y = as_tensors(x, y)
     if x.ndim == 0 or y.ndim == 0:
         raise ValueError(f"matmul: expected at least one axis on both sides, got shapes {x.shape} and {y.shape}")
@@ -70,7 +70,7 @@ def _record(inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes
 
     def gradient(i: int, grad: Array) -> Array:
         others = arrays[:i] + (grad,) + arrays[i + 1 :]
-        # an axis of length 1 that "..." broadcast is summed over, and restored by the reshape
+        # sum over axes of "..." that were broadcast; the reshape restores their length 1
         shape = arrays[i].shape
         kept = "".join(c for c, n in zip(labels[i], shape) if n == sizes[c])
         return contract(others, labels[:i] + (out,) + labels[i + 1 :], kept, sizes).reshape(shape)
@@ -85,7 +85,7 @@ def _record(inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes
 # Cache: a pure function of the text; the results are tuples.
 @lru_cache(maxsize=1024)
 def _parse(subscripts: str) -> tuple[tuple[str, ...], str]:
-    """Return input and output subscripts, without spaces and with an implied output spelt out."""
+    """Return the subscripts of the inputs and the output, without spaces, and with an explicit output."""
     text = subscripts.replace(" ", "")
     left, arrow, output = text.partition("->")
     inputs = tuple(left.split(","))
@@ -107,7 +107,7 @@ def _parse(subscripts: str) -> tuple[tuple[str, ...], str]:
 def _resolve(
     einsum: Einsum, shapes: tuple[tuple[int, ...], ...], batched: tuple[bool, ...]
 ) -> tuple[tuple[str, ...], str, dict[str, int]]:
-    """Return subscripts with a letter for every axis (batch and "..." too), and the length of each letter's axis."""
+    """Return subscripts with a letter for each axis, including batch and "...", and the length of each axis."""
     inputs, out = einsum._terms, einsum._target
     title = f"Einsum({einsum.subscripts!r})"
     if len(inputs) != len(shapes):
@@ -133,7 +133,7 @@ def _resolve(
         labels.append(letters)
         for letter, n in zip(letters, shape):
             known = sizes.get(letter, n)
-            # only the axes behind "..." broadcast; a named index has one length everywhere
+            # only axes of "..." broadcast; a named index has the same length everywhere
             if known != n and not (letter in ellipsis and 1 in (known, n)):
                 index = "the batch" if letter == batch else f"index {letter!r}"
                 raise ValueError(
@@ -147,9 +147,9 @@ def _resolve(
 def contract(arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int]) -> Array:
     """Compute the einsum of arrays whose axes are labelled by letters.
 
-    More general than NumPy's, as a gradient needs it: the output may name an index that no input has (the
-    result is repeated along it) or name one twice (the result fills the diagonal, the rest is 0). An axis
-    of length 1 stands for any length.
+    More general than NumPy's, as gradients require: the output may have an index of no input (the result is
+    repeated along it), or an index twice (the result fills the diagonal, other elements are 0). An axis of
+    length 1 broadcasts to any length.
     """
     if len(set(out)) < len(out):
         return _onto_diagonal(contract(arrays, labels, "".join(dict.fromkeys(out)), sizes), out)
@@ -171,7 +171,7 @@ def contract(arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes
 # Cache: a pure function of labels and sizes; the results are tuples.
 @lru_cache(maxsize=1024)
 def _pair_order(labels: tuple[str, ...], out: str, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Choose which two terms to multiply next; each result goes to the end of the list."""
+    """Return the pairs of terms to multiply in order; each result is appended to the list of terms."""
     if len(labels) <= 2:
         return ((0, 1),) * (len(labels) - 1)
     lengths = dict(sizes)
@@ -191,7 +191,7 @@ def _pair_order(labels: tuple[str, ...], out: str, sizes: tuple[tuple[str, int],
 
 
 def _diagonal(array: Array, labels: str, sizes: dict[str, int]) -> tuple[Array, str]:
-    """Take the diagonal along indices named twice, and drop axes of length 1 that stand for any length."""
+    """Take the diagonal of repeated indices, and remove axes of length 1 that broadcast."""
     for letter in dict.fromkeys(labels):
         while labels.count(letter) > 1:
             i = labels.index(letter)
@@ -206,7 +206,7 @@ def _diagonal(array: Array, labels: str, sizes: dict[str, int]) -> tuple[Array, 
 
 
 def _onto_diagonal(array: Array, out: str) -> Array:
-    """Spread an array labelled with the distinct letters of `out` over the diagonals that `out` names."""
+    """Write an array, labelled with the distinct letters of `out`, onto the diagonals of a zero array."""
     xp = array_module(array)
     letters = "".join(dict.fromkeys(out))
     lengths = dict(zip(letters, array.shape))
@@ -217,17 +217,17 @@ def _onto_diagonal(array: Array, out: str) -> Array:
 
 
 def _align(array: Array, labels: str, out: str) -> Array:
-    """Transpose to the order of `out`, with axes of length 1 for the letters that are missing."""
+    """Transpose an array to the order of `out`, with axes of length 1 for missing letters."""
     array = array.transpose([labels.index(letter) for letter in out if letter in labels])
     lengths = dict(zip(sorted(labels, key=out.index), array.shape))
     return array.reshape([lengths.get(letter, 1) for letter in out])
 
 
 def _multiply(first: tuple[Array, str], second: tuple[Array, str], kept: set[str]) -> tuple[Array, str]:
-    """Multiply two terms and sum over the letters that nothing else needs.
+    """Multiply two terms, and sum over the letters that no other term needs.
 
-    Letters fall in four groups: batch (in both, kept), rows (in the first), columns (in the second) and
-    inner (in both, summed). With inner letters that is one matmul; without, an elementwise product.
+    There are four groups of letters: batch (in both, kept), rows (in the first), columns (in the second) and
+    inner (in both, summed). With inner letters this is one matmul, otherwise an elementwise product.
     """
     (a, left), (b, right) = first, second
     a, left = _sum_out(a, left, kept | set(right))
@@ -254,15 +254,15 @@ def _sum_out(array: Array, labels: str, needed: set[str]) -> tuple[Array, str]:
 def _as_matrix(array: Array, labels: str, batch: str, rows: str, columns: str) -> Array:
     """Reshape an array to (batch..., rows, columns), without a copy where its memory allows.
 
-    BLAS reads transposed matrices as they lie, so if the letters lie as columns, rows, a view does.
+    BLAS accepts transposed matrices, so a view suffices for an array in the order columns, rows.
     """
     lengths = dict(zip(labels, array.shape))
     n_rows, n_columns = (int(np.prod([lengths[c] for c in group], dtype=int)) for group in (rows, columns))
     lead = [lengths[c] for c in batch]
-    turned = labels == batch + columns + rows and rows and columns
-    order = batch + (columns + rows if turned else rows + columns)
+    is_transposed = labels == batch + columns + rows and rows and columns
+    order = batch + (columns + rows if is_transposed else rows + columns)
     array = array.transpose([labels.index(c) for c in order])
-    if turned:
+    if is_transposed:
         return array.reshape([*lead, n_columns, n_rows]).swapaxes(-1, -2)
     return array.reshape([*lead, n_rows, n_columns])
 

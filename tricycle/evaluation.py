@@ -1,4 +1,4 @@
-"""The loss on text that a model has not seen."""
+"""Evaluation of a model's loss on held-out text."""
 
 from __future__ import annotations
 
@@ -27,18 +27,15 @@ def evaluate(
     window: int = 0,
     processes: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[float, int]:
-    """The loss on a run of tokens, each predicted once (the first one is only read).
+    """Return the mean loss of a model on a token sequence, in nats per token, and the number of predicted tokens.
 
     Args:
-        tokens: at least two ids.
-        n_batches: look only at so many batches, spread evenly; 0 for all.
-        stride: how far windows move on; a smaller one than the context window gives each token more context
-            and costs more. 0 for a window.
-        window: how many tokens are seen at once; 0 for the model's context window.
-        processes: those that share out the batches; all get the whole result, and the same as one alone.
-
-    Returns:
-        the mean loss in nats a token, and how many tokens were predicted.
+        tokens: at least two ids; the first token is not predicted, each other once.
+        n_batches: the number of batches to evaluate, evenly spaced; 0 for all.
+        stride: the step between windows; smaller than the window, it gives tokens more context at a higher cost. 0 for
+            the window size.
+        window: the number of tokens per window; 0 for the model's context window.
+        processes: the processes among which the batches are divided; all return the same result as a single process.
 
     Raises:
         ValueError: fewer than two tokens.
@@ -51,14 +48,14 @@ def evaluate(
         chosen = np.linspace(0, len(windows) - 1, n_batches * batch_size).astype(int)
         windows = [windows[i] for i in chosen]
     loss_fn = CrossEntropy(ignore_index=IGNORED)
-    losses: list[tuple[Tensor, int]] = []  # read at the end: until then a GPU need not be waited for
+    losses: list[tuple[Tensor, int]] = []  # read at the end, so that a GPU is not synchronized
     firsts = range(0, len(windows), batch_size)
     with model.evaluating():
         for first in firsts[processes.rank :: processes.size]:
             processes.answer_pings()
             batch = windows[first : first + batch_size]
             rows = np.stack([np.asarray(tokens[start : start + length + 1], np.int64) for start, _ in batch])
-            check_range("evaluate: tokens", rows, model.config.vocab_size)  # on a GPU nobody would notice
+            check_range("evaluate: tokens", rows, model.config.vocab_size)  # ids on a GPU are not checked
             labels = rows[:, 1:].copy()
             for row, (_, n_new) in zip(labels, batch):
                 row[: length - n_new] = IGNORED
@@ -71,7 +68,7 @@ def evaluate(
 
 
 def _windows(n_pairs: int, length: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Where windows of a length start, and how many of each one's last labels no earlier window had."""
+    """Yield the start of each window, and the number of its labels that no earlier window has."""
     covered = 0
     while covered < n_pairs:
         end = min(n_pairs, covered + (length if covered == 0 else stride))
@@ -81,16 +78,16 @@ def _windows(n_pairs: int, length: int, stride: int) -> Iterator[tuple[int, int]
 
 @dataclass
 class HeldOut:
-    """Held-out text, as tokens and as the bytes that losses in bits a byte refer to.
+    """Held-out text: its tokens, and its size in bytes for losses in bits per byte.
 
     Attributes:
-        tokens: the first is only read, so it should be the end of some text.
-        n_bytes: how many bytes the tokens stand for.
+        tokens: the token ids; the first is not predicted, so it should be an end of text.
+        n_bytes: the number of bytes that the tokens encode.
     """
 
     tokens: Any
     n_bytes: int
 
     def bits_per_byte(self, nats_per_token: float) -> float:
-        """What a loss means for the text itself, whatever the vocabulary."""
+        """Convert a loss in nats per token to bits per byte, which is independent of the vocabulary."""
         return nats_per_token * (len(self.tokens) - 1) / math.log(2) / max(1, self.n_bytes)

@@ -1,7 +1,6 @@
-"""Operations on Tensors that a GPT does not need: as those of `ops.py`, and registered there.
+"""Further differentiable operations on Tensors: elementwise, comparison, selection, joining, reduction and shape.
 
-Functions, powers and comparisons of elements, choosing, joining, splitting, and further reductions. The last lines make
-operators and methods of `Tensor` of them.
+They are registered in `ops.OPS`; the last lines attach operators and methods to `Tensor`.
 """
 
 from __future__ import annotations
@@ -43,17 +42,18 @@ absolute = unary_op("absolute", lambda xp, x: xp.abs(x), lambda xp, g, x, y: g *
 
 @register
 def negative(x: Operand) -> Tensor:
+    """Compute -x, elementwise."""
     x = as_tensor(x)
     return record(-x.array, (x,), lambda grad, needs_grad: (-grad,), "negative")
 
 
 def _module(x: Any, y: Any) -> Any:
-    """Return the array module of whichever is an array."""
+    """Return the array module of the first of two operands that is an array."""
     return array_module(x if is_array(x) else y)
 
 
 def _power_right(g: Array, x: Any, y: Any, z: Array) -> Array:
-    """Return g x ** y log x, which goes to 0 with x."""
+    """Return g x ** y log x, and its limit 0 where x is 0."""
     xp = array_module(g)
     positive = xp.asarray(x) > 0
     return g * xp.where(positive, z * xp.log(xp.where(positive, x, 1)), 0)
@@ -70,13 +70,13 @@ subtract = binary_op("sub", "-", operator.sub, lambda g, x, y, z: g, lambda g, x
 divide = binary_op(
     "div",
     "/",
-    # the quotient of integers is float32, as every other result here
+    # the quotient of integers is float32
     lambda x, y: (as_floating(x) if is_array(x) else x) / (as_floating(y) if is_array(y) else y),
     lambda g, x, y, z: g / y,
     lambda g, x, y, z: -g * z / y,
 )
 power = binary_op("pow", "**", operator.pow, _power_left, _power_right)
-# equal values share the gradient, as the mean of the one-sided derivatives
+# equal values get half of the gradient each
 _extremes = (
     lambda g, x, y, z: g * ((x == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
     lambda g, x, y, z: g * ((y == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
@@ -86,7 +86,7 @@ minimum = binary_op("minimum", "min", lambda x, y: _module(x, y).minimum(x, y), 
 
 
 def comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Operand, Operand], Tensor]:
-    """Make a comparison, which returns a Tensor of booleans: no gradient flows through it."""
+    """Make an elementwise comparison, which returns a Tensor of booleans without a gradient."""
 
     def op(x: Operand, y: Operand) -> Tensor:
         xp = next((v.xp for v in (x, y) if isinstance(v, Tensor)), np)
@@ -106,7 +106,7 @@ def comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Opera
 # -------------------------------------------------------------------- choosing, joining
 @register
 def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
-    """Select x where the condition holds, y elsewhere, with broadcasting."""
+    """Select elements of x where the condition is true, of y elsewhere, with broadcasting."""
     x, y = as_tensors(x, y)
     chosen = as_tensor(condition, None if is_array(condition) else x).array.astype(bool)
     xp = x.xp
@@ -125,7 +125,7 @@ def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
 
 
 def _joined(op: str, tensors: Sequence[Operand]) -> tuple[tuple[Tensor, ...], tuple[Array, ...], Any]:
-    """Return the inputs of an op that joins them: as Tensors, as arrays of one dtype kind, and their module."""
+    """Return the inputs of a joining operation as Tensors and as arrays of one dtype, and their array module."""
     tensors = as_tensors(*tensors)
     if not tensors:
         raise ValueError(f"{op}: expected at least one Tensor, got none")
@@ -135,7 +135,7 @@ def _joined(op: str, tensors: Sequence[Operand]) -> tuple[tuple[Tensor, ...], tu
 
 @register
 def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Join Tensors along an axis that they have."""
+    """Concatenate Tensors along an existing axis."""
     tensors, arrays, xp = _joined("concatenate", tensors)
     try:
         z = xp.concatenate(arrays, axis=axis)
@@ -152,7 +152,7 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 @register
 def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Join Tensors of one shape along a new axis."""
+    """Stack Tensors of equal shape along a new axis."""
     tensors, arrays, xp = _joined("stack", tensors)
     try:
         z = xp.stack(arrays, axis=axis)
@@ -169,7 +169,7 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 # -------------------------------------------------------------------- reductions
 def _axes(op: str, x: Tensor, axis: Axis) -> tuple[int, ...]:
-    """Return the axes that `axis` names, counted from the front."""
+    """Return the axes given by `axis` as non-negative integers."""
     axes = range(x.ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
     for a in axes:
         if not -x.ndim <= operator.index(a) < x.ndim:
@@ -187,7 +187,7 @@ def _restored(grad: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Arr
 
 @register
 def sum(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Sum over an axis, several, or all."""
+    """Return the sum over an axis, several axes, or all."""
     x = as_tensor(x)
     axes, xp, shape = _axes("sum", x, axis), x.xp, x.shape
     y = x.array.sum(axis=axes, keepdims=keepdims)
@@ -197,7 +197,7 @@ def sum(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 @register
 def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the mean over an axis, several, or all."""
+    """Return the mean over an axis, several axes, or all."""
     x = as_tensor(x)
     axes, xp, shape = _axes("mean", x, axis), x.xp, x.shape
     count = math.prod(shape[a] for a in axes)
@@ -209,7 +209,7 @@ def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 
 def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
-    """Compute `max` or `min`. Equal extremes share the gradient evenly."""
+    """Compute `max` or `min`; the gradient is divided evenly among equal extremes."""
     x = as_tensor(x)
     axes, array = _axes(name, x, axis), x.array
     if 0 in [array.shape[a] for a in axes]:
@@ -226,20 +226,20 @@ def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
 
 @register
 def max(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the largest value over an axis, several, or all."""
+    """Return the maximum over an axis, several axes, or all."""
     return _extreme(x, axis, keepdims, "max")
 
 
 @register
 def min(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the smallest value over an axis, several, or all."""
+    """Return the minimum over an axis, several axes, or all."""
     return _extreme(x, axis, keepdims, "min")
 
 
 # -------------------------------------------------------------------- shapes
 @register
 def transpose(x: Operand, *axes: int | Sequence[int]) -> Tensor:
-    """Permute the axes; reverse them if no order is given."""
+    """Permute the axes of a Tensor; reverse them if no order is given."""
     x = as_tensor(x)
     order = _axes("transpose", x, unpack_arguments(axes)) or tuple(reversed(range(x.ndim)))
     if len(order) != x.ndim:
@@ -252,7 +252,7 @@ def transpose(x: Operand, *axes: int | Sequence[int]) -> Tensor:
 
 
 def split(x: Operand, n_splits: int, axis: int = -1) -> list[Tensor]:
-    """Split into equal parts along an axis."""
+    """Split a Tensor into `n_splits` equal parts along an axis."""
     x = as_tensor(x)
     (axis,) = _axes("split", x, axis)
     if n_splits < 1 or x.shape[axis] % n_splits:
@@ -261,7 +261,7 @@ def split(x: Operand, n_splits: int, axis: int = -1) -> list[Tensor]:
 
 
 def split_sizes(x: Tensor, sizes: Sequence[int], axis: int = -1) -> list[Tensor]:
-    """Split into parts of these sizes along an axis: views of the same memory."""
+    """Split a Tensor into views of these sizes along an axis."""
     array, ndim = x.array, x.array.ndim
     before, after = (slice(None),) * (axis % ndim), (slice(None),) * (ndim - 1 - axis % ndim)
     batched = x.is_batched and axis % ndim != 0

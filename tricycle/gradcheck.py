@@ -1,4 +1,4 @@
-"""Check gradients against central differences, for every op here and for your own."""
+"""`gradcheck`: compare the gradients of any function of Tensors with finite differences."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ def gradcheck(
     elementwise_up_to: int = 64,
     seed: int = 0,
 ) -> None:
-    """Compare `backward()` with (f(x + eps d) - f(x - eps d)) / (2 eps), in float64.
+    """Check the gradients of `fn` against central differences, (f(x + eps d) - f(x - eps d)) / (2 eps), in float64.
 
-    The output is made a number by a random weighting of its elements. Each floating input is probed along
-    random directions d, and element by element if it is small. Inputs of whole numbers or booleans go
-    through as they are.
+    f is a random weighted sum of the elements of the output. Each floating-point input is checked along random
+    directions d, and for each element if it is small. Integer and boolean inputs are passed unchanged.
 
     Args:
-        fn: takes the inputs as Tensors and returns a Tensor; it must give the same result each time.
+        fn: a deterministic function of the inputs as Tensors, which returns a Tensor.
         inputs: numbers, arrays or Tensors.
-        elementwise_up_to: inputs of at most so many elements are also probed one element at a time.
+        elementwise_up_to: the maximum size of inputs that are also checked for each element.
 
     Raises:
-        ValueError: a gradient is missing or wrong; says for which input, where, and both values.
-        RuntimeError: a gradient does not have the shape of its input, or no input requires one.
+        ValueError: a gradient is missing or wrong; the message has the input, the place and both values.
+        RuntimeError: a gradient does not have the shape of its input, or no input requires a gradient.
     """
     generator = np.random.default_rng(seed)
     tensors = [_in_float64(x) for x in inputs]
@@ -61,7 +60,7 @@ def gradcheck(
             below = value()
             tensor.array = start
             numeric, analytic = (above - below) / (2 * eps), float((grad * direction).sum())
-            # the difference of two values of this size carries their rounding, divided by 2 eps
+            # the rounding error of the two values, divided by 2 eps
             rounding = 4e-16 * max(abs(above), abs(below), 1.0) / eps
             if not abs(numeric - analytic) <= atol + rtol * abs(numeric) + 10 * rounding:
                 where = f" at element {int(direction.argmax())}" if np.count_nonzero(direction) == 1 else ""

@@ -1,4 +1,4 @@
-"""Further methods of `Tensor`: printing, Python's numbers, NumPy, comparing, GPUs, copies, single gradients."""
+"""Further methods of `Tensor`: printing, conversion, comparison, GPU transfer, copies, and single gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BackFn: TypeAlias = Callable[[Tensor], "Array | Tensor"]
 
 
 def as_text(x: Tensor) -> str:
-    """Return the values, on one line where they fit, and the name."""
+    """Format a Tensor for printing: its values, on one line if they fit, and its name."""
     array, end = x.numpy(), f", name={x.name})" if x.name else ")"
     if array.ndim == 0:
         return f"Tensor({array!s}{end}"  # !s: format() would go through a Python float
@@ -28,21 +28,21 @@ def as_text(x: Tensor) -> str:
 
 
 def formatted(x: Tensor, spec: str) -> str:
-    """Return a one-element Tensor as Python formats its number; as it is printed, if nothing is specified."""
+    """Format the element of a one-element Tensor by a format specification; without one, return `str(x)`."""
     return format(x.item(), spec) if spec else str(x)
 
 
 def item(x: Tensor) -> Any:
-    """Return the one element as a Python number."""
+    """Return the element of a one-element Tensor as a Python number."""
     if x.size != 1:
         raise ValueError(f"item: expected a Tensor of one element, got shape {x.shape}")
     return x.array.item()
 
 
 def as_numpy(x: Tensor, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-    """Return the values for `numpy.array(x)` and `numpy.asarray(x)`."""
+    """Convert a Tensor to a NumPy array, for `numpy.array(x)` and `numpy.asarray(x)`."""
     if x.on_gpu:
-        raise TypeError("a Tensor on a GPU does not turn into a NumPy array by itself: call .numpy()")
+        raise TypeError("numpy: expected a Tensor in host memory, got one on a GPU: call .numpy()")
     return np.array(x.array, dtype=dtype, copy=copy)
 
 
@@ -54,7 +54,7 @@ def length(x: Tensor) -> int:
 
 
 def truth(x: Tensor) -> bool:
-    """Return whether the one element is true."""
+    """Return the truth value of a one-element Tensor."""
     if x.size == 1:
         return bool(x.item())
     instead = ".array.any(), .array.all() or close_to"
@@ -62,7 +62,7 @@ def truth(x: Tensor) -> bool:
 
 
 def close_to(x: Tensor, other: Operand, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    """Return whether all values are within `atol + rtol * |other|` of those of a Tensor, array or number."""
+    """Return whether all elements are within `atol + rtol * |other|` of those of a Tensor, array or number."""
     array = other.array if isinstance(other, Tensor) else other
     array = devices.to_cpu(array) if devices.is_array(array) else array
     return bool(np.allclose(x.numpy(), array, rtol, atol, equal_nan))
@@ -72,8 +72,8 @@ def close_to(x: Tensor, other: Operand, rtol: float = 1e-5, atol: float = 1e-8, 
 def to_gpu(x: Tensor, device: int = 0) -> Tensor:
     """Move the array (and gradient) of an input or parameter to a GPU, in place; return x."""
     if x.args:
-        came = f"the result of {x.name or 'an operation'}, whose gradient goes back to where its inputs lie"
-        raise RuntimeError(f"to_gpu: expected a Tensor without a history, got {came}; move detach() or its inputs")
+        got = f"the result of {x.name or 'an operation'}"
+        raise RuntimeError(f"to_gpu: expected a Tensor without a history, got {got}; move detach() or its inputs")
     x.array = devices.to_gpu(x.array, device)
     if x.grad is not None:
         x.grad.to_gpu(device)
@@ -89,18 +89,18 @@ def from_gpu(x: Tensor) -> Tensor:
 
 
 def detach(x: Tensor) -> Tensor:
-    """Return a Tensor with the same array and without a history: no gradient flows through it."""
+    """Return a Tensor with the same array that is not part of the graph: no gradient flows through it."""
     return Tensor(x.array, requires_grad=False, is_batched=x.is_batched, name=x.name)
 
 
-# Copies and pickles leave the graph behind: it holds functions. Arrays are pickled as NumPy's: they load anywhere.
+# Copies and pickles exclude the graph, which has functions. Arrays are pickled as NumPy arrays, which load anywhere.
 def get_state(x: Tensor) -> dict[str, Any]:
-    """Return what a pickle holds."""
+    """Return the state for pickling: the array and the copied attributes."""
     return {"array": x.numpy(), **{name: getattr(x, name) for name in x._copied}}
 
 
 def set_state(x: Tensor, state: dict[str, Any]) -> None:
-    """Restore what `get_state` returned."""
+    """Restore a Tensor from the state of `get_state`."""
     Tensor.__init__(x, state["array"])
     for name in x._copied:
         setattr(x, name, state[name])
@@ -115,7 +115,7 @@ def deep_copy(x: Tensor, memo: dict[int, Any]) -> Tensor:
 
 # -------------------------------------------------------------------- the batch
 def to_batched(x: Tensor) -> Tensor:
-    """Declare axis 0 the batch, in place; return x."""
+    """Mark axis 0 as the batch axis, in place; return x."""
     if x.ndim == 0:
         raise ValueError("to_batched: a Tensor without axes has no batch axis")
     x.is_batched = True
@@ -123,16 +123,16 @@ def to_batched(x: Tensor) -> Tensor:
 
 
 def from_batched(x: Tensor) -> Tensor:
-    """Declare that no axis is a batch, in place; return x."""
+    """Mark a Tensor as having no batch axis, in place; return x."""
     x.is_batched = False
     return x
 
 
 # -------------------------------------------------------------------- single gradients
 def leaf_gradients(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> list[Array | None]:
-    """Return the gradients of these leaves behind a result with gradient `grad`; None where nothing flows.
+    """Return the gradients of leaves, given the gradient of a result; None for leaves without one.
 
-    For operations whose backward function runs a separate backward pass: no Tensor's `grad` changes, and the graph is
+    For operations whose backward function runs a separate backward pass: `grad` of no Tensor changes, and the graph is
     freed. The arrays may share memory.
     """
     if not result.requires_grad:
@@ -142,9 +142,9 @@ def leaf_gradients(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> lis
 
 
 def back_fn_of(x: Tensor, i: int) -> BackFn:
-    """Return the function from the gradient of x (a Tensor) to the gradient of its arg `i` alone."""
+    """Return a function that maps the gradient of x (a Tensor) to the gradient of its arg `i`."""
     arg, saved = x.args[i], x._saved
-    backward: Any = x._backward  # there is one, as there are args
+    backward: Any = x._backward  # not None, as x has args
     needs_grad = [place == i for place in range(len(x.args))]
 
     def back_fn(grad: Tensor) -> Array | Tensor:
@@ -157,7 +157,7 @@ def back_fn_of(x: Tensor, i: int) -> BackFn:
 
 
 def set_back_fns(x: Tensor, back_fns: tuple[BackFn, ...]) -> None:
-    """Have `backward` call one function per arg, with the gradient of x (a Tensor)."""
+    """Set the backward function of x to one function per arg, each called with the gradient of x (a Tensor)."""
 
     def call_back_fns(grad: Array, needs_grad: Sequence[bool]) -> list[Any]:
         incoming = Tensor(grad, False)

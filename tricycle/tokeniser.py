@@ -1,4 +1,4 @@
-"""The protocol of tokenizers, and `BPETokeniser`, which encodes any bytes and checks the files that it reads."""
+"""The tokenizer protocols, and `BPETokeniser`, a byte-level BPE tokenizer that is saved as JSON."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 SPLITS = ("tricycle", "gpt2")
-MOST_BYTES = 2**26  # of a file
-# After a letter and before a space every pattern here starts a new piece, so a text may be cut there.
+MOST_BYTES = 2**26  # the maximum size of a file
+# All patterns here start a new piece between a letter and a space, so a text may be split there.
 _SAFE_CUT = re.compile(rf"(?<=[{LETTER}])(?=[ \n])")
-_CHUNK = 2**18  # characters: bounds memory, and the depth that GPT-2's look-ahead may backtrack
-# What Unicode calls white space; Python's \\s has four control characters more.
+_CHUNK = 2**18  # characters; bounds memory and the backtracking of GPT-2's look-ahead
+# The white space of Unicode; Python's \\s has four more control characters.
 _ANY_SPACE = r"\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # what errors="surrogateescape" makes of such bytes
-_LONGEST_KEPT, _MOST_KEPT = 64, 2**17  # characters, and number of the pieces whose ids are kept
+_NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # how errors="surrogateescape" decodes such bytes
+_LONGEST_KEPT, _MOST_KEPT = 64, 2**17  # the maximum length and number of cached pieces
 _FORMAT = {"format": "tricycle-bpe", "version": 1}
 
 
 class TextStream(Protocol):
-    """Text as its tokens come, one after another.
+    """The protocol of incremental decoders of token ids.
 
-    `"".join([*map(stream.push, ids), stream.flush()])` is what `decode` gives for all of them.
+    `"".join([*map(stream.push, ids), stream.flush()])` equals `decode(ids)`.
     """
 
     def push(self, ids: Any) -> str:
-        """Take one id or several; return the characters that they complete, perhaps none."""
+        """Decode one or several further ids; return the completed characters, possibly none."""
 
     def flush(self) -> str:
-        """End the text: what is still incomplete shows as U+FFFD."""
+        """End the text; return U+FFFD for incomplete bytes."""
 
 
 class Tokeniser(Protocol):
-    """What the rest of Tricycle asks of a tokeniser, whoever trained it."""
+    """The protocol of tokenizers."""
 
     @property
     def n_vocab(self) -> int:
-        """How many ids there are: all are below it."""
+        """The number of ids."""
 
     @property
     def vocab_size(self) -> int:
-        """How many rows a model for it has at least."""
+        """The minimum vocabulary size of a model for this tokenizer."""
 
     @property
     def dtype(self) -> np.dtype:
-        """What holds any id."""
+        """The dtype of ids."""
 
     @property
     def start_of_text(self) -> int | None:
-        """The id that stands before every text, where one does."""
+        """The id that begins every text, or None."""
 
     @property
     def end_of_text(self) -> int:
@@ -73,43 +73,43 @@ class Tokeniser(Protocol):
 
     @property
     def new_text(self) -> int:
-        """The id after which a model begins a text of its own."""
+        """The id after which a model generates text without a prompt."""
 
     @property
     def chat_template(self) -> str | None:
-        """How conversations are written down for the model, if it was taught with any: `chat` gives their ids then."""
+        """The chat template of the model, used by `chat`, or None."""
 
     def encode(self, text: str) -> Any:
-        """The ids (T,) of a text, as the model's makers read texts."""
+        """Encode a text to ids (T,), including the special tokens that the model expects."""
 
     def encode_plain(self, text: str | bytes) -> np.ndarray:
-        """The ids (T,) of nothing but this text: no name in it stands for a special token, and none is added."""
+        """Encode a text to ids (T,) without special tokens: none is parsed from the text, and none is added."""
 
     def decode(self, ids: Any) -> str:
-        """The text that ids stand for."""
+        """Decode ids to text."""
 
     def stream(self, seen: Any = ()) -> TextStream:
-        """Decodes what comes after ids that were seen before."""
+        """Return an incremental decoder of the ids that follow those in `seen`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything there is to know, as JSON can hold it."""
+        """Return the complete tokenizer as a dict of JSON-serializable values."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a JSON file, whole or not at all."""
+        """Write the tokenizer to a JSON file, atomically."""
 
 
 class BPETokeniser(ByteLevelBPE):
-    """Byte-level BPE: every byte string encodes, and decodes to itself.
+    """A byte-level BPE tokenizer with lossless encoding of any bytes.
 
-    Ids run through the 256 bytes, then the merges in the order learnt, then the special tokens. Before `train` there
-    are no merges, and text encodes as its bytes. Bytes that are not UTF-8 become one token each.
+    Ids: the 256 bytes, then the merges in order of training, then the special tokens. Before `train` there are no
+    merges, and text is encoded as bytes. Bytes that are not UTF-8 become one token each.
 
     Args:
-        vocab_size: ids in all, the 256 bytes and the special tokens included. A small text may teach fewer merges than
-            asked for: `n_vocab` counts the ids there are.
-        special_tokens: names of ids that stand for no text. Ordinary text that happens to contain such a name is
-            ordinary text, see `encode`.
-        split: what cuts a text into pieces, which no token crosses: "tricycle", or "gpt2", which other programs know.
+        vocab_size: the maximum number of ids, including the 256 bytes and the special tokens. A small training text may
+            yield fewer: `n_vocab` is the actual number.
+        special_tokens: names of ids that do not encode text. Such a name in a text is encoded as ordinary text, see
+            `encode`.
+        split: the pre-tokenization pattern: "tricycle", or "gpt2", which other programs support.
 
     Raises:
         ValueError: a vocabulary too small for the bytes and the special tokens, bad special tokens, an unknown split.
@@ -133,11 +133,11 @@ class BPETokeniser(ByteLevelBPE):
         super()._set_tokens(tokens)
         # The first 256 tokens are the single bytes in some order; this inverts it.
         self._byte_ids = np.argsort([token[0] for token in tokens[:256]])
-        self._encoding: Any = None  # made when it is first needed
+        self._encoding: Any = None  # created on first use
 
     @property
     def pattern(self) -> str:
-        """What cuts text into pieces, for Python's `re`."""
+        """The regular expression for Python's `re` that splits text into pieces."""
         return gpt2_piece() if self._split == "gpt2" else super().pattern
 
     # sizes and single tokens
@@ -153,35 +153,33 @@ class BPETokeniser(ByteLevelBPE):
 
     @property
     def start_of_text(self) -> int:
-        """A text begins where another one ends."""
+        """The same id as `end_of_text`."""
         return self.end_of_text
 
     new_text = start_of_text
     chat_template: None = None
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one id; a special token gives its name."""
+        """Return the bytes of one id; a special token gives its name."""
         return self.decode_bytes([token])
 
     # training, encoding and decoding
 
     def train(self, text: str | bytes | Iterable[str | bytes], progress: bool = True) -> Self:
-        """Learn the merges from a text, or from many, as `ByteLevelBPE.train`; skip bytes that are not UTF-8.
+        """Learn the merges from one or several texts, like `ByteLevelBPE.train`; skip bytes that are not UTF-8.
 
         Raises:
-            ValueError: no text at all.
+            ValueError: there is no text.
         """
         texts = [text] if isinstance(text, (str, bytes, bytearray)) else text
         return super().train((chunk for one in texts for run in _runs(one)[::2] for chunk in _chunks(run)), progress)
 
     def encode(self, text: str | bytes, allowed_special: bool = False) -> np.ndarray:
-        """Token ids of a text, shape (T,), of type `dtype` (unsigned: mind `ids - 1`).
+        """Encode a text to token ids (T,) of type `dtype`, which is unsigned.
 
         Args:
-            text: a str, or any bytes. Lone surrogates in a str count as the bytes that Python's "surrogatepass" gives
-                them.
-            allowed_special: read the name of a special token as that token. Leave it False for text that you did not
-                write yourself.
+            text: a str, or any bytes. Lone surrogates in a str are encoded as by Python's "surrogatepass".
+            allowed_special: whether to parse names of special tokens as these tokens; use False for untrusted text.
         """
         special, runs = self.special_tokens if allowed_special else {}, _runs(text)
         if not special and len(runs) == 1 and len(runs[0]) <= _CHUNK:
@@ -216,18 +214,18 @@ class BPETokeniser(ByteLevelBPE):
         except ImportError:
             return PieceIds(ranks)
         pattern = r50k_pat_str if self._split == "gpt2" else PIECE
-        special = {END_OF_TEXT: len(ranks)}  # never read, but without one tiktoken (0.14) takes twice the time
+        special = {END_OF_TEXT: len(ranks)}  # not used, but without one tiktoken (0.14) takes twice the time
         return Encoding("tricycle", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
     def encode_plain(self, text: str | bytes) -> np.ndarray:
-        """As `encode` does; a tokeniser of other people's may do more there."""
+        """Encode a text like `encode`, without special tokens."""
         return self.encode(text)
 
     def decode_bytes(self, ids: ArrayLike) -> bytes:
-        """The exact bytes that the ids stand for.
+        """Decode ids to bytes; a special token gives its name.
 
         Raises:
-            ValueError: something that is not an integer, or an id outside the vocabulary.
+            ValueError: values that are not integers, or ids outside the vocabulary.
         """
         flat = np.asarray(ids).ravel()
         if flat.size == 0:
@@ -238,9 +236,9 @@ class BPETokeniser(ByteLevelBPE):
         return super().decode_bytes(flat)
 
     def stream(self, seen: ArrayLike = ()) -> StreamDecoder:
-        """Return a decoder of ids as they are generated after those in `seen`.
+        """Return an incremental decoder of the ids that follow those in `seen`.
 
-        Where the latter end in the first bytes of a character, the text begins with that character.
+        If `seen` ends within a character, the decoded text begins with that character.
         """
         decoder = StreamDecoder(self)
         decoder.push(np.asarray(seen, self.dtype).ravel()[-4:])  # a character has at most four bytes
@@ -249,7 +247,7 @@ class BPETokeniser(ByteLevelBPE):
     # saving
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything there is to know, as plain values that JSON can hold (tokens in Latin-1)."""
+        """Return the complete tokenizer as a dict of JSON-serializable values (tokens in Latin-1)."""
         return {
             **_FORMAT,
             "vocab_size": self.vocab_size,
@@ -260,10 +258,10 @@ class BPETokeniser(ByteLevelBPE):
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> BPETokeniser:
-        """The tokeniser that `to_dict` described.
+        """Make a tokenizer from the dict of `to_dict`.
 
         Raises:
-            ValueError: anything that `to_dict` could not have made.
+            ValueError: a dict that `to_dict` cannot have returned.
         """
         fields = {*_FORMAT, "vocab_size", "split", "special_tokens", "tokens"}
         _expect(isinstance(state, dict) and set(state) == fields, f"a dict of {', '.join(sorted(fields))}", state)
@@ -283,16 +281,16 @@ class BPETokeniser(ByteLevelBPE):
         return tokeniser
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a JSON file, whole or not at all."""
+        """Write the tokenizer to a JSON file, atomically."""
         with atomic_write(path, text=True) as file:
             json.dump(self.to_dict(), file)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BPETokeniser:
-        """Read what `save` wrote.
+        """Load a tokenizer from a file of `save`.
 
         Raises:
-            ValueError: a file that `save` did not write.
+            ValueError: an invalid file.
         """
         try:
             return cls.from_dict(read_json(path, MOST_BYTES))
@@ -301,29 +299,29 @@ class BPETokeniser(ByteLevelBPE):
 
     @classmethod
     def from_tokens(cls, tokens: list[bytes], split: str = "tricycle") -> BPETokeniser:
-        """A tokeniser of ready tokens (the 256 bytes first, then merges in order) and the end of text.
+        """Make a tokenizer from given tokens (the 256 bytes, then the merges in order) and the end of text.
 
         Args:
-            split: the pattern that cuts text into pieces, "tricycle" or "gpt2".
+            split: the pre-tokenization pattern, "tricycle" or "gpt2".
         """
         tokeniser = cls(len(tokens) + 1, split=split)
         tokeniser._set_tokens(tokens)
         return tokeniser
 
-    # being an object
+    # comparison, pickling, printing
 
     def __eq__(self, other: object) -> bool:
         return self.to_dict() == other.to_dict() if isinstance(other, BPETokeniser) else NotImplemented
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_encoding": None}  # rebuilt when next needed
+        return {**self.__dict__, "_encoding": None}  # rebuilt on next use
 
     def __repr__(self) -> str:
         return f"BPETokeniser(vocab_size={self.vocab_size}, n_vocab={self.n_vocab}, split={self._split!r})"
 
 
 class PieceIds(dict[str, list[int]]):
-    """The ids of each piece of text, computed when it is looked up, and kept if it is short.
+    """A cache of the ids of each piece of text, computed on lookup, and stored if the piece is short.
 
     Args:
         ranks: the ids of the tokens.
@@ -340,13 +338,12 @@ class PieceIds(dict[str, list[int]]):
         return ids
 
     def _merge(self, piece: bytes) -> list[int]:
-        """Merge the neighbours that form the token with the lowest id, the leftmost of several, until none do.
+        """Repeatedly merge the adjacent pair that forms the token with the lowest id, the leftmost of several.
 
-        A heap holds the spans of neighbours. A span that was merged with something else meanwhile is passed over, so
-        that n bytes take n log n steps.
+        The pairs are in a heap. Pairs that no longer exist are skipped, so n bytes take O(n log n) time.
         """
         n, ranks = len(piece), self.ranks
-        starts, ends = [0, *range(n)], [*range(1, n + 1), 0]  # of the tokens that end, and begin, at each place
+        starts, ends = [0, *range(n)], [*range(1, n + 1), 0]  # of the tokens that end, and begin, at each index
         heap: list[tuple[int, int, int]] = []
         spans = [(start, start + 2) for start in range(n - 1)]
         while True:
@@ -358,7 +355,7 @@ class PieceIds(dict[str, list[int]]):
             _, start, end = heapq.heappop(heap)
             middle, spans = ends[start], []
             if ends[middle] == end:
-                starts[end], ends[start], ends[middle] = start, end, n  # no token begins in the middle any more
+                starts[end], ends[start], ends[middle] = start, end, n  # no token begins in the middle now
                 spans = [(starts[start], end), (start, ends[end])]
         ids, start = [], 0
         while start < n:
@@ -368,27 +365,27 @@ class PieceIds(dict[str, list[int]]):
 
 
 class StreamDecoder:
-    """Decodes ids as they are generated, and holds a character back until all of its bytes are there."""
+    """An incremental decoder of token ids, which returns a character once all of its bytes are complete."""
 
     def __init__(self, tokeniser: BPETokeniser) -> None:
         self.tokeniser = tokeniser
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: ArrayLike) -> str:
-        """As of `TextStream`."""
+        """Decode one or several further ids; return the completed characters, possibly none."""
         return self._decoder.decode(self.tokeniser.decode_bytes(ids))
 
     def flush(self) -> str:
-        """As of `TextStream`."""
+        """End the text; return U+FFFD for incomplete bytes."""
         return self._decoder.decode(b"", final=True)
 
 
-# Cache: valid for the life of the process: depends on this Python's Unicode tables alone.
+# Cache: valid for the life of the process; depends only on Python's Unicode tables.
 @cache
 def gpt2_piece() -> str:
-    """GPT-2's pattern (Radford et al. 2019) for Python's `re`, which has no word for all scripts' letters and numbers.
+    """Return GPT-2's pattern (Radford et al. 2019) for Python's `re`, which has no classes such as \\p{L}.
 
-    tiktoken encodes by Rust's regex; where that knows a newer Unicode, the two may cut a text in another place.
+    tiktoken uses Rust's regex, which may support a newer version of Unicode and so split a text differently.
     """
     letter, number = (_characters(kind) for kind in "LN")
     return "|".join(
@@ -404,7 +401,7 @@ def gpt2_piece() -> str:
 
 
 def _characters(kind: str) -> str:
-    """All characters whose Unicode category begins with this letter, as ranges of a class."""
+    """Return the character class of all characters whose Unicode category begins with a letter."""
     codes = [code for code in range(0x110000) if unicodedata.category(chr(code))[0] == kind]
     starts = [code for before, code in zip([-2, *codes], codes) if code != before + 1]
     ends = [code for code, after in zip(codes, [*codes[1:], -2]) if after != code + 1]
@@ -418,7 +415,7 @@ def _expect(ok: bool, what: str, got: object) -> None:
 
 
 def _runs(text: str | bytes) -> list[str]:
-    """Split into runs of valid UTF-8 (even places) and of bytes that are not (odd, surrogate-escaped)."""
+    """Split a text into runs of valid UTF-8 (even indices) and of invalid bytes (odd, surrogate-escaped)."""
     _expect(isinstance(text, (str, bytes, bytearray)), "text as str or bytes", text)
     raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
     try:
@@ -428,7 +425,7 @@ def _runs(text: str | bytes) -> list[str]:
 
 
 def _chunks(text: str) -> Iterator[str]:
-    """Cut a long text between pieces; where no such place is near, anywhere."""
+    """Split a long text between pieces, or anywhere if there is no boundary nearby."""
     start = 0
     while len(text) - start > _CHUNK:
         cut = _SAFE_CUT.search(text, start + _CHUNK // 2, start + _CHUNK)

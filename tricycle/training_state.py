@@ -1,7 +1,7 @@
-"""The state of a GPT's training: what a checkpoint holds to resume it bit for bit, and what its updates are made of.
+"""`TrainingState`: model, optimizer, dataset and progress of a GPT's training, for bit-exact resume from a checkpoint.
 
-`tricycle.training` has the loop; here is what it trains: a config's model, optimiser and data, with float16's loss
-scale, and shared out among several processes.
+It is trained by the loop in `tricycle.training` through `StateSession`, which adds loss scaling for float16 and the
+division of batches among several processes.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ from tricycle.tensor import Tensor, no_grad
 from tricycle.tokeniser import Tokeniser
 from tricycle.training import BatchLossFn, NonFiniteError, Session, int_unless_on_gpu, train
 
-# How many updates a run is taken to have at least while its number of updates is not known, because it is limited in
-# minutes and nothing has been timed.
+# The assumed minimum number of updates of a run that is limited in minutes, until the first updates are timed.
 LEAST_STEPS = 24
 
-# float16 reaches from 6e-8 to 65,504, so the loss is multiplied by a scale that brings its gradients there, which are
-# divided by it afterwards. It is halved when they leave the range, and doubled after so many updates that went well
-# (Micikevicius et al. 2018, section 3.2).
+# float16 represents 6e-8 to 65,504, so the loss is multiplied by a scale, by which the gradients are divided later. The
+# scale is halved when gradients overflow, and doubled after GROWTH_STEPS updates without overflow (Micikevicius et al.
+# 2018, section 3.2).
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
 
 
 @dataclass
 class LossScale:
-    """The scale of float16's losses, as `training.compute_gradients` and `training.apply_gradients` take it.
+    """The loss scale of float16 training, an argument of `training.compute_gradients` and `apply_gradients`.
 
     Attributes:
-        numbers: (3,) on the model's device: the scale, updates since it changed, updates left out. Changed in place.
+        numbers: (3,) on the model's device: the scale, the updates since it changed, and the skipped updates.
     """
 
     numbers: Array
 
     @property
     def scale(self) -> Array:
+        """The factor of the loss, a 0-d array."""
         return self.numbers[0]
 
     @property
     def n_skipped(self) -> Array:
+        """The number of skipped updates, a 0-d array."""
         return self.numbers[2]
 
     def adapt(self, is_finite: Array) -> None:
-        """Halve the scale where a gradient left the range, and double it after many updates where none did."""
+        """Halve the scale after an overflow; double it after GROWTH_STEPS updates without one."""
         xp = array_module(self.numbers)
         scale, n_fine, n_skipped = self.numbers[0], self.numbers[1] + 1, self.numbers[2]
         grown = xp.where(n_fine < GROWTH_STEPS, scale, 2 * scale)
@@ -73,22 +74,22 @@ class LossScale:
 
 @dataclass
 class TrainingState:
-    """All that training is made of: what a checkpoint must hold to go on bit for bit.
+    """The complete state of a training run, as saved in a checkpoint for bit-exact resume.
 
     Attributes:
-        step: updates made.
-        total_steps: updates to make; 0 until the first ones have been timed.
-        seconds: spent so far, in all sittings.
+        step: the number of updates made.
+        total_steps: the number of updates to make; 0 until the first updates are timed.
+        seconds: the training time so far, over all sessions.
         evaluated_step: the step of the latest held-out estimate.
-        best_loss: the lowest held-out loss so far, nats a token.
-        loss_scaling: of float16 on a GPU, where it lies: the scale, updates since it changed, updates left out.
-        samples_size: bytes of samples that the run had written when it was saved; -1 where nobody counted.
-        n_skips: how many of the latest updates were left out because something was not finite.
-        n_rollbacks: how often training went back to a checkpoint because something was not finite.
-        n_worse: how many of the latest evaluations had no lower loss than the best.
-        processes: those that train together: the batches of an update are shared out among them.
-        batch_loss: the loss of a batch; None for the cross-entropy of inputs and labels.
-        draws: what one batch takes of the model's generator; None until it is needed and measured.
+        best_loss: the lowest held-out loss so far, in nats per token.
+        loss_scaling: for float16 on a GPU: the scale, the updates since it changed, and the skipped updates.
+        samples_size: the size in bytes of the samples file at the checkpoint; -1 if unknown.
+        n_skips: the number of consecutive updates skipped because of non-finite values, up to now.
+        n_rollbacks: the number of rollbacks to a checkpoint because of non-finite values.
+        n_worse: the number of consecutive evaluations without a new lowest loss, up to now.
+        processes: the processes among which the batches of an update are divided.
+        batch_loss: the loss function of a batch; None for the cross-entropy of inputs and labels.
+        draws: how far one batch advances the model's random generator; None until measured.
     """
 
     config: GPTConfig
@@ -110,29 +111,30 @@ class TrainingState:
     draws: GeneratorAdvance | None = None
 
     PROGRESS = ("step", "total_steps", "seconds", "evaluated_step", "best_loss")
-    LATER = ("samples_size", "n_skips", "n_rollbacks", "n_worse")  # the same, which older checkpoints lack
+    LATER = ("samples_size", "n_skips", "n_rollbacks", "n_worse")  # missing in older checkpoints
 
     def save(
         self, path: Path, tokeniser: Tokeniser | None, states: dict[Tensor, tuple[int, State]] | None = None
     ) -> None:
-        """
+        """Write a checkpoint.
+
         Args:
-            states: of the optimiser, gathered, where they are sharded.
+            states: the gathered optimizer state, if it is sharded.
 
         Raises:
-            NotFiniteError: a weight or a moment is not finite; nothing is written then.
+            NotFiniteError: a weight or optimizer state is not finite; nothing is written.
         """
         progress = {name: getattr(self, name) for name in (*self.PROGRESS, *self.LATER)}
         progress["loss_scaling"] = devices.to_cpu(self.loss_scaling).tolist()
         save_checkpoint(path, self.saved_module(), tokeniser, self.optimiser, self.dataset, progress, states)
 
     def saved_module(self) -> Any:
-        """What a checkpoint holds the parameters of: the model, or that part of it which learns."""
+        """Return the layer whose parameters a checkpoint stores: the model, or its trainable part."""
         return self.model
 
     @property
     def n_tokens(self) -> int:
-        """That an update reads."""
+        """The number of tokens per update."""
         return self.config.batch_size * self.config.context_window * self.config.accumulation_steps
 
     def count_labels(self, batch: Any) -> Any:
@@ -140,11 +142,11 @@ class TrainingState:
         return count_labels(batch[1])
 
     def extra_metrics(self) -> dict[str, float]:
-        """Return what else metrics say of the latest update, by names."""
+        """Return further metrics of the latest update by name; by default none."""
         return {}
 
     def train_arguments(self) -> dict[str, Any]:
-        """Return what `training.train` takes of this state."""
+        """Return the arguments of `training.train` for this state."""
         return {
             "model": self.model,
             "optimiser": self.optimiser,
@@ -155,7 +157,7 @@ class TrainingState:
         }
 
     def first_nonfinite(self) -> str:
-        """The name of the first weight or moment that is not finite; "" where all are."""
+        """Return the name of the first weight or optimizer state that is not finite, or "" if all are finite."""
         for name, parameter in self.saved_module().named_parameters():
             arrays = {"parameter": parameter.array}
             arrays |= self.optimiser.state_of(parameter)[1]
@@ -165,7 +167,7 @@ class TrainingState:
         return ""
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put everything but the weights where it stood when a checkpoint was saved.
+        """Restore everything but the weights from a checkpoint.
 
         Raises:
             ValueError: something is missing, does not fit, or is not finite.
@@ -180,7 +182,7 @@ class TrainingState:
             setattr(self, name, value)
 
     def roll_back(self, path: Path) -> None:
-        """Put everything where it stood when a checkpoint was saved, the weights too, in place.
+        """Restore everything from a checkpoint file, including the weights, in place.
 
         Raises:
             ValueError: as of `restore`.
@@ -193,13 +195,13 @@ class TrainingState:
         self.restore(checkpoint)
 
     def learning_rate(self, step: int) -> float:
-        """Return the rate of an update, numbered from 1.
+        """Return the learning rate of update number `step`, counted from 1.
 
-        The last update has the lowest rate; where that is 0, which would be an update without effect, the schedule ends
-        one update later.
+        The last update has the minimum rate; if that is 0, the schedule ends one update later, so that the last update
+        has an effect.
         """
         config = self.config
-        # while the number of updates is not known yet, they are few: the warm-up is long enough
+        # until the number of updates is known, assume that they are all in the warm-up
         total = self.total_steps or max(10 * config.warmup_steps, LEAST_STEPS)
         warmup = min(config.warmup_steps, total // 10)
         total += config.min_learning_rate == 0
@@ -207,15 +209,15 @@ class TrainingState:
 
 
 def count_labels(labels: Any, ignore_index: int | None = None) -> Any:
-    """Count the labels that count, of an array or Tensor; a 0-d array where it is on a GPU and some may be ignored."""
+    """Return the number of labels that are not ignored; a 0-d array for labels on a GPU with an `ignore_index`."""
     array = labels.array if isinstance(labels, Tensor) else labels
     return array.size if ignore_index is None else int_unless_on_gpu((array != ignore_index).sum())
 
 
 def training_bytes(config: GPTConfig) -> int:
-    """Bytes that training takes in any case: what would take more than there is need not be begun.
+    """Return a lower bound of the memory for training, in bytes.
 
-    Weights, gradients and moments; what a pass takes; and the tokens of an update.
+    It includes weights, gradients, optimizer state, activations, and the tokens of an update.
     """
     n_numbers = min_n_weights(config)
     n_state_arrays = OPTIMISERS[config.optimiser].n_state_arrays
@@ -225,10 +227,10 @@ def training_bytes(config: GPTConfig) -> int:
 
 
 def activation_bytes(config: GPTConfig, n_tokens: int) -> int:
-    """Bytes that the forward pass over so many tokens leaves for the backward pass, and the logits.
+    """Return the memory of the activations and logits of `n_tokens` tokens in a training step, in bytes.
 
-    Of each block: its input, both norms' results, what attention gives and the sum with it; queries, keys and values,
-    as they were and turned; and in the MLP what comes before and after the activation.
+    For each block: its input, the outputs of both norms and of attention, and the residual sum; queries, keys and
+    values, before and after RoPE; and the hidden layer of the MLP before and after the activation.
     """
     heads, key_heads = (n * config.channels_per_head for n in (config.n_heads, config.key_heads))
     attention = (heads + key_heads) * (2 if config.positions == "rotary" else 1) + key_heads
@@ -242,7 +244,7 @@ def activation_bytes(config: GPTConfig, n_tokens: int) -> int:
 
 
 def new_optimiser(config: GPTConfig) -> Optimiser:
-    """Return the optimizer of a config: that of its row in `OPTIMISERS`, with the fields that the row names."""
+    """Make the optimizer of a config from its entry in `OPTIMISERS`."""
     row = OPTIMISERS[config.optimiser]
     return row.kind(config.max_learning_rate, **{name: getattr(config, name) for name in row.fields})
 
@@ -255,11 +257,11 @@ def new_state(
     processes: ProcessGroup = SINGLE_PROCESS,
     shard_optimiser: bool = False,
 ) -> TrainingState:
-    """A fresh optimiser and dataset (and model, unless given) for a config and a run of training tokens.
+    """Make the initial training state of a config and its training tokens, with a new model unless one is given.
 
     Args:
-        processes: those that train together; all make the same state.
-        shard_optimiser: the optimizer state of a parameter is kept by one of them alone.
+        processes: the processes of distributed training; all make the same state.
+        shard_optimiser: whether the optimizer state is sharded over the processes.
     """
     model = model or GPT(config)
     model.recompute = checkpoint_activations if config.recompute else None
@@ -277,7 +279,7 @@ def new_state(
 
 
 def _load(path: Path, processes: ProcessGroup) -> Checkpoint:
-    """A checkpoint that rank 0 reads, for all."""
+    """Load a checkpoint on rank 0, and broadcast it."""
     checkpoint: Any = load_checkpoint(path) if processes.is_rank_zero else None
     return processes.broadcast(checkpoint)
 
@@ -289,11 +291,11 @@ def resume_state(
     processes: ProcessGroup = SINGLE_PROCESS,
     shard_optimiser: bool = False,
 ) -> TrainingState:
-    """The state that a checkpoint was saved from, by however many processes.
+    """Restore a training state from a checkpoint, which may have been saved with another number of processes.
 
     Args:
-        path: only rank 0 needs to see it.
-        shard_optimiser: as of `new_state`.
+        path: of the checkpoint; only rank 0 reads it.
+        shard_optimiser: see `new_state`.
 
     Raises:
         ValueError: the checkpoint is damaged, or was made with other tokens.
@@ -305,7 +307,7 @@ def resume_state(
 
 
 class StateSession(Session):
-    """A session whose updates are those of a state: its number of steps, its batches, loss scale and processes."""
+    """A session of the training loop that takes steps, batches, loss scale and processes from a `TrainingState`."""
 
     def __init__(self, state: TrainingState) -> None:
         self.state = state
@@ -313,6 +315,7 @@ class StateSession(Session):
 
     @property
     def step(self) -> int:
+        """The number of updates made."""
         return self.state.step
 
     @step.setter
@@ -321,12 +324,12 @@ class StateSession(Session):
 
     @property
     def n_steps(self) -> float:  # type: ignore[override]
-        """Infinite while the number of steps is not known."""
+        """The total number of updates; infinite until it is known."""
         return self.state.total_steps or math.inf
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The scale of float16 on a GPU, where the state's numbers are brought; None where none is needed."""
+        """The loss scale, moved to the GPU; None unless the model trains in float16 on a GPU."""
         state = self.state
         like = next(state.model.parameters())
         if not like.on_gpu or state.config.precision != "float16":
@@ -336,9 +339,9 @@ class StateSession(Session):
 
     @contextmanager
     def batches(self, source: CausalLMDataset) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Draw the batches of an update that are this process's own, with the dropout masks that belong to them.
+        """Draw this process's batches of an update, with the random generator set to draw their dropout masks.
 
-        Afterwards the dataset and the model's generator stand where they would if all had been computed here.
+        Afterwards the dataset and the generator are in the same state as if one process had computed all batches.
         """
         state, config = self.state, self.state.config
         processes, n_batches = state.processes, config.accumulation_steps
@@ -383,15 +386,15 @@ class _OneUpdate(StateSession):
 
 
 def train_step(state: TrainingState) -> tuple[Any, Any]:
-    """Make one update, with the batches, the learning rate and the limits of the state's config.
+    """Make one update of a training state; return the mean loss and the gradient norm.
 
     Returns:
-        the mean loss in nats a token, and the norm of the gradients before clipping: numbers, or of a model on a GPU
-        0-d arrays there, for `read_steps`: nothing here waits for the device.
+        the mean loss in nats per token, and the norm of the gradients before clipping: numbers, or for a model on a GPU
+        0-d arrays for `read_steps`, without synchronization.
 
     Raises:
-        NonFiniteError: a loss or a gradient is NaN or infinite; the weights are as before. (On a GPU they are too, but
-            `read_steps` says so.)
+        NonFiniteError: a loss or a gradient is NaN or infinite; the weights are unchanged. (On a GPU, `read_steps`
+            raises it.)
     """
     session = _OneUpdate(state)
     train(**state.train_arguments(), session=session)
@@ -399,7 +402,7 @@ def train_step(state: TrainingState) -> tuple[Any, Any]:
 
 
 def read_steps(state: TrainingState, results: list[tuple[Any, Any]]) -> list[tuple[float, float]]:
-    """What `train_step` returned for the latest updates, as numbers, by one read of the device.
+    """Convert the results of `train_step` for the latest updates to numbers, in one read from the device.
 
     Raises:
         NonFiniteError: a loss or a norm is NaN or infinite (with float16, a norm that no smaller scale would help).
@@ -413,7 +416,7 @@ def read_steps(state: TrainingState, results: list[tuple[Any, Any]]) -> list[tup
 def read_steps_and_errors(
     state: TrainingState, results: list[tuple[Any, Any]]
 ) -> tuple[list[tuple[float, float]], dict[int, str]]:
-    """As `read_steps`, and by their numbers those that changed nothing because something was not finite, with why."""
+    """Convert the results of `train_step` to numbers; also return the reasons of failed updates by step number."""
     if not results or isinstance(results[0][0], float):
         return results, {}
     values = devices.to_cpu(array_module(results[0][0]).stack([value for result in results for value in result]))

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from tricycle.configs.size import min_n_weights
-from tricycle.kernels.quantized import KINDS
+from tricycle.kernels.quantized import DTYPE_NAMES
 from tricycle.layers import Layer
 from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.family import Family, fill
@@ -23,7 +23,7 @@ from tricycle.system.memory import check_memory, free_memory, gigabytes
 ALL: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL for model_type in family.model_types}
 Q8_0_BYTES = 34 / 32  # a number, with its share of its block's scale
-KINDS_OF_WEIGHTS = ("float32", "stored", *KINDS)
+KINDS_OF_WEIGHTS = ("float32", "stored", *DTYPE_NAMES)
 
 
 def build(source: Source, weights: str = "float32") -> Layer:
