@@ -102,7 +102,7 @@ def test_attributes():
 def test_a_result_with_a_history_is_not_moved():
     """Its gradient would go back to inputs that lie elsewhere."""
     a, b = to_tensor([1, 2]), to_tensor([3, 4])
-    with pytest.raises(RuntimeError, match=r"^to_gpu: expected a Tensor without a history, got the result of bmul, .*"):
+    with pytest.raises(RuntimeError, match=r"^to_gpu: expected a Tensor without a history, got the result of bmul"):
         (a * b).to_gpu()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there may be no GPU
