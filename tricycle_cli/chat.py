@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -40,7 +40,7 @@ Message = dict[str, Any]
 class Arguments:
     """The flags of `tricycle chat`."""
 
-    source: tyro.conf.Positional[str] = "smollm2"
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "smollm2"
     """a chat model, as in `tricycle generate`"""
     system: str | None = None
     """the system message"""

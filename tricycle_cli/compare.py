@@ -30,7 +30,7 @@ MAX_TOKENISER_BYTES = 2**28
 class Arguments:
     """The flags of `tricycle look` with several run folders."""
 
-    folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN-FOLDER ...")]
     """two or more run folders"""
     out: Path | None = None
     """write one self-contained HTML file in place of serving the page"""

@@ -42,7 +42,7 @@ DESCRIPTION = __doc__ or ""
 class Arguments(TrainArguments):
     """The flags of `tricycle distill`."""
 
-    teacher: tyro.conf.Positional[str] = ""
+    teacher: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TEACHER")] = ""
     """the teacher: a model, as in `tricycle generate`"""
     preset: Annotated[OneOf[str, PRESETS], tyro.conf.arg(name="student-preset")] = "laptop"
     """preset of the student's settings"""

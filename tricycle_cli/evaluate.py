@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -29,9 +30,9 @@ MAX_DEFAULT_WINDOW = 1024
 class Arguments:
     """The flags of `tricycle evaluate`."""
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """a model, as in `tricycle generate`"""
-    files: tyro.conf.Positional[tuple[Path, ...]]
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]
     """text files"""
     window: int = 0
     """length of a window in tokens; 0 for the model's context window, but at most 1024"""

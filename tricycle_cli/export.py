@@ -21,9 +21,9 @@ from tricycle_cli.run import read_metrics
 class Arguments:
     """The flags of `tricycle export`."""
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """a model, as in `tricycle generate`"""
-    folder: Annotated[Path | None, tyro.conf.Positional] = None
+    folder: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = None
     """a new folder for config.json, model.safetensors, the tokenizer files and a model card"""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """data type of the weights in the folder"""

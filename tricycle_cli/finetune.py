@@ -67,7 +67,7 @@ N_EVALUATIONS = 10  # in a run, unless --eval-interval is given
 class Arguments:
     """The flags of `tricycle finetune`."""
 
-    model: tyro.conf.Positional[str] = ""
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = ""
     """a model, as in `tricycle generate`"""
     data: tuple[Path, ...] = ()
     """files or folders of training data: plain text, or .jsonl"""

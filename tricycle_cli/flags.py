@@ -63,7 +63,8 @@ def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
 
     options["config"] = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     args = _resolve_aliases(kind, args)
-    if {"-h", "--help", "--help-all"} & set(args) and "config" in getattr(kind, "__dataclass_fields__", ()):
+    has_rare_flags = "config" in getattr(kind, "__dataclass_fields__", ())
+    if {"-h", "--help", *["--help-all"] * has_rare_flags} & set(args):
         _print_help(lambda: tyro.cli(kind, args=["--help"], **options), "--help-all" in args)
     complaint = io.StringIO()
     try:

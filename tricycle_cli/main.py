@@ -65,7 +65,10 @@ def overview(program: str) -> str:
         "commands:",
     ]
     lines += [f"  {name:<10}{help}" for name, help in COMMANDS.items()]
-    lines += ["", "options:", f"  {f'{program} COMMAND --help':<26}show the flags of a command"]
-    lines += [f"  {'--version':<26}show the version", f"  {'--print-completion SHELL':<26}"]
-    lines[-1] += "print a completion script for bash, zsh or fish"
+    options = {
+        "COMMAND --help": "show the flags of a command",
+        "--version": "show the version",
+        "--print-completion SHELL": "print a completion script for bash, zsh or fish",
+    }
+    lines += ["", "options:", *(f"  {name:<26}{help}" for name, help in options.items())]
     return "\n".join(lines)

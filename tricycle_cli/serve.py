@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -39,7 +40,7 @@ GROWTH = 2  # a growing KV cache allocates at most this many times the memory th
 class Arguments:
     """The flags of `tricycle serve`."""
 
-    source: tyro.conf.Positional[str] = "smollm2"
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "smollm2"
     """a model, as in `tricycle generate`, or an encoder"""
     host: str = "127.0.0.1"
     """the address to listen on; an address that other machines can reach needs --api-key"""
@@ -49,7 +50,7 @@ class Arguments:
     """the key that requests must contain; prefer the variable TRICYCLE_API_KEY, because other users can see command
     lines"""
     model_name: str | None = None
-    """the name of the model in requests; by default the last part of SOURCE"""
+    """the name of the model in requests; by default the last part of MODEL"""
     allowed_hosts: tuple[str, ...] = ()
     """further host names that requests may be addressed to"""
     allowed_origins: tuple[str, ...] = ()
