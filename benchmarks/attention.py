@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.turns import Pace
+from benchmarks.interleave import Schedule
 from benchmarks.workers import SIDES, Worker, peak_memory_mb, serve, time_steps
 from tricycle.configs import GPTConfig
 from tricycle.models import GPT
@@ -29,7 +29,7 @@ from tricycle.models import GPT
 N_HEADS, WIDTH = 6, 384
 N_TOKENS = 8192  # in all; one text of a greater length has more
 LENGTHS = [256, 512, 1024, 2048, 4096, 8192, 16_384]
-A_SHORT_LENGTH = 64  # the first step starts threads and loads libraries, which is not attention's memory
+WARMUP_LENGTH = 64  # the first step starts threads and loads libraries, which is not attention's memory
 
 Step = Callable[[], Any]  # returns the mixed values and the gradient, as arrays
 
@@ -82,7 +82,7 @@ def random_qkv(n_items: int, length: int) -> np.ndarray:
 ATTENTION = {"tricycle": tricycle_attention, "torch": torch_attention}
 
 
-def gpt(length: int) -> GPTConfig:
+def gpt_config(length: int) -> GPTConfig:
     return GPTConfig(
         vocab_size=1024,
         context_window=length,
@@ -94,12 +94,12 @@ def gpt(length: int) -> GPTConfig:
     )
 
 
-def work_on(side: str, work: str, length: int, precision: str) -> None:
+def serve_side(side: str, work: str, length: int, precision: str) -> None:
     """What the process of a side does."""
-    ATTENTION[side](1, A_SHORT_LENGTH, precision)()
+    ATTENTION[side](1, WARMUP_LENGTH, precision)()
     before = peak_memory_mb()
     if work == "training":
-        step = SIDES[side](gpt(length), precision)
+        step = SIDES[side](gpt_config(length), precision)
     else:
         step = ATTENTION[side](max(1, N_TOKENS // length), length, precision)
     serve(side, step, before, precision)
@@ -111,13 +111,13 @@ def main() -> None:
     parser.add_argument("--train", type=int, metavar="T", help="training steps with a context of T tokens instead")
     parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
-    Pace.add_flags(parser)
+    Schedule.add_flags(parser)
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32", help="of products")
     parser.add_argument("--serve", nargs=4, metavar=("SIDE", "WORK", "T", "PRECISION"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         side, work, length, precision = arguments.serve
-        work_on(side, work, int(length), precision)
+        serve_side(side, work, int(length), precision)
         return
     names = ["tricycle"] + ["torch"] * (arguments.peer == "torch")
     work, lengths = ("training", [arguments.train]) if arguments.train else ("attention", arguments.lengths)
@@ -125,7 +125,7 @@ def main() -> None:
     for length in lengths:
         words = [("--serve", name, work, str(length), arguments.precision) for name in names]
         workers = [Worker(name, arguments.threads, "benchmarks.attention", *said) for name, said in zip(names, words)]
-        times = time_steps(workers, Pace.of(arguments))
+        times = time_steps(workers, Schedule.of(arguments))
         memory = [worker.ask("memory") for worker in workers]
         if length == lengths[-1]:
             print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
@@ -135,7 +135,7 @@ def main() -> None:
             worker.close()
         rows.append((length, times, memory))
     what = "forward, loss, backward, AdamW" if arguments.train else "causal self-attention, forward and backward"
-    print(f"{what}, {arguments.precision}: medians of {Pace.of(arguments)}")
+    print(f"{what}, {arguments.precision}: medians of {Schedule.of(arguments)}")
     if arguments.train:
         print_training(arguments.train, names, *rows[0][1:])
     else:
@@ -155,7 +155,7 @@ def print_attention(rows: list[tuple[int, list[float], list[float]]]) -> None:
 
 def print_training(length: int, names: list[str], times: list[float], memory: list[float]) -> None:
     """Over the model: without its parameters, their gradients and AdamW's two moments."""
-    model_mb = 4 * sum(parameter.array.nbytes for parameter in GPT(gpt(length)).parameters()) / 1e6
+    model_mb = 4 * sum(parameter.array.nbytes for parameter in GPT(gpt_config(length)).parameters()) / 1e6
     print(
         f"GPT of 6 layers of width {WIDTH}, batch 1 x {length:,} tokens; the model with its gradients and moments: "
         f"{model_mb:,.0f} MB"

@@ -22,15 +22,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.generation import model_of
-from benchmarks.turns import Pace
+from benchmarks.generation import load_model
+from benchmarks.interleave import Schedule
 from benchmarks.workers import Worker, time_steps
 
 MODULE = "benchmarks.finetuning_workers"
 PRECISIONS = ("float32", "bfloat16")
 
 
-class Measured(NamedTuple):
+class SideResult(NamedTuple):
     """One side of a comparison.
 
     Attributes:
@@ -44,23 +44,25 @@ class Measured(NamedTuple):
     loss: float
 
 
-def compare(folder: Path, learn: str, precision: str, sides: list[str], words: argparse.Namespace) -> list[Measured]:
+def measure_sides(
+    folder: Path, learn: str, precision: str, sides: list[str], words: argparse.Namespace
+) -> list[SideResult]:
     """Each side's figures."""
     shape = str(words.batch), str(words.tokens)
     flags = ["recompute"] * words.recompute
     weights = words.weights if learn == "lora" and precision == "bfloat16" else "float32"
     arguments = str(folder), learn, precision, *shape, weights, *flags
     workers = [Worker(side, words.threads, MODULE, side, *arguments) for side in sides]
-    times = time_steps(workers, Pace.of(words))
+    times = time_steps(workers, Schedule.of(words))
     results = []
     for worker, seconds in zip(workers, times):
         speed = words.batch * words.tokens / seconds
-        results.append(Measured(speed, worker.ask("memory"), worker.ask("losses")[-1]))
+        results.append(SideResult(speed, worker.ask("memory"), worker.ask("losses")[-1]))
         worker.close()
     return results
 
 
-def print_table(learn: str, results: dict[tuple[str, str], Measured]) -> None:
+def print_table(learn: str, results: dict[tuple[str, str], SideResult]) -> None:
     """A line for each side and precision; ours beside the same precision of the other side, and beside its better."""
     print(f"learning: {learn}")
     names = ("tokens/s", "ours / it", "MB", "ours / it", "ours / better", "MB", "last loss")
@@ -78,17 +80,17 @@ def print_table(learn: str, results: dict[tuple[str, str], Measured]) -> None:
         print(f"{side + ' ' + precision:<20}" + "".join(f"{cell:>14}" for cell in cells))
 
 
-def sides_of(peer: str) -> list[str]:
+def installed_sides(peer: str) -> list[str]:
     """Ours, and theirs if it is wanted and installed."""
     here = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft"))
     return ["tricycle", "torch"] if peer == "torch" and here else ["tricycle"]
 
 
-def write_folder(name: str, folder: Path) -> str:
+def export_model(name: str, folder: Path) -> str:
     """The model in the form that both sides read; gives its line for the report."""
     from tricycle.pretrained.export import export_folder
 
-    model, tokeniser = model_of(name)
+    model, tokeniser = load_model(name)
     export_folder(model, tokeniser, folder)
     return f"model {name}, {model.n_parameters / 1e6:.1f}M parameters"
 
@@ -104,22 +106,22 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
-    Pace.add_flags(parser)
+    Schedule.add_flags(parser)
     arguments = parser.parse_args()
-    sides = sides_of(arguments.peer)
+    sides = installed_sides(arguments.peer)
     tables: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "hf"
-        model = write_folder(arguments.model, folder)
+        model = export_model(arguments.model, folder)
         for learn in arguments.learn:
             tables[learn] = {}
             for precision in arguments.precision:
-                figures = compare(folder, learn, precision, sides, arguments)
+                figures = measure_sides(folder, learn, precision, sides, arguments)
                 tables[learn] |= {(side, precision): result for side, result in zip(sides, figures)}
     print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
     again = ", blocks computed again" if arguments.recompute else ""
     again += f", frozen weights {arguments.weights}" if arguments.weights != "float32" else ""
-    print(f"{model}, batch {arguments.batch} x {arguments.tokens}, medians of {Pace.of(arguments)}{again}")
+    print(f"{model}, batch {arguments.batch} x {arguments.tokens}, medians of {Schedule.of(arguments)}{again}")
     for learn, results in tables.items():
         print_table(learn, results)
 

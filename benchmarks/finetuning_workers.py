@@ -25,7 +25,7 @@ IGNORED = -100  # the label of what does not count, in PyTorch's words
 Step = Callable[[], float]
 
 
-def batches(n_vocab: int, n_rows: int, n_tokens: int):
+def random_batches(n_vocab: int, n_rows: int, n_tokens: int):
     """The same random tokens for every side, as inputs and labels."""
     generator = np.random.default_rng(0)
     while True:
@@ -57,7 +57,7 @@ def tricycle_step(
     model.train()
     optimiser = AdamW(RATE, weight_decay=0.0)
     batch_loss = supervised_loss(model, CrossEntropy(ignore_index=IGNORED))
-    data = batches(model.config.vocab_size, *shape)
+    data = random_batches(model.config.vocab_size, *shape)
 
     def step() -> float:
         return train_on_batch(model, optimiser, batch_loss, next(data))
@@ -88,7 +88,7 @@ def torch_step(
     model.train()
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimiser = torch.optim.AdamW(learning, lr=RATE, weight_decay=0.0, fused=True)
-    data = batches(model.config.vocab_size, *shape)
+    data = random_batches(model.config.vocab_size, *shape)
 
     def step() -> float:
         inputs, labels = (torch.from_numpy(ids.copy()) for ids in next(data))

@@ -26,8 +26,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.interleave import PAUSE_SECONDS
 from benchmarks.shapes import SHAPES
-from benchmarks.turns import PAUSE
 from benchmarks.workers import Worker
 from tricycle.configs.model import ModelConfig
 from tricycle.configs.presets import model_fields
@@ -49,7 +49,7 @@ MODULE = "benchmarks.generation_workers"
 GPT2 = ModelConfig()
 
 
-def model_of(name: str) -> tuple[GPT, Any]:
+def load_model(name: str) -> tuple[GPT, Any]:
     """A model, and its tokeniser: one of bytes for random weights, for llama.cpp runs no model without one."""
     if name == "gpt2" or name in SHAPES:
         config = GPT2 if name == "gpt2" else ModelConfig(**model_fields(asdict(SHAPES[name])))
@@ -61,7 +61,7 @@ def model_of(name: str) -> tuple[GPT, Any]:
     return pretrained.model, pretrained.tokeniser
 
 
-def available(arguments: argparse.Namespace) -> list[tuple[str, str, str, float]]:
+def installed_sides(arguments: argparse.Namespace) -> list[tuple[str, str, str, float]]:
     """The sides that were asked for and that are installed."""
     here = {"tricycle": True, "transformers": importlib.util.find_spec("transformers") is not None}
     code = "import llama_cpp"
@@ -70,7 +70,7 @@ def available(arguments: argparse.Namespace) -> list[tuple[str, str, str, float]
     return [side for side in SIDES if side[0] in chosen and here[side[1]]]
 
 
-def write_files(model: GPT, tokeniser: Any, folder: Path, sides: list[tuple[str, str, str, float]]) -> list[Any]:
+def export_model(model: GPT, tokeniser: Any, folder: Path, sides: list[tuple[str, str, str, float]]) -> list[Any]:
     """The model in all forms; gives the sides that can read one."""
     from tricycle.pretrained.export import export_folder
     from tricycle.pretrained.gguf_writer import export_gguf
@@ -91,13 +91,13 @@ def write_files(model: GPT, tokeniser: Any, folder: Path, sides: list[tuple[str,
     return able
 
 
-def measure(workers: dict[str, Worker], limit: Worker, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_sides(workers: dict[str, Worker], limit: Worker, arguments: argparse.Namespace) -> dict[str, Any]:
     """What each side took in each turn, and the bandwidth beside it."""
     took: dict[str, Any] = defaultdict(list)
-    for turn in range(arguments.turns + 1):  # the first does not count
+    for turn in range(arguments.rounds + 1):  # the first does not count
         for name, worker in workers.items():
             for n_prompt in arguments.prompts:
-                time.sleep(PAUSE)
+                time.sleep(PAUSE_SECONDS)
                 n_new = arguments.new if n_prompt == arguments.prompts[0] else 0
                 answer = worker.ask(f"write {n_prompt} {n_new}")
                 if turn:
@@ -105,17 +105,17 @@ def measure(workers: dict[str, Worker], limit: Worker, arguments: argparse.Names
                     if n_new:
                         took[f"{name} token"].append(answer["token"])
                         took[f"{name} tokens"] = answer["tokens"]
-        time.sleep(PAUSE)
+        time.sleep(PAUSE_SECONDS)
         took["bandwidth"].append(limit.ask("bandwidth"))
     return took
 
 
-def same_tokens(left: list[int], right: list[int]) -> int:
+def n_common_prefix(left: list[int], right: list[int]) -> int:
     """How many are the same at their beginning."""
     return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), len(left))
 
 
-def bytes_of_a_token(model: GPT) -> int:
+def cache_bytes_per_token(model: GPT) -> int:
     """Of keys and values in float32."""
     config = model.config
     return 2 * 4 * config.n_layers * config.key_heads * config.channels_per_head
@@ -143,9 +143,9 @@ def print_table(
     ours = {round(bits / 8): name for name, worker, _, bits in sides if worker == "tricycle"}
     for name, _, _, bits in sides:
         read = n_weights * bits / 8
-        text = (words.prompts[0] + words.new / 2) * cached * (0.5 if narrow_cache(name, words.cache) else 1)
+        text = (words.prompts[0] + words.new / 2) * cached * (0.5 if has_16_bit_cache(name, words.cache) else 1)
         alike = token[name] / token[ours.get(round(bits / 8), first)]
-        same = same_tokens(took[f"{first} tokens"], took[f"{name} tokens"])
+        same = n_common_prefix(took[f"{first} tokens"], took[f"{name} tokens"])
         values = [f"{n / statistics.median(took[f'{name} {n}']):,.0f}" for n in words.prompts]
         values += [f"{1 / token[name]:.1f}", f"{token[name] / token[first]:.2f}", f"{alike:.2f}", f"{rate / read:.0f}"]
         values += [f"{read / rate / token[name]:.0%}", f"{rate / (read + text):.0f}", f"{same}"]
@@ -153,7 +153,7 @@ def print_table(
         print(f"{name:<23}" + "".join(f"{value:>{width}}" for value, (_, width) in zip(values, columns)))
 
 
-def narrow_cache(name: str, cache: str) -> bool:
+def has_16_bit_cache(name: str, cache: str) -> bool:
     """Whether a side keeps keys and values in 16 bits."""
     if name.startswith("tricycle"):
         return cache in ("float16", "bfloat16")
@@ -170,18 +170,18 @@ def main() -> None:
     )
     parser.add_argument("--new", type=int, default=96, help="tokens that are written")
     parser.add_argument("--cache", default="auto", choices=["auto", "float16", "bfloat16"], help="of Tricycle's sides")
-    parser.add_argument("--turns", type=int, default=3, help="of each side")
+    parser.add_argument("--rounds", "--turns", type=int, default=3, help="of each side")
     parser.add_argument("--llama-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
     arguments = parser.parse_args()
-    model, tokeniser = model_of(arguments.model)
+    model, tokeniser = load_model(arguments.model)
     window, n_vocab = model.config.context_window, model.config.vocab_size
     arguments.prompts = [n for n in arguments.prompts if n + arguments.new <= window] or [max(1, window // 2)]
     arguments.new = min(arguments.new, window - arguments.prompts[0])
     n_weights = model.n_parameters - (0 if model.position_embedding is None else model.position_embedding.weights.size)
     n_weights -= 0 if model.config.tied else model.token_embedding.weights.size  # of such tables a row is read
     with tempfile.TemporaryDirectory() as place:
-        sides = write_files(model, tokeniser, Path(place), available(arguments))
-        sizes = n_weights, bytes_of_a_token(model)
+        sides = export_model(model, tokeniser, Path(place), installed_sides(arguments))
+        sizes = n_weights, cache_bytes_per_token(model)
         del model
         limit = Worker("bandwidth", arguments.threads, MODULE, "bandwidth", "-", place, str(n_vocab), "auto")
         workers, memory = {}, {}
@@ -190,13 +190,13 @@ def main() -> None:
             words = worker, kind, place, str(n_vocab), arguments.cache
             workers[name] = Worker(name, arguments.threads, MODULE, *words, python=python)
             memory[name] = [workers[name].ask("memory")]  # when it has loaded its model
-        took = measure(workers, limit, arguments)
+        took = measure_sides(workers, limit, arguments)
         for name, worker in workers.items():
             memory[name].append(worker.ask("memory"))
         for each in (limit, *workers.values()):
             each.close()
     print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
-    print(f"model {arguments.model}, {arguments.new} new tokens, medians of {arguments.turns} turns")
+    print(f"model {arguments.model}, {arguments.new} new tokens, medians of {arguments.rounds} turns")
     print_table(took, sides, memory, sizes, arguments)
 
 

@@ -14,16 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Reader = Callable[[list[int]], int]  # reads some more tokens, and gives the most probable next one
-Restart = Callable[[], None]
+NextTokenFn = Callable[[list[int]], int]  # reads some more tokens, and gives the most probable next one
+ResetFn = Callable[[], None]
 
 
-def threads() -> int:
+def n_threads() -> int:
     return int(os.environ["OMP_NUM_THREADS"])
 
 
 # -------------------------------------------------------------------- sides
-def tricycle_side(folder: Path, kind: str, cache: str | None) -> tuple[Reader, Restart]:
+def tricycle_side(folder: Path, kind: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
     from tricycle.decoding.speculative import SpeculativeState
     from tricycle.pretrained import load
 
@@ -41,13 +41,13 @@ def tricycle_side(folder: Path, kind: str, cache: str | None) -> tuple[Reader, R
     return read, restart
 
 
-def transformers_side(folder: Path, kind: str, cache: str | None) -> tuple[Reader, Restart]:
+def transformers_side(folder: Path, kind: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    torch.set_num_threads(threads())
+    torch.set_num_threads(n_threads())
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=getattr(torch, kind)).eval()
     known: list[Any] = [DynamicCache()]
 
@@ -62,11 +62,11 @@ def transformers_side(folder: Path, kind: str, cache: str | None) -> tuple[Reade
     return read, restart
 
 
-def llama_side(folder: Path, kind: str, cache: str | None) -> tuple[Reader, Restart]:
+def llama_side(folder: Path, kind: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
     import llama_cpp
     import numpy as np
 
-    n = threads()
+    n = n_threads()
     n_context = int((folder / "context").read_text())
     path = str(folder / f"{kind}.gguf")
     model = llama_cpp.Llama(path, n_ctx=n_context, n_threads=n, n_threads_batch=n, verbose=False)
@@ -80,12 +80,12 @@ def llama_side(folder: Path, kind: str, cache: str | None) -> tuple[Reader, Rest
     return read, model.reset
 
 
-def bandwidth_side(folder: Path, kind: str, cache: str | None) -> tuple[Reader, Restart]:
+def bandwidth_side(folder: Path, kind: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
     """No model: only how fast memory is read."""
     return lambda tokens: 0, lambda: None
 
 
-SIDES: dict[str, Callable[[Path, str, str | None], tuple[Reader, Restart]]] = {
+SIDES: dict[str, Callable[[Path, str, str | None], tuple[NextTokenFn, ResetFn]]] = {
     "tricycle": tricycle_side,
     "transformers": transformers_side,
     "llama.cpp": llama_side,
@@ -94,7 +94,7 @@ SIDES: dict[str, Callable[[Path, str, str | None], tuple[Reader, Restart]]] = {
 
 
 # -------------------------------------------------------------------- what is measured
-def bandwidth(n_rows: int = 65_536, n_columns: int = 1024, repeats: int = 5) -> float:
+def memory_bandwidth(n_rows: int = 65_536, n_columns: int = 1024, repeats: int = 5) -> float:
     """Bytes a second that products of a large matrix with a vector read, the best of some: by the threads together."""
     import numpy as np
 
@@ -108,7 +108,7 @@ def bandwidth(n_rows: int = 65_536, n_columns: int = 1024, repeats: int = 5) -> 
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        workers.parallel(lambda part: np.matmul(matrix[part], vector, out=out[part]), parts)
+        workers.parallel_for(lambda part: np.matmul(matrix[part], vector, out=out[part]), parts)
         times.append(time.perf_counter() - start)
     return matrix.nbytes / min(times)
 
@@ -123,7 +123,7 @@ def peak_memory_mb() -> float:
     return int(peak) * 1024 / 1e6
 
 
-def write(read: Reader, restart: Restart, n_prompt: int, n_new: int, n_vocab: int) -> dict[str, Any]:
+def time_generation(read: NextTokenFn, restart: ResetFn, n_prompt: int, n_new: int, n_vocab: int) -> dict[str, Any]:
     """Seconds to read a prompt, seconds a token after it, and the tokens."""
     restart()
     prompt = [(7 + 7919 * i) % n_vocab for i in range(n_prompt)]  # no text, but the same for every side
@@ -142,9 +142,9 @@ def main() -> None:
     for line in sys.stdin:
         command, *numbers = line.split()
         if command == "write":
-            answer: Any = write(read, restart, *map(int, numbers), int(n_vocab))
+            answer: Any = time_generation(read, restart, *map(int, numbers), int(n_vocab))
         else:
-            answer = {"memory": peak_memory_mb, "bandwidth": bandwidth}[command]()
+            answer = {"memory": peak_memory_mb, "bandwidth": memory_bandwidth}[command]()
         print(json.dumps(answer), flush=True)
 
 

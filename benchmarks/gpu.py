@@ -60,10 +60,10 @@ FLOOR = {
     "cross_entropy": 1.5,
     "adamw": 0.8,
 }
-LEAST_SECONDS = 20  # no part begins with less time left
+MIN_SECONDS = 20  # no part begins with less time left
 
 
-class Failed(RuntimeError):
+class SideError(RuntimeError):
     """A side could not do what it was asked."""
 
 
@@ -84,7 +84,7 @@ class Worker:
         """
         assert self.process.stdin and self.process.stdout
         if self.process.poll() is not None:
-            raise Failed(f"{self.side} has ended")
+            raise SideError(f"{self.side} has ended")
         timer = threading.Timer(max(1.0, self.deadline - time.monotonic()), self.process.kill)
         timer.start()
         try:
@@ -94,13 +94,13 @@ class Worker:
                 if line.startswith("@"):
                     reply = json.loads(line[1:])
                     if "error" in reply:
-                        raise Failed(f"{self.side}: {reply['error']}")
+                        raise SideError(f"{self.side}: {reply['error']}")
                     return reply["answer"]
         except BrokenPipeError:
             pass
         finally:
             timer.cancel()
-        raise Failed(f"{self.side} ended with status {self.process.wait()} (killed where time was up)")
+        raise SideError(f"{self.side} ended with status {self.process.wait()} (killed where time was up)")
 
     def close(self) -> None:
         self.process.kill()
@@ -124,7 +124,7 @@ class Report:
         (self.folder / "report.md").write_text(title + "\n".join(self.pieces), encoding="utf-8")
 
 
-def table(head: list[str], rows: list[list[Any]]) -> str:
+def markdown_table(head: list[str], rows: list[list[Any]]) -> str:
     """Markdown, with columns in line."""
     cells = [head, *([_cell(value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
@@ -139,16 +139,16 @@ def _cell(value: Any) -> str:
 
 
 # -------------------------------------------------------------------- parts
-def environment(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+def report_environment(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
     from tricycle_cli.machine import report
 
     results = {"python": platform.python_version(), "machine": report()}
     for name, words in {"nvidia-smi": ["nvidia-smi"], "commit": ["git", "rev-parse", "HEAD"]}.items():
-        results[name] = run(words, deadline)[1].strip()
+        results[name] = run_command(words, deadline)[1].strip()
     return results, "\n\n".join(f"{name}:\n```\n{text}\n```" for name, text in results.items())
 
 
-def run(words: list[str], deadline: float) -> tuple[int, str]:
+def run_command(words: list[str], deadline: float) -> tuple[int, str]:
     """The status and the output of a program; status -1 where there is none, or it took too long."""
     limit = max(1.0, deadline - time.monotonic())
     try:
@@ -168,21 +168,21 @@ def run(words: list[str], deadline: float) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def compile_log(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
-    status, text = run([sys.executable, "-m", "tricycle_accelerators.cuda"], deadline)
+def compile_kernels(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    status, text = run_command([sys.executable, "-m", "tricycle_accelerators.cuda"], deadline)
     (arguments.output / "compile.txt").write_text(text, encoding="utf-8")
     return {"status": status, "log": text}, f"status {status}\n```\n{text[-6000:]}\n```"
 
 
-def gpu_tests(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+def run_gpu_tests(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
     selected = ["-m", "gpu"] if arguments.device == "gpu" else ["tests/test_initialisers.py"]
-    status, text = run([sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", *selected], deadline)
+    status, text = run_command([sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", *selected], deadline)
     (arguments.output / "pytest.txt").write_text(text, encoding="utf-8")
     last = text.strip().splitlines()[-60:]
     return {"status": status, "last": last[-1:]}, "status {}\n```\n{}\n```".format(status, "\n".join(last))
 
 
-def product_rates(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+def measure_matmuls(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
     results, texts = {}, []
     for name, config in selected_cases(arguments).items():
         if name not in ("gpt2", "gpt2 tf32", "gpt2 float32"):
@@ -192,21 +192,21 @@ def product_rates(arguments: argparse.Namespace, deadline: float) -> tuple[Any, 
             worker = Worker(side, config, arguments.device, deadline)
             try:
                 rates[side] = dict(worker.ask("rates"))
-            except Failed as error:
+            except SideError as error:
                 texts.append(f"{name}: {error}")
             finally:
                 worker.close()
         results[name] = rates
         kinds = list(next(iter(rates.values()), {}))
         rows = [[kind, *(rates[side].get(kind, "") for side in rates)] for kind in kinds]
-        texts.append(f"{name}, TFLOP/s\n\n" + table(["product", *rates], rows))
+        texts.append(f"{name}, TFLOP/s\n\n" + markdown_table(["product", *rates], rows))
     return results, "\n\n".join(texts)
 
 
-def training(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+def measure_training(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
     results, rows, notes = {}, [], []
     for case, config in selected_cases(arguments).items():
-        if deadline - time.monotonic() < LEAST_SECONDS:
+        if deadline - time.monotonic() < MIN_SECONDS:
             notes.append(f"{case}: no time left")
             continue
         names = ["tricycle", "torch"] + ["torch-compile"] * arguments.compile
@@ -221,7 +221,7 @@ def training(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
             rows.append([case, name, speeds[name], ratio, 1e3 * side["seconds"], side["memory"], side["losses"][-1]])
         notes += [f"{name}: {side['versions']}" for name, side in result.items() if "versions" in side]
     head = ["case", "side", "tokens/s", "ours / it", "ms a step", "GB at most", "last loss"]
-    return results, table(head, rows) + "\n\n" + "\n".join(dict.fromkeys(notes))
+    return results, markdown_table(head, rows) + "\n\n" + "\n".join(dict.fromkeys(notes))
 
 
 def train_case(config: GPTConfig, names: list[str], arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def train_case(config: GPTConfig, names: list[str], arguments: argparse.Namespac
             if "error" not in results[name]:
                 try:
                     work(name, worker)
-                except Failed as error:
+                except SideError as error:
                     results[name]["error"] = str(error)
 
     def burst(name: str, worker: Worker) -> None:
@@ -249,7 +249,7 @@ def train_case(config: GPTConfig, names: list[str], arguments: argparse.Namespac
 
     try:
         each(lambda name, worker: worker.ask("burst", n=arguments.warmup))
-        for _ in range(arguments.turns):
+        for _ in range(arguments.rounds):
             each(burst)
         each(finish)
     finally:
@@ -258,7 +258,7 @@ def train_case(config: GPTConfig, names: list[str], arguments: argparse.Namespac
     return results
 
 
-def timeline(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+def measure_timeline(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
     cases = selected_cases(arguments)
     name = next((name for name in cases if name.startswith("gpt2")), next(iter(cases)))
     worker = Worker("tricycle", cases[name], arguments.device, deadline)
@@ -270,10 +270,10 @@ def timeline(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
     floors = FLOOR if cases[name] == GPT2 else {}
     rows = [[kernel, calls, ms, floors.get(kernel, "")] for kernel, calls, ms in times["rows"]]
     rows.append(["step", "", times["step"], sum(floors.values()) or ""])
-    return times, f"{name}\n\n" + table(["kernel", "calls", "ms", "floor, ms"], rows)
+    return times, f"{name}\n\n" + markdown_table(["kernel", "calls", "ms", "floor, ms"], rows)
 
 
-def generation(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+def measure_generation(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
     config = next(iter(selected_cases(arguments).values()))
     results: dict[str, Any] = {}
     sides = ["tricycle", "transformers"] + ["transformers-compile"] * arguments.compile
@@ -284,12 +284,12 @@ def generation(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str
             for batch in BATCHES:
                 seconds = worker.ask("generate", batch=batch, n_tokens=arguments.new_tokens)
                 results[side][str(batch)] = batch * arguments.new_tokens / seconds
-        except Failed as error:
+        except SideError as error:
             results[side]["error"] = str(error)
         finally:
             worker.close()
     rows = [[side, *(speeds.get(str(batch), "") for batch in BATCHES)] for side, speeds in results.items()]
-    text = table(["tokens/s", *(f"batch {batch}" for batch in BATCHES)], rows)
+    text = markdown_table(["tokens/s", *(f"batch {batch}" for batch in BATCHES)], rows)
     return results, "\n\n".join([text, *(speeds["error"] for speeds in results.values() if "error" in speeds)])
 
 
@@ -298,8 +298,19 @@ def selected_cases(arguments: argparse.Namespace) -> dict[str, GPTConfig]:
     return {name: config for name, config in cases.items() if not arguments.cases or name in arguments.cases}
 
 
-RUN: dict[str, Callable[[argparse.Namespace, float], tuple[Any, str]]] = dict(
-    zip(PARTS, (environment, compile_log, gpu_tests, product_rates, training, timeline, generation))
+PART_FUNCTIONS: dict[str, Callable[[argparse.Namespace, float], tuple[Any, str]]] = dict(
+    zip(
+        PARTS,
+        (
+            report_environment,
+            compile_kernels,
+            run_gpu_tests,
+            measure_matmuls,
+            measure_training,
+            measure_timeline,
+            measure_generation,
+        ),
+    )
 )
 
 
@@ -313,13 +324,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=25.0, help="no part goes on for longer, all together")
     parser.add_argument("--part-minutes", type=float, default=9.0, help="nor one alone")
     parser.add_argument("--steps", type=int, default=10, help="steps of a burst")
-    parser.add_argument("--turns", type=int, default=5, help="bursts of each side")
+    parser.add_argument("--rounds", "--turns", type=int, default=5, help="bursts of each side")
     parser.add_argument("--warmup", type=int, default=5, help="steps before those")
     parser.add_argument("--new-tokens", type=int, default=256, help="tokens to generate in each sequence")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave compiled PyTorch out")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.steps = arguments.turns = arguments.warmup = 2
+        arguments.steps = arguments.rounds = arguments.warmup = 2
         arguments.new_tokens = 8
     if arguments.device == "gpu":
         from tricycle.devices import gpu_problem
@@ -331,11 +342,11 @@ def main() -> int:
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     for part in arguments.parts:
         left = end - time.monotonic()
-        if left < LEAST_SECONDS:
+        if left < MIN_SECONDS:
             report.add(part, {"error": "no time left"}, "no time left")
             continue
         try:
-            result, text = RUN[part](arguments, time.monotonic() + min(left, 60 * arguments.part_minutes))
+            result, text = PART_FUNCTIONS[part](arguments, time.monotonic() + min(left, 60 * arguments.part_minutes))
         except Exception as error:
             traceback.print_exc()
             failed.append(part)

@@ -26,7 +26,7 @@ LEARNING_RATE, PROMPT = 1e-4, 16
 REPEATS, GROUPS = 10, 3  # of a product: groups of repeats, and the median of the groups
 
 
-def products(config: GPTConfig) -> list[tuple[str, int, int, int]]:
+def matmul_shapes(config: GPTConfig) -> list[tuple[str, int, int, int]]:
     """Name and (N, K, M) of every kind of matrix product in a training step, but for those of attention."""
     n, c, v = config.batch_size * config.context_window, config.embedding_dim, config.vocab_size
     wide = round(c * config.expansion_ratio)
@@ -36,7 +36,7 @@ def products(config: GPTConfig) -> list[tuple[str, int, int, int]]:
     return shapes
 
 
-def operands(name: str, n: int, k: int, m: int, draw: Callable[[int, int], Any]) -> tuple[Any, Any]:
+def matmul_operands(name: str, n: int, k: int, m: int, draw: Callable[[int, int], Any]) -> tuple[Any, Any]:
     """Matrices (N, K) and (K, M) that lie as they do in a step: x and w, the gradient and w^T, x^T and the gradient."""
     if name.endswith(" dw"):
         return draw(k, n).T, draw(k, m)
@@ -73,7 +73,7 @@ class Side:
     def rates(self) -> list[tuple[str, float]]:
         """TFLOP/s of each kind of product."""
         results = []
-        for name, n, k, m in products(self.config):
+        for name, n, k, m in matmul_shapes(self.config):
             product = self.product(name, n, k, m)
             product()
             times = []
@@ -133,7 +133,7 @@ class Tricycle(Side):
         xp, precision = self._xp(), self.config.precision
         generator = xp.random.default_rng(0)
         draw = lambda *shape: kernels.matmul_operand(generator.standard_normal(shape, dtype=np.float32), precision)
-        a, b = operands(name, n, k, m, draw)
+        a, b = matmul_operands(name, n, k, m, draw)
         small = a.dtype if a.dtype.itemsize == 2 and "dw" not in name else None
         return lambda: kernels.matmul(a, b, None, None, small, precision)
 
@@ -209,7 +209,7 @@ class Tricycle(Side):
 
         from tricycle_accelerators.cuda import cudnn, gemm
 
-        parts = [module.problem() or module.version() for module in (gemm, cudnn)]
+        parts = [module.unavailable_reason() or module.version_text() for module in (gemm, cudnn)]
         return f"Tricycle {tricycle.__version__}, CuPy {cupy.__version__}, {', '.join(parts)}"
 
     def _xp(self) -> Any:
@@ -288,7 +288,7 @@ class Torch(Side):
         import torch
 
         draw = lambda *shape: torch.randn(*shape, device=self.device, dtype=self.kind or torch.float32)
-        a, b = operands(name, n, k, m, draw)
+        a, b = matmul_operands(name, n, k, m, draw)
         return lambda: a @ b
 
     def memory(self) -> float:

@@ -49,24 +49,24 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=3, help="that each change is made")
     settings = parser.parse_args()
     text = " ".join((TEXT * (1 + settings.tokens // 39)).split()[: round(settings.tokens / 1.075)])
-    with browsing() as driver, looking(settings.model, text, settings.weights) as (address, loading):
+    with headless_browser() as driver, look_server(settings.model, text, settings.weights) as (address, loading):
         print(f"the command, until it prints the address: {loading:.1f} s")
         for when in ("from there to the first view, the browser being open", "to the view when it is opened again"):
             began = time.perf_counter()
             driver.get(address)
-            until(driver, "return document.body.dataset.ready")
+            wait_until(driver, "return document.body.dataset.ready")
             print(f"{when}: {time.perf_counter() - began:.2f} s")
         n_tokens, n_layers = driver.execute_script("return [sides[0].view.ids.length, sides[0].view.sites.length]")
         print(
             f"\n{n_tokens} tokens, {n_layers} layers; seconds from the click, median and slowest of {settings.times}\n"
         )
-        for title, actions in changes(n_layers, n_tokens, settings.times).items():
-            seconds = [timed(driver, act) for act in actions]
+        for title, actions in page_actions(n_layers, n_tokens, settings.times).items():
+            seconds = [time_action(driver, act) for act in actions]
             print(f"| {title} | {statistics.median(seconds):.2f} | {max(seconds):.2f} |", flush=True)
     return 0
 
 
-def changes(n_layers: int, n_tokens: int, times: int) -> dict[str, list[str]]:
+def page_actions(n_layers: int, n_tokens: int, times: int) -> dict[str, list[str]]:
     """What is done, each time to another part, so that nothing was computed before."""
     layers = {"first": 0, "middle": n_layers // 2, "last": n_layers - 1}
     found = {}
@@ -79,7 +79,7 @@ def changes(n_layers: int, n_tokens: int, times: int) -> dict[str, list[str]]:
     return found
 
 
-def timed(driver: Any, act: str) -> float:
+def time_action(driver: Any, act: str) -> float:
     """Seconds until an action shows; then all is as it was."""
     seconds = driver.execute_async_script(WAIT.replace("ACT", act)) / 1000
     trouble = driver.execute_script("return document.getElementById('trouble').textContent")
@@ -91,7 +91,7 @@ def timed(driver: Any, act: str) -> float:
 
 
 @contextmanager
-def looking(model: str, text: str, weights: str) -> Iterator[tuple[str, float]]:
+def look_server(model: str, text: str, weights: str) -> Iterator[tuple[str, float]]:
     """The address of the page, and after how many seconds it was there."""
     words = [sys.executable, "-m", "tricycle", "look", model, text, "--no-browser", "--weights", weights]
     began = time.perf_counter()
@@ -107,7 +107,7 @@ def looking(model: str, text: str, weights: str) -> Iterator[tuple[str, float]]:
 
 
 @contextmanager
-def browsing() -> Iterator[Any]:
+def headless_browser() -> Iterator[Any]:
     """A browser without a screen."""
     from selenium import webdriver
 
@@ -123,7 +123,7 @@ def browsing() -> Iterator[Any]:
         driver.quit()
 
 
-def until(driver: Any, script: str, seconds: float = 60) -> Any:
+def wait_until(driver: Any, script: str, seconds: float = 60) -> Any:
     """Wait for something that is true, and give it back."""
     end = time.monotonic() + seconds
     while not (value := driver.execute_script(script)):

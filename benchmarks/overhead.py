@@ -25,7 +25,7 @@ import numpy as np
 VALUES = (1.0, 0.999, 0.001)  # x, b and c: no number of steps makes these overflow
 
 
-def chain(n_steps: int, x: Any, b: Any, c: Any) -> Any:
+def multiply_add_chain(n_steps: int, x: Any, b: Any, c: Any) -> Any:
     for _ in range(n_steps):
         x = x * b + c
     return x
@@ -38,7 +38,7 @@ def tricycle(n_steps: int) -> Iterator[Any]:
 
     inputs: Any = [to_tensor([value]) for value in VALUES]
     yield
-    result = chain(n_steps, *inputs)
+    result = multiply_add_chain(n_steps, *inputs)
     yield
     result.backward()
     yield [x.grad.item() for x in inputs]
@@ -50,7 +50,7 @@ def torch(n_steps: int) -> Iterator[Any]:
     torch.set_num_threads(1)
     inputs: Any = [torch.tensor([value], requires_grad=True) for value in VALUES]
     yield
-    result = chain(n_steps, *inputs)
+    result = multiply_add_chain(n_steps, *inputs)
     yield
     result.backward()
     yield [x.grad.item() for x in inputs]
@@ -62,7 +62,7 @@ def autograd(n_steps: int) -> Iterator[Any]:
 
     inputs = [np.array([value], np.float32) for value in VALUES]
     yield
-    to_inputs, result = make_vjp(chain, argnum=(1, 2, 3))(n_steps, *inputs)
+    to_inputs, result = make_vjp(multiply_add_chain, argnum=(1, 2, 3))(n_steps, *inputs)
     yield
     gradients = to_inputs(np.ones_like(result))
     yield [gradient.item() for gradient in gradients]
@@ -75,7 +75,7 @@ def micrograd(n_steps: int) -> Iterator[Any]:
     sys.setrecursionlimit(10 * n_steps + 1000)  # its topological sort calls itself for every node
     inputs = [Value(value) for value in VALUES]
     yield
-    result = chain(n_steps, *inputs)
+    result = multiply_add_chain(n_steps, *inputs)
     yield
     result.backward()
     yield [x.grad for x in inputs]
@@ -84,7 +84,7 @@ def micrograd(n_steps: int) -> Iterator[Any]:
 SIDES = {side.__name__: side for side in (tricycle, torch, autograd, micrograd)}
 
 
-def measure(side: str, n_steps: int, collector: bool) -> tuple[float, float, list[float]]:
+def time_chain(side: str, n_steps: int, collector: bool) -> tuple[float, float, list[float]]:
     """Seconds of a forward, seconds of a backward, and the gradients of x, b and c."""
     run = SIDES[side](n_steps)
     next(run)
@@ -115,7 +115,7 @@ def main() -> None:
     times: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
     for turn in range(arguments.repeats + 1):
         for side, worker in workers.items():
-            *seconds, _ = worker.submit(measure, side, arguments.length, not arguments.no_collector).result()
+            *seconds, _ = worker.submit(time_chain, side, arguments.length, not arguments.no_collector).result()
             if turn:  # the first warms up
                 times[side].append((seconds[0], seconds[1]))
     for worker in workers.values():

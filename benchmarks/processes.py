@@ -17,9 +17,9 @@ from datetime import date
 from functools import partial
 from typing import Any, NamedTuple
 
-from benchmarks.ranks import SETTINGS, end, ranks_worker
+from benchmarks.interleave import Schedule, run_interleaved
+from benchmarks.ranks import SETTINGS, ranks_worker, stop_ranks
 from benchmarks.shapes import SHAPES
-from benchmarks.turns import Pace, take_turns
 from benchmarks.workers import Worker
 
 OURS, ONE, DDP = "ranks", "one process", "DDP"
@@ -68,7 +68,7 @@ def costs_of(overlapped: float, late: float, silent: float) -> Costs:
     return Costs((overlapped - silent) / overlapped, (late - overlapped) / whole if whole > 0.05 * late else None)
 
 
-def report(shape: str, n_ranks: int, pace: Pace, answers: dict[str, list[Any]], sums: float) -> str:
+def report(shape: str, n_ranks: int, pace: Schedule, answers: dict[str, list[Any]], sums: float) -> str:
     """The table of a shape."""
     config = SHAPES[shape]
     n_tokens = n_ranks * config.batch_size * config.context_window
@@ -98,9 +98,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["S"], help="models and batches")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of one thread, and threads of the one process")
     parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
-    Pace.add_flags(parser)
+    Schedule.add_flags(parser)
     arguments = parser.parse_args()
-    pace = Pace.of(arguments)
+    pace = Schedule.of(arguments)
     if arguments.ranks < 2:
         parser.error(f"--ranks: expected 2 or more, got {arguments.ranks}")
     if importlib.util.find_spec("mpi4py") is None:
@@ -109,11 +109,11 @@ def main() -> None:
     for shape in arguments.shape:
         ways = ways_of(shape, arguments.ranks, arguments.peer)
         steps = [partial(worker.ask, words) for worker, words in ways.values()]
-        answers = dict(zip(ways, take_turns(steps, pace)))
+        answers = dict(zip(ways, run_interleaved(steps, pace)))
         sums = statistics.median(ways[OURS].worker.ask('{"do": "sums"}')["seconds"] for _ in range(5))
         print(report(shape, arguments.ranks, pace, answers, sums), flush=True)
         for worker in {id(way.worker): way.worker for way in ways.values()}.values():
-            end(worker)
+            stop_ranks(worker)
 
 
 if __name__ == "__main__":

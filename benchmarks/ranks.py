@@ -17,7 +17,7 @@ from shutil import which
 from typing import Any, TypeVar
 
 from benchmarks.shapes import SHAPES
-from benchmarks.workers import Worker, batches, torch_step
+from benchmarks.workers import Worker, random_batches, torch_step
 from tricycle.configs import GPTConfig
 from tricycle.distributed.processes import SINGLE_PROCESS, Pending, ProcessGroup
 from tricycle_mpi.launch import launch_info
@@ -60,14 +60,14 @@ def ranks_worker(shape: str, n_ranks: int, threads: int = 1) -> Worker:
     )
 
 
-def end(worker: Worker) -> None:
+def stop_ranks(worker: Worker) -> None:
     """End ranks."""
     if worker.process.poll() is None:
         worker.process.communicate(END + "\n")
 
 
 # -------------------------------------------------------------------- processes that are watched
-class Done:
+class CompletedReduce:
     """A sum that is done already."""
 
     def make_progress(self) -> None:
@@ -77,7 +77,7 @@ class Done:
         pass
 
 
-class Delayed:
+class DelayedReduce:
     """A sum that is not done before a moment, as if it went over a slower link."""
 
     def __init__(self, pending: Pending, until: float) -> None:
@@ -91,7 +91,7 @@ class Delayed:
         time.sleep(max(0.0, self.until - time.perf_counter()))
 
 
-class Watched(ProcessGroup):
+class InstrumentedGroup(ProcessGroup):
     """Processes whose sums of gradients are noted, and can be left out or slowed down. Alone it says that it is two.
 
     Attributes:
@@ -122,18 +122,18 @@ class Watched(ProcessGroup):
     def start_all_reduce(self, array: Any) -> Pending:
         now = time.perf_counter()
         self.sent.append((now, array.nbytes))
-        pending: Pending = self.inner.start_all_reduce(array) if self.summing else Done()
+        pending: Pending = self.inner.start_all_reduce(array) if self.summing else CompletedReduce()
         if not any(self.link):
             return pending
         self._free = max(self._free, now) + self.link[0] + array.nbytes * self.link[1]
-        return Delayed(pending, self._free)
+        return DelayedReduce(pending, self._free)
 
     def answer_pings(self) -> None:
         self.inner.answer_pings()
 
 
 # -------------------------------------------------------------------- what is asked for
-class Steps:
+class RankSteps:
     """Training steps of one rank, each on as many batches of a shape as it is asked for.
 
     Gradients and AdamW, on random tokens.
@@ -145,10 +145,10 @@ class Steps:
         from tricycle.optimisers import AdamW
         from tricycle.training import supervised_loss
 
-        self.config, self.inner, self.watched = config, processes, Watched(processes)
+        self.config, self.inner, self.watched = config, processes, InstrumentedGroup(processes)
         self.model, self.optimiser = GPT(config), AdamW(1e-4, weight_decay=0.1)
         self.batch_loss = supervised_loss(self.model, CrossEntropy())
-        self.data = batches(config)
+        self.data = random_batches(config)
         for _ in range(processes.rank):  # batches of its own
             next(self.data)
 
@@ -204,7 +204,7 @@ def serve(shape: str) -> None:
         from tricycle_mpi.ranks import join_process_group
 
         processes = join_process_group(HOURS)
-    steps = Steps(SHAPES[shape], processes)
+    steps = RankSteps(SHAPES[shape], processes)
     while True:
         request = json.loads(processes.broadcast(sys.stdin.readline() if processes.is_rank_zero else "") or END)
         if request == json.loads(END):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.turns import Pace
+from benchmarks.interleave import Schedule
 from benchmarks.workers import Worker, serve, time_steps
 
 CELLS = ("LSTM", "GRU", "RNN")
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256, help="channels of the input and of the state")
     parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
-    Pace.add_flags(parser)
+    Schedule.add_flags(parser)
     parser.add_argument("--serve", nargs=5, metavar=("SIDE", "CELL", "B", "T", "C"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -98,7 +98,7 @@ def main() -> None:
         workers = [
             Worker(name, arguments.threads, "benchmarks.recurrent", "--serve", name, cell, *sizes) for name in names
         ]
-        rows.append((cell, time_steps(workers, Pace.of(arguments))))
+        rows.append((cell, time_steps(workers, Schedule.of(arguments))))
         if cell == arguments.cells[-1]:
             print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
             for worker in workers:
@@ -106,7 +106,8 @@ def main() -> None:
         for worker in workers:
             worker.close()
     print(
-        f"forward and backward, batch {sizes[0]} x {sizes[1]} steps, width {sizes[2]}: medians of {Pace.of(arguments)}"
+        f"forward and backward, batch {sizes[0]} x {sizes[1]} steps, width {sizes[2]}: "
+        f"medians of {Schedule.of(arguments)}"
     )
     print(f"{'':<6}{'ms ours':>9}" + f"{'ms PyTorch':>12}{'PyTorch / ours':>16}" * (len(names) == 2))
     for cell, (ours, *theirs) in rows:

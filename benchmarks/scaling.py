@@ -17,7 +17,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.ranks import end, ranks_worker
+from benchmarks.ranks import ranks_worker, stop_ranks
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import Worker
 from tricycle_lab.plot import new_figure, require_matplotlib
@@ -33,7 +33,7 @@ class Link(NamedTuple):
     bandwidth: float
 
 
-class Cost(NamedTuple):
+class ReduceCost(NamedTuple):
     """What a sum over ranks takes: seconds of each, and of each of its bytes."""
 
     call: float
@@ -43,26 +43,26 @@ class Cost(NamedTuple):
         return self.call + n_bytes * self.byte
 
 
-def ring(n: int, link: Link) -> Cost:
+def ring_cost(n: int, link: Link) -> ReduceCost:
     """n - 1 times everybody passes an nth on, which is added up, and n - 1 times more, until all have all sums.
 
     The fewest bytes that are possible: nearly twice the array, however many ranks (Patarasuk and Yuan 2009).
     """
-    return Cost(2 * (n - 1) * link.latency, 2 * (n - 1) / n / link.bandwidth)
+    return ReduceCost(2 * (n - 1) * link.latency, 2 * (n - 1) / n / link.bandwidth)
 
 
-def tree(n: int, link: Link) -> Cost:
+def tree_cost(n: int, link: Link) -> ReduceCost:
     """Pairs add up, then pairs of pairs, and the sum goes back: few messages of all bytes (Thakur et al. 2005)."""
     depth = math.ceil(math.log2(n))
-    return Cost(2 * depth * link.latency, 2 * depth / link.bandwidth)
+    return ReduceCost(2 * depth * link.latency, 2 * depth / link.bandwidth)
 
 
-Collective = Callable[[int, Link], Cost]
-COLLECTIVES: dict[str, Collective] = {"ring": ring, "tree": tree}
+Collective = Callable[[int, Link], ReduceCost]
+COLLECTIVES: dict[str, Collective] = {"ring": ring_cost, "tree": tree_cost}
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepProfile:
     """A rank's step without communication.
 
     Attributes:
@@ -75,13 +75,15 @@ class Parts:
     compute: float
     update: float
 
-    def faster(self, factor: float) -> Parts:
+    def faster(self, factor: float) -> StepProfile:
         """Of a rank that computes so many times as fast."""
         sent = tuple((moment / factor, n_bytes) for moment, n_bytes in self.sent)
-        return Parts(sent, self.compute / factor, self.update / factor)
+        return StepProfile(sent, self.compute / factor, self.update / factor)
 
 
-def step_seconds(parts: Parts, costs: Sequence[Cost] | None, n_batches: int = 1, overlap: bool = True) -> float:
+def step_seconds(
+    parts: StepProfile, costs: Sequence[ReduceCost] | None, n_batches: int = 1, overlap: bool = True
+) -> float:
     """A step of equal ranks, each with so many batches, whose buckets are summed one after another.
 
     Args:
@@ -95,22 +97,24 @@ def step_seconds(parts: Parts, costs: Sequence[Cost] | None, n_batches: int = 1,
     return (n_batches - 1) * parts.compute + max(parts.compute, moment) + parts.update
 
 
-def costs_of(n: int, link: Link, collectives: Sequence[Collective] = (ring, tree)) -> list[Cost] | None:
+def reduce_costs(
+    n: int, link: Link, collectives: Sequence[Collective] = (ring_cost, tree_cost)
+) -> list[ReduceCost] | None:
     return [collective(n, link) for collective in collectives] if n > 1 else None
 
 
-def weak_efficiency(parts: Parts, n: int, link: Link, overlap: bool = True) -> float:
+def weak_efficiency(parts: StepProfile, n: int, link: Link, overlap: bool = True) -> float:
     """The speed of n ranks over n times that of one, each with one batch."""
-    return step_seconds(parts, None) / step_seconds(parts, costs_of(n, link), overlap=overlap)
+    return step_seconds(parts, None) / step_seconds(parts, reduce_costs(n, link), overlap=overlap)
 
 
-def strong_efficiency(parts: Parts, n: int, link: Link, n_batches: int, overlap: bool = True) -> float:
+def strong_efficiency(parts: StepProfile, n: int, link: Link, n_batches: int, overlap: bool = True) -> float:
     """The same where all ranks together have so many batches: the slowest has its share, rounded up."""
     alone = step_seconds(parts, None, n_batches)
-    return alone / n / step_seconds(parts, costs_of(n, link), math.ceil(n_batches / n), overlap)
+    return alone / n / step_seconds(parts, reduce_costs(n, link), math.ceil(n_batches / n), overlap)
 
 
-def least_tokens(flops: float, bandwidth: float) -> float:
+def min_tokens_to_hide_reduce(flops: float, bandwidth: float) -> float:
     """How many tokens a rank must have in a step for the backward pass to hide the sums.
 
     Of P parameters and T tokens it takes 4 P T operations, and a ring moves 2 x 4 P bytes: P does not matter.
@@ -123,21 +127,21 @@ def least_tokens(flops: float, bandwidth: float) -> float:
 
 
 # -------------------------------------------------------------------- measuring
-def quickest_parts(steps: Sequence[Any]) -> Parts:
+def fastest_profile(steps: Sequence[Any]) -> StepProfile:
     """From what steps without sums said of themselves: of the quickest, which others disturbed least."""
     step = min(steps, key=lambda step: step["seconds"])
     compute = step["backward"]
     sent = tuple((min(moment, compute), n_bytes) for moment, n_bytes in step["sent"])
-    return Parts(sent, compute, step["seconds"] - compute)
+    return StepProfile(sent, compute, step["seconds"] - compute)
 
 
-def measure(worker: Worker, n_steps: int) -> Parts:
+def profile_step(worker: Worker, n_steps: int) -> StepProfile:
     """The parts of a step of these ranks, while all of them compute."""
     steps = [worker.ask('{"do": "step", "summing": false}') for _ in range(n_steps + 1)]
-    return quickest_parts(steps[1:])
+    return fastest_profile(steps[1:])
 
 
-class Checked(NamedTuple):
+class PredictionCheck(NamedTuple):
     """A prediction beside what was measured: seconds of the quickest step."""
 
     n: int
@@ -150,7 +154,7 @@ class Checked(NamedTuple):
         return self.predicted / self.measured - 1
 
 
-def check(shape: str, counts: Sequence[int], n_steps: int) -> list[Checked]:
+def check_predictions(shape: str, counts: Sequence[int], n_steps: int) -> list[PredictionCheck]:
     """Steps over a slow link as predicted and as they are.
 
     More ranks than processors slow each other down, which is no matter of links: the parts are those of as many ranks
@@ -159,10 +163,10 @@ def check(shape: str, counts: Sequence[int], n_steps: int) -> list[Checked]:
     rows, link = [], Link(1e-3, math.inf)
     for n in counts:
         worker = ranks_worker(shape, n)
-        parts = measure(worker, n_steps)
+        parts = profile_step(worker, n_steps)
         if not math.isfinite(link.bandwidth):  # sums over two ranks then take as long as a batch
             link = link._replace(bandwidth=sum(n_bytes for _, n_bytes in parts.sent) / parts.compute)
-        cost = ring(n, link)
+        cost = ring_cost(n, link)
         words = '{"do": "step", "link": [%r, %r], "overlap": %s}'
         silent: list[Any] = []
         slow: dict[bool, list[float]] = {True: [], False: []}
@@ -170,11 +174,11 @@ def check(shape: str, counts: Sequence[int], n_steps: int) -> list[Checked]:
             silent.append(worker.ask('{"do": "step", "summing": false}'))
             for overlap, times in slow.items():
                 times.append(worker.ask(words % (*cost, str(overlap).lower()))["seconds"])
-        end(worker)
-        parts = quickest_parts(silent)
+        stop_ranks(worker)
+        parts = fastest_profile(silent)
         for overlap, times in slow.items():
             predicted = step_seconds(parts, [cost] if n > 1 else None, overlap=overlap)
-            rows.append(Checked(n, overlap, predicted, min(times)))
+            rows.append(PredictionCheck(n, overlap, predicted, min(times)))
     return rows
 
 
@@ -185,56 +189,61 @@ LINKS = {
     "100 Gbit/s": Link(2e-6, 100 * GBIT),
 }
 COUNTS = [2**i for i in range(10)]
-PAYS = 0.8  # of n times the speed
+MIN_EFFICIENCY = 0.8  # of n times the speed
 
 
 Efficiency = Callable[[int, Link, bool], float]
 
 
-def pays_until(efficiency: Efficiency, link: Link, overlap: bool = True) -> int:
+def max_efficient_ranks(efficiency: Efficiency, link: Link, overlap: bool = True) -> int:
     """The most ranks, of COUNTS, up to which efficiency stays at PAYS or above."""
     last = 1
     for n in COUNTS:
-        if efficiency(n, link, overlap) < PAYS:
+        if efficiency(n, link, overlap) < MIN_EFFICIENCY:
             break
         last = n
     return last
 
 
-def efficiencies(parts: Parts, n_batches: int) -> dict[str, Efficiency]:
+def efficiency_functions(parts: StepProfile, n_batches: int) -> dict[str, Efficiency]:
     return {
         "weak": lambda n, link, overlap: weak_efficiency(parts, n, link, overlap),
         "strong": lambda n, link, overlap: strong_efficiency(parts, n, link, n_batches, overlap),
     }
 
 
-def table(parts: Parts, n_batches: int, n_tokens: int) -> str:
+def efficiency_table(parts: StepProfile, n_batches: int, n_tokens: int) -> str:
     """Up to how many ranks each link pays, and how many tokens a rank needs for a ring to be hidden."""
-    lines = [f"{'ranks with an efficiency of ' + format(PAYS, '.0%'):<36}" + "".join(f"{name:>12}" for name in LINKS)]
-    for kind, efficiency in efficiencies(parts, n_batches).items():
+    lines = [
+        f"{'ranks with an efficiency of ' + format(MIN_EFFICIENCY, '.0%'):<36}"
+        + "".join(f"{name:>12}" for name in LINKS)
+    ]
+    for kind, efficiency in efficiency_functions(parts, n_batches).items():
         for overlap in (True, False):
             name = f"{kind} scaling, {'overlapped' if overlap else 'sums after backward'}"
-            most = [pays_until(efficiency, link, overlap) for link in LINKS.values()]
+            most = [max_efficient_ranks(efficiency, link, overlap) for link in LINKS.values()]
             lines.append(f"{name:<36}" + "".join(f"{n:>12}" if n < COUNTS[-1] else f"{f'{n}+':>12}" for n in most))
     n_parameters = sum(n_bytes for _, n_bytes in parts.sent) / 4
     flops = 6 * n_parameters * n_tokens / parts.compute
-    tokens = [least_tokens(flops, link.bandwidth) for link in LINKS.values()]
+    tokens = [min_tokens_to_hide_reduce(flops, link.bandwidth) for link in LINKS.values()]
     lines.append(f"{'tokens a rank, to hide a ring':<36}" + "".join(f"{n:>12,.0f}" for n in tokens))
     return "\n".join(lines)
 
 
-def draw(parts: Parts, factors: Sequence[float], n_batches: int, title: str, path: Path) -> None:
+def draw_efficiency(parts: StepProfile, factors: Sequence[float], n_batches: int, title: str, path: Path) -> None:
     """Efficiency against n: weak and strong scaling above each other, faster ranks to the right."""
     figure = new_figure(9, 6.5)
     grid = figure.subplots(2, len(factors), sharex=True, sharey=True, squeeze=False)
     for column, factor in enumerate(factors):
-        for axes, (kind, efficiency) in zip(grid[:, column], efficiencies(parts.faster(factor), n_batches).items()):
+        for axes, (kind, efficiency) in zip(
+            grid[:, column], efficiency_functions(parts.faster(factor), n_batches).items()
+        ):
             for colour, (name, link) in enumerate(LINKS.items()):
                 for overlap, style in ((True, "-"), (False, "--")):
                     label = name if overlap else "   sums after backward"
                     values = [efficiency(n, link, overlap) for n in COUNTS]
                     axes.plot(COUNTS, values, style, color=f"C{colour}", label=label, marker=".")
-            axes.axhline(PAYS, color="grey", linewidth=0.5)
+            axes.axhline(MIN_EFFICIENCY, color="grey", linewidth=0.5)
             what = "one batch a rank" if kind == "weak" else f"{n_batches} batches together"
             rank = "ranks as measured" if factor == 1 else f"ranks {factor:g} times as fast"
             axes.set(title=f"{kind} scaling, {what}; {rank}", xscale="log", ylim=(0, 1.05))
@@ -265,8 +274,8 @@ def main() -> None:
         require_matplotlib("--out")
     config = SHAPES[arguments.shape]
     worker = ranks_worker(arguments.shape, 1, arguments.threads)
-    parts = measure(worker, arguments.steps)
-    end(worker)
+    parts = profile_step(worker, arguments.steps)
+    stop_ranks(worker)
     n_bytes = sum(size for _, size in parts.sent)
     print(
         f"{date.today()}, shape {arguments.shape}, {arguments.threads} thread: batch {1e3 * parts.compute:,.0f} ms, "
@@ -275,14 +284,16 @@ def main() -> None:
     )
     for factor in arguments.faster:
         print(f"\nranks {factor:g} times as fast; strong scaling of {arguments.batches} batches")
-        print(table(parts.faster(factor), arguments.batches, config.batch_size * config.context_window))
+        print(efficiency_table(parts.faster(factor), arguments.batches, config.batch_size * config.context_window))
     if arguments.check:
         print(f"\n{'ranks':>5}{'overlap':>9}{'predicted ms':>14}{'measured ms':>13}{'error':>8}")
-        for row in check(arguments.check, arguments.counts, 4 * arguments.steps):
+        for row in check_predictions(arguments.check, arguments.counts, 4 * arguments.steps):
             times = f"{1e3 * row.predicted:>14.0f}{1e3 * row.measured:>13.0f}"
             print(f"{row.n:>5}{'yes' if row.overlap else 'no':>9}{times}{row.error:>+8.0%}")
     if arguments.out:
-        draw(parts, arguments.faster, arguments.batches, f"Shape {arguments.shape}, by prediction", arguments.out)
+        draw_efficiency(
+            parts, arguments.faster, arguments.batches, f"Shape {arguments.shape}, by prediction", arguments.out
+        )
 
 
 if __name__ == "__main__":

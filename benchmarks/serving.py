@@ -28,10 +28,10 @@ from tricycle.generate import generate
 from tricycle.sampling import SamplingParams
 from tricycle_cli.models import load_model, stop_tokens
 
-SHARES = {"slow reader": 0.04, "dropped connection": 0.06, "nonsense": 0.1}
-GOOD = ("chat", "chat, streamed", "completion", "completion, streamed", "two completions")
-SAID = "Tell me about {}. Why is the sky {}? How do {} sing when it rains, and what are they called in winter?"
-NONSENSE = (
+BAD_SHARES = {"slow reader": 0.04, "dropped connection": 0.06, "nonsense": 0.1}
+VALID_KINDS = ("chat", "chat, streamed", "completion", "completion, streamed", "two completions")
+PROMPT = "Tell me about {}. Why is the sky {}? How do {} sing when it rains, and what are they called in winter?"
+MALFORMED_BODIES = (
     b"{",
     b"[" * 100_000,
     b'{"prompt": NaN}',
@@ -45,7 +45,7 @@ NONSENSE = (
 
 
 @dataclass
-class Asked:
+class RequestResult:
     """What came of a request.
 
     Attributes:
@@ -60,7 +60,7 @@ class Asked:
     said: str = ""
 
 
-class Expected:
+class ExpectedAnswers:
     """What a model answers by itself, computed before."""
 
     def __init__(self, source: str, n_prompts: int, n_tokens: int, device: str = "cpu") -> None:
@@ -68,7 +68,7 @@ class Expected:
         self.tokeniser = loaded.tokeniser
         self.n_tokens = n_tokens
         words = "birds water foxes bread numbers trees rivers music".split()
-        self.prompts = [SAID.format(words[i % 8], i, words[i // 8 % 8]) for i in range(n_prompts)]
+        self.prompts = [PROMPT.format(words[i % 8], i, words[i // 8 % 8]) for i in range(n_prompts)]
         stops = stop_tokens(loaded)
         self.talks = bool(self.tokeniser.chat_template)
         if self.talks:
@@ -91,7 +91,7 @@ class Expected:
         return "".join(parts) + stream.flush()
 
 
-class Clients:
+class TestClients:
     """Sends requests of all kinds.
 
     Args:
@@ -99,7 +99,7 @@ class Clients:
         pause: seconds between two reads of a slow reader.
     """
 
-    def __init__(self, port: int, expected: Expected, pause: float) -> None:
+    def __init__(self, port: int, expected: ExpectedAnswers, pause: float) -> None:
         import openai
 
         self.port = port
@@ -115,7 +115,7 @@ class Clients:
             "extra_body": {"repetition_penalty": 1},
         }
 
-    def ask(self, kind: str, prompt: str) -> Asked:
+    def ask(self, kind: str, prompt: str) -> RequestResult:
         """Send one request, and look at what comes."""
         began = time.monotonic()
         ways: dict[str, Callable[[str], tuple[bool, int, str]]] = {
@@ -127,7 +127,7 @@ class Clients:
             right, n_tokens, said = ways.get(kind, lambda prompt: self._ask(kind, prompt))(prompt)
         except Exception as error:
             right, n_tokens, said = False, 0, f"{type(error).__name__}: {error}"
-        return Asked(kind, right, time.monotonic() - began, n_tokens, said)
+        return RequestResult(kind, right, time.monotonic() - began, n_tokens, said)
 
     def _ask(self, kind: str, prompt: str) -> tuple[bool, int, str]:
         streamed = kind.endswith("streamed")
@@ -187,7 +187,7 @@ class Clients:
         return True, 0, ""
 
     def _say_nonsense(self, prompt: str) -> tuple[bool, int, str]:
-        body = NONSENSE[self.expected.prompts.index(prompt) % len(NONSENSE)]
+        body = MALFORMED_BODIES[self.expected.prompts.index(prompt) % len(MALFORMED_BODIES)]
         with self._open(body) as plain:
             raw = b"".join(iter(lambda: plain.recv(4096), b""))
         head, _, content = raw.partition(b"\r\n\r\n")
@@ -200,22 +200,22 @@ def _text_of(choice: Any) -> str:
     return (message.content if message is not None else choice.text) or ""
 
 
-def kinds_of(n: int, talks: bool, seed: int = 0) -> list[str]:
+def request_kinds(n: int, talks: bool, seed: int = 0) -> list[str]:
     """So many requests of all kinds, mixed."""
-    good = [kind for kind in GOOD if talks or not kind.startswith("chat")]
-    kinds = [kind for kind, share in SHARES.items() for _ in range(max(1, round(share * n)))]
+    good = [kind for kind in VALID_KINDS if talks or not kind.startswith("chat")]
+    kinds = [kind for kind, share in BAD_SHARES.items() for _ in range(max(1, round(share * n)))]
     kinds += [good[i % len(good)] for i in range(n - len(kinds))]
     random.Random(seed).shuffle(kinds)
     return kinds
 
 
-def storm(clients: Clients, kinds: list[str], n_clients: int) -> list[Asked]:
+def send_requests(clients: TestClients, kinds: list[str], n_clients: int) -> list[RequestResult]:
     """Send requests of these kinds from so many clients, each one after the other."""
     waiting: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     prompts = clients.expected.prompts
     for i, kind in enumerate(kinds):
         waiting.put((kind, prompts[i % len(prompts)]))
-    done: list[Asked] = []
+    done: list[RequestResult] = []
 
     def work() -> None:
         with contextlib.suppress(queue.Empty):
@@ -231,7 +231,7 @@ def storm(clients: Clients, kinds: list[str], n_clients: int) -> list[Asked]:
 
 
 @contextlib.contextmanager
-def server(source: str, *words: str) -> Iterator[int]:
+def running_server(source: str, *words: str) -> Iterator[int]:
     """A server's port, until the block ends.
 
     Raises:
@@ -255,10 +255,10 @@ def server(source: str, *words: str) -> Iterator[int]:
         process.wait()
 
 
-def table(done: list[Asked], seconds: float) -> str:
+def result_table(done: list[RequestResult], seconds: float) -> str:
     """What came of all requests, by kind."""
     lines = ["| request | sent | answered rightly | median (s) | slowest (s) |", "|:---|---:|---:|---:|---:|"]
-    for kind in (*GOOD, *SHARES):
+    for kind in (*VALID_KINDS, *BAD_SHARES):
         some = [asked for asked in done if asked.kind == kind]
         if some:
             times = sorted(asked.seconds for asked in some)
@@ -279,14 +279,14 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=24, help="most tokens of an answer")
     parser.add_argument("--pause", type=float, default=0.05, help="seconds between two reads of a slow reader")
     words = parser.parse_args()
-    expected = Expected(words.model, words.prompts, words.length)
-    with server(words.model, "--device", "cpu") as port:
-        clients = Clients(port, expected, words.pause)
-        kinds = kinds_of(words.requests, expected.talks)
+    expected = ExpectedAnswers(words.model, words.prompts, words.length)
+    with running_server(words.model, "--device", "cpu") as port:
+        clients = TestClients(port, expected, words.pause)
+        kinds = request_kinds(words.requests, expected.talks)
         began = time.monotonic()
-        done = storm(clients, kinds, words.clients)
+        done = send_requests(clients, kinds, words.clients)
         seconds = time.monotonic() - began
-    print(table(done, seconds))
+    print(result_table(done, seconds))
     for asked in done:
         if not asked.right:
             print(f"{asked.kind}: {asked.said}")

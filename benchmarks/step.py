@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks.shapes import SHAPES
-from benchmarks.workers import PINS, tricycle_step
+from benchmarks.workers import BLAS_PIN_VARIABLES, tricycle_step
 from tricycle.debug import use_reference
 from tricycle_cli.kernel_times import timed_kernels
 from tricycle_lab.plot import new_figure, require_matplotlib
@@ -32,7 +32,7 @@ PARTS = {
 REST = "everything else"
 
 
-def measure(shape: str, n_steps: int) -> dict[str, dict[str, float]]:
+def kernel_times(shape: str, n_steps: int) -> dict[str, dict[str, float]]:
     """Milliseconds of each part, with plain and with fast kernels: medians over steps that take turns."""
     step = tricycle_step(SHAPES[shape])
     times: dict[str, list[dict[str, float]]] = {"plain kernels": [], "fast kernels": []}
@@ -60,7 +60,7 @@ def measure(shape: str, n_steps: int) -> dict[str, dict[str, float]]:
     }
 
 
-def draw(times: dict[str, dict[str, float]], title: str, path: Path) -> None:
+def draw_bars(times: dict[str, dict[str, float]], title: str, path: Path) -> None:
     """One bar each, cut into parts."""
     figure = new_figure(9, 3.2)
     axes = figure.subplots()
@@ -82,16 +82,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.out:
         require_matplotlib("--out")
-    if any(name in os.environ for name in PINS):  # BLAS reads them when it is loaded
-        clean = {name: value for name, value in os.environ.items() if name not in PINS}
+    if any(name in os.environ for name in BLAS_PIN_VARIABLES):  # BLAS reads them when it is loaded
+        clean = {name: value for name, value in os.environ.items() if name not in BLAS_PIN_VARIABLES}
         sys.exit(subprocess.run([sys.executable, "-m", "benchmarks.step", *sys.argv[1:]], env=clean).returncode)
-    times = measure(arguments.shape, arguments.steps)
+    times = kernel_times(arguments.shape, arguments.steps)
     print(f"{'milliseconds a step':<20}" + "".join(f"{name:>15}" for name in times))
     for part in [*PARTS, REST]:
         print(f"{part:<20}" + "".join(f"{parts[part]:>15.1f}" for parts in times.values()))
     print(f"{'sum':<20}" + "".join(f"{sum(parts.values()):>15.1f}" for parts in times.values()))
     if arguments.out:
-        draw(times, f"Where a training step goes, shape {arguments.shape}", arguments.out)
+        draw_bars(times, f"Where a training step goes, shape {arguments.shape}", arguments.out)
 
 
 if __name__ == "__main__":

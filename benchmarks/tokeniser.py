@@ -34,7 +34,7 @@ def shakespeare(n_bytes: int) -> list[str]:
     return [path.read_bytes()[:n_bytes].decode("utf-8", errors="ignore")]
 
 
-def code(n_bytes: int) -> list[str]:
+def standard_library_code(n_bytes: int) -> list[str]:
     """Files of the running Python's standard library, each a document."""
     root, texts, size = Path(sysconfig.get_path("stdlib")), [], 0
     for path in sorted(root.rglob("*.py")):
@@ -45,7 +45,7 @@ def code(n_bytes: int) -> list[str]:
     return texts
 
 
-TEXTS = {"shakespeare": shakespeare, "code": code}
+TEXTS = {"shakespeare": shakespeare, "code": standard_library_code}
 
 
 def train_tricycle(texts: list[str], vocab_size: int) -> BPETokeniser:
@@ -73,7 +73,7 @@ def train_tokenizers(texts: list[str], vocab_size: int) -> Any:
     return tokenizer
 
 
-def seconds(work: Callable[..., Any], *what: Any) -> tuple[float, Any]:
+def time_call(work: Callable[..., Any], *what: Any) -> tuple[float, Any]:
     """How long it took, and what came of it."""
     start = time.perf_counter()
     result = work(*what)
@@ -84,19 +84,19 @@ def compare_training(texts: list[str], vocab_size: int, peer: bool, repeats: int
     """A row of the table, and the tokeniser."""
     ours, theirs = [], []
     for _ in range(repeats):
-        elapsed, tokeniser = seconds(train_tricycle, texts, vocab_size)
+        elapsed, tokeniser = time_call(train_tricycle, texts, vocab_size)
         ours.append(elapsed)
         if peer:
-            elapsed, tokenizer = seconds(train_tokenizers, texts, vocab_size)
+            elapsed, tokenizer = time_call(train_tokenizers, texts, vocab_size)
             theirs.append(elapsed)
     row = f"{statistics.median(ours):>12.2f}"
     if peer:
         row += f"{statistics.median(theirs):>14.2f}{statistics.median(ours) / statistics.median(theirs):>12.2f}"
-        row += f"{tokens_in_common(tokeniser, tokenizer):>11.1%}"
+        row += f"{shared_token_fraction(tokeniser, tokenizer):>11.1%}"
     return row, tokeniser
 
 
-def tokens_in_common(tokeniser: BPETokeniser, tokenizer: Any) -> float:
+def shared_token_fraction(tokeniser: BPETokeniser, tokenizer: Any) -> float:
     """The share of our tokens that the other side has too: both should have learnt the same."""
     from tokenizers import decoders
 
@@ -126,7 +126,7 @@ def compare_encoding(texts: list[str], tokeniser: BPETokeniser, repeats: int) ->
     turns = [*zip(sides, times)]
     for _ in range(repeats):
         for encode, elapsed in turns:
-            elapsed.append(seconds(encode_all, encode, texts)[0])
+            elapsed.append(time_call(encode_all, encode, texts)[0])
         turns.reverse()  # who comes first finds the caches as training or another side left them
     megabytes = sum(len(text.encode("utf-8")) for text in texts) / 1e6
     ours, array, ids = (megabytes / statistics.median(elapsed) for elapsed in times)

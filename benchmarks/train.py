@@ -12,9 +12,9 @@ import os
 import platform
 from datetime import date
 
+from benchmarks.interleave import Schedule
 from benchmarks.shapes import SHAPES
-from benchmarks.turns import Pace
-from benchmarks.workers import PRODUCT_SIZE, SIDES, Worker, time_steps
+from benchmarks.workers import MATMUL_SIZE, SIDES, Worker, time_steps
 from tricycle.softmaxes import SOFTMAXES
 from tricycle_cli.speed import flops_per_token
 
@@ -28,7 +28,7 @@ def main() -> None:
     others = [name for name in SOFTMAXES if name != "softmax"]
     parser.add_argument("--softmax", nargs="*", choices=others, default=[], help="add ours with these as further sides")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
-    Pace.add_flags(parser)
+    Schedule.add_flags(parser)
     arguments = parser.parse_args()
     names = ["tricycle"] + (["torch"] if arguments.peer == "torch" else []) + ["torch-compile"] * arguments.compile
     names += arguments.softmax
@@ -37,7 +37,7 @@ def main() -> None:
     words = arguments.shape, arguments.precision
     products = ["product", "torch-product"] if "torch" in names else ["product"]
     workers = [Worker(name, arguments.threads, "benchmarks.workers", name, *words) for name in names + products]
-    times = dict(zip(names + products, time_steps(workers, Pace.of(arguments))))
+    times = dict(zip(names + products, time_steps(workers, Schedule.of(arguments))))
     memory = {worker.side: worker.ask("memory") for worker in workers}
     print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
     for worker in workers:
@@ -48,9 +48,9 @@ def main() -> None:
     speeds = {name: n_tokens / times[name] for name in names}
     print(
         f"shape {arguments.shape}: batch {config.batch_size} x {config.context_window} tokens, "
-        f"{arguments.precision}, medians of {Pace.of(arguments)}"
+        f"{arguments.precision}, medians of {Schedule.of(arguments)}"
     )
-    rates = {name: 2 * PRODUCT_SIZE**3 / times[name] for name in products}
+    rates = {name: 2 * MATMUL_SIZE**3 / times[name] for name in products}
     limit = max(rates.values()) / flops_per_token(config)
     told = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in rates.items())
     print(f"limit: {limit:,.0f} tokens a second, if all arithmetic went at the best of these: {told} GFLOP/s")

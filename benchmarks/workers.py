@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.interleave import Schedule, run_interleaved
 from benchmarks.shapes import SHAPES
-from benchmarks.turns import Pace, take_turns
 from tricycle import kernels
 from tricycle.configs import GPTConfig
 from tricycle.softmaxes import SOFTMAXES
 
 # Some build machines pin OpenBLAS to old kernels; users' machines do not.
-PINS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+BLAS_PIN_VARIABLES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 
 class Worker:
@@ -48,7 +48,7 @@ class Worker:
         starter: Sequence[str] = (),
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in PINS}
+        environment = {name: value for name, value in os.environ.items() if name not in BLAS_PIN_VARIABLES}
         environment.update(settings or {})
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             environment[name] = str(threads)
@@ -75,13 +75,13 @@ class Worker:
         self.process.communicate()
 
 
-def time_steps(workers: Sequence[Worker], pace: Pace) -> list[float]:
+def time_steps(workers: Sequence[Worker], pace: Schedule) -> list[float]:
     """The median time of a step of each, in seconds."""
-    times = take_turns([partial(worker.ask, "step") for worker in workers], pace)
+    times = run_interleaved([partial(worker.ask, "step") for worker in workers], pace)
     return [statistics.median(seconds) for seconds in times]
 
 
-def batches(config: GPTConfig):
+def random_batches(config: GPTConfig):
     """The same random tokens for every side."""
     generator = np.random.default_rng(0)
     while True:
@@ -95,7 +95,7 @@ def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = 
     from tricycle.optimisers import AdamW
     from tricycle.training import supervised_loss, train_on_batch
 
-    model, data = GPT(replace(config, precision=precision, softmax=softmax)), batches(config)
+    model, data = GPT(replace(config, precision=precision, softmax=softmax)), random_batches(config)
     optimiser = AdamW(1e-4, weight_decay=0.1)
     batch_loss = supervised_loss(model, CrossEntropy())
 
@@ -152,7 +152,7 @@ def torch_step(
     if compiled:
         model = torch.compile(model)
     model = wrap(model)
-    data = batches(config)
+    data = random_batches(config)
 
     def step() -> float:
         inputs, outputs = (torch.from_numpy(ids) for ids in next(data))
@@ -166,22 +166,22 @@ def torch_step(
     return step
 
 
-PRODUCT_SIZE = 2048  # rows and columns of both matrices
+MATMUL_SIZE = 2048  # rows and columns of both matrices
 
 
-def product_step(config: GPTConfig | None, precision: str = "float32"):
+def matmul_step(config: GPTConfig | None, precision: str = "float32"):
     """A large product, at whose rate all arithmetic would go if nothing else had to be done."""
-    a = np.random.default_rng(0).standard_normal((PRODUCT_SIZE, PRODUCT_SIZE), dtype=np.float32)
+    a = np.random.default_rng(0).standard_normal((MATMUL_SIZE, MATMUL_SIZE), dtype=np.float32)
     operand = kernels.matmul_operand(a, precision)
     return lambda: kernels.matmul(operand, operand)
 
 
-def torch_product_step(config: GPTConfig | None, precision: str = "float32"):
+def torch_matmul_step(config: GPTConfig | None, precision: str = "float32"):
     """The same in PyTorch."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    a = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE).to(getattr(torch, precision))
+    a = torch.randn(MATMUL_SIZE, MATMUL_SIZE).to(getattr(torch, precision))
     return lambda: a @ a
 
 
@@ -189,20 +189,20 @@ SIDES: dict[str, Callable] = {
     "tricycle": tricycle_step,
     "torch": torch_step,
     "torch-compile": partial(torch_step, compiled=True),
-    "product": product_step,
-    "torch-product": torch_product_step,
+    "product": matmul_step,
+    "torch-product": torch_matmul_step,
 } | {name: partial(tricycle_step, softmax=name) for name in SOFTMAXES if name != "softmax"}
 
 
 def matmul_rate(side: str, precision: str = "float32", repeats: int = 5) -> float:
     """GFLOP/s of that product, the best of several."""
-    multiply = (torch_product_step if side.startswith("torch") else product_step)(None, precision)
+    multiply = (torch_matmul_step if side.startswith("torch") else matmul_step)(None, precision)
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         multiply()
         times.append(time.perf_counter() - start)
-    return 2 * PRODUCT_SIZE**3 / min(times) / 1e9
+    return 2 * MATMUL_SIZE**3 / min(times) / 1e9
 
 
 def peak_memory_mb() -> float:
@@ -215,17 +215,17 @@ def peak_memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
-def versions(side: str) -> str:
+def library_versions(side: str) -> str:
     if side.startswith("torch"):
         import torch
 
         return f"PyTorch {torch.__version__}"
     import tricycle
 
-    return f"Tricycle {tricycle.__version__}, NumPy {np.__version__}, {blas_kernels()}"
+    return f"Tricycle {tricycle.__version__}, NumPy {np.__version__}, {blas_description()}"
 
 
-def blas_kernels() -> str:
+def blas_description() -> str:
     """Which kernels NumPy's BLAS chose for this processor."""
     try:
         from threadpoolctl import threadpool_info
@@ -251,7 +251,7 @@ def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precis
         "step": timed,
         "memory": lambda: peak_memory_mb() - memory_before,
         "matmul": lambda: matmul_rate(side, precision),
-        "versions": lambda: versions(side),
+        "versions": lambda: library_versions(side),
     }
     for line in sys.stdin:
         print(json.dumps(answers[line.strip()]()), flush=True)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from test_programs import call, good
 
-from benchmarks import attention, finetuning, overhead, products, recurrent, small, tokeniser
+from benchmarks import attention, finetuning, matmul, overhead, recurrent, small_networks, tokeniser
 from benchmarks.finetuning_workers import STEPS
-from benchmarks.generation import same_tokens
+from benchmarks.generation import n_common_prefix
 from benchmarks.shapes import SHAPES
-from benchmarks.workers import SIDES, batches
+from benchmarks.workers import SIDES, random_batches
 from tricycle.configs import GPTConfig
 from tricycle.models import GPT
 from tricycle_cli.speed import flops_per_token
@@ -119,7 +119,7 @@ def test_generation_beside_transformers_writes_the_same_tokens():
     ("left", "right", "n"), [([1, 2, 3], [1, 2, 3], 3), ([1, 2], [1, 3], 1), ([4], [5], 0), ([], [], 0)]
 )
 def test_same_tokens(left, right, n):
-    assert same_tokens(left, right) == n
+    assert n_common_prefix(left, right) == n
 
 
 # -------------------------------------------------------------------- the same work
@@ -137,7 +137,7 @@ def test_both_sides_of_training_do_the_same_work(one_thread_each):
 
 
 def test_batches_are_the_same_for_every_side():
-    first, second = batches(SHAPES["tiny"]), batches(SHAPES["tiny"])
+    first, second = random_batches(SHAPES["tiny"]), random_batches(SHAPES["tiny"])
     for _ in range(3):
         np.testing.assert_array_equal(next(first), next(second))
 
@@ -171,7 +171,7 @@ def test_both_sides_of_recurrent_layers_do_the_same_work(cell, one_thread_each):
 def test_both_sides_of_finetuning_lose_alike(learn, tmp_path, monkeypatch):
     """From the same weights; with adapters only the first loss is the same, for A is drawn by each side."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    finetuning.write_folder("tiny", tmp_path / "hf")
+    finetuning.export_model("tiny", tmp_path / "hf")
     losses = {}
     for side in ("tricycle", "torch"):
         step = STEPS[side](tmp_path / "hf", learn, "float32", (2, 8), False)
@@ -192,17 +192,17 @@ def test_every_side_of_the_overhead_does_the_same_work(side):
     for _ in range(20):
         expected = [expected[0] * b, x + b * expected[1], 1 + b * expected[2]]
         x = x * b + c
-    forward, backward, gradients = overhead.measure(side, 20, True)
+    forward, backward, gradients = overhead.time_chain(side, 20, True)
     assert forward > 0 and backward > 0
     np.testing.assert_allclose(gradients, expected, 1e-5)
 
 
 @pytest.mark.nightly
 @NEEDS_TORCH
-@pytest.mark.parametrize("network", small.NETWORKS)
+@pytest.mark.parametrize("network", small_networks.NETWORKS)
 def test_a_step_of_each_side_of_small_things(network):
-    for side in small.SIDES.values():
-        step = side(*small.NETWORKS[network])
+    for side in small_networks.SIDES.values():
+        step = side(*small_networks.NETWORKS[network])
         step()
         step()
 
@@ -210,29 +210,29 @@ def test_a_step_of_each_side_of_small_things(network):
 @pytest.mark.nightly
 @needs("tokenizers")
 def test_both_sides_of_the_tokeniser_learn_the_same():
-    texts = tokeniser.code(200_000)
+    texts = tokeniser.standard_library_code(200_000)
     ours, theirs = tokeniser.train_tricycle(texts, 400), tokeniser.train_tokenizers(texts, 400)
     assert theirs.get_vocab_size() == ours.n_vocab == 400
-    assert tokeniser.tokens_in_common(ours, theirs) > 0.9  # ties may go either way
+    assert tokeniser.shared_token_fraction(ours, theirs) > 0.9  # ties may go either way
 
 
 # -------------------------------------------------------------------- what they work on
 @pytest.mark.nightly
 def test_code_is_cut_to_size_and_has_no_tests_in_it():
     assert {"test", "site-packages"} <= tokeniser.SKIPPED_FOLDERS
-    texts = tokeniser.code(100_000)
+    texts = tokeniser.standard_library_code(100_000)
     assert 99_900 < sum(len(text.encode("utf-8")) for text in texts) <= 100_000
-    assert texts == tokeniser.code(100_000)
+    assert texts == tokeniser.standard_library_code(100_000)
 
 
-@pytest.mark.parametrize("which", range(3), ids=products.PASSES)
+@pytest.mark.parametrize("which", range(3), ids=matmul.PASSES)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_operands_have_the_layouts_of_a_layer(which, precision):
     """x (N, K), weights (K, M) and the gradient (N, M) by rows; two of these are seen transposed."""
-    a, b = products.operands(((5, 3, 4), which))
+    a, b = matmul.operands(((5, 3, 4), which))
     assert (a.shape, b.shape) == [((5, 3), (3, 4)), ((5, 4), (4, 3)), ((3, 5), (5, 4))][which]
     assert (a.flags.c_contiguous, b.flags.c_contiguous) == (which != 2, which != 1)
-    multiply, _ = products.tricycle_product(((5, 3, 4), which), precision)
+    multiply, _ = matmul.tricycle_product(((5, 3, 4), which), precision)
     np.testing.assert_allclose(multiply(), a @ b, 0.05, 0.05)
 
 

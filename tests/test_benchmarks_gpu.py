@@ -56,8 +56,8 @@ def test_a_part_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, capsy
     def fails(arguments, deadline):
         raise ZeroDivisionError("out of luck")
 
-    monkeypatch.setitem(gpu.RUN, "compile", fails)
-    monkeypatch.setitem(gpu.RUN, "tests", lambda arguments, deadline: ({"n": 1}, "good"))
+    monkeypatch.setitem(gpu.PART_FUNCTIONS, "compile", fails)
+    monkeypatch.setitem(gpu.PART_FUNCTIONS, "tests", lambda arguments, deadline: ({"n": 1}, "good"))
     words = ["gpu", "--device", "cpu", "--quick", "--output", str(tmp_path), "--parts", "compile", "tests"]
     monkeypatch.setattr(sys, "argv", words)
     assert gpu.main() == 1
@@ -90,23 +90,23 @@ def test_a_side_that_fails_is_told_and_the_others_go_on(arguments):
 @pytest.mark.nightly
 def test_a_side_that_takes_too_long_is_ended(arguments):
     worker = gpu.Worker("tricycle", gpu.TINY, "cpu", time.monotonic() - 1)
-    with pytest.raises(gpu.Failed, match=r"tricycle ended with status"):
+    with pytest.raises(gpu.SideError, match=r"tricycle ended with status"):
         worker.ask("burst", n=10**9)
-    with pytest.raises(gpu.Failed, match="tricycle has ended"):
+    with pytest.raises(gpu.SideError, match="tricycle has ended"):
         worker.ask("burst", n=1)
     worker.close()
 
 
 @pytest.mark.nightly
 def test_programs_that_are_not_there_or_take_too_long(arguments):
-    assert gpu.run(["no-such-program"], time.monotonic() + 9) == (-1, "no-such-program is not installed")
-    status, text = gpu.run([sys.executable, "-c", "import time; time.sleep(60)"], time.monotonic() + 0.1)
+    assert gpu.run_command(["no-such-program"], time.monotonic() + 9) == (-1, "no-such-program is not installed")
+    status, text = gpu.run_command([sys.executable, "-c", "import time; time.sleep(60)"], time.monotonic() + 0.1)
     assert status == -1 and text.startswith("stopped after 1 s")
-    assert gpu.run([sys.executable, "-c", "print(1)"], time.monotonic() + 60) == (0, "1\n")
+    assert gpu.run_command([sys.executable, "-c", "print(1)"], time.monotonic() + 60) == (0, "1\n")
 
 
 def test_tables():
-    assert gpu.table(["a", "long"], [[1.5, "x"], [12345.6, ""]]).splitlines() == [
+    assert gpu.markdown_table(["a", "long"], [[1.5, "x"], [12345.6, ""]]).splitlines() == [
         "|      a | long |",
         "|-------:|-----:|",
         "|    1.5 |    x |",
@@ -115,10 +115,10 @@ def test_tables():
 
 
 def test_products_are_those_of_a_step():
-    shapes = gpu_workers.products(gpu.TINY)
+    shapes = gpu_workers.matmul_shapes(gpu.TINY)
     assert len(shapes) == 15 and shapes[0] == ("qkv", 64, 32, 96) and shapes[2] == ("qkv dw", 32, 64, 96)
     for name, n, k, m in shapes:
-        a, b = gpu_workers.operands(name, n, k, m, lambda *shape: np.ones(shape))
+        a, b = gpu_workers.matmul_operands(name, n, k, m, lambda *shape: np.ones(shape))
         assert (a @ b).shape == (n, m) and (a @ b).flat[0] == k
 
 

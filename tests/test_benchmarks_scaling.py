@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 from programs import call, good
 
-from benchmarks import equality, processes, scaling
-from benchmarks.ranks import Delayed, Done, Watched, mpiexec
-from benchmarks.scaling import COUNTS, Cost, Link, Parts, ring, step_seconds, strong_efficiency, tree, weak_efficiency
+from benchmarks import processes, rank_equality, scaling
+from benchmarks.ranks import CompletedReduce, DelayedReduce, InstrumentedGroup, mpiexec
+from benchmarks.scaling import (
+    COUNTS,
+    Link,
+    ReduceCost,
+    StepProfile,
+    ring_cost,
+    step_seconds,
+    strong_efficiency,
+    tree_cost,
+    weak_efficiency,
+)
 from tricycle.distributed.processes import SINGLE_PROCESS
 
 NEEDS_MPI = pytest.mark.skipif(
@@ -19,30 +29,32 @@ NEEDS_MPI = pytest.mark.skipif(
 LINK = Link(1e-3, 1e6)
 FREE = Link(0.0, math.inf)
 # Ten buckets of 100 kB, the first full after 1.1 s, the last with the end of the pass after 2 s; half a second more.
-PARTS = Parts(tuple((1 + i / 10, 1e5) for i in range(1, 11)), 2.0, 0.5)
+PARTS = StepProfile(tuple((1 + i / 10, 1e5) for i in range(1, 11)), 2.0, 0.5)
 
 
 # -------------------------------------------------------------------- sums
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 64])
 def test_a_ring_passes_an_nth_on_2_n_minus_2_times(n):
     messages = 2 * (n - 1) * (LINK.latency + 6e6 / n / LINK.bandwidth)
-    assert ring(n, LINK).seconds(6e6) == pytest.approx(messages)
+    assert ring_cost(n, LINK).seconds(6e6) == pytest.approx(messages)
 
 
 def test_a_ring_never_moves_an_array_more_than_twice():
-    assert ring(2, LINK).byte == pytest.approx(1 / LINK.bandwidth)
-    assert [ring(n, LINK).byte < ring(2 * n, LINK).byte < 2 / LINK.bandwidth for n in COUNTS[1:]] == [True] * 9
-    assert ring(10**6, LINK).byte == pytest.approx(2 / LINK.bandwidth, rel=1e-5)
+    assert ring_cost(2, LINK).byte == pytest.approx(1 / LINK.bandwidth)
+    assert [ring_cost(n, LINK).byte < ring_cost(2 * n, LINK).byte < 2 / LINK.bandwidth for n in COUNTS[1:]] == [
+        True
+    ] * 9
+    assert ring_cost(10**6, LINK).byte == pytest.approx(2 / LINK.bandwidth, rel=1e-5)
 
 
 @pytest.mark.parametrize(("n", "depth"), [(2, 1), (3, 2), (4, 2), (5, 3), (64, 6), (65, 7)])
 def test_a_tree_goes_up_and_down(n, depth):
-    assert tree(n, LINK).seconds(3e6) == pytest.approx(2 * depth * (LINK.latency + 3e6 / LINK.bandwidth))
+    assert tree_cost(n, LINK).seconds(3e6) == pytest.approx(2 * depth * (LINK.latency + 3e6 / LINK.bandwidth))
 
 
 def test_a_tree_is_faster_for_few_bytes_and_a_ring_for_many():
-    assert tree(64, LINK).seconds(8) < ring(64, LINK).seconds(8)
-    assert ring(64, LINK).seconds(1e9) < tree(64, LINK).seconds(1e9)
+    assert tree_cost(64, LINK).seconds(8) < ring_cost(64, LINK).seconds(8)
+    assert ring_cost(64, LINK).seconds(1e9) < tree_cost(64, LINK).seconds(1e9)
 
 
 # -------------------------------------------------------------------- steps
@@ -52,26 +64,26 @@ def test_one_rank_has_nothing_to_sum():
 
 
 def test_without_overlap_everything_is_added_up():
-    assert step_seconds(PARTS, [Cost(0.01, 1e-6)], overlap=False) == pytest.approx(2 + 10 * (0.01 + 0.1) + 0.5)
+    assert step_seconds(PARTS, [ReduceCost(0.01, 1e-6)], overlap=False) == pytest.approx(2 + 10 * (0.01 + 0.1) + 0.5)
 
 
 def test_on_a_quick_link_only_the_last_bucket_shows():
-    assert step_seconds(PARTS, [Cost(0.01, 0.0)]) == pytest.approx(2 + 0.01 + 0.5)
-    assert step_seconds(PARTS, [Cost(0.1, 0.0)]) == pytest.approx(2 + 0.1 + 0.5)  # as fast as buckets come
+    assert step_seconds(PARTS, [ReduceCost(0.01, 0.0)]) == pytest.approx(2 + 0.01 + 0.5)
+    assert step_seconds(PARTS, [ReduceCost(0.1, 0.0)]) == pytest.approx(2 + 0.1 + 0.5)  # as fast as buckets come
 
 
 def test_on_a_slow_link_sums_follow_each_other_from_the_first_bucket_on():
-    assert step_seconds(PARTS, [Cost(0.0, 2e-6)]) == pytest.approx(1.1 + 10 * 0.2 + 0.5)
+    assert step_seconds(PARTS, [ReduceCost(0.0, 2e-6)]) == pytest.approx(1.1 + 10 * 0.2 + 0.5)
 
 
 def test_earlier_batches_hide_nothing():
-    cost = [Cost(0.0, 2e-6)]
+    cost = [ReduceCost(0.0, 2e-6)]
     assert step_seconds(PARTS, cost, n_batches=4) == pytest.approx(step_seconds(PARTS, cost) + 3 * 2)
 
 
 def test_each_bucket_takes_the_cheaper_sum():
-    parts = Parts(((1.0, 10.0), (1.0, 1e6)), 1.0, 0.0)
-    dear, cheap = Cost(0.0, 1e-6), Cost(0.5, 1e-9)
+    parts = StepProfile(((1.0, 10.0), (1.0, 1e6)), 1.0, 0.0)
+    dear, cheap = ReduceCost(0.0, 1e-6), ReduceCost(0.5, 1e-9)
     assert step_seconds(parts, [dear, cheap]) == pytest.approx(1 + 1e-5 + 0.501)
 
 
@@ -91,7 +103,7 @@ def test_strong_scaling_over_a_free_link_leaves_the_update():
 
 def test_weak_scaling_without_overlap():
     expected = 2.5 / (2.5 + 10 * 1e-3 * 2 * 3 + 1e6 * 2 * 3 / 4 / 1e8)
-    parts_of_ring = step_seconds(PARTS, [ring(4, Link(1e-3, 1e8))], overlap=False)
+    parts_of_ring = step_seconds(PARTS, [ring_cost(4, Link(1e-3, 1e8))], overlap=False)
     assert 2.5 / parts_of_ring == pytest.approx(expected)
 
 
@@ -113,27 +125,29 @@ def test_until_where_it_pays():
     def falling(n, link, overlap):
         return 1 - 0.01 * n
 
-    assert scaling.pays_until(falling, LINK) == 16
-    assert scaling.pays_until(lambda n, *_: 1.0 if n == 1 else 0.5, LINK) == 1
-    assert scaling.pays_until(lambda *_: 1.0, LINK) == COUNTS[-1]
+    assert scaling.max_efficient_ranks(falling, LINK) == 16
+    assert scaling.max_efficient_ranks(lambda n, *_: 1.0 if n == 1 else 0.5, LINK) == 1
+    assert scaling.max_efficient_ranks(lambda *_: 1.0, LINK) == COUNTS[-1]
 
 
 def test_how_many_tokens_hide_a_ring():
     """Of any model: the backward pass then takes as long as the sums."""
     flops, bandwidth, n_parameters = 5e10, 1.25e8, 1e7
-    n_tokens = scaling.least_tokens(flops, bandwidth)
+    n_tokens = scaling.min_tokens_to_hide_reduce(flops, bandwidth)
     assert n_tokens == 800
-    assert 4 * n_parameters * n_tokens / flops == pytest.approx(ring(10**6, Link(0, bandwidth)).seconds(4e7), rel=1e-5)
+    assert 4 * n_parameters * n_tokens / flops == pytest.approx(
+        ring_cost(10**6, Link(0, bandwidth)).seconds(4e7), rel=1e-5
+    )
 
 
 def test_parts_are_of_the_quickest_step():
     steps = [{"seconds": 3 + i, "backward": 2 + i / 2, "sent": [[1 + i, 8], [2.1, 4]]} for i in (2, 0, 1)]
-    assert scaling.quickest_parts(steps) == Parts(((1, 8), (2, 4)), 2, 1)
+    assert scaling.fastest_profile(steps) == StepProfile(((1, 8), (2, 4)), 2, 1)
 
 
 # -------------------------------------------------------------------- scale_frequencies links, and what they cost
 def test_sums_over_a_slowed_link_take_turns():
-    watched = Watched(SINGLE_PROCESS)
+    watched = InstrumentedGroup(SINGLE_PROCESS)
     watched.link = (0.02, 1e-3)
     start = time.perf_counter()
     first, second = (watched.start_all_reduce(np.zeros(5, np.float32)) for _ in range(2))
@@ -145,7 +159,7 @@ def test_sums_over_a_slowed_link_take_turns():
 
 def test_a_sum_that_was_waited_for_elsewhere_takes_no_longer():
     start = time.perf_counter()
-    Delayed(Done(), start - 1).wait()
+    DelayedReduce(CompletedReduce(), start - 1).wait()
     assert time.perf_counter() - start < 0.5
 
 
@@ -172,7 +186,7 @@ def test_scaling_prints_its_table_and_draws(tmp_path, monkeypatch, capsys):
 @NEEDS_MPI
 def test_what_two_ranks_do_over_a_slow_link_is_predicted():
     """Roughly: whatever else computes here, the link is most of it."""
-    rows = scaling.check("tiny", [2], 3)
+    rows = scaling.check_predictions("tiny", [2], 3)
     assert [row.overlap for row in rows] == [True, False]
     assert all(-0.7 < row.error < 2 for row in rows), rows
     assert all(row.measured > 0.002 for row in rows)
@@ -210,10 +224,10 @@ def test_one_process_is_no_comparison():
 @pytest.mark.nightly
 @NEEDS_MPI
 def test_the_table_of_equality(monkeypatch, capsys):
-    monkeypatch.setattr(equality, "PRECISIONS", ("float64",))
-    monkeypatch.setattr(equality, "NAMES", {"muon": "Muon"})
+    monkeypatch.setattr(rank_equality, "PRECISIONS", ("float64",))
+    monkeypatch.setattr(rank_equality, "NAMES", {"muon": "Muon"})
     monkeypatch.setattr("sys.argv", ["equality", "--steps", "4", "--ranks", "2"])
-    assert equality.main() == 0
+    assert rank_equality.main() == 0
     row = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].split("|")[1:-1]]
     assert row[0] == "float64, Muon" and row[2:4] == ["equal", "equal"]
     assert float(row[1]) < 1e-10
@@ -226,5 +240,5 @@ def test_what_is_not_equal_is_said(tmp_path):
         for n in (1, 2):
             of = {"losses": [loss], "weights": [2.0], "n_bytes": [8, 4], "n_copies": 1}
             np.savez(tmp_path / f"{n}-float64-adamw-{kind}.npz", **of)
-    row = equality.equality_row(tmp_path, [2], "float64", "adamw")
+    row = rank_equality.equality_row(tmp_path, [2], "float64", "adamw")
     assert row == "| float64, AdamW | 0e+00 | equal | NOT EQUAL | 0; 0 |"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tricycle_accelerators import blas, libraries, mkl, processor, product_plan, threads
+from tricycle_accelerators import blas, libraries, matmul_plan, mkl, processor, threads
 
 rng = np.random.default_rng(0)
 
@@ -94,18 +94,18 @@ def test_other_dtypes_are_numpys(monkeypatch):
 def test_why_it_is_not_called(intel, monkeypatch, tmp_path):
     def why() -> str | None:
         blas._mkl.cache_clear()
-        return blas.problem()
+        return blas.unavailable_reason()
 
     def missing(distribution, name):
         raise metadata.PackageNotFoundError(distribution)
 
-    monkeypatch.setattr(libraries, "shipped", missing)
+    monkeypatch.setattr(libraries, "find_distribution_file", missing)
     assert why() == "MKL is not installed (pip install 'tricycle-gpt[mkl]')"
-    monkeypatch.setattr(libraries, "shipped", lambda distribution, name: None)
+    monkeypatch.setattr(libraries, "find_distribution_file", lambda distribution, name: None)
     assert why() == "mkl holds no libmkl_rt.so (reinstall it: pip install 'tricycle-gpt[mkl]')"
     broken = tmp_path / "libmkl_rt.so.9"
     broken.write_bytes(b"no library")
-    monkeypatch.setattr(libraries, "shipped", lambda distribution, name: broken)
+    monkeypatch.setattr(libraries, "find_distribution_file", lambda distribution, name: broken)
     assert why().startswith("libmkl_rt.so.9 cannot be loaded: ")
     monkeypatch.setattr(threads, "blas_libraries", lambda: (SimpleNamespace(internal_api="mkl"),))
     assert why() == "NumPy calls MKL itself"
@@ -115,10 +115,10 @@ def test_why_it_is_not_called(intel, monkeypatch, tmp_path):
 
 def test_elsewhere_than_on_linux(intel, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "i686")
-    assert blas.problem().startswith("MKL is called on Linux on x86-64 alone")
+    assert blas.unavailable_reason().startswith("MKL is called on Linux on x86-64 alone")
 
 
-@pytest.mark.skipif(blas.problem() is not None, reason=str(blas.problem()))
+@pytest.mark.skipif(blas.unavailable_reason() is not None, reason=str(blas.unavailable_reason()))
 def test_the_same_bits_wherever_arrays_lie():
     a, b = draw((130, 257), "plain"), draw((257, 96), "plain")
     expected = blas.multiply(a, b)
@@ -132,10 +132,10 @@ def test_the_same_bits_wherever_arrays_lie():
 def installed_mkl() -> blas._Mkl | None:
     """Return that of this environment, whatever the processor; it computes in 16 bits everywhere, though slowly."""
     try:
-        path = libraries.shipped(blas.DISTRIBUTION, blas.LIBRARY)
+        path = libraries.find_distribution_file(blas.DISTRIBUTION, blas.LIBRARY)
     except metadata.PackageNotFoundError:
         return None
-    return None if path is None else blas.load(str(path))
+    return None if path is None else blas.load_mkl(str(path))
 
 
 @pytest.fixture(params=["by the text", "this install's"])
@@ -145,8 +145,8 @@ def amx(monkeypatch, request):
     if mkl is None:
         pytest.skip("MKL is not installed")
     monkeypatch.setattr(blas, "_mkl", lambda: mkl)
-    machine = product_plan.Machine("GenuineIntel", frozenset({"amx_bf16"}), "openblas", frozenset())
-    monkeypatch.setattr(product_plan, "this_machine", lambda: machine)
+    machine = matmul_plan.Machine("GenuineIntel", frozenset({"amx_bf16"}), "openblas", frozenset())
+    monkeypatch.setattr(matmul_plan, "this_machine", lambda: machine)
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
 
 
@@ -155,7 +155,7 @@ def amx(monkeypatch, request):
 @pytest.mark.parametrize("right", ["plain", "turned", "part", "every second"])
 def test_products_of_bfloat16(amx, shape, left, right):
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
-    assert mkl.problem() is None
+    assert mkl.unavailable_reason() is None
     n_rows, _, n_columns = shape
     a, b = (
         _narrow(draw(some, layout), layout, bfloat16) for some, layout in (((shape[:2]), left), ((shape[1:]), right))
@@ -194,11 +194,11 @@ def test_what_the_provider_declines():
 
 def test_the_provider_is_for_processors_with_amx(intel, monkeypatch):
     monkeypatch.setattr(blas, "_mkl", lambda: blas._Mkl(None, None))
-    machine = product_plan.Machine("GenuineIntel", frozenset({"avx512f"}), "openblas", frozenset())
-    monkeypatch.setattr(product_plan, "this_machine", lambda: machine)
-    assert mkl.problem() == "this processor has no AMX for bfloat16"
+    machine = matmul_plan.Machine("GenuineIntel", frozenset({"avx512f"}), "openblas", frozenset())
+    monkeypatch.setattr(matmul_plan, "this_machine", lambda: machine)
+    assert mkl.unavailable_reason() == "this processor has no AMX for bfloat16"
 
 
 def test_mkl_can_be_excluded(intel, monkeypatch):
     monkeypatch.setenv("TRICYCLE_KERNELS", "-mkl")
-    assert blas.problem() == mkl.problem() == "excluded by TRICYCLE_KERNELS=-mkl"
+    assert blas.unavailable_reason() == mkl.unavailable_reason() == "excluded by TRICYCLE_KERNELS=-mkl"

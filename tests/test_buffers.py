@@ -98,7 +98,7 @@ def test_what_is_free_is_joined(arena):
 @pytest.mark.parametrize("n_bytes", [2**30, 2**24])
 def test_no_two_arrays_ever_overlap(arena, monkeypatch, n_bytes):
     """Arrays of random sizes come and go, in one range or many; each keeps the number that it was filled with."""
-    monkeypatch.setattr(buffers, "RANGE", n_bytes)
+    monkeypatch.setattr(buffers, "RANGE_BYTES", n_bytes)
     rng = np.random.default_rng(0)
     held: list[tuple[np.ndarray, float]] = []
     for number in range(600):
@@ -158,7 +158,7 @@ def test_a_system_that_gives_no_addresses(arena, monkeypatch):
 
 @on_unix
 def test_an_array_that_is_larger_than_a_range(arena, monkeypatch):
-    monkeypatch.setattr(buffers, "RANGE", 4 * MB)
+    monkeypatch.setattr(buffers, "RANGE_BYTES", 4 * MB)
     array, others = some(10), [some(3), some(3)]
     assert [whole.bytes.size for whole in arena.ranges].count(10 * MB) == 1 and len(arena.ranges) == 3
     array.fill(1)

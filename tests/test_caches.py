@@ -81,8 +81,8 @@ def fill():
 found = list(caches())
 """
 MOMENTS = {
-    "a hold": "with threads.one_blas_thread(): fill()",
-    "shared work": "threads.parallel(lambda part: fill() if part == 0 else None, range(4))",
+    "a hold": "with threads.single_blas_thread(): fill()",
+    "shared work": "threads.parallel_for(lambda part: fill() if part == 0 else None, range(4))",
     "a user's limit": "with threadpool_limits(1): fill()",
 }
 
@@ -158,26 +158,26 @@ def test_a_version_that_registers_while_another_thread_looks_up_is_asked(monkeyp
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 def test_a_hold_for_good_outlives_a_fork_from_another_thread(monkeypatch):
     """As where a server's thread starts processes."""
-    hold = threads._BlasHold()
+    hold = threads._BlasLimit()
     if not threads.blas_libraries():
         pytest.skip("no BLAS that can be held")
     main = [library.num_threads for library in threads.blas_libraries()]
     hold.usual = [(library, 7) for library in threads.blas_libraries()]
-    hold.n_holders, hold.for_good = 1, True
+    hold.n_holders, hold.is_permanent = 1, True
     other = threading.Thread(target=hold.forget_other_threads)  # holds nothing itself, as the child of a fork of it
     other.start()
     other.join()
-    assert (hold.n_holders, hold.for_good) == (1, True)
+    assert (hold.n_holders, hold.is_permanent) == (1, True)
     assert [library.num_threads for library in threads.blas_libraries()] == main
 
 
 def test_few_rows_are_shared_by_as_many_threads_as_there_are(monkeypatch):
     library = pytest.importorskip("tricycle_accelerators.onednn.library")
-    if library.problem() is not None:
-        pytest.skip(library.problem())
-    matrix = library.LaidMatrix(np.ones((64, 64), np.int8), np.ones(64, np.float32))
+    if library.unavailable_reason() is not None:
+        pytest.skip(library.unavailable_reason())
+    matrix = library.PackedMatrix(np.ones((64, 64), np.int8), np.ones(64, np.float32))
     monkeypatch.setattr(threads, "n_threads", lambda: 1)  # as inside of a user's limit
-    first = matrix.few(2)
-    assert matrix.few(2) is first and first.n_threads == 1
+    first = matrix.few_rows_matmul(2)
+    assert matrix.few_rows_matmul(2) is first and first.n_threads == 1
     monkeypatch.setattr(threads, "n_threads", lambda: 2)
-    assert matrix.few(2).n_threads == 2
+    assert matrix.few_rows_matmul(2).n_threads == 2

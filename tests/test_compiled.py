@@ -15,18 +15,18 @@ from versions import registered_by
 
 from tricycle import kernels
 from tricycle.kernels import ScoreOptions
-from tricycle_accelerators import compiled, product_plan, registry, threads
+from tricycle_accelerators import compiled, matmul_plan, registry, threads
 from tricycle_accelerators.compiled import (
     attention,
     elementwise,
     losses,
-    matrices,
     normalisation,
     optimisers,
     recurrence,
     tables,
+    tiled_matmul,
 )
-from tricycle_accelerators.compiled.loaded import load
+from tricycle_accelerators.compiled.loader import load_loops
 
 pytest.importorskip("numba")
 
@@ -40,13 +40,13 @@ FEW_QUERIES = normal(1, 2, 4, 8), normal(1, 5, 2, 8), normal(1, 5, 2, 8)
 
 def test_who_compiles_for_the_first_time_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "__file__", str(tmp_path / "nowhere" / "__init__.py"))
-    assert not compiled.is_yet_to_compile()  # there is no place for it
+    assert not compiled.needs_compilation()  # there is no place for it
     monkeypatch.setattr(compiled, "__file__", str(tmp_path / "__init__.py"))
-    assert compiled.is_yet_to_compile()
+    assert compiled.needs_compilation()
     kept = tmp_path / "__pycache__"
     kept.mkdir()
     (kept / "training_loops.gelu-35.py311.nbi").touch()
-    assert not compiled.is_yet_to_compile()
+    assert not compiled.needs_compilation()
 
 
 @pytest.mark.parametrize("factor", [None, 0.3, 0.0, np.float32(np.nan)])
@@ -133,8 +133,8 @@ def test_what_is_not_finite_comes_through(bad):
     q, keys = normal(1, 1, 2, 64), normal(1, 5, 1, 64)
     assert not np.isfinite(attention.attention(q, keys, values, ScoreOptions(0.1, 4), False)[0]).all()
     halves = np.empty((2, 64), np.int8)
-    assert not load("loops").split_int8(x, halves, np.empty(1, np.float32))
-    assert not load("loops").split_bfloat16(x, halves.view(np.int8).repeat(2, 1).view(np.uint16))
+    assert not load_loops("loops").split_int8(x, halves, np.empty(1, np.float32))
+    assert not load_loops("loops").split_bfloat16(x, halves.view(np.int8).repeat(2, 1).view(np.uint16))
 
 
 @pytest.mark.parametrize("n_rows", [1, 5])
@@ -142,9 +142,9 @@ def test_halves_of_8_bits_are_the_number(n_rows):
     x = normal(n_rows, 70) * np.geomspace(1e-20, 1e20, n_rows, dtype=np.float32)[:, None]
     halves = np.empty((2 * n_rows, 70), np.int8)
     steps = np.empty(n_rows, np.float32)
-    assert load("loops").split_int8(x, halves, steps)
+    assert load_loops("loops").split_int8(x, halves, steps)
     joined = np.empty_like(x)
-    load("loops").join_int8(halves.astype(np.float32), steps, joined)
+    load_loops("loops").join_int8(halves.astype(np.float32), steps, joined)
     assert (np.abs(joined - x) <= 0.51 * steps[:, None]).all()
     assert (np.abs(x).max(axis=1) / steps <= 32_512.01).all()
 
@@ -153,7 +153,7 @@ def test_halves_of_16_bits_are_the_number():
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = normal(3, 70)
     halves = np.empty((6, 70), ml_dtypes.bfloat16)
-    assert load("loops").split_bfloat16(x, halves.view(np.uint16))
+    assert load_loops("loops").split_bfloat16(x, halves.view(np.uint16))
     np.testing.assert_array_equal(halves[:3], x.astype(ml_dtypes.bfloat16))
     np.testing.assert_allclose(halves[:3].astype(np.float32) + halves[3:].astype(np.float32), x, 2**-16)
 
@@ -210,15 +210,15 @@ def test_a_broken_score_is_not_hidden():
 @pytest.mark.parametrize("n_rows", [1, 5, 6, 12, 13, 32])
 @pytest.mark.parametrize(("n_terms", "n_columns"), [(1, 1), (7, 31), (50, 33), (300, 64)])
 def test_products_of_panels(n_rows, n_terms, n_columns):
-    from tricycle_accelerators.compiled import products
+    from tricycle_accelerators.compiled import packed_matmul
 
     x, matrix = normal(n_rows, n_terms), normal(n_terms, n_columns, seed=1)
     for right in (matrix, np.asfortranarray(matrix)):
-        cut = products.panels(right)
-        bias = normal(len(cut) * products.PANEL)
+        cut = packed_matmul.pack_panels(right)
+        bias = normal(len(cut) * packed_matmul.PANEL)
         for steps in (x[None], normal(n_rows, 3, n_terms).swapaxes(0, 1)):
             wide = np.full((len(steps), n_rows, n_columns + 1), np.nan, np.float32)
-            products.multiply(steps, cut, bias, wide[..., :-1])
+            packed_matmul.multiply_packed(steps, cut, bias, wide[..., :-1])
             expected = steps.astype(np.float64) @ matrix + bias[:n_columns]
             np.testing.assert_allclose(wide[..., :-1], expected, 1e-4, 1e-4)
             assert np.isnan(wide[..., -1]).all()
@@ -230,11 +230,11 @@ def large(monkeypatch):
     """The version itself, whatever this machine's BLAS is, for products however small, by three threads."""
     from tricycle_accelerators.compiled import matrix_loops
 
-    monkeypatch.setattr(matrices, "_loops", lambda: matrix_loops)
-    monkeypatch.setattr(product_plan, "TILED_ROWS", 1)
-    monkeypatch.setattr(product_plan, "TILED_WORK", 1)
+    monkeypatch.setattr(tiled_matmul, "_loops", lambda: matrix_loops)
+    monkeypatch.setattr(matmul_plan, "MIN_TILED_ROWS", 1)
+    monkeypatch.setattr(matmul_plan, "MIN_TILED_WORK", 1)
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
-    return matrices.matmul
+    return tiled_matmul.matmul
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 16), (8, 70, 48), (132, 769, 1040), (260, 1537, 64), (4096, 20, 384)])
@@ -364,10 +364,10 @@ def locked(array: np.ndarray) -> np.ndarray:
         (recurrence.project, (GATES, WEIGHTS, None, GATES), "`prepare_matrix` has laid out"),
         (recurrence.run_batch_parallel, (GATES, [], None, None), "fewer than 16 items"),
         (recurrence.run_batch_parallel, (GATES.astype(np.float64), [], None, None), "float32 alone, got float64"),
-        (matrices.matmul, (LEFT, RIGHT), None),
-        (matrices.matmul, (np.asfortranarray(LEFT), RIGHT), "rows in one piece"),
-        (matrices.matmul, (LEFT[:6], RIGHT), "multiples of 4 rows and .* columns, got 6 and 48"),
-        (matrices.matmul, (LEFT, RIGHT.astype(np.float64)), "float32 alone, .* got float32 and float64"),
+        (tiled_matmul.matmul, (LEFT, RIGHT), None),
+        (tiled_matmul.matmul, (np.asfortranarray(LEFT), RIGHT), "rows in one piece"),
+        (tiled_matmul.matmul, (LEFT[:6], RIGHT), "multiples of 4 rows and .* columns, got 6 and 48"),
+        (tiled_matmul.matmul, (LEFT, RIGHT.astype(np.float64)), "float32 alone, .* got float32 and float64"),
     ],
 )
 def test_they_say_why_they_decline(large, version, arguments, phrase):
@@ -526,8 +526,8 @@ def test_tiles(shape, add, turned):
 
     @numba.njit
     def multiply_pairs(a, b, left, right, out, add):
-        tiles.as_left(a, left)
-        tiles.as_right(b, right)
+        tiles.pack_left(a, left)
+        tiles.pack_right(b, right)
         tiles.multiply(left, right, out, add)
 
     n_steps, out = (n_inner + 1) // 2, before.copy()
@@ -546,7 +546,7 @@ def test_turned_operands(shape):
 
     @numba.njit
     def turn(x, scratch, out):
-        tiles.as_right_turned(x, scratch, out)
+        tiles.pack_right_transposed(x, scratch, out)
 
     x = normal(*shape)
     wide, long = (-(-n // tiles.LANES) * tiles.LANES for n in shape[::-1])
@@ -563,9 +563,9 @@ def test_operands_of_16_bits_as_float32():
 
     @numba.njit
     def lay_out(x, left, right, turned, scratch):
-        tiles.as_left(x, left)
-        tiles.as_right(x, right)
-        tiles.as_right_turned(x, scratch, turned)
+        tiles.pack_left(x, left)
+        tiles.pack_right(x, right)
+        tiles.pack_right_transposed(x, scratch, turned)
 
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     x = normal(32, 48).astype(bfloat16)

@@ -34,7 +34,7 @@ from tricycle_accelerators import registry
 from tricycle_accelerators.cuda import attention, cudnn, elementwise, gemm, launch, losses, register
 from tricycle_accelerators.cuda import compile as nvrtc
 from tricycle_accelerators.cuda.arrays import cast
-from tricycle_accelerators.cuda.launch import KERNELS, Plan, expression, expressions
+from tricycle_accelerators.cuda.launch import KERNELS, LaunchPlan, template_name, template_names
 
 CUDA = registered_by(register)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -66,16 +66,16 @@ def emulated(emulator, monkeypatch) -> emulate.Emulator:
     monkeypatch.setattr(launch, "launch", emulator.launch)
     monkeypatch.setattr(launch, "has_tensor_cores", lambda: True)
     monkeypatch.setattr(gemm, "matmul", kernels.matmul.reference)
-    monkeypatch.setattr(cudnn, "forward", lambda *arguments: None)
-    monkeypatch.setattr(cudnn, "backward", lambda *arguments: False)
+    monkeypatch.setattr(cudnn, "attention_forward", lambda *arguments: None)
+    monkeypatch.setattr(cudnn, "attention_backward", lambda *arguments: False)
     yield emulator
-    seen.update(expression(*each) for each in emulator.launched)
+    seen.update(template_name(*each) for each in emulator.launched)
 
 
 @pytest.fixture
 def no_cudnn(monkeypatch) -> None:
-    monkeypatch.setattr(cudnn, "forward", lambda *arguments: None)
-    monkeypatch.setattr(cudnn, "backward", lambda *arguments: False)
+    monkeypatch.setattr(cudnn, "attention_forward", lambda *arguments: None)
+    monkeypatch.setattr(cudnn, "attention_backward", lambda *arguments: False)
 
 
 def offset_by_one(array: np.ndarray) -> np.ndarray:
@@ -576,7 +576,7 @@ def test_every_kernel_of_the_sources_is_in_the_table():
         assert found.keys() == KERNELS[path.stem].keys()
         for name, n_parameters in found.items():
             assert all(len(template) == n_parameters for template in KERNELS[path.stem][name]), name
-    names = [name for file in KERNELS for name in expressions(file)]
+    names = [name for file in KERNELS for name in template_names(file)]
     assert len(set(names)) == len(names)
 
 
@@ -590,32 +590,32 @@ def test_every_kernel_has_run_on_the_emulator(request):
     defined = {name for name, test in globals().items() if name.startswith("test_") and not needs_a_gpu(test)}
     if chosen != defined or not seen or request.config.option.keyword:
         pytest.skip("only some tests of this file were chosen, or none could be emulated")
-    assert {name for file in KERNELS for name in expressions(file)} - seen == set()
+    assert {name for file in KERNELS for name in template_names(file)} - seen == set()
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("size", [1, 7, 8, 768, 1024, 1025, 4096, 50_257, 10**6])
 @pytest.mark.parametrize("n_rows", [1, 3, 2048, 2049, 32_768, 2**31 - 5])
 def test_plans_cover_what_they_are_for(n_rows, size, itemsize):
-    pack = launch.pack(itemsize)
-    plan = launch.teams(n_rows, size, itemsize)
+    pack = launch.elements_per_16_bytes(itemsize)
+    plan = launch.plan_rows(n_rows, size, itemsize)
     assert plan.grid[0] * plan.block[1] >= n_rows > (plan.grid[0] - 1) * plan.block[1]
     assert plan.block[1] == 1 or plan.block[0] == 32  # several teams only if they need no barrier
-    plan, chunk = launch.column_sums(n_rows, size, itemsize)
+    plan, chunk = launch.plan_column_sums(n_rows, size, itemsize)
     assert plan.grid[0] * plan.block[0] * pack >= size and plan.grid[1] * chunk >= n_rows
-    assert (plan.grid[1] - 1) * chunk < n_rows and plan.shared <= launch.SHARED_WITHOUT_ASKING
-    assert launch.whole_sum(n_rows * size, itemsize).grid[0] <= 1024
+    assert (plan.grid[1] - 1) * chunk < n_rows and plan.shared <= launch.DEFAULT_MAX_SHARED
+    assert launch.plan_total_sum(n_rows * size, itemsize).grid[0] <= 1024
     name = "float" if itemsize == 4 else "__half"
     for at_once in (1, pack):
         if size <= launch.LONGEST_NORM[at_once]:
-            plan, held = launch.norm_backward(n_rows, size, at_once)
+            plan, held = launch.plan_norm_backward(n_rows, size, at_once)
             assert plan.block[0] * held * at_once >= size
             assert (name, str(at_once), str(held)) in KERNELS["norm"]["layer_norm_backward"]
             assert plan.shared >= 8 * size or plan.block[1] == 1
-        plan = launch.token_sums(min(n_rows, 2**20), size, at_once)
+        plan = launch.plan_token_sums(min(n_rows, 2**20), size, at_once)
         assert plan.shared == 4 * at_once * plan.block[0] * plan.block[1]
     if n_rows * size < 2**40:
-        assert launch.elementwise(n_rows * size, pack).grid[0] * launch.THREADS * pack >= n_rows * size
+        assert launch.plan_elementwise(n_rows * size, pack).grid[0] * launch.THREADS * pack >= n_rows * size
 
 
 @pytest.mark.parametrize("size", range(1, 129))
@@ -624,22 +624,34 @@ def test_every_head_size_has_its_kernels(size, dtype, monkeypatch):
     q = np.zeros((1, 2, 1, size), dtype)
     for tensor_cores in (True, False):
         monkeypatch.setattr(launch, "has_tensor_cores", lambda has=tensor_cores: has)
-        way = attention._way(q)
+        way = attention._select_kernels(q)
         assert way.forward in KERNELS[way.name][way.name]
         assert way.backward in KERNELS[way.name][f"{way.name}_backward_keys"]
         assert way.backward in KERNELS[way.name][f"{way.name}_backward_queries"]
         assert (way.name == "attention_mma") == (tensor_cores and dtype.itemsize == 2 and size in (32, 64, 128))
         for shared in way.shared:
-            launch.attention_tiles(1000, 32, way.rows, way.threads, shared)
+            launch.plan_attention(1000, 32, way.rows, way.threads, shared)
 
 
 test_bad_plans_and_arguments = bad_input(
     {
-        "no block": (lambda: Plan((0, 1), (32, 1)).check(), "expected a grid from (1, 1) to (2147483647, 65535), got"),
-        "too many blocks": (lambda: launch.elementwise(2**40, 1), "expected a grid from (1, 1) to (2147483647,"),
-        "half a warp": (lambda: Plan((1, 1), (16, 1)).check(), "expected a multiple of 32 threads, at most 1024, got"),
-        "too many threads": (lambda: Plan((1, 1), (1024, 2)).check(), "expected a multiple of 32 threads, at most"),
-        "too much shared memory": (lambda: Plan((1, 1), (32, 1), 2**20).check(), "expected at most 101376 bytes of"),
+        "no block": (
+            lambda: LaunchPlan((0, 1), (32, 1)).check(),
+            "expected a grid from (1, 1) to (2147483647, 65535), got",
+        ),
+        "too many blocks": (lambda: launch.plan_elementwise(2**40, 1), "expected a grid from (1, 1) to (2147483647,"),
+        "half a warp": (
+            lambda: LaunchPlan((1, 1), (16, 1)).check(),
+            "expected a multiple of 32 threads, at most 1024, got",
+        ),
+        "too many threads": (
+            lambda: LaunchPlan((1, 1), (1024, 2)).check(),
+            "expected a multiple of 32 threads, at most",
+        ),
+        "too much shared memory": (
+            lambda: LaunchPlan((1, 1), (32, 1), 2**20).check(),
+            "expected at most 101376 bytes of",
+        ),
         "labels of another length": (
             lambda: losses.cross_entropy(np.zeros((2, 3), np.float32), np.zeros(3, int), np.ones(2, np.float32)),
             "cross_entropy: expected labels and weights of shape (2,), got (3,) and (2,)",
@@ -651,7 +663,7 @@ test_bad_plans_and_arguments = bad_input(
 def test_launches_name_what_is_wrong(monkeypatch):
     """A kernel that is not in the table, and arrays of two devices."""
     monkeypatch.setattr(launch, "_device", lambda: 0)
-    plan = Plan((1, 1), (32, 1))
+    plan = LaunchPlan((1, 1), (32, 1))
     with pytest.raises(ValueError, match=r"adamw.cu: expected adamw with one of .*, got \('double',\)"):
         launch.launch("adamw", "adamw", ("double",), plan)
     arrays = [SimpleNamespace(device=SimpleNamespace(id=i)) for i in (1, 0)]
@@ -683,7 +695,7 @@ def test_a_kernel_runs_where_its_arrays_lie(monkeypatch):
     launch._function.cache_clear()
     for number in (1, 0):
         array = SimpleNamespace(device=SimpleNamespace(id=number))
-        launch.launch("adamw", "adamw", ("float",), Plan((1, 1), (32, 1)), array, None, np.float32(1))
+        launch.launch("adamw", "adamw", ("float",), LaunchPlan((1, 1), (32, 1)), array, None, np.float32(1))
     launch._function.cache_clear()
     assert launched == modules == [1, 0] and current == [0]
 
@@ -702,7 +714,7 @@ def test_what_is_launched(monkeypatch):
     monkeypatch.setattr(launch, "_device", lambda: 0)
     monkeypatch.setattr(launch, "_module", lambda file, template, device: module)
     launch._function.cache_clear()
-    launch.launch("attention", "attention", ("64", "64"), Plan((3, 1), (256, 1), 50_000), None, np.int32(5))
+    launch.launch("attention", "attention", ("64", "64"), LaunchPlan((3, 1), (256, 1), 50_000), None, np.int32(5))
     launch._function.cache_clear()
     name, (given, options, asked) = calls
     assert name == "attention<64, 64>" and options == {"shared_mem": 50_000} and asked == 50_000
@@ -820,7 +832,7 @@ def test_they_register_when_the_first_cupy_array_comes(monkeypatch):
 
 
 # -------------------------------------------------------------------- compiling
-needs_nvrtc = pytest.mark.skipif(bool(nvrtc.problem()), reason=str(nvrtc.problem()))
+needs_nvrtc = pytest.mark.skipif(bool(nvrtc.unavailable_reason()), reason=str(nvrtc.unavailable_reason()))
 FIRST, *OTHERS = nvrtc.ARCHITECTURES
 LONG_TO_COMPILE = ("attention", "attention_mma", "norm", "rows")
 ARCHITECTURES = [FIRST, *(pytest.param(other, marks=pytest.mark.nightly) for other in OTHERS)]
@@ -833,14 +845,14 @@ ARCHITECTURES = [FIRST, *(pytest.param(other, marks=pytest.mark.nightly) for oth
 )
 def test_compiles_without_spills(file, architecture):
     usages = list(nvrtc.compile_file(file, architecture))
-    print(nvrtc.table(usages))
-    assert [usage.kernel for usage in usages] == list(expressions(file))
+    print(nvrtc.format_table(usages))
+    assert [usage.kernel for usage in usages] == list(template_names(file))
     spilled = [usage for usage in usages if usage.stack or usage.spills]
-    assert not spilled, nvrtc.table(spilled)
+    assert not spilled, nvrtc.format_table(spilled)
     for usage in usages:
         threads = most_threads(file, usage.kernel)
         assert threads * 8 * -(-usage.registers // 8) <= 65_536, f"{usage} and {threads} threads"
-        assert usage.shared <= launch.SHARED_WITHOUT_ASKING
+        assert usage.shared <= launch.DEFAULT_MAX_SHARED
 
 
 def most_threads(file: str, name: str) -> int:
@@ -855,8 +867,8 @@ def most_threads(file: str, name: str) -> int:
 
 @needs_nvrtc
 def test_the_compilers_words_are_shown(monkeypatch):
-    monkeypatch.setattr(nvrtc, "source", lambda file: "__global__ void adamw() { nonsense; }")
-    monkeypatch.setattr(nvrtc, "expressions", lambda file: ("adamw",))
+    monkeypatch.setattr(nvrtc, "read_source", lambda file: "__global__ void adamw() { nonsense; }")
+    monkeypatch.setattr(nvrtc, "template_names", lambda file: ("adamw",))
     with pytest.raises(RuntimeError, match=r'adamw.cu for sm_90: nvrtcCompileProgram: .*\n.*"nonsense" is undefined'):
         list(nvrtc.compile_file("adamw", "sm_90"))
 
@@ -871,11 +883,14 @@ ptxas info : Used 16 registers"""
 
 
 def test_the_assemblers_words_are_read():
-    usages = list(nvrtc.usages(LOG, {"_Z1f": "f<float>", "_Z1g": "g"}, "sm_90"))
-    assert usages == [nvrtc.Usage("f<float>", "sm_90", 40, 128, 8, 16), nvrtc.Usage("g", "sm_90", 16, 0, 0, 0)]
-    assert nvrtc.table(usages).splitlines()[2:] == ["| `f<float>` | 40 | 128 | 24 |", "| `g` | 16 | 0 | 0 |"]
+    usages = list(nvrtc.parse_usages(LOG, {"_Z1f": "f<float>", "_Z1g": "g"}, "sm_90"))
+    assert usages == [
+        nvrtc.KernelUsage("f<float>", "sm_90", 40, 128, 8, 16),
+        nvrtc.KernelUsage("g", "sm_90", 16, 0, 0, 0),
+    ]
+    assert nvrtc.format_table(usages).splitlines()[2:] == ["| `f<float>` | 40 | 128 | 24 |", "| `g` | 16 | 0 | 0 |"]
     with pytest.raises(ValueError, match="expected the assembler's words on h for sm_90, got"):
-        list(nvrtc.usages(LOG, {"_Z1h": "h"}, "sm_90"))
+        list(nvrtc.parse_usages(LOG, {"_Z1h": "h"}, "sm_90"))
 
 
 # -------------------------------------------------------------------- the emulator itself
@@ -903,13 +918,13 @@ def test_the_emulator_finds_threads_that_wait_for_ever(tmp_path, monkeypatch):
 def run_on_emulator(text: str, folder: Path, monkeypatch) -> list[bytes]:
     if emulate.problem():
         pytest.skip(emulate.problem())
-    monkeypatch.setattr(emulate, "source", lambda file, folders: text)
-    monkeypatch.setattr(emulate, "expressions", lambda file: ("reverse",))
+    monkeypatch.setattr(emulate, "read_source", lambda file, folders: text)
+    monkeypatch.setattr(emulate, "template_names", lambda file: ("reverse",))
     monkeypatch.setitem(KERNELS, "race", {"reverse": ((),)})
     emulator, results = emulate.Emulator(folder), []
     for emulator.order in (0, 1):
         y = np.zeros(64, np.float32)
-        emulator.launch("race", "reverse", (), Plan((1, 1), (64, 1)), np.arange(64, dtype=np.float32), y)
+        emulator.launch("race", "reverse", (), LaunchPlan((1, 1), (64, 1)), np.arange(64, dtype=np.float32), y)
         results.append(y.tobytes())
     return results
 

@@ -12,7 +12,7 @@ from test_cuda_gemm import dtype_of, on_device
 from tricycle import kernels
 from tricycle.kernels import ScoreOptions
 from tricycle_accelerators.cuda import cudnn as ours
-from tricycle_accelerators.cuda.cudnn import Shape, shape_of
+from tricycle_accelerators.cuda.cudnn import AttentionShape, supported_shape
 
 B, T, H, D = 2, 64, 3, 16
 CAUSAL = ScoreOptions(0.25, 0)
@@ -30,9 +30,9 @@ def packed_heads(rng, dtype, n_tokens: int = T, size: int = D):
 @pytest.mark.parametrize("score_options", [ScoreOptions(0.25, 0), ScoreOptions(0.1)], ids=str)
 def test_the_shape_of_packed_heads(rng, score_options):
     q, k, v = packed_heads(rng, np.float16)
-    shape = shape_of(q, score_options, k, v)
-    assert shape == Shape(B, T, H, D, score_options.offset == 0, score_options.scale, "float16", (PACKED,) * 3)
-    assert ours.contiguous(shape) == PLAIN
+    shape = supported_shape(q, score_options, k, v)
+    assert shape == AttentionShape(B, T, H, D, score_options.offset == 0, score_options.scale, "float16", (PACKED,) * 3)
+    assert ours.contiguous_strides(shape) == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -70,29 +70,29 @@ def test_what_is_left_to_others(rng, odd):
         memory = on_device(np.zeros(q.size + 16, np.float16))
         start = next(i for i in range(9) if memory[i:].data.ptr % 16)
         k = memory[start : start + q.size].reshape(q.shape)
-    assert shape_of(q, odd.get("score_options", CAUSAL), k, v) is None
+    assert supported_shape(q, odd.get("score_options", CAUSAL), k, v) is None
 
 
 # -------------------------------------------------------------------- cuDNN itself, where it is installed
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_graphs_are_valid(dtype, causal):
-    if ours.problem():
-        pytest.skip(ours.problem())
-    forward = Shape(32, 1024, 12, 64, causal, 0.125, dtype, ((1024 * 2304, 64, 2304, 1),) * 3)
-    plain = ours.contiguous(forward)
+    if ours.unavailable_reason():
+        pytest.skip(ours.unavailable_reason())
+    forward = AttentionShape(32, 1024, 12, 64, causal, 0.125, dtype, ((1024 * 2304, 64, 2304, 1),) * 3)
+    plain = ours.contiguous_strides(forward)
     backward = forward._replace(steps=(*forward.steps, plain, plain, *forward.steps))
-    for make, shape, n_arrays in ((ours.forward_graph, forward, 5), (ours.backward_graph, backward, 9)):
+    for make, shape, n_arrays in ((ours.build_forward_graph, forward, 5), (ours.build_backward_graph, backward, 9)):
         made = make(shape, sm_version=90, sm_count=132)
         made.graph.validate()
         assert len(made.arrays) == n_arrays
         assert all(list(tensor.get_dim())[:3] == [32, 12, 1024] for tensor in made.arrays)
-    assert "cuDNN" in ours.version()
+    assert "cuDNN" in ours.version_text()
 
 
 def test_why_it_cannot_be_used_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", None)
-    problem = ours.problem.__wrapped__()
+    problem = ours.unavailable_reason.__wrapped__()
     assert problem.startswith("cuDNN's frontend is not installed") and "\n" not in problem
     broken = ModuleType("cudnn")
     monkeypatch.setitem(sys.modules, "cudnn", broken)
@@ -101,7 +101,7 @@ def test_why_it_cannot_be_used_is_one_line(monkeypatch):
         raise RuntimeError("no symbol")
 
     broken.backend_version = fails
-    assert ours.problem.__wrapped__().startswith("cuDNN's library is not installed")
+    assert ours.unavailable_reason.__wrapped__().startswith("cuDNN's library is not installed")
 
 
 # -------------------------------------------------------------------- a stand-in for cuDNN
@@ -213,7 +213,7 @@ def stand_in(monkeypatch):
     cudnn.pygraph = lambda **settings: FakeGraph(dtypes, state.supported, **settings)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cudnn", cudnn)
-    monkeypatch.setattr(ours, "problem", lambda: None)
+    monkeypatch.setattr(ours, "unavailable_reason", lambda: None)
     monkeypatch.setattr(ours, "_graphs", {})
     monkeypatch.setattr(ours._here, "handles", {}, raising=False)
     FakeGraph.built = 0
@@ -227,7 +227,7 @@ def test_it_equals_the_plain_attention(stand_in, rng, kind, score_options, off_b
     dtype = dtype_of(kind)
     for _ in range(2):
         q, k, v = packed_heads(rng, dtype)
-        out, totals = ours.forward(q, k, v, score_options, off_by_one, None)
+        out, totals = ours.attention_forward(q, k, v, score_options, off_by_one, None)
         exact = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
         expected, logs = kernels.attention.reference(*exact, score_options, off_by_one)
         assert out.dtype == dtype and totals.dtype == np.float32 and out.flags.c_contiguous
@@ -236,7 +236,7 @@ def test_it_equals_the_plain_attention(stand_in, rng, kind, score_options, off_b
         grad = on_device(rng.standard_normal(q.shape).astype(dtype))
         packed = on_device(np.full((B, T, 3, H, D), np.nan, np.float32).astype(dtype))
         places = [packed[:, :, i] for i in range(3)]
-        assert ours.backward(grad, q, k, v, out, totals, score_options, *places, None) is True
+        assert ours.attention_backward(grad, q, k, v, out, totals, score_options, *places, None) is True
         wanted = [np.full(q.shape, np.nan) for _ in range(3)]
         kernels.attention_backward.reference(
             np.asarray(grad).astype(float), *exact, expected, logs, score_options, *wanted
@@ -249,14 +249,14 @@ def test_it_equals_the_plain_attention(stand_in, rng, kind, score_options, off_b
 def test_what_cudnn_does_not_take_is_left_to_others(stand_in, rng):
     q, k, v = packed_heads(rng, np.float16)
     mask = on_device(np.zeros((1, 1, 1, T), np.float16))
-    assert ours.forward(q, k, v, CAUSAL, False, mask) is None
-    assert ours.forward(q[:, :33], k[:, :33], v[:, :33], CAUSAL, False, None) is None
+    assert ours.attention_forward(q, k, v, CAUSAL, False, mask) is None
+    assert ours.attention_forward(q[:, :33], k[:, :33], v[:, :33], CAUSAL, False, None) is None
     stand_in.supported = False
     for _ in range(2):
-        assert ours.forward(q, k, v, CAUSAL, False, None) is None
+        assert ours.attention_forward(q, k, v, CAUSAL, False, None) is None
     places = [on_device(np.zeros(q.shape, np.float16)) for _ in range(3)]
     totals = on_device(np.zeros((B, H, T), np.float32))
-    assert ours.backward(q, q, k, v, q, totals, CAUSAL, *places, None) is False
+    assert ours.attention_backward(q, q, k, v, q, totals, CAUSAL, *places, None) is False
     assert not any(place.any() for place in places)
     assert len(ours._graphs) == 2 and FakeGraph.built == 0
 
@@ -268,13 +268,13 @@ def test_a_library_that_fails_is_told_once(stand_in, rng, monkeypatch):
     monkeypatch.setattr(FakeGraph, "build", fails)
     q, k, v = packed_heads(rng, np.float16)
     with pytest.warns(UserWarning, match="cuDNN's attention failed, so another kernel is used: symbol missing"):
-        assert ours.forward(q, k, v, CAUSAL, False, None) is None
-    assert ours.forward(q, k, v, CAUSAL, False, None) is None
+        assert ours.attention_forward(q, k, v, CAUSAL, False, None) is None
+    assert ours.attention_forward(q, k, v, CAUSAL, False, None) is None
 
 
 def test_graphs_do_not_pile_up(stand_in, rng, monkeypatch):
-    monkeypatch.setattr(ours, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(ours, "MAX_GRAPHS", 2)
     for n_tokens in (64, 128, 192, 64):
-        assert ours.forward(*packed_heads(rng, np.float16, n_tokens), CAUSAL, False, None) is not None
+        assert ours.attention_forward(*packed_heads(rng, np.float16, n_tokens), CAUSAL, False, None) is not None
         assert len(ours._graphs) <= 2
     assert FakeGraph.built == 4

@@ -9,7 +9,7 @@ import pytest
 
 from tricycle import kernels
 from tricycle_accelerators.cuda import gemm
-from tricycle_accelerators.cuda.gemm import Product, Side
+from tricycle_accelerators.cuda.gemm import MatmulSpec, MatrixLayout
 
 SHAPES = [(1, 1, 1), (2, 3, 4), (1, 5, 3), (5, 1, 3), (5, 3, 1), (64, 48, 32), (33, 65, 17)]
 
@@ -18,15 +18,15 @@ SHAPES = [(1, 1, 1), (2, 3, 4), (1, 5, 3), (5, 1, 3), (5, 3, 1), (64, 48, 32), (
 @pytest.mark.parametrize(
     ("shape", "strides", "lies"),
     [
-        ((2, 3), (12, 4), Side(False, 3)),
-        ((2, 3), (40, 4), Side(False, 10)),
-        ((2, 3), (4, 8), Side(True, 2)),
-        ((2, 3), (4, 80), Side(True, 20)),
-        ((1, 3), (999, 4), Side(False, 3)),
-        ((2, 1), (4, 999), Side(False, 1)),
-        ((2, 1), (40, 4), Side(False, 10)),
-        ((1, 3), (4, 40), Side(True, 10)),
-        ((1, 1), (4, 4), Side(False, 1)),
+        ((2, 3), (12, 4), MatrixLayout(False, 3)),
+        ((2, 3), (40, 4), MatrixLayout(False, 10)),
+        ((2, 3), (4, 8), MatrixLayout(True, 2)),
+        ((2, 3), (4, 80), MatrixLayout(True, 20)),
+        ((1, 3), (999, 4), MatrixLayout(False, 3)),
+        ((2, 1), (4, 999), MatrixLayout(False, 1)),
+        ((2, 1), (40, 4), MatrixLayout(False, 10)),
+        ((1, 3), (4, 40), MatrixLayout(True, 10)),
+        ((1, 1), (4, 4), MatrixLayout(False, 1)),
         ((2, 3), (24, 8), None),
         ((2, 3), (-12, 4), None),
         ((2, 3), (0, 4), None),
@@ -35,12 +35,12 @@ SHAPES = [(1, 1, 1), (2, 3, 4), (1, 5, 3), (5, 1, 3), (5, 3, 1), (64, 48, 32), (
     ],
 )
 def test_how_a_matrix_lies(shape, strides, lies):
-    assert gemm.side(shape, strides, 4) == lies
+    assert gemm.matrix_layout(shape, strides, 4) == lies
 
 
 @pytest.mark.parametrize(("address", "expected"), [(0, 256), (1, 1), (12, 4), (256, 256), (4096, 256), (48, 16)])
 def test_alignment(address, expected):
-    assert gemm.alignment(address) == expected
+    assert gemm.address_alignment(address) == expected
 
 
 def test_the_dtype_of_the_result():
@@ -56,21 +56,30 @@ def test_the_dtype_of_the_result():
 @pytest.mark.parametrize("kinds", [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_plans_are_accepted_by_the_library(kinds, with_bias):
-    if gemm.problem():
-        pytest.skip(gemm.problem())
-    product = Product(
-        1024, 768, 3072, Side(False, 768), Side(True, 768), 3072, *kinds, kinds[0] == "float32", with_bias, (256, 16, 4)
+    if gemm.unavailable_reason():
+        pytest.skip(gemm.unavailable_reason())
+    product = MatmulSpec(
+        1024,
+        768,
+        3072,
+        MatrixLayout(False, 768),
+        MatrixLayout(True, 768),
+        3072,
+        *kinds,
+        kinds[0] == "float32",
+        with_bias,
+        (256, 16, 4),
     )
-    plan = gemm.Plan(product)
-    assert plan.description.value and plan.first.value and gemm.preferences(product).value
+    plan = gemm.MatmulPlan(product)
+    assert plan.description.value and plan.first.value and gemm.create_preference(product).value
     plan.close()
-    assert gemm.version().count(".") == 2
+    assert gemm.version_text().count(".") == 2
 
 
 def test_a_library_that_is_not_there_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
-    monkeypatch.setattr(gemm, "library", gemm.library.__wrapped__)
-    problem = gemm.problem.__wrapped__()
+    monkeypatch.setattr(gemm, "load_cublaslt", gemm.load_cublaslt.__wrapped__)
+    problem = gemm.unavailable_reason.__wrapped__()
     assert problem.startswith("cuBLASLt cannot be loaded: ") and "\n" not in problem
 
 
@@ -183,8 +192,8 @@ def stand_in(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", module)
     kinds = {0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}
     library = Library({number: np.dtype(kind) for number, kind in kinds.items()})
-    monkeypatch.setattr(gemm, "library", lambda: library)
-    monkeypatch.setattr(gemm, "problem", lambda: None)
+    monkeypatch.setattr(gemm, "load_cublaslt", lambda: library)
+    monkeypatch.setattr(gemm, "unavailable_reason", lambda: None)
     for name in ("_plans", "_workspaces"):
         monkeypatch.setattr(gemm, name, {})
     gemm._handle.cache_clear()
@@ -278,7 +287,7 @@ def test_operands_of_two_kinds_meet_in_float32(stand_in, rng):
 
 
 def test_plans_are_made_once_and_given_back(stand_in, rng, monkeypatch):
-    monkeypatch.setattr(gemm, "MOST_PLANS", 3)
+    monkeypatch.setattr(gemm, "MAX_PLANS", 3)
     for n_rows in (2, 2, 3, 4, 2, 5, 6):
         a, b = (on_device(rng.standard_normal(shape).astype(np.float32)) for shape in ((n_rows, 5), (5, 4)))
         np.testing.assert_allclose(gemm.matmul(a, b), a @ b, 1e-5, 1e-5)

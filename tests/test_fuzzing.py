@@ -36,7 +36,7 @@ from tricycle.models import GPT
 from tricycle.sampling import SamplingParams
 from tricycle.state.activations import free_activations
 from tricycle.tensor import to_tensor
-from tricycle_accelerators import attention_blocks, cpu, pieces, product_plan
+from tricycle_accelerators import attention_blocks, chunks, cpu, matmul_plan
 
 EXAMPLES = int(os.environ.get("TRICYCLE_EXAMPLES", 60))
 SEED = int(os.environ.get("TRICYCLE_SEED", datetime.date.today().toordinal()))
@@ -60,7 +60,7 @@ def fuzzed(check: Any) -> list[Any]:
 @contextmanager
 def small_pieces(case: Case) -> Any:
     """Have small arrays take the paths of large ones, and small caches forget what no later token sees."""
-    limits = [(product_plan, "SHARED_WORK", 0), (cpu.attention, "SHORT", 0), (pieces, "PIECE", 64)]
+    limits = [(matmul_plan, "SHARED_WORK", 0), (cpu.attention, "SHORT", 0), (chunks, "PIECE", 64)]
     limits += [(attention_blocks, "KEY_BLOCK", 24), (cache, "MIN_CAPACITY", 16), (cache, "MAX_ROLLBACK", 8)]
     limits += [(models, "MAX_LOGITS", VOCABULARY * 5)]
     with pytest.MonkeyPatch.context() as patch:

@@ -22,7 +22,7 @@ from tricycle import kernels
 from tricycle.kernels import ScoreOptions
 from tricycle.kernels import row_attention as row_kernels
 from tricycle.kernels.ranges import block_score_options, queries_with_keys, visible_keys
-from tricycle_accelerators import attention_blocks, pieces, threads
+from tricycle_accelerators import attention_blocks, chunks, threads
 from tricycle_accelerators.cpu import attention as cpu_attention
 
 MASKS = [None, (1, 0, 0, 1), (0, 0, 1, 1), (1, 1, 1, 1)]  # which axes a mask has
@@ -57,8 +57,8 @@ def assert_all_close(actual, expected, rtol=1e-9, atol=1e-11) -> None:
 def three_threads(monkeypatch):
     """Whatever this machine has, and pieces so small that all of them get some."""
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
-    monkeypatch.setattr(cpu_attention, "SHORT", 0)
-    monkeypatch.setattr(pieces, "PIECE", 64)
+    monkeypatch.setattr(cpu_attention, "MAX_BATCHED_SCORES", 0)
+    monkeypatch.setattr(chunks, "CHUNK_SIZE", 64)
     monkeypatch.setattr(attention_blocks, "KEY_BLOCK", 40)
     monkeypatch.setattr(attention_blocks, "QUERY_BLOCK", 32)
     yield
@@ -346,7 +346,7 @@ def test_half_precision_is_computed_in_float32(sizes, rng):
 
 def test_short_sequences_go_several_at_a_time(monkeypatch, rng):
     monkeypatch.setattr(threads, "n_threads", lambda: 2)
-    monkeypatch.setattr(pieces, "PIECE", 2 * 20 * 20 * 2)
+    monkeypatch.setattr(chunks, "CHUNK_SIZE", 2 * 20 * 20 * 2)
     q, k, v = qkv(rng, Sizes(9, 20, 20, 2, 1, 3))
     whole_mask = np.where(rng.random((9, 1, 1, 20)) < 0.3, -np.inf, 0)
     called, plain = [], reference.attention

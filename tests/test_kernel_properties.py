@@ -24,7 +24,7 @@ from test_properties import LAYOUTS
 from versions import registered_by
 
 from tricycle.kernels import KERNELS
-from tricycle_accelerators import attention_blocks, cpu, pieces, product_plan, registry, threads
+from tricycle_accelerators import attention_blocks, chunks, cpu, matmul_plan, registry, threads
 
 FASTER = registered_by(registry.register_numpy)  # oneDNN's where it can be used, and the threads'
 VERSIONS = [(name, i) for name in sorted(set(FASTER) - NOT_OPS) for i in range(len(FASTER[name]))]
@@ -40,10 +40,10 @@ def n_threads(request) -> Iterator[int]:
     """As many threads as that, whatever this machine has, and everything shared."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads, "n_threads", lambda: request.param)
-        patch.setattr(product_plan, "SHARED_WORK", 0)
-        patch.setattr(cpu.attention, "SHORT", 0)
+        patch.setattr(matmul_plan, "MIN_SHARED_WORK", 0)
+        patch.setattr(cpu.attention, "MAX_BATCHED_SCORES", 0)
         patch.setattr(attention_blocks, "KEY_BLOCK", 24)
-        patch.setattr(pieces, "PIECE", 64)
+        patch.setattr(chunks, "CHUNK_SIZE", 64)
         yield request.param
 
 

@@ -17,7 +17,7 @@ from tricycle.debug import use_reference
 from tricycle.kernels import KERNELS, recurrent
 from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.quantized import QuantizedMatrix
-from tricycle_accelerators import attention_blocks, cpu, pieces, product_plan, registry, threads
+from tricycle_accelerators import attention_blocks, chunks, cpu, matmul_plan, registry, threads
 
 FASTER = registered_by(registry.register_numpy)  # oneDNN's where it can be used, and the threads'
 
@@ -292,10 +292,10 @@ def test_agrees_with_the_reference_in_float64(name, size):
 def test_threads_do_not_change_results(name, monkeypatch):
     """Three threads, whatever this machine has, and pieces so small that all of them get some."""
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
-    monkeypatch.setattr(pieces, "PIECE", 64)
+    monkeypatch.setattr(chunks, "CHUNK_SIZE", 64)
     monkeypatch.setattr(attention_blocks, "KEY_BLOCK", 96)
-    monkeypatch.setattr(product_plan, "SHARED_WORK", 0)
-    monkeypatch.setattr(cpu.attention, "SHORT", 0)
+    monkeypatch.setattr(matmul_plan, "MIN_SHARED_WORK", 0)
+    monkeypatch.setattr(cpu.attention, "MAX_BATCHED_SCORES", 0)
     for size in CASES[name][1]:
         expected = outputs(name, KERNELS[name].reference, draw(name, size, np.float64))
         for _ in range(2):
@@ -414,7 +414,7 @@ def test_an_error_in_a_pipeline_ends_it(two_threads, which):
 @pytest.mark.parametrize("shape", [(1, 1, 1), (7, 5, 3), (600, 70, 90), (90, 70, 600), (5, 300, 5)])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_a_product_goes_where_it_is_told(shape, with_bias, monkeypatch, rng):
-    monkeypatch.setattr(product_plan, "SHARED_WORK", 0)
+    monkeypatch.setattr(matmul_plan, "MIN_SHARED_WORK", 0)
     n_rows, n_inner, n_columns = shape
     a, b, bias = rng.standard_normal((n_rows, n_inner)), rng.standard_normal((n_inner, n_columns)), None
     if with_bias:
@@ -462,7 +462,7 @@ DECLINED = [
 
 @pytest.mark.parametrize(("version", "arguments", "reason"), DECLINED)
 def test_versions_for_the_cpu_say_why_they_decline(version, arguments, reason, two_threads, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE", 12)
+    monkeypatch.setattr(chunks, "CHUNK_SIZE", 12)
     if reason is None:
         assert version.decline_reason(*arguments) is None
     else:

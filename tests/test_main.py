@@ -149,7 +149,7 @@ def test_mkl_is_told_where_it_would_help(monkeypatch, no_variables):
         ("MKL is for Intel's processors", False),
         (None, False),
     ]:
-        monkeypatch.setattr(machine.float32_products, "problem", lambda problem=problem: problem)
+        monkeypatch.setattr(machine.float32_products, "unavailable_reason", lambda problem=problem: problem)
         assert any("[mkl]" in line for line in machine.advice([], None)) == told
 
 
@@ -158,9 +158,9 @@ def test_mkl_is_told_where_it_would_help(monkeypatch, no_variables):
 @pytest.mark.parametrize("has_instructions", [True, False])
 def test_the_extra_for_16_bits_is_named_once(monkeypatch, no_variables, lacks_onednn, has_numba, has_instructions):
     problem = f"onednn-cpu-gomp is not installed ({machine.onednn.EXTRA})" if lacks_onednn else None
-    monkeypatch.setattr(machine.onednn, "problem", lambda: problem)
+    monkeypatch.setattr(machine.onednn, "unavailable_reason", lambda: problem)
     monkeypatch.setattr(machine, "installed", lambda *packages: [x for x in packages if has_numba or x != "numba"])
-    monkeypatch.setattr(machine.processor_facts, "computes_bfloat16", lambda: has_instructions)
+    monkeypatch.setattr(machine.processor_facts, "has_fast_bfloat16", lambda: has_instructions)
     lines = machine.advice([], "no GPU")
     assert any("[fast]" in line for line in lines) == (not has_numba)  # it holds the other
     assert any("[bf16]" in line for line in lines) == (lacks_onednn and has_numba and has_instructions)
@@ -178,8 +178,8 @@ def test_providers_that_a_variable_excludes_are_named(monkeypatch, no_variables)
 
 def test_a_gpu_that_is_not_used_is_told(monkeypatch, no_variables):
     monkeypatch.setattr(machine, "installed", lambda *packages: [*packages])
-    monkeypatch.setattr(machine.float32_products, "problem", lambda: None)
-    monkeypatch.setattr(machine.onednn, "problem", lambda: None)
+    monkeypatch.setattr(machine.float32_products, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(machine.onednn, "unavailable_reason", lambda: None)
     assert machine.advice([], "CuPy is not installed") == []
     assert machine.advice_lines([])[-1] == "  nothing to suggest"
     monkeypatch.setattr(machine, "gpu_libraries", lambda: {"cuBLASLt 13.0.2": None})
@@ -207,9 +207,9 @@ def test_a_gpu_in_use_is_told(monkeypatch):
     monkeypatch.setattr(machine, "gpu_names", lambda: ["GPU 0: H200"])
     monkeypatch.setattr(machine, "speed_report", lambda: "1,234 GFLOP/s")
     monkeypatch.setattr(machine, "nvidia_smi", lambda *words: ["580.159.03"])
-    monkeypatch.setattr(machine.gemm, "problem", lambda: None)
-    monkeypatch.setattr(machine.gemm, "version", lambda: "cuBLASLt 13.0.2")
-    monkeypatch.setattr(machine.cudnn, "problem", lambda: "no cuDNN")
+    monkeypatch.setattr(machine.gemm, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(machine.gemm, "version_text", lambda: "cuBLASLt 13.0.2")
+    monkeypatch.setattr(machine.cudnn, "unavailable_reason", lambda: "no cuDNN")
     rows = rows_of(machine.report())
     shown = machine.report().partition("\nGPU")[2].partition("\nCPU")[0].split()
     wanted = "GPU 0: H200, used after .to_gpu(); driver 580.159.03; cuBLASLt 13.0.2; no cuDNN"

@@ -20,12 +20,12 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.tensor import to_tensor
-from tricycle_accelerators import cpu, libraries, pieces, product_plan, registry, spinning, threads
+from tricycle_accelerators import chunks, cpu, libraries, matmul_plan, registry, spin_threads, threads
 from tricycle_accelerators import onednn as table
 from tricycle_accelerators.onednn import library as onednn
 from tricycle_accelerators.onednn import matrices
 
-USABLE = pytest.mark.skipif(onednn.problem() is not None, reason=str(onednn.problem()))
+USABLE = pytest.mark.skipif(onednn.unavailable_reason() is not None, reason=str(onednn.unavailable_reason()))
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -43,7 +43,7 @@ def many_threads(monkeypatch):
     """Three threads, whatever this machine has, and small pieces."""
 
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
-    monkeypatch.setattr(pieces, "PIECE", 1024)
+    monkeypatch.setattr(chunks, "CHUNK_SIZE", 1024)
     yield
 
 
@@ -101,9 +101,9 @@ SIZES = [(1, 1, 1), (3, 5, 7), (1, 64, 300), (300, 64, 1), (130, 33, 65), (600, 
 @pytest.mark.parametrize("layout", ["plain", "a transposed", "b transposed", "both transposed", "slices", "reversed"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_products(many_threads, monkeypatch, wide, size, layout, with_bias):
-    machine = product_plan.Machine("GenuineIntel" if wide else "AuthenticAMD", frozenset(), "openblas", frozenset())
-    monkeypatch.setattr(product_plan, "this_machine", lambda: machine)
-    monkeypatch.setattr(matrices, "TERMS", 700)
+    machine = matmul_plan.Machine("GenuineIntel" if wide else "AuthenticAMD", frozenset(), "openblas", frozenset())
+    monkeypatch.setattr(matmul_plan, "this_machine", lambda: machine)
+    monkeypatch.setattr(matrices, "UPCAST_TERMS", 700)
     n_rows, n_inner, n_columns = size
     rng = np.random.default_rng(1)
 
@@ -153,7 +153,7 @@ def test_a_few_rows_of_float32(n_rows, n_inner, n_columns, with_bias, transposed
         np.testing.assert_allclose(result, expected, 1e-4, 1e-5 * np.sqrt(n_inner))
     results = []
     for until in (0.0, math.inf):  # the same bits with OpenMP's threads and without
-        monkeypatch.setattr(spinning.keep_up, "until", until)
+        monkeypatch.setattr(spin_threads.spin_policy, "until", until)
         results.append(kernels.matmul(a, b))
     np.testing.assert_array_equal(*results)
 
@@ -185,7 +185,7 @@ def test_the_cache_of_primitives_is_bounded(monkeypatch):
     for n in range(1, 20):
         a = np.full((n, n), 2, onednn.bfloat16())
         out = np.empty((n, n), np.float32)
-        onednn.product(a, a, out)
+        onednn.matmul(a, a, out)
         np.testing.assert_array_equal(out, 4 * n)
     assert thread.primitive.cache_info().currsize == 4
 
@@ -194,7 +194,7 @@ def test_the_cache_of_primitives_is_bounded(monkeypatch):
 def test_errors_of_the_library_are_named():
     a = np.ones((3, 4), onednn.bfloat16())
     with pytest.raises(RuntimeError, match="dnnl_matmul_primitive_desc_create"):
-        onednn.product(a, a, np.empty((3, 4), np.float32))
+        onednn.matmul(a, a, np.empty((3, 4), np.float32))
 
 
 # -------------------------------------------------------------------- what is left to others
@@ -312,7 +312,7 @@ def test_a_step_of_a_gpt(tied):
 def unusable(monkeypatch):
     """As where nothing is installed."""
     distribution = onednn.DISTRIBUTION
-    caches = (onednn._loaded, onednn._this_thread, cpu.matrices._say_why)
+    caches = (onednn._loaded, onednn._this_thread, cpu.matrices._warn_float32)
     monkeypatch.setattr(onednn, "DISTRIBUTION", "no-such-distribution")
     monkeypatch.setitem(UNAVAILABLE, "onednn", "")  # restored after the test
     for cached in caches:
@@ -352,15 +352,15 @@ def test_it_is_asked_before_the_threads():
 def test_other_systems_are_told(unusable, monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
-    assert "Linux on x86-64" in onednn.problem()
+    assert "Linux on x86-64" in onednn.unavailable_reason()
 
 
 def test_half_precision_is_for_other_devices(monkeypatch):
-    cpu.matrices._say_why.cache_clear()
+    cpu.matrices._warn_float32.cache_clear()
     x = np.ones((2, 2), np.float32)
     with pytest.warns(UserWarning, match="precision float16: .* float32 .*bfloat16"):
         assert kernels.matmul_operand(x, "float16") is x
-    cpu.matrices._say_why.cache_clear()
+    cpu.matrices._warn_float32.cache_clear()
 
 
 def test_an_old_processor_is_told(unusable, monkeypatch):
@@ -370,19 +370,19 @@ def test_an_old_processor_is_told(unusable, monkeypatch):
             setattr(self, name, call)
             return call
 
-    monkeypatch.setattr(libraries, "find", lambda *words: Path(onednn.LIBRARY))
+    monkeypatch.setattr(libraries, "find_library", lambda *words: Path(onednn.LIBRARY))
     monkeypatch.setattr(onednn.ctypes, "CDLL", lambda path: Library())
     monkeypatch.setattr(onednn.ctypes, "PyDLL", lambda path: Library())
     pytest.importorskip("ml_dtypes")
-    assert onednn.problem() == "this processor has neither AVX-512 bf16 nor AMX"
+    assert onednn.unavailable_reason() == "this processor has neither AVX-512 bf16 nor AMX"
 
 
 def test_a_broken_library_is_told(unusable, monkeypatch, tmp_path):
     pytest.importorskip("ml_dtypes")
     path = tmp_path / onednn.LIBRARY
     path.write_bytes(b"nothing of use")
-    monkeypatch.setattr(libraries, "find", lambda *words: path)
-    assert f"{onednn.LIBRARY} cannot be loaded" in onednn.problem()
+    monkeypatch.setattr(libraries, "find_library", lambda *words: path)
+    assert f"{onednn.LIBRARY} cannot be loaded" in onednn.unavailable_reason()
 
 
 # -------------------------------------------------------------------- what lies between two products
@@ -405,7 +405,7 @@ def test_a_hidden_layer_is_kept_in_16_bits(settings, rng):
         (y * grad).sum().backward()
         results[precision] = [y.array, x.grad.array, *(p.grad.array for p in mlp.parameters())]
     assert hidden[0] == np.float32
-    narrow = getattr(original, "computes_in_float32", False) and onednn.problem() is None
+    narrow = getattr(original, "computes_in_float32", False) and onednn.unavailable_reason() is None
     assert hidden[1] == (onednn.bfloat16() if narrow else np.float32)
     for exact, rounded in zip(*results.values()):
         assert rounded.dtype == np.float32

@@ -497,14 +497,14 @@ def test_parameters_are_updated_at_once_to_the_same_bits(
     monkeypatch.setattr(cpu_optimisers, "LARGE", 200_000)
     together, alone = twins
     shared: list[int] = []
-    parallel = threads.parallel
+    parallel = threads.parallel_for
 
     def seen(work: Callable[[Any], None], items: Any) -> None:
         if work.__qualname__.startswith("run_independent."):
             shared.append(len(items))
         parallel(work, items)
 
-    monkeypatch.setattr(threads, "parallel", seen)
+    monkeypatch.setattr(threads, "parallel_for", seen)
     norm = gradient_norm(together)
     together.update(make(0.1, weight_decay=0.1))
     assert shared == [7, 8 if make is Muon else 7]  # all but the first matrix, unless it keeps one thread busy anyway
@@ -524,7 +524,7 @@ def test_a_rule_that_does_not_say_so_is_called_in_one_thread(
             callers.append(threading.current_thread())
 
     callers: list[threading.Thread] = []
-    monkeypatch.setattr(threads, "parallel", None)
+    monkeypatch.setattr(threads, "parallel_for", None)
     twins[0].update(Optimiser(0.1, Counting()))
     assert callers == [threading.current_thread()] * 8
 

@@ -223,13 +223,13 @@ BENCHMARKS = {  # with what they print, and flags that make them quick
     "python -m tricycle": ("GFLOP/s", ""),
     "python -m tricycle machine --speed": ("GFLOP/s", ""),
     "python -m benchmarks.train --shape S --peer torch": ("tokens/s", "--shape tiny --peer none ONE_TURN"),
-    "python -m benchmarks.products --precision bfloat16": (
+    "python -m benchmarks.matmul --precision bfloat16": (
         "weight gradient",
         "--layer 64 64 64 --peer none ONE_TURN",
     ),
     "python -m benchmarks.attention": ("MB ours", "--lengths 64 --peer none ONE_TURN"),
     "python -m benchmarks.overhead": ("nodes", "--length 10 --repeats 1 --peers"),
-    "python -m benchmarks.small": ("flowers, SGD", "--steps 2 --repeats 1 --peer none"),
+    "python -m benchmarks.small_networks": ("flowers, SGD", "--steps 2 --repeats 1 --peer none"),
     "python -m benchmarks.tokeniser": (
         "tiktoken",
         "--texts code --megabytes 0.05 --vocab-sizes 300 --peer none --repeats 1",

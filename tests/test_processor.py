@@ -17,7 +17,7 @@ def told(monkeypatch, tmp_path):
     path = tmp_path / "cpuinfo"
 
     def tell(text: str | None, python: str = "") -> None:
-        processor.identity.cache_clear()
+        processor.vendor_and_features.cache_clear()
         if text is None:
             path.unlink(missing_ok=True)
         else:
@@ -26,14 +26,14 @@ def told(monkeypatch, tmp_path):
         monkeypatch.setattr("platform.processor", lambda: python)
 
     yield tell
-    processor.identity.cache_clear()
+    processor.vendor_and_features.cache_clear()
 
 
 def test_intel(told):
     told(EMERALD_RAPIDS)
-    assert processor.is_intel() and processor.halves_bfloat16() and not processor.has_matrix_tiles()
+    assert processor.is_intel() and processor.has_slow_bfloat16() and not processor.has_amx_bfloat16()
     told(EMERALD_RAPIDS.replace("avx512_bf16", "avx512_bf16 amx_bf16"))
-    assert processor.has_matrix_tiles()
+    assert processor.has_amx_bfloat16()
 
 
 @pytest.mark.parametrize(
@@ -47,18 +47,18 @@ def test_intel(told):
 )
 def test_whether_bfloat16_is_faster(told, vendor, flag, is_faster):
     told(EMERALD_RAPIDS.replace("GenuineIntel", vendor).replace("avx512_bf16", flag))
-    assert processor.computes_bfloat16() == is_faster
+    assert processor.has_fast_bfloat16() == is_faster
 
 
 def test_others(told):
     told(EMERALD_RAPIDS.replace("GenuineIntel", "AuthenticAMD"))
-    assert not processor.is_intel() and not processor.halves_bfloat16()
+    assert not processor.is_intel() and not processor.has_slow_bfloat16()
     told("")
-    assert not processor.is_intel() and not processor.has_matrix_tiles()
+    assert not processor.is_intel() and not processor.has_amx_bfloat16()
 
 
 def test_without_linux(told):
     told(None, "Intel64 Family 6 Model 143 Stepping 8, GenuineIntel")
-    assert processor.is_intel() and not processor.has_matrix_tiles()
+    assert processor.is_intel() and not processor.has_amx_bfloat16()
     told(None, "arm")
     assert not processor.is_intel()

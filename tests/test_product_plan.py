@@ -7,7 +7,7 @@ import pytest
 
 from tricycle import kernels
 from tricycle_accelerators import compiled, onednn, threads
-from tricycle_accelerators.product_plan import Machine, Plan, Product, plan_product, this_machine
+from tricycle_accelerators.matmul_plan import Machine, MatmulPlan, MatmulSpec, plan_matmul, this_machine
 
 AVX512 = {"avx2", "avx512f"}
 ALL = frozenset({"numba", "mkl", "onednn"})
@@ -22,13 +22,13 @@ MACHINES = {
     "Apple": Machine("", frozenset(), "accelerate", frozenset({"numba"})),
     "ARM server": Machine("ARM", frozenset({"asimd"}), "openblas", frozenset({"numba"})),
 }
-FORWARD = Product(4096, 384, 1536)
-WEIGHT_GRADIENT = Product(384, 4096, 1536, left="columns")
-ONE_ROW, ONE_ROW_BY_ROWS = Product(1, 768, 3072, right="columns"), Product(1, 768, 3072)
-FEW, TRANSPOSED_HEAD = Product(8, 768, 3072), Product(16, 768, 50304, right="columns")
-ODD, SMALL = Product(4095, 384, 1537), Product(64, 16, 16)
+FORWARD = MatmulSpec(4096, 384, 1536)
+WEIGHT_GRADIENT = MatmulSpec(384, 4096, 1536, left="columns")
+ONE_ROW, ONE_ROW_BY_ROWS = MatmulSpec(1, 768, 3072, right="columns"), MatmulSpec(1, 768, 3072)
+FEW, TRANSPOSED_HEAD = MatmulSpec(8, 768, 3072), MatmulSpec(16, 768, 50304, right="columns")
+ODD, SMALL = MatmulSpec(4095, 384, 1537), MatmulSpec(64, 16, 16)
 NARROW, FEW_NARROW = FORWARD._replace(dtype="bfloat16"), FEW._replace(dtype="bfloat16")
-WIDE = Product(512, 768, 50304)
+WIDE = MatmulSpec(512, 768, 50304)
 TABLE = [
     (FORWARD, "Zen 4", 2, "numba", "rows and columns"),
     (FORWARD, "Zen 5", 64, "numba", "rows and columns"),
@@ -68,27 +68,27 @@ TABLE = [
 
 @pytest.mark.parametrize(("product", "machine", "n_threads", "provider", "share"), TABLE)
 def test_the_plan(product, machine, n_threads, provider, share):
-    assert plan_product(product, MACHINES[machine], n_threads) == Plan(provider, share)
+    assert plan_matmul(product, MACHINES[machine], n_threads) == MatmulPlan(provider, share)
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_provider_that_cannot_be_used_is_never_planned(name):
     machine = MACHINES[name]._replace(providers=frozenset())
     for product in (FORWARD, WEIGHT_GRADIENT, ONE_ROW, FEW, NARROW, SMALL):
-        assert plan_product(product, machine, 2).provider == "numpy"
+        assert plan_matmul(product, machine, 2).provider == "numpy"
 
 
 @pytest.mark.parametrize("product", [FORWARD, WEIGHT_GRADIENT, ONE_ROW, ONE_ROW_BY_ROWS, FEW, ODD, NARROW, FEW_NARROW])
 def test_the_kernel_does_what_is_planned(product):
     """On this machine, whichever it is."""
-    usable = frozenset(provider.PROVIDER for provider in (compiled, onednn) if provider.problem() is None)
+    usable = frozenset(provider.PROVIDER for provider in (compiled, onednn) if provider.unavailable_reason() is None)
     if product.dtype == "bfloat16" and "onednn" not in usable:
-        pytest.skip(onednn.problem())
+        pytest.skip(onednn.unavailable_reason())
     machine = this_machine()._replace(providers=usable)
     if not machine.features:
         pytest.skip("a system that does not tell the processor's features")
     a = np.zeros((product.n_rows, product.n_inner), np.float32, "C" if product.left == "rows" else "F")
     b = np.zeros((product.n_inner, product.n_columns), np.float32, "C" if product.right == "rows" else "F")
     a, b = (kernels.matmul_operand(x, product.dtype) for x in (a, b))
-    planned = plan_product(product, machine, threads.n_threads())
+    planned = plan_matmul(product, machine, threads.n_threads())
     assert kernels.explain(kernels.matmul, a, b).provider == planned.provider

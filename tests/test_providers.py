@@ -123,7 +123,9 @@ from tricycle.kernels.explanation import provider_name
 print(*sorted({provider_name(v) for kernel in kernels.KERNELS.values() for v in kernel.registered.get(np.ndarray, ())}))
 print(kernels.explain("matmul", np.ones((2, 2), np.float32), np.ones((2, 2), np.float32)))
 """
-    here = {name for name, provider in (("numba", compiled), ("onednn", onednn)) if provider.problem() is None}
+    here = {
+        name for name, provider in (("numba", compiled), ("onednn", onednn)) if provider.unavailable_reason() is None
+    }
     names, *explanation = in_process(code, TRICYCLE_KERNELS=said).splitlines()
     assert set(names.split()) == wanted & (here | {"numpy"})
     excluded = {"numba", "onednn", "numpy"} - wanted
@@ -140,7 +142,7 @@ def test_who_is_not_there_says_why(monkeypatch):
     class Array(np.ndarray):
         pass
 
-    monkeypatch.setattr(compiled, "problem", lambda: "not today")
+    monkeypatch.setattr(compiled, "unavailable_reason", lambda: "not today")
     monkeypatch.setitem(UNAVAILABLE, "numba", "")
     registry.register_numpy(Array)
     for kernel in KERNELS.values():

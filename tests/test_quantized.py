@@ -23,7 +23,7 @@ from tricycle.models import GPT
 from tricycle.parameter import Parameter
 from tricycle.tensor import Tensor, to_tensor
 from tricycle.weights import quantize
-from tricycle_accelerators import narrow_rows, onednn, spinning, threads
+from tricycle_accelerators import onednn, spin_threads, split_precision, threads
 
 KINDS = ("int8", "bfloat16", "float16")
 STEPS = {"int8": 1 / 254, "bfloat16": 2**-8, "float16": 2**-11}  # of a row's largest; of a number
@@ -141,10 +141,10 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     compiled_versions = {
         kernel: kernel.implementations_for(np.ndarray)
-        for kernel in (narrow_rows.product_by_int8, narrow_rows.product_by_bfloat16)
+        for kernel in (split_precision.int8_split_matmul, split_precision.bfloat16_split_matmul)
     }
     for trusted, compiles in itertools.product((True, False), repeat=2):
-        monkeypatch.setattr(spinning.keep_up, "until", 0.0 if trusted else math.inf)
+        monkeypatch.setattr(spin_threads.spin_policy, "until", 0.0 if trusted else math.inf)
         for kernel, versions in compiled_versions.items():
             monkeypatch.setitem(kernel.implementations, np.ndarray, versions if compiles else [])
         matrix.prepared.clear()

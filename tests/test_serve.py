@@ -1016,16 +1016,16 @@ def test_a_signal_ends_it_in_the_middle_of_an_answer(folder, number):
 
 # -------------------------------------------------------------------- all of it together
 def storm_of(folder: Path, n: int, n_clients: int) -> str:
-    expected = benchmark.Expected(str(folder), 16, 24)
+    expected = benchmark.ExpectedAnswers(str(folder), 16, 24)
     with serving(folder) as running:
-        clients = benchmark.Clients(running.port, expected, 0.02)
-        done = benchmark.storm(clients, benchmark.kinds_of(n, expected.talks), n_clients)
+        clients = benchmark.TestClients(running.port, expected, 0.02)
+        done = benchmark.send_requests(clients, benchmark.request_kinds(n, expected.talks), n_clients)
         assert running.ask("/health")[0] == 200
         until(lambda: not running.served.engine._has_work())
     assert [asked.said for asked in done if not asked.right] == []
     assert len(done) == n
-    assert {asked.kind for asked in done} == {*benchmark.GOOD, *benchmark.SHARES}
-    return benchmark.table(done, 1.0)
+    assert {asked.kind for asked in done} == {*benchmark.VALID_KINDS, *benchmark.BAD_SHARES}
+    return benchmark.result_table(done, 1.0)
 
 
 def test_a_small_storm(folder):

@@ -137,7 +137,7 @@ def test_a_run_with_tiny_sizes():
 
 
 def test_16_bits_without_a_provider_are_explained(monkeypatch):
-    monkeypatch.setattr(speed.onednn, "problem", lambda: "not installed")
+    monkeypatch.setattr(speed.onednn, "unavailable_reason", lambda: "not installed")
     speeds = speed.measure_precisions(TINY, n=32, seconds=0)
     assert [x.precision for x in speeds] == ["float32"]
     assert speed.report(speeds, TINY, 32).endswith("\nno bfloat16: not installed")

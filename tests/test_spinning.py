@@ -6,15 +6,15 @@ import os
 import numpy as np
 import pytest
 
-from tricycle_accelerators import cpu, spinning, threads
-from tricycle_accelerators.spinning import FIRST_REST, LATE, LONGEST_REST
+from tricycle_accelerators import cpu, spin_threads, threads
+from tricycle_accelerators.spin_threads import LATE_SECONDS, MAX_REST_SECONDS, MIN_REST_SECONDS
 
 
 @pytest.fixture
 def trust(monkeypatch):
     monkeypatch.setattr(threads, "n_threads", lambda: 2)
-    made = spinning.Trust()
-    monkeypatch.setattr(spinning, "keep_up", made)
+    made = spin_threads.SpinPolicy()
+    monkeypatch.setattr(spin_threads, "spin_policy", made)
     yield made
 
 
@@ -28,29 +28,29 @@ class Clock:
 
 def test_two_late_products_make_them_rest_longer_each_time(trust, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(spinning, "perf_counter", clock)
+    monkeypatch.setattr(spin_threads, "perf_counter", clock)
     rests = []
     for _ in range(7):
         assert trust
         while trust:
-            trust.took(LATE * 4, 1000)
+            trust.record_seconds(LATE_SECONDS * 4, 1000)
         rests.append(trust.until - clock.now)
         clock.now = trust.until
-    assert rests[:3] == pytest.approx([FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST])
-    assert max(rests) == pytest.approx(LONGEST_REST)
+    assert rests[:3] == pytest.approx([MIN_REST_SECONDS, 2 * MIN_REST_SECONDS, 4 * MIN_REST_SECONDS])
+    assert max(rests) == pytest.approx(MAX_REST_SECONDS)
 
 
 def test_one_late_product_in_many_is_forgotten(trust):
     for _ in range(20):
-        trust.took(LATE * 4, 1000)
+        trust.record_seconds(LATE_SECONDS * 4, 1000)
         for _ in range(300):
-            trust.took(LATE / 100, 1000)
+            trust.record_seconds(LATE_SECONDS / 100, 1000)
         assert trust
 
 
 def test_a_large_matrix_may_take_longer(trust):
     for _ in range(10):
-        trust.took(LATE * 4, 10**9)
+        trust.record_seconds(LATE_SECONDS * 4, 10**9)
     assert trust
 
 
@@ -70,11 +70,11 @@ def test_a_row_gets_the_same_bits_whoever_multiplies(trust, shape, dtype):
         trust.until = until
         results.append(cpu.matrices.matmul(x, matrix, np.ones(shape[1], dtype)).tobytes())
     assert results[0] == results[1]
-    if spinning._blas() is not None:
+    if spin_threads._blas() is not None:
         trust.until = 0.0
-        assert spinning.vector_product(x, matrix) is not None
+        assert spin_threads.multiply_vector(x, matrix) is not None
         trust.until = math.inf
-        assert spinning.vector_product(x, matrix) is None
+        assert spin_threads.multiply_vector(x, matrix) is None
 
 
 def test_blas_has_its_number_of_threads_back(trust):
@@ -85,18 +85,18 @@ def test_blas_has_its_number_of_threads_back(trust):
 
 
 def test_whoever_counts_on_one_thread_is_left_alone(trust, monkeypatch):
-    monkeypatch.setattr(threads, "blas_hold", threads._BlasHold())  # an earlier test may hold it for good
+    monkeypatch.setattr(threads, "blas_limit", threads._BlasLimit())  # an earlier test may hold it for good
     matrix = np.ones((900, 600), np.float32, order="F")
     row = np.ones((1, 900), np.float32)
-    with threads.one_blas_thread():
-        assert spinning.vector_product(row, matrix) is None
-    if spinning._blas() is not None:
-        assert spinning.vector_product(row, matrix) is not None
+    with threads.single_blas_thread():
+        assert spin_threads.multiply_vector(row, matrix) is None
+    if spin_threads._blas() is not None:
+        assert spin_threads.multiply_vector(row, matrix) is not None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_does_not_wait_for_threads_that_it_lacks(trust):
-    spinning.watch_forks()
+    spin_threads.disable_after_fork()
     child = os.fork()
     if child == 0:
         os._exit(1 if trust else 0)

@@ -17,8 +17,8 @@ from tricycle.kernels import ScoreOptions, muon
 from tricycle.kernels import row_attention as row_kernels
 from tricycle.sequences.recurrent import LSTM
 from tricycle.tensor import to_tensor
-from tricycle_accelerators import pieces, threads
-from tricycle_accelerators.compiled import matrices
+from tricycle_accelerators import chunks, threads
+from tricycle_accelerators.compiled import tiled_matmul
 
 
 # -------------------------------------------------------------------- worker threads
@@ -30,17 +30,17 @@ def n_workers(request, monkeypatch):
 
 @pytest.mark.parametrize("n_rows, row_size", [(0, 5), (1, 1), (512, 768), (4096, 1536), (589_824, 1), (7, 10**6)])
 def test_pieces_are_as_many_for_each_thread(n_workers, n_rows, row_size):
-    parts = pieces.cut(n_rows, row_size)
+    parts = chunks.row_chunks(n_rows, row_size)
     sizes = [len(range(n_rows)[part]) for part in parts]
     assert sum(sizes) == n_rows and all(sizes)
-    assert all(size == 1 or size * row_size <= pieces.PIECE for size in sizes)
+    assert all(size == 1 or size * row_size <= chunks.CHUNK_SIZE for size in sizes)
     if 1 < len(sizes) < n_rows:
         assert len(sizes) % n_workers == 0 and max(sizes) - min(sizes) < len(sizes)
 
 
 @pytest.mark.parametrize("shape", [(4096, 1152), (512, 50304), (2048, 512), (128, 2112)])
 def test_no_thread_is_left_alone_with_a_large_part(n_workers, shape):
-    parts = matrices._parts(shape, 2048, 4, 64)
+    parts = tiled_matmul._parts(shape, 2048, 4, 64)
     done = np.zeros(shape, int)
     busy = [0] * n_workers
     for part in parts:
@@ -57,13 +57,13 @@ def blas_threads() -> list[int]:
 @pytest.mark.parametrize("n_items", [0, 1, 2, 7, 100])
 def test_every_item_is_worked_on_once(n_workers, n_items):
     seen = []
-    threads.parallel(seen.append, range(n_items))
+    threads.parallel_for(seen.append, range(n_items))
     assert sorted(seen) == list(range(n_items))
 
 
 def test_as_many_threads_as_asked_for_work_at_a_time(n_workers):
     everyone = threading.Barrier(n_workers)  # passes only when all are there
-    threads.parallel(lambda item: everyone.wait(timeout=30), range(n_workers))
+    threads.parallel_for(lambda item: everyone.wait(timeout=30), range(n_workers))
 
 
 def test_numpy_warns_everywhere_of_what_the_caller_wants_to_hear_of(n_workers):
@@ -74,16 +74,16 @@ def test_numpy_warns_everywhere_of_what_the_caller_wants_to_hear_of(n_workers):
         np.full(3, 1e38, np.float32) * np.float32(1e38)
 
     with np.errstate(all="ignore"):
-        threads.parallel(overflow, range(n_workers))  # a warning would be an error here
+        threads.parallel_for(overflow, range(n_workers))  # a warning would be an error here
     everyone.reset()
     with np.errstate(all="raise"), pytest.raises(FloatingPointError):
-        threads.parallel(overflow, range(n_workers))
+        threads.parallel_for(overflow, range(n_workers))
 
 
 def test_blas_has_one_thread_inside_and_its_own_after(n_workers):
     before = blas_threads()
     inside = []
-    threads.parallel(lambda item: inside.extend(blas_threads()), range(4))
+    threads.parallel_for(lambda item: inside.extend(blas_threads()), range(4))
     assert blas_threads() == before
     assert set(inside) <= {1}
 
@@ -110,8 +110,8 @@ def test_a_blas_that_asks_each_thread_is_held_in_every_one(n_workers, monkeypatc
         counts.append(library.num_threads)
 
     for _ in range(2):
-        threads.parallel(work, range(n_workers))
-    with threads.one_blas_thread(), threads.one_blas_thread():
+        threads.parallel_for(work, range(n_workers))
+    with threads.single_blas_thread(), threads.single_blas_thread():
         counts.append(library.num_threads)
     assert counts == [1] * (2 * n_workers + 1)
     assert library.num_threads == 5
@@ -120,8 +120,8 @@ def test_a_blas_that_asks_each_thread_is_held_in_every_one(n_workers, monkeypatc
 def test_whoever_comes_holds_blas(n_workers):
     """Also where another thread was the first to do so and is alive, which threadpoolctl minds."""
     inside = []
-    other = threading.Thread(target=threads.parallel, args=(lambda item: inside.extend(blas_threads()), range(4)))
-    threads.parallel(lambda item: None, range(4))
+    other = threading.Thread(target=threads.parallel_for, args=(lambda item: inside.extend(blas_threads()), range(4)))
+    threads.parallel_for(lambda item: None, range(4))
     other.start()
     other.join()
     assert set(inside) <= {1}
@@ -130,7 +130,7 @@ def test_whoever_comes_holds_blas(n_workers):
 def test_blas_has_its_own_threads_back_after_an_error(n_workers):
     before = blas_threads()
     with pytest.raises(ZeroDivisionError):
-        threads.parallel(lambda item: 1 // item, range(4))
+        threads.parallel_for(lambda item: 1 // item, range(4))
     assert blas_threads() == before
 
 
@@ -139,12 +139,12 @@ def test_the_last_to_leave_gives_blas_its_threads_back():
     entered, leave = threading.Event(), threading.Event()
 
     def other():
-        with threads.one_blas_thread():
+        with threads.single_blas_thread():
             entered.set()
             leave.wait(30)
 
     thread = threading.Thread(target=other)
-    with threads.one_blas_thread():
+    with threads.single_blas_thread():
         thread.start()
         assert entered.wait(30)
     assert set(blas_threads()) <= {1}
@@ -155,7 +155,7 @@ def test_the_last_to_leave_gives_blas_its_threads_back():
 
 def test_work_inside_work_is_done_by_the_same_thread(n_workers):
     done = []
-    threads.parallel(lambda i: threads.parallel(lambda j: done.append((i, j)), range(3)), range(4))
+    threads.parallel_for(lambda i: threads.parallel_for(lambda j: done.append((i, j)), range(3)), range(4))
     assert sorted(done) == [(i, j) for i in range(4) for j in range(3)]
 
 
@@ -165,15 +165,15 @@ def test_a_thread_knows_whether_it_is_at_work(n_workers):
 
     def work(item):
         everyone.wait(timeout=30)
-        inside.append(threads.inside_work())
-        other = threading.Thread(target=lambda: beside.append(threads.inside_work()))
+        inside.append(threads.in_worker())
+        other = threading.Thread(target=lambda: beside.append(threads.in_worker()))
         other.start()
         other.join()
 
-    threads.parallel(work, range(n_workers))
+    threads.parallel_for(work, range(n_workers))
     assert inside == [True] * n_workers
     assert beside == [False] * n_workers
-    assert not threads.inside_work()
+    assert not threads.in_worker()
 
 
 @pytest.mark.slow_except(3)
@@ -181,7 +181,7 @@ def test_arrays_do_not_live_on_in_the_threads(n_workers):
     everyone = threading.Barrier(n_workers)
     array = np.zeros(10)
     gone = weakref.ref(array)
-    threads.parallel(lambda item, array=array: everyone.wait(timeout=30), range(n_workers))
+    threads.parallel_for(lambda item, array=array: everyone.wait(timeout=30), range(n_workers))
     del array
     gc.collect()
     assert gone() is None
@@ -195,16 +195,17 @@ def test_an_error_comes_out_and_the_threads_live_on(n_workers, bad):
 
     for _ in range(3):
         with pytest.raises(KeyError, match=str(bad)):
-            threads.parallel(work, range(10))
+            threads.parallel_for(work, range(10))
     seen = []
-    threads.parallel(seen.append, range(10))
+    threads.parallel_for(seen.append, range(10))
     assert sorted(seen) == list(range(10))
 
 
 def test_two_callers_at_once(n_workers):
     seen = []
     callers = [
-        threading.Thread(target=lambda: [threads.parallel(seen.append, range(10)) for _ in range(50)]) for _ in range(2)
+        threading.Thread(target=lambda: [threads.parallel_for(seen.append, range(10)) for _ in range(50)])
+        for _ in range(2)
     ]
     for caller in callers:
         caller.start()
@@ -222,10 +223,10 @@ def test_a_second_caller_waits_for_its_turn(monkeypatch, n_workers):
         leave.wait(30)
 
     def come_second():
-        threads.parallel(lambda item: None, range(4))
+        threads.parallel_for(lambda item: None, range(4))
         finished.set()
 
-    first = threading.Thread(target=threads.parallel, args=(stay, range(4)))
+    first = threading.Thread(target=threads.parallel_for, args=(stay, range(4)))
     first.start()
     assert entered.wait(30)
     second = threading.Thread(target=come_second)
@@ -255,7 +256,7 @@ def interrupt():
     signal.pthread_kill(main, signal.SIGINT)
 def check():
     seen = []
-    threads.parallel(seen.append, range(10))
+    threads.parallel_for(seen.append, range(10))
     print(sorted(seen) == list(range(10)), *{lib.num_threads for lib in threads.blas_libraries()} - before)
 before = {lib.num_threads for lib in threads.blas_libraries()}
 """
@@ -265,12 +266,12 @@ before = {lib.num_threads for lib in threads.blas_libraries()}
 def test_an_interrupt_comes_through_while_waiting_for_a_turn():
     code = """
 leave = threading.Event()
-other = threading.Thread(target=threads.parallel, args=(lambda item: leave.wait(60), range(4)))
+other = threading.Thread(target=threads.parallel_for, args=(lambda item: leave.wait(60), range(4)))
 other.start()
 time.sleep(0.2)
 threading.Thread(target=interrupt).start()
 try:
-    threads.parallel(print, range(4))
+    threads.parallel_for(print, range(4))
 except KeyboardInterrupt:
     print("interrupted")
 leave.set()
@@ -294,7 +295,7 @@ def work(item):
         time.sleep(0.1)
 threading.Thread(target=interrupt).start()
 try:
-    threads.parallel(work, range(2))
+    threads.parallel_for(work, range(2))
 except KeyboardInterrupt:
     print("interrupted", *done)
 check()
@@ -322,25 +323,25 @@ def test_variables_set_the_number_of_threads(variables, expected):
 
 
 FIRST_CALLS = {
-    "our own hold": "with threads.one_blas_thread(): threads.n_threads()",
-    "shared work": "threads.parallel(lambda item: threads.n_threads(), range(4))",
+    "our own hold": "with threads.single_blas_thread(): threads.n_threads()",
+    "shared work": "threads.parallel_for(lambda item: threads.n_threads(), range(4))",
     "an operand of 16 bits": "kernels.matmul_operand(np.ones((300, 300), np.float32), 'bfloat16')",
     "Muon's step": "from tricycle.kernels import muon; muon.orthogonalize(np.ones((2, 64, 64), np.float32))",
     "a product": "kernels.matmul(a, a)",
-    "a hold for good": "assert threads.hold_blas(); threads.n_threads()",
+    "a hold for good": "assert threads.limit_blas_until_exit(); threads.n_threads()",
     "a user's limit": """
 with threadpool_limits(1):
     assert threads.n_threads() == 1
     kernels.matmul(a, a)
 """,
     "a hold in a user's limit": """
-with threadpool_limits(1), threads.one_blas_thread():
+with threadpool_limits(1), threads.single_blas_thread():
     assert threads.n_threads() == 1
 """,
     "another thread's hold": """
 held, leave = threading.Event(), threading.Event()
 def hold():
-    with threads.one_blas_thread():
+    with threads.single_blas_thread():
         held.set()
         leave.wait(60)
 other = threading.Thread(target=hold)
@@ -367,7 +368,7 @@ for library in threads.blas_libraries():
     threads.set_blas_threads(library, 2)
 a = np.ones((600, 600), np.float32)
 {FIRST_CALLS[name]}
-threads.parallel(lambda item: None, range(4))
+threads.parallel_for(lambda item: None, range(4))
 helpers = [thread for thread in threading.enumerate() if thread.name == "tricycle"]
 print(threads.n_threads(), len(helpers))
 """
@@ -395,7 +396,7 @@ def test_asking_for_threads_leaves_blas_alone(n):
 from tricycle_accelerators import threads
 before = [library.num_threads for library in threads.blas_libraries()]
 n = threads.n_threads()
-threads.parallel(lambda item: None, range(9))
+threads.parallel_for(lambda item: None, range(9))
 print(n, before == [library.num_threads for library in threads.blas_libraries()])
 """
     assert run_with(code, TRICYCLE_NUM_THREADS=n).stdout.split() == [n, "True"]
@@ -410,7 +411,7 @@ def status(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 def works():
     seen = []
-    threads.parallel(seen.append, range(4))
+    threads.parallel_for(seen.append, range(4))
     return sorted(seen) == [0, 1, 2, 3]
 before = [lib.num_threads for lib in threads.blas_libraries()]
 """
@@ -419,7 +420,7 @@ before = [lib.num_threads for lib in threads.blas_libraries()]
 @needs_fork
 def test_a_forked_process_makes_its_own_threads():
     code = """
-threads.parallel(lambda item: None, range(4))
+threads.parallel_for(lambda item: None, range(4))
 child = os.fork()
 if child == 0:
     os._exit(0 if works() else 1)
@@ -433,7 +434,7 @@ def test_a_process_forked_while_another_thread_is_at_work():
     """What the other thread held, its turn and BLAS, is free there."""
     code = """
 leave = threading.Event()
-other = threading.Thread(target=threads.parallel, args=(lambda item: leave.wait(60), range(4)))
+other = threading.Thread(target=threads.parallel_for, args=(lambda item: leave.wait(60), range(4)))
 other.start()
 time.sleep(0.2)
 child = os.fork()
@@ -461,7 +462,7 @@ def work(item):
         time.sleep(0.5)
 child = None
 try:
-    threads.parallel(work, range(2))
+    threads.parallel_for(work, range(2))
 except RuntimeError as error:
     os._exit(7 if "forked" in str(error) and child == 0 and works() else 1)
 if child == 0:
@@ -552,7 +553,7 @@ USE_BLAS = {
 @pytest.mark.parametrize("name", USE_BLAS)
 def test_results_do_not_depend_on_how_many_threads_blas_has_at_the_moment(name, dtype, monkeypatch):
     """For another thread may be in `parallel`, which holds BLAS to one, or may not."""
-    monkeypatch.setattr(threads, "blas_hold", threads._BlasHold())  # an earlier test may hold it for good
+    monkeypatch.setattr(threads, "blas_limit", threads._BlasLimit())  # an earlier test may hold it for good
     results = []
     usual = blas_threads()
     try:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tricycle.kernels.quantized import QuantizedMatrix
-from tricycle_accelerators import product_plan, threads
+from tricycle_accelerators import matmul_plan, threads
 
 pytest.importorskip("numba")
 pytest.importorskip("ml_dtypes")
-from tricycle_accelerators.compiled import vectors
+from tricycle_accelerators.compiled import vector_matmul
 
 KINDS = ["float32", "bfloat16", "int8", "int8 in blocks"]
 SHAPES = [(1, 1), (5, 64), (300, 576), (577, 100), (64, 1536), (4097, 67), (2, 130)]  # (columns, inner)
@@ -22,13 +22,13 @@ SHAPES = [(1, 1), (5, 64), (300, 576), (577, 100), (64, 1536), (4097, 67), (2, 1
 def team(monkeypatch):
     """A team with two helpers, even on a machine with one processor."""
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
-    monkeypatch.setattr(product_plan, "ONE_ROW_BYTES", 0)
-    monkeypatch.setattr(vectors, "LATE", 10**9)  # there may be fewer processors
-    vectors._team.cache_clear()
-    yield vectors._team()
-    with threads.turn:
-        threads._end_serving()
-    vectors._team.cache_clear()
+    monkeypatch.setattr(matmul_plan, "MIN_VECTOR_BYTES", 0)
+    monkeypatch.setattr(vector_matmul, "LATE_PAUSES", 10**9)  # there may be fewer processors
+    vector_matmul._team.cache_clear()
+    yield vector_matmul._team()
+    with threads.pool_lock:
+        threads._stop_serving_helpers()
+    vector_matmul._team.cache_clear()
 
 
 def matrix_of(kind, shape, seed=0):
@@ -45,8 +45,8 @@ def matrix_of(kind, shape, seed=0):
 
 def product_of(x, matrix, bias=None):
     if isinstance(matrix, QuantizedMatrix):
-        return vectors.quantized_matmul(x, matrix, bias)
-    return vectors.matmul(x, matrix, bias)
+        return vector_matmul.quantized_matmul(x, matrix, bias)
+    return vector_matmul.matmul(x, matrix, bias)
 
 
 def expected_of(x, matrix, bias=0):
@@ -77,7 +77,7 @@ def test_the_bits_do_not_depend_on_who_helps(team, monkeypatch, kind):
         results.add(product_of(x, matrix).tobytes())
         assert time.monotonic() < begin + 60
     results |= {product_of(x, matrix).tobytes() for _ in range(50)}
-    with threads.turn:  # another caller has the helpers
+    with threads.pool_lock:  # another caller has the helpers
         results.add(product_of(x, matrix).tobytes())
     monkeypatch.setattr(threads, "n_threads", lambda: 1)
     results.add(product_of(x, matrix).tobytes())
@@ -123,7 +123,7 @@ def test_other_work_finds_the_helpers_free(team):
     for _ in range(20):
         product = product_of(x, matrix)
         done = []
-        threads.parallel(done.append, range(7))
+        threads.parallel_for(done.append, range(7))
         assert sorted(done) == list(range(7))
         np.testing.assert_allclose(product, expected_of(x, matrix), rtol=1e-4, atol=1e-4)
     assert team.shared[team.loops.SERVING] == 0
@@ -147,11 +147,11 @@ def test_callers_in_several_threads(team):
 
 
 def test_helpers_that_keep_others_waiting_are_left_out_for_a_while(team, monkeypatch):
-    monkeypatch.setattr(vectors, "LATE", -2)  # pauses: every product is late
+    monkeypatch.setattr(vector_matmul, "LATE_PAUSES", -2)  # pauses: every product is late
     matrix = matrix_of("float32", (500, 300))
     for _ in range(3):
         product_of(np.ones((1, 300), np.float32), matrix)
-    assert not team.trust
+    assert not team.policy
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -182,7 +182,7 @@ def test_what_is_left_to_others(team, kind):
 def test_they_say_why(team, monkeypatch, kind):
     matrix, x = matrix_of(kind, (40, 64)), np.ones((1, 64), np.float32)
     decline_reason = (
-        vectors.quantized_matmul if isinstance(matrix, QuantizedMatrix) else vectors.matmul
+        vector_matmul.quantized_matmul if isinstance(matrix, QuantizedMatrix) else vector_matmul.matmul
     ).decline_reason
     assert decline_reason(x, matrix) is None
     assert decline_reason(np.ones((2, 64), np.float32), matrix) == "one row alone, got 2"
@@ -196,5 +196,5 @@ def test_they_say_why(team, monkeypatch, kind):
         return
     assert "by columns" in decline_reason(x, np.ascontiguousarray(matrix))
     assert decline_reason(x, matrix, out=np.empty((1, 40), np.float32)) == "a place or a dtype for the result"
-    monkeypatch.setattr(product_plan, "ONE_ROW_BYTES", 2**17)
+    monkeypatch.setattr(matmul_plan, "MIN_VECTOR_BYTES", 2**17)
     assert decline_reason(x, matrix) == "a matrix of fewer than 131072 bytes: NumPy is as quick"

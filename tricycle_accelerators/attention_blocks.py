@@ -8,14 +8,16 @@ import numpy as np
 
 from tricycle.kernels import ScoreOptions
 from tricycle.kernels.ranges import visible_keys
-from tricycle_accelerators import pieces, threads
+from tricycle_accelerators import chunks, threads
 
 QUERY_BLOCK, KEY_BLOCK = 128, 1024  # queries of a head, and keys
-LONG = 1024  # queries, and keys seen, from which on blocks of twice as many queries are quicker, though more is hidden
-MOST_ROWS = 512  # of a product, where several heads share their keys: their scores stay in a core's cache
+LONG_SEQUENCE = (
+    1024  # queries, and keys seen, from which on blocks of twice as many queries are quicker, though more is hidden
+)
+MAX_STACKED_ROWS = 512  # of a product, where several heads share their keys: their scores stay in a core's cache
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Some queries, and the keys that any of them sees, in blocks.
 
     Attributes:
@@ -30,12 +32,12 @@ class Block(NamedTuple):
     edge: int | None
 
     @property
-    def seen(self) -> slice:
+    def visible(self) -> slice:
         """All of its keys."""
         return slice(self.keys[0].start, self.keys[-1].stop)
 
 
-def _blocks(n_queries: int, n_keys: int, score_options: ScoreOptions, step: int) -> list[Block]:
+def _query_blocks(n_queries: int, n_keys: int, score_options: ScoreOptions, step: int) -> list[QueryBlock]:
     blocks = []
     for start in range(0, n_queries, step):
         queries = slice(start, min(start + step, n_queries))
@@ -46,11 +48,11 @@ def _blocks(n_queries: int, n_keys: int, score_options: ScoreOptions, step: int)
         last = max(seen.start, seen.stop - max(KEY_BLOCK, n_diagonal))  # the diagonal lies in the last block whole
         cuts = [*range(seen.start, last, KEY_BLOCK), last]
         keys = [slice(a, b) for a, b in zip(cuts, [*cuts[1:], seen.stop])]
-        blocks.append(Block(queries, keys, diagonal, edge))
+        blocks.append(QueryBlock(queries, keys, diagonal, edge))
     return blocks
 
 
-class Group(NamedTuple):
+class HeadGroup(NamedTuple):
     """Some query heads of one item, and the key heads that they use: either all heads of these, or some of one."""
 
     item: int
@@ -58,7 +60,7 @@ class Group(NamedTuple):
     key_heads: slice
 
 
-class Plan(NamedTuple):
+class AttentionPlan(NamedTuple):
     """How the work is cut.
 
     Attributes:
@@ -67,12 +69,12 @@ class Plan(NamedTuple):
         in_parts: whether the query heads of one key head lie in several groups.
     """
 
-    groups: list[Group]
-    blocks: list[Block]
-    in_parts: bool
+    groups: list[HeadGroup]
+    blocks: list[QueryBlock]
+    splits_key_heads: bool
 
 
-def make_groups(q: np.ndarray, k: np.ndarray) -> tuple[list[Group], bool]:
+def make_head_groups(q: np.ndarray, k: np.ndarray) -> tuple[list[HeadGroup], bool]:
     """Groups of as many heads as leave some groups for every thread, for who needs no room for all of their scores.
 
     Args: as of `make_plan`.
@@ -82,15 +84,15 @@ def make_groups(q: np.ndarray, k: np.ndarray) -> tuple[list[Group], bool]:
     """
     n_items, _, n_heads, _ = q.shape
     n_key_heads = k.shape[2]
-    workers = 1 if threads.inside_work() else threads.n_threads()
+    workers = 1 if threads.in_worker() else threads.n_threads()
     if n_heads > n_key_heads and n_items * n_key_heads < workers:
         n_together = max(1, n_items * n_heads // (2 * workers))
-        return _groups_in_parts(n_items, n_key_heads, n_heads // n_key_heads, n_together), True
+        return _split_groups(n_items, n_key_heads, n_heads // n_key_heads, n_together), True
     n_together = max(1, min(n_key_heads, n_items * n_key_heads // (4 * workers)))
-    return _groups(n_items, n_key_heads, n_heads // n_key_heads, n_together), False
+    return _whole_groups(n_items, n_key_heads, n_heads // n_key_heads, n_together), False
 
 
-def make_plan(q: np.ndarray, k: np.ndarray, score_options: ScoreOptions) -> Plan:
+def plan_attention(q: np.ndarray, k: np.ndarray, score_options: ScoreOptions) -> AttentionPlan:
     """Groups of as many heads as make scores of about a piece, but some groups for every thread.
 
     Args:
@@ -99,63 +101,63 @@ def make_plan(q: np.ndarray, k: np.ndarray, score_options: ScoreOptions) -> Plan
     n_items, n_queries, n_heads, _ = q.shape
     n_keys, n_key_heads = k.shape[1:3]
     n_sharing = n_heads // n_key_heads
-    workers = 1 if threads.inside_work() else threads.n_threads()
+    workers = 1 if threads.in_worker() else threads.n_threads()
     in_parts = n_sharing > 1 and n_items * n_key_heads < workers
     n_stacked = max(1, n_items * n_heads // (2 * workers)) if in_parts else n_sharing
-    step = _query_block(n_stacked, min(n_queries, score_options.window or n_queries))
-    blocks = _blocks(n_queries, n_keys, score_options, step)
+    step = _query_block_size(n_stacked, min(n_queries, score_options.window or n_queries))
+    blocks = _query_blocks(n_queries, n_keys, score_options, step)
     if in_parts:
-        return Plan(_groups_in_parts(n_items, n_key_heads, n_sharing, n_stacked), blocks, in_parts)
+        return AttentionPlan(_split_groups(n_items, n_key_heads, n_sharing, n_stacked), blocks, in_parts)
     widest = max(keys.stop - keys.start for block in blocks for keys in block.keys)
-    fit = pieces.PIECE // (n_stacked * min(n_queries, step) * widest)
+    fit = chunks.CHUNK_SIZE // (n_stacked * min(n_queries, step) * widest)
     n_together = max(1, min(fit, n_items * n_key_heads // (4 * workers if workers > 1 else 1)))
-    return Plan(_groups(n_items, n_key_heads, n_sharing, n_together), blocks, in_parts)
+    return AttentionPlan(_whole_groups(n_items, n_key_heads, n_sharing, n_together), blocks, in_parts)
 
 
-def _query_block(n_stacked: int, n_seen: int) -> int:
+def _query_block_size(n_stacked: int, n_seen: int) -> int:
     """How many queries of each of so many heads that share their keys; BLAS likes multiples of 16.
 
     Args:
         n_seen: keys that a query sees at most, about.
     """
-    most = QUERY_BLOCK if n_seen < LONG else 2 * QUERY_BLOCK
-    return min(most, max(16, MOST_ROWS // (16 * n_stacked) * 16))
+    most = QUERY_BLOCK if n_seen < LONG_SEQUENCE else 2 * QUERY_BLOCK
+    return min(most, max(16, MAX_STACKED_ROWS // (16 * n_stacked) * 16))
 
 
-def _groups(n_items: int, n_key_heads: int, n_sharing: int, step: int) -> list[Group]:
+def _whole_groups(n_items: int, n_key_heads: int, n_sharing: int, step: int) -> list[HeadGroup]:
     """So many key heads each, with all of their query heads."""
     groups = []
     for item in range(n_items):
         for start in range(0, n_key_heads, step):
             stop = min(start + step, n_key_heads)
-            groups.append(Group(item, slice(start * n_sharing, stop * n_sharing), slice(start, stop)))
+            groups.append(HeadGroup(item, slice(start * n_sharing, stop * n_sharing), slice(start, stop)))
     return groups
 
 
-def _groups_in_parts(n_items: int, n_key_heads: int, n_sharing: int, step: int) -> list[Group]:
+def _split_groups(n_items: int, n_key_heads: int, n_sharing: int, step: int) -> list[HeadGroup]:
     """So many query heads of one key head each."""
     groups = []
     for item in range(n_items):
         for key_head in range(n_key_heads):
             first, last = key_head * n_sharing, (key_head + 1) * n_sharing
             for start in range(first, last, step):
-                groups.append(Group(item, slice(start, min(start + step, last)), slice(key_head, key_head + 1)))
+                groups.append(HeadGroup(item, slice(start, min(start + step, last)), slice(key_head, key_head + 1)))
     return groups
 
 
 # -------------------------------------------------------------------- layouts
-def heads_first(x: np.ndarray, item: int, heads: slice) -> np.ndarray:
+def head_major(x: np.ndarray, item: int, heads: slice) -> np.ndarray:
     """(T, H, D) of one item as (H, T, D), a view."""
     return x[item, :, heads].transpose(1, 0, 2)
 
 
-def stack(rows: np.ndarray, n_key_heads: int) -> np.ndarray:
+def stack_query_heads(rows: np.ndarray, n_key_heads: int) -> np.ndarray:
     """(H, T, ...) as (K, H/K * T, ...): the rows of query heads that share a key head, one head after another."""
     n_heads, n_rows, size = rows.shape
     return rows.reshape(n_key_heads, n_heads // n_key_heads * n_rows, size)
 
 
-def unstack(rows: np.ndarray, n_heads: int) -> np.ndarray:
+def unstack_query_heads(rows: np.ndarray, n_heads: int) -> np.ndarray:
     """And back."""
     n_key_heads, n_rows, size = rows.shape
     return rows.reshape(n_heads, n_rows * n_key_heads // n_heads, size)

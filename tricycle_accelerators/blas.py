@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle_accelerators import buffers, libraries, processor, threads
-from tricycle_accelerators.providers import excluded
+from tricycle_accelerators.providers import exclusion_reason
 
 DISTRIBUTION, LIBRARY, EXTRA = "mkl", "libmkl_rt.so", "pip install 'tricycle-gpt[mkl]'"
 LP64, SEQUENTIAL = 0, 1  # MKL_INTERFACE_LP64, MKL_THREADING_SEQUENTIAL
@@ -34,7 +34,7 @@ class _Mkl(NamedTuple):
     gemm_bf16: Any
 
 
-def problem() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why MKL is not called, in one line; None when it is."""
     found = _mkl()
     return found if isinstance(found, str) else None
@@ -44,22 +44,22 @@ def problem() -> str | None:
 @cache
 def _mkl() -> _Mkl | str:
     """Return its functions, or why there are none."""
-    if why := excluded("mkl"):
+    if why := exclusion_reason("mkl"):
         return why
     if not processor.is_intel():
         return "MKL is for Intel's processors"
     if any(library.internal_api == "mkl" for library in threads.blas_libraries()):
         return "NumPy calls MKL itself"
-    path = libraries.find("MKL", DISTRIBUTION, LIBRARY, EXTRA)
+    path = libraries.find_library("MKL", DISTRIBUTION, LIBRARY, EXTRA)
     if isinstance(path, str):
         return path
     try:
-        return load(str(path))
+        return load_mkl(str(path))
     except (OSError, AttributeError) as error:
         return f"{path.name} cannot be loaded: {error}"
 
 
-def load(path: str) -> _Mkl:
+def load_mkl(path: str) -> _Mkl:
     """Load MKL, which computes in one thread from then on.
 
     Raises:

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-LEAST = 2**20  # bytes: malloc keeps the memory of smaller arrays itself
+MIN_BYTES = 2**20  # bytes: malloc keeps the memory of smaller arrays itself
 ALIGNMENT = 64  # bytes: a cache line, and a register of AVX-512
-RANGE = 2**30  # bytes: most training steps have enough of one, and limits on addresses are seldom lower
+RANGE_BYTES = 2**30  # bytes: most training steps have enough of one, and limits on addresses are seldom lower
 IDLE_SECONDS = 5.0
 
 
@@ -91,7 +91,7 @@ class _Arena:
 
     def reserve(self, size: int) -> bool:
         """Map another range with at least `size` free bytes; return False where the system refuses."""
-        n_pages = -(-max(size, RANGE) // mmap.PAGESIZE) + 1
+        n_pages = -(-max(size, RANGE_BYTES) // mmap.PAGESIZE) + 1
         try:
             memory = mmap.mmap(-1, n_pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (AttributeError, OSError):  # on Windows; a limit on addresses
@@ -160,7 +160,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     # tracemalloc cannot see into a range, and a forked process may inherit the lock held
-    if size < LEAST or tracemalloc.is_tracing() or not _arena.lock.acquire(blocking=False):
+    if size < MIN_BYTES or tracemalloc.is_tracing() or not _arena.lock.acquire(blocking=False):
         return np.empty(shape, dtype)
     try:
         lease = _arena.take(-(-size // ALIGNMENT) * ALIGNMENT)

@@ -52,7 +52,7 @@ def tune_host() -> Tuning:
 # Cache: valid for the life of the process: a forked process inherits what was tuned.
 @cache
 def _tune() -> Tuning:
-    return Tuning(_keep_memory(), threads.hold_blas())
+    return Tuning(_keep_memory(), threads.limit_blas_until_exit())
 
 
 # -------------------------------------------------------------------- memory
@@ -73,11 +73,11 @@ def _keep_memory() -> bool:
     m_mmap_max = -4
     kept = libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, -1)
     if kept:
-        _ask_for_huge_pages(libc)
+        _reserve_huge_pages(libc)
     return bool(kept)
 
 
-def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:
+def _reserve_huge_pages(libc: ctypes.CDLL) -> None:
     """Addresses alone are taken here, no memory: half as many as the machine has, marked, and given back to malloc."""
     madv_hugepage = 14
     page = 4096

@@ -36,9 +36,9 @@ INSTRUCTION_SETS = (
     InstructionSet(("avx2",), 8, 16, 4, 3),
     InstructionSet(("neon", "asimd"), 4, 32, 4, 4),
 )
-ANY = InstructionSet((), 4, 16, 4, 2)  # SSE2, and what is not known
+BASELINE = InstructionSet((), 4, 16, 4, 2)  # SSE2, and what is not known
 
 
-def widest(features: Collection[str]) -> InstructionSet:
+def widest_instruction_set(features: Collection[str]) -> InstructionSet:
     """Return the instruction set of a processor with these features."""
-    return next((row for row in INSTRUCTION_SETS if any(name in features for name in row.names)), ANY)
+    return next((row for row in INSTRUCTION_SETS if any(name in features for name in row.names)), BASELINE)

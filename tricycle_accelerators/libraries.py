@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 
-def shipped(distribution: str, name: str) -> Path | None:
+def find_distribution_file(distribution: str, name: str) -> Path | None:
     """Where an installed distribution has put the file whose name begins so; None where there is none.
 
     Raises:
@@ -19,7 +19,7 @@ def shipped(distribution: str, name: str) -> Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
-def find(title: str, distribution: str, name: str, extra: str) -> Path | str:
+def find_library(title: str, distribution: str, name: str, extra: str) -> Path | str:
     """Return where an installed distribution has put the library whose name begins so; else why it cannot be used.
 
     Args:
@@ -29,7 +29,7 @@ def find(title: str, distribution: str, name: str, extra: str) -> Path | str:
     if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
         return f"{title} is called on Linux on x86-64 alone, and this is {platform.system()} on {machine}"
     try:
-        path = shipped(distribution, name)
+        path = find_distribution_file(distribution, name)
     except metadata.PackageNotFoundError:
         return f"{title} is not installed ({extra})"
     return path or f"{distribution} holds no {name} (reinstall it: {extra})"

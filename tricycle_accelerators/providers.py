@@ -1,5 +1,6 @@
-"""Providers: packages of faster kernels. Each has a name, PROVIDER; `problem()` says why it cannot be used here, and
-`register(array)` offers its versions for a type of arrays.
+"""Select providers (packages of faster kernels), register their kernels, and decline arguments with a reason.
+
+A provider is a module with a name PROVIDER, a function `unavailable_reason()` and a function `register(array)`.
 
 The environment variable TRICYCLE_KERNELS selects providers by name ("numpy", "numba,numpy") or excludes some
 ("-onednn"); "plain" selects none of them.
@@ -22,7 +23,7 @@ VARIABLE = "TRICYCLE_KERNELS"
 NAMES = ("numba", "mkl", "onednn", "numpy", "cuda")
 
 
-def excluded(name: str) -> str | None:
+def exclusion_reason(name: str) -> str | None:
     """Return why TRICYCLE_KERNELS keeps a provider from being asked; None where it does not.
 
     Raises:
@@ -37,14 +38,14 @@ def excluded(name: str) -> str | None:
     return f"excluded by {VARIABLE}={said}" if f"-{name}" in words or (selected and name not in selected) else None
 
 
-def offer(array: type, *versions: tuple[ModuleType, Sequence[Kernel[..., Any]]]) -> None:
+def register_kernels(array: type, *versions: tuple[ModuleType, Sequence[Kernel[..., Any]]]) -> None:
     """Register the functions of modules that have the names of these kernels, for a type of arrays."""
     for module, kernels in versions:
         for kernel in kernels:
             kernel.register(array)(getattr(module, kernel.reference.__name__))
 
 
-def unless(decline_reason: Callable[..., str | None]) -> Callable[[Run], Run]:
+def decline_when(decline_reason: Callable[..., str | None]) -> Callable[[Run], Run]:
     """Make a version of a kernel decline the arguments for which `decline_reason` gives a reason.
 
     `decline_reason` takes the kernel's arguments, reads shapes, dtypes and layouts, and computes nothing;

@@ -25,7 +25,7 @@ def register_cupy(array: type) -> None:
 
 
 def _register(provider: ModuleType, array: type) -> None:
-    problem = provider.problem()
+    problem = provider.unavailable_reason()
     if problem is None:
         UNAVAILABLE.pop(provider.PROVIDER, None)
         provider.register(array)

@@ -42,7 +42,7 @@ def blas_libraries() -> tuple[Any, ...]:
     return tuple(library for library in ThreadpoolController().lib_controllers if library.user_api == "blas")
 
 
-def threads_asked_for() -> int | None:
+def requested_threads() -> int | None:
     """TRICYCLE_NUM_THREADS, or None where it is not set.
 
     Raises:
@@ -79,7 +79,7 @@ def n_threads() -> int:
     return _n_threads
 
 
-def forget_n_threads() -> None:
+def reset_n_threads() -> None:
     """Ask again at the next call, for the environment variables have changed."""
     global _n_threads
     _n_threads = None
@@ -87,7 +87,7 @@ def forget_n_threads() -> None:
 
 def _count_threads() -> tuple[int, bool]:
     """Return how many threads share the work now, and whether that will stay so."""
-    asked_for = threads_asked_for()
+    asked_for = requested_threads()
     if asked_for is not None:
         return asked_for, True
     if not blas_libraries():
@@ -95,7 +95,7 @@ def _count_threads() -> tuple[int, bool]:
     omp = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if omp.isdecimal() and int(omp) > 0:
         return int(omp), True
-    most = max(blas_hold.usual_threads(library) for library in blas_libraries())
+    most = max(blas_limit.unlimited_threads(library) for library in blas_libraries())
     return most, most >= _most_blas_threads()
 
 
@@ -111,7 +111,7 @@ def _n_processors() -> int:
 
 
 # -------------------------------------------------------------------- what a thread knows of itself
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """Of the thread that reads it.
 
     Attributes:
@@ -121,17 +121,17 @@ class _Here(threading.local):
     """
 
     def __init__(self) -> None:
-        self.at_work = False
+        self.in_worker = False
         self.n_holds = 0
         self.usual: list[tuple[Any, int]] = []
 
 
-_here = _Here()
+_thread_state = _ThreadState()
 
 
-def inside_work() -> bool:
+def in_worker() -> bool:
     """Whether this thread is at work for a call of `parallel`, so that another call would do all its work itself."""
-    return _here.at_work
+    return _thread_state.in_worker
 
 
 # -------------------------------------------------------------------- BLAS
@@ -147,7 +147,7 @@ def set_blas_threads(library: Any, number: int) -> None:
     forget(force=True)
 
 
-def _limit(of_each_thread: bool) -> list[tuple[Any, int]]:
+def _limit_blas_threads(of_each_thread: bool) -> list[tuple[Any, int]]:
     """Set some of the libraries to one thread.
 
     Args:
@@ -165,60 +165,60 @@ def _limit(of_each_thread: bool) -> list[tuple[Any, int]]:
     return usual
 
 
-def _restore(usual: list[tuple[Any, int]]) -> None:
+def _restore_blas_threads(usual: list[tuple[Any, int]]) -> None:
     for library, number in usual:
         set_blas_threads(library, number)
     usual.clear()
 
 
-class _BlasHold:
+class _BlasLimit:
     """Holds BLAS to one thread while anybody asks for that, for its number of threads may belong to the process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.n_holders = 0
         self.usual: list[tuple[Any, int]] = []
-        self.for_good = False
+        self.is_permanent = False
 
-    def enter(self) -> None:
+    def acquire_limit(self) -> None:
         with self.lock:
             if self.n_holders == 0:
-                self.usual = _limit(of_each_thread=False)
+                self.usual = _limit_blas_threads(of_each_thread=False)
             self.n_holders += 1
-        if _here.n_holds == 0:
-            _here.usual = _limit(of_each_thread=True)
-        _here.n_holds += 1
+        if _thread_state.n_holds == 0:
+            _thread_state.usual = _limit_blas_threads(of_each_thread=True)
+        _thread_state.n_holds += 1
 
-    def leave(self) -> None:
+    def release_limit(self) -> None:
         with self.lock:
             self.n_holders -= 1
             if self.n_holders == 0:
-                _restore(self.usual)
-        _here.n_holds -= 1
-        if _here.n_holds == 0:
-            _restore(_here.usual)
+                _restore_blas_threads(self.usual)
+        _thread_state.n_holds -= 1
+        if _thread_state.n_holds == 0:
+            _restore_blas_threads(_thread_state.usual)
 
-    def usual_threads(self, library: Any) -> int:
+    def unlimited_threads(self, library: Any) -> int:
         """Return how many threads a library has where nobody holds it."""
         with self.lock:
-            held = {id(other): number for other, number in [*self.usual, *_here.usual]}
+            held = {id(other): number for other, number in [*self.usual, *_thread_state.usual]}
             return held.get(id(library)) or int(library.num_threads)
 
     def forget_other_threads(self) -> None:
         """In a forked process, where only the thread that forked lives on."""
         self.lock = threading.Lock()
-        if self.for_good:  # whichever thread has asked for that
-            self.n_holders = 1 + max(0, _here.n_holds - 1)
+        if self.is_permanent:  # whichever thread has asked for that
+            self.n_holders = 1 + max(0, _thread_state.n_holds - 1)
             return
-        if self.n_holders and not _here.n_holds:
-            _restore(self.usual)
-        self.n_holders = _here.n_holds
+        if self.n_holders and not _thread_state.n_holds:
+            _restore_blas_threads(self.usual)
+        self.n_holders = _thread_state.n_holds
 
 
-blas_hold = _BlasHold()
+blas_limit = _BlasLimit()
 
 
-def hold_blas() -> bool:
+def limit_blas_until_exit() -> bool:
     """Hold BLAS to one thread until the process ends, so that nobody need do it again and again. For programs.
 
     Returns:
@@ -228,30 +228,30 @@ def hold_blas() -> bool:
     of_each_thread = any(getattr(library, "threading_layer", "") == "openmp" for library in libraries)
     if not libraries or of_each_thread:
         return False
-    blas_hold.enter()
-    blas_hold.for_good = True
+    blas_limit.acquire_limit()
+    blas_limit.is_permanent = True
     return True
 
 
 @contextmanager
-def one_blas_thread() -> Iterator[None]:
+def single_blas_thread() -> Iterator[None]:
     """Within this block BLAS computes in one thread, so that what it gives does not depend on other threads' work.
 
     Costs some microseconds. Inside `parallel` it is so anyway.
     """
-    if inside_work() or blas_hold.for_good:
+    if in_worker() or blas_limit.is_permanent:
         yield
         return
-    _watch_forks()
-    blas_hold.enter()
+    _register_fork_hook()
+    blas_limit.acquire_limit()
     try:
         yield
     finally:
-        blas_hold.leave()
+        blas_limit.release_limit()
 
 
 # -------------------------------------------------------------------- helper threads
-def _nothing() -> None:
+def _no_work() -> None:
     pass
 
 
@@ -259,7 +259,7 @@ class _Helper:
     """A thread that waits for work. Two bare locks hand it over faster than a queue does."""
 
     def __init__(self) -> None:
-        self.work: Callable[[], None] = _nothing
+        self.work: Callable[[], None] = _no_work
         self.error: BaseException | None = None
         self.finished = True
         self.start = threading.Lock()
@@ -269,15 +269,15 @@ class _Helper:
         self.thread.start()
 
     def _run(self) -> None:
-        _here.at_work = True
-        _limit(of_each_thread=True)
+        _thread_state.in_worker = True
+        _limit_blas_threads(of_each_thread=True)
         while True:
             self.start.acquire()
             try:
                 self.work()
             except BaseException as error:
                 self.error = error
-            self.work = _nothing  # or a model's arrays would live on here
+            self.work = _no_work  # or a model's arrays would live on here
             self.finished = True
             self.done.release()
 
@@ -316,7 +316,7 @@ def _helpers() -> list[_Helper]:
 
     The caller holds `turn`.
     """
-    _watch_forks()
+    _register_fork_hook()
     n_helpers = n_threads() - 1
     while len(_started) < n_helpers:
         _started.append(_Helper())
@@ -326,21 +326,21 @@ def _helpers() -> list[_Helper]:
 _stop_serving: Callable[[bool], None] | None = None
 
 
-def begin_serving(serve: Callable[[int], None], stop: Callable[[bool], None]) -> None:
+def start_serving(serve: Callable[[int], None], stop: Callable[[bool], None]) -> None:
     """Have helpers that are free call `serve` with their numbers, from 1 on, until soon after `stop(True)`.
 
     It is called when other work comes. The caller holds `turn`.
     """
     global _stop_serving
     if _stop_serving != stop:
-        _end_serving()
+        _stop_serving_helpers()
         _stop_serving = stop
     for number, helper in enumerate(_helpers(), 1):
         if helper.finished:
             helper.begin(partial(serve, number))
 
 
-def _end_serving() -> None:
+def _stop_serving_helpers() -> None:
     """Make all helpers free."""
     if _stop_serving is None or all(helper.finished for helper in _started):
         return
@@ -353,26 +353,26 @@ def _end_serving() -> None:
 
 # Cache: valid for the life of the process: registered once; a forked process inherits that.
 @cache
-def _watch_forks() -> None:
+def _register_fork_hook() -> None:
     if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(after_in_child=_after_fork)
 
 
 def _after_fork() -> None:
     """Threads do not live on in a forked process, and locks that they held would stay so."""
-    global turn
-    turn = threading.Lock()
-    blas_hold.forget_other_threads()
+    global pool_lock
+    pool_lock = threading.Lock()
+    blas_limit.forget_other_threads()
     for helper in _started:
         helper.abandon()
     _started.clear()
 
 
 # -------------------------------------------------------------------- sharing work
-turn = threading.Lock()  # the helpers work for one caller at a time
+pool_lock = threading.Lock()  # the helpers work for one caller at a time
 
 
-def parallel(work: Callable[[Any], None], items: Iterable[Any]) -> None:
+def parallel_for(work: Callable[[Any], None], items: Iterable[Any]) -> None:
     """Call `work` for each item, in several threads, each with one thread of BLAS.
 
     Each call must write where no other does. Called from inside `work` it does all the work itself. While another
@@ -382,28 +382,28 @@ def parallel(work: Callable[[Any], None], items: Iterable[Any]) -> None:
         whatever `work` raises, after all threads have stopped.
     """
     items = list(items)
-    if inside_work():
+    if in_worker():
         for item in items:
             work(item)
         return
-    with one_blas_thread():
-        _here.at_work = True
+    with single_blas_thread():
+        _thread_state.in_worker = True
         try:
-            _do(work, items)
+            _run_items(work, items)
         finally:
-            _here.at_work = False
+            _thread_state.in_worker = False
 
 
-def _do(work: Callable[[Any], None], items: list[Any]) -> None:
+def _run_items(work: Callable[[Any], None], items: list[Any]) -> None:
     if n_threads() == 1 or len(items) < 2:
         for item in items:
             work(item)
         return
-    with turn:
-        _share(work, items)
+    with pool_lock:
+        _run_shared(work, items)
 
 
-def _share(work: Callable[[Any], None], items: list[Any]) -> None:
+def _run_shared(work: Callable[[Any], None], items: list[Any]) -> None:
     """In this thread and the helpers, each of which takes the next item when it is done with one."""
     queue = iter(items)  # taking the next item of a list is one step that no other thread comes between
 
@@ -411,7 +411,7 @@ def _share(work: Callable[[Any], None], items: list[Any]) -> None:
         for item in queue:
             work(item)
 
-    _end_serving()
+    _stop_serving_helpers()
     helpers = _helpers()[: len(items) - 1]
     problems: list[BaseException] = []
     try:

@@ -229,7 +229,7 @@ def share_threads(processes: ProcessGroup) -> None:
     with contextlib.suppress(ModuleNotFoundError):
         from tricycle_accelerators import threads
 
-        threads.forget_n_threads()
+        threads.reset_n_threads()
     bound = n_sharing == 1 and len(own) < (os.cpu_count() or 1) // len(here)
     hint = " (limited by mpiexec's binding; --bind-to none or OMP_NUM_THREADS raises the limit)" if bound else ""
     print(f"{processes.size} ranks with {fewest} thread{'s' if fewest > 1 else ''} each{hint}")

@@ -23,8 +23,8 @@ from tricycle_accelerators import host, threads
 from tricycle_accelerators import processor as processor_facts
 from tricycle_accelerators.cuda import cudnn, gemm
 from tricycle_accelerators.onednn import library as onednn
-from tricycle_accelerators.processor import fields_of
-from tricycle_accelerators.providers import VARIABLE, excluded
+from tricycle_accelerators.processor import parse_cpuinfo
+from tricycle_accelerators.providers import VARIABLE, exclusion_reason
 from tricycle_cli import speed
 
 # Instruction sets that matter for speed, with their names in Linux's /proc/cpuinfo.
@@ -77,7 +77,7 @@ def describe_processor(cpuinfo: str) -> str:
     Args:
         cpuinfo: the text of Linux's /proc/cpuinfo; "" on other systems.
     """
-    fields = fields_of(cpuinfo)
+    fields = parse_cpuinfo(cpuinfo)
     name = fields.get("model name") or platform.processor() or platform.machine() or "unknown"
     flags = fields.get("flags", "").split()
     if flags:
@@ -158,14 +158,14 @@ def gpu_libraries() -> dict[str, str | None]:
     """Return the GPU libraries for matrix products and attention, each with its problem (None if it works)."""
     found: dict[str, str | None] = {}
     for module in (gemm, cudnn):
-        problem = module.problem()
-        found[problem or module.version()] = problem
+        problem = module.unavailable_reason()
+        found[problem or module.version_text()] = problem
     return found
 
 
 def speed_report() -> str:
     """Measure the rate of a matrix product, and the fraction of it that a training step reaches, in each precision."""
-    problem = onednn.problem()
+    problem = onednn.unavailable_reason()
     rates = [
         f"{found.product_rate / 1e9:,.0f} GFLOP/s in {found.precision} (training step: {found.fraction:.0%} of peak)"
         for found in speed.measure_precisions(speed.SMALL_GPT, seconds=0)
@@ -185,16 +185,18 @@ def advice(shown: list[str], problem: str | None) -> list[str]:
     cores, name = os.cpu_count() or 1, thread_variable()
     if name and threads.n_threads() < cores:
         found.append(f"unset {name}: {threads.n_threads()} of {cores} logical cores are in use")
-    names = [name for name in ("numba", "onednn", "numpy") if excluded(name) and installed(PACKAGES.get(name, name))]
+    names = [
+        name for name in ("numba", "onednn", "numpy") if exclusion_reason(name) and installed(PACKAGES.get(name, name))
+    ]
     if names:
         found.append(f"unset {VARIABLE}={os.environ[VARIABLE]}: it excludes {', '.join(names)}")
     if not installed("threadpoolctl"):
         found.append("pip install threadpoolctl: Tricycle can then divide matrix products among the cores")
     if not installed("numba"):
         found.append("pip install 'tricycle-gpt[fast]': Numba compiles the kernels besides matrix products")
-    elif onednn.EXTRA in (onednn.problem() or "") and processor_facts.computes_bfloat16():
+    elif onednn.EXTRA in (onednn.unavailable_reason() or "") and processor_facts.has_fast_bfloat16():
         found.append(f"{onednn.EXTRA}: this processor has instructions for bfloat16 matrix products")
-    if float32_products.EXTRA in (float32_products.problem() or ""):
+    if float32_products.EXTRA in (float32_products.unavailable_reason() or ""):
         found.append("pip install 'tricycle-gpt[mkl]': MKL has the fastest matrix products on this processor (220 MB)")
     if shown and problem:
         found.append(f"use {', '.join(shown)}: {problem}")

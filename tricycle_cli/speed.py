@@ -239,7 +239,7 @@ def measure_precisions(config: GPTConfig, n: int = PRODUCT_SIZE, seconds: float 
         n: rows and columns of the large product's matrices.
         seconds: the time after which no further round starts; 0 for a quick measurement.
     """
-    precisions = ["float32"] + ["bfloat16"] * (onednn.problem() is None)
+    precisions = ["float32"] + ["bfloat16"] * (onednn.unavailable_reason() is None)
     sides = []
     try:
         for precision in precisions:
@@ -253,7 +253,7 @@ def measure_precisions(config: GPTConfig, n: int = PRODUCT_SIZE, seconds: float 
 
 def report(speeds: Sequence[Speed], config: GPTConfig, n: int = PRODUCT_SIZE) -> str:
     """Format the measured speeds with the conditions of the measurement."""
-    problem, n_threads = onednn.problem(), threads.n_threads()
+    problem, n_threads = onednn.unavailable_reason(), threads.n_threads()
     size = f"width {config.embedding_dim}, {config.n_layers} layers, {config.context_window} tokens"
     lines = [
         f"CPU, {n_threads} thread{'s' * (n_threads > 1)}; medians of {N_ROUNDS} or more interleaved rounds",

@@ -380,10 +380,10 @@ class TrainTask(TextTask):
 
 def _is_yet_to_compile() -> bool:
     try:
-        from tricycle_accelerators.compiled import is_yet_to_compile
+        from tricycle_accelerators.compiled import needs_compilation
     except ModuleNotFoundError:
         return False
-    return is_yet_to_compile()
+    return needs_compilation()
 
 
 def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:

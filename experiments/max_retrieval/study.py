@@ -32,7 +32,7 @@ from tricycle.sequences.cross_attention import MultiHeadAttention
 from tricycle.softmaxes import AdaptiveSoftmax
 from tricycle.tensor import Tensor, no_grad
 from tricycle.training import train_on_batch
-from tricycle_accelerators.threads import parallel
+from tricycle_accelerators.threads import parallel_for
 from tricycle_lab.temperature import fit_adaptive_temperature
 
 N_CLASSES = 10
@@ -259,7 +259,7 @@ def per_example_errors_of_sets(
         found[i] = per_example_errors(model, batch, softmaxes)
         bar.update(size * n_items)
 
-    parallel(work, range(len(parts)))
+    parallel_for(work, range(len(parts)))
     return {key: np.concatenate([part[key] for part in found], axis=-1) for key in found[0]}
 
 

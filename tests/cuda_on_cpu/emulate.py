@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators.cuda.launch import FOLDER, KERNELS, Plan, expression, expressions, source
+from tricycle_accelerators.cuda.launch import FOLDER, KERNELS, LaunchPlan, read_source, template_name, template_names
 
 HERE = Path(__file__).parent
 FLAGS = "-std=c++17 -O1 -shared -fPIC -fno-strict-aliasing -ffp-contract=off -w".split()
@@ -31,7 +31,7 @@ def program(file: str) -> str:
 
     Dynamic shared memory, which has no name in C++, becomes a pointer to where the emulator keeps it.
     """
-    text = source(file, (HERE, FOLDER))
+    text = read_source(file, (HERE, FOLDER))
     text = re.sub(
         r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];",
         r"\1* const \2 = static_cast<\1*>(emulator::shared());",
@@ -39,7 +39,7 @@ def program(file: str) -> str:
     )
     cases = "".join(
         f"case {i}: return emulator::launch(&{name}, arguments, grid, block, n_shared, order);\n"
-        for i, name in enumerate(expressions(file))
+        for i, name in enumerate(template_names(file))
     )
     return f"""#include "emulator.h"
 {text}
@@ -77,20 +77,20 @@ class Emulator:
     def __init__(self, folder: Path) -> None:
         self.folder, self.order, self.launched = folder, 0, []
 
-    def launch(self, file: str, kernel: str, template: tuple[str, ...], plan: Plan, *arguments: Any) -> None:
+    def launch(self, file: str, kernel: str, template: tuple[str, ...], plan: LaunchPlan, *arguments: Any) -> None:
         if template not in KERNELS[file][kernel]:
-            raise ValueError(f"{file}.cu: no {expression(kernel, template)} in the table")
+            raise ValueError(f"{file}.cu: no {template_name(kernel, template)} in the table")
         plan.check()
         self.launched.append((kernel, template))
         held = [_held(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(each) for each in held))
         grid, block = ((ctypes.c_uint * 2)(*pair) for pair in (plan.grid, plan.block))
-        which = expressions(file).index(expression(kernel, template))
+        which = template_names(file).index(template_name(kernel, template))
         error = library(file, self.folder).run(
             which, pointers, grid, block, ctypes.c_size_t(plan.shared), ctypes.c_int(self.order)
         )
         if error:
-            raise RuntimeError(f"{expression(kernel, template)} with {plan}: {error.decode()}")
+            raise RuntimeError(f"{template_name(kernel, template)} with {plan}: {error.decode()}")
 
 
 def _held(argument: Any) -> ctypes.Array:

@@ -17,20 +17,20 @@ from pathlib import Path
 from tricycle import kernels
 from tricycle.kernels import recurrent
 from tricycle.kernels.quantized import quantized_matmul
-from tricycle_accelerators import narrow_rows as narrow
+from tricycle_accelerators import split_precision as narrow
 from tricycle_accelerators.compiled import (
     attention,
     elementwise,
     losses,
-    matrices,
-    narrow_rows,
     normalisation,
     optimisers,
     recurrence,
+    split_precision,
     tables,
-    vectors,
+    tiled_matmul,
+    vector_matmul,
 )
-from tricycle_accelerators.providers import excluded, offer
+from tricycle_accelerators.providers import exclusion_reason, register_kernels
 
 PROVIDER = "numba"
 MISSING = "Numba is not installed (pip install 'tricycle-gpt[numba]')"
@@ -38,24 +38,24 @@ MISSING = "Numba is not installed (pip install 'tricycle-gpt[numba]')"
 
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
-def available() -> bool:
+def is_available() -> bool:
     """Whether Numba is installed, and selected."""
-    return problem() is None
+    return unavailable_reason() is None
 
 
-def problem() -> str | None:
+def unavailable_reason() -> str | None:
     """Why what Numba compiles cannot be used here; None when it can."""
-    why = excluded(PROVIDER)
+    why = exclusion_reason(PROVIDER)
     try:
         return why or (None if find_spec("numba") else MISSING)
     except ImportError:
         return MISSING
 
 
-def is_yet_to_compile() -> bool:
+def needs_compilation() -> bool:
     """Whether nothing was compiled beside these files so far, though Numba is installed and there is a place for it."""
     here = Path(__file__).parent
-    return available() and os.access(here, os.W_OK) and not any(here.glob("__pycache__/training_loops.*.nbi"))
+    return is_available() and os.access(here, os.W_OK) and not any(here.glob("__pycache__/training_loops.*.nbi"))
 
 
 def register(array: type) -> None:
@@ -63,12 +63,12 @@ def register(array: type) -> None:
     k, r = kernels, recurrent
     activated = (k.gelu, k.gelu_with_derivative, k.gelu_backward, k.swiglu, k.swiglu_backward)
     layers = (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)
-    offer(
+    register_kernels(
         array,
         (attention, (k.attention, k.attention_backward)),
-        (vectors, (k.matmul, quantized_matmul)),
-        (narrow_rows, (narrow.product_by_int8, narrow.product_by_bfloat16)),
-        (matrices, [k.matmul]),
+        (vector_matmul, (k.matmul, quantized_matmul)),
+        (split_precision, (narrow.int8_split_matmul, narrow.bfloat16_split_matmul)),
+        (tiled_matmul, [k.matmul]),
         (elementwise, (*activated, k.sum_rows, k.sum_squares, k.apply_rope)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (recurrence, (r.prepare_matrix, r.run_batch_parallel, r.project, *layers)),

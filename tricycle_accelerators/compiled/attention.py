@@ -10,17 +10,17 @@ from tricycle.kernels import FEW_ROWS, ScoreOptions
 from tricycle.kernels.dispatch import is_16_bit, upcast
 from tricycle.kernels.ranges import queries_with_keys
 from tricycle_accelerators import buffers, threads
-from tricycle_accelerators.attention_blocks import Group, heads_first, make_groups
+from tricycle_accelerators.attention_blocks import HeadGroup, head_major, make_head_groups
 from tricycle_accelerators.compiled.elementwise import FLOAT32
-from tricycle_accelerators.compiled.loaded import load
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators.compiled.loader import load_loops
+from tricycle_accelerators.providers import decline_when
 
 LEAST_QUERIES = 16
 MASK_OR_CAP = "a mask or a soft-cap"
 MANY_SCORES = 2**19  # of a query: more are shared by threads
 
 
-def _why_not_many(
+def _many_decline_reason(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, mask: np.ndarray | None
 ) -> str | None:
     """Return why this is not our business: enough queries that each see a key, one dtype, and a scale above 0."""
@@ -38,7 +38,7 @@ def _why_not_many(
     return None
 
 
-def _why_not_few(
+def _few_decline_reason(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, mask: np.ndarray | None, dtype: Any
 ) -> str | None:
     """Return why these are not the queries of the last tokens, and the keys and values of a cache, each contiguous.
@@ -73,11 +73,11 @@ def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: Scor
     keys, values = k[0], v[0]
     out = np.empty(q.shape, np.float32)
     logsumexp = np.empty((1, q.shape[2], n_queries), np.float32)
-    attend = load("loops").attend
+    attend = load_loops("loops").decode_attention
     narrow: tuple[bool, ...] = ()
     if keys.dtype != FLOAT32:
         narrow = (keys.dtype != np.float16,)
-        attend = load("loops").attend_16
+        attend = load_loops("loops").decode_attention_16_bit
         keys, values = keys.view(np.uint16), values.view(np.uint16)
     scale, offset, window, _ = score_options
     for t in range(n_queries):
@@ -109,7 +109,7 @@ def _settings(score_options: ScoreOptions, n_queries: int, n_keys: int) -> tuple
     return score_options.scale, score_options.offset, window if window < n_queries + score_options.offset else 0
 
 
-def _why_not_attention(
+def _attention_decline_reason(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
@@ -119,12 +119,12 @@ def _why_not_attention(
     dtype: Any = None,
 ) -> str | None:
     if q.shape[1] > FEW_ROWS:
-        return _why_not_many(q, k, v, score_options, mask)
-    why = _why_not_few(q, k, v, score_options, mask, dtype)
-    return why if why is None or q.shape[1] < LEAST_QUERIES else _why_not_many(q, k, v, score_options, mask)
+        return _many_decline_reason(q, k, v, score_options, mask)
+    why = _few_decline_reason(q, k, v, score_options, mask, dtype)
+    return why if why is None or q.shape[1] < LEAST_QUERIES else _many_decline_reason(q, k, v, score_options, mask)
 
 
-@unless(_why_not_attention)
+@decline_when(_attention_decline_reason)
 def attention(
     q: np.ndarray,
     k: np.ndarray,
@@ -135,7 +135,9 @@ def attention(
     dtype: Any = None,
 ) -> Any:
     n_queries = q.shape[1]
-    if n_queries < LEAST_QUERIES or (n_queries <= FEW_ROWS and not _why_not_few(q, k, v, score_options, mask, dtype)):
+    if n_queries < LEAST_QUERIES or (
+        n_queries <= FEW_ROWS and not _few_decline_reason(q, k, v, score_options, mask, dtype)
+    ):
         return _attend_few(q, k, v, score_options, off_by_one)
     dtype = dtype or q.dtype
     narrow = q.dtype.name == "bfloat16"
@@ -144,31 +146,31 @@ def attention(
     logsumexp = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32)
     totals = np.empty_like(logsumexp)
     settings = _settings(score_options, q.shape[1], k.shape[1])
-    groups, _ = make_groups(q, k)
+    groups, _ = make_head_groups(q, k)
     q, k, v = _prepared((q, k, v), narrow)
     (means,) = _prepared((out,), narrow_results)
-    attend = load("attention_loops").attend(narrow, narrow_results)
+    attend = load_loops("attention_loops").compile_attention(narrow, narrow_results)
 
-    def work(group: Group) -> None:
+    def work(group: HeadGroup) -> None:
         item, heads, key_heads = group
         attend(
-            heads_first(q, item, heads),
-            heads_first(k, item, key_heads),
-            heads_first(v, item, key_heads),
+            head_major(q, item, heads),
+            head_major(k, item, key_heads),
+            head_major(v, item, key_heads),
             *settings,
             off_by_one,
-            heads_first(means, item, heads),
+            head_major(means, item, heads),
             logsumexp[item, heads],
             totals[item, heads],
         )
 
-    threads.parallel(work, groups)
+    threads.parallel_for(work, groups)
     with np.errstate(all="ignore"):  # of infinity and NaN, which come from outside
         logsumexp += np.log(totals, out=totals)
     return out.astype(dtype, copy=False), logsumexp
 
 
-def _why_not_attention_backward(
+def _attention_backward_decline_reason(
     grad: np.ndarray,
     q: np.ndarray,
     k: np.ndarray,
@@ -183,7 +185,7 @@ def _why_not_attention_backward(
 ) -> str | None:
     if logsumexp.dtype != np.float32:
         return f"logs of sums of float32, got {logsumexp.dtype}"
-    why = _why_not_many(q, k, v, score_options, mask)
+    why = _many_decline_reason(q, k, v, score_options, mask)
     if why is not None:
         return why
     dtype = dk.dtype
@@ -194,7 +196,7 @@ def _why_not_attention_backward(
     return None if _behave(dq, dk, dv) else "places for gradients in one piece, aligned and not read-only"
 
 
-@unless(_why_not_attention_backward)
+@decline_when(_attention_backward_decline_reason)
 def attention_backward(
     grad: np.ndarray,
     q: np.ndarray,
@@ -212,46 +214,46 @@ def attention_backward(
     narrow = q.dtype.name == "bfloat16"
     narrow_results = narrow and dtype == q.dtype
     settings = _settings(score_options, q.shape[1], k.shape[1])
-    groups, in_parts = make_groups(q, k)
+    groups, in_parts = make_head_groups(q, k)
     sums: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of groups, for keys and values
     q, k, v = _prepared((q, k, v), narrow)
     grad, out, dq, dk, dv = _prepared((grad, out, dq, dk, dv), narrow_results)
     (logsumexp,) = _prepared((logsumexp,), False)
-    attend_back = load("attention_loops").attend_back(narrow, narrow_results)
+    attend_back = load_loops("attention_loops").compile_attention_backward(narrow, narrow_results)
 
     def work(i: int) -> None:
         item, heads, key_heads = groups[i]
-        keys, values = heads_first(k, item, key_heads), heads_first(v, item, key_heads)
+        keys, values = head_major(k, item, key_heads), head_major(v, item, key_heads)
         if in_parts:
             new_keys, new_values = np.empty(keys.shape, dk.dtype), np.empty(values.shape, dk.dtype)
             sums[i] = new_keys, new_values
         else:
-            new_keys, new_values = heads_first(dk, item, key_heads), heads_first(dv, item, key_heads)
+            new_keys, new_values = head_major(dk, item, key_heads), head_major(dv, item, key_heads)
         attend_back(
-            heads_first(grad, item, heads),
-            heads_first(q, item, heads),
+            head_major(grad, item, heads),
+            head_major(q, item, heads),
             keys,
             values,
-            heads_first(out, item, heads),
+            head_major(out, item, heads),
             logsumexp[item, heads],
             *settings,
-            heads_first(dq, item, heads),
+            head_major(dq, item, heads),
             new_keys,
             new_values,
         )
 
-    threads.parallel(work, range(len(groups)))
+    threads.parallel_for(work, range(len(groups)))
     if in_parts:
         _add_parts(groups, sums, dk.view(dtype), dv.view(dtype))
     return None
 
 
 def _add_parts(
-    groups: list[Group], sums: dict[int, tuple[np.ndarray, np.ndarray]], dk: np.ndarray, dv: np.ndarray
+    groups: list[HeadGroup], sums: dict[int, tuple[np.ndarray, np.ndarray]], dk: np.ndarray, dv: np.ndarray
 ) -> None:
     """What several groups give to one key head, in their order, so that every run gives the same sums."""
     for place, which in ((dk, 0), (dv, 1)):
         total = np.zeros(place.shape, np.float32)
         for i, group in enumerate(groups):
-            heads_first(total, group.item, group.key_heads)[...] += upcast(sums[i][which].view(place.dtype))
+            head_major(total, group.item, group.key_heads)[...] += upcast(sums[i][which].view(place.dtype))
         place[...] = total

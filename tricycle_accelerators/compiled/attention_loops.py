@@ -27,39 +27,39 @@ from tricycle_accelerators.compiled.jit import (
     ONE,
     OPTIONS,
     ZERO,
-    at,
-    compiled,
-    exp_to_zero,
+    compile_loop,
+    contiguous_row,
+    convert_for,
+    exp_underflowing_to_zero,
     intrinsic,
-    number_of,
-    rounded_for,
+    to_float32,
 )
 from tricycle_accelerators.compiled.registers import INDEX, VECTOR, load
 from tricycle_accelerators.compiled.tiles import (
     LANES,
-    as_left,
-    as_right,
-    as_right_turned,
-    fetch,
+    aligned_zeros,
+    left_elements,
+    left_operand,
+    left_to_right,
     multiply,
-    n_steps,
-    narrowed_like,
-    numbers_of,
-    operands_of,
-    right_again,
-    room,
-    turned_like,
-    whole_registers,
+    n_inner_steps,
+    operand_prototype,
+    pack_left,
+    pack_right,
+    pack_right_transposed,
+    prefetch_rows,
+    round_up_to_lanes,
+    transposed_left_operand,
 )
 
 QUERIES, KEYS = 64, 64  # of a block
-TURN = 4 * QUERIES  # these meet each block of keys, values and their gradients together: it comes from afar once
+QUERY_BATCH = 4 * QUERIES  # these meet each block of keys, values and their gradients together: it comes from afar once
 GROUP = 16  # queries, or keys, that are multiplied at a time where not all of a block is seen
 LOWEST = np.float32(-3e38)  # below all scores but minus infinity, which is as far below this
 
 
 @numba.njit(inline="always")
-def _keys_seen(first: int, n_queries: int, n_keys: int, last: int, window: int) -> tuple[int, int]:
+def _visible_key_range(first: int, n_queries: int, n_keys: int, last: int, window: int) -> tuple[int, int]:
     """The first block of keys that any of these queries sees, and the key after the last."""
     stop = min(n_keys, first + n_queries + last)
     start = max(0, first + last + 1 - window) // KEYS if window else 0
@@ -67,94 +67,94 @@ def _keys_seen(first: int, n_queries: int, n_keys: int, last: int, window: int) 
 
 
 @numba.njit(inline="always")
-def whole_blocks(n_keys: int) -> int:
+def n_key_blocks(n_keys: int) -> int:
     return (n_keys + KEYS - 1) // KEYS
 
 
 @numba.njit(**OPTIONS)
-def _meetings(queries: slice, n_keys: int, last: int, window: int):  # type: ignore[no-untyped-def]
+def _visible_block_pairs(queries: slice, n_keys: int, last: int, window: int):  # type: ignore[no-untyped-def]
     """Yield each block of keys with each block of these queries that sees any of it.
 
     Numbers of the former, places of the latter among these queries, and shape and ends of both.
     """
-    start, stop = _keys_seen(queries.start, queries.stop - queries.start, n_keys, last, window)
-    for block in range(start, whole_blocks(stop)):
+    start, stop = _visible_key_range(queries.start, queries.stop - queries.start, n_keys, last, window)
+    for block in range(start, n_key_blocks(stop)):
         place = block * KEYS
         for first in range(queries.start, queries.stop, QUERIES):
             n = min(QUERIES, queries.stop - first)
-            start, stop = _keys_seen(first, n, n_keys, last, window)
-            if start <= block < whole_blocks(stop):
+            start, stop = _visible_key_range(first, n, n_keys, last, window)
+            if start <= block < n_key_blocks(stop):
                 here = slice(first - queries.start, first - queries.start + QUERIES)
                 yield block, here, (n, min(KEYS, stop - place)), (first + last + 1 - place, window)
 
 
 @numba.njit(**OPTIONS)
-def scratch_for(n_inner: int, like: np.ndarray) -> np.ndarray:
+def transposition_scratch(n_inner: int, like: np.ndarray) -> np.ndarray:
     """What `as_right_turned` needs for so many steps."""
-    return room(LANES, whole_registers(n_inner), like)
+    return aligned_zeros(LANES, round_up_to_lanes(n_inner), like)
 
 
 @numba.njit(inline="always")
-def block_of(operands: np.ndarray, block: int, scratch: np.ndarray) -> np.ndarray:
+def key_block(operands: np.ndarray, block: int, scratch: np.ndarray) -> np.ndarray:
     """One of the blocks that `_by_blocks` has written."""
     n_steps = scratch.shape[1]
     return operands[block * n_steps : (block + 1) * n_steps]
 
 
 @numba.njit(**OPTIONS)
-def _fetch_head(x: np.ndarray, h: int, rows: slice) -> None:
+def _prefetch_head(x: np.ndarray, h: int, rows: slice) -> None:
     """Ask for some rows of (H, T, D) while others are worked on: those of a head lie far apart. Of no head: nothing."""
     if h < len(x):
-        fetch(x[h, rows])
+        prefetch_rows(x[h, rows])
 
 
 @numba.njit(**OPTIONS)
-def _fetch_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray, h: int, rows: slice) -> None:
+def _prefetch_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray, h: int, rows: slice) -> None:
     """The same of a head of queries and of those of keys and values that it uses."""
     key_head = h // (len(q) // len(k))
-    _fetch_head(q, h, rows)
-    _fetch_head(k, key_head, rows)
-    _fetch_head(v, key_head, rows)
+    _prefetch_head(q, h, rows)
+    _prefetch_head(k, key_head, rows)
+    _prefetch_head(v, key_head, rows)
 
 
 @numba.njit(**OPTIONS)
-def _by_blocks(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
+def _pack_key_blocks(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
     """Write the right operands of x^T for rows x (S, D), one for each block of keys, one below the other."""
     n_steps = scratch.shape[1]
     for start in range(0, len(x), KEYS):
         first = start // KEYS * n_steps
-        as_right_turned(x[start : start + KEYS], scratch, out[first : first + n_steps])
+        pack_right_transposed(x[start : start + KEYS], scratch, out[first : first + n_steps])
 
 
 # -------------------------------------------------------------------- what is seen of a block
 # shape: how many queries and keys a block has. ends: the key after the last that its first query sees; the window or 0.
 @numba.njit(inline="always")
-def _n_seen(t: int, n_keys: int, end: int) -> int:
+def _n_visible(t: int, n_keys: int, end: int) -> int:
     """How many of a block's keys come before the last that a query sees."""
     return max(0, min(n_keys, end + t))
 
 
 @numba.njit(inline="always")
-def _all_seen(shape: tuple[int, int], ends: tuple[int, int]) -> bool:
+def _all_visible(shape: tuple[int, int], ends: tuple[int, int]) -> bool:
     """Whether every query sees KEYS keys."""
     (n_queries, n_keys), (end, window) = shape, ends
     return n_keys == KEYS and end >= KEYS and (window == 0 or end + n_queries - 1 <= window)
 
 
 @numba.njit(inline="always")
-def _at_once(n: int, shape: tuple[int, int], ends: tuple[int, int]) -> int:
+def _rows_per_call(n: int, shape: tuple[int, int], ends: tuple[int, int]) -> int:
     """How many of n queries, or keys, are multiplied at a time."""
-    return (n + GROUP - 1) // GROUP * GROUP if _all_seen(shape, ends) else GROUP
+    return (n + GROUP - 1) // GROUP * GROUP if _all_visible(shape, ends) else GROUP
 
 
 @numba.njit(**OPTIONS)
-def _multiply_seen(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
+def _multiply_visible(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
     """Write products of queries and keys, or of gradients and values, into `out` (QUERIES, KEYS)."""
     n_queries, n_keys = shape
-    step = _at_once(n_queries, shape, ends)
+    step = _rows_per_call(n_queries, shape, ends)
     for first in range(0, n_queries, step):
         rows = slice(first, first + step)
-        columns = whole_registers(_n_seen(first + step - 1, n_keys, ends[0]))
+        columns = round_up_to_lanes(_n_visible(first + step - 1, n_keys, ends[0]))
         if columns:
             multiply(left[rows], right[:, :columns], out[rows, :columns], False)
 
@@ -163,10 +163,10 @@ def _multiply_seen(left, right, out, shape, ends):  # type: ignore[no-untyped-de
 def _add_by_queries(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
     """Add products of weights, or of their slopes, and of rows of keys to `out` (QUERIES, N)."""
     n_queries, n_keys = shape
-    step = _at_once(n_queries, shape, ends)
+    step = _rows_per_call(n_queries, shape, ends)
     for first in range(0, n_queries, step):
         rows = slice(first, first + step)
-        n_inner = n_steps(_n_seen(first + step - 1, n_keys, ends[0]), left)
+        n_inner = n_inner_steps(_n_visible(first + step - 1, n_keys, ends[0]), left)
         if n_inner:
             multiply(left[rows], right[:n_inner], out[rows], True)
 
@@ -175,21 +175,21 @@ def _add_by_queries(left, right, out, shape, ends):  # type: ignore[no-untyped-d
 def _add_by_keys(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
     """Add products of transposed weights, or slopes, and of rows of queries to `out` (KEYS, N)."""
     n_queries, n_keys = shape
-    step = _at_once(n_keys, shape, ends)
+    step = _rows_per_call(n_keys, shape, ends)
     for first in range(0, n_keys, step):
         keys = slice(first, first + step)
         before = max(0, first + 1 - ends[0])  # queries that see none of these
-        some = slice(n_steps(before // 2 * 2, left), n_steps(n_queries, left))
+        some = slice(n_inner_steps(before // 2 * 2, left), n_inner_steps(n_queries, left))
         if some.start < some.stop:
             multiply(left[keys, some], right[some], out[keys], True)
 
 
 @numba.njit(**OPTIONS)
-def _hide(scores: np.ndarray, shape: tuple[int, int], ends: tuple[int, int], value: np.float32) -> None:
+def _mask_scores(scores: np.ndarray, shape: tuple[int, int], ends: tuple[int, int], value: np.float32) -> None:
     """Write a value where a query does not see a key, or there is none."""
     (n_queries, n_keys), (end, window) = shape, ends
     for t in range(n_queries):
-        row, stop = scores[t], _n_seen(t, n_keys, end)
+        row, stop = scores[t], _n_visible(t, n_keys, end)
         row[stop:] = value
         if window:
             row[: max(0, min(stop, end + t - window))] = value
@@ -225,24 +225,24 @@ def _exponentials(scores, weights, mixed, shifts, totals, scale, n_queries):  # 
         shifts, totals: (QUERIES,), the largest scores and the sums of exponentials so far.
     """
     for t in range(n_queries):
-        row, new = at(scores, t), at(weights, t)
+        row, new = contiguous_row(scores, t), contiguous_row(weights, t)
         largest = _largest(scores.ctypes.data + t * scores.strides[0])
         if largest > shifts[t]:
-            share = exp_to_zero(scale * (shifts[t] - largest))
+            share = exp_underflowing_to_zero(scale * (shifts[t] - largest))
             totals[t] *= share
-            sums = at(mixed, t)
+            sums = contiguous_row(mixed, t)
             for e in range(len(sums)):
                 sums[e] *= share
             shifts[t] = largest
         shift, total = shifts[t], ZERO
         for s in range(KEYS):
-            weight = exp_to_zero(scale * (row[s] - shift))
-            new[s] = rounded_for(new, weight)
+            weight = exp_underflowing_to_zero(scale * (row[s] - shift))
+            new[s] = convert_for(new, weight)
             total += weight
         totals[t] += total
 
 
-def _attend(q, k, v, scale, last, window, off_by_one, out, shifts, totals):  # type: ignore[no-untyped-def]
+def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals):  # type: ignore[no-untyped-def]
     """Write the means of values (H, T, E); the shifts of their exponentials and the sums of these (H, T).
 
     Args:
@@ -250,41 +250,41 @@ def _attend(q, k, v, scale, last, window, off_by_one, out, shifts, totals):  # t
         scale: above 0.
         nothing: whether a row may attend to nothing: a sum begins with e^0.
     """
-    like = operands_of(q)
+    like = operand_prototype(q)
     n_heads, n_queries, size = q.shape
     n_key_heads, n_keys, value_size = v.shape
     n_sharing = n_heads // n_key_heads
-    turned = scratch_for(n_steps(size, like), like)
-    keys = room(whole_blocks(n_keys) * turned.shape[1], KEYS, like)
-    values = room(n_steps(n_keys, like), whole_registers(value_size), like)
-    n_inner = n_steps(size, like)
-    queries = room(TURN, n_inner, like)
-    scores = room(QUERIES, KEYS, shifts)
-    weights = room(QUERIES, n_steps(KEYS, like), like)
-    mixed = room(TURN, whole_registers(value_size), shifts)
-    highest, sums = np.empty(TURN, np.float32), np.empty(TURN, np.float32)
+    turned = transposition_scratch(n_inner_steps(size, like), like)
+    keys = aligned_zeros(n_key_blocks(n_keys) * turned.shape[1], KEYS, like)
+    values = aligned_zeros(n_inner_steps(n_keys, like), round_up_to_lanes(value_size), like)
+    n_inner = n_inner_steps(size, like)
+    queries = aligned_zeros(QUERY_BATCH, n_inner, like)
+    scores = aligned_zeros(QUERIES, KEYS, shifts)
+    weights = aligned_zeros(QUERIES, n_inner_steps(KEYS, like), like)
+    mixed = aligned_zeros(QUERY_BATCH, round_up_to_lanes(value_size), shifts)
+    highest, sums = np.empty(QUERY_BATCH, np.float32), np.empty(QUERY_BATCH, np.float32)
     for h in range(n_heads):
         if h % n_sharing == 0:
-            _by_blocks(k[h // n_sharing], turned, keys)
-            as_right(v[h // n_sharing], values)
-        for first in range(0, n_queries, TURN):
-            some = slice(first, min(n_queries, first + TURN))
-            _fetch_heads(q, k, v, h + 1, some)
-            as_left(q[h, some], queries)
+            _pack_key_blocks(k[h // n_sharing], turned, keys)
+            pack_right(v[h // n_sharing], values)
+        for first in range(0, n_queries, QUERY_BATCH):
+            some = slice(first, min(n_queries, first + QUERY_BATCH))
+            _prefetch_heads(q, k, v, h + 1, some)
+            pack_left(q[h, some], queries)
             mixed[:] = ZERO
             sums[:] = ONE if off_by_one else ZERO
             highest[:] = ZERO if off_by_one else LOWEST
-            for block, here, shape, ends in _meetings(some, n_keys, last, window):
-                _multiply_seen(queries[here], block_of(keys, block, turned)[:n_inner], scores, shape, ends)
-                if not _all_seen(shape, ends):
-                    _hide(scores, shape, ends, -np.inf)
-                _exponentials(scores, numbers_of(weights), mixed[here], highest[here], sums[here], scale, shape[0])
-                _add_by_queries(weights, values[n_steps(block * KEYS, like) :], mixed[here], shape, ends)
+            for block, here, shape, ends in _visible_block_pairs(some, n_keys, last, window):
+                _multiply_visible(queries[here], key_block(keys, block, turned)[:n_inner], scores, shape, ends)
+                if not _all_visible(shape, ends):
+                    _mask_scores(scores, shape, ends, -np.inf)
+                _exponentials(scores, left_elements(weights), mixed[here], highest[here], sums[here], scale, shape[0])
+                _add_by_queries(weights, values[n_inner_steps(block * KEYS, like) :], mixed[here], shape, ends)
             for t in range(some.stop - first):
                 share = ONE / sums[t]
-                row, new = mixed[t], at(out[h], first + t)
+                row, new = mixed[t], contiguous_row(out[h], first + t)
                 for e in range(len(new)):
-                    new[e] = rounded_for(new, row[e] * share)
+                    new[e] = convert_for(new, row[e] * share)
                 shifts[h, first + t] = highest[t] * scale
                 totals[h, first + t] = sums[t]
 
@@ -299,123 +299,136 @@ def _differentiate(scores, slopes, logs, inner, scale, n_queries):  # type: igno
         logs, inner: (T,), of sums of exponentials, and the products of results and their gradients.
     """
     for t in range(n_queries):
-        row, slope = at(scores, t), at(slopes, t)
+        row, slope = contiguous_row(scores, t), contiguous_row(slopes, t)
         log, mean = logs[t], inner[t]
         for s in range(KEYS):
-            weight = exp_to_zero(row[s] * scale - log)
+            weight = exp_underflowing_to_zero(row[s] * scale - log)
             row[s] = weight
             slope[s] = weight * (slope[s] - mean) * scale
 
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
-def _inner(grads, out, sums):  # type: ignore[no-untyped-def]
+def _row_dot_products(grads, out, sums):  # type: ignore[no-untyped-def]
     """Write the sums of products of rows (T, E): of gradients as products take them, so that what is equal cancels."""
-    numbers = numbers_of(grads)
+    numbers = left_elements(grads)
     for t in range(len(out)):
-        row, a = at(out, t), at(numbers, t)
+        row, a = contiguous_row(out, t), contiguous_row(numbers, t)
         total = ZERO
         for e in range(len(row)):
-            total += number_of(a[e]) * number_of(row[e])
+            total += to_float32(a[e]) * to_float32(row[e])
         sums[t] = total
 
 
 @numba.njit(**OPTIONS)
-def _write(rows: np.ndarray, out: np.ndarray) -> None:
+def _copy_converted(rows: np.ndarray, out: np.ndarray) -> None:
     for t in range(len(out)):
-        row, new = at(rows, t), at(out, t)
+        row, new = contiguous_row(rows, t), contiguous_row(out, t)
         for d in range(len(new)):
-            new[d] = rounded_for(new, row[d])
+            new[d] = convert_for(new, row[d])
 
 
 @numba.njit(**OPTIONS)
-def _room_for_keys(n_keys, size, scratch, like):  # type: ignore[no-untyped-def]
+def _allocate_for_keys(n_keys, size, scratch, like):  # type: ignore[no-untyped-def]
     """For right operands of keys, or values, turned block by block; and for sums of their gradients."""
-    n_blocks = whole_blocks(n_keys)
-    return room(n_blocks * scratch.shape[1], KEYS, like), np.zeros((n_blocks * KEYS, whole_registers(size)), np.float32)
+    n_blocks = n_key_blocks(n_keys)
+    return aligned_zeros(n_blocks * scratch.shape[1], KEYS, like), np.zeros(
+        (n_blocks * KEYS, round_up_to_lanes(size)), np.float32
+    )
 
 
 @numba.njit(**OPTIONS)
-def _room_for_queries(size, like):  # type: ignore[no-untyped-def]
+def _allocate_for_queries(size, like):  # type: ignore[no-untyped-def]
     """For queries, or gradients of their results, as a left operand and as a right one."""
-    left = room(TURN, whole_registers(n_steps(size, like)), like)
-    return left, room(n_steps(TURN, like), whole_registers(size), like)
+    left = aligned_zeros(QUERY_BATCH, round_up_to_lanes(n_inner_steps(size, like)), like)
+    return left, aligned_zeros(n_inner_steps(QUERY_BATCH, like), round_up_to_lanes(size), like)
 
 
-def _attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # type: ignore[no-untyped-def]
+def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # type: ignore[no-untyped-def]
     """Write the gradients of queries, keys and values.
 
     Args:
         grad, out: (H, T, E), the latter of `_attend`, as is logs; the others as of `_attend`.
         dq, dk, dv: like q, k and v.
     """
-    like, (n_heads, n_queries, size), (n_key_heads, n_keys, value_size) = operands_of(q), q.shape, v.shape
-    n_sharing, n_inner, n_inner_values = n_heads // n_key_heads, n_steps(size, like), n_steps(value_size, like)
-    turned, turned_values = scratch_for(n_inner, like), scratch_for(n_inner_values, like)
-    keys, d_keys = _room_for_keys(n_keys, size, turned, like)
-    values, d_values = _room_for_keys(n_keys, value_size, turned_values, like)
-    key_rows = room(n_steps(n_keys, like), whole_registers(size), like)
-    queries, query_rows = _room_for_queries(size, like)
-    grads, grad_rows = _room_for_queries(value_size, like)
-    scores, slopes = room(QUERIES, KEYS, logs), room(QUERIES, KEYS, logs)
-    d_queries = room(TURN, whole_registers(size), logs)
-    left, left_too = room(n_steps(QUERIES, like), KEYS, like), room(QUERIES, n_steps(KEYS, like), like)
-    inner = np.empty(TURN, np.float32)
+    like, (n_heads, n_queries, size), (n_key_heads, n_keys, value_size) = operand_prototype(q), q.shape, v.shape
+    n_sharing, n_inner, n_inner_values = (
+        n_heads // n_key_heads,
+        n_inner_steps(size, like),
+        n_inner_steps(value_size, like),
+    )
+    turned, turned_values = transposition_scratch(n_inner, like), transposition_scratch(n_inner_values, like)
+    keys, d_keys = _allocate_for_keys(n_keys, size, turned, like)
+    values, d_values = _allocate_for_keys(n_keys, value_size, turned_values, like)
+    key_rows = aligned_zeros(n_inner_steps(n_keys, like), round_up_to_lanes(size), like)
+    queries, query_rows = _allocate_for_queries(size, like)
+    grads, grad_rows = _allocate_for_queries(value_size, like)
+    scores, slopes = aligned_zeros(QUERIES, KEYS, logs), aligned_zeros(QUERIES, KEYS, logs)
+    d_queries = aligned_zeros(QUERY_BATCH, round_up_to_lanes(size), logs)
+    left, left_too = (
+        aligned_zeros(n_inner_steps(QUERIES, like), KEYS, like),
+        aligned_zeros(QUERIES, n_inner_steps(KEYS, like), like),
+    )
+    inner = np.empty(QUERY_BATCH, np.float32)
     for h in range(n_heads):
         if h % n_sharing == 0:
-            _by_blocks(k[h // n_sharing], turned, keys)
-            _by_blocks(v[h // n_sharing], turned_values, values)
-            as_right(k[h // n_sharing], key_rows)
+            _pack_key_blocks(k[h // n_sharing], turned, keys)
+            _pack_key_blocks(v[h // n_sharing], turned_values, values)
+            pack_right(k[h // n_sharing], key_rows)
             d_keys[:] = ZERO
             d_values[:] = ZERO
-        for first in range(0, n_queries, TURN):
-            some = slice(first, min(n_queries, first + TURN))
+        for first in range(0, n_queries, QUERY_BATCH):
+            some = slice(first, min(n_queries, first + QUERY_BATCH))
             n = some.stop - first
-            _fetch_heads(q, k, v, h + 1, some)
-            _fetch_head(grad, h + 1, some)
-            _fetch_head(out, h + 1, some)
-            as_left(q[h, some], queries)
-            as_left(grad[h, some], grads)
-            queries_right = right_again(queries, (n, size), query_rows)[: n_steps(n, like)]
-            grads_right = right_again(grads, (n, value_size), grad_rows)[: n_steps(n, like)]
-            _inner(grads, out[h, some], inner)
+            _prefetch_heads(q, k, v, h + 1, some)
+            _prefetch_head(grad, h + 1, some)
+            _prefetch_head(out, h + 1, some)
+            pack_left(q[h, some], queries)
+            pack_left(grad[h, some], grads)
+            queries_right = left_to_right(queries, (n, size), query_rows)[: n_inner_steps(n, like)]
+            grads_right = left_to_right(grads, (n, value_size), grad_rows)[: n_inner_steps(n, like)]
+            _row_dot_products(grads, out[h, some], inner)
             d_queries[:] = ZERO
-            for block, here, shape, ends in _meetings(some, n_keys, last, window):
-                seen, steps = slice(block * KEYS, (block + 1) * KEYS), slice(n_steps(here.start, like), None)
-                keys_here = block_of(keys, block, turned)[:n_inner]
-                values_here = block_of(values, block, turned_values)[:n_inner_values]
-                _multiply_seen(queries[here], keys_here, scores, shape, ends)
-                _multiply_seen(grads[here], values_here, slopes, shape, ends)
-                if not _all_seen(shape, ends):
-                    _hide(scores, shape, ends, -np.inf)
-                    _hide(slopes, shape, ends, ZERO)
+            for block, here, shape, ends in _visible_block_pairs(some, n_keys, last, window):
+                seen, steps = slice(block * KEYS, (block + 1) * KEYS), slice(n_inner_steps(here.start, like), None)
+                keys_here = key_block(keys, block, turned)[:n_inner]
+                values_here = key_block(values, block, turned_values)[:n_inner_values]
+                _multiply_visible(queries[here], keys_here, scores, shape, ends)
+                _multiply_visible(grads[here], values_here, slopes, shape, ends)
+                if not _all_visible(shape, ends):
+                    _mask_scores(scores, shape, ends, -np.inf)
+                    _mask_scores(slopes, shape, ends, ZERO)
                 _differentiate(scores, slopes, logs[h, some][here], inner[here], scale, shape[0])
-                _add_by_keys(turned_like(scores, shape[0], left), grads_right[steps], d_values[seen], shape, ends)
-                _add_by_keys(turned_like(slopes, shape[0], left), queries_right[steps], d_keys[seen], shape, ends)
-                slopes_left = narrowed_like(slopes, left_too)
-                _add_by_queries(slopes_left, key_rows[n_steps(seen.start, like) :], d_queries[here], shape, ends)
-            _write(d_queries[:n, :size], dq[h, some])
+                _add_by_keys(
+                    transposed_left_operand(scores, shape[0], left), grads_right[steps], d_values[seen], shape, ends
+                )
+                _add_by_keys(
+                    transposed_left_operand(slopes, shape[0], left), queries_right[steps], d_keys[seen], shape, ends
+                )
+                slopes_left = left_operand(slopes, left_too)
+                _add_by_queries(slopes_left, key_rows[n_inner_steps(seen.start, like) :], d_queries[here], shape, ends)
+            _copy_converted(d_queries[:n, :size], dq[h, some])
         if (h + 1) % n_sharing == 0:
-            _write(d_keys[:n_keys, :size], dk[h // n_sharing])
-            _write(d_values[:n_keys, :value_size], dv[h // n_sharing])
+            _copy_converted(d_keys[:n_keys, :size], dk[h // n_sharing])
+            _copy_converted(d_values[:n_keys, :value_size], dv[h // n_sharing])
 
 
 # -------------------------------------------------------------------- compiled where they are asked for
 # By themselves for each kind: that takes seconds, and nobody needs all of them.
-def _heads(narrow: bool) -> str:
+def _heads_signature(narrow: bool) -> str:
     return "u2[:, :, :]" if narrow else "f4[:, :, :]"
 
 
 # Cache: valid for the life of the process: compiled for this processor.
 @cache
-def attend(narrow: bool, narrow_results: bool) -> Any:
+def compile_attention(narrow: bool, narrow_results: bool) -> Any:
     """`_attend` for operands and for results of bfloat16, or of float32."""
-    x, y = _heads(narrow), _heads(narrow_results)
-    return compiled(f"void({x}, {x}, {x}, f4, i8, i8, b1, {y}, f4[:, :], f4[:, :])")(_attend)
+    x, y = _heads_signature(narrow), _heads_signature(narrow_results)
+    return compile_loop(f"void({x}, {x}, {x}, f4, i8, i8, b1, {y}, f4[:, :], f4[:, :])")(_attention)
 
 
 # Cache: valid for the life of the process: compiled for this processor.
 @cache
-def attend_back(narrow: bool, narrow_results: bool) -> Any:
+def compile_attention_backward(narrow: bool, narrow_results: bool) -> Any:
     """`_attend_back` for operands, and for results and all gradients, of bfloat16 or of float32."""
-    x, y = _heads(narrow), _heads(narrow_results)
-    return compiled(f"void({y}, {x}, {x}, {x}, {y}, f4[:, :], f4, i8, i8, {y}, {y}, {y})")(_attend_back)
+    x, y = _heads_signature(narrow), _heads_signature(narrow_results)
+    return compile_loop(f"void({y}, {x}, {x}, {x}, {y}, f4[:, :], f4, i8, i8, {y}, {y}, {y})")(_attention_backward)

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from tricycle.kernels import FEW_ROWS
-from tricycle_accelerators import buffers, pieces, threads
-from tricycle_accelerators.compiled.loaded import load
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators import buffers, chunks, threads
+from tricycle_accelerators.compiled.loader import load_loops
+from tricycle_accelerators.providers import decline_when
 
-SMALL = 2**16  # numbers below which NumPy is as quick, for they stay in a core's cache
+MIN_SIZE = 2**16  # numbers below which NumPy is as quick, for they stay in a core's cache
 FLOAT32 = np.dtype(np.float32)
-TOO_SMALL = f"fewer than {SMALL} elements: NumPy is as quick"
-IN_ONE_PIECE = "in one piece, aligned and not read-only"
+TOO_SMALL = f"fewer than {MIN_SIZE} elements: NumPy is as quick"
+CONTIGUOUS = "in one piece, aligned and not read-only"
 
 
-def why_not_few_rows(x: np.ndarray) -> str | None:
+def few_rows_decline_reason(x: np.ndarray) -> str | None:
     """Return why these are not float32 rows of a few tokens, contiguous: in generation a call of NumPy takes longer
     than its work, and so would more than one thread. The caller has seen that they are SMALL.
     """
@@ -28,12 +28,12 @@ def why_not_few_rows(x: np.ndarray) -> str | None:
         return f"{TOO_SMALL} with more than {FEW_ROWS} rows"
     if x.dtype != FLOAT32:
         return f"few rows of float32 alone, got {x.dtype}"
-    return None if x.flags.carray else IN_ONE_PIECE
+    return None if x.flags.carray else CONTIGUOUS
 
 
-def why_not_large(*arrays: np.ndarray, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> str | None:
+def large_array_decline_reason(*arrays: np.ndarray, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> str | None:
     """Return why the loops do not take these or are not worth it: the first is large, all have one dtype."""
-    if arrays[0].size < SMALL:
+    if arrays[0].size < MIN_SIZE:
         return TOO_SMALL
     dtype = arrays[0].dtype
     if ("float32" if dtype == FLOAT32 else str(dtype)) not in dtypes:
@@ -42,134 +42,138 @@ def why_not_large(*arrays: np.ndarray, dtypes: tuple[str, ...] = ("float32", "bf
         if array.dtype != dtype:
             return f"one dtype, got {dtype} and {array.dtype}"
         if not array.flags.carray:
-            return IN_ONE_PIECE
+            return CONTIGUOUS
     return None
 
 
-def as_numbers(array: np.ndarray) -> np.ndarray:
+def view_for_loops(array: np.ndarray) -> np.ndarray:
     """As the loops take it: a bfloat16 by its bits."""
     return array.view(np.uint16) if array.dtype.itemsize == 2 else array
 
 
 def _over_numbers(loop: Any, *arrays: np.ndarray) -> Any:
     """What a loop over (N,) makes of arrays of one shape."""
-    flat = [as_numbers(array).reshape(-1) for array in arrays]
+    flat = [view_for_loops(array).reshape(-1) for array in arrays]
     result = buffers.empty(flat[0].shape, flat[0].dtype)
-    threads.parallel(lambda part: loop(*(x[part] for x in flat), result[part]), pieces.cut(result.size))
+    threads.parallel_for(lambda part: loop(*(x[part] for x in flat), result[part]), chunks.row_chunks(result.size))
     return result.reshape(arrays[0].shape).view(arrays[0].dtype)
 
 
 def _over_rows(loop: Any, arrays: Sequence[np.ndarray], size: int) -> Any:
     """What a loop over rows makes of arrays (..., C), rows of that size."""
-    rows = [as_numbers(array).reshape(-1, array.shape[-1]) for array in arrays]
+    rows = [view_for_loops(array).reshape(-1, array.shape[-1]) for array in arrays]
     result = buffers.empty((len(rows[0]), size), rows[0].dtype)
-    threads.parallel(lambda part: loop(*(x[part] for x in rows), result[part]), pieces.cut(len(result), 2 * size))
+    threads.parallel_for(
+        lambda part: loop(*(x[part] for x in rows), result[part]), chunks.row_chunks(len(result), 2 * size)
+    )
     return result.reshape(*arrays[0].shape[:-1], size).view(arrays[0].dtype)
 
 
-def _why_not_rows(x: np.ndarray) -> str | None:
-    return why_not_few_rows(x) if x.size < SMALL else why_not_large(x)
+def _rows_decline_reason(x: np.ndarray) -> str | None:
+    return few_rows_decline_reason(x) if x.size < MIN_SIZE else large_array_decline_reason(x)
 
 
-@unless(_why_not_rows)
+@decline_when(_rows_decline_reason)
 def gelu(x: np.ndarray) -> Any:
     return _gelu(x)
 
 
 def _gelu(x: np.ndarray) -> Any:
-    if x.size < SMALL:
+    if x.size < MIN_SIZE:
         y = np.empty_like(x)
-        load("loops").gelu(x.reshape(-1), y.reshape(-1))
+        load_loops("loops").gelu(x.reshape(-1), y.reshape(-1))
         return y
-    return _over_numbers(load("loops").gelu, x)
+    return _over_numbers(load_loops("loops").gelu, x)
 
 
-@unless(_why_not_rows)
+@decline_when(_rows_decline_reason)
 def gelu_with_derivative(x: np.ndarray) -> Any:
     """Without the slope, which is computed again in less time than it takes to be written and read."""
     return _gelu(x), None
 
 
-def _why_not_gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> str | None:
-    return "a slope that was kept" if slope is not None or x is None else why_not_large(grad, x)
+def _gelu_backward_decline_reason(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> str | None:
+    return "a slope that was kept" if slope is not None or x is None else large_array_decline_reason(grad, x)
 
 
-@unless(_why_not_gelu_backward)
+@decline_when(_gelu_backward_decline_reason)
 def gelu_backward(grad: np.ndarray, x: Any, slope: np.ndarray | None) -> Any:
-    return _over_numbers(load("training_loops").gelu_backward, grad, x)
+    return _over_numbers(load_loops("training_loops").gelu_backward, grad, x)
 
 
-@unless(_why_not_rows)
+@decline_when(_rows_decline_reason)
 def swiglu(x: np.ndarray) -> Any:
-    if x.size < SMALL:
+    if x.size < MIN_SIZE:
         y = buffers.empty((*x.shape[:-1], x.shape[-1] // 2), FLOAT32)
-        load("loops").swiglu(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
+        load_loops("loops").swiglu(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
         return y
-    return _over_rows(load("loops").swiglu, [x], x.shape[-1] // 2)
+    return _over_rows(load_loops("loops").swiglu, [x], x.shape[-1] // 2)
 
 
-def _why_not_swiglu_backward(grad: np.ndarray, x: np.ndarray) -> str | None:
-    return why_not_large(grad, x)
+def _swiglu_backward_decline_reason(grad: np.ndarray, x: np.ndarray) -> str | None:
+    return large_array_decline_reason(grad, x)
 
 
-@unless(_why_not_swiglu_backward)
+@decline_when(_swiglu_backward_decline_reason)
 def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
-    return _over_rows(load("training_loops").swiglu_backward, [grad, x], x.shape[-1])
+    return _over_rows(load_loops("training_loops").swiglu_backward, [grad, x], x.shape[-1])
 
 
-def _why_not_sum_rows(x: np.ndarray) -> str | None:
-    return "two axes alone" if x.ndim != 2 else why_not_large(x, dtypes=("bfloat16",))
+def _sum_rows_decline_reason(x: np.ndarray) -> str | None:
+    return "two axes alone" if x.ndim != 2 else large_array_decline_reason(x, dtypes=("bfloat16",))
 
 
-@unless(_why_not_sum_rows)
+@decline_when(_sum_rows_decline_reason)
 def sum_rows(x: np.ndarray) -> np.ndarray:
     """Of bfloat16; those of float32 BLAS sums."""
     bits = x.view(np.uint16)
 
     def work(piece: slice) -> np.ndarray:
         sums = np.zeros(x.shape[1], np.float32)
-        load("training_loops").add_rows(bits[piece], sums)
+        load_loops("training_loops").add_rows(bits[piece], sums)
         return sums
 
-    total: np.ndarray = pieces.sum_over(work, pieces.cut(*x.shape))
+    total: np.ndarray = chunks.sum_over_chunks(work, chunks.row_chunks(*x.shape))
     return total
 
 
-def _why_not_rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> str | None:
+def _rotate_decline_reason(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> str | None:
     if len(x) != 1 or x.dtype != FLOAT32:
-        if x.size < SMALL:
+        if x.size < MIN_SIZE:
             return TOO_SMALL
         if x.dtype.name not in ("float32", "bfloat16"):
             return f"float32 or bfloat16, got {x.dtype}"
     if x.strides[-1] != x.itemsize or not x.flags.behaved:
-        return f"heads {IN_ONE_PIECE}"
+        return f"heads {CONTIGUOUS}"
     if not (cos.dtype == FLOAT32 and cos.flags.carray and sin.dtype == FLOAT32 and sin.flags.carray):
-        return f"cosines and sines of float32 {IN_ONE_PIECE}"
+        return f"cosines and sines of float32 {CONTIGUOUS}"
     return None
 
 
-@unless(_why_not_rotate)
+@decline_when(_rotate_decline_reason)
 def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """A thread takes an item at a time; a single item, as in generation, is computed in this thread."""
     y = buffers.empty(x.shape, x.dtype)
-    compute = load("loops").rotate
-    heads, rotated = as_numbers(x), as_numbers(y)
+    compute = load_loops("loops").rotate
+    heads, rotated = view_for_loops(x), view_for_loops(y)
     if len(x) == 1:
         compute(heads[0], cos, sin, rotated[0])
     else:
-        threads.parallel(lambda i: compute(heads[i], cos, sin, rotated[i]), range(len(x)))
+        threads.parallel_for(lambda i: compute(heads[i], cos, sin, rotated[i]), range(len(x)))
     return y
 
 
-def _why_not_sum_squares(x: np.ndarray) -> str | None:
-    if x.size < pieces.PIECE:
-        return f"fewer than {pieces.PIECE} elements: BLAS is as quick"
-    return why_not_large(x, dtypes=("float32",))
+def _sum_squares_decline_reason(x: np.ndarray) -> str | None:
+    if x.size < chunks.CHUNK_SIZE:
+        return f"fewer than {chunks.CHUNK_SIZE} elements: BLAS is as quick"
+    return large_array_decline_reason(x, dtypes=("float32",))
 
 
-@unless(_why_not_sum_squares)
+@decline_when(_sum_squares_decline_reason)
 def sum_squares(x: np.ndarray) -> np.ndarray:
     """As fast as memory gives the numbers: BLAS's product of a vector with itself takes half as long again."""
     flat = x.reshape(-1)
-    compute = load("training_loops").sum_squares
-    return np.asarray(pieces.sum_over(lambda piece: compute(flat[piece]), pieces.cut(flat.size)), np.float32)
+    compute = load_loops("training_loops").sum_squares
+    return np.asarray(
+        chunks.sum_over_chunks(lambda piece: compute(flat[piece]), chunks.row_chunks(flat.size)), np.float32
+    )

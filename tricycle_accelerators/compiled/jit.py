@@ -17,7 +17,7 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import types
 
-from tricycle_accelerators import narrow_rows
+from tricycle_accelerators import split_precision
 
 intrinsic: Any = numba.extending.intrinsic  # whose own type says nothing of the argument that it leaves out
 ANY_ORDER = {"nsz", "arcp", "contract", "reassoc"}  # of LLVM's flags
@@ -46,11 +46,13 @@ HAS_BFLOAT = FEATURES.get("avx512bf16", False)
 ZERO, ONE = np.float32(0), np.float32(1)
 LOG2_E = np.float32(math.log2(math.e))
 LOG2_E_REST = np.float32(math.log2(math.e) - float(LOG2_E))
-FARTHEST = np.float32(87)  # e to this is near the ends of float32
-LARGEST, OFFSET, SMALLEST = map(np.float32, (narrow_rows.LARGEST, narrow_rows.OFFSET, narrow_rows.SMALLEST))
+MAX_EXPONENT = np.float32(87)  # e to this is near the ends of float32
+LARGEST, OFFSET, SMALLEST = map(
+    np.float32, (split_precision.MAX_STEPS, split_precision.OFFSET, split_precision.MIN_MAX_ABS)
+)
 
 
-def compiled(signature: str | list[str]) -> Callable[[Callable[..., Any]], Any]:
+def compile_loop(signature: str | list[str]) -> Callable[[Callable[..., Any]], Any]:
     """Compile for these types, or for each of several, or load what was compiled before."""
 
     def compile_(loop: Callable[..., Any]) -> Any:
@@ -62,7 +64,7 @@ def compiled(signature: str | list[str]) -> Callable[[Callable[..., Any]], Any]:
     return compile_
 
 
-def by_types(implementation_for: Callable[..., Any]) -> Any:
+def overload_by_types(implementation_for: Callable[..., Any]) -> Any:
     """Make a function of compiled code; the decorated one returns the implementation for the types of its arguments."""
 
     @wraps(implementation_for)
@@ -85,7 +87,7 @@ def _pointer(context: Any, address: Any, like: Any) -> Any:
 
 
 @numba.njit(inline="always")
-def at(x: Any, i: int) -> Any:
+def contiguous_row(x: Any, i: int) -> Any:
     """x[i], of which the caller knows that it is in one piece, and the compiler does not.
 
     Told so, it takes many numbers at a time, otherwise one.
@@ -107,7 +109,7 @@ def _power_of_two(context: Any, n: Any) -> Any:
 
 
 @intrinsic
-def larger(context: Any, a: Any, b: Any) -> Any:
+def maximum(context: Any, a: Any, b: Any) -> Any:
     """The larger of two float32; of a number and NaN the number. The largest of a row is found many at a time."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -118,17 +120,17 @@ def larger(context: Any, a: Any, b: Any) -> Any:
 
 
 @numba.njit(inline="always")
-def largest_if_finite(x: np.ndarray) -> Any:
+def max_abs_if_finite(x: np.ndarray) -> Any:
     """The largest absolute value of a row of float32, at least SMALLEST; 0 where a number is not finite."""
     broken, largest = ZERO, SMALLEST
     for j in range(len(x)):
         broken += x[j] * ZERO
-        largest = larger(abs(x[j]), largest)
+        largest = maximum(abs(x[j]), largest)
     return largest if broken == 0 else ZERO
 
 
 @intrinsic
-def widened(context: Any, bits: Any) -> Any:
+def bfloat16_to_float32(context: Any, bits: Any) -> Any:
     """The float32 of a bfloat16, which is given by its bits."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -177,7 +179,7 @@ def _narrowed_by_bits(x: Any) -> Any:
 
 
 @numba.njit(inline="always")
-def narrowed(x: Any) -> Any:
+def float32_to_bfloat16(x: Any) -> Any:
     """The bits of the bfloat16 nearest to a float32, ties to even; NaN stays NaN."""
     return _narrowed_by_processor(x) if HAS_BFLOAT else _narrowed_by_bits(x)
 
@@ -195,7 +197,7 @@ def _multiply_add(context: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
-def in_whole_registers(context: Any) -> Any:
+def prefer_512_bit_registers(context: Any) -> Any:
     """Have the loops of the function that calls this use registers of 512 bits where there are such.
 
     On Intel's processors LLVM would take half of them, for the first that had them slowed down by it.
@@ -214,7 +216,7 @@ def _exp_between(x: Any) -> Any:
 
     As y 2^n, y by a polynomial: many at a time, as math.exp is not. What x log2(e) is rounded by is added again.
     """
-    in_whole_registers()
+    prefer_512_bit_registers()
     n = np.floor(x * LOG2_E + np.float32(0.5))
     f = _multiply_add(x, LOG2_E, -n) + x * LOG2_E_REST
     y = np.float32(1.535336188319500e-4)
@@ -230,39 +232,39 @@ def _exp_between(x: Any) -> Any:
 @numba.njit(inline="always")
 def exp(x: Any) -> Any:
     """e^x of a float32, between e^-87 and e^87; NaN of NaN."""
-    x = -FARTHEST if x < -FARTHEST else x
-    x = FARTHEST if x > FARTHEST else x
+    x = -MAX_EXPONENT if x < -MAX_EXPONENT else x
+    x = MAX_EXPONENT if x > MAX_EXPONENT else x
     return _exp_between(x)
 
 
 @numba.njit(inline="always")
-def exp_to_zero(x: Any) -> Any:
+def exp_underflowing_to_zero(x: Any) -> Any:
     """e^x of a float32 of 87 or less: 0 below -87, NaN of NaN."""
-    y = _exp_between(-FARTHEST if x < -FARTHEST else x)
-    return ZERO if x < -FARTHEST else y
+    y = _exp_between(-MAX_EXPONENT if x < -MAX_EXPONENT else x)
+    return ZERO if x < -MAX_EXPONENT else y
 
 
 @numba.njit(inline="always")
-def over_one_and_exp(x: Any, u: Any) -> Any:
+def multiply_by_sigmoid(x: Any, u: Any) -> Any:
     """x / (1 + e^-u) of float32: x times 0 where e^-u overflows, which is NaN of an infinite x."""
-    return x * ZERO if u < -FARTHEST else x / (ONE + exp(-u))
+    return x * ZERO if u < -MAX_EXPONENT else x / (ONE + exp(-u))
 
 
 # -------------------------------------------------------------------- one loop for float32 and for bfloat16
 # A bfloat16 is given by its bits, as uint16. These are for loops that are compiled for arrays of either.
-@by_types
-def bits_of(x: Any) -> Any:
+@overload_by_types
+def to_bfloat16_bits(x: Any) -> Any:
     """The bits of a float32 as a bfloat16; such bits as they are."""
-    return (lambda x: x) if x == types.uint16 else (lambda x: narrowed(x))
+    return (lambda x: x) if x == types.uint16 else (lambda x: float32_to_bfloat16(x))
 
 
-@by_types
-def number_of(x: Any) -> Any:
+@overload_by_types
+def to_float32(x: Any) -> Any:
     """The float32 that bits stand for; a float32 as it is."""
-    return (lambda x: widened(x)) if x == types.uint16 else (lambda x: x)
+    return (lambda x: bfloat16_to_float32(x)) if x == types.uint16 else (lambda x: x)
 
 
-@by_types
-def rounded_for(array: Any, x: Any) -> Any:
+@overload_by_types
+def convert_for(array: Any, x: Any) -> Any:
     """A float32 as what this array holds: its bits as a bfloat16, or itself."""
-    return (lambda array, x: narrowed(x)) if array.dtype == types.uint16 else (lambda array, x: x)
+    return (lambda array, x: float32_to_bfloat16(x)) if array.dtype == types.uint16 else (lambda array, x: x)

@@ -16,19 +16,19 @@ from tricycle_accelerators.compiled.jit import (
     OFFSET,
     ONE,
     ZERO,
-    at,
-    compiled,
+    bfloat16_to_float32,
+    compile_loop,
+    contiguous_row,
+    convert_for,
     exp,
-    larger,
-    largest_if_finite,
-    narrowed,
-    number_of,
-    over_one_and_exp,
-    rounded_for,
-    widened,
+    float32_to_bfloat16,
+    max_abs_if_finite,
+    maximum,
+    multiply_by_sigmoid,
+    to_float32,
 )
 
-AT_ONCE = 32  # keys or values of 16 bits that are float32 at a time
+WIDENED_KEYS = 32  # keys or values of 16 bits that are float32 at a time
 HALF_TO_SINGLE = np.float32(2.0**112)  # a float16's exponent is 112 less than a float32's with the same bits
 
 
@@ -37,7 +37,7 @@ CUBIC = np.float32(LINEAR * 0.044715)
 
 
 # -------------------------------------------------------------------- norms
-@compiled(
+@compile_loop(
     [f"void({x}[:, ::1], f4[::1], f8, {y}[:, ::1], f4[::1])" for x, y in [("f4", "f4"), ("f4", "u2"), ("u2", "u2")]]
 )
 def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray, scales: np.ndarray) -> None:
@@ -46,14 +46,14 @@ def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray, scales:
     for i in range(n_rows):
         total = ZERO
         for j in range(size):
-            total += number_of(x[i, j]) * number_of(x[i, j])
+            total += to_float32(x[i, j]) * to_float32(x[i, j])
         scale = np.float32(1 / math.sqrt(total / size + eps))
         for j in range(size):
-            y[i, j] = rounded_for(y, number_of(x[i, j]) * scale * gain[j])
+            y[i, j] = convert_for(y, to_float32(x[i, j]) * scale * gain[j])
         scales[i] = scale
 
 
-@compiled([f"void(f4[:, ::1], f4[::1], f4[::1], f8, {y}[:, ::1], f4[::1], f4[::1])" for y in ("f4", "u2")])
+@compile_loop([f"void(f4[:, ::1], f4[::1], f4[::1], f8, {y}[:, ::1], f4[::1], f4[::1])" for y in ("f4", "u2")])
 def layer_norm(
     x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, y: np.ndarray, means: np.ndarray, scales: np.ndarray
 ) -> None:
@@ -72,55 +72,55 @@ def layer_norm(
         mean = about + rest
         scale = np.float32(1 / math.sqrt(max(0.0, total / size - rest * rest) + eps))
         for j in range(size):
-            y[i, j] = rounded_for(y, (x[i, j] - mean) * scale * gain[j] + bias[j])
+            y[i, j] = convert_for(y, (x[i, j] - mean) * scale * gain[j] + bias[j])
         means[i] = mean
         scales[i] = scale
 
 
 # -------------------------------------------------------------------- between products
-@compiled(["void(f4[:, ::1], f4[:, ::1])", "void(u2[:, ::1], u2[:, ::1])"])
+@compile_loop(["void(f4[:, ::1], f4[:, ::1])", "void(u2[:, ::1], u2[:, ::1])"])
 def swiglu(x: np.ndarray, y: np.ndarray) -> None:
     """(R, 2 C) to (R, C)."""
     n_rows, size = y.shape
     for i in range(n_rows):
         for j in range(size):
-            value = number_of(x[i, size + j])
-            y[i, j] = rounded_for(y, number_of(x[i, j]) * over_one_and_exp(value, value))
+            value = to_float32(x[i, size + j])
+            y[i, j] = convert_for(y, to_float32(x[i, j]) * multiply_by_sigmoid(value, value))
 
 
-@compiled([f"void({x}[:, :, :], f4[:, ::1], f4[:, ::1], {x}[:, :, ::1])" for x in ("f4", "u2")])
+@compile_loop([f"void({x}[:, :, :], f4[:, ::1], f4[:, ::1], {x}[:, :, ::1])" for x in ("f4", "u2")])
 def rotate(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, y: np.ndarray) -> None:
     """(R, H, D); cos and sin (R, D / 2)."""
     n_rows, n_heads, size = heads.shape
     half = size // 2
     for i in range(n_rows):
         for h in range(n_heads):
-            row, new = at(heads[i], h), y[i, h]
+            row, new = contiguous_row(heads[i], h), y[i, h]
             for j in range(half):
-                first, second = number_of(row[j]), number_of(row[half + j])
-                new[j] = rounded_for(new, first * cos[i, j] - second * sin[i, j])
-                new[half + j] = rounded_for(new, second * cos[i, j] + first * sin[i, j])
+                first, second = to_float32(row[j]), to_float32(row[half + j])
+                new[j] = convert_for(new, first * cos[i, j] - second * sin[i, j])
+                new[half + j] = convert_for(new, second * cos[i, j] + first * sin[i, j])
 
 
 @numba.njit(inline="always")
 def _gelu(x: np.float32) -> np.float32:
     """By tanh: (1 + tanh(u / 2)) / 2 is 1 / (1 + e^-u)."""
-    return over_one_and_exp(x, x * (LINEAR + CUBIC * x * x))
+    return multiply_by_sigmoid(x, x * (LINEAR + CUBIC * x * x))
 
 
-@compiled(["void(f4[::1], f4[::1])", "void(u2[::1], u2[::1])"])
+@compile_loop(["void(f4[::1], f4[::1])", "void(u2[::1], u2[::1])"])
 def gelu(x: np.ndarray, y: np.ndarray) -> None:
     for i in range(len(x)):
-        y[i] = rounded_for(y, _gelu(number_of(x[i])))
+        y[i] = convert_for(y, _gelu(to_float32(x[i])))
 
 
 # -------------------------------------------------------------------- attention of one query
-@compiled("f4(f4[::1], b1)")
+@compile_loop("f4(f4[::1], b1)")
 def _softmax(row: np.ndarray, nothing: bool) -> Any:
     """In place, with `nothing` softmax1; returns log sum exp."""
     largest = ZERO if nothing else row[0]
     for s in range(len(row)):
-        largest = larger(largest, row[s])
+        largest = maximum(largest, row[s])
     total = ZERO
     for s in range(len(row)):
         row[s] = exp(row[s] - largest)
@@ -133,7 +133,7 @@ def _softmax(row: np.ndarray, nothing: bool) -> Any:
     return largest + np.float32(math.log(total))
 
 
-@compiled("void(f4[:, ::1], f4[:, :, ::1], f4, f4[:, :])")
+@compile_loop("void(f4[:, ::1], f4[:, :, ::1], f4, f4[:, :])")
 def _scores(q: np.ndarray, keys: np.ndarray, scale: float, scores: np.ndarray) -> None:
     """Of queries (K G, D) for keys (S, K, D), as (K G, S). A key is read once for all queries that look at it."""
     n_heads, size = q.shape
@@ -148,8 +148,8 @@ def _scores(q: np.ndarray, keys: np.ndarray, scale: float, scores: np.ndarray) -
                 scores[h, s] = score * scale
 
 
-@compiled("void(f4[:, :], f4[:, :, ::1], f4[:, ::1])")
-def _add_values(weights: np.ndarray, values: np.ndarray, mixed: np.ndarray) -> None:
+@compile_loop("void(f4[:, :], f4[:, :, ::1], f4[:, ::1])")
+def _add_weighted_values(weights: np.ndarray, values: np.ndarray, mixed: np.ndarray) -> None:
     """Weights (K G, S) times values (S, K, D), added to (K G, D): four at a time, for sums are slow to write."""
     n_heads, size = mixed.shape
     n_tokens, n_key_heads, _ = values.shape
@@ -169,8 +169,8 @@ def _add_values(weights: np.ndarray, values: np.ndarray, mixed: np.ndarray) -> N
                 mixed[h, i] += weights[h, s] * values[s, h // group, i]
 
 
-@compiled("void(f4[:, ::1], f4[:, :, ::1], f4[:, :, ::1], f4, b1, f4[:, ::1], f4[:])")
-def attend(
+@compile_loop("void(f4[:, ::1], f4[:, :, ::1], f4[:, :, ::1], f4, b1, f4[:, ::1], f4[:])")
+def decode_attention(
     q: np.ndarray,
     keys: np.ndarray,
     values: np.ndarray,
@@ -185,10 +185,10 @@ def attend(
     for h in range(len(q)):
         logsumexp[h] = _softmax(weights[h], nothing)
     mixed[:] = 0
-    _add_values(weights, values, mixed)
+    _add_weighted_values(weights, values, mixed)
 
 
-@compiled("void(u2[:, :, ::1], b1, f4[:, :, ::1])")
+@compile_loop("void(u2[:, :, ::1], b1, f4[:, :, ::1])")
 def _widen(numbers: np.ndarray, is_bfloat16: bool, wide: np.ndarray) -> None:
     """The bits of finite bfloat16 or float16 as float32. No loop reads what it wrote as another type: that is slow."""
     source = numbers.reshape(-1)
@@ -206,8 +206,8 @@ def _widen(numbers: np.ndarray, is_bfloat16: bool, wide: np.ndarray) -> None:
         bits[i] |= (np.uint32(source[i]) & np.uint32(0x8000)) << np.uint32(16)
 
 
-@compiled("void(f4[:, ::1], u2[:, :, ::1], u2[:, :, ::1], b1, f4, b1, f4[:, ::1], f4[:])")
-def attend_16(
+@compile_loop("void(f4[:, ::1], u2[:, :, ::1], u2[:, :, ::1], b1, f4, b1, f4[:, ::1], f4[:])")
+def decode_attention_16_bit(
     q: np.ndarray,
     keys: np.ndarray,
     values: np.ndarray,
@@ -220,22 +220,22 @@ def attend_16(
     """The same with the bits of 16-bit keys and values, some of which are float32 at a time."""
     n_tokens = len(keys)
     weights = np.empty((len(q), n_tokens), np.float32)
-    some = np.empty((AT_ONCE, *keys.shape[1:]), np.float32)
-    for start in range(0, n_tokens, AT_ONCE):
-        stop = min(start + AT_ONCE, n_tokens)
+    some = np.empty((WIDENED_KEYS, *keys.shape[1:]), np.float32)
+    for start in range(0, n_tokens, WIDENED_KEYS):
+        stop = min(start + WIDENED_KEYS, n_tokens)
         _widen(keys[start:stop], is_bfloat16, some[: stop - start])
         _scores(q, some[: stop - start], scale, weights[:, start:stop])
     for h in range(len(q)):
         logsumexp[h] = _softmax(weights[h], nothing)
     mixed[:] = 0
-    for start in range(0, n_tokens, AT_ONCE):
-        stop = min(start + AT_ONCE, n_tokens)
+    for start in range(0, n_tokens, WIDENED_KEYS):
+        stop = min(start + WIDENED_KEYS, n_tokens)
         _widen(values[start:stop], is_bfloat16, some[: stop - start])
-        _add_values(weights[:, start:stop], some[: stop - start], mixed)
+        _add_weighted_values(weights[:, start:stop], some[: stop - start], mixed)
 
 
 # -------------------------------------------------------------------- numbers as two of fewer bits
-@compiled("b1(f4[:, ::1], i1[:, ::1], f4[::1])")
+@compile_loop("b1(f4[:, ::1], i1[:, ::1], f4[::1])")
 def split_int8(x: np.ndarray, halves: np.ndarray, scales: np.ndarray) -> bool:
     """Rows (R, K) as whole numbers of steps: (2 R, K), first what is left of each and then what is large, in 256 steps.
 
@@ -247,7 +247,7 @@ def split_int8(x: np.ndarray, halves: np.ndarray, scales: np.ndarray) -> bool:
     """
     n_rows, size = x.shape
     for i in range(n_rows):
-        largest = largest_if_finite(x[i])
+        largest = max_abs_if_finite(x[i])
         if largest == 0:
             return False
         scales[i] = largest / LARGEST
@@ -259,7 +259,7 @@ def split_int8(x: np.ndarray, halves: np.ndarray, scales: np.ndarray) -> bool:
     return True
 
 
-@compiled("void(f4[:, ::1], f4[::1], f4[:, ::1])")
+@compile_loop("void(f4[:, ::1], f4[::1], f4[:, ::1])")
 def join_int8(products: np.ndarray, scales: np.ndarray, result: np.ndarray) -> None:
     """Products of both halves (2 R, M) to those of the numbers (R, M)."""
     n_rows, size = result.shape
@@ -268,15 +268,15 @@ def join_int8(products: np.ndarray, scales: np.ndarray, result: np.ndarray) -> N
             result[i, j] = (products[n_rows + i, j] * np.float32(256) + products[i, j]) * scales[i]
 
 
-@compiled("b1(f4[:, ::1], u2[:, ::1])")
+@compile_loop("b1(f4[:, ::1], u2[:, ::1])")
 def split_bfloat16(x: np.ndarray, halves: np.ndarray) -> bool:
     """Rows (R, K) as bfloat16 (2 R, K), and what is left of each as bfloat16. False where there is infinity or NaN."""
     n_rows, size = x.shape
     for i in range(n_rows):
-        if largest_if_finite(x[i]) == 0:
+        if max_abs_if_finite(x[i]) == 0:
             return False
         for j in range(size):
-            upper = narrowed(x[i, j])
+            upper = float32_to_bfloat16(x[i, j])
             halves[i, j] = upper
-            halves[n_rows + i, j] = narrowed(x[i, j] - widened(upper))
+            halves[n_rows + i, j] = float32_to_bfloat16(x[i, j] - bfloat16_to_float32(upper))
     return True

@@ -18,7 +18,7 @@ def _place(builder: Any, arguments: Any) -> Any:
 
 
 @intrinsic
-def read(context: Any, address: Any, index: Any) -> Any:
+def atomic_load(context: Any, address: Any, index: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_place(builder, arguments), "acquire", 8)
 
@@ -26,7 +26,7 @@ def read(context: Any, address: Any, index: Any) -> Any:
 
 
 @intrinsic
-def write(context: Any, address: Any, index: Any, value: Any) -> Any:
+def atomic_store(context: Any, address: Any, index: Any, value: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store_atomic(arguments[2], _place(builder, arguments), "release", 8)
         return context.get_dummy_value()
@@ -35,7 +35,7 @@ def write(context: Any, address: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
-def add(context: Any, address: Any, index: Any, value: Any) -> Any:
+def atomic_add(context: Any, address: Any, index: Any, value: Any) -> Any:
     """Add to a place."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -46,7 +46,7 @@ def add(context: Any, address: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
-def replace(context: Any, address: Any, index: Any, expected: Any, value: Any) -> Any:
+def compare_exchange(context: Any, address: Any, index: Any, expected: Any, value: Any) -> Any:
     """Write a value where another is expected; return whether it was there."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -12,24 +12,31 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import OPTIONS, at, compiled
+from tricycle_accelerators.compiled.jit import OPTIONS, compile_loop, contiguous_row
 from tricycle_accelerators.compiled.registers import LANES as LANES
 from tricycle_accelerators.compiled.tiles import ROWS as ROWS
-from tricycle_accelerators.compiled.tiles import VECTORS, as_right, as_right_turned, multiply, room, whole_registers
+from tricycle_accelerators.compiled.tiles import (
+    VECTORS,
+    aligned_zeros,
+    multiply,
+    pack_right,
+    pack_right_transposed,
+    round_up_to_lanes,
+)
 
 PANEL = VECTORS * LANES  # columns
 STEPS, ROWS_AT_ONCE = 768, 64
 
 
 @numba.njit(**OPTIONS)
-def _add_to_rows(out: np.ndarray, bias: np.ndarray) -> None:
+def _add_bias(out: np.ndarray, bias: np.ndarray) -> None:
     for i in range(len(out)):
-        row = at(out, i)
+        row = contiguous_row(out, i)
         for j in range(len(row)):
             row[j] += bias[j]
 
 
-@compiled("void(f4[:, :], f4[:, :], f4[::1], f4[:, :])")
+@compile_loop("void(f4[:, :], f4[:, :], f4[::1], f4[:, :])")
 def multiply_large(a: np.ndarray, b: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
     """Write (M, K) times (K, N), plus a bias (N,), or (0,) for none: M a multiple of ROWS, N of LANES, and K not 0.
 
@@ -37,7 +44,7 @@ def multiply_large(a: np.ndarray, b: np.ndarray, bias: np.ndarray, out: np.ndarr
     """
     n_rows, n_inner = a.shape
     n_columns = b.shape[1]
-    scratch, panel = room(LANES, STEPS, bias), room(STEPS, PANEL, bias)
+    scratch, panel = aligned_zeros(LANES, STEPS, bias), aligned_zeros(STEPS, PANEL, bias)
     n_parts = (n_inner + STEPS - 1) // STEPS
     for part in range(n_parts):
         start, stop = n_inner * part // n_parts, n_inner * (part + 1) // n_parts
@@ -45,11 +52,11 @@ def multiply_large(a: np.ndarray, b: np.ndarray, bias: np.ndarray, out: np.ndarr
             columns = slice(first, min(n_columns, first + PANEL))
             right = panel[: stop - start, : columns.stop - first]
             if b.strides[1] == b.itemsize:
-                as_right(b[start:stop, columns], right)
+                pack_right(b[start:stop, columns], right)
             else:
-                as_right_turned(b[start:stop, columns].T, scratch[:, : whole_registers(stop - start)], panel)
+                pack_right_transposed(b[start:stop, columns].T, scratch[:, : round_up_to_lanes(stop - start)], panel)
             for row in range(0, n_rows, ROWS_AT_ONCE):
                 rows = slice(row, min(n_rows, row + ROWS_AT_ONCE))
                 multiply(a[rows, start:stop], right, out[rows, columns], start > 0)
                 if len(bias) and stop == n_inner:
-                    _add_to_rows(out[rows, columns], bias[columns])
+                    _add_bias(out[rows, columns], bias[columns])

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import pieces, threads
-from tricycle_accelerators.compiled.elementwise import FLOAT32, IN_ONE_PIECE, SMALL, TOO_SMALL
-from tricycle_accelerators.compiled.loaded import load
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators import chunks, threads
+from tricycle_accelerators.compiled.elementwise import CONTIGUOUS, FLOAT32, MIN_SIZE, TOO_SMALL
+from tricycle_accelerators.compiled.loader import load_loops
+from tricycle_accelerators.providers import decline_when
 
 
-def _why_not_adamw(
+def _adamw_decline_reason(
     weights: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, *_: Any, **__: Any
 ) -> str | None:
-    if weights.size < SMALL:
+    if weights.size < MIN_SIZE:
         return TOO_SMALL
     for array in (weights, grad, first, second):
         if array.dtype != FLOAT32:
@@ -24,14 +24,14 @@ def _why_not_adamw(
     changed = weights, first, second
     alike = all(a.flags.c_contiguous for a in changed) or all(a.flags.f_contiguous for a in changed)
     if not alike or not all(a.flags.behaved for a in changed):
-        return f"weights and moments that lie alike, {IN_ONE_PIECE}"
+        return f"weights and moments that lie alike, {CONTIGUOUS}"
     lies_alike = grad.flags.f_contiguous if weights.flags.f_contiguous else grad.flags.c_contiguous
     if lies_alike and not grad.flags.behaved:  # another is copied
         return "a gradient that is aligned and not read-only"
     return None
 
 
-@unless(_why_not_adamw)
+@decline_when(_adamw_decline_reason)
 def adamw(
     weights: np.ndarray,
     grad: np.ndarray,
@@ -47,15 +47,15 @@ def adamw(
     share = 1.0 if factor is None else float(factor)
     if not share > 0:
         return
-    w, g, m, v = pieces.flat(weights, grad, first, second)  # type: ignore[misc]
+    w, g, m, v = chunks.flatten_alike(weights, grad, first, second)  # type: ignore[misc]
     beta1, beta2 = betas
     correction = math.sqrt(1 - beta2**step)
     rate = learning_rate * correction / (1 - beta1**step)
     numbers = np.array([share, beta1, 1 - beta1, beta2, 1 - beta2, eps * correction, rate, 1 - learning_rate * decay])
     numbers = numbers.astype(np.float32)
-    update = load("training_loops").adamw
+    update = load_loops("training_loops").adamw
 
     def work(piece: slice) -> None:
         update(w[piece], g[piece], m[piece], v[piece], numbers)
 
-    threads.parallel(work, pieces.cut(weights.size))
+    threads.parallel_for(work, chunks.row_chunks(weights.size))

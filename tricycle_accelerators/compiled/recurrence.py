@@ -14,8 +14,8 @@ from tricycle.kernels import recurrent
 from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.recurrent import Piece
 from tricycle_accelerators import threads
-from tricycle_accelerators.compiled.loaded import load
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators.compiled.loader import load_loops
+from tricycle_accelerators.providers import decline_when
 
 FEWEST_ROWS = 16  # of a call, from which on it pays to lay out the weights
 FEWEST_ITEMS = 8  # of a thread: with fewer the weights come from memory more slowly than they are used
@@ -48,20 +48,20 @@ class _Panels:
     def cut(self) -> np.ndarray:
         with self.lock:
             if self.panels is None:
-                self.panels = load("products").panels(self.matrix)
+                self.panels = load_loops("packed_matmul").pack_panels(self.matrix)
             return self.panels
 
 
-def _why_not_repeated(matrix: np.ndarray) -> str | None:
+def _repeated_decline_reason(matrix: np.ndarray) -> str | None:
     return None if matrix.dtype == np.float32 else f"float32 alone, got {matrix.dtype}"
 
 
-@unless(_why_not_repeated)
+@decline_when(_repeated_decline_reason)
 def prepare_matrix(matrix: np.ndarray) -> _Panels:
     return _Panels(matrix)
 
 
-def _why_not(weights: Any, *arrays: np.ndarray) -> str | None:
+def _decline_reason(weights: Any, *arrays: np.ndarray) -> str | None:
     """Return why not: too little to do (in the first array), or what a step has of an array is not in one piece."""
     matrix = weights.matrix if isinstance(weights, _Panels) else weights
     if not isinstance(matrix, np.ndarray) or matrix.dtype != np.float32 or not matrix.size:
@@ -99,7 +99,7 @@ def _bias(bias: np.ndarray | None, panels: np.ndarray) -> np.ndarray:
     return padded
 
 
-def _why_not_pipeline(gates: np.ndarray, *_: Any, **__: Any) -> str | None:
+def _pipeline_decline_reason(gates: np.ndarray, *_: Any, **__: Any) -> str | None:
     if gates.dtype != np.float32:
         return f"float32 alone, got {gates.dtype}"
     if gates.shape[1] < 2 * FEWEST_ITEMS and threads.n_threads() > 1:
@@ -107,7 +107,7 @@ def _why_not_pipeline(gates: np.ndarray, *_: Any, **__: Any) -> str | None:
     return None
 
 
-@unless(_why_not_pipeline)
+@decline_when(_pipeline_decline_reason)
 def run_batch_parallel(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:
@@ -122,31 +122,31 @@ def run_batch_parallel(
             first((steps, items))
             then((steps, items))
 
-    threads.parallel(work, range(n_parts))
+    threads.parallel_for(work, range(n_parts))
 
 
-def _why_not_project(x: np.ndarray, matrix: Any, bias: np.ndarray | None, out: np.ndarray) -> str | None:
+def _project_decline_reason(x: np.ndarray, matrix: Any, bias: np.ndarray | None, out: np.ndarray) -> str | None:
     return None if isinstance(matrix, _Panels) else "a matrix that `prepare_matrix` has laid out"
 
 
-@unless(_why_not_project)
+@decline_when(_project_decline_reason)
 def project(x: np.ndarray, matrix: _Panels, bias: np.ndarray | None, out: np.ndarray) -> None:
     """By BLAS where the panels are empty, or steps are not in one piece."""
     if not matrix.matrix.size or not _whole_rows(x) or not _whole_rows(out):
         recurrent.project.reference(x, matrix.matrix, bias, out)
         return
     cut = matrix.cut()
-    load("products").multiply(x, cut, _bias(bias, cut), out)
+    load_loops("packed_matmul").multiply_packed(x, cut, _bias(bias, cut), out)
 
 
-def _why_not_forward(gates: np.ndarray, states: np.ndarray, weights: Any, *_: Any, **__: Any) -> str | None:
-    return _why_not(weights, gates, states)
+def _forward_decline_reason(gates: np.ndarray, states: np.ndarray, weights: Any, *_: Any, **__: Any) -> str | None:
+    return _decline_reason(weights, gates, states)
 
 
-def _why_not_backward(
+def _backward_decline_reason(
     grad: Any, gates: Any, states: Any, weights: Any, active: Any, d_gates: Any, d_states: Any, relu: bool = False
 ) -> str | None:
-    return _why_not(weights, gates, grad, states, d_gates, d_states)
+    return _decline_reason(weights, gates, grad, states, d_gates, d_states)
 
 
 def _options(relu: bool | None) -> tuple[bool, ...]:
@@ -157,12 +157,12 @@ def _options(relu: bool | None) -> tuple[bool, ...]:
 def _forward(kernel: Kernel[..., None]) -> Callable[..., None]:
     """Make the version of a kernel that goes through time, by the loop of its name."""
 
-    @unless(_why_not_forward)
+    @decline_when(_forward_decline_reason)
     @wraps(kernel.reference, assigned=("__name__", "__qualname__"))
     def version(
         gates: np.ndarray, states: np.ndarray, weights: Any, bias: Any, active: Any, relu: bool | None = None
     ) -> None:
-        loop, cut = getattr(load("recurrent_loops"), kernel.reference.__name__), _panels(weights).cut()
+        loop, cut = getattr(load_loops("recurrent_loops"), kernel.reference.__name__), _panels(weights).cut()
         loop(gates, *states, cut, _bias(bias, cut), _mask(active), *_options(relu))
 
     return version
@@ -171,12 +171,12 @@ def _forward(kernel: Kernel[..., None]) -> Callable[..., None]:
 def _backward(kernel: Kernel[..., None], needed: Callable[[Any, Any], Sequence[np.ndarray]]) -> Callable[..., None]:
     """Make the version of a kernel that goes back in time, whose loop takes what is `needed` of gates and states."""
 
-    @unless(_why_not_backward)
+    @decline_when(_backward_decline_reason)
     @wraps(kernel.reference, assigned=("__name__", "__qualname__"))
     def version(
         grad: Any, gates: Any, states: Any, weights: Any, active: Any, d_gates: Any, d_states: Any, relu: Any = None
     ) -> None:
-        loop, cut = getattr(load("recurrent_loops"), kernel.reference.__name__), _panels(weights).T.cut()
+        loop, cut = getattr(load_loops("recurrent_loops"), kernel.reference.__name__), _panels(weights).T.cut()
         loop(*grad, *needed(gates, states), cut, _mask(active), *d_gates, *d_states, *_options(relu))
 
     return version

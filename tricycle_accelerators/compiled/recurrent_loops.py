@@ -11,8 +11,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import ONE, ZERO, at, compiled, exp
-from tricycle_accelerators.compiled.products import PANEL, multiply
+from tricycle_accelerators.compiled.jit import ONE, ZERO, compile_loop, contiguous_row, exp
+from tricycle_accelerators.compiled.packed_matmul import PANEL, multiply_packed
 
 
 @numba.njit(inline="always")
@@ -33,26 +33,26 @@ def _tanh(x: np.float32) -> np.float32:
     return series if square < np.float32(0.0625) else far
 
 
-@compiled("void(f4[::1], f4[::1])")
+@compile_loop("void(f4[::1], f4[::1])")
 def _to_sigmoid(x: np.ndarray, more: np.ndarray) -> None:
     """Of the sum, in place."""
     for j in range(len(x)):
         x[j] = _sigmoid(x[j] + more[j])
 
 
-@compiled("void(f4[::1], f4[::1])")
+@compile_loop("void(f4[::1], f4[::1])")
 def _to_tanh(x: np.ndarray, more: np.ndarray) -> None:
     for j in range(len(x)):
         x[j] = _tanh(x[j] + more[j])
 
 
-@compiled("void(f4[::1], f4[::1])")
+@compile_loop("void(f4[::1], f4[::1])")
 def _add(x: np.ndarray, more: np.ndarray) -> None:
     for j in range(len(x)):
         x[j] += more[j]
 
 
-@compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1])")
+@compile_loop("void(f4[:, ::1], f4[:, ::1], f4[:, ::1])")
 def _add_rows(x: np.ndarray, sums: np.ndarray, grad: np.ndarray) -> None:
     """Both to the gradients of states (B, H), in place."""
     for b in range(len(x)):
@@ -62,7 +62,7 @@ def _add_rows(x: np.ndarray, sums: np.ndarray, grad: np.ndarray) -> None:
 
 
 # -------------------------------------------------------------------- Elman's
-@compiled("void(f4[:, :, :], f4[:, :, :], f4[:, :, ::1], f4[::1], b1[:, ::1], b1)")
+@compile_loop("void(f4[:, :, :], f4[:, :, :], f4[:, :, ::1], f4[::1], b1[:, ::1], b1)")
 def rnn(
     gates: np.ndarray,
     h: np.ndarray,
@@ -74,8 +74,8 @@ def rnn(
     n_items, size = h.shape[1:]
     sums = np.empty((1, n_items, size), np.float32)
     for t in range(len(gates)):
-        multiply(h[t : t + 1], cut, bias, sums)
-        gate_rows, before, after = at(gates, t), at(h, t), at(h, t + 1)
+        multiply_packed(h[t : t + 1], cut, bias, sums)
+        gate_rows, before, after = contiguous_row(gates, t), contiguous_row(h, t), contiguous_row(h, t + 1)
         for b in range(n_items):
             gate, more, new = gate_rows[b], sums[0, b], after[b]
             if relu:
@@ -90,7 +90,7 @@ def rnn(
                 new[:] = before[b]
 
 
-@compiled("void(f4[:, :, :], f4[:, :, :], f4[:, :, ::1], b1[:, ::1], f4[:, :, :], f4[:, ::1], b1)")
+@compile_loop("void(f4[:, :, :], f4[:, :, :], f4[:, :, ::1], b1[:, ::1], f4[:, :, :], f4[:, ::1], b1)")
 def rnn_backward(
     grad: np.ndarray,
     h: np.ndarray,
@@ -104,7 +104,7 @@ def rnn_backward(
     sums = np.empty((1, n_items, size), np.float32)
     nothing = np.zeros(len(cut) * PANEL, np.float32)
     for t in range(len(d_gates) - 1, -1, -1):
-        d_rows, after = at(d_gates, t), at(h, t + 1)
+        d_rows, after = contiguous_row(d_gates, t), contiguous_row(h, t + 1)
         for b in range(n_items):
             d, slope, y = d_rows[b], dh[b], after[b]
             if len(active) and not active[t, b]:
@@ -117,12 +117,12 @@ def rnn_backward(
                 for j in range(size):
                     d[j] = slope[j] * (ONE - y[j] * y[j])
             slope[:] = ZERO
-        multiply(d_gates[t : t + 1], cut, nothing, sums)
-        _add_rows(dh, sums[0], at(grad, t))
+        multiply_packed(d_gates[t : t + 1], cut, nothing, sums)
+        _add_rows(dh, sums[0], contiguous_row(grad, t))
 
 
 # -------------------------------------------------------------------- GRU
-@compiled("void(f4[::1], f4[::1], f4[::1], f4[::1])")
+@compile_loop("void(f4[::1], f4[::1], f4[::1], f4[::1])")
 def _gru_step(gate: np.ndarray, recurrent: np.ndarray, before: np.ndarray, h: np.ndarray) -> None:
     """Gates r, z, n (3 H,) to their values, in place, and the state (H,) after them.
 
@@ -137,7 +137,7 @@ def _gru_step(gate: np.ndarray, recurrent: np.ndarray, before: np.ndarray, h: np
         h[j] = n[j] + z[j] * (before[j] - n[j])
 
 
-@compiled("void(f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, ::1], f4[::1], b1[:, ::1])")
+@compile_loop("void(f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, ::1], f4[::1], b1[:, ::1])")
 def gru(
     gates: np.ndarray,
     h: np.ndarray,
@@ -149,13 +149,13 @@ def gru(
     n_items, size = h.shape[1:]
     sums = np.empty((1, n_items, 3 * size), np.float32)
     for t in range(len(gates)):
-        multiply(h[t : t + 1], cut, bias, sums)
+        multiply_packed(h[t : t + 1], cut, bias, sums)
         gate, before, after, part_before, part_after = (
-            at(gates, t),
-            at(h, t),
-            at(h, t + 1),
-            at(part, t),
-            at(part, t + 1),
+            contiguous_row(gates, t),
+            contiguous_row(h, t),
+            contiguous_row(h, t + 1),
+            contiguous_row(part, t),
+            contiguous_row(part, t + 1),
         )
         for b in range(n_items):
             _gru_step(gate[b], sums[0, b], before[b], after[b])
@@ -165,7 +165,7 @@ def gru(
                 part_after[b] = part_before[b]
 
 
-@compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
+@compile_loop("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
 def _gru_step_back(gate: np.ndarray, before: np.ndarray, part: np.ndarray, dh: np.ndarray, d: np.ndarray) -> None:
     """The gradients of what the input gave to the gates; in place that of the state, without the weights' part."""
     size = len(dh)
@@ -179,7 +179,7 @@ def _gru_step_back(gate: np.ndarray, before: np.ndarray, part: np.ndarray, dh: n
         dh[j] *= z
 
 
-@compiled("void(f4[::1], f4[::1], f4[::1])")
+@compile_loop("void(f4[::1], f4[::1], f4[::1])")
 def _with_reset(to_input: np.ndarray, gate: np.ndarray, to_state: np.ndarray) -> None:
     """The gradients of what the state before gave to the gates."""
     size = len(gate) // 3
@@ -189,7 +189,7 @@ def _with_reset(to_input: np.ndarray, gate: np.ndarray, to_state: np.ndarray) ->
         n[j] *= r[j]
 
 
-@compiled(
+@compile_loop(
     "void(f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, :], "
     "f4[:, :, ::1], b1[:, ::1], f4[:, :, :], f4[:, :, :], f4[:, ::1])"
 )
@@ -208,8 +208,8 @@ def gru_backward(
     sums = np.empty((1, n_items, size), np.float32)
     nothing = np.zeros(len(cut) * PANEL, np.float32)
     for t in range(len(gates) - 1, -1, -1):
-        gate, before, after_part = at(gates, t), at(h, t), at(part, t + 1)
-        of_input, of_state = at(to_input, t), at(to_state, t)
+        gate, before, after_part = contiguous_row(gates, t), contiguous_row(h, t), contiguous_row(part, t + 1)
+        of_input, of_state = contiguous_row(to_input, t), contiguous_row(to_state, t)
         for b in range(n_items):
             if len(active) and not active[t, b]:
                 of_input[b] = ZERO
@@ -217,12 +217,12 @@ def gru_backward(
             else:
                 _gru_step_back(gate[b], before[b], after_part[b], dh[b], of_input[b])
                 _with_reset(of_input[b], gate[b], of_state[b])
-        multiply(to_state[t : t + 1], cut, nothing, sums)
-        _add_rows(dh, sums[0], at(grad, t))
+        multiply_packed(to_state[t : t + 1], cut, nothing, sums)
+        _add_rows(dh, sums[0], contiguous_row(grad, t))
 
 
 # -------------------------------------------------------------------- LSTM
-@compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
+@compile_loop("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
 def _lstm_step(
     gate: np.ndarray, recurrent: np.ndarray, before: np.ndarray, h: np.ndarray, c: np.ndarray, tanh_c: np.ndarray
 ) -> None:
@@ -239,7 +239,7 @@ def _lstm_step(
         h[j] = o[j] * tanh_c[j]
 
 
-@compiled("void(f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, ::1], f4[::1], b1[:, ::1])")
+@compile_loop("void(f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, ::1], f4[::1], b1[:, ::1])")
 def lstm(
     gates: np.ndarray,
     h: np.ndarray,
@@ -252,23 +252,23 @@ def lstm(
     n_items, size = h.shape[1:]
     sums = np.empty((1, n_items, 4 * size), np.float32)
     for t in range(len(gates)):
-        multiply(h[t : t + 1], cut, bias, sums)
+        multiply_packed(h[t : t + 1], cut, bias, sums)
         gate, c_before, h_after, c_after, tanh_after = (
-            at(gates, t),
-            at(c, t),
-            at(h, t + 1),
-            at(c, t + 1),
-            at(tanh_c, t + 1),
+            contiguous_row(gates, t),
+            contiguous_row(c, t),
+            contiguous_row(h, t + 1),
+            contiguous_row(c, t + 1),
+            contiguous_row(tanh_c, t + 1),
         )
         for b in range(n_items):
             _lstm_step(gate[b], sums[0, b], c_before[b], h_after[b], c_after[b], tanh_after[b])
             if len(active) and not active[t, b]:
-                h_after[b] = at(h, t)[b]
+                h_after[b] = contiguous_row(h, t)[b]
                 c_after[b] = c_before[b]
-                tanh_after[b] = at(tanh_c, t)[b]
+                tanh_after[b] = contiguous_row(tanh_c, t)[b]
 
 
-@compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
+@compile_loop("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
 def _lstm_step_back(
     gate: np.ndarray, before: np.ndarray, tanh_c: np.ndarray, dh: np.ndarray, dc: np.ndarray, d: np.ndarray
 ) -> None:
@@ -285,7 +285,7 @@ def _lstm_step_back(
         dh[j] = ZERO
 
 
-@compiled(
+@compile_loop(
     "void(f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, :], "
     "f4[:, :, ::1], b1[:, ::1], f4[:, :, :], f4[:, ::1], f4[:, ::1])"
 )
@@ -305,12 +305,18 @@ def lstm_backward(
     sums = np.empty((1, n_items, size), np.float32)
     nothing = np.zeros(len(cut) * PANEL, np.float32)
     for t in range(len(gates) - 1, -1, -1):
-        gate, before, after, d, slopes = at(gates, t), at(c, t), at(tanh_c, t + 1), at(d_gates, t), at(grad_c, t)
+        gate, before, after, d, slopes = (
+            contiguous_row(gates, t),
+            contiguous_row(c, t),
+            contiguous_row(tanh_c, t + 1),
+            contiguous_row(d_gates, t),
+            contiguous_row(grad_c, t),
+        )
         for b in range(n_items):
             if len(active) and not active[t, b]:
                 d[b] = ZERO
             else:
                 _lstm_step_back(gate[b], before[b], after[b], dh[b], dc[b], d[b])
             _add(dc[b], slopes[b])
-        multiply(d_gates[t : t + 1], cut, nothing, sums)
-        _add_rows(dh, sums[0], at(grad_h, t))
+        multiply_packed(d_gates[t : t + 1], cut, nothing, sums)
+        _add_rows(dh, sums[0], contiguous_row(grad_h, t))

@@ -17,13 +17,15 @@ from numba import types
 from numba.core import cgutils
 
 from tricycle_accelerators.compiled.jit import FEATURES, IS_ARM64, BFloat, intrinsic
-from tricycle_accelerators.instruction_sets import widest
+from tricycle_accelerators.instruction_sets import widest_instruction_set
 
-INSTRUCTION_SET = widest(["neon"] if IS_ARM64 else [name for name, is_there in FEATURES.items() if is_there])
+INSTRUCTION_SET = widest_instruction_set(
+    ["neon"] if IS_ARM64 else [name for name, is_there in FEATURES.items() if is_there]
+)
 LANES, N_REGISTERS = INSTRUCTION_SET.lanes, INSTRUCTION_SET.n_registers
 INDEX, PAIR, FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
 VECTOR = ir.VectorType(FLOAT, LANES)
-TOGETHER = ("contract",)  # a product and a sum may be one instruction
+CONTRACT = ("contract",)  # a product and a sum may be one instruction
 
 
 def load(builder: Any, address: Any, kind: Any) -> Any:
@@ -34,12 +36,14 @@ def store(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
 
 
-def after(builder: Any, address: Any, stride: Any, n: int) -> Any:
+def offset_address(builder: Any, address: Any, stride: Any, n: int) -> Any:
     """The address so many strides on."""
     return builder.add(address, builder.mul(stride, INDEX(n)))
 
 
-def loop(builder: Any, n_steps: Any, first: Sequence[Any], step: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+def build_loop(
+    builder: Any, n_steps: Any, first: Sequence[Any], step: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
     """Write a loop that carries registers from each step to the next; return those after the last one.
 
     Args:
@@ -79,7 +83,7 @@ def prefetch_line(context: Any, address: Any) -> Any:
     return types.void(types.intp), code
 
 
-def running_sums(
+def build_product_sums(
     builder: Any, shape: tuple[int, int], pairs: bool, operands: Sequence[Any], n_steps: Any, first: Sequence[Any]
 ) -> list[Any]:
     """The loop along the product, and the registers that it leaves, row by row.
@@ -93,7 +97,7 @@ def running_sums(
     """
     n_rows, n_vectors = shape
     left, down, along, right, right_along = operands
-    rows = [after(builder, left, down, row) for row in range(n_rows)]
+    rows = [offset_address(builder, left, down, row) for row in range(n_rows)]
     kind = PAIR if pairs else FLOAT
 
     def add_products(step: Any, sums: list[Any]) -> list[Any]:
@@ -104,15 +108,15 @@ def running_sums(
         ]
         new = []
         for row in range(n_rows):
-            number = _repeated(builder, load(builder, builder.add(rows[row], offset), kind))
+            number = _broadcast(builder, load(builder, builder.add(rows[row], offset), kind))
             for column in range(n_vectors):
                 new.append(_multiply_add(builder, sums[row * n_vectors + column], number, columns[column], pairs))
         return new
 
-    return loop(builder, n_steps, [*first] * n_rows, add_products)
+    return build_loop(builder, n_steps, [*first] * n_rows, add_products)
 
 
-def _repeated(builder: Any, number: Any) -> Any:
+def _broadcast(builder: Any, number: Any) -> Any:
     """A register of one number."""
     undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     alone = builder.insert_element(undefined, number, PAIR(0))
@@ -121,7 +125,7 @@ def _repeated(builder: Any, number: Any) -> Any:
 
 def _multiply_add(builder: Any, sums: Any, a: Any, b: Any, pairs: bool) -> Any:
     if not pairs:
-        return builder.fadd(sums, builder.fmul(a, b, flags=TOGETHER), flags=TOGETHER)
+        return builder.fadd(sums, builder.fmul(a, b, flags=CONTRACT), flags=CONTRACT)
     narrow = ir.VectorType(BFloat(), 2 * LANES)
     kind = ir.FunctionType(VECTOR, [VECTOR, narrow, narrow])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")

@@ -23,22 +23,29 @@ from numba import types
 
 from tricycle_accelerators import processor
 from tricycle_accelerators.compiled.jit import HAS_BFLOAT as HAS_BFLOAT
-from tricycle_accelerators.compiled.jit import OPTIONS, at, bits_of, by_types, intrinsic, number_of
+from tricycle_accelerators.compiled.jit import (
+    OPTIONS,
+    contiguous_row,
+    intrinsic,
+    overload_by_types,
+    to_bfloat16_bits,
+    to_float32,
+)
 from tricycle_accelerators.compiled.registers import (
     INDEX,
     INSTRUCTION_SET,
     LANES,
     PAIR,
     VECTOR,
-    after,
+    build_product_sums,
     load,
+    offset_address,
     prefetch_line,
-    running_sums,
     store,
 )
 
 ROWS, VECTORS = INSTRUCTION_SET.tile_rows, INSTRUCTION_SET.tile_vectors  # of a tile; a vector is a register of columns
-HAS_PAIRS = HAS_BFLOAT and not processor.halves_bfloat16()
+HAS_PAIRS = HAS_BFLOAT and not processor.has_slow_bfloat16()
 LINE = 16  # float32 in a line of a cache
 
 
@@ -53,9 +60,9 @@ def _tile(n_vectors: int, pairs: bool) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         *operands, result, result_down, n_steps, add = arguments
         zeros = [ir.Constant(VECTOR, [0.0] * LANES)] * n_vectors
-        sums = running_sums(builder, (ROWS, n_vectors), pairs, operands, n_steps, zeros)
+        sums = build_product_sums(builder, (ROWS, n_vectors), pairs, operands, n_steps, zeros)
         places = [
-            builder.add(after(builder, result, result_down, row), INDEX(4 * LANES * column))
+            builder.add(offset_address(builder, result, result_down, row), INDEX(4 * LANES * column))
             for row in range(ROWS)
             for column in range(n_vectors)
         ]
@@ -86,7 +93,7 @@ def _tile(n_vectors: int, pairs: bool) -> Any:
     return tile
 
 
-def _product(pairs: bool) -> Any:
+def _make_multiply(pairs: bool) -> Any:
     """The product of matrices of float32, or of pairs."""
     tiles = [_tile(n, pairs) for n in range(1, 5)]
     one, two, three, four = tiles
@@ -123,14 +130,16 @@ def _product(pairs: bool) -> Any:
     return product
 
 
-_of_numbers = _product(False)
-_of_pairs = _product(True) if HAS_BFLOAT else _of_numbers  # where there is no such instruction, nor are there pairs
+_multiply_float32 = _make_multiply(False)
+_multiply_bfloat16_pairs = (
+    _make_multiply(True) if HAS_BFLOAT else _multiply_float32
+)  # where there is no such instruction, nor are there pairs
 
 
-@by_types
+@overload_by_types
 def multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
     """Write left right into `out`, or add it: whole tiles of at least one step, M a multiple of ROWS, N of LANES."""
-    product = _of_pairs if left.dtype == types.uint32 else _of_numbers
+    product = _multiply_bfloat16_pairs if left.dtype == types.uint32 else _multiply_float32
 
     def call(left: Any, right: Any, out: Any, add: Any) -> None:
         product(
@@ -152,7 +161,7 @@ def multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
 
 # -------------------------------------------------------------------- operands
 @numba.njit(**OPTIONS)
-def fetch(x: np.ndarray) -> None:
+def prefetch_rows(x: np.ndarray) -> None:
     """Ask for rows (N, K) that will soon be needed, so that they come from memory meanwhile."""
     for i in range(x.shape[0]):
         start = x.ctypes.data + i * x.strides[0]
@@ -161,7 +170,7 @@ def fetch(x: np.ndarray) -> None:
 
 
 @numba.njit(**OPTIONS)
-def room(n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
+def aligned_zeros(n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
     """(N, M) zeros of a dtype of 4 bytes, from the beginning of a line of the cache on."""
     flat = np.zeros(n_rows * n_columns + LINE, like.dtype)
     skip = -(flat.ctypes.data // 4) % LINE
@@ -169,20 +178,20 @@ def room(n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
 
 
 @numba.njit(inline="always")
-def whole_registers(n: int) -> int:
+def round_up_to_lanes(n: int) -> int:
     return (n + LANES - 1) // LANES * LANES
 
 
-@by_types
-def n_steps(n: Any, like: Any) -> Any:
+@overload_by_types
+def n_inner_steps(n: Any, like: Any) -> Any:
     """Steps that a product along n numbers takes with operands of this dtype."""
     if like.dtype == types.uint32:
         return lambda n, like: (n + 1) // 2
     return lambda n, like: n
 
 
-@by_types
-def operands_of(x: Any) -> Any:
+@overload_by_types
+def operand_prototype(x: Any) -> Any:
     """An array of the dtype of operands that are made of x."""
     if x.dtype == types.uint16 and HAS_PAIRS:
         return lambda x: np.zeros(1, np.uint32)
@@ -192,42 +201,44 @@ def operands_of(x: Any) -> Any:
 @numba.njit(**OPTIONS)
 def _copy(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(x.shape[0]):
-        row, new = at(x, i), at(out, i)
+        row, new = contiguous_row(x, i), contiguous_row(out, i)
         for j in range(len(row)):
-            new[j] = number_of(row[j])
+            new[j] = to_float32(row[j])
 
 
-@by_types
-def as_left(x: Any, out: Any) -> Any:
+@overload_by_types
+def pack_left(x: Any, out: Any) -> Any:
     """Write rows (N, K) as a left operand into the beginning of `out`. Where K is odd, the rest of it must be 0."""
     if out.dtype == types.uint32:
 
         def pairs(x: Any, out: Any) -> None:
             bits = out.view(np.uint16)
             for i in range(x.shape[0]):
-                row, new = at(x, i), at(bits, i)
+                row, new = contiguous_row(x, i), contiguous_row(bits, i)
                 for j in range(len(row)):
-                    new[j] = bits_of(row[j])
+                    new[j] = to_bfloat16_bits(row[j])
 
         return pairs
 
     return lambda x, out: _copy(x, out)
 
 
-@by_types
-def as_right(x: Any, out: Any) -> Any:
+@overload_by_types
+def pack_right(x: Any, out: Any) -> Any:
     """Write rows (K, N) as a right operand into the beginning of `out`."""
     if out.dtype == types.uint32:
 
         def pairs(x: Any, out: Any) -> None:
             for i in range(x.shape[0] // 2):
-                first, second, new = at(x, 2 * i), at(x, 2 * i + 1), at(out, i)
+                first, second, new = contiguous_row(x, 2 * i), contiguous_row(x, 2 * i + 1), contiguous_row(out, i)
                 for j in range(len(first)):
-                    new[j] = np.uint32(bits_of(first[j])) | (np.uint32(bits_of(second[j])) << np.uint32(16))
+                    new[j] = np.uint32(to_bfloat16_bits(first[j])) | (
+                        np.uint32(to_bfloat16_bits(second[j])) << np.uint32(16)
+                    )
             if x.shape[0] % 2:
-                last, new = at(x, x.shape[0] - 1), at(out, x.shape[0] // 2)
+                last, new = contiguous_row(x, x.shape[0] - 1), contiguous_row(out, x.shape[0] // 2)
                 for j in range(len(last)):
-                    new[j] = np.uint32(bits_of(last[j]))
+                    new[j] = np.uint32(to_bfloat16_bits(last[j]))
 
         return pairs
 
@@ -235,13 +246,13 @@ def as_right(x: Any, out: Any) -> Any:
 
 
 @intrinsic
-def _turn_tile(context: Any, source: Any, down: Any, result: Any, result_down: Any) -> Any:
+def _transpose_tile(context: Any, source: Any, down: Any, result: Any, result_down: Any) -> Any:
     """Write the transpose of a square of LANES rows; addresses, and bytes from row to row."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, down, result, result_down = arguments
         kind, places = ir.VectorType(PAIR, LANES), range(LANES)
-        rows = [load(builder, after(builder, source, down, i), kind) for i in places]
+        rows = [load(builder, offset_address(builder, source, down, i), kind) for i in places]
         zipped = [LANES * (i % 2) + i // 2 for i in range(2 * LANES)]
         halves = [ir.Constant(kind, zipped[:LANES]), ir.Constant(kind, zipped[LANES:])]
         # each time rows i and i + L/2 become rows 2i and 2i + 1, one number of each in turn
@@ -249,68 +260,68 @@ def _turn_tile(context: Any, source: Any, down: Any, result: Any, result_down: A
             pairs = zip(rows[: LANES // 2], rows[LANES // 2 :])
             rows = [builder.shuffle_vector(a, b, half) for a, b in pairs for half in halves]
         for i in places:
-            store(builder, rows[i], after(builder, result, result_down, i))
+            store(builder, rows[i], offset_address(builder, result, result_down, i))
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 4), code
 
 
 @numba.njit(**OPTIONS)
-def as_right_turned(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
+def pack_right_transposed(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
     """Write the right operand of x^T (K, N), of rows x (N, K), into `out`, of whole registers each way.
 
     Args:
         scratch: zeros (LANES, steps in whole registers), of which only what rows fill is written.
     """
     for start in range(0, x.shape[0], LANES):
-        as_left(x[start : start + LANES], scratch)
+        pack_left(x[start : start + LANES], scratch)
         for column in range(0, scratch.shape[1], LANES):
             place = out.ctypes.data + column * out.strides[0] + 4 * start
-            _turn_tile(scratch.ctypes.data + 4 * column, scratch.strides[0], place, out.strides[0])
+            _transpose_tile(scratch.ctypes.data + 4 * column, scratch.strides[0], place, out.strides[0])
 
 
-@by_types
-def narrowed_like(x: Any, out: Any) -> Any:
+@overload_by_types
+def left_operand(x: Any, out: Any) -> Any:
     """Rows of float32 (N, K) as a left operand: as they are, or as pairs, which are written into `out`."""
     if out.dtype == types.uint32:
 
         def pairs(x: Any, out: Any) -> Any:
-            as_left(x, out)
+            pack_left(x, out)
             return out
 
         return pairs
     return lambda x, out: x
 
 
-@by_types
-def turned_like(x: Any, n: Any, out: Any) -> Any:
+@overload_by_types
+def transposed_left_operand(x: Any, n: Any, out: Any) -> Any:
     """The first n rows of float32 (K, N) as the left operand x^T: a view, or pairs, which are written into `out`."""
     if out.dtype == types.uint32:
 
         def pairs(x: Any, n: Any, out: Any) -> Any:
-            as_right(x[:n], out)
+            pack_right(x[:n], out)
             return out.T
 
         return pairs
     return lambda x, n, out: x.T
 
 
-@by_types
-def numbers_of(left: Any) -> Any:
+@overload_by_types
+def left_elements(left: Any) -> Any:
     """What a left operand is made of, by rows: float32, or the bits of bfloat16."""
     if left.dtype == types.uint32:
         return lambda left: left.view(np.uint16)
     return lambda left: left
 
 
-@by_types
-def right_again(left: Any, shape: Any, out: Any) -> Any:
+@overload_by_types
+def left_to_right(left: Any, shape: Any, out: Any) -> Any:
     """A left operand of rows (N, K) as a right one: the same of numbers, or other pairs, which go into `out`."""
     if left.dtype == types.uint32:
 
         def pairs(left: Any, shape: Any, out: Any) -> Any:
             n_rows, size = shape
-            as_right(numbers_of(left)[:n_rows, :size], out)
+            pack_right(left_elements(left)[:n_rows, :size], out)
             return out
 
         return pairs

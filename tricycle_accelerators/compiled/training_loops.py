@@ -14,13 +14,13 @@ import numpy as np
 from tricycle_accelerators.compiled.jit import (
     ONE,
     ZERO,
-    at,
-    compiled,
-    exp_to_zero,
-    larger,
-    number_of,
-    over_one_and_exp,
-    rounded_for,
+    compile_loop,
+    contiguous_row,
+    convert_for,
+    exp_underflowing_to_zero,
+    maximum,
+    multiply_by_sigmoid,
+    to_float32,
 )
 from tricycle_accelerators.compiled.loops import CUBIC, LINEAR
 
@@ -29,50 +29,52 @@ from tricycle_accelerators.compiled.loops import CUBIC, LINEAR
 @numba.njit(inline="always")
 def _gelu_slope(x: np.float32) -> np.float32:
     square = x * x
-    gate = over_one_and_exp(ONE, x * (LINEAR + CUBIC * square))
+    gate = multiply_by_sigmoid(ONE, x * (LINEAR + CUBIC * square))
     return gate * (ONE + (ONE - gate) * x * (LINEAR + np.float32(3) * CUBIC * square))
 
 
-@compiled(["void(f4[::1], f4[::1], f4[::1])", "void(u2[::1], u2[::1], u2[::1])"])
+@compile_loop(["void(f4[::1], f4[::1], f4[::1])", "void(u2[::1], u2[::1], u2[::1])"])
 def gelu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     for i in range(len(x)):
-        dx[i] = rounded_for(dx, number_of(dy[i]) * _gelu_slope(number_of(x[i])))
+        dx[i] = convert_for(dx, to_float32(dy[i]) * _gelu_slope(to_float32(x[i])))
 
 
-@compiled(["void(f4[:, ::1], f4[:, ::1], f4[:, ::1])", "void(u2[:, ::1], u2[:, ::1], u2[:, ::1])"])
+@compile_loop(["void(f4[:, ::1], f4[:, ::1], f4[:, ::1])", "void(u2[:, ::1], u2[:, ::1], u2[:, ::1])"])
 def swiglu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     """(R, C) and (R, 2 C) to (R, 2 C)."""
     n_rows, size = dy.shape
     for i in range(n_rows):
         for j in range(size):
-            value = number_of(x[i, size + j])
-            gate = over_one_and_exp(ONE, value)
-            slope = number_of(dy[i, j])
-            dx[i, j] = rounded_for(dx, slope * (value * gate))
-            dx[i, size + j] = rounded_for(dx, slope * number_of(x[i, j]) * gate * (ONE + value * (ONE - gate)))
+            value = to_float32(x[i, size + j])
+            gate = multiply_by_sigmoid(ONE, value)
+            slope = to_float32(dy[i, j])
+            dx[i, j] = convert_for(dx, slope * (value * gate))
+            dx[i, size + j] = convert_for(dx, slope * to_float32(x[i, j]) * gate * (ONE + value * (ONE - gate)))
 
 
-@compiled("void(u2[:, ::1], f4[::1])")
+@compile_loop("void(u2[:, ::1], f4[::1])")
 def add_rows(x: np.ndarray, sums: np.ndarray) -> None:
     """(R, C), added to (C,)."""
     for i in range(len(x)):
         row = x[i]
         for j in range(len(sums)):
-            sums[j] += number_of(row[j])
+            sums[j] += to_float32(row[j])
 
 
 # -------------------------------------------------------------------- tables
-@compiled("void(f4[:, :], i8[:], f4[:, :])")
-def add_to_rows(grad: np.ndarray, ids: np.ndarray, table: np.ndarray) -> None:
+@compile_loop("void(f4[:, :], i8[:], f4[:, :])")
+def scatter_add_rows(grad: np.ndarray, ids: np.ndarray, table: np.ndarray) -> None:
     """Add each of the rows (R, C), in order, to the one of a table (N, C) that its id (R,) names."""
     for i in range(len(ids)):
-        row, total = at(grad, i), at(table, ids[i])
+        row, total = contiguous_row(grad, i), contiguous_row(table, ids[i])
         for j in range(len(row)):
             total[j] += row[j]
 
 
 # -------------------------------------------------------------------- norms
-@compiled([f"void({dy}[:, ::1], f4[:, ::1], f4[::1], f4[::1], f4[::1], f4[:, ::1], f4[:, ::1])" for dy in ("f4", "u2")])
+@compile_loop(
+    [f"void({dy}[:, ::1], f4[:, ::1], f4[::1], f4[::1], f4[::1], f4[:, ::1], f4[:, ::1])" for dy in ("f4", "u2")]
+)
 def layer_norm_backward(
     dy: np.ndarray,
     x: np.ndarray,
@@ -91,19 +93,19 @@ def layer_norm_backward(
         mean, scale = means[i], scales[i]
         total, inner = ZERO, ZERO
         for j in range(size):
-            slope = number_of(dy[i, j]) * gain[j]
+            slope = to_float32(dy[i, j]) * gain[j]
             total += slope
             inner += slope * (x[i, j] - mean)
         level = total / np.float32(size)
         share = inner * scale * scale / np.float32(size)
         for j in range(size):
-            slope, centred = number_of(dy[i, j]), x[i, j] - mean
+            slope, centred = to_float32(dy[i, j]), x[i, j] - mean
             sums[0, j] += slope * centred * scale
             sums[1, j] += slope
             dx[i, j] = (slope * gain[j] - level - centred * share) * scale
 
 
-@compiled(
+@compile_loop(
     [
         f"void({dy}[:, ::1], {x}[:, ::1], f4[::1], f4[::1], {x}[:, ::1], f4[:, ::1])"
         for dy, x in [("f4", "f4"), ("u2", "f4"), ("u2", "u2")]
@@ -121,17 +123,17 @@ def rms_norm_backward(
         scale = scales[i]
         inner = ZERO
         for j in range(size):
-            inner += number_of(dy[i, j]) * gain[j] * number_of(x[i, j])
+            inner += to_float32(dy[i, j]) * gain[j] * to_float32(x[i, j])
         share = inner * scale * scale / np.float32(size)
         for j in range(size):
-            slope, value = number_of(dy[i, j]), number_of(x[i, j])
+            slope, value = to_float32(dy[i, j]), to_float32(x[i, j])
             sums[0, j] += slope * value * scale
             sums[1, j] += slope
-            dx[i, j] = rounded_for(dx, (slope * gain[j] - value * share) * scale)
+            dx[i, j] = convert_for(dx, (slope * gain[j] - value * share) * scale)
 
 
 # -------------------------------------------------------------------- losses
-@compiled([f"f8({x}[:, ::1], i8[::1], f4[::1], f8, {x}[:, ::1])" for x in ("f4", "u2")])
+@compile_loop([f"f8({x}[:, ::1], i8[::1], f4[::1], f8, {x}[:, ::1])" for x in ("f4", "u2")])
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float, slope: np.ndarray
 ) -> float:
@@ -144,30 +146,30 @@ def cross_entropy(
     cost = 0.0
     for i in range(n_rows):
         row, slopes, label, weight = logits[i], slope[i], labels[i], weights[i]
-        highest = number_of(row[0])
+        highest = to_float32(row[0])
         for j in range(size):
-            highest = larger(number_of(row[j]), highest)
+            highest = maximum(to_float32(row[j]), highest)
         total, level = ZERO, ZERO
         for j in range(size):
-            total += exp_to_zero(number_of(row[j]) - highest)
+            total += exp_underflowing_to_zero(to_float32(row[j]) - highest)
         if smoothing != 0:
             for j in range(size):
-                level += number_of(row[j]) - highest
-        truth = number_of(row[label]) - highest
+                level += to_float32(row[j]) - highest
+        truth = to_float32(row[label]) - highest
         if weight != 0:  # such a row may cost infinitely much, and 0 times that is not 0
             cost += weight * (math.log(total) - (1 - smoothing) * truth - smoothing * (level / size))
         share = weight / total
         spread = np.float32(weight * smoothing / size)
         for j in range(len(slopes)):
-            slopes[j] = rounded_for(slopes, share * exp_to_zero(number_of(row[j]) - highest) - spread)
+            slopes[j] = convert_for(slopes, share * exp_underflowing_to_zero(to_float32(row[j]) - highest) - spread)
         if len(slopes):
-            of_truth = share * exp_to_zero(truth) - spread - np.float32(weight * (1 - smoothing))
-            slopes[label] = rounded_for(slopes, of_truth)
+            of_truth = share * exp_underflowing_to_zero(truth) - spread - np.float32(weight * (1 - smoothing))
+            slopes[label] = convert_for(slopes, of_truth)
     return cost
 
 
 # -------------------------------------------------------------------- optimisers
-@compiled("f8(f4[::1])")
+@compile_loop("f8(f4[::1])")
 def sum_squares(x: np.ndarray) -> float:
     total = ZERO
     for i in range(len(x)):
@@ -175,7 +177,7 @@ def sum_squares(x: np.ndarray) -> float:
     return float(total)
 
 
-@compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
+@compile_loop("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
 def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, numbers: np.ndarray) -> None:
     """In place on weights and both moments, each of which is read and written once.
 

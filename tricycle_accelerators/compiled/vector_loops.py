@@ -15,8 +15,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compiled
-from tricycle_accelerators.compiled.mailbox import add, pause, read, replace, write
+from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compile_loop
+from tricycle_accelerators.compiled.mailbox import atomic_add, atomic_load, atomic_store, compare_exchange, pause
 from tricycle_accelerators.compiled.registers import LANES as LANES
 from tricycle_accelerators.compiled.registers import prefetch_line
 from tricycle_accelerators.compiled.vector_rows import (
@@ -34,11 +34,11 @@ from tricycle_accelerators.compiled.vector_rows import (
     STRIDE,
     SUMS,
     X,
-    as_bytes,
-    rows_of_bfloat16,
-    rows_of_bytes,
-    rows_of_float32,
-    rows_of_int8,
+    multiply_bfloat16_rows,
+    multiply_float32_rows,
+    multiply_int8_rows,
+    multiply_int8_rows_by_bytes,
+    split_into_bytes,
 )
 from tricycle_accelerators.compiled.vector_rows import HAS_BYTES as HAS_BYTES
 
@@ -58,34 +58,34 @@ SPIN_LIMIT = 100_000  # pauses, 40 to 140 cycles each, until a thread without wo
 
 
 @numba.njit(**OPTIONS)
-def _take(box: Any, place: int, part: int) -> bool:
+def _compute_chunk(box: Any, place: int, part: int) -> bool:
     """Compute some of the rows that are left of a part of a job; return whether there were any."""
-    word = read(place, LEFT + A_LINE * part)
+    word = atomic_load(place, LEFT + A_LINE * part)
     left = word & LOWER
     if left == 0:
         return False
     n = min(left, CHUNK // max(1, box[STRIDE]) + 1)
     stop = box[N_ROWS] * (part + 1) // box[N_PARTS] - (left - n)
-    if not replace(place, LEFT + A_LINE * part, word, word - n):
+    if not compare_exchange(place, LEFT + A_LINE * part, word, word - n):
         return True
     if box[KIND] == FLOAT32:
-        rows_of_float32(box, stop - n, stop)
+        multiply_float32_rows(box, stop - n, stop)
     elif box[KIND] == BFLOAT16:
-        rows_of_bfloat16(box, stop - n, stop)
+        multiply_bfloat16_rows(box, stop - n, stop)
     elif box[KIND] == INT8:
-        rows_of_int8(box, stop - n, stop)
+        multiply_int8_rows(box, stop - n, stop)
     else:
-        rows_of_bytes(box, stop - n, stop)
-    add(place, DONE, n)
+        multiply_int8_rows_by_bytes(box, stop - n, stop)
+    atomic_add(place, DONE, n)
     return True
 
 
 @numba.njit(**OPTIONS)
-def _take_all(box: Any, place: int, part: int) -> None:
+def _compute_all(box: Any, place: int, part: int) -> None:
     """Compute what is left of a thread's part, then what is left of the others' (work stealing)."""
     n_parts = box[N_PARTS]
     for i in range(n_parts):
-        while _take(box, place, (part + i) % n_parts):
+        while _compute_chunk(box, place, (part + i) % n_parts):
             pass
 
 
@@ -97,9 +97,9 @@ def _prefetch_next(box: Any, place: int, part: int, known: Any, last: int) -> in
         known: (N_KNOWN, 4), addresses of matrices, and address, rows and stride of the next of each.
         last: the matrix before the current one.
     """
-    job = read(place, LEFT + A_LINE * part)
+    job = atomic_load(place, LEFT + A_LINE * part)
     matrix, n_rows, stride, n_parts = box[ROWS], box[N_ROWS], box[STRIDE], box[N_PARTS]
-    if read(place, LEFT + A_LINE * part) != job:  # another job came meanwhile
+    if atomic_load(place, LEFT + A_LINE * part) != job:  # another job came meanwhile
         return last
     entry = known[(last >> 6) % N_KNOWN]
     entry[0], entry[1], entry[2], entry[3] = last, matrix, n_rows, stride
@@ -111,31 +111,33 @@ def _prefetch_next(box: Any, place: int, part: int, known: Any, last: int) -> in
             for address in range(first, first + BURST, 64):
                 prefetch_line(address)
             pause()
-            if read(place, LEFT + A_LINE * part) != job:
+            if atomic_load(place, LEFT + A_LINE * part) != job:
                 break
     return matrix
 
 
-@compiled("void(i8[::1], i8)")
-def serve(box: np.ndarray, part: int) -> None:
+@compile_loop("void(i8[::1], i8)")
+def serve_jobs(box: np.ndarray, part: int) -> None:
     """Take this part of the jobs that come, until none has come for a while, or STOP is set."""
     place = box.ctypes.data
     known = np.zeros((N_KNOWN, 4), np.int64)
-    add(place, SERVING, 1)
+    atomic_add(place, SERVING, 1)
     idle = last = 0
-    while idle < SPIN_LIMIT and not read(place, STOP):
-        if read(place, LEFT + A_LINE * part) & LOWER:
-            _take_all(box, place, part)
+    while idle < SPIN_LIMIT and not atomic_load(place, STOP):
+        if atomic_load(place, LEFT + A_LINE * part) & LOWER:
+            _compute_all(box, place, part)
             last = _prefetch_next(box, place, part, known, last)
             idle = 0
         else:
             idle += 1
             pause()
-    add(place, SERVING, -1)
+    atomic_add(place, SERVING, -1)
 
 
-@compiled([f"i8(f4[:, ::1], {kind}[:, ::1], f4[::1], i4[::1], f4[:, ::1], i8[::1], i8)" for kind in ("f4", "u2", "i1")])
-def multiply(
+@compile_loop(
+    [f"i8(f4[:, ::1], {kind}[:, ::1], f4[::1], i4[::1], f4[:, ::1], i8[::1], i8)" for kind in ("f4", "u2", "i1")]
+)
+def multiply_vector(
     x: np.ndarray,
     matrix: np.ndarray,
     scales: np.ndarray,
@@ -157,24 +159,24 @@ def multiply(
     place = box.ctypes.data
     n_rows, size = matrix.shape
     bytes_of_x = np.empty((2, size if len(sums) else 0), np.uint8)
-    step = as_bytes(x[0], bytes_of_x) if len(sums) else ZERO
+    step = split_into_bytes(x[0], bytes_of_x) if len(sums) else ZERO
     box[KIND] = BYTES if step else FLOAT32 if matrix.itemsize == 4 else BFLOAT16 if matrix.itemsize == 2 else INT8
     box[X] = bytes_of_x.ctypes.data if step else x.ctypes.data
     box[ROWS], box[STRIDE], box[OUT] = matrix.ctypes.data, matrix.strides[0], out.ctypes.data
     box[SIZE], box[N_ROWS], box[N_PARTS] = size, n_rows, n_threads
     box[SCALES] = scales.ctypes.data if len(scales) else 0
     box[SUMS] = sums.ctypes.data
-    write(place, DONE, 0)
-    job = ((read(place, LEFT) >> 32) + 1) & 0x7FFFFFFF
+    atomic_store(place, DONE, 0)
+    job = ((atomic_load(place, LEFT) >> 32) + 1) & 0x7FFFFFFF
     for part in range(n_threads):
         n = n_rows * (part + 1) // n_threads - n_rows * part // n_threads
-        write(place, LEFT + A_LINE * part, job << 32 | n)
-    _take_all(box, place, 0)
+        atomic_store(place, LEFT + A_LINE * part, job << 32 | n)
+    _compute_all(box, place, 0)
     waited = 0
-    while read(place, DONE) < n_rows:
+    while atomic_load(place, DONE) < n_rows:
         waited += 1
         pause()
     if len(bytes_of_x[0]) and step:  # named here, or their memory would be free by now
         for i in range(n_rows):
             out[0, i] *= step
-    return waited if read(place, SERVING) >= n_threads - 1 else -1
+    return waited if atomic_load(place, SERVING) >= n_threads - 1 else -1

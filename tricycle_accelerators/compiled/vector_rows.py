@@ -21,10 +21,10 @@ from tricycle_accelerators.compiled.jit import (
     OPTIONS,
     ZERO,
     intrinsic,
-    largest_if_finite,
-    number_of,
+    max_abs_if_finite,
+    to_float32,
 )
-from tricycle_accelerators.compiled.registers import FLOAT, INDEX, LANES, PAIR, VECTOR, load, loop, prefetch
+from tricycle_accelerators.compiled.registers import FLOAT, INDEX, LANES, PAIR, VECTOR, build_loop, load, prefetch
 
 # The fields of a job, by their places in a mailbox.
 X, ROWS, STRIDE, SIZE, N_ROWS, SCALES, SUMS, OUT, KIND, N_PARTS = range(10)
@@ -65,7 +65,7 @@ def _dot(kind: int) -> Any:
                 new.append(builder.fadd(sums[i], builder.fmul(a, b, flags=("contract",)), flags=("contract",)))
             return new
 
-        new = loop(builder, n_steps, [ir.Constant(VECTOR, [0.0] * LANES)] * UNROLLED, add_products)
+        new = build_loop(builder, n_steps, [ir.Constant(VECTOR, [0.0] * LANES)] * UNROLLED, add_products)
         total = builder.fadd(builder.fadd(new[0], new[1]), builder.fadd(new[2], new[3]))
         reduced = ir.FunctionType(FLOAT, [FLOAT, VECTOR])
         name = f"llvm.vector.reduce.fadd.v{LANES}f32"
@@ -89,7 +89,7 @@ def _address(context: Any, address: Any, like: Any) -> Any:
     return pointer(types.intp, like), code
 
 
-def _rows_of(kind: int) -> Any:
+def _make_multiply_rows(kind: int) -> Any:
     """Compute some rows of a job's result."""
     dot = _dot(kind)
     number = (np.float32(0), np.uint16(0), np.int8(0))[kind]
@@ -109,7 +109,7 @@ def _rows_of(kind: int) -> Any:
             if size % whole:
                 rest = numba.carray(_address(row, number), (size,))
                 for j in range(n_steps * whole, size):
-                    total += numbers[j] * np.float32(number_of(rest[j]))
+                    total += numbers[j] * np.float32(to_float32(rest[j]))
             out[i] = total
         if box[SCALES]:
             scales = numba.carray(_address(box[SCALES], ZERO), (box[N_ROWS],))
@@ -119,7 +119,9 @@ def _rows_of(kind: int) -> Any:
     return rows_of
 
 
-rows_of_float32, rows_of_bfloat16, rows_of_int8 = (_rows_of(kind) for kind in (FLOAT32, BFLOAT16, INT8))
+multiply_float32_rows, multiply_bfloat16_rows, multiply_int8_rows = (
+    _make_multiply_rows(kind) for kind in (FLOAT32, BFLOAT16, INT8)
+)
 
 
 # -------------------------------------------------------------------- rows of int8 times whole numbers
@@ -148,7 +150,7 @@ def _dot_bytes(context: Any, upper: Any, lower: Any, row: Any, n_steps: Any, shi
             parts = [load(builder, builder.add(x, offset), vector) for x in bytes_of_x]
             return [builder.call(multiply_add, [total, part, numbers]) for total, part in zip(sums, parts)]
 
-        new = loop(builder, n_steps, [ir.Constant(vector, [0] * LANES)] * len(bytes_of_x), add_products)
+        new = build_loop(builder, n_steps, [ir.Constant(vector, [0] * LANES)] * len(bytes_of_x), add_products)
         add = ir.FunctionType(PAIR, [vector])
         function = cgutils.get_or_insert_function(builder.module, add, f"llvm.vector.reduce.add.v{LANES}i32")
         totals = [builder.sub(builder.call(function, [total]), shift) for total in new]
@@ -159,7 +161,7 @@ def _dot_bytes(context: Any, upper: Any, lower: Any, row: Any, n_steps: Any, shi
 
 
 @numba.njit(**OPTIONS)
-def _rows_of_bytes(box: Any, start: int, stop: int) -> None:
+def _multiply_int8_rows_by_bytes(box: Any, start: int, stop: int) -> None:
     size, stride, x = box[SIZE], box[STRIDE], box[X]
     n_rows, n_steps = box[N_ROWS], size // (4 * LANES)
     out = numba.carray(_address(box[OUT], ZERO), (n_rows,))
@@ -169,13 +171,15 @@ def _rows_of_bytes(box: Any, start: int, stop: int) -> None:
         out[i] = _dot_bytes(x, x + size, box[ROWS] + i * stride, n_steps, MIDDLE * sums[i], scales[i])
 
 
-rows_of_bytes = _rows_of_bytes if HAS_BYTES else rows_of_int8  # elsewhere no compiler knows the instruction
+multiply_int8_rows_by_bytes = (
+    _multiply_int8_rows_by_bytes if HAS_BYTES else multiply_int8_rows
+)  # elsewhere no compiler knows the instruction
 
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
-def as_bytes(x: np.ndarray, out: np.ndarray) -> Any:
+def split_into_bytes(x: np.ndarray, out: np.ndarray) -> Any:
     """Write upper and lower bytes (2, K) of a row in whole steps; return a step, or 0 where a number is not finite."""
-    largest = largest_if_finite(x)
+    largest = max_abs_if_finite(x)
     if largest == 0:
         return ZERO
     factor = LARGEST / largest

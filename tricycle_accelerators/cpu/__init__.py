@@ -23,14 +23,14 @@ from tricycle_accelerators.cpu import (
     recurrence,
     tables,
 )
-from tricycle_accelerators.providers import excluded, offer
+from tricycle_accelerators.providers import exclusion_reason, register_kernels
 
 PROVIDER = "numpy"
 
 
-def problem() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why these versions cannot be used; None when they can."""
-    return excluded(PROVIDER)
+    return exclusion_reason(PROVIDER)
 
 
 def register(array: type) -> None:
@@ -47,7 +47,7 @@ def register(array: type) -> None:
     activated = (k.gelu, k.gelu_with_derivative, k.gelu_backward, activations.relu_squared, k.swiglu, k.swiglu_backward)
     attending = (k.attention, k.attention_backward, row_attention.row_attention, row_attention.row_attention_backward)
     layers = (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)
-    offer(
+    register_kernels(
         array,
         (matrices, products),
         (quantized, [quantized_matmul]),

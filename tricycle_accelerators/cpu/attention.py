@@ -21,11 +21,17 @@ from tricycle.kernels.dispatch import upcast, upcasting
 from tricycle.kernels.in_place import upcasting_in_place
 from tricycle.kernels.ranges import block_score_options, queries_with_keys, visible_keys
 from tricycle.kernels.reference.attention import RowSoftmaxBackwardFn, RowSoftmaxFn
-from tricycle_accelerators import attention_blocks, buffers, pieces, threads
-from tricycle_accelerators.attention_blocks import Block, Group, heads_first, stack, unstack
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators import attention_blocks, buffers, chunks, threads
+from tricycle_accelerators.attention_blocks import (
+    HeadGroup,
+    QueryBlock,
+    head_major,
+    stack_query_heads,
+    unstack_query_heads,
+)
+from tricycle_accelerators.providers import decline_when
 
-SHORT = 1600  # scores of a head: with fewer, calls for each item cost more than going through memory again
+MAX_BATCHED_SCORES = 1600  # scores of a head: with fewer, calls for each item cost more than going through memory again
 
 
 # -------------------------------------------------------------------- what a call computes with
@@ -42,26 +48,26 @@ class _Inputs(NamedTuple):
         mask = self.mask if self.mask is None or len(self.mask) == 1 else self.mask[items]
         return self._replace(q=self.q[items], k=self.k[items], v=self.v[items], mask=mask)
 
-    def in_few_calls(self, work: Callable[[slice, _Inputs], None]) -> bool:
+    def run_small(self, work: Callable[[slice, _Inputs], None]) -> bool:
         """Call `work` for all items where there are few scores, for some items at a time where each has few.
 
         Returns:
             Whether it was called.
         """
         (n_items, n_queries, n_heads, _), n_keys = self.q.shape, self.k.shape[1]
-        if n_queries < 16 and n_items * n_heads * n_queries * n_keys < pieces.PIECE // 8:
-            with threads.one_blas_thread():
+        if n_queries < 16 and n_items * n_heads * n_queries * n_keys < chunks.CHUNK_SIZE // 8:
+            with threads.single_blas_thread():
                 work(slice(None), self)
-        elif n_queries * n_keys <= SHORT:
-            step = max(1, min(pieces.PIECE // (n_heads * n_queries * n_keys), -(-n_items // threads.n_threads())))
+        elif n_queries * n_keys <= MAX_BATCHED_SCORES:
+            step = max(1, min(chunks.CHUNK_SIZE // (n_heads * n_queries * n_keys), -(-n_items // threads.n_threads())))
             some = [slice(i, i + step) for i in range(0, n_items, step)]
-            threads.parallel(lambda items: work(items, self.of_items(items)), some)
+            threads.parallel_for(lambda items: work(items, self.of_items(items)), some)
         else:
             return False
         return True
 
 
-def _seen(
+def _trim_hidden(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, mask: np.ndarray | None
 ) -> tuple[slice, slice, _Inputs | None]:
     """Return the queries that see any key, the keys that any query sees, and these as inputs; None for nothing."""
@@ -82,27 +88,27 @@ def _fill_outside(x: np.ndarray, tokens: slice, value: float) -> np.ndarray:
     return x[:, tokens]
 
 
-def _why_not_for_items(q: np.ndarray, *_: Any, **__: Any) -> str | None:
+def _for_items_decline_reason(q: np.ndarray, *_: Any, **__: Any) -> str | None:
     return "fewer items than threads: better shared by what is done inside" if len(q) < threads.n_threads() else None
 
 
-@unless(_why_not_for_items)
+@decline_when(_for_items_decline_reason)
 def run_over_batch(q: np.ndarray, work: Callable[[slice], None]) -> None:
-    threads.parallel(work, [slice(i, i + 1) for i in range(len(q))])
+    threads.parallel_for(work, [slice(i, i + 1) for i in range(len(q))])
 
 
 # -------------------------------------------------------------------- scores of a group
-class _Triangles(NamedTuple):
+class _CausalMasks(NamedTuple):
     """What is added to a square of scores at the two edges of the band: 0, and -inf after, or up to, the diagonal."""
 
     later: np.ndarray
     earlier: np.ndarray
 
 
-def _triangles(blocks: list[Block], dtype: np.dtype) -> _Triangles:
+def _causal_masks(blocks: list[QueryBlock], dtype: np.dtype) -> _CausalMasks:
     longest = max(block.queries.stop - block.queries.start for block in blocks)
     whole = np.full((longest, longest), -np.inf, dtype)
-    return _Triangles(np.triu(whole, 1), np.tril(whole))
+    return _CausalMasks(np.triu(whole, 1), np.tril(whole))
 
 
 class _Heads(NamedTuple):
@@ -119,15 +125,15 @@ class _Heads(NamedTuple):
     values: np.ndarray
     mask: np.ndarray | None
     cap: float | None
-    triangles: _Triangles
+    masks: _CausalMasks
 
     def stack(self, rows: np.ndarray) -> np.ndarray:
-        return stack(rows, len(self.keys))
+        return stack_query_heads(rows, len(self.keys))
 
     def unstack(self, rows: np.ndarray) -> np.ndarray:
-        return unstack(rows, len(self.queries))
+        return unstack_query_heads(rows, len(self.queries))
 
-    def softcapped_scores(self, block: Block, seen: slice) -> np.ndarray:
+    def softcapped_scores(self, block: QueryBlock, seen: slice) -> np.ndarray:
         """(H, T, S) of a block, with nothing hidden."""
         products = self.stack(self.queries[:, block.queries]) @ self.keys[:, seen].swapaxes(1, 2)
         if self.cap is not None:
@@ -136,7 +142,7 @@ class _Heads(NamedTuple):
             products *= self.cap
         return self.unstack(products)
 
-    def slope(self, capped: np.ndarray) -> np.ndarray | None:
+    def softcap_derivative(self, capped: np.ndarray) -> np.ndarray | None:
         """The derivative of scores by those before the cap; None where there is no cap."""
         if self.cap is None:
             return None
@@ -144,7 +150,7 @@ class _Heads(NamedTuple):
         slope *= slope
         return np.subtract(1, slope, out=slope)
 
-    def hide(self, scores: np.ndarray, block: Block, seen: slice) -> None:
+    def mask_scores(self, scores: np.ndarray, block: QueryBlock, seen: slice) -> None:
         """In place, by the mask and at the edges of the band."""
         n_queries = scores.shape[1]
         if self.mask is not None:
@@ -152,16 +158,16 @@ class _Heads(NamedTuple):
         if block.diagonal is not None and block.diagonal < seen.stop:
             start = max(seen.start, block.diagonal)
             columns = slice(start - block.diagonal, seen.stop - block.diagonal)
-            scores[:, :, start - seen.start :] += self.triangles.later[:n_queries, columns]
+            scores[:, :, start - seen.start :] += self.masks.later[:n_queries, columns]
         if block.edge is not None and seen.start < block.edge + n_queries:
             stop = min(seen.stop, block.edge + n_queries)
             columns = slice(seen.start - block.edge, stop - block.edge)
-            scores[:, :, : stop - seen.start] += self.triangles.earlier[:n_queries, columns]
+            scores[:, :, : stop - seen.start] += self.masks.earlier[:n_queries, columns]
 
-    def scores(self, block: Block, seen: slice) -> np.ndarray:
+    def scores(self, block: QueryBlock, seen: slice) -> np.ndarray:
         """(H, T, S) of a block, -inf where a key is hidden."""
         scores = self.softcapped_scores(block, seen)
-        self.hide(scores, block, seen)
+        self.mask_scores(scores, block, seen)
         return scores
 
     def apply_weights(self, weights: np.ndarray, seen: slice) -> np.ndarray:
@@ -169,14 +175,14 @@ class _Heads(NamedTuple):
         return self.unstack(self.stack(weights) @ self.values[:, seen])
 
 
-def _heads(inputs: _Inputs, group: Group, triangles: _Triangles) -> _Heads:
+def _heads(inputs: _Inputs, group: HeadGroup, triangles: _CausalMasks) -> _Heads:
     mask = inputs.mask
     if mask is not None:
         mask = mask[min(group.item, len(mask) - 1), group.heads if mask.shape[1] > 1 else slice(None)]
     return _Heads(
-        heads_first(inputs.q, group.item, group.heads) * inputs.q.dtype.type(inputs.score_options.scale),
-        heads_first(inputs.k, group.item, group.key_heads),
-        heads_first(inputs.v, group.item, group.key_heads),
+        head_major(inputs.q, group.item, group.heads) * inputs.q.dtype.type(inputs.score_options.scale),
+        head_major(inputs.k, group.item, group.key_heads),
+        head_major(inputs.v, group.item, group.key_heads),
         mask,
         inputs.score_options.softcap,
         triangles,
@@ -197,7 +203,7 @@ def attention(
     q, k, v, mask = map(upcast, (q, k, v, mask))
     out = buffers.empty((*q.shape[:3], v.shape[3]), q.dtype)
     logsumexp = np.empty((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
-    queries, _, inputs = _seen(q, k, v, score_options, mask)
+    queries, _, inputs = _trim_hidden(q, k, v, score_options, mask)
     seen_out = _fill_outside(out, queries, 0)
     seen_total = _fill_outside(logsumexp.transpose(0, 2, 1), queries, 0 if off_by_one else -np.inf).transpose(0, 2, 1)
 
@@ -205,18 +211,18 @@ def attention(
         q, k, v, score_options, mask = inputs
         seen_out[items], seen_total[items] = kernels.attention.reference(q, k, v, score_options, off_by_one, mask)
 
-    if inputs is not None and not inputs.in_few_calls(attend_items):
+    if inputs is not None and not inputs.run_small(attend_items):
         _attend_by_blocks(inputs, off_by_one, seen_out, seen_total)
     return out.astype(dtype, copy=False), logsumexp
 
 
 def _attend_by_blocks(inputs: _Inputs, off_by_one: bool, out: np.ndarray, logsumexp: np.ndarray) -> None:
-    plan = attention_blocks.make_plan(inputs.q, inputs.k, inputs.score_options)
-    triangles = _triangles(plan.blocks, inputs.q.dtype)
+    plan = attention_blocks.plan_attention(inputs.q, inputs.k, inputs.score_options)
+    triangles = _causal_masks(plan.blocks, inputs.q.dtype)
 
-    def work(group: Group) -> None:
+    def work(group: HeadGroup) -> None:
         heads = _heads(inputs, group, triangles)
-        results = heads_first(out, group.item, group.heads)
+        results = head_major(out, group.item, group.heads)
         for block in plan.blocks:
             mixed, total, shift = _exponentials(heads, block, off_by_one)
             if off_by_one:
@@ -226,31 +232,31 @@ def _attend_by_blocks(inputs: _Inputs, off_by_one: bool, out: np.ndarray, logsum
             np.divide(mixed, total[..., None], out=results[:, block.queries])
             logsumexp[group.item, group.heads, block.queries] = np.where(empty, -np.inf, np.log(total) + shift)
 
-    threads.parallel(work, plan.groups)
+    threads.parallel_for(work, plan.groups)
 
 
-def _exponentials(heads: _Heads, block: Block, off_by_one: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _exponentials(heads: _Heads, block: QueryBlock, off_by_one: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of e^(score - shift): their products with the values (H, T, E), their sums (H, T), and the shift (H, T) or ()."""
-    exponentials = _exponentials_as_they_are(heads, block)
+    exponentials = _unshifted_exponentials(heads, block)
     no_shift = np.zeros((), heads.queries.dtype)
-    if exponentials is not None and (off_by_one or exponentials[1].min() > 1 / pieces.MOST):
+    if exponentials is not None and (off_by_one or exponentials[1].min() > 1 / chunks.MAX_EXP):
         return *exponentials, no_shift
-    scores = heads.scores(block, block.seen)
+    scores = heads.scores(block, block.visible)
     shift = scores.max(axis=-1)
     shift = np.maximum(shift, 0) if off_by_one else np.where(np.isneginf(shift), 0, shift)
     scores -= shift[..., None]
     weights = np.exp(scores, out=scores)
-    return heads.apply_weights(weights, block.seen), weights.sum(axis=-1), shift
+    return heads.apply_weights(weights, block.visible), weights.sum(axis=-1), shift
 
 
-def _exponentials_as_they_are(heads: _Heads, block: Block) -> tuple[np.ndarray, np.ndarray] | None:
+def _unshifted_exponentials(heads: _Heads, block: QueryBlock) -> tuple[np.ndarray, np.ndarray] | None:
     """The same without a shift; None where one could overflow."""
-    bounded = heads.cap is not None and heads.cap < pieces.SAFE_EXPONENT and heads.mask is None
-    ones = np.ones(block.seen.stop - block.seen.start, heads.queries.dtype)
+    bounded = heads.cap is not None and heads.cap < chunks.SAFE_EXPONENT and heads.mask is None
+    ones = np.ones(block.visible.stop - block.visible.start, heads.queries.dtype)
     mixed = total = np.zeros((), heads.queries.dtype)
     for seen in block.keys:
         scores = heads.scores(block, seen)
-        if not bounded and not scores.max() < pieces.SAFE_EXPONENT:
+        if not bounded and not scores.max() < chunks.SAFE_EXPONENT:
             return None
         weights = np.exp(scores, out=scores)
         total = total + weights @ ones[: seen.stop - seen.start]
@@ -272,7 +278,7 @@ def attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> None:
-    queries, keys, inputs = _seen(q, k, v, score_options, mask)
+    queries, keys, inputs = _trim_hidden(q, k, v, score_options, mask)
     gradients = _Gradients(_fill_outside(dq, queries, 0), _fill_outside(dk, keys, 0), _fill_outside(dv, keys, 0))
     upstream = _Upstream(grad[:, queries], out[:, queries], logsumexp[:, :, queries])
 
@@ -282,8 +288,8 @@ def attention_backward(
         dq, dk, dv = (array[items] for array in gradients)
         kernels.attention_backward.reference(grad, q, k, v, out, logsumexp, score_options, dq, dk, dv, mask)
 
-    if inputs is not None and not inputs.in_few_calls(differentiate_items):
-        _add_up_gradients(inputs, gradients, lambda group, heads: _SoftmaxBackward(group, heads, upstream))
+    if inputs is not None and not inputs.run_small(differentiate_items):
+        _accumulate_gradients(inputs, gradients, lambda group, heads: _SoftmaxBackward(group, heads, upstream))
 
 
 class _Upstream(NamedTuple):
@@ -297,21 +303,21 @@ class _Upstream(NamedTuple):
 class _SoftmaxBackward:
     """Makes the scores and weights of a group's blocks anew, and adds up gradients."""
 
-    def __init__(self, group: Group, heads: _Heads, upstream: _Upstream) -> None:
+    def __init__(self, group: HeadGroup, heads: _Heads, upstream: _Upstream) -> None:
         grad = upstream.grad[group.item, :, group.heads]
         out = upstream.out[group.item, :, group.heads]
         # One column more takes a subtraction into a product: [dy, -y.dy] [v, 1]^T = dy v^T - y.dy
-        self.values, self.grads = _one_more(heads.values), _one_more(grad.transpose(1, 0, 2))
+        self.values, self.grads = _append_column(heads.values), _append_column(grad.transpose(1, 0, 2))
         self.values[..., -1] = 1
         np.negative(np.vecdot(grad, out).T, out=self.grads[..., -1])
         self.logsumexp = upstream.logsumexp[group.item, group.heads, :, None]
         self.heads = heads
 
-    def add(self, block: Block, sums: _Sums) -> np.ndarray:
+    def add(self, block: QueryBlock, sums: _KeyValueSums) -> np.ndarray:
         """The gradient of the scaled queries (H, T, D); adds those of keys and values to their sums."""
         heads, logsumexp = self.heads, self.logsumexp[:, block.queries]
         logsumexp = np.where(np.isneginf(logsumexp), 0, logsumexp)
-        safe = np.abs(logsumexp).max() < pieces.SAFE_EXPONENT
+        safe = np.abs(logsumexp).max() < chunks.SAFE_EXPONENT
         grads = self.grads[:, block.queries]
         if safe:  # dividing the few gradients by the totals saves subtracting their logs from all scores
             grads *= np.exp(-logsumexp)
@@ -319,8 +325,8 @@ class _SoftmaxBackward:
         query_sum = np.zeros((), queries.dtype)
         for seen in block.keys:
             scores = heads.softcapped_scores(block, seen)
-            slope = heads.slope(scores)
-            heads.hide(scores, block, seen)
+            slope = heads.softcap_derivative(scores)
+            heads.mask_scores(scores, block, seen)
             if not safe:
                 scores -= logsumexp
             weights = heads.stack(np.exp(scores, out=scores))
@@ -334,7 +340,7 @@ class _SoftmaxBackward:
         return heads.unstack(query_sum)
 
 
-def _one_more(x: np.ndarray) -> np.ndarray:
+def _append_column(x: np.ndarray) -> np.ndarray:
     """(H, T, D) as (H, T, D + 1) with room in the last column."""
     wider = np.empty((*x.shape[:-1], x.shape[-1] + 1), x.dtype)
     wider[..., :-1] = x
@@ -353,30 +359,30 @@ def row_attention(
 ) -> np.ndarray:
     """Whole rows of scores, but for few queries at a time."""
     out = buffers.empty((*q.shape[:3], v.shape[3]), q.dtype)
-    queries, _, inputs = _seen(q, k, v, score_options, mask)
+    queries, _, inputs = _trim_hidden(q, k, v, score_options, mask)
     seen_out = _fill_outside(out, queries, 0)
 
     def attend_items(items: slice, inputs: _Inputs) -> None:
         q, k, v, score_options, mask = inputs
         seen_out[items] = row_kernels.row_attention.reference(q, k, v, score_options, row_softmax, mask)
 
-    if inputs is not None and not inputs.in_few_calls(attend_items):
+    if inputs is not None and not inputs.run_small(attend_items):
         _row_attention_by_blocks(inputs, row_softmax, seen_out)
     return out
 
 
 def _row_attention_by_blocks(inputs: _Inputs, row_softmax: RowSoftmaxFn, out: np.ndarray) -> None:
-    plan = attention_blocks.make_plan(inputs.q, inputs.k, inputs.score_options)
-    triangles = _triangles(plan.blocks, inputs.q.dtype)
+    plan = attention_blocks.plan_attention(inputs.q, inputs.k, inputs.score_options)
+    triangles = _causal_masks(plan.blocks, inputs.q.dtype)
 
-    def work(group: Group) -> None:
+    def work(group: HeadGroup) -> None:
         heads = _heads(inputs, group, triangles)
-        results = heads_first(out, group.item, group.heads)
+        results = head_major(out, group.item, group.heads)
         for block in plan.blocks:
-            weights = row_softmax(heads.scores(block, block.seen))
-            results[:, block.queries] = heads.apply_weights(weights, block.seen)
+            weights = row_softmax(heads.scores(block, block.visible))
+            results[:, block.queries] = heads.apply_weights(weights, block.visible)
 
-    threads.parallel(work, plan.groups)
+    threads.parallel_for(work, plan.groups)
 
 
 @upcasting_in_place(7, 8, 9)
@@ -393,7 +399,7 @@ def row_attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> None:
-    queries, keys, inputs = _seen(q, k, v, score_options, mask)
+    queries, keys, inputs = _trim_hidden(q, k, v, score_options, mask)
     gradients = _Gradients(_fill_outside(dq, queries, 0), _fill_outside(dk, keys, 0), _fill_outside(dv, keys, 0))
     grad = grad[:, queries]
 
@@ -404,14 +410,14 @@ def row_attention_backward(
             grad[items], q, k, v, score_options, row_softmax, row_softmax_backward, dq, dk, dv, mask
         )
 
-    def backward_of(group: Group, heads: _Heads) -> _RowsBackward:
-        return _RowsBackward(heads, heads_first(grad, group.item, group.heads), row_softmax, row_softmax_backward)
+    def backward_of(group: HeadGroup, heads: _Heads) -> _RowSoftmaxBackward:
+        return _RowSoftmaxBackward(heads, head_major(grad, group.item, group.heads), row_softmax, row_softmax_backward)
 
-    if inputs is not None and not inputs.in_few_calls(differentiate_items):
-        _add_up_gradients(inputs, gradients, backward_of)
+    if inputs is not None and not inputs.run_small(differentiate_items):
+        _accumulate_gradients(inputs, gradients, backward_of)
 
 
-class _RowsBackward(NamedTuple):
+class _RowSoftmaxBackward(NamedTuple):
     """The gradients of a group's blocks, for weights that are any function of rows of scores; grads: (H, T, E)."""
 
     heads: _Heads
@@ -419,12 +425,12 @@ class _RowsBackward(NamedTuple):
     row_softmax: RowSoftmaxFn
     row_softmax_backward: RowSoftmaxBackwardFn
 
-    def add(self, block: Block, sums: _Sums) -> np.ndarray:
+    def add(self, block: QueryBlock, sums: _KeyValueSums) -> np.ndarray:
         """The gradient of the scaled queries (H, T, D); adds those of keys and values to their sums."""
-        heads, seen = self.heads, block.seen
+        heads, seen = self.heads, block.visible
         scores = heads.softcapped_scores(block, seen)
-        slope = heads.slope(scores)
-        heads.hide(scores, block, seen)
+        slope = heads.softcap_derivative(scores)
+        heads.mask_scores(scores, block, seen)
         weights = self.row_softmax(scores)
         grads = heads.stack(self.grads[:, block.queries])
         sums.values[:, seen] += heads.stack(weights).swapaxes(1, 2) @ grads
@@ -444,44 +450,48 @@ class _Gradients(NamedTuple):
     dv: np.ndarray
 
 
-class _Sums(NamedTuple):
+class _KeyValueSums(NamedTuple):
     """Over the queries of a group, for keys (K, S, D) and values (K, S, E)."""
 
     keys: np.ndarray
     values: np.ndarray
 
 
-def _add_up_gradients(
-    inputs: _Inputs, gradients: _Gradients, backward_of: Callable[[Group, _Heads], _SoftmaxBackward | _RowsBackward]
+def _accumulate_gradients(
+    inputs: _Inputs,
+    gradients: _Gradients,
+    backward_of: Callable[[HeadGroup, _Heads], _SoftmaxBackward | _RowSoftmaxBackward],
 ) -> None:
     """Each group's gradients by its blocks; what several groups give to one key head is added up in order."""
-    plan = attention_blocks.make_plan(inputs.q, inputs.k, inputs.score_options)
-    triangles = _triangles(plan.blocks, inputs.q.dtype)
+    plan = attention_blocks.plan_attention(inputs.q, inputs.k, inputs.score_options)
+    triangles = _causal_masks(plan.blocks, inputs.q.dtype)
     scale = inputs.q.dtype.type(inputs.score_options.scale)
-    parts: list[_Sums | None] = [None] * len(plan.groups)
+    parts: list[_KeyValueSums | None] = [None] * len(plan.groups)
 
     def work(i: int) -> None:
         group = plan.groups[i]
         heads = _heads(inputs, group, triangles)
         backward = backward_of(group, heads)
-        sums = _Sums(np.zeros(heads.keys.shape, heads.keys.dtype), np.zeros(heads.values.shape, heads.values.dtype))
-        dq = heads_first(gradients.dq, group.item, group.heads)
+        sums = _KeyValueSums(
+            np.zeros(heads.keys.shape, heads.keys.dtype), np.zeros(heads.values.shape, heads.values.dtype)
+        )
+        dq = head_major(gradients.dq, group.item, group.heads)
         for block in plan.blocks:
             np.multiply(backward.add(block, sums), scale, out=dq[:, block.queries])
-        if plan.in_parts:
+        if plan.splits_key_heads:
             parts[i] = sums
         else:
-            heads_first(gradients.dk, group.item, group.key_heads)[...] = sums.keys
-            heads_first(gradients.dv, group.item, group.key_heads)[...] = sums.values
+            head_major(gradients.dk, group.item, group.key_heads)[...] = sums.keys
+            head_major(gradients.dv, group.item, group.key_heads)[...] = sums.values
 
-    threads.parallel(work, range(len(plan.groups)))
-    if plan.in_parts:
-        _add_parts(plan.groups, [sums for sums in parts if sums is not None], gradients)
+    threads.parallel_for(work, range(len(plan.groups)))
+    if plan.splits_key_heads:
+        _sum_groups(plan.groups, [sums for sums in parts if sums is not None], gradients)
 
 
-def _add_parts(groups: list[Group], parts: list[_Sums], gradients: _Gradients) -> None:
+def _sum_groups(groups: list[HeadGroup], parts: list[_KeyValueSums], gradients: _Gradients) -> None:
     gradients.dk[...] = 0
     gradients.dv[...] = 0
     for group, sums in zip(groups, parts):
-        heads_first(gradients.dk, group.item, group.key_heads)[...] += sums.keys
-        heads_first(gradients.dv, group.item, group.key_heads)[...] += sums.values
+        head_major(gradients.dk, group.item, group.key_heads)[...] += sums.keys
+        head_major(gradients.dv, group.item, group.key_heads)[...] += sums.values

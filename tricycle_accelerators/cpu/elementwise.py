@@ -10,8 +10,8 @@ import numpy as np
 from tricycle import kernels
 from tricycle.kernels import SQRT_2_OVER_PI
 from tricycle.kernels.dispatch import is_16_bit, upcast, upcasting
-from tricycle_accelerators import buffers, pieces, threads
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators import buffers, chunks, threads
+from tricycle_accelerators.providers import decline_when
 
 
 @upcasting(1)
@@ -55,7 +55,7 @@ def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
             rest += 1
             rest *= gate
 
-    threads.parallel(work, pieces.cut(flat.size))
+    threads.parallel_for(work, chunks.row_chunks(flat.size))
     return y.reshape(x.shape)
 
 
@@ -69,7 +69,7 @@ def relu_squared(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         np.multiply(positive, positive, out=y[piece])
         positive *= 2
 
-    threads.parallel(work, pieces.cut(flat.size))
+    threads.parallel_for(work, chunks.row_chunks(flat.size))
     return y.reshape(x.shape), slope.reshape(x.shape)
 
 
@@ -85,7 +85,7 @@ def swiglu(x: np.ndarray) -> np.ndarray:
         out *= b
         out *= rows[piece, :half]
 
-    threads.parallel(work, pieces.cut(*y.shape))
+    threads.parallel_for(work, chunks.row_chunks(*y.shape))
     return y.reshape(*x.shape[:-1], half)
 
 
@@ -108,7 +108,7 @@ def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
         gate += 1
         to_b *= gate
 
-    threads.parallel(work, pieces.cut(*slopes.shape))
+    threads.parallel_for(work, chunks.row_chunks(*slopes.shape))
     return dx.reshape(x.shape)
 
 
@@ -126,8 +126,8 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     return np.divide(1, out, out=out)
 
 
-def _why_not_shared(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> str | None:
-    if a.size < 2 * pieces.PIECE:
+def _shared_decline_reason(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> str | None:
+    if a.size < 2 * chunks.CHUNK_SIZE:
         return "too few elements to share"
     if a.shape != b.shape:
         return f"arrays of one shape, got {a.shape} and {b.shape}"
@@ -138,12 +138,12 @@ def _why_not_shared(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None)
     return "arrays in one piece"
 
 
-@unless(_why_not_shared)
+@decline_when(_shared_decline_reason)
 def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return _shared(np.multiply, a, b, None)
 
 
-@unless(_why_not_shared)
+@decline_when(_shared_decline_reason)
 def add(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     return _shared(np.add, a, b, out)
 
@@ -152,7 +152,9 @@ def _shared(compute: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray | N
     """Large arrays go through memory once, by all threads."""
     result = buffers.empty(a.shape, np.result_type(a, b)) if out is None else out
     flat_a, flat_b, flat = (array.reshape(-1) for array in (a, b, result))
-    threads.parallel(lambda piece: compute(flat_a[piece], flat_b[piece], out=flat[piece]), pieces.cut(a.size))
+    threads.parallel_for(
+        lambda piece: compute(flat_a[piece], flat_b[piece], out=flat[piece]), chunks.row_chunks(a.size)
+    )
     return result
 
 
@@ -170,5 +172,5 @@ def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
         y[i, ..., :half] -= second * sin
         y[i, ..., half:] += first * sin
 
-    threads.parallel(work, range(len(x)))
+    threads.parallel_for(work, range(len(x)))
     return y

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from tricycle.kernels.dispatch import upcast
-from tricycle_accelerators import buffers, pieces
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators import buffers, chunks
+from tricycle_accelerators.providers import decline_when
 
 
-def _why_not_cross_entropy(logits: np.ndarray, *_: Any, **__: Any) -> str | None:
+def _cross_entropy_decline_reason(logits: np.ndarray, *_: Any, **__: Any) -> str | None:
     return None if logits.size else "an empty array"
 
 
-@unless(_why_not_cross_entropy)
+@decline_when(_cross_entropy_decline_reason)
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[np.ndarray, np.ndarray | None]:
@@ -26,10 +26,10 @@ def cross_entropy(
         here = None if slope is None else slope[piece]
         return _cross_entropy(wide_logits[piece], labels[piece], weights[piece], smoothing, here)
 
-    if logits.size <= pieces.UNSHARED:
+    if logits.size <= chunks.UNSHARED_SIZE:
         total = _cross_entropy(wide_logits, labels, weights, smoothing, slope)
     else:
-        total = pieces.sum_over(work, pieces.cut(*logits.shape))
+        total = chunks.sum_over_chunks(work, chunks.row_chunks(*logits.shape))
     return total, None if slope is None else slope.astype(logits.dtype, copy=False)
 
 
@@ -42,13 +42,13 @@ def _cross_entropy(
     vanish.
     """
     shift: Any = 0
-    ones = pieces.ones(rows.shape[1], rows)
+    ones = chunks.ones_vector(rows.shape[1], rows)
     exponentials = slope
     total = None
-    if rows.max() < pieces.SAFE_EXPONENT:
+    if rows.max() < chunks.SAFE_EXPONENT:
         exponentials = np.exp(rows, out=slope)
         total = exponentials @ ones
-    if total is None or not total.min() > 1 / pieces.MOST:
+    if total is None or not total.min() > 1 / chunks.MAX_EXP:
         highest = rows.max(axis=1, keepdims=True)
         exponentials = np.subtract(rows, highest, out=slope)
         shift = highest[:, 0]

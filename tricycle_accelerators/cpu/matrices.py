@@ -13,17 +13,19 @@ from tricycle import kernels
 from tricycle.kernels import batched
 from tricycle.kernels.dispatch import is_16_bit, upcasting
 from tricycle.kernels.explanation import UNAVAILABLE
-from tricycle_accelerators import blas, buffers, pieces, product_plan, products, spinning, threads
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators import blas, buffers, chunks, matmul_plan, parallel_matmul, spin_threads, threads
+from tricycle_accelerators.providers import decline_when
 
-UNCOPIED = 2**19  # multiplications up to which OpenBLAS (on processors with AVX-512) reads matrices as they lie
-WIDENED = 2**20  # numbers of 16 bits that are made 32 at once for a product, so that they stay in the cache
+MAX_UNCOPIED_WORK = (
+    2**19
+)  # multiplications up to which OpenBLAS (on processors with AVX-512) reads matrices as they lie
+UPCAST_SIZE = 2**20  # numbers of 16 bits that are made 32 at once for a product, so that they stay in the cache
 
 
 def matmul_operand(x: np.ndarray, precision: str) -> np.ndarray:
     """x itself, with a warning where 16 bits are asked for: oneDNN has declined, or is not there."""
     if precision in ("bfloat16", "float16"):
-        _say_why(precision)
+        _warn_float32(precision)
     return x
 
 
@@ -33,7 +35,7 @@ def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, 
 
 # Cache: valid for the life of the process: each precision is warned of once.
 @cache
-def _say_why(precision: str) -> None:
+def _warn_float32(precision: str) -> None:
     why = UNAVAILABLE.get("onednn") if precision == "bfloat16" else "a CPU's 16 bits are bfloat16"
     warnings.warn(f"precision {precision}: products are made in float32 here: {why}", stacklevel=2)
 
@@ -49,7 +51,7 @@ def matmul(
 ) -> np.ndarray:
     """Threads take some rows or some columns of the result each, or some of the terms that it sums."""
     if len(a) == 1 and out is None and dtype is None and a.dtype == b.dtype == np.float32 and b.flags.f_contiguous:
-        row = spinning.vector_product(a, b)  # most of all calls: nothing else is looked at
+        row = spin_threads.multiply_vector(a, b)  # most of all calls: nothing else is looked at
         if row is not None:
             if bias is not None:
                 row += bias
@@ -59,28 +61,34 @@ def matmul(
     if _is_unshared(n_rows, n_inner, n_columns):
         return kernels.matmul.reference(a, b, bias, out, dtype)
     if is_16_bit(a) or is_16_bit(b):
-        return _widened(a, b, bias, out, dtype)
+        return _multiply_upcast(a, b, bias, out, dtype)
     right = "rows" if b.flags.c_contiguous else "columns" if b.flags.f_contiguous else ""
-    share = product_plan.share_of_blas((n_rows, n_inner, n_columns), right, out is not None)
-    if share == "nothing" or not threads.blas_libraries() or threads.inside_work():
-        with _unshared(n_rows, n_inner, n_columns):
+    share = matmul_plan.blas_partition((n_rows, n_inner, n_columns), right, out is not None)
+    if share == "nothing" or not threads.blas_libraries() or threads.in_worker():
+        with _single_thread_if_large(n_rows, n_inner, n_columns):
             return kernels.matmul.reference(a, b, bias, out, dtype)
     if share == "terms":
-        by_terms = _few_rows if n_rows <= product_plan.SUMMED_ROWS and right == "rows" else _by_terms
+        by_terms = (
+            _multiply_few_rows
+            if n_rows <= matmul_plan.MAX_INNER_SPLIT_ROWS and right == "rows"
+            else _multiply_by_inner_slices
+        )
         product = by_terms(a, b, bias)
     elif share == "pieces of columns":
-        product = _some_rows(a, b, bias)
+        product = _multiply_column_chunks(a, b, bias)
     else:
         product = buffers.empty((n_rows, n_columns), np.result_type(a, b)) if out is None else out
-        products.share(_multiply, a, b, bias, product)
+        parallel_matmul.multiply_in_parallel(_multiply, a, b, bias, product)
     return product if dtype is None else product.astype(dtype, copy=False)
 
 
-def _widened(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None, dtype: Any) -> np.ndarray:
+def _multiply_upcast(
+    a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None, dtype: Any
+) -> np.ndarray:
     """With some columns of b in 32 bits at a time."""
     a = a.astype(np.float32)
     product = buffers.empty((len(a), b.shape[1]), np.float32) if out is None else out
-    width = max(1, WIDENED // max(1, len(b)))
+    width = max(1, UPCAST_SIZE // max(1, len(b)))
     for i in range(0, b.shape[1], width):
         product[:, i : i + width] = a @ b[:, i : i + width].astype(np.float32)
     if bias is not None:
@@ -88,16 +96,16 @@ def _widened(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndar
     return product if dtype is None else product.astype(dtype, copy=False)
 
 
-def _by_terms(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+def _multiply_by_inner_slices(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     n_inner = a.shape[1]
-    terms = pieces.parts(n_inner, n_inner)  # one part a thread, for each has a sum of its own to hold
-    product: np.ndarray = pieces.sum_over(lambda part: blas.multiply(a[:, part], b[part]), terms)
+    terms = chunks.thread_slices(n_inner, n_inner)  # one part a thread, for each has a sum of its own to hold
+    product: np.ndarray = chunks.sum_over_chunks(lambda part: blas.multiply(a[:, part], b[part]), terms)
     if bias is not None:
         product += bias
     return product
 
 
-def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+def _multiply_few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     """By terms too, whatever the shape, for then each thread reads b in one piece; as few calls as can be."""
     n_inner = len(b)
     n_parts = min(threads.n_threads(), n_inner)
@@ -107,17 +115,20 @@ def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarr
         part = slice(i * n_inner // n_parts, (i + 1) * n_inner // n_parts)
         np.matmul(a[:, part], b[part], out=sums[i])
 
-    threads.parallel(work, range(n_parts))
+    threads.parallel_for(work, range(n_parts))
     product: np.ndarray = np.add.reduce(sums) if n_parts > 1 else sums[0]
     if bias is not None:
         product += bias
     return product
 
 
-def _some_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+def _multiply_column_chunks(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     """By small pieces of a transposed b, such as the table of tokens, each of which lies in one piece."""
     n_columns = b.shape[1]
-    step = max(product_plan.SOME_ROWS, UNCOPIED // max(1, a.size) // product_plan.SOME_ROWS * product_plan.SOME_ROWS)
+    step = max(
+        matmul_plan.MAX_COLUMN_CHUNK_ROWS,
+        MAX_UNCOPIED_WORK // max(1, a.size) // matmul_plan.MAX_COLUMN_CHUNK_ROWS * matmul_plan.MAX_COLUMN_CHUNK_ROWS,
+    )
     product = buffers.empty((len(a), n_columns), np.result_type(a, b))
 
     def work(part: slice) -> None:
@@ -125,7 +136,7 @@ def _some_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndar
             columns = slice(start, min(start + step, part.stop))
             np.matmul(a, b[:, columns], out=product[:, columns])
 
-    threads.parallel(work, pieces.parts(n_columns, 16 * step))
+    threads.parallel_for(work, chunks.thread_slices(n_columns, 16 * step))
     if bias is not None:
         product += bias
     return product
@@ -137,34 +148,34 @@ def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.nda
         out += bias
 
 
-def _unshared(n_rows: int, n_inner: int, n_columns: int) -> AbstractContextManager[None]:
+def _single_thread_if_large(n_rows: int, n_inner: int, n_columns: int) -> AbstractContextManager[None]:
     """BLAS in one thread for a product that it might share, which costs more than a small one: it shares products of
     matrices of more than 2^18 multiplications and of a vector of more than 9,216.
     """
-    return nullcontext() if _is_unshared(n_rows, n_inner, n_columns) else threads.one_blas_thread()
+    return nullcontext() if _is_unshared(n_rows, n_inner, n_columns) else threads.single_blas_thread()
 
 
 def _is_unshared(n_rows: int, n_inner: int, n_columns: int) -> bool:
     """Whether BLAS would never share a product."""
-    most = product_plan.SHARED_WORK // 2 if n_rows > 1 < n_columns else pieces.UNSHARED
+    most = matmul_plan.MIN_SHARED_WORK // 2 if n_rows > 1 < n_columns else chunks.UNSHARED_SIZE
     return n_rows * n_inner * n_columns < most
 
 
-def _why_not_batched_matmul(a: np.ndarray, b: np.ndarray) -> str | None:
+def _batched_matmul_decline_reason(a: np.ndarray, b: np.ndarray) -> str | None:
     if is_16_bit(a) or is_16_bit(b):
         return "floats of 16 bits"
     return None if a.size and b.size else "an empty array"
 
 
-@unless(_why_not_batched_matmul)
+@decline_when(_batched_matmul_decline_reason)
 def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Threads take some of the products each."""
     n_rows, n_inner = a.shape[-2:]
     n_columns = b.shape[-1]
     if a.ndim == 2 and a.dtype == b.dtype and a.dtype in (np.float32, np.float64):
         return matmul(a, b)
-    if a.size * n_columns < 2 * product_plan.SHARED_WORK or threads.inside_work():
-        with _unshared(n_rows, n_inner, n_columns):
+    if a.size * n_columns < 2 * matmul_plan.MIN_SHARED_WORK or threads.in_worker():
+        with _single_thread_if_large(n_rows, n_inner, n_columns):
             return batched.batched_matmul.reference(a, b)
     out = buffers.empty((*a.shape[:-1], n_columns), np.result_type(a, b))
     items_a, items_b, items_out = (x.reshape(-1, *x.shape[-2:]) for x in (a, b, out))
@@ -173,30 +184,32 @@ def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         np.matmul(items_a[part], items_b[part], out=items_out[part])
 
     step = max(1, -(-len(items_out) // (2 * threads.n_threads())))
-    threads.parallel(multiply_items, [slice(start, start + step) for start in range(0, len(items_out), step)])
+    threads.parallel_for(multiply_items, [slice(start, start + step) for start in range(0, len(items_out), step)])
     return out
 
 
 # -------------------------------------------------------------------- sums
 @upcasting(0)
 def sum_rows(x: np.ndarray) -> np.ndarray:
-    if x.size <= pieces.UNSHARED:
-        few: np.ndarray = pieces.ones(len(x), x) @ x
+    if x.size <= chunks.UNSHARED_SIZE:
+        few: np.ndarray = chunks.ones_vector(len(x), x) @ x
         return few
-    sums: np.ndarray = pieces.sum_over(lambda piece: pieces.ones(len(x[piece]), x) @ x[piece], pieces.cut(*x.shape))
+    sums: np.ndarray = chunks.sum_over_chunks(
+        lambda piece: chunks.ones_vector(len(x[piece]), x) @ x[piece], chunks.row_chunks(*x.shape)
+    )
     return sums
 
 
 @upcasting(0)
 def sum_squares(x: np.ndarray) -> np.ndarray:
     """From pieces: BLAS adds up a long vector in another order with another number of threads."""
-    if x.size < pieces.PIECE:
-        with _unshared(1, x.size, 1):
+    if x.size < chunks.CHUNK_SIZE:
+        with _single_thread_if_large(1, x.size, 1):
             return kernels.sum_squares.reference(x)
     flat = x.reshape(-1)
 
     def work(piece: slice) -> np.ndarray:
         return np.asarray(np.dot(flat[piece], flat[piece]))  # `@` of two vectors keeps Python's lock
 
-    total: np.ndarray = pieces.sum_over(work, pieces.cut(flat.size))
+    total: np.ndarray = chunks.sum_over_chunks(work, chunks.row_chunks(flat.size))
     return total

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from tricycle.kernels.dispatch import upcast
-from tricycle_accelerators import buffers, pieces, threads
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators import buffers, chunks, threads
+from tricycle_accelerators.providers import decline_when
 
 
 def layer_norm(
@@ -19,7 +19,7 @@ def layer_norm(
     y = buffers.empty(rows.shape, rows.dtype)
     mean = np.zeros((len(rows), 1), x.dtype)
     scale = np.empty((len(rows), 1), x.dtype)
-    average = pieces.ones(rows.shape[1], x) / max(1, rows.shape[1])
+    average = chunks.ones_vector(rows.shape[1], x) / max(1, rows.shape[1])
 
     def work(piece: slice) -> None:
         out, spread = y[piece], scale[piece, 0]
@@ -38,16 +38,16 @@ def layer_norm(
         if bias is not None:
             out += bias
 
-    threads.parallel(work, pieces.cut(*rows.shape))
+    threads.parallel_for(work, chunks.row_chunks(*rows.shape))
     statistics = (*x.shape[:-1], 1)
     return y.reshape(x.shape).astype(dtype, copy=False), mean.reshape(statistics), scale.reshape(statistics)
 
 
-def _why_not_layer_norm_backward(grad: np.ndarray, x: np.ndarray, *_: Any, **__: Any) -> str | None:
+def _layer_norm_backward_decline_reason(grad: np.ndarray, x: np.ndarray, *_: Any, **__: Any) -> str | None:
     return None if x.size else "an empty array"
 
 
-@unless(_why_not_layer_norm_backward)
+@decline_when(_layer_norm_backward_decline_reason)
 def layer_norm_backward(
     grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, subtract_mean: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -56,12 +56,12 @@ def layer_norm_backward(
     mean = mean.reshape(-1, 1)
     scale = scale.reshape(-1, 1)
     dx = buffers.empty(rows.shape, rows.dtype)
-    average = pieces.ones(rows.shape[1], x) / max(1, rows.shape[1])
+    average = chunks.ones_vector(rows.shape[1], x) / max(1, rows.shape[1])
 
     def work(piece: slice) -> np.ndarray:
         out, spread = dx[piece], scale[piece]
         difference = rows[piece] - mean[piece] if subtract_mean else rows[piece].copy()
-        dbias = pieces.ones(len(out), x) @ row_grads[piece]
+        dbias = chunks.ones_vector(len(out), x) @ row_grads[piece]
         np.multiply(row_grads[piece], difference, out=out)
         dgain = spread[:, 0] @ out
         np.multiply(row_grads[piece], gain, out=out)
@@ -72,5 +72,5 @@ def layer_norm_backward(
         out *= spread
         return np.stack([dgain, dbias])
 
-    dgain, dbias = pieces.sum_over(work, pieces.cut(*rows.shape))
+    dgain, dbias = chunks.sum_over_chunks(work, chunks.row_chunks(*rows.shape))
     return dx.reshape(x.shape).astype(dtype, copy=False), dgain, dbias

@@ -10,8 +10,8 @@ import numpy as np
 
 from tricycle.kernels import muon
 from tricycle.kernels.dispatch import is_16_bit, upcasting
-from tricycle_accelerators import buffers, pieces, threads
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators import buffers, chunks, threads
+from tricycle_accelerators.providers import decline_when
 
 SMALL = 2**18  # elements in all of functions that end before a second thread would wake up
 LARGE = 2**22  # elements of a function that is worth all threads
@@ -25,7 +25,7 @@ def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
     def work(i: int) -> None:
         polar[i] = muon.orthogonalize.reference(x[i : i + 1])[0]
 
-    threads.parallel(work, range(len(x)))
+    threads.parallel_for(work, range(len(x)))
     return polar
 
 
@@ -45,11 +45,11 @@ def run_independent(like: np.ndarray, jobs: Sequence[tuple[Callable[[], Any], in
         else:
             run(index)
     if together:
-        threads.parallel(run, sorted(together, key=lambda index: -jobs[index][1]))
+        threads.parallel_for(run, sorted(together, key=lambda index: -jobs[index][1]))
     return results
 
 
-def _why_not_adamw(
+def _adamw_decline_reason(
     weights: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, *_: Any, **__: Any
 ) -> str | None:
     w, m, v = weights.flags, first.flags, second.flags
@@ -61,7 +61,7 @@ def _why_not_adamw(
     return None
 
 
-@unless(_why_not_adamw)
+@decline_when(_adamw_decline_reason)
 def adamw(
     weights: np.ndarray,
     grad: np.ndarray,
@@ -75,7 +75,7 @@ def adamw(
     factor: np.ndarray | float | None = None,
 ) -> None:
     """The factor goes into numbers that the gradient is multiplied by anyway."""
-    arrays: Any = pieces.flat(weights, grad, first, second)
+    arrays: Any = chunks.flatten_alike(weights, grad, first, second)
     share = 1.0 if factor is None else float(factor)
     if not share > 0:
         return
@@ -100,7 +100,7 @@ def adamw(
         t *= rate
         w -= t
 
-    if weights.size <= pieces.PIECE:  # nothing to share, and no product for which BLAS would have to be held
+    if weights.size <= chunks.CHUNK_SIZE:  # nothing to share, and no product for which BLAS would have to be held
         work(slice(None))
     else:
-        threads.parallel(work, pieces.cut(weights.size))
+        threads.parallel_for(work, chunks.row_chunks(weights.size))

@@ -10,10 +10,10 @@ from tricycle.devices import Array
 from tricycle.kernels.dispatch import is_16_bit
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle_accelerators import buffers, threads
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators.providers import decline_when
 
 
-def _why_not_few_bits_matmul(x: Array, matrix: QuantizedMatrix, *_: Any, **__: Any) -> str | None:
+def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, **__: Any) -> str | None:
     if not matrix.transposed:
         return "a matrix that is not transposed"
     if is_16_bit(x):
@@ -21,7 +21,7 @@ def _why_not_few_bits_matmul(x: Array, matrix: QuantizedMatrix, *_: Any, **__: A
     return None if x.size and matrix.size else "an empty array"
 
 
-@unless(_why_not_few_bits_matmul)
+@decline_when(_few_bits_matmul_decline_reason)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
     """Threads make float32 numbers of some columns each, and multiply with these while they are in the cache."""
     product = buffers.empty((len(x), matrix.shape[1]), x.dtype)
@@ -29,7 +29,7 @@ def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = Non
     def work(piece: slice) -> None:
         np.matmul(x, matrix.dequantize_rows(piece).astype(x.dtype, copy=False).T, out=product[:, piece])
 
-    threads.parallel(work, matrix.row_chunks())
+    threads.parallel_for(work, matrix.row_chunks())
     if bias is not None:
         product += bias
     return product

@@ -13,18 +13,18 @@ from tricycle.kernels import recurrent
 from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.recurrent import Piece
 from tricycle_accelerators import threads
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators.providers import decline_when
 
 ITEMS = 32  # of a thread at a time
 
 
-def _why_not_pipeline(gates: np.ndarray, pieces: list[Piece], *_: Any, **__: Any) -> str | None:
+def _pipeline_decline_reason(gates: np.ndarray, pieces: list[Piece], *_: Any, **__: Any) -> str | None:
     if gates.shape[1] > ITEMS:
         return f"more than {ITEMS} items"
     return "fewer than two pieces" if len(pieces) < 2 else None
 
 
-@unless(_why_not_pipeline)
+@decline_when(_pipeline_decline_reason)
 def run_batch_parallel(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:
@@ -44,7 +44,7 @@ def run_batch_parallel(
         finally:
             ready.release(len(pieces))  # after an error the other thread must not wait for ever
 
-    threads.parallel(run, [False, True])
+    threads.parallel_for(run, [False, True])
 
 
 def _by_items(kernel: Kernel[..., None]) -> Callable[..., None]:
@@ -63,7 +63,7 @@ def _by_items(kernel: Kernel[..., None]) -> Callable[..., None]:
             kernel.reference(*map(part, arguments), **{name: part(option) for name, option in options.items()})
 
         n_items = arguments[0].shape[-2]
-        threads.parallel(work, [slice(i, i + ITEMS) for i in range(0, n_items, ITEMS)])
+        threads.parallel_for(work, [slice(i, i + ITEMS) for i in range(0, n_items, ITEMS)])
 
     return version
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tricycle.kernels.dispatch import upcasting
-from tricycle_accelerators import buffers, pieces, threads
+from tricycle_accelerators import buffers, chunks, threads
 
 
 @upcasting(0)
@@ -19,5 +19,5 @@ def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.nda
         def columns(part: slice) -> None:
             table[present, part] = np.add.reduceat(grad[order, part], starts, axis=0)
 
-        threads.parallel(columns, pieces.parts(grad.shape[1], 64))
+        threads.parallel_for(columns, chunks.thread_slices(grad.shape[1], 64))
     return table

@@ -20,14 +20,14 @@ from tricycle_accelerators.cuda import (
     softmax,
     tables,
 )
-from tricycle_accelerators.providers import excluded
+from tricycle_accelerators.providers import exclusion_reason
 
 PROVIDER = "cuda"
 
 
-def problem() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why these versions cannot be used; None when they can. Where an array is CuPy's, there is a GPU."""
-    return excluded(PROVIDER)
+    return exclusion_reason(PROVIDER)
 
 
 def register(array: type) -> None:

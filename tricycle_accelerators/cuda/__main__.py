@@ -2,12 +2,12 @@
 
 import sys
 
-from tricycle_accelerators.cuda.compile import compile_all, problem, table
+from tricycle_accelerators.cuda.compile import compile_all, format_table, unavailable_reason
 
 
 def main() -> int:
-    reason = problem()
-    print(reason if reason else table(compile_all()))
+    reason = unavailable_reason()
+    print(reason if reason else format_table(compile_all()))
     return 1 if reason else 0
 
 

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention(
         __syncthreads();  // the keys have been read, the weights written
         load_tile<D, TILE>(keys, v_start, v_strides.token, start, s.n_keys, s.size);
         __syncthreads();
-        mix<D, TILE, false>(sums, weights, keys, y, x);
+        apply_weights<D, TILE, false>(sums, weights, keys, y, x);
     }
 #pragma unroll
     for (int i = 0; i < PER; ++i) {
@@ -231,8 +231,8 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_keys(
                     dscores[(y + SIDE * i) * (TILE + 1) + x + SIDE * j] = dp[i][j];
                 }
             __syncthreads();
-            mix<D, TILE, true>(value_sums, weights, grads, y, x);
-            mix<D, TILE, true>(key_sums, dscores, queries, y, x);
+            apply_weights<D, TILE, true>(value_sums, weights, grads, y, x);
+            apply_weights<D, TILE, true>(key_sums, dscores, queries, y, x);
         }
     }
     write_rows<D>(key_sums, dk_strides.start(dk, at.item, at.head), dk_strides.token, first, s.n_keys, s.size, y, x);
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_queries(
 #pragma unroll
             for (int j = 0; j < PER; ++j) dscores[(y + SIDE * i) * (TILE + 1) + x + SIDE * j] = dp[i][j];
         __syncthreads();
-        mix<D, TILE, false>(sums, dscores, keys, y, x);
+        apply_weights<D, TILE, false>(sums, dscores, keys, y, x);
     }
     write_rows<D>(sums, dq_strides.start(dq, at.item, at.head), dq_strides.token, first, s.n_queries, s.size, y, x);
 }

@@ -11,22 +11,22 @@ from tricycle.devices import Array, array_module
 from tricycle.kernels import ScoreOptions
 from tricycle_accelerators.cuda import arrays, cudnn, launch
 from tricycle_accelerators.cuda.arrays import f32
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators.providers import decline_when
 
 
 def _strides(x: Array) -> np.ndarray:
     """Of (B, T, H, D), in elements."""
-    return launch.struct(launch.STRIDES, *(stride // x.dtype.itemsize for stride in x.strides[:3]))
+    return launch.struct_argument(launch.STRIDES, *(stride // x.dtype.itemsize for stride in x.strides[:3]))
 
 
-def _rows_lie_apart(x: Array, bytes_: int) -> bool:
+def _has_aligned_rows(x: Array, bytes_: int) -> bool:
     """Whether each (D,) lies in one piece that starts at a multiple of so many bytes."""
-    places = (launch.address(x), *(stride for stride, n in zip(x.strides[:3], x.shape) if n > 1))
+    places = (launch.device_address(x), *(stride for stride, n in zip(x.strides[:3], x.shape) if n > 1))
     return (x.strides[-1] == x.dtype.itemsize or x.shape[-1] == 1) and all(place % bytes_ == 0 for place in places)
 
 
-def _in_rows(x: Array, bytes_: int) -> Array:
-    return x if _rows_lie_apart(x, bytes_) else array_module(x).array(x, order="C")
+def _with_aligned_rows(x: Array, bytes_: int) -> Array:
+    return x if _has_aligned_rows(x, bytes_) else array_module(x).array(x, order="C")
 
 
 def _sizes(q: Array, k: Array, score_options: ScoreOptions, off_by_one: bool) -> np.ndarray:
@@ -36,23 +36,25 @@ def _sizes(q: Array, k: Array, score_options: ScoreOptions, off_by_one: bool) ->
     if window >= n_queries + abs(offset):  # it hides nothing, and may be too large for the kernels' arithmetic
         window = 0
     seen = score_options.offset is not None, offset, window
-    return launch.struct(launch.SIZES, *lengths, *seen, off_by_one, score_options.scale, score_options.softcap or 0)
+    return launch.struct_argument(
+        launch.SIZES, *lengths, *seen, off_by_one, score_options.scale, score_options.softcap or 0
+    )
 
 
 def _mask(mask: Array | None) -> tuple[np.ndarray, Array | None]:
     """The argument, and the array that it points into."""
     if mask is None:
-        return launch.struct(launch.MASK, 0, 0, 0, 0), None
-    mask = arrays.floats(mask)
+        return launch.struct_argument(launch.MASK, 0, 0, 0, 0), None
+    mask = arrays.contiguous_float32(mask)
     strides = (stride // 4 if n > 1 else 0 for stride, n in zip(mask.strides[:3], mask.shape))
-    return launch.struct(launch.MASK, launch.address(mask), *strides), mask
+    return launch.struct_argument(launch.MASK, launch.device_address(mask), *strides), mask
 
 
-def _way(q: Array) -> SimpleNamespace:
+def _select_kernels(q: Array) -> SimpleNamespace:
     """Which kernels take queries (B, T, H, D) like these: on tensor cores or in float32."""
-    kind, size = arrays.kind(q.dtype), q.shape[-1]
+    kind, size = arrays.cuda_type(q.dtype), q.shape[-1]
     if kind != "float" and size in launch.HEAD_SIZES and launch.has_tensor_cores():
-        tile = launch.columns_tile(size)
+        tile = launch.tensor_core_tile(size)
         return SimpleNamespace(
             name="attention_mma",
             dtype=q.dtype,
@@ -61,11 +63,11 @@ def _way(q: Array) -> SimpleNamespace:
             rows=64,
             backward_rows=64,
             forward=(kind, str(size), str(tile)),
-            backward=(kind, str(size), str(launch.backward_columns_tile(size))),
-            shared=launch.tensor_core_shared(size),
+            backward=(kind, str(size), str(launch.tensor_core_backward_tile(size))),
+            shared=launch.tensor_core_shared_memory(size),
         )
     padded = next(each for each in launch.PADDED_SIZES if each >= size)
-    forward, backward = launch.forward_tile(padded), launch.backward_tile(padded)
+    forward, backward = launch.float32_forward_tile(padded), launch.float32_backward_tile(padded)
     return SimpleNamespace(
         name="attention",
         dtype=np.dtype(f32),
@@ -75,11 +77,11 @@ def _way(q: Array) -> SimpleNamespace:
         backward_rows=backward,
         forward=(str(padded), str(forward)),
         backward=(str(padded), str(backward)),
-        shared=launch.float_shared(padded),
+        shared=launch.float32_shared_memory(padded),
     )
 
 
-def _why_not_attention(q: Array, k: Array, v: Array, *_: Any, **__: Any) -> str | None:
+def _attention_decline_reason(q: Array, k: Array, v: Array, *_: Any, **__: Any) -> str | None:
     """Return why neither cuDNN, which takes less, nor a kernel takes these arrays."""
     if q.shape[-1] > launch.PADDED_SIZES[-1]:
         return f"a head size above {launch.PADDED_SIZES[-1]}"
@@ -87,10 +89,10 @@ def _why_not_attention(q: Array, k: Array, v: Array, *_: Any, **__: Any) -> str 
         return f"keys and values of one shape, got {k.shape} and {v.shape}"
     if not q.dtype == k.dtype == v.dtype:
         return f"queries, keys and values of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
-    return arrays.decline_reason(q) if k.size else "no keys"
+    return arrays.array_decline_reason(q) if k.size else "no keys"
 
 
-@unless(_why_not_attention)
+@decline_when(_attention_decline_reason)
 def attention(
     q: Array,
     k: Array,
@@ -101,30 +103,30 @@ def attention(
     dtype: Any = None,
 ) -> tuple[Array, Array]:
     dtype = dtype or q.dtype
-    results = cudnn.forward(q, k, v, score_options, off_by_one, mask)
+    results = cudnn.attention_forward(q, k, v, score_options, off_by_one, mask)
     if results is not None:
         return arrays.cast(results[0], dtype), results[1]
-    way = _way(q)
+    way = _select_kernels(q)
     n_items, n_queries, n_heads, _ = q.shape
-    q, k, v = (_in_rows(arrays.cast(x, way.dtype), way.bytes) for x in (q, k, v))
-    out, logsumexp = arrays.empty(q, q.shape), arrays.empty(q, (n_items, n_heads, n_queries), f32)
+    q, k, v = (_with_aligned_rows(arrays.cast(x, way.dtype), way.bytes) for x in (q, k, v))
+    out, logsumexp = arrays.empty_like(q, q.shape), arrays.empty_like(q, (n_items, n_heads, n_queries), f32)
     at, kept = _mask(mask)
     arguments = q, k, v, out, logsumexp, _sizes(q, k, score_options, off_by_one), *map(_strides, (q, k, v, out)), at
-    plan = launch.attention_tiles(n_queries, n_items * n_heads, way.rows, way.threads, way.shared.forward)
+    plan = launch.plan_attention(n_queries, n_items * n_heads, way.rows, way.threads, way.shared.forward)
     launch.launch(way.name, way.name, way.forward, plan, *arguments)
     del kept  # it had to live until here
     return arrays.cast(out, dtype), logsumexp
 
 
-def _why_not_attention_backward(
+def _attention_backward_decline_reason(
     grad: Array, q: Array, k: Array, v: Array, out: Array, *_: Any, **__: Any
 ) -> str | None:
     if not grad.dtype == out.dtype == q.dtype:
         return f"an output and a gradient in {q.dtype}, got {out.dtype} and {grad.dtype}"
-    return _why_not_attention(q, k, v)
+    return _attention_decline_reason(q, k, v)
 
 
-@unless(_why_not_attention_backward)
+@decline_when(_attention_backward_decline_reason)
 def attention_backward(
     grad: Array,
     q: Array,
@@ -138,20 +140,20 @@ def attention_backward(
     dv: Array,
     mask: Array | None = None,
 ) -> None:
-    if cudnn.backward(grad, q, k, v, out, logsumexp, score_options, dq, dk, dv, mask):
+    if cudnn.attention_backward(grad, q, k, v, out, logsumexp, score_options, dq, dk, dv, mask):
         return
-    way = _way(q)
+    way = _select_kernels(q)
     n_items, n_queries, n_heads, _ = q.shape
-    grad, q, k, v, out = (_in_rows(arrays.cast(x, way.dtype), way.bytes) for x in (grad, q, k, v, out))
-    logsumexp, inner = arrays.floats(logsumexp), arrays.empty(q, (n_items, n_heads, n_queries), f32)
+    grad, q, k, v, out = (_with_aligned_rows(arrays.cast(x, way.dtype), way.bytes) for x in (grad, q, k, v, out))
+    logsumexp, inner = arrays.contiguous_float32(logsumexp), arrays.empty_like(q, (n_items, n_heads, n_queries), f32)
     sizes, (at, kept) = _sizes(q, k, score_options, False), _mask(mask)
-    plan = launch.teams(inner.size, 1, 4)
-    kind = arrays.kind(way.dtype)
+    plan = launch.plan_rows(inner.size, 1, 4)
+    kind = arrays.cuda_type(way.dtype)
     launch.launch("attention", "attention_inner", (kind,), plan, grad, out, inner, sizes, _strides(grad), _strides(out))
     # gradients go straight to where they are wanted, if that lies as the kernels write
     wanted = dq, dk, dv
-    fits = [x.dtype == way.dtype and _rows_lie_apart(x, way.bytes) for x in wanted]
-    dq, dk, dv = (x if fit else arrays.empty(q, x.shape, way.dtype) for x, fit in zip(wanted, fits))
+    fits = [x.dtype == way.dtype and _has_aligned_rows(x, way.bytes) for x in wanted]
+    dq, dk, dv = (x if fit else arrays.empty_like(q, x.shape, way.dtype) for x, fit in zip(wanted, fits))
     operands, strides = (grad, q, k, v, logsumexp, inner), tuple(map(_strides, (grad, q, k, v)))
     n_keys, n_key_heads = k.shape[1:3]
     for part, n_tokens, n_tiled, results in (
@@ -159,7 +161,7 @@ def attention_backward(
         ("keys", n_keys, n_key_heads, (dk, dv)),
     ):
         shared = getattr(way.shared, part)
-        plan = launch.attention_tiles(n_tokens, n_items * n_tiled, way.backward_rows, way.threads, shared)
+        plan = launch.plan_attention(n_tokens, n_items * n_tiled, way.backward_rows, way.threads, shared)
         arguments = *operands, *results, sizes, *strides, *map(_strides, results), at
         launch.launch(way.name, f"{way.name}_backward_{part}", way.backward, plan, *arguments)
     for x, fit, result in zip(wanted, fits, (dq, dk, dv)):

@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma(
                 sums[n][2 * half + 1] *= rescale;
             }
         }
-        mix<D, KEYS>(sums, scores, values + now * TILE);
+        apply_weights<D, KEYS>(sums, scores, values + now * TILE);
         __syncthreads();  // the tile has been read, and another may come in its place
     }
     wait_for_groups<0>();
@@ -273,8 +273,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_keys(
                     weights[n][i] = exp2f(weights[n][i]);
                     slopes[n][i] *= weights[n][i];
                 }
-            mix<D, QUERIES>(dvalues, weights, grads + now * TILE);
-            mix<D, QUERIES>(dkeys, slopes, queries + now * TILE);
+            apply_weights<D, QUERIES>(dvalues, weights, grads + now * TILE);
+            apply_weights<D, QUERIES>(dkeys, slopes, queries + now * TILE);
             __syncthreads();
         }
     }
@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_queries(
         for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) slopes[n][i] *= exp2f(weights[n][i]);
-        mix<D, KEYS>(sums, slopes, keys + now * TILE);
+        apply_weights<D, KEYS>(sums, slopes, keys + now * TILE);
         __syncthreads();
     }
     wait_for_groups<0>();

@@ -14,12 +14,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tricycle_accelerators.cuda.launch import BY_CUPY, KERNELS, OPTIONS, expressions, source
+from tricycle_accelerators.cuda.launch import CUPY_OPTIONS, KERNELS, OPTIONS, read_source, template_names
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 
-class Usage(NamedTuple):
+class KernelUsage(NamedTuple):
     """What a kernel takes: registers of a thread, bytes of static shared memory of a block, and bytes a thread of
     local memory, where registers go that do not fit."""
 
@@ -43,7 +43,7 @@ def _installed(pattern: str) -> Path | None:
 
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
-def problem() -> str | None:
+def unavailable_reason() -> str | None:
     """Why nothing can be compiled here, in one line; None where it can."""
     if _headers() is None:
         return "CUDA's headers are not installed (pip install 'nvidia-cuda-runtime==13.0.*')"
@@ -64,8 +64,8 @@ def _headers() -> Path | None:
 # Cache: valid for the life of the process: a loaded library.
 @cache
 def _nvrtc() -> ctypes.CDLL:
-    if problem():
-        raise ImportError(problem())
+    if unavailable_reason():
+        raise ImportError(unavailable_reason())
     builtins = _installed(_BUILTINS)
     if builtins is not None:  # NVRTC looks for it by name alone
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
@@ -74,14 +74,14 @@ def _nvrtc() -> ctypes.CDLL:
     return library
 
 
-def compile_file(file: str, architecture: str) -> Iterator[Usage]:
+def compile_file(file: str, architecture: str) -> Iterator[KernelUsage]:
     """Compile every kernel of a file.
 
     Raises:
         RuntimeError: with the compiler's words.
     """
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
-    names = expressions(file)
+    names = template_names(file)
 
     def call(name: str, *arguments: Any) -> None:
         code = getattr(nvrtc, name)(*arguments)
@@ -96,10 +96,10 @@ def compile_file(file: str, architecture: str) -> Iterator[Usage]:
         getattr(nvrtc, f"nvrtcGet{what}")(program, log)
         return log.value.decode()
 
-    call("nvrtcCreateProgram", ctypes.byref(program), source(file).encode(), f"{file}.cu".encode(), 0, None, None)
+    call("nvrtcCreateProgram", ctypes.byref(program), read_source(file).encode(), f"{file}.cu".encode(), 0, None, None)
     for name in names:
         call("nvrtcAddNameExpression", program, name.encode())
-    options = (f"--gpu-architecture={architecture}", *OPTIONS, *BY_CUPY, f"-I{_headers()}", "--ptxas-options=-v")
+    options = (f"--gpu-architecture={architecture}", *OPTIONS, *CUPY_OPTIONS, f"-I{_headers()}", "--ptxas-options=-v")
     words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     call("nvrtcCompileProgram", program, len(options), words)
     mangled, lowered = {}, ctypes.c_char_p()
@@ -108,10 +108,10 @@ def compile_file(file: str, architecture: str) -> Iterator[Usage]:
         mangled[(lowered.value or b"").decode()] = name
     log = text("ProgramLog")
     call("nvrtcDestroyProgram", ctypes.byref(program))
-    yield from usages(log, mangled, architecture)
+    yield from parse_usages(log, mangled, architecture)
 
 
-def usages(log: str, mangled: dict[str, str], architecture: str) -> Iterator[Usage]:
+def parse_usages(log: str, mangled: dict[str, str], architecture: str) -> Iterator[KernelUsage]:
     """What the assembler says of each kernel.
 
     Args:
@@ -129,10 +129,10 @@ def usages(log: str, mangled: dict[str, str], architecture: str) -> Iterator[Usa
             raise ValueError(f"expected the assembler's words on {name} for {architecture}, got {log[:2000]!r}")
         stack, stores, loads = map(int, numbers.groups())
         used = int(shared[1]) if shared else 0
-        yield Usage(name, architecture, int(registers[1]), used, stack, stores + loads)
+        yield KernelUsage(name, architecture, int(registers[1]), used, stack, stores + loads)
 
 
-def table(usages: list[Usage]) -> str:
+def format_table(usages: list[KernelUsage]) -> str:
     """In Markdown, a line for each kernel: registers for each architecture, shared memory, and what spilled."""
     names = list(dict.fromkeys(usage.kernel for usage in usages))
     where = list(dict.fromkeys(usage.architecture for usage in usages))
@@ -146,6 +146,6 @@ def table(usages: list[Usage]) -> str:
     return "\n".join(lines)
 
 
-def compile_all(architectures: tuple[str, ...] = ARCHITECTURES) -> list[Usage]:
+def compile_all(architectures: tuple[str, ...] = ARCHITECTURES) -> list[KernelUsage]:
     """Every kernel for every architecture."""
     return [usage for file in KERNELS for where in architectures for usage in compile_file(file, where)]

@@ -19,14 +19,14 @@ from tricycle.kernels import ScoreOptions
 KINDS = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # names of dtypes, and what cuDNN calls them
 TOKENS = 64  # sequences of multiples of it: each length needs a graph of its own, which takes a while to build
 ALIGNED = 16  # bytes, of addresses and strides
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 # Sums of dq in a fixed order, so that training gives the same bits in every run; without it the backward is faster.
 DETERMINISTIC = True
 
 
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
-def problem() -> str | None:
+def unavailable_reason() -> str | None:
     """Why cuDNN's attention cannot be used here, in one line; None when it can (on a GPU)."""
     try:
         import cudnn
@@ -41,7 +41,7 @@ def problem() -> str | None:
     return None
 
 
-def version() -> str:
+def version_text() -> str:
     """Of cuDNN and its frontend."""
     import cudnn
 
@@ -52,7 +52,7 @@ def version() -> str:
 Strides = tuple[int, int, int, int]
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """Everything that decides a graph: sizes (B, T, H, D), and each array's strides in elements along B, H, T and D.
 
     Attributes:
@@ -71,13 +71,13 @@ class Shape(NamedTuple):
     strides: tuple[Strides, ...]
 
 
-def strides_of(x: Array) -> Strides:
+def bhtd_strides(x: Array) -> Strides:
     """Of an array (B, T, H, D), in cuDNN's order of axes: B, H, T, D."""
     b, t, h, d = (stride // x.dtype.itemsize for stride in x.strides)
     return b, h, t, d
 
 
-def shape_of(q: Array, score_options: ScoreOptions, *others: Array) -> Shape | None:
+def supported_shape(q: Array, score_options: ScoreOptions, *others: Array) -> AttentionShape | None:
     """The shape of attention over these arrays (B, T, H, D); None where cuDNN does not take them.
 
     It is not asked for fewer key heads than query heads, windows and caps.
@@ -90,9 +90,9 @@ def shape_of(q: Array, score_options: ScoreOptions, *others: Array) -> Shape | N
     fits = fits and all(x.shape == q.shape and x.dtype == q.dtype for x in others)
     if not fits or not all(_aligned(x) for x in arrays):
         return None
-    strides = tuple(strides_of(x) for x in arrays)
+    strides = tuple(bhtd_strides(x) for x in arrays)
     causal = score_options.offset is not None
-    return Shape(n_items, n_tokens, n_heads, size, causal, score_options.scale, q.dtype.name, strides)
+    return AttentionShape(n_items, n_tokens, n_heads, size, causal, score_options.scale, q.dtype.name, strides)
 
 
 def _aligned(x: Array) -> bool:
@@ -101,39 +101,39 @@ def _aligned(x: Array) -> bool:
 
 
 # -------------------------------------------------------------------- graphs
-class Graph(NamedTuple):
+class AttentionGraph(NamedTuple):
     """One of cuDNN's graphs, and its arrays in the order in which `run` takes them."""
 
     graph: Any
     arrays: tuple[Any, ...]
 
 
-def forward_graph(shape: Shape, **target: Any) -> Graph:
+def build_forward_graph(shape: AttentionShape, **target: Any) -> AttentionGraph:
     """q, k and v to the output, contiguous (B, T, H, D), and the log of each row's sum of exponentials (B, H, T).
 
     Args:
         target: what `cudnn.pygraph` must be told of the GPU, if there is none (sm_version), or its handle.
     """
     graph, arrays, kind = _new_graph(shape, ("q", "k", "v"), **target)
-    out, totals = graph.sdpa(*arrays, generate_stats=True, name="attention", **_how(shape))
-    _is_result(out, shape, contiguous(shape), kind)
-    _is_result(totals, shape._replace(size=1), _strides_of_totals(shape), _data_type("FLOAT"))
-    return Graph(graph, (*arrays, out, totals))
+    out, totals = graph.sdpa(*arrays, generate_stats=True, name="attention", **_attention_options(shape))
+    _declare_result(out, shape, contiguous_strides(shape), kind)
+    _declare_result(totals, shape._replace(size=1), _strides_of_totals(shape), _data_type("FLOAT"))
+    return AttentionGraph(graph, (*arrays, out, totals))
 
 
-def backward_graph(shape: Shape, **target: Any) -> Graph:
+def build_backward_graph(shape: AttentionShape, **target: Any) -> AttentionGraph:
     """q, k, v, the output, its gradient and the logs to dq, dk and dv."""
     graph, arrays, kind = _new_graph(shape, ("q", "k", "v", "out", "grad"), **target)
     sizes, strides = _sizes(shape._replace(size=1)), _strides_of_totals(shape)
     totals = graph.tensor(name="totals", dim=sizes, stride=strides, data_type=_data_type("FLOAT"))
-    how = {**_how(shape), "use_deterministic_algorithm": DETERMINISTIC}
+    how = {**_attention_options(shape), "use_deterministic_algorithm": DETERMINISTIC}
     results = graph.sdpa_backward(*arrays, totals, name="attention_backward", **how)
     for result, place in zip(results, shape.strides[5:]):
-        _is_result(result, shape, place, kind)
-    return Graph(graph, (*arrays, totals, *results))
+        _declare_result(result, shape, place, kind)
+    return AttentionGraph(graph, (*arrays, totals, *results))
 
 
-def _new_graph(shape: Shape, names: tuple[str, ...], **target: Any) -> tuple[Any, list[Any], Any]:
+def _new_graph(shape: AttentionShape, names: tuple[str, ...], **target: Any) -> tuple[Any, list[Any], Any]:
     import cudnn
 
     kind, wide = _data_type(KINDS[shape.dtype]), _data_type("FLOAT")
@@ -146,7 +146,7 @@ def _new_graph(shape: Shape, names: tuple[str, ...], **target: Any) -> tuple[Any
     return graph, arrays, kind
 
 
-def _how(shape: Shape) -> dict[str, Any]:
+def _attention_options(shape: AttentionShape) -> dict[str, Any]:
     return {"attn_scale": shape.scale, "use_causal_mask": shape.causal}
 
 
@@ -156,25 +156,25 @@ def _data_type(name: str) -> Any:
     return getattr(cudnn.data_type, name)
 
 
-def _sizes(shape: Shape) -> tuple[int, int, int, int]:
+def _sizes(shape: AttentionShape) -> tuple[int, int, int, int]:
     return shape.n_items, shape.n_heads, shape.n_tokens, shape.size
 
 
-def contiguous(shape: Shape) -> Strides:
+def contiguous_strides(shape: AttentionShape) -> Strides:
     """The strides of an array (B, T, H, D) without gaps."""
     return shape.n_tokens * shape.n_heads * shape.size, shape.size, shape.n_heads * shape.size, 1
 
 
-def _strides_of_totals(shape: Shape) -> Strides:
+def _strides_of_totals(shape: AttentionShape) -> Strides:
     return shape.n_heads * shape.n_tokens, shape.n_tokens, 1, 1
 
 
-def _is_result(tensor: Any, shape: Shape, strides: Strides, kind: Any) -> None:
+def _declare_result(tensor: Any, shape: AttentionShape, strides: Strides, kind: Any) -> None:
     tensor.set_output(True).set_data_type(kind).set_dim(_sizes(shape)).set_stride(strides)
 
 
 # -------------------------------------------------------------------- on a device
-_graphs: dict[tuple[Any, ...], Graph | None] = {}
+_graphs: dict[tuple[Any, ...], AttentionGraph | None] = {}
 _here = threading.local()  # a handle belongs to one thread
 
 
@@ -191,14 +191,14 @@ def _handle() -> Any:
     return handles[device]
 
 
-def _ready(make: Any, shape: Shape) -> Graph | None:
+def _cached_graph(make: Any, shape: AttentionShape) -> AttentionGraph | None:
     """The graph for a shape, built at most once in each thread; None where cuDNN knows no way."""
     import cudnn
     import cupy
 
     key = make.__name__, shape, cupy.cuda.runtime.getDevice(), threading.get_ident()
     if key not in _graphs:
-        if len(_graphs) >= MOST_GRAPHS:
+        if len(_graphs) >= MAX_GRAPHS:
             _graphs.clear()
         try:
             built = make(shape, handle=_handle())
@@ -213,7 +213,7 @@ def _ready(make: Any, shape: Shape) -> Graph | None:
     return _graphs[key]
 
 
-def _run(ready: Graph, arrays: tuple[Array, ...]) -> None:
+def _run(ready: AttentionGraph, arrays: tuple[Array, ...]) -> None:
     import cupy
 
     # on one stream memory that is given back serves whatever comes later
@@ -222,14 +222,14 @@ def _run(ready: Graph, arrays: tuple[Array, ...]) -> None:
     ready.graph.execute(addresses, workspace.data.ptr, handle=_handle())
 
 
-def forward(
+def attention_forward(
     q: Array, k: Array, v: Array, score_options: ScoreOptions, off_by_one: bool, mask: Array | None
 ) -> tuple[Array, Array] | None:
     """As `tricycle.kernels.attention`; None where cuDNN does not take it."""
     import cupy
 
-    shape = None if mask is not None or problem() else shape_of(q, score_options, k, v)
-    ready = None if shape is None else _ready(forward_graph, shape)
+    shape = None if mask is not None or unavailable_reason() else supported_shape(q, score_options, k, v)
+    ready = None if shape is None else _cached_graph(build_forward_graph, shape)
     if ready is None:
         return None
     out, totals = cupy.empty(q.shape, q.dtype), cupy.empty((len(q), q.shape[2], q.shape[1]), cupy.float32)
@@ -242,7 +242,7 @@ def forward(
     return (out.astype(cupy.float32) * share).astype(q.dtype), whole
 
 
-def backward(
+def attention_backward(
     grad: Array,
     q: Array,
     k: Array,
@@ -261,8 +261,12 @@ def backward(
     """
     import cupy
 
-    shape = None if mask is not None or problem() else shape_of(q, score_options, k, v, out, grad, dq, dk, dv)
-    ready = None if shape is None else _ready(backward_graph, shape)
+    shape = (
+        None
+        if mask is not None or unavailable_reason()
+        else supported_shape(q, score_options, k, v, out, grad, dq, dk, dv)
+    )
+    ready = None if shape is None else _cached_graph(build_backward_graph, shape)
     if ready is None:
         return False
     totals = cupy.ascontiguousarray(logsumexp.astype(cupy.float32, copy=False))

@@ -19,7 +19,7 @@ import numpy as np
 from tricycle.devices import Array
 
 WORKSPACE = 32 * 1024**2  # bytes, as NVIDIA recommends for Hopper
-MOST_ALIGNED = 256  # bytes: more is of no use to any algorithm
+MAX_ALIGNMENT = 256  # bytes: more is of no use to any algorithm
 # What cublasLt.h and library_types.h call these.
 DATA_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
 COMPUTE_32F, COMPUTE_TF32 = 68, 77
@@ -39,7 +39,7 @@ STATUS = {
 
 
 # -------------------------------------------------------------------- what is asked for: pure, without a GPU
-class Side(NamedTuple):
+class MatrixLayout(NamedTuple):
     """A matrix in memory: rows one after another, or columns where it is `transposed`.
 
     Attributes:
@@ -50,7 +50,7 @@ class Side(NamedTuple):
     step: int
 
 
-class Product(NamedTuple):
+class MatmulSpec(NamedTuple):
     """Everything that decides how a product (N, K) by (K, M) is made.
 
     Attributes:
@@ -61,8 +61,8 @@ class Product(NamedTuple):
     n_rows: int
     n_inner: int
     n_columns: int
-    a: Side
-    b: Side
+    a: MatrixLayout
+    b: MatrixLayout
     result_step: int
     operands: str
     result: str
@@ -71,7 +71,7 @@ class Product(NamedTuple):
     alignments: tuple[int, ...]
 
 
-def side(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Side | None:
+def matrix_layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> MatrixLayout | None:
     """How a matrix lies; None where neither its rows nor its columns are contiguous and apart."""
     (n_rows, n_columns), (down, across) = shape, strides
     for transposed, near, far, length, number in (
@@ -81,18 +81,18 @@ def side(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Sid
         contiguous = length == 1 or near == itemsize
         apart = number == 1 or (far % itemsize == 0 and far >= length * itemsize)
         if contiguous and apart:
-            return Side(transposed, length if number == 1 else far // itemsize)
+            return MatrixLayout(transposed, length if number == 1 else far // itemsize)
     return None
 
 
-def stored(n_rows: int, n_columns: int, lies: Side) -> tuple[int, int, int]:
+def column_major_shape(n_rows: int, n_columns: int, lies: MatrixLayout) -> tuple[int, int, int]:
     """The same matrix as cuBLASLt counts: the length of the contiguous axis, of the other one, and the step."""
     return (n_rows, n_columns, lies.step) if lies.transposed else (n_columns, n_rows, lies.step)
 
 
-def alignment(address: int) -> int:
+def address_alignment(address: int) -> int:
     """The largest power of two that divides an address, as far as it matters."""
-    return min(address & -address, MOST_ALIGNED) or MOST_ALIGNED
+    return min(address & -address, MAX_ALIGNMENT) or MAX_ALIGNMENT
 
 
 def result_type(operands: Any, dtype: Any, out: Array | None) -> np.dtype:
@@ -133,7 +133,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 # Cache: valid for the life of the process: a loaded library.
 @cache
-def library() -> ctypes.CDLL:
+def load_cublaslt() -> ctypes.CDLL:
     """cuBLASLt, the one that CuPy's own cuBLAS uses.
 
     Raises:
@@ -150,41 +150,41 @@ def library() -> ctypes.CDLL:
 
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
-def problem() -> str | None:
+def unavailable_reason() -> str | None:
     """Why cuBLASLt cannot be used here, in one line; None when it can (on a GPU)."""
     try:
-        library()
+        load_cublaslt()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return f"cuBLASLt cannot be loaded: {' '.join(str(error).split()) or type(error).__name__}"
     return None
 
 
-def version() -> str:
+def version_text() -> str:
     """Of the library, such as "cuBLASLt 13.0.2"."""
-    number = library().cublasLtGetVersion()
+    number = load_cublaslt().cublasLtGetVersion()
     return f"cuBLASLt {number // 10_000}.{number // 100 % 100}.{number % 100}"
 
 
-class NotSupported(RuntimeError):
+class NotSupportedError(RuntimeError):
     """cuBLASLt knows no way to make a product."""
 
 
 def _call(name: str, *arguments: Any) -> None:
-    status = getattr(library(), name)(*arguments)
+    status = getattr(load_cublaslt(), name)(*arguments)
     if status:
-        error = NotSupported if status in (7, 8, 15) else RuntimeError
+        error = NotSupportedError if status in (7, 8, 15) else RuntimeError
         raise error(f"{name}: {STATUS.get(status, 'unknown error')} (status {status})")
 
 
 # -------------------------------------------------------------------- plans
-class Plan:
+class MatmulPlan:
     """The descriptors of one product, and the algorithm that makes it.
 
     cuBLASLt counts columns as contiguous, so it is asked for the transposed result: b^T a^T, whose rows are the columns
     of the result that is meant, with one bias each.
     """
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: MatmulSpec) -> None:
         self.product = product
         self.algorithm = _Heuristic()
         kind, result = DATA_TYPES[product.operands], DATA_TYPES[product.result]
@@ -197,13 +197,13 @@ class Plan:
             self._describe(DESCRIPTION_EPILOGUE, ctypes.c_uint32(EPILOGUE_BIAS))
         self.first = _layout(kind, product.n_inner, product.n_columns, product.b)
         self.second = _layout(kind, product.n_rows, product.n_inner, product.a)
-        self.result = _layout(result, product.n_rows, product.n_columns, Side(False, product.result_step))
+        self.result = _layout(result, product.n_rows, product.n_columns, MatrixLayout(False, product.result_step))
 
     def _describe(self, attribute: int, value: Any) -> None:
         size = ctypes.sizeof(value)
         _call("cublasLtMatmulDescSetAttribute", self.description, attribute, ctypes.byref(value), size)
 
-    def choose(self, handle: Any, bias: int) -> Plan:
+    def select_algorithm(self, handle: Any, bias: int) -> MatmulPlan:
         """Take the algorithm that cuBLASLt expects to be the fastest; the same in every run, so that bits are too.
 
         Raises:
@@ -211,7 +211,7 @@ class Plan:
         """
         if self.product.with_bias:
             self._describe(DESCRIPTION_BIAS, ctypes.c_void_p(bias))
-        preference, heuristic, number = preferences(self.product), _Heuristic(), ctypes.c_int()
+        preference, heuristic, number = create_preference(self.product), _Heuristic(), ctypes.c_int()
         layouts = self.first, self.second, self.result, self.result
         wanted = handle, self.description, *layouts, preference, 1, ctypes.byref(heuristic), ctypes.byref(number)
         try:
@@ -219,7 +219,7 @@ class Plan:
         finally:
             _call("cublasLtMatmulPreferenceDestroy", preference)
         if not number.value or heuristic.state:
-            raise NotSupported(f"cublasLtMatmulAlgoGetHeuristic: no algorithm for {self.product}")
+            raise NotSupportedError(f"cublasLtMatmulAlgoGetHeuristic: no algorithm for {self.product}")
         self.algorithm = heuristic
         return self
 
@@ -257,13 +257,13 @@ class Plan:
 _ONE, _ZERO = ctypes.c_float(1), ctypes.c_float(0)
 
 
-def _layout(kind: int, n_rows: int, n_columns: int, lies: Side) -> Any:
+def _layout(kind: int, n_rows: int, n_columns: int, lies: MatrixLayout) -> Any:
     layout = _POINTER()
-    _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), kind, *stored(n_rows, n_columns, lies))
+    _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), kind, *column_major_shape(n_rows, n_columns, lies))
     return layout
 
 
-def preferences(product: Product) -> Any:
+def create_preference(product: MatmulSpec) -> Any:
     """What an algorithm may use: the workspace, and the alignment that addresses have."""
     preference, a, b, out = _POINTER(), *product.alignments
     _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
@@ -277,9 +277,9 @@ def preferences(product: Product) -> Any:
 
 # -------------------------------------------------------------------- on a device
 _one_at_a_time = threading.Lock()  # the bias's address is set in the plan, then the product is started
-_plans: dict[tuple[int, Product], Plan | None] = {}
+_plans: dict[tuple[int, MatmulSpec], MatmulPlan | None] = {}
 _workspaces: dict[tuple[int, int], Array] = {}
-MOST_PLANS = 1024
+MAX_PLANS = 1024
 
 
 # Cache: valid for the life of the process: one for each device. CUDA does not survive a fork.
@@ -314,19 +314,19 @@ def matmul(
         a, b = (x.astype(np.float32) if x.dtype.itemsize == 2 else x for x in (a, b))
     wanted = result_type(a.dtype, dtype, out)
     kind = a.dtype.name
-    if kind not in DATA_TYPES or b.dtype != a.dtype or problem() or not (a.size and b.size):
-        return plain(a, b, bias, out, wanted)
+    if kind not in DATA_TYPES or b.dtype != a.dtype or unavailable_reason() or not (a.size and b.size):
+        return cupy_matmul(a, b, bias, out, wanted)
     result = wanted.name if wanted.name in (kind, "float32") else "float32"
     (n_rows, n_inner), n_columns = a.shape, b.shape[1]
-    (a, at_a), (b, at_b) = _lies(a), _lies(b)
+    (a, at_a), (b, at_b) = _with_layout(a), _with_layout(b)
     place = out if out is not None and out.dtype.name == result else None
-    at_out = None if place is None else side(place.shape, place.strides, place.itemsize)
+    at_out = None if place is None else matrix_layout(place.shape, place.strides, place.itemsize)
     if place is None or at_out is None or at_out.transposed:
         place = cupy.empty((n_rows, n_columns), a.dtype if result == kind else np.float32)
-        at_out = Side(False, n_columns)
+        at_out = MatrixLayout(False, n_columns)
     added = None if bias is None else cupy.ascontiguousarray(bias.astype(place.dtype, copy=False))
-    alignments = tuple(alignment(x.data.ptr) for x in (a, b, place))
-    product = Product(
+    alignments = tuple(address_alignment(x.data.ptr) for x in (a, b, place))
+    product = MatmulSpec(
         n_rows,
         n_inner,
         n_columns,
@@ -340,7 +340,7 @@ def matmul(
         alignments,
     )
     if not _multiply(product, a, b, added, place):
-        return plain(a, b, bias, out, wanted)
+        return cupy_matmul(a, b, bias, out, wanted)
     if out is None:
         return place.astype(wanted, copy=False)
     if place is not out:
@@ -348,15 +348,15 @@ def matmul(
     return out
 
 
-def _lies(x: Array) -> tuple[Array, Side]:
+def _with_layout(x: Array) -> tuple[Array, MatrixLayout]:
     """A matrix and how it lies; a copy where it lies in no way that cuBLASLt knows."""
     import cupy
 
-    own_side = side(x.shape, x.strides, x.itemsize)
-    return (x, own_side) if own_side is not None else (cupy.ascontiguousarray(x), Side(False, x.shape[1]))
+    own_side = matrix_layout(x.shape, x.strides, x.itemsize)
+    return (x, own_side) if own_side is not None else (cupy.ascontiguousarray(x), MatrixLayout(False, x.shape[1]))
 
 
-def _multiply(product: Product, a: Array, b: Array, bias: Array | None, out: Array) -> bool:
+def _multiply(product: MatmulSpec, a: Array, b: Array, bias: Array | None, out: Array) -> bool:
     """Whether cuBLASLt could do it."""
     import cupy
 
@@ -366,14 +366,14 @@ def _multiply(product: Product, a: Array, b: Array, bias: Array | None, out: Arr
         handle, workspace = _handle(device), _workspace(device, stream)
         key = device, product
         if key not in _plans:
-            if len(_plans) >= MOST_PLANS:  # lengths without end, such as of a text that grows: begin anew
+            if len(_plans) >= MAX_PLANS:  # lengths without end, such as of a text that grows: begin anew
                 for old in filter(None, _plans.values()):
                     old.close()
                 _plans.clear()
-            new = Plan(product)
+            new = MatmulPlan(product)
             try:
-                _plans[key] = new.choose(handle, at_bias)
-            except NotSupported:
+                _plans[key] = new.select_algorithm(handle, at_bias)
+            except NotSupportedError:
                 new.close()
                 _plans[key] = None
         plan = _plans[key]
@@ -382,7 +382,7 @@ def _multiply(product: Product, a: Array, b: Array, bias: Array | None, out: Arr
     return plan is not None
 
 
-def plain(a: Array, b: Array, bias: Array | None, out: Array | None, dtype: Any) -> Array:
+def cupy_matmul(a: Array, b: Array, bias: Array | None, out: Array | None, dtype: Any) -> Array:
     """The same by CuPy, more slowly: a result of more bits than the operands have needs these in float32 first."""
     import cupy
 

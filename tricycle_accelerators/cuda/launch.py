@@ -18,7 +18,7 @@ from tricycle.devices import Array
 
 FOLDER = Path(__file__).parent
 OPTIONS = ("--std=c++17",)
-BY_CUPY = ("-ftz=true", "--device-as-default-execution-space")  # which CuPy adds by itself
+CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")  # which CuPy adds by itself
 
 # The element types that kernels know, and how CUDA C++ names them.
 TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
@@ -29,30 +29,30 @@ HEAD_SIZES = (32, 64, 128)  # that tensor cores take
 PADDED_SIZES = (32, 64, 128)  # to which the float32 attention rounds up
 
 
-def columns_tile(size: int) -> int:
+def tensor_core_tile(size: int) -> int:
     """How many rows the tensor-core kernels take at a time of the side that comes in tiles."""
     return 64 if size <= 64 else 32
 
 
-def backward_columns_tile(size: int) -> int:
+def tensor_core_backward_tile(size: int) -> int:
     """The same in the backward, which keeps more in registers."""
     return 64 if size <= 32 else 32
 
 
-def forward_tile(size: int) -> int:
+def float32_forward_tile(size: int) -> int:
     """The side of the square of scores that a block of the float32 attention makes at a time."""
     return 64 if size <= 64 else 32
 
 
-def backward_tile(size: int) -> int:
+def float32_backward_tile(size: int) -> int:
     return 32 if size <= 64 else 16
 
 
-def _on_tensor_cores(tile: Callable[[int], int]) -> tuple[tuple[str, ...], ...]:
+def _tensor_core_templates(tile: Callable[[int], int]) -> tuple[tuple[str, ...], ...]:
     return tuple((small, str(size), str(tile(size))) for small in SMALL for size in HEAD_SIZES)
 
 
-_BACKWARD = tuple((str(size), str(backward_tile(size))) for size in PADDED_SIZES)
+_BACKWARD = tuple((str(size), str(float32_backward_tile(size))) for size in PADDED_SIZES)
 
 
 def _width(name: str) -> str:
@@ -60,7 +60,7 @@ def _width(name: str) -> str:
     return "4" if name == "float" else "8"
 
 
-def _held(name: str) -> tuple[tuple[str, str], ...]:
+def _reads(name: str) -> tuple[tuple[str, str], ...]:
     """Elements that a thread reads at once, and how many times."""
     return ("1", "4"), *((_width(name), str(times)) for times in (1, 2, 3, 4))
 
@@ -83,7 +83,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     },
     "norm": {
         "layer_norm": _ALL,
-        "layer_norm_backward": tuple((name, *held) for name in TYPES.values() for held in _held(name)),
+        "layer_norm_backward": tuple((name, *held) for name in TYPES.values() for held in _reads(name)),
     },
     "embedding": {
         **dict.fromkeys(("rank_tokens", "add_tiles", "start_rows", "sort_tokens"), ((),)),
@@ -93,28 +93,28 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "dropout": {"random_mask": _ALL},
     "recurrent": dict.fromkeys(("rnn", "gru", "lstm", "rnn_backward", "gru_backward", "lstm_backward"), ((),)),
     "attention": {
-        "attention": tuple((str(size), str(forward_tile(size))) for size in PADDED_SIZES),
+        "attention": tuple((str(size), str(float32_forward_tile(size))) for size in PADDED_SIZES),
         "attention_inner": _ALL,
         "attention_backward_keys": _BACKWARD,
         "attention_backward_queries": _BACKWARD,
     },
     "attention_mma": {
-        "attention_mma": _on_tensor_cores(columns_tile),
-        "attention_mma_backward_keys": _on_tensor_cores(backward_columns_tile),
-        "attention_mma_backward_queries": _on_tensor_cores(backward_columns_tile),
+        "attention_mma": _tensor_core_templates(tensor_core_tile),
+        "attention_mma_backward_keys": _tensor_core_templates(tensor_core_backward_tile),
+        "attention_mma_backward_queries": _tensor_core_templates(tensor_core_backward_tile),
     },
 }
 
 
-def expression(kernel: str, template: Sequence[str] = ()) -> str:
+def template_name(kernel: str, template: Sequence[str] = ()) -> str:
     """A kernel as C++ names it."""
     return f"{kernel}<{', '.join(template)}>" if template else kernel
 
 
-def expressions(file: str, template: Sequence[str] | None = None) -> tuple[str, ...]:
+def template_names(file: str, template: Sequence[str] | None = None) -> tuple[str, ...]:
     """All kernels of a file, or those with these template arguments."""
     return tuple(
-        expression(kernel, each)
+        template_name(kernel, each)
         for kernel, choices in KERNELS[file].items()
         for each in choices
         if template is None or each == tuple(template)
@@ -123,7 +123,7 @@ def expressions(file: str, template: Sequence[str] | None = None) -> tuple[str, 
 
 # Cache: valid for the life of the process: files of this package do not change while it runs.
 @cache
-def source(file: str, folders: tuple[Path, ...] = (FOLDER,)) -> str:
+def read_source(file: str, folders: tuple[Path, ...] = (FOLDER,)) -> str:
     """The text of a file with its own headers in their places, each once.
 
     CuPy looks at this text alone to find out whether it has compiled it before, so headers must be in it.
@@ -146,19 +146,19 @@ def source(file: str, folders: tuple[Path, ...] = (FOLDER,)) -> str:
 
 # -------------------------------------------------------------------- plans
 MAX_THREADS, MAX_GRID_X, MAX_GRID_Y = 1024, 2**31 - 1, 65_535
-SHARED_WITHOUT_ASKING = 48 * 1024
+DEFAULT_MAX_SHARED = 48 * 1024
 MAX_SHARED = 99 * 1024  # what a block gets on every GPU from sm_86 on (sm_80 and sm_90 have more)
 THREADS = 256
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """Blocks, threads of a block, and bytes of dynamic shared memory of a block."""
 
     grid: tuple[int, int]
     block: tuple[int, int]
     shared: int = 0
 
-    def check(self) -> Plan:
+    def check(self) -> LaunchPlan:
         """The plan as it is.
 
         Raises:
@@ -174,27 +174,27 @@ class Plan(NamedTuple):
         return self
 
 
-def up(n: int, size: int) -> int:
+def ceil_div(n: int, size: int) -> int:
     """n divided by size, rounded up."""
     return -(-n // size)
 
 
-def pack(itemsize: int) -> int:
+def elements_per_16_bytes(itemsize: int) -> int:
     """Elements in 16 bytes."""
     return 16 // itemsize
 
 
-def elementwise(n: int, per_thread: int, threads: int = THREADS) -> Plan:
+def plan_elementwise(n: int, per_thread: int, threads: int = THREADS) -> LaunchPlan:
     """A thread for so many elements."""
-    return Plan((up(n, per_thread * threads), 1), (threads, 1)).check()
+    return LaunchPlan((ceil_div(n, per_thread * threads), 1), (threads, 1)).check()
 
 
-def teams(n_rows: int, row_size: int, itemsize: int) -> Plan:
+def plan_rows(n_rows: int, row_size: int, itemsize: int) -> LaunchPlan:
     """A team of threads a row: a warp with three others in its block for short rows, a whole block for long ones."""
-    n_packs = up(row_size, pack(itemsize))
+    n_packs = ceil_div(row_size, elements_per_16_bytes(itemsize))
     if n_packs <= 4 * 32:
-        return Plan((up(n_rows, 4), 1), (32, 4)).check()
-    return Plan((n_rows, 1), (min(MAX_THREADS, 32 * up(n_packs, 4 * 32)), 1)).check()
+        return LaunchPlan((ceil_div(n_rows, 4), 1), (32, 4)).check()
+    return LaunchPlan((n_rows, 1), (min(MAX_THREADS, 32 * ceil_div(n_packs, 4 * 32)), 1)).check()
 
 
 NORM_BLOCKS = 528  # four for each multiprocessor of a large GPU
@@ -202,46 +202,50 @@ NORM_BLOCKS = 528  # four for each multiprocessor of a large GPU
 LONGEST_NORM = {1: 4096, 4: 8192, 8: 8192}
 
 
-def norm_backward(n_rows: int, row_size: int, at_once: int) -> tuple[Plan, int]:
+def plan_norm_backward(n_rows: int, row_size: int, at_once: int) -> tuple[LaunchPlan, int]:
     """The plan, and how many times a thread reads that many elements of a row, at most `LONGEST_NORM` of them."""
-    threads = 32 * up(row_size, 4 * 32 * at_once)
+    threads = 32 * ceil_div(row_size, 4 * 32 * at_once)
     n_teams = 4 if threads == 32 else 1
-    plan = Plan((min(NORM_BLOCKS, up(n_rows, n_teams)), 1), (threads, n_teams), 8 * row_size if n_teams > 1 else 0)
-    return plan.check(), 4 if at_once == 1 else up(row_size, threads * at_once)
+    plan = LaunchPlan(
+        (min(NORM_BLOCKS, ceil_div(n_rows, n_teams)), 1), (threads, n_teams), 8 * row_size if n_teams > 1 else 0
+    )
+    return plan.check(), 4 if at_once == 1 else ceil_div(row_size, threads * at_once)
 
 
-def column_sums(n_rows: int, row_size: int, itemsize: int) -> tuple[Plan, int]:
+def plan_column_sums(n_rows: int, row_size: int, itemsize: int) -> tuple[LaunchPlan, int]:
     """The plan, and how many rows a block adds up. One block along the rows: the sums are whole."""
-    n_packs, n_chunks = up(row_size, pack(itemsize)), 1
+    n_packs, n_chunks = ceil_div(row_size, elements_per_16_bytes(itemsize)), 1
     lanes = 32 if n_rows > 2048 else 8  # few rows: rather more blocks than longer accesses
-    across = up(n_packs, lanes)
+    across = ceil_div(n_packs, lanes)
     if n_rows > 2048:
-        n_chunks = min(up(n_rows, 256), max(1, 1056 // across))
-    chunk = up(n_rows, n_chunks)
-    shared = THREADS * pack(itemsize) * 4
-    return Plan((across, up(n_rows, chunk)), (lanes, THREADS // lanes), shared).check(), chunk
+        n_chunks = min(ceil_div(n_rows, 256), max(1, 1056 // across))
+    chunk = ceil_div(n_rows, n_chunks)
+    shared = THREADS * elements_per_16_bytes(itemsize) * 4
+    return LaunchPlan((across, ceil_div(n_rows, chunk)), (lanes, THREADS // lanes), shared).check(), chunk
 
 
-def whole_sum(n: int, itemsize: int) -> Plan:
+def plan_total_sum(n: int, itemsize: int) -> LaunchPlan:
     """Blocks that add up everything; what each finds is added up in a second launch of one block."""
-    return Plan((max(1, min(1024, up(n, pack(itemsize) * MAX_THREADS))), 1), (MAX_THREADS, 1)).check()
+    return LaunchPlan(
+        (max(1, min(1024, ceil_div(n, elements_per_16_bytes(itemsize) * MAX_THREADS))), 1), (MAX_THREADS, 1)
+    ).check()
 
 
-TOKENS, MANY = 512, 32  # tokens of a tile; of one id, above which several teams share a row
+TOKENS, SHARED_TOKENS = 512, 32  # tokens of a tile; of one id, above which several teams share a row
 
 
-def token_sums(n_rows: int, row_size: int, at_once: int) -> Plan:
+def plan_token_sums(n_rows: int, row_size: int, at_once: int) -> LaunchPlan:
     """Four rows of a table a block, by threads that read so many elements at once."""
-    lanes = min(128, 32 * up(row_size, 32 * at_once))
-    return Plan((up(n_rows, 4), 1), (lanes, 4), 4 * lanes * 4 * at_once).check()
+    lanes = min(128, 32 * ceil_div(row_size, 32 * at_once))
+    return LaunchPlan((ceil_div(n_rows, 4), 1), (lanes, 4), 4 * lanes * 4 * at_once).check()
 
 
-def attention_tiles(n_tokens: int, n_heads: int, tile: int, threads: int, shared: int) -> Plan:
+def plan_attention(n_tokens: int, n_heads: int, tile: int, threads: int, shared: int) -> LaunchPlan:
     """A block for each tile of tokens of each head (of all items)."""
-    return Plan((up(n_tokens, tile) * n_heads, 1), (threads, 1), shared).check()
+    return LaunchPlan((ceil_div(n_tokens, tile) * n_heads, 1), (threads, 1), shared).check()
 
 
-class AttentionShared(NamedTuple):
+class AttentionSharedMemory(NamedTuple):
     """Bytes of shared memory of the forward kernel, and of the two of the backward."""
 
     forward: int
@@ -249,19 +253,19 @@ class AttentionShared(NamedTuple):
     queries: int
 
 
-def tensor_core_shared(size: int) -> AttentionShared:
+def tensor_core_shared_memory(size: int) -> AttentionSharedMemory:
     """For 64 rows of one side and two tiles of the other, of two arrays each, with 16 bytes more a row."""
-    row, forward, backward = 2 * (size + 8), columns_tile(size), backward_columns_tile(size)
+    row, forward, backward = 2 * (size + 8), tensor_core_tile(size), tensor_core_backward_tile(size)
     queries = (2 * 64 + 4 * backward) * row
-    return AttentionShared((64 + 4 * forward) * row, queries + 4 * 4 * backward, queries)
+    return AttentionSharedMemory((64 + 4 * forward) * row, queries + 4 * 4 * backward, queries)
 
 
-def float_shared(size: int) -> AttentionShared:
+def float32_shared_memory(size: int) -> AttentionSharedMemory:
     """For a head size rounded up to PADDED_SIZES."""
-    forward, backward = forward_tile(size), backward_tile(size)
+    forward, backward = float32_forward_tile(size), float32_backward_tile(size)
     rows, square = backward * (size + 1), backward * (backward + 1)
     whole = 2 * forward * (size + 1) + forward * (forward + 1)
-    return AttentionShared(4 * whole, 4 * (4 * rows + 2 * square), 4 * (4 * rows + square))
+    return AttentionSharedMemory(4 * whole, 4 * (4 * rows + 2 * square), 4 * (4 * rows + square))
 
 
 # -------------------------------------------------------------------- arguments
@@ -275,12 +279,12 @@ MASK = np.dtype([("values", np.uint64), *((name, np.int64) for name in ("item", 
 NULL = np.uint64(0)
 
 
-def struct(dtype: np.dtype, *values: Any) -> np.ndarray:
+def struct_argument(dtype: np.dtype, *values: Any) -> np.ndarray:
     """An argument that a kernel takes by value."""
     return np.array([values], dtype)
 
 
-def address(array: Array) -> int:
+def device_address(array: Array) -> int:
     """Where an array starts."""
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
@@ -330,8 +334,8 @@ def _module(file: str, template: tuple[str, ...], device: int) -> Any:
     """The module as the current device, of that number, has it."""
     import cupy
 
-    names = expressions(file, template)
-    return cupy.RawModule(code=source(file), options=OPTIONS + _include(), name_expressions=names)
+    names = template_names(file, template)
+    return cupy.RawModule(code=read_source(file), options=OPTIONS + _include(), name_expressions=names)
 
 
 # Cache: valid for the life of the process: one for each device, kernel and size of shared memory.
@@ -339,13 +343,13 @@ def _module(file: str, template: tuple[str, ...], device: int) -> Any:
 def _function(file: str, kernel: str, template: tuple[str, ...], device: int, shared: int) -> Any:
     if template not in KERNELS[file][kernel]:
         raise ValueError(f"{file}.cu: expected {kernel} with one of {KERNELS[file][kernel]}, got {template}")
-    function = _module(file, template, device).get_function(expression(kernel, template))
-    if shared > SHARED_WITHOUT_ASKING:
+    function = _module(file, template, device).get_function(template_name(kernel, template))
+    if shared > DEFAULT_MAX_SHARED:
         function.max_dynamic_shared_size_bytes = shared
     return function
 
 
-def launch(file: str, kernel: str, template: tuple[str, ...], plan: Plan, *arguments: Any) -> None:
+def launch(file: str, kernel: str, template: tuple[str, ...], plan: LaunchPlan, *arguments: Any) -> None:
     """Run a kernel on the device where its arrays lie and on the current stream there, which it does not wait for.
 
     Args:

@@ -7,18 +7,18 @@ from typing import Any
 from tricycle.devices import Array
 from tricycle_accelerators.cuda import arrays, launch, sums
 from tricycle_accelerators.cuda.arrays import f32, i64
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators.providers import decline_when
 
 
-def _why_not_cross_entropy(logits: Array, *_: Any, **__: Any) -> str | None:
-    return arrays.decline_reason(logits)
+def _cross_entropy_decline_reason(logits: Array, *_: Any, **__: Any) -> str | None:
+    return arrays.array_decline_reason(logits)
 
 
-@unless(_why_not_cross_entropy)
+@decline_when(_cross_entropy_decline_reason)
 def cross_entropy(
     logits: Array, labels: Array, weights: Array, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[Array, Array | None]:
-    slope = arrays.empty(logits) if with_gradient else None
+    slope = arrays.empty_like(logits) if with_gradient else None
     return _cross_entropy(logits, labels, weights, smoothing, slope), slope
 
 
@@ -27,10 +27,10 @@ def _cross_entropy(logits: Array, labels: Array, weights: Array, smoothing: floa
     if labels.shape != (n_rows,) or weights.shape != (n_rows,):
         got = f"{labels.shape} and {weights.shape}"
         raise ValueError(f"cross_entropy: expected labels and weights of shape ({n_rows},), got {got}")
-    costs = arrays.empty(logits, (n_rows,), f32)
-    ids = arrays.dense(labels.astype(i64, copy=False))
-    operands = arrays.dense(logits), ids, arrays.floats(weights)
+    costs = arrays.empty_like(logits, (n_rows,), f32)
+    ids = arrays.contiguous(labels.astype(i64, copy=False))
+    operands = arrays.contiguous(logits), ids, arrays.contiguous_float32(weights)
     numbers = i64(n_rows), i64(size), f32(smoothing)
-    plan = launch.teams(n_rows, size, logits.dtype.itemsize)
-    launch.launch("rows", "cross_entropy", (arrays.kind(logits.dtype),), plan, *operands, costs, slope, *numbers)
-    return sums.whole_sum(costs, "float", "false")
+    plan = launch.plan_rows(n_rows, size, logits.dtype.itemsize)
+    launch.launch("rows", "cross_entropy", (arrays.cuda_type(logits.dtype),), plan, *operands, costs, slope, *numbers)
+    return sums.total_sum(costs, "float", "false")

@@ -10,7 +10,7 @@ import numpy as np
 from tricycle import kernels
 from tricycle.devices import Array
 from tricycle_accelerators.cuda import arrays, gemm, sums
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators.providers import decline_when
 
 
 # Cache: valid for the life of the process: errors are not kept.
@@ -52,12 +52,12 @@ def matmul(
     return gemm.matmul(a, b, bias, out, dtype, precision)
 
 
-@unless(arrays.decline_reason)
+@decline_when(arrays.array_decline_reason)
 def sum_squares(x: Array) -> Array:
     """The sum of x * x over everything, a 0-d float32 array."""
-    return sums.whole_sum(x, arrays.kind(x.dtype), "true")
+    return sums.total_sum(x, arrays.cuda_type(x.dtype), "true")
 
 
-@unless(arrays.decline_reason)
+@decline_when(arrays.array_decline_reason)
 def sum_rows(x: Array) -> Array:
-    return sums.column_sums(arrays.dense(x), arrays.kind(x.dtype))
+    return sums.column_sums(arrays.contiguous(x), arrays.cuda_type(x.dtype))

@@ -10,10 +10,10 @@ import numpy as np
 from tricycle.devices import Array, array_module
 from tricycle_accelerators.cuda import arrays, launch
 from tricycle_accelerators.cuda.arrays import f32, i64
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators.providers import decline_when
 
 
-def _why_not_adamw(weights: Array, grad: Array, first: Array, second: Array, *_: Any, **__: Any) -> str | None:
+def _adamw_decline_reason(weights: Array, grad: Array, first: Array, second: Array, *_: Any, **__: Any) -> str | None:
     turned = not weights.flags.c_contiguous and weights.flags.f_contiguous
     for x in (weights, first, second):
         if x.dtype != f32:
@@ -22,10 +22,10 @@ def _why_not_adamw(weights: Array, grad: Array, first: Array, second: Array, *_:
             return "weights and moments in one piece and one order"
     if not grad.shape == first.shape == second.shape == weights.shape:
         return f"a gradient and moments of shape {weights.shape}, got {grad.shape}, {first.shape} and {second.shape}"
-    return arrays.why_not_dtype(grad)
+    return arrays.dtype_decline_reason(grad)
 
 
-@unless(_why_not_adamw)
+@decline_when(_adamw_decline_reason)
 def adamw(
     weights: Array,
     grad: Array,
@@ -46,18 +46,18 @@ def adamw(
 
     def number(value: Any) -> tuple[Any, Array | None]:
         on_device = hasattr(value, "ndim") and not isinstance(value, np.generic)
-        return (f32(0), arrays.floats(value)) if on_device else (f32(value), None)
+        return (f32(0), arrays.contiguous_float32(value)) if on_device else (f32(value), None)
 
     logs = (f32(math.log(beta)) if beta else f32(-math.inf) for beta in betas)
     at = None if factor is None else _on_device(factor, weights)
     numbers = *number(step), *number(learning_rate), at, *map(f32, betas), *logs, f32(eps), f32(decay)
-    plan = launch.elementwise(weights.size, launch.pack(grad.dtype.itemsize))
-    operands = weights, arrays.dense(grad), first, second, i64(weights.size)
-    launch.launch("adamw", "adamw", (arrays.kind(grad.dtype),), plan, *operands, *numbers)
+    plan = launch.plan_elementwise(weights.size, launch.elements_per_16_bytes(grad.dtype.itemsize))
+    operands = weights, arrays.contiguous(grad), first, second, i64(weights.size)
+    launch.launch("adamw", "adamw", (arrays.cuda_type(grad.dtype),), plan, *operands, *numbers)
 
 
 def _on_device(factor: Array | float, like: Array) -> Array:
     """As a 0-d array."""
     if type(factor) is type(like):
-        return arrays.floats(factor)
+        return arrays.contiguous_float32(factor)
     return array_module(like).full((), factor, f32)  # filled there: a copy from the host would wait

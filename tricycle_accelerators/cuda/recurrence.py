@@ -7,10 +7,10 @@ from typing import Any
 from tricycle.devices import Array
 from tricycle_accelerators.cuda import arrays, gemm, launch
 from tricycle_accelerators.cuda.arrays import f32, i32, i64
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators.providers import decline_when
 
 
-def _why_not(weights: Array, *others: Array | None) -> str | None:
+def _decline_reason(weights: Array, *others: Array | None) -> str | None:
     for x in others:
         if x is None:
             continue
@@ -28,8 +28,8 @@ def _forward(
 ) -> None:
     n_steps, n_items, _ = gates.shape
     size = states.shape[-1]
-    recurrent = arrays.empty(gates, gates.shape[1:])
-    plan = launch.elementwise(n_items * size, 1)
+    recurrent = arrays.empty_like(gates, gates.shape[1:])
+    plan = launch.plan_elementwise(n_items * size, 1)
     numbers = i64(states[0].size), i64(n_items), i32(size), *map(i32, options)
     for t in range(n_steps):
         before, after = states[0, t], states[0, t + 1]
@@ -53,7 +53,7 @@ def _backward(
     size = states.shape[-1]
     across = weights.T
     d_output = d_states[0]
-    plan = launch.elementwise(n_items * size, 1)
+    plan = launch.plan_elementwise(n_items * size, 1)
     strides = i64(states[0].size), i64(grad[0].size), i64(d_gates[0].size)
     numbers = *strides, i64(n_items), i32(size), *map(i32, options)
     for t in reversed(range(n_steps)):
@@ -63,28 +63,28 @@ def _backward(
         d_output += gemm.matmul(d_gates[-1, t], across)
 
 
-def _why_not_forward(
+def _forward_decline_reason(
     gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, *_: Any, **__: Any
 ) -> str | None:
-    return _why_not(weights, gates, states, bias, active)
+    return _decline_reason(weights, gates, states, bias, active)
 
 
-@unless(_why_not_forward)
+@decline_when(_forward_decline_reason)
 def rnn(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, relu: bool) -> None:
     _forward("rnn", gates, states, weights, bias, active, relu)
 
 
-@unless(_why_not_forward)
+@decline_when(_forward_decline_reason)
 def gru(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
     _forward("gru", gates, states, weights, bias, active)
 
 
-@unless(_why_not_forward)
+@decline_when(_forward_decline_reason)
 def lstm(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
     _forward("lstm", gates, states, weights, bias, active)
 
 
-def _why_not_backward(
+def _backward_decline_reason(
     grad: Array,
     gates: Array,
     states: Array,
@@ -95,10 +95,10 @@ def _why_not_backward(
     *_: Any,
     **__: Any,
 ) -> str | None:
-    return _why_not(weights, grad, gates, states, active, d_gates, d_states)
+    return _decline_reason(weights, grad, gates, states, active, d_gates, d_states)
 
 
-@unless(_why_not_backward)
+@decline_when(_backward_decline_reason)
 def rnn_backward(
     grad: Array,
     gates: Array,
@@ -112,14 +112,14 @@ def rnn_backward(
     _backward("rnn_backward", grad, gates, states, weights, active, d_gates, d_states, relu)
 
 
-@unless(_why_not_backward)
+@decline_when(_backward_decline_reason)
 def gru_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
     _backward("gru_backward", grad, gates, states, weights, active, d_gates, d_states)
 
 
-@unless(_why_not_backward)
+@decline_when(_backward_decline_reason)
 def lstm_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:

@@ -7,21 +7,21 @@ from tricycle_accelerators.cuda import arrays, launch
 from tricycle_accelerators.cuda.arrays import f32, i64
 
 
-def whole_sum(x: Array, kind: str, squares: str) -> Array:
-    plan = launch.whole_sum(x.size, x.dtype.itemsize)
+def total_sum(x: Array, kind: str, squares: str) -> Array:
+    plan = launch.plan_total_sum(x.size, x.dtype.itemsize)
     n_blocks = plan.grid[0]
-    total = arrays.empty(x, (), f32)
-    partial_sums = total if n_blocks == 1 else arrays.empty(x, (n_blocks,), f32)
-    launch.launch("reduce", "sum_all", (kind, squares), plan, arrays.dense(x), partial_sums, i64(x.size))
+    total = arrays.empty_like(x, (), f32)
+    partial_sums = total if n_blocks == 1 else arrays.empty_like(x, (n_blocks,), f32)
+    launch.launch("reduce", "sum_all", (kind, squares), plan, arrays.contiguous(x), partial_sums, i64(x.size))
     if n_blocks > 1:
-        one = launch.Plan((1, 1), plan.block)
+        one = launch.LaunchPlan((1, 1), plan.block)
         launch.launch("reduce", "sum_all", ("float", "false"), one, partial_sums, total, i64(n_blocks))
     return total
 
 
 def column_sums(x: Array, kind: str) -> Array:
     n_rows, size = x.shape
-    plan, chunk = launch.column_sums(n_rows, size, x.dtype.itemsize)
-    partial_sums = arrays.empty(x, (plan.grid[1], size), f32)
+    plan, chunk = launch.plan_column_sums(n_rows, size, x.dtype.itemsize)
+    partial_sums = arrays.empty_like(x, (plan.grid[1], size), f32)
     launch.launch("reduce", "sum_rows", (kind,), plan, x, partial_sums, i64(n_rows), i64(size), i64(chunk))
     return partial_sums[0] if len(partial_sums) == 1 else column_sums(partial_sums, "float")

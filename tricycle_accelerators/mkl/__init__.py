@@ -6,15 +6,15 @@ MKL's products of float32 are a choice of BLAS, `tricycle_accelerators/blas.py`,
 from __future__ import annotations
 
 from tricycle import kernels
-from tricycle_accelerators import blas, product_plan
+from tricycle_accelerators import blas, matmul_plan
 from tricycle_accelerators.mkl import matrices
 
 PROVIDER = "mkl"
 
 
-def problem() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why these versions cannot be used; None when they can."""
-    return blas.problem() or product_plan.why_no_amx(product_plan.this_machine())
+    return blas.unavailable_reason() or matmul_plan.amx_missing_reason(matmul_plan.this_machine())
 
 
 def register(array: type) -> None:

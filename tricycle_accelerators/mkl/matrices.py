@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import blas, buffers, products
-from tricycle_accelerators.product_plan import why_not_mkl
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators import blas, buffers, parallel_matmul
+from tricycle_accelerators.matmul_plan import mkl_decline_reason
+from tricycle_accelerators.providers import decline_when
 
 
-def _why_not_matmul(
+def _matmul_decline_reason(
     a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
     if not a.dtype.name == b.dtype.name == "bfloat16":
         return "operands of bfloat16 alone"
-    why = why_not_mkl((*a.shape, b.shape[1]))
+    why = mkl_decline_reason((*a.shape, b.shape[1]))
     if why is not None:
         return why
     if out is not None and (out.dtype != np.float32 or out.strides[1] != 4 or out.strides[0] < 4 * out.shape[1]):
@@ -24,7 +24,7 @@ def _why_not_matmul(
     return None if dtype is None or np.dtype(dtype) == np.float32 else f"results of float32 alone, got {dtype}"
 
 
-@unless(_why_not_matmul)
+@decline_when(_matmul_decline_reason)
 def matmul(
     a: np.ndarray,
     b: np.ndarray,
@@ -35,7 +35,9 @@ def matmul(
 ) -> np.ndarray:
     """Threads take some rows or some columns of the result each."""
     product = buffers.empty((len(a), b.shape[1]), np.float32) if out is None else out
-    products.share(_multiply, products.regular(a), products.regular(b), bias, product)
+    parallel_matmul.multiply_in_parallel(
+        _multiply, parallel_matmul.with_contiguous_axis(a), parallel_matmul.with_contiguous_axis(b), bias, product
+    )
     return product
 
 

@@ -10,12 +10,12 @@ from tricycle import kernels
 from tricycle.kernels import muon
 from tricycle.kernels.quantized import quantized_matmul
 from tricycle_accelerators.onednn import library, matrices, optimisers, quantized
-from tricycle_accelerators.providers import offer
+from tricycle_accelerators.providers import register_kernels
 
-PROVIDER, problem = "onednn", library.problem
+PROVIDER, unavailable_reason = "onednn", library.unavailable_reason
 
 
 def register(array: type) -> None:
     """Offer these versions for a type of arrays."""
     products = (kernels.matmul_operand, kernels.matmul_operand_and_sums, kernels.matmul)
-    offer(array, (matrices, products), (quantized, [quantized_matmul]), (optimisers, [muon.orthogonalize]))
+    register_kernels(array, (matrices, products), (quantized, [quantized_matmul]), (optimisers, [muon.orthogonalize]))

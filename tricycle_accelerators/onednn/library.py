@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle_accelerators import libraries, spinning, threads
-from tricycle_accelerators.providers import excluded
+from tricycle_accelerators import libraries, spin_threads, threads
+from tricycle_accelerators.providers import exclusion_reason
 
 DISTRIBUTION, LIBRARY, EXTRA = "onednn-cpu-gomp", "libdnnl.so.3", "pip install 'tricycle-gpt[bf16]'"
-SPINS = "100000"  # a millisecond
+SPIN_COUNT = "100000"  # a millisecond
 N_PRIMITIVES = 512  # kept by each thread
 CPU, IN_ORDER = 1, 1  # dnnl_cpu, dnnl_stream_in_order
 BF16, F32, S8 = 2, 3, 5  # dnnl_bf16, dnnl_f32, dnnl_s8
@@ -96,7 +96,7 @@ def _library() -> _Library:
     return library
 
 
-def problem() -> str | None:
+def unavailable_reason() -> str | None:
     """Why oneDNN cannot be used here, in one line; None when it can."""
     with _one_at_a_time:  # there must be one engine
         library = _loaded()
@@ -104,7 +104,7 @@ def problem() -> str | None:
 
 
 @contextmanager
-def _patient_openmp() -> Iterator[None]:
+def _openmp_spin_count() -> Iterator[None]:
     """Have OpenMP, which reads this when it is loaded, spin for a millisecond before it sleeps, unless it is told
     otherwise: a thread that sleeps between two products of a token wakes up too late for the next.
     """
@@ -112,7 +112,7 @@ def _patient_openmp() -> Iterator[None]:
     if name in os.environ or "OMP_WAIT_POLICY" in os.environ:
         yield
         return
-    os.environ[name] = SPINS
+    os.environ[name] = SPIN_COUNT
     try:
         yield
     finally:
@@ -122,7 +122,7 @@ def _patient_openmp() -> Iterator[None]:
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def _loaded() -> _Library | str:
-    path = excluded("onednn") or libraries.find("oneDNN", DISTRIBUTION, LIBRARY, EXTRA)
+    path = exclusion_reason("onednn") or libraries.find_library("oneDNN", DISTRIBUTION, LIBRARY, EXTRA)
     if isinstance(path, str):
         return path
     try:
@@ -130,7 +130,7 @@ def _loaded() -> _Library | str:
     except ImportError:
         return f"ml_dtypes is not installed ({EXTRA})"
     try:
-        with _patient_openmp():
+        with _openmp_spin_count():
             free = ctypes.CDLL(str(path))
         held = ctypes.PyDLL(str(path))
         for name, arguments in SIGNATURES.items():
@@ -165,7 +165,7 @@ def _call(function: str, *arguments: Any) -> None:
     _check(function, getattr(_library().free, function)(*arguments))
 
 
-def _made(function: str, *arguments: Any) -> c_void_p:
+def _create(function: str, *arguments: Any) -> c_void_p:
     """The handle that a function of oneDNN makes and writes through its first argument."""
     handle = c_void_p()
     _call(function, byref(handle), *arguments)
@@ -179,21 +179,21 @@ def _engine() -> c_void_p:
 # -------------------------------------------------------------------- primitives
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and size of an element, in bytes
 Descriptors = dict[int, c_void_p]  # of the memory in each place
-LAID: tuple[int, ...] = ()  # in place of strides: as oneDNN likes it best
+PACKED: tuple[int, ...] = ()  # in place of strides: as oneDNN likes it best
 
 
 def _descriptor(layout: Layout) -> c_void_p:
     shape, strides, size = layout
     numbers = c_int64 * len(shape)
-    if strides == LAID:
-        return _made("dnnl_memory_desc_clone", _best_layout(shape, size))
+    if strides == PACKED:
+        return _create("dnnl_memory_desc_clone", _packed_descriptor(shape, size))
     places = numbers(*(stride // size for stride in strides))
-    return _made("dnnl_memory_desc_create_with_strides", len(shape), numbers(*shape), KINDS[size], places)
+    return _create("dnnl_memory_desc_create_with_strides", len(shape), numbers(*shape), KINDS[size], places)
 
 
 # Cache: valid for the life of the process: must not change, for sizes of memory follow from it.
 @cache
-def _best_layout(shape: tuple[int, ...], size: int) -> c_void_p:
+def _packed_descriptor(shape: tuple[int, ...], size: int) -> c_void_p:
     """Return the layout that products want of a matrix (K, M), the same for any number of rows.
 
     Asked for once: what oneDNN answers depends on the number of threads that OpenMP has just then, and another answer
@@ -205,12 +205,12 @@ def _best_layout(shape: tuple[int, ...], size: int) -> c_void_p:
     try:
         rows = _descriptor(((1, n_inner), (n_inner * size, size), size))
         result = _descriptor(((1, n_columns), (4 * n_columns, 4), 4))
-        anyhow = _made("dnnl_memory_desc_create_with_tag", 2, (c_int64 * 2)(*shape), KINDS[size], ANY_LAYOUT)
-        description = _made("dnnl_matmul_primitive_desc_create", _engine(), rows, anyhow, None, result, None)
+        anyhow = _create("dnnl_memory_desc_create_with_tag", 2, (c_int64 * 2)(*shape), KINDS[size], ANY_LAYOUT)
+        description = _create("dnnl_matmul_primitive_desc_create", _engine(), rows, anyhow, None, result, None)
     finally:
         held.omp_set_num_threads(1)
     borrowed = _library().free.dnnl_primitive_desc_query_md(description, WEIGHTS_LAYOUT, 0)
-    laid = _made("dnnl_memory_desc_clone", borrowed)
+    laid = _create("dnnl_memory_desc_clone", borrowed)
     for descriptor in (rows, result, anyhow):
         _call("dnnl_memory_desc_destroy", descriptor)
     _call("dnnl_primitive_desc_destroy", description)
@@ -218,15 +218,15 @@ def _best_layout(shape: tuple[int, ...], size: int) -> c_void_p:
 
 
 def _reorder(of: Descriptors) -> c_void_p:
-    return _made("dnnl_reorder_primitive_desc_create", of[SOURCE], _engine(), of[RESULT], _engine(), None)
+    return _create("dnnl_reorder_primitive_desc_create", of[SOURCE], _engine(), of[RESULT], _engine(), None)
 
 
 def _matmul(of: Descriptors, *then: str) -> c_void_p:
     """A product, and what is done with its elements before they are written: "times" a factor, or "add" to what is
     there.
     """
-    post = _made("dnnl_post_ops_create")
-    attributes = _made("dnnl_primitive_attr_create")
+    post = _create("dnnl_post_ops_create")
+    attributes = _create("dnnl_primitive_attr_create")
     for i, what in enumerate(then):
         if what == "add":
             _call("dnnl_post_ops_append_sum", post, 1.0, 0, 0)
@@ -234,7 +234,7 @@ def _matmul(of: Descriptors, *then: str) -> c_void_p:
             _call("dnnl_post_ops_append_binary", post, MULTIPLY, of[FACTOR * (i + 1) + 2])
     _call("dnnl_primitive_attr_set_post_ops", attributes, post)
     operands = of[SOURCE], of[WEIGHTS], of.get(BIAS), of[RESULT]
-    description = _made("dnnl_matmul_primitive_desc_create", _engine(), *operands, attributes)
+    description = _create("dnnl_matmul_primitive_desc_create", _engine(), *operands, attributes)
     _call("dnnl_post_ops_destroy", post)
     _call("dnnl_primitive_attr_destroy", attributes)
     return description
@@ -263,22 +263,22 @@ class _Primitive:
         self.held.omp_set_num_threads(n_threads)
         try:
             description = describe(descriptors, *options)
-            self.handle = _made("dnnl_primitive_create", description)
+            self.handle = _create("dnnl_primitive_create", description)
         finally:
             self.held.omp_set_num_threads(1)
-        self.memories = [_made("dnnl_memory_create", descriptors[place], _engine(), None) for place in places]
+        self.memories = [_create("dnnl_memory_create", descriptors[place], _engine(), None) for place in places]
         self.arguments = (_Argument * len(places))(*map(_Argument, places, self.memories))
         for descriptor in descriptors.values():
             _call("dnnl_memory_desc_destroy", descriptor)
         _call("dnnl_primitive_desc_destroy", description)
 
-    def point_at(self, arrays: tuple[np.ndarray, ...]) -> None:
+    def set_arrays(self, arrays: tuple[np.ndarray, ...]) -> None:
         """Let these be the arguments from now on."""
         for memory, array in zip(self.memories, arrays):
             self.held.dnnl_memory_set_data_handle(memory, array.ctypes.data)
 
     def __call__(self, stream: c_void_p, arrays: tuple[np.ndarray, ...]) -> None:
-        self.point_at(arrays)
+        self.set_arrays(arrays)
         status = self.free.dnnl_primitive_execute(self.handle, stream, len(arrays), self.arguments)
         _check("dnnl_primitive_execute", status)
 
@@ -297,7 +297,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         _library().held.omp_set_num_threads(1)  # for the calls that this thread will make
-        self.stream = _made("dnnl_stream_create", _engine(), IN_ORDER)
+        self.stream = _create("dnnl_stream_create", _engine(), IN_ORDER)
         # Cache: keyed by layouts, what is done then and the number of threads; the least recently used go
         self.primitive = lru_cache(N_PRIMITIVES)(_Primitive)
 
@@ -321,9 +321,9 @@ def _run(
     thread.primitive(describe, options, places, *layouts)(thread.stream, arrays)
 
 
-def shared_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+def matmul_openmp(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """Write a b into `out`, shared by OpenMP's threads: for who has asked `spinning.keep_up`. All as in `product`."""
-    spinning.watch_forks()
+    spin_threads.disable_after_fork()
     thread = _this_thread()
     n_threads = threads.n_threads()
     layouts = _layout(a), _layout(b), _layout(out)
@@ -335,7 +335,7 @@ def shared_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
         primitive(thread.stream, (a, b, out))
     finally:
         set_threads(1)
-    spinning.keep_up.took(perf_counter() - start, a.nbytes + b.nbytes)
+    spin_threads.spin_policy.record_seconds(perf_counter() - start, a.nbytes + b.nbytes)
 
 
 def _layout(array: np.ndarray) -> Layout:
@@ -349,7 +349,7 @@ def convert(x: np.ndarray, out: np.ndarray) -> None:
     _run(_reorder, (), (SOURCE, RESULT), (x, out))
 
 
-def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, bias: np.ndarray | None = None) -> None:
+def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray, bias: np.ndarray | None = None) -> None:
     """Write a b + bias into `out`.
 
     Args:
@@ -363,7 +363,7 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, bias: np.ndarray | No
         _run(_matmul, (), (SOURCE, WEIGHTS, RESULT, BIAS), (a, b, out, bias))
 
 
-class LaidMatrix:
+class PackedMatrix:
     """A matrix in the layout that oneDNN multiplies fastest, of which it makes products with few rows or many.
 
     Args:
@@ -373,7 +373,7 @@ class LaidMatrix:
 
     def __init__(self, matrix: np.ndarray, factors: np.ndarray | None = None) -> None:
         self.shape, self.itemsize = matrix.shape, matrix.itemsize
-        self.layout: Layout = (self.shape, LAID, self.itemsize)
+        self.layout: Layout = (self.shape, PACKED, self.itemsize)
         self.factors = None if factors is None else np.ascontiguousarray(factors, np.float32)[None]
         descriptor = _descriptor(self.layout)
         n_bytes = _library().free.dnnl_memory_desc_get_size(descriptor)
@@ -393,14 +393,14 @@ class LaidMatrix:
         places, layouts, arrays = self._arguments(x, out)
         _run(_matmul, ("times",) * (self.factors is not None) + ("add",) * add, places, arrays, layouts)
 
-    def few(self, n_rows: int) -> FewRows:
+    def few_rows_matmul(self, n_rows: int) -> FewRowsMatmul:
         """Return what makes products of so many rows in this thread.
 
         Cache: valid while as many threads share work; in a user's limit they are fewer for the moment.
         """
-        calls: dict[int, FewRows] = self.calls.__dict__.setdefault("by_size", {})
+        calls: dict[int, FewRowsMatmul] = self.calls.__dict__.setdefault("by_size", {})
         if n_rows not in calls or calls[n_rows].n_threads != threads.n_threads():
-            calls[n_rows] = FewRows(self, n_rows)
+            calls[n_rows] = FewRowsMatmul(self, n_rows)
         return calls[n_rows]
 
     def _arguments(
@@ -414,7 +414,7 @@ class LaidMatrix:
         return (*places, FACTOR + 2), (*layouts, _layout(self.factors)), (*arrays, self.factors)
 
 
-class FewRows:
+class FewRowsMatmul:
     """Products of one matrix with so many rows, in arrays of its own: a call then costs a microsecond. Of one thread.
 
     Attributes:
@@ -423,7 +423,7 @@ class FewRows:
         out: (N, M) of float32, what `run` writes.
     """
 
-    def __init__(self, matrix: LaidMatrix, n_rows: int) -> None:
+    def __init__(self, matrix: PackedMatrix, n_rows: int) -> None:
         n_inner, n_columns = matrix.shape
         self.x = np.zeros((n_rows, n_inner), np.int8 if matrix.itemsize == 1 else bfloat16())
         self.numbers = self.x.view(np.int8 if matrix.itemsize == 1 else np.uint16)
@@ -433,17 +433,17 @@ class FewRows:
         self.stream = _this_thread().stream
         self.n_threads = threads.n_threads()
         self.alone = _Primitive(_matmul, then, places, *layouts)
-        spinning.watch_forks()
+        spin_threads.disable_after_fork()
         self.shared = _Primitive(_matmul, then, places, *layouts, n_threads=self.n_threads)
-        self.alone.point_at(arrays)
-        self.shared.point_at(arrays)
+        self.alone.set_arrays(arrays)
+        self.shared.set_arrays(arrays)
         self.arrays = arrays  # they must live as long
         self.n_bytes = matrix.memory.nbytes
         self.set_threads = self.alone.held.omp_set_num_threads
         self.execute = self.alone.free.dnnl_primitive_execute
 
     def run(self) -> None:
-        if not spinning.keep_up:
+        if not spin_threads.spin_policy:
             self._run(self.alone)
             return
         start = perf_counter()
@@ -452,7 +452,7 @@ class FewRows:
             self._run(self.shared)
         finally:
             self.set_threads(1)
-        spinning.keep_up.took(perf_counter() - start, self.n_bytes)
+        spin_threads.spin_policy.record_seconds(perf_counter() - start, self.n_bytes)
 
     def _run(self, primitive: _Primitive) -> None:
         status = self.execute(primitive.handle, self.stream, len(primitive.memories), primitive.arguments)

@@ -9,36 +9,36 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import blas, buffers, pieces, product_plan, products, spinning, threads
+from tricycle_accelerators import blas, buffers, chunks, matmul_plan, parallel_matmul, spin_threads, threads
 from tricycle_accelerators.onednn import library
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators.providers import decline_when
 
-TERMS = 2048  # of a product's sums, that are made float32 at a time
+UPCAST_TERMS = 2048  # of a product's sums, that are made float32 at a time
 
 
-def _why_not_operand(x: np.ndarray, precision: str) -> str | None:
+def _operand_decline_reason(x: np.ndarray, precision: str) -> str | None:
     return "precision float16: a CPU's 16 bits are bfloat16" if precision == "float16" else None
 
 
-@unless(_why_not_operand)
+@decline_when(_operand_decline_reason)
 def matmul_operand(x: np.ndarray, precision: str) -> np.ndarray:
     """A bfloat16 copy with the layout of x."""
     if precision != "bfloat16" or x.dtype != np.float32:
         return x
     if x.ndim == 2 and x.flags.f_contiguous and not x.flags.c_contiguous:  # a transposed matrix stays one
-        return _converted(x.T).T
-    return _converted(np.ascontiguousarray(x))
+        return _to_bfloat16(x.T).T
+    return _to_bfloat16(np.ascontiguousarray(x))
 
 
-def _converted(x: np.ndarray) -> np.ndarray:
+def _to_bfloat16(x: np.ndarray) -> np.ndarray:
     out = buffers.empty(x.shape, library.bfloat16())
     flat = x.reshape(-1)
     flat_out = out.reshape(-1)
-    threads.parallel(lambda piece: library.convert(flat[piece], flat_out[piece]), pieces.cut(x.size))
+    threads.parallel_for(lambda piece: library.convert(flat[piece], flat_out[piece]), chunks.row_chunks(x.size))
     return out
 
 
-def why_not_rounded(x: np.ndarray, precision: str = "float32") -> str | None:
+def rounding_decline_reason(x: np.ndarray, precision: str = "float32") -> str | None:
     """Return why an array is not made bfloat16 for products."""
     if precision != "bfloat16":
         return "a precision other than bfloat16"
@@ -47,33 +47,33 @@ def why_not_rounded(x: np.ndarray, precision: str = "float32") -> str | None:
     return None if x.size else "an empty array"
 
 
-def _why_not_operand_and_sums(x: np.ndarray, precision: str) -> str | None:
-    decline_reason = why_not_rounded(x, precision)
+def _operand_and_sums_decline_reason(x: np.ndarray, precision: str) -> str | None:
+    decline_reason = rounding_decline_reason(x, precision)
     if decline_reason is None and not (x.ndim == 2 and x.flags.c_contiguous):
         return "a matrix in one piece"
     return decline_reason
 
 
-@unless(_why_not_operand_and_sums)
+@decline_when(_operand_and_sums_decline_reason)
 def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
     """The sums are made of pieces that the conversion has just brought near."""
     out = buffers.empty(x.shape, library.bfloat16())
 
     def work(piece: slice) -> np.ndarray:
         library.convert(x[piece], out[piece])
-        return pieces.ones(len(x[piece]), x) @ x[piece]
+        return chunks.ones_vector(len(x[piece]), x) @ x[piece]
 
-    return out, pieces.sum_over(work, pieces.cut(*x.shape))
+    return out, chunks.sum_over_chunks(work, chunks.row_chunks(*x.shape))
 
 
-def _why_not_matmul(
+def _matmul_decline_reason(
     a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
     if a.dtype != np.float32:
         if not a.dtype == b.dtype == library.bfloat16():
             return "operands other than float32 or bfloat16"
         return None if out is None or out.dtype == np.float32 else f"an out of float32 alone, got {out.dtype}"
-    why = product_plan.why_not_few_rows((*a.shape, b.shape[1]))
+    why = matmul_plan.few_rows_decline_reason((*a.shape, b.shape[1]))
     if why is not None:
         return why
     if b.dtype != np.float32:
@@ -83,7 +83,7 @@ def _why_not_matmul(
     return None if a.flags.c_contiguous and b.flags.forc else "matrices in one piece"
 
 
-@unless(_why_not_matmul)
+@decline_when(_matmul_decline_reason)
 def matmul(
     a: np.ndarray,
     b: np.ndarray,
@@ -103,12 +103,12 @@ def matmul(
     if not a.size or not b.size:
         result[...] = 0 if bias is None else bias
     else:
-        a, b = products.regular(a), products.regular(b)
+        a, b = parallel_matmul.with_contiguous_axis(a), parallel_matmul.with_contiguous_axis(b)
         shifts = None if bias is None else np.ascontiguousarray(bias, np.float32)
-        if product_plan.widens_bfloat16(product_plan.this_machine()):
-            _multiply_wide(a, b, shifts, result)
+        if matmul_plan.upcasts_bfloat16(matmul_plan.this_machine()):
+            _multiply_upcast(a, b, shifts, result)
         else:
-            products.share(_multiply, a, b, shifts, result)
+            parallel_matmul.multiply_in_parallel(_multiply, a, b, shifts, result)
     if out is not None and not fits:
         out[...] = result
         return out
@@ -121,60 +121,60 @@ def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarr
     if b.flags.c_contiguous:
         result = np.empty((n_rows, n_columns), np.float32)
         # some columns each, as below, would give other bits, and so a result that depends on what else the machine does
-        multiply = library.shared_product if spinning.keep_up else library.product
+        multiply = library.matmul_openmp if spin_threads.spin_policy else library.matmul
         multiply(a, b, result)
     else:  # the other way round, for oneDNN copies the second factor where it is transposed
         turned = buffers.empty((n_columns, n_rows), np.float32)
-        _share(lambda part: (b.T[part], a.T, turned[part]), n_columns)
+        _multiply_shared(lambda part: (b.T[part], a.T, turned[part]), n_columns)
         result = np.ascontiguousarray(turned.T)
     if bias is not None:
         result += bias
     return result
 
 
-def _share(operands: Callable[[slice], tuple[np.ndarray, np.ndarray, np.ndarray]], n_columns: int) -> None:
+def _multiply_shared(operands: Callable[[slice], tuple[np.ndarray, np.ndarray, np.ndarray]], n_columns: int) -> None:
     """A product for whoever is to share it: OpenMP's threads, while they keep up, or ours for some columns each."""
-    if spinning.keep_up:
-        library.shared_product(*operands(slice(None)))
+    if spin_threads.spin_policy:
+        library.matmul_openmp(*operands(slice(None)))
         return
     n_parts = min(threads.n_threads(), -(-n_columns // 64))
     step = -(-n_columns // n_parts // 16) * 16  # whole lines of a cache
-    threads.parallel(
-        lambda start: library.product(*operands(slice(start, start + step))),
+    threads.parallel_for(
+        lambda start: library.matmul(*operands(slice(start, start + step))),
         range(0, n_columns, step),
     )
 
 
 def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
-    library.product(a, b, result, None if bias is None else bias[None])
+    library.matmul(a, b, result, None if bias is None else bias[None])
 
 
-def _multiply_wide(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
+def _multiply_upcast(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
     """The same by products of float32, whose parts are widened while they are near."""
 
     def rows(part: slice) -> None:
-        _write(blas.multiply(_wide(a[part]), whole), bias, result[part])
+        _write(blas.multiply(_to_float32(a[part]), whole), bias, result[part])
 
     def columns(part: slice) -> None:
-        _write(blas.multiply(whole, _wide(b[:, part])), None if bias is None else bias[part], result[:, part])
+        _write(blas.multiply(whole, _to_float32(b[:, part])), None if bias is None else bias[part], result[:, part])
 
     def some_terms(part: slice) -> np.ndarray:
-        cuts = [*range(part.start, min(part.stop, n_inner), TERMS), min(part.stop, n_inner)]
-        parts = (blas.multiply(_wide(a[:, i:j]), _wide(b[i:j])) for i, j in pairwise(cuts))
+        cuts = [*range(part.start, min(part.stop, n_inner), UPCAST_TERMS), min(part.stop, n_inner)]
+        parts = (blas.multiply(_to_float32(a[:, i:j]), _to_float32(b[i:j])) for i, j in pairwise(cuts))
         return reduce(lambda total, product: np.add(total, product, out=total), parts)
 
     n_rows, n_inner = a.shape
     n_columns = b.shape[1]
-    share = product_plan.terms_or_axis((n_rows, n_inner, n_columns))
+    share = matmul_plan.inner_or_longer_axis((n_rows, n_inner, n_columns))
     if share == "terms":  # one part a thread, for each has a sum of its own to hold
-        terms = pieces.parts(n_inner, n_inner)
-        _write(pieces.sum_over(some_terms, terms), bias, result)
+        terms = chunks.thread_slices(n_inner, n_inner)
+        _write(chunks.sum_over_chunks(some_terms, terms), bias, result)
     elif share == "rows":
-        whole = _wide(b)
-        threads.parallel(rows, pieces.parts(n_rows, 512))
+        whole = _to_float32(b)
+        threads.parallel_for(rows, chunks.thread_slices(n_rows, 512))
     else:
-        whole = _wide(a)
-        threads.parallel(columns, pieces.parts(n_columns, 512))
+        whole = _to_float32(a)
+        threads.parallel_for(columns, chunks.thread_slices(n_columns, 512))
 
 
 def _write(product: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
@@ -183,10 +183,10 @@ def _write(product: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> 
     library.convert(product, result)
 
 
-def _wide(x: np.ndarray) -> np.ndarray:
+def _to_float32(x: np.ndarray) -> np.ndarray:
     """As float32, in the same layout."""
     if x.strides[0] == x.itemsize and x.strides[1] != x.itemsize:
-        return _wide(x.T).T
+        return _to_float32(x.T).T
     out = buffers.empty(x.shape, np.float32)
     library.convert(x, out)
     return out

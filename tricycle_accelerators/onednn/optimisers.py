@@ -7,13 +7,13 @@ import numpy as np
 from tricycle.kernels.muon import POLAR
 from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.onednn import library
-from tricycle_accelerators.onednn.matrices import why_not_rounded
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators.onednn.matrices import rounding_decline_reason
+from tricycle_accelerators.providers import decline_when
 
 SAFETY = 1.01
 
 
-@unless(why_not_rounded)
+@decline_when(rounding_decline_reason)
 def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
     """A matrix for each thread at a time. What the iteration multiplies has 16 bits, its sums have 32.
 
@@ -35,17 +35,17 @@ def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
         diagonal = square.reshape(-1)[:: n_rows + 1]
         for step, weights in enumerate(POLAR):  # a + b s + c s^2 as a + s (b + c s), where s = x x^T
             a, b, c = (weight / SAFETY ** (2 * i + 1) for i, weight in enumerate(weights))
-            library.product(rounded, rounded.T, square)
+            library.matmul(rounded, rounded.T, square)
             library.convert(square, factors[0])
             square *= c
             diagonal += b
             library.convert(square, factors[1])
-            library.product(factors[0], factors[1], square)
+            library.matmul(factors[0], factors[1], square)
             diagonal += a
             library.convert(square, factors[0])
             result = polar[i] if step == len(POLAR) - 1 else np.empty_like(rounded)
-            library.product(factors[0], rounded, result)
+            library.matmul(factors[0], rounded, result)
             rounded = result
 
-    threads.parallel(work, range(len(x)))
+    threads.parallel_for(work, range(len(x)))
     return polar

@@ -19,25 +19,25 @@ import numpy as np
 from tricycle.devices import Array
 from tricycle.kernels import FEW_ROWS
 from tricycle.kernels.quantized import QuantizedMatrix
-from tricycle_accelerators import buffers, narrow_rows, pieces, threads
+from tricycle_accelerators import buffers, chunks, split_precision, threads
 from tricycle_accelerators.onednn import library
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators.providers import decline_when
 
 _one_at_a_time = threading.Lock()
 
 
-def _laid(matrix: QuantizedMatrix) -> library.LaidMatrix:
+def _packed(matrix: QuantizedMatrix) -> library.PackedMatrix:
     """The matrix in oneDNN's layout."""
     with _one_at_a_time:
         if "onednn" not in matrix.prepared:
             rows = matrix.with_row_scales()
             factors = None if rows.scales is None else rows.scales[:, 0]
-            matrix.prepared["onednn"] = library.LaidMatrix(rows.values.T, factors)
-    laid: library.LaidMatrix = matrix.prepared["onednn"]
+            matrix.prepared["onednn"] = library.PackedMatrix(rows.values.T, factors)
+    laid: library.PackedMatrix = matrix.prepared["onednn"]
     return laid
 
 
-def _why_not_few_bits_matmul(x: Array, matrix: QuantizedMatrix, *_: Any, **__: Any) -> str | None:
+def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, **__: Any) -> str | None:
     if not matrix.transposed:
         return "a matrix that is not transposed"
     if x.dtype.itemsize > 4:
@@ -47,14 +47,14 @@ def _why_not_few_bits_matmul(x: Array, matrix: QuantizedMatrix, *_: Any, **__: A
     return None if x.size and matrix.size else "an empty array"
 
 
-@unless(_why_not_few_bits_matmul)
+@decline_when(_few_bits_matmul_decline_reason)
 def quantized_matmul(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> Array | NotImplementedType:
-    laid: library.LaidMatrix = matrix.prepared.get("onednn") or _laid(matrix)
+    laid: library.PackedMatrix = matrix.prepared.get("onednn") or _packed(matrix)
     rows: np.ndarray = x.astype(np.float32, copy=False)
     is_int8 = laid.factors is not None
-    product = _by_int8(rows, laid) if is_int8 else _by_bfloat16(rows, laid, precision != "bfloat16")
+    product = _multiply_int8(rows, laid) if is_int8 else _multiply_bfloat16(rows, laid, precision != "bfloat16")
     if product is None:
         return NotImplemented
     if bias is not None:
@@ -63,40 +63,40 @@ def quantized_matmul(
 
 
 # -------------------------------------------------------------------- int8
-def _by_int8(x: np.ndarray, matrix: library.LaidMatrix) -> np.ndarray | None:
+def _multiply_int8(x: np.ndarray, matrix: library.PackedMatrix) -> np.ndarray | None:
     """None where there is infinity or NaN in x, which whole numbers have not."""
     n_rows = len(x)
     if n_rows <= FEW_ROWS:
-        return narrow_rows.product_by_int8(x, matrix.few(2 * n_rows))
-    largest = narrow_rows.largest_sizes(x)
+        return split_precision.int8_split_matmul(x, matrix.few_rows_matmul(2 * n_rows))
+    largest = split_precision.row_max_abs(x)
     if largest is None:
         return None
     product = np.empty((n_rows, matrix.shape[1]), np.float32)
-    _share_rows(partial(_many_by_int8, x, largest, matrix, product), n_rows)
+    _share_rows(partial(_multiply_int8_rows, x, largest, matrix, product), n_rows)
     return product
 
 
-def _many_by_int8(
-    x: np.ndarray, largest: np.ndarray, matrix: library.LaidMatrix, product: np.ndarray, rows: slice
+def _multiply_int8_rows(
+    x: np.ndarray, largest: np.ndarray, matrix: library.PackedMatrix, product: np.ndarray, rows: slice
 ) -> None:
     rest, large = parts = np.empty((2, *x[rows].shape), np.int8)
-    narrow_rows.write_int8_parts(x[rows], largest[rows], parts)
+    split_precision.split_int8(x[rows], largest[rows], parts)
     out = product[rows]
     matrix.product(large, out)
-    out *= narrow_rows.STEP
+    out *= split_precision.HIGH_STEP
     matrix.product(rest, out, add=True)
-    out *= largest[rows] * (1 / narrow_rows.LARGEST)
+    out *= largest[rows] * (1 / split_precision.MAX_STEPS)
 
 
 # -------------------------------------------------------------------- bfloat16
-def _by_bfloat16(x: np.ndarray, matrix: library.LaidMatrix, exact: bool) -> np.ndarray:
+def _multiply_bfloat16(x: np.ndarray, matrix: library.PackedMatrix, exact: bool) -> np.ndarray:
     """
     Args:
         exact: x is not rounded, though it has many rows.
     """
     n_rows = len(x)
     if n_rows <= FEW_ROWS:
-        product = narrow_rows.product_by_bfloat16(x, matrix.few(2 * n_rows))
+        product = split_precision.bfloat16_split_matmul(x, matrix.few_rows_matmul(2 * n_rows))
         if product is not None:
             return product
     exact = exact and bool(np.isfinite(x).all())
@@ -105,15 +105,15 @@ def _by_bfloat16(x: np.ndarray, matrix: library.LaidMatrix, exact: bool) -> np.n
     if exact:
         halves[1] = x - halves[0].astype(np.float32)
     product = buffers.empty((n_rows, matrix.shape[1]), np.float32)
-    _share_rows(partial(_many_by_bfloat16, halves, matrix, product), n_rows)
+    _share_rows(partial(_multiply_bfloat16_rows, halves, matrix, product), n_rows)
     return product
 
 
-def _many_by_bfloat16(halves: np.ndarray, matrix: library.LaidMatrix, product: np.ndarray, rows: slice) -> None:
+def _multiply_bfloat16_rows(halves: np.ndarray, matrix: library.PackedMatrix, product: np.ndarray, rows: slice) -> None:
     for i, half in enumerate(halves):
         matrix.product(half[rows], product[rows], add=i > 0)
 
 
 # -------------------------------------------------------------------- threads
 def _share_rows(work: Callable[[slice], None], n_rows: int) -> None:
-    threads.parallel(work, [slice(part.start, min(part.stop, n_rows)) for part in pieces.parts(n_rows, 64)])
+    threads.parallel_for(work, [slice(part.start, min(part.stop, n_rows)) for part in chunks.thread_slices(n_rows, 64)])

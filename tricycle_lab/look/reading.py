@@ -282,7 +282,7 @@ def summed_up(logits: np.ndarray, following: np.ndarray) -> list[np.ndarray]:
         rows = slice(start, start + ROWS_AT_ONCE)
         parts[start] = _summed_up_rows(logits[rows], following[rows])
 
-    threads.parallel(work, starts)
+    threads.parallel_for(work, starts)
     return [np.concatenate(numbers) for numbers in zip(*(parts[start] for start in starts))]
 
 

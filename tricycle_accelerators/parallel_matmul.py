@@ -6,35 +6,41 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tricycle_accelerators import pieces, threads
-from tricycle_accelerators.product_plan import longer_axis
+from tricycle_accelerators import chunks, threads
+from tricycle_accelerators.matmul_plan import longer_axis
 
 # Writes a b + bias into the last: (N, K), (K, M), (M,) or None, (N, M), in one thread.
 Multiply = Callable[[np.ndarray, np.ndarray, "np.ndarray | None", np.ndarray], None]
-LEAST = 512  # rows, or columns, in each of two parts for a thread; of fewer each thread gets one
+MIN_SLICE = 512  # rows, or columns, in each of two parts for a thread; of fewer each thread gets one
 
 
-def share(multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
+def multiply_in_parallel(
+    multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray
+) -> None:
     """Write a b + bias into `out`: threads take rows each, or columns where there are more of these."""
-    share_out = by_rows if longer_axis((*a.shape, b.shape[1])) == "rows" else by_columns
+    share_out = multiply_by_rows if longer_axis((*a.shape, b.shape[1])) == "rows" else multiply_by_columns
     share_out(multiply, a, b, bias, out)
 
 
-def by_rows(multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
+def multiply_by_rows(
+    multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray
+) -> None:
     """Write a b + bias into `out`, threads some rows each."""
-    threads.parallel(lambda part: multiply(a[part], b, bias, out[part]), pieces.parts(len(a), LEAST))
+    threads.parallel_for(lambda part: multiply(a[part], b, bias, out[part]), chunks.thread_slices(len(a), MIN_SLICE))
 
 
-def by_columns(multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
+def multiply_by_columns(
+    multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray
+) -> None:
     """Write a b + bias into `out`, threads some columns each."""
 
     def work(part: slice) -> None:
         multiply(a, b[:, part], None if bias is None else bias[part], out[:, part])
 
-    threads.parallel(work, pieces.parts(b.shape[1], LEAST))
+    threads.parallel_for(work, chunks.thread_slices(b.shape[1], MIN_SLICE))
 
 
-def regular(matrix: np.ndarray) -> np.ndarray:
+def with_contiguous_axis(matrix: np.ndarray) -> np.ndarray:
     """Return the matrix, copied unless its rows or its columns are contiguous and do not overlap."""
     size = matrix.itemsize
     n_rows, n_columns = matrix.shape

@@ -20,16 +20,16 @@ import numpy as np
 
 from tricycle_accelerators import threads
 
-LATE, SLOW = (
+LATE_SECONDS, LATE_BYTES_PER_SECOND = (
     0.0004,
     2e9,
 )  # seconds, and bytes a second of a matrix: a product that takes longer than both together is late
-SHARED = 2**17  # bytes of a matrix from which on it takes longer to read than to share
-FORGETS = 0.995  # of late products, with each that is not: one in each token of a small model is too many
-FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds
+MIN_SHARED_BYTES = 2**17  # bytes of a matrix from which on it takes longer to read than to share
+LATE_DECAY = 0.995  # of late products, with each that is not: one in each token of a small model is too many
+MIN_REST_SECONDS, MAX_REST_SECONDS = 0.1, 2.0  # seconds
 
 
-class Trust:
+class SpinPolicy:
     """Whether threads that spin are used now.
 
     Attributes:
@@ -40,43 +40,43 @@ class Trust:
 
     def __init__(self) -> None:
         self.n_late = 0.0
-        self.rest = FIRST_REST
+        self.rest = MIN_REST_SECONDS
         self.until = 0.0
 
     def __bool__(self) -> bool:
-        return perf_counter() >= self.until and threads.n_threads() > 1 and not threads.inside_work()
+        return perf_counter() >= self.until and threads.n_threads() > 1 and not threads.in_worker()
 
-    def took(self, seconds: float, n_bytes: int) -> None:
+    def record_seconds(self, seconds: float, n_bytes: int) -> None:
         """Learn how long a product with a matrix of so many bytes has taken."""
-        self.learn(seconds >= LATE + n_bytes / SLOW)
+        self.record(seconds >= LATE_SECONDS + n_bytes / LATE_BYTES_PER_SECOND)
 
-    def learn(self, is_late: bool) -> None:
+    def record(self, is_late: bool) -> None:
         """Count a product."""
         if not is_late:
-            self.n_late *= FORGETS
+            self.n_late *= LATE_DECAY
             if self.n_late < 0.01:
-                self.rest = FIRST_REST
+                self.rest = MIN_REST_SECONDS
             return
         self.n_late += 1
         if self.n_late >= 2:
             self.n_late = 0.5  # the next late one but one is enough
             self.until = perf_counter() + self.rest
-            self.rest = min(2 * self.rest, LONGEST_REST)
+            self.rest = min(2 * self.rest, MAX_REST_SECONDS)
 
 
-keep_up = Trust()
+spin_policy = SpinPolicy()
 
 
 # Cache: valid for the life of the process: registered once; a forked process inherits that.
 @cache
-def watch_forks() -> None:
+def disable_after_fork() -> None:
     """OpenMP's threads do not live on in a forked process, and whoever asks for them there waits for ever."""
     if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(after_in_child=_never_again)
 
 
 def _never_again() -> None:
-    keep_up.until = float("inf")
+    spin_policy.until = float("inf")
 
 
 # -------------------------------------------------------------------- BLAS
@@ -103,7 +103,7 @@ def _blas() -> _Blas | None:
     return None
 
 
-def vector_product(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
+def multiply_vector(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
     """a b for one row a (1, K) and a matrix b (K, M) whose columns lie in one piece each, in BLAS's own threads.
 
     BLAS adds up the terms of each column in the same order, whatever its threads.
@@ -112,17 +112,17 @@ def vector_product(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
         None where ours are to do it.
     """
     blas = _blas()
-    if blas is None or b.nbytes < SHARED or not keep_up:
+    if blas is None or b.nbytes < MIN_SHARED_BYTES or not spin_policy:
         return None
-    with threads.turn, threads.blas_hold.lock:
-        if threads.blas_hold.n_holders > threads.blas_hold.for_good:
+    with threads.pool_lock, threads.blas_limit.lock:
+        if threads.blas_limit.n_holders > threads.blas_limit.is_permanent:
             return None  # somebody counts on one thread
         before = blas.get()
         try:
             blas.set(threads.n_threads())
             start = perf_counter()
             product: np.ndarray = a @ b
-            keep_up.took(perf_counter() - start, b.nbytes)
+            spin_policy.record_seconds(perf_counter() - start, b.nbytes)
         finally:
             blas.set(before)
     return product

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import buffers, product_plan, threads
-from tricycle_accelerators.compiled.loaded import load
-from tricycle_accelerators.providers import unless
+from tricycle_accelerators import buffers, matmul_plan, threads
+from tricycle_accelerators.compiled.loader import load_loops
+from tricycle_accelerators.providers import decline_when
 
 NEAR = 2**20  # numbers of the left matrix that stay in the third cache while panels go by
 MANY = 8  # panels for each thread, of which it does not matter that one takes one more
@@ -24,20 +24,20 @@ def _loops() -> Any:
 
     None where BLAS is as fast (`instruction_sets.InstructionSet.slower_blas`).
     """
-    features = frozenset(load("registers").INSTRUCTION_SET.names)  # which Numba compiles for
-    if product_plan.why_no_tiles(product_plan.this_machine()._replace(features=features)) is not None:
+    features = frozenset(load_loops("registers").INSTRUCTION_SET.names)  # which Numba compiles for
+    if matmul_plan.tile_processor_decline_reason(matmul_plan.this_machine()._replace(features=features)) is not None:
         return None
-    return load("matrix_loops")
+    return load_loops("matrix_loops")
 
 
-def _why_not_matmul(
+def _matmul_decline_reason(
     a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
     shape = *a.shape, b.shape[1]
-    why = product_plan.why_not_tiled(shape, "rows" if a.strides[1] == a.itemsize else "columns")
+    why = matmul_plan.tiled_decline_reason(shape, "rows" if a.strides[1] == a.itemsize else "columns")
     if why is not None:
         return why
-    if threads.inside_work():
+    if threads.in_worker():
         return "a call by one of several threads at work"
     if not _is_float32(a, b, bias, out) or not (dtype is None or np.dtype(dtype) == np.float32):
         return f"float32 alone, aligned and not read-only, got {a.dtype} and {b.dtype}"
@@ -45,11 +45,11 @@ def _why_not_matmul(
         return "a right matrix with contiguous rows or columns, and an out with contiguous rows"
     loops = _loops()
     if loops is None:
-        return product_plan.NO_TILES
-    return product_plan.why_not_whole_tiles(shape[0], shape[2], loops.ROWS, loops.LANES)
+        return matmul_plan.NO_TILED_MATMUL
+    return matmul_plan.tile_shape_decline_reason(shape[0], shape[2], loops.ROWS, loops.LANES)
 
 
-@unless(_why_not_matmul)
+@decline_when(_matmul_decline_reason)
 def matmul(
     a: np.ndarray,
     b: np.ndarray,
@@ -69,7 +69,7 @@ def matmul(
         loops.multiply_large(a[rows], b[:, columns], shifts[columns], product[rows, columns])
 
     most = max(1, NEAR // min(a.shape[1], loops.STEPS))
-    threads.parallel(work, _parts((n_rows, n_columns), most, loops.ROWS, loops.PANEL))
+    threads.parallel_for(work, _parts((n_rows, n_columns), most, loops.ROWS, loops.PANEL))
     return product
 
 

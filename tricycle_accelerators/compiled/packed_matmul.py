@@ -14,15 +14,15 @@ import numba
 import numpy as np
 from numba import types
 
-from tricycle_accelerators.compiled.jit import compiled, intrinsic
+from tricycle_accelerators.compiled.jit import compile_loop, intrinsic
 from tricycle_accelerators.compiled.registers import (
     INDEX,
     LANES,
     N_REGISTERS,
     VECTOR,
-    after,
+    build_product_sums,
     load,
-    running_sums,
+    offset_address,
     store,
 )
 
@@ -65,15 +65,15 @@ def _write_tile(
 ) -> None:
     """The instructions for a tile of so many rows."""
     along, places = INDEX(4 * LANES), range(N_VECTORS)
-    first = [load(builder, after(builder, bias, along, i), VECTOR) for i in places]
+    first = [load(builder, offset_address(builder, bias, along, i), VECTOR) for i in places]
     operands = rows, row_size, INDEX(4), panel, INDEX(4 * PANEL)
-    sums = running_sums(builder, (n_rows, N_VECTORS), False, operands, n_terms, first)
+    sums = build_product_sums(builder, (n_rows, N_VECTORS), False, operands, n_terms, first)
     for i, value in enumerate(sums):
-        row = after(builder, out, out_size, i // N_VECTORS)
-        store(builder, value, after(builder, row, along, i % N_VECTORS))
+        row = offset_address(builder, out, out_size, i // N_VECTORS)
+        store(builder, value, offset_address(builder, row, along, i % N_VECTORS))
 
 
-def panels(matrix: np.ndarray) -> np.ndarray:
+def pack_panels(matrix: np.ndarray) -> np.ndarray:
     """(K, N) of float32 as (P, K, PANEL), the last panel filled up with zeros."""
     n_terms, n_columns = matrix.shape
     n_panels = -(-n_columns // PANEL)
@@ -101,8 +101,8 @@ def _rows_times_panel(
         first = last
 
 
-@compiled("void(f4[:, :, :], f4[:, :, ::1], f4[::1], f4[:, :, :])")
-def multiply(x: np.ndarray, cut: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
+@compile_loop("void(f4[:, :, :], f4[:, :, ::1], f4[::1], f4[:, :, :])")
+def multiply_packed(x: np.ndarray, cut: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
     """Write x (T, B, K) times a matrix that `panels` has cut, plus a bias (P PANEL,), into `out` (T, B, N).
 
     Each sum is made in order. The last axes are in one piece.

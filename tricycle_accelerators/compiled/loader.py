@@ -9,6 +9,6 @@ from typing import Any
 
 # Cache: valid for the life of the process: modules.
 @cache
-def load(name: str) -> Any:
+def load_loops(name: str) -> Any:
     """Return a module of this folder: "loops" that generation needs, too, "training_loops", and so on."""
     return import_module(f"{__package__}.{name}")

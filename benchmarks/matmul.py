@@ -1,4 +1,4 @@
-"""Matrix products of a layer, by provider, beside PyTorch's: python -m benchmarks.products --precision bfloat16
+"""Matrix products of a layer, by provider, beside PyTorch's: python -m benchmarks.matmul --precision bfloat16
 
 Of each layer x (N, K) times weights (K, M) three products are measured, as `linear` makes them: forward, the gradient
 of x, and that of the weights. Each side runs in a separate process, and they are interleaved: Tricycle with all
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.turns import Pace, take_turns
+from benchmarks.interleave import Schedule, run_interleaved
 from benchmarks.workers import Worker
 from tricycle import kernels
 
@@ -73,12 +73,12 @@ def serve(side: str, precision: str) -> None:
         print(json.dumps([provider, time.perf_counter() - start]), flush=True)
 
 
-def sides(precision: str, n_threads: int, peer: str) -> list[Worker]:
+def start_workers(precision: str, n_threads: int, peer: str) -> list[Worker]:
     """Start a process for each side."""
     from tricycle_accelerators import compiled, mkl, onednn
 
-    usable = [provider.PROVIDER for provider in (compiled, mkl, onednn) if provider.problem() is None]
-    words = "benchmarks.products", "--serve"
+    usable = [provider.PROVIDER for provider in (compiled, mkl, onednn) if provider.unavailable_reason() is None]
+    words = "benchmarks.matmul", "--serve"
     workers = [Worker("tricycle", n_threads, *words, "tricycle", "--precision", precision)]
     for name in usable:
         settings = {"TRICYCLE_KERNELS": f"-{name}"}
@@ -88,14 +88,14 @@ def sides(precision: str, n_threads: int, peer: str) -> list[Worker]:
     return workers
 
 
-def measure(
-    workers: list[Worker], layers: list[tuple[int, int, int]], pace: Pace
+def measure_rates(
+    workers: list[Worker], layers: list[tuple[int, int, int]], pace: Schedule
 ) -> Iterator[tuple[Product, list[tuple[str, float]]]]:
     """Yield each product with the provider and the GFLOP/s of each side."""
     for layer in layers:
         for which in range(len(PASSES)):
             line = json.dumps([layer, which])
-            answers = take_turns([partial(worker.ask, line) for worker in workers], pace)
+            answers = run_interleaved([partial(worker.ask, line) for worker in workers], pace)
             work = 2e-9 * layer[0] * layer[1] * layer[2]
             yield (
                 (layer, which),
@@ -110,14 +110,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
     parser.add_argument("--layer", type=int, nargs=3, metavar=("N", "K", "M"), help="one layer, instead of five")
     parser.add_argument("--serve", choices=["tricycle", "torch"], help=argparse.SUPPRESS)
-    Pace.add_flags(parser)
-    parser.set_defaults(turns=5, seconds=0.5, settling=0.2)
+    Schedule.add_flags(parser)
+    parser.set_defaults(rounds=5, seconds=0.5, settling=0.2)
     arguments = parser.parse_args()
     if arguments.serve:
         serve(arguments.serve, arguments.precision)
         return
-    workers = sides(arguments.precision, arguments.threads, arguments.peer)
-    pace = Pace.of(arguments)
+    workers = start_workers(arguments.precision, arguments.threads, arguments.peer)
+    pace = Schedule.of(arguments)
     print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
     print(f"{arguments.precision}, GFLOP/s, medians of {pace}")
     names = [worker.side for worker in workers]
@@ -126,7 +126,7 @@ def main() -> None:
         + "".join(f"{name:>10}" for name in names)
         + f"{'speed-up':>10}"
     )
-    for (layer, which), rates in measure(workers, [tuple(arguments.layer)] if arguments.layer else LAYERS, pace):
+    for (layer, which), rates in measure_rates(workers, [tuple(arguments.layer)] if arguments.layer else LAYERS, pace):
         row = f"{'x'.join(map(str, layer)):<18}{PASSES[which]:<17}{rates[0][0]:<10}"
         row += "".join(f"{rate:>10,.0f}" for _, rate in rates)
         print(row + (f"{rates[0][1] / rates[-1][1]:>10.2f}" if names[-1] == "torch" else ""), flush=True)

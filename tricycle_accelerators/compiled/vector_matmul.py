@@ -14,12 +14,12 @@ from tricycle.devices import Array
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle_accelerators import threads
 from tricycle_accelerators.compiled.elementwise import FLOAT32
-from tricycle_accelerators.compiled.loaded import load
-from tricycle_accelerators.product_plan import why_not_one_row
-from tricycle_accelerators.providers import unless
-from tricycle_accelerators.spinning import Trust
+from tricycle_accelerators.compiled.loader import load_loops
+from tricycle_accelerators.matmul_plan import vector_decline_reason
+from tricycle_accelerators.providers import decline_when
+from tricycle_accelerators.spin_threads import SpinPolicy
 
-LATE = 5_000  # pauses: a thread that is waited for longer was put aside by the system
+LATE_PAUSES = 5_000  # pauses: a thread that is waited for longer was put aside by the system
 NO_SCALES, NO_SUMS = np.empty(0, np.float32), np.empty(0, np.int32)
 
 
@@ -27,37 +27,37 @@ class _Mailboxes(threading.local):
     """The mailbox of each thread, for products that it makes alone."""
 
     def __init__(self) -> None:
-        self.own = np.zeros(load("vector_loops").MAILBOX, np.int64)
+        self.own = np.zeros(load_loops("vector_loops").MAILBOX, np.int64)
 
 
-class _Team:
+class _SpinTeam:
     """This thread and the helpers of `threads.py`, which watch one mailbox while products follow each other."""
 
     def __init__(self) -> None:
-        self.loops = load("vector_loops")
+        self.loops = load_loops("vector_loops")
         self.shared = np.zeros(self.loops.MAILBOX, np.int64)
         self.boxes = _Mailboxes()
-        self.trust = Trust()
+        self.policy = SpinPolicy()
 
     def multiply(
         self, x: np.ndarray, matrix: np.ndarray, scales: np.ndarray, sums: np.ndarray, out: np.ndarray
     ) -> None:
         """Write x (1, K) times the rows of a matrix (M, K) into `out` (1, M): `vector_loops.multiply`."""
-        if not self.trust or not threads.turn.acquire(blocking=False):
-            self.loops.multiply(x, matrix, scales, sums, out, self.boxes.own, 1)
+        if not self.policy or not threads.pool_lock.acquire(blocking=False):
+            self.loops.multiply_vector(x, matrix, scales, sums, out, self.boxes.own, 1)
             return
         try:
             n_parts = min(threads.n_threads(), self.loops.MOST_PARTS)
-            waited = self.loops.multiply(x, matrix, scales, sums, out, self.shared, n_parts)
+            waited = self.loops.multiply_vector(x, matrix, scales, sums, out, self.shared, n_parts)
             if waited < 0:
-                threads.begin_serving(self.serve, self.stop)
+                threads.start_serving(self.serve, self.stop)
         finally:
-            threads.turn.release()
-        self.trust.learn(waited > LATE)
+            threads.pool_lock.release()
+        self.policy.record(waited > LATE_PAUSES)
 
     def serve(self, part: int) -> None:
         if part < self.loops.MOST_PARTS:
-            self.loops.serve(self.shared, part)
+            self.loops.serve_jobs(self.shared, part)
 
     def stop(self, stopped: bool) -> None:
         self.shared[self.loops.STOP] = stopped
@@ -65,17 +65,17 @@ class _Team:
 
 # Cache: valid for the life of the process; a forked one, in which no helpers live on, begins with a new one.
 @cache
-def _team() -> _Team:
+def _team() -> _SpinTeam:
     if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(after_in_child=_team.cache_clear)
-    return _Team()
+    return _SpinTeam()
 
 
-def _why_not_matmul(
+def _matmul_decline_reason(
     a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
     flags = b.flags
-    why = why_not_one_row(len(a), b.nbytes, "columns" if flags.f_contiguous else "rows")
+    why = vector_decline_reason(len(a), b.nbytes, "columns" if flags.f_contiguous else "rows")
     if why is not None:
         return why
     if out is not None or dtype is not None:
@@ -85,7 +85,7 @@ def _why_not_matmul(
     return None if flags.behaved and a.flags.carray else "operands in one piece each, aligned and not read-only"
 
 
-@unless(_why_not_matmul)
+@decline_when(_matmul_decline_reason)
 def matmul(
     a: np.ndarray,
     b: np.ndarray,
@@ -110,7 +110,7 @@ class _Rows(NamedTuple):
     sums: np.ndarray
 
 
-def _rows_of(matrix: QuantizedMatrix) -> _Rows:
+def _matrix_rows(matrix: QuantizedMatrix) -> _Rows:
     """Return the rows of a matrix, which are made once for it."""
     by_row = matrix.with_row_scales()
     numbers = np.ascontiguousarray(by_row.values).view(np.int8 if matrix.dtype.name == "int8" else np.uint16)
@@ -119,12 +119,12 @@ def _rows_of(matrix: QuantizedMatrix) -> _Rows:
         memory.owner = by_row.values
         numbers = np.frombuffer(memory, numbers.dtype).reshape(numbers.shape)
     scales = NO_SCALES if by_row.scales is None else np.ascontiguousarray(by_row.scales[:, 0], np.float32)
-    loops = load("vector_loops")
+    loops = load_loops("vector_loops")
     has_sums = loops.HAS_BYTES and len(scales) and numbers.shape[1] % (4 * loops.LANES) == 0
     return _Rows(numbers, scales, numbers.sum(axis=1, dtype=np.int32) if has_sums else NO_SUMS)
 
 
-def _why_not_few_bits_matmul(
+def _few_bits_matmul_decline_reason(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> str | None:
     if len(x) != 1:
@@ -138,12 +138,12 @@ def _why_not_few_bits_matmul(
     return None
 
 
-@unless(_why_not_few_bits_matmul)
+@decline_when(_few_bits_matmul_decline_reason)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
     """Of one row. Numbers of the matrix become float32 in registers, so that nothing else is rounded."""
     rows: _Rows | None = matrix.prepared.get("rows")
     if rows is None:
-        rows = matrix.prepared["rows"] = _rows_of(matrix)
+        rows = matrix.prepared["rows"] = _matrix_rows(matrix)
     product = np.empty((1, matrix.shape[1]), np.float32)
     _team().multiply(x, rows.numbers, rows.scales, rows.sums, product)
     if bias is not None:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
-PAUSE = 0.5  # seconds between two sides
+PAUSE_SECONDS = 0.5  # seconds between two sides
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Pace:
+class Schedule:
     """How long a side works before the next one does.
 
     Attributes:
@@ -27,26 +27,26 @@ class Pace:
         settling: seconds before those, that do not.
     """
 
-    turns: int = 3
+    rounds: int = 3
     seconds: float = 10.0
     settling: float = 3.0
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--turns", type=int, default=Pace.turns, help="of each side")
-        parser.add_argument("--seconds", type=float, default=Pace.seconds, help="of a turn, that count")
-        parser.add_argument("--settling", type=float, default=Pace.settling, help="seconds of a turn before those")
+        parser.add_argument("--rounds", "--turns", type=int, default=Schedule.rounds, help="of each side")
+        parser.add_argument("--seconds", type=float, default=Schedule.seconds, help="of a turn, that count")
+        parser.add_argument("--settling", type=float, default=Schedule.settling, help="seconds of a turn before those")
 
     @staticmethod
-    def of(arguments: argparse.Namespace) -> Pace:
+    def of(arguments: argparse.Namespace) -> Schedule:
         """As the flags say."""
-        return Pace(**{field.name: getattr(arguments, field.name) for field in fields(Pace)})
+        return Schedule(**{field.name: getattr(arguments, field.name) for field in fields(Schedule)})
 
     def __str__(self) -> str:
-        return f"{self.turns} turns of {self.seconds:g} seconds after {self.settling:g} that do not count"
+        return f"{self.rounds} turns of {self.seconds:g} seconds after {self.settling:g} that do not count"
 
 
-def take_turns(sides: Sequence[Callable[[], T]], pace: Pace) -> list[list[T]]:
+def run_interleaved(sides: Sequence[Callable[[], T]], pace: Schedule) -> list[list[T]]:
     """What each side's steps that count gave.
 
     Args:
@@ -55,9 +55,9 @@ def take_turns(sides: Sequence[Callable[[], T]], pace: Pace) -> list[list[T]]:
     answers: list[list[T]] = [[] for _ in sides]
     for step in sides:
         step()
-    for _ in range(pace.turns):
+    for _ in range(pace.rounds):
         for step, results in zip(sides, answers):
-            time.sleep(PAUSE)
+            time.sleep(PAUSE_SECONDS)
             settled = time.perf_counter() + pace.settling
             while time.perf_counter() < settled:
                 step()

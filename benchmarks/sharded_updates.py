@@ -1,4 +1,4 @@
-"""How evenly an update and its moments are shared out among ranks: python -m benchmarks.shards --shape S M
+"""How evenly an update and its moments are shared out among ranks: python -m benchmarks.sharded_updates --shape S M
 
 Each rank's part of an update is made here, one after another, without the others: what it takes, and what is
 remembered.
@@ -24,7 +24,7 @@ from tricycle.tensor import Tensor
 from tricycle.training_state import new_optimiser
 
 
-class OneOf(ProcessGroup):
+class FakeRank(ProcessGroup):
     """One of several, of whom the others do not exist: what they would send is not there."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -32,14 +32,14 @@ class OneOf(ProcessGroup):
         self.rank, self.size = rank, size
 
 
-class Silent(Shards):
+class LocalShards(Shards):
     """Nothing is sent."""
 
     def broadcast(self, arrays: object, owners: object) -> None:
         pass
 
 
-def seconds(model: GPT, optimiser: Optimiser, n_times: int) -> float:
+def update_seconds(model: GPT, optimiser: Optimiser, n_times: int) -> float:
     """The median of some updates, after one more."""
     rng = np.random.default_rng(0)
     for parameter in model.parameters():
@@ -64,13 +64,13 @@ def main() -> None:
         for name in ("adamw", "muon"):
             config = replace(SHAPES[shape], optimiser=name)
             model, alone = GPT(config), new_optimiser(config)
-            whole = seconds(model, alone, arguments.times)
+            whole = update_seconds(model, alone, arguments.times)
             for size in arguments.ranks:
                 times, n_bytes = [], []
                 for rank in range(size):
-                    shards = Silent(OneOf(rank, size), model, partial(update_cost, alone))
+                    shards = LocalShards(FakeRank(rank, size), model, partial(update_cost, alone))
                     optimiser = ShardedOptimiser(new_optimiser(config), shards)
-                    times.append(seconds(model, optimiser, arguments.times))
+                    times.append(update_seconds(model, optimiser, arguments.times))
                     n_bytes.append(n_state_bytes(optimiser))
                 cells = [", ".join(f"{1e3 * each:.0f}" for each in times), f"{n_state_bytes(alone) / 1e6:.0f}"]
                 cells += [", ".join(f"{each / 1e6:.0f}" for each in n_bytes)]

@@ -11,17 +11,21 @@ from typing import NamedTuple
 
 from tricycle.kernels import FEW_ROWS
 from tricycle_accelerators import processor, threads
-from tricycle_accelerators.instruction_sets import widest
+from tricycle_accelerators.instruction_sets import widest_instruction_set
 
 Shape = tuple[int, int, int]  # N, K, M
 
-ONE_ROW_BYTES = 2**17  # of the right matrix: for fewer NumPy is as fast
-TILED_ROWS = 128  # for fewer it takes too long to pack the right matrix
-TILED_WORK = 2**24  # multiplications
-FEW_WORK = SHARED_WORK = 2**18  # multiplications: a smaller product is as fast in one thread, by NumPy
-NO_TILES = "OpenBLAS and AVX-512 on a processor not of Intel's: elsewhere BLAS is as fast"
-SUMMED_ROWS = 4  # the most rows for which threads share the terms: each reads its part of the right matrix in one piece
-SOME_ROWS = 16  # the most rows for which a right matrix by columns is multiplied in pieces that stay in a cache
+MIN_VECTOR_BYTES = 2**17  # of the right matrix: for fewer NumPy is as fast
+MIN_TILED_ROWS = 128  # for fewer it takes too long to pack the right matrix
+MIN_TILED_WORK = 2**24  # multiplications
+MIN_FEW_ROWS_WORK = MIN_SHARED_WORK = 2**18  # multiplications: a smaller product is as fast in one thread, by NumPy
+NO_TILED_MATMUL = "OpenBLAS and AVX-512 on a processor not of Intel's: elsewhere BLAS is as fast"
+MAX_INNER_SPLIT_ROWS = (
+    4  # the most rows for which threads share the terms: each reads its part of the right matrix in one piece
+)
+MAX_COLUMN_CHUNK_ROWS = (
+    16  # the most rows for which a right matrix by columns is multiplied in pieces that stay in a cache
+)
 
 
 class Machine(NamedTuple):
@@ -44,12 +48,12 @@ class Machine(NamedTuple):
 @cache
 def this_machine() -> Machine:
     """Return this machine, with no providers: each knows by itself whether it can be used."""
-    vendor, features = processor.identity()
+    vendor, features = processor.vendor_and_features()
     blas = {getattr(library, "internal_api", "") for library in threads.blas_libraries()}
     return Machine(vendor, features, blas.pop() if len(blas) == 1 else "", frozenset())
 
 
-class Product(NamedTuple):
+class MatmulSpec(NamedTuple):
     """What is multiplied: operands of one dtype; each is contiguous by "rows" or by "columns"."""
 
     n_rows: int
@@ -60,7 +64,7 @@ class Product(NamedTuple):
     right: str = "rows"
 
 
-class Plan(NamedTuple):
+class MatmulPlan(NamedTuple):
     """Who makes a product, and what its threads share.
 
     Attributes:
@@ -72,86 +76,88 @@ class Plan(NamedTuple):
     share: str
 
 
-def plan_product(product: Product, machine: Machine, n_threads: int) -> Plan:
+def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> MatmulPlan:
     """Return the plan of a product whose result is a new array of float32; operands are aligned and writable."""
     shape = product[:3]
     if product.dtype == "bfloat16":
-        reasons = {"mkl": why_not_mkl(shape) or why_no_amx(machine), "onednn": None}
+        reasons = {"mkl": mkl_decline_reason(shape) or amx_missing_reason(machine), "onednn": None}
     else:
-        row = why_not_one_row(product.n_rows, 4 * product.n_inner * product.n_columns, product.right)
-        vectors = widest(machine.features)
-        tiles = why_not_tiled(shape, product.left) or why_no_tiles(machine)
-        tiles = tiles or why_not_whole_tiles(shape[0], shape[2], vectors.tile_rows, vectors.lanes)
-        reasons = {"numba": row and tiles, "onednn": why_not_few_rows(shape)}
+        row = vector_decline_reason(product.n_rows, 4 * product.n_inner * product.n_columns, product.right)
+        vectors = widest_instruction_set(machine.features)
+        tiles = tiled_decline_reason(shape, product.left) or tile_processor_decline_reason(machine)
+        tiles = tiles or tile_shape_decline_reason(shape[0], shape[2], vectors.tile_rows, vectors.lanes)
+        reasons = {"numba": row and tiles, "onednn": few_rows_decline_reason(shape)}
     takers = (name for name, why in reasons.items() if why is None and name in machine.providers)
     provider = next(takers, "numpy")
     if provider == "numpy":
-        share = share_of_blas(shape, product.right)
+        share = blas_partition(shape, product.right)
     elif provider == "numba" and product.n_rows > 1:
         share = "rows and columns"
     elif provider == "onednn" and product.dtype == "float32":
         share = "columns"
     else:
-        share = terms_or_axis(shape) if provider == "onednn" and widens_bfloat16(machine) else longer_axis(shape)
-    return Plan(provider, share if n_threads > 1 else "nothing")
+        share = (
+            inner_or_longer_axis(shape) if provider == "onednn" and upcasts_bfloat16(machine) else longer_axis(shape)
+        )
+    return MatmulPlan(provider, share if n_threads > 1 else "nothing")
 
 
 # -------------------------------------------------------------------- providers
-def why_not_one_row(n_rows: int, n_bytes: int, right: str) -> str | None:
+def vector_decline_reason(n_rows: int, n_bytes: int, right: str) -> str | None:
     """Return why Numba's loop over one row does not take a product of float32; `n_bytes` are the right matrix's."""
     if n_rows != 1:
         return f"one row alone, got {n_rows}"
-    if n_bytes < ONE_ROW_BYTES:
-        return f"a matrix of fewer than {ONE_ROW_BYTES} bytes: NumPy is as quick"
+    if n_bytes < MIN_VECTOR_BYTES:
+        return f"a matrix of fewer than {MIN_VECTOR_BYTES} bytes: NumPy is as quick"
     return None if right == "columns" else "a matrix by columns"
 
 
-def why_not_tiled(shape: Shape, left: str) -> str | None:
+def tiled_decline_reason(shape: Shape, left: str) -> str | None:
     """Return why Numba's tiles do not take a product of float32, on whatever processor."""
     n_rows, n_inner, n_columns = shape
-    if n_rows < TILED_ROWS:
-        return f"fewer than {TILED_ROWS} rows"
-    if n_rows * n_inner * n_columns < TILED_WORK:
-        return f"fewer than {TILED_WORK} multiplications"
+    if n_rows < MIN_TILED_ROWS:
+        return f"fewer than {MIN_TILED_ROWS} rows"
+    if n_rows * n_inner * n_columns < MIN_TILED_WORK:
+        return f"fewer than {MIN_TILED_WORK} multiplications"
     return None if left == "rows" else "rows in one piece: a transposed left matrix is left to BLAS"
 
 
-def why_no_tiles(machine: Machine) -> str | None:
+def tile_processor_decline_reason(machine: Machine) -> str | None:
     """Return why BLAS is as fast as the tiles."""
-    slower_blas = widest(machine.features).slower_blas
-    return None if machine.blas in slower_blas and "GenuineIntel" not in machine.vendor else NO_TILES
+    slower_blas = widest_instruction_set(machine.features).slower_blas
+    return None if machine.blas in slower_blas and "GenuineIntel" not in machine.vendor else NO_TILED_MATMUL
 
 
-def why_not_whole_tiles(n_rows: int, n_columns: int, tile_rows: int, lanes: int) -> str | None:
+def tile_shape_decline_reason(n_rows: int, n_columns: int, tile_rows: int, lanes: int) -> str | None:
     """Return why a result is not made of whole tiles of `tile_rows` rows and registers of `lanes` columns."""
     if n_rows % tile_rows or n_columns % lanes:
         return f"multiples of {tile_rows} rows and {lanes} columns, got {n_rows} and {n_columns}"
     return None
 
 
-def why_no_amx(machine: Machine) -> str | None:
+def amx_missing_reason(machine: Machine) -> str | None:
     """Return why MKL's products of bfloat16 are slower than oneDNN's."""
     return None if "amx_bf16" in machine.features else "this processor has no AMX for bfloat16"
 
 
-def widens_bfloat16(machine: Machine) -> bool:
+def upcasts_bfloat16(machine: Machine) -> bool:
     """Return whether products of bfloat16 are computed in float32, as is faster on Intel's without AMX."""
-    return "GenuineIntel" in machine.vendor and why_no_amx(machine) is not None
+    return "GenuineIntel" in machine.vendor and amx_missing_reason(machine) is not None
 
 
-def why_not_mkl(shape: Shape) -> str | None:
+def mkl_decline_reason(shape: Shape) -> str | None:
     """Return why MKL does not take a product of bfloat16."""
     return None if min(shape) > FEW_ROWS else f"more than {FEW_ROWS} rows, columns and terms, got {shape}"
 
 
-def why_not_few_rows(shape: Shape) -> str | None:
+def few_rows_decline_reason(shape: Shape) -> str | None:
     """Return why oneDNN does not take a product of float32."""
     n_rows, n_inner, n_columns = shape
     if n_rows < 2:
         return "fewer than two rows of float32"
     if n_rows > FEW_ROWS:
         return "more than a few rows of float32"
-    return "a small product: NumPy is as fast" if n_rows * n_inner * n_columns < FEW_WORK else None
+    return "a small product: NumPy is as fast" if n_rows * n_inner * n_columns < MIN_FEW_ROWS_WORK else None
 
 
 # -------------------------------------------------------------------- sharing
@@ -160,25 +166,29 @@ def longer_axis(shape: Shape) -> str:
     return "rows" if shape[0] >= shape[2] else "columns"
 
 
-def terms_or_axis(shape: Shape) -> str:
+def inner_or_longer_axis(shape: Shape) -> str:
     """Return "terms" where a product sums many more of them than its result has rows or columns."""
     n_rows, n_inner, n_columns = shape
     return "terms" if n_inner >= 2 * max(n_rows, n_columns) else longer_axis(shape)
 
 
-def share_of_blas(shape: Shape, right: str, has_out: bool = False) -> str:
+def blas_partition(shape: Shape, right: str, has_out: bool = False) -> str:
     """Return what threads share of a product that NumPy's BLAS makes, or "nothing" for a small one.
 
     Where `has_out` the result has its place already, so that there are no partial sums to add up.
     """
     n_rows, n_inner, n_columns = shape
     work = n_rows * n_inner * n_columns
-    if not work or work < SHARED_WORK:
+    if not work or work < MIN_SHARED_WORK:
         return "nothing"
     if has_out:
         return longer_axis(shape)
-    if n_rows <= SUMMED_ROWS and right == "rows":
+    if n_rows <= MAX_INNER_SPLIT_ROWS and right == "rows":
         return "terms"
     if n_rows == 1 and right == "columns":
         return "columns"
-    return "pieces of columns" if n_rows <= SOME_ROWS < n_columns and right == "columns" else terms_or_axis(shape)
+    return (
+        "pieces of columns"
+        if n_rows <= MAX_COLUMN_CHUNK_ROWS < n_columns and right == "columns"
+        else inner_or_longer_axis(shape)
+    )

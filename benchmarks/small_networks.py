@@ -1,4 +1,4 @@
-"""What small things cost: python -m benchmarks.small
+"""What small things cost: python -m benchmarks.small_networks
 
 A thousand steps of networks of a tutorial's size, beside PyTorch (eager; its data want no gradient, as its users write
 them, and ours do, as the tutorial does), and how long a fresh Python takes to import either. Each side has a process to
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-N_FEATURES, N_KINDS = 4, 3
+N_FEATURES, N_CLASSES = 4, 3
 # name: rows of data, width of the hidden layer, "flowers" are told apart (ReLU, cross-entropy), "numbers" are predicted
 # (tanh, mean squared error), optimiser
 NETWORKS = {
@@ -33,17 +33,17 @@ NETWORKS = {
 }
 
 
-def data(n_rows: int, task: str) -> tuple[np.ndarray, np.ndarray]:
+def random_data(n_rows: int, task: str) -> tuple[np.ndarray, np.ndarray]:
     """Random, for the time does not depend on the values."""
     generator = np.random.default_rng(0)
     inputs = generator.standard_normal((n_rows, N_FEATURES)).astype(np.float32)
     if task == "flowers":
-        return inputs, generator.integers(0, N_KINDS, n_rows)
+        return inputs, generator.integers(0, N_CLASSES, n_rows)
     return inputs, inputs.sum(axis=1, keepdims=True)
 
 
 # -------------------------------------------------------------------- the sides: each gives one step of training
-def tricycle(n_rows: int, width: int, task: str, optimiser_name: str) -> Callable[[], None]:
+def tricycle_step(n_rows: int, width: int, task: str, optimiser_name: str) -> Callable[[], None]:
     from tricycle import to_tensor
     from tricycle.activation import ReLU
     from tricycle.functions import Tanh
@@ -51,11 +51,11 @@ def tricycle(n_rows: int, width: int, task: str, optimiser_name: str) -> Callabl
     from tricycle.loss import CrossEntropy, MeanSquaredError
     from tricycle.optimisers import AdamW, StochasticGradientDescent
 
-    x, y = data(n_rows, task)
+    x, y = random_data(n_rows, task)
     inputs = to_tensor(x, is_batched=True)
     truth = to_tensor(y, is_batched=True, dtype=int if task == "flowers" else None)
     activation: Any = ReLU() if task == "flowers" else Tanh()
-    model = Sequential(Dense(N_FEATURES, width), activation, Dense(width, N_KINDS if task == "flowers" else 1))
+    model = Sequential(Dense(N_FEATURES, width), activation, Dense(width, N_CLASSES if task == "flowers" else 1))
     loss_fn: Any = CrossEntropy() if task == "flowers" else MeanSquaredError()
     optimiser = (StochasticGradientDescent if optimiser_name == "sgd" else AdamW)(learning_rate=1e-2)
 
@@ -66,15 +66,15 @@ def tricycle(n_rows: int, width: int, task: str, optimiser_name: str) -> Callabl
     return step
 
 
-def torch(n_rows: int, width: int, task: str, optimiser_name: str) -> Callable[[], None]:
+def torch_step(n_rows: int, width: int, task: str, optimiser_name: str) -> Callable[[], None]:
     import torch
     from torch import nn
 
     torch.set_num_threads(1)
-    x, y = data(n_rows, task)
+    x, y = random_data(n_rows, task)
     inputs, truth = torch.tensor(x), torch.tensor(y)
     activation: Any = nn.ReLU() if task == "flowers" else nn.Tanh()
-    last = nn.Linear(width, N_KINDS if task == "flowers" else 1)
+    last = nn.Linear(width, N_CLASSES if task == "flowers" else 1)
     model = nn.Sequential(nn.Linear(N_FEATURES, width), activation, last)
     loss_fn: Any = nn.CrossEntropyLoss() if task == "flowers" else nn.MSELoss()
     optimiser = (torch.optim.SGD if optimiser_name == "sgd" else torch.optim.AdamW)(model.parameters(), lr=1e-2)
@@ -87,11 +87,11 @@ def torch(n_rows: int, width: int, task: str, optimiser_name: str) -> Callable[[
     return step
 
 
-SIDES = {side.__name__: side for side in (tricycle, torch)}
+SIDES = {side.__name__: side for side in (tricycle_step, torch_step)}
 _steps: dict[tuple[str, str], Callable[[], None]] = {}
 
 
-def seconds_of_steps(side: str, network: str, n_steps: int) -> float:
+def time_steps(side: str, network: str, n_steps: int) -> float:
     key = side, network
     if key not in _steps:
         _steps[key] = SIDES[side](*NETWORKS[network])
@@ -111,7 +111,7 @@ def compare_steps(sides: list[str], n_steps: int, repeats: int) -> None:
         times: dict[str, list[float]] = {side: [] for side in sides}
         for turn in range(repeats + 1):
             for side, worker in workers.items():
-                elapsed = worker.submit(seconds_of_steps, side, network, n_steps).result()
+                elapsed = worker.submit(time_steps, side, network, n_steps).result()
                 if turn:  # the first warms up
                     times[side].append(elapsed)
         row = "".join(f"{1e3 * statistics.median(times[side]):>10.1f}" for side in sides)
@@ -122,7 +122,7 @@ def compare_steps(sides: list[str], n_steps: int, repeats: int) -> None:
         worker.shutdown()
 
 
-def seconds_to_import(module: str) -> float:
+def time_import(module: str) -> float:
     """In a Python of its own, whose modules are compiled already, as those of an installed package are."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     start = time.perf_counter()
@@ -134,7 +134,7 @@ def compare_imports(modules: list[str], repeats: int) -> None:
     times: dict[str, list[float]] = {module: [] for module in modules}
     for turn in range(repeats + 1):
         for module in modules:
-            elapsed = seconds_to_import(module)
+            elapsed = time_import(module)
             if turn:  # the first compiles
                 times[module].append(elapsed)
     print(f"\nmilliseconds of a Python that imports one module and ends, medians of {repeats} turns")

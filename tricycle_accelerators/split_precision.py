@@ -15,12 +15,15 @@ import numpy as np
 
 from tricycle.kernels.dispatch import Kernel
 
-LARGEST, STEP = 32512.0, 256.0  # a number is a whole number of steps of a row's largest / LARGEST, at most 127 * 256
-OFFSET = 128 * STEP + 128 + 0.5  # makes the steps positive, so that cutting off the fraction rounds to nearest
-SMALLEST = 1e-30  # of a row's largest: numbers of rows below it become zeros
+MAX_STEPS, HIGH_STEP = (
+    32512.0,
+    256.0,
+)  # a number is a whole number of steps of a row's largest / LARGEST, at most 127 * 256
+OFFSET = 128 * HIGH_STEP + 128 + 0.5  # makes the steps positive, so that cutting off the fraction rounds to nearest
+MIN_MAX_ABS = 1e-30  # of a row's largest: numbers of rows below it become zeros
 
 
-class Multiplication(Protocol):
+class LowPrecisionMatmul(Protocol):
     """A provider's product of 2 R rows and a matrix, in arrays that it keeps.
 
     Attributes:
@@ -34,39 +37,39 @@ class Multiplication(Protocol):
     def run(self) -> None: ...
 
 
-def largest_sizes(x: np.ndarray) -> np.ndarray | None:
+def row_max_abs(x: np.ndarray) -> np.ndarray | None:
     """Return the largest absolute value of each row, (R, 1), at least SMALLEST; None where x has infinity or NaN."""
     largest: np.ndarray = np.maximum.reduce(np.abs(x), axis=1, keepdims=True)
     if not np.maximum.reduce(largest, axis=None) < np.inf:
         return None
-    return np.maximum(largest, SMALLEST, out=largest)
+    return np.maximum(largest, MIN_MAX_ABS, out=largest)
 
 
-def write_int8_parts(x: np.ndarray, largest: np.ndarray, out: np.ndarray) -> None:
+def split_int8(x: np.ndarray, largest: np.ndarray, out: np.ndarray) -> None:
     """Write rows (R, K) as int8 into `out` (2, R, K): small parts in steps, and large ones in units of STEP steps."""
-    numbers = x * (LARGEST / largest)
+    numbers = x * (MAX_STEPS / largest)
     numbers += OFFSET
     parts = numbers.astype("<u2", order="C").view(np.uint8).reshape(*x.shape, 2).transpose(2, 0, 1)
     np.bitwise_xor(parts, 128, out=out.view(np.uint8))  # subtracts 128
 
 
 @Kernel
-def product_by_int8(x: np.ndarray, few: Multiplication) -> np.ndarray | None:
+def int8_split_matmul(x: np.ndarray, few: LowPrecisionMatmul) -> np.ndarray | None:
     """Return the product (R, M) of rows (R, K), by int8; None where x has infinity or NaN."""
-    largest = largest_sizes(x)
+    largest = row_max_abs(x)
     if largest is None:
         return None
-    write_int8_parts(x, largest, few.numbers.reshape(2, *x.shape))
+    split_int8(x, largest, few.numbers.reshape(2, *x.shape))
     few.run()
     rest, large = few.out[: len(x)], few.out[len(x) :]
-    large *= STEP
+    large *= HIGH_STEP
     large += rest
-    product: np.ndarray = large * (largest / LARGEST)  # to the last bit as for a row alone
+    product: np.ndarray = large * (largest / MAX_STEPS)  # to the last bit as for a row alone
     return product
 
 
 @Kernel
-def product_by_bfloat16(x: np.ndarray, few: Multiplication) -> np.ndarray | None:
+def bfloat16_split_matmul(x: np.ndarray, few: LowPrecisionMatmul) -> np.ndarray | None:
     """Return the product (R, M) of rows (R, K), by bfloat16; None where x has infinity or NaN."""
     import ml_dtypes
 

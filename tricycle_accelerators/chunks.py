@@ -14,15 +14,19 @@ import numpy as np
 
 from tricycle_accelerators import threads
 
-PIECE = 262_144  # elements: a few such arrays stay in a third-level cache, and threads seldom meet at Python's lock
-UNSHARED = 4096  # elements: BLAS never shares a product of a matrix of so few with a vector, so nobody need hold it
+CHUNK_SIZE = (
+    262_144  # elements: a few such arrays stay in a third-level cache, and threads seldom meet at Python's lock
+)
+UNSHARED_SIZE = (
+    4096  # elements: BLAS never shares a product of a matrix of so few with a vector, so nobody need hold it
+)
 SAFE_EXPONENT = 50.0  # e^50 and e^-50, and sums of a hundred million such, are far from the ends of float32
-MOST = math.exp(SAFE_EXPONENT)
+MAX_EXP = math.exp(SAFE_EXPONENT)
 
 
-def cut(n_rows: int, row_size: int = 1) -> list[slice]:
+def row_chunks(n_rows: int, row_size: int = 1) -> list[slice]:
     """Some rows each, of PIECE elements together at most, and as many in each as can be, for all threads."""
-    most = max(1, PIECE // max(1, row_size))
+    most = max(1, CHUNK_SIZE // max(1, row_size))
     n_pieces = -(-n_rows // most)
     if n_pieces > 1:  # as many for each thread
         n_pieces += -n_pieces % threads.n_threads()
@@ -30,7 +34,7 @@ def cut(n_rows: int, row_size: int = 1) -> list[slice]:
     return [slice(start, start + step) for start in range(0, n_rows, step)]
 
 
-def flat(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -> list[np.ndarray] | None:
+def flatten_alike(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -> list[np.ndarray] | None:
     """Views of weights and moments with one axis, to be cut, and the gradient in the same order.
 
     Weights that were loaded lie column by column, and what is made like them does so too; gradients seldom do. None
@@ -44,28 +48,28 @@ def flat(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -> list[np
     return [a.reshape(-1) for a in (changed[0], np.ascontiguousarray(grad), *changed[1:])]
 
 
-def parts(n_rows: int, least: int) -> list[slice]:
+def thread_slices(n_rows: int, least: int) -> list[slice]:
     """Two even parts a thread where they have at least that many rows, else one."""
     n_parts = threads.n_threads() * (2 if n_rows >= 2 * threads.n_threads() * least else 1)
     step = max(1, -(-n_rows // n_parts // 16) * 16)  # BLAS likes even blocks
     return [slice(start, start + step) for start in range(0, n_rows, step)]
 
 
-def sum_over(work: Callable[[slice], Any], pieces: list[slice]) -> Any:
+def sum_over_chunks(work: Callable[[slice], Any], pieces: list[slice]) -> Any:
     """The sum of what `work` gives for each piece, added up in order, so that it is the same in every run."""
     results: list[Any] = [None] * len(pieces)
 
     def keep(i: int) -> None:
         results[i] = work(pieces[i])
 
-    threads.parallel(keep, range(len(pieces)))
+    threads.parallel_for(keep, range(len(pieces)))
     total = results[0]
     for result in results[1:]:
         total += result
     return total
 
 
-def ones(n: int, like: np.ndarray) -> np.ndarray:
+def ones_vector(n: int, like: np.ndarray) -> np.ndarray:
     """A product with them sums rows or columns at the speed of memory."""
     row = np.empty(n, like.dtype)
     row.fill(1)  # a third of the time that np.ones takes for a few
