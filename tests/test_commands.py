@@ -330,10 +330,10 @@ def test_a_run_that_began_so_is_resumed(tuned, theirs, texts, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--n-heads 8", "expected --n-heads to be 4, as the model of --init-from has it, got 8"),
-        ("--activation relu", "expected --activation to be swish, as the model of --init-from has it, got relu"),
+        ("--n-heads 8", "expected --n-heads to be 4, like the model of --init-from, got 8"),
+        ("--activation relu", "expected --activation to be swish, like the model of --init-from, got relu"),
         ("--vocab-size 500", "expected --vocab-size to be 420"),
-        ("--context-window 101", "expected --context-window to be at most 100, as the model of --init-from has it,"),
+        ("--context-window 101", "expected --context-window to be at most 100, like the model of --init-from,"),
         ("--preset debug", "expected no --preset with --init-from, got debug"),
         ("--tokeniser gpt2", "expected no --tokeniser with --init-from (the model has a tokenizer), got gpt2"),
     ],

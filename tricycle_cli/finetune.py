@@ -378,9 +378,9 @@ class FinetuneTask(Task):
         """Evaluate the model on the held-out examples; return the metrics by name."""
         return self.held_out.measure(state.model)
 
-    def format_metrics(self, figures: Mapping[str, float]) -> str:
+    def format_metrics(self, metrics: Mapping[str, float]) -> str:
         """Format the results of `measure` for printing."""
-        return self.held_out.format_metrics(figures)
+        return self.held_out.format_metrics(metrics)
 
     def _write_samples(self, run: Run, title: str) -> None:
         if self.prompts and self.arguments.sample_tokens:

@@ -47,13 +47,13 @@ def check_shape(model: GPT, config: GPTConfig) -> None:
     """
     own = model.config
     for name in ModelConfig.__dataclass_fields__:
-        wanted, stated = getattr(own, name), getattr(config, name)
-        if name not in FREE_FIELDS and stated != wanted:
+        expected, given = getattr(own, name), getattr(config, name)
+        if name not in FREE_FIELDS and given != expected:
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"expected {flag} to be {wanted}, as the model of --init-from has it, got {stated}")
+            raise ValueError(f"expected {flag} to be {expected}, like the model of --init-from, got {given}")
     if config.context_window > own.context_window:
         raise ValueError(
-            f"expected --context-window to be at most {own.context_window}, as the model of --init-from has it, "
+            f"expected --context-window to be at most {own.context_window}, like the model of --init-from, "
             f"got {config.context_window}"
         )
 

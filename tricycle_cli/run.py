@@ -158,7 +158,7 @@ class Run:
 
         self.write(rewrite)
         if self.tracking is not None:
-            self.tracking.begin(kept)
+            self.tracking.synchronize(kept)
         expect_plain(self.samples)
         if self.samples.exists() and 0 <= state.samples_size < self.samples.stat().st_size:
             os.truncate(self.samples, state.samples_size)

@@ -25,13 +25,13 @@ class Range:
     Attributes:
         low, high: the bounds, inclusive.
         log: sample uniformly in the logarithm.
-        whole: integers only.
+        is_integer: integers only.
     """
 
     low: float
     high: float
     log: bool
-    whole: bool
+    is_integer: bool
 
     def ends(self) -> tuple[Any, ...]:
         """Return the bounds."""
@@ -39,7 +39,7 @@ class Range:
 
     def suggest(self, trial: Any, name: str) -> Any:
         """Return the value that an Optuna trial suggests, rounded to six digits."""
-        if self.whole:
+        if self.is_integer:
             return trial.suggest_int(name, self.low, self.high, log=self.log)
         return float(f"{trial.suggest_float(name, self.low, self.high, log=self.log):.6g}")
 
@@ -160,8 +160,8 @@ def apply_parameters(base: GPTConfig, params: Mapping[str, Any], set_fields: Seq
     """
     changes = dict(params)
     if "max_learning_rate" in params and not {"min_learning_rate"} & {*params, *set_fields}:
-        share = base.min_learning_rate / base.max_learning_rate
-        changes["min_learning_rate"] = float(f"{share * params['max_learning_rate']:.6g}")
+        ratio = base.min_learning_rate / base.max_learning_rate
+        changes["min_learning_rate"] = float(f"{ratio * params['max_learning_rate']:.6g}")
     return replace(base, **changes)
 
 

@@ -85,7 +85,7 @@ class Task:
         """Evaluate the model on held-out data; return "held_out_loss", which training minimizes, and other metrics."""
         raise NotImplementedError
 
-    def format_metrics(self, figures: Mapping[str, float]) -> str:
+    def format_metrics(self, metrics: Mapping[str, float]) -> str:
         """Format the results of `measure` for printing."""
         raise NotImplementedError
 

@@ -57,9 +57,9 @@ class TextTask(Task):
         tokens, size = self.held_out.tokens, config.batch_size
         return evaluate(model, tokens, size, n_batches, stride, processes=state.processes)
 
-    def format_metrics(self, figures: Mapping[str, float]) -> str:
+    def format_metrics(self, metrics: Mapping[str, float]) -> str:
         """Format the held-out loss for printing."""
-        return f"{figures['held_out_loss']:.4f} nats/token, {figures['bits_per_byte']:.3f} bits/byte"
+        return f"{metrics['held_out_loss']:.4f} nats/token, {metrics['bits_per_byte']:.3f} bits/byte"
 
     def closing_seconds(self, seconds_per_batch: float, config: GPTConfig) -> float:
         """Estimate the seconds of the final report, from the seconds of a forward pass of one batch."""

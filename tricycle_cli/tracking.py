@@ -64,9 +64,9 @@ class Tracking:
             worker.ready.wait(max(0.0, end - time.monotonic()))
         return self
 
-    def begin(self, lines: Sequence[Line]) -> None:
+    def synchronize(self, lines: Sequence[Line]) -> None:
         """Send all lines of metrics.jsonl when the run starts, resumes or was rolled back; trackers rewind to them."""
-        self._send("begin", list(lines))
+        self._send("synchronize", list(lines))
 
     def log(self, lines: Sequence[Line]) -> None:
         """Send lines that were appended to metrics.jsonl."""
@@ -155,8 +155,8 @@ class _Worker:
                     self.tracker.finish(content)
                     self._keep()
                     return
-                if action == "begin":
-                    self._begin(content)
+                if action == "synchronize":
+                    self._rewind(content)
                 self._log(content)
         except BaseException as error:  # some libraries call sys.exit
             if not self._has_failed:
@@ -164,7 +164,7 @@ class _Worker:
         finally:
             self.ready.set()
 
-    def _begin(self, lines: Sequence[Line]) -> None:
+    def _rewind(self, lines: Sequence[Line]) -> None:
         """Rewind the tracker to the last step of the run."""
         if self.tracker.rewinds and self.position != START:
             last = max((line["step"] for line in lines), default=0)

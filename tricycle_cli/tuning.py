@@ -132,7 +132,7 @@ def reward_metrics(margins: np.ndarray) -> dict[str, float]:
     return {"reward_margin": float(margins.mean()), "reward_accuracy": float(accuracy)}
 
 
-# -------------------------------------------------------------------- what is held out
+# -------------------------------------------------------------------- held-out data
 @dataclass
 class HeldOutRows:
     """Held-out rows of examples.
@@ -170,10 +170,10 @@ class HeldOutRows:
         return {"held_out_loss": total / count, "bits_per_byte": bits}
 
     @staticmethod
-    def format_metrics(figures: Mapping[str, float]) -> str:
+    def format_metrics(metrics: Mapping[str, float]) -> str:
         """Format the results of `measure` for printing."""
-        bits = figures.get("bits_per_byte", math.nan)
-        return f"{figures.get('held_out_loss', math.nan):.4f} nats/token, {bits:.3f} bits/byte"
+        bits = metrics.get("bits_per_byte", math.nan)
+        return f"{metrics.get('held_out_loss', math.nan):.4f} nats/token, {bits:.3f} bits/byte"
 
 
 @dataclass
@@ -205,9 +205,9 @@ class HeldOutPairs:
             return {"held_out_loss": float(pair_losses(joined).mean()), **reward_metrics(joined)}
 
     @staticmethod
-    def format_metrics(figures: Mapping[str, float]) -> str:
+    def format_metrics(metrics: Mapping[str, float]) -> str:
         """Format the results of `measure` for printing."""
-        loss, margin, share = (figures.get(name, math.nan) for name in PAIR_FIGURES)
+        loss, margin, share = (metrics.get(name, math.nan) for name in PAIR_FIGURES)
         return f"{loss:.4f} nats/pair, reward margin {margin:.3f}, reward accuracy {share:.0%}"
 
 

@@ -44,7 +44,7 @@ def update_session(state: TrainingState, run: Run, task: Task) -> Iterator[RunSe
     with advise_on_memory(on_gpu, task.memory_advice(state.config, on_gpu)):
         session = RunSession(state, run, task)
         try:
-            session.begin()
+            session.start()
             yield session
         finally:
             session.close()
@@ -97,7 +97,7 @@ class RunSession(StateSession):
         self._visits: dict[int, int] = {}  # by step, how often training went back to it
         self._bar: Any = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start, or start again after a rollback.
 
         A first checkpoint is saved, so that a folder without write permission is an error now and not after hours.
@@ -200,7 +200,7 @@ class RunSession(StateSession):
             _roll_back(state, run, error)
             self._visits[state.step] = self._visits.get(state.step, 0) + 1
             if self._visits[state.step] <= MAX_ROLLBACKS:
-                self.begin()
+                self.start()
                 return
             error.args = (f"{error} (after {MAX_ROLLBACKS} rollbacks to the same checkpoint)",)
         run.record_nonfinite_step(state.step + 1, str(error), "stop")
@@ -324,18 +324,18 @@ def evaluate_and_record(state: TrainingState, run: Run, task: Task) -> float:
 
     The first evaluation always saves a best checkpoint. Returns the held-out loss.
     """
-    figures = task.measure(state)
-    loss = figures["held_out_loss"]
+    metrics = task.measure(state)
+    loss = metrics["held_out_loss"]
     state.evaluated_step = state.step
     is_first, is_best = state.best_loss == math.inf, loss < state.best_loss
     state.n_worse = 0 if is_best else state.n_worse + 1
     if math.isfinite(loss):
-        run.record(step=state.step, **figures)
+        run.record(step=state.step, **metrics)
     else:
         run.record(step=state.step, not_finite=f"the held-out loss is {loss}")
     rank = "best so far" if is_best else f"no improvement for {state.n_worse} evaluations"
     run.print_line(
-        f"step {state.step}: held-out loss {task.format_metrics(figures)}" + ("" if is_first else f" ({rank})")
+        f"step {state.step}: held-out loss {task.format_metrics(metrics)}" + ("" if is_first else f" ({rank})")
     )
     if is_best or not run.has(run.best):
         state.best_loss = loss if is_best else state.best_loss
