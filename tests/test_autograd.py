@@ -414,7 +414,7 @@ def test_threads_differentiate_side_by_side(rng):
 
 def test_a_gradient_of_another_shape_is_an_error():
     x = tensor(2)
-    with pytest.raises(RuntimeError, match=r"shape \(3,\) came for a Tensor of shape \(2,\)"):
+    with pytest.raises(RuntimeError, match=r"expected the gradient of a Tensor of shape \(2,\), got shape \(3,\)"):
         record(x.array, (x,), lambda grad, needs_grad: (np.ones(3),), "wrong").backward()
 
 

@@ -123,7 +123,7 @@ def test_contract_spreads_and_repeats():
         ("......->", "at most one"),
         ("ij->ji->ij", "expected letters"),
         ("ij-ji", "expected letters"),
-        ("ij->...i", "stands for no axes of any input"),
+        ("ij->...i", "expected '...' in an input"),
         ("é->é", "expected letters"),
         ("ij;jk->ik", "expected letters"),
     ],

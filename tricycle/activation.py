@@ -69,7 +69,7 @@ class Gated(Op):
         self.activation = activation
 
     def forward(self, x: Operand) -> Tensor:
-        """Map x (..., 2 C) to (..., C)."""
+        """Compute a f(b) for x = [a, b] of shape (..., 2 C); return (..., C)."""
         x = as_tensor(x)
         shape = x.array.shape
         if not shape or shape[-1] % 2:

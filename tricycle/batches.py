@@ -80,7 +80,7 @@ class EndlessDataset:
         return {"position": self.position, "seed": self.seed, "n_items": self.n_items}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Continue from a state of `state`; raise a ValueError if it is invalid or of a dataset of another size."""
+        """Restore the position and seed that `state` returned; raise a ValueError if they do not fit the dataset."""
         for name in self.state():
             value = state.get(name)
             if not isinstance(value, int) or value < 0 or (name == "n_items" and value != self.n_items):

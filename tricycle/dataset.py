@@ -125,6 +125,6 @@ class Buckets:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Continue from a state of `state`, with the same lengths and seed."""
+        """Restore the epoch and position that `state` returned, for the same lengths and seed."""
         self.epoch, self.position = state["epoch"], state["position"]
         self._batches = self.batches(self.epoch)

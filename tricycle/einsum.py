@@ -76,7 +76,7 @@ def _record(inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes
         return contract(others, labels[:i] + (out,) + labels[i + 1 :], kept, sizes).reshape(shape)
 
     def backward(grad: Array, needs_grad: Sequence[bool]) -> list[Array | None]:
-        return [gradient(i, grad) if wants else None for i, wants in enumerate(needs_grad)]
+        return [gradient(i, grad) if needs else None for i, needs in enumerate(needs_grad)]
 
     return record(contract(arrays, labels, out, sizes), inputs, backward, name)
 
@@ -100,7 +100,7 @@ def _parse(subscripts: str) -> tuple[tuple[str, ...], str]:
     if unknown or len(set(output.replace("...", ""))) != len(output.replace("...", "")):
         raise ValueError(f"Einsum({subscripts!r}): expected an output that names indices of the inputs, each once")
     if "..." in output and "..." not in left:
-        raise ValueError(f"Einsum({subscripts!r}): '...' in the output stands for no axes of any input")
+        raise ValueError(f"Einsum({subscripts!r}): expected '...' in an input, as it is in the output")
     return inputs, output
 
 

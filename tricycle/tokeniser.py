@@ -258,7 +258,7 @@ class BPETokeniser(ByteLevelBPE):
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> BPETokeniser:
-        """Make a tokenizer from the dict of `to_dict`.
+        """Make a tokenizer from the dict that `to_dict` returns.
 
         Raises:
             ValueError: a dict that `to_dict` cannot have returned.
@@ -287,7 +287,7 @@ class BPETokeniser(ByteLevelBPE):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BPETokeniser:
-        """Load a tokenizer from a file of `save`.
+        """Load a tokenizer from a file that `save` has written.
 
         Raises:
             ValueError: an invalid file.

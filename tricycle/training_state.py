@@ -116,7 +116,7 @@ class TrainingState:
     def save(
         self, path: Path, tokeniser: Tokeniser | None, states: dict[Tensor, tuple[int, State]] | None = None
     ) -> None:
-        """Write a checkpoint.
+        """Write a checkpoint file with the complete training state.
 
         Args:
             states: the gathered optimizer state, if it is sharded.

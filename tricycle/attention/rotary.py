@@ -30,7 +30,7 @@ class Rotary(Op):
         self.base, self.fraction, self.scaling = base, fraction, scaling
 
     def forward(self, x: Operand, offset: int | Segments = 0) -> Tensor:
-        """Apply RoPE to x (B, T, H, D); `offset`: the position of the first token, or segments."""
+        """Apply RoPE to x (B, T, H, D); `offset` is the position of the first token (or the segments of a batch)."""
         x = as_tensor(x)
         array = as_floating(x.array)
         if array.ndim != 4:

@@ -259,7 +259,7 @@ def adamw(
     decay: float,
     factor: Array | float | None = None,
 ) -> None:
-    """Make AdamW update number `step` (from 1) of weights and both moments, in place (Loshchilov and Hutter 2019).
+    """Make one AdamW update of weights and both moments, in place; `step` counts from 1 (Loshchilov and Hutter 2019).
 
     `factor` multiplies the gradient; if it is 0 or less, nothing changes. `step` and `factor` may be 0-d arrays.
     """

@@ -115,7 +115,7 @@ class BlockSoftmax(RowSoftmax):
         return array_module(scales).repeat(scales, self._step(n_keys), axis=-1)
 
     def forward(self, x: Operand, scales: Tensor | None = None) -> Tensor:
-        """Normalize scores over the last axis.
+        """Compute softmax within each key block of scores, times the scales.
 
         Args:
             x: scores (..., T, S).
@@ -217,8 +217,8 @@ class BlockSoftmax(RowSoftmax):
         wanted = (self.n_blocks, last) if self.correction == "learned" else None
         got = None if placed is None else (placed.shape[-2], min(placed.shape[-1], last))
         if got != wanted or (wanted and n_keys > (self.length or n_keys)):
-            came = f"{n_keys} keys and scales {None if scales is None else scales.shape}"
-            raise ValueError(f"{self}: expected no more keys than length and scales {wanted} or longer, got {came}")
+            got_all = f"{n_keys} keys and scales {None if scales is None else scales.shape}"
+            raise ValueError(f"{self}: expected no more keys than length and scales {wanted} or longer, got {got_all}")
         return placed
 
     def _attend_blocks(

@@ -41,7 +41,7 @@ class SinkSoftmax(RowSoftmax):
         return self, Parameter(np.full(n_heads, self.initial, np.float32), "scale")
 
     def forward(self, x: Operand, sinks: Operand | None = None) -> Tensor:
-        """Normalize scores over the last axis.
+        """Compute exp(x_i) / (exp(b) + sum_j exp(x_j)) over the last axis.
 
         Args:
             x: scores (..., T, S), or (S,).
