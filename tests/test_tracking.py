@@ -363,7 +363,7 @@ def test_an_error_of_the_run_stays_that(tmp_path: Path, notes: type[Notes]) -> N
 def test_numbers_alone_are_sent(tmp_path: Path, notes: type[Notes]) -> None:
     tracking_ = Tracking(["tensorboard"], tmp_path, {}, lambda line: None).start()
     with tracking_.finishing():
-        tracking_.begin([])
+        tracking_.synchronize([])
         tracking_.log(
             [{"step": 1, "loss": None, "learning_rate": 0.5}, {"step": 2, "not_finite": "x", "on_nan": "skip"}]
         )

@@ -68,7 +68,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def new_task(words: Sequence[str], processes: ProcessGroup) -> DistillTask:
-    """Return the task of a command line, which starts or resumes a run.
+    """Parse a command line, and return the task that starts or resumes the run.
 
     Raises:
         ValueError, FileNotFoundError: a wrong command line or run folder, before any file is written.

@@ -156,7 +156,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
-    """Return the task of a command line, which starts or resumes a run.
+    """Parse a command line, and return the task that starts or resumes the run.
 
     Raises:
         ValueError: a wrong command line, before any file is written.

@@ -143,7 +143,7 @@ def run_range_test(words: Sequence[str]) -> int:
 
 
 def new_task(words: Sequence[str], processes: ProcessGroup) -> TrainTask:
-    """Return the task of a command line, which starts or resumes a run.
+    """Parse a command line, and return the task that starts or resumes the run.
 
     Raises:
         ValueError, FileNotFoundError: a wrong command line or run folder, before any file is written.
