@@ -222,7 +222,7 @@ def write_samples(
         try:
             end = loaded.tokeniser.end_of_answer()
             stops = stops if end is None else [*stops, end]
-        except ValueError:  # a template may refuse such a short conversation
+        except ValueError:  # a template may reject a conversation without messages
             pass
     sampling = replace(SamplingParams(temperature=0.0), stop_tokens=stops, n_vocab=loaded.tokeniser.n_vocab)
     lines = []
