@@ -69,6 +69,17 @@ def test_the_flags_are_those_of_the_help(command, monkeypatch, capsys):
     assert command != "machine" or in_help == {"--help", "--kernels", "--no-kernels", "--speed", "--no-speed"}
 
 
+@pytest.mark.parametrize("command", ["train", "distill", "generate", "serve", "evaluate"])
+def test_every_flag_has_a_help_text(command, monkeypatch, capsys):
+    every = "--help-all" if command in ("train", "distill") else "--help"
+    monkeypatch.setattr(sys, "argv", ["tricycle", command, every])
+    with pytest.raises(SystemExit):
+        main()
+    entries = re.split(r"\n  (?=-)", capsys.readouterr().out)[1:]
+    helps = [re.sub(r"--?[a-z][\w-]*|\{[^}]*\}|[A-Z]{2,}|\(default.*", "", entry, flags=re.DOTALL) for entry in entries]
+    assert [entry for entry, help in zip(entries, helps) if not re.search("[a-z]{3}", help)] == []
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_on_two_screens(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
