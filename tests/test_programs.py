@@ -161,7 +161,7 @@ def test_four_calls_lead_from_the_script_to_the_backward_pass(tmp_path, cache, t
     """The fourth is `loss.backward()`."""
     words = [*QUICK, "--steps", "1", "--data", "text", "--files", text, "--run-folder", tmp_path / "run"]
     said = good(call("-c", STACK, ROOT / TRAIN, *words))
-    assert re.findall("STACK (.*)", said) == ["main train gradients"]
+    assert re.findall("STACK (.*)", said) == ["main train compute_gradients"]
 
 
 # -------------------------------------------------------------------- interrupted runs

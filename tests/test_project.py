@@ -121,7 +121,7 @@ def test_the_packages_are_those_that_are_configured():
 def test_a_release_writes_version_and_date_and_calls_its_tools(tree, monkeypatch):
     calls = []
     monkeypatch.setattr(release, "_run", lambda root, *words: calls.append(words))
-    with pytest.raises(ValueError, match=r"expected fragments in changelog\.d/"):
+    with pytest.raises(ValueError, match=r"expected changelog fragments in changelog\.d/"):
         release.prepare(tree, "0.2.0")
     assert release.read_version(tree) == "0.1.0"
     (tree / "changelog.d").mkdir()

@@ -166,6 +166,6 @@ def test_no_exception_from_the_formatter():
     excepted = [name_of(path) for path in paths if pattern.search(path.read_text(encoding="utf-8"))]
     assert excepted == []
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert not re.search(r"^(extend-)?exclude|\[tool\.ruff\.format\]", settings, re.MULTILINE)
+    assert not re.search(r"^(extend-)?exclude =|\[tool\.ruff\.format\]", settings, re.MULTILINE)
     assert "entry: ruff format --check .\n" in (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     assert "\npre-commit run --all-files\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")

@@ -41,7 +41,7 @@ __device__ inline void products(float (&out)[PER][PER], const float* a, const fl
 
 // sums[i][c] += sum over k of weights[row i, k] * values[k, x + 16 c], or of weights[k, row i] where TURNED.
 template <int D, int TILE, bool TURNED, int PER, int COLUMNS>
-__device__ inline void mix(float (&sums)[PER][COLUMNS], const float* weights, const float* values, int y, int x) {
+__device__ inline void apply_weights(float (&sums)[PER][COLUMNS], const float* weights, const float* values, int y, int x) {
 #pragma unroll 4
     for (int k = 0; k < TILE; ++k) {
         float left[PER], right[COLUMNS];

@@ -56,7 +56,7 @@ __device__ inline void scores_of(float (&sums)[COLUMNS / 8][4], const T* left, i
 
 // sums (16, D) += weights (16, TERMS) times `right` (TERMS, D).
 template <int D, int TERMS, class T>
-__device__ inline void mix(float (&sums)[D / 8][4], const float (&weights)[TERMS / 8][4], const T* right) {
+__device__ inline void apply_weights(float (&sums)[D / 8][4], const float (&weights)[TERMS / 8][4], const T* right) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < TERMS; k += 16) {
