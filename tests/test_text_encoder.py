@@ -245,9 +245,7 @@ test_bad_input_is_refused = bad_input(
 
 
 def test_each_model_takes_its_own_config() -> None:
-    with pytest.raises(
-        TypeError, match=r"^GPT: expected the config of a decoder, got an EncoderConfig: .*Te"
-    ):
+    with pytest.raises(TypeError, match=r"^GPT: expected the config of a decoder, got an EncoderConfig: .*Te"):
         GPT(SMALL)
     with pytest.raises(TypeError, match=r"^TextEncoder: expected an EncoderConfig, got ModelConfig\("):
         TextEncoder(ModelConfig())  # type: ignore[arg-type]
