@@ -1,4 +1,4 @@
-"""Faster versions of the functions in `tricycle.kernels`, under the same names.
+"""Faster kernel implementations with the names of the reference functions in `tricycle.kernels`.
 
 `cpu/` is for NumPy arrays and needs nothing else; `onednn/` and `cuda/` call other libraries, where they are installed
 and the machine can use them. A file of one name in each has the same functions, so that the versions of

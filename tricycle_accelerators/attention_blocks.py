@@ -1,4 +1,4 @@
-"""How attention is cut for threads: into groups of heads of one item, and blocks of queries with the keys they see."""
+"""Partition attention for threads: groups of heads of one batch item, and blocks of queries with their visible keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_STACKED_ROWS = 512  # of a product, where several heads share their keys: th
 
 
 class QueryBlock(NamedTuple):
-    """Some queries, and the keys that any of them sees, in blocks.
+    """A range of queries and the keys that at least one of these queries sees, divided into key blocks.
 
     Attributes:
         diagonal: the last key that the first query sees, None where it sees all: later keys are hidden from it, one
@@ -33,7 +33,7 @@ class QueryBlock(NamedTuple):
 
     @property
     def visible(self) -> slice:
-        """All of its keys."""
+        """Return the range of all keys that the queries of this block see."""
         return slice(self.keys[0].start, self.keys[-1].stop)
 
 
@@ -53,7 +53,10 @@ def _query_blocks(n_queries: int, n_keys: int, score_options: ScoreOptions, step
 
 
 class HeadGroup(NamedTuple):
-    """Some query heads of one item, and the key heads that they use: either all heads of these, or some of one."""
+    """Query heads of one batch item and the key heads that they use.
+
+    A group has either all query heads of its key heads, or some query heads of one key head.
+    """
 
     item: int
     heads: slice
@@ -61,7 +64,7 @@ class HeadGroup(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """How the work is cut.
+    """The partition of an attention computation into head groups and query blocks.
 
     Attributes:
         groups: what one call of a thread's work does.
@@ -75,9 +78,9 @@ class AttentionPlan(NamedTuple):
 
 
 def make_head_groups(q: np.ndarray, k: np.ndarray) -> tuple[list[HeadGroup], bool]:
-    """Groups of as many heads as leave some groups for every thread, for who needs no room for all of their scores.
+    """Partition the heads into groups so that each thread gets several groups (loops that keep no score matrix).
 
-    Args: as of `make_plan`.
+    Args: as of `plan_attention`.
 
     Returns:
         these, and whether the query heads of one key head lie in several.
@@ -93,7 +96,7 @@ def make_head_groups(q: np.ndarray, k: np.ndarray) -> tuple[list[HeadGroup], boo
 
 
 def plan_attention(q: np.ndarray, k: np.ndarray, score_options: ScoreOptions) -> AttentionPlan:
-    """Groups of as many heads as make scores of about a piece, but some groups for every thread.
+    """Partition attention into head groups and query blocks whose scores fit into a core's cache.
 
     Args:
         q: (B, T, H, D), of queries that each see a key. k: (B, S, K, D).
@@ -147,17 +150,17 @@ def _split_groups(n_items: int, n_key_heads: int, n_sharing: int, step: int) -> 
 
 # -------------------------------------------------------------------- layouts
 def head_major(x: np.ndarray, item: int, heads: slice) -> np.ndarray:
-    """(T, H, D) of one item as (H, T, D), a view."""
+    """Return a view (H, T, D) of some heads of one batch item of an array (B, T, H, D)."""
     return x[item, :, heads].transpose(1, 0, 2)
 
 
 def stack_query_heads(rows: np.ndarray, n_key_heads: int) -> np.ndarray:
-    """(H, T, ...) as (K, H/K * T, ...): the rows of query heads that share a key head, one head after another."""
+    """Reshape (H, T, ...) to (K, H/K * T, ...): join the rows of the query heads that share a key head."""
     n_heads, n_rows, size = rows.shape
     return rows.reshape(n_key_heads, n_heads // n_key_heads * n_rows, size)
 
 
 def unstack_query_heads(rows: np.ndarray, n_heads: int) -> np.ndarray:
-    """And back."""
+    """Reshape (K, H/K * T, ...) back to (H, T, ...): the inverse of `stack_query_heads`."""
     n_key_heads, n_rows, size = rows.shape
     return rows.reshape(n_heads, n_rows * n_key_heads // n_heads, size)

@@ -1,4 +1,4 @@
-"""One thread's products: by NumPy's BLAS, or on an Intel processor by MKL where that is installed.
+"""Matrix products in one thread, by NumPy's BLAS or, on an Intel processor, by MKL where MKL is installed.
 
 Intel's own library (`pip install 'tricycle-gpt[mkl]'`, 220 MB) is up to a quarter faster there than the OpenBLAS of
 NumPy's wheels; on AMD's processors it is slower. It is called with ctypes and without threads of its own, for ours
@@ -35,7 +35,7 @@ class _Mkl(NamedTuple):
 
 
 def unavailable_reason() -> str | None:
-    """Return why MKL is not called, in one line; None when it is."""
+    """Return why MKL cannot be used, in one line; None when it can."""
     found = _mkl()
     return found if isinstance(found, str) else None
 
@@ -60,7 +60,7 @@ def _mkl() -> _Mkl | str:
 
 
 def load_mkl(path: str) -> _Mkl:
-    """Load MKL, which computes in one thread from then on.
+    """Load the MKL library from a path and set it to compute in one thread.
 
     Raises:
         OSError, AttributeError: no such library, or one without these functions.
@@ -76,7 +76,7 @@ def load_mkl(path: str) -> _Mkl:
 
 
 def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """Return the product (M, N) of (M, K) and (K, N), written into `out` if that is given."""
+    """Return the matrix product of (M, K) and (K, N) by BLAS in one thread, written into `out` if that is given."""
     mkl = _mkl()
     if isinstance(mkl, str) or not (_fits(a, np.float32) and _fits(b, np.float32)):
         product: np.ndarray = np.matmul(a, b, out=out)
@@ -90,7 +90,7 @@ def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.
 
 
 def multiply_bfloat16(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Write the product of matrices of bfloat16, with contiguous rows or columns, into `out` of float32, by MKL.
+    """Write the product of two bfloat16 matrices into `out` of float32, by MKL in one thread.
 
     The strides of a single row or column need not be valid leading dimensions, so it is copied.
     """

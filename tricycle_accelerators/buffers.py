@@ -1,4 +1,4 @@
-"""Memory for large results of kernels, kept from one training step to the next.
+"""Memory for large results of kernels, reused from one training step to the next.
 
 malloc gives the memory of a large array back to the system, which clears every page before it hands it out again: a
 tenth of a training step. `empty` takes arrays from ranges of addresses of our own, by best fit, and joins what is free
@@ -156,7 +156,7 @@ _arena = _Arena()
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return an array as `np.empty` does; a large one in memory that an earlier array had."""
+    """Return an uninitialized array; a large array reuses memory that an earlier array has freed."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     # tracemalloc cannot see into a range, and a forked process may inherit the lock held
@@ -170,13 +170,13 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return an array of zeros, a large one in memory that an earlier array had."""
+    """Return an array of zeros; a large array reuses memory that an earlier array has freed."""
     array = empty(shape, dtype)
     array.fill(0)
     return array
 
 
 def release() -> None:
-    """Give the memory that no array uses back to the system, such as after the last step of a training."""
+    """Return all unused memory of this allocator to the operating system."""
     with _arena.lock:
         _arena.release()

@@ -1,4 +1,4 @@
-"""How the work of kernels for NumPy arrays is cut into pieces that threads share, and sums over pieces.
+"""Divide the work of NumPy kernels into chunks for threads, and sum over chunks in a fixed order.
 
 Pieces stay in a core's cache. Sums over them are added up in order, and how work is cut depends on sizes and on the
 number of threads alone: so results do not change from run to run, whatever else the machine does.
@@ -25,7 +25,7 @@ MAX_EXP = math.exp(SAFE_EXPONENT)
 
 
 def row_chunks(n_rows: int, row_size: int = 1) -> list[slice]:
-    """Some rows each, of PIECE elements together at most, and as many in each as can be, for all threads."""
+    """Return slices that divide `n_rows` rows into chunks of at most CHUNK_SIZE elements."""
     most = max(1, CHUNK_SIZE // max(1, row_size))
     n_pieces = -(-n_rows // most)
     if n_pieces > 1:  # as many for each thread
@@ -35,7 +35,7 @@ def row_chunks(n_rows: int, row_size: int = 1) -> list[slice]:
 
 
 def flatten_alike(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -> list[np.ndarray] | None:
-    """Views of weights and moments with one axis, to be cut, and the gradient in the same order.
+    """Return 1-D views of weights and optimizer state, and the gradient as a 1-D array in the same memory order.
 
     Weights that were loaded lie column by column, and what is made like them does so too; gradients seldom do. None
     where weights and moments do not lie alike.
@@ -49,14 +49,14 @@ def flatten_alike(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -
 
 
 def thread_slices(n_rows: int, least: int) -> list[slice]:
-    """Two even parts a thread where they have at least that many rows, else one."""
+    """Return slices that divide `n_rows` rows evenly: two per thread if each has at least `least` rows, else one."""
     n_parts = threads.n_threads() * (2 if n_rows >= 2 * threads.n_threads() * least else 1)
     step = max(1, -(-n_rows // n_parts // 16) * 16)  # BLAS likes even blocks
     return [slice(start, start + step) for start in range(0, n_rows, step)]
 
 
 def sum_over_chunks(work: Callable[[slice], Any], pieces: list[slice]) -> Any:
-    """The sum of what `work` gives for each piece, added up in order, so that it is the same in every run."""
+    """Call `work` for each chunk in several threads and return the sum of the results, added in chunk order."""
     results: list[Any] = [None] * len(pieces)
 
     def keep(i: int) -> None:
@@ -70,7 +70,7 @@ def sum_over_chunks(work: Callable[[slice], Any], pieces: list[slice]) -> Any:
 
 
 def ones_vector(n: int, like: np.ndarray) -> np.ndarray:
-    """A product with them sums rows or columns at the speed of memory."""
+    """Return a vector of n ones in the dtype of `like`; a product with the vector sums rows or columns quickly."""
     row = np.empty(n, like.dtype)
     row.fill(1)  # a third of the time that np.ones takes for a few
     return row

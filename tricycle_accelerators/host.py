@@ -1,4 +1,4 @@
-"""What a program may change of the host process to train faster, in one call.
+"""Settings of the host process that make training faster; programs call `tune_host` once when they start.
 
 The library leaves the process as it is. The programs own theirs and call `tune_host()` when they start.
 """
@@ -17,7 +17,7 @@ SWITCH = "TRICYCLE_TUNE_HOST"
 
 
 class Tuning(NamedTuple):
-    """What `tune_host` changed.
+    """The process settings that `tune_host` changed.
 
     Attributes:
         keeps_memory: malloc keeps freed memory.
@@ -29,7 +29,7 @@ class Tuning(NamedTuple):
 
 
 def tune_host() -> Tuning:
-    """Make this process a good place to train in, until it ends. For programs; the library never calls it.
+    """Configure memory allocation and BLAS threads of this process for training; for programs, not the library.
 
     Two things change.
 

@@ -1,4 +1,4 @@
-"""Vector instruction sets, one row each: registers, and the tiles of Numba's matrix products and attention.
+"""Table of vector instruction sets: register sizes, and tile sizes of the Numba matrix products and attention.
 
 A processor for which a set is missing is one more row; `product_plan` and `compiled/registers.py` read the table.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class InstructionSet(NamedTuple):
-    """Vector registers, and the tile of sums that fits into them beside a row of the right matrix and one number.
+    """Vector registers of an instruction set, and the tile of a matrix product that fits into the registers.
 
     Attributes:
         names: of the processor's feature, as LLVM and as Linux give it.
@@ -40,5 +40,5 @@ BASELINE = InstructionSet((), 4, 16, 4, 2)  # SSE2, and what is not known
 
 
 def widest_instruction_set(features: Collection[str]) -> InstructionSet:
-    """Return the instruction set of a processor with these features."""
+    """Return the widest known instruction set of a processor with these features."""
     return next((row for row in INSTRUCTION_SETS if any(name in features for name in row.names)), BASELINE)

@@ -1,4 +1,4 @@
-"""Libraries of other languages that Python packages bring along."""
+"""Find native libraries that installed Python packages contain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def find_distribution_file(distribution: str, name: str) -> Path | None:
-    """Where an installed distribution has put the file whose name begins so; None where there is none.
+    """Return the path of an installed distribution's file whose name starts with `name`; None if there is none.
 
     Raises:
         PackageNotFoundError: the distribution is not installed.
@@ -20,7 +20,7 @@ def find_distribution_file(distribution: str, name: str) -> Path | None:
 
 
 def find_library(title: str, distribution: str, name: str, extra: str) -> Path | str:
-    """Return where an installed distribution has put the library whose name begins so; else why it cannot be used.
+    """Return the path of a distribution's library whose name starts with `name`, or why it cannot be used.
 
     Args:
         title: of the library, for the reason. extra: how the distribution is installed.

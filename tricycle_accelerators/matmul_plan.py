@@ -1,4 +1,4 @@
-"""Which provider makes a matrix product, and how threads share it: pure functions of shapes, layouts and the machine.
+"""Choose the provider of a matrix product and how threads divide it: pure functions of shapes, layouts and the machine.
 
 The providers' versions of `kernels.matmul` ask these functions, and check of the arrays only what a plan cannot know,
 such as whether they are aligned. Shapes: (N, K) times (K, M).
@@ -29,7 +29,7 @@ MAX_COLUMN_CHUNK_ROWS = (
 
 
 class Machine(NamedTuple):
-    """What a plan depends on.
+    """The properties of a machine that a matmul plan depends on.
 
     Attributes:
         vendor: of the processor, as CPUID gives it: "GenuineIntel", "AuthenticAMD", ...; "" where it is not known.
@@ -47,14 +47,17 @@ class Machine(NamedTuple):
 # Cache: valid for the life of the process: depends on the processor and on NumPy's BLAS.
 @cache
 def this_machine() -> Machine:
-    """Return this machine, with no providers: each knows by itself whether it can be used."""
+    """Return the vendor, features and BLAS of this machine, with an empty set of providers."""
     vendor, features = processor.vendor_and_features()
     blas = {getattr(library, "internal_api", "") for library in threads.blas_libraries()}
     return Machine(vendor, features, blas.pop() if len(blas) == 1 else "", frozenset())
 
 
 class MatmulSpec(NamedTuple):
-    """What is multiplied: operands of one dtype; each is contiguous by "rows" or by "columns"."""
+    """The shape, dtype and layouts of a matrix product.
+
+    Both operands have one dtype; each is contiguous by "rows" or by "columns".
+    """
 
     n_rows: int
     n_inner: int
@@ -65,7 +68,7 @@ class MatmulSpec(NamedTuple):
 
 
 class MatmulPlan(NamedTuple):
-    """Who makes a product, and what its threads share.
+    """The provider of a matrix product, and the dimension that its threads divide.
 
     Attributes:
         share: "rows" or "columns" of the result, "rows and columns", "pieces of columns" that stay in a cache, "terms"
@@ -77,7 +80,10 @@ class MatmulPlan(NamedTuple):
 
 
 def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> MatmulPlan:
-    """Return the plan of a product whose result is a new array of float32; operands are aligned and writable."""
+    """Return the provider and the partition of a matrix product whose result is a new float32 array.
+
+    Operands are aligned and writable.
+    """
     shape = product[:3]
     if product.dtype == "bfloat16":
         reasons = {"mkl": mkl_decline_reason(shape) or amx_missing_reason(machine), "onednn": None}
@@ -104,7 +110,10 @@ def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> Matmul
 
 # -------------------------------------------------------------------- providers
 def vector_decline_reason(n_rows: int, n_bytes: int, right: str) -> str | None:
-    """Return why Numba's loop over one row does not take a product of float32; `n_bytes` are the right matrix's."""
+    """Return why Numba's matrix-vector product declines a float32 product; None if it accepts.
+
+    `n_bytes` is the size of the right matrix.
+    """
     if n_rows != 1:
         return f"one row alone, got {n_rows}"
     if n_bytes < MIN_VECTOR_BYTES:
@@ -113,7 +122,7 @@ def vector_decline_reason(n_rows: int, n_bytes: int, right: str) -> str | None:
 
 
 def tiled_decline_reason(shape: Shape, left: str) -> str | None:
-    """Return why Numba's tiles do not take a product of float32, on whatever processor."""
+    """Return why Numba's tiled matmul declines the shape or layout of a float32 product; None if it accepts."""
     n_rows, n_inner, n_columns = shape
     if n_rows < MIN_TILED_ROWS:
         return f"fewer than {MIN_TILED_ROWS} rows"
@@ -123,35 +132,35 @@ def tiled_decline_reason(shape: Shape, left: str) -> str | None:
 
 
 def tile_processor_decline_reason(machine: Machine) -> str | None:
-    """Return why BLAS is as fast as the tiles."""
+    """Return why BLAS is as fast as Numba's tiles on this machine; None where the tiles are faster."""
     slower_blas = widest_instruction_set(machine.features).slower_blas
     return None if machine.blas in slower_blas and "GenuineIntel" not in machine.vendor else NO_TILED_MATMUL
 
 
 def tile_shape_decline_reason(n_rows: int, n_columns: int, tile_rows: int, lanes: int) -> str | None:
-    """Return why a result is not made of whole tiles of `tile_rows` rows and registers of `lanes` columns."""
+    """Return why a result does not consist of whole tiles (`tile_rows` x `lanes`); None if it does."""
     if n_rows % tile_rows or n_columns % lanes:
         return f"multiples of {tile_rows} rows and {lanes} columns, got {n_rows} and {n_columns}"
     return None
 
 
 def amx_missing_reason(machine: Machine) -> str | None:
-    """Return why MKL's products of bfloat16 are slower than oneDNN's."""
+    """Return why MKL's bfloat16 products are slow on a machine (no AMX); None if it has AMX."""
     return None if "amx_bf16" in machine.features else "this processor has no AMX for bfloat16"
 
 
 def upcasts_bfloat16(machine: Machine) -> bool:
-    """Return whether products of bfloat16 are computed in float32, as is faster on Intel's without AMX."""
+    """Return whether bfloat16 products are computed in float32, as is faster on Intel processors without AMX."""
     return "GenuineIntel" in machine.vendor and amx_missing_reason(machine) is not None
 
 
 def mkl_decline_reason(shape: Shape) -> str | None:
-    """Return why MKL does not take a product of bfloat16."""
+    """Return why MKL declines a bfloat16 product of this shape; None if it accepts."""
     return None if min(shape) > FEW_ROWS else f"more than {FEW_ROWS} rows, columns and terms, got {shape}"
 
 
 def few_rows_decline_reason(shape: Shape) -> str | None:
-    """Return why oneDNN does not take a product of float32."""
+    """Return why oneDNN declines a float32 product of this shape; None if it accepts."""
     n_rows, n_inner, n_columns = shape
     if n_rows < 2:
         return "fewer than two rows of float32"
@@ -162,18 +171,18 @@ def few_rows_decline_reason(shape: Shape) -> str | None:
 
 # -------------------------------------------------------------------- sharing
 def longer_axis(shape: Shape) -> str:
-    """Return what threads share of a product's result."""
+    """Return "rows" or "columns", whichever is the longer axis of a product's result."""
     return "rows" if shape[0] >= shape[2] else "columns"
 
 
 def inner_or_longer_axis(shape: Shape) -> str:
-    """Return "terms" where a product sums many more of them than its result has rows or columns."""
+    """Return "terms" if the inner dimension is much longer than the result's axes, else the longer axis."""
     n_rows, n_inner, n_columns = shape
     return "terms" if n_inner >= 2 * max(n_rows, n_columns) else longer_axis(shape)
 
 
 def blas_partition(shape: Shape, right: str, has_out: bool = False) -> str:
-    """Return what threads share of a product that NumPy's BLAS makes, or "nothing" for a small one.
+    """Return the dimension that threads divide in a product by NumPy's BLAS, or "nothing" for a small product.
 
     Where `has_out` the result has its place already, so that there are no partial sums to add up.
     """

@@ -1,4 +1,4 @@
-"""Matrix products shared by threads, by rows or by columns of the result; each part is one call of a library."""
+"""Divide a matrix product among threads by rows or by columns of the result; each part is one library call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_SLICE = 512  # rows, or columns, in each of two parts for a thread; of fewer
 def multiply_in_parallel(
     multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray
 ) -> None:
-    """Write a b + bias into `out`: threads take rows each, or columns where there are more of these."""
+    """Write a b + bias into `out`; threads divide the longer of the result's rows and columns."""
     share_out = multiply_by_rows if longer_axis((*a.shape, b.shape[1])) == "rows" else multiply_by_columns
     share_out(multiply, a, b, bias, out)
 
@@ -25,14 +25,14 @@ def multiply_in_parallel(
 def multiply_by_rows(
     multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray
 ) -> None:
-    """Write a b + bias into `out`, threads some rows each."""
+    """Write a b + bias into `out`; threads divide the rows of the result."""
     threads.parallel_for(lambda part: multiply(a[part], b, bias, out[part]), chunks.thread_slices(len(a), MIN_SLICE))
 
 
 def multiply_by_columns(
     multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray
 ) -> None:
-    """Write a b + bias into `out`, threads some columns each."""
+    """Write a b + bias into `out`; threads divide the columns of the result."""
 
     def work(part: slice) -> None:
         multiply(a, b[:, part], None if bias is None else bias[part], out[:, part])

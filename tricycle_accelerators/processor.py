@@ -1,4 +1,4 @@
-"""What this processor is."""
+"""Facts about this machine's processor: vendor, features and bfloat16 support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CPUINFO = Path("/proc/cpuinfo")  # of Linux
 
 
 def parse_cpuinfo(cpuinfo: str) -> dict[str, str]:
-    """What the text of Linux's /proc/cpuinfo says of the last core: "flags", "vendor_id" and so on."""
+    """Parse the text of Linux's /proc/cpuinfo to the fields of the last core, such as "flags" and "vendor_id"."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     return {name.strip(): value.strip() for name, _, value in lines}
 
@@ -18,7 +18,7 @@ def parse_cpuinfo(cpuinfo: str) -> dict[str, str]:
 # Cache: valid for the life of the process: depends on the processor alone.
 @cache
 def vendor_and_features() -> tuple[str, frozenset[str]]:
-    """Return its vendor and its features by Linux's names; ("", none) where neither the system nor Python tells."""
+    """Return the processor's vendor and features by Linux's names; an empty string and set if unknown."""
     if not CPUINFO.exists():
         return platform.processor(), frozenset()  # of Windows: "Intel64 Family 6 Model 143, GenuineIntel"
     fields = parse_cpuinfo(CPUINFO.read_text(encoding="utf-8", errors="replace"))
@@ -26,11 +26,12 @@ def vendor_and_features() -> tuple[str, frozenset[str]]:
 
 
 def is_intel() -> bool:
+    """Return whether the processor is Intel's."""
     return "GenuineIntel" in vendor_and_features()[0]
 
 
 def has_slow_bfloat16() -> bool:
-    """Whether products of bfloat16 take longer than of float32 with the instructions of AVX-512.
+    """Return whether AVX-512 bfloat16 products take longer than float32 products on this processor.
 
     They do on Intel's: 80 and 150 GFLOP/s of a core (Emerald Rapids). On AMD's they take half the time.
     """
@@ -38,10 +39,10 @@ def has_slow_bfloat16() -> bool:
 
 
 def has_amx_bfloat16() -> bool:
-    """Whether it has AMX for bfloat16, which is many times as fast as either."""
+    """Return whether the processor has AMX instructions for bfloat16."""
     return "amx_bf16" in vendor_and_features()[1]
 
 
 def has_fast_bfloat16() -> bool:
-    """Return whether it has instructions for products of bfloat16 that are faster than those of float32."""
+    """Return whether the processor's bfloat16 products are faster than its float32 products."""
     return has_amx_bfloat16() or ("avx512_bf16" in vendor_and_features()[1] and not has_slow_bfloat16())

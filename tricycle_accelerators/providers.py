@@ -24,7 +24,7 @@ NAMES = ("numba", "mkl", "onednn", "numpy", "cuda")
 
 
 def exclusion_reason(name: str) -> str | None:
-    """Return why TRICYCLE_KERNELS keeps a provider from being asked; None where it does not.
+    """Return why TRICYCLE_KERNELS excludes a provider; None if it does not.
 
     Raises:
         ValueError: it names a provider that there is not.
@@ -39,14 +39,14 @@ def exclusion_reason(name: str) -> str | None:
 
 
 def register_kernels(array: type, *versions: tuple[ModuleType, Sequence[Kernel[..., Any]]]) -> None:
-    """Register the functions of modules that have the names of these kernels, for a type of arrays."""
+    """Register the functions of modules that have the names of these kernels, for an array type."""
     for module, kernels in versions:
         for kernel in kernels:
             kernel.register(array)(getattr(module, kernel.reference.__name__))
 
 
 def decline_when(decline_reason: Callable[..., str | None]) -> Callable[[Run], Run]:
-    """Make a version of a kernel decline the arguments for which `decline_reason` gives a reason.
+    """Decorate a kernel implementation so that it declines arguments for which `decline_reason` gives a reason.
 
     `decline_reason` takes the kernel's arguments, reads shapes, dtypes and layouts, and computes nothing;
     `tricycle.kernels.explain` asks it, too. None says that the version takes them.

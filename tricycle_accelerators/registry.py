@@ -1,4 +1,4 @@
-"""Registration of all providers' versions: what the entry points of pyproject.toml name."""
+"""Registration of all providers' kernels; the entry points of pyproject.toml name its two functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tricycle_accelerators import compiled, cpu, mkl, onednn
 
 
 def register_numpy(array: type) -> None:
-    """Offer all versions for NumPy arrays, in the order in which they are asked.
+    """Register the kernels of all NumPy providers, in order of priority.
 
     `tricycle.kernels` calls it when the first one comes (the entry point `numpy` in pyproject.toml).
     """
@@ -18,7 +18,7 @@ def register_numpy(array: type) -> None:
 
 
 def register_cupy(array: type) -> None:
-    """Offer all versions for CuPy arrays, when the first one comes (the entry point `cupy`)."""
+    """Register the CUDA kernels when the first CuPy array is used (the entry point `cupy`)."""
     from tricycle_accelerators import cuda  # here, for it takes a while to import
 
     _register(cuda, array)

@@ -1,4 +1,4 @@
-"""Threads that spin, for short products: when they are used, and those of BLAS.
+"""Spinning threads for short products: a policy of when to use them, and a product in BLAS's own threads.
 
 The threads of BLAS, of OpenMP and of `compiled/vectors.py` wait for work by spinning, so they begin within a
 microsecond, where those that sleep (`threads.py`) take thirty: in the hundred products of a token that is a third of
@@ -30,7 +30,7 @@ MIN_REST_SECONDS, MAX_REST_SECONDS = 0.1, 2.0  # seconds
 
 
 class SpinPolicy:
-    """Whether threads that spin are used now.
+    """Policy that decides whether spinning threads are used, from how many products were late.
 
     Attributes:
         n_late: of the products lately.
@@ -47,11 +47,11 @@ class SpinPolicy:
         return perf_counter() >= self.until and threads.n_threads() > 1 and not threads.in_worker()
 
     def record_seconds(self, seconds: float, n_bytes: int) -> None:
-        """Learn how long a product with a matrix of so many bytes has taken."""
+        """Record how many seconds a product with a matrix of `n_bytes` bytes took."""
         self.record(seconds >= LATE_SECONDS + n_bytes / LATE_BYTES_PER_SECOND)
 
     def record(self, is_late: bool) -> None:
-        """Count a product."""
+        """Record whether a product was late; after two late products, rest the spinning threads for a while."""
         if not is_late:
             self.n_late *= LATE_DECAY
             if self.n_late < 0.01:
@@ -70,7 +70,7 @@ spin_policy = SpinPolicy()
 # Cache: valid for the life of the process: registered once; a forked process inherits that.
 @cache
 def disable_after_fork() -> None:
-    """OpenMP's threads do not live on in a forked process, and whoever asks for them there waits for ever."""
+    """Register a fork hook that disables spinning threads in child processes, where OpenMP's threads are gone."""
     if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(after_in_child=_never_again)
 
@@ -104,7 +104,7 @@ def _blas() -> _Blas | None:
 
 
 def multiply_vector(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
-    """a b for one row a (1, K) and a matrix b (K, M) whose columns lie in one piece each, in BLAS's own threads.
+    """Multiply one row a (1, K) by a matrix b (K, M) with contiguous columns, in BLAS's own threads.
 
     BLAS adds up the terms of each column in the same order, whatever its threads.
 

@@ -1,4 +1,4 @@
-"""Products of few rows of float32, each made two rows of int8 or bfloat16.
+"""Products of a few float32 rows, each split into two int8 or bfloat16 rows.
 
 Each row is split into a large and a small part, which a provider multiplies by a quantized matrix. What is computed
 before and after that is a kernel with a plain version in NumPy. `tricycle.kernels.KERNELS` does not list these kernels,
@@ -18,13 +18,13 @@ from tricycle.kernels.dispatch import Kernel
 MAX_STEPS, HIGH_STEP = (
     32512.0,
     256.0,
-)  # a number is a whole number of steps of a row's largest / LARGEST, at most 127 * 256
+)  # a number is a whole number of steps of a row's largest / MAX_STEPS, at most 127 * 256
 OFFSET = 128 * HIGH_STEP + 128 + 0.5  # makes the steps positive, so that cutting off the fraction rounds to nearest
 MIN_MAX_ABS = 1e-30  # of a row's largest: numbers of rows below it become zeros
 
 
 class LowPrecisionMatmul(Protocol):
-    """A provider's product of 2 R rows and a matrix, in arrays that it keeps.
+    """Protocol of a provider's product of 2 R low-precision rows and a matrix, in arrays that it keeps.
 
     Attributes:
         numbers: (2 R, K) to be filled: int8, or the bits of bfloat16 as uint16.
@@ -34,11 +34,12 @@ class LowPrecisionMatmul(Protocol):
     numbers: np.ndarray
     out: np.ndarray
 
-    def run(self) -> None: ...
+    def run(self) -> None:
+        """Compute the product of `numbers` and the matrix into `out`."""
 
 
 def row_max_abs(x: np.ndarray) -> np.ndarray | None:
-    """Return the largest absolute value of each row, (R, 1), at least SMALLEST; None where x has infinity or NaN."""
+    """Return the largest absolute value of each row, (R, 1), at least MIN_MAX_ABS; None for infinity or NaN."""
     largest: np.ndarray = np.maximum.reduce(np.abs(x), axis=1, keepdims=True)
     if not np.maximum.reduce(largest, axis=None) < np.inf:
         return None
@@ -46,7 +47,7 @@ def row_max_abs(x: np.ndarray) -> np.ndarray | None:
 
 
 def split_int8(x: np.ndarray, largest: np.ndarray, out: np.ndarray) -> None:
-    """Write rows (R, K) as int8 into `out` (2, R, K): small parts in steps, and large ones in units of STEP steps."""
+    """Split float32 rows (R, K) into low and high int8 parts, written into `out` (2, R, K)."""
     numbers = x * (MAX_STEPS / largest)
     numbers += OFFSET
     parts = numbers.astype("<u2", order="C").view(np.uint8).reshape(*x.shape, 2).transpose(2, 0, 1)
@@ -55,7 +56,7 @@ def split_int8(x: np.ndarray, largest: np.ndarray, out: np.ndarray) -> None:
 
 @Kernel
 def int8_split_matmul(x: np.ndarray, few: LowPrecisionMatmul) -> np.ndarray | None:
-    """Return the product (R, M) of rows (R, K), by int8; None where x has infinity or NaN."""
+    """Multiply a few float32 rows (R, K) by an int8 matrix, each as a low and a high int8 row; None for inf or NaN."""
     largest = row_max_abs(x)
     if largest is None:
         return None
@@ -70,7 +71,7 @@ def int8_split_matmul(x: np.ndarray, few: LowPrecisionMatmul) -> np.ndarray | No
 
 @Kernel
 def bfloat16_split_matmul(x: np.ndarray, few: LowPrecisionMatmul) -> np.ndarray | None:
-    """Return the product (R, M) of rows (R, K), by bfloat16; None where x has infinity or NaN."""
+    """Multiply a few float32 rows (R, K) by a bfloat16 matrix, each as two bfloat16 rows; None for inf or NaN."""
     import ml_dtypes
 
     if not np.isfinite(x).all():

@@ -1,4 +1,4 @@
-"""Worker threads that share out what NumPy computes.
+"""Worker threads that divide NumPy work; BLAS computes in one thread per worker meanwhile.
 
 NumPy lets go of Python's lock while it computes, so threads that take a part of an array each use all cores, for
 elementwise work too. BLAS is held to one thread a worker meanwhile: its own threads, which wait for more work by
@@ -10,7 +10,7 @@ BLAS has its own number of threads back when the work is done. `host.py` is wher
 **Results do not depend on who else is at work.** How work is cut depends on its size and on `n_threads()` alone: a
 second caller waits for its turn, it does not make do with fewer threads. And BLAS adds up in another order with
 another number of threads, which belongs to the whole process; so what calls it with large arrays does so inside
-`parallel` or `one_blas_thread`.
+`parallel_for` or `single_blas_thread`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS",
 # Cache: valid for the life of the process: NumPy's BLAS is loaded with NumPy.
 @cache
 def blas_libraries() -> tuple[Any, ...]:
-    """The BLAS that NumPy calls, as threadpoolctl's controllers; () where it is not installed or knows none."""
+    """Return threadpoolctl's controllers of NumPy's BLAS; () if threadpoolctl is missing or finds none."""
     import numpy  # noqa: F401, only what is loaded can be found
 
     try:
@@ -43,7 +43,7 @@ def blas_libraries() -> tuple[Any, ...]:
 
 
 def requested_threads() -> int | None:
-    """TRICYCLE_NUM_THREADS, or None where it is not set.
+    """Return the number of threads in TRICYCLE_NUM_THREADS; None if the variable is not set.
 
     Raises:
         ValueError: it is no whole number above 0.
@@ -61,7 +61,7 @@ _n_threads: int | None = None
 
 
 def n_threads() -> int:
-    """Return how many threads share the work: TRICYCLE_NUM_THREADS, else OMP_NUM_THREADS, else as many as BLAS uses.
+    """Return the number of worker threads: TRICYCLE_NUM_THREADS, else OMP_NUM_THREADS, else BLAS's number.
 
     What BLAS uses is what it has outside of our own holds. While that is less than the machine offers, as inside of a
     user's `threadpool_limits(1)`, it counts for the moment alone; once it is not, it is kept. Without the first, one
@@ -80,7 +80,7 @@ def n_threads() -> int:
 
 
 def reset_n_threads() -> None:
-    """Ask again at the next call, for the environment variables have changed."""
+    """Forget the cached number of threads, so that the next call of `n_threads` reads the environment again."""
     global _n_threads
     _n_threads = None
 
@@ -115,7 +115,7 @@ class _ThreadState(threading.local):
     """Of the thread that reads it.
 
     Attributes:
-        at_work: whether it is in a call of `parallel`.
+        at_work: whether it is in a call of `parallel_for`.
         n_holds: how many of those who hold BLAS to one thread are in this thread.
         usual: what they changed of BLAS in this thread alone.
     """
@@ -130,13 +130,13 @@ _thread_state = _ThreadState()
 
 
 def in_worker() -> bool:
-    """Whether this thread is at work for a call of `parallel`, so that another call would do all its work itself."""
+    """Return whether this thread runs inside a call of `parallel_for`; a nested call would run serially."""
     return _thread_state.in_worker
 
 
 # -------------------------------------------------------------------- BLAS
 def set_blas_threads(library: Any, number: int) -> None:
-    """Of one of `blas_libraries`.
+    """Set the number of threads of one of `blas_libraries`.
 
     Later versions of threadpoolctl let one thread alone set the number, the first to try, and ignore all others until
     it ends. Whoever comes later may do it too where that thread is forgotten, before for us and after for others.
@@ -219,7 +219,7 @@ blas_limit = _BlasLimit()
 
 
 def limit_blas_until_exit() -> bool:
-    """Hold BLAS to one thread until the process ends, so that nobody need do it again and again. For programs.
+    """Limit BLAS to one thread until the process ends; return whether that succeeded. For programs.
 
     Returns:
         Whether it is so now; not where every thread has a number of its own.
@@ -235,9 +235,9 @@ def limit_blas_until_exit() -> bool:
 
 @contextmanager
 def single_blas_thread() -> Iterator[None]:
-    """Within this block BLAS computes in one thread, so that what it gives does not depend on other threads' work.
+    """Limit BLAS to one thread within a `with` block, so that results do not depend on other threads.
 
-    Costs some microseconds. Inside `parallel` it is so anyway.
+    Costs some microseconds. Inside `parallel_for` it is so anyway.
     """
     if in_worker() or blas_limit.is_permanent:
         yield
@@ -314,7 +314,7 @@ _started: list[_Helper] = []
 def _helpers() -> list[_Helper]:
     """Return as many as there are threads beside the caller's, and start those that are needed for the first time.
 
-    The caller holds `turn`.
+    The caller holds `pool_lock`.
     """
     _register_fork_hook()
     n_helpers = n_threads() - 1
@@ -327,9 +327,9 @@ _stop_serving: Callable[[bool], None] | None = None
 
 
 def start_serving(serve: Callable[[int], None], stop: Callable[[bool], None]) -> None:
-    """Have helpers that are free call `serve` with their numbers, from 1 on, until soon after `stop(True)`.
+    """Make idle worker threads call `serve` with their numbers (from 1) until `stop(True)` is called.
 
-    It is called when other work comes. The caller holds `turn`.
+    It is called when other work comes. The caller holds `pool_lock`.
     """
     global _stop_serving
     if _stop_serving != stop:
@@ -373,7 +373,7 @@ pool_lock = threading.Lock()  # the helpers work for one caller at a time
 
 
 def parallel_for(work: Callable[[Any], None], items: Iterable[Any]) -> None:
-    """Call `work` for each item, in several threads, each with one thread of BLAS.
+    """Call `work` for each item, items divided among worker threads, with BLAS limited to one thread each.
 
     Each call must write where no other does. Called from inside `work` it does all the work itself. While another
     thread is here it waits for its turn, so `work` must not wait for a thread that comes here too.

@@ -1,4 +1,4 @@
-"""Versions for NumPy arrays that Numba compiles (https://numba.pydata.org): many small steps in one call.
+"""Kernel implementations for NumPy arrays that Numba compiles (https://numba.pydata.org).
 
 They are for what a token asks for between its products, where each call of NumPy costs more than what it computes; for
 steps of training that NumPy goes through memory for several times; and for products that BLAS makes below the rate of
@@ -39,12 +39,12 @@ MISSING = "Numba is not installed (pip install 'tricycle-gpt[numba]')"
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def is_available() -> bool:
-    """Whether Numba is installed, and selected."""
+    """Return whether Numba is installed and not excluded by TRICYCLE_KERNELS."""
     return unavailable_reason() is None
 
 
 def unavailable_reason() -> str | None:
-    """Why what Numba compiles cannot be used here; None when it can."""
+    """Return why the Numba kernels cannot be used, in one line; None when they can."""
     why = exclusion_reason(PROVIDER)
     try:
         return why or (None if find_spec("numba") else MISSING)
@@ -53,13 +53,13 @@ def unavailable_reason() -> str | None:
 
 
 def needs_compilation() -> bool:
-    """Whether nothing was compiled beside these files so far, though Numba is installed and there is a place for it."""
+    """Return whether the Numba kernels have no cached machine code yet, so that the first calls compile them."""
     here = Path(__file__).parent
     return is_available() and os.access(here, os.W_OK) and not any(here.glob("__pycache__/training_loops.*.nbi"))
 
 
 def register(array: type) -> None:
-    """Offer these versions for a type of arrays."""
+    """Register the Numba kernels for an array type."""
     k, r = kernels, recurrent
     activated = (k.gelu, k.gelu_with_derivative, k.gelu_backward, k.swiglu, k.swiglu_backward)
     layers = (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)

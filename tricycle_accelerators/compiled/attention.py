@@ -1,4 +1,4 @@
-"""Attention of many queries: some heads of one item are one call of what `attention_loops` compiles."""
+"""Attention kernels by Numba: each thread calls the loops of `attention_loops` for some heads of one batch item."""
 
 from __future__ import annotations
 
@@ -134,6 +134,7 @@ def attention(
     mask: np.ndarray | None = None,
     dtype: Any = None,
 ) -> Any:
+    """Compute scaled dot-product attention of (B, T, H, D) queries with Numba loops, head groups in parallel."""
     n_queries = q.shape[1]
     if n_queries < LEAST_QUERIES or (
         n_queries <= FEW_ROWS and not _few_decline_reason(q, k, v, score_options, mask, dtype)
@@ -210,6 +211,7 @@ def attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> Any:
+    """Compute the gradients of attention with Numba loops, head groups in parallel, into dq, dk and dv."""
     dtype = dk.dtype
     narrow = q.dtype.name == "bfloat16"
     narrow_results = narrow and dtype == q.dtype

@@ -1,4 +1,4 @@
-"""Attention that Numba compiles: forward and backward of some heads of one item, in one call each.
+"""Attention forward and backward loops compiled by Numba, for some heads of one batch item per call.
 
 Some queries and some keys at a time, so that their scores stay in a core's cache. A row's exponentials are shifted by
 the largest of its scores so far, and sums of earlier blocks are made smaller when a larger one comes; the backward
@@ -68,6 +68,7 @@ def _visible_key_range(first: int, n_queries: int, n_keys: int, last: int, windo
 
 @numba.njit(inline="always")
 def n_key_blocks(n_keys: int) -> int:
+    """Return the number of blocks of KEYS keys that cover `n_keys` keys."""
     return (n_keys + KEYS - 1) // KEYS
 
 
@@ -90,13 +91,13 @@ def _visible_block_pairs(queries: slice, n_keys: int, last: int, window: int):  
 
 @numba.njit(**OPTIONS)
 def transposition_scratch(n_inner: int, like: np.ndarray) -> np.ndarray:
-    """What `as_right_turned` needs for so many steps."""
+    """Allocate the scratch array that `pack_right_transposed` needs for `n_inner` steps."""
     return aligned_zeros(LANES, round_up_to_lanes(n_inner), like)
 
 
 @numba.njit(inline="always")
 def key_block(operands: np.ndarray, block: int, scratch: np.ndarray) -> np.ndarray:
-    """One of the blocks that `_by_blocks` has written."""
+    """Return the packed operand of one block of keys that `_pack_key_blocks` has written."""
     n_steps = scratch.shape[1]
     return operands[block * n_steps : (block + 1) * n_steps]
 
@@ -347,7 +348,7 @@ def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, d
     """Write the gradients of queries, keys and values.
 
     Args:
-        grad, out: (H, T, E), the latter of `_attend`, as is logs; the others as of `_attend`.
+        grad, out: (H, T, E), the latter of `_attention`, as is logs; the others as of `_attention`.
         dq, dk, dv: like q, k and v.
     """
     like, (n_heads, n_queries, size), (n_key_heads, n_keys, value_size) = operand_prototype(q), q.shape, v.shape
@@ -421,7 +422,7 @@ def _heads_signature(narrow: bool) -> str:
 # Cache: valid for the life of the process: compiled for this processor.
 @cache
 def compile_attention(narrow: bool, narrow_results: bool) -> Any:
-    """`_attend` for operands and for results of bfloat16, or of float32."""
+    """Compile the forward attention loop for bfloat16 or float32 operands and results; return the loop."""
     x, y = _heads_signature(narrow), _heads_signature(narrow_results)
     return compile_loop(f"void({x}, {x}, {x}, f4, i8, i8, b1, {y}, f4[:, :], f4[:, :])")(_attention)
 
@@ -429,6 +430,6 @@ def compile_attention(narrow: bool, narrow_results: bool) -> Any:
 # Cache: valid for the life of the process: compiled for this processor.
 @cache
 def compile_attention_backward(narrow: bool, narrow_results: bool) -> Any:
-    """`_attend_back` for operands, and for results and all gradients, of bfloat16 or of float32."""
+    """Compile the backward attention loop for bfloat16 or float32 operands and results; return the loop."""
     x, y = _heads_signature(narrow), _heads_signature(narrow_results)
     return compile_loop(f"void({y}, {x}, {x}, {x}, {y}, f4[:, :], f4, i8, i8, {y}, {y}, {y})")(_attention_backward)

@@ -1,4 +1,4 @@
-"""Elementwise steps of training, each in one pass over memory: GELU, gates and rotations."""
+"""Elementwise kernels by Numba, each in one pass over memory: GELU, SwiGLU, RoPE and sums."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ CONTIGUOUS = "in one piece, aligned and not read-only"
 
 
 def few_rows_decline_reason(x: np.ndarray) -> str | None:
-    """Return why these are not float32 rows of a few tokens, contiguous: in generation a call of NumPy takes longer
-    than its work, and so would more than one thread. The caller has seen that they are SMALL.
+    """Return why a small array is not a few contiguous float32 rows; None if it is.
+
+    In generation a NumPy call takes longer than its work. The caller has checked that the array has fewer than
+    MIN_SIZE elements.
     """
     if not x.ndim or not x.size:
         return "no rows"
@@ -32,7 +34,7 @@ def few_rows_decline_reason(x: np.ndarray) -> str | None:
 
 
 def large_array_decline_reason(*arrays: np.ndarray, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> str | None:
-    """Return why the loops do not take these or are not worth it: the first is large, all have one dtype."""
+    """Return why arrays are too small, of different dtypes or not contiguous for the loops; None if they fit."""
     if arrays[0].size < MIN_SIZE:
         return TOO_SMALL
     dtype = arrays[0].dtype
@@ -47,7 +49,7 @@ def large_array_decline_reason(*arrays: np.ndarray, dtypes: tuple[str, ...] = ("
 
 
 def view_for_loops(array: np.ndarray) -> np.ndarray:
-    """As the loops take it: a bfloat16 by its bits."""
+    """Return the array, or a uint16 view of the bits of a bfloat16 array, as the loops take it."""
     return array.view(np.uint16) if array.dtype.itemsize == 2 else array
 
 
@@ -75,6 +77,7 @@ def _rows_decline_reason(x: np.ndarray) -> str | None:
 
 @decline_when(_rows_decline_reason)
 def gelu(x: np.ndarray) -> Any:
+    """Compute GELU (tanh approximation) elementwise with Numba loops."""
     return _gelu(x)
 
 
@@ -88,7 +91,7 @@ def _gelu(x: np.ndarray) -> Any:
 
 @decline_when(_rows_decline_reason)
 def gelu_with_derivative(x: np.ndarray) -> Any:
-    """Without the slope, which is computed again in less time than it takes to be written and read."""
+    """Compute GELU with Numba loops; return None for the derivative, which the backward pass recomputes."""
     return _gelu(x), None
 
 
@@ -98,11 +101,13 @@ def _gelu_backward_decline_reason(grad: np.ndarray, x: np.ndarray | None, slope:
 
 @decline_when(_gelu_backward_decline_reason)
 def gelu_backward(grad: np.ndarray, x: Any, slope: np.ndarray | None) -> Any:
+    """Compute the gradient of GELU from its input with Numba loops."""
     return _over_numbers(load_loops("training_loops").gelu_backward, grad, x)
 
 
 @decline_when(_rows_decline_reason)
 def swiglu(x: np.ndarray) -> Any:
+    """Compute SwiGLU of (..., 2 C) to (..., C) with Numba loops."""
     if x.size < MIN_SIZE:
         y = buffers.empty((*x.shape[:-1], x.shape[-1] // 2), FLOAT32)
         load_loops("loops").swiglu(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
@@ -116,6 +121,7 @@ def _swiglu_backward_decline_reason(grad: np.ndarray, x: np.ndarray) -> str | No
 
 @decline_when(_swiglu_backward_decline_reason)
 def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
+    """Compute the gradient of SwiGLU with Numba loops."""
     return _over_rows(load_loops("training_loops").swiglu_backward, [grad, x], x.shape[-1])
 
 
@@ -125,7 +131,7 @@ def _sum_rows_decline_reason(x: np.ndarray) -> str | None:
 
 @decline_when(_sum_rows_decline_reason)
 def sum_rows(x: np.ndarray) -> np.ndarray:
-    """Of bfloat16; those of float32 BLAS sums."""
+    """Sum the rows of a bfloat16 matrix (R, C) to a float32 vector (C,) with Numba loops."""
     bits = x.view(np.uint16)
 
     def work(piece: slice) -> np.ndarray:
@@ -152,7 +158,7 @@ def _rotate_decline_reason(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> s
 
 @decline_when(_rotate_decline_reason)
 def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """A thread takes an item at a time; a single item, as in generation, is computed in this thread."""
+    """Apply rotary position embeddings with Numba loops, one batch item per thread at a time."""
     y = buffers.empty(x.shape, x.dtype)
     compute = load_loops("loops").rotate
     heads, rotated = view_for_loops(x), view_for_loops(y)
@@ -171,7 +177,7 @@ def _sum_squares_decline_reason(x: np.ndarray) -> str | None:
 
 @decline_when(_sum_squares_decline_reason)
 def sum_squares(x: np.ndarray) -> np.ndarray:
-    """As fast as memory gives the numbers: BLAS's product of a vector with itself takes half as long again."""
+    """Compute the sum of squares of all float32 elements with Numba loops in several threads."""
     flat = x.reshape(-1)
     compute = load_loops("training_loops").sum_squares
     return np.asarray(

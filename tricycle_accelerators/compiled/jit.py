@@ -1,4 +1,4 @@
-"""What the loops that Numba compiles are made with.
+"""Building blocks of the loops that Numba compiles: compilation, type dispatch, exponentials and bfloat16 conversion.
 
 Sums may be made in any order, so that processors add several numbers at once. Infinity and NaN are kept, but where it
 is said.
@@ -53,7 +53,7 @@ LARGEST, OFFSET, SMALLEST = map(
 
 
 def compile_loop(signature: str | list[str]) -> Callable[[Callable[..., Any]], Any]:
-    """Compile for these types, or for each of several, or load what was compiled before."""
+    """Decorate a loop so that Numba compiles it for these type signatures, or loads cached machine code."""
 
     def compile_(loop: Callable[..., Any]) -> Any:
         try:
@@ -65,7 +65,7 @@ def compile_loop(signature: str | list[str]) -> Callable[[Callable[..., Any]], A
 
 
 def overload_by_types(implementation_for: Callable[..., Any]) -> Any:
-    """Make a function of compiled code; the decorated one returns the implementation for the types of its arguments."""
+    """Make a function of compiled code whose implementation the decorated function selects by argument types."""
 
     @wraps(implementation_for)
     def stub(*arguments: Any) -> Any:
@@ -88,7 +88,9 @@ def _pointer(context: Any, address: Any, like: Any) -> Any:
 
 @numba.njit(inline="always")
 def contiguous_row(x: Any, i: int) -> Any:
-    """x[i], of which the caller knows that it is in one piece, and the compiler does not.
+    """Return x[i] as an array that the compiler knows to be contiguous; the caller guarantees this.
+
+    Contiguity lets the compiler vectorize.
 
     Told so, it takes many numbers at a time, otherwise one.
     """
@@ -110,7 +112,7 @@ def _power_of_two(context: Any, n: Any) -> Any:
 
 @intrinsic
 def maximum(context: Any, a: Any, b: Any) -> Any:
-    """The larger of two float32; of a number and NaN the number. The largest of a row is found many at a time."""
+    """Return the larger of two float32 numbers; of a number and NaN, the number."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         above = builder.fcmp_ordered(">", *arguments, flags=("fast",))
@@ -121,7 +123,7 @@ def maximum(context: Any, a: Any, b: Any) -> Any:
 
 @numba.njit(inline="always")
 def max_abs_if_finite(x: np.ndarray) -> Any:
-    """The largest absolute value of a row of float32, at least SMALLEST; 0 where a number is not finite."""
+    """Return the largest absolute value of a float32 row, at least SMALLEST; 0 if a number is not finite."""
     broken, largest = ZERO, SMALLEST
     for j in range(len(x)):
         broken += x[j] * ZERO
@@ -131,7 +133,7 @@ def max_abs_if_finite(x: np.ndarray) -> Any:
 
 @intrinsic
 def bfloat16_to_float32(context: Any, bits: Any) -> Any:
-    """The float32 of a bfloat16, which is given by its bits."""
+    """Convert the bits of a bfloat16 (uint16) to float32."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         upper = builder.zext(arguments[0], context.get_value_type(types.uint32))
@@ -151,7 +153,7 @@ def _bits(context: Any, x: Any) -> Any:
 
 
 class BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not know."""
+    """The LLVM type bfloat, which llvmlite does not define."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -180,7 +182,7 @@ def _narrowed_by_bits(x: Any) -> Any:
 
 @numba.njit(inline="always")
 def float32_to_bfloat16(x: Any) -> Any:
-    """The bits of the bfloat16 nearest to a float32, ties to even; NaN stays NaN."""
+    """Convert a float32 to the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
     return _narrowed_by_processor(x) if HAS_BFLOAT else _narrowed_by_bits(x)
 
 
@@ -198,7 +200,7 @@ def _multiply_add(context: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def prefer_512_bit_registers(context: Any) -> Any:
-    """Have the loops of the function that calls this use registers of 512 bits where there are such.
+    """Set an LLVM attribute so that the calling function is vectorized with 512-bit registers.
 
     On Intel's processors LLVM would take half of them, for the first that had them slowed down by it.
     """
@@ -231,7 +233,7 @@ def _exp_between(x: Any) -> Any:
 
 @numba.njit(inline="always")
 def exp(x: Any) -> Any:
-    """e^x of a float32, between e^-87 and e^87; NaN of NaN."""
+    """Compute e^x of a float32, with x clipped to -87 ... 87; NaN stays NaN."""
     x = -MAX_EXPONENT if x < -MAX_EXPONENT else x
     x = MAX_EXPONENT if x > MAX_EXPONENT else x
     return _exp_between(x)
@@ -239,14 +241,17 @@ def exp(x: Any) -> Any:
 
 @numba.njit(inline="always")
 def exp_underflowing_to_zero(x: Any) -> Any:
-    """e^x of a float32 of 87 or less: 0 below -87, NaN of NaN."""
+    """Compute e^x of a float32 of at most 87; return 0 below -87; NaN stays NaN."""
     y = _exp_between(-MAX_EXPONENT if x < -MAX_EXPONENT else x)
     return ZERO if x < -MAX_EXPONENT else y
 
 
 @numba.njit(inline="always")
 def multiply_by_sigmoid(x: Any, u: Any) -> Any:
-    """x / (1 + e^-u) of float32: x times 0 where e^-u overflows, which is NaN of an infinite x."""
+    """Compute x * sigmoid(u) = x / (1 + e^-u) of float32.
+
+    Where e^-u overflows, the result is x times 0, which is NaN for an infinite x.
+    """
     return x * ZERO if u < -MAX_EXPONENT else x / (ONE + exp(-u))
 
 
@@ -254,17 +259,17 @@ def multiply_by_sigmoid(x: Any, u: Any) -> Any:
 # A bfloat16 is given by its bits, as uint16. These are for loops that are compiled for arrays of either.
 @overload_by_types
 def to_bfloat16_bits(x: Any) -> Any:
-    """The bits of a float32 as a bfloat16; such bits as they are."""
+    """Convert a float32 to the bits of a bfloat16; return bits (uint16) unchanged."""
     return (lambda x: x) if x == types.uint16 else (lambda x: float32_to_bfloat16(x))
 
 
 @overload_by_types
 def to_float32(x: Any) -> Any:
-    """The float32 that bits stand for; a float32 as it is."""
+    """Convert the bits of a bfloat16 (uint16) to float32; return a float32 unchanged."""
     return (lambda x: bfloat16_to_float32(x)) if x == types.uint16 else (lambda x: x)
 
 
 @overload_by_types
 def convert_for(array: Any, x: Any) -> Any:
-    """A float32 as what this array holds: its bits as a bfloat16, or itself."""
+    """Convert a float32 to the element type of an array: bfloat16 bits for uint16, else unchanged."""
     return (lambda array, x: float32_to_bfloat16(x)) if array.dtype == types.uint16 else (lambda array, x: x)

@@ -1,4 +1,4 @@
-"""Import the modules of compiled loops at their first use: importing one compiles its loops, or loads them."""
+"""Import the modules of compiled loops at first use: the import compiles the loops or loads cached machine code."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from typing import Any
 # Cache: valid for the life of the process: modules.
 @cache
 def load_loops(name: str) -> Any:
-    """Return a module of this folder: "loops" that generation needs, too, "training_loops", and so on."""
+    """Import and return a module of compiled loops in this folder, such as "loops" or "training_loops"."""
     return import_module(f"{__package__}.{name}")

@@ -1,4 +1,4 @@
-"""The loops that Numba compiles. Importing this compiles them, or loads what was compiled before.
+"""Numba loops for generation and training. The import compiles the loops or loads cached machine code.
 
 Shapes: R rows, C channels; H heads, D head size; K heads of keys, G heads of queries for each, S tokens so far.
 """
@@ -41,7 +41,7 @@ CUBIC = np.float32(LINEAR * 0.044715)
     [f"void({x}[:, ::1], f4[::1], f8, {y}[:, ::1], f4[::1])" for x, y in [("f4", "f4"), ("f4", "u2"), ("u2", "u2")]]
 )
 def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray, scales: np.ndarray) -> None:
-    """What rows were multiplied by goes into `scales`."""
+    """Write the RMS norm of rows (R, C) into `y`, and the factor of each row into `scales`."""
     n_rows, size = x.shape
     for i in range(n_rows):
         total = ZERO
@@ -57,7 +57,7 @@ def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray, scales:
 def layer_norm(
     x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, y: np.ndarray, means: np.ndarray, scales: np.ndarray
 ) -> None:
-    """What rows were diminished and then multiplied by goes into `means` and `scales`."""
+    """Write the layer norm of rows (R, C) into `y`, and each row's mean and factor into `means` and `scales`."""
     n_rows, size = x.shape
     for i in range(n_rows):
         total = ZERO
@@ -80,7 +80,7 @@ def layer_norm(
 # -------------------------------------------------------------------- between products
 @compile_loop(["void(f4[:, ::1], f4[:, ::1])", "void(u2[:, ::1], u2[:, ::1])"])
 def swiglu(x: np.ndarray, y: np.ndarray) -> None:
-    """(R, 2 C) to (R, C)."""
+    """Write SwiGLU of rows (R, 2 C) into `y` (R, C)."""
     n_rows, size = y.shape
     for i in range(n_rows):
         for j in range(size):
@@ -90,7 +90,7 @@ def swiglu(x: np.ndarray, y: np.ndarray) -> None:
 
 @compile_loop([f"void({x}[:, :, :], f4[:, ::1], f4[:, ::1], {x}[:, :, ::1])" for x in ("f4", "u2")])
 def rotate(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, y: np.ndarray) -> None:
-    """(R, H, D); cos and sin (R, D / 2)."""
+    """Write rotated heads (RoPE) into `y` (R, H, D), for heads (R, H, D) and cosines and sines (R, D / 2)."""
     n_rows, n_heads, size = heads.shape
     half = size // 2
     for i in range(n_rows):
@@ -110,6 +110,7 @@ def _gelu(x: np.float32) -> np.float32:
 
 @compile_loop(["void(f4[::1], f4[::1])", "void(u2[::1], u2[::1])"])
 def gelu(x: np.ndarray, y: np.ndarray) -> None:
+    """Write GELU (tanh approximation) of a vector into `y`."""
     for i in range(len(x)):
         y[i] = convert_for(y, _gelu(to_float32(x[i])))
 
@@ -179,7 +180,10 @@ def decode_attention(
     mixed: np.ndarray,
     logsumexp: np.ndarray,
 ) -> None:
-    """What queries (K G, D) make of keys and values (S, K, D), and the log sum exp of their scores."""
+    """Compute attention of one token's queries (K G, D) over cached keys and values (S, K, D).
+
+    Writes the results into `mixed` and the logsumexp of the scores of each head into the last argument.
+    """
     weights = np.empty((len(q), len(keys)), np.float32)
     _scores(q, keys, scale, weights)
     for h in range(len(q)):
@@ -217,7 +221,7 @@ def decode_attention_16_bit(
     mixed: np.ndarray,
     logsumexp: np.ndarray,
 ) -> None:
-    """The same with the bits of 16-bit keys and values, some of which are float32 at a time."""
+    """Compute `decode_attention` with 16-bit keys and values, which are widened to float32 block by block."""
     n_tokens = len(keys)
     weights = np.empty((len(q), n_tokens), np.float32)
     some = np.empty((WIDENED_KEYS, *keys.shape[1:]), np.float32)
@@ -237,7 +241,7 @@ def decode_attention_16_bit(
 # -------------------------------------------------------------------- numbers as two of fewer bits
 @compile_loop("b1(f4[:, ::1], i1[:, ::1], f4[::1])")
 def split_int8(x: np.ndarray, halves: np.ndarray, scales: np.ndarray) -> bool:
-    """Rows (R, K) as whole numbers of steps: (2 R, K), first what is left of each and then what is large, in 256 steps.
+    """Split float32 rows (R, K) into a low and a high int8 row each: (2 R, K), low rows first, high rows in 256 steps.
 
     Args:
         scales: (R,), how large a step is.
@@ -261,7 +265,7 @@ def split_int8(x: np.ndarray, halves: np.ndarray, scales: np.ndarray) -> bool:
 
 @compile_loop("void(f4[:, ::1], f4[::1], f4[:, ::1])")
 def join_int8(products: np.ndarray, scales: np.ndarray, result: np.ndarray) -> None:
-    """Products of both halves (2 R, M) to those of the numbers (R, M)."""
+    """Combine the products of low and high int8 rows (2 R, M) to the products of the float32 rows (R, M)."""
     n_rows, size = result.shape
     for i in range(n_rows):
         for j in range(size):
@@ -270,7 +274,10 @@ def join_int8(products: np.ndarray, scales: np.ndarray, result: np.ndarray) -> N
 
 @compile_loop("b1(f4[:, ::1], u2[:, ::1])")
 def split_bfloat16(x: np.ndarray, halves: np.ndarray) -> bool:
-    """Rows (R, K) as bfloat16 (2 R, K), and what is left of each as bfloat16. False where there is infinity or NaN."""
+    """Split float32 rows (R, K) into rounded bfloat16 rows and bfloat16 rounding errors: (2 R, K).
+
+    Returns False where a number is infinite or NaN.
+    """
     n_rows, size = x.shape
     for i in range(n_rows):
         if max_abs_if_finite(x[i]) == 0:

@@ -1,4 +1,4 @@
-"""Cross-entropy in one pass over memory: what a row needs stays near while its gradient is made."""
+"""Cross-entropy kernel by Numba, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def _cross_entropy_decline_reason(logits: np.ndarray, *_: Any, **__: Any) -> str
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[np.ndarray, np.ndarray | None] | NotImplementedType:
+    """Compute the weighted cross-entropy loss, and its gradient if asked, with Numba loops over chunks of rows."""
     if not 0 <= labels.min() <= labels.max() < logits.shape[1]:
         return NotImplemented
     slope = buffers.empty(logits.shape if with_gradient else (len(logits), 0), logits.dtype)

@@ -1,4 +1,4 @@
-"""Atomic operations on a mailbox, an array of 64-bit integers through which threads talk without Python."""
+"""Atomic operations on a mailbox: an array of 64-bit integers through which compiled threads communicate."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def _place(builder: Any, arguments: Any) -> Any:
 
 @intrinsic
 def atomic_load(context: Any, address: Any, index: Any) -> Any:
+    """Load a 64-bit integer of the mailbox atomically (acquire)."""
+
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_place(builder, arguments), "acquire", 8)
 
@@ -27,6 +29,8 @@ def atomic_load(context: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def atomic_store(context: Any, address: Any, index: Any, value: Any) -> Any:
+    """Store a 64-bit integer into the mailbox atomically (release)."""
+
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store_atomic(arguments[2], _place(builder, arguments), "release", 8)
         return context.get_dummy_value()
@@ -36,7 +40,7 @@ def atomic_store(context: Any, address: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def atomic_add(context: Any, address: Any, index: Any, value: Any) -> Any:
-    """Add to a place."""
+    """Add to a 64-bit integer of the mailbox atomically."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.atomic_rmw("add", _place(builder, arguments), arguments[2], "acq_rel")
@@ -47,7 +51,7 @@ def atomic_add(context: Any, address: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def compare_exchange(context: Any, address: Any, index: Any, expected: Any, value: Any) -> Any:
-    """Write a value where another is expected; return whether it was there."""
+    """Replace a 64-bit integer of the mailbox atomically if it has the expected value; return whether it had."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pair = builder.cmpxchg(_place(builder, arguments), arguments[2], arguments[3], "acq_rel", "acquire")
@@ -58,7 +62,7 @@ def compare_exchange(context: Any, address: Any, index: Any, expected: Any, valu
 
 @intrinsic
 def pause(context: Any) -> Any:
-    """Tell the processor that this thread is waiting."""
+    """Execute the processor's pause instruction, which marks a spin loop."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         name, kinds, values = "llvm.x86.sse2.pause", [], []

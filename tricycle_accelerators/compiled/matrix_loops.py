@@ -1,4 +1,4 @@
-"""Products of large matrices of float32 that Numba compiles, by the tiles of `tiles.py`.
+"""Blocked float32 matrix product compiled by Numba, from the register tiles of `tiles.py`.
 
 The right matrix is laid out in panels of columns, and ROWS_AT_ONCE rows of the left one, as they lie, go by a panel at
 a time. Of what a product sums a panel has STEPS at most, so that it stays in a core's second cache until all rows have
@@ -38,7 +38,9 @@ def _add_bias(out: np.ndarray, bias: np.ndarray) -> None:
 
 @compile_loop("void(f4[:, :], f4[:, :], f4[::1], f4[:, :])")
 def multiply_large(a: np.ndarray, b: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
-    """Write (M, K) times (K, N), plus a bias (N,), or (0,) for none: M a multiple of ROWS, N of LANES, and K not 0.
+    """Write the matrix product of (M, K) and (K, N), plus a bias (N,) or (0,) for none, into `out`.
+
+    M is a multiple of ROWS, N of LANES, and K is not 0.
 
     Rows of `a` and of `out` are in one piece each, and of b its rows or its columns.
     """

@@ -1,4 +1,4 @@
-"""Updates of one parameter in one pass over memory."""
+"""AdamW update of one parameter by Numba, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def adamw(
     decay: float,
     factor: np.ndarray | float | None = None,
 ) -> None:
+    """Update weights and AdamW optimizer state in place with a Numba loop, chunks in parallel."""
     share = 1.0 if factor is None else float(factor)
     if not share > 0:
         return

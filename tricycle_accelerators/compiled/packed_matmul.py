@@ -1,4 +1,6 @@
-"""Products with a matrix that is laid out once. Importing this compiles them, or loads what was compiled before.
+"""Matrix products with a weight matrix that is packed into column panels once, compiled by Numba.
+
+The import compiles the loops or loads cached machine code.
 
 The columns of a recurrent layer's weights are cut into panels, each of which stays in a core's first cache while the
 rows of a step go by.
@@ -74,7 +76,7 @@ def _write_tile(
 
 
 def pack_panels(matrix: np.ndarray) -> np.ndarray:
-    """(K, N) of float32 as (P, K, PANEL), the last panel filled up with zeros."""
+    """Pack a float32 matrix (K, N) into column panels (P, K, PANEL); zeros fill the last panel."""
     n_terms, n_columns = matrix.shape
     n_panels = -(-n_columns // PANEL)
     cut = np.zeros((n_panels, n_terms, PANEL), np.float32)
@@ -103,7 +105,7 @@ def _rows_times_panel(
 
 @compile_loop("void(f4[:, :, :], f4[:, :, ::1], f4[::1], f4[:, :, :])")
 def multiply_packed(x: np.ndarray, cut: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
-    """Write x (T, B, K) times a matrix that `panels` has cut, plus a bias (P PANEL,), into `out` (T, B, N).
+    """Write x (T, B, K) times a matrix packed by `pack_panels`, plus a bias (P PANEL,), into `out` (T, B, N).
 
     Each sum is made in order. The last axes are in one piece.
     """

@@ -1,4 +1,4 @@
-"""Recurrent layers: whole sequences in one call, some items of the batch in each thread."""
+"""Recurrent layers (RNN, GRU, LSTM) by Numba: one call per sequence, batch items divided among threads."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def _repeated_decline_reason(matrix: np.ndarray) -> str | None:
 
 @decline_when(_repeated_decline_reason)
 def prepare_matrix(matrix: np.ndarray) -> _Panels:
+    """Wrap a float32 weight matrix so that it is packed into panels once and reused for all time steps."""
     return _Panels(matrix)
 
 
@@ -111,7 +112,7 @@ def _pipeline_decline_reason(gates: np.ndarray, *_: Any, **__: Any) -> str | Non
 def run_batch_parallel(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:
-    """Threads take some items each through the whole sequence."""
+    """Run both functions for all chunks of time steps, with batch items divided among threads."""
     n_items = gates.shape[1]
     n_parts = max(1, min(threads.n_threads(), n_items // FEWEST_ITEMS))
     ends = [n_items * part // n_parts for part in range(n_parts + 1)]
@@ -131,7 +132,10 @@ def _project_decline_reason(x: np.ndarray, matrix: Any, bias: np.ndarray | None,
 
 @decline_when(_project_decline_reason)
 def project(x: np.ndarray, matrix: _Panels, bias: np.ndarray | None, out: np.ndarray) -> None:
-    """By BLAS where the panels are empty, or steps are not in one piece."""
+    """Multiply the inputs of all time steps by a packed matrix, plus a bias, into `out`.
+
+    BLAS computes the product where the matrix is empty or arrays are not contiguous.
+    """
     if not matrix.matrix.size or not _whole_rows(x) or not _whole_rows(out):
         recurrent.project.reference(x, matrix.matrix, bias, out)
         return

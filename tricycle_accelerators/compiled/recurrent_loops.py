@@ -1,9 +1,10 @@
-"""The steps of recurrent layers that Numba compiles: a whole sequence in a call, so that nothing is done between steps
-but products and what follows them. Importing this compiles them, or loads what was compiled before.
+"""Numba loops over the time steps of RNN, GRU and LSTM layers, one call per sequence.
 
-Shapes as in `tricycle/kernels/recurrent.py`. `cut` is the matrix of weights, or its transpose on the way
-back, in panels (`products.py`), and a bias as long as they are wide. `active` (T, B) has no rows where all items are
-active in all steps. What a step has of each other array is in one piece.
+The import compiles the loops or loads cached machine code.
+
+Shapes are those of `tricycle/kernels/recurrent.py`. `cut` is the weight matrix (transposed in the backward loops),
+packed into panels by `packed_matmul.py`; a bias has the length of all panels together. `active` (T, B) has no rows if
+all items are active in all steps. Every other array is contiguous within a time step.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def rnn(
     active: np.ndarray,
     relu: bool,
 ) -> None:
+    """Run an Elman RNN over all time steps: write pre-activations into `gates` and states into `h`."""
     n_items, size = h.shape[1:]
     sums = np.empty((1, n_items, size), np.float32)
     for t in range(len(gates)):
@@ -100,6 +102,7 @@ def rnn_backward(
     dh: np.ndarray,
     relu: bool,
 ) -> None:
+    """Backpropagate through an Elman RNN: write gate gradients and the gradient of the initial state."""
     n_items, size = dh.shape
     sums = np.empty((1, n_items, size), np.float32)
     nothing = np.zeros(len(cut) * PANEL, np.float32)
@@ -146,6 +149,7 @@ def gru(
     bias: np.ndarray,
     active: np.ndarray,
 ) -> None:
+    """Run a GRU over all time steps: write gate values, states and the recurrent part of the new gate."""
     n_items, size = h.shape[1:]
     sums = np.empty((1, n_items, 3 * size), np.float32)
     for t in range(len(gates)):
@@ -204,6 +208,7 @@ def gru_backward(
     to_state: np.ndarray,
     dh: np.ndarray,
 ) -> None:
+    """Backpropagate through a GRU: write gradients for the input gates, the state gates and the initial state."""
     n_items, size = dh.shape
     sums = np.empty((1, n_items, size), np.float32)
     nothing = np.zeros(len(cut) * PANEL, np.float32)
@@ -249,6 +254,7 @@ def lstm(
     bias: np.ndarray,
     active: np.ndarray,
 ) -> None:
+    """Run an LSTM over all time steps: write gate values, hidden states, cell states and tanh of cell states."""
     n_items, size = h.shape[1:]
     sums = np.empty((1, n_items, 4 * size), np.float32)
     for t in range(len(gates)):
@@ -301,6 +307,7 @@ def lstm_backward(
     dh: np.ndarray,
     dc: np.ndarray,
 ) -> None:
+    """Backpropagate through an LSTM: write gate gradients and gradients of the initial hidden and cell state."""
     n_items, size = dh.shape
     sums = np.empty((1, n_items, size), np.float32)
     nothing = np.zeros(len(cut) * PANEL, np.float32)

@@ -1,4 +1,4 @@
-"""Sums of products that stay in a processor's registers while they run along two matrices.
+"""Code generation (LLVM IR) for sums of products that stay in vector registers, used by the matrix loops.
 
 A core multiplies at its full rate where all the sums that it works on stay in registers, as many as there are. The
 compiler would not find that by itself, so this innermost loop is written in the compiler's own language, with vectors
@@ -29,22 +29,24 @@ CONTRACT = ("contract",)  # a product and a sum may be one instruction
 
 
 def load(builder: Any, address: Any, kind: Any) -> Any:
+    """Emit a load of a value of type `kind` from an address (4-byte alignment)."""
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
 
 
 def store(builder: Any, value: Any, address: Any) -> None:
+    """Emit a store of a value to an address (4-byte alignment)."""
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
 
 
 def offset_address(builder: Any, address: Any, stride: Any, n: int) -> Any:
-    """The address so many strides on."""
+    """Emit the address that is n strides after an address."""
     return builder.add(address, builder.mul(stride, INDEX(n)))
 
 
 def build_loop(
     builder: Any, n_steps: Any, first: Sequence[Any], step: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
-    """Write a loop that carries registers from each step to the next; return those after the last one.
+    """Emit a loop that carries registers from step to step; return the registers after the last step.
 
     Args:
         n_steps: 1 or more.
@@ -66,7 +68,7 @@ def build_loop(
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Ask for a cache line, into the second cache. No address is wrong: what is not there does not come."""
+    """Emit a prefetch of one cache line into the second-level cache; invalid addresses are ignored."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, PAIR, PAIR, PAIR])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
@@ -76,6 +78,8 @@ def prefetch(builder: Any, address: Any) -> None:
 
 @intrinsic
 def prefetch_line(context: Any, address: Any) -> Any:
+    """Prefetch the cache line at an address into the second-level cache."""
+
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         prefetch(builder, arguments[0])
         return context.get_dummy_value()
@@ -86,7 +90,7 @@ def prefetch_line(context: Any, address: Any) -> Any:
 def build_product_sums(
     builder: Any, shape: tuple[int, int], pairs: bool, operands: Sequence[Any], n_steps: Any, first: Sequence[Any]
 ) -> list[Any]:
-    """The loop along the product, and the registers that it leaves, row by row.
+    """Emit the inner loop of a matrix product tile; return the registers of sums, row by row.
 
     Args:
         shape: rows of the left matrix; registers of columns of the right one.

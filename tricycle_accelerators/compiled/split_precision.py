@@ -1,4 +1,4 @@
-"""Few rows of float32 split into rows of int8 or bfloat16, and their products joined, in one call each."""
+"""Products of a few float32 rows, split into int8 or bfloat16 rows and recombined by Numba loops."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def _decline_reason(x: np.ndarray, few: Any) -> str | None:
 
 @decline_when(_decline_reason)
 def int8_split_matmul(x: np.ndarray, few: LowPrecisionMatmul) -> np.ndarray | None:
+    """Multiply a few float32 rows by an int8 matrix as low and high int8 rows, split and joined by Numba loops."""
     scales = np.empty(len(x), np.float32)
     if not load_loops("loops").split_int8(x, few.numbers, scales):
         return None
@@ -29,6 +30,7 @@ def int8_split_matmul(x: np.ndarray, few: LowPrecisionMatmul) -> np.ndarray | No
 
 @decline_when(_decline_reason)
 def bfloat16_split_matmul(x: np.ndarray, few: LowPrecisionMatmul) -> np.ndarray | None:
+    """Multiply a few float32 rows by a bfloat16 matrix as two bfloat16 rows each, split by Numba loops."""
     if not load_loops("loops").split_bfloat16(x, few.numbers):
         return None
     few.run()

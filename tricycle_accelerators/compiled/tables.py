@@ -1,4 +1,4 @@
-"""The gradient of an embedding, in one pass over memory."""
+"""Gradient of an embedding table by Numba, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _embedding_backward_decline_reason(grad: np.ndarray, ids: np.ndarray, n_rows
 
 @decline_when(_embedding_backward_decline_reason)
 def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.ndarray:
-    """A thread takes some columns, so that no two add to one row."""
+    """Sum the gradients of equal token ids into a table (n_rows, C) with Numba loops, columns divided among threads."""
     table = buffers.zeros((n_rows, grad.shape[1]), np.float32)
     add = load_loops("training_loops").scatter_add_rows
     threads.parallel_for(

@@ -1,4 +1,4 @@
-"""Products of large matrices of float32, some columns of the result in each thread, or some rows of these."""
+"""Large float32 matrix products by Numba register tiles, with columns or rows of the result divided among threads."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Of many rows that are in one piece each: a transposed left matrix, of a weight's gradient, is left to BLAS."""
+    """Compute a large float32 matrix product with Numba register tiles in several threads.
+
+    The left matrix has contiguous rows: BLAS computes products with a transposed left matrix.
+    """
     n_rows, n_columns = len(a), b.shape[1]
     loops = _loops()
     product = buffers.empty((n_rows, n_columns), np.float32) if out is None else out

@@ -1,4 +1,4 @@
-"""Products of small matrices inside what Numba compiles, at the rate of large ones.
+"""Small matrix products inside Numba loops: packed operands and register tiles.
 
 A tile of the result stays in the processor's registers while the product runs along it: ROWS rows of some whole
 registers, each step a register of the right matrix, times a number of the left one. All operands are 2-D:
@@ -8,8 +8,8 @@ registers, each step a register of the right matrix, times a number of the left 
   bits. The processor multiplies and adds two pairs at once, and its sums are float32. Where it has no such instruction,
   or a slow one, bfloat16 become float32.
 
-`as_left`, `as_right` and `as_right_turned` make operands of parts of larger arrays, of which a bfloat16 is given by its
-bits, uint16.
+`pack_left`, `pack_right` and `pack_right_transposed` make operands from parts of larger arrays, where a bfloat16 is
+represented by its bits (uint16).
 """
 
 from __future__ import annotations
@@ -138,7 +138,10 @@ _multiply_bfloat16_pairs = (
 
 @overload_by_types
 def multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
-    """Write left right into `out`, or add it: whole tiles of at least one step, M a multiple of ROWS, N of LANES."""
+    """Write the matrix product of packed operands into `out`, or add the product to `out`.
+
+    M is a multiple of ROWS, N of LANES, and there is at least one step.
+    """
     product = _multiply_bfloat16_pairs if left.dtype == types.uint32 else _multiply_float32
 
     def call(left: Any, right: Any, out: Any, add: Any) -> None:
@@ -162,7 +165,7 @@ def multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
 # -------------------------------------------------------------------- operands
 @numba.njit(**OPTIONS)
 def prefetch_rows(x: np.ndarray) -> None:
-    """Ask for rows (N, K) that will soon be needed, so that they come from memory meanwhile."""
+    """Prefetch rows (N, K) into the cache."""
     for i in range(x.shape[0]):
         start = x.ctypes.data + i * x.strides[0]
         for place in range(start, start + x.shape[1] * x.itemsize, 4 * LINE):
@@ -171,7 +174,7 @@ def prefetch_rows(x: np.ndarray) -> None:
 
 @numba.njit(**OPTIONS)
 def aligned_zeros(n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
-    """(N, M) zeros of a dtype of 4 bytes, from the beginning of a line of the cache on."""
+    """Allocate zeros (N, M) of a 4-byte dtype, aligned to a cache line."""
     flat = np.zeros(n_rows * n_columns + LINE, like.dtype)
     skip = -(flat.ctypes.data // 4) % LINE
     return flat[skip : skip + n_rows * n_columns].reshape(n_rows, n_columns)
@@ -179,12 +182,13 @@ def aligned_zeros(n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
 
 @numba.njit(inline="always")
 def round_up_to_lanes(n: int) -> int:
+    """Round n up to a multiple of the vector register's lanes."""
     return (n + LANES - 1) // LANES * LANES
 
 
 @overload_by_types
 def n_inner_steps(n: Any, like: Any) -> Any:
-    """Steps that a product along n numbers takes with operands of this dtype."""
+    """Return the number of inner steps of a product over n numbers: half as many for bfloat16 pairs."""
     if like.dtype == types.uint32:
         return lambda n, like: (n + 1) // 2
     return lambda n, like: n
@@ -192,7 +196,7 @@ def n_inner_steps(n: Any, like: Any) -> Any:
 
 @overload_by_types
 def operand_prototype(x: Any) -> Any:
-    """An array of the dtype of operands that are made of x."""
+    """Return a one-element array with the dtype of packed operands of x: uint32 pairs or float32."""
     if x.dtype == types.uint16 and HAS_PAIRS:
         return lambda x: np.zeros(1, np.uint32)
     return lambda x: np.zeros(1, np.float32)
@@ -208,7 +212,10 @@ def _copy(x: np.ndarray, out: np.ndarray) -> None:
 
 @overload_by_types
 def pack_left(x: Any, out: Any) -> Any:
-    """Write rows (N, K) as a left operand into the beginning of `out`. Where K is odd, the rest of it must be 0."""
+    """Pack rows (N, K) as a left operand into the beginning of `out`.
+
+    If K is odd, the rest of `out` must be 0.
+    """
     if out.dtype == types.uint32:
 
         def pairs(x: Any, out: Any) -> None:
@@ -225,7 +232,7 @@ def pack_left(x: Any, out: Any) -> Any:
 
 @overload_by_types
 def pack_right(x: Any, out: Any) -> Any:
-    """Write rows (K, N) as a right operand into the beginning of `out`."""
+    """Pack rows (K, N) as a right operand into the beginning of `out`."""
     if out.dtype == types.uint32:
 
         def pairs(x: Any, out: Any) -> None:
@@ -268,7 +275,7 @@ def _transpose_tile(context: Any, source: Any, down: Any, result: Any, result_do
 
 @numba.njit(**OPTIONS)
 def pack_right_transposed(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
-    """Write the right operand of x^T (K, N), of rows x (N, K), into `out`, of whole registers each way.
+    """Pack the transpose (K, N) of rows x (N, K) as a right operand into `out`, in whole registers.
 
     Args:
         scratch: zeros (LANES, steps in whole registers), of which only what rows fill is written.
@@ -282,7 +289,7 @@ def pack_right_transposed(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -
 
 @overload_by_types
 def left_operand(x: Any, out: Any) -> Any:
-    """Rows of float32 (N, K) as a left operand: as they are, or as pairs, which are written into `out`."""
+    """Return float32 rows (N, K) as a left operand: unchanged, or packed into `out` as bfloat16 pairs."""
     if out.dtype == types.uint32:
 
         def pairs(x: Any, out: Any) -> Any:
@@ -295,7 +302,7 @@ def left_operand(x: Any, out: Any) -> Any:
 
 @overload_by_types
 def transposed_left_operand(x: Any, n: Any, out: Any) -> Any:
-    """The first n rows of float32 (K, N) as the left operand x^T: a view, or pairs, which are written into `out`."""
+    """Return the transpose of the first n float32 rows as a left operand: a view, or pairs packed into `out`."""
     if out.dtype == types.uint32:
 
         def pairs(x: Any, n: Any, out: Any) -> Any:
@@ -308,7 +315,7 @@ def transposed_left_operand(x: Any, n: Any, out: Any) -> Any:
 
 @overload_by_types
 def left_elements(left: Any) -> Any:
-    """What a left operand is made of, by rows: float32, or the bits of bfloat16."""
+    """Return the elements of a left operand row by row: float32, or the bits of bfloat16."""
     if left.dtype == types.uint32:
         return lambda left: left.view(np.uint16)
     return lambda left: left
@@ -316,7 +323,7 @@ def left_elements(left: Any) -> Any:
 
 @overload_by_types
 def left_to_right(left: Any, shape: Any, out: Any) -> Any:
-    """A left operand of rows (N, K) as a right one: the same of numbers, or other pairs, which go into `out`."""
+    """Convert a left operand of rows (N, K) to a right operand: unchanged, or repacked into `out` as pairs."""
     if left.dtype == types.uint32:
 
         def pairs(left: Any, shape: Any, out: Any) -> Any:

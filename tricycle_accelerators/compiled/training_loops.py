@@ -1,4 +1,4 @@
-"""The loops of training that Numba compiles. Importing this compiles them, or loads what was compiled before.
+"""Numba loops for training. The import compiles the loops or loads cached machine code.
 
 Shapes: R rows, C channels; N numbers; H heads, D head size. Where a loop is compiled for uint16, these are the bits of
 bfloat16.
@@ -35,13 +35,14 @@ def _gelu_slope(x: np.float32) -> np.float32:
 
 @compile_loop(["void(f4[::1], f4[::1], f4[::1])", "void(u2[::1], u2[::1], u2[::1])"])
 def gelu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
+    """Write the gradient of GELU with respect to its input x into `dx`."""
     for i in range(len(x)):
         dx[i] = convert_for(dx, to_float32(dy[i]) * _gelu_slope(to_float32(x[i])))
 
 
 @compile_loop(["void(f4[:, ::1], f4[:, ::1], f4[:, ::1])", "void(u2[:, ::1], u2[:, ::1], u2[:, ::1])"])
 def swiglu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
-    """(R, C) and (R, 2 C) to (R, 2 C)."""
+    """Write the gradient of SwiGLU (R, 2 C) into `dx`, from dy (R, C) and the input x (R, 2 C)."""
     n_rows, size = dy.shape
     for i in range(n_rows):
         for j in range(size):
@@ -54,7 +55,7 @@ def swiglu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
 
 @compile_loop("void(u2[:, ::1], f4[::1])")
 def add_rows(x: np.ndarray, sums: np.ndarray) -> None:
-    """(R, C), added to (C,)."""
+    """Add the sum of bfloat16 rows (R, C) to `sums` (C,)."""
     for i in range(len(x)):
         row = x[i]
         for j in range(len(sums)):
@@ -64,7 +65,7 @@ def add_rows(x: np.ndarray, sums: np.ndarray) -> None:
 # -------------------------------------------------------------------- tables
 @compile_loop("void(f4[:, :], i8[:], f4[:, :])")
 def scatter_add_rows(grad: np.ndarray, ids: np.ndarray, table: np.ndarray) -> None:
-    """Add each of the rows (R, C), in order, to the one of a table (N, C) that its id (R,) names."""
+    """Add each row (R, C), in order, to the row of a table (N, C) that its id (R,) selects."""
     for i in range(len(ids)):
         row, total = contiguous_row(grad, i), contiguous_row(table, ids[i])
         for j in range(len(row)):
@@ -84,7 +85,8 @@ def layer_norm_backward(
     dx: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """
+    """Write the gradient of layer norm into `dx`, and add the gradients of gain and bias to `sums` (2, C).
+
     Args:
         sums: (2, C), to which the gradients of gain and bias are added.
     """
@@ -114,7 +116,8 @@ def layer_norm_backward(
 def rms_norm_backward(
     dy: np.ndarray, x: np.ndarray, gain: np.ndarray, scales: np.ndarray, dx: np.ndarray, sums: np.ndarray
 ) -> None:
-    """
+    """Write the gradient of RMS norm into `dx`, and add the gradients of gain and bias to `sums` (2, C).
+
     Args:
         sums: (2, C), to which the gradients of gain and of a bias are added.
     """
@@ -137,7 +140,7 @@ def rms_norm_backward(
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float, slope: np.ndarray
 ) -> float:
-    """(R, C); the sum over rows.
+    """Return the sum of the weighted cross-entropy of rows (R, C), and write the gradient.
 
     Args:
         slope: the derivative is written into it; (R, 0) where none is wanted.
@@ -171,6 +174,7 @@ def cross_entropy(
 # -------------------------------------------------------------------- optimisers
 @compile_loop("f8(f4[::1])")
 def sum_squares(x: np.ndarray) -> float:
+    """Return the sum of squares of a float32 vector."""
     total = ZERO
     for i in range(len(x)):
         total += x[i] * x[i]
@@ -179,7 +183,7 @@ def sum_squares(x: np.ndarray) -> float:
 
 @compile_loop("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
 def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, numbers: np.ndarray) -> None:
-    """In place on weights and both moments, each of which is read and written once.
+    """Update weights and AdamW optimizer state in place, in one pass.
 
     Args:
         numbers: what the gradient is multiplied by; beta1, 1 - beta1, beta2, 1 - beta2, eps, the rate, what is kept.

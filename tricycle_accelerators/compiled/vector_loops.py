@@ -1,4 +1,4 @@
-"""The product of a matrix and one vector, which threads share while they spin. Importing this compiles it.
+"""Matrix-vector product compiled by Numba, shared by spinning threads. The import compiles or loads it.
 
 Each number of the matrix is used once, so the product takes the time in which the matrix comes from memory. Two things
 keep that time short. Threads begin within a microsecond, for those that have nothing to do watch a mailbox. And while
@@ -118,7 +118,7 @@ def _prefetch_next(box: Any, place: int, part: int, known: Any, last: int) -> in
 
 @compile_loop("void(i8[::1], i8)")
 def serve_jobs(box: np.ndarray, part: int) -> None:
-    """Take this part of the jobs that come, until none has come for a while, or STOP is set."""
+    """Compute one thread's part of the jobs in a mailbox until no job has come for a while or STOP is set."""
     place = box.ctypes.data
     known = np.zeros((N_KNOWN, 4), np.int64)
     atomic_add(place, SERVING, 1)
@@ -146,7 +146,9 @@ def multiply_vector(
     box: np.ndarray,
     n_threads: int,
 ) -> int:
-    """Write x (1, K) times the rows of a matrix, times scales (M,), or (0,) for none, into `out` (1, M).
+    """Write the product of a vector (1, K) and the rows of a matrix (M, K) into `out` (1, M), shared with threads.
+
+    The product is multiplied by scales (M,), or (0,) for none.
 
     Threads that serve the mailbox help; without any, this one does all of it, and the result has the same bits.
 

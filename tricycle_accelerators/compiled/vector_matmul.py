@@ -1,4 +1,4 @@
-"""Products of one row and a matrix whose columns lie in one piece each, of float32, bfloat16 or int8."""
+"""Products of one row and a float32, bfloat16 or int8 matrix with contiguous columns, for generating tokens."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Of one row, where a matrix of float32 lies by columns, as a tied head's and most pretrained weights do."""
+    """Multiply one float32 row by a float32 matrix with contiguous columns, with spinning Numba threads."""
     product = np.empty((1, b.shape[1]), np.float32)
     _team().multiply(a, b.T, NO_SCALES, NO_SUMS, product)
     if bias is not None:
@@ -140,7 +140,7 @@ def _few_bits_matmul_decline_reason(
 
 @decline_when(_few_bits_matmul_decline_reason)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
-    """Of one row. Numbers of the matrix become float32 in registers, so that nothing else is rounded."""
+    """Multiply one float32 row by a quantized matrix, dequantized in registers, with spinning Numba threads."""
     rows: _Rows | None = matrix.prepared.get("rows")
     if rows is None:
         rows = matrix.prepared["rows"] = _matrix_rows(matrix)

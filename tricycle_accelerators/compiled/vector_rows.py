@@ -1,4 +1,4 @@
-"""Rows of a matrix times one vector: float32, bfloat16 or int8 numbers become float32 in registers.
+"""Dot products of one vector with matrix rows of float32, bfloat16 or int8, dequantized in vector registers.
 
 Where the processor multiplies bytes, int8 are multiplied with a vector of whole numbers of 16 bits instead.
 """
@@ -178,7 +178,7 @@ multiply_int8_rows_by_bytes = (
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
 def split_into_bytes(x: np.ndarray, out: np.ndarray) -> Any:
-    """Write upper and lower bytes (2, K) of a row in whole steps; return a step, or 0 where a number is not finite."""
+    """Split a float32 row into high and low bytes (2, K); return the step size, or 0 if a number is not finite."""
     largest = max_abs_if_finite(x)
     if largest == 0:
         return ZERO

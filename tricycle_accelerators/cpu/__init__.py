@@ -1,4 +1,4 @@
-"""Faster versions for NumPy arrays: the same names and results as in `tricycle/kernels`.
+"""Kernel implementations for NumPy arrays in threads: the same names and results as in `tricycle/kernels`.
 
 Four ideas do the work. Elementwise chains go through memory in pieces that stay in a core's cache, with results
 written into place. Threads share the pieces, the heads and the rows of matrix products; sums over pieces are added
@@ -29,12 +29,12 @@ PROVIDER = "numpy"
 
 
 def unavailable_reason() -> str | None:
-    """Return why these versions cannot be used; None when they can."""
+    """Return why the threaded NumPy kernels cannot be used; None when they can."""
     return exclusion_reason(PROVIDER)
 
 
 def register(array: type) -> None:
-    """Offer these versions for a type of arrays."""
+    """Register the threaded NumPy kernels for an array type."""
     k, r = kernels, recurrent
     products = (
         k.matmul_operand,

@@ -1,4 +1,4 @@
-"""Attention by threads: some heads of one item each, some queries of these at a time, in memory that grows with tokens.
+"""Attention kernels in NumPy and threads: blocks of queries and heads, with memory linear in the number of tokens.
 
 The query heads that share a key head stand in the rows of one product, so that no key is copied and the gradients of
 keys and values are summed inside the products. Keys that no query sees are not read: a block of queries takes the keys
@@ -94,6 +94,7 @@ def _for_items_decline_reason(q: np.ndarray, *_: Any, **__: Any) -> str | None:
 
 @decline_when(_for_items_decline_reason)
 def run_over_batch(q: np.ndarray, work: Callable[[slice], None]) -> None:
+    """Call `work` for each batch item, items divided among threads."""
     threads.parallel_for(work, [slice(i, i + 1) for i in range(len(q))])
 
 
@@ -199,6 +200,7 @@ def attention(
     mask: np.ndarray | None = None,
     dtype: Any = None,
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Compute scaled dot-product attention with NumPy, blocks of queries and heads divided among threads."""
     dtype = dtype or q.dtype
     q, k, v, mask = map(upcast, (q, k, v, mask))
     out = buffers.empty((*q.shape[:3], v.shape[3]), q.dtype)
@@ -278,6 +280,7 @@ def attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> None:
+    """Compute the gradients of attention with NumPy into dq, dk and dv, heads divided among threads."""
     queries, keys, inputs = _trim_hidden(q, k, v, score_options, mask)
     gradients = _Gradients(_fill_outside(dq, queries, 0), _fill_outside(dk, keys, 0), _fill_outside(dv, keys, 0))
     upstream = _Upstream(grad[:, queries], out[:, queries], logsumexp[:, :, queries])
@@ -357,7 +360,7 @@ def row_attention(
     row_softmax: RowSoftmaxFn,
     mask: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Whole rows of scores, but for few queries at a time."""
+    """Compute attention with a row-wise softmax variant, blocks of queries divided among threads."""
     out = buffers.empty((*q.shape[:3], v.shape[3]), q.dtype)
     queries, _, inputs = _trim_hidden(q, k, v, score_options, mask)
     seen_out = _fill_outside(out, queries, 0)
@@ -399,6 +402,7 @@ def row_attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> None:
+    """Compute the gradients of attention with a row-wise softmax variant into dq, dk and dv, in threads."""
     queries, keys, inputs = _trim_hidden(q, k, v, score_options, mask)
     gradients = _Gradients(_fill_outside(dq, queries, 0), _fill_outside(dk, keys, 0), _fill_outside(dv, keys, 0))
     grad = grad[:, queries]

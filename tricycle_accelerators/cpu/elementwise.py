@@ -1,4 +1,4 @@
-"""Elementwise chains in pieces that stay in a core's cache, with results written into place."""
+"""Elementwise kernels in NumPy and threads, in chunks that stay in a core's cache."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from tricycle_accelerators.providers import decline_when
 
 @upcasting(1)
 def gelu(x: np.ndarray) -> np.ndarray:
+    """Compute GELU (tanh approximation) with NumPy, chunks divided among threads."""
     return _gelu(x, None)
 
 
 @upcasting(2)
 def gelu_with_derivative(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Compute GELU and its derivative with NumPy, chunks divided among threads."""
     slope = buffers.empty(x.shape, x.dtype)
     return _gelu(x, slope), slope
 
 
 def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> Any:
+    """Multiply the gradient by the derivative of GELU, which is computed from x if it was not kept."""
     if slope is None and x is not None:
         _, slope = gelu_with_derivative(x)
     return kernels.multiply(grad, slope)
@@ -60,6 +63,7 @@ def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
 
 
 def relu_squared(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Compute relu(x) ** 2 and its derivative with NumPy, chunks divided among threads."""
     flat = np.ascontiguousarray(x).reshape(-1)
     y = buffers.empty(flat.shape, flat.dtype)
     slope = buffers.empty(flat.shape, flat.dtype)
@@ -75,6 +79,7 @@ def relu_squared(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @upcasting(1)
 def swiglu(x: np.ndarray) -> np.ndarray:
+    """Compute SwiGLU of (..., 2 C) to (..., C) with NumPy, chunks of rows divided among threads."""
     half = x.shape[-1] // 2
     rows = _rows(x)
     y = buffers.empty((len(rows), half), x.dtype)
@@ -91,6 +96,7 @@ def swiglu(x: np.ndarray) -> np.ndarray:
 
 @upcasting(1)
 def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Compute the gradient of SwiGLU with NumPy, chunks of rows divided among threads."""
     half = x.shape[-1] // 2
     rows, slopes = _rows(upcast(x)), _rows(grad)
     dx = buffers.empty(rows.shape, grad.dtype)
@@ -140,11 +146,13 @@ def _shared_decline_reason(a: np.ndarray, b: np.ndarray, out: np.ndarray | None 
 
 @decline_when(_shared_decline_reason)
 def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Multiply two large arrays elementwise with NumPy, chunks divided among threads."""
     return _shared(np.multiply, a, b, None)
 
 
 @decline_when(_shared_decline_reason)
 def add(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """Add two large arrays elementwise with NumPy, chunks divided among threads."""
     return _shared(np.add, a, b, out)
 
 
@@ -160,7 +168,7 @@ def _shared(compute: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray | N
 
 @upcasting(1)
 def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """A thread takes an item at a time."""
+    """Apply rotary position embeddings with NumPy, one batch item per thread at a time."""
     half = x.shape[-1] // 2
     y = buffers.empty(x.shape, x.dtype)
     cos, sin = cos[:, None, :], sin[:, None, :]

@@ -1,4 +1,4 @@
-"""Matrix products shared by threads, and sums from pieces."""
+"""Matrix products by NumPy's BLAS in threads, and sums over rows."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ UPCAST_SIZE = 2**20  # numbers of 16 bits that are made 32 at once for a product
 
 
 def matmul_operand(x: np.ndarray, precision: str) -> np.ndarray:
-    """x itself, with a warning where 16 bits are asked for: oneDNN has declined, or is not there."""
+    """Return x unchanged, and warn once if 16-bit products were requested, because NumPy computes in float32."""
     if precision in ("bfloat16", "float16"):
         _warn_float32(precision)
     return x
 
 
 def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the matmul operand of x and the sum of its rows."""
     return kernels.matmul_operand(x, precision), kernels.sum_rows(x)
 
 
@@ -49,7 +50,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Threads take some rows or some columns of the result each, or some of the terms that it sums."""
+    """Compute a matrix product (N, K) x (K, M) by BLAS; threads divide rows, columns or the inner dimension."""
     if len(a) == 1 and out is None and dtype is None and a.dtype == b.dtype == np.float32 and b.flags.f_contiguous:
         row = spin_threads.multiply_vector(a, b)  # most of all calls: nothing else is looked at
         if row is not None:
@@ -169,7 +170,7 @@ def _batched_matmul_decline_reason(a: np.ndarray, b: np.ndarray) -> str | None:
 
 @decline_when(_batched_matmul_decline_reason)
 def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Threads take some of the products each."""
+    """Multiply batches of matrices by BLAS, with batch items divided among threads."""
     n_rows, n_inner = a.shape[-2:]
     n_columns = b.shape[-1]
     if a.ndim == 2 and a.dtype == b.dtype and a.dtype in (np.float32, np.float64):
@@ -191,6 +192,7 @@ def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 # -------------------------------------------------------------------- sums
 @upcasting(0)
 def sum_rows(x: np.ndarray) -> np.ndarray:
+    """Sum the rows of a matrix (R, C) with BLAS, chunks of rows divided among threads."""
     if x.size <= chunks.UNSHARED_SIZE:
         few: np.ndarray = chunks.ones_vector(len(x), x) @ x
         return few
@@ -202,7 +204,10 @@ def sum_rows(x: np.ndarray) -> np.ndarray:
 
 @upcasting(0)
 def sum_squares(x: np.ndarray) -> np.ndarray:
-    """From pieces: BLAS adds up a long vector in another order with another number of threads."""
+    """Compute the sum of squares of all elements with BLAS, chunks added up in a fixed order.
+
+    BLAS alone would add up in another order with another number of threads.
+    """
     if x.size < chunks.CHUNK_SIZE:
         with _single_thread_if_large(1, x.size, 1):
             return kernels.sum_squares.reference(x)

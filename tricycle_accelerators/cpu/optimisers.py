@@ -1,4 +1,4 @@
-"""Updates of one parameter, in pieces and matrix by matrix."""
+"""Optimizer update kernels in NumPy and threads: AdamW, and orthogonalization for Muon."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGE = 2**22  # elements of a function that is worth all threads
 
 @upcasting(1)
 def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
-    """A matrix for each thread at a time."""
+    """Orthogonalize a batch of matrices (Muon), one matrix per thread at a time."""
     polar = buffers.empty(x.shape, x.dtype)
 
     def work(i: int) -> None:
@@ -30,7 +30,7 @@ def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
 
 
 def run_independent(like: np.ndarray, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
-    """Run functions on one thread each, large ones first; those that use all threads one after another."""
+    """Run independent jobs in threads, large ones first; jobs that use all threads run one after another."""
     if sum([job[1] for job in jobs]) < SMALL:
         return [job[0]() for job in jobs]
     results: list[Any] = [None] * len(jobs)
@@ -74,7 +74,7 @@ def adamw(
     decay: float,
     factor: np.ndarray | float | None = None,
 ) -> None:
-    """The factor goes into numbers that the gradient is multiplied by anyway."""
+    """Update weights and AdamW optimizer state in place with NumPy, chunks divided among threads."""
     arrays: Any = chunks.flatten_alike(weights, grad, first, second)
     share = 1.0 if factor is None else float(factor)
     if not share > 0:

@@ -1,4 +1,4 @@
-"""Products with matrices of few bits, shared by threads."""
+"""Products with quantized matrices in NumPy and threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, 
 
 @decline_when(_few_bits_matmul_decline_reason)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
-    """Threads make float32 numbers of some columns each, and multiply with these while they are in the cache."""
+    """Multiply rows by a quantized matrix; each thread dequantizes some columns and multiplies with NumPy."""
     product = buffers.empty((len(x), matrix.shape[1]), x.dtype)
 
     def work(piece: slice) -> None:

@@ -1,4 +1,4 @@
-"""Recurrent layers, some items of the batch at a time."""
+"""Recurrent layers (RNN, GRU, LSTM) with batch items divided among threads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _pipeline_decline_reason(gates: np.ndarray, pieces: list[Piece], *_: Any, **
 def run_batch_parallel(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:
-    """In two threads, one for each function, where items are too few to be shared."""
+    """Run the two functions in two threads, pipelined over chunks of time steps, for small batches."""
     ready = threading.Semaphore(0)
 
     def run(second: bool) -> None:

@@ -1,4 +1,4 @@
-"""The gradient of an embedding."""
+"""Gradient of an embedding table in NumPy and threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from tricycle_accelerators import buffers, chunks, threads
 
 @upcasting(0)
 def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.ndarray:
-    """Rows of one id stand together after a sort, and are summed in one run (`np.add.at` takes them singly)."""
+    """Sum the gradients of equal token ids into a table (n_rows, C); tokens are sorted by id first.
+
+    `np.add.reduceat` sums each run of equal ids at once; `np.add.at` is slower. Threads divide the columns.
+    """
     table = buffers.zeros((n_rows, grad.shape[-1]), grad.dtype)
     if ids.size:
         order = np.argsort(ids, kind="stable")

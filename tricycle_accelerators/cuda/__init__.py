@@ -26,12 +26,12 @@ PROVIDER = "cuda"
 
 
 def unavailable_reason() -> str | None:
-    """Return why these versions cannot be used; None when they can. Where an array is CuPy's, there is a GPU."""
+    """Return why the CUDA kernels cannot be used; None when they can. CuPy arrays imply that there is a GPU."""
     return exclusion_reason(PROVIDER)
 
 
 def register(array: type) -> None:
-    """Offer these versions for a type of arrays."""
+    """Register the CUDA kernels for an array type."""
     kernels.softmax.register(array)(softmax.softmax)
     kernels.softmax_backward.register(array)(softmax.softmax_backward)
     kernels.log_softmax.register(array)(softmax.log_softmax)

@@ -6,6 +6,7 @@ from tricycle_accelerators.cuda.compile import compile_all, format_table, unavai
 
 
 def main() -> int:
+    """Compile all CUDA kernels and print a table of their registers and memory; return the exit status."""
     reason = unavailable_reason()
     print(reason if reason else format_table(compile_all()))
     return 1 if reason else 0

@@ -1,4 +1,4 @@
-"""What the kernels ask of arrays, and the copies that they need."""
+"""Conversions and checks of CuPy arrays for the CUDA kernels: dtypes, contiguity, alignment."""
 
 from __future__ import annotations
 
@@ -16,35 +16,38 @@ i32, i64, f32 = np.int32, np.int64, np.float32
 # Cache: valid for the life of the process: depends on the dtype alone.
 @cache
 def cuda_type(dtype: np.dtype) -> str:
-    """An element type as CUDA C++ names it; empty where no kernel takes it."""
+    """Return the CUDA C++ name of a dtype; "" if no kernel supports the dtype."""
     return launch.TYPES.get(dtype.name, "")
 
 
 def dtype_decline_reason(x: Array) -> str | None:
+    """Return why no CUDA kernel supports the dtype of x; None if the dtype is supported."""
     return None if cuda_type(x.dtype) else f"float32, float16 or bfloat16, got {x.dtype}"
 
 
 def array_decline_reason(x: Array, *_: Any, **__: Any) -> str | None:
-    """Return why no kernel takes x, whatever the other arguments are."""
+    """Return why no CUDA kernel supports x (empty, or an unsupported dtype); None if x is supported."""
     return dtype_decline_reason(x) if x.size else "an empty array"
 
 
 def contiguous(x: Array) -> Array:
+    """Return x if it is C-contiguous, else a contiguous copy."""
     return x if x.flags.c_contiguous else array_module(x).ascontiguousarray(x)
 
 
 def contiguous_float32(x: Array) -> Array:
-    """As contiguous float32."""
+    """Return x as a C-contiguous float32 array."""
     return contiguous(cast(x, np.dtype(f32)))
 
 
 def empty_like(like: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Array:
+    """Allocate an uninitialized array on the device of `like`, with its shape and dtype unless given."""
     xp = array_module(like)
     return xp.empty(like.shape if shape is None else shape, like.dtype if dtype is None else dtype)
 
 
 def vector_width(n: int, kind: str, *arrays: Array) -> int:
-    """How many elements a thread may read at once of rows of n: 16 bytes of them, or 1.
+    """Return how many elements a thread can load at once from rows of n elements: 16 bytes of them, or 1.
 
     Arrays that are not contiguous count as the copies that `dense` makes of them.
     """
@@ -54,7 +57,7 @@ def vector_width(n: int, kind: str, *arrays: Array) -> int:
 
 
 def cast(x: Array, dtype: np.dtype) -> Array:
-    """x in another dtype, in the memory order that it has."""
+    """Return x in another dtype, in the same memory order."""
     if x.dtype == dtype:
         return x
     pair = cuda_type(x.dtype), cuda_type(dtype)

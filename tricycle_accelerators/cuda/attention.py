@@ -1,4 +1,4 @@
-"""Attention through cuDNN, on tensor cores or in float32, whichever takes the arrays."""
+"""Attention kernels for CuPy arrays: cuDNN where it supports them, else CUDA kernels (tensor cores or float32)."""
 
 from __future__ import annotations
 
@@ -102,6 +102,7 @@ def attention(
     mask: Array | None = None,
     dtype: Any = None,
 ) -> tuple[Array, Array]:
+    """Compute scaled dot-product attention on the GPU with cuDNN or a CUDA kernel."""
     dtype = dtype or q.dtype
     results = cudnn.attention_forward(q, k, v, score_options, off_by_one, mask)
     if results is not None:
@@ -140,6 +141,7 @@ def attention_backward(
     dv: Array,
     mask: Array | None = None,
 ) -> None:
+    """Compute the gradients of attention on the GPU with cuDNN or CUDA kernels, into dq, dk and dv."""
     if cudnn.attention_backward(grad, q, k, v, out, logsumexp, score_options, dq, dk, dv, mask):
         return
     way = _select_kernels(q)

@@ -1,4 +1,4 @@
-"""Every kernel compiled without a GPU, by NVRTC: what each takes of registers and memory, for several architectures.
+"""Compile every CUDA kernel with NVRTC, without a GPU, and report registers and memory for several architectures.
 
 `python -m tricycle_accelerators.cuda` prints it as a table. Needs NVRTC and CUDA's headers, as `cupy-cuda13x[ctk]`
 brings them, or the packages nvidia-cuda-nvrtc and nvidia-cuda-runtime alone.
@@ -20,8 +20,10 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 
 class KernelUsage(NamedTuple):
-    """What a kernel takes: registers of a thread, bytes of static shared memory of a block, and bytes a thread of
-    local memory, where registers go that do not fit."""
+    """The registers, shared memory and local memory that a compiled kernel uses.
+
+    Registers are of a thread, static shared memory (bytes) of a block, stack and spills (bytes) of a thread.
+    """
 
     kernel: str
     architecture: str
@@ -44,7 +46,7 @@ def _installed(pattern: str) -> Path | None:
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def unavailable_reason() -> str | None:
-    """Why nothing can be compiled here, in one line; None where it can."""
+    """Return why CUDA kernels cannot be compiled on this machine, in one line; None when they can."""
     if _headers() is None:
         return "CUDA's headers are not installed (pip install 'nvidia-cuda-runtime==13.0.*')"
     if _installed(_NVRTC) is None:
@@ -75,7 +77,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def compile_file(file: str, architecture: str) -> Iterator[KernelUsage]:
-    """Compile every kernel of a file.
+    """Compile every kernel of a .cu file for an architecture and yield the resource usage of each kernel.
 
     Raises:
         RuntimeError: with the compiler's words.
@@ -112,7 +114,7 @@ def compile_file(file: str, architecture: str) -> Iterator[KernelUsage]:
 
 
 def parse_usages(log: str, mangled: dict[str, str], architecture: str) -> Iterator[KernelUsage]:
-    """What the assembler says of each kernel.
+    """Parse the resource usage of each kernel from the assembler's log.
 
     Args:
         mangled: from the names in the log to those in C++.
@@ -133,7 +135,7 @@ def parse_usages(log: str, mangled: dict[str, str], architecture: str) -> Iterat
 
 
 def format_table(usages: list[KernelUsage]) -> str:
-    """In Markdown, a line for each kernel: registers for each architecture, shared memory, and what spilled."""
+    """Return a Markdown table of kernel usages: registers per architecture, shared memory, stack and spills."""
     names = list(dict.fromkeys(usage.kernel for usage in usages))
     where = list(dict.fromkeys(usage.architecture for usage in usages))
     lines = [f"| kernel | registers {' / '.join(where)} | shared bytes | stack and spills |"]
@@ -147,5 +149,5 @@ def format_table(usages: list[KernelUsage]) -> str:
 
 
 def compile_all(architectures: tuple[str, ...] = ARCHITECTURES) -> list[KernelUsage]:
-    """Every kernel for every architecture."""
+    """Compile every kernel for every architecture and return the resource usages."""
     return [usage for file in KERNELS for where in architectures for usage in compile_file(file, where)]

@@ -1,4 +1,4 @@
-"""Attention on a GPU through cuDNN, over queries, keys and values that lie in one packed array: nothing is copied.
+"""Attention on a GPU by cuDNN (fused scaled dot-product attention), directly on slices of a packed QKV array.
 
 cuDNN's kernels keep no matrix of scores (Dao et al. 2022, "FlashAttention"). They take floats of 16 bits, plain softmax
 and softmax1 (whose "nothing" is put in afterwards), causal or not. What they do not take is left to the caller.
@@ -27,7 +27,7 @@ DETERMINISTIC = True
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def unavailable_reason() -> str | None:
-    """Why cuDNN's attention cannot be used here, in one line; None when it can (on a GPU)."""
+    """Return why cuDNN's attention cannot be used, in one line; None when it can (on a GPU)."""
     try:
         import cudnn
     except ImportError:
@@ -42,7 +42,7 @@ def unavailable_reason() -> str | None:
 
 
 def version_text() -> str:
-    """Of cuDNN and its frontend."""
+    """Return the versions of cuDNN and its Python frontend as text."""
     import cudnn
 
     return f"cuDNN {cudnn.backend_version()}, frontend {cudnn.__version__}"
@@ -53,7 +53,9 @@ Strides = tuple[int, int, int, int]
 
 
 class AttentionShape(NamedTuple):
-    """Everything that decides a graph: sizes (B, T, H, D), and each array's strides in elements along B, H, T and D.
+    """The sizes, strides and options of an attention call; equal shapes share a cuDNN graph.
+
+    Sizes are (B, T, H, D); strides are in elements along B, H, T and D.
 
     Attributes:
         scale: scores are scale * q . k.
@@ -72,13 +74,13 @@ class AttentionShape(NamedTuple):
 
 
 def bhtd_strides(x: Array) -> Strides:
-    """Of an array (B, T, H, D), in cuDNN's order of axes: B, H, T, D."""
+    """Return the strides of an array (B, T, H, D) in elements, in cuDNN's order of axes: B, H, T, D."""
     b, t, h, d = (stride // x.dtype.itemsize for stride in x.strides)
     return b, h, t, d
 
 
 def supported_shape(q: Array, score_options: ScoreOptions, *others: Array) -> AttentionShape | None:
-    """The shape of attention over these arrays (B, T, H, D); None where cuDNN does not take them.
+    """Return the AttentionShape of arrays (B, T, H, D); None if cuDNN does not support them.
 
     It is not asked for fewer key heads than query heads, windows and caps.
     """
@@ -102,14 +104,14 @@ def _aligned(x: Array) -> bool:
 
 # -------------------------------------------------------------------- graphs
 class AttentionGraph(NamedTuple):
-    """One of cuDNN's graphs, and its arrays in the order in which `run` takes them."""
+    """A cuDNN graph and its tensors in the order in which `_run` takes the arrays."""
 
     graph: Any
     arrays: tuple[Any, ...]
 
 
 def build_forward_graph(shape: AttentionShape, **target: Any) -> AttentionGraph:
-    """q, k and v to the output, contiguous (B, T, H, D), and the log of each row's sum of exponentials (B, H, T).
+    """Build the cuDNN graph of attention: q, k, v to the output (B, T, H, D) and the logsumexp (B, H, T).
 
     Args:
         target: what `cudnn.pygraph` must be told of the GPU, if there is none (sm_version), or its handle.
@@ -122,7 +124,7 @@ def build_forward_graph(shape: AttentionShape, **target: Any) -> AttentionGraph:
 
 
 def build_backward_graph(shape: AttentionShape, **target: Any) -> AttentionGraph:
-    """q, k, v, the output, its gradient and the logs to dq, dk and dv."""
+    """Build the cuDNN graph of the attention gradients: q, k, v, output, its gradient and logsumexp to dq, dk, dv."""
     graph, arrays, kind = _new_graph(shape, ("q", "k", "v", "out", "grad"), **target)
     sizes, strides = _sizes(shape._replace(size=1)), _strides_of_totals(shape)
     totals = graph.tensor(name="totals", dim=sizes, stride=strides, data_type=_data_type("FLOAT"))
@@ -161,7 +163,7 @@ def _sizes(shape: AttentionShape) -> tuple[int, int, int, int]:
 
 
 def contiguous_strides(shape: AttentionShape) -> Strides:
-    """The strides of an array (B, T, H, D) without gaps."""
+    """Return the strides of a C-contiguous array (B, T, H, D), in cuDNN's order of axes."""
     return shape.n_tokens * shape.n_heads * shape.size, shape.size, shape.n_heads * shape.size, 1
 
 
@@ -225,7 +227,7 @@ def _run(ready: AttentionGraph, arrays: tuple[Array, ...]) -> None:
 def attention_forward(
     q: Array, k: Array, v: Array, score_options: ScoreOptions, off_by_one: bool, mask: Array | None
 ) -> tuple[Array, Array] | None:
-    """As `tricycle.kernels.attention`; None where cuDNN does not take it."""
+    """Compute attention by cuDNN as `tricycle.kernels.attention` does; return None if cuDNN does not support it."""
     import cupy
 
     shape = None if mask is not None or unavailable_reason() else supported_shape(q, score_options, k, v)
@@ -255,7 +257,7 @@ def attention_backward(
     dv: Array,
     mask: Array | None,
 ) -> bool:
-    """As `tricycle.kernels.attention_backward`; whether cuDNN took it: if not, nothing is written.
+    """Write the gradients of attention by cuDNN; return False, with nothing written, if cuDNN does not support it.
 
     The gradient is right for softmax1 too, whose weights are e^(score - logsumexp) as well.
     """

@@ -1,4 +1,4 @@
-"""One element at a time: activations, products, dropout's masks, rotary positions."""
+"""Elementwise CUDA kernels: activations, products, dropout masks and RoPE."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ def _elementwise(name: str, x: Array, n_results: int) -> Any:
 
 @decline_when(arrays.array_decline_reason)
 def gelu(x: Array) -> Array:
+    """Compute GELU (tanh approximation) with a CUDA kernel."""
     return _elementwise("gelu", x, 1)
 
 
 @decline_when(arrays.array_decline_reason)
 def gelu_with_derivative(x: Array) -> tuple[Array, Array]:
+    """Compute GELU and its derivative with a CUDA kernel."""
     return _elementwise("gelu_with_derivative", x, 2)
 
 
@@ -40,7 +42,7 @@ def _multiply_decline_reason(a: Array, b: Array) -> str | None:
 
 @decline_when(_multiply_decline_reason)
 def multiply(a: Array, b: Array) -> Array:
-    """Two arrays of one shape, or an array and a 0-d one."""
+    """Multiply two arrays of one shape, or an array and a 0-d array, with a CUDA kernel."""
     return _multiply(a, b)
 
 
@@ -58,16 +60,19 @@ def _gelu_backward_decline_reason(grad: Array, x: Array | None, slope: Array | N
 
 @decline_when(_gelu_backward_decline_reason)
 def gelu_backward(grad: Array, x: Array | None, slope: Array | None) -> Array:
+    """Multiply the gradient by the kept derivative of GELU with a CUDA kernel."""
     return _multiply(grad, slope)
 
 
 @decline_when(arrays.array_decline_reason)
 def relu_squared(x: Array) -> tuple[Array, Array]:
+    """Compute relu(x) ** 2 and its derivative with a CUDA kernel."""
     return _elementwise("relu_squared", x, 2)
 
 
 @decline_when(arrays.array_decline_reason)
 def sigmoid(x: Array) -> Array:
+    """Compute the sigmoid elementwise with a CUDA kernel."""
     return _elementwise("sigmoid", x, 1)
 
 
@@ -77,7 +82,7 @@ def _random_mask_decline_reason(like: Array, shape: tuple[int, ...], *_: Any, **
 
 @decline_when(_random_mask_decline_reason)
 def dropout_mask(like: Array, shape: tuple[int, ...], keep: float, generator: np.random.Generator) -> Array:
-    """Zeros and 1 / keep in the dtype of `like`, drawn on the device from one number of a host generator."""
+    """Draw a dropout mask (zeros and 1 / keep, in the dtype of `like`) on the device from a host generator's seed."""
     kind, size = arrays.cuda_type(like.dtype), math.prod(shape)
     mask = arrays.empty_like(like, shape)
     seed = int(generator.integers(2**63))
@@ -94,6 +99,7 @@ def _rotate_decline_reason(x: Array, *_: Any, **__: Any) -> str | None:
 
 @decline_when(_rotate_decline_reason)
 def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
+    """Apply rotary position embeddings with a CUDA kernel."""
     x = x if x.strides[-1] == x.dtype.itemsize else arrays.contiguous(x)
     _, n_tokens, n_heads, size = x.shape
     out, kind = arrays.empty_like(x), arrays.cuda_type(x.dtype)

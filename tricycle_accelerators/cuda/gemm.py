@@ -1,4 +1,4 @@
-"""Matrix products on a GPU through cuBLASLt: operands of 16 bits or float32, sums in float32, bias on the way.
+"""Matrix products on a GPU by cuBLASLt: 16-bit or float32 operands, float32 sums, fused bias.
 
 CuPy multiplies through cuBLAS, but gives results of 16-bit operands in 16 bits only, and cannot be captured in a graph.
 cuBLASLt comes along with cuBLAS, so nothing more is installed; it is called through ctypes. Where it cannot be loaded,
@@ -40,7 +40,7 @@ STATUS = {
 
 # -------------------------------------------------------------------- what is asked for: pure, without a GPU
 class MatrixLayout(NamedTuple):
-    """A matrix in memory: rows one after another, or columns where it is `transposed`.
+    """The memory layout of a matrix: row-major, or column-major if `transposed`, and its leading dimension.
 
     Attributes:
         step: elements from the start of one to the start of the next.
@@ -51,7 +51,7 @@ class MatrixLayout(NamedTuple):
 
 
 class MatmulSpec(NamedTuple):
-    """Everything that decides how a product (N, K) by (K, M) is made.
+    """The sizes, layouts, dtypes and alignments of a matrix product; equal specs share a plan.
 
     Attributes:
         operands, result: names of dtypes.
@@ -72,7 +72,7 @@ class MatmulSpec(NamedTuple):
 
 
 def matrix_layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> MatrixLayout | None:
-    """How a matrix lies; None where neither its rows nor its columns are contiguous and apart."""
+    """Return the layout of a matrix; None if neither its rows nor its columns are contiguous."""
     (n_rows, n_columns), (down, across) = shape, strides
     for transposed, near, far, length, number in (
         (False, across, down, n_columns, n_rows),
@@ -86,17 +86,17 @@ def matrix_layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: in
 
 
 def column_major_shape(n_rows: int, n_columns: int, lies: MatrixLayout) -> tuple[int, int, int]:
-    """The same matrix as cuBLASLt counts: the length of the contiguous axis, of the other one, and the step."""
+    """Return a matrix's column-major description for cuBLASLt: rows, columns and leading dimension."""
     return (n_rows, n_columns, lies.step) if lies.transposed else (n_columns, n_rows, lies.step)
 
 
 def address_alignment(address: int) -> int:
-    """The largest power of two that divides an address, as far as it matters."""
+    """Return the largest power of two that divides an address, at most MAX_ALIGNMENT."""
     return min(address & -address, MAX_ALIGNMENT) or MAX_ALIGNMENT
 
 
 def result_type(operands: Any, dtype: Any, out: Array | None) -> np.dtype:
-    """As `tricycle.kernels.matmul` has it: float32 for operands of 16 bits, unless something else is said."""
+    """Return the dtype of a matrix product: `out`'s, the requested one, or float32 for 16-bit operands."""
     if out is not None:
         return out.dtype
     return np.dtype(dtype if dtype is not None else np.float32 if operands.itemsize == 2 else operands)
@@ -134,7 +134,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 # Cache: valid for the life of the process: a loaded library.
 @cache
 def load_cublaslt() -> ctypes.CDLL:
-    """cuBLASLt, the one that CuPy's own cuBLAS uses.
+    """Load and return the cuBLASLt library that CuPy's cuBLAS uses.
 
     Raises:
         ImportError, OSError, RuntimeError: it is not there.
@@ -151,7 +151,7 @@ def load_cublaslt() -> ctypes.CDLL:
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def unavailable_reason() -> str | None:
-    """Why cuBLASLt cannot be used here, in one line; None when it can (on a GPU)."""
+    """Return why cuBLASLt cannot be used, in one line; None when it can (on a GPU)."""
     try:
         load_cublaslt()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -160,13 +160,13 @@ def unavailable_reason() -> str | None:
 
 
 def version_text() -> str:
-    """Of the library, such as "cuBLASLt 13.0.2"."""
+    """Return the version of the library as text, such as "cuBLASLt 13.0.2"."""
     number = load_cublaslt().cublasLtGetVersion()
     return f"cuBLASLt {number // 10_000}.{number // 100 % 100}.{number % 100}"
 
 
 class NotSupportedError(RuntimeError):
-    """cuBLASLt knows no way to make a product."""
+    """Raised when cuBLASLt has no algorithm for a matrix product."""
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -178,7 +178,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 # -------------------------------------------------------------------- plans
 class MatmulPlan:
-    """The descriptors of one product, and the algorithm that makes it.
+    """The cuBLASLt descriptors of a matrix product and the algorithm that computes it.
 
     cuBLASLt counts columns as contiguous, so it is asked for the transposed result: b^T a^T, whose rows are the columns
     of the result that is meant, with one bias each.
@@ -204,7 +204,7 @@ class MatmulPlan:
         _call("cublasLtMatmulDescSetAttribute", self.description, attribute, ctypes.byref(value), size)
 
     def select_algorithm(self, handle: Any, bias: int) -> MatmulPlan:
-        """Take the algorithm that cuBLASLt expects to be the fastest; the same in every run, so that bits are too.
+        """Select the algorithm that cuBLASLt ranks fastest, the same in every run; return the plan.
 
         Raises:
             NotSupported: there is none.
@@ -224,7 +224,7 @@ class MatmulPlan:
         return self
 
     def run(self, handle: Any, a: int, b: int, bias: int, out: int, workspace: int, stream: int) -> None:
-        """Start the product on a stream; all others are addresses on the device."""
+        """Start the matrix product on a stream; the other arguments are device addresses."""
         if self.product.with_bias:
             self._describe(DESCRIPTION_BIAS, ctypes.c_void_p(bias))
         _call(
@@ -248,7 +248,7 @@ class MatmulPlan:
         )
 
     def close(self) -> None:
-        """Give its descriptors back."""
+        """Free the descriptors of this plan."""
         _call("cublasLtMatmulDescDestroy", self.description)
         for layout in (self.first, self.second, self.result):
             _call("cublasLtMatrixLayoutDestroy", layout)
@@ -264,7 +264,7 @@ def _layout(kind: int, n_rows: int, n_columns: int, lies: MatrixLayout) -> Any:
 
 
 def create_preference(product: MatmulSpec) -> Any:
-    """What an algorithm may use: the workspace, and the alignment that addresses have."""
+    """Create the cuBLASLt preference of a product: workspace size and alignment of the addresses."""
     preference, a, b, out = _POINTER(), *product.alignments
     _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
     values: list[Any] = [(PREFERENCE_WORKSPACE, ctypes.c_uint64(WORKSPACE))]
@@ -307,7 +307,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> Array:
-    """As `tricycle.kernels.matmul`, for CuPy arrays."""
+    """Compute a matrix product of CuPy arrays by cuBLASLt, as `tricycle.kernels.matmul` does."""
     import cupy
 
     if a.dtype != b.dtype:
@@ -383,7 +383,7 @@ def _multiply(product: MatmulSpec, a: Array, b: Array, bias: Array | None, out: 
 
 
 def cupy_matmul(a: Array, b: Array, bias: Array | None, out: Array | None, dtype: Any) -> Array:
-    """The same by CuPy, more slowly: a result of more bits than the operands have needs these in float32 first."""
+    """Compute a matrix product by CuPy, the slower fallback; 16-bit operands of a wider result become float32."""
     import cupy
 
     if a.dtype.itemsize == 2 and np.dtype(dtype).itemsize > 2:

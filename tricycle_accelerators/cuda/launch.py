@@ -1,4 +1,4 @@
-"""What is compiled and how it is launched: the table of kernels in the .cu files, their launch plans, and the launch.
+"""Launch CUDA kernels: the table of kernels in the .cu files, pure functions that plan launches, and `launch`.
 
 A plan is a pure function of shapes, so that it can be tested without a GPU. Modules are compiled by CuPy when a kernel
 of them first runs, one for each file and choice of template arguments, and kept by it on disk.
@@ -30,21 +30,22 @@ PADDED_SIZES = (32, 64, 128)  # to which the float32 attention rounds up
 
 
 def tensor_core_tile(size: int) -> int:
-    """How many rows the tensor-core kernels take at a time of the side that comes in tiles."""
+    """Return the rows per tile of the tensor-core attention forward kernel for a head size."""
     return 64 if size <= 64 else 32
 
 
 def tensor_core_backward_tile(size: int) -> int:
-    """The same in the backward, which keeps more in registers."""
+    """Return the rows per tile of the tensor-core attention backward kernels for a head size."""
     return 64 if size <= 32 else 32
 
 
 def float32_forward_tile(size: int) -> int:
-    """The side of the square of scores that a block of the float32 attention makes at a time."""
+    """Return the side of the score tile of the float32 attention forward kernel for a head size."""
     return 64 if size <= 64 else 32
 
 
 def float32_backward_tile(size: int) -> int:
+    """Return the side of the score tile of the float32 attention backward kernels for a head size."""
     return 32 if size <= 64 else 16
 
 
@@ -107,12 +108,12 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
 
 
 def template_name(kernel: str, template: Sequence[str] = ()) -> str:
-    """A kernel as C++ names it."""
+    """Return the C++ name of a kernel with its template arguments."""
     return f"{kernel}<{', '.join(template)}>" if template else kernel
 
 
 def template_names(file: str, template: Sequence[str] | None = None) -> tuple[str, ...]:
-    """All kernels of a file, or those with these template arguments."""
+    """Return the C++ names of all kernels of a .cu file, or of those with the given template arguments."""
     return tuple(
         template_name(kernel, each)
         for kernel, choices in KERNELS[file].items()
@@ -124,7 +125,7 @@ def template_names(file: str, template: Sequence[str] | None = None) -> tuple[st
 # Cache: valid for the life of the process: files of this package do not change while it runs.
 @cache
 def read_source(file: str, folders: tuple[Path, ...] = (FOLDER,)) -> str:
-    """The text of a file with its own headers in their places, each once.
+    """Read a .cu file and replace its #include lines by the text of the project's headers, each once.
 
     CuPy looks at this text alone to find out whether it has compiled it before, so headers must be in it.
     """
@@ -152,14 +153,14 @@ THREADS = 256
 
 
 class LaunchPlan(NamedTuple):
-    """Blocks, threads of a block, and bytes of dynamic shared memory of a block."""
+    """The grid, block and dynamic shared memory (bytes per block) of a kernel launch."""
 
     grid: tuple[int, int]
     block: tuple[int, int]
     shared: int = 0
 
     def check(self) -> LaunchPlan:
-        """The plan as it is.
+        """Return this plan unchanged if a GPU can run it.
 
         Raises:
             ValueError: no GPU could run it.
@@ -175,22 +176,22 @@ class LaunchPlan(NamedTuple):
 
 
 def ceil_div(n: int, size: int) -> int:
-    """n divided by size, rounded up."""
+    """Return n divided by size, rounded up."""
     return -(-n // size)
 
 
 def elements_per_16_bytes(itemsize: int) -> int:
-    """Elements in 16 bytes."""
+    """Return how many elements of `itemsize` bytes fit into 16 bytes."""
     return 16 // itemsize
 
 
 def plan_elementwise(n: int, per_thread: int, threads: int = THREADS) -> LaunchPlan:
-    """A thread for so many elements."""
+    """Plan an elementwise launch over n elements, `per_thread` elements for each thread."""
     return LaunchPlan((ceil_div(n, per_thread * threads), 1), (threads, 1)).check()
 
 
 def plan_rows(n_rows: int, row_size: int, itemsize: int) -> LaunchPlan:
-    """A team of threads a row: a warp with three others in its block for short rows, a whole block for long ones."""
+    """Plan a launch with one group of threads per row: a warp for short rows, a block for long rows."""
     n_packs = ceil_div(row_size, elements_per_16_bytes(itemsize))
     if n_packs <= 4 * 32:
         return LaunchPlan((ceil_div(n_rows, 4), 1), (32, 4)).check()
@@ -203,7 +204,7 @@ LONGEST_NORM = {1: 4096, 4: 8192, 8: 8192}
 
 
 def plan_norm_backward(n_rows: int, row_size: int, at_once: int) -> tuple[LaunchPlan, int]:
-    """The plan, and how many times a thread reads that many elements of a row, at most `LONGEST_NORM` of them."""
+    """Plan the norm backward launch; also return how many vector loads a thread makes per row."""
     threads = 32 * ceil_div(row_size, 4 * 32 * at_once)
     n_teams = 4 if threads == 32 else 1
     plan = LaunchPlan(
@@ -213,7 +214,7 @@ def plan_norm_backward(n_rows: int, row_size: int, at_once: int) -> tuple[Launch
 
 
 def plan_column_sums(n_rows: int, row_size: int, itemsize: int) -> tuple[LaunchPlan, int]:
-    """The plan, and how many rows a block adds up. One block along the rows: the sums are whole."""
+    """Plan a launch that sums columns; also return how many rows each block adds up."""
     n_packs, n_chunks = ceil_div(row_size, elements_per_16_bytes(itemsize)), 1
     lanes = 32 if n_rows > 2048 else 8  # few rows: rather more blocks than longer accesses
     across = ceil_div(n_packs, lanes)
@@ -225,7 +226,7 @@ def plan_column_sums(n_rows: int, row_size: int, itemsize: int) -> tuple[LaunchP
 
 
 def plan_total_sum(n: int, itemsize: int) -> LaunchPlan:
-    """Blocks that add up everything; what each finds is added up in a second launch of one block."""
+    """Plan a launch that sums all elements into one partial sum per block."""
     return LaunchPlan(
         (max(1, min(1024, ceil_div(n, elements_per_16_bytes(itemsize) * MAX_THREADS))), 1), (MAX_THREADS, 1)
     ).check()
@@ -235,18 +236,18 @@ TOKENS, SHARED_TOKENS = 512, 32  # tokens of a tile; of one id, above which seve
 
 
 def plan_token_sums(n_rows: int, row_size: int, at_once: int) -> LaunchPlan:
-    """Four rows of a table a block, by threads that read so many elements at once."""
+    """Plan a launch that sums token gradients into an embedding table, four table rows per block."""
     lanes = min(128, 32 * ceil_div(row_size, 32 * at_once))
     return LaunchPlan((ceil_div(n_rows, 4), 1), (lanes, 4), 4 * lanes * 4 * at_once).check()
 
 
 def plan_attention(n_tokens: int, n_heads: int, tile: int, threads: int, shared: int) -> LaunchPlan:
-    """A block for each tile of tokens of each head (of all items)."""
+    """Plan an attention launch with one block for each tile of tokens of each head."""
     return LaunchPlan((ceil_div(n_tokens, tile) * n_heads, 1), (threads, 1), shared).check()
 
 
 class AttentionSharedMemory(NamedTuple):
-    """Bytes of shared memory of the forward kernel, and of the two of the backward."""
+    """Bytes of shared memory of the attention forward kernel and of the two backward kernels."""
 
     forward: int
     keys: int
@@ -254,14 +255,14 @@ class AttentionSharedMemory(NamedTuple):
 
 
 def tensor_core_shared_memory(size: int) -> AttentionSharedMemory:
-    """For 64 rows of one side and two tiles of the other, of two arrays each, with 16 bytes more a row."""
+    """Return the shared memory that the tensor-core attention kernels need for a head size."""
     row, forward, backward = 2 * (size + 8), tensor_core_tile(size), tensor_core_backward_tile(size)
     queries = (2 * 64 + 4 * backward) * row
     return AttentionSharedMemory((64 + 4 * forward) * row, queries + 4 * 4 * backward, queries)
 
 
 def float32_shared_memory(size: int) -> AttentionSharedMemory:
-    """For a head size rounded up to PADDED_SIZES."""
+    """Return the shared memory that the float32 attention kernels need for a padded head size."""
     forward, backward = float32_forward_tile(size), float32_backward_tile(size)
     rows, square = backward * (size + 1), backward * (backward + 1)
     whole = 2 * forward * (size + 1) + forward * (forward + 1)
@@ -280,12 +281,12 @@ NULL = np.uint64(0)
 
 
 def struct_argument(dtype: np.dtype, *values: Any) -> np.ndarray:
-    """An argument that a kernel takes by value."""
+    """Pack values into a one-element structured array, which a kernel takes as a struct by value."""
     return np.array([values], dtype)
 
 
 def device_address(array: Array) -> int:
-    """Where an array starts."""
+    """Return the memory address of an array's first element."""
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
@@ -312,7 +313,7 @@ def _capability(device: int) -> int:
 
 
 def has_tensor_cores() -> bool:
-    """Whether the current device has those that attention is written for: compute capability 8.0 (Ampere) or later."""
+    """Return whether the current device has compute capability 8.0 (Ampere) or later, for the tensor-core kernels."""
     return _capability(_device()) >= 80
 
 
@@ -350,7 +351,7 @@ def _function(file: str, kernel: str, template: tuple[str, ...], device: int, sh
 
 
 def launch(file: str, kernel: str, template: tuple[str, ...], plan: LaunchPlan, *arguments: Any) -> None:
-    """Run a kernel on the device where its arrays lie and on the current stream there, which it does not wait for.
+    """Launch a kernel asynchronously on the device of its arrays and the current stream.
 
     Args:
         arguments: arrays, None for a null pointer, NumPy scalars and `struct`s of the types that the kernel declares.
@@ -380,13 +381,13 @@ def _device_of(kernel: str, arguments: Sequence[Any]) -> int | None:
 
 
 def device_of(array: Any) -> int | None:
-    """The number of the device where an array lies; None for numbers and for arrays of the host."""
+    """Return the number of an array's device; None for numbers and host arrays."""
     return None if isinstance(array, (np.ndarray, np.generic)) else array.device.id
 
 
 @contextmanager
 def on_device(number: int | None) -> Iterator[None]:
-    """Within this block a device is the current one; None leaves it."""
+    """Make a device the current one within a `with` block; None leaves the current device."""
     if number is None or number == _device():
         yield
         return

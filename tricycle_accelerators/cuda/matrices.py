@@ -1,4 +1,4 @@
-"""Matrix products by cuBLASLt, what they take, and sums."""
+"""Matrix product kernels for CuPy arrays by cuBLASLt, conversion of their operands, and sums."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ def _narrow_dtype(precision: str) -> np.dtype | None:
 
 
 def matmul_operand(x: Array, precision: str) -> Array:
+    """Return x in the 16-bit dtype of the requested product precision; unchanged for float32 and TF32."""
     narrow = _narrow_dtype(precision)
     return x if narrow is None or x.dtype.itemsize == 2 else arrays.cast(x, narrow)
 
 
 def matmul_operand_and_sums(x: Array, precision: str) -> tuple[Array, Array]:
+    """Return the matmul operand of x and the sum of its rows."""
     return matmul_operand(x, precision), kernels.sum_rows(x)
 
 
 def to_compute_dtype(x: Array, precision: str) -> Array:
+    """Return x in the 16-bit dtype of the requested precision; unchanged for float32 and TF32."""
     return matmul_operand(x, precision)
 
 
@@ -49,15 +52,17 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> Array:
+    """Compute a matrix product on the GPU with cuBLASLt."""
     return gemm.matmul(a, b, bias, out, dtype, precision)
 
 
 @decline_when(arrays.array_decline_reason)
 def sum_squares(x: Array) -> Array:
-    """The sum of x * x over everything, a 0-d float32 array."""
+    """Compute the sum of squares of all elements as a 0-d float32 array, with a CUDA kernel."""
     return sums.total_sum(x, arrays.cuda_type(x.dtype), "true")
 
 
 @decline_when(arrays.array_decline_reason)
 def sum_rows(x: Array) -> Array:
+    """Sum the rows of a matrix (R, C) with a CUDA kernel."""
     return sums.column_sums(arrays.contiguous(x), arrays.cuda_type(x.dtype))

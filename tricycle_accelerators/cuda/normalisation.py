@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm."""
+"""Layer norm and RMS norm kernels in CUDA."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def _layer_norm_decline_reason(
 def layer_norm(
     x: Array, gain: Array, bias: Array | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> tuple[Array, Array, Array]:
+    """Compute layer norm, or RMS norm without mean subtraction, with a CUDA kernel; also return means and factors."""
     size = x.shape[-1]
     n_rows = x.size // size
     statistics = (*x.shape[:-1], 1)
@@ -55,6 +56,7 @@ def _layer_norm_backward_decline_reason(grad: Array, x: Array, gain: Array, *_: 
 def layer_norm_backward(
     grad: Array, x: Array, gain: Array, mean: Array, scale: Array, subtract_mean: bool
 ) -> tuple[Array, Array, Array]:
+    """Compute the gradients of layer norm or RMS norm for input, gain and bias with a CUDA kernel."""
     kind, size = arrays.cuda_type(x.dtype), x.shape[-1]
     n_rows = x.size // size
     rows = arrays.contiguous(grad), arrays.contiguous(x), arrays.contiguous_float32(gain)

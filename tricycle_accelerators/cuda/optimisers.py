@@ -1,4 +1,4 @@
-"""AdamW in one kernel."""
+"""AdamW update in one CUDA kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def adamw(
     decay: float,
     factor: Array | float | None = None,
 ) -> None:
-    """`step`, `learning_rate` and `factor` may be 0-d arrays on the device."""
+    """Update weights and AdamW optimizer state in place with one CUDA kernel.
+
+    `step`, `learning_rate` and `factor` may be 0-d arrays on the device.
+    """
     if not weights.size:
         return
     if not weights.flags.c_contiguous:

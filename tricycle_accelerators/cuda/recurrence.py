@@ -1,4 +1,4 @@
-"""Recurrent layers: a product and one kernel for each step in time."""
+"""Recurrent layers (RNN, GRU, LSTM) on the GPU: one matrix product and one CUDA kernel per time step."""
 
 from __future__ import annotations
 
@@ -71,16 +71,19 @@ def _forward_decline_reason(
 
 @decline_when(_forward_decline_reason)
 def rnn(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, relu: bool) -> None:
+    """Run an Elman RNN over all time steps on the GPU, writing `gates` and `states` in place."""
     _forward("rnn", gates, states, weights, bias, active, relu)
 
 
 @decline_when(_forward_decline_reason)
 def gru(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
+    """Run a GRU over all time steps on the GPU, writing `gates` and `states` in place."""
     _forward("gru", gates, states, weights, bias, active)
 
 
 @decline_when(_forward_decline_reason)
 def lstm(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
+    """Run an LSTM over all time steps on the GPU, writing `gates` and `states` in place."""
     _forward("lstm", gates, states, weights, bias, active)
 
 
@@ -109,6 +112,7 @@ def rnn_backward(
     d_states: Array,
     relu: bool,
 ) -> None:
+    """Backpropagate through an Elman RNN on the GPU, writing `d_gates` and `d_states` in place."""
     _backward("rnn_backward", grad, gates, states, weights, active, d_gates, d_states, relu)
 
 
@@ -116,6 +120,7 @@ def rnn_backward(
 def gru_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
+    """Backpropagate through a GRU on the GPU, writing `d_gates` and `d_states` in place."""
     _backward("gru_backward", grad, gates, states, weights, active, d_gates, d_states)
 
 
@@ -123,4 +128,5 @@ def gru_backward(
 def lstm_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
+    """Backpropagate through an LSTM on the GPU, writing `d_gates` and `d_states` in place."""
     _backward("lstm_backward", grad, gates, states, weights, active, d_gates, d_states)

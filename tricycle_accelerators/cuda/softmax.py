@@ -1,4 +1,4 @@
-"""Softmax and its kin, a row for some threads."""
+"""Softmax and log-softmax kernels in CUDA, a warp or a block per row."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ def _rows(name: str, template: tuple[str, ...], x: Array, *others: Array) -> Arr
 
 @decline_when(arrays.array_decline_reason)
 def softmax(x: Array, off_by_one: bool = False) -> Array:
+    """Compute softmax (or softmax1, if `off_by_one`) over the last axis with a CUDA kernel."""
     return _rows("softmax", (arrays.cuda_type(x.dtype), str(off_by_one).lower()), x)
 
 
 @decline_when(arrays.array_decline_reason)
 def log_softmax(x: Array) -> Array:
+    """Compute log-softmax over the last axis with a CUDA kernel."""
     return _rows("log_softmax", (arrays.cuda_type(x.dtype),), x)
 
 
@@ -37,4 +39,5 @@ def _softmax_backward_decline_reason(grad: Array, y: Array) -> str | None:
 
 @decline_when(_softmax_backward_decline_reason)
 def softmax_backward(grad: Array, y: Array) -> Array:
+    """Compute the gradient of softmax from its output y with a CUDA kernel."""
     return _rows("softmax_backward", (arrays.cuda_type(y.dtype),), grad, y)

@@ -1,4 +1,4 @@
-"""Sums of everything and of columns, in an order that does not change from run to run."""
+"""Deterministic sums of all elements and of columns in CUDA."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tricycle_accelerators.cuda.arrays import f32, i64
 
 
 def total_sum(x: Array, kind: str, squares: str) -> Array:
+    """Sum all elements, or their squares, to a 0-d float32 array with a CUDA kernel."""
     plan = launch.plan_total_sum(x.size, x.dtype.itemsize)
     n_blocks = plan.grid[0]
     total = arrays.empty_like(x, (), f32)
@@ -20,6 +21,7 @@ def total_sum(x: Array, kind: str, squares: str) -> Array:
 
 
 def column_sums(x: Array, kind: str) -> Array:
+    """Sum each column of a matrix (R, C) to a float32 vector (C,) with a CUDA kernel."""
     n_rows, size = x.shape
     plan, chunk = launch.plan_column_sums(n_rows, size, x.dtype.itemsize)
     partial_sums = arrays.empty_like(x, (plan.grid[1], size), f32)

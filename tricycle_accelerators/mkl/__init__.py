@@ -1,4 +1,4 @@
-"""Products of bfloat16 by Intel's MKL, which uses the matrix tiles of AMX (`pip install 'tricycle-gpt[mkl]'`).
+"""bfloat16 matrix products by Intel's MKL, which uses AMX (`pip install 'tricycle-gpt[mkl]'`).
 
 MKL's products of float32 are a choice of BLAS, `tricycle_accelerators/blas.py`, and need no version of a kernel.
 """
@@ -13,10 +13,10 @@ PROVIDER = "mkl"
 
 
 def unavailable_reason() -> str | None:
-    """Return why these versions cannot be used; None when they can."""
+    """Return why MKL's bfloat16 products cannot be used; None when they can."""
     return blas.unavailable_reason() or matmul_plan.amx_missing_reason(matmul_plan.this_machine())
 
 
 def register(array: type) -> None:
-    """Offer these versions for a type of arrays."""
+    """Register the MKL kernels for an array type."""
     kernels.matmul.register(array)(matrices.matmul)

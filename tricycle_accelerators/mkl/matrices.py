@@ -1,4 +1,4 @@
-"""Products of matrices of bfloat16 with results of float32."""
+"""bfloat16 matrix products with float32 results by MKL."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Threads take some rows or some columns of the result each."""
+    """Compute a bfloat16 matrix product with a float32 result by MKL; threads divide rows or columns."""
     product = buffers.empty((len(a), b.shape[1]), np.float32) if out is None else out
     parallel_matmul.multiply_in_parallel(
         _multiply, parallel_matmul.with_contiguous_axis(a), parallel_matmul.with_contiguous_axis(b), bias, product

@@ -1,4 +1,4 @@
-"""Versions for NumPy arrays that oneDNN makes faster: the same names and results as in `tricycle/kernels`.
+"""Kernel implementations for NumPy arrays by oneDNN: the same names and results as in `tricycle/kernels`.
 
 Each answers NotImplemented for what it leaves to NumPy. Products take operands of bfloat16 or int8; all else, and
 every result, is float32. The threads are ours: each calls oneDNN for its piece of the arrays.
@@ -16,6 +16,6 @@ PROVIDER, unavailable_reason = "onednn", library.unavailable_reason
 
 
 def register(array: type) -> None:
-    """Offer these versions for a type of arrays."""
+    """Register the oneDNN kernels for an array type."""
     products = (kernels.matmul_operand, kernels.matmul_operand_and_sums, kernels.matmul)
     register_kernels(array, (matrices, products), (quantized, [quantized_matmul]), (optimisers, [muon.orthogonalize]))

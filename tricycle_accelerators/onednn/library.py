@@ -1,4 +1,4 @@
-"""bfloat16 and int8 matrix products on CPUs: oneDNN, called with ctypes.
+"""Call oneDNN with ctypes: bfloat16 and int8 matrix products and conversions on CPUs.
 
 NumPy has no bfloat16; oneDNN (https://github.com/uxlfoundation/oneDNN) has, for processors with AVX-512 bf16 or AMX,
 where a product of 16-bit operands takes half the time of a float32 one. Its sums are float32. It comes with
@@ -6,7 +6,7 @@ where a product of 16-bit operands takes half the time of a float32 one. Its sum
 
 Each of the library's worker threads calls it for a part of its own, and OpenMP inside oneDNN is told to use one thread
 for each of them: a team of its own would spin beside ours, and sums would depend on how work was divided. Products of a
-few rows alone are OpenMP's to share, while its threads keep up (`spinning.py`).
+few rows alone are OpenMP's to share, while its threads keep up (`spin_threads.py`).
 
 Sources: oneDNN Developer Guide, "Basic Concepts" and "Matrix Multiplication"; constants as in `dnnl_types.h`.
 """
@@ -97,7 +97,7 @@ def _library() -> _Library:
 
 
 def unavailable_reason() -> str | None:
-    """Why oneDNN cannot be used here, in one line; None when it can."""
+    """Return why oneDNN cannot be used, in one line; None when it can."""
     with _one_at_a_time:  # there must be one engine
         library = _loaded()
     return library if isinstance(library, str) else None
@@ -151,6 +151,7 @@ def _loaded() -> _Library | str:
 
 
 def bfloat16() -> np.dtype:
+    """Return the NumPy dtype bfloat16 of ml_dtypes."""
     import ml_dtypes
 
     return np.dtype(ml_dtypes.bfloat16)
@@ -322,7 +323,10 @@ def _run(
 
 
 def matmul_openmp(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Write a b into `out`, shared by OpenMP's threads: for who has asked `spinning.keep_up`. All as in `product`."""
+    """Write the matrix product a b into `out`, computed by oneDNN's OpenMP threads.
+
+    The caller has checked `spin_threads.spin_policy`. Arguments are those of `matmul`.
+    """
     spin_threads.disable_after_fork()
     thread = _this_thread()
     n_threads = threads.n_threads()
@@ -345,12 +349,12 @@ def _layout(array: np.ndarray) -> Layout:
 # -------------------------------------------------------------------- what the kernels call, each thread for its part
 # Arrays are float32 unless said. None may be empty.
 def convert(x: np.ndarray, out: np.ndarray) -> None:
-    """Write values of float32 or bfloat16 into an array of either, rounded to nearest, ties to even; NaN stays NaN."""
+    """Write float32 or bfloat16 values into an array of either dtype, rounded to nearest even; NaN stays NaN."""
     _run(_reorder, (), (SOURCE, RESULT), (x, out))
 
 
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray, bias: np.ndarray | None = None) -> None:
-    """Write a b + bias into `out`.
+    """Write the matrix product a b + bias into `out` by oneDNN in this thread.
 
     Args:
         a, b: (..., N, K) and (..., K, M), bfloat16, either may be a transposed view.
@@ -364,7 +368,7 @@ def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray, bias: np.ndarray | Non
 
 
 class PackedMatrix:
-    """A matrix in the layout that oneDNN multiplies fastest, of which it makes products with few rows or many.
+    """A weight matrix in oneDNN's preferred layout, packed once for products with few or many rows.
 
     Args:
         matrix: (K, M), int8 or bfloat16.
@@ -384,7 +388,7 @@ class PackedMatrix:
         self.calls = threading.local()
 
     def product(self, x: np.ndarray, out: np.ndarray, add: bool = False) -> None:
-        """Write x W times the factors into `out` (N, M) of float32, or add it to what is there.
+        """Write the product of rows x and this matrix, times the factors, into `out` (N, M), or add it to `out`.
 
         Args:
             x: (N, K), of the matrix's dtype.
@@ -394,7 +398,7 @@ class PackedMatrix:
         _run(_matmul, ("times",) * (self.factors is not None) + ("add",) * add, places, arrays, layouts)
 
     def few_rows_matmul(self, n_rows: int) -> FewRowsMatmul:
-        """Return what makes products of so many rows in this thread.
+        """Return this thread's cached product of `n_rows` rows and this matrix.
 
         Cache: valid while as many threads share work; in a user's limit they are fewer for the moment.
         """
@@ -415,7 +419,9 @@ class PackedMatrix:
 
 
 class FewRowsMatmul:
-    """Products of one matrix with so many rows, in arrays of its own: a call then costs a microsecond. Of one thread.
+    """A prepared product of a fixed number of rows and a packed matrix, with its own input and output arrays.
+
+    A call then costs a microsecond. An object belongs to one thread.
 
     Attributes:
         x: (N, K) of the matrix's dtype, to be filled.
@@ -443,6 +449,7 @@ class FewRowsMatmul:
         self.execute = self.alone.free.dnnl_primitive_execute
 
     def run(self) -> None:
+        """Compute the product of `x` and the matrix into `out`, in OpenMP threads while they keep up."""
         if not spin_threads.spin_policy:
             self._run(self.alone)
             return

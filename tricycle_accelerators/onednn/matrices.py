@@ -1,4 +1,4 @@
-"""Products of bfloat16 operands, and of a few rows of float32."""
+"""Matrix product kernels by oneDNN: bfloat16 operands, and a few rows of float32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _operand_decline_reason(x: np.ndarray, precision: str) -> str | None:
 
 @decline_when(_operand_decline_reason)
 def matmul_operand(x: np.ndarray, precision: str) -> np.ndarray:
-    """A bfloat16 copy with the layout of x."""
+    """Return x converted to bfloat16 in the same layout if `precision` is bfloat16; else x."""
     if precision != "bfloat16" or x.dtype != np.float32:
         return x
     if x.ndim == 2 and x.flags.f_contiguous and not x.flags.c_contiguous:  # a transposed matrix stays one
@@ -39,7 +39,7 @@ def _to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def rounding_decline_reason(x: np.ndarray, precision: str = "float32") -> str | None:
-    """Return why an array is not made bfloat16 for products."""
+    """Return why an array is not converted to bfloat16; None if it is."""
     if precision != "bfloat16":
         return "a precision other than bfloat16"
     if x.dtype != np.float32:
@@ -56,7 +56,7 @@ def _operand_and_sums_decline_reason(x: np.ndarray, precision: str) -> str | Non
 
 @decline_when(_operand_and_sums_decline_reason)
 def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
-    """The sums are made of pieces that the conversion has just brought near."""
+    """Return x as bfloat16 and the float32 sum of its rows, in one pass over memory."""
     out = buffers.empty(x.shape, library.bfloat16())
 
     def work(piece: slice) -> np.ndarray:
@@ -92,7 +92,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Threads take some rows or some columns of the result each."""
+    """Compute a bfloat16 product, or a float32 product of a few rows, by oneDNN; threads divide rows or columns."""
     if a.dtype == np.float32:
         return _few_rows(a, b, bias)
     n_rows = len(a)

@@ -1,4 +1,4 @@
-"""Orthogonal matrices by products of bfloat16."""
+"""Orthogonalization of matrices (Muon) by bfloat16 products of oneDNN."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ SAFETY = 1.01
 
 @decline_when(rounding_decline_reason)
 def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
-    """A matrix for each thread at a time. What the iteration multiplies has 16 bits, its sums have 32.
+    """Orthogonalize a batch of matrices (Muon) by bfloat16 products, one matrix per thread at a time.
+
+    Operands have 16 bits, sums 32.
 
     Rounding takes singular values a little above 1, from where the iteration would take them far away: so its weights
     are those of values that may be larger by SAFETY (Amsel et al. 2025, on finite precision).

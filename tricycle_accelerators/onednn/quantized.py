@@ -1,4 +1,4 @@
-"""Products with matrices of few bits.
+"""Products with quantized matrices by oneDNN.
 
 The matrix lies once in the layout that oneDNN likes best. A float32 row is made two rows of 8 or 16 bits, of what is
 large in its numbers and of what is left: both are multiplied with a weight when that has come from memory, which is
@@ -51,6 +51,7 @@ def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, 
 def quantized_matmul(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> Array | NotImplementedType:
+    """Multiply rows by a quantized int8 or bfloat16 matrix with oneDNN."""
     laid: library.PackedMatrix = matrix.prepared.get("onednn") or _packed(matrix)
     rows: np.ndarray = x.astype(np.float32, copy=False)
     is_int8 = laid.factors is not None
