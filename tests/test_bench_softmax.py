@@ -59,7 +59,7 @@ def test_the_page_has_every_softmax_on_the_same_seeds(
     assert "class Sigmoid" in result["source"]
 
 
-def test_a_softmax_that_is_a_built_in_one_comes_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_a_built_in_softmax_gives_equal_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and batches are those of the seed, whatever the softmax."""
     monkeypatch.setattr(bench, "N_BYTES", 30_000)
     path = tmp_path / "again.py"
@@ -115,7 +115,7 @@ def test_wrong_flags(own: Path, tmp_path: Path) -> None:
         bench.main(["--softmax", str(own), "--steps", "0"])
 
 
-def test_when_it_is_measured() -> None:
+def test_evaluation_steps() -> None:
     assert bench.evaluation_steps(300) == list(range(30, 301, 30))
     assert bench.evaluation_steps(3) == [1, 2, 3]
     assert bench.evaluation_steps(1) == [1]

@@ -86,7 +86,7 @@ def answers(folder: Path, questions: list[str], length: int, system: str | None 
 
 
 # -------------------------------------------------------------------- through pipes
-def test_a_line_is_a_turn(folder):
+def test_each_input_line_is_a_message(folder):
     questions = ["the quick brown fox", "é🚲 birds", "sing"]
     done = talk_apart(folder, "\n".join(questions) + "\n", "--length", "12")
     assert done.returncode == 0, done.stderr
@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_written(folder, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names")
-def test_what_is_no_file_is_not_replaced(folder, tmp_path):
+def test_save_does_not_replace_special_files(folder, tmp_path):
     """A device would be gone for everybody; a pipe, and a link to it, stand for one here."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
@@ -160,7 +160,7 @@ def test_wrong_words(folder, words, said):
     assert said in line
 
 
-def test_models_that_do_not_talk(tmp_path):
+def test_models_without_a_chat_template_are_rejected(tmp_path):
     plain = write_folder(tmp_path / "plain", chat_template=None)
     own = tmp_path / "best.safetensors"
     save_checkpoint(own, GPT(DebugConfig(vocab_size=257)), BPETokeniser(257))
@@ -185,7 +185,7 @@ def conversation(folder: Path, n_tokens: int = 20, system: str | None = None, **
     return Conversation(loaded, system, n_tokens, replace(default_sampling(loaded), **settings))
 
 
-def test_what_falls_out_of_the_context_is_said(small, capsys):
+def test_dropped_messages_are_reported(small, capsys):
     one = conversation(small, system="rain")
     for i in range(6):
         handle_line(one, f"the quick brown fox {i}")
@@ -206,7 +206,7 @@ def test_what_falls_out_of_the_context_is_said(small, capsys):
     assert one.messages == before
 
 
-def test_a_full_context_may_be_refused(small):
+def test_overflow_error_rejects_the_message(small):
     """What does not fit is not kept; after /reset there is room again."""
     said = "the quick brown fox\n" * 8
     done = talk(small, f"{said}/reset\nthe quick\n", "--length", "20", "--overflow", "error")
@@ -220,7 +220,7 @@ def test_a_full_context_may_be_refused(small):
 
 
 @pytest.mark.parametrize("cache", ["float16", "bfloat16"])
-def test_keys_and_values_of_16_bits(small, cache):
+def test_16_bit_kv_cache(small, cache):
     loaded = load(small)
     one = Conversation(loaded, None, 20, default_sampling(loaded), DecodingFlags(kv_cache_dtype=cache))
     handle_line(one, "the quick brown fox")
@@ -229,7 +229,7 @@ def test_keys_and_values_of_16_bits(small, cache):
     assert done.stdout.splitlines() == [one.messages[-1]["content"]]
 
 
-def test_only_what_is_new_is_read(folder, monkeypatch):
+def test_only_new_tokens_are_prefilled(folder, monkeypatch):
     one = conversation(folder, 6)
     n_read = []
     read = generation.next_logits
@@ -247,7 +247,7 @@ def test_only_what_is_new_is_read(folder, monkeypatch):
     assert len(one.state.tokens) > first + 6
 
 
-def test_where_the_makers_say_nothing_it_says_the_likeliest_with_a_penalty(tmp_path):
+def test_default_sampling_without_generation_settings(tmp_path):
     folder = write_folder(tmp_path / "model", settings=GenerationSettings(stop_tokens=(2,)))
     chosen = ["--temperature", "0", "--repetition-penalty", "1.05"]
     outs = [talk(folder, "the quick\nbrown", "--length", "30", *words).stdout for words in ([], chosen)]
@@ -256,7 +256,7 @@ def test_where_the_makers_say_nothing_it_says_the_likeliest_with_a_penalty(tmp_p
     assert plain != outs[0]
 
 
-def test_the_template_says_what_ends_an_answer(tmp_path):
+def test_end_of_answer_token_comes_from_the_template(tmp_path):
     """Though the files name another token."""
     loaded = load(write_folder(tmp_path / "model", settings=GenerationSettings(stop_tokens=(0,))))
     assert Conversation(loaded, None, 5, SamplingParams()).stops == [0, 2]
@@ -274,7 +274,7 @@ def test_smollm2_knows_the_capital_of_france():
     assert out.stdout == "The capital of France is Paris.\n"
 
 
-def test_settings_are_the_makers_own(tmp_path):
+def test_sampling_defaults_are_the_generation_settings(tmp_path):
     settings = GenerationSettings(True, 0.5, 7, 0.9, 0.05, 1.2, (2, 5))
     loaded = load(write_folder(tmp_path / "model", settings=settings))
     assert default_sampling(loaded) == PenalizedSamplingParams(
@@ -337,7 +337,7 @@ class Terminal:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="a terminal of POSIX")
-def test_control_c_ends_an_answer_and_not_the_program(folder):
+def test_ctrl_c_stops_an_answer_but_not_the_program(folder):
     terminal = Terminal(str(folder), "--length", "3900")
     terminal.wait_for("> ")
     terminal.type("the quick\n")
@@ -357,7 +357,7 @@ def test_control_c_ends_an_answer_and_not_the_program(folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="a terminal of POSIX")
-def test_control_c_at_the_prompt_leaves(folder):
+def test_ctrl_c_at_the_prompt_exits(folder):
     terminal = Terminal(str(folder))
     terminal.wait_for("/help lists the commands")
     terminal.wait_for("> ")

@@ -13,7 +13,7 @@ from tricycle.training_state import new_state
 from tricycle_cli import clock, updates
 
 
-def test_the_clock_goes_with_time_and_not_with_the_date(monkeypatch):
+def test_the_clock_is_independent_of_the_date(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: pytest.fail("somebody may set that clock"))
     first = clock.awake_seconds()
     time.sleep(0.02)
@@ -50,7 +50,7 @@ def test_the_mac_s_own_clock(monkeypatch):
         (3600.0, [400.0] * 9, 3600.0),  # slow, and no standstill
     ],
 )
-def test_a_standstill(seconds, before, counted):
+def test_exclude_pause(seconds, before, counted):
     assert clock.exclude_pause(seconds, before) == counted
 
 
@@ -73,7 +73,7 @@ def steps_made(folder, monkeypatch, jumps: dict[int, float]) -> int:
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("call", [12, 40, 200])
-def test_a_run_that_was_stopped_for_a_day_uses_its_minutes(tmp_path, monkeypatch, call):
+def test_a_run_paused_for_a_day_uses_its_minutes(tmp_path, monkeypatch, call):
     """As by Ctrl-Z, or in a virtual machine that was paused."""
     usual = steps_made(tmp_path / "usual", monkeypatch, {})
     assert 200 < usual < 290

@@ -100,7 +100,7 @@ def test_help_of_each(command):
     assert f"usage: python -m tricycle {command}" in good(call(command, "--help"))
 
 
-def test_the_command_that_the_wheel_brings():
+def test_the_installed_command():
     assert "usage: tricycle COMMAND" in good(run_here(main, "/bin/tricycle", ()))
     out = good(run_here(main, "/bin/tricycle", ("generate", "--help")))
     assert "usage: tricycle generate" in out
@@ -108,7 +108,7 @@ def test_the_command_that_the_wheel_brings():
 
 
 # -------------------------------------------------------------------- generate
-def test_other_peoples_models_write_as_their_makers_say(theirs):
+def test_pretrained_models_use_their_generation_settings(theirs):
     loaded = load(theirs)
     ids = loaded.tokeniser.encode("the quick brown")
     tokens = [*generate(loaded.model, ids, 30, SamplingParams(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
@@ -118,7 +118,7 @@ def test_other_peoples_models_write_as_their_makers_say(theirs):
     assert good(call_apart("inference.py", *words)) == text + "\n"
 
 
-def test_flags_count_more_than_their_settings(tmp_path):
+def test_flags_override_generation_settings(tmp_path):
     settings = GenerationSettings(True, 0.7, 12, 0.9, stop_tokens=(2,))
     folder = write_folder(tmp_path / "model", settings=settings)
     loaded = load(folder)
@@ -139,7 +139,7 @@ def test_flags_count_more_than_their_settings(tmp_path):
         assert out == text.replace("<|im_end|>", "") + "\n", flags
 
 
-def test_a_new_text_begins_with_what_begins_texts(theirs, ours):
+def test_a_new_text_starts_with_the_start_token(theirs, ours):
     loaded = load(theirs)
     tokens = [*generate(loaded.model, [1], 10, SamplingParams(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
     wanted = loaded.tokeniser.decode([token for token in tokens if token != 2])
@@ -149,14 +149,14 @@ def test_a_new_text_begins_with_what_begins_texts(theirs, ours):
     assert good(call("generate", ours, "--length", "0")) == "\n"
 
 
-def test_draft_tokens_are_imported_only_where_they_are_asked_for():
+def test_prompt_lookup_is_imported_only_with_draft_tokens():
     program = "import sys, tricycle_cli.chat, tricycle_cli.generate; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "tricycle.generate" in modules
     assert not {"tricycle.decoding.prompt_lookup", "tricycle.decoding.speculative"} & {*modules}
 
 
-def test_past_the_window(theirs):
+def test_context_overflow(theirs):
     """It has a context of 100 tokens."""
     words = ["generate", theirs, "the quick brown", "--length", "130", "--no-stop", "--kv-cache-dtype", "float16"]
     assert len(good(call(*words)).encode()) > 130
@@ -166,7 +166,7 @@ def test_past_the_window(theirs):
 
 
 @pytest.mark.parametrize("softmax", ["softmax1", "adaptive", "blocks"])
-def test_other_softmaxes_on_other_peoples_models(theirs, softmax):
+def test_other_softmaxes_on_pretrained_models(theirs, softmax):
     loaded = load(theirs)
     prompt = "the quick brown fox jumps, " * 9  # "blocks" cuts the context, so beyond its middle it differs
     ids = loaded.tokeniser.encode(prompt)
@@ -180,7 +180,7 @@ def test_other_softmaxes_on_other_peoples_models(theirs, softmax):
     assert good(call("generate", *words)) == text + "\n"
 
 
-def test_models_that_are_none(tmp_path, theirs, texts):
+def test_sources_that_are_no_models(tmp_path, theirs, texts):
     (tmp_path / "empty").mkdir()
     (tmp_path / "model.npz").write_bytes(b"x")
     for source, said in (
@@ -215,7 +215,7 @@ def test_evaluation_of_a_short_text(theirs, texts):
     assert score["bits_per_byte"] == pytest.approx(total / math.log(2) / n_bytes, rel=1e-5)
 
 
-def test_evaluation_of_our_own(ours, texts):
+def test_evaluation_of_a_run_folder(ours, texts):
     """Each byte counts: the end of another text stands before the first."""
     checkpoint = load_checkpoint(ours / "best.safetensors")
     tokeniser = checkpoint.tokeniser()
@@ -274,7 +274,7 @@ def tuned(tmp_path_factory, theirs, texts) -> tuple[Path, str]:
     return folder, good(call(*start(theirs, texts, folder)))
 
 
-def test_training_goes_on_from_a_model(tuned, theirs):
+def test_training_initialized_from_a_model(tuned, theirs):
     folder, out = tuned
     assert json.loads((folder / "data.json").read_text())["init_from"] == str(theirs)
     checkpoint = load_checkpoint(folder / "best.safetensors")
@@ -293,7 +293,7 @@ def test_training_goes_on_from_a_model(tuned, theirs):
     assert said.startswith("the quick")
 
 
-def test_the_first_loss_is_that_of_the_model(tuned, theirs, texts):
+def test_the_first_loss_equals_the_loss_of_the_model(tuned, theirs, texts):
     """So its weights have been taken, and its tokeniser."""
     score = json.loads(good(call("evaluate", theirs, texts / "long.txt", "--window", "24", "--json")))["total"]
     metrics = [json.loads(line) for line in (tuned[0] / "metrics.jsonl").read_text().splitlines()]
@@ -302,7 +302,7 @@ def test_the_first_loss_is_that_of_the_model(tuned, theirs, texts):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
-def test_a_run_that_began_so_is_resumed(tuned, theirs, texts, tmp_path, monkeypatch):
+def test_a_run_with_init_from_resumes(tuned, theirs, texts, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     log = updates.RunSession.log
 
@@ -358,7 +358,7 @@ def test_a_smaller_window(positions, softmax):
 
 
 # -------------------------------------------------------------------- export
-def test_a_run_is_handed_on(tuned, tmp_path):
+def test_export_of_a_run_folder(tuned, tmp_path):
     folder = tmp_path / "out"
     out = good(call("export", tuned[0], folder))
     assert out == f"{folder}: model type llama, {load(folder).model.n_parameters:,} parameters in float32\n"
@@ -386,7 +386,7 @@ def test_a_gguf_file(theirs, tmp_path):
 
 # -------------------------------------------------------------------- weights of few bits
 @pytest.mark.parametrize("weights", ["int8", "float16", "stored"])
-def test_any_model_writes_and_is_evaluated_in_fewer_bits(weights, ours, theirs, tmp_path):
+def test_generation_and_evaluation_with_fewer_bits(weights, ours, theirs, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 3)
     for source in (ours, theirs):
@@ -398,5 +398,5 @@ def test_any_model_writes_and_is_evaluated_in_fewer_bits(weights, ours, theirs, 
         assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
-def test_weights_of_few_bits_are_for_cpus(ours):
+def test_quantized_weights_are_rejected_on_a_gpu(ours):
     refused(call("generate", ours, "--weights", "int8", "--device", "gpu"), "--weights int8: expected --device cpu")

@@ -50,7 +50,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_flags_are_those_of_the_help(command, monkeypatch, capsys):
+def test_completed_flags_equal_the_flags_of_the_help(command, monkeypatch, capsys):
     """No flag is missing, and none is made up."""
     monkeypatch.setenv("COLUMNS", "200")
     every = "--help-all" if command in ("train", "distill", "sweep") else "--help"
@@ -113,7 +113,7 @@ def test_bash(scripts, line):
 
 
 @pytest.mark.skipif(shutil.which("bash") is None or sys.platform == "win32", reason="needs bash")
-def test_bash_knows_the_function_and_reads_words_behind_an_equals_sign(scripts):
+def test_bash_registers_the_function_and_completes_after_an_equals_sign(scripts):
     path = scripts / "tricycle.bash"
     asked = f'source "{path}"; complete -p tricycle'
     registered = subprocess.run(["bash", "-c", asked], capture_output=True, text=True)
@@ -167,7 +167,7 @@ def test_zsh(scripts, line):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
-def test_zsh_completes_a_word_that_is_being_typed(scripts):
+def test_zsh_completes_a_partial_word(scripts):
     """In a shell with a terminal, at the key itself."""
     import pty
 
@@ -199,7 +199,7 @@ def read_until(terminal: int, wanted: bytes, seconds: float = 60) -> None:
             text += os.read(terminal, 4096)
 
 
-def test_the_command_prints_them_and_refuses_other_shells():
+def test_print_completion_and_unknown_shells():
     done = told("--print-completion", "bash")
     assert done.returncode == 0, done.stderr
     assert done.stdout == script("bash", COMMANDS)

@@ -123,7 +123,7 @@ def test_an_adapter_helps_and_others_take_it(theirs, data, tmp_path, capsys):
     ("method", "loss"),
     [("lora", "cross-entropy"), ("dora", "cross-entropy"), ("full", "cross-entropy"), ("lora", "dpo"), ("full", "dpo")],
 )
-def test_a_run_that_was_cut_off_goes_on_bit_for_bit(method, loss, theirs, data, tmp_path, monkeypatch):
+def test_resuming_is_bit_exact(method, loss, theirs, data, tmp_path, monkeypatch):
     words = ["--method", method, "--lora-dropout", "0.2", "--accumulation-steps", "2", "--loss", loss]
     if method == "dora":
         words[1:2] = ["lora", "--dora"]
@@ -186,7 +186,7 @@ def test_every_update_has_a_rate(n_steps, theirs, data, tmp_path, capsys):
 
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("words", ["--weights int8", "--weights bfloat16", "--dora --weights int8", "--dora"])
-def test_few_bits_below(words, theirs, data, tmp_path):
+def test_adapters_on_quantized_weights(words, theirs, data, tmp_path):
     tune(theirs, data, tmp_path / "run", *words.split())
     losses = [
         line["held_out_loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in line
@@ -194,7 +194,7 @@ def test_few_bits_below(words, theirs, data, tmp_path):
     assert losses[-1] < json.loads((tmp_path / "run" / "data.json").read_text())["before"]["loss"]
 
 
-def test_it_ends_where_it_grows_no_better(theirs, data, tmp_path, capsys):
+def test_early_stopping(theirs, data, tmp_path, capsys):
     words = ["--steps", "60", "--eval-interval", "1", "--patience", "2", "--learning-rate", "3"]
     tune(theirs, data, tmp_path / "run", *words)
     assert "early stopping (--patience 2)" in capsys.readouterr().out
@@ -246,7 +246,7 @@ def test_chosen_answers_become_likelier_than_rejected_ones(chat, method, theirs,
     assert (run / "loss.png").stat().st_size > 1000
 
 
-def test_what_counts_in_a_preference():
+def test_tokens_that_count_in_a_preference():
     tokeniser = tiny_tokeniser()
     user, good, bad = (
         {"role": r, "content": c} for r, c in (("user", "a?"), ("assistant", "fox"), ("assistant", "rain"))
@@ -306,7 +306,7 @@ def test_plain_chatml_is_as_the_template_writes_it():
     assert joined == tokeniser.chat(messages, add_generation_prompt=False)
 
 
-def test_what_is_cut_off_is_counted():
+def test_truncated_tokens_are_counted():
     tokeniser = tiny_tokeniser()
     encoder = ExampleEncoder(tokeniser, 30)
     long = "the quick brown fox " * 20
@@ -331,7 +331,7 @@ def test_equal_records_are_held_out_together(tmp_path):
     assert len(examples.train) + len(examples.held_out) == 100
 
 
-def test_a_file_as_windows_leaves_it(theirs, data, tmp_path):
+def test_files_with_windows_line_endings(theirs, data, tmp_path):
     data.write_bytes(b"\xef\xbb\xbf" + data.read_bytes().replace(b"\n", b"\r\n"))
     assert len(read_records([data])) == 60
 
@@ -402,7 +402,7 @@ def test_bad_data_is_refused_before_any_work(name, theirs, tmp_path):
 
 
 # -------------------------------------------------------------------- memory
-def test_what_does_not_fit_is_refused_before_any_work(theirs, data, tmp_path, monkeypatch):
+def test_too_little_memory_is_reported_before_any_work(theirs, data, tmp_path, monkeypatch):
     run = tmp_path / "run"
     monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.001")  # the model fits
     with pytest.raises(MemoryError) as error:
@@ -421,7 +421,7 @@ def test_what_does_not_fit_is_refused_before_any_work(theirs, data, tmp_path, mo
 
 @pytest.mark.slow_except(5)
 @pytest.mark.parametrize("words", ["", "--recompute", "--loss dpo", "--method full", "--method full --recompute"])
-def test_it_takes_no_less_than_is_said(words, theirs, data, tmp_path, monkeypatch):
+def test_estimated_memory_is_a_lower_bound(words, theirs, data, tmp_path, monkeypatch):
     if "dpo" in words:
         lines(data, preferences())
     estimates = []
@@ -494,7 +494,7 @@ def test_other_bad_input(theirs, data, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["float32", "int8"])
-def test_another_model_in_the_place_of_the_one_that_a_run_began_with(weights, data, tmp_path):
+def test_a_changed_base_model_is_rejected(weights, data, tmp_path):
     run = tmp_path / "run"
     base = write_folder(tmp_path / "base", context_window=100)
     tune(base, data, run, "--weights", weights)

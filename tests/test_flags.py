@@ -63,7 +63,7 @@ def test_values(words, expected):
     assert parse(Outer, args=words) == expected
 
 
-def test_words_come_from_the_command_line_and_values_from_the_default():
+def test_parse_reads_the_command_line_and_fills_in_defaults():
     assert parse(Outer) == Outer(inner=Inner(7))
     assert parse(Outer, default=Outer("green", Inner(2, 0.25))) == Outer("green", Inner(7, 0.25))
 
@@ -133,7 +133,7 @@ def test_run_main_turns_errors_into_one_line(error, status, said, capsys):
     assert capsys.readouterr().err == f"program.py: {said}\n"
 
 
-def test_names_that_are_no_utf8_are_one_line(capsys):
+def test_file_names_that_are_not_utf8_give_one_line(capsys):
     with pytest.raises(SystemExit) as leaving:
         run_main(lambda: "runs/a\udcff/b".encode() and 0)
     assert leaving.value.code == 1
@@ -141,7 +141,7 @@ def test_names_that_are_no_utf8_are_one_line(capsys):
     assert capsys.readouterr().err == f"program.py: {said}\n"
 
 
-def test_run_main_shows_our_own_mistakes_in_full():
+def test_run_main_keeps_the_traceback_of_bugs():
     def main():
         return {}["missing"]
 
@@ -150,14 +150,14 @@ def test_run_main_shows_our_own_mistakes_in_full():
 
 
 @pytest.mark.parametrize("status", [0, None, 4])
-def test_run_main_leaves_with_the_status_of_main(status, capsys):
+def test_run_main_exits_with_the_status_of_main(status, capsys):
     with pytest.raises(SystemExit) as leaving:
         run_main(lambda: status)
     assert leaving.value.code == status
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_run_to_an_ascii_terminal_survives_its_samples():
+def test_non_ascii_samples_on_an_ascii_terminal():
     program = "from tricycle_cli.flags import run_main; run_main(lambda: print('caf\\u00e9 \\ufffd'))"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, check=False)
@@ -165,7 +165,7 @@ def test_a_run_to_an_ascii_terminal_survives_its_samples():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows says it otherwise")
-def test_run_main_ends_in_silence_where_nobody_reads_on():
+def test_run_main_exits_silently_on_a_closed_pipe():
     code = (
         "from tricycle_cli.flags import run_main; run_main(lambda: [print('line', flush=True) for _ in range(99999)])"
     )

@@ -113,7 +113,7 @@ def test_real_runs(tmp_path: Path) -> None:
     assert whole["figures"]["seconds"] > 0
 
 
-def test_damage_is_left_out_and_said(two: list[Path]) -> None:
+def test_damaged_lines_are_skipped_and_reported(two: list[Path]) -> None:
     path = two[0] / "metrics.jsonl"
     lines = path.read_text().splitlines()
     lines[3] = "\x00" * 30
@@ -129,7 +129,7 @@ def test_damage_is_left_out_and_said(two: list[Path]) -> None:
     json.dumps(data, allow_nan=False)
 
 
-def test_what_is_not_there_yet(two: list[Path]) -> None:
+def test_runs_with_missing_files(two: list[Path]) -> None:
     for name in ("metrics.jsonl", "samples.txt", "tokeniser.json"):
         (two[0] / name).unlink()
     data = data_of(two)
@@ -141,7 +141,7 @@ def test_what_is_not_there_yet(two: list[Path]) -> None:
     assert Runs(two).page()
 
 
-def test_other_vocabularies_and_texts_are_said(two: list[Path]) -> None:
+def test_different_vocabularies_and_texts_are_reported(two: list[Path]) -> None:
     (two[1] / "tokeniser.json").write_text("another")
     (two[1] / "data.json").write_text(json.dumps({"data": "text", "files": [], "corpus": "other"}))
     notes = data_of(two)["notes"]

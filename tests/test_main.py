@@ -45,7 +45,7 @@ def no_variables(monkeypatch):
 
 # -------------------------------------------------------------------- the program
 @pytest.mark.slow
-def test_it_fits_on_a_screen(monkeypatch):
+def test_the_report_fits_on_a_screen(monkeypatch):
     monkeypatch.delenv("TRICYCLE_NUM_THREADS", raising=False)
     out = good(call("-m", "tricycle"))
     assert len(out.splitlines()) <= 24
@@ -80,7 +80,7 @@ def test_a_wrong_number_of_threads_is_one_line(monkeypatch):
 
 
 # -------------------------------------------------------------------- its rows
-def test_what_it_changes_of_its_process_is_told(monkeypatch):
+def test_changes_of_the_process_are_reported(monkeypatch):
     monkeypatch.delenv("TRICYCLE_NUM_THREADS", raising=False)
     monkeypatch.delenv("TRICYCLE_TUNE_HOST", raising=False)
     told = host_row()
@@ -95,7 +95,7 @@ def host_row() -> str:
     return good(call("-c", program)).strip()
 
 
-def test_kernels_are_listed_with_who_is_asked(monkeypatch):
+def test_kernels_are_listed_with_their_providers(monkeypatch):
     monkeypatch.setenv("TRICYCLE_KERNELS", "-numba")
     lines = good(call("-m", "tricycle", "machine", "--kernels")).splitlines()
     assert lines[0].startswith("CPU: ")
@@ -116,7 +116,7 @@ def test_instructions_elsewhere(text):
     assert "bf16 and AMX unknown; NumPy uses " in machine.describe_processor(text)
 
 
-def test_a_pin_is_told(monkeypatch, no_variables):
+def test_a_pinned_blas_is_reported(monkeypatch, no_variables):
     assert "pinned" not in machine.describe_blas()
     assert not any("OPENBLAS" in line for line in machine.advice([], None))
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
@@ -135,7 +135,7 @@ def test_which_variable_sets_the_threads(monkeypatch, no_variables):
     assert machine.thread_variable() == "TRICYCLE_NUM_THREADS"
 
 
-def test_idle_cores_are_told(monkeypatch, no_variables):
+def test_idle_cores_are_reported(monkeypatch, no_variables):
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
     monkeypatch.setattr(machine.threads, "n_threads", lambda: 2)
     assert not any("64" in line for line in machine.advice([], None))  # without a variable it was the BLAS's choice
@@ -143,7 +143,7 @@ def test_idle_cores_are_told(monkeypatch, no_variables):
     assert "unset OMP_NUM_THREADS: 2 of 64 logical cores are in use" in machine.advice([], None)
 
 
-def test_mkl_is_told_where_it_would_help(monkeypatch, no_variables):
+def test_mkl_is_suggested_on_intel_processors(monkeypatch, no_variables):
     for problem, told in [
         ("MKL is not installed (pip install 'tricycle-gpt[mkl]')", True),
         ("MKL is for Intel's processors", False),
@@ -176,7 +176,7 @@ def test_providers_that_a_variable_excludes_are_named(monkeypatch, no_variables)
     assert not any("TRICYCLE_KERNELS" in line for line in machine.advice([], "no GPU"))
 
 
-def test_a_gpu_that_is_not_used_is_told(monkeypatch, no_variables):
+def test_an_unused_gpu_is_reported(monkeypatch, no_variables):
     monkeypatch.setattr(machine, "installed", lambda *packages: [*packages])
     monkeypatch.setattr(machine.float32_products, "unavailable_reason", lambda: None)
     monkeypatch.setattr(machine.onednn, "unavailable_reason", lambda: None)
@@ -202,7 +202,7 @@ def test_gpus_that_the_driver_shows(monkeypatch):
     assert machine.gpu_names() == []
 
 
-def test_a_gpu_in_use_is_told(monkeypatch):
+def test_a_used_gpu_is_reported(monkeypatch):
     monkeypatch.setattr(machine.devices, "gpu_problem", lambda: None)
     monkeypatch.setattr(machine, "gpu_names", lambda: ["GPU 0: H200"])
     monkeypatch.setattr(machine, "speed_report", lambda: "1,234 GFLOP/s")

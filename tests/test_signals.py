@@ -17,7 +17,7 @@ def send(number=signal.SIGTERM) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_work_that_may_be_left_is_left_at_once(number):
+def test_a_signal_interrupts_at_once(number):
     before = signal.getsignal(number)
     with Signals() as signals:
         assert not signals()
@@ -28,7 +28,7 @@ def test_work_that_may_be_left_is_left_at_once(number):
     assert signal.getsignal(number) is before
 
 
-def test_work_that_is_finished_first(capfd):
+def test_deferred_signals(capfd):
     with Signals() as signals:
         with signals.deferred():
             send()
@@ -38,7 +38,7 @@ def test_work_that_is_finished_first(capfd):
             signals.check()
 
 
-def test_what_may_be_left_inside_what_is_finished():
+def test_interruptible_work_inside_deferred_work():
     done = []
     with Signals() as signals, signals.deferred():
         with pytest.raises(Interrupted), signals.interruptible():
@@ -50,7 +50,7 @@ def test_what_may_be_left_inside_what_is_finished():
     assert done == []
 
 
-def test_a_second_ctrl_c_leaves_at_once_and_other_second_signals_do_not():
+def test_only_ctrl_c_interrupts_as_a_second_signal():
     """A terminal that is closed sends SIGHUP more than once, and some systems SIGTERM after it."""
     with Signals() as signals, signals.deferred():
         send(signal.SIGHUP)
@@ -82,7 +82,7 @@ def test_what_was_ignored_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_nobody_to_tell(monkeypatch):
+def test_a_signal_with_closed_stderr(monkeypatch):
     """Standard error may be a terminal that is gone."""
 
     def gone(handle, content):
@@ -94,7 +94,7 @@ def test_nobody_to_tell(monkeypatch):
         assert signals()
 
 
-def test_outside_the_main_thread_nothing_changes():
+def test_no_handlers_outside_the_main_thread():
     before = signal.getsignal(signal.SIGTERM)
     seen = []
 
@@ -108,7 +108,7 @@ def test_outside_the_main_thread_nothing_changes():
     assert seen == [(False, before)]
 
 
-def test_what_c_code_makes_of_a_signal_is_a_signal():
+def test_exceptions_of_c_code_become_interrupted():
     """Matplotlib says "Invalid bounding box" where one came while it asked for a number."""
 
     def send_and_fail() -> None:
@@ -126,7 +126,7 @@ def test_what_c_code_makes_of_a_signal_is_a_signal():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_where_no_error_can_be_raised_comes_again(number):
+def test_a_lost_signal_is_sent_again(number):
     class Dying:
         def __del__(self) -> None:
             send(number)

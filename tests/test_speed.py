@@ -112,7 +112,7 @@ def test_a_slow_processor_gets_smaller_batches():
 
 
 # -------------------------------------------------------------------- advice
-def test_faster_16_bits_are_advised():
+def test_faster_bfloat16_is_suggested():
     lines = [speed_of("float32", 1000, matmul=1), speed_of("bfloat16", 1500, matmul=1)]
     assert speed.advice(lines) == ["train with --precision bfloat16: 1.5 times the tokens/s of float32"]
     assert speed.advice(lines[:1]) == []

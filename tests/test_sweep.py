@@ -84,7 +84,7 @@ def test_bad_specs_are_one_line(words: list[str], said: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_what_the_config_refuses_is_refused_before_any_work() -> None:
+def test_invalid_configs_are_rejected_before_any_work() -> None:
     check_search_space(BASE, parse_search_space(["n_heads=1,2,4", "embedding_dim=16,32"]), [])
     with pytest.raises(ValueError, match=r"--over: .*n_heads.*\(with n_heads=3, embedding_dim=16\)"):
         check_search_space(BASE, parse_search_space(["n_heads=1,3", "embedding_dim=16,32"]), [])
@@ -96,7 +96,7 @@ def test_what_the_config_refuses_is_refused_before_any_work() -> None:
         check_search_space(BASE, parse_search_space([*many, "activation=gelu,paper"]), [])
 
 
-def test_the_lowest_rate_goes_with_the_highest() -> None:
+def test_min_learning_rate_keeps_its_ratio_to_the_maximum() -> None:
     share = BASE.min_learning_rate / BASE.max_learning_rate
     assert apply_parameters(BASE, {"max_learning_rate": 0.02}, []).min_learning_rate == pytest.approx(0.02 * share)
     assert (
@@ -107,7 +107,7 @@ def test_the_lowest_rate_goes_with_the_highest() -> None:
     assert apply_parameters(BASE, both, []).min_learning_rate == 0.001
 
 
-def test_flags_say_what_they_mean() -> None:
+def test_flags_reproduce_the_config() -> None:
     """`tricycle train` with them has the config that was tried."""
     over = [
         "max_learning_rate=1e-4..1e-2:log",
@@ -181,7 +181,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize(("sampler", "n"), [("tpe", 12), ("random", 4), ("grid", 4)])
-def test_a_sweep_that_was_cut_off_finds_what_another_finds(
+def test_a_resumed_sweep_equals_an_uninterrupted_one(
     sampler: str, n: int, tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture
 ) -> None:
     words = ["--sampler", sampler, "--trials", str(n)]
@@ -206,7 +206,7 @@ def test_a_sweep_that_was_cut_off_finds_what_another_finds(
 
 
 @pytest.mark.slow
-def test_sweeps_in_folders_whose_names_mean_something_in_a_url(tmp_path: Path, trainer: Trainer) -> None:
+def test_sweep_folders_with_url_characters(tmp_path: Path, trainer: Trainer) -> None:
     names = ["new?1", "new?2", "a#b", "%41", "A", "x;y&z=1", "{name}", "a b'c\"d", "Größe"]
     for i, name in enumerate(names):
         sweep(tmp_path / name, "--trials", "1", "--sampler", "random", "--sampler-seed", str(i))
@@ -262,7 +262,7 @@ def test_trials_that_fail(tmp_path: Path, trainer: Trainer, capsys: pytest.Captu
         sweep(tmp_path / "c", "--trials", "1")
 
 
-def test_two_at_once(tmp_path: Path, trainer: Trainer) -> None:
+def test_two_sweeps_in_one_folder(tmp_path: Path, trainer: Trainer) -> None:
     sweep(tmp_path / "a", "--trials", "1")
     with FolderLock(tmp_path / "a"):
         for words in (["--resume", str(tmp_path / "a")], [*OVER, "--run-folder", str(tmp_path / "a")]):
@@ -288,14 +288,14 @@ def test_what_is_refused(words: list[str], said: str, tmp_path: Path, trainer: T
 
 
 @pytest.mark.parametrize("package", ["optuna", "matplotlib"])
-def test_a_package_that_is_missing_is_noticed_first(tmp_path: Path, monkeypatch: Any, package: str) -> None:
+def test_a_missing_package_is_reported_first(tmp_path: Path, monkeypatch: Any, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "tricycle-gpt\[sweep\]"'):
         sweep(tmp_path / "sweep")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_that_are_no_sweeps(tmp_path: Path, trainer: Trainer) -> None:
+def test_resuming_folders_without_a_sweep(tmp_path: Path, trainer: Trainer) -> None:
     with pytest.raises(FileNotFoundError, match="expected the folder of a sweep"):
         main(["--resume", str(tmp_path)])
     sweep(tmp_path / "a", "--trials", "1")
@@ -310,7 +310,7 @@ def test_folders_that_are_no_sweeps(tmp_path: Path, trainer: Trainer) -> None:
             main(["--resume", str(tmp_path / "a")])
 
 
-def test_pictures_of_odd_sweeps(tmp_path: Path) -> None:
+def test_plots_of_unusual_sweeps(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     plot_sweep([], path)
     plot_sweep([Shown(0, None, None, {"a": 1})], path)
@@ -357,7 +357,7 @@ def test_real_trials_are_run_folders(tmp_path: Path, words: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_says_why(tmp_path: Path, words: list[str]) -> None:
+def test_a_failed_run_reports_the_reason(tmp_path: Path, words: list[str]) -> None:
     done = call(
         *[tmp_path / "none.txt" if "a text" in word else word for word in words], "--run-folder", tmp_path / "a"
     )
@@ -370,7 +370,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path, words: list[str]) -> None:
 @POSIX_ONLY
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_sweep_that_is_killed_goes_on(number: int, tmp_path: Path, words: list[str]) -> None:
+def test_a_killed_sweep_resumes(number: int, tmp_path: Path, words: list[str]) -> None:
     """The run may live on: then it is waited for."""
     folder = tmp_path / "sweep"
     more = ["--steps", "400", "--eval-interval", "50", "--run-folder", str(folder)]

@@ -84,7 +84,7 @@ def same(rows: dict[tuple[int, str], float], metrics: Path, name: str, but: str 
 @pytest.mark.slow
 @POSIX_ONLY
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_tracker_keeps_is_what_metrics_have(name: str, tmp_path: Path) -> None:
+def test_trackers_have_the_content_of_the_metrics(name: str, tmp_path: Path) -> None:
     """A run that is killed, gone on with, stopped, and gone on with to its end, by the library's own reader."""
     has(name)
     folder = tmp_path / "a run"
@@ -104,7 +104,7 @@ def test_what_a_tracker_keeps_is_what_metrics_have(name: str, tmp_path: Path) ->
 @pytest.mark.slow
 @POSIX_ONLY
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tracker_that_comes_later_gets_all_from_the_beginning(name: str, tmp_path: Path) -> None:
+def test_a_tracker_added_later_gets_all_metrics(name: str, tmp_path: Path) -> None:
     has(name)
     folder = tmp_path / "run"
     train(new_state(CONFIG, TOKENS), new_run(folder))
@@ -115,7 +115,7 @@ def test_a_tracker_that_comes_later_gets_all_from_the_beginning(name: str, tmp_p
     same(read(folder, name)[0], folder / "metrics.jsonl", name)
 
 
-def test_a_server_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     has("mlflow")
     folder = tmp_path / "run"
     monkeypatch.setattr(sys.modules[__name__], "FOREIGN", ())
@@ -157,7 +157,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("words", [("--preset", "debug"), ("--resume", "RUN")])
-def test_a_library_that_is_missing_is_said_before_any_work(tmp_path: Path, words: tuple[str, str]) -> None:
+def test_a_missing_library_is_reported_before_any_work(tmp_path: Path, words: tuple[str, str]) -> None:
     folder = tmp_path / "run"
     if "--resume" in words:
         folder.mkdir()
@@ -186,7 +186,7 @@ def test_unknown_trackers_are_refused(tmp_path: Path) -> None:
         check_trackers(["paper"])
 
 
-def test_a_folder_of_that_name_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_the_name_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "NAMES", ("nolibrary",))
     (tmp_path / "nolibrary").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -292,7 +292,7 @@ def test_a_tracked_run_is_the_same_run(tmp_path: Path, whole: Any, notes: type[N
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("at", [-1, 1, 9])
-def test_a_tracker_that_raises_is_left_out_and_makes_up_for_it(
+def test_a_failed_tracker_gets_missing_metrics_on_resume(
     tmp_path: Path,
     whole: Any,  # noqa: F811
     notes: type[Notes],
@@ -320,7 +320,7 @@ def test_a_tracker_that_raises_is_left_out_and_makes_up_for_it(
 
 
 @pytest.mark.slow_except(3)
-def test_a_tracker_that_hangs_holds_nobody_up(
+def test_a_hanging_tracker_does_not_block_the_run(
     tmp_path: Path,
     whole: Any,  # noqa: F811
     notes: type[Notes],
@@ -338,7 +338,7 @@ def test_a_tracker_that_hangs_holds_nobody_up(
     assert "did not finish" in said[0]
 
 
-def test_news_for_a_tracker_that_hangs_have_an_end(
+def test_the_queue_of_a_hanging_tracker_is_bounded(
     tmp_path: Path, notes: type[Notes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracking, "START_TIMEOUT", 0.01)
@@ -352,7 +352,7 @@ def test_news_for_a_tracker_that_hangs_have_an_end(
     assert "does not respond" in said[0]
 
 
-def test_an_error_of_the_run_stays_that(tmp_path: Path, notes: type[Notes]) -> None:
+def test_an_error_of_the_run_is_not_replaced(tmp_path: Path, notes: type[Notes]) -> None:
     tracking_ = Tracking(["tensorboard"], tmp_path, {}, lambda line: None).start()
     with pytest.raises(ZeroDivisionError), tracking_.finishing():
         raise ZeroDivisionError
@@ -360,7 +360,7 @@ def test_an_error_of_the_run_stays_that(tmp_path: Path, notes: type[Notes]) -> N
     assert not tracking_._workers[0].thread.is_alive()
 
 
-def test_numbers_alone_are_sent(tmp_path: Path, notes: type[Notes]) -> None:
+def test_only_numbers_are_sent(tmp_path: Path, notes: type[Notes]) -> None:
     tracking_ = Tracking(["tensorboard"], tmp_path, {}, lambda line: None).start()
     with tracking_.finishing():
         tracking_.synchronize([])
@@ -372,7 +372,7 @@ def test_numbers_alone_are_sent(tmp_path: Path, notes: type[Notes]) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", '{"tensorboard": 3}', '{"tensorboard": {"id": 3}}'])
-def test_a_damaged_note_of_ids_begins_anew(tmp_path: Path, notes: type[Notes], content: str) -> None:
+def test_a_damaged_tracking_file_starts_a_new_run(tmp_path: Path, notes: type[Notes], content: str) -> None:
     (tmp_path / "tracking.json").write_text(content)
     with Tracking(["tensorboard"], tmp_path, {}, lambda line: None).start().finishing():
         pass
