@@ -316,7 +316,7 @@ def test_a_cut_file_is_refused_at_every_length(saved):
     path = saved.parent / "cut"
     for length in sorted(lengths):
         path.write_bytes(content[:length])
-        assert "expected a whole checkpoint of Tricycle" in refused(path), length
+        assert "expected a complete checkpoint of Tricycle" in refused(path), length
     path.write_bytes(content + b"more")
     refused(path)
 

@@ -71,7 +71,7 @@ def fake_cupy(monkeypatch, driver: int, count=None, toolkit: int = 13020) -> Non
 @pytest.mark.parametrize(
     ("driver", "count", "said"),
     [
-        (0, None, "there is no NVIDIA driver, so no NVIDIA GPU that could be used"),
+        (0, None, "no NVIDIA driver is installed"),
         (12040, None, "the driver is for CUDA 12, CuPy for 13: install driver 580 or newer, or tricycle-gpt[cuda12]"),
         (13010, None, "CUDA reports: cudaErrorInsufficientDriver: CUDA driver version is insufficient"),
         (13010, 0, "CUDA sees no device"),

@@ -309,7 +309,7 @@ training.supervised_loss, updates.RunSession.batches = supervised_loss, batches
 @pytest.mark.parametrize("policy", ["stop", pytest.param("skip", marks=pytest.mark.nightly), "rollback"])
 def test_nan_in_one_rank(bench, policy):
     status, said = train(bench, 2, f"nan-{policy}", "--on-nan", policy, prelude=NAN)
-    assert "step 6: rank 1: the loss is nan; the first bad tensor is" in said
+    assert "step 6: rank 1: the loss is nan; the first non-finite tensor is" in said
     assert (status != 0) == (policy == "stop"), said
     said_why = {
         "stop": "the run ends",

@@ -176,7 +176,9 @@ def test_what_is_not_finite_in_one_is_so_in_all():
     def act(processes):
         layer = Dense(2, 2, generator=0)
         x = np.full((1, 2), np.nan if processes.rank == 1 else 1.0)
-        with pytest.raises(NonFiniteError, match=r"^rank 1: the loss is nan; the first bad tensor is the result of"):
+        with pytest.raises(
+            NonFiniteError, match=r"^rank 1: the loss is nan; the first non-finite tensor is the result of"
+        ):
             compute_gradients(layer, squares(layer), [x], [1], processes.reducer)
         return layer.weights.grad
 

@@ -338,7 +338,7 @@ after(6, spoil)
     done = call_with(spoil, *QUICK, "--sample-interval", "0", "--data", "text", "--files", text, "--run-folder", folder)
     assert done.returncode == 1
     *_, line = lines_said(done.stderr)
-    assert "step 7: the loss is nan; the first bad tensor is the parameter norm.gain" in line
+    assert "step 7: the loss is nan; the first non-finite tensor is the parameter norm.gain" in line
     assert "--max-learning-rate" in line
     assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 4
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -475,7 +475,7 @@ RESUME_WRONG = [
     ("--resume 'no data'", "no data: expected a run folder, got one without data.json"),
     ("--resume 'half config'", "expected JSON"),
     ("--resume 'other data'", "expected data and files as a run writes them"),
-    ("--resume cut", "last.safetensors: expected a whole checkpoint of Tricycle"),
+    ("--resume cut", "last.safetensors: expected a complete checkpoint of Tricycle"),
     ("--resume 'gone text'", "gone.txt"),
     ("--resume cut --steps 3", "--steps"),
 ]
@@ -484,7 +484,7 @@ INFER_WRONG = [
     ("missing.safetensors", "missing.safetensors: expected a model, there is no such file"),
     ("missing.pkl", "missing.pkl: expected a pickled Tricycle GPT, there is no such file"),
     ("'no checkpoint'", "expected a run folder with best.safetensors or last.safetensors"),
-    ("cut", "best.safetensors: expected a whole checkpoint of Tricycle"),
+    ("cut", "best.safetensors: expected a complete checkpoint of Tricycle"),
     ("short.txt", "short.txt: expected a folder, or a file that ends in .safetensors, .gguf, "),
     ("evil.pkl", "system, which no model needs"),
     ("random.pkl", "random.pkl: expected a pickled Tricycle GPT"),

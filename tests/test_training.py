@@ -423,7 +423,7 @@ def test_the_schedule_of_an_optimiser_holds():
 def test_a_loss_of_any_kind_that_is_not_finite_is_named():
     model = Sequential(Dense(2, 2, generator=0))
     before = model.steps[0].weights.array.copy()
-    with pytest.raises(NonFiniteError, match=r"^the loss is nan; the first bad tensor is the result of / 0\.0 "):
+    with pytest.raises(NonFiniteError, match=r"^the loss is nan; the first non-finite tensor is the result of / 0\.0 "):
         train_on_batch(model, AdamW(), lambda batch, factor: ((model(batch) * 0) / 0.0).sum() * factor, np.ones((1, 2)))
     assert all(parameter.grad is None for parameter in model.parameters())
     np.testing.assert_array_equal(model.steps[0].weights.array, before)
@@ -551,8 +551,8 @@ def overflow(state):
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (poison_weight, r"the loss is nan; the first bad tensor is the parameter blocks\.0\.mlp\.up\.weights"),
-        (overflow, r"the first bad tensor is the result of dense with blocks\.0\.mlp\.up\.weights"),
+        (poison_weight, r"the loss is nan; the first non-finite tensor is the parameter blocks\.0\.mlp\.up\.weights"),
+        (overflow, r"the first non-finite tensor is the result of dense with blocks\.0\.mlp\.up\.weights"),
     ],
 )
 @pytest.mark.parametrize("accumulation_steps", [1, 2])

@@ -24,7 +24,7 @@ from tricycle.tensor import Operand, Tensor
 
 
 def activation_dtype(x: Tensor, precision: str, *products: Any) -> Any:
-    """Return the dtype of activations between layers: that of matrix operands, or None for the dtype of x.
+    """Return the dtype of activations between layers: the dtype of matrix operands, or None for the dtype of x.
 
     It is None if a layer has no `dtype` argument, and for few rows in evaluation, whose products are in float32.
     """
@@ -227,7 +227,7 @@ class MLPBlock(Layer):
         return activation_dtype(x, self.precision, self.up, self.projection)
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
-        """Apply the MLP to x (..., C); `dtype` is that of the result, by default the dtype of x."""
+        """Apply the MLP to x (..., C); the result has `dtype`, by default the dtype of x."""
         x = as_tensor(x)
         hidden = self.activation(call_with_dtype(self.up, x, self.hidden_dtype(x)))
         if dtype is None and self.precision != "float32":

@@ -30,7 +30,7 @@ from tricycle.tensor import Tensor
 from tricycle.tokeniser import Tokeniser
 
 FORMAT = 1
-A_CHECKPOINT = "a whole checkpoint of Tricycle"
+A_CHECKPOINT = "a complete checkpoint of Tricycle"
 # The data types, as named by NumPy and by the safetensors format.
 DTYPES = "<f8 <f4 <f2 <i8 <i4 <i2 |i1 <u8 <u4 <u2 |u1 |b1".split()
 KINDS = dict(zip(DTYPES, "F64 F32 F16 I64 I32 I16 I8 U64 U32 U16 U8 BOOL".split()))

@@ -59,7 +59,7 @@ def gpu_problem() -> str | None:
     except runtime.CUDARuntimeError as error:
         has, needs = runtime.driverGetVersion() // 1000, runtime.runtimeGetVersion() // 1000  # 12040 is CUDA 12.4
         if not has:
-            return "there is no NVIDIA driver, so no NVIDIA GPU that could be used"
+            return "no NVIDIA driver is installed"
         driver = {12: 525, 13: 580}.get(needs, f"for CUDA {needs}")  # the oldest for each version
         advice = f"install driver {driver} or newer, or tricycle-gpt[cuda{has}] in place of this CuPy"
         return f"CUDA reports: {error}" if has >= needs else f"the driver is for CUDA {has}, CuPy for {needs}: {advice}"

@@ -16,7 +16,7 @@ OVERFLOW = ("truncate", "error")
 
 
 class DecodingState:
-    """A model and its KV caches for the tokens processed so far; `dtype` is that of the caches."""
+    """A model and its KV caches, stored in `dtype`, for the tokens processed so far."""
 
     def __init__(self, model: GPT, dtype: DTypeLike | None = None) -> None:
         self.model, self.dtype = model, dtype

@@ -169,7 +169,7 @@ class Dense(Layer):
         self.bias = Parameter(np.zeros(to_size, np.float32), "bias") if bias else None
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
-        """Map x (..., from_size) to (..., to_size); `dtype` is that of the result, by default the dtype of x W."""
+        """Map x (..., from_size) to (..., to_size); the result has `dtype`, by default the dtype of x W."""
         x = x if isinstance(x, Tensor) else as_tensor(x, self.weights)
         return linear(x, self.weights, self.bias, "dense", self.precision, dtype)
 
@@ -225,7 +225,7 @@ class LayerNorm(Layer):
         self.bias: Parameter | None = Parameter(np.zeros(size, np.float32), "bias") if bias else None
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
-        """Normalize x (..., size) over the last axis; `dtype` is that of the result, by default the dtype of x."""
+        """Normalize x (..., size) over the last axis; the result has `dtype`, by default the dtype of x."""
         x = x if isinstance(x, Tensor) else as_tensor(x, self.gain)
         array, gain, subtract_mean = as_floating(x.array), self._gains(x), self._subtract_mean
         if array.shape[-1:] != (self.size,):

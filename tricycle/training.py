@@ -160,7 +160,7 @@ def compute_gradients(
             value: Any = loss.array if loss.on_gpu else float(loss)
             mean = mean + value
             if isinstance(value, float) and not math.isfinite(value):
-                problem = f"the loss is {value}; the first bad tensor is {_first_bad(compute_loss, model)}"
+                problem = f"the loss is {value}; the first non-finite tensor is {_first_nonfinite(compute_loss, model)}"
                 model.zero_grad()
                 break
             is_last = pending is not None and index == len(batches) - 1
@@ -173,7 +173,7 @@ def compute_gradients(
     return Gradients(mean, total)
 
 
-def _first_bad(compute_loss: Callable[[], Tensor], model: Layer) -> str:
+def _first_nonfinite(compute_loss: Callable[[], Tensor], model: Layer) -> str:
     """Recompute the loss, and describe the first Tensor in the order of computation that is not finite."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     problems = [f"the parameter {name}" for parameter, name in names.items() if not _all_finite(parameter)]

@@ -425,6 +425,6 @@ def read_steps_and_errors(
     for step, (loss, norm) in enumerate(read, state.step + 1 - len(read)):
         by_scale = state.config.precision == "float16" and not math.isfinite(norm) and state.loss_scaling[0].item() > 1
         if not math.isfinite(loss) or not (math.isfinite(norm) or by_scale):
-            said = f"the loss is {loss} and the norm of the gradients {norm}, so its update changed nothing"
-            bad[step] = f"{said} (on a CPU the first bad tensor is named)"
+            reason = f"the loss is {loss} and the norm of the gradients {norm}, so its update changed nothing"
+            bad[step] = f"{reason} (on a CPU, the first non-finite tensor is reported)"
     return read, bad

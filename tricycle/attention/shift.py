@@ -78,7 +78,7 @@ class KeyShift(TokenShift):
 
     @staticmethod
     def correlate_keys(attention: Any) -> None:
-        """Initialize the key weights of a layer to correlate with those of the first query head of each group."""
+        """Initialize the key weights to correlate with the weights of the first query head of each group."""
         weights, n_heads, n_key_heads = attention.qkv.weights.array, attention.n_heads, attention.n_key_heads
         heads = weights.reshape(len(weights), n_heads + 2 * n_key_heads, attention.head_size)
         queries = heads[:, 0 : n_heads : n_heads // n_key_heads]

@@ -98,7 +98,7 @@ def gelu_with_derivative(x: Array) -> tuple[Array, Array | None]:
 
 @kernel
 def gelu_backward(grad: Array, x: Array | None, slope: Array | None) -> Array:
-    """Return the gradient of x from that of gelu(x), given either x or the derivative of `gelu_with_derivative`."""
+    """Return the gradient of x, given the gradient of gelu(x), and x or the derivative of `gelu_with_derivative`."""
     return multiply.reference(grad, gelu_with_derivative.reference(x)[1] if slope is None else slope)
 
 
@@ -112,7 +112,7 @@ def swiglu(x: Array) -> Array:
 
 @upcasting_kernel(1)
 def swiglu_backward(grad: Array, x: Array) -> Array:
-    """Return the gradient of x from that of swiglu(x); the sigmoids are recomputed to save memory."""
+    """Return the gradient of x, given the gradient of swiglu(x); the sigmoids are recomputed to save memory."""
     x = upcast(x)
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
@@ -169,8 +169,8 @@ def softmax(x: Array, off_by_one: bool = False) -> Array:
 
 @upcasting_kernel(1)
 def softmax_backward(grad: Array, y: Array) -> Array:
-    """Return the gradient of x from that of y = softmax(x) or softmax1(x): dy_i/dx_j = y_i (delta_ij - y_j)."""
-    return y * (grad - (grad * y).sum(axis=-1, keepdims=True))
+    """Return the gradient of x, given the gradient of y = softmax(x) or softmax1(x), and y."""
+    return y * (grad - (grad * y).sum(axis=-1, keepdims=True))  # dy_i/dx_j = y_i (delta_ij - y_j)
 
 
 @upcasting_kernel(1)
