@@ -608,7 +608,7 @@ def make_quick_and_repeatable() -> None:
 def go_on(case: Case) -> Outcome:
     """Go on with a run as a user would: begin again where the program says so."""
     done = program(case, case.resuming)
-    if done.status and "begin again without --resume" in done.err:
+    if done.status and "start again without --resume" in done.err:
         return program(case, case.words)
     return done
 
