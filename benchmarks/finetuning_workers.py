@@ -41,7 +41,7 @@ def tricycle_step(
     from tricycle.optimisers import AdamW
     from tricycle.pretrained import load
     from tricycle.training import supervised_loss, train_on_batch
-    from tricycle.weights import use_order
+    from tricycle.weights import set_memory_order
 
     loaded = load(folder, weights=weights)
     model = loaded.model
@@ -53,7 +53,7 @@ def tricycle_step(
 
         new_adapter(loaded, LoRAConfig(rank=RANK, alpha=ALPHA))
     else:
-        use_order(model.unfreeze(), "C")
+        set_memory_order(model.unfreeze(), "C")
     model.train()
     optimiser = AdamW(RATE, weight_decay=0.0)
     batch_loss = supervised_loss(model, CrossEntropy(ignore_index=IGNORED))

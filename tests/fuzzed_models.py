@@ -18,7 +18,7 @@ from tricycle.finetuning.lora import Adapter, LoRAConfig, LowRank, Part
 from tricycle.layers import Dense
 from tricycle.models import GPT
 from tricycle.softmaxes import SOFTMAXES, BlockSoftmax, SinkSoftmax
-from tricycle.weights import quantize, use_order
+from tricycle.weights import quantize, set_memory_order
 
 VOCABULARY = 23
 # variants that a config cannot name
@@ -171,7 +171,7 @@ def build(case: Case, seed: int | None = None) -> tuple[GPT, Adapter | None]:
     for parameter in model.parameters():
         size = 0.5 if parameter.ndim == 1 else 1 / np.sqrt(parameter.shape[0])
         parameter.array[...] = generator.normal(0, size, parameter.shape)
-    use_order(model, case.order)
+    set_memory_order(model, case.order)
     if case.quantized is not None:
         quantize(model, case.quantized)
     return model, None if case.adapter is None else _adapt(model, case.adapter, generator)

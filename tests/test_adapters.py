@@ -22,7 +22,7 @@ from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.tensor import Tensor
 from tricycle.training import apply_gradients, compute_gradients, supervised_loss
-from tricycle.weights import use_order
+from tricycle.weights import set_memory_order
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -246,7 +246,7 @@ def test_every_gradient_is_that_of_peft(kind, tmp_path):
     theirs, loaded = both("Llama", tmp_path / "base")
     adapter, rate = None, 1e-3
     if kind == "all weights":
-        use_order(loaded.model.unfreeze(), "C")
+        set_memory_order(loaded.model.unfreeze(), "C")
     else:
         adapter, rate = new_adapter(loaded, LoRAConfig(rank=4, alpha=8, dora=kind == "DoRA"), seed=1), 1e-2
         enliven_adapter(adapter)  # else the first gradients of A are 0

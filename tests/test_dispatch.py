@@ -18,7 +18,7 @@ from versions import registered_by
 
 from tricycle.debug import use_reference
 from tricycle.kernels import KERNELS
-from tricycle.kernels.dispatch import GROUP, Kernel
+from tricycle.kernels.dispatch import ENTRY_POINT_GROUP, Kernel
 from tricycle_accelerators import compiled, cpu, cuda, onednn, registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,7 +100,9 @@ def entries(monkeypatch):
     """What is installed, in this test."""
     registered = []
     monkeypatch.setattr(
-        metadata, "entry_points", lambda group, name: [e for e in registered if (group, name) == (GROUP, e.name)]
+        metadata,
+        "entry_points",
+        lambda group, name: [e for e in registered if (group, name) == (ENTRY_POINT_GROUP, e.name)],
     )
     return registered
 
@@ -171,9 +173,11 @@ def test_nobody_sees_half_of_what_is_registered(kernel, entries):
 def test_what_is_installed_names_who_is_faster():
     """Else everything is right, and slow: after a change of the entry points install again (pip install -e .)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = project["entry-points"][GROUP]
-    assert {entry.name: entry.value for entry in metadata.entry_points(group=GROUP)} == wanted
-    assert {name: entry.load() for entry in metadata.entry_points(group=GROUP) for name in [entry.name]} == {
+    wanted = project["entry-points"][ENTRY_POINT_GROUP]
+    assert {entry.name: entry.value for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)} == wanted
+    assert {
+        name: entry.load() for entry in metadata.entry_points(group=ENTRY_POINT_GROUP) for name in [entry.name]
+    } == {
         "numpy": registry.register_numpy,
         "cupy": registry.register_cupy,
     }

@@ -23,7 +23,7 @@ from tricycle.pretrained.same import differing
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
-from tricycle.weights import use_order
+from tricycle.weights import set_memory_order
 
 pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
@@ -88,7 +88,7 @@ def test_the_same_model_comes_back(tmp_path, name):
     for key, parameter in model.named_parameters():
         np.testing.assert_array_equal(own.pop(key).numpy(), parameter.numpy(), err_msg=key)
     assert all(not extra.numpy().any() for extra in own.values())
-    use_order(back, "C")  # sums are made in the order in which matrices lie
+    set_memory_order(back, "C")  # sums are made in the order in which matrices lie
     if name != "llama 3":
         np.testing.assert_array_equal(logits(back, TOKENS), logits(model, TOKENS))
     np.testing.assert_allclose(logits(back, TOKENS), logits(model, TOKENS), rtol=0, atol=1e-4)

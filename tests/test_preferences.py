@@ -18,7 +18,7 @@ from tricycle.optimisers import AdamW
 from tricycle.pretrained.adapters import new_adapter, save_adapter
 from tricycle.tensor import no_grad
 from tricycle.training import apply_gradients, compute_gradients
-from tricycle.weights import use_order
+from tricycle.weights import set_memory_order
 
 BETA = 0.3
 N_STEPS = 10
@@ -163,7 +163,7 @@ def test_ten_updates_are_those_of_pytorch(method: str, tmp_path: Path) -> None:
         theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter", is_trainable=True).eval()
         rate = 1e-2
     else:
-        use_order(loaded.model.unfreeze(), "C")
+        set_memory_order(loaded.model.unfreeze(), "C")
         rate = 1e-3
     learning = [p for p in theirs.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)

@@ -23,7 +23,7 @@ from tricycle.pretrained.tensor_files import read_tensors, write_tensors
 from tricycle.sampling import SamplingParams
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
-from tricycle.weights import use_order
+from tricycle.weights import set_memory_order
 
 SIZES = {"vocab_size": 300, "context_window": 32, "embedding_dim": 24, "n_heads": 4, "n_layers": 2}
 LIKE_LLAMA = {"norm": "rms_norm", "positions": "rotary", "activation": "swish", "gated": True, "bias": False}
@@ -63,7 +63,7 @@ def refuse(path: Path, message: str, kind: type[Exception] = ValueError) -> None
 def same_logits(loaded, model) -> bool:
     """To the last bit, once matrices lie in memory as in a model that was made: sums are made in that order."""
     assert all(block.mlp.up.weights.array.flags.f_contiguous for block in loaded.blocks)
-    return np.array_equal(use_order(loaded, "C")(TOKENS).array, model(TOKENS).array)
+    return np.array_equal(set_memory_order(loaded, "C")(TOKENS).array, model(TOKENS).array)
 
 
 # -------------------------------------------------------------------- what comes back

@@ -23,7 +23,7 @@ from tricycle.pretrained.export import export_folder, family_of_config
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tokeniser import BPETokeniser
-from tricycle.weights import use_order
+from tricycle.weights import set_memory_order
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -289,7 +289,7 @@ def test_encoders(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
         inside = {"input_ids": torch.from_numpy(tokens), "token_type_ids": torch.from_numpy(types)}
         expected = theirs.eval()(**inside).last_hidden_state.numpy()
     assert difference(model(tokens, token_type_ids=types).array, expected) < AGREED
-    again = use_order(load(tmp_path / "model").model, "C")  # sums are made in the order in which matrices lie
+    again = set_memory_order(load(tmp_path / "model").model, "C")  # sums are made in the order in which matrices lie
     assert np.array_equal(again(tokens, token_type_ids=types).array, model(tokens, token_type_ids=types).array)
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tricycle import tokeniser as module
 from tricycle.bpe import END_OF_TEXT, PIECE, ByteLevelBPE
-from tricycle.tokeniser import BPETokeniser, PieceIds, StreamDecoder, gpt2_piece
+from tricycle.tokeniser import BPETokeniser, PieceIds, StreamDecoder, gpt2_pattern
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 
 TEXT = """def greet(name, times=3):
@@ -507,7 +507,7 @@ def test_pieces_are_those_of_gpt2(text: str) -> None:
     pre_tokenizers = pytest.importorskip("tokenizers").pre_tokenizers
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     expected = [text[start:end] for _, (start, end) in byte_level.pre_tokenize_str(text)]
-    assert re.findall(gpt2_piece(), text) == expected
+    assert re.findall(gpt2_pattern(), text) == expected
 
 
 def test_a_tokeniser_that_cuts_as_gpt2_does() -> None:

@@ -37,7 +37,7 @@ KINDS = dict(zip(DTYPES, "F64 F32 F16 I64 I32 I16 I8 U64 U32 U16 U8 BOOL".split(
 PathLike = str | os.PathLike[str]
 
 
-class NotFiniteError(ValueError):
+class NonFiniteCheckpointError(ValueError):
     """A tensor to be saved, or that was loaded, has NaN or infinity."""
 
 
@@ -58,7 +58,7 @@ def save_checkpoint(
         states: the gathered optimizer state, if it is sharded over several processes.
 
     Raises:
-        NotFiniteError: a weight or optimizer state is not finite; nothing is written.
+        NonFiniteCheckpointError: a weight or optimizer state is not finite; nothing is written.
     """
     tensors = {f"model.{name}": array for name, array in model.state_dict().items()}
     for name, array in tensors.items():
@@ -136,9 +136,9 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def _check_finite(expected: str, name: str, array: np.ndarray) -> None:
-    """Raise a NotFiniteError that begins with `expected` if an array has NaN or infinity."""
+    """Raise a NonFiniteCheckpointError that begins with `expected` if an array has NaN or infinity."""
     if not np.isfinite(array).all():
-        raise NotFiniteError(f"{expected}, {name} has NaN or infinity")
+        raise NonFiniteCheckpointError(f"{expected}, {name} has NaN or infinity")
 
 
 @dataclass(frozen=True)

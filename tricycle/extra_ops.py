@@ -85,7 +85,7 @@ maximum = binary_op("maximum", "max", lambda x, y: _module(x, y).maximum(x, y), 
 minimum = binary_op("minimum", "min", lambda x, y: _module(x, y).minimum(x, y), *_extremes)
 
 
-def comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Operand, Operand], Tensor]:
+def comparison_op(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Operand, Operand], Tensor]:
     """Make an elementwise comparison, which returns a Tensor of booleans without a gradient."""
 
     def op(x: Operand, y: Operand) -> Tensor:
@@ -287,7 +287,7 @@ for _name, _compare in {
     "equal": operator.eq,
     "not_equal": operator.ne,
 }.items():
-    setattr(Tensor, f"__{_compare.__name__}__", comparison(_name, _compare))
+    setattr(Tensor, f"__{_compare.__name__}__", comparison_op(_name, _compare))
 for _name, _op in {"sub": subtract, "truediv": divide, "pow": power}.items():
     setattr(Tensor, f"__{_name}__", _op)
     setattr(Tensor, f"__r{_name}__", swap_operands(_op))

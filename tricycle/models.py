@@ -31,7 +31,7 @@ from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor
 
 MAX_LOGITS = 7 * 2**22  # kept in host memory by a loss: 112 MB, and as much for their gradients
-DRAWN = ("matrix", "embedding", "position", "head")  # roles of parameters with random initial values
+RANDOM_ROLES = ("matrix", "embedding", "position", "head")  # roles of parameters with random initial values
 
 
 class BlockStack(Layer):
@@ -217,7 +217,7 @@ def initialize_weights(model: BlockStack) -> None:
     last = 0 if config.zero_projections else 0.02 / math.sqrt(2 * config.n_layers)
     into_stream = {id(part.projection.weights) for block in model.blocks for part in (block.attention, block.mlp)}
     for parameter in model.parameters():
-        if isinstance(parameter, Parameter) and parameter.role in DRAWN:
+        if isinstance(parameter, Parameter) and parameter.role in RANDOM_ROLES:
             std = last if id(parameter) in into_stream else 0.02
             parameter.array[...] = normal(std)(parameter.shape, model.generator)
     if config.key_shift:

@@ -16,7 +16,7 @@ from tricycle.tensor import Operand, Tensor
 BackFn: TypeAlias = Callable[[Tensor], "Array | Tensor"]
 
 
-def as_text(x: Tensor) -> str:
+def to_string(x: Tensor) -> str:
     """Format a Tensor for printing: its values, on one line if they fit, and its name."""
     array, end = x.numpy(), f", name={x.name})" if x.name else ")"
     if array.ndim == 0:
@@ -27,7 +27,7 @@ def as_text(x: Tensor) -> str:
     return f"Tensor({one_line if fits else text}{end}"
 
 
-def formatted(x: Tensor, spec: str) -> str:
+def format_element(x: Tensor, spec: str) -> str:
     """Format the element of a one-element Tensor by a format specification; without one, return `str(x)`."""
     return format(x.item(), spec) if spec else str(x)
 
@@ -53,7 +53,7 @@ def length(x: Tensor) -> int:
     return x.shape[0]
 
 
-def truth(x: Tensor) -> bool:
+def to_bool(x: Tensor) -> bool:
     """Return the truth value of a one-element Tensor."""
     if x.size == 1:
         return bool(x.item())
@@ -167,15 +167,15 @@ def set_back_fns(x: Tensor, back_fns: tuple[BackFn, ...]) -> None:
 
 
 for _name, _method in {
-    "__str__": as_text,
-    "__repr__": as_text,
-    "__format__": formatted,
+    "__str__": to_string,
+    "__repr__": to_string,
+    "__format__": format_element,
     "item": item,
     "__int__": lambda x: int(x.item()),
     "__float__": lambda x: float(x.item()),
     "__array__": as_numpy,
     "__len__": length,
-    "__bool__": truth,
+    "__bool__": to_bool,
     "__getstate__": get_state,
     "__setstate__": set_state,
     "__deepcopy__": deep_copy,

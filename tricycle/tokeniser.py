@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 SPLITS = ("tricycle", "gpt2")
-MOST_BYTES = 2**26  # the maximum size of a file
+MAX_BYTES = 2**26  # the maximum size of a file
 # All patterns here start a new piece between a letter and a space, so a text may be split there.
 _SAFE_CUT = re.compile(rf"(?<=[{LETTER}])(?=[ \n])")
 _CHUNK = 2**18  # characters; bounds memory and the backtracking of GPT-2's look-ahead
@@ -138,7 +138,7 @@ class BPETokeniser(ByteLevelBPE):
     @property
     def pattern(self) -> str:
         """The regular expression for Python's `re` that splits text into pieces."""
-        return gpt2_piece() if self._split == "gpt2" else super().pattern
+        return gpt2_pattern() if self._split == "gpt2" else super().pattern
 
     # sizes and single tokens
 
@@ -293,7 +293,7 @@ class BPETokeniser(ByteLevelBPE):
             ValueError: an invalid file.
         """
         try:
-            return cls.from_dict(read_json(path, MOST_BYTES))
+            return cls.from_dict(read_json(path, MAX_BYTES))
         except ValueError as error:
             raise ValueError(f"{path}: expected a saved tokeniser: {str(error).removeprefix(f'{path}: ')}") from None
 
@@ -382,7 +382,7 @@ class StreamDecoder:
 
 # Cache: valid for the life of the process; depends only on Python's Unicode tables.
 @cache
-def gpt2_piece() -> str:
+def gpt2_pattern() -> str:
     """Return GPT-2's pattern (Radford et al. 2019) for Python's `re`, which has no classes such as \\p{L}.
 
     tiktoken uses Rust's regex, which may support a newer version of Unicode and so split a text differently.

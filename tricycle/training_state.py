@@ -34,7 +34,7 @@ from tricycle.tokeniser import Tokeniser
 from tricycle.training import BatchLossFn, NonFiniteError, Session, int_unless_on_gpu, train
 
 # The assumed minimum number of updates of a run that is limited in minutes, until the first updates are timed.
-LEAST_STEPS = 24
+MIN_STEPS = 24
 
 # float16 represents 6e-8 to 65,504, so the loss is multiplied by a scale, by which the gradients are divided later. The
 # scale is halved when gradients overflow, and doubled after GROWTH_STEPS updates without overflow (Micikevicius et al.
@@ -122,7 +122,7 @@ class TrainingState:
             states: the gathered optimizer state, if it is sharded.
 
         Raises:
-            NotFiniteError: a weight or optimizer state is not finite; nothing is written.
+            NonFiniteCheckpointError: a weight or optimizer state is not finite; nothing is written.
         """
         progress = {name: getattr(self, name) for name in (*self.PROGRESS, *self.LATER)}
         progress["loss_scaling"] = devices.to_cpu(self.loss_scaling).tolist()
@@ -202,7 +202,7 @@ class TrainingState:
         """
         config = self.config
         # until the number of updates is known, assume that they are all in the warm-up
-        total = self.total_steps or max(10 * config.warmup_steps, LEAST_STEPS)
+        total = self.total_steps or max(10 * config.warmup_steps, MIN_STEPS)
         warmup = min(config.warmup_steps, total // 10)
         total += config.min_learning_rate == 0
         return SCHEDULES[config.schedule](config.max_learning_rate, config.min_learning_rate, warmup, total)(step)
@@ -273,7 +273,7 @@ def new_state(
     if shard_optimiser and processes.size > 1:
         shards = Shards(processes, model, partial(update_cost, state.optimiser))
         state.optimiser = ShardedOptimiser(state.optimiser, shards)
-    if not config.minutes or 0 < config.steps <= LEAST_STEPS:
+    if not config.minutes or 0 < config.steps <= MIN_STEPS:
         state.total_steps = config.steps
     return state
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from tricycle.checkpoint import NotFiniteError
+from tricycle.checkpoint import NonFiniteCheckpointError
 from tricycle.distributed.processes import SINGLE_PROCESS, ProcessGroup
 from tricycle.distributed.shards import gather_state
 from tricycle.system.files import append, atomic_write, expect_plain, read_file
@@ -138,7 +138,7 @@ class Run:
             state.samples_size = self.samples.stat().st_size if self.samples.exists() else 0
             try:
                 self.write(lambda: state.save(path, self.tokeniser, states))
-            except NotFiniteError as error:
+            except NonFiniteCheckpointError as error:
                 problem = str(error)
         problem = self.processes.broadcast(problem)
         if problem:

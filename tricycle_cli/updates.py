@@ -14,7 +14,7 @@ import numpy as np
 
 from tricycle.system.memory import check_memory, gigabytes, gpu_memory
 from tricycle.training import NonFiniteError
-from tricycle.training_state import LEAST_STEPS, StateSession, TrainingState, read_steps_and_errors
+from tricycle.training_state import MIN_STEPS, StateSession, TrainingState, read_steps_and_errors
 from tricycle_cli import clock
 from tricycle_cli.run import Run
 from tricycle_cli.signals import Interrupted
@@ -22,7 +22,7 @@ from tricycle_cli.task import Task
 
 # With a limit in minutes, the total number of updates is estimated after these steps while less than a quarter of the
 # time has passed. Then the number, and the schedule that depends on it, stay fixed.
-ESTIMATE_STEPS = tuple(LEAST_STEPS * 2**doubling for doubling in range(16))
+ESTIMATE_STEPS = tuple(MIN_STEPS * 2**doubling for doubling in range(16))
 UNTIMED_STEPS = 4  # the first steps are slow
 UNREAD_STEPS = 50  # updates that a GPU runs asynchronously before their losses are read
 # Maximum number of skipped updates in a row, and of rollbacks to the same checkpoint; then the run stops.

@@ -31,7 +31,7 @@ from tricycle.attention import Attention, scores_and_weights
 from tricycle.models import GPT
 from tricycle.softmaxes import AdaptiveSoftmax
 from tricycle.tensor import Tensor, no_grad
-from tricycle.weights import use_order
+from tricycle.weights import set_memory_order
 from tricycle_lab.probe import entropy
 from tricycle_lab.taps import tap
 
@@ -103,7 +103,7 @@ class Study:
         self.folder = settings.output / "parts"
         loaded = load_model(settings.model)
         self.model: GPT = loaded.model.freeze()
-        use_order(self.model, "F")
+        set_memory_order(self.model, "F")
         self.tokeniser = loaded.tokeniser
         self.prompter = Prompter(loaded.tokeniser)
 

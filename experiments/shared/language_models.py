@@ -16,7 +16,7 @@ from tricycle.functions import LogSoftmax
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained, load
 from tricycle.tensor import no_grad
-from tricycle.weights import use_order
+from tricycle.weights import set_memory_order
 from tricycle_datasets.corpus import hold_out_tail, is_held_out
 from tricycle_datasets.multi30k import load_multi30k
 
@@ -33,7 +33,7 @@ def load_model(path_or_name: str = MODEL) -> Pretrained:
         FileNotFoundError, ValueError: as of `tricycle.pretrained.load`.
     """
     loaded = load(path_or_name)
-    use_order(loaded.model, "C")
+    set_memory_order(loaded.model, "C")
     return loaded
 
 

@@ -9,7 +9,7 @@ import test_training
 from test_training import TOKENISER, TOKENS, train
 
 from tricycle import training, training_state
-from tricycle.checkpoint import NotFiniteError, load_checkpoint
+from tricycle.checkpoint import NonFiniteCheckpointError, load_checkpoint
 from tricycle.training import NonFiniteError
 from tricycle.training_state import new_state, resume_state
 from tricycle_cli import text_task, updates
@@ -288,7 +288,7 @@ def test_neither_saved_nor_loaded(tmp_path, monkeypatch, part, value):
     array = parameter.array if part == "weight" else state.optimiser.state_of(parameter)[1]["first"]
     array[0, 0] = value
     assert WEIGHT in state.first_nonfinite()
-    with pytest.raises(NotFiniteError, match=f"{WEIGHT} has NaN or infinity"):
+    with pytest.raises(NonFiniteCheckpointError, match=f"{WEIGHT} has NaN or infinity"):
         state.save(tmp_path / "c", None)
     assert (tmp_path / "c").read_bytes() == content
     monkeypatch.setattr("tricycle.checkpoint._check_finite", lambda *args: None)

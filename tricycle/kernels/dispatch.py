@@ -21,7 +21,7 @@ R = TypeVar("R")
 Implementation: TypeAlias = Callable[P, R | NotImplementedType]
 # The function that returns why an implementation declines its arguments (None: it accepts all), and the implementation.
 Candidate: TypeAlias = tuple[Callable[P, str | None] | None, Implementation[P, R]]
-GROUP = "tricycle.kernels"
+ENTRY_POINT_GROUP = "tricycle.kernels"
 KERNELS: dict[str, Kernel[..., Any]] = {}  # all kernels by name
 
 # The active blocks of `tricycle.debug.use_reference` in this thread.
@@ -90,7 +90,7 @@ def _load(array_type: type) -> None:
     """Call the registration functions of all installed packages with kernels for an array type."""
     from importlib.metadata import entry_points  # takes longer to import than all of this package
 
-    for entry in entry_points(group=GROUP, name=array_type.__module__.split(".")[0]):
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=array_type.__module__.split(".")[0]):
         try:
             register = entry.load()
         except ModuleNotFoundError as error:

@@ -17,7 +17,7 @@ from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.source import Source, error_prefix
 from tricycle.pretrained.tensor_files import read_tensors
 from tricycle.pretrained.tokenisers import from_folder, from_gguf
-from tricycle.weights import quantize, use_order
+from tricycle.weights import quantize, set_memory_order
 
 OWN_CHECKPOINTS = ("best.safetensors", "last.safetensors")  # of a run folder, the first that is there
 # What suits the small models that people train here.
@@ -60,7 +60,7 @@ def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pret
             `Layer.quantise` makes them; or "stored", as the files have them, if that is in 16 bits or in blocks of Q8_0
             (which are also what "int8" takes), else in float32. What has fewer than 32 bits is frozen. With "bfloat16"
             texts of many tokens are read at that precision, their activations too (`use_precision`). Matrices lie as
-            writing reads them fastest; before long training call `tricycle.weights.use_order(model, "C")`.
+            writing reads them fastest; before long training call `tricycle.weights.set_memory_order(model, "C")`.
 
     Raises:
         FileNotFoundError: nothing there, or a part is missing.
@@ -160,7 +160,7 @@ def _load_own(path: Path, weights: str) -> Pretrained:
         with contextlib.suppress(ValueError):  # it knows no end of a text
             stop_tokens = (tokeniser.end_of_text,)
     settings = GenerationSettings(**OWN_SETTINGS, stop_tokens=stop_tokens)
-    model = use_order(checkpoint.model().eval(), "F")
+    model = set_memory_order(checkpoint.model().eval(), "F")
     if weights not in ("float32", "stored"):
         quantize(model, weights)
     return Pretrained(model, tokeniser, settings)

@@ -7,7 +7,7 @@ from typing import TypeVar
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.layers import Dense, Embedding, Layer
 
-__all__ = ["quantize", "use_order"]
+__all__ = ["quantize", "set_memory_order"]
 
 AnyLayer = TypeVar("AnyLayer", bound=Layer)
 
@@ -40,7 +40,7 @@ def quantize(model: AnyLayer, dtype_name: str = "int8") -> AnyLayer:
     return model
 
 
-def use_order(model: AnyLayer, order: str) -> AnyLayer:
+def set_memory_order(model: AnyLayer, order: str) -> AnyLayer:
     """Store the matrices of a model in C or Fortran memory order, with the same values; return the model.
 
     Args:
@@ -51,7 +51,7 @@ def use_order(model: AnyLayer, order: str) -> AnyLayer:
         ValueError: an unknown order.
     """
     if order not in ("C", "F"):
-        raise ValueError(f"use_order: expected 'C' or 'F', got {order!r}")
+        raise ValueError(f"set_memory_order: expected 'C' or 'F', got {order!r}")
     for layer in model.layers():
         if isinstance(layer, Dense) and not isinstance(layer.weights.array, QuantizedMatrix):
             layer.weights.array = layer.weights.xp.asarray(layer.weights.array, order=order)

@@ -177,7 +177,9 @@ def fill(model: Layer, family: Family, source: Source, weights: str) -> None:
             parameter.array = QuantizedMatrix(values, scales, role_of(parameter) != "embedding")
         elif kind == "float32":
             if role_of(parameter) in ("matrix", "head"):
-                parameter.array = np.empty(parameter.shape, np.float32, order="F")  # as `weights.use_order` tells
+                parameter.array = np.empty(
+                    parameter.shape, np.float32, order="F"
+                )  # as `weights.set_memory_order` tells
             _write(layout, name, pieces, theirs, parameter.array)
         else:
             parameter.array = _of_few_bits(layout, name, pieces, theirs, kind)
