@@ -73,7 +73,7 @@ def test_the_variational_loss_is_that_of_the_paper(rng):
     assert model.loss(x).close_to((divergence - log_likelihood).mean(), 1e-5)
 
 
-def test_codes_are_drawn_as_they_are_said_to_be():
+def test_sampled_codes_have_the_posterior_moments():
     model = VariationalAutoencoder.dense((2, 1), generator=0)
     mean, log_variance = to_tensor(np.full((20_000, 1), 3.0)), to_tensor(np.full((20_000, 1), np.log(0.25)))
     drawn = model.sample_code(mean, log_variance)
@@ -115,7 +115,7 @@ def test_pytorch_agrees_on_a_convolutional_one(rng):
     np.testing.assert_allclose(dense.weights.grad.array, to_code.weight.grad.numpy().T, 1e-3, 1e-6)
 
 
-def test_what_follows_an_end_does_not_matter(rng):
+def test_steps_after_the_length_do_not_matter(rng):
     model, x = RecurrentAutoencoder(2, 4, 3, generator=0), rng.standard_normal((2, 6, 2))
     codes = model.encode(x, lengths=[3, 6]).array
     x[0, 3:] = 7

@@ -43,7 +43,7 @@ def batch(rng) -> tuple[np.ndarray, np.ndarray]:
 
 
 @each_model
-def test_padding_counts_nowhere(make, batch):
+def test_padding_is_ignored(make, batch):
     tokens, lengths = batch
     model, other = make().eval(), tokens.copy()
     for row, length in zip(other, lengths):
@@ -59,7 +59,7 @@ def test_padding_counts_nowhere(make, batch):
 
 
 @each_model
-def test_everything_learns(make, batch):
+def test_all_parameters_learn(make, batch):
     tokens, lengths = batch
     model, optimiser = make(), AdamW(0.02, weight_decay=0)
     labels = to_tensor([0, 1, 2, 1], dtype=int)

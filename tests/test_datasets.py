@@ -101,7 +101,7 @@ def test_files_put_there_by_hand_come_first(server, folders):
     assert server.ranges == []
 
 
-def test_a_dropped_connection_is_taken_up_again(server):
+def test_a_dropped_connection_is_resumed(server):
     server.drop_after = [100_000, 50_000]
     assert fetch("file.bin", server.url, SHA256, "things").read_bytes() == CONTENT
     assert server.ranges[0] is None
@@ -109,7 +109,7 @@ def test_a_dropped_connection_is_taken_up_again(server):
     assert len(positions) == 2 and 0 < positions[0] <= 100_000 and positions[0] < positions[1] <= 150_000
 
 
-def test_an_interrupted_download_goes_on_the_next_time(server, folders):
+def test_an_interrupted_download_is_resumed_later(server, folders):
     server.drop_after = [100_000, 0, 0]
     with pytest.raises(DownloadError):
         fetch("file.bin", server.url, SHA256, "things")
@@ -121,14 +121,14 @@ def test_an_interrupted_download_goes_on_the_next_time(server, folders):
     assert [file.name for file in (folders.cache / "things").iterdir()] == ["file.bin"]
 
 
-def test_a_server_that_knows_no_ranges(server):
+def test_a_server_without_range_requests(server):
     server.takes_ranges = False
     server.drop_after = [100_000]
     assert fetch("file.bin", server.url, SHA256, "things").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("part", [CONTENT, CONTENT + b"more", b"of another file", b""])
-def test_a_part_that_is_whole_or_wrong(server, folders, part):
+def test_complete_or_damaged_partial_files(server, folders, part):
     path = folders.cache / "things" / "file.bin.part"
     path.parent.mkdir(parents=True)
     path.write_bytes(part)
@@ -142,14 +142,14 @@ def test_a_damaged_file_in_the_cache_is_replaced(server):
     assert fetch("file.bin", server.url, SHA256, "things").read_bytes() == CONTENT
 
 
-def test_another_content_is_never_kept(server, folders):
+def test_wrong_content_is_never_stored(server, folders):
     server.content = b"not what was published"
     with pytest.raises(DownloadError, match=SHA256):
         fetch("file.bin", server.url, SHA256, "things")
     assert list((folders.cache / "things").iterdir()) == []
 
 
-def test_offline_says_what_to_do(server, folders):
+def test_offline_error_names_the_paths(server, folders):
     for url in (server.url + "/absent", "http://127.0.0.1:9/file"):
         with pytest.raises(OSError) as error:
             fetch("file.bin", url, SHA256, "things")
@@ -212,7 +212,7 @@ def test_empty_documents_leave_no_trace():
     assert make(with_empty).train.tolist() == make().train.tolist()
 
 
-def test_made_once(folders, monkeypatch):
+def test_a_corpus_is_built_once(folders, monkeypatch):
     first = make()
     monkeypatch.setattr(Corpus, "_write", None)  # to write again would be an error
     second = make()
@@ -250,7 +250,7 @@ def test_a_ready_tokeniser():
 
 @pytest.mark.parametrize("name", ["tokeniser.json", "train.npy", "validation.npy", "validation.bin", "hashes.json"])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "remove", "replace"])
-def test_a_damaged_cache_is_made_anew(folders, name, damage):
+def test_a_damaged_cache_is_rebuilt(folders, name, damage):
     expected = make().train.tolist()
     path = cached_files(folders)[name]
     content = path.read_bytes()
@@ -268,7 +268,7 @@ def test_a_damaged_cache_is_made_anew(folders, name, damage):
     assert path.read_bytes() == content
 
 
-def test_a_build_that_fails_leaves_nothing_to_trust(folders):
+def test_a_failed_build_leaves_no_valid_cache(folders):
     def failing():
         yield from DOCUMENTS
         raise OSError("the disk went away")
@@ -335,7 +335,7 @@ def test_the_tokeniser_learns_from_a_sample_of_a_large_corpus(monkeypatch):
     assert b"".join(read) == documents[0][0] + documents[1][0]
 
 
-def test_small_corpora_teach_the_tokeniser_whole():
+def test_small_corpora_train_the_tokeniser_completely():
     assert make().tokeniser == BPETokeniser(300).train([text for text, out in DOCUMENTS if not out], progress=False)
 
 

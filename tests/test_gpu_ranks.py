@@ -181,7 +181,7 @@ def cuda(monkeypatch):
         ("host", HostTransport, True, "adamw"),
     ],
 )
-def test_ranks_on_gpus_train_as_one(cuda, monkeypatch, name, kind, shard, optimiser):
+def test_gpu_ranks_train_like_one(cuda, monkeypatch, name, kind, shard, optimiser):
     monkeypatch.setenv(TRANSPORT_VARIABLE, name)
     config = replace(CONFIG, batch_size=2, accumulation_steps=3, dropout=0.1, optimiser=optimiser)
 
@@ -207,7 +207,7 @@ def test_ranks_on_gpus_train_as_one(cuda, monkeypatch, name, kind, shard, optimi
         assert (n_reads > 0) == (kind is HostTransport)  # by the others nothing comes to the host
 
 
-def test_sums_have_a_stream_of_their_own(cuda):
+def test_all_reduce_uses_a_separate_stream(cuda):
     """The model's stream waits for them when they are needed, and not before."""
 
     def act(player):
@@ -228,7 +228,7 @@ def test_sums_have_a_stream_of_their_own(cuda):
 @pytest.mark.parametrize(
     "cut", [lambda a: a, lambda a: a.T, lambda a: a[:, ::2], lambda a: a[1:3]], ids=["whole", "turned", "gaps", "rows"]
 )
-def test_whichever_way_an_array_lies(cuda, monkeypatch, name, cut):
+def test_arrays_of_any_memory_layout(cuda, monkeypatch, name, cut):
     monkeypatch.setenv(TRANSPORT_VARIABLE, name)
 
     def act(player):
@@ -244,7 +244,7 @@ def test_whichever_way_an_array_lies(cuda, monkeypatch, name, cut):
     assert (first == 10 * wanted).sum() == (cut(wanted) > 0).sum() + 1  # and nothing beside it (zero is itself)
 
 
-def test_what_nccl_does_not_add(cuda):
+def test_unsupported_dtypes_of_nccl(cuda):
     def act(player):
         with pytest.raises(TypeError, match="NCCL: expected an array of float16, float32, float64, got int64"):
             GPURank(player).start_all_reduce(FakeArray(np.arange(3)))
@@ -276,7 +276,7 @@ def test_ranks_that_share_a_gpu(cuda, monkeypatch):
         chosen()
 
 
-def test_a_way_that_there_is_not(cuda, monkeypatch):
+def test_unknown_transport(cuda, monkeypatch):
     monkeypatch.setenv(TRANSPORT_VARIABLE, "pigeons")
     with pytest.raises(
         ValueError, match="TRICYCLE_MPI_GPU: expected one of nccl, mpi, host, the same on all ranks, got"

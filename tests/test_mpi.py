@@ -109,7 +109,7 @@ def alone():
 @pytest.mark.slow_except(2)
 @needs_mpi
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
-def test_two_ranks_train_as_one(tmp_path, alone, optimiser):
+def test_two_ranks_train_like_one(tmp_path, alone, optimiser):
     alone(tmp_path / "one.npz", optimiser, "float64")
     one = np.load(tmp_path / "one.npz")
     for name in ("first", "again"):
@@ -133,13 +133,13 @@ print(f"rank {processes.rank} of {processes.size}")
 
 
 @needs_mpi
-def test_what_ranks_tell_each_other():
+def test_collective_operations():
     assert sorted(ranks(3, TALK).splitlines()) == [f"rank {rank} of 3" for rank in range(3)]
 
 
 @pytest.mark.slow
 @needs_mpi
-def test_another_mpi_than_mpiexec():
+def test_mpi_library_differs_from_launcher():
     """One that starts processes, of which MPI knows nothing: each would train by itself."""
     joins = "try:\n    join_process_group()\nexcept RuntimeError as error:\n    print(error)"
     program = f"from tricycle_mpi.ranks import join_process_group\n{joins}"
@@ -148,7 +148,7 @@ def test_another_mpi_than_mpiexec():
     assert "2 processes were started together, but MPI reports 1: mpiexec belongs to another MPI" in run.stdout
 
 
-def test_who_was_started(monkeypatch):
+def test_launch_info_from_environment(monkeypatch):
     for names in VARIABLES:
         for name in names:
             monkeypatch.delenv(name, raising=False)
@@ -166,7 +166,7 @@ def test_who_was_started(monkeypatch):
     assert launch_info() == (0, 1)
 
 
-def test_alone_nothing_of_mpi_is_imported():
+def test_a_single_process_does_not_import_mpi():
     program = "import sys, tricycle.training, tricycle_cli.train, tricycle_mpi.launch\n"
     program += "print([name for name in sys.modules if name.startswith(('mpi4py', 'tricycle_mpi.ranks'))])"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -232,7 +232,7 @@ def weights(folder):
         ["--shard-optimiser", "--optimiser", "muon"],
     ],
 )
-def test_two_ranks_write_the_run_of_one_with_accumulation(bench, flags):
+def test_two_ranks_equal_one_with_gradient_accumulation(bench, flags):
     name = "-".join(flags).replace("--", "") or "plain"
     status, said = train(bench, 2, name, *flags)
     assert status == 0, said
@@ -257,7 +257,7 @@ def test_two_ranks_write_the_run_of_one_with_accumulation(bench, flags):
 
 @needs_mpi
 @pytest.mark.nightly
-def test_a_run_goes_on_with_other_numbers_of_ranks(bench):
+def test_resume_with_another_number_of_ranks(bench):
     """Three batches an update: by three ranks until it is stopped, then by one, then by two that share moments out."""
     assert train(bench, 0, "whole", "--accumulation-steps", "3", "--steps", "12")[0] == 0
     step = "from tricycle_cli import updates\nusual = updates.RunSession.batches\ndef batches(session, source):\n"
@@ -312,7 +312,7 @@ def test_nan_in_one_rank(bench, policy):
     assert "step 6: rank 1: the loss is nan; the first non-finite tensor is" in said
     assert (status != 0) == (policy == "stop"), said
     said_why = {
-        "stop": "the run ends",
+        "stop": "the run stops",
         "skip": "the update is skipped",
         "rollback": "rollback to the checkpoint of step 4",
     }
@@ -326,20 +326,20 @@ def test_nan_in_one_rank(bench, policy):
 JOINING = """
 import os, signal
 from tricycle_mpi import ranks
-usual = ranks.join
-def join_process_group():
+usual = ranks.join_process_group
+def interrupted_join():
     processes = usual()
     if rank == {rank}:
         os.kill(os.getpid(), signal.SIGINT)
     return processes
-ranks.join = join
+ranks.join_process_group = interrupted_join
 """
 
 
 @pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_while_ranks_join_ends_all_of_them(bench, rank):
+def test_a_signal_during_initialization_stops_all_ranks(bench, rank):
     """MPI would wait for the others when Python ends the process."""
     status, said = train(bench, 2, f"joining-{rank}", prelude=JOINING.format(rank=rank))
     assert status == 130 and said_by_the_program(said) == ["train_smol_gpt.py: interrupted"], said
@@ -348,7 +348,7 @@ def test_a_signal_while_ranks_join_ends_all_of_them(bench, rank):
 
 @pytest.mark.slow
 @needs_mpi
-def test_a_signal_in_one_rank_stops_all_of_them(bench):
+def test_a_signal_in_one_rank_stops_all_ranks(bench):
     act = "os.kill(os.getpid(), signal.SIGTERM)"
     status, said = train(bench, 2, "signal", prelude=AT_STEP_6.format(act=act))
     assert status == 0 and "stopped after step 6; all progress is saved" in said, said
@@ -375,7 +375,7 @@ updates.RunSession.batches, files._sync = batches, sync
 
 @pytest.mark.slow
 @needs_mpi
-def test_a_disk_that_is_full_for_longer_than_ranks_wait_for_each_other(bench):
+def test_a_full_disk_outlasts_the_timeout_of_ranks(bench):
     """Rank 0 waits for room, and answers those that ask meanwhile whether it is still there."""
     started = time.monotonic()
     status, said = train(bench, 2, "full", prelude=FULL, TRICYCLE_MPI_TIMEOUT="1")
@@ -392,7 +392,7 @@ def test_a_disk_that_is_full_for_longer_than_ranks_wait_for_each_other(bench):
 
 @pytest.mark.slow
 @needs_mpi
-def test_ranks_that_are_not_alike(bench):
+def test_different_ranks_are_refused(bench):
     threads = "import os\nos.environ['TRICYCLE_NUM_THREADS'] = str(rank + 1)"
     code = "import tricycle_cli.distributed as t\nif rank: t.code_digest = lambda: 'x'"
     text = "import tricycle_datasets.corpus as t\nif rank: t._digest = lambda folder: 'x'"
@@ -417,7 +417,7 @@ def test_ranks_that_are_not_alike(bench):
 
 @pytest.mark.slow
 @needs_mpi
-def test_a_wrong_flag_is_said_once(bench):
+def test_a_wrong_flag_is_reported_once(bench):
     status, said = train(bench, 2, "wrong", "--bogus", "1")
     assert status and said.count("bogus") == 1, said
 
@@ -448,7 +448,7 @@ def test_finetuning_takes_one_process(n):
         assert n or len(run.stderr.splitlines()) == (rank == 0)
 
 
-def test_a_time_that_is_none(monkeypatch):
+def test_invalid_timeouts(monkeypatch):
     pytest.importorskip("mpi4py")
     from tricycle_mpi.ranks import DEFAULT_TIMEOUT_SECONDS, TIMEOUT, timeout_from_environment
 

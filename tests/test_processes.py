@@ -98,7 +98,7 @@ def trained(processes, config, n_steps=3, bucket_bytes=10_000):
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_several_train_as_one(size, optimiser):
+def test_several_processes_train_like_one(size, optimiser):
     config = replace(CONFIG, batch_size=2, accumulation_steps=4, dropout=0.1, optimiser=optimiser)
     results, weights, state = trained(ProcessGroup(), config)
     for others, other_weights, other in play(size, lambda processes: trained(processes, config)):
@@ -108,7 +108,7 @@ def test_several_train_as_one(size, optimiser):
         np.testing.assert_array_equal(*(each.model.generator.random(3) for each in (other, deepcopy(state))))
 
 
-def test_the_same_again_bit_for_bit():
+def test_runs_are_bit_reproducible():
     config = replace(CONFIG, batch_size=2, accumulation_steps=3)
     first, second = (play(3, lambda processes: trained(processes, config)) for _ in range(2))
     for (results, weights, _), (others, other_weights, _) in zip(first, [second[1], second[2], second[0]]):
@@ -116,7 +116,7 @@ def test_the_same_again_bit_for_bit():
         assert weights.tobytes() == other_weights.tobytes()
 
 
-def test_sums_begin_while_the_backward_pass_goes_on():
+def test_all_reduce_overlaps_with_the_backward_pass():
     config = replace(CONFIG, batch_size=2, accumulation_steps=2)
 
     def act(processes):
@@ -141,7 +141,7 @@ def squares(layer):
     return lambda x, factor: (layer(x) * layer(x)).sum() * (factor / len(x))
 
 
-def test_labels_weigh_the_same_in_whichever_process():
+def test_labels_have_equal_weight_in_all_processes():
     rng = np.random.default_rng(1)
     batches = [rng.standard_normal((n, 3)) for n in (1, 5, 2)]
 
@@ -158,7 +158,7 @@ def test_labels_weigh_the_same_in_whichever_process():
         np.testing.assert_allclose(other[2], grad, rtol=1e-5)
 
 
-def test_parameters_without_gradients_stay_so():
+def test_parameters_without_gradients_get_none():
     def act(processes):
         layer = Dense(2, 2, generator=0)
         layer.unused = Tensor(np.ones(3, np.float32))
@@ -172,7 +172,7 @@ def test_parameters_without_gradients_stay_so():
         np.testing.assert_array_equal(grad, np.ones((2, 2)))
 
 
-def test_what_is_not_finite_in_one_is_so_in_all():
+def test_nonfinite_gradients_are_reported_on_all_ranks():
     def act(processes):
         layer = Dense(2, 2, generator=0)
         x = np.full((1, 2), np.nan if processes.rank == 1 else 1.0)
@@ -193,7 +193,7 @@ def test_no_labels_at_all():
     play(2, act)
 
 
-def test_who_has_work_for_minutes_answers_those_who_ask():
+def test_long_evaluations_answer_pings():
     def act(processes):
         state = new_state(replace(CONFIG, accumulation_steps=6), TOKENS, processes=processes)
         answers, places = [], []
@@ -205,7 +205,7 @@ def test_who_has_work_for_minutes_answers_those_who_ask():
     assert play(3, act) == [(2 + 3, ["update 1"])] * 3
 
 
-def test_held_out_estimates_are_shared_out():
+def test_held_out_estimates_are_sharded():
     def act(processes):
         state = new_state(CONFIG, TOKENS, processes=processes)
         n_calls = []
@@ -222,7 +222,7 @@ def test_held_out_estimates_are_shared_out():
 # -------------------------------------------------------------------- shares and draws
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("n_items", [0, 1, 4, 12])
-def test_shares_are_all_there_is_once(n_items, size):
+def test_shards_cover_all_items_once(n_items, size):
     players = [Player(Table(size), rank) for rank in range(size)]
     shares = [player.shard(n_items) for player in players]
     assert [item for share in shares for item in share] == list(range(n_items))
@@ -231,7 +231,7 @@ def test_shares_are_all_there_is_once(n_items, size):
 
 @pytest.mark.parametrize("already", [0, 1])
 @pytest.mark.parametrize("n", [0, 1, 2, 7, 1000])
-def test_draws_are_passed_over(n, already):
+def test_dropout_draws_of_other_ranks_are_skipped(n, already):
     generator = np.random.default_rng(5)
     generator.random(already, np.float32)
     before = generator.bit_generator.state
@@ -244,7 +244,7 @@ def test_draws_are_passed_over(n, already):
     np.testing.assert_array_equal(generator.random(9, np.float32), wanted)
 
 
-def test_draws_of_64_bits_and_of_other_generators():
+def test_generator_advance_with_64_bits_and_other_generators():
     generator = np.random.default_rng(5)
     before = generator.bit_generator.state
     generator.integers(2**63, size=3)
@@ -254,7 +254,7 @@ def test_draws_of_64_bits_and_of_other_generators():
         GeneratorAdvance.from_states(other, other)
 
 
-def test_alone():
+def test_single_process():
     assert SINGLE_PROCESS.size == 1 and SINGLE_PROCESS.is_rank_zero and list(SINGLE_PROCESS.shard(3)) == [0, 1, 2]
     assert (
         SINGLE_PROCESS.broadcast("x") == "x"

@@ -91,7 +91,7 @@ def archives_of(root: Path, wheel: set[str], source: set[str]) -> tuple[Path, Pa
     return paths
 
 
-def test_what_archives_hold_is_compared_with_the_tree(tree):
+def test_archive_contents_are_compared_with_the_tree(tree):
     files = release.package_files(tree)
     assert files == {
         "tricycle/__init__.py",
@@ -137,7 +137,7 @@ def test_a_release_writes_version_and_date_and_calls_its_tools(tree, monkeypatch
     assert "2020-01-01" not in (tree / "CITATION.cff").read_text(encoding="utf-8")
 
 
-def test_a_file_that_does_not_say_its_version_ends_a_release(tree):
+def test_a_file_without_version_stops_a_release(tree):
     (tree / "changelog.d").mkdir()
     (tree / "changelog.d" / "+new.added.md").write_text("New.", encoding="utf-8")
     (tree / "tricycle" / "__init__.py").write_text("", encoding="utf-8")
@@ -150,7 +150,7 @@ def test_both_archives_must_be_there(tree):
         release.check(tree, tree)
 
 
-def test_a_copy_has_what_git_does_not_ignore(tmp_path):
+def test_a_copy_has_all_files_that_git_does_not_ignore(tmp_path):
     root = tmp_path / "project"
     for name in ("kept.txt", "new.txt", "ignored.txt", "folder/deep.txt"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ FRAGMENTS = release.changelog_fragments(ROOT)
 
 
 @pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.name)
-def test_a_fragment_has_a_kind_and_says_something(path):
+def test_changelog_fragments_have_a_kind_and_text(path):
     assert re.fullmatch(r"(\d+|\+[a-z0-9-]+)\.[a-z]+\.md", path.name)
     assert path.name.split(".")[1] in KINDS
     text = path.read_text(encoding="utf-8").strip()

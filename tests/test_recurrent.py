@@ -185,7 +185,7 @@ def test_agrees_with_pytorch(kind, n_layers, bidirectional, lengths, bias) -> No
 # -------------------------------------------------------------------- steps, states, shapes
 @every_kind
 @pytest.mark.parametrize("n_layers", [1, 2])
-def test_two_pieces_through_the_state_are_one_run(kind, n_layers) -> None:
+def test_two_chunks_with_state_equal_one_run(kind, n_layers) -> None:
     layer, states = new_layer(kind, n_layers), new_states(new_layer(kind, n_layers))
     x = to_tensor(new_input(), dtype=np.float64)
     whole, end = layer(x, initial=as_initial(states))
@@ -252,7 +252,7 @@ def test_threads_do_not_change_results(monkeypatch) -> None:
 @every_stack
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
-def test_what_stands_in_the_padding_does_not_matter(kind, n_layers, bidirectional, lengths, value) -> None:
+def test_the_content_of_padding_does_not_matter(kind, n_layers, bidirectional, lengths, value) -> None:
     layer, results = new_layer(kind, n_layers, bidirectional), []
     padding = np.arange(N_STEPS) >= np.array(lengths)[:, None]
     for number in (0.0, value):
@@ -271,7 +271,7 @@ def test_what_stands_in_the_padding_does_not_matter(kind, n_layers, bidirectiona
 @every_kind
 @every_stack
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_each_item_of_a_batch_is_as_by_itself(kind, n_layers, bidirectional, lengths) -> None:
+def test_batch_items_are_independent(kind, n_layers, bidirectional, lengths) -> None:
     layer, x = new_layer(kind, n_layers, bidirectional), new_input()
     states = new_states(layer)
     outputs, final = layer(x, lengths, as_initial(states))

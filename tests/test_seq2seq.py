@@ -61,7 +61,7 @@ def pair(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @each_model
-def test_target_tokens_one_by_one_or_all_at_once(make: Callable, pair: tuple) -> None:
+def test_incremental_decoding_equals_teacher_forcing(make: Callable, pair: tuple) -> None:
     source, lengths, target = pair
     model = lively(make)
     with no_grad():
@@ -83,7 +83,7 @@ def test_a_later_token_changes_no_earlier_logit(make: Callable, pair: tuple) -> 
 
 
 @each_model
-def test_padding_is_as_if_it_were_not_there(make: Callable, pair: tuple) -> None:
+def test_padding_changes_nothing(make: Callable, pair: tuple) -> None:
     source, lengths, target = pair
     model = lively(make)
     together = model(source, target, lengths).array
@@ -93,7 +93,7 @@ def test_padding_is_as_if_it_were_not_there(make: Callable, pair: tuple) -> None
 
 
 @each_model
-def test_every_parameter_learns(make: Callable, pair: tuple) -> None:
+def test_every_parameter_gets_a_gradient(make: Callable, pair: tuple) -> None:
     source, lengths, target = pair
     model = lively(make)
     CrossEntropy()(target, model(source, target, lengths)).backward()
@@ -145,7 +145,7 @@ def log_probability(model: EncoderDecoder, source: np.ndarray, target: list[int]
 
 
 @each_model
-def test_greedy_search_takes_the_likeliest_token_each_time(make: Callable, pair: tuple) -> None:
+def test_greedy_search_takes_the_most_probable_token(make: Callable, pair: tuple) -> None:
     source, lengths, _ = pair
     model = lively(make)
     written = beam_search(model, source, lengths, begin=BEGIN, end=END, max_length=6)
@@ -160,7 +160,7 @@ def test_greedy_search_takes_the_likeliest_token_each_time(make: Callable, pair:
 
 @pytest.mark.parametrize("name", ["fixed context", "Bahdanau", "Luong", "Transformer"])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
-def test_a_wide_beam_finds_the_best_of_all(name: str, length_penalty: float, pair: tuple) -> None:
+def test_a_wide_beam_finds_the_optimum(name: str, length_penalty: float, pair: tuple) -> None:
     """With so many beams as there are targets of up to three tokens, nothing is lost."""
     source, _, _ = pair
     model = lively(MODELS[name])
@@ -177,7 +177,7 @@ def test_a_wide_beam_finds_the_best_of_all(name: str, length_penalty: float, pai
 
 
 @each_model
-def test_a_batch_is_searched_as_its_items_are(make: Callable, pair: tuple) -> None:
+def test_a_batch_equals_its_items(make: Callable, pair: tuple) -> None:
     source, lengths, _ = pair
     model = lively(make)
     options = {"begin": BEGIN, "end": END, "max_length": 6, "beam_size": 3}
@@ -187,7 +187,7 @@ def test_a_batch_is_searched_as_its_items_are(make: Callable, pair: tuple) -> No
     assert model.training
 
 
-def test_select_takes_rows_of_everything() -> None:
+def test_select_rows_of_nested_states() -> None:
     x = np.arange(6).reshape(3, 2)
     rows = np.array([2, 2, 0])
     state = select_rows({"a": to_tensor(x), "b": [x, None], "c": (x,), "n": 3}, rows)
@@ -219,7 +219,7 @@ BAD = {
 test_bad_input = bad_input(BAD)
 
 
-def test_a_base_says_what_is_missing() -> None:
+def test_the_base_class_names_missing_methods() -> None:
     for call in (lambda: EncoderDecoder().start_decoding([[1]]), lambda: EncoderDecoder().decode([[1]], {})):
         with pytest.raises(NotImplementedError, match="EncoderDecoder defines no"):
             call()

@@ -26,7 +26,7 @@ def act(processes, config, shard_optimiser):
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_shared_out_or_not_the_same_bits(size, optimiser):
+def test_sharded_optimizer_state_gives_the_same_bits(size, optimiser):
     config = replace(CONFIG, batch_size=2, accumulation_steps=size, optimiser=optimiser)
     whole = play(size, lambda processes: act(processes, config, False))
     parts = play(size, lambda processes: act(processes, config, True))
@@ -56,7 +56,7 @@ def sums(shards, loads):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_muons_work_is_shared_out_evenly(size):
+def test_muon_operations_are_balanced(size):
     """The embedding, which is large and soon updated, does not count as work."""
     config = replace(CONFIG, optimiser="muon", n_layers=6, vocab_size=4000)
     model, optimiser = GPT(config), new_optimiser(config)
@@ -67,7 +67,7 @@ def test_muons_work_is_shared_out_evenly(size):
     assert all(bool(load.n_operations) == (role_of(parameter) == "matrix") for parameter, load in loads.items())
 
 
-def test_without_work_what_is_remembered_is_shared_out_evenly():
+def test_state_sizes_are_balanced():
     config = replace(CONFIG, n_layers=6)
     model, optimiser = GPT(config), new_optimiser(config)
     shards = Shards(Several(3), model, partial(update_cost, optimiser))
@@ -76,7 +76,7 @@ def test_without_work_what_is_remembered_is_shared_out_evenly():
     assert sum(n_numbers) == 2 * model.n_parameters and max(n_numbers) < 1.05 * sum(n_numbers) / 3
 
 
-def test_who_has_most_work_remembers_less_of_the_rest():
+def test_ranks_with_many_operations_hold_less_other_state():
     layer = type("Model", (), {"parameters": lambda self: iter(loads)})()
     loads = {
         Tensor(np.zeros(1)): load

@@ -153,7 +153,7 @@ def test_without_types_and_mask(torch: Any, config: EncoderConfig) -> None:
 
 
 # -------------------------------------------------------------------- by itself
-def test_what_is_padding_does_not_show() -> None:
+def test_padding_does_not_change_hidden_states() -> None:
     model = TextEncoder(replace(SMALL, positions="rotary", norm_placement="before", norm="rms_norm")).eval()
     tokens, mask, types = a_batch(SMALL)
     others = np.where(mask, tokens, (tokens + 7) % SMALL.vocab_size)
@@ -173,7 +173,7 @@ def test_every_token_sees_every_other() -> None:
     assert np.array_equal(seen, np.broadcast_to(mask[:, None, None], seen.shape))
 
 
-def test_a_gradient_flows_to_every_weight_and_a_text_of_padding_hurts_nobody() -> None:
+def test_every_weight_gets_a_gradient_with_a_text_of_padding() -> None:
     model = TextEncoder(replace(SMALL, dropout=0.1))
     tokens, mask, types = a_batch(SMALL)
     mask[0] = False

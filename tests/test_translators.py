@@ -38,7 +38,7 @@ def write(path: Path, config: TranslatorConfig = CONFIG, **changed: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_saved_model_comes_back(tmp_path: Path, name: str) -> None:
+def test_save_and_load(tmp_path: Path, name: str) -> None:
     config = TranslatorConfig(name, len(VOCABULARY), 8, 2, dropout=0.1, n_heads=2)
     model = write(tmp_path / "a.safetensors", config)
     loaded, vocabulary, shape = load_translator(tmp_path / "a.safetensors")
@@ -50,7 +50,7 @@ def test_a_saved_model_comes_back(tmp_path: Path, name: str) -> None:
     assert vocabulary.decode(batch.source[0]) == "the cat"
 
 
-def test_files_are_told_apart(tmp_path: Path) -> None:
+def test_translator_files_are_recognized(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     assert find_translators(tmp_path) == find_translators(tmp_path / "none.safetensors") == []
@@ -76,7 +76,7 @@ HARM = {
 
 
 @pytest.mark.parametrize("case", HARM)
-def test_odd_files_are_refused_in_one_line(tmp_path: Path, case: str) -> None:
+def test_damaged_files_are_refused_in_one_line(tmp_path: Path, case: str) -> None:
     path, (changed, said) = tmp_path / "odd.safetensors", HARM[case]
     write(path, **changed)
     with pytest.raises(ValueError, match=said) as caught:
