@@ -349,7 +349,7 @@ def test_ctrl_c_stops_an_answer_but_not_the_program(folder):
     assert len(answer) > 1
     terminal.wait_for("> ")
     terminal.type("/help\n")
-    terminal.wait_for("ends an answer")
+    terminal.wait_for("stop an answer")
     terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.close() == 0
