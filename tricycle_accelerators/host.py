@@ -57,7 +57,7 @@ def _tune() -> Tuning:
 
 # -------------------------------------------------------------------- memory
 def _keep_memory() -> bool:
-    """Where the C library is glibc: freed memory stays with the process, in pages of 2 MB where the system has them.
+    """Configure glibc's malloc to keep freed memory in the process, in 2 MB pages where available.
 
     Otherwise large arrays go back to the system when they are freed, and it clears every page that it hands out to
     the next step; and with pages of 4 kB the processor spends time on address translation. Most large arrays are
@@ -78,7 +78,7 @@ def _keep_memory() -> bool:
 
 
 def _reserve_huge_pages(libc: ctypes.CDLL) -> None:
-    """Addresses alone are taken here, no memory: half as many as the machine has, marked, and given back to malloc."""
+    """Allocate half of the machine's memory as addresses, mark them for huge pages, and free them to malloc."""
     madv_hugepage = 14
     page = 4096
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

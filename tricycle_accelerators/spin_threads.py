@@ -81,7 +81,7 @@ def _never_again() -> None:
 
 # -------------------------------------------------------------------- BLAS
 class _Blas(NamedTuple):
-    """How many threads NumPy's BLAS has, asked and said as quickly as can be."""
+    """Functions that get and set the number of threads of NumPy's OpenBLAS."""
 
     get: Callable[[], int]
     set: Callable[[int], None]
@@ -90,7 +90,7 @@ class _Blas(NamedTuple):
 # Cache: valid for the life of the process: NumPy's BLAS is loaded with NumPy.
 @cache
 def _blas() -> _Blas | None:
-    """None where it is no OpenBLAS with threads of its own, or several are loaded."""
+    """Return OpenBLAS's thread functions; None for another BLAS, or if several are loaded."""
     libraries = threads.blas_libraries()
     if len(libraries) != 1 or libraries[0].internal_api != "openblas" or libraries[0].threading_layer != "pthreads":
         return None

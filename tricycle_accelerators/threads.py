@@ -112,7 +112,7 @@ def _n_processors() -> int:
 
 # -------------------------------------------------------------------- what a thread knows of itself
 class _ThreadState(threading.local):
-    """Of the thread that reads it.
+    """State of the calling thread.
 
     Attributes:
         at_work: whether it is in a call of `parallel_for`.
@@ -172,7 +172,7 @@ def _restore_blas_threads(usual: list[tuple[Any, int]]) -> None:
 
 
 class _BlasLimit:
-    """Holds BLAS to one thread while anybody asks for that, for its number of threads may belong to the process."""
+    """Reference-counted limit of BLAS to one thread."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -199,13 +199,13 @@ class _BlasLimit:
             _restore_blas_threads(_thread_state.usual)
 
     def unlimited_threads(self, library: Any) -> int:
-        """Return how many threads a library has where nobody holds it."""
+        """Return how many threads a library uses outside the limit."""
         with self.lock:
             held = {id(other): number for other, number in [*self.usual, *_thread_state.usual]}
             return held.get(id(library)) or int(library.num_threads)
 
     def forget_other_threads(self) -> None:
-        """In a forked process, where only the thread that forked lives on."""
+        """Reset the limit in a forked process, where only the forking thread exists."""
         self.lock = threading.Lock()
         if self.is_permanent:  # whichever thread has asked for that
             self.n_holders = 1 + max(0, _thread_state.n_holds - 1)
@@ -256,7 +256,7 @@ def _no_work() -> None:
 
 
 class _Helper:
-    """A thread that waits for work. Two bare locks hand it over faster than a queue does."""
+    """A worker thread that waits for work. Two locks hand the work over faster than a queue does."""
 
     def __init__(self) -> None:
         self.work: Callable[[], None] = _no_work
@@ -301,7 +301,7 @@ class _Helper:
         return problems
 
     def abandon(self) -> None:
-        """In a forked process, where this thread does not live on: nobody may wait for it."""
+        """Mark the worker as finished in a forked process, where its thread does not exist."""
         if not self.finished:
             self.error = RuntimeError("parallel: the process was forked while threads shared its work")
             self.finished = True
@@ -341,7 +341,7 @@ def start_serving(serve: Callable[[int], None], stop: Callable[[bool], None]) ->
 
 
 def _stop_serving_helpers() -> None:
-    """Make all helpers free."""
+    """Stop the workers that serve a mailbox, so that all workers are idle."""
     if _stop_serving is None or all(helper.finished for helper in _started):
         return
     _stop_serving(True)
@@ -359,7 +359,7 @@ def _register_fork_hook() -> None:
 
 
 def _after_fork() -> None:
-    """Threads do not live on in a forked process, and locks that they held would stay so."""
+    """Reset locks and workers in a forked process, where the other threads do not exist."""
     global pool_lock
     pool_lock = threading.Lock()
     blas_limit.forget_other_threads()
@@ -404,7 +404,7 @@ def _run_items(work: Callable[[Any], None], items: list[Any]) -> None:
 
 
 def _run_shared(work: Callable[[Any], None], items: list[Any]) -> None:
-    """In this thread and the helpers, each of which takes the next item when it is done with one."""
+    """Run `work` in the calling thread and the workers; each takes the next item when it has finished one."""
     queue = iter(items)  # taking the next item of a list is one step that no other thread comes between
 
     def take() -> None:

@@ -253,7 +253,7 @@ def attention_backward(
 def _add_parts(
     groups: list[HeadGroup], sums: dict[int, tuple[np.ndarray, np.ndarray]], dk: np.ndarray, dv: np.ndarray
 ) -> None:
-    """What several groups give to one key head, in their order, so that every run gives the same sums."""
+    """Add up the key and value gradients of several groups that share a key head, in group order."""
     for place, which in ((dk, 0), (dv, 1)):
         total = np.zeros(place.shape, np.float32)
         for i, group in enumerate(groups):

@@ -49,7 +49,7 @@ from tricycle_accelerators.compiled.tiles import (
     pack_right_transposed,
     prefetch_rows,
     round_up_to_lanes,
-    transposed_left_operand,
+    transposed_left,
 )
 
 QUERIES, KEYS = 64, 64  # of a block
@@ -60,7 +60,7 @@ LOWEST = np.float32(-3e38)  # below all scores but minus infinity, which is as f
 
 @numba.njit(inline="always")
 def _visible_key_range(first: int, n_queries: int, n_keys: int, last: int, window: int) -> tuple[int, int]:
-    """The first block of keys that any of these queries sees, and the key after the last."""
+    """Return the first key block that any of these queries sees, and the end of the visible keys."""
     stop = min(n_keys, first + n_queries + last)
     start = max(0, first + last + 1 - window) // KEYS if window else 0
     return start, stop
@@ -74,7 +74,7 @@ def n_key_blocks(n_keys: int) -> int:
 
 @numba.njit(**OPTIONS)
 def _visible_block_pairs(queries: slice, n_keys: int, last: int, window: int):  # type: ignore[no-untyped-def]
-    """Yield each block of keys with each block of these queries that sees any of it.
+    """Yield each key block with each query block that sees some of its keys.
 
     Numbers of the former, places of the latter among these queries, and shape and ends of both.
     """
@@ -104,14 +104,14 @@ def key_block(operands: np.ndarray, block: int, scratch: np.ndarray) -> np.ndarr
 
 @numba.njit(**OPTIONS)
 def _prefetch_head(x: np.ndarray, h: int, rows: slice) -> None:
-    """Ask for some rows of (H, T, D) while others are worked on: those of a head lie far apart. Of no head: nothing."""
+    """Prefetch some rows of one head of an array (H, T, D); do nothing if there is no such head."""
     if h < len(x):
         prefetch_rows(x[h, rows])
 
 
 @numba.njit(**OPTIONS)
 def _prefetch_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray, h: int, rows: slice) -> None:
-    """The same of a head of queries and of those of keys and values that it uses."""
+    """Prefetch rows of a query head and of the key and value head that it uses."""
     key_head = h // (len(q) // len(k))
     _prefetch_head(q, h, rows)
     _prefetch_head(k, key_head, rows)
@@ -120,7 +120,7 @@ def _prefetch_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray, h: int, rows: s
 
 @numba.njit(**OPTIONS)
 def _pack_key_blocks(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
-    """Write the right operands of x^T for rows x (S, D), one for each block of keys, one below the other."""
+    """Pack the transposes of all key blocks of rows x (S, D) as right operands, one below the other."""
     n_steps = scratch.shape[1]
     for start in range(0, len(x), KEYS):
         first = start // KEYS * n_steps
@@ -131,20 +131,20 @@ def _pack_key_blocks(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> Non
 # shape: how many queries and keys a block has. ends: the key after the last that its first query sees; the window or 0.
 @numba.njit(inline="always")
 def _n_visible(t: int, n_keys: int, end: int) -> int:
-    """How many of a block's keys come before the last that a query sees."""
+    """Return how many keys of a block come before the end of the keys that query t sees."""
     return max(0, min(n_keys, end + t))
 
 
 @numba.njit(inline="always")
 def _all_visible(shape: tuple[int, int], ends: tuple[int, int]) -> bool:
-    """Whether every query sees KEYS keys."""
+    """Return whether every query sees all KEYS keys of the block."""
     (n_queries, n_keys), (end, window) = shape, ends
     return n_keys == KEYS and end >= KEYS and (window == 0 or end + n_queries - 1 <= window)
 
 
 @numba.njit(inline="always")
 def _rows_per_call(n: int, shape: tuple[int, int], ends: tuple[int, int]) -> int:
-    """How many of n queries, or keys, are multiplied at a time."""
+    """Return how many of n queries, or keys, are multiplied at a time."""
     return (n + GROUP - 1) // GROUP * GROUP if _all_visible(shape, ends) else GROUP
 
 
@@ -199,7 +199,7 @@ def _mask_scores(scores: np.ndarray, shape: tuple[int, int], ends: tuple[int, in
 # -------------------------------------------------------------------- forward
 @intrinsic
 def _largest(context: Any, place: Any) -> Any:
-    """The largest of a row of KEYS numbers at an address; of a number and NaN the number."""
+    """Return the largest of a row of KEYS numbers at an address; of a number and NaN, the number."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         addresses = [builder.add(arguments[0], INDEX(4 * i)) for i in range(0, KEYS, VECTOR.count)]
@@ -244,7 +244,7 @@ def _exponentials(scores, weights, mixed, shifts, totals, scale, n_queries):  # 
 
 
 def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals):  # type: ignore[no-untyped-def]
-    """Write the means of values (H, T, E); the shifts of their exponentials and the sums of these (H, T).
+    """Write the attention results (H, T, E), and the shifts and sums of exponentials of each row (H, T).
 
     Args:
         q: (H, T, D). k: (K, S, D). v: (K, S, E); float32, or the bits of bfloat16.
@@ -255,8 +255,8 @@ def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals):  
     n_heads, n_queries, size = q.shape
     n_key_heads, n_keys, value_size = v.shape
     n_sharing = n_heads // n_key_heads
-    turned = transposition_scratch(n_inner_steps(size, like), like)
-    keys = aligned_zeros(n_key_blocks(n_keys) * turned.shape[1], KEYS, like)
+    scratch = transposition_scratch(n_inner_steps(size, like), like)
+    keys = aligned_zeros(n_key_blocks(n_keys) * scratch.shape[1], KEYS, like)
     values = aligned_zeros(n_inner_steps(n_keys, like), round_up_to_lanes(value_size), like)
     n_inner = n_inner_steps(size, like)
     queries = aligned_zeros(QUERY_BATCH, n_inner, like)
@@ -266,7 +266,7 @@ def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals):  
     highest, sums = np.empty(QUERY_BATCH, np.float32), np.empty(QUERY_BATCH, np.float32)
     for h in range(n_heads):
         if h % n_sharing == 0:
-            _pack_key_blocks(k[h // n_sharing], turned, keys)
+            _pack_key_blocks(k[h // n_sharing], scratch, keys)
             pack_right(v[h // n_sharing], values)
         for first in range(0, n_queries, QUERY_BATCH):
             some = slice(first, min(n_queries, first + QUERY_BATCH))
@@ -276,7 +276,7 @@ def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals):  
             sums[:] = ONE if off_by_one else ZERO
             highest[:] = ZERO if off_by_one else LOWEST
             for block, here, shape, ends in _visible_block_pairs(some, n_keys, last, window):
-                _multiply_visible(queries[here], key_block(keys, block, turned)[:n_inner], scores, shape, ends)
+                _multiply_visible(queries[here], key_block(keys, block, scratch)[:n_inner], scores, shape, ends)
                 if not _all_visible(shape, ends):
                     _mask_scores(scores, shape, ends, -np.inf)
                 _exponentials(scores, left_elements(weights), mixed[here], highest[here], sums[here], scale, shape[0])
@@ -310,7 +310,7 @@ def _differentiate(scores, slopes, logs, inner, scale, n_queries):  # type: igno
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
 def _row_dot_products(grads, out, sums):  # type: ignore[no-untyped-def]
-    """Write the sums of products of rows (T, E): of gradients as products take them, so that what is equal cancels."""
+    """Write the dot products of the rows of gradients and results (T, E), with gradients as packed operands."""
     numbers = left_elements(grads)
     for t in range(len(out)):
         row, a = contiguous_row(out, t), contiguous_row(numbers, t)
@@ -330,7 +330,7 @@ def _copy_converted(rows: np.ndarray, out: np.ndarray) -> None:
 
 @numba.njit(**OPTIONS)
 def _allocate_for_keys(n_keys, size, scratch, like):  # type: ignore[no-untyped-def]
-    """For right operands of keys, or values, turned block by block; and for sums of their gradients."""
+    """Allocate the transposed right operands of keys or values, and the sums of their gradients."""
     n_blocks = n_key_blocks(n_keys)
     return aligned_zeros(n_blocks * scratch.shape[1], KEYS, like), np.zeros(
         (n_blocks * KEYS, round_up_to_lanes(size)), np.float32
@@ -339,7 +339,7 @@ def _allocate_for_keys(n_keys, size, scratch, like):  # type: ignore[no-untyped-
 
 @numba.njit(**OPTIONS)
 def _allocate_for_queries(size, like):  # type: ignore[no-untyped-def]
-    """For queries, or gradients of their results, as a left operand and as a right one."""
+    """Allocate a left and a right operand for queries, or for the gradients of their results."""
     left = aligned_zeros(QUERY_BATCH, round_up_to_lanes(n_inner_steps(size, like)), like)
     return left, aligned_zeros(n_inner_steps(QUERY_BATCH, like), round_up_to_lanes(size), like)
 
@@ -352,28 +352,23 @@ def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, d
         dq, dk, dv: like q, k and v.
     """
     like, (n_heads, n_queries, size), (n_key_heads, n_keys, value_size) = operand_prototype(q), q.shape, v.shape
-    n_sharing, n_inner, n_inner_values = (
-        n_heads // n_key_heads,
-        n_inner_steps(size, like),
-        n_inner_steps(value_size, like),
-    )
-    turned, turned_values = transposition_scratch(n_inner, like), transposition_scratch(n_inner_values, like)
-    keys, d_keys = _allocate_for_keys(n_keys, size, turned, like)
-    values, d_values = _allocate_for_keys(n_keys, value_size, turned_values, like)
+    n_sharing = n_heads // n_key_heads
+    n_inner, n_inner_values = n_inner_steps(size, like), n_inner_steps(value_size, like)
+    scratch, value_scratch = transposition_scratch(n_inner, like), transposition_scratch(n_inner_values, like)
+    keys, d_keys = _allocate_for_keys(n_keys, size, scratch, like)
+    values, d_values = _allocate_for_keys(n_keys, value_size, value_scratch, like)
     key_rows = aligned_zeros(n_inner_steps(n_keys, like), round_up_to_lanes(size), like)
     queries, query_rows = _allocate_for_queries(size, like)
     grads, grad_rows = _allocate_for_queries(value_size, like)
     scores, slopes = aligned_zeros(QUERIES, KEYS, logs), aligned_zeros(QUERIES, KEYS, logs)
     d_queries = aligned_zeros(QUERY_BATCH, round_up_to_lanes(size), logs)
-    left, left_too = (
-        aligned_zeros(n_inner_steps(QUERIES, like), KEYS, like),
-        aligned_zeros(QUERIES, n_inner_steps(KEYS, like), like),
-    )
+    left = aligned_zeros(n_inner_steps(QUERIES, like), KEYS, like)
+    slopes_scratch = aligned_zeros(QUERIES, n_inner_steps(KEYS, like), like)
     inner = np.empty(QUERY_BATCH, np.float32)
     for h in range(n_heads):
         if h % n_sharing == 0:
-            _pack_key_blocks(k[h // n_sharing], turned, keys)
-            _pack_key_blocks(v[h // n_sharing], turned_values, values)
+            _pack_key_blocks(k[h // n_sharing], scratch, keys)
+            _pack_key_blocks(v[h // n_sharing], value_scratch, values)
             pack_right(k[h // n_sharing], key_rows)
             d_keys[:] = ZERO
             d_values[:] = ZERO
@@ -391,21 +386,17 @@ def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, d
             d_queries[:] = ZERO
             for block, here, shape, ends in _visible_block_pairs(some, n_keys, last, window):
                 seen, steps = slice(block * KEYS, (block + 1) * KEYS), slice(n_inner_steps(here.start, like), None)
-                keys_here = key_block(keys, block, turned)[:n_inner]
-                values_here = key_block(values, block, turned_values)[:n_inner_values]
+                keys_here = key_block(keys, block, scratch)[:n_inner]
+                values_here = key_block(values, block, value_scratch)[:n_inner_values]
                 _multiply_visible(queries[here], keys_here, scores, shape, ends)
                 _multiply_visible(grads[here], values_here, slopes, shape, ends)
                 if not _all_visible(shape, ends):
                     _mask_scores(scores, shape, ends, -np.inf)
                     _mask_scores(slopes, shape, ends, ZERO)
                 _differentiate(scores, slopes, logs[h, some][here], inner[here], scale, shape[0])
-                _add_by_keys(
-                    transposed_left_operand(scores, shape[0], left), grads_right[steps], d_values[seen], shape, ends
-                )
-                _add_by_keys(
-                    transposed_left_operand(slopes, shape[0], left), queries_right[steps], d_keys[seen], shape, ends
-                )
-                slopes_left = left_operand(slopes, left_too)
+                _add_by_keys(transposed_left(scores, shape[0], left), grads_right[steps], d_values[seen], shape, ends)
+                _add_by_keys(transposed_left(slopes, shape[0], left), queries_right[steps], d_keys[seen], shape, ends)
+                slopes_left = left_operand(slopes, slopes_scratch)
                 _add_by_queries(slopes_left, key_rows[n_inner_steps(seen.start, like) :], d_queries[here], shape, ends)
             _copy_converted(d_queries[:n, :size], dq[h, some])
         if (h + 1) % n_sharing == 0:

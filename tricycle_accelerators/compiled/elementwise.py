@@ -54,7 +54,7 @@ def view_for_loops(array: np.ndarray) -> np.ndarray:
 
 
 def _over_numbers(loop: Any, *arrays: np.ndarray) -> Any:
-    """What a loop over (N,) makes of arrays of one shape."""
+    """Apply a loop over (N,) to arrays of one shape, chunks divided among threads."""
     flat = [view_for_loops(array).reshape(-1) for array in arrays]
     result = buffers.empty(flat[0].shape, flat[0].dtype)
     threads.parallel_for(lambda part: loop(*(x[part] for x in flat), result[part]), chunks.row_chunks(result.size))
@@ -62,7 +62,7 @@ def _over_numbers(loop: Any, *arrays: np.ndarray) -> Any:
 
 
 def _over_rows(loop: Any, arrays: Sequence[np.ndarray], size: int) -> Any:
-    """What a loop over rows makes of arrays (..., C), rows of that size."""
+    """Apply a loop over rows to arrays (..., C), chunks of rows divided among threads; rows get that size."""
     rows = [view_for_loops(array).reshape(-1, array.shape[-1]) for array in arrays]
     result = buffers.empty((len(rows[0]), size), rows[0].dtype)
     threads.parallel_for(

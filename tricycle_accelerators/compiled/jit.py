@@ -77,7 +77,7 @@ def overload_by_types(implementation_for: Callable[..., Any]) -> Any:
 
 @intrinsic
 def _pointer(context: Any, address: Any, like: Any) -> Any:
-    """An address, as one of what an array holds."""
+    """Convert an address to a pointer to the element type of an array."""
     pointer = types.CPointer(like.dtype)
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -100,7 +100,7 @@ def contiguous_row(x: Any, i: int) -> Any:
 
 @intrinsic
 def _power_of_two(context: Any, n: Any) -> Any:
-    """2^n of an int32, by its bits as a float32: Numba has no other way to these that keeps many numbers at a time."""
+    """Compute 2^n of an int32 as float32 by setting the exponent bits, which vectorizes."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         biased = builder.add(arguments[0], context.get_constant(types.int32, 127))
@@ -188,7 +188,7 @@ def float32_to_bfloat16(x: Any) -> Any:
 
 @intrinsic
 def _multiply_add(context: Any, a: Any, b: Any, c: Any) -> Any:
-    """a b + c of float32, rounded once, where the processor has that."""
+    """Compute a b + c of float32, with one rounding where the processor has FMA."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if not HAS_FMA:

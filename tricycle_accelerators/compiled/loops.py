@@ -118,7 +118,7 @@ def gelu(x: np.ndarray, y: np.ndarray) -> None:
 # -------------------------------------------------------------------- attention of one query
 @compile_loop("f4(f4[::1], b1)")
 def _softmax(row: np.ndarray, nothing: bool) -> Any:
-    """In place, with `nothing` softmax1; returns log sum exp."""
+    """Compute softmax of a row in place (softmax1 if `off_by_one`); return the logsumexp."""
     largest = ZERO if nothing else row[0]
     for s in range(len(row)):
         largest = maximum(largest, row[s])
@@ -136,7 +136,7 @@ def _softmax(row: np.ndarray, nothing: bool) -> Any:
 
 @compile_loop("void(f4[:, ::1], f4[:, :, ::1], f4, f4[:, :])")
 def _scores(q: np.ndarray, keys: np.ndarray, scale: float, scores: np.ndarray) -> None:
-    """Of queries (K G, D) for keys (S, K, D), as (K G, S). A key is read once for all queries that look at it."""
+    """Write the scaled scores (K G, S) of queries (K G, D) and keys (S, K, D); each key is read once."""
     n_heads, size = q.shape
     n_tokens, n_key_heads, _ = keys.shape
     group = n_heads // n_key_heads
@@ -151,7 +151,7 @@ def _scores(q: np.ndarray, keys: np.ndarray, scale: float, scores: np.ndarray) -
 
 @compile_loop("void(f4[:, :], f4[:, :, ::1], f4[:, ::1])")
 def _add_weighted_values(weights: np.ndarray, values: np.ndarray, mixed: np.ndarray) -> None:
-    """Weights (K G, S) times values (S, K, D), added to (K G, D): four at a time, for sums are slow to write."""
+    """Add the products of weights (K G, S) and values (S, K, D) to `mixed` (K G, D), four values at a time."""
     n_heads, size = mixed.shape
     n_tokens, n_key_heads, _ = values.shape
     group = n_heads // n_key_heads
@@ -194,7 +194,7 @@ def decode_attention(
 
 @compile_loop("void(u2[:, :, ::1], b1, f4[:, :, ::1])")
 def _widen(numbers: np.ndarray, is_bfloat16: bool, wide: np.ndarray) -> None:
-    """The bits of finite bfloat16 or float16 as float32. No loop reads what it wrote as another type: that is slow."""
+    """Convert the bits of finite bfloat16 or float16 numbers to float32."""
     source = numbers.reshape(-1)
     floats = wide.reshape(-1)
     bits = floats.view(np.uint32)

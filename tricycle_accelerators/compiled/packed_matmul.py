@@ -65,7 +65,7 @@ def _tile(
 def _write_tile(
     builder: Any, n_rows: int, rows: Any, row_size: Any, panel: Any, n_terms: Any, bias: Any, out: Any, out_size: Any
 ) -> None:
-    """The instructions for a tile of so many rows."""
+    """Emit the instructions for a tile of `n_rows` rows."""
     along, places = INDEX(4 * LANES), range(N_VECTORS)
     first = [load(builder, offset_address(builder, bias, along, i), VECTOR) for i in places]
     operands = rows, row_size, INDEX(4), panel, INDEX(4 * PANEL)
@@ -90,7 +90,7 @@ def pack_panels(matrix: np.ndarray) -> np.ndarray:
 def _rows_times_panel(
     x: np.ndarray, t: int, cut: np.ndarray, p: int, bias: np.ndarray, out: int, out_size: int
 ) -> None:
-    """x[t] (B, K) times a panel, plus its part of the bias, to an address."""
+    """Write x[t] (B, K) times a panel, plus its part of the bias, to an address."""
     n_rows = x.shape[1]
     n_tiles = (n_rows + MOST_ROWS - 1) // MOST_ROWS
     of_x, row_size = x.ctypes.data + t * x.strides[0], x.strides[1]

@@ -171,7 +171,7 @@ def gru(
 
 @compile_loop("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
 def _gru_step_back(gate: np.ndarray, before: np.ndarray, part: np.ndarray, dh: np.ndarray, d: np.ndarray) -> None:
-    """The gradients of what the input gave to the gates; in place that of the state, without the weights' part."""
+    """Write the gradients of the gates' inputs, and scale the state's gradient in place by the update gate."""
     size = len(dh)
     for j in range(size):
         r, z, n = gate[j], gate[size + j], gate[2 * size + j]
@@ -185,7 +185,7 @@ def _gru_step_back(gate: np.ndarray, before: np.ndarray, part: np.ndarray, dh: n
 
 @compile_loop("void(f4[::1], f4[::1], f4[::1])")
 def _with_reset(to_input: np.ndarray, gate: np.ndarray, to_state: np.ndarray) -> None:
-    """The gradients of what the state before gave to the gates."""
+    """Write the gradients of the gates' recurrent inputs: the new gate's gradient times the reset gate."""
     size = len(gate) // 3
     to_state[:] = to_input
     n, r = to_state[2 * size :], gate[:size]
@@ -278,7 +278,7 @@ def lstm(
 def _lstm_step_back(
     gate: np.ndarray, before: np.ndarray, tanh_c: np.ndarray, dh: np.ndarray, dc: np.ndarray, d: np.ndarray
 ) -> None:
-    """The gradients of what went into the gates; in place those of the states before, but for what weights give."""
+    """Write the gradients of the gates' inputs, and update the gradients of hidden and cell state in place."""
     size = len(dh)
     for j in range(size):
         i, f, g, o = gate[j], gate[size + j], gate[2 * size + j], gate[3 * size + j]

@@ -121,7 +121,7 @@ def build_product_sums(
 
 
 def _broadcast(builder: Any, number: Any) -> Any:
-    """A register of one number."""
+    """Emit a vector register filled with one number."""
     undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     alone = builder.insert_element(undefined, number, PAIR(0))
     return builder.shuffle_vector(alone, undefined, ir.Constant(ir.VectorType(PAIR, LANES), [0] * LANES))

@@ -20,7 +20,7 @@ MANY = 8  # panels for each thread, of which it does not matter that one takes o
 # Cache: valid for the life of the process: depends on the processor and on NumPy's BLAS.
 @cache
 def _loops() -> Any:
-    """What Numba compiles; the first call imports it, and compiles where that has not been done before.
+    """Return the module of compiled loops, imported (and compiled) by the first call.
 
     None where BLAS is as fast (`instruction_sets.InstructionSet.slower_blas`).
     """
@@ -77,7 +77,7 @@ def matmul(
 
 
 def _is_float32(*arrays: np.ndarray | None) -> bool:
-    """Whether they are that, aligned and not read-only; or None."""
+    """Return whether all arrays that are given are float32, aligned and writable."""
     return all(array is None or (array.dtype == np.float32 and array.flags.behaved) for array in arrays)
 
 
@@ -99,7 +99,7 @@ def _parts(shape: tuple[int, int], most: int, row_step: int, panel: int) -> list
 
 
 def _even(size: int, step: int, n_parts: int) -> list[slice]:
-    """So many parts of about one size, in whole steps but for the last; fewer where there are not as many steps."""
+    """Divide `size` into about `n_parts` equal slices of whole steps; fewer if there are fewer steps."""
     n_steps = -(-size // step)
     n_parts = min(n_parts, n_steps)
     ends = [min(size, n_steps * i // n_parts * step) for i in range(n_parts + 1)]

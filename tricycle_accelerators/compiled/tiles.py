@@ -51,7 +51,7 @@ LINE = 16  # float32 in a line of a cache
 
 # -------------------------------------------------------------------- a tile
 def _tile(n_vectors: int, pairs: bool) -> Any:
-    """What multiplies ROWS rows of a left matrix and `n_vectors` registers of columns of a right one.
+    """Make the intrinsic that multiplies ROWS rows of a left operand by `n_vectors` registers of columns.
 
     Its arguments are addresses and strides, in bytes: (left, from row to row, from step to step, right, from step to
     step, result, from row to row, number of steps, whether the sums are added to what is there).
@@ -94,7 +94,7 @@ def _tile(n_vectors: int, pairs: bool) -> Any:
 
 
 def _make_multiply(pairs: bool) -> Any:
-    """The product of matrices of float32, or of pairs."""
+    """Make the product of packed operands: float32, or bfloat16 pairs."""
     tiles = [_tile(n, pairs) for n in range(1, 5)]
     one, two, three, four = tiles
 
@@ -301,7 +301,7 @@ def left_operand(x: Any, out: Any) -> Any:
 
 
 @overload_by_types
-def transposed_left_operand(x: Any, n: Any, out: Any) -> Any:
+def transposed_left(x: Any, n: Any, out: Any) -> Any:
     """Return the transpose of the first n float32 rows as a left operand: a view, or pairs packed into `out`."""
     if out.dtype == types.uint32:
 

@@ -31,7 +31,7 @@ class _Mailboxes(threading.local):
 
 
 class _SpinTeam:
-    """This thread and the helpers of `threads.py`, which watch one mailbox while products follow each other."""
+    """The calling thread and the worker threads, which watch one mailbox while products follow each other."""
 
     def __init__(self) -> None:
         self.loops = load_loops("vector_loops")

@@ -34,7 +34,7 @@ AHEAD = 1024  # bytes that are asked for before they are needed
 
 
 def _numbers(builder: Any, address: Any, kind: int) -> Any:
-    """A register of numbers of the matrix, as float32."""
+    """Emit a load of matrix elements, converted to a register of float32."""
     if kind == FLOAT32:
         return load(builder, address, VECTOR)
     narrow = ir.IntType(8 if kind == INT8 else 16)
@@ -46,7 +46,7 @@ def _numbers(builder: Any, address: Any, kind: int) -> Any:
 
 
 def _dot(kind: int) -> Any:
-    """The sum of products of x and a row along whole steps of UNROLLED registers: one or more."""
+    """Make the intrinsic that computes the dot product of x and a row, over whole steps of UNROLLED registers."""
     itemsize = (4, 2, 1)[kind]
     n_bytes = UNROLLED * LANES * itemsize
 
@@ -133,7 +133,10 @@ MIDDLE = np.int32(128)  # of a byte
 
 @intrinsic
 def _dot_bytes(context: Any, upper: Any, lower: Any, row: Any, n_steps: Any, shift: Any, scale: Any) -> Any:
-    """The product of x and a row along whole registers, one or more. `shift` is what the middle of bytes adds to it."""
+    """Compute the dot product of x, split into bytes, and an int8 row, over whole registers.
+
+    `shift` is what the offset of the bytes (128) adds to the product.
+    """
     vector = ir.VectorType(PAIR, LANES)
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

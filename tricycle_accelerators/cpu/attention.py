@@ -36,7 +36,7 @@ MAX_BATCHED_SCORES = 1600  # scores of a head: with fewer, calls for each item c
 
 # -------------------------------------------------------------------- what a call computes with
 class _Inputs(NamedTuple):
-    """What attention is made of, without the queries that see no key and the keys that no query sees."""
+    """Inputs of attention, without queries that see no key and keys that no query sees."""
 
     q: np.ndarray
     k: np.ndarray
@@ -144,7 +144,7 @@ class _Heads(NamedTuple):
         return self.unstack(products)
 
     def softcap_derivative(self, capped: np.ndarray) -> np.ndarray | None:
-        """The derivative of scores by those before the cap; None where there is no cap."""
+        """Return the derivative of softcapped scores with respect to the scores; None without a cap."""
         if self.cap is None:
             return None
         slope = capped / self.cap
@@ -252,7 +252,7 @@ def _exponentials(heads: _Heads, block: QueryBlock, off_by_one: bool) -> tuple[n
 
 
 def _unshifted_exponentials(heads: _Heads, block: QueryBlock) -> tuple[np.ndarray, np.ndarray] | None:
-    """The same without a shift; None where one could overflow."""
+    """Compute `_exponentials` without a shift; return None if an exponential could overflow."""
     bounded = heads.cap is not None and heads.cap < chunks.SAFE_EXPONENT and heads.mask is None
     ones = np.ones(block.visible.stop - block.visible.start, heads.queries.dtype)
     mixed = total = np.zeros((), heads.queries.dtype)
@@ -304,7 +304,7 @@ class _Upstream(NamedTuple):
 
 
 class _SoftmaxBackward:
-    """Makes the scores and weights of a group's blocks anew, and adds up gradients."""
+    """Backward pass of softmax attention for a group: recomputes scores and weights, and accumulates gradients."""
 
     def __init__(self, group: HeadGroup, heads: _Heads, upstream: _Upstream) -> None:
         grad = upstream.grad[group.item, :, group.heads]
@@ -317,7 +317,7 @@ class _SoftmaxBackward:
         self.heads = heads
 
     def add(self, block: QueryBlock, sums: _KeyValueSums) -> np.ndarray:
-        """The gradient of the scaled queries (H, T, D); adds those of keys and values to their sums."""
+        """Return the gradient of the scaled queries (H, T, D), and add those of keys and values to `sums`."""
         heads, logsumexp = self.heads, self.logsumexp[:, block.queries]
         logsumexp = np.where(np.isneginf(logsumexp), 0, logsumexp)
         safe = np.abs(logsumexp).max() < chunks.SAFE_EXPONENT
@@ -344,7 +344,7 @@ class _SoftmaxBackward:
 
 
 def _append_column(x: np.ndarray) -> np.ndarray:
-    """(H, T, D) as (H, T, D + 1) with room in the last column."""
+    """Copy (H, T, D) to (H, T, D + 1) with an uninitialized last column."""
     wider = np.empty((*x.shape[:-1], x.shape[-1] + 1), x.dtype)
     wider[..., :-1] = x
     return wider
@@ -430,7 +430,7 @@ class _RowSoftmaxBackward(NamedTuple):
     row_softmax_backward: RowSoftmaxBackwardFn
 
     def add(self, block: QueryBlock, sums: _KeyValueSums) -> np.ndarray:
-        """The gradient of the scaled queries (H, T, D); adds those of keys and values to their sums."""
+        """Return the gradient of the scaled queries (H, T, D), and add those of keys and values to `sums`."""
         heads, seen = self.heads, block.visible
         scores = heads.softcapped_scores(block, seen)
         slope = heads.softcap_derivative(scores)
@@ -466,7 +466,7 @@ def _accumulate_gradients(
     gradients: _Gradients,
     backward_of: Callable[[HeadGroup, _Heads], _SoftmaxBackward | _RowSoftmaxBackward],
 ) -> None:
-    """Each group's gradients by its blocks; what several groups give to one key head is added up in order."""
+    """Compute the gradients of all groups and add up, in order, those that share a key head."""
     plan = attention_blocks.plan_attention(inputs.q, inputs.k, inputs.score_options)
     triangles = _causal_masks(plan.blocks, inputs.q.dtype)
     scale = inputs.q.dtype.type(inputs.score_options.scale)

@@ -37,7 +37,7 @@ def cross_entropy(
 def _cross_entropy(
     rows: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float, slope: np.ndarray | None
 ) -> np.ndarray:
-    """The sum for some rows, whose gradient overwrites the exponentials.
+    """Return the loss of some rows, and overwrite the exponentials with the gradient.
 
     Exponentials are not shifted by each row's maximum where one look at all of them says that nothing can overflow or
     vanish.

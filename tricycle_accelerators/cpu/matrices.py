@@ -86,7 +86,7 @@ def matmul(
 def _multiply_upcast(
     a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None, dtype: Any
 ) -> np.ndarray:
-    """With some columns of b in 32 bits at a time."""
+    """Multiply 16-bit operands by upcasting some columns of b to float32 at a time."""
     a = a.astype(np.float32)
     product = buffers.empty((len(a), b.shape[1]), np.float32) if out is None else out
     width = max(1, UPCAST_SIZE // max(1, len(b)))
@@ -107,7 +107,7 @@ def _multiply_by_inner_slices(a: np.ndarray, b: np.ndarray, bias: np.ndarray | N
 
 
 def _multiply_few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    """By terms too, whatever the shape, for then each thread reads b in one piece; as few calls as can be."""
+    """Divide the inner dimension among threads, so that each thread reads a contiguous part of b."""
     n_inner = len(b)
     n_parts = min(threads.n_threads(), n_inner)
     sums = np.empty((n_parts, len(a), b.shape[1]), np.result_type(a, b))
@@ -124,7 +124,7 @@ def _multiply_few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) ->
 
 
 def _multiply_column_chunks(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    """By small pieces of a transposed b, such as the table of tokens, each of which lies in one piece."""
+    """Multiply by small column chunks of a transposed b, such as a tied embedding table."""
     n_columns = b.shape[1]
     step = max(
         matmul_plan.MAX_COLUMN_CHUNK_ROWS,
@@ -150,14 +150,12 @@ def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.nda
 
 
 def _single_thread_if_large(n_rows: int, n_inner: int, n_columns: int) -> AbstractContextManager[None]:
-    """BLAS in one thread for a product that it might share, which costs more than a small one: it shares products of
-    matrices of more than 2^18 multiplications and of a vector of more than 9,216.
-    """
+    """Return a context manager that limits BLAS to one thread for products that BLAS would share."""
     return nullcontext() if _is_unshared(n_rows, n_inner, n_columns) else threads.single_blas_thread()
 
 
 def _is_unshared(n_rows: int, n_inner: int, n_columns: int) -> bool:
-    """Whether BLAS would never share a product."""
+    """Return whether BLAS would never divide a product among its threads."""
     most = matmul_plan.MIN_SHARED_WORK // 2 if n_rows > 1 < n_columns else chunks.UNSHARED_SIZE
     return n_rows * n_inner * n_columns < most
 

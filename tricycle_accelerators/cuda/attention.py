@@ -15,12 +15,12 @@ from tricycle_accelerators.providers import decline_when
 
 
 def _strides(x: Array) -> np.ndarray:
-    """Of (B, T, H, D), in elements."""
+    """Return the strides of (B, T, H, D), in elements, as a kernel argument."""
     return launch.struct_argument(launch.STRIDES, *(stride // x.dtype.itemsize for stride in x.strides[:3]))
 
 
 def _has_aligned_rows(x: Array, bytes_: int) -> bool:
-    """Whether each (D,) lies in one piece that starts at a multiple of so many bytes."""
+    """Return whether each (D,) is contiguous and starts at a multiple of `bytes_` bytes."""
     places = (launch.device_address(x), *(stride for stride, n in zip(x.strides[:3], x.shape) if n > 1))
     return (x.strides[-1] == x.dtype.itemsize or x.shape[-1] == 1) and all(place % bytes_ == 0 for place in places)
 
@@ -42,7 +42,7 @@ def _sizes(q: Array, k: Array, score_options: ScoreOptions, off_by_one: bool) ->
 
 
 def _mask(mask: Array | None) -> tuple[np.ndarray, Array | None]:
-    """The argument, and the array that it points into."""
+    """Return the kernel argument of a mask, and the array that the argument points into."""
     if mask is None:
         return launch.struct_argument(launch.MASK, 0, 0, 0, 0), None
     mask = arrays.contiguous_float32(mask)
@@ -51,7 +51,7 @@ def _mask(mask: Array | None) -> tuple[np.ndarray, Array | None]:
 
 
 def _select_kernels(q: Array) -> SimpleNamespace:
-    """Which kernels take queries (B, T, H, D) like these: on tensor cores or in float32."""
+    """Return the names and launch settings of the kernels for these queries: tensor cores or float32."""
     kind, size = arrays.cuda_type(q.dtype), q.shape[-1]
     if kind != "float" and size in launch.HEAD_SIZES and launch.has_tensor_cores():
         tile = launch.tensor_core_tile(size)

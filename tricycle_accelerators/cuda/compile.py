@@ -34,7 +34,7 @@ class KernelUsage(NamedTuple):
 
 
 def _installed(pattern: str) -> Path | None:
-    """A file of an installed NVIDIA package."""
+    """Return the path of a file of an installed NVIDIA package."""
     for distribution in metadata.distributions():
         if (distribution.metadata["Name"] or "").lower().startswith("nvidia-cuda-"):
             for file in distribution.files or ():

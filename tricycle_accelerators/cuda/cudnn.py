@@ -181,7 +181,7 @@ _here = threading.local()  # a handle belongs to one thread
 
 
 def _handle() -> Any:
-    """cuDNN's handle of this thread and device, on CuPy's current stream."""
+    """Return the cuDNN handle of this thread and device, set to CuPy's current stream."""
     import cudnn
     import cupy
 
@@ -194,7 +194,7 @@ def _handle() -> Any:
 
 
 def _cached_graph(make: Any, shape: AttentionShape) -> AttentionGraph | None:
-    """The graph for a shape, built at most once in each thread; None where cuDNN knows no way."""
+    """Return the graph for a shape, built once per thread; None if cuDNN does not support the shape."""
     import cudnn
     import cupy
 

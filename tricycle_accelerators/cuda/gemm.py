@@ -291,7 +291,7 @@ def _handle(device: int) -> Any:
 
 
 def _workspace(device: int, stream: int) -> int:
-    """One for each stream: products on one stream run one after the other."""
+    """Return the address of the workspace of a stream; products on one stream run one after another."""
     import cupy
 
     if (device, stream) not in _workspaces:
@@ -349,7 +349,7 @@ def matmul(
 
 
 def _with_layout(x: Array) -> tuple[Array, MatrixLayout]:
-    """A matrix and how it lies; a copy where it lies in no way that cuBLASLt knows."""
+    """Return a matrix and its layout; the matrix is copied if cuBLASLt does not support its layout."""
     import cupy
 
     own_side = matrix_layout(x.shape, x.strides, x.itemsize)
@@ -357,7 +357,7 @@ def _with_layout(x: Array) -> tuple[Array, MatrixLayout]:
 
 
 def _multiply(product: MatmulSpec, a: Array, b: Array, bias: Array | None, out: Array) -> bool:
-    """Whether cuBLASLt could do it."""
+    """Compute a product by cuBLASLt; return whether cuBLASLt supports it."""
     import cupy
 
     device, stream = a.device.id, cupy.cuda.get_current_stream().ptr

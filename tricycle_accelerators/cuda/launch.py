@@ -57,12 +57,12 @@ _BACKWARD = tuple((str(size), str(float32_backward_tile(size))) for size in PADD
 
 
 def _width(name: str) -> str:
-    """Elements in 16 bytes."""
+    """Return how many elements of a type fit into 16 bytes."""
     return "4" if name == "float" else "8"
 
 
 def _reads(name: str) -> tuple[tuple[str, str], ...]:
-    """Elements that a thread reads at once, and how many times."""
+    """Return the template arguments of norm backward: elements per load, and loads per thread."""
     return ("1", "4"), *((_width(name), str(times)) for times in (1, 2, 3, 4))
 
 
@@ -300,7 +300,7 @@ def _runtime() -> Any:
 
 
 def _device() -> int:
-    """The number of the current device."""
+    """Return the number of the current device."""
     return _runtime().getDevice()
 
 
@@ -320,7 +320,7 @@ def has_tensor_cores() -> bool:
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def _include() -> tuple[str, ...]:
-    """Where the headers of the number formats lie, for a CuPy that does not look there by itself."""
+    """Return the include option for CUDA's headers, for a CuPy that does not find the headers itself."""
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:
@@ -332,7 +332,7 @@ def _include() -> tuple[str, ...]:
 # Cache: valid for the life of the process: one for each device and kernel source.
 @cache
 def _module(file: str, template: tuple[str, ...], device: int) -> Any:
-    """The module as the current device, of that number, has it."""
+    """Return the compiled module of a .cu file and template arguments for the current device."""
     import cupy
 
     names = template_names(file, template)
@@ -368,7 +368,7 @@ def launch(file: str, kernel: str, template: tuple[str, ...], plan: LaunchPlan, 
 
 
 def _device_of(kernel: str, arguments: Sequence[Any]) -> int | None:
-    """The number of the device where all arrays among the arguments lie; None where there are no arrays.
+    """Return the number of the device of all arrays among the arguments; None if there are no arrays.
 
     Raises:
         ValueError: there are several.

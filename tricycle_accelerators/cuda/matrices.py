@@ -16,7 +16,7 @@ from tricycle_accelerators.providers import decline_when
 # Cache: valid for the life of the process: errors are not kept.
 @cache
 def _narrow_dtype(precision: str) -> np.dtype | None:
-    """The dtype of 16 bits that a precision means, if it means one."""
+    """Return the 16-bit dtype of a precision; None for float32 and TF32."""
     if precision == "float16":
         return np.dtype(np.float16)
     if precision != "bfloat16":

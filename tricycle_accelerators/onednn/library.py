@@ -89,7 +89,7 @@ _one_at_a_time = threading.Lock()
 
 
 def _library() -> _Library:
-    """oneDNN, where there is no `problem`."""
+    """Return the loaded oneDNN library."""
     library = _loaded()
     if isinstance(library, str):
         raise RuntimeError(f"oneDNN cannot be used: {library}")
@@ -167,7 +167,7 @@ def _call(function: str, *arguments: Any) -> None:
 
 
 def _create(function: str, *arguments: Any) -> c_void_p:
-    """The handle that a function of oneDNN makes and writes through its first argument."""
+    """Call a oneDNN function that creates a handle and writes it through its first argument; return the handle."""
     handle = c_void_p()
     _call(function, byref(handle), *arguments)
     return handle
@@ -223,9 +223,7 @@ def _reorder(of: Descriptors) -> c_void_p:
 
 
 def _matmul(of: Descriptors, *then: str) -> c_void_p:
-    """A product, and what is done with its elements before they are written: "times" a factor, or "add" to what is
-    there.
-    """
+    """Create the description of a matrix product and its post-operations: "times" a factor, or "add" to the output."""
     post = _create("dnnl_post_ops_create")
     attributes = _create("dnnl_primitive_attr_create")
     for i, what in enumerate(then):

@@ -116,7 +116,7 @@ def matmul(
 
 
 def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    """Two rows of float32 or some more: OpenBLAS first copies the other matrix, oneDNN multiplies it as it lies."""
+    """Multiply a few float32 rows by oneDNN, which, unlike OpenBLAS, does not copy the other matrix first."""
     n_rows, n_columns = len(a), b.shape[1]
     if b.flags.c_contiguous:
         result = np.empty((n_rows, n_columns), np.float32)
@@ -133,7 +133,7 @@ def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarr
 
 
 def _multiply_shared(operands: Callable[[slice], tuple[np.ndarray, np.ndarray, np.ndarray]], n_columns: int) -> None:
-    """A product for whoever is to share it: OpenMP's threads, while they keep up, or ours for some columns each."""
+    """Compute a product in OpenMP's threads while they keep up, else in worker threads by columns."""
     if spin_threads.spin_policy:
         library.matmul_openmp(*operands(slice(None)))
         return
@@ -150,7 +150,7 @@ def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.
 
 
 def _multiply_upcast(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
-    """The same by products of float32, whose parts are widened while they are near."""
+    """Compute a bfloat16 product in float32, upcasting each thread's part."""
 
     def rows(part: slice) -> None:
         _write(blas.multiply(_to_float32(a[part]), whole), bias, result[part])
@@ -184,7 +184,7 @@ def _write(product: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> 
 
 
 def _to_float32(x: np.ndarray) -> np.ndarray:
-    """As float32, in the same layout."""
+    """Convert a matrix to float32 in the same layout."""
     if x.strides[0] == x.itemsize and x.strides[1] != x.itemsize:
         return _to_float32(x.T).T
     out = buffers.empty(x.shape, np.float32)

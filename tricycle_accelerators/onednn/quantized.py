@@ -27,7 +27,7 @@ _one_at_a_time = threading.Lock()
 
 
 def _packed(matrix: QuantizedMatrix) -> library.PackedMatrix:
-    """The matrix in oneDNN's layout."""
+    """Return the matrix packed in oneDNN's layout, packed by the first call."""
     with _one_at_a_time:
         if "onednn" not in matrix.prepared:
             rows = matrix.with_row_scales()
@@ -65,7 +65,7 @@ def quantized_matmul(
 
 # -------------------------------------------------------------------- int8
 def _multiply_int8(x: np.ndarray, matrix: library.PackedMatrix) -> np.ndarray | None:
-    """None where there is infinity or NaN in x, which whole numbers have not."""
+    """Multiply rows by an int8 matrix; return None if x has infinity or NaN."""
     n_rows = len(x)
     if n_rows <= FEW_ROWS:
         return split_precision.int8_split_matmul(x, matrix.few_rows_matmul(2 * n_rows))
