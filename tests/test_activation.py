@@ -32,7 +32,7 @@ def sigmoid(x):
     ids=lambda value: repr(value) if isinstance(value, ops.Op) else "formula",
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float64, 1e-12)])
-def test_values(op, formula, dtype, tolerance):
+def test_values_match_formula(op, formula, dtype, tolerance):
     gated = isinstance(op, (GLU, SwiGLU))
     x = to_tensor([[x, x] for x in X] if gated else X, dtype=dtype)
     y = op(x)
@@ -42,14 +42,14 @@ def test_values(op, formula, dtype, tolerance):
     assert np.isfinite(x.grad.array).all()
 
 
-def test_slope_of_relu_at_zero():
+def test_relu_gradient_at_zero():
     x = to_tensor([-1, 0, -0.0, 1])
     ReLU()(x).backward()
     assert x.grad.array.tolist() == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 3e-7), (np.float64, 1e-15)])
-def test_erf(dtype, tolerance):
+def test_erf_matches_math_erf(dtype, tolerance):
     x = np.concatenate([np.linspace(-8, 8, 4_001), [0, 1e-300, -1e-8, 1e30, -1e30, np.inf, -np.inf]]).astype(dtype)
     assert erf(x).dtype == dtype
     np.testing.assert_allclose(erf(x), [math.erf(v) for v in x.tolist()], rtol=0, atol=tolerance)
@@ -67,7 +67,7 @@ def test_erf(dtype, tolerance):
     ],
     ids=repr,
 )
-def test_names_and_reprs(op, name):
+def test_activations_have_op_name_and_repr(op, name):
     y = op([[1.0, 2.0]])
     assert y.name == name and y.dtype == np.float32
     assert repr(op) in {"ReLU()", "GeLU(approximate=True)", "GeLU(approximate=False)", "Swish()", "GLU()", "SwiGLU()"}
@@ -75,14 +75,14 @@ def test_names_and_reprs(op, name):
 
 @pytest.mark.parametrize("op", [GLU(), SwiGLU()], ids=repr)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5)])
-def test_gates_need_an_even_axis(op, shape):
+def test_gates_reject_odd_last_axis(op, shape):
     with pytest.raises(
         ValueError, match=rf"{type(op).__name__}: expected a last axis of even length, got shape \({str(shape)[1:-1]}\)"
     ):
         op(to_tensor(np.ones(shape)))
 
 
-def test_sigmoid_keeps_the_precision_of_small_results():
+def test_sigmoid_of_large_negative_input_keeps_precision():
     x = np.array([-80, -20, -10, 0, 10, 80], np.float32)
     expected = 1 / (1 + np.exp(-x.astype(np.float64)))
     for y in (ops.sigmoid(to_tensor(x)), GLU()(to_tensor(np.concatenate([np.ones(6), x])))):
@@ -112,7 +112,7 @@ GATES = {
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_any_function_can_be_a_gate(name):
+def test_glu_accepts_any_gate_function(name):
     gate = GATES[name]
     x = to_tensor(np.random.default_rng(0).standard_normal((3, 4)), dtype=np.float64)
     gated = Gated(gate)

@@ -64,7 +64,7 @@ MODELS = {
 
 
 @pytest.mark.filterwarnings("ignore:precision bfloat16")
-def test_few_rows_in_16_bits_are_the_same_bit_by_bit():
+def test_bfloat16_gradients_with_few_rows_are_bit_identical():
     """In evaluation products of so few rows are made in float32; a first pass without gradients is no evaluation."""
     results = []
     for again in (False, True):
@@ -77,7 +77,7 @@ def test_few_rows_in_16_bits_are_the_same_bit_by_bit():
 
 @pytest.mark.filterwarnings("ignore:precision bfloat16")
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
-def test_gradients_are_the_same_bit_by_bit(changes):
+def test_gradients_are_bit_identical(changes):
     results = []
     for again in (False, True):
         model = GPT(replace(CONFIG, **changes))
@@ -104,7 +104,7 @@ def batch_loss(model) -> tuple[dict[str, np.ndarray], int]:
 
 @pytest.mark.filterwarnings("ignore:precision bfloat16")
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
-def test_blocks_free_activations_that_no_gradient_needs(changes):
+def test_blocks_free_activations_not_needed_for_gradients(changes):
     plain, n_seen = batch_loss(GPT(replace(CONFIG, **changes)))
     with free_activations():
         freed, n_left = batch_loss(GPT(replace(CONFIG, **changes)))
@@ -123,7 +123,7 @@ class Late(Layer):
         )
 
 
-def test_layers_of_others_and_their_functions_are_spared():
+def test_inputs_of_user_layers_are_not_freed():
     model = GPT(CONFIG)
     model.blocks[1].mlp.activation = Late()  # in a block of ours
     plain, _ = batch_loss(model)
@@ -135,7 +135,7 @@ def test_layers_of_others_and_their_functions_are_spared():
 
 
 @pytest.mark.parametrize("how", ["recorded", "set", "watched"])
-def test_what_a_users_function_was_given_is_spared(how):
+def test_arguments_of_user_functions_are_not_freed(how):
     start = to_tensor([1.0, 2.0])
     used = start * 3
     given = used + 1
@@ -170,14 +170,14 @@ def late_looks(source: str) -> list[str]:
     return places
 
 
-def test_gradient_functions_of_ours_hold_arrays():
+def test_library_gradient_functions_capture_arrays_not_tensors():
     folder = Path(models.__file__).parent
     places = {path.name: late_looks(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py")}
     assert {name: looks for name, looks in places.items() if looks} == {}
     assert late_looks("def f(x):\n  def backward(grad, needs_grad):\n    return grad * x.array\n") == ["line 3: x"]
 
 
-def test_who_looks_into_a_block_sees_it():
+def test_probes_see_intermediate_activations():
     seen = []
     model = GPT(CONFIG)
     block = model.blocks[1]
@@ -188,7 +188,7 @@ def test_who_looks_into_a_block_sees_it():
     assert np.isfinite(seen[0].array).all()
 
 
-def test_runs_are_the_same_and_resume(tmp_path):
+def test_training_runs_are_identical_and_resume(tmp_path):
     config = replace(CONFIG, steps=6, batch_size=2, accumulation_steps=2, warmup_steps=2)
     tokens = RNG.integers(0, 97, 500)
     plain, again = new_state(config, tokens), new_state(replace(config, recompute=True), tokens)
@@ -203,7 +203,7 @@ def test_runs_are_the_same_and_resume(tmp_path):
     assert same(weights, others)
 
 
-def test_an_encoder_with_its_mask():
+def test_encoder_with_padding_mask():
     config = EncoderConfig(vocab_size=50, context_window=8, embedding_dim=8, n_heads=2, n_layers=2, dropout=0.2)
     mask = np.arange(8) < np.array([[8], [5]])
     tokens = to_tensor(RNG.integers(0, 50, (2, 8)), dtype=int)
@@ -217,7 +217,7 @@ def test_an_encoder_with_its_mask():
     assert same(*results)
 
 
-def test_frozen_weights_and_adapters_behind_them():
+def test_frozen_weights_with_adapters():
     results = []
     for again in (False, True):
         model = GPT(CONFIG)
@@ -230,7 +230,7 @@ def test_frozen_weights_and_adapters_behind_them():
     assert same(*results)
 
 
-def test_adapters_with_dropout_on_texts_side_by_side(monkeypatch):
+def test_adapters_with_dropout_on_packed_texts(monkeypatch):
     """As fine-tuning has them: recomputed, and with the loss in pieces, whose sums are rounded otherwise."""
     documents = np.repeat([[0, 1, 2], [0, 0, 1]], [5, 5, 6], axis=1)
     tokens = RNG.integers(0, 97, (2, 16))
@@ -267,7 +267,7 @@ class Noisy(Layer):
         return self.outer(x * x + self.inner[1](self.inner[0](x)))
 
 
-def test_what_happens_in_between_makes_no_difference():
+def test_random_draws_and_evaluation_before_backward_have_no_effect():
     """Neither what others draw before the backward pass, nor evaluation."""
     x = RNG.standard_normal((3, 6))
     results = []
@@ -285,7 +285,7 @@ def test_what_happens_in_between_makes_no_difference():
     assert results[0] == results[1]
 
 
-def test_a_graph_that_is_kept_and_one_that_is_freed():
+def test_retain_graph_and_freed_graph():
     layer, x = Noisy(), to_tensor(RNG.standard_normal((3, 6)))
     y = checkpoint_activations(layer, x)
     y.backward(retain_graph=True)
@@ -297,7 +297,7 @@ def test_a_graph_that_is_kept_and_one_that_is_freed():
     assert layer.n_calls == 3
 
 
-def test_weights_that_changed_since_are_refused():
+def test_weights_changed_before_backward_raise():
     layer, x = Noisy(), to_tensor(RNG.standard_normal((3, 6)))
     y = checkpoint_activations(layer, x)
     layer.load_state_dict({name: 2 * array for name, array in layer.state_dict().items()})
@@ -305,7 +305,7 @@ def test_weights_that_changed_since_are_refused():
         y.backward()
 
 
-def test_without_gradients_nothing_is_computed_twice():
+def test_no_recomputation_without_gradients():
     layer = Noisy()
     with no_grad():
         assert not checkpoint_activations(layer, to_tensor(np.ones((2, 6)))).requires_grad
@@ -314,7 +314,7 @@ def test_without_gradients_nothing_is_computed_twice():
     assert layer.n_calls == 2
 
 
-def test_it_takes_less_memory():
+def test_checkpointing_uses_less_memory():
     config = replace(CONFIG, n_layers=8, embedding_dim=64, context_window=64)
     peaks = []
     for again in (False, True):
@@ -331,7 +331,7 @@ def test_it_takes_less_memory():
     assert training_bytes(replace(config, recompute=True)) < training_bytes(config)
 
 
-def test_gradients_of_inputs_that_nothing_flows_to():
+def test_unused_inputs_get_no_gradient():
     x, y = to_tensor([1.0, 2.0]), to_tensor([3.0])
     (of_x, of_y) = leaf_gradients((x * x).sum(), np.float32(1), [x, y])
     assert of_x.tolist() == [2, 4]
@@ -369,7 +369,7 @@ def whole_and_pieces(loss_fn, hidden, table, bias, n_rows, scale=1.0):
 
 @pytest.mark.parametrize("n_rows", [1, 2, 4, 100])
 @pytest.mark.parametrize("loss_fn", LOSSES.values(), ids=LOSSES)
-def test_pieces_are_the_whole(loss_fn, n_rows):
+def test_chunked_loss_equals_full_loss(loss_fn, n_rows):
     arrays = [RNG.standard_normal(shape) for shape in ((2, 3, 5), (7, 5), 7)]
     tensors = [to_tensor(array, dtype=np.float64) for array in arrays]
     for whole, pieces, inputs in whole_and_pieces(loss_fn, *tensors, n_rows, scale=0.7):
@@ -387,7 +387,7 @@ def test_pieces_are_the_whole(loss_fn, n_rows):
             np.testing.assert_allclose(pieces().array, whole().array, rtol=1e-13)
 
 
-def test_rows_that_do_not_count_are_left_out():
+def test_ignored_rows_are_not_computed():
     seen = []
 
     def head(x):
@@ -404,7 +404,7 @@ def test_rows_that_do_not_count_are_left_out():
     assert np.flatnonzero(hidden.grad.array.any(axis=1)).tolist() == [3, 4, 5, 20, 30]
 
 
-def test_only_what_wants_a_gradient_gets_one():
+def test_only_inputs_that_require_grad_get_gradients():
     hidden, table = to_tensor(np.ones((6, 5))), to_tensor(np.ones((5, 7)), requires_grad=False)
     CrossEntropy().from_hidden(LABELS.ravel(), hidden, lambda x: linear(x, table), [table], 4).backward()
     assert hidden.grad is not None and table.grad is None
@@ -413,7 +413,7 @@ def test_only_what_wants_a_gradient_gets_one():
     assert table.grad is not None
 
 
-def test_the_graph_of_pieces_can_be_kept():
+def test_chunked_loss_supports_retain_graph():
     hidden, table = (to_tensor(RNG.standard_normal(shape)) for shape in ((6, 5), (5, 7)))
     with watch_arrays():
         loss = CrossEntropy().from_hidden(LABELS.ravel(), hidden, lambda x: linear(x, table), [table], 4)
@@ -434,7 +434,7 @@ def test_the_graph_of_pieces_can_be_kept():
         (np.zeros(6, int), 0, "expected n_rows to be a whole number above 0, got 0"),
     ],
 )
-def test_mistakes_are_named(labels, n_rows, message):
+def test_chunked_loss_rejects_bad_arguments(labels, n_rows, message):
     table = to_tensor(np.ones((5, 7)))
     with pytest.raises(ValueError, match=message):
         CrossEntropy(9).from_hidden(
@@ -445,7 +445,7 @@ def test_mistakes_are_named(labels, n_rows, message):
 # -------------------------------------------------------------------- of a model
 @pytest.mark.filterwarnings("ignore:precision bfloat16")
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
-def test_a_model_with_many_logits(changes, monkeypatch):
+def test_model_loss_is_chunked_for_many_logits(changes, monkeypatch):
     loss_fn = CrossEntropy(ignore_index=11)
     model = GPT(replace(CONFIG, dropout=0.0, **changes))
     for p in model.parameters():
@@ -461,7 +461,7 @@ def test_a_model_with_many_logits(changes, monkeypatch):
         np.testing.assert_allclose(p.grad.array, expected[name], rtol=0, atol=tolerance * largest, err_msg=name)
 
 
-def test_a_tall_vocabulary_takes_less_memory(monkeypatch):
+def test_chunked_loss_uses_less_memory(monkeypatch):
     config = GPTConfig(vocab_size=20_000, context_window=64, embedding_dim=16, n_heads=2, n_layers=1)
     model = GPT(config)
     batch = RNG.integers(0, 20_000, (2, 8, 64))
@@ -476,7 +476,7 @@ def test_a_tall_vocabulary_takes_less_memory(monkeypatch):
     assert peaks[1] < 0.4 * peaks[0]
 
 
-def test_held_out_text_too(monkeypatch):
+def test_evaluation_uses_chunked_loss(monkeypatch):
     model = GPT(replace(CONFIG, context_window=16))
     tokens = RNG.integers(0, 97, 200)
     expected = evaluate(model, tokens, 4)
@@ -485,7 +485,7 @@ def test_held_out_text_too(monkeypatch):
     assert got == (pytest.approx(expected[0], rel=1e-6), expected[1])
 
 
-def test_a_forward_of_ones_own_is_called(monkeypatch):
+def test_overridden_forward_is_called(monkeypatch):
     """A subclass's, or that of somebody who listens."""
 
     class Doubled(GPT):

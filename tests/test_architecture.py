@@ -50,18 +50,18 @@ def exists(file: str, name: str) -> bool:
 
 # -------------------------------------------------------------------- names
 @pytest.mark.parametrize("place", PLACES)
-def test_code_that_architecture_and_glossary_name(place):
+def test_code_references_of_architecture_and_glossary_exist(place):
     file, name = place.split(":")
     assert exists(file, name)
 
 
 @pytest.mark.parametrize("file", sorted({t for t in IN_TICKS if re.fullmatch(r"[\w/]+(\.py|/)", t)}))
-def test_a_file_or_folder_that_the_page_names(file):
+def test_paths_on_the_page_exist(file):
     """Below the root, tricycle/ or tricycle_accelerators/."""
     assert any((ROOT / folder / file).exists() for folder in (".", "tricycle", "tricycle_accelerators"))
 
 
-def test_dotted_names():
+def test_dotted_names_exist():
     """`kernels.matmul` is a kernel; so is every other name that begins with a module of the library."""
     dotted = [ticked for ticked in IN_TICKS if re.fullmatch(r"[a-z]\w*(\.\w+)+", ticked) and not ticked.endswith(".py")]
     checked = [ticked for ticked in dotted if ticked.split(".")[0] not in OTHERS and not ticked.endswith(".toml")]
@@ -72,7 +72,7 @@ def test_dotted_names():
         assert exists(f"{place}.py", name) or exists(f"{place}/__init__.py", name), ticked
 
 
-def test_single_names():
+def test_undotted_names_occur_in_the_code():
     """A name that the page gives without its place occurs somewhere in the code."""
     single = {ticked for ticked in IN_TICKS if re.fullmatch(r"[A-Za-z_]\w*", ticked)}
     words = {word for path in SHIPPED for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
@@ -80,7 +80,7 @@ def test_single_names():
 
 
 # -------------------------------------------------------------------- the map
-def test_the_map_has_everything_in_the_library():
+def test_file_tables_list_every_library_file():
     """Each file and folder of tricycle/ is in the reading list's table, or in the one below it."""
     linked = set(re.findall(r"\(\.\./tricycle/([\w/]+(?:\.py)?)\)", TEXT))
     in_list = {name for name in linked if f"`{name}`" in TEXT and name.endswith(".py")}
@@ -89,7 +89,7 @@ def test_the_map_has_everything_in_the_library():
         assert name in in_list or name.split("/")[0] in linked, name
 
 
-def test_the_map_has_every_folder_around():
+def test_page_lists_every_top_level_folder():
     around = {name_of(path).split("/")[0] for path in SHIPPED if "/" in name_of(path)} - {"tricycle"}
     for folder in (*around, "experiments", "benchmarks"):
         assert f"| [`{folder}/`](../{folder})" in TEXT or f", [`{folder}/`](../{folder})" in TEXT
@@ -99,7 +99,7 @@ def test_the_map_has_every_folder_around():
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=lambda stop: stop[0])
-def test_a_stop_quotes_its_function(stop):
+def test_quoted_code_matches_its_function(stop):
     """Indented lines stand in the function that the stop is about, one after another."""
     _, file, name, text = stop
     assert exists(file, name)
@@ -119,7 +119,7 @@ def source_of(file: str, name: str) -> list[str]:
     return (ROOT / file).read_text(encoding="utf-8").splitlines()[node.lineno - 1 : node.end_lineno]
 
 
-def test_a_real_step_comes_through_the_stops_in_their_order():
+def test_training_step_calls_the_quoted_functions_in_order():
     """Functions that are called or left: of an op its backward function, whose name begins with the op's."""
     model = GPT(ModelConfig(vocab_size=17, context_window=8, embedding_dim=8, n_heads=2, n_layers=1))
     tokens = np.arange(16).reshape(2, 8)
@@ -144,7 +144,7 @@ def test_a_real_step_comes_through_the_stops_in_their_order():
         place = events.index(wanted, place) + 1
 
 
-def test_the_versions_of_a_product_are_asked_in_the_order_of_the_page():
+def test_matmul_providers_are_listed_in_dispatch_order():
     kernels.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))
     asked = [f"{version.__module__.replace('.', '/')}.py:matmul" for version in kernels.matmul.registered[np.ndarray]]
     (text,) = (text for *_, name, text in STOPS if name == "Kernel.__call__")
@@ -153,7 +153,7 @@ def test_the_versions_of_a_product_are_asked_in_the_order_of_the_page():
     assert named[-1] == asked[-1]
 
 
-def test_the_table_says_which_provider_takes_each_kernel_of_a_step(monkeypatch):
+def test_provider_table_matches_a_training_step(monkeypatch):
     kernels.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))  # all have registered
     taken: dict[str, set[str]] = {}
 

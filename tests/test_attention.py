@@ -45,7 +45,7 @@ from tricycle.tensor import Tensor, record, to_tensor
 # -------------------------------------------------------------------- masks
 @pytest.mark.parametrize("softmax", ["softmax", "softmax1", "adaptive"])
 @pytest.mark.parametrize("n_queries", [3, 20])
-def test_hidden_keys_are_as_if_they_were_not_there(softmax: str, n_queries: int, rng: np.random.Generator) -> None:
+def test_masked_keys_have_no_effect(softmax: str, n_queries: int, rng: np.random.Generator) -> None:
     lengths = [4, 1, 9]
     q, k, v = (rng.standard_normal((3, n, 8)).astype(np.float32) for n in (n_queries, 9, 9))
     op = CrossAttention(2, softmax)
@@ -58,7 +58,7 @@ def test_hidden_keys_are_as_if_they_were_not_there(softmax: str, n_queries: int,
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("softmax", [*SOFTMAXES, BlockSoftmax(2, "exact")], ids=str)
 @pytest.mark.parametrize("n_queries", [3, 20])
-def test_a_query_that_sees_nothing_gets_zeros(softmax: str, n_queries: int, rng: np.random.Generator) -> None:
+def test_fully_masked_queries_get_zeros(softmax: str, n_queries: int, rng: np.random.Generator) -> None:
     q, k, v = (to_tensor(rng.standard_normal((2, n, 8))) for n in (n_queries, 9, 9))
     scales = {"blocks": to_tensor(np.ones((2, n_queries))), "sink": to_tensor(np.zeros(2))}.get(str(softmax))
     out = CrossAttention(2, softmax)(q, k, v, scales, mask=length_mask([0, 9], 9))
@@ -68,7 +68,7 @@ def test_a_query_that_sees_nothing_gets_zeros(softmax: str, n_queries: int, rng:
         assert (x.grad.array[0] == 0).all() and np.isfinite(x.grad.array).all()
 
 
-def test_masks_as_pytorch(rng: np.random.Generator) -> None:
+def test_masks_match_pytorch(rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")
     q, k, v = (rng.standard_normal((2, n, 8)) for n in (20, 9, 9))
     mask = rng.random((2, 2, 20, 9)) < 0.7
@@ -81,7 +81,7 @@ def test_masks_as_pytorch(rng: np.random.Generator) -> None:
     assert ((scores == -np.inf) == ~mask).all() and ((weights == 0) == ~mask).all()
 
 
-def test_length_mask() -> None:
+def test_length_mask_values() -> None:
     assert length_mask([2, 0, 3], 3).tolist() == [[True, True, False], [False] * 3, [True] * 3]
     assert length_mask([], 3).shape == (0, 3)
 
@@ -103,13 +103,13 @@ def plain_rotary(qkv: np.ndarray, n_heads: int, offset: int, base: float) -> np.
 
 @pytest.mark.parametrize("offset", [0, 3, 500])
 @pytest.mark.parametrize("n_heads, size", [(1, 2), (2, 4), (3, 8)])
-def test_rotary_follows_its_formula(n_heads: int, size: int, offset: int, rng: np.random.Generator) -> None:
+def test_rope_matches_formula(n_heads: int, size: int, offset: int, rng: np.random.Generator) -> None:
     qkv = rng.standard_normal((2, 9, 3 * n_heads * size))
     out = turn(to_tensor(qkv, dtype=np.float64), n_heads, offset, base=100.0)
     np.testing.assert_allclose(out.array, plain_rotary(qkv, n_heads, offset, 100.0), rtol=1e-9, atol=1e-12)
 
 
-def test_a_part_of_the_channels_turns_as_if_it_were_all(rng: np.random.Generator) -> None:
+def test_partial_rope_equals_rope_on_those_channels(rng: np.random.Generator) -> None:
     x = rng.standard_normal((2, 5, 3, 8))
     out = Rotary(base=100.0, fraction=0.5)(to_tensor(x, dtype=np.float64), offset=2).array
     np.testing.assert_array_equal(out[..., 4:], x[..., 4:])
@@ -117,7 +117,7 @@ def test_a_part_of_the_channels_turns_as_if_it_were_all(rng: np.random.Generator
     np.testing.assert_allclose(out[..., :4], turned.array, rtol=1e-12)
 
 
-def test_scalings_of_rotary_positions_follow_their_formulas() -> None:
+def test_rope_scalings_match_formulas() -> None:
     speeds = 10_000.0 ** (-np.arange(0, 64, 2) / 64)
     np.testing.assert_allclose(RotaryScaling("linear", 4.0).scale_frequencies(speeds), speeds / 4)
     scaling = RotaryScaling("llama3", 8.0, 1.0, 4.0, 512)
@@ -135,7 +135,7 @@ def test_scalings_of_rotary_positions_follow_their_formulas() -> None:
     assert (actual == speeds).any() and (actual == speeds / 8).any()
 
 
-def test_rotary_attention_depends_on_distance_only(rng: np.random.Generator) -> None:
+def test_rope_attention_depends_only_on_distance(rng: np.random.Generator) -> None:
     qkv = to_tensor(rng.standard_normal((2, 12, 24)), dtype=np.float64)
     attention = SelfAttention(2)
     here, moved = (attention(turn(qkv, 2, offset)).array for offset in (0, 1000))
@@ -173,14 +173,14 @@ def attention_by_hand(q, k, v, window=None, softcap=None, scale=None, causal=Tru
 )
 @pytest.mark.parametrize("n_heads, key_heads", [(2, 2), (6, 2), (5, 1)])
 @pytest.mark.parametrize("n_queries, n_keys", [(5, 5), (150, 150), (20, 33)])
-def test_heads_windows_and_caps_by_hand(options, n_heads, key_heads, n_queries, n_keys, rng) -> None:
+def test_grouped_heads_windows_and_softcaps_match_loop(options, n_heads, key_heads, n_queries, n_keys, rng) -> None:
     q = rng.standard_normal((2, n_queries, n_heads, 4))
     k, v = (rng.standard_normal((2, n_keys, key_heads, 4)) for _ in range(2))
     found = Attention(**options)(*(to_tensor(x, dtype=np.float64) for x in (q, k, v)))
     np.testing.assert_allclose(found.array, attention_by_hand(q, k, v, **options), rtol=1e-9, atol=1e-12)
 
 
-def test_gradients_of_parts_of_one_product_lie_side_by_side(rng) -> None:
+def test_gradients_of_q_k_v_share_one_array(rng) -> None:
     """So that the gradient of the product is there without a copy."""
     arrived = []
     x = to_tensor(rng.standard_normal((2, 5, 32)))
@@ -196,7 +196,7 @@ def test_gradients_of_parts_of_one_product_lie_side_by_side(rng) -> None:
 
 
 @pytest.mark.parametrize("reference", [True, False])
-def test_large_scores_stay_finite(reference: bool, rng: np.random.Generator) -> None:
+def test_large_scores_give_finite_output(reference: bool, rng: np.random.Generator) -> None:
     q, k, v = (to_tensor(100 * rng.standard_normal((1, 20, 2, 4))) for _ in range(3))
     with use_reference() if reference else nullcontext():
         out = Attention()(q, k, v)
@@ -213,7 +213,7 @@ def new_shift(size: int, rng: np.random.Generator) -> TokenShift:
     return shift
 
 
-def test_a_token_is_mixed_with_the_one_before_it(rng: np.random.Generator) -> None:
+def test_token_shift_mixes_with_previous_token(rng: np.random.Generator) -> None:
     x, shift = rng.standard_normal((2, 5, 3)), new_shift(3, rng)
     expected = x.copy()
     expected[:, 1:] += shift.mix.array * x[:, :-1]
@@ -232,7 +232,7 @@ def test_a_token_is_mixed_with_the_one_before_it(rng: np.random.Generator) -> No
     np.testing.assert_array_equal(select_items(cache, np.array([1, 1])).last["token_shift"], x[[1, 1], -1:])
 
 
-def test_keys_are_mixed_with_those_before_them(rng: np.random.Generator) -> None:
+def test_key_shift_mixes_with_previous_keys(rng: np.random.Generator) -> None:
     keys, shift = rng.standard_normal((2, 5, 6)), KeyShift(2, 3)
     assert shift.mix.array.tolist() == [0, 0.5, 1, 0, 0.5, 1]
     mix = shift.mix.array
@@ -252,7 +252,7 @@ def test_keys_are_mixed_with_those_before_them(rng: np.random.Generator) -> None
     np.testing.assert_array_equal(select_items(cache, np.array([1, 1])).last["key_shift"], keys[[1, 1], -1:])
 
 
-def test_shifted_keys_begin_like_queries() -> None:
+def test_shifted_keys_are_initialized_close_to_queries() -> None:
     """A token's query meets its like in the key behind an earlier occurrence, with first weights already."""
     config = ModelConfig(
         vocab_size=50, context_window=8, embedding_dim=64, n_heads=4, n_key_heads=2, n_layers=1, positions="none"
@@ -269,14 +269,14 @@ def test_shifted_keys_begin_like_queries() -> None:
 
 
 @pytest.mark.parametrize("first", [20, 130])
-def test_long_pieces_through_the_cache(first: int, rng: np.random.Generator) -> None:
+def test_chunked_prefill_matches_one_pass(first: int, rng: np.random.Generator) -> None:
     qkv = rng.standard_normal((1, 200, 12)).astype(np.float32)
     op, cache = SelfAttention(2), KeyValueCache(200)
     parts = [op(qkv[:, :first], cache).array, op(qkv[:, first:], cache).array]
     np.testing.assert_allclose(np.concatenate(parts, axis=1), op(qkv).array, rtol=1e-4, atol=1e-5)
 
 
-def test_the_cache_holds_what_it_was_given_and_no_graph(rng: np.random.Generator) -> None:
+def test_cache_stores_arrays_without_graph(rng: np.random.Generator) -> None:
     cache = KeyValueCache(3)
     keys, values = rng.standard_normal((2, 2, 3, 1, 4))
     k, v = cache.append(keys[:, :2], values[:, :2])
@@ -364,7 +364,7 @@ BAD = {
 test_bad_input = bad_input(BAD)
 
 
-def test_a_refused_append_leaves_the_cache_as_it_was() -> None:
+def test_rejected_append_leaves_cache_unchanged() -> None:
     cache = full_cache()
     with pytest.raises(ValueError):
         cache.append(np.ones((1, 1, 1, 4)), np.ones((1, 1, 1, 4)))
@@ -396,7 +396,7 @@ def plain_scores(layer: ScaledDotProductAttention, q: np.ndarray, k: np.ndarray)
 
 
 @each_scored
-def test_scored_attention_follows_its_formula(make: Callable, rng: np.random.Generator) -> None:
+def test_scored_attention_matches_formula(make: Callable, rng: np.random.Generator) -> None:
     layer = make()
     q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 3, 6), (2, 4, 6), (2, 4, 7)))
     mask = np.array([[True, True, False, True], [True, False, False, False]])
@@ -411,7 +411,7 @@ def test_scored_attention_follows_its_formula(make: Callable, rng: np.random.Gen
 
 
 @each_scored
-def test_gradients_of_scored_attention(make: Callable, rng: np.random.Generator) -> None:
+def test_scored_attention_gradients(make: Callable, rng: np.random.Generator) -> None:
     mask = np.array([[True, True, False, True], [False] * 4])
     q, k = rng.standard_normal((2, 3, 6)), rng.standard_normal((2, 4, 6))
     check_layer_gradients(make(), q, k, mask=mask)
@@ -419,14 +419,14 @@ def test_gradients_of_scored_attention(make: Callable, rng: np.random.Generator)
 
 @pytest.mark.filterwarnings("error")
 @each_scored
-def test_scored_attention_to_nothing_gives_zeros(make: Callable, rng: np.random.Generator) -> None:
+def test_scored_attention_without_visible_keys_gives_zeros(make: Callable, rng: np.random.Generator) -> None:
     q, k = to_tensor(rng.standard_normal((1, 3, 6))), to_tensor(rng.standard_normal((1, 4, 6)))
     out = make()(q, k, mask=length_mask([0], 4))
     out.backward()
     assert (out.array == 0).all() and (q.grad.array == 0).all() and (k.grad.array == 0).all()
 
 
-def test_scaled_dot_product_attention_is_the_fused_one_with_one_head(rng: np.random.Generator) -> None:
+def test_scaled_dot_product_attention_equals_fused_attention_with_one_head(rng: np.random.Generator) -> None:
     q, k, v = (rng.standard_normal((2, n, 8)).astype(np.float32) for n in (5, 7, 7))
     mask = rng.random((2, 5, 7)) < 0.7
     np.testing.assert_allclose(
@@ -434,14 +434,14 @@ def test_scaled_dot_product_attention_is_the_fused_one_with_one_head(rng: np.ran
     )
 
 
-def test_queries_and_keys_of_different_sizes(rng: np.random.Generator) -> None:
+def test_additive_attention_accepts_different_query_and_key_sizes(rng: np.random.Generator) -> None:
     q, k = rng.standard_normal((2, 3, 5)), rng.standard_normal((2, 4, 9))
     for layer in (AdditiveAttention(5, 9, 7), LuongAttention(5, 9), LuongAttention(5, 9, "concat", 4)):
         assert layer(q, k).shape == (2, 3, 9)
 
 
 # -------------------------------------------------------------------- hard attention
-def test_hard_attention_chooses_by_the_weights(rng: np.random.Generator) -> None:
+def test_hard_attention_samples_from_the_weights(rng: np.random.Generator) -> None:
     q, k = np.repeat(rng.standard_normal((1, 1, 6)), 4000, axis=1), rng.standard_normal((1, 4, 6))
     mask = np.array([[True, True, False, True]])
     hard = HardAttention(AdditiveAttention(6, 6, 5, generator=0), generator=1)
@@ -456,14 +456,14 @@ def test_hard_attention_chooses_by_the_weights(rng: np.random.Generator) -> None
     np.testing.assert_allclose(best.array[0], np.repeat(k[:, weights.array[0, 0].argmax()], 4000, axis=0), rtol=1e-6)
 
 
-def test_hard_attention_to_nothing() -> None:
+def test_hard_attention_without_visible_keys_gives_zeros() -> None:
     out, log_probability = HardAttention(ScaledDotProductAttention())(
         np.ones((1, 2, 3)), np.ones((1, 4, 3)), mask=length_mask([0], 4)
     )
     assert (out.array == 0).all() and (log_probability.array == 0).all()
 
 
-def test_reinforce_finds_the_key_that_is_rewarded(rng: np.random.Generator) -> None:
+def test_reinforce_learns_the_rewarded_key(rng: np.random.Generator) -> None:
     """The values say nothing of it; only rewards do."""
     keys = rng.standard_normal((1, 5, 6))
     hard = HardAttention(AdditiveAttention(6, 6, 16, generator=0), generator=1)
@@ -478,7 +478,7 @@ def test_reinforce_finds_the_key_that_is_rewarded(rng: np.random.Generator) -> N
     assert weights.array[0, 0, 3] > 0.9
 
 
-def test_reinforce_is_the_gradient_of_the_expected_reward() -> None:
+def test_reinforce_gradient_equals_gradient_of_expected_reward() -> None:
     """Summed over all choices with their probabilities, and whatever the baseline."""
     scores, rewards = to_tensor([0.3, -0.2, 0.9], dtype=float), np.array([1.0, 5.0, 2.0])
     (-(Softmax()(scores) * rewards).sum()).backward()
@@ -514,7 +514,7 @@ BAD_SCORED = {
 test_bad_input_of_scored_attention = bad_input(BAD_SCORED)
 
 
-def test_a_causal_mask_is_what_causal_attention_sees(rng: np.random.Generator) -> None:
+def test_causal_mask_equals_causal_option(rng: np.random.Generator) -> None:
     assert causal_mask(2, 3).tolist() == [[[True, True, False], [True, True, True]]]
     qkv = to_tensor(rng.standard_normal((2, 5, 12)))
     masked = SelfAttention(2, causal=False)(qkv, mask=causal_mask(5))

@@ -44,7 +44,7 @@ GRAPHS = {  # name: f(a, b), gradients at a = 3, b = 5
 
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("shape", [(), (2, 3)])
-def test_reused_nodes(name, shape):
+def test_gradients_of_reused_nodes(name, shape):
     fn, expected_a, expected_b = GRAPHS[name]
     a, b = (to_tensor(np.full(shape, v)) for v in (3, 5))
     originals = a.array.copy(), b.array.copy()
@@ -59,7 +59,7 @@ def test_reused_nodes(name, shape):
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])
-def test_handing_one_gradient_to_many_inputs_copies_it(shape):
+def test_gradient_shared_by_many_inputs_is_copied(shape):
     inputs = [to_tensor(np.zeros(shape)) for _ in range(5)]
     total = inputs[0]
     for x in inputs[1:]:
@@ -70,7 +70,7 @@ def test_handing_one_gradient_to_many_inputs_copies_it(shape):
     assert [float(x.grad.array.max()) for x in inputs] == [2, 1, 1, 1, 1]
 
 
-def test_gradients_accumulate_over_calls_out_of_place():
+def test_gradients_accumulate_out_of_place():
     x = tensor(3)
     (x * 2).backward()
     first = x.grad.array
@@ -81,14 +81,14 @@ def test_gradients_accumulate_over_calls_out_of_place():
     assert x.grad is None
 
 
-def test_inputs_that_are_results_of_no_op_only_keep_gradients():
+def test_only_leaves_keep_gradients():
     x = tensor(3)
     middle = x * 2
     (middle * 3).backward()
     assert middle.grad is None and x.grad is not None
 
 
-def test_backward_of_an_input_itself():
+def test_backward_of_a_leaf():
     x = tensor(2)
     x.backward()
     x.backward()
@@ -98,7 +98,7 @@ def test_backward_of_an_input_itself():
 @pytest.mark.parametrize(
     "make", [lambda x: x * 1.0001, lambda x: x + x * 0, lambda x: x + 1], ids=["times", "diamonds", "plus"]
 )
-def test_a_chain_of_100_000_nodes(make):
+def test_backward_through_100_000_nodes(make):
     x = y = to_tensor(1.0, dtype=np.float64)
     for _ in range(100_000):
         y = make(y)
@@ -106,7 +106,7 @@ def test_a_chain_of_100_000_nodes(make):
     np.testing.assert_allclose(x.grad.array, y.array if y.item() < 1e5 and y.item() > 1 else 1, 1e-9)
 
 
-def test_a_long_graph_that_is_dropped_unused():
+def test_dropping_a_long_graph_does_not_recurse():
     x = y = to_tensor(1.0)
     for _ in range(100_000):
         y = y + 1
@@ -115,7 +115,7 @@ def test_a_long_graph_that_is_dropped_unused():
     assert x.grad is None
 
 
-def test_each_node_is_visited_once():
+def test_backward_visits_each_node_once():
     visits = []
     x = tensor(2)
     y = record(x.array, (x,), lambda grad, needs_grad: (visits.append(1) or grad,), "watch")
@@ -126,7 +126,7 @@ def test_each_node_is_visited_once():
     assert_equal(x.grad, [2.0**40] * 2)
 
 
-def test_backward_is_called_once_a_pass_and_told_which_args_want_a_gradient():
+def test_backward_is_called_once_with_needs_grad():
     calls = []
 
     def backward(grad, needs_grad):
@@ -144,14 +144,14 @@ def test_backward_is_called_once_a_pass_and_told_which_args_want_a_gradient():
     assert c.grad is None
 
 
-def test_a_gradient_too_few_is_an_error():
+def test_too_few_gradients_raise():
     a, b = tensor(2), tensor(2)
     with pytest.raises(ValueError, match="shorter"):
         record(a.array, (a, b), lambda grad, needs_grad: (grad,), "mine").backward()
 
 
 # -------------------------------------------------------------------- parts
-def test_parts_of_one_arg_are_put_together_once():
+def test_gradients_of_several_slices_are_summed():
     """Taking a sequence apart costs as much as its length, not as its square."""
     x = to_tensor(np.arange(12.0).reshape(3, 4), dtype=np.float64)
     y = x[0] * 2 + x[1] * 3 + x[0] + x[:, 1].sum() + x[[0, 0, 2]].sum()
@@ -166,7 +166,7 @@ def test_parts_of_one_arg_are_put_together_once():
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["one memory", "apart"])
-def test_parts_side_by_side_need_no_sum(together, rng):
+def test_adjacent_slice_gradients_are_not_copied(together, rng):
     """Gradients that lie as their parts do are the gradient of the whole already."""
     x = to_tensor(rng.standard_normal((2, 3, 6)), dtype=np.float64)
     taken = x * 1
@@ -185,7 +185,7 @@ def test_parts_side_by_side_need_no_sum(together, rng):
     assert (arrived[0] is grads) == together
 
 
-def test_parts_with_gaps_and_a_whole_gradient_beside_them(rng):
+def test_slice_gradients_with_gaps_and_a_full_gradient(rng):
     x = to_tensor(rng.standard_normal((4, 5)), dtype=np.float64)
     y = (x[:, 1:3] * 2).sum() + (x[:, 3:] * 3).sum() + (x * 10).sum()
     y.backward()
@@ -193,7 +193,7 @@ def test_parts_with_gaps_and_a_whole_gradient_beside_them(rng):
 
 
 @pytest.mark.parametrize("rows", [[0, 2], np.array([0, 2]), (slice(None), [0, 2])], ids=["list", "array", "behind"])
-def test_an_array_beside_slices_in_an_index(rows):
+def test_gradients_of_mixed_array_and_slice_index(rows):
     index = (*rows, slice(1, 3)) if isinstance(rows, tuple) else (rows, slice(None), slice(1, 3))
     x, whole = tensor(3, 3, 4), np.zeros((3, 3, 4))
     x[index].backward()
@@ -201,13 +201,13 @@ def test_an_array_beside_slices_in_an_index(rows):
     assert_equal(x.grad, whole)
 
 
-def test_back_fns_of_a_part_give_the_whole_gradient():
+def test_back_fns_of_a_slice_return_the_full_gradient():
     x = tensor(4)
     (back_fn,) = x[1:3].back_fns
     np.testing.assert_array_equal(back_fn(to_tensor([5, 6], dtype=np.float64)), [0, 5, 6, 0])
 
 
-def test_second_backward_over_a_freed_graph():
+def test_second_backward_over_a_freed_graph_raises():
     x = tensor(2)
     middle = x * 2
     one, other = middle.exp(), middle.sum()
@@ -220,7 +220,7 @@ def test_second_backward_over_a_freed_graph():
     assert_equal(x.grad, grad)
 
 
-def test_retain_graph():
+def test_retain_graph_allows_second_backward():
     x = tensor(2)
     y = (x * 2).sum()
     for times in (1, 2):
@@ -231,7 +231,7 @@ def test_retain_graph():
         y.backward()
 
 
-def test_the_order_is_that_of_a_walk_in_depth():
+def test_backward_order_is_depth_first():
     """Arguments from left to right, each after all that it was made from, as a recursive walk would find them."""
     a, b = tensor(2), tensor(2)
     c = a * b
@@ -251,7 +251,7 @@ def test_the_order_is_that_of_a_walk_in_depth():
     assert [id(node) for node in actual] == [id(node) for node in expected]
 
 
-def test_a_backward_that_takes_what_was_saved():
+def test_backward_receives_saved_arrays():
     """An op may hand the same backward to all its results; `back_fns` has a separate function for each arg."""
 
     def backward(grad, needs_grad, x, y):
@@ -278,7 +278,7 @@ def test_back_fns_can_be_replaced():
     assert_equal(b.grad, [1, 1, 1])
 
 
-def test_a_freed_result_lets_go_of_what_it_saved():
+def test_freed_result_releases_saved_values():
     a, b = tensor(3), tensor(3)
     doubled = a * 2
     kept = doubled * b
@@ -289,7 +289,7 @@ def test_a_freed_result_lets_go_of_what_it_saved():
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
-def test_the_array_of_a_result_goes_before_its_own_gradient_is_passed_on(retain_graph):
+def test_result_array_is_freed_before_backward_of_its_op(retain_graph):
     """So that a large one, such as logits, need not stand in memory beside what its gradient becomes."""
     x = tensor(3)
     alive = []
@@ -307,7 +307,7 @@ def test_the_array_of_a_result_goes_before_its_own_gradient_is_passed_on(retain_
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,), (2, 3)], ids=str)
-def test_gradients_sum_out_of_place_first_and_in_place_after(shape):
+def test_first_gradient_sum_is_out_of_place(shape):
     """Also for one element, which is summed out of place always: no array that a backward returned may change."""
     x, handed_out = to_tensor(np.ones(shape)), []
 
@@ -326,7 +326,7 @@ def test_gradients_sum_out_of_place_first_and_in_place_after(shape):
         np.testing.assert_array_equal(array, np.ones(shape))
 
 
-def test_requires_grad_false_inputs_get_nothing():
+def test_inputs_with_requires_grad_false_get_no_gradient():
     a, b = tensor(2), tensor(2, requires_grad=False)
     (a * b).backward()
     assert a.grad.close_to(b) and b.grad is None
@@ -337,7 +337,7 @@ def test_requires_grad_false_inputs_get_nothing():
             without.backward()
 
 
-def test_detach():
+def test_detach_removes_the_graph():
     x = tensor(2, is_batched=True, name="x")
     y = x.detach()
     assert y.array is x.array and not y.requires_grad and (y.is_batched, y.name) == (True, "x")
@@ -345,7 +345,7 @@ def test_detach():
     assert x.grad.close_to(x)
 
 
-def test_no_grad():
+def test_no_grad_records_no_graph():
     x = tensor(2)
     with no_grad():
         with no_grad():
@@ -358,7 +358,7 @@ def test_no_grad():
     assert (x * 2).requires_grad
 
 
-def test_no_grad_around_a_function_that_calls_itself():
+def test_no_grad_on_a_recursive_function():
     x = tensor(2)
 
     @no_grad()
@@ -369,7 +369,7 @@ def test_no_grad_around_a_function_that_calls_itself():
     assert (x * 2).requires_grad
 
 
-def test_no_grad_holds_for_its_own_thread():
+def test_no_grad_is_thread_local():
     x, results = tensor(2), {}
 
     def work(name, quiet):
@@ -392,7 +392,7 @@ def test_no_grad_holds_for_its_own_thread():
     assert results == {"quiet": False, "loud": True}
 
 
-def test_threads_differentiate_side_by_side(rng):
+def test_concurrent_backward_passes(rng):
     """The same op and layers in every thread, on inputs of different shapes."""
     dense, norm, softmax = Dense(8, 8, generator=0).freeze(), LayerNorm(8).freeze(), Softmax()
     arrays = [rng.standard_normal((3 + i, 8)).astype(np.float32) for i in range(4)]
@@ -412,13 +412,13 @@ def test_threads_differentiate_side_by_side(rng):
         assert_equal(x.grad, expected.grad.array)
 
 
-def test_a_gradient_of_another_shape_is_an_error():
+def test_gradient_of_wrong_shape_raises():
     x = tensor(2)
     with pytest.raises(RuntimeError, match=r"expected the gradient of a Tensor of shape \(2,\), got shape \(3,\)"):
         record(x.array, (x,), lambda grad, needs_grad: (np.ones(3),), "wrong").backward()
 
 
-def test_gradients_have_the_dtype_and_flag_of_their_tensor():
+def test_gradients_have_dtype_and_is_batched_of_their_tensor():
     x, wide = to_tensor([1, 2], is_batched=True), to_tensor([3, 4], dtype=np.float64)
     (x * wide).backward()
     assert (x.grad.dtype, wide.grad.dtype, x.grad.is_batched, x.grad.requires_grad) == (
@@ -429,14 +429,14 @@ def test_gradients_have_the_dtype_and_flag_of_their_tensor():
     )
 
 
-def test_a_number_taken_from_a_number():
+def test_gradient_of_indexing_a_scalar():
     x = to_tensor(2.0)
     (x[()] * 3).backward()
     assert x.grad.close_to(3)
 
 
 # -------------------------------------------------------------------- memory
-def test_backward_frees_what_lies_behind_it():
+def test_backward_frees_the_graph_as_it_goes():
     """When the gradient reaches the first op, all that came after it is gone."""
     alive = []
     x = tensor(4)
@@ -452,7 +452,7 @@ def test_backward_frees_what_lies_behind_it():
     assert alive == [0]
 
 
-def test_a_result_frees_its_graph_when_dropped():
+def test_dropped_result_frees_its_graph():
     x = tensor(4)
     y = x * 2
     middle = weakref.ref(y.array)
@@ -462,7 +462,7 @@ def test_a_result_frees_its_graph_when_dropped():
     assert middle() is None  # at once, without the garbage collector
 
 
-def test_training_does_not_grow():
+def test_training_memory_does_not_grow():
     rng = np.random.default_rng(0)
     weights = [to_tensor(rng.standard_normal(shape) * 0.1) for shape in ((8, 16), (16,), (16, 4))]
     x, labels = rng.standard_normal((32, 8)), rng.integers(0, 4, 32)

@@ -39,12 +39,12 @@ def test_gradients_of_the_transformer_block(norm: str, activation: str, rotary: 
 
 
 # -------------------------------------------------------------------- what they compute
-def test_one_sequence_without_a_batch_axis(rng: np.random.Generator) -> None:
+def test_block_accepts_unbatched_sequence(rng: np.random.Generator) -> None:
     block, x = GPT2TransformerBlock(8, 2, 24, generator=0), rng.standard_normal((5, 8))
     np.testing.assert_allclose(block(x).array, block(x[None]).array[0], rtol=1e-4, atol=1e-5)
 
 
-def test_the_mlp_is_two_projections_around_its_activation(rng: np.random.Generator) -> None:
+def test_mlp_is_two_projections_with_an_activation(rng: np.random.Generator) -> None:
     mlp, x = MLPBlock(4, 3, "relu", generator=1), rng.standard_normal((5, 4)).astype(np.float32)
     hidden = np.maximum(x @ mlp.up.weights.array, 0)
     np.testing.assert_allclose(mlp(x).array, hidden @ mlp.projection.weights.array, rtol=1e-4, atol=1e-6)
@@ -61,13 +61,13 @@ def test_the_mlp_is_two_projections_around_its_activation(rng: np.random.Generat
         ("swiglu", 2.1, 80, 40),  # 2/3 of 50 is 33.3, rounded up to a multiple of 8
     ],
 )
-def test_the_width_of_the_mlp(activation: str, ratio: float, up: int, hidden: int) -> None:
+def test_mlp_hidden_size(activation: str, ratio: float, up: int, hidden: int) -> None:
     mlp = MLPBlock(24, ratio, activation)
     assert mlp.up.weights.shape == (24, up) and mlp.projection.weights.shape == (hidden, 24)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_the_block_adds_both_parts_to_a_stream(norm: str, rng: np.random.Generator) -> None:
+def test_block_adds_attention_and_mlp_to_residual_stream(norm: str, rng: np.random.Generator) -> None:
     block, x = GPT2TransformerBlock(8, 2, 6, norm=norm, generator=0), to_tensor(rng.standard_normal((2, 6, 8)))
     middle = x + block.attention(block.attention_norm(x))
     expected = middle + block.mlp(block.mlp_norm(middle))
@@ -77,7 +77,7 @@ def test_the_block_adds_both_parts_to_a_stream(norm: str, rng: np.random.Generat
     assert np.array_equal(block(x).array, x.array)
 
 
-def test_dropout_stands_after_both_projections_and_not_in_eval(rng: np.random.Generator) -> None:
+def test_dropout_follows_both_projections_only_in_training(rng: np.random.Generator) -> None:
     block, x = GPT2TransformerBlock(8, 2, 6, dropout=0.5, generator=0), rng.standard_normal((2, 6, 8))
     for part in (block.attention, block.mlp):
         share = (part(x).array == 0).mean()
@@ -91,7 +91,7 @@ def test_dropout_stands_after_both_projections_and_not_in_eval(rng: np.random.Ge
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_what_has_a_bias(norm: str, bias: bool) -> None:
+def test_bias_option_of_each_layer(norm: str, bias: bool) -> None:
     block = GPT2TransformerBlock(8, 2, 6, norm=norm, bias=bias)
     names = {name for name, _ in block.named_parameters() if name.endswith("bias")}
     dense = {f"{part}.bias" for part in ("attention.qkv", "attention.projection", "mlp.up", "mlp.projection")}
@@ -100,7 +100,7 @@ def test_what_has_a_bias(norm: str, bias: bool) -> None:
 
 
 # -------------------------------------------------------------------- softmax variants
-def test_blocks_of_one_or_with_exact_statistics_are_the_plain_softmax(rng: np.random.Generator) -> None:
+def test_block_softmax_with_one_block_or_exact_statistics_equals_softmax(rng: np.random.Generator) -> None:
     x = rng.standard_normal((2, 24, 8))
     layer = MultiHeadSelfAttention(8, 2, 24, generator=0)
     plain = layer(x).array
@@ -111,7 +111,7 @@ def test_blocks_of_one_or_with_exact_statistics_are_the_plain_softmax(rng: np.ra
     assert np.abs(layer(x).array - plain).max() > 1e-2
 
 
-def test_a_key_stays_in_its_block_while_a_text_grows(rng: np.random.Generator) -> None:
+def test_block_softmax_within_one_block_equals_softmax(rng: np.random.Generator) -> None:
     """The blocks are those of the context window, so what is shorter than one knows no second block."""
     x = rng.standard_normal((1, 12, 8))
     layer = MultiHeadSelfAttention(8, 2, 24, generator=0)
@@ -121,7 +121,7 @@ def test_a_key_stays_in_its_block_while_a_text_grows(rng: np.random.Generator) -
 
 
 @pytest.mark.parametrize("per_head", [True, False])
-def test_scales_are_a_parameter_that_learns(per_head: bool, rng: np.random.Generator) -> None:
+def test_block_softmax_scales_get_gradients(per_head: bool, rng: np.random.Generator) -> None:
     layer = MultiHeadSelfAttention(8, 2, 24, softmax=BlockSoftmax(3, per_head=per_head), generator=0)
     scales = dict(layer.named_parameters())["softmax_scales"]
     assert scales.shape == ((2, 3, 24) if per_head else (3, 24)) and (scales.array == 1).all()
@@ -136,7 +136,7 @@ def test_scales_are_a_parameter_that_learns(per_head: bool, rng: np.random.Gener
 
 
 @pytest.mark.parametrize("per_head", [True, False])
-def test_a_scale_for_each_pair_of_blocks(per_head: bool, rng: np.random.Generator) -> None:
+def test_scale_per_pair_of_blocks(per_head: bool, rng: np.random.Generator) -> None:
     """It is what all positions of a block have in common: the same values, and the sum of their gradients."""
     layer = MultiHeadSelfAttention(8, 2, 24, softmax=BlockSoftmax(3, per_head=per_head), generator=0)
     x = rng.standard_normal((2, 21, 8))
@@ -162,7 +162,7 @@ def test_a_scale_for_each_pair_of_blocks(per_head: bool, rng: np.random.Generato
         layer(x)
 
 
-def test_attention_uses_the_rows_of_any_variant(rng: np.random.Generator) -> None:
+def test_attention_accepts_a_user_softmax(rng: np.random.Generator) -> None:
     """A variant of one's own: uniform over what is seen, which is a mean of the values."""
 
     class Uniform(Softmax):
@@ -186,7 +186,7 @@ def test_attention_uses_the_rows_of_any_variant(rng: np.random.Generator) -> Non
 
 
 @pytest.mark.parametrize("softmax", SOFTMAXES)
-def test_cross_attention(softmax: str, rng: np.random.Generator) -> None:
+def test_cross_attention_gradients(softmax: str, rng: np.random.Generator) -> None:
     layer = MultiHeadAttention(8, 2, key_size=5, value_size=3, softmax=softmax, context_window=20, generator=0)
     query, key, value = (rng.standard_normal((2, *shape)) for shape in ((17, 8), (20, 5), (20, 3)))
     out = layer(query, key, value)
@@ -194,7 +194,7 @@ def test_cross_attention(softmax: str, rng: np.random.Generator) -> None:
     check_layer_gradients(layer, query, key, value)
 
 
-def test_cross_attention_of_a_sequence_to_itself_is_self_attention_that_sees_all(rng: np.random.Generator) -> None:
+def test_cross_attention_to_itself_equals_bidirectional_self_attention(rng: np.random.Generator) -> None:
     x = rng.standard_normal((2, 20, 8))
     layer = MultiHeadAttention(8, 2, generator=0)
     qkv = np.concatenate([part(x).array for part in (layer.query, layer.key, layer.value)], axis=-1)
@@ -235,7 +235,7 @@ BAD = {
 test_bad_input = bad_input(BAD)
 
 
-def test_the_cache_counts_towards_the_window() -> None:
+def test_cached_tokens_count_toward_context_window() -> None:
     attention, cache = MultiHeadSelfAttention(8, 2, 4), KeyValueCache(10)
     attention(np.ones((1, 3, 8)), cache)
     with pytest.raises(
@@ -268,7 +268,7 @@ def put(theirs, array: np.ndarray) -> None:
 
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("decoder", [True, False])
-def test_blocks_as_pytorch(decoder: bool, norm_first: bool, rng: np.random.Generator) -> None:
+def test_encoder_and_decoder_blocks_match_pytorch(decoder: bool, norm_first: bool, rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")
     kind = torch.nn.TransformerDecoderLayer if decoder else torch.nn.TransformerEncoderLayer
     theirs = kind(8, 2, 32, 0.0, "relu", batch_first=True, norm_first=norm_first)
@@ -321,14 +321,14 @@ def test_gradients_of_a_decoder_block(norm_first: bool, rng: np.random.Generator
     gradcheck(call, *(to_tensor(rng.standard_normal((2, n, 8)), dtype=float) for n in (5, 4)), elementwise_up_to=20)
 
 
-def test_cross_attention_wants_keys_once() -> None:
+def test_cross_attention_rejects_keys_with_projected_kv() -> None:
     layer, x = MultiHeadAttention(8, 2), np.ones((1, 2, 8))
     for arguments in ({}, {"key": x, "kv": layer.project_kv(x)}):
         with pytest.raises(ValueError, match="expected either keys or"):
             layer(x, **arguments)
 
 
-def test_weights_of_cross_attention_on_demand(rng: np.random.Generator) -> None:
+def test_cross_attention_returns_weights(rng: np.random.Generator) -> None:
     """They sum to 1 where a key is seen, and with the values they make the output."""
     layer, mask = MultiHeadAttention(8, 2, generator=0), length_mask([3, 0], 5)
     query, key = rng.standard_normal((2, 4, 8)), rng.standard_normal((2, 5, 8))

@@ -42,7 +42,7 @@ def address(array: np.ndarray) -> int:
 
 # -------------------------------------------------------------------- arrays
 @on_unix
-def test_a_large_array_is_aligned_and_owns_its_memory(arena):
+def test_large_array_is_aligned_and_owns_its_memory(arena):
     array = buffers.empty((3, 5, 2**17 + 1), np.float32)
     assert (array.shape, array.dtype, type(array)) == ((3, 5, 2**17 + 1), np.float32, np.ndarray)
     assert array.flags.c_contiguous and array.flags.writeable and address(array) % 64 == 0
@@ -54,14 +54,14 @@ def test_a_large_array_is_aligned_and_owns_its_memory(arena):
     )  # its last cache line is its own
 
 
-def test_a_small_array_is_an_ordinary_one(arena):
+def test_small_array_uses_numpy_memory(arena):
     array = buffers.empty((10, 10), np.float64)
     assert array.base is None and not arena.ranges
     assert not buffers.zeros((4, 4), np.float32).any()
 
 
 @on_unix
-def test_memory_comes_back_when_the_array_and_all_views_are_gone(arena):
+def test_memory_is_reused_after_the_last_view_is_deleted(arena):
     first = some(2)
     place, view = address(first), first[3:]
     del first
@@ -72,7 +72,7 @@ def test_memory_comes_back_when_the_array_and_all_views_are_gone(arena):
 
 
 @on_unix
-def test_zeros_in_memory_that_held_other_numbers(arena):
+def test_zeros_in_reused_memory(arena):
     array = some(3)
     array.fill(7)
     place = address(array)
@@ -82,7 +82,7 @@ def test_zeros_in_memory_that_held_other_numbers(arena):
 
 
 @on_unix
-def test_what_is_free_is_joined(arena):
+def test_adjacent_free_blocks_are_merged(arena):
     """Three arrays side by side leave room for one of their sum, in whatever order they go."""
     for order in ((0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)):
         arrays = {i: some(1 + i) for i in range(3)}
@@ -96,7 +96,7 @@ def test_what_is_free_is_joined(arena):
 
 @on_unix
 @pytest.mark.parametrize("n_bytes", [2**30, 2**24])
-def test_no_two_arrays_ever_overlap(arena, monkeypatch, n_bytes):
+def test_arrays_never_overlap(arena, monkeypatch, n_bytes):
     """Arrays of random sizes come and go, in one range or many; each keeps the number that it was filled with."""
     monkeypatch.setattr(buffers, "RANGE_BYTES", n_bytes)
     rng = np.random.default_rng(0)
@@ -119,7 +119,7 @@ def test_no_two_arrays_ever_overlap(arena, monkeypatch, n_bytes):
 
 
 @on_unix
-def test_threads_take_and_return_at_once(arena):
+def test_concurrent_allocation_and_release(arena):
     def work(number: int) -> None:
         for _ in range(200):
             array = some(1 + number % 3)
@@ -136,7 +136,7 @@ def test_threads_take_and_return_at_once(arena):
 
 
 @on_unix
-def test_cycles_that_the_garbage_collector_finds(arena):
+def test_arrays_in_reference_cycles_are_released(arena):
     cycle: list = [some(2)]
     cycle.append(cycle)
     place = address(cycle[0])
@@ -146,7 +146,7 @@ def test_cycles_that_the_garbage_collector_finds(arena):
 
 
 # -------------------------------------------------------------------- where there is none
-def test_a_system_that_gives_no_addresses(arena, monkeypatch):
+def test_falls_back_to_numpy_without_address_space(arena, monkeypatch):
     def refuse(*_, **__):
         raise OSError("Cannot allocate memory")
 
@@ -157,7 +157,7 @@ def test_a_system_that_gives_no_addresses(arena, monkeypatch):
 
 
 @on_unix
-def test_an_array_that_is_larger_than_a_range(arena, monkeypatch):
+def test_array_larger_than_a_range(arena, monkeypatch):
     monkeypatch.setattr(buffers, "RANGE_BYTES", 4 * MB)
     array, others = some(10), [some(3), some(3)]
     assert [whole.bytes.size for whole in arena.ranges].count(10 * MB) == 1 and len(arena.ranges) == 3
@@ -165,12 +165,12 @@ def test_an_array_that_is_larger_than_a_range(arena, monkeypatch):
     assert owns_memory(array) and len({address(each) for each in (array, *others)}) == 3
 
 
-def test_a_lock_that_another_thread_held_at_a_fork(arena):
+def test_lock_held_by_another_thread_at_fork(arena):
     arena.lock.acquire()
     assert some(2).base is None
 
 
-def test_memory_is_traced_where_somebody_traces_it(arena):
+def test_memory_is_reported_to_tracemalloc(arena):
     tracemalloc.start()
     array = some(2)
     peak = tracemalloc.get_traced_memory()[1]
@@ -203,7 +203,7 @@ del array
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells of a process")
 @pytest.mark.parametrize("how", ["buffers.release()", "time.sleep(1.0)"])
-def test_what_is_free_goes_back_to_the_system(how):
+def test_free_memory_is_returned_to_the_system(how):
     """When it is asked to, and by itself when nothing was taken for a while."""
     code = RESIDENT.replace("before =", "buffers.IDLE_SECONDS = 0.2; before =")
     code += f"held = resident()\n{how}\nprint(held - before, resident() - before, kept.min())"
@@ -213,7 +213,7 @@ def test_what_is_free_goes_back_to_the_system(how):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS forbids much after a fork")
-def test_a_forked_process_has_memory_for_itself():
+def test_forked_process_has_separate_memory():
     code = """
 import os, sys
 import numpy as np
@@ -234,7 +234,7 @@ print(status, array.max())
 
 # -------------------------------------------------------------------- training
 @on_unix
-def test_later_steps_take_no_more_than_the_second(arena, monkeypatch):
+def test_memory_is_constant_after_the_second_step(arena, monkeypatch):
     config = GPTConfig(vocab_size=512, context_window=128, embedding_dim=128, n_heads=4, n_layers=2, batch_size=8)
     model, optimiser = GPT(config), AdamW(1e-3)
     tokens = np.random.default_rng(0).integers(0, 512, (8, 129))

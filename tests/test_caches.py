@@ -24,7 +24,7 @@ PACKAGES = ("tricycle", *(path.name for path in ROOT.glob("tricycle_*") if path.
 DECORATOR = re.compile(r"\s*@(functools\.)?((lru_)?cache|cached_property)\b")
 
 
-def test_each_cache_says_when_it_is_valid():
+def test_every_cache_has_a_validity_comment():
     found, silent = 0, []
     for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -96,7 +96,7 @@ def _filled(moment: str, reverse: bool) -> list[str]:
 
 @pytest.mark.slow_except(1)
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_what_is_cached_does_not_depend_on_the_moment(moment):
+def test_cached_values_do_not_depend_on_when_they_are_computed(moment):
     """Each cache of a function without arguments, filled while threads or BLAS are held, beside a quiet process."""
     quiet = _filled("fill()", reverse=False)
     assert len(quiet) > 8
@@ -111,7 +111,7 @@ class Halved(RotaryScaling):
         return speeds / self.by["factor"]
 
 
-def test_angles_of_a_users_scaling_are_made_anew(monkeypatch):
+def test_rope_angles_of_user_scaling_are_not_cached(monkeypatch):
     scaling = Halved("linear", 2.0)
     by = {"factor": 2.0}
     object.__setattr__(scaling, "by", by)
@@ -132,7 +132,7 @@ def test_angles_of_a_users_scaling_are_made_anew(monkeypatch):
     np.testing.assert_array_equal(rotary(x).array, x)
 
 
-def test_a_version_that_registers_while_another_thread_looks_up_is_asked(monkeypatch):
+def test_provider_registered_during_a_lookup_is_used(monkeypatch):
     kernel = dispatch.Kernel(lambda x: "plain")
     looking, registered = threading.Event(), threading.Event()
 
@@ -156,7 +156,7 @@ def test_a_version_that_registers_while_another_thread_looks_up_is_asked(monkeyp
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
-def test_a_hold_for_good_outlives_a_fork_from_another_thread(monkeypatch):
+def test_permanent_blas_limit_survives_a_fork(monkeypatch):
     """As where a server's thread starts processes."""
     hold = threads._BlasLimit()
     if not threads.blas_libraries():
@@ -171,7 +171,7 @@ def test_a_hold_for_good_outlives_a_fork_from_another_thread(monkeypatch):
     assert [library.num_threads for library in threads.blas_libraries()] == main
 
 
-def test_few_rows_are_shared_by_as_many_threads_as_there_are(monkeypatch):
+def test_few_rows_use_the_current_number_of_threads(monkeypatch):
     library = pytest.importorskip("tricycle_accelerators.onednn.library")
     if library.unavailable_reason() is not None:
         pytest.skip(library.unavailable_reason())

@@ -109,7 +109,7 @@ def refused(path, run=use) -> str:
     ],
     ids=[*OPTIMISERS, "momentum", "SGD"],
 )
-def test_training_goes_on_bit_for_bit(tmp_path, changes, optimiser, tokeniser):
+def test_resumed_training_is_bit_exact(tmp_path, changes, optimiser, tokeniser):
     model, first_optimiser, dataset = new_parts(replace(CONFIG, **changes), optimiser())
     train(model, first_optimiser, dataset, 3)
     save_checkpoint(tmp_path / "c", model, tokeniser, first_optimiser, dataset, PROGRESS)
@@ -131,7 +131,7 @@ def test_training_goes_on_bit_for_bit(tmp_path, changes, optimiser, tokeniser):
     assert first_optimiser.n_steps == second_optimiser.n_steps == 7
 
 
-def test_a_model_alone_is_enough(tmp_path, trained):
+def test_checkpoint_with_only_a_model(tmp_path, trained):
     save_checkpoint(tmp_path / "c", trained[0])
     checkpoint = load_checkpoint(str(tmp_path / "c"))
     assert checkpoint.tokeniser() is None
@@ -141,7 +141,7 @@ def test_a_model_alone_is_enough(tmp_path, trained):
         checkpoint.restore(*new_parts())
 
 
-def test_the_same_state_gives_the_same_bytes(tmp_path, trained, tokeniser):
+def test_equal_states_give_equal_files(tmp_path, trained, tokeniser):
     for name in "ab":
         save_checkpoint(tmp_path / name, trained[0], tokeniser, trained[1], trained[2], PROGRESS)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
@@ -152,7 +152,7 @@ def test_the_same_state_gives_the_same_bytes(tmp_path, trained, tokeniser):
 
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
-def test_kill_leaves_the_old_checkpoint(saved, moment):
+def test_kill_during_save_keeps_the_previous_checkpoint(saved, moment):
     before = saved.read_bytes()
     program = f"""
 import os, signal, sys
@@ -169,7 +169,7 @@ save_checkpoint(sys.argv[1], GPT(DebugConfig()))
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["token_embedding.weights", "norm.bias"])
-def test_weights_that_are_not_finite_are_never_written(saved, bad, name):
+def test_saving_rejects_non_finite_weights(saved, bad, name):
     before = saved.read_bytes()
     model = GPT(CONFIG)
     dict(model.named_parameters())[name].array[..., -1] = bad
@@ -182,7 +182,7 @@ def test_weights_that_are_not_finite_are_never_written(saved, bad, name):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("moment", ["first", "second"])
-def test_moments_that_are_not_finite_are_never_written(saved, trained, bad, moment):
+def test_saving_rejects_non_finite_optimizer_state(saved, trained, bad, moment):
     before = saved.read_bytes()
     model, optimiser, dataset = copy.deepcopy(trained)
     optimiser.state_of(model.norm.bias)[1][moment][0] = bad
@@ -193,7 +193,7 @@ def test_moments_that_are_not_finite_are_never_written(saved, trained, bad, mome
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_moments_that_are_not_finite_are_never_loaded(saved, bad):
+def test_loading_rejects_non_finite_optimizer_state(saved, bad):
     def spoil(about, tensors):
         tensors["optimiser.second.norm.bias"] = np.full(CONFIG.embedding_dim, bad, np.float32)
 
@@ -207,7 +207,7 @@ FAULTS_OF_THE_MACHINE = [MemoryError("no room"), OSError(errno.ENOMEM, "no room"
 
 @pytest.mark.parametrize("error", FAULTS_OF_THE_MACHINE, ids=["MemoryError", "ENOMEM", "EIO"])
 @pytest.mark.parametrize("where", ["read_places", "_read", "GPT"])
-def test_the_faults_of_a_machine_are_not_the_files(saved, monkeypatch, error, where):
+def test_machine_errors_are_not_reported_as_file_errors(saved, monkeypatch, error, where):
     def fail(*given, **options):
         raise error
 
@@ -221,7 +221,7 @@ def test_the_faults_of_a_machine_are_not_the_files(saved, monkeypatch, error, wh
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory as Linux has them")
 @pytest.mark.parametrize("free", [20, 60, 100])
 @pytest.mark.parametrize("what", ["save_checkpoint(path, model)", "load_checkpoint(path)"])
-def test_too_little_memory_is_a_memory_error(tmp_path, what, free):
+def test_insufficient_memory_raises_memory_error(tmp_path, what, free):
     """And neither an abort nor a damaged file; to save takes hardly more than the model has."""
     program = f"""
 import resource, sys
@@ -249,7 +249,7 @@ else:
 
 
 # -------------------------------------------------------------------- bits that turn over
-def test_any_bit_that_turns_over_is_seen(saved):
+def test_every_bit_flip_is_detected(saved):
     """Wherever it is in the file; but for one in the name of the checksum, which leaves all else as it was."""
     content = saved.read_bytes()
     name = content.index(b'"crc32"') + 1
@@ -267,7 +267,7 @@ def test_any_bit_that_turns_over_is_seen(saved):
     assert use(saved) == PROGRESS
 
 
-def test_a_checksum_is_named_where_it_is_wrong(saved):
+def test_wrong_checksum_is_reported(saved):
     content = saved.read_bytes()
     saved.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert "bits of it changed" in refused(saved)
@@ -276,7 +276,7 @@ def test_a_checksum_is_named_where_it_is_wrong(saved):
     assert "not '00000000' as when it was saved" in refused(saved)
 
 
-def test_others_can_read_a_checkpoint_and_we_what_they_write(saved):
+def test_checkpoints_are_interchangeable_with_safetensors(saved):
     """The format is everybody's: without a checksum, as of before there was one, a file is believed."""
     tensors = load_file(saved)
     again = load_checkpoint(saved).tensors
@@ -287,7 +287,7 @@ def test_others_can_read_a_checkpoint_and_we_what_they_write(saved):
 
 
 @pytest.mark.parametrize("dtype", "f8 f4 f2 i8 i4 i2 i1 u8 u4 u2 u1 b1".split())
-def test_numbers_of_all_kinds_come_back(tmp_path, dtype):
+def test_all_dtypes_round_trip(tmp_path, dtype):
     arrays = {"a": np.arange(6).reshape(2, 3).astype(dtype), "b": np.zeros((0, 3), dtype), "c": np.array(1, dtype)}
     checkpoint_module._write(tmp_path / "file", arrays, "{}")
     with safe_open(tmp_path / "file", framework="numpy") as file:
@@ -302,13 +302,13 @@ def test_numbers_of_all_kinds_come_back(tmp_path, dtype):
 # -------------------------------------------------------------------- odd files
 @pytest.mark.parametrize("load", [load_checkpoint, load_pickled_model])
 @pytest.mark.parametrize("name", ["missing", "."])
-def test_a_missing_file_is_named(tmp_path, load, name):
+def test_missing_file_is_reported(tmp_path, load, name):
     with pytest.raises(FileNotFoundError, match="there is no such file") as caught:
         load(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
 
 
-def test_a_cut_file_is_refused_at_every_length(saved):
+def test_truncated_files_are_rejected(saved):
     content = saved.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")  # where the header ends and the tensors begin
     lengths = {0, 1, 7, 8, 9, 100, start // 2, start - 1, start, start + 1, (start + len(content)) // 2}
@@ -322,7 +322,7 @@ def test_a_cut_file_is_refused_at_every_length(saved):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_bytes_are_refused(tmp_path, seed):
+def test_random_bytes_are_rejected(tmp_path, seed):
     generator = np.random.default_rng(seed)
     path = tmp_path / "random"
     path.write_bytes(generator.bytes(int(generator.integers(1, 5000))))
@@ -330,7 +330,7 @@ def test_random_bytes_are_refused(tmp_path, seed):
     refused(path, load_pickled_model)
 
 
-def test_foreign_safetensors_are_refused(tmp_path):
+def test_foreign_safetensors_are_rejected(tmp_path):
     save_file({"weight": np.ones(3, np.float32)}, tmp_path / "plain")
     assert "without Tricycle's metadata" in refused(tmp_path / "plain")
     save_file({"weight": np.ones(3, np.float32)}, tmp_path / "other", {"format": "pt"})
@@ -431,12 +431,12 @@ CRAFTED = {
 
 
 @pytest.mark.parametrize(("change", "said"), CRAFTED.values(), ids=CRAFTED)
-def test_crafted_metadata_is_refused(saved, change, said):
+def test_crafted_metadata_is_rejected(saved, change, said):
     rewrite(saved, change)
     assert said in refused(saved)
 
 
-def test_rewriting_without_a_change_is_harmless(saved):
+def test_rewritten_checkpoint_loads(saved):
     rewrite(saved, lambda about, tensors: None)
     assert use(saved) == PROGRESS
 
@@ -453,7 +453,7 @@ def test_rewriting_without_a_change_is_harmless(saved):
         replace(CONFIG, activation="relu"),
     ],
 )
-def test_a_pickled_model_comes_back(tmp_path, protocol, config):
+def test_pickled_model_round_trips(tmp_path, protocol, config):
     model = GPT(config)
     path = tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps(model, protocol))
@@ -482,7 +482,7 @@ def named(module: str, name: str) -> bytes:
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a model"])
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
 @pytest.mark.parametrize("how", ["os.system", "eval", "exec", "runstring", "subprocess", "Path", "open"])
-def test_a_pickle_that_runs_something_is_refused_before_it_does(tmp_path, protocol, how, inside):
+def test_malicious_pickles_are_rejected_before_running(tmp_path, protocol, how, inside):
     marker = tmp_path / "marker"
     code = f"open({str(marker)!r}, 'w').close()"
     call = {
@@ -539,14 +539,14 @@ def test_a_pickle_that_runs_something_is_refused_before_it_does(tmp_path, protoc
         ("__main__", "GPT"),
     ],
 )
-def test_names_that_no_model_needs_are_refused(tmp_path, module, name):
+def test_pickled_names_outside_the_allow_list_are_rejected(tmp_path, module, name):
     path = tmp_path / "model.pkl"
     path.write_bytes(named(module, name))
     assert f"it asks for {module}.{name}, which no model needs" in refused(path, load_pickled_model)
 
 
 @pytest.mark.parametrize("module", sorted(name for name in sys.modules if name.startswith("tricycle.")))
-def test_modules_and_functions_of_ours_are_refused(tmp_path, module):
+def test_pickled_modules_and_functions_are_rejected(tmp_path, module):
     path = tmp_path / "model.pkl"
     for name, value in vars(sys.modules[module]).items():
         if isinstance(value, (types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
@@ -554,7 +554,7 @@ def test_modules_and_functions_of_ours_are_refused(tmp_path, module):
             assert "which no model needs" in refused(path, load_pickled_model), name
 
 
-def test_a_pickle_cannot_change_our_classes(tmp_path):
+def test_pickles_cannot_change_classes(tmp_path):
     """BUILD with a pair of states sets attributes, of a class too."""
     path = tmp_path / "model.pkl"
     for target in (b"ctricycle.models\nGPT\n", b"cnumpy._core.numeric\n_frombuffer\n"):
@@ -565,13 +565,13 @@ def test_a_pickle_cannot_change_our_classes(tmp_path):
 
 
 @pytest.mark.parametrize("content", [Dense(3, 4), CONFIG, np.ones(3), {"model": 1}, None, [GPT(CONFIG)], GPT])
-def test_a_pickle_of_something_else_is_refused(tmp_path, content):
+def test_pickles_of_other_objects_are_rejected(tmp_path, content):
     path = tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps(content))
     assert "expected a pickled Tricycle GPT" in refused(path, load_pickled_model)
 
 
-def test_a_damaged_pickle_is_refused(tmp_path):
+def test_damaged_pickles_are_rejected(tmp_path):
     content = pickle.dumps(GPT(CONFIG))
     path = tmp_path / "model.pkl"
     for length in (0, 1, 2, 10, 100, len(content) // 2, len(content) - 1):
@@ -596,7 +596,7 @@ def test_a_damaged_pickle_is_refused(tmp_path):
         lambda model: delattr(model, "config"),
     ],
 )
-def test_a_model_that_does_not_fit_together_is_refused(tmp_path, damage):
+def test_inconsistent_pickled_models_are_rejected(tmp_path, damage):
     model = GPT(replace(CONFIG))
     damage(model)
     path = tmp_path / "model.pkl"
@@ -604,7 +604,7 @@ def test_a_model_that_does_not_fit_together_is_refused(tmp_path, damage):
     refused(path, load_pickled_model)
 
 
-def test_reading_pickles_leaves_the_table_of_ops_alone(tmp_path):
+def test_loading_a_pickle_keeps_the_op_registry(tmp_path):
     before = dict(OPS)
     (tmp_path / "model.pkl").write_bytes(pickle.dumps(GPT(CONFIG)))
     load_pickled_model(tmp_path / "model.pkl")

@@ -91,13 +91,13 @@ def bad_values() -> list[tuple[str, Any, str]]:
 
 
 @pytest.mark.parametrize("name, value, rule", bad_values())
-def test_a_bad_value_is_refused_by_field_and_rule(name: str, value: Any, rule: str) -> None:
+def test_bad_values_are_rejected_with_field_and_rule(name: str, value: Any, rule: str) -> None:
     with pytest.raises(ValueError) as caught:
         GPTConfig(**{name: value})
     assert str(caught.value) == f"GPTConfig: expected {name} to be {rule}, got {value!r}"
 
 
-def test_the_table_of_bad_values_knows_every_field() -> None:
+def test_bad_values_cover_every_field() -> None:
     assert {name for name, _, _ in bad_values()} == set(FIELDS)
 
 
@@ -139,13 +139,13 @@ def test_the_table_of_bad_values_knows_every_field() -> None:
         ),
     ],
 )
-def test_values_that_do_not_fit_together_are_refused(values: dict[str, Any], message: str) -> None:
+def test_inconsistent_values_are_rejected(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         GPTConfig(**values)
     assert str(caught.value) == f"GPTConfig: expected {message}"
 
 
-def test_the_error_names_the_preset() -> None:
+def test_errors_name_the_preset() -> None:
     with pytest.raises(ValueError, match=r"^DebugConfig: expected n_heads to be a divisor of embedding_dim 32, got 3$"):
         DebugConfig(n_heads=3)
     with pytest.raises(ValueError, match=r"^ShakespeareConfig: expected dropout to be from 0 to below 1, got 1\.5$"):
@@ -166,20 +166,20 @@ def test_the_error_names_the_preset() -> None:
     ],
     ids=str,
 )
-def test_values_at_the_edge_are_allowed(values: dict[str, Any]) -> None:
+def test_boundary_values_are_accepted(values: dict[str, Any]) -> None:
     config = GPTConfig(**values)
     assert all(getattr(config, name) == value for name, value in values.items())
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_config_does_not_change(name: str) -> None:
+def test_configs_are_immutable(name: str) -> None:
     config = DebugConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config, name, getattr(config, name))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_to_dict_and_back_through_json(preset: str) -> None:
+def test_to_dict_round_trips_through_json(preset: str) -> None:
     config = dataclasses.replace(PRESETS[preset](), seed=3, bias=False)
     values = config.to_dict()
     assert list(values) == list(FIELDS)
@@ -189,14 +189,14 @@ def test_to_dict_and_back_through_json(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_configs_pickle_compare_and_hash(preset: str) -> None:
+def test_configs_support_pickle_equality_and_hash(preset: str) -> None:
     config = PRESETS[preset]()
     assert pickle.loads(pickle.dumps(config)) == config == PRESETS[preset]()
     assert hash(config) == hash(PRESETS[preset]())
     assert config != dataclasses.replace(config, seed=1)
 
 
-def test_from_dict_fills_in_defaults_and_refuses_what_it_does_not_know() -> None:
+def test_from_dict_fills_defaults_and_rejects_unknown_fields() -> None:
     assert GPTConfig.from_dict({}) == GPTConfig()
     assert GPTConfig.from_dict({"n_layers": 3}).n_layers == 3
     with pytest.raises(ValueError) as caught:
@@ -218,13 +218,13 @@ MODEL_SHAPES = {
 
 
 @pytest.mark.parametrize("preset", MODEL_SHAPES, ids=lambda preset: preset.__name__)
-def test_presets_have_the_shapes_that_were_promised(preset: type[GPTConfig]) -> None:
+def test_preset_shapes(preset: type[GPTConfig]) -> None:
     config = preset()
     promised = MODEL_SHAPES[preset]
     assert {name: getattr(config, name) for name in promised} == promised
 
 
-def test_the_presets_by_name() -> None:
+def test_presets_by_name() -> None:
     kinds = {DebugConfig, LaptopConfig, PortableConfig, ShakespeareConfig, SmolGPTConfig, GPT2Config}
     assert set(PRESETS.values()) == kinds
     assert all(name == name.lower() for name in PRESETS)
@@ -241,5 +241,5 @@ def test_presets_change_values_and_add_no_fields(preset: str) -> None:
     "name",
     ["vocab_size", "batch_size", "context_window", "max_learning_rate", "weight_decay", "beta1", "beta2", "steps"],
 )
-def test_the_toy_script_finds_its_fields_on_the_shakespeare_preset(name: str) -> None:
+def test_shakespeare_preset_has_the_fields_of_the_toy_script(name: str) -> None:
     assert getattr(ShakespeareConfig(), name) > 0

@@ -21,7 +21,7 @@ def first_tokens(dataset, n_items: int) -> list[int]:
 
 
 # -------------------------------------------------------------------- windows
-def test_outputs_are_inputs_moved_on_by_one():
+def test_targets_are_inputs_shifted_by_one():
     dataset = windows().batch()
     for _ in range(10):
         inputs, outputs = next(dataset)
@@ -30,14 +30,14 @@ def test_outputs_are_inputs_moved_on_by_one():
         np.testing.assert_array_equal(inputs, inputs[:, :1] + np.arange(7))
 
 
-def test_without_shuffle_windows_follow_each_other():
+def test_unshuffled_windows_are_in_order():
     dataset = windows()
     assert first_tokens(dataset, 14) == [7 * i for i in range(13)] + [0]
     inputs, _ = next(dataset)
     assert inputs.shape == (7,)
 
 
-def test_tensors_are_whole_numbers_and_batched():
+def test_batches_are_integers_with_is_batched():
     inputs, outputs = next(windows().batch().shuffle().to_tensor())
     for tensor in (inputs, outputs):
         assert isinstance(tensor, Tensor)
@@ -48,7 +48,7 @@ def test_tensors_are_whole_numbers_and_batched():
 
 
 @given(st.integers(2, 60), st.integers(1, 9), st.integers(0, 5))
-def test_each_pass_visits_every_window_once(n_tokens, context_window, seed):
+def test_each_epoch_visits_every_window_once(n_tokens, context_window, seed):
     if n_tokens <= context_window:
         return
     dataset = windows(n_tokens, 1, context_window, seed).shuffle()
@@ -59,7 +59,7 @@ def test_each_pass_visits_every_window_once(n_tokens, context_window, seed):
         assert np.diff(starts).tolist() == [context_window] * (dataset.n_items - 1)
 
 
-def test_passes_differ_in_order_and_place():
+def test_epochs_differ_in_order_and_offset():
     dataset = windows(1000).shuffle()
     passes = [first_tokens(dataset, dataset.n_items) for _ in range(4)]
     orders = {tuple(np.argsort(starts)) for starts in passes}
@@ -67,13 +67,13 @@ def test_passes_differ_in_order_and_place():
     assert len({min(starts) for starts in passes}) > 1
 
 
-def test_the_seed_decides_the_order():
+def test_seed_determines_the_order():
     runs = [first_tokens(windows(seed=seed).shuffle(), 40) for seed in (3, 3, 4)]
     assert runs[0] == runs[1] != runs[2]
     assert first_tokens(windows(seed=0).shuffle(seed=3), 40) == runs[0]
 
 
-def test_shuffling_again_with_another_seed_takes_effect_at_once():
+def test_reshuffling_takes_effect_immediately():
     dataset = windows().shuffle(seed=1)
     next(dataset)
     dataset.shuffle(seed=2)
@@ -81,12 +81,12 @@ def test_shuffling_again_with_another_seed_takes_effect_at_once():
     assert first_tokens(dataset, 10) == first_tokens(windows().shuffle(seed=2), 10)
 
 
-def test_a_batch_may_be_larger_than_a_pass():
+def test_batch_larger_than_an_epoch():
     inputs, _ = next(windows(22, batch_size=10).batch())
     assert inputs[:, 0].tolist() == [0, 7, 0, 7, 0, 7, 0, 7, 0, 7]
 
 
-def test_a_memory_map_is_read_in_windows_only(tmp_path):
+def test_memory_map_is_read_one_window_at_a_time(tmp_path):
     path = tmp_path / "tokens.bin"
     with path.open("wb") as file:  # 1 GiB on paper, a hole on the disk
         file.truncate(2**30)
@@ -108,7 +108,7 @@ def test_a_memory_map_is_read_in_windows_only(tmp_path):
     st.integers(0, 20),
     st.integers(0, 3),
 )
-def test_a_saved_position_gives_the_batches_that_would_have_come(
+def test_restored_state_continues_with_the_same_batches(
     n_tokens, context_window, batch_size, shuffled, n_before, n_used, other_seed
 ):
     def new(seed):
@@ -141,7 +141,7 @@ def test_a_saved_position_gives_the_batches_that_would_have_come(
         ({"seed": float("inf")}, "expected seed of the state to be a whole number, got inf"),
     ],
 )
-def test_a_wrong_state_is_refused(change, message):
+def test_bad_state_is_rejected(change, message):
     dataset = windows()
     next(dataset)
     with pytest.raises(ValueError, match=message):
@@ -165,14 +165,14 @@ def test_a_wrong_state_is_refused(change, message):
         (range(50), {"context_window": 0}, "expected context_window to be a whole number above 0, got 0"),
     ],
 )
-def test_bad_arguments_are_named(tokens, sizes, message):
+def test_bad_arguments_are_rejected(tokens, sizes, message):
     tokens = list(tokens) if isinstance(tokens, range) else tokens
     with pytest.raises(ValueError, match=message):
         CausalLMDataset(tokens, **{"vocab_size": 50, "batch_size": 2, "context_window": 8, **sizes})
 
 
 @pytest.mark.parametrize(("bad", "named"), [(50, "50"), (10**6, "1000000"), (-1, "-1")])
-def test_ids_outside_the_vocabulary_are_named_and_the_position_stays(bad, named):
+def test_ids_outside_the_vocabulary_raise_and_keep_the_position(bad, named):
     tokens = np.arange(40)
     tokens[20] = bad
     dataset = CausalLMDataset(tokens, 50, 2, 8).batch()
@@ -183,7 +183,7 @@ def test_ids_outside_the_vocabulary_are_named_and_the_position_stays(bad, named)
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
-def test_a_wrong_batch_size_is_refused_and_changes_nothing(size):
+def test_bad_batch_size_raises_and_changes_nothing(size):
     dataset = windows(batch_size=3)
     with pytest.raises(ValueError, match="expected batch_size to be a whole number above 0"):
         dataset.batch(size)
@@ -191,7 +191,7 @@ def test_a_wrong_batch_size_is_refused_and_changes_nothing(size):
 
 
 # -------------------------------------------------------------------- pairs
-def test_dataset_gives_everything_once_a_pass():
+def test_dataset_yields_every_item_once_per_epoch():
     dataset = Dataset(np.arange(10), np.arange(10) * 2).batch(4).shuffle()
     assert len(dataset) == 3
     passes = []
@@ -205,7 +205,7 @@ def test_dataset_gives_everything_once_a_pass():
     assert passes[0] != passes[1]
 
 
-def test_dataset_gives_single_items_until_told_otherwise():
+def test_dataset_without_batch_yields_single_items():
     dataset = Dataset([[1.5, 2.5], [3.5, 4.5]], [0, 1]).to_tensor()
     assert len(dataset) == 2
     (x, y), _ = list(dataset)
@@ -214,7 +214,7 @@ def test_dataset_gives_single_items_until_told_otherwise():
     assert not x.is_batched
 
 
-def test_infinite_batches_go_round():
+def test_infinite_batches_repeat_epochs():
     dataset = InfiniteBatchDataset(np.arange(5), -np.arange(5), batch_size=3)
     batches = [next(dataset) for _ in range(5)]
     assert np.concatenate([inputs for inputs, _ in batches]).tolist() == list(range(5)) * 3
@@ -236,13 +236,13 @@ def test_infinite_batches_go_round():
         (lambda: InfiniteBatchDataset([1], [1], 0), "expected batch_size to be a whole number above 0, got 0"),
     ],
 )
-def test_bad_pairs_are_named(make, message):
+def test_bad_pairs_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 # -------------------------------------------------------------------- sequences of any length
-def test_padding():
+def test_pad_values_and_lengths():
     padded, lengths = pad([[5, 6, 7], [], [8]], value=-1)
     assert padded.tolist() == [[5, 6, 7], [-1, -1, -1], [8, -1, -1]]
     assert lengths.tolist() == [3, 0, 1]
@@ -251,7 +251,7 @@ def test_padding():
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=60), st.integers(18, 200))
-def test_buckets_have_every_item_once_in_batches_that_fit(lengths, max_tokens):
+def test_buckets_hold_every_item_once_within_max_tokens(lengths, max_tokens):
     array, buckets = np.array(lengths), Buckets(lengths, max_tokens)
     for epoch in range(2):
         batches = buckets.batches(epoch)
@@ -259,7 +259,7 @@ def test_buckets_have_every_item_once_in_batches_that_fit(lengths, max_tokens):
         assert all(array[rows].max(axis=0).sum() * len(rows) <= max_tokens for rows in batches)
 
 
-def test_buckets_pad_little_in_an_order_that_changes():
+def test_buckets_pad_little_and_are_shuffled():
     lengths = np.random.default_rng(0).integers(5, 60, (2000, 2))
     lengths[:, 1] = lengths[:, 0] + np.random.default_rng(1).integers(0, 3, 2000)
     buckets, given = Buckets(lengths, 1500, seed=1), []
@@ -275,7 +275,7 @@ def test_buckets_pad_little_in_an_order_that_changes():
     assert abs(np.corrcoef(means, np.arange(n_batches))[0, 1]) < 0.5  # short ones do not come first
 
 
-def test_buckets_go_on_where_they_stood():
+def test_buckets_resume_from_saved_state():
     lengths = np.random.default_rng(0).integers(1, 9, 50)
     buckets, other = Buckets(lengths, 40, seed=3), Buckets(lengths, 40, seed=3)
     for _ in range(2 * len(buckets.batches(0)) - 3):
@@ -286,6 +286,6 @@ def test_buckets_go_on_where_they_stood():
 
 
 @pytest.mark.parametrize(("lengths", "got"), [([3, 41], 41), ([], 0), ([0, 0], 0)])
-def test_items_that_no_batch_can_hold_are_refused(lengths, got):
+def test_items_longer_than_max_tokens_are_rejected(lengths, got):
     with pytest.raises(ValueError, match=rf"Buckets\(max_tokens=40\): expected items of 1 to 40, got {got}"):
         Buckets(lengths, 40)

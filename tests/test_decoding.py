@@ -119,7 +119,7 @@ def assert_near(ours: np.ndarray, theirs: np.ndarray) -> None:
 
 # -------------------------------------------------------------------- the same numbers
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tokens_one_by_one_and_together_give_what_the_layers_give(name):
+def test_cached_decoding_matches_the_full_pass(name):
     model = new_model(CONFIGS[name])
     tokens = text_of(model, 20)
     expected = all_at_once(model, tokens)
@@ -132,7 +132,7 @@ def test_tokens_one_by_one_and_together_give_what_the_layers_give(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_texts_of_different_lengths_do_not_see_each_other(name):
+def test_batched_texts_are_independent(name):
     model = new_model(CONFIGS[name])
     texts = [text_of(model, n_tokens, n_tokens) for n_tokens in (9, 1, 14, 6)]
     caches = [model.new_caches() for _ in texts]
@@ -150,7 +150,7 @@ def test_texts_of_different_lengths_do_not_see_each_other(name):
     assert_near(every[4], all_at_once(model, [*texts[3], 7])[-1])
 
 
-def test_every_field_has_a_case():
+def test_every_config_field_has_a_case():
     usual = ModelConfig()
     changed = {
         name for config in CONFIGS.values() for name in vars(config) if getattr(config, name) != getattr(usual, name)
@@ -160,7 +160,7 @@ def test_every_field_has_a_case():
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_pairs_of_settings_generate_what_a_full_pass_gives(name):
+def test_setting_pairs_match_the_full_pass(name):
     model = new_model(PAIRS[name])
     tokens = text_of(model, 20)
     expected = all_at_once(model, tokens)
@@ -180,7 +180,7 @@ def test_pairs_of_settings_generate_what_a_full_pass_gives(name):
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "rotary", "window", "blocks", "adaptive", "softmax1"])
-def test_keys_of_16_bits(name):
+def test_bfloat16_cache(name):
     model = new_model(CONFIGS[name])
     tokens = text_of(model, 20)
     expected = all_at_once(model, tokens)[8:]
@@ -195,7 +195,7 @@ def test_keys_of_16_bits(name):
 
 @pytest.mark.parametrize("offset", [-100.0, 100.0, 3e4])
 @pytest.mark.parametrize("softmax", ["softmax", "softmax1"])
-def test_scores_far_from_0_do_not_overflow(softmax, offset):
+def test_large_scores_do_not_overflow(softmax, offset):
     model = new_model(replace(TINY, softmax=softmax, n_key_heads=2))
     for block in model.blocks:
         block.attention.qkv.bias.array[:24] = offset  # of queries and keys
@@ -209,7 +209,7 @@ def test_scores_far_from_0_do_not_overflow(softmax, offset):
 @pytest.mark.parametrize(
     "name", ["gpt-2", "window in some layers", "blocks", "family Gemma 3", "token shift", "key shift"]
 )
-def test_what_is_written_is_what_whole_passes_would_write(name):
+def test_generated_tokens_match_full_passes(name):
     model = new_model(CONFIGS[name])
     text = [1, 2, 3]
     written = list(generate(model, text, 20, SamplingParams(0)))
@@ -220,7 +220,7 @@ def test_what_is_written_is_what_whole_passes_would_write(name):
 
 
 @pytest.mark.parametrize("correction", ["none", "exact", "learned"])
-def test_softmaxes_chosen_later(correction):
+def test_softmax_changed_after_construction(correction):
     model = new_model(TINY)
     for block in model.blocks:
         block.attention.use_softmax(BlockSoftmax(3, correction, correction == "learned"))
@@ -229,7 +229,7 @@ def test_softmaxes_chosen_later(correction):
     assert_last_token_as_all_at_once(model)
 
 
-def test_scales_of_pairs_of_blocks():
+def test_scales_for_pairs_of_blocks():
     model = new_model(TINY)
     for block in model.blocks:
         block.attention.use_softmax(BlockSoftmax(3, per_position=False))
@@ -252,7 +252,7 @@ class Doubled(Dense):
         return super().forward(x) * 2
 
 
-def test_a_layer_of_another_kind_says_itself_what_it_does():
+def test_user_dense_subclass_is_called():
     model = new_model(TINY)
     plain = all_at_once(model, [1, 2, 3])
     for part in (model.blocks[0].mlp.up, model.blocks[1].attention.qkv, model.blocks[2].attention.projection):
@@ -263,7 +263,7 @@ def test_a_layer_of_another_kind_says_itself_what_it_does():
 
 
 @pytest.mark.parametrize("n_tokens", [1, 20])
-def test_weights_of_16_bits(n_tokens):
+def test_bfloat16_weights(n_tokens):
     model = new_model(replace(TINY, **ROTARY))
     for _, parameter in model.named_parameters():
         if parameter.ndim == 2:
@@ -274,7 +274,7 @@ def test_weights_of_16_bits(n_tokens):
 
 @pytest.mark.parametrize("kind", ["int8", "float16"])
 @pytest.mark.parametrize("name", ["gpt-2", "family Llama", "narrow embedding", "untied"])
-def test_weights_of_few_bits(name, kind):
+def test_quantized_weights(name, kind):
     model = quantize(new_model(CONFIGS[name]), kind)
     tokens = text_of(model, 20)
     expected = all_at_once(model, tokens)
@@ -325,7 +325,7 @@ def changed(result):
 
 @pytest.mark.parametrize("where", ["class", "object", "subclass"])
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_that_a_user_changed_acts_in_training_and_generation(name, where, monkeypatch):
+def test_overridden_methods_apply_in_training_and_generation(name, where, monkeypatch):
     config, part_of, method = PARTS[name]
     model = new_model(config)
     before = all_at_once(model, [1, 2, 3, 4])
@@ -357,20 +357,20 @@ class Whole(Layer):
         return x * 2
 
 
-def test_a_block_of_a_user_needs_no_parts():
+def test_user_block_without_standard_parts():
     model = new_model(TINY)
     model.blocks[1] = Whole()
     assert_last_token_as_all_at_once(model)
 
 
-def test_a_function_in_the_place_of_a_norms_forward_takes_its_input_alone():
+def test_replaced_norm_forward_receives_only_its_input():
     model = new_model(TINY)
     model.blocks[0].mlp_norm.forward = lambda x: x * 0.5
     assert_last_token_as_all_at_once(model)
 
 
 # -------------------------------------------------------------------- probes, and layers of users
-def test_a_probe_sees_all_that_is_read():
+def test_probe_records_decoding_activations():
     model = new_model(TINY)
     caches = model.new_caches()
     next_logits(model, [[1, 2]], [caches])
@@ -393,7 +393,7 @@ class Backwards(MultiHeadSelfAttention):
 
 
 @pytest.mark.parametrize("every", [False, True])
-def test_attention_of_a_user_takes_one_text_at_a_time(every):
+def test_user_attention_decodes_batched_texts(every):
     model = new_model(TINY)
     model.blocks[1].attention.__class__ = Backwards
     texts = [[1, 2, 3], [5]]
@@ -402,7 +402,7 @@ def test_attention_of_a_user_takes_one_text_at_a_time(every):
     assert_near(logits, np.concatenate(expected) if every else np.stack([rows[-1] for rows in expected]))
 
 
-def test_the_head_is_computed_for_the_last_token_alone():
+def test_head_is_computed_only_for_the_last_token():
     model = new_model(TINY)
     with no_grad():
         model.eval()
@@ -421,7 +421,7 @@ def test_the_head_is_computed_for_the_last_token_alone():
         ([-1], "expected ids from 0 to 39, got -1"),
     ],
 )
-def test_bad_tokens_change_nothing(tokens, message):
+def test_bad_tokens_leave_the_cache_unchanged(tokens, message):
     model = new_model(TINY)
     caches = model.new_caches()
     next_logits(model, [[1, 2]], [caches])
@@ -431,7 +431,7 @@ def test_bad_tokens_change_nothing(tokens, message):
     assert isinstance(caches[0], KeyValueCache)
 
 
-def test_each_text_has_its_caches():
+def test_number_of_caches_must_match_texts():
     model = new_model(TINY)
     with pytest.raises(ValueError, match="argument 2 is shorter"):
         next_logits(model, [[1], [2]], [model.new_caches()])

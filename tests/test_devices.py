@@ -14,25 +14,25 @@ from tricycle.system.memory import gpu_memory
 @pytest.mark.parametrize(
     "array", [np.ones(2), np.float32(1), np.ma.array([1]), np.ones(2).view(np.recarray)], ids=lambda a: type(a).__name__
 )
-def test_numpy_computes_on_numpy_arrays(array):
+def test_array_module_of_numpy_arrays(array):
     assert devices.array_module(array) is np
     assert devices.is_array(array) and not devices.on_gpu(array)
 
 
 @pytest.mark.parametrize("value", [1, 1.5, [1], None, "a", to_tensor(1)], ids=lambda v: type(v).__name__)
-def test_other_things_are_no_arrays(value):
+def test_array_module_rejects_other_types(value):
     assert not devices.is_array(value)
     with pytest.raises(TypeError, match=f"^expected a NumPy or CuPy array, got {type(value).__name__}$"):
         devices.array_module(value)
 
 
-def test_to_cpu_leaves_host_arrays():
+def test_to_cpu_returns_host_arrays_unchanged():
     array = np.ones(2)
     assert devices.to_cpu(array) is array
     assert type(devices.to_cpu(np.float32(1))) is np.ndarray
 
 
-def test_to_gpu_says_why_it_cannot(monkeypatch):
+def test_to_gpu_warns_with_the_reason(monkeypatch):
     monkeypatch.setattr(devices, "gpu_problem", lambda: "none is here")
     tensor, array = to_tensor([1]), np.ones(2)
     with pytest.warns(UserWarning, match="to_gpu: no GPU can be used, so this stays on the CPU: none is here"):
@@ -78,13 +78,13 @@ def fake_cupy(monkeypatch, driver: int, count=None, toolkit: int = 13020) -> Non
         (13010, 1, None),
     ],
 )
-def test_why_no_gpu_can_be_used(monkeypatch, driver, count, said):
+def test_gpu_problem_messages(monkeypatch, driver, count, said):
     fake_cupy(monkeypatch, driver, count)
     problem = devices.gpu_problem.__wrapped__()
     assert (problem is None) if said is None else problem.startswith(said)
 
 
-def test_a_cupy_that_is_not_there_or_broken(monkeypatch):
+def test_missing_or_broken_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert devices.gpu_problem.__wrapped__().startswith("CuPy is not installed (pip install")
 
@@ -98,7 +98,7 @@ def test_a_cupy_that_is_not_there_or_broken(monkeypatch):
     assert devices.gpu_problem.__wrapped__() == "CuPy cannot be loaded: libnvrtc.so.13: no such file"
 
 
-def test_memory_that_a_new_array_could_have(monkeypatch):
+def test_gpu_memory_reports_free_and_total(monkeypatch):
     fake_cupy(monkeypatch, 13010, 1)
     assert gpu_memory() == (15, 100)
 
@@ -109,7 +109,7 @@ def test_gpu_problem_is_one_line():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_random_mask(dtype):
+def test_dropout_mask_values(dtype):
     like = np.ones((), dtype)
     masks = [kernels.dropout_mask(like, (200, 50), 0.8, np.random.default_rng(7)) for _ in range(2)]
     np.testing.assert_array_equal(*masks)
@@ -131,7 +131,7 @@ assert (np.random.get_state()[1] == before).all()
 
 
 @pytest.mark.gpu
-def test_gpu_round_trip():
+def test_arrays_round_trip_through_the_gpu():
     array = np.float32([1, 2])
     moved = devices.to_gpu(array)
     assert devices.on_gpu(moved) and devices.to_gpu(moved) is moved

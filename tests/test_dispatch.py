@@ -39,12 +39,12 @@ def kernel() -> Kernel:
     return Kernel(scale)
 
 
-def test_without_versions_the_plain_one_runs(kernel):
+def test_reference_runs_without_providers(kernel):
     assert kernel(Box(), 2) == ("plain", 2, 0.0)
     assert kernel.reference is scale
 
 
-def test_versions_are_asked_in_the_order_in_which_they_registered(kernel):
+def test_providers_are_tried_in_registration_order(kernel):
     asked = []
 
     @kernel.register(Box)
@@ -66,18 +66,18 @@ def test_versions_are_asked_in_the_order_in_which_they_registered(kernel):
         assert kernel(Box(), 11)[0] == "plain"
 
 
-def test_a_version_may_come_after_the_first_call(kernel):
+def test_provider_may_register_after_the_first_call(kernel):
     assert kernel(Box(), 11)[0] == "plain"
     kernel.register(Box)(lambda x, factor, shift=0.0: "late")
     assert kernel(Box(), 11) == "late"
 
 
-def test_a_version_that_gives_nothing_has_not_declined(kernel):
+def test_returning_none_is_not_declining(kernel):
     kernel.register(Box)(lambda x, factor, shift=0.0: None)
     assert kernel(Box(), 1) is None
 
 
-def test_every_argument_may_come_by_its_name(kernel):
+def test_arguments_may_be_keywords(kernel):
     kernel.register(Box)(lambda x, factor, shift=0.0: (type(x).__name__, factor, shift))
     assert kernel(Box(), factor=3, shift=1) == ("Box", 3, 1)
     assert kernel(shift=1, factor=3, x=Box()) == ("Box", 3, 1)
@@ -88,7 +88,7 @@ def test_every_argument_may_come_by_its_name(kernel):
         kernel()
 
 
-def test_a_kernel_looks_as_its_function_does(kernel):
+def test_kernel_has_signature_and_docstring_of_its_function(kernel):
     assert kernel.__name__ == "scale" and kernel.__doc__ == "The plain one."
     assert inspect.signature(kernel) == inspect.signature(scale)
     assert repr(kernel) == "<kernel scale>"
@@ -111,7 +111,7 @@ def new_array_type(library: str) -> type:
     return type("ndarray", (), {"__module__": f"{library}.core"})
 
 
-def test_a_package_registers_when_the_first_array_of_a_library_comes(kernel, entries):
+def test_entry_point_loads_at_the_first_array_of_its_library(kernel, entries):
     calls, array_type = [], new_array_type("boxes")
 
     def register(array):
@@ -134,12 +134,12 @@ def missing(name: str):
     return load
 
 
-def test_a_package_that_is_not_there_offers_nothing(kernel, entries):
+def test_missing_package_is_skipped(kernel, entries):
     entries.append(SimpleNamespace(name="boxes", module="fast.boxes", load=missing("fast")))
     assert kernel(new_array_type("boxes")(), 1)[0] == "plain"
 
 
-def test_any_other_error_is_seen_each_time(kernel, entries):
+def test_other_import_errors_raise_on_every_call(kernel, entries):
     entries.append(SimpleNamespace(name="boxes", module="fast.boxes", load=missing("numpyy")))
     array = new_array_type("boxes")()
     for _ in range(2):
@@ -147,7 +147,7 @@ def test_any_other_error_is_seen_each_time(kernel, entries):
             kernel(array, 1)
 
 
-def test_nobody_sees_half_of_what_is_registered(kernel, entries):
+def test_concurrent_calls_wait_for_registration(kernel, entries):
     """A second thread that comes meanwhile waits: what it computes must not depend on who was first."""
     array_type, begun, answers = new_array_type("boxes"), threading.Event(), []
 
@@ -170,7 +170,7 @@ def test_nobody_sees_half_of_what_is_registered(kernel, entries):
     assert answers == ["fast", "fast"]
 
 
-def test_what_is_installed_names_who_is_faster():
+def test_installed_entry_points_match_the_project():
     """Else everything is right, and slow: after a change of the entry points install again (pip install -e .)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = project["entry-points"][ENTRY_POINT_GROUP]
@@ -186,7 +186,7 @@ def test_what_is_installed_names_who_is_faster():
 @pytest.mark.parametrize(
     "name", ["kernels.sum_squares", "batched.run_over_batch", "muon.orthogonalize", "recurrent.prepare_matrix"]
 )
-def test_the_first_call_may_be_of_a_kernel_of_any_module(name):
+def test_first_call_registers_providers_of_every_module(name):
     """All modules' versions are registered then."""
     code = f"""
 import numpy as np
@@ -217,7 +217,7 @@ def parameters(function) -> list[tuple]:
 
 
 @pytest.mark.parametrize(("name", "version"), VERSIONS, ids=[f"{f.__module__}.{f.__name__}" for _, f in VERSIONS])
-def test_versions_have_the_signature_of_the_plain_one(name, version):
+def test_providers_have_the_signature_of_the_reference(name, version):
     assert version.__name__ == name
     assert parameters(version) == parameters(KERNELS[name].reference)
     assert version.__module__.split(".")[0] == "tricycle_accelerators"
@@ -236,12 +236,12 @@ def outputs_by_name(name: str, named: bool) -> list:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_kernel_takes_its_arguments_by_name(name):
+def test_kernels_accept_keyword_arguments(name):
     for mine, theirs in zip(outputs_by_name(name, True), outputs_by_name(name, False), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_a_precision_by_its_name():
+def test_precision_as_keyword():
     a = np.ones((2, 3), np.float32)
     np.testing.assert_array_equal(KERNELS["matmul"](a, a.T, precision="float32"), np.full((2, 2), 3))
 
@@ -282,7 +282,7 @@ print("trained and talked")
 """
 
 
-def test_the_library_works_alone(tmp_path):
+def test_library_works_without_accelerators(tmp_path):
     """A copy without the accelerators trains and generates on the plain kernels."""
     shutil.copytree(ROOT / "tricycle", tmp_path / "tricycle", ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path)]

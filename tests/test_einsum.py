@@ -28,7 +28,7 @@ def contractions(draw):
 
 @settings(max_examples=250)
 @given(contraction=contractions(), seed=st.integers(0, 2**16))
-def test_random_subscripts(contraction, seed):
+def test_random_subscripts_match_numpy(contraction, seed):
     subscripts, shapes = contraction
     rng = np.random.default_rng(seed)
     arrays = [rng.standard_normal(shape) for shape in shapes]
@@ -43,7 +43,7 @@ def test_random_subscripts(contraction, seed):
     shapes=hnp.mutually_broadcastable_shapes(signature=np.matmul.signature, max_dims=2, min_side=0, max_side=3),
     seed=st.integers(0, 2**16),
 )
-def test_matmul_as_numpy(shapes, seed):
+def test_matmul_matches_numpy(shapes, seed):
     rng = np.random.default_rng(seed)
     x, y = (rng.standard_normal(shape) for shape in shapes.input_shapes)
     found = to_tensor(x, dtype=np.float64) @ to_tensor(y, dtype=np.float64)
@@ -53,7 +53,7 @@ def test_matmul_as_numpy(shapes, seed):
 
 
 @pytest.mark.parametrize("n_batched", range(1, 4))
-def test_a_batch_is_carried_through(n_batched, rng):
+def test_batched_einsum_equals_einsum_per_item(n_batched, rng):
     """Subscripts describe one item: the same as item by item, in values and gradients."""
     shapes, batched = [(2, 3), (3, 4), (4, 2)], [i < n_batched for i in range(3)]
     arrays = [rng.standard_normal((5, *shape) if flag else shape) for shape, flag in zip(shapes, batched)]
@@ -75,7 +75,7 @@ def test_a_batch_is_carried_through(n_batched, rng):
         np.testing.assert_allclose(mine.grad.array, theirs.grad.array)
 
 
-def test_gradient_is_the_einsum_of_swapped_subscripts(rng):
+def test_gradient_equals_einsum_of_swapped_subscripts(rng):
     """Seed 003's two examples."""
     a = to_tensor(rng.random((2, 3)))
     y = Einsum("ij->ji")(a)
@@ -87,25 +87,25 @@ def test_gradient_is_the_einsum_of_swapped_subscripts(rng):
     assert weights.grad.close_to(Einsum("zxTb,zxTW->bW")(inputs, to_tensor(np.ones_like(y))), rtol=1e-4)
 
 
-def test_one_op_object_serves_all_shapes():
+def test_einsum_op_is_reusable_for_other_shapes():
     op = Einsum(" ij, jk -> ik ")
     for n in (1, 3):
         assert op(to_tensor(np.ones((2, n))), to_tensor(np.ones((n, 4)))).array.tolist() == [[n] * 4] * 2
     assert repr(op) == "Einsum(' ij, jk -> ik ')"
 
 
-def test_method():
+def test_einsum_method():
     assert str(to_tensor([[1, 2], [3, 4]]).einsum("ij->ji")) == "Tensor([[1. 3.], [2. 4.]], name=einsum ij->ji)"
 
 
-def test_many_inputs_and_axes():
+def test_einsum_of_many_inputs_and_axes():
     vectors = [np.full(2, i + 1.0) for i in range(8)]
     letters = "abcdefgh"
     found = Einsum(",".join(letters) + "->" + letters)(*(to_tensor(v) for v in vectors))
     assert found.shape == (2,) * 8 and found.array.max() == 40_320
 
 
-def test_contract_spreads_and_repeats():
+def test_contract_broadcasts_and_repeats():
     """What a gradient needs beyond NumPy's einsum."""
     x = np.array([1.0, 2.0])
     assert contract((x,), ("i",), "ii", {"i": 2}).tolist() == [[1, 0], [0, 2]]

@@ -87,13 +87,13 @@ def device(monkeypatch):
         lambda a: fake_module.einsum("bij->bji", a.reshape(1, 1, 3).astype(np.float16)),
     ],
 )
-def test_the_device_refuses_what_a_gpu_would(mix):
+def test_fake_device_rejects_mixed_operands(mix):
     with pytest.raises(TypeError):
         mix(to_device(np.ones(3)))
 
 
 @every_sample
-def test_every_op_stays_on_the_device(device, sample):
+def test_every_op_runs_on_the_device(device, sample):
     tensors = [t.to_gpu() for t in sample.tensors()]
     output = sample.call(*tensors)
     assert isinstance(output.array, FakeArray)
@@ -117,7 +117,7 @@ def paired(precisions: list[str]) -> list:
 
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("changes", VARIANTS)
-def test_a_model_trains_and_talks_on_the_device(device, changes):
+def test_model_trains_and_generates_on_the_device(device, changes):
     config = replace(CONFIG, **changes)
     tokens = np.random.default_rng(0).integers(0, 64, 2000)
     losses, states = [], [new_state(config, tokens, on_gpu) for on_gpu in (True, False)]
@@ -133,7 +133,7 @@ def test_a_model_trains_and_talks_on_the_device(device, changes):
     assert drawn[0] == drawn[1]
 
 
-def test_a_model_from_the_device_loads_without_it(device, tmp_path):
+def test_checkpoint_from_the_device_loads_on_the_host(device, tmp_path):
     import pickle
 
     model = GPT(CONFIG).to_gpu()
@@ -157,7 +157,7 @@ def small_type(precision: str) -> np.dtype:
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize(("changes", "precision"), paired(["bfloat16", "float16", "tf32"]))
-def test_each_precision_trains_and_talks(device, changes, precision):
+def test_each_precision_trains_and_generates(device, changes, precision):
     if precision != "tf32":
         small_type(precision)
     states = [new_state(replace(CONFIG, precision=p, **changes), TOKENS, True) for p in (precision, "float32")]
@@ -175,7 +175,7 @@ def test_each_precision_trains_and_talks(device, changes, precision):
 
 @pytest.mark.parametrize("precision", SMALL)
 @pytest.mark.parametrize("changes", VARIANTS)
-def test_activations_and_their_gradients_have_16_bits(device, changes, precision, monkeypatch):
+def test_activations_and_gradients_have_16_bits(device, changes, precision, monkeypatch):
     """Nothing grows to float32 on the way, which would cost memory and time and no test would fail."""
     dtype = small_type(precision)
     model = GPT(replace(CONFIG, precision=precision, **changes)).to_gpu()
@@ -205,7 +205,7 @@ SIXTEEN = [
 
 @pytest.mark.parametrize("precision", SMALL)
 @pytest.mark.parametrize(("name", "size"), SIXTEEN)
-def test_plain_kernels_take_16_bits_and_compute_in_32(name, size, precision):
+def test_reference_kernels_compute_16_bit_inputs_in_float32(name, size, precision):
     dtype = small_type(precision)
     exact = test_kernels.draw(name, size, np.float64)
     # so many of the first arguments have 16 bits; statistics, gains, weights of rows and angles have 32
@@ -252,7 +252,7 @@ def assert_equal(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> 
 
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize(("changes", "precision"), paired(["float32", "bfloat16", "float16"]))
-def test_a_step_reads_nothing_back(device, changes, precision):
+def test_training_step_does_not_synchronize(device, changes, precision):
     if precision != "float32":
         small_type(precision)
     state = new_state(replace(CONFIG, precision=precision, **changes), TOKENS, True)
@@ -262,7 +262,7 @@ def test_a_step_reads_nothing_back(device, changes, precision):
     assert fake_device.reads == ["asnumpy"]
 
 
-def test_a_run_reads_every_n_steps(device, tmp_path, monkeypatch):
+def test_run_synchronizes_every_n_steps(device, tmp_path, monkeypatch):
     monkeypatch.setattr(updates, "UNREAD_STEPS", 5)
     monkeypatch.setattr(updates, "ESTIMATE_STEPS", ())
     monkeypatch.setattr(running.Run, "save", lambda run, state, path: run.flush())
@@ -279,7 +279,7 @@ def test_a_run_reads_every_n_steps(device, tmp_path, monkeypatch):
         assert mine == pytest.approx(theirs, rel=1e-3)
 
 
-def test_a_run_on_the_device_stops_at_once(device, tmp_path):
+def test_run_on_the_device_stops_immediately(device, tmp_path):
     run = test_training.new_run(tmp_path / "run")
     state = new_state(replace(test_training.CONFIG, eval_interval=1000), test_training.TOKENS, True)
     run.stop = lambda: state.step == 7
@@ -289,7 +289,7 @@ def test_a_run_on_the_device_stops_at_once(device, tmp_path):
 
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
-def test_an_update_that_is_not_finite_changes_nothing_and_is_told_when_read(device, optimiser, monkeypatch):
+def test_non_finite_update_changes_nothing_and_raises_when_read(device, optimiser, monkeypatch):
     state = new_state(replace(STEADY, optimiser=optimiser), TOKENS, True)
     results = [train_step(state)]
     before, plain = snapshot(state), training.gradient_norm
@@ -311,7 +311,7 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_told_when_read(devi
 HALF = replace(STEADY, precision="float16")
 
 
-def test_gradients_that_leave_float16_are_left_out_and_halve_the_scale(device):
+def test_float16_overflow_skips_the_update_and_halves_the_loss_scale(device):
     """The update after it is then the first one: its moments are corrected as such."""
     state, other = (new_state(HALF, TOKENS, True) for _ in range(2))
     state.loss_scaling[0] = 2.0**40
@@ -329,7 +329,7 @@ def test_gradients_that_leave_float16_are_left_out_and_halve_the_scale(device):
     assert_equal(snapshot(state), snapshot(other))
 
 
-def test_the_scale_finds_its_size_and_falls_no_lower_than_1(device):
+def test_loss_scale_converges_and_stays_at_least_1(device):
     state = new_state(HALF, TOKENS, True)
     state.loss_scaling[0] = 2.0**30
     losses = read_steps(state, [train_step(state) for _ in range(30)])
@@ -343,7 +343,7 @@ def test_the_scale_finds_its_size_and_falls_no_lower_than_1(device):
         read_steps(state, results)
 
 
-def test_the_scale_doubles_after_updates_that_went_well(device, monkeypatch):
+def test_loss_scale_doubles_after_finite_updates(device, monkeypatch):
     monkeypatch.setattr(training_state, "GROWTH_STEPS", 3)
     state, scales = new_state(HALF, TOKENS, True), []
     state.loss_scaling[0] = 4.0
@@ -354,7 +354,7 @@ def test_the_scale_doubles_after_updates_that_went_well(device, monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["float32", *SMALL])
-def test_a_resumed_run_on_the_device_equals_an_uninterrupted_one(device, tmp_path, precision):
+def test_resumed_run_on_the_device_is_exact(device, tmp_path, precision):
     if precision != "float32":
         small_type(precision)
     config = replace(HALF, precision=precision)
@@ -383,7 +383,7 @@ class Trace(Rule):
         weights -= step.learning_rate / step.number * state["sum"]
 
 
-def test_a_users_rule_trains_on_the_device(device):
+def test_user_optimizer_rule_trains_on_the_device(device):
     """With clipping, a loss scale, and updates that are left out, which must not count."""
     wide = replace(HALF, precision="float32")
     model, host, first = GPT(HALF), GPT(wide), GPT(wide)
@@ -402,7 +402,7 @@ def test_a_users_rule_trains_on_the_device(device):
         np.testing.assert_allclose(moved, expected, atol=0.02 * abs(expected).max() + rounding)
 
 
-def test_labels_on_the_device_are_counted_there(device):
+def test_labels_are_counted_on_the_device(device):
     """Uneven batches with padding, as one big one, and nothing is read."""
     rng = np.random.default_rng(0)
     labels, inputs = rng.integers(1, 64, (2, 3, 5)), rng.integers(0, 64, (2, 3, 5))
@@ -431,7 +431,7 @@ def test_labels_on_the_device_are_counted_there(device):
 @pytest.mark.parametrize(
     "where", [float, lambda factor: fake_module.asarray(factor, np.float32)], ids=["host", "device"]
 )
-def test_updates_with_a_factor_from_anywhere(device, make, where):
+def test_update_factor_from_host_or_device(device, make, where):
     """0.5 is as if the gradients were half as large; 0 and NaN change nothing at all."""
     found = []
     for factors in ([0.5, 0.0, math.nan, 0.5], [None, None]):
@@ -449,7 +449,7 @@ def test_updates_with_a_factor_from_anywhere(device, make, where):
     np.testing.assert_allclose(*found, rtol=1e-6)
 
 
-def test_clipping_on_the_device_waits_for_nothing(device):
+def test_clipping_does_not_synchronize(device):
     for grad, limit in ((30.0, 1.5), (0.1, 1.5), (math.inf, 1.5), (0.0, 1.5)):
         results = []
         for place in (lambda layer: layer.to_gpu(), lambda layer: layer):
@@ -493,7 +493,7 @@ def train_both(make, batch_loss, n_steps: int = 3, on_gpu: bool = False) -> tupl
 
 
 @pytest.mark.parametrize("make", test_seq2seq.MODELS.values(), ids=test_seq2seq.MODELS)
-def test_encoder_decoders_train_and_translate_on_the_device(device, make, rng):
+def test_encoder_decoders_train_and_generate_on_the_device(device, make, rng):
     source, lengths = rng.integers(3, 7, (3, 6)), np.array([6, 2, 4])
     target = rng.integers(1, 7, (3, 5))
 
@@ -509,7 +509,7 @@ def test_encoder_decoders_train_and_translate_on_the_device(device, make, rng):
 
 
 @pytest.mark.parametrize("kind", ["mean", "first"])
-def test_an_encoder_trains_on_the_device(device, kind):
+def test_text_encoder_trains_on_the_device(device, kind):
     tokens, mask, types = test_text_encoder.a_batch(test_text_encoder.SMALL)
 
     def batch_loss(model):
@@ -553,7 +553,7 @@ def test_hard_attention_on_the_device(device, rng):
 
 
 @pytest.mark.parametrize("kind", ["all weights", "LoRA", "DoRA"])
-def test_preferences_are_learnt_on_the_device(device, kind):
+def test_preference_losses_train_on_the_device(device, kind):
     generator = np.random.default_rng(0)
     texts = [Example(generator.integers(0, 64, 12), np.arange(12) >= n) for n in (5, 6, 7, 5, 8, 3, 4, 4)]
     losses = []

@@ -27,7 +27,7 @@ WORKED = [
 
 @pytest.mark.parametrize(("x", "expected", "total"), WORKED)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_softmax1_worked_examples(x, expected, total, dtype):
+def test_softmax1_examples(x, expected, total, dtype):
     y = Softmax1()(to_tensor(x, dtype=dtype))
     # half a unit of the fourth digit, and a little for the example whose fifth digit is a 5
     np.testing.assert_allclose(y.array, expected, rtol=0, atol=6e-5)
@@ -53,7 +53,7 @@ EXTREMES = [
 @pytest.mark.parametrize(("x", "softmax", "softmax1"), EXTREMES, ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("plain", [False, True])
-def test_extreme_rows(x, softmax, softmax1, dtype, plain):
+def test_softmax_of_extreme_rows(x, softmax, softmax1, dtype, plain):
     for op, expected in ((Softmax(), softmax), (Softmax1(), softmax1)):
         t = to_tensor(x, dtype=dtype)
         if plain:
@@ -83,12 +83,12 @@ def seed_001(logits: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("n", [2, 5, 16, 300, 4096])
 @pytest.mark.parametrize("scale", [0.1, 1, 3, 30])
-def test_adaptive_softmax_as_in_seed_001(n, scale, rng):
+def test_adaptive_softmax_matches_original(n, scale, rng):
     logits = scale * rng.standard_normal((20, n))
     np.testing.assert_allclose(AdaptiveSoftmax()(to_tensor(logits, dtype=float)).array, seed_001(logits), 1e-4, 1e-9)
 
 
-def test_adaptive_softmax_sharpens_flat_rows_and_leaves_sharp_ones():
+def test_adaptive_softmax_sharpens_only_flat_rows():
     flat, sharp = to_tensor([3, 2, 1, 0], dtype=float), to_tensor([9, 2, 1, 0], dtype=float)
     assert AdaptiveSoftmax()(flat).array.max() > Softmax()(flat).array.max() + 0.05
     np.testing.assert_array_equal(AdaptiveSoftmax()(sharp).array, Softmax()(sharp).array)
@@ -99,7 +99,7 @@ def test_adaptive_softmax_sharpens_flat_rows_and_leaves_sharp_ones():
 
 
 @pytest.mark.filterwarnings("error")
-def test_adaptive_softmax_of_hidden_keys():
+def test_adaptive_softmax_of_masked_keys():
     rows = np.array([[1.0, 0.5, -INF, 0.7], [-INF] * 4])
     x = to_tensor(rows, dtype=float)
     y = AdaptiveSoftmax()(x)
@@ -108,7 +108,7 @@ def test_adaptive_softmax_of_hidden_keys():
     assert y.array[0, 2] == 0 and (y.array[1] == 0).all() and np.isfinite(x.grad.array).all()
 
 
-def test_a_stopped_temperature_is_a_constant_in_the_backward(rng):
+def test_detached_temperature_is_constant_in_backward(rng):
     values = rng.standard_normal((3, 6))
     grads = []
     for op in (AdaptiveSoftmax(stop_gradient=True), AdaptiveSoftmax()):
@@ -125,7 +125,7 @@ def test_a_stopped_temperature_is_a_constant_in_the_backward(rng):
 # -------------------------------------------------------------------- blocks
 @pytest.mark.parametrize("n_keys", [1, 2, 5, 12])
 @pytest.mark.parametrize("n_blocks", [1, 2, 3, 8])
-def test_block_softmax_follows_its_formula(n_keys, n_blocks, rng):
+def test_block_softmax_matches_formula(n_keys, n_blocks, rng):
     scores, scales = rng.standard_normal((2, 4, n_keys)), rng.standard_normal((n_blocks, 4))
     length = -(-n_keys // n_blocks)
     expected = np.zeros_like(scores)
@@ -142,7 +142,7 @@ def test_block_softmax_follows_its_formula(n_keys, n_blocks, rng):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("correction", ["none", "exact"])
-def test_a_hidden_block_gives_zeros(correction):
+def test_fully_masked_block_gives_zeros(correction):
     x = to_tensor([[-INF, -INF, 1, 1], [-INF] * 4], dtype=float)
     y = BlockSoftmax(2, correction)(x)
     y.backward()
@@ -151,7 +151,7 @@ def test_a_hidden_block_gives_zeros(correction):
 
 
 # -------------------------------------------------------------------- a learned sink
-def test_the_sink_lies_between_softmax_and_softmax1(rng):
+def test_sink_softmax_generalizes_softmax_and_softmax1(rng):
     x = to_tensor(rng.standard_normal((2, 3, 4, 5)), dtype=float)
     np.testing.assert_allclose(SinkSoftmax()(x).array, Softmax1()(x).array, rtol=1e-12)
     np.testing.assert_allclose(SinkSoftmax(-700.0)(x).array, Softmax()(x).array, rtol=1e-12)
@@ -163,7 +163,7 @@ def test_the_sink_lies_between_softmax_and_softmax1(rng):
 
 
 @pytest.mark.filterwarnings("error")
-def test_extreme_scores_and_sinks(rng):
+def test_sink_softmax_of_extreme_scores(rng):
     x = to_tensor([[1e4, -1e4, -INF], [-INF] * 3, [-1e4] * 3], dtype=float)
     for sink in (-1e5, -1e4, 0.0, 1e5):
         sinks = to_tensor(sink, dtype=float)
@@ -180,7 +180,7 @@ def test_extreme_scores_and_sinks(rng):
         assert (out[:, :, 0] == 0).all() == (sink == 1e8)
 
 
-def test_wrong_sinks():
+def test_bad_sinks_are_rejected():
     with pytest.raises(ValueError, match=re.escape("expected sinks that broadcast to (3,), got shape (2,)")):
         SinkSoftmax()(np.ones((3, 4, 5)), np.ones(2))
     with pytest.raises(ValueError, match=re.escape("expected sinks of shape (2,), one for each head, got (3,)")):
@@ -214,7 +214,7 @@ SCORINGS = [
     ],
     ids=str,
 )
-def test_attention_of_every_softmax_is_its_rows_of_scores(softmax, score_options, rng):
+def test_fused_attention_equals_row_softmax_attention(softmax, score_options, rng):
     """Values, and gradients along a direction; six query heads share two key heads, values have another size."""
     q, k, v = (rng.standard_normal(shape) for shape in ((2, 11, 6, 4), (2, 17, 2, 4), (2, 17, 2, 3)))
     mask = np.where(rng.random((2, 1, 11, 17)) < 0.2, -np.inf, 0)
@@ -241,7 +241,7 @@ def test_attention_of_every_softmax_is_its_rows_of_scores(softmax, score_options
     np.testing.assert_allclose(change, ((ahead - behind) * grad).sum() / 2, 1e-5, 1e-11)
 
 
-def test_softmaxes_by_name():
+def test_softmaxes_resolve_by_name():
     assert all(type(new_softmax(name)) is kind for name, kind in SOFTMAXES.items())
     assert new_softmax("blocks", ModelConfig(softmax_blocks=7)).n_blocks == 7
     mine = Softmax1()
@@ -267,14 +267,14 @@ REFUSED = {
 test_refusals = bad_input(REFUSED)
 
 
-def test_what_is_no_softmax():
+def test_bad_softmax_is_rejected():
     with pytest.raises(TypeError, match="expected a name or a RowSoftmax, got 3"):
         new_softmax(3)
     with pytest.raises(NotImplementedError, match="RowSoftmax defines no row_softmax"):
         RowSoftmax()([1, 2])
 
 
-def test_log_softmax_keeps_what_a_log_would_lose():
+def test_log_softmax_keeps_small_probabilities():
     y = LogSoftmax()(to_tensor([0, -1000, 1e30]))
     assert y.array.tolist() == np.float32([-1e30, -1e30, 0]).tolist()
     y = LogSoftmax()(to_tensor([0, -1000]))
@@ -282,7 +282,7 @@ def test_log_softmax_keeps_what_a_log_would_lose():
 
 
 @pytest.mark.parametrize("op", [Softmax(), Softmax1(), LogSoftmax()], ids=repr)
-def test_rows_need_an_axis(op):
+def test_row_functions_reject_scalars(op):
     with pytest.raises(ValueError, match=f"^{type(op).__name__}: expected at least one axis, got a single number$"):
         op(to_tensor(1))
 
@@ -298,7 +298,7 @@ def test_rows_need_an_axis(op):
     ],
     ids=repr,
 )
-def test_names_and_plain_inputs(op, name):
+def test_functions_have_op_name_and_repr_and_accept_lists(op, name):
     assert op([1, 2]).name == name
     assert op(to_tensor([1, 2], dtype=int)).dtype == np.float32
     assert repr(op) == f"{type(op).__name__}()"
@@ -320,14 +320,14 @@ def test_names_and_plain_inputs(op, name):
         ((2, 3), (3, 5), (), r"got shapes \(3, 5\) and \(\)"),
     ],
 )
-def test_linear_refuses(x, weights, bias, message):
+def test_linear_rejects_bad_input(x, weights, bias, message):
     with pytest.raises(ValueError, match=message) as caught:
         linear(*(None if shape is None else to_tensor(np.ones(shape)) for shape in (x, weights, bias)))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_linear_with_a_table(order, rng):
+def test_linear_with_a_transposed_table(order, rng):
     """As with the table turned by hand; and the gradient becomes the table's without a copy."""
     x, table = (
         to_tensor(rng.standard_normal((2, 3, 4))),
@@ -347,7 +347,7 @@ def test_linear_with_a_table(order, rng):
     assert gradients[0][1].flags[f"{order}_CONTIGUOUS"]
 
 
-def test_a_table_that_is_embedded_and_multiplied_with(rng):
+def test_gradients_of_a_tied_embedding_table_add_up(rng):
     """Its gradients meet in one array, which nobody else is given."""
     table, x = to_tensor(rng.standard_normal((5, 4))), to_tensor(rng.standard_normal((3, 4)))
     places = np.array([1, 1, 4])

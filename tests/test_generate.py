@@ -48,7 +48,7 @@ def full_logits(model: GPT, tokens: list[int]) -> np.ndarray:
 # -------------------------------------------------------------------- generate
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("n_prompt", [1, 5, 11])
-def test_greedy_is_argmax_of_the_model_without_a_cache(positions, n_prompt):
+def test_greedy_equals_argmax_of_the_full_pass(positions, n_prompt):
     model = new_model(positions=positions)
     prompt = list(range(n_prompt))
     tokens = list(prompt)
@@ -61,7 +61,7 @@ def test_greedy_is_argmax_of_the_model_without_a_cache(positions, n_prompt):
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("window", [1, 2, 5, 12])
-def test_it_goes_on_past_the_context_window(positions, window):
+def test_generation_continues_past_the_context_window(positions, window):
     """When the window is full, its later half is read anew."""
     model = new_model(positions=positions, context_window=window)
     tokens = [3]
@@ -78,7 +78,7 @@ def test_it_goes_on_past_the_context_window(positions, window):
 
 
 @pytest.mark.parametrize("function", [generate, generate_prompt_lookup])
-def test_a_full_window_may_be_refused(model, function):
+def test_overflow_error_option_raises_at_full_context(model, function):
     plain = list(generate(model, [1, 2], 11, temperature=0))
     settings = {"temperature": 0, "overflow": "error"}
     assert list(function(model, [1, 2], 11, **settings)) == plain  # the last one is not read
@@ -90,13 +90,13 @@ def test_a_full_window_may_be_refused(model, function):
         function(model, [1], 3, overflow="slide")
 
 
-def test_a_prompt_may_fill_the_window(model):
+def test_prompt_may_fill_the_context_window(model):
     drawn = list(generate(model, np.arange(12, dtype=np.uint16), 5, temperature=0))
     assert len(drawn) == 5
     assert drawn[0] == full_logits(model, list(range(12))).argmax()
 
 
-def test_the_seed_decides(model):
+def test_seed_determines_the_tokens(model):
     def run(seed):
         return list(generate(model, [1], 30, SamplingParams(seed=seed)))
 
@@ -105,7 +105,7 @@ def test_the_seed_decides(model):
     assert len({tuple(run(None)) for _ in range(3)}) > 1
 
 
-def test_drawing_follows_the_model(model):
+def test_sampling_matches_the_full_pass(model):
     """Drawn one at a time from the full logits with the same generator, the tokens are the same."""
     settings = {"temperature": 0.9, "top_k": 20, "top_p": 0.9}
     generator, tokens = np.random.default_rng(5), [4]
@@ -114,21 +114,21 @@ def test_drawing_follows_the_model(model):
         tokens.append(token)
 
 
-def test_only_ids_that_the_tokeniser_knows_are_drawn(model):
+def test_only_ids_of_the_tokeniser_are_sampled(model):
     assert max(generate(model, [1], 300, temperature=50.0)) > 7
     assert set(generate(model, [1], 300, SamplingParams(50.0, n_vocab=7))) == set(range(7))
     assert list(generate(model, [1], 5, SamplingParams(n_vocab=1))) == [0] * 5
     assert list(generate(model, [1], 9, SamplingParams(n_vocab=50))) == list(generate(model, [1], 9))
 
 
-def test_nothing_is_drawn_ahead_of_need(model):
+def test_generation_is_lazy(model):
     drawn = generate(model, [1], 10**9)
     assert next(drawn) in range(50)
     assert list(generate(model, [1], 0)) == []
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_dropout_is_off_while_drawing_and_comes_back(training):
+def test_dropout_is_disabled_during_generation(training):
     model = new_model(dropout=0.5)
     if training:
         model.train()
@@ -158,13 +158,13 @@ def test_dropout_is_off_while_drawing_and_comes_back(training):
         ([1], {"n_vocab": 51}, "expected n_vocab from 1 to 50, got 51"),
     ],
 )
-def test_bad_settings_are_named_before_anything_is_drawn(model, prompt, settings, message):
+def test_bad_settings_raise_before_sampling(model, prompt, settings, message):
     n_tokens = settings.pop("n_tokens", 3)
     with pytest.raises(ValueError, match=message):
         generate(model, prompt, n_tokens, PenalizedSamplingParams(**settings))
 
 
-def test_temperature_is_short_for_a_sampling(model):
+def test_temperature_argument_equals_sampling_params(model):
     for temperature in (0, 0.5):
         assert list(generate(model, [1], 30, temperature=temperature)) == list(
             generate(model, [1], 30, SamplingParams(temperature))
@@ -180,14 +180,14 @@ def test_temperature_is_short_for_a_sampling(model):
 
 
 @pytest.mark.parametrize(("prompt", "named"), [([1, 50], "50"), ([-1], "-1")])
-def test_ids_outside_the_vocabulary_are_named(model, prompt, named):
+def test_ids_outside_the_vocabulary_are_rejected(model, prompt, named):
     with pytest.raises(ValueError, match=f"expected ids from 0 to 49, got {named}"):
         list(generate(model, prompt, 3))
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_broken_weights_are_an_error_and_not_a_token(bad, temperature):
+def test_non_finite_weights_raise(bad, temperature):
     model = new_model()
     model.norm.gain.array[0] = bad
     with pytest.raises(ValueError, match="expected finite logits, got NaN or infinity"):
@@ -229,7 +229,7 @@ def frequencies(n: int = 4000, **settings) -> np.ndarray:
         ({"temperature": 1e9}, [0.2] * 5),
     ],
 )
-def test_how_often_tokens_are_drawn(settings, expected):
+def test_sampled_frequencies(settings, expected):
     actual = frequencies(**settings)
     np.testing.assert_allclose(actual, expected, atol=0.03)
     assert not actual[np.array(expected) == 0].any()
@@ -242,7 +242,7 @@ def test_how_often_tokens_are_drawn(settings, expected):
     st.floats(0, 1, exclude_min=True),
     st.floats(0, 1),
 )
-def test_any_finite_logits_give_a_token_among_the_allowed(logits, temperature, top_k, top_p, min_p):
+def test_finite_logits_give_an_allowed_token(logits, temperature, top_k, top_p, min_p):
     logits = np.array(logits, np.float32)
     token = SamplingParams(temperature, top_k, top_p, min_p).sample(logits, np.random.default_rng(0))
     assert 0 <= token < len(logits)
@@ -253,7 +253,7 @@ def test_any_finite_logits_give_a_token_among_the_allowed(logits, temperature, t
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_logits_that_are_not_finite_are_refused(bad):
+def test_non_finite_logits_are_rejected(bad):
     with pytest.raises(ValueError, match="expected finite logits"):
         SamplingParams().sample(np.array([0, bad, 1], np.float32), np.random.default_rng(0))
 
@@ -273,17 +273,17 @@ def test_logits_that_are_not_finite_are_refused(bad):
         ([5, 6, 5], 2, [6]),
     ],
 )
-def test_tokens_that_would_repeat_a_run(tokens, size, expected):
+def test_tokens_that_repeat_an_ngram(tokens, size, expected):
     assert ngram_completions(tokens, size) == ngram_completions(tuple(tokens), size) == expected
 
 
-def test_a_prompt_may_hold_what_is_never_drawn(model):
+def test_prompt_may_contain_excluded_tokens(model):
     tokens = list(generate(model, [45, 1], 30, PenalizedSamplingParams(n_vocab=40, no_repeat_ngram_size=1)))
     assert len(set(tokens)) == 30 and max(tokens) < 40 and 1 not in tokens
 
 
 @pytest.mark.parametrize(("size", "n"), [(1, 40), (2, 200), (4, 200)])
-def test_no_run_is_written_twice(model, size, n):
+def test_no_ngram_is_repeated(model, size, n):
     def repeated(**settings) -> int:
         text = [1, 2, 3, *generate(model, [1, 2, 3], n, PenalizedSamplingParams(0, **settings))]
         runs = [tuple(text[i : i + size]) for i in range(len(text) - size + 1)]
@@ -293,13 +293,13 @@ def test_no_run_is_written_twice(model, size, n):
     assert repeated(no_repeat_ngram_size=size) == 0
 
 
-def test_good_settings_pass():
+def test_valid_settings_are_accepted():
     assert SamplingParams(0, 0, 1).stop_tokens == ()
     assert SamplingParams(1.5, np.int64(3), 0.1, stop_tokens=np.int64(3)).stop_tokens == (3,)
 
 
 # -------------------------------------------------------------------- several ends, and a penalty on repetition
-def test_it_ends_after_any_of_several_tokens(model):
+def test_generation_ends_at_any_stop_token(model):
     drawn = list(generate(model, [1], 60, temperature=2.0))
     stops = [drawn[9], drawn[4], drawn[30]]
     n_until = min(map(drawn.index, stops)) + 1
@@ -309,7 +309,7 @@ def test_it_ends_after_any_of_several_tokens(model):
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 5.0])
-def test_the_penalty_is_that_of_transformers(penalty):
+def test_repetition_penalty_matches_transformers(penalty):
     processors = pytest.importorskip("transformers").generation.logits_process
     torch = pytest.importorskip("torch")
     generator = np.random.default_rng(0)
@@ -320,7 +320,7 @@ def test_the_penalty_is_that_of_transformers(penalty):
     assert order == [int(theirs[0, i:].argmax()) + i for i in range(30)]
 
 
-def test_the_penalty_counts_the_prompt_and_what_was_drawn(model):
+def test_repetition_penalty_counts_prompt_and_completion(model):
     drawn = list(generate(model, [7, 8], 10, PenalizedSamplingParams(0, repetition_penalty=1e9)))
     assert len({7, 8, *drawn}) == 12
     assert list(generate(model, [7, 8], 10, PenalizedSamplingParams(0, repetition_penalty=1.0))) == list(
@@ -351,7 +351,7 @@ def set_next_logits(monkeypatch, function) -> None:
 
 @pytest.mark.parametrize("new_state", [DecodingState, SpeculativeState])
 @pytest.mark.parametrize("changes", [{}, {"token_shift": True}, {"key_shift": True}])
-def test_a_state_processes_only_what_is_new(monkeypatch, changes, new_state):
+def test_state_processes_only_new_tokens(monkeypatch, changes, new_state):
     model = new_model(**changes)
     state, texts = new_state(model), ([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [1, 2, 9], [1], [8, 2], [8, 2, *range(10)])
     wanted = [full_logits(model, text) for text in texts]
@@ -362,7 +362,7 @@ def test_a_state_processes_only_what_is_new(monkeypatch, changes, new_state):
     assert [n for (n,) in reads] == ([3, 2, 3, 3, 1, 2, 10] if changes else [3, 2, 1, 1, 1, 2, 10])
 
 
-def test_a_conversation_is_read_once(model, monkeypatch):
+def test_conversation_is_prefilled_once(model, monkeypatch):
     state = DecodingState(model)
     first = list(generate(model, [1, 2, 3], 4, temperature=0, state=state))
     fresh = list(generate(model, [1, 2, 3, *first, 5], 3, temperature=0))
@@ -372,7 +372,7 @@ def test_a_conversation_is_read_once(model, monkeypatch):
 
 
 @pytest.mark.parametrize("new_state", [DecodingState, SpeculativeState])
-def test_an_interrupted_state_begins_anew(model, monkeypatch, new_state):
+def test_interrupted_state_restarts(model, monkeypatch, new_state):
     state = new_state(model)
     state.logits([1, 2])
 
@@ -386,7 +386,7 @@ def test_an_interrupted_state_begins_anew(model, monkeypatch, new_state):
     np.testing.assert_allclose(state.logits([1, 2, 3]), full_logits(model, [1, 2, 3]), rtol=1e-4, atol=1e-4)
 
 
-def test_a_cache_grows_and_forgets():
+def test_cache_grows_and_truncates():
     cache = KeyValueCache(1000)
     keys = np.arange(700, dtype=np.float32).reshape(1, 700, 1, 1)
     for start, stop in ((0, 10), (10, 11), (11, 300), (300, 700)):
@@ -406,7 +406,7 @@ def test_a_cache_grows_and_forgets():
         cache.truncate(3)
 
 
-def test_a_cache_with_a_window_keeps_what_can_be_seen():
+def test_sliding_window_cache_keeps_visible_tokens():
     """Each token gets what it sees, in any pieces, and what is kept stays small."""
     rng = np.random.default_rng(0)
     for window in (1, 7, 100, 400):
@@ -436,7 +436,7 @@ def test_a_cache_with_a_window_keeps_what_can_be_seen():
         assert cache.append(keys[:, :3], keys[:, :3])[0].ravel().tolist() == [0, 1, 2]
 
 
-def test_a_cache_with_a_window_goes_back_to_what_is_held():
+def test_sliding_window_cache_truncates_to_stored_tokens():
     cache = KeyValueCache(5000, window=7)
     keys = np.arange(5000, dtype=np.float32).reshape(1, 5000, 1, 1)
     cache.append(keys[:, :500], keys[:, :500])
@@ -455,7 +455,7 @@ def test_a_cache_with_a_window_goes_back_to_what_is_held():
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("n_draft_tokens", [0, 5])
 @pytest.mark.parametrize("changes", [{}, {"full_layers": (1,)}, {"softmax": "softmax1"}, {"softmax": "blocks"}])
-def test_a_window_forgets_nothing_that_matters(changes, n_draft_tokens):
+def test_sliding_window_generation_matches_the_full_pass(changes, n_draft_tokens):
     """A text of many windows, against all of it read at once; some of it in a second turn."""
     model = new_model(context_window=900, positions="rotary", window=9, **changes)
     state = SpeculativeState(model)
@@ -485,7 +485,7 @@ SETTINGS = [
 @pytest.mark.parametrize(
     "changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}, {"key_shift": True}]
 )
-def test_several_texts_at_once_are_what_each_is_alone(changes, settings):
+def test_batched_generation_equals_single_generation(changes, settings):
     model = new_model(**changes)
     prompts = [[1, 2, 3], [4], list(range(12)), np.array([7, 7]), [5] * 9]
     seed = settings.get("seed", 0)
@@ -498,7 +498,7 @@ def test_several_texts_at_once_are_what_each_is_alone(changes, settings):
     assert all(1 <= len(drawn) <= 20 for drawn in alone)
 
 
-def test_a_batch_may_be_empty_and_names_what_is_wrong(model):
+def test_empty_batch_and_bad_batch_arguments(model):
     assert generate_batch(model, [], 3) == []
     assert generate_batch(model, [[1], [2]], 0) == [[], []]
     with pytest.raises(ValueError, match="expected a prompt of 1 to 12 tokens, got 0"):
@@ -507,13 +507,13 @@ def test_a_batch_may_be_empty_and_names_what_is_wrong(model):
         generate_batch(model, [[1]], 3, temperature=-1)
 
 
-def test_a_batch_reads_each_token_of_all_texts_at_once(model, monkeypatch):
+def test_batch_decodes_all_texts_in_one_pass(model, monkeypatch):
     reads = count_reads(monkeypatch)
     generate_batch(model, [[1, 2, 3], [4], [5, 6]], 3, temperature=0)
     assert reads == [[1, 2, 3], [1, 1, 1], [1, 1, 1]]
 
 
-def test_each_text_of_a_batch_has_a_seed_of_its_own(model):
+def test_texts_of_a_batch_have_independent_seeds(model):
     prompts, seeds = [[1], [1], [1, 2]], [5, 6, 5]
     samplings = [SamplingParams(seed=seed) for seed in seeds]
     alone = [list(generate(model, prompt, 9, way)) for prompt, way in zip(prompts, samplings)]
@@ -528,7 +528,7 @@ def test_each_text_of_a_batch_has_a_seed_of_its_own(model):
 @pytest.mark.parametrize(
     "changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}, {"key_shift": True}]
 )
-def test_texts_come_and_go(changes):
+def test_texts_join_and_leave_a_batch(changes):
     """Each with settings of its own; none notices the others."""
     model = new_model(**changes)
     batch = GenerationBatch(model)
@@ -562,7 +562,7 @@ def test_texts_come_and_go(changes):
     assert batch.step() == []
 
 
-def test_long_prompts_are_read_in_parts_that_fit(model, monkeypatch):
+def test_long_prompts_are_prefilled_in_chunks(model, monkeypatch):
     prompts = [[1] * 5, [2], [3] * 9, [4] * 4]
     alone = [list(generate(model, prompt, 2, temperature=0)) for prompt in prompts]
     reads = count_reads(monkeypatch)
@@ -571,7 +571,7 @@ def test_long_prompts_are_read_in_parts_that_fit(model, monkeypatch):
     assert reads == [[1, 4], [5], [9], [1, 1, 1, 1]]
 
 
-def test_a_listener_gets_the_logits_of_each_token(model):
+def test_logits_callback_receives_every_token(model):
     told = []
     batch = GenerationBatch(model)
     batch.add([3], 4, SamplingParams(temperature=0))
@@ -589,7 +589,7 @@ def test_a_listener_gets_the_logits_of_each_token(model):
 @pytest.mark.parametrize(
     "changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}, {"key_shift": True}]
 )
-def test_a_fork_goes_on_by_itself(changes):
+def test_forked_state_is_independent(changes):
     model = new_model(context_window=30, **changes)
     state = SpeculativeState(model)
     state.logits([1, 2, 3, 4, 5, 6])
@@ -603,7 +603,7 @@ def test_a_fork_goes_on_by_itself(changes):
     np.testing.assert_allclose(state.logits([1, 2, 3, 4, 5, 6, 7]), wanted, atol=1e-5)
 
 
-def test_penalties_and_biases():
+def test_frequency_presence_penalties_and_logit_bias():
     logits = np.array([1.0, 2.0, 3.0, 4.0, 5.0], np.float32)
     seen = [4, 4, 3, 3, 3, 2]  # two of the prompt
 
@@ -619,7 +619,7 @@ def test_penalties_and_biases():
             PenalizedSamplingParams(**wrong)
 
 
-def test_a_penalty_counts_what_was_drawn_and_not_the_prompt(model):
+def test_frequency_penalty_ignores_the_prompt(model):
     prompt = [*generate(model, [1, 2], 10, temperature=0)]
     plain = [*generate(model, prompt, 20, temperature=0)]
     sampling = PenalizedSamplingParams(temperature=0, presence_penalty=1e6)
@@ -645,7 +645,7 @@ def test_draft_tokens_change_nothing(changes, n_draft_tokens, settings):
         assert list(generate_prompt_lookup(model, prompt, 50, sampling, n_draft_tokens=n_draft_tokens)) == plain
 
 
-def test_what_repeats_itself_is_read_in_fewer_steps(monkeypatch):
+def test_draft_tokens_reduce_steps_on_repetitive_text(monkeypatch):
     model = new_model(context_window=200, positions="none", window=1)  # the last token decides the next
     plain = list(generate(model, [1], 150, temperature=0))
     assert len(set(plain[50:])) < 25
@@ -659,7 +659,7 @@ def test_what_repeats_itself_is_read_in_fewer_steps(monkeypatch):
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2, "repetition_penalty": 1.1}]
 )
-def test_draft_tokens_change_nothing_though_they_are_rounded_in_another_way(settings, monkeypatch):
+def test_draft_tokens_change_nothing_despite_rounding(settings, monkeypatch):
     """Several rows at once give logits that are off by as much as is thought possible."""
     model = new_model(context_window=60)
     noise = np.random.default_rng(3)
@@ -695,7 +695,7 @@ def test_draft_tokens_change_nothing_though_they_are_rounded_in_another_way(sett
 @given(
     st.integers(0, 10**6), st.integers(0, 12), st.floats(0.05, 1), st.floats(0, 1), st.floats(0.05, 3), st.booleans()
 )
-def test_no_small_change_gives_another_token_than_a_certain_one(seed, top_k, top_p, min_p, temperature, plain):
+def test_certain_tokens_are_stable_under_small_changes(seed, top_k, top_p, min_p, temperature, plain):
     numbers = np.random.default_rng(seed)
     logits = numbers.normal(0, 3, 30)
     settings = (temperature, 0, 1.0, 0.0) if plain else (temperature, top_k, top_p, min_p)
@@ -707,7 +707,7 @@ def test_no_small_change_gives_another_token_than_a_certain_one(seed, top_k, top
 
 
 @pytest.mark.slow
-def test_nearly_all_tokens_are_certain():
+def test_most_tokens_are_certain():
     """Else nothing would be won."""
     logits = np.random.default_rng(0).normal(0, 4, (100, 50_000))
     for settings in ((0, 0, 1.0, 0.0), (0.8, 50, 0.95, 0.02)):
@@ -716,7 +716,7 @@ def test_nearly_all_tokens_are_certain():
         assert sum(is_certain(sampling, row, sampling.token_at_quantile(row, u), u, 5e-4) for row, u in pairs) > 90
 
 
-def test_no_draft_reaches_past_the_last_token(model, monkeypatch):
+def test_draft_tokens_stop_at_max_tokens(model, monkeypatch):
     reads = count_reads(monkeypatch)
     assert len(list(generate_prompt_lookup(model, [1, 2, 1, 2, 1, 2], 1, temperature=0))) == 1
     assert reads == [[6]]
@@ -725,7 +725,7 @@ def test_no_draft_reaches_past_the_last_token(model, monkeypatch):
 @pytest.mark.slow_except(6)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("n_texts", [2, 5, 20])
-def test_draft_tokens_in_a_batch_change_nothing(settings, n_texts):
+def test_batched_draft_tokens_change_nothing(settings, n_texts):
     """Texts of different lengths, of which some repeat themselves; with 20 there is no room for draft tokens."""
     model = new_model(context_window=30, positions="rotary", window=6)
     prompts = [[*range(i % 7), *[1, 2, 3, 4] * (i % 3), i] for i in range(n_texts)]
@@ -735,7 +735,7 @@ def test_draft_tokens_in_a_batch_change_nothing(settings, n_texts):
         assert generate_batch(model, prompts, 50, ways, n_draft_tokens=n_draft_tokens) == alone
 
 
-def test_a_batch_with_draft_tokens_takes_fewer_steps(monkeypatch):
+def test_batched_draft_tokens_reduce_steps(monkeypatch):
     model = new_model(context_window=200, positions="none", window=1)  # the last token decides the next
     plain = generate_batch(model, [[1], [2], [3]], 150, temperature=0)
     reads = count_reads(monkeypatch)
@@ -744,7 +744,7 @@ def test_a_batch_with_draft_tokens_takes_fewer_steps(monkeypatch):
     assert 10 < max(map(sum, reads)) <= 16  # as many as are read at the speed of the weights
 
 
-def test_draft_tokens_in_a_batch_that_are_rounded_in_another_way(monkeypatch):
+def test_batched_draft_tokens_change_nothing_despite_rounding(monkeypatch):
     model = new_model(context_window=60)
     noise = np.random.default_rng(3)
 
@@ -766,7 +766,7 @@ def test_draft_tokens_in_a_batch_that_are_rounded_in_another_way(monkeypatch):
 
 # -------------------------------------------------------------------- candidates
 @given(st.integers(0, 10**6), st.integers(0, 12), st.floats(0.01, 1), st.floats(0, 1), st.floats(0.05, 3))
-def test_only_what_cannot_be_drawn_is_left_out(seed, top_k, top_p, min_p, temperature):
+def test_candidates_contain_every_token_that_can_be_sampled(seed, top_k, top_p, min_p, temperature):
     """Against all tokens sorted."""
     logits = np.random.default_rng(seed).normal(0, 2, 40).round(1)
     order, probabilities = SamplingParams(temperature, top_k, top_p, min_p).candidates(logits)

@@ -19,7 +19,7 @@ SQUARE = op(lambda x: x * x, lambda x, g: 2 * x * g)
 @pytest.mark.parametrize(
     "x", [1.5, [1.0, 2.0], np.ones((2, 3)), np.zeros((0, 2)), np.float32([1, 2]), to_tensor([1, 2])], ids=str
 )
-def test_right_gradients_pass(x):
+def test_correct_gradients_pass(x):
     gradcheck(SQUARE, x)
     gradcheck(lambda t: t.exp() * t, x)
 
@@ -43,12 +43,12 @@ def test_right_gradients_pass(x):
         (lambda x: x.detach(), RuntimeError, "does not require a gradient"),
     ],
 )
-def test_wrong_gradients_are_named(fn, error, message):
+def test_wrong_gradients_raise(fn, error, message):
     with pytest.raises(error, match=message):
         gradcheck(fn, np.array([0.5, 1, 2, 3]))
 
 
-def test_the_wrong_element_and_input_are_named():
+def test_error_names_the_input_and_element():
     def fn(x, y):
         return record(x.array * y.array, (x, y), lambda g, needs_grad: (g * y.array, g * x.array * [1, 1, 2]), "mine")
 
@@ -58,7 +58,7 @@ def test_the_wrong_element_and_input_are_named():
         gradcheck(fn, np.ones(3), np.ones(3), n_directions=0)
 
 
-def test_large_inputs_go_by_directions_alone():
+def test_large_inputs_use_only_directional_derivatives():
     calls = []
 
     def fn(x):
@@ -69,7 +69,7 @@ def test_large_inputs_go_by_directions_alone():
     assert len(calls) == 1 + 2 * 3
 
 
-def test_inputs_stay_as_they_are():
+def test_inputs_are_unchanged():
     array = np.float32([1, 2])
     t = to_tensor(array, is_batched=True)
     seen: list[Tensor] = []
@@ -79,7 +79,7 @@ def test_inputs_stay_as_they_are():
     assert x.dtype == np.float64 and x.is_batched and i.dtype == int and not i.requires_grad
 
 
-def test_inputs_that_require_no_gradient_are_not_probed():
+def test_inputs_without_requires_grad_are_skipped():
     wrong_for_y = lambda x, y: record(x.array * y.array, (x, y), lambda g, needs_grad: (g * y.array, g), "mine")
     gradcheck(wrong_for_y, np.ones(2), to_tensor([3, 4], requires_grad=False))
     with pytest.raises(ValueError, match="input 1"):

@@ -12,7 +12,7 @@ from tricycle.initialisers import Initialiser, normal, xavier, zeros
 
 @pytest.mark.parametrize("initialiser", [zeros, xavier, normal(0.02)], ids=["zeros", "xavier", "normal"])
 @pytest.mark.parametrize("shape", [(3, 4), (1, 1), (5,)], ids=str)
-def test_shape_dtype_and_seed(initialiser: Initialiser, shape: tuple[int, ...]) -> None:
+def test_initialisers_give_shape_dtype_and_follow_the_seed(initialiser: Initialiser, shape: tuple[int, ...]) -> None:
     values = initialiser(shape, np.random.default_rng(1))
     assert values.shape == shape and values.dtype == np.float32
     assert np.array_equal(values, initialiser(shape, np.random.default_rng(1)))
@@ -23,7 +23,7 @@ def test_shape_dtype_and_seed(initialiser: Initialiser, shape: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("std", [0.02, 1.0])
-def test_normal_has_mean_0_and_the_deviation_asked_for(std: float) -> None:
+def test_normal_has_mean_0_and_the_given_std(std: float) -> None:
     values = normal(std)((300, 300), np.random.default_rng(0)).astype(np.float64)
     assert abs(values.mean()) < 5 * std / 300
     assert values.std() == pytest.approx(std, rel=0.02)
@@ -33,7 +33,7 @@ def test_normal_has_mean_0_and_the_deviation_asked_for(std: float) -> None:
 
 
 @pytest.mark.parametrize("shape", [(200, 300), (100, 900)], ids=str)
-def test_xavier_fills_its_interval_evenly(shape: tuple[int, int]) -> None:
+def test_xavier_is_uniform_over_its_interval(shape: tuple[int, int]) -> None:
     values = xavier(shape, np.random.default_rng(0)).astype(np.float64)
     limit = math.sqrt(6 / sum(shape))
     assert abs(values).max() <= limit * (1 + 1e-6)

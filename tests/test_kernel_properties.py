@@ -127,7 +127,7 @@ def run_property(version: tuple[str, int], data: Any, layout: str | None = None)
 
 
 # -------------------------------------------------------------------- tests
-def test_every_kernel_with_faster_versions_has_a_property():
+def test_every_kernel_with_providers_has_a_property():
     assert set(FASTER) - NOT_OPS <= set(ARGUMENTS) <= set(KERNELS)
 
 
@@ -139,14 +139,14 @@ each_version = pytest.mark.parametrize("version", VERSIONS, ids=lambda version: 
 @each_version
 @QUICK
 @given(data=st.data())
-def test_any_call(n_threads, version, data):
+def test_provider_matches_reference(n_threads, version, data):
     run_property(version, data)
 
 
 @each_version
 @QUICK
 @given(data=st.data())
-def test_read_only_inputs_are_taken(version, data):
+def test_providers_accept_read_only_inputs(version, data):
     """As files that are mapped into memory are."""
     run_property(version, data, "read-only")
 
@@ -156,12 +156,12 @@ def test_read_only_inputs_are_taken(version, data):
 @seed(SEED)
 @LONG
 @given(data=st.data())
-def test_any_call_at_length(n_threads, version, data):
+def test_provider_matches_reference_with_many_examples(n_threads, version, data):
     run_property(version, data)
 
 
 @pytest.mark.nightly
-def test_count():
+def test_print_number_of_cases():
     """Says how many cases were run before; seen with -s."""
     n_declined = CASES.pop("declined", 0)
     print(f"\n{sum(CASES.values()):,} cases of {len(CASES)} kernels, {n_declined:,} declined, seed {SEED}")

@@ -274,14 +274,14 @@ def assert_close(name: str, actual: list, expected: list, dtype: type) -> None:
 
 
 # -------------------------------------------------------------------- tests
-def test_every_kernel_is_tested_and_offered():
+def test_every_kernel_is_exported_and_has_a_case():
     assert set(KERNELS) - NOT_OPS == set(CASES)
     homes = [kernels, *(import_module(f"tricycle.kernels.{file.name}") for file in iter_modules(kernels.__path__))]
     assert {name: x for home in homes for name, x in vars(home).items() if isinstance(x, Kernel)} == KERNELS
 
 
 @all_cases
-def test_agrees_with_the_reference_in_float64(name, size):
+def test_providers_match_the_reference_in_float64(name, size):
     expected = outputs(name, KERNELS[name].reference, draw(name, size, np.float64))
     for layout, dtype in ((contiguous, np.float32), (contiguous, np.float64), (strided, np.float32)):
         actual = outputs(name, KERNELS[name], draw(name, size, dtype, layout))
@@ -289,7 +289,7 @@ def test_agrees_with_the_reference_in_float64(name, size):
 
 
 @pytest.mark.parametrize("name", sorted(set(FASTER) - NOT_OPS))
-def test_threads_do_not_change_results(name, monkeypatch):
+def test_results_do_not_depend_on_the_number_of_threads(name, monkeypatch):
     """Three threads, whatever this machine has, and pieces so small that all of them get some."""
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     monkeypatch.setattr(chunks, "CHUNK_SIZE", 64)
@@ -304,7 +304,7 @@ def test_threads_do_not_change_results(name, monkeypatch):
 
 
 @all_cases
-def test_the_reference_keeps_float32_and_layout(name, size):
+def test_reference_keeps_float32_and_accepts_any_layout(name, size):
     expected = outputs(name, KERNELS[name].reference, draw(name, size, np.float64))
     with use_reference():
         actual = outputs(name, KERNELS[name], draw(name, size, np.float32, strided))
@@ -314,7 +314,7 @@ def test_the_reference_keeps_float32_and_layout(name, size):
 @pytest.mark.gpu
 @all_cases
 @pytest.mark.parametrize("plain", [False, True])
-def test_gpu_agrees(name, size, plain):
+def test_gpu_matches_the_reference(name, size, plain):
     cupy = pytest.importorskip("cupy")
     if name in ON_HOSTS:
         pytest.skip("for CPUs alone")
@@ -327,7 +327,7 @@ def test_gpu_agrees(name, size, plain):
 
 
 @pytest.mark.parametrize("name", sorted(set(FASTER) - NOT_OPS))
-def test_use_reference_forces_the_plain_version(name, monkeypatch):
+def test_use_reference_forces_the_reference_kernel(name, monkeypatch):
     calls = []
     version = FASTER[name][-1]
     offer(monkeypatch, np.ndarray, {name: [lambda *args: calls.append(name) or version(*args)]})
@@ -347,7 +347,7 @@ def test_use_reference_forces_the_plain_version(name, monkeypatch):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("shift", [-1e4, -70.0, 0.0, 70.0, 1e4])
-def test_cross_entropy_of_logits_of_any_size(shift):
+def test_cross_entropy_of_shifted_logits(shift):
     logits, labels, weights = draw("cross_entropy", (40, 30), np.float64)
     logits[::2] += shift
     expected = kernels.cross_entropy.reference(logits, labels, weights)
@@ -359,7 +359,7 @@ def test_cross_entropy_of_logits_of_any_size(shift):
 
 
 @pytest.mark.filterwarnings("error")
-def test_the_loss_in_half_precision_does_not_overflow():
+def test_float16_loss_does_not_overflow():
     """e^15 is more than float16 holds."""
     logits = np.full((3, 5), 15, np.float16)
     total, slope = kernels.cross_entropy(logits, np.zeros(3, int), np.ones(3, np.float16))
@@ -375,7 +375,7 @@ def two_threads(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (32, 256, 1024), (7, 5, 3), (1, 300, 70), (33, 1000, 65), (2, 481, 64)])
-def test_a_repeated_matrix_multiplies_as_the_plain_one(shape, rng):
+def test_repeated_matmul_matches_the_reference(shape, rng):
     n_rows, n_inner, n_columns = shape
     left, matrix = rng.standard_normal((n_rows, n_inner)), rng.standard_normal((n_inner, n_columns))
     right, repeated = rng.standard_normal((n_rows, n_columns)), recurrent.prepare_matrix(matrix)
@@ -386,7 +386,7 @@ def test_a_repeated_matrix_multiplies_as_the_plain_one(shape, rng):
 
 @pytest.mark.parametrize("n_items", [1, cpu.recurrence.ITEMS + 1])
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_pipeline_keeps_its_order(two_threads, n_items, plain):
+def test_batch_parallel_runs_steps_in_order(two_threads, n_items, plain):
     pieces, done = [(slice(i, i + 1), slice(0, n_items)) for i in range(20)], []
 
     def then(piece):
@@ -402,7 +402,7 @@ def test_a_pipeline_keeps_its_order(two_threads, n_items, plain):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_an_error_in_a_pipeline_ends_it(two_threads, which):
+def test_error_in_batch_parallel_stops_it(two_threads, which):
     def dies(piece):
         raise ArithmeticError("broken")
 
@@ -413,7 +413,7 @@ def test_an_error_in_a_pipeline_ends_it(two_threads, which):
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (7, 5, 3), (600, 70, 90), (90, 70, 600), (5, 300, 5)])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_a_product_goes_where_it_is_told(shape, with_bias, monkeypatch, rng):
+def test_matmul_writes_to_out(shape, with_bias, monkeypatch, rng):
     monkeypatch.setattr(matmul_plan, "MIN_SHARED_WORK", 0)
     n_rows, n_inner, n_columns = shape
     a, b, bias = rng.standard_normal((n_rows, n_inner)), rng.standard_normal((n_inner, n_columns)), None
@@ -461,7 +461,7 @@ DECLINED = [
 
 
 @pytest.mark.parametrize(("version", "arguments", "reason"), DECLINED)
-def test_versions_for_the_cpu_say_why_they_decline(version, arguments, reason, two_threads, monkeypatch):
+def test_cpu_providers_decline_with_a_reason(version, arguments, reason, two_threads, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_SIZE", 12)
     if reason is None:
         assert version.decline_reason(*arguments) is None
@@ -491,7 +491,7 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("n_copies", [1, 400], ids=["small", "large"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_faster_versions_agree_on_numbers_at_the_ends(name, dtype, n_copies):
+def test_providers_match_the_reference_on_extreme_values(name, dtype, n_copies):
     """On infinity and NaN, on what overflows, and on zeros: large arrays go through compiled loops."""
     pytest.importorskip("ml_dtypes")
     with np.errstate(all="ignore"):

@@ -67,7 +67,7 @@ NOT_HERE = {"attention_backward"}
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @pytest.mark.parametrize("name", CASES)
-def test_they_give_what_the_plain_ones_give(name, dtype, layout):
+def test_providers_match_the_reference_in_16_bits(name, dtype, layout):
     sizes = CASES[name][1]
     if name in NOT_HERE and dtype.name == "bfloat16":
         return
@@ -77,7 +77,7 @@ def test_they_give_what_the_plain_ones_give(name, dtype, layout):
 
 @each_dtype
 @pytest.mark.parametrize("asked_for", [np.float32, np.float64])
-def test_attention_gives_the_dtype_that_is_asked_for(asked_for, dtype):
+def test_attention_output_dtype(asked_for, dtype):
     arguments = narrow("attention", CASES["attention"][1][0], dtype, contiguous)[:5]
     results = [
         kernel(*arguments, None, np.dtype(asked_for)) for kernel in (kernels.attention, kernels.attention.reference)
@@ -94,7 +94,7 @@ N_ROWS = 70_001  # float16 ends at 65,504
 @each_dtype
 @pytest.mark.parametrize("subtract_mean", [True, False])
 @pytest.mark.parametrize("size", [7, 384])
-def test_norms_of_values_near_20000(subtract_mean, size, dtype, rng):
+def test_norms_of_values_near_20000_do_not_overflow(subtract_mean, size, dtype, rng):
     x = (20_000 + 100 * rng.standard_normal((33, size))).astype(dtype)
     gain, bias = (rng.standard_normal(size).astype(dtype) for _ in range(2))
     wide = [a.astype(np.float64) for a in (x, gain, bias)]
@@ -119,7 +119,7 @@ def near_ones(rng, *shape: int) -> np.ndarray:
 
 
 @each_dtype
-def test_sums_of_70000_rows(dtype, rng):
+def test_sums_of_70000_rows_do_not_overflow(dtype, rng):
     x = near_ones(rng, N_ROWS, 3).astype(dtype)
     wide = x.astype(np.float64)
     for sums in (kernels.sum_rows(x), kernels.matmul_operand_and_sums(x, "float32")[1]):
@@ -135,7 +135,7 @@ def test_sums_of_70000_rows(dtype, rng):
 
 @each_dtype
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_losses_of_70000_rows(dtype, smoothing, rng):
+def test_losses_of_70000_rows_do_not_overflow(dtype, smoothing, rng):
     logits, labels = rng.standard_normal((N_ROWS, 5)).astype(dtype), rng.integers(0, 5, N_ROWS)
     weights = near_ones(rng, N_ROWS).astype(dtype)
     wide = logits.astype(np.float64), labels, weights.astype(np.float64), smoothing
@@ -149,7 +149,7 @@ def test_losses_of_70000_rows(dtype, smoothing, rng):
 
 
 @each_dtype
-def test_gradients_of_a_norm_over_70000_rows(dtype, rng):
+def test_norm_gradients_over_70000_rows_do_not_overflow(dtype, rng):
     x, grad = (near_ones(rng, N_ROWS, 4).astype(dtype) for _ in range(2))
     gain = np.ones(4, dtype)
     _, mean, scale = kernels.layer_norm(x, gain, None, 1e-5, False)
@@ -162,7 +162,7 @@ def test_gradients_of_a_norm_over_70000_rows(dtype, rng):
 
 # -------------------------------------------------------------------- some narrow, some wide
 @each_dtype
-def test_a_narrow_array_beside_a_wide_gradient(dtype, rng):
+def test_mixed_16_bit_input_and_float32_gradient(dtype, rng):
     x, gain = rng.standard_normal((9, 40)).astype(dtype), rng.standard_normal(40).astype(np.float32)
     grad = rng.standard_normal((9, 40)).astype(np.float32)
     _, mean, scale = kernels.layer_norm(x, gain, None, 1e-5, True)

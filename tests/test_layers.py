@@ -85,7 +85,7 @@ def layer_and_input(name: str, rng: np.random.Generator) -> tuple[Layer, np.ndar
 
 
 # -------------------------------------------------------------------- the walk
-def test_the_walk_finds_parameters_in_every_container_and_shared_ones_once() -> None:
+def test_parameters_in_containers_are_found_and_shared_ones_listed_once() -> None:
     zoo = Zoo()
     assert [(name, p.shape) for name, p in zoo.named_parameters()] == [
         ("alone", (3,)),
@@ -102,7 +102,7 @@ def test_the_walk_finds_parameters_in_every_container_and_shared_ones_once() -> 
     assert len(list(zoo.layers())) == 4
 
 
-def test_layers_have_names_each_the_first_of_its_own() -> None:
+def test_named_layers_lists_each_layer_under_its_first_name() -> None:
     zoo = Zoo()
     named = list(zoo.named_layers())
     assert [name for name, _ in named] == ["", "layer", "in_list.0", "in_dict.b.deep.0"]
@@ -113,7 +113,7 @@ def test_layers_have_names_each_the_first_of_its_own() -> None:
     assert names == ["", "steps.0", "steps.0.steps.0", *(f"steps.0.steps.0.{name}" for name, _ in named[1:])]
 
 
-def test_train_and_eval_reach_every_inner_layer() -> None:
+def test_train_and_eval_reach_every_sublayer() -> None:
     inner = Dropout(0.5)
     model = Sequential(Dense(2, 2), Sequential(inner))
     assert model.training and inner.training
@@ -123,7 +123,7 @@ def test_train_and_eval_reach_every_inner_layer() -> None:
     assert all(layer.training for layer in model.layers())
 
 
-def test_zero_grad_forgets_every_gradient(rng: np.random.Generator) -> None:
+def test_zero_grad_clears_every_gradient(rng: np.random.Generator) -> None:
     model = Sequential(Dense(2, 3), LayerNorm(3))
     model(rng.standard_normal((4, 2))).backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -148,7 +148,7 @@ def test_update_changes_a_shared_parameter_once(optimiser: Any) -> None:
 
 
 # -------------------------------------------------------------------- modes
-def test_evaluating_leaves_each_layer_in_its_mode() -> None:
+def test_evaluating_restores_the_mode_of_each_layer() -> None:
     dropped, kept = Dropout(0.5), Dropout(0.5)
     model = Sequential(dropped, Sequential(kept))
     kept.eval()
@@ -168,7 +168,7 @@ def in_a_circle() -> tuple[Sequential, Dense]:
     return whole, part
 
 
-def test_layers_that_hold_each_other_have_each_parameter_once() -> None:
+def test_cyclic_layers_list_each_parameter_once() -> None:
     whole, part = in_a_circle()
     assert [name for name, _ in whole.named_parameters()] == ["steps.0.weights", "steps.0.bias"]
     assert [name for name, _ in part.named_parameters()] == ["weights", "bias"]
@@ -176,7 +176,7 @@ def test_layers_that_hold_each_other_have_each_parameter_once() -> None:
     assert set(whole.state_dict()) == {"steps.0.weights", "steps.0.bias"}
 
 
-def test_layers_that_hold_each_other_are_printed() -> None:
+def test_cyclic_layers_can_be_printed() -> None:
     whole, part = in_a_circle()
     assert repr(whole).splitlines() == [
         "Sequential: 9 parameters",
@@ -188,7 +188,7 @@ def test_layers_that_hold_each_other_are_printed() -> None:
     assert repr(part).splitlines()[-2:] == ["  owner Sequential: 9 parameters", "    steps.0 Dense: see above"]
 
 
-def test_layers_that_hold_each_other_train_and_are_copied() -> None:
+def test_cyclic_layers_train_and_can_be_copied() -> None:
     whole, part = in_a_circle()
     twin = pickle.loads(pickle.dumps(copy.deepcopy(whole)))
     assert twin.steps[0].owner is twin
@@ -200,7 +200,7 @@ def test_layers_that_hold_each_other_train_and_are_copied() -> None:
 
 
 # -------------------------------------------------------------------- freezing
-def test_a_frozen_layer_keeps_every_byte_and_passes_the_gradient_on(rng: np.random.Generator) -> None:
+def test_frozen_layer_is_unchanged_and_propagates_gradients(rng: np.random.Generator) -> None:
     first, frozen, last = Dense(3, 3), Dense(3, 3), Dense(3, 2)
     assert frozen.freeze() is frozen
     model = Sequential(first, frozen, last)
@@ -219,7 +219,7 @@ def test_a_frozen_layer_keeps_every_byte_and_passes_the_gradient_on(rng: np.rand
     assert frozen.weights.array.tobytes() != before["steps.1.weights"]
 
 
-def test_freezing_forgets_a_gradient_that_was_there(rng: np.random.Generator) -> None:
+def test_freezing_clears_the_gradient(rng: np.random.Generator) -> None:
     layer = Dense(3, 2)
     layer(rng.standard_normal((4, 3))).backward()
     layer.freeze()
@@ -231,7 +231,7 @@ def test_freezing_forgets_a_gradient_that_was_there(rng: np.random.Generator) ->
 
 
 # -------------------------------------------------------------------- state
-def test_state_goes_from_one_model_to_another(rng: np.random.Generator) -> None:
+def test_state_dict_transfers_to_another_model(rng: np.random.Generator) -> None:
     make = LAYERS["Sequential"][0]
     model, other = make(), make()
     for p in model.parameters():
@@ -243,7 +243,7 @@ def test_state_goes_from_one_model_to_another(rng: np.random.Generator) -> None:
         assert q.array is array and not np.shares_memory(p.array, q.array)
 
 
-def test_loading_keeps_the_dtype() -> None:
+def test_load_state_dict_keeps_the_dtype() -> None:
     layer = Dense(2, 1)
     layer.load_state_dict({"weights": np.ones((2, 1)), "bias": np.array([3.0])})
     assert layer.weights.dtype == layer.bias.dtype == np.float32
@@ -251,13 +251,13 @@ def test_loading_keeps_the_dtype() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8, bool])
-def test_whole_numbers_are_no_weights(dtype) -> None:
+def test_load_state_dict_rejects_integers(dtype) -> None:
     layer = Dense(2, 1)
     with pytest.raises(ValueError, match=f"weights: expected an array that fits float32, got {np.dtype(dtype)}"):
         layer.load_state_dict({"weights": np.ones((2, 1), dtype), "bias": np.zeros(1)})
 
 
-def test_loading_names_every_problem_and_changes_nothing() -> None:
+def test_load_state_dict_reports_every_problem_and_changes_nothing() -> None:
     model = Sequential(Dense(2, 3), Dense(3, 1))
     before = {name: array.copy() for name, array in model.state_dict().items()}
     bad = {
@@ -278,7 +278,7 @@ def test_loading_names_every_problem_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("value", [[1.0], None, to_tensor([1.0]), np.array([1j]), np.array([None])], ids=repr)
-def test_loading_takes_arrays_of_numbers_only(value: Any) -> None:
+def test_load_state_dict_accepts_only_numeric_arrays(value: Any) -> None:
     layer = Dense(1, 1, generator=0)
     weights = layer.weights.array.copy()
     with pytest.raises(ValueError, match=r"Dense.load_state_dict: bias: expected an array that fits float32, got \w+$"):
@@ -287,7 +287,7 @@ def test_loading_takes_arrays_of_numbers_only(value: Any) -> None:
 
 
 # -------------------------------------------------------------------- printing, copies
-def test_the_printed_tree_shows_names_and_sizes() -> None:
+def test_printed_tree_shows_names_and_sizes() -> None:
     model = Sequential(Dense(1000, 3), ReLU(), Sequential(RMSNorm(3)))
     assert repr(model).splitlines() == [
         "Sequential: 3,006 parameters",
@@ -309,7 +309,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_copy_computes_the_same_and_is_independent(name: str, duplicate: Callable, rng: np.random.Generator) -> None:
+def test_copy_computes_the_same_and_is_independent(name: str, duplicate: Callable, rng: np.random.Generator) -> None:
     layer, x = layer_and_input(name, rng)
     layer(x)  # a graph is alive, and gradients are there
     (layer(to_tensor(x)) * 2.0).backward()
@@ -321,7 +321,7 @@ def test_a_copy_computes_the_same_and_is_independent(name: str, duplicate: Calla
 
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-def test_a_copy_keeps_what_is_shared_frozen_and_eval(duplicate: Callable) -> None:
+def test_copy_keeps_sharing_frozen_flags_and_mode(duplicate: Callable) -> None:
     zoo = Zoo()
     zoo.in_list[0].freeze()
     zoo.eval()
@@ -333,7 +333,7 @@ def test_a_copy_keeps_what_is_shared_frozen_and_eval(duplicate: Callable) -> Non
 
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-def test_a_graph_never_goes_along(duplicate: Callable, rng: np.random.Generator) -> None:
+def test_copies_drop_the_graph(duplicate: Callable, rng: np.random.Generator) -> None:
     layer = Sequential(Dense(3, 3))
     layer.result = layer(rng.standard_normal((2, 3)))  # a user's own attribute
     twin = duplicate(layer)
@@ -342,12 +342,12 @@ def test_a_graph_never_goes_along(duplicate: Callable, rng: np.random.Generator)
 
 # -------------------------------------------------------------------- gradients
 @pytest.mark.parametrize("name", LAYERS)
-def test_gradients(name: str, rng: np.random.Generator) -> None:
+def test_layer_gradients_match_finite_differences(name: str, rng: np.random.Generator) -> None:
     check_layer_gradients(*layer_and_input(name, rng))
 
 
 # -------------------------------------------------------------------- each layer by itself
-def test_dense_is_a_linear_map(rng: np.random.Generator) -> None:
+def test_dense_matches_formula(rng: np.random.Generator) -> None:
     layer, x = Dense(3, 2, generator=1), rng.standard_normal((4, 5, 3)).astype(np.float32)
     layer.bias.array[...] = [1, -1]
     y = layer(x)
@@ -357,13 +357,13 @@ def test_dense_is_a_linear_map(rng: np.random.Generator) -> None:
     assert Dense(3, 2, bias=False).bias is None
 
 
-def test_dense_draws_from_its_generator() -> None:
+def test_dense_initial_weights_follow_the_generator() -> None:
     a, b, c = (Dense(6, 6, generator=g).weights.array for g in (3, np.random.default_rng(3), 4))
     assert np.array_equal(a, b) and not np.array_equal(a, c)
     assert not np.array_equal(Dense(6, 6).weights.array, Dense(6, 6).weights.array)
 
 
-def test_layers_take_lists_and_arrays_and_carry_the_batch_flag() -> None:
+def test_layers_accept_lists_and_arrays_and_keep_is_batched() -> None:
     layer = Dense(2, 2)
     assert layer([1, 2]).shape == (2,)
     assert layer(np.ones((3, 2))).dtype == np.float32
@@ -374,7 +374,7 @@ def test_layers_take_lists_and_arrays_and_carry_the_batch_flag() -> None:
 
 @pytest.mark.parametrize("scale, shift", [(1, 0), (1e-3, 5), (100, -100)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_layer_norm_follows_its_formula(scale: float, shift: float, bias: bool, rng: np.random.Generator) -> None:
+def test_layer_norm_matches_formula(scale: float, shift: float, bias: bool, rng: np.random.Generator) -> None:
     layer, x = LayerNorm(6, bias=bias), scale * rng.standard_normal((2, 3, 6)) + shift
     layer.gain.array[...] = gain = rng.standard_normal(6)
     expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * gain
@@ -387,7 +387,7 @@ def test_layer_norm_follows_its_formula(scale: float, shift: float, bias: bool, 
 
 @pytest.mark.parametrize("scale", [1, 1e-3, 1e3])
 @pytest.mark.parametrize("layer, eps", [(RMSNorm(6), 1e-5), (RMSNorm(6, eps=1e-3), 1e-3)], ids=["", "another eps"])
-def test_rms_norm_follows_its_formula(layer: RMSNorm, eps: float, scale: float, rng: np.random.Generator) -> None:
+def test_rms_norm_matches_formula(layer: RMSNorm, eps: float, scale: float, rng: np.random.Generator) -> None:
     x = scale * rng.standard_normal((2, 3, 6))
     layer.gain.array[...] = gain = rng.standard_normal(6)
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * gain
@@ -395,7 +395,7 @@ def test_rms_norm_follows_its_formula(layer: RMSNorm, eps: float, scale: float, 
     assert [name for name, _ in layer.named_parameters()] == ["gain"]
 
 
-def test_rms_norm_with_an_offset_of_one(rng: np.random.Generator) -> None:
+def test_rms_norm_with_gain_offset(rng: np.random.Generator) -> None:
     layer, x = RMSNorm(6, unit_offset=True), rng.standard_normal((2, 3, 6))
     np.testing.assert_allclose(layer(x).array, RMSNorm(6)(x).array, rtol=1e-6)
     layer.gain.array[...] = gain = rng.standard_normal(6)
@@ -403,14 +403,14 @@ def test_rms_norm_with_an_offset_of_one(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("layer", [LayerNorm(4), RMSNorm(4)], ids=lambda layer: type(layer).__name__)
-def test_norms_of_a_constant_row_stay_finite(layer: Layer) -> None:
+def test_norms_of_a_constant_row_are_finite(layer: Layer) -> None:
     x = to_tensor(np.zeros((2, 4)))
     y = layer(x)
     y.backward()
     assert not y.array.any() and np.isfinite(x.grad.array).all()
 
 
-def test_embedding_gives_rows_and_sums_the_gradients_of_equal_ids(rng: np.random.Generator) -> None:
+def test_embedding_returns_rows_and_sums_gradients_of_equal_ids(rng: np.random.Generator) -> None:
     layer, ids = Embedding(5, 3, generator=0), np.array([[1, 4, 1], [0, 1, 4]])
     out = layer(ids)
     assert np.array_equal(out.array, layer.weights.array[ids]) and out.shape == (2, 3, 3)
@@ -424,12 +424,12 @@ def test_embedding_gives_rows_and_sums_the_gradients_of_equal_ids(rng: np.random
 
 
 @pytest.mark.parametrize("ids", [3, [1, 1, 1], np.zeros((2, 2), np.uint8), np.zeros((0, 2), int)], ids=repr)
-def test_embedding_gradients(ids: Any) -> None:
+def test_embedding_gradients_match_finite_differences(ids: Any) -> None:
     check_layer_gradients(Embedding(4, 2), np.asarray(ids))
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
-def test_dropout_keeps_the_mean_and_drops_the_right_share(probability: float) -> None:
+def test_dropout_keeps_the_mean_and_drops_the_given_fraction(probability: float) -> None:
     x = to_tensor(np.ones((200, 500)))
     y = Dropout(probability, generator=1)(x)
     kept = y.array != 0
@@ -442,7 +442,7 @@ def test_dropout_keeps_the_mean_and_drops_the_right_share(probability: float) ->
     assert kept.mean(0).min() > 0 and 0 < kept.mean(1).min() < 1
 
 
-def test_dropout_is_decided_by_its_seed_and_differs_from_call_to_call() -> None:
+def test_dropout_follows_its_seed_and_differs_between_calls() -> None:
     x = np.ones((20, 20))
     a, b, c = (Dropout(0.5, generator=seed) for seed in (1, 1, 2))
     first, second = a(x).array, a(x).array
@@ -450,14 +450,14 @@ def test_dropout_is_decided_by_its_seed_and_differs_from_call_to_call() -> None:
     assert not np.array_equal(first, second) and not np.array_equal(first, c(x).array)
 
 
-def test_dropout_twice_before_backward_uses_the_mask_of_each_call() -> None:
+def test_dropout_backward_uses_the_mask_of_its_call() -> None:
     layer, x, y = Dropout(0.5, generator=0), to_tensor(np.ones(100)), to_tensor(np.ones(100))
     first, second = layer(x), layer(y)
     (first + second).backward()
     assert np.array_equal(x.grad.array, first.array) and np.array_equal(y.grad.array, second.array)
 
 
-def test_dropout_is_off_in_eval_and_draws_nothing() -> None:
+def test_dropout_in_eval_is_identity_and_draws_nothing() -> None:
     layer = Dropout(0.5, generator=3)
     state = layer.generator.bit_generator.state
     x = to_tensor(np.ones((4, 4)))
@@ -500,7 +500,7 @@ BAD = {
 test_bad_input = bad_input(BAD)
 
 
-def test_a_layer_without_forward_says_so() -> None:
+def test_layer_without_forward_raises() -> None:
     class Empty(Layer):
         pass
 
@@ -510,7 +510,7 @@ def test_a_layer_without_forward_says_so() -> None:
 
 @pytest.mark.parametrize("first", ["embedding", "head"])
 @pytest.mark.parametrize("n_rows", [5, 200])
-def test_a_table_that_is_used_twice_gets_both_gradients(first, n_rows, rng):
+def test_embedding_table_used_twice_gets_both_gradients(first, n_rows, rng):
     """With more rows than ids, too, where only the rows that were taken are added to what has come before."""
     embedding = Embedding(n_rows, 4)
     ids = rng.integers(0, n_rows, (6, 7))
@@ -524,7 +524,7 @@ def test_a_table_that_is_used_twice_gets_both_gradients(first, n_rows, rng):
     np.testing.assert_allclose(embedding.weights.grad.array, expected, 1e-5)
 
 
-def test_rows_of_a_table_do_not_come_to_a_gradient_that_others_hold(rng):
+def test_embedding_gradient_does_not_modify_a_shared_gradient(rng):
     table = Parameter(rng.standard_normal((50, 4)).astype(np.float32))
     other = Parameter(rng.standard_normal((50, 4)).astype(np.float32))
     embedding = Embedding(50, 4)

@@ -14,29 +14,29 @@ def labels(values, dtype=int):
     return to_tensor(values, dtype=dtype)
 
 
-def test_cross_entropy_of_the_seed():
+def test_cross_entropy_example():
     loss = CrossEntropy()(labels([0, 1, 2]), to_tensor(ROWS))
     assert str(loss) == "Tensor(1.2181114, name=cross_entropy)"
     assert f"{loss:.3f}" == "1.218" and loss.shape == () and not loss.is_batched
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.uint16])
-def test_labels_of_any_whole_dtype(dtype):
+def test_cross_entropy_accepts_any_integer_dtype(dtype):
     assert CrossEntropy(ignore_index=-100)(labels([0, 1, 2], dtype), ROWS).close_to(1.2181114)
 
 
-def test_cross_entropy_takes_plain_lists():
+def test_cross_entropy_accepts_lists():
     assert CrossEntropy()([0, 1, 2], ROWS).close_to(1.2181114)
 
 
 @pytest.mark.parametrize("n_classes", [1, 2, 7, 1000])
-def test_even_logits_cost_the_log_of_the_classes(n_classes):
+def test_cross_entropy_of_equal_logits_is_log_n_classes(n_classes):
     loss = CrossEntropy()(labels([0] * 3), to_tensor(np.full((3, n_classes), 5.0)))
     assert abs(float(loss) - np.log(n_classes)) < 1e-5
 
 
 @pytest.mark.filterwarnings("error")
-def test_large_logits_neither_overflow_nor_round_away():
+def test_cross_entropy_of_large_logits_is_exact():
     logits = to_tensor([[1e30, 0], [1e30, 0], [0, -80], [1e4, 0]])
     for row, (label, expected) in enumerate([(0, 0), (1, 1e30), (0, 0), (1, 1e4)]):
         assert CrossEntropy()(labels([label]), logits[row : row + 1]).close_to(expected)
@@ -45,7 +45,7 @@ def test_large_logits_neither_overflow_nor_round_away():
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (3, 1, 2)])
-def test_mean_over_all_positions(shape, rng):
+def test_cross_entropy_is_the_mean_over_positions(shape, rng):
     ids, logits = rng.integers(0, 5, 6), rng.standard_normal((6, 5))
     expected = CrossEntropy()(labels(ids), to_tensor(logits))
     assert CrossEntropy()(labels(ids.reshape(shape)), to_tensor(logits.reshape(*shape, 5))).close_to(expected)
@@ -53,7 +53,7 @@ def test_mean_over_all_positions(shape, rng):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("ignore", [-1, -100, 0, 2])
-def test_ignored_positions_count_nowhere(ignore, rng):
+def test_ignored_positions_have_no_effect(ignore, rng):
     ids, logits = np.array([1, ignore, 1, ignore]), rng.standard_normal((4, 3))
     logits[1] = [-np.inf, 0, 3]  # an infinite cost that must not count
     x = to_tensor(logits)
@@ -93,7 +93,7 @@ def test_bad_input(loss, truth, predicted, message):
     assert "\n" not in str(caught.value)
 
 
-def test_mean_squared_error():
+def test_mean_squared_error_values():
     x, y = to_tensor([1, 2]), to_tensor([4, 6])
     loss = MeanSquaredError()(x, y)
     assert str(loss) == "Tensor(12.5, name=mean_squared_error)"
@@ -103,14 +103,14 @@ def test_mean_squared_error():
     assert MeanSquaredError()([1, 2], y).dtype == np.float32
 
 
-def test_check_range():
+def test_check_range_reports_the_id():
     check_range("ids", np.array([0, 3]), 4)
     check_range("ids", np.array([], int), 0)
     with pytest.raises(ValueError, match=r"^ids: expected ids from 0 to 3, got 9$"):
         check_range("ids", np.array([9, 1]), 4)
 
 
-def test_smoothed_labels_follow_their_formula(rng):
+def test_label_smoothing_matches_formula(rng):
     ids, logits, share = rng.integers(0, 5, 6), rng.standard_normal((6, 5)), 0.2
     truth = np.full((6, 5), share / 5)
     truth[np.arange(6), ids] += 1 - share
@@ -120,12 +120,12 @@ def test_smoothed_labels_follow_their_formula(rng):
 
 
 @pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan")])
-def test_a_share_out_of_range_is_refused(share):
+def test_bad_label_smoothing_is_rejected(share):
     with pytest.raises(ValueError, match="expected label_smoothing from 0 to below 1"):
         CrossEntropy(label_smoothing=share)
 
 
-def test_a_scale_reaches_gradients_before_they_are_rounded(rng):
+def test_loss_scale_applies_before_rounding(rng):
     """In float16 the gradients of most of many classes would be lost without."""
     values, labels = rng.standard_normal((4096, 200)) / 4, rng.integers(0, 200, 4096)
     exact, small = to_tensor(values, dtype=float), to_tensor(values, dtype=np.float16)

@@ -50,13 +50,13 @@ def system(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_what_the_machine_has_free(system):
+def test_free_memory_of_the_machine(system):
     assert free_memory() == 4000 * 1024
     (system / "meminfo").unlink()
     assert free_memory() == memory._machine() > 0
 
 
-def test_the_limits_of_groups(system):
+def test_cgroup_v2_limits(system):
     (system / "cgroup").write_text("0::/a/b\n")
     group = system / "groups" / "a"
     assert free_memory() == 4000 * 1024  # without any limit
@@ -72,7 +72,7 @@ def test_the_limits_of_groups(system):
     assert free_memory() == 0
 
 
-def test_the_limits_of_groups_of_the_first_version(system):
+def test_cgroup_v1_limits(system):
     (system / "cgroup").write_text("9:name=systemd:/\n4:cpu,memory:/a\nodd\n")
     group = system / "groups" / "memory" / "a"
     group.mkdir(parents=True)
@@ -82,7 +82,7 @@ def test_the_limits_of_groups_of_the_first_version(system):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
-def test_the_limit_of_the_shell():
+def test_shell_memory_limit():
     program = "from tricycle.system.memory import free_memory; print(free_memory())"
     words = f"ulimit -v 4000000; {sys.executable} -c '{program}'"
     environment = {**os.environ, "TRICYCLE_MEMORY_GB": ""}
@@ -90,7 +90,7 @@ def test_the_limit_of_the_shell():
     assert 0 < int(out.stdout) < 4_000_000 * 1024
 
 
-def test_somebody_may_say_how_much_there_is(monkeypatch):
+def test_memory_limit_from_environment_variable(monkeypatch):
     monkeypatch.setenv(memory.VARIABLE, "1.5")
     assert free_memory() == 1_500_000_000
     for bad in ("much", "nan", "inf"):
@@ -99,7 +99,7 @@ def test_somebody_may_say_how_much_there_is(monkeypatch):
             free_memory()
 
 
-def test_the_check(monkeypatch):
+def test_check_memory_raises_when_too_little_is_free(monkeypatch):
     monkeypatch.setenv(memory.VARIABLE, "2")
     check_memory(2 * 10**9, "it")
     with pytest.raises(MemoryError, match=r"^it needs at least 2\.5 GB of memory, 2\.0 GB are free: buy some$"):
@@ -122,7 +122,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_model_that_does_not_fit_says_what_would(folder, monkeypatch):
+def test_memory_error_suggests_a_dtype_that_fits(folder, monkeypatch):
     """It has 57,504 numbers: 230 kB in float32, 115 in bfloat16; of int8 the largest matrix needs five bytes each."""
     monkeypatch.setenv(memory.VARIABLE, "0.00017")
     needs = r"llama: the model in --weights float32 needs at least 0\.000\d+ GB of memory, 0\.00017 GB are free: "
@@ -143,7 +143,7 @@ def test_a_model_that_does_not_fit_says_what_would(folder, monkeypatch):
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "float16", "stored", "int8"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_takes_what_is_said(tied, weights, tmp_path):
+def test_model_memory_matches_its_estimate(tied, weights, tmp_path):
     folder = tmp_path / "model"
     export_folder(GPT(replace(LLAMA, tied=tied, vocab_size=100)), None, folder, dtype="bfloat16")
     loaded = load(folder, weights)
@@ -155,14 +155,14 @@ def test_a_model_takes_what_is_said(tied, weights, tmp_path):
         assert said == takes
 
 
-def test_the_program_says_so_too(folder):
+def test_command_reports_too_little_memory(folder):
     done = call("generate", str(folder), "x", gigabytes=0.00017)
     assert done.returncode == 1
     assert "would fit" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_checkpoint_that_does_not_fit(tmp_path, monkeypatch):
+def test_checkpoint_larger_than_memory_raises(tmp_path, monkeypatch):
     save_checkpoint(tmp_path / "one.safetensors", GPT(DebugConfig()))
     monkeypatch.setenv(memory.VARIABLE, "0.0001")
     with pytest.raises(MemoryError, match=r"one\.safetensors needs at least 0\.\d+ GB of memory, 0\.0001 GB are free"):
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_does_not_fit(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "changes", [*({"optimiser": name} for name in OPTIMISERS), {"batch_size": 32}, {"accumulation_steps": 3}]
 )
-def test_training_takes_no_less_than_is_said(changes):
+def test_training_memory_is_at_least_the_estimate(changes):
     config = replace(GPTConfig.from_dict(DebugConfig().to_dict()), **changes)
     tokens = np.arange(20_000) % config.vocab_size
     with use_reference():
@@ -192,7 +192,7 @@ def test_training_takes_no_less_than_is_said(changes):
     "flags",
     ["--batch-size 1000000000", "--n-layers 100000000", "--vocab-size 1000000000000", "--accumulation-steps 10**9"],
 )
-def test_absurd_sizes_are_refused_before_anything_is_made(flags, tmp_path):
+def test_absurd_sizes_are_rejected_before_allocation(flags, tmp_path):
     flags = flags.replace("10**9", str(10**9))
     words = ["train", "--preset", "debug", "--device", "cpu", "--run-folder", str(tmp_path / "run"), *flags.split()]
     done = call(*words, gigabytes="")

@@ -85,7 +85,7 @@ def tokens(rng: np.random.Generator) -> np.ndarray:
 # -------------------------------------------------------------------- shapes and inputs
 @each_family
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 7), (1, 19), (2, 20), (5,), (20,)], ids=str)
-def test_any_batch_and_any_length_up_to_the_window(config: GPTConfig, shape: tuple, rng: np.random.Generator) -> None:
+def test_logits_shape_for_any_batch_and_length(config: GPTConfig, shape: tuple, rng: np.random.Generator) -> None:
     model, tokens = GPT(config), rng.integers(0, config.vocab_size, shape)
     logits = model(tokens)
     assert logits.shape == (*shape, config.vocab_size) and logits.dtype == np.float32
@@ -94,7 +94,7 @@ def test_any_batch_and_any_length_up_to_the_window(config: GPTConfig, shape: tup
 
 
 @each_family
-def test_items_of_a_batch_do_not_meet(config: GPTConfig, tokens: np.ndarray) -> None:
+def test_batch_items_are_independent(config: GPTConfig, tokens: np.ndarray) -> None:
     model = lively(config)
     together = model(tokens).array
     for item in range(len(tokens)):
@@ -102,13 +102,13 @@ def test_items_of_a_batch_do_not_meet(config: GPTConfig, tokens: np.ndarray) -> 
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
-def test_every_whole_number_type_will_do(dtype: Any, tokens: np.ndarray) -> None:
+def test_tokens_of_any_integer_dtype(dtype: Any, tokens: np.ndarray) -> None:
     model = lively(TINY)
     assert np.array_equal(model(tokens.astype(dtype)).array, model(tokens.tolist()).array)
     assert np.array_equal(model(to_tensor(tokens, dtype=dtype)).array, model(tokens).array)
 
 
-def test_the_batch_flag_is_carried_to_the_logits() -> None:
+def test_logits_keep_is_batched() -> None:
     assert GPT(TINY)(to_tensor([[1, 2]], dtype=int, is_batched=True)).is_batched
 
 
@@ -133,7 +133,7 @@ def count_by_formula(config: GPTConfig) -> int:
 
 
 @each_kind
-def test_the_number_of_parameters(config: GPTConfig) -> None:
+def test_number_of_parameters(config: GPTConfig) -> None:
     assert GPT(config).n_parameters == count_by_formula(config)
 
 
@@ -146,7 +146,7 @@ def test_the_number_of_parameters(config: GPTConfig) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, GPTConfig) else "",
 )
-def test_the_size_of_the_presets(config: GPTConfig, lowest: int, highest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preset_sizes(config: GPTConfig, lowest: int, highest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # zeros that nothing writes to take no memory
     monkeypatch.setattr("tricycle.models.initialize_weights", lambda *args: None)
     n_parameters = GPT(config).n_parameters
@@ -155,14 +155,14 @@ def test_the_size_of_the_presets(config: GPTConfig, lowest: int, highest: int, m
 
 
 @each_kind
-def test_the_norms_are_those_of_the_config(config: GPTConfig) -> None:
+def test_norms_match_the_config(config: GPTConfig) -> None:
     norms = [layer for layer in GPT(config).layers() if isinstance(layer, (LayerNorm, RMSNorm))]
     per_block = 4 if config.qk_norm else 2
     assert len(norms) == per_block * config.n_layers + 1
     assert {type(norm) for norm in norms} == {LayerNorm if config.norm == "layer_norm" else RMSNorm}
 
 
-def test_blocks_whose_projections_start_at_zero_add_nothing() -> None:
+def test_blocks_with_zero_projections_are_identity() -> None:
     config = replace(TINY, zero_projections=True)
     model, tokens = GPT(config), np.arange(5)[None]
     for name, p in model.named_parameters():
@@ -173,7 +173,7 @@ def test_blocks_whose_projections_start_at_zero_add_nothing() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_precision_of_a_model_is_that_of_all_its_products(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_applies_to_every_matmul(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = GPT(replace(TINY, tied=tied, precision="tf32")), []
     model(np.arange(5)[None])  # faster versions register with the kernels
     monkeypatch.setattr(kernels, "matmul_operand", lambda x, precision: (x.size and asked.append(precision)) or x)
@@ -190,7 +190,7 @@ def test_the_precision_of_a_model_is_that_of_all_its_products(tied: bool, monkey
 
 
 @pytest.mark.parametrize("n_layers", [2, 8])
-def test_the_first_weights_are_gpt2s(n_layers: int) -> None:
+def test_initial_weights_match_gpt2(n_layers: int) -> None:
     model = GPT(replace(TINY, embedding_dim=96, vocab_size=300, context_window=64, n_layers=n_layers, tied=False))
     residual = 0
     for name, p in model.named_parameters():
@@ -206,7 +206,7 @@ def test_the_first_weights_are_gpt2s(n_layers: int) -> None:
 
 
 @each_family
-def test_weights_are_decided_by_the_seed(config: GPTConfig) -> None:
+def test_seed_determines_the_weights(config: GPTConfig) -> None:
     states = [GPT(replace(config, seed=seed)).state_dict() for seed in (1, 1, 2)]
     for name, array in states[0].items():
         assert np.array_equal(array, states[1][name])
@@ -214,14 +214,14 @@ def test_weights_are_decided_by_the_seed(config: GPTConfig) -> None:
 
 
 @each_family
-def test_a_fresh_model_is_undecided(config: GPTConfig, tokens: np.ndarray) -> None:
+def test_initial_loss_is_near_uniform(config: GPTConfig, tokens: np.ndarray) -> None:
     loss = CrossEntropy()(np.roll(tokens, 7), GPT(config)(tokens))
     assert loss.item() == pytest.approx(math.log(config.vocab_size), abs=0.1)
 
 
 # -------------------------------------------------------------------- causality
 @each_family
-def test_a_later_token_changes_no_earlier_logit(config: GPTConfig, tokens: np.ndarray) -> None:
+def test_later_tokens_do_not_change_earlier_logits(config: GPTConfig, tokens: np.ndarray) -> None:
     model = lively(config)
     before = model(tokens).array
     for place in (0, 7, 19):
@@ -241,7 +241,7 @@ def reach(config: GPTConfig) -> int:
     return config.n_layers * (config.window - 1) + 1
 
 
-def test_a_logit_sends_no_gradient_to_later_positions(tokens: np.ndarray) -> None:
+def test_logits_have_no_gradient_at_later_positions(tokens: np.ndarray) -> None:
     model = lively(TINY)
     (model(tokens)[:, 6] ** 2).sum().backward()
     reached = abs(model.position_embedding.weights.grad.array).max(axis=1) > 0
@@ -250,13 +250,13 @@ def test_a_logit_sends_no_gradient_to_later_positions(tokens: np.ndarray) -> Non
 
 # -------------------------------------------------------------------- gradients
 @each_family
-def test_gradients(config: GPTConfig, rng: np.random.Generator) -> None:
+def test_model_gradients_match_finite_differences(config: GPTConfig, rng: np.random.Generator) -> None:
     width = config.embedding_dim if config.n_key_heads or config.rotary_fraction < 1 else 4
     model = GPT(replace(config, n_layers=1, full_layers=(), embedding_dim=width, vocab_size=5, context_window=4))
     check_layer_gradients(model, rng.integers(0, 5, (2, 3)))
 
 
-def test_the_gradient_of_a_tied_head_is_the_sum_of_both_uses(tokens: np.ndarray) -> None:
+def test_tied_head_gradient_is_the_sum_of_both_uses(tokens: np.ndarray) -> None:
     tied, untied = lively(TINY), GPT(replace(TINY, tied=False))
     state = tied.state_dict()
     untied.load_state_dict(state | {"head.weights": state["token_embedding.weights"].T})
@@ -273,7 +273,7 @@ def test_the_gradient_of_a_tied_head_is_the_sum_of_both_uses(tokens: np.ndarray)
 
 
 @each_family
-def test_gradients_of_two_calls_before_backward_add_up(config: GPTConfig, tokens: np.ndarray) -> None:
+def test_gradients_of_two_calls_add_up(config: GPTConfig, tokens: np.ndarray) -> None:
     model, loss = lively(config), CrossEntropy()
     batches = [(tokens[:1], tokens[1:2]), (tokens[:, :9], tokens[:, 1:10])]
     alone = []
@@ -289,7 +289,7 @@ def test_gradients_of_two_calls_before_backward_add_up(config: GPTConfig, tokens
 # -------------------------------------------------------------------- generation
 
 
-def test_dropout_works_in_training_only_and_follows_the_seed(tokens: np.ndarray) -> None:
+def test_dropout_applies_only_in_training_and_follows_the_seed(tokens: np.ndarray) -> None:
     config = replace(TINY, dropout=0.3)
     a, b = GPT(config), GPT(config)
     first, second = a(tokens).array, a(tokens).array
@@ -300,7 +300,7 @@ def test_dropout_works_in_training_only_and_follows_the_seed(tokens: np.ndarray)
     assert np.array_equal(a(tokens).array, GPT(TINY)(tokens).array)
 
 
-def test_dropout_stands_after_the_embedding_too(tokens: np.ndarray) -> None:
+def test_dropout_follows_the_embedding(tokens: np.ndarray) -> None:
     model = GPT(replace(TINY, dropout=0.5))
     model.blocks = []
     assert not np.array_equal(model(tokens).array, model(tokens).array)
@@ -311,7 +311,7 @@ def test_dropout_stands_after_the_embedding_too(tokens: np.ndarray) -> None:
     "duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
 )
 @each_family
-def test_a_copy_learns_the_same_and_is_independent(config: GPTConfig, duplicate: Callable, tokens: np.ndarray) -> None:
+def test_copy_trains_identically_and_is_independent(config: GPTConfig, duplicate: Callable, tokens: np.ndarray) -> None:
     model = GPT(replace(config, dropout=0.2))
     CrossEntropy()(tokens, model(tokens)).backward()  # a gradient is there, which stays behind
     before = len(pickle.dumps(GPT(replace(config, dropout=0.2))))
@@ -329,7 +329,7 @@ def test_a_copy_learns_the_same_and_is_independent(config: GPTConfig, duplicate:
         assert np.array_equal(p.array, q.array) and not np.shares_memory(p.array, q.array)
 
 
-def test_another_softmax_on_a_trained_model(tokens: np.ndarray) -> None:
+def test_softmax_can_be_replaced_on_a_trained_model(tokens: np.ndarray) -> None:
     model = lively(TINY)
     plain, known = model(tokens).array, {name: p.array.copy() for name, p in model.named_parameters()}
     for name in ("softmax1", "adaptive", "blocks"):
@@ -346,7 +346,7 @@ def test_another_softmax_on_a_trained_model(tokens: np.ndarray) -> None:
         model.use_softmax("softer")
 
 
-def test_only_the_scales_of_a_frozen_model_learn(tokens: np.ndarray) -> None:
+def test_frozen_model_trains_only_block_scales(tokens: np.ndarray) -> None:
     model = lively(TINY).freeze()
     frozen = {name: p.array.tobytes() for name, p in model.named_parameters()}
     model.use_softmax("blocks", n_blocks=2)
@@ -362,7 +362,7 @@ def test_only_the_scales_of_a_frozen_model_learn(tokens: np.ndarray) -> None:
             assert (p.array[1, : TINY.context_window // 2] == 1).all()  # these see no second block, and do not decay
 
 
-def test_the_printed_tree() -> None:
+def test_printed_tree() -> None:
     lines = repr(GPT(DebugConfig())).splitlines()
     assert lines[0] == f"GPT: {count_by_formula(DebugConfig()):,} parameters"
     assert lines[1:3] == ["  token_embedding Embedding: 9,600 parameters", "    weights (300, 32)"]
@@ -379,7 +379,7 @@ LEARNERS = [
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("config", LEARNERS)
-def test_a_small_text_is_learned_by_heart(config: GPTConfig) -> None:
+def test_model_overfits_a_small_text(config: GPTConfig) -> None:
     model, optimiser = GPT(config), AdamW(0.02, weight_decay=0.0)
     text = np.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]])
     for step in range(120):
@@ -431,7 +431,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 test_bad_input = bad_input(BAD)
 
 
-def test_tokens_that_no_longer_fit_after_those_in_the_caches(tokens: np.ndarray) -> None:
+def test_tokens_beyond_the_context_window_with_caches_raise(tokens: np.ndarray) -> None:
     model = GPT(TINY)
     caches = model.new_caches()
     model(tokens[:, :18], caches)
@@ -442,7 +442,7 @@ def test_tokens_that_no_longer_fit_after_those_in_the_caches(tokens: np.ndarray)
 
 
 @pytest.mark.parametrize("config", [None, DebugConfig, {"n_layers": 2}], ids=["None", "the class", "a dict"])
-def test_only_a_config_makes_a_model(config: Any) -> None:
+def test_gpt_requires_a_config(config: Any) -> None:
     with pytest.raises(TypeError) as caught:
         GPT(config)
     assert str(caught.value) == f"GPT: expected a ModelConfig, got {config!r}"
@@ -450,7 +450,7 @@ def test_only_a_config_makes_a_model(config: Any) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("at_once", [2**22, 200])
-def test_logits_of_16_bits(tied, at_once, monkeypatch):
+def test_logits_dtype_in_bfloat16(tied, at_once, monkeypatch):
     """What training in bfloat16 makes its loss of; without gradients, and where they are capped, they stay float32."""
     model = GPT(replace(DebugConfig(), tied=tied, precision="bfloat16"))
     if kernels.matmul_operand(np.zeros((1, 1), np.float32), "bfloat16").dtype == np.float32:
@@ -481,7 +481,7 @@ def test_logits_of_16_bits(tied, at_once, monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_head_of_somebody_elses_takes_x_alone(precision):
+def test_user_head_receives_only_x(precision):
     class Halved(Layer):
         def __init__(self, head: Layer) -> None:
             self.head = head
@@ -510,7 +510,7 @@ class TwoHeads(GPT):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.filterwarnings("ignore:precision bfloat16")
-def test_the_loss_of_a_users_head_has_all_its_gradients(precision, monkeypatch):
+def test_user_head_parameters_get_gradients(precision, monkeypatch):
     """Also where the library's logits would be made in parts, whose gradients are those of its own parameters."""
     monkeypatch.setattr(models, "MAX_LOGITS", 100)
     config = replace(TINY, vocab_size=40, precision=precision)

@@ -67,14 +67,14 @@ class Weights(Layer):
 
 
 # -------------------------------------------------------------------- the rules
-def test_sgd_takes_the_gradient_times_the_rate() -> None:
+def test_sgd_subtracts_learning_rate_times_gradient() -> None:
     model = Weights().receive(2.0, -4.0)
     model.update(StochasticGradientDescent(0.25))
     np.testing.assert_allclose(model.matrix.array, [[0.5, -2.5], [2.5, 0.0]])
     np.testing.assert_allclose(model.vector.array, [2.0, 0.0])
 
 
-def test_momentum_keeps_a_velocity() -> None:
+def test_momentum_accumulates_velocity() -> None:
     model, optimiser = Weights(), StochasticGradientDescent(0.1, momentum=0.5)
     moved, velocity = 0.0, 0.0
     for grad in (1.0, 3.0, -2.0):
@@ -84,7 +84,7 @@ def test_momentum_keeps_a_velocity() -> None:
         np.testing.assert_allclose(model.matrix.array, Weights().matrix.array - moved, rtol=1e-6)
 
 
-def test_adamw_follows_algorithm_2() -> None:
+def test_adamw_matches_algorithm_2() -> None:
     rate, beta1, beta2, eps, decay = 0.1, 0.8, 0.9, 1e-3, 0.05
     model, optimiser = Weights(), AdamW(rate, (beta1, beta2), eps, decay)
     expected, m, v = Weights().matrix.array.astype(np.float64), 0.0, 0.0
@@ -96,7 +96,7 @@ def test_adamw_follows_algorithm_2() -> None:
         np.testing.assert_allclose(model.matrix.array, expected, rtol=1e-5)
 
 
-def test_lion_follows_algorithm_2() -> None:
+def test_lion_matches_algorithm_2() -> None:
     rate, beta1, beta2, decay = 0.1, 0.7, 0.9, 0.05
     model, optimiser = Weights(), Lion(rate, (beta1, beta2), decay)
     expected, m = Weights().matrix.array.astype(np.float64), 0.0
@@ -108,7 +108,7 @@ def test_lion_follows_algorithm_2() -> None:
 
 
 @pytest.mark.parametrize("relative_step", [False, True])
-def test_adafactor_follows_algorithms_4_and_5(relative_step: bool, rng: np.random.Generator) -> None:
+def test_adafactor_matches_algorithms_4_and_5(relative_step: bool, rng: np.random.Generator) -> None:
     """As written in the paper, in float64, with the second moment of a matrix made whole."""
     model, optimiser = (
         Weights(),
@@ -134,7 +134,7 @@ def test_adafactor_follows_algorithms_4_and_5(relative_step: bool, rng: np.rando
             np.testing.assert_allclose(p.array, array, rtol=1e-4, atol=1e-6)
 
 
-def test_adafactor_keeps_a_number_for_each_row_and_column() -> None:
+def test_adafactor_state_is_factored() -> None:
     parameter, optimiser = Parameter(np.ones((3, 4, 5))), Adafactor()
     assert {name: array.shape for name, array in optimiser.state_of(parameter)[1].items()} == {
         "rows": (3, 4),
@@ -147,7 +147,7 @@ def test_adafactor_keeps_a_number_for_each_row_and_column() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMISERS_BY_NAME)
-def test_the_table_tells_how_much_a_matrix_needs_and_what_of_a_config(name: str) -> None:
+def test_optimizer_table_gives_state_size_and_config_fields(name: str) -> None:
     row, config = OPTIMISERS_BY_NAME[name], DebugConfig(optimiser=name, beta1=0.5, beta2=0.75, weight_decay=0.25)
     optimiser = new_optimiser(config)
     assert type(optimiser) is row.kind and optimiser.weight_decay == 0.25
@@ -159,14 +159,14 @@ def test_the_table_tells_how_much_a_matrix_needs_and_what_of_a_config(name: str)
 
 
 @each_optimiser
-def test_a_rate_of_0_changes_nothing(make: Callable) -> None:
+def test_learning_rate_0_changes_nothing(make: Callable) -> None:
     model = Weights().receive(1.0, 1.0)
     model.update(make(0.0, weight_decay=0.5))
     assert np.array_equal(model.matrix.array, Weights().matrix.array)
 
 
 @each_optimiser
-def test_arrays_are_changed_in_place_and_keep_their_dtype(make: Callable) -> None:
+def test_updates_are_in_place_and_keep_the_dtype(make: Callable) -> None:
     model = Weights().receive(1.0, 1.0)
     array = model.matrix.array
     model.update(make(np.float64(0.1), weight_decay=0.1))
@@ -175,7 +175,7 @@ def test_arrays_are_changed_in_place_and_keep_their_dtype(make: Callable) -> Non
 
 
 @each_optimiser
-def test_a_parameter_whose_memory_is_strided(make: Callable) -> None:
+def test_update_of_a_strided_parameter(make: Callable) -> None:
     plain, strided = Weights(), Weights()
     strided.matrix.array = np.asfortranarray(strided.matrix.array)
     optimisers = make(0.1, weight_decay=0.1), make(0.1, weight_decay=0.1)
@@ -188,7 +188,7 @@ def test_a_parameter_whose_memory_is_strided(make: Callable) -> None:
 
 # -------------------------------------------------------------------- steps and schedules
 @each_optimiser
-def test_with_and_without_step(make: Callable) -> None:
+def test_update_with_and_without_step_argument(make: Callable) -> None:
     with_step, without = Weights(), Weights()
     first, second = make(lambda step: 0.1 * step), make(lambda step: 0.1 * step)
     for n in range(1, 4):
@@ -202,7 +202,7 @@ def test_with_and_without_step(make: Callable) -> None:
     assert np.array_equal(with_step.vector.array, without.vector.array)
 
 
-def test_the_schedule_decides_every_step() -> None:
+def test_schedule_sets_the_rate_of_every_step() -> None:
     schedule = WarmupCosine(1.0, 0.1, 2, 4)
     optimiser, model = StochasticGradientDescent(schedule), Weights()
     assert optimiser.learning_rate == 0.5  # of the first step, for whoever looks before it
@@ -214,7 +214,7 @@ def test_the_schedule_decides_every_step() -> None:
     assert rates == pytest.approx([schedule(n) for n in range(1, 6)], rel=1e-5)
 
 
-def test_a_rate_set_by_hand_holds_until_changed() -> None:
+def test_assigned_learning_rate_persists() -> None:
     optimiser, model = StochasticGradientDescent(0.5), Weights()
     optimiser.learning_rate = 0.25
     model.receive(1.0).update(optimiser)
@@ -222,7 +222,7 @@ def test_a_rate_set_by_hand_holds_until_changed() -> None:
 
 
 # -------------------------------------------------------------------- weight decay
-def test_which_parameters_of_a_gpt_decay_and_which_are_muons() -> None:
+def test_decayed_and_muon_parameters_of_a_gpt() -> None:
     named = dict(GPT(DebugConfig(tied=False, n_layers=1)).named_parameters())
     parts = ("attention.qkv", "attention.projection", "mlp.up", "mlp.projection")
     matrices = {f"blocks.0.{part}.weights" for part in parts}
@@ -231,7 +231,7 @@ def test_which_parameters_of_a_gpt_decay_and_which_are_muons() -> None:
 
 
 @each_optimiser
-def test_decay_multiplies_what_decays_and_leaves_the_rest(make: Callable) -> None:
+def test_weight_decay_applies_only_to_decayed_parameters(make: Callable) -> None:
     model = Weights().receive(0.0, 0.0)
     model.update(make(0.5, weight_decay=0.2))
     np.testing.assert_allclose(model.matrix.array, 0.9 * Weights().matrix.array, rtol=1e-6)
@@ -239,7 +239,7 @@ def test_decay_multiplies_what_decays_and_leaves_the_rest(make: Callable) -> Non
 
 
 @each_optimiser
-def test_a_rule_of_ones_own(make: Callable) -> None:
+def test_user_weight_decay_predicate(make: Callable) -> None:
     model = Weights().receive(0.0, 0.0)
     model.update(make(0.5, weight_decay=0.2, decays=lambda parameter: parameter.ndim == 1))
     np.testing.assert_allclose(model.vector.array, 0.9 * Weights().vector.array, rtol=1e-6)
@@ -247,7 +247,7 @@ def test_a_rule_of_ones_own(make: Callable) -> None:
 
 
 # -------------------------------------------------------------------- what a parameter is
-def test_the_roles_of_a_gpt() -> None:
+def test_parameter_roles_of_a_gpt() -> None:
     changes: dict[str, Any] = {"tied": False, "n_layers": 1, "softmax": "blocks"}
     roles = {name: role_of(p) for name, p in GPT(DebugConfig(**changes)).named_parameters()}
     assert roles["token_embedding.weights"] == "embedding"
@@ -268,26 +268,26 @@ class Named(Layer):
         self.table = LearnedPositions(3, 2, generator=0)
 
 
-def test_names_decide_nothing() -> None:
+def test_roles_do_not_depend_on_names() -> None:
     model = Named()
     assert [decays(p) for p in model.parameters()] == [True, True, False]
     assert [is_hidden_matrix(p) for p in model.parameters()] == [True, True, False]
 
 
-def test_a_plain_tensor_is_judged_by_its_axes() -> None:
+def test_role_of_a_tensor_depends_on_its_axes() -> None:
     matrix, vector = Weights().parameters()
     assert decays(matrix) and is_hidden_matrix(matrix)
     assert not decays(vector) and not is_hidden_matrix(vector)
 
 
-def test_a_vector_that_is_looked_at_decays_and_is_none_of_muons() -> None:
+def test_pooling_query_decays_without_muon() -> None:
     query = AttentionPooling(4, generator=0).query
     assert decays(query) and not is_hidden_matrix(query)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("role", [None, *ROLES])
-def test_copies_keep_the_role_and_print_as_tensors_do(duplicate: Callable, role: str | None) -> None:
+def test_copies_keep_the_role(duplicate: Callable, role: str | None) -> None:
     parameter = Parameter(np.ones((2, 1)), role)
     parameter.requires_grad = False
     twin = duplicate(parameter)
@@ -296,7 +296,7 @@ def test_copies_keep_the_role_and_print_as_tensors_do(duplicate: Callable, role:
     np.testing.assert_array_equal(twin.array, parameter.array)
 
 
-def test_an_unknown_role_is_refused() -> None:
+def test_unknown_role_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"^Parameter: expected role to be one of matrix, .*, got 'weights'$"):
         Parameter([1.0], "weights")
 
@@ -313,7 +313,7 @@ class Trace(Rule):
         weights -= step.learning_rate / step.number * state["sum"]
 
 
-def test_a_rule_of_a_user() -> None:
+def test_user_rule() -> None:
     model, optimiser = Weights(), Optimiser(0.5, Trace(), weight_decay=0.1)
     model.receive(1.0, 2.0).update(optimiser)
     model.receive(3.0, 4.0).update(optimiser)
@@ -322,14 +322,14 @@ def test_a_rule_of_a_user() -> None:
     np.testing.assert_allclose(model.vector.array, Weights().vector.array - 0.5 * 2 - 0.25 * 6, rtol=1e-6)
 
 
-def test_groups_choose_rules() -> None:
+def test_rules_are_chosen_by_predicate() -> None:
     optimiser = Optimiser(0.5, [(is_hidden_matrix, Trace()), (any_parameter, AdamWRule())])
     matrix, vector = Weights().parameters()
     assert list(optimiser.state_of(matrix)[1]) == ["sum"]
     assert list(optimiser.state_of(vector)[1]) == ["first", "second"]
 
 
-def test_muon_holds_one_moment_of_a_matrix_and_ignores_another() -> None:
+def test_muon_state_is_one_moment_per_matrix() -> None:
     optimiser = Muon()
     matrix, vector = Weights().parameters()
     assert list(optimiser.state_of(matrix)[1]) == ["first"]
@@ -345,7 +345,7 @@ each_with_a_factor = pytest.mark.parametrize("make", WITH_A_FACTOR.values(), ids
 
 @pytest.mark.parametrize("kind", [float, np.array, np.float32], ids=["number", "array", "scalar"])
 @each_with_a_factor
-def test_a_factor_multiplies_the_gradients(make: Callable, kind: Callable, rng: np.random.Generator) -> None:
+def test_factor_multiplies_the_gradients(make: Callable, kind: Callable, rng: np.random.Generator) -> None:
     models = [Weights(), Weights()]
     optimisers = [make(0.1), make(0.1)]
     for scale in (0.5, 1.0, 0.25):
@@ -359,7 +359,7 @@ def test_a_factor_multiplies_the_gradients(make: Callable, kind: Callable, rng: 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, np.array(0.0), np.array(math.nan)])
 @each_with_a_factor
-def test_with_a_factor_not_above_0_nothing_changes(make: Callable, factor: Any) -> None:
+def test_non_positive_factor_changes_nothing(make: Callable, factor: Any) -> None:
     model, optimiser = Weights(), make(0.1)
     model.receive(1.0, 1.0).update(optimiser)
     weights = [p.array.copy() for p in model.parameters()]
@@ -374,7 +374,7 @@ def test_with_a_factor_not_above_0_nothing_changes(make: Callable, factor: Any) 
 
 # -------------------------------------------------------------------- what is left alone
 @each_optimiser
-def test_a_parameter_without_gradient_keeps_weights_and_memory(make: Callable) -> None:
+def test_parameter_without_gradient_is_unchanged(make: Callable) -> None:
     model, optimiser = Weights(), make(0.1, weight_decay=0.1)
     model.receive(1.0).update(optimiser)  # none for the vector
     assert np.array_equal(model.vector.array, Weights().vector.array)
@@ -387,7 +387,7 @@ def test_a_parameter_without_gradient_keeps_weights_and_memory(make: Callable) -
 
 
 @each_optimiser
-def test_a_frozen_parameter_keeps_every_byte(make: Callable) -> None:
+def test_frozen_parameter_is_unchanged(make: Callable) -> None:
     model, optimiser = Weights().receive(1.0, 1.0), make(0.1, weight_decay=0.1)
     model.matrix.requires_grad = False  # frozen after its gradient came
     model.update(optimiser)
@@ -397,7 +397,7 @@ def test_a_frozen_parameter_keeps_every_byte(make: Callable) -> None:
 
 
 # -------------------------------------------------------------------- memory
-def test_memory_can_be_read_and_set() -> None:
+def test_optimizer_state_can_be_read_and_set() -> None:
     model, optimiser = Weights(), AdamW(0.1)
     assert optimiser.state_of(model.matrix)[0] == 0
     assert all(not moment.any() for moment in optimiser.state_of(model.matrix)[1].values())
@@ -409,7 +409,7 @@ def test_memory_can_be_read_and_set() -> None:
 
 
 @each_optimiser
-def test_what_is_remembered_continues_bit_for_bit(make: Callable, rng: np.random.Generator) -> None:
+def test_restored_optimizer_state_continues_bit_exactly(make: Callable, rng: np.random.Generator) -> None:
     grads = rng.standard_normal(8)
     model, optimiser = Weights(), make(0.1)
     for grad in grads[:4]:
@@ -431,7 +431,7 @@ def test_what_is_remembered_continues_bit_for_bit(make: Callable, rng: np.random
     "duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
 )
 @each_optimiser
-def test_a_copy_of_model_and_optimiser_together_continues_bit_for_bit(make: Callable, duplicate: Callable) -> None:
+def test_copied_model_and_optimizer_continue_bit_exactly(make: Callable, duplicate: Callable) -> None:
     model, optimiser = Weights(), make(0.1)
     for grad in (1.0, -2.0):
         model.receive(grad, grad).update(optimiser)
@@ -442,7 +442,7 @@ def test_a_copy_of_model_and_optimiser_together_continues_bit_for_bit(make: Call
     assert twin_optimiser.state_of(twin.matrix)[0] == 3
 
 
-def test_two_parameters_of_one_shape_have_memories_of_their_own() -> None:
+def test_parameters_of_equal_shape_have_separate_state() -> None:
     model = Sequential(Dense(2, 2, bias=False), Dense(2, 2, bias=False))
     first, second = model.parameters()
     optimiser = AdamW(0.1)
@@ -460,7 +460,7 @@ def test_two_parameters_of_one_shape_have_memories_of_their_own() -> None:
         ({"first": np.zeros(2), "second": np.zeros((2, 2))}, "optimizer state first of shape (2, 2), got (2,)"),
     ],
 )
-def test_memory_that_does_not_fit_is_refused(moments: dict, got: str) -> None:
+def test_mismatched_optimizer_state_is_rejected(moments: dict, got: str) -> None:
     model, optimiser = Weights(), AdamW(0.1)
     with pytest.raises(ValueError) as caught:
         optimiser.set_state(model.matrix, 3, moments)
@@ -469,7 +469,7 @@ def test_memory_that_does_not_fit_is_refused(moments: dict, got: str) -> None:
 
 
 # -------------------------------------------------------------------- clipping
-def test_the_norm_is_that_of_all_gradients_together() -> None:
+def test_gradient_norm_is_global() -> None:
     model = Weights().receive(2.0, 3.0)
     assert gradient_norm(model) == pytest.approx(math.sqrt(4 * 4 + 2 * 9))
     model.vector.grad = None
@@ -490,7 +490,7 @@ def twins(rng: np.random.Generator) -> list[Layer]:
 
 
 @each_optimiser
-def test_parameters_are_updated_at_once_to_the_same_bits(
+def test_parallel_updates_are_bit_identical(
     make: Callable, twins: list[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one after the other, whichever are worth all threads."""
@@ -516,9 +516,7 @@ def test_parameters_are_updated_at_once_to_the_same_bits(
         np.testing.assert_array_equal(mine.array, theirs.array)
 
 
-def test_a_rule_that_does_not_say_so_is_called_in_one_thread(
-    twins: list[Layer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rule_without_thread_safe_flag_runs_in_one_thread(twins: list[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
     class Counting(Rule):
         def update(self, weights: np.ndarray, grad: np.ndarray, state: State, step: Step) -> None:
             callers.append(threading.current_thread())
@@ -529,13 +527,13 @@ def test_a_rule_that_does_not_say_so_is_called_in_one_thread(
     assert callers == [threading.current_thread()] * 8
 
 
-def test_the_norm_counts_a_shared_parameter_once() -> None:
+def test_gradient_norm_counts_a_shared_parameter_once() -> None:
     layer = Dense(2, 2, bias=False)
     layer.weights.grad = to_tensor(np.ones((2, 2)))
     assert gradient_norm(Sequential(layer, layer)) == pytest.approx(2.0)
 
 
-def test_long_gradients_are_scaled_to_the_limit_and_keep_their_direction() -> None:
+def test_large_gradients_are_scaled_to_the_limit() -> None:
     model = Weights().receive(30.0, -40.0)
     grads = [p.grad.array.copy() for p in model.parameters()]
     norm = clip_gradients(model, 1.5)
@@ -546,14 +544,14 @@ def test_long_gradients_are_scaled_to_the_limit_and_keep_their_direction() -> No
 
 
 @pytest.mark.parametrize("limit", [10.0, math.inf])
-def test_short_gradients_stay(limit: float) -> None:
+def test_small_gradients_are_not_clipped(limit: float) -> None:
     model = Weights().receive(1.0, 2.0)
     assert clip_gradients(model, limit) == pytest.approx(math.sqrt(12))
     assert (model.matrix.grad.array == 1).all() and (model.vector.grad.array == 2).all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_reported_and_left_for_the_loop_to_see(bad: float) -> None:
+def test_clipping_returns_the_non_finite_norm(bad: float) -> None:
     model = Weights().receive(1.0, bad)
     assert not math.isfinite(clip_gradients(model, 1.0))
     assert (model.matrix.grad.array == 1).all()
@@ -591,18 +589,18 @@ BAD = {
 test_bad_input = bad_input(BAD)
 
 
-def test_a_rule_without_an_update_says_so() -> None:
+def test_rule_without_update_raises() -> None:
     with pytest.raises(NotImplementedError, match=r"^Rule defines no update$"):
         Weights().receive(1.0).update(Optimiser(0.1, Rule()))
 
 
 @pytest.mark.parametrize("rules", [None, [], SGD, [AdamWRule()], [("all", AdamWRule())], [(any_parameter, AdamW())]])
-def test_what_is_no_rule_is_refused(rules: Any) -> None:
+def test_bad_rules_are_rejected(rules: Any) -> None:
     with pytest.raises(TypeError, match=r"^Optimiser: expected a Rule, or pairs of a predicate and a Rule, got "):
         Optimiser(0.1, rules)
 
 
-def test_a_parameter_that_no_group_takes_is_named() -> None:
+def test_parameter_without_a_rule_raises() -> None:
     optimiser = Optimiser(0.1, [(is_hidden_matrix, AdamWRule())])
     with pytest.raises(
         ValueError, match=r"^Optimiser: expected a rule that accepts vector, a bias of shape \(2,\), got"
@@ -619,7 +617,7 @@ def one_matrix(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Layer,
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 12), (12, 8), (5, 13)])
-def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one(shape: tuple[int, int], rng: np.random.Generator) -> None:
+def test_muon_update_is_nearly_orthogonal(shape: tuple[int, int], rng: np.random.Generator) -> None:
     layer, before, grad = one_matrix(shape, rng)
     layer.update(Muon(0.01, weight_decay=0, matrix_rate=2.0))
     u, _, v = np.linalg.svd(grad, full_matrices=False)
@@ -630,7 +628,7 @@ def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one(shape: tuple[int, int
 
 
 @pytest.mark.parametrize("shape", [(4, 12), (12, 4)])
-def test_muon_takes_long_matrices_as_square_ones(shape: tuple[int, int], rng: np.random.Generator) -> None:
+def test_muon_splits_long_matrices_into_square_blocks(shape: tuple[int, int], rng: np.random.Generator) -> None:
     layer, before, grad = one_matrix(shape, rng)
     layer.update(Muon(0.01, weight_decay=0, matrix_rate=1.0))
     moved, axis = before - layer.weights.array, shape.index(12)
@@ -641,7 +639,7 @@ def test_muon_takes_long_matrices_as_square_ones(shape: tuple[int, int], rng: np
         assert np.vdot(part, u @ v) / (np.linalg.norm(part) * np.linalg.norm(u @ v)) > 0.99
 
 
-def test_muon_looks_ahead_along_a_mean_of_gradients(rng: np.random.Generator) -> None:
+def test_muon_uses_nesterov_momentum(rng: np.random.Generator) -> None:
     layer, _, grad = one_matrix((6, 6), rng)
     other = rng.standard_normal((6, 6)).astype(np.float32)
     optimiser = Muon(0.1, weight_decay=0.5, matrix_rate=1.0, momentum=0.8)
@@ -656,7 +654,7 @@ def test_muon_looks_ahead_along_a_mean_of_gradients(rng: np.random.Generator) ->
     np.testing.assert_allclose(moved, expected, 1e-3, 1e-5)
 
 
-def test_muon_leaves_the_others_to_adamw() -> None:
+def test_muon_updates_other_parameters_with_adamw() -> None:
     twins = [Weights().receive(2.0, -4.0) for _ in range(2)]
     twins[0].update(Muon(0.1, uses_muon=lambda parameter: False))
     twins[1].update(AdamW(0.1))

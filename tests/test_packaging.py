@@ -50,7 +50,7 @@ def requirements_of(extra: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("file", "extras"), ENVIRONMENTS.items())
-def test_conda_environments_equal_the_project(file, extras):
+def test_conda_environments_match_the_project(file, extras):
     environment = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
     assert environment.keys() == {"name", "channels", "dependencies"}
     assert environment["name"] == "tricycle"
@@ -67,7 +67,7 @@ def test_conda_environments_equal_the_project(file, extras):
     assert len(set(found)) == len(found)
 
 
-def test_the_extras():
+def test_extras_and_their_packages():
     assert EXTRAS.keys() >= {"bf16", "cuda12", "cuda13", "datasets", "test", "dev", "pretrained", "smollm2"}
     for number in ("12", "13"):
         assert f"cupy-cuda{number}x[ctk]>=14.2,<15" in EXTRAS[f"cuda{number}"]
@@ -91,7 +91,7 @@ def test_a_plain_installation_has_at_most_12_packages():
     assert 5 < len(found) <= 12, sorted(found)
 
 
-def test_what_is_imported_is_declared():
+def test_imported_packages_are_declared():
     """Every package imported anywhere is a dependency or in an extra."""
     requirements = [*PROJECT["project"]["dependencies"], *(one for extra in EXTRAS.values() for one in extra)]
     declared = {re.match(r"[\w-]+", requirement)[0].lower() for requirement in requirements}
@@ -120,7 +120,7 @@ def python(program: str, *words: str, folder: Path = ROOT) -> str:
     return done.stdout
 
 
-def test_the_core_needs_numpy_alone():
+def test_core_depends_only_on_numpy():
     program = """
 import importlib, sys
 
@@ -143,7 +143,7 @@ GPT(DebugConfig())(to_tensor([[1, 2]], dtype=int)).sum().backward()
 @pytest.mark.parametrize(
     "names", [CORE, pytest.param(" ".join(MODULES), marks=pytest.mark.slow)], ids=["core", "everything"]
 )
-def test_importing_runs_nothing_and_loads_nothing_heavy(tmp_path, names):
+def test_imports_are_light_and_have_no_side_effects(tmp_path, names):
     program = """
 import importlib, sys, threading
 for name in sys.argv[1:]:
@@ -161,7 +161,7 @@ ATTACHING = [f"tricycle/{name}.py" for name in ATTACHING]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=name_of)
-def test_nothing_happens_at_module_level(path):
+def test_modules_have_no_top_level_statements(path):
     """Besides definitions, constants and the programs' last two lines."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     allowed = (ast.Import, ast.ImportFrom, *functions, ast.ClassDef, ast.Assign, ast.AnnAssign)
@@ -178,7 +178,7 @@ def test_nothing_happens_at_module_level(path):
             assert isinstance(node, allowed), f"{name_of(path)}:{node.lineno}"
 
 
-def test_cupy_is_imported_where_devices_are_asked_and_in_accelerators_alone():
+def test_cupy_is_imported_only_in_devices_and_accelerators():
     asking = ("tricycle/devices.py", "tricycle/system/memory.py", "tricycle_accelerators/")
     for path in SHIPPED:
         if "cupy" in {module.split(".")[0] for module in imported(path)}:
@@ -195,7 +195,7 @@ ELSEWHERE |= {"state": "activation_checkpointing"}
 
 
 @pytest.mark.parametrize("path", [path for path in LIBRARY if path.stem != "__init__"], ids=name_of)
-def test_every_module_has_its_tests(path):
+def test_every_module_has_a_test_file(path):
     """In a file of its name, or of its package's."""
     names = [path.stem.strip("_"), *(folder.name for folder in path.relative_to(ROOT / "tricycle").parents)]
     names = [ELSEWHERE.get(name, name) for name in names if name]
@@ -210,7 +210,7 @@ FILES = [
 ]
 
 
-def test_no_file_names_the_paths_of_one_machine():
+def test_no_file_contains_machine_paths():
     pattern = re.compile(rf"/({'|'.join(['work', 'farm', 'root', 'tmp', 'home'])})/")
     assert len(FILES) > 60
     lines = [
@@ -232,7 +232,7 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("rule", FORBIDDEN)
-def test_rules_for_every_line(rule):
+def test_line_rules(rule):
     pattern = re.compile(FORBIDDEN[rule])
     wrong = [
         f"{name_of(path)}:{number}: {line.strip()}"
@@ -244,7 +244,7 @@ def test_rules_for_every_line(rule):
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=name_of)
-def test_text_is_read_and_written_as_utf8(path):
+def test_text_files_are_opened_as_utf8(path):
     """Not in whatever encoding the system prefers."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name)):

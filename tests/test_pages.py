@@ -27,14 +27,14 @@ def name_of(path: Path) -> str:
 
 # -------------------------------------------------------------------- blocks
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_blocks_are_of_known_kinds(path):
+def test_block_kinds_are_known(path):
     """What is neither Python nor commands is data; commands stand in a `bash` fence or in an indented block."""
     for block in blocks_of(path):
         assert block.kind in ("python", "bash", "", *DATA), block
         assert block.kind not in ("json", "toml", "yaml", "html") or not block.commands()
 
 
-def test_what_blocks_are():
+def test_blocks_are_parsed():
     fence = Block("bash", "tricycle chat x   # talk\nmpiexec -n 2 \\\n    python a.py\n\n", False)
     assert fence.commands() == ["tricycle chat x", "mpiexec -n 2 python a.py"]
     shown = Block("", "tricycle look X             a page\nsmollm2: 134 parameters\n", False)
@@ -80,7 +80,7 @@ def toy(tmp_path_factory, cache) -> Path:  # noqa: F811
 
 
 @NEEDS_SHAKESPEARE
-def test_the_toy_script(toy):
+def test_toy_script(toy):
     assert [path.name for path in toy.iterdir()] == ["model.pkl"]
 
 
@@ -97,7 +97,7 @@ NEEDS = {"sklearn": ["sklearn"], "openai": ["openai"], "tricycle_serve": ["starl
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if python_of(path)], ids=name_of)
-def test_python_blocks_in_order(path, tmp_path, monkeypatch, softmaxes):
+def test_python_blocks_run_in_order(path, tmp_path, monkeypatch, softmaxes):
     """They run, one after the other, print what their comments say, and leave nothing behind."""
     blocks = python_of(path)
     for package, needed in NEEDS.items():
@@ -472,18 +472,18 @@ LINES = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("line", commands(flags_only=False))
-def test_commands_that_are_run(line, request):
+def test_documented_commands_run(line, request):
     message = "a new command: say in LINES how it is run, or before its block <!-- checked by flags: the reason -->"
     assert line in LINES, message
     LINES[line](request, line)
 
 
-def test_the_table_has_no_line_that_no_page_has():
+def test_every_command_in_the_table_is_on_a_page():
     assert set(LINES) == set(commands(flags_only=False))
 
 
 @pytest.mark.parametrize("line", commands(flags_only=True))
-def test_commands_that_are_checked_by_their_flags(line):
+def test_documented_commands_have_valid_flags(line):
     check_flags(line)
 
 
@@ -493,7 +493,7 @@ IN_TEXT = (
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_commands_within_the_text(path):
+def test_inline_commands_have_valid_flags(path):
     page = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for line in re.findall(IN_TEXT, page):
         check_flags(" ".join(line.split()))
@@ -510,7 +510,7 @@ def test_commands_within_the_text(path):
         "mpiexec -n 2 python train_smol_gpt.py --nothing 1",
     ],
 )
-def test_flags_that_are_not_there_are_noticed(line):
+def test_unknown_flags_are_detected(line):
     with pytest.raises(AssertionError):
         check_flags(line)
 
@@ -520,7 +520,7 @@ OTHER_PAGES = [ROOT / name for name in ("CONTRIBUTING.md", "CODE_OF_CONDUCT.md",
 
 
 @pytest.mark.parametrize("path", [*PAGES, *OTHER_PAGES], ids=name_of)
-def test_links_point_to_something(path):
+def test_links_have_targets(path):
     for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
         if re.match(r"https?://", link):
             assert re.fullmatch(r"https://[\w./-]+", link)
@@ -538,7 +538,7 @@ def anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_package_is_on_the_map():
+def test_readme_lists_every_package():
     """Files are on that of docs/architecture.md."""
     table = README[README.index("## Map") : README.index("## Speed")]
     assert "(docs/architecture.md)" in table

@@ -28,7 +28,7 @@ def data_of(name: str) -> dict:
 
 
 # -------------------------------------------------------------------- versions
-def test_one_version_in_all_files():
+def test_version_is_the_same_in_all_files():
     versions = {name: release._match(ROOT / name, pattern)[1] for name, pattern in release.NAMED_IN.items()}
     assert len(set(versions.values())) == 1, versions
     assert "version" in PROJECT["project"]["dynamic"]
@@ -47,14 +47,14 @@ def test_one_version_in_all_files():
         ("1.0.0", "1.0.0rc1", "1.0.0"),
     ],
 )
-def test_new_versions(new, old, taken):
+def test_next_version(new, old, taken):
     assert release.resolve_version(new, old) == taken
 
 
 @pytest.mark.parametrize(
     "new", ["0.1.0", "0.0.9", "0.2", "v0.2.0", "0.2.0.dev1", "0.2.0+here", "", "0.1.0rc1", "0.2.0\n"]
 )
-def test_versions_that_are_refused(new):
+def test_bad_versions_are_rejected(new):
     with pytest.raises(ValueError, match=r"expected a version after 0\.1\.0"):
         release.resolve_version(new, "0.1.0")
 
@@ -91,7 +91,7 @@ def archives_of(root: Path, wheel: set[str], source: set[str]) -> tuple[Path, Pa
     return paths
 
 
-def test_archive_contents_are_compared_with_the_tree(tree):
+def test_archive_contents_match_the_tree(tree):
     files = release.package_files(tree)
     assert files == {
         "tricycle/__init__.py",
@@ -112,13 +112,13 @@ def test_archive_contents_are_compared_with_the_tree(tree):
             release.check_archives(tree, *archives_of(tree, wheel, source))
 
 
-def test_the_packages_are_those_that_are_configured():
+def test_packages_match_the_configuration():
     configured = set(PROJECT["tool"]["pdm"]["build"]["includes"])
     assert {name.split("/")[0] for name in release.package_files(ROOT)} == configured
     assert set(PROJECT["tool"]["check-wheel-contents"]["toplevel"]) == configured
 
 
-def test_a_release_writes_version_and_date_and_calls_its_tools(tree, monkeypatch):
+def test_release_writes_version_and_date_and_runs_its_tools(tree, monkeypatch):
     calls = []
     monkeypatch.setattr(release, "_run", lambda root, *words: calls.append(words))
     with pytest.raises(ValueError, match=r"expected changelog fragments in changelog\.d/"):
@@ -137,7 +137,7 @@ def test_a_release_writes_version_and_date_and_calls_its_tools(tree, monkeypatch
     assert "2020-01-01" not in (tree / "CITATION.cff").read_text(encoding="utf-8")
 
 
-def test_a_file_without_version_stops_a_release(tree):
+def test_release_fails_if_a_file_has_no_version(tree):
     (tree / "changelog.d").mkdir()
     (tree / "changelog.d" / "+new.added.md").write_text("New.", encoding="utf-8")
     (tree / "tricycle" / "__init__.py").write_text("", encoding="utf-8")
@@ -145,12 +145,12 @@ def test_a_file_without_version_stops_a_release(tree):
         release.prepare(tree, "0.2.0")
 
 
-def test_both_archives_must_be_there(tree):
+def test_release_requires_wheel_and_source_archive(tree):
     with pytest.raises(ValueError, match="expected one wheel and one source archive"):
         release.check(tree, tree)
 
 
-def test_a_copy_has_all_files_that_git_does_not_ignore(tmp_path):
+def test_tree_copy_has_all_files_not_ignored_by_git(tmp_path):
     root = tmp_path / "project"
     for name in ("kept.txt", "new.txt", "ignored.txt", "folder/deep.txt"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def test_changelog_fragments_have_a_kind_and_text(path):
     assert text.endswith(".") and not text.startswith(("-", "#", "*"))
 
 
-def test_the_changelog_has_the_line_below_which_versions_go():
+def test_changelog_has_the_insertion_line():
     assert read("CHANGELOG.md").count(PROJECT["tool"]["towncrier"]["start_string"]) == 1
     assert all(path.suffix == ".md" for path in (ROOT / "changelog.d").iterdir())
 
@@ -189,7 +189,7 @@ def steps_of(name: str) -> set[str]:
     return {line for job in jobs for step in job["steps"] if "run" in step for line in step["run"].splitlines()}
 
 
-def test_continuous_tests_and_the_workflow_have_the_same_checks():
+def test_ci_script_and_workflow_run_the_same_checks():
     ours, theirs = read(".ci/run"), "\n".join(steps_of("tests.yml"))
     for command in (
         "pre-commit run --all-files",
@@ -205,7 +205,7 @@ def test_continuous_tests_and_the_workflow_have_the_same_checks():
         assert command in ours and command in theirs, command
 
 
-def test_the_workflow_runs_on_the_pythons_and_systems_that_are_claimed():
+def test_workflow_covers_the_supported_pythons_and_systems():
     matrix = data_of(".github/workflows/tests.yml")["jobs"]["tests"]["strategy"]["matrix"]
     claimed = [line.split(" :: ")[-1] for line in PROJECT["project"]["classifiers"] if re.search(r":: 3\.\d+$", line)]
     assert matrix["python"] == claimed == ["3.11", "3.12", "3.13", "3.14"]
@@ -213,7 +213,7 @@ def test_the_workflow_runs_on_the_pythons_and_systems_that_are_claimed():
     assert PROJECT["project"]["requires-python"] == f">={claimed[0]}"
 
 
-def test_publishing_asks_for_no_password_and_follows_the_checks():
+def test_publishing_needs_no_password_and_follows_the_checks():
     jobs = data_of(".github/workflows/release.yml")["jobs"]
     assert jobs["publish"]["needs"] == "build"
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
@@ -222,7 +222,7 @@ def test_publishing_asks_for_no_password_and_follows_the_checks():
 
 
 # -------------------------------------------------------------------- what is said beside the code
-def test_the_conda_recipe_asks_for_what_the_project_asks_for():
+def test_conda_recipe_matches_the_project_dependencies():
     recipe = data_of("conda.recipe/recipe.yaml")
     wanted = [f"python {PROJECT['project']['requires-python']}"]
     for requirement in PROJECT["project"]["dependencies"]:
@@ -243,6 +243,6 @@ NAMED = set(re.findall(r"`((?:\w+/)+[\w.]+)`", CONTRIBUTING)) | set(re.findall(r
 
 
 @pytest.mark.parametrize("place", sorted(place for place in NAMED if "NAME" not in place))
-def test_a_file_that_contributing_names(place):
+def test_paths_in_contributing_exist(place):
     """Below the root, tests/ or tricycle/pretrained/."""
     assert any((ROOT / folder / place).exists() for folder in (".", "tests", "tests/chaos", "tricycle/pretrained"))

@@ -273,12 +273,12 @@ def without_property() -> set[str]:
     return set(ops.OPS) - set(PROPERTIES)
 
 
-def test_every_op_has_a_property_and_every_property_an_op():
+def test_properties_and_ops_correspond():
     assert without_property() == set()
     assert set(PROPERTIES) <= set(ops.OPS)
 
 
-def test_an_op_without_a_property_is_noticed(monkeypatch):
+def test_missing_property_is_detected(monkeypatch):
     monkeypatch.setattr(ops, "OPS", dict(ops.OPS))
     ops.unary_op("newcomer", lambda xp, x: x, lambda xp, g, x, y: g)
     assert without_property() == {"newcomer"}
@@ -291,7 +291,7 @@ LONG = settings(QUICK, max_examples=EXAMPLES, derandomize=False)
 @pytest.mark.parametrize("name", EVERYTHING)
 @QUICK
 @given(data=st.data())
-def test_any_call(name, data):
+def test_op_matches_reference(name, data):
     run_property(name, data)
 
 
@@ -300,26 +300,26 @@ def test_any_call(name, data):
 @seed(SEED)
 @LONG
 @given(data=st.data())
-def test_any_call_at_length(name, data):
+def test_op_matches_reference_with_many_examples(name, data):
     run_property(name, data)
 
 
 @pytest.mark.nightly
-def test_count():
+def test_print_number_of_cases():
     """Says how many cases were run before; seen with -s."""
     print(f"\n{sum(CASES.values()):,} cases of {len(CASES)} ops and layers, seed {SEED}")
 
 
 @QUICK
 @given(data=st.data())
-def test_the_plain_kernels_and_finite_differences_agree(data):
+def test_reference_gradients_match_finite_differences(data):
     """The opinion that is asked for where there is no PyTorch."""
     call = EVERYTHING[data.draw(st.sampled_from(sorted(EVERYTHING)))](data.draw)
     check_differences(call)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_a_wrong_gradient_and_a_wrong_value_are_noticed(dtype):
+def test_wrong_gradients_and_values_are_detected(dtype):
     pytest.importorskip("torch")
     how = How([dtype], ["C"], [True], None, "weights")
     for wrong in (lambda torch, x: x.exp() + 0.1 * (x - x.detach()), lambda torch, x: x.exp() + 0.1):

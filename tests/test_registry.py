@@ -63,13 +63,13 @@ def assert_same(actual, expected, rtol=1e-10, atol=1e-12) -> None:
 
 
 # -------------------------------------------------------------------- the registry
-def test_every_op_has_samples_and_every_sample_an_op():
+def test_samples_and_ops_correspond():
     assert unsampled() == set()
     assert set(SAMPLES) <= set(ops.OPS)
     assert all(sample.call is not None and sample.inputs for sample in ALL)
 
 
-def test_an_op_without_samples_is_noticed(monkeypatch):
+def test_missing_samples_are_detected(monkeypatch):
     import_all_modules()
     monkeypatch.setattr(ops, "OPS", dict(ops.OPS))
     ops.register(lambda x: x)
@@ -79,25 +79,25 @@ def test_an_op_without_samples_is_noticed(monkeypatch):
     assert unsampled() == {"<lambda>", "newcomer", "pair", "Newcomer"}
 
 
-def test_ops_of_users_and_private_bases_stay_out_of_the_registry():
+def test_registry_excludes_user_ops_and_private_bases():
     type("Mine", (ops.Op,), {"__module__": "my_project"})
     type("_Base", (ops.Op,), {"__module__": "tricycle.somewhere"})
     assert not {"Mine", "_Base"} & set(ops.OPS)
 
 
-def test_op_without_forward_says_so():
+def test_op_without_forward_raises():
     with pytest.raises(NotImplementedError, match="Empty defines no forward"):
         type("Empty", (ops.Op,), {"__module__": "my_project"})()(1)
 
 
 # -------------------------------------------------------------------- every op
 @every_sample
-def test_gradient(sample):
+def test_gradient_matches_finite_differences(sample):
     gradcheck(sample.call, *sample.tensors())
 
 
 @every_sample
-def test_agrees_with_pytorch(sample):
+def test_matches_pytorch(sample):
     torch = pytest.importorskip("torch")
     if sample.torch is None:
         pytest.skip("PyTorch has no such call")
@@ -113,7 +113,7 @@ def test_agrees_with_pytorch(sample):
 
 
 @every_sample
-def test_keeps_the_dtype(sample):
+def test_result_keeps_the_dtype(sample):
     narrow, wide = run(sample, sample.tensors(np.float32)), run(sample, sample.tensors(np.float64))
     for dtype, (output, grads) in ((np.float32, narrow), (np.float64, wide)):
         assert output.dtype == dtype
@@ -125,14 +125,14 @@ def test_keeps_the_dtype(sample):
 
 
 @every_sample
-def test_memory_layout_does_not_matter(sample):
+def test_result_does_not_depend_on_memory_layout(sample):
     expected = run(sample, sample.tensors())
     for layout in (strided, partial(np.array, order="F")):
         assert_same(run(sample, sample.tensors(change=layout)), expected)
 
 
 @every_sample
-def test_gradients_share_no_memory_and_inputs_stay(sample):
+def test_gradients_share_no_memory_and_inputs_are_unchanged(sample):
     tensors = sample.tensors(change=np.copy)
     before = [t.array.copy() for t in tensors]
     output = sample.call(*tensors)
@@ -149,7 +149,7 @@ def test_gradients_share_no_memory_and_inputs_stay(sample):
 
 
 @every_sample
-def test_second_backward_over_a_kept_graph_doubles(sample):
+def test_second_backward_over_retained_graph_doubles_gradients(sample):
     tensors = sample.tensors()
     output = sample.call(*tensors)
     output.backward(retain_graph=True)
@@ -159,7 +159,7 @@ def test_second_backward_over_a_kept_graph_doubles(sample):
 
 
 @every_sample
-def test_an_input_that_requires_no_gradient_gets_none(sample):
+def test_input_without_requires_grad_gets_no_gradient(sample):
     _, all_grads = run(sample, sample.tensors())
     as_floating = [i for i, a in enumerate(sample.inputs) if a.dtype.kind == "f"]
     for i in as_floating:
@@ -173,7 +173,7 @@ def test_an_input_that_requires_no_gradient_gets_none(sample):
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_calls_before_backward_do_not_disturb_each_other(name):
+def test_calls_before_backward_are_independent(name):
     """An op object called on several inputs and shapes, then backward through all, last call first."""
     calls = [(sample, sample.tensors()) for sample in SAMPLES[name]]
     outputs = [sample.call(*tensors) for sample, tensors in calls]
@@ -183,7 +183,7 @@ def test_calls_before_backward_do_not_disturb_each_other(name):
 
 
 @pytest.mark.parametrize("name", [name for name, op in ops.OPS.items() if name in SAMPLES and isinstance(op, type)])
-def test_op_objects_hold_no_call_state(name):
+def test_op_objects_store_no_call_state(name):
     for sample in SAMPLES[name]:
         if isinstance(sample.call, ops.Op):
             before = dict(vars(sample.call))
@@ -194,7 +194,7 @@ def test_op_objects_hold_no_call_state(name):
 
 @pytest.mark.gpu
 @every_sample
-def test_gpu_agrees(sample):
+def test_gpu_matches_cpu(sample):
     tensors = [t.to_gpu() for t in sample.tensors()]
     output = sample.call(*tensors)
     assert output.on_gpu

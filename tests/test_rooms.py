@@ -30,7 +30,7 @@ def test_imports_are_absolute():
     assert relative == []
 
 
-def test_no_circle_of_imports():
+def test_no_circular_imports():
     """Imports within functions, for type checkers alone and by strings count."""
     graph = {}
     for path in EVERY_FILE:
@@ -44,7 +44,7 @@ def test_no_circle_of_imports():
 
 
 @pytest.mark.parametrize("name", READING_LIST)
-def test_the_reading_list_imports_only_what_was_read_before(name):
+def test_reading_list_files_import_only_earlier_files(name):
     """A file imports files of the list above it, and no other file of the library."""
     before = READING_LIST[: READING_LIST.index(name)]
     wrong = [
@@ -59,17 +59,17 @@ def name_in_list(path: Path | None) -> str:
     return "" if path is None else name_of(path).removeprefix("tricycle/").removesuffix(".py")
 
 
-def test_the_reading_list_can_be_read_in_an_afternoon():
+def test_reading_list_length_is_limited():
     assert sum(n_lines(path_of(name)) for name in READING_LIST) <= MOST_LINES_IN_ALL
 
 
-def test_the_table_of_the_reading_list_is_up_to_date():
+def test_reading_list_table_is_up_to_date():
     page = PAGE.read_text(encoding="utf-8")
     assert page_with_table(page) == page, "run python tools/reading_list.py"
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name_of)
-def test_the_library_names_nobody_around_it(path):
+def test_library_does_not_mention_other_packages(path):
     """Neither in code nor in words, but for the last room, which opens the command line."""
     if path.name != "__main__.py":
         named = re.findall(rf"\b({'|'.join(OUTSIDE)})\b", without_docstrings(path))
@@ -86,7 +86,7 @@ def without_docstrings(path: Path) -> str:
     return ast.unparse(tree)
 
 
-def test_accelerators_know_the_kernels_and_what_lies_under_them_alone():
+def test_accelerators_import_only_kernels_and_their_dependencies():
     """They could be written by someone else, for another device."""
     allowed = ("tricycle_accelerators", "tricycle.kernels", "tricycle.devices")
     for path in SHIPPED:
@@ -112,7 +112,7 @@ def late():
 '''
 
 
-def test_what_counts_as_an_import(tmp_path, monkeypatch):
+def test_imports_are_detected(tmp_path, monkeypatch):
     monkeypatch.setattr(imports, "ROOT", tmp_path)
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "__init__.py").write_text("from lib.hidden import it as thing\n")
@@ -144,12 +144,12 @@ def too_long(tree: ast.Module) -> list[str]:
 
 
 @pytest.mark.parametrize("path", EVERY_FILE, ids=name_of)
-def test_functions_fit_on_a_screen(path):
+def test_functions_have_at_most_60_lines(path):
     """From `def` to the end, docstring included, unless the docstring has a sentence that begins with "Long:"."""
     assert too_long(tree_of(path)) == []
 
 
-def test_what_is_too_long():
+def test_too_long_functions_are_detected():
     body = "    x = 1\n" * MOST_LINES
     assert too_long(ast.parse(f"def f():\n{body}")) == [f"f, line 1: {MOST_LINES + 1} lines"]
     assert too_long(ast.parse(f"def f():\n{body[:-10]}")) == []
@@ -159,7 +159,7 @@ def test_what_is_too_long():
 
 
 # -------------------------------------------------------------------- one formatter
-def test_no_exception_from_the_formatter():
+def test_formatter_has_no_exceptions():
     """Neither by a comment nor by a setting; and every change goes through it."""
     pattern = re.compile(r"#\s*(fmt|yapf)\s*:")
     paths = [*EVERY_FILE, *sorted((ROOT / "tests").rglob("*.py"))]

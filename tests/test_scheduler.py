@@ -26,7 +26,7 @@ from tricycle.scheduler import WarmupCosine
         (10**9, 0.2),
     ],
 )
-def test_values_at_the_corners(step: int, rate: float) -> None:
+def test_warmup_linear_values(step: int, rate: float) -> None:
     assert WarmupCosine(1.0, 0.2, warmup_steps=10, total_steps=110)(step) == pytest.approx(rate, abs=1e-12)
 
 
@@ -43,11 +43,11 @@ def test_values_at_the_corners(step: int, rate: float) -> None:
         (0, 0, 5, 0.2),
     ],
 )
-def test_degenerate_lengths(warmup: int, total: int, step: int, rate: float) -> None:
+def test_warmup_linear_with_degenerate_lengths(warmup: int, total: int, step: int, rate: float) -> None:
     assert WarmupCosine(1.0, 0.2, warmup, total)(step) == pytest.approx(rate, abs=1e-12)
 
 
-def test_the_rate_rises_then_falls_and_stays_between_its_ends() -> None:
+def test_rate_rises_then_falls_within_bounds() -> None:
     schedule = WarmupCosine(3e-3, 3e-4, 20, 200)
     rates = [schedule(step) for step in range(1, 260)]
     top = rates.index(max(rates))
@@ -61,17 +61,17 @@ def test_the_rate_rises_then_falls_and_stays_between_its_ends() -> None:
 @pytest.mark.parametrize(
     "step, rate", [(0, 0), (5, 0.5), (10, 1.0), (35, 0.8), (60, 0.6), (85, 0.4), (110, 0.2), (111, 0.2)]
 )
-def test_a_straight_line_down(step: int, rate: float) -> None:
+def test_linear_decay_values(step: int, rate: float) -> None:
     assert WarmupLinear(1.0, 0.2, warmup_steps=10, total_steps=110)(step) == pytest.approx(rate, abs=1e-12)
 
 
-def test_every_schedule_has_a_name_and_its_own_errors() -> None:
+def test_schedules_resolve_by_name_and_name_themselves_in_errors() -> None:
     assert {"cosine": WarmupCosine, "linear": WarmupLinear} == SCHEDULES
     with pytest.raises(ValueError, match=r"^WarmupLinear: expected 0 <= min_rate <= max_rate, got 0\.2 and 0\.1$"):
         WarmupLinear(0.1, 0.2, 1, 10)
 
 
-def test_a_constant_rate() -> None:
+def test_constant_rate() -> None:
     schedule = WarmupCosine(0.5, 0.5, 0, 10)
     assert [schedule(step) for step in (0, 3, 10, 11)] == [0.5] * 4
 

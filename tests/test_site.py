@@ -28,7 +28,7 @@ PUBLIC = [path for path in SHIPPED if is_described(path)]
 
 
 # -------------------------------------------------------------------- what there must be
-def test_the_reference_has_every_public_module_once(monkeypatch):
+def test_reference_lists_every_public_module_once(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS / "_extensions"))
     pytest.importorskip("sphinx")
     from repository import others
@@ -41,7 +41,7 @@ def test_the_reference_has_every_public_module_once(monkeypatch):
     assert sorted(named + without_place) == sorted(map(module_of, PUBLIC))
 
 
-def test_every_page_is_in_the_table_of_contents():
+def test_table_of_contents_lists_every_page():
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", index, re.MULTILINE | re.DOTALL)
     named = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
@@ -50,7 +50,7 @@ def test_every_page_is_in_the_table_of_contents():
     assert sorted(named) == sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in pages)
 
 
-def test_what_lies_elsewhere_is_shown():
+def test_stub_pages_show_existing_files():
     shown = set()
     for path in DOCS.rglob("*.md"):
         if stub := STUB.match(path.read_text(encoding="utf-8")):
@@ -62,7 +62,7 @@ def test_what_lies_elsewhere_is_shown():
     assert shown >= wanted | kept | results
 
 
-def test_a_notebook_runs_as_a_script(tmp_path):
+def test_notebook_runs_as_script(tmp_path):
     """The others, which take longer, run when the site is built."""
     environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error", str(DOCS / "notebooks" / "autograd.py")]
@@ -121,7 +121,7 @@ def page_at(path: Path) -> Page:
 
 
 @needs_a_site
-def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
+def test_links_have_targets_and_pages_load_nothing_external(site):
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 150
     for path in pages:
@@ -155,7 +155,7 @@ def names_in(path: Path) -> list[str]:
 
 
 @needs_a_site
-def test_nothing_public_is_missing(site):
+def test_reference_has_every_public_name(site):
     from sphinx.util.inventory import InventoryFile
 
     with open(site / "objects.inv", "rb") as file:
@@ -168,7 +168,7 @@ def test_nothing_public_is_missing(site):
 
 
 @needs_a_site
-def test_notebooks_show_what_they_print_and_draw(site):
+def test_notebooks_show_their_outputs(site):
     for path in NOTEBOOKS:
         page = (site / "notebooks" / f"{path.stem}.html").read_text(encoding="utf-8")
         if path.stem == "smollm2":

@@ -51,7 +51,7 @@ def assert_equal(t: Tensor, expected) -> None:
     ],
     ids=str,
 )
-def test_to_tensor(value, dtype, expected, expected_dtype):
+def test_to_tensor_values_and_dtypes(value, dtype, expected, expected_dtype):
     t = to_tensor(value, dtype=dtype)
     assert type(t.array) is np.ndarray
     assert t.dtype == expected_dtype and t.shape == np.shape(expected)
@@ -60,14 +60,14 @@ def test_to_tensor(value, dtype, expected, expected_dtype):
     assert (t.grad, t.args, t.back_fns, t.is_batched, t.name) == (None, (), (), False, None)
 
 
-def test_to_tensor_takes_memory_maps_and_flags(tmp_path):
+def test_to_tensor_accepts_memory_maps_and_flags(tmp_path):
     np.save(tmp_path / "x.npy", np.float32([1, 2]))
     t = to_tensor(np.load(tmp_path / "x.npy", mmap_mode="r"), requires_grad=False, is_batched=True, name="x")
     assert type(t.array) is np.ndarray
     assert (t.requires_grad, t.is_batched, t.name, str(t)) == (False, True, "x", "Tensor([1. 2.], name=x)")
 
 
-def test_to_tensor_copies_only_where_the_dtype_changes():
+def test_to_tensor_copies_only_to_change_dtype():
     array = np.float32([1, 2])
     assert to_tensor(array).array is array
     assert not np.shares_memory(to_tensor(array, dtype=np.float64).array, array)
@@ -85,21 +85,21 @@ def test_to_tensor_copies_only_where_the_dtype_changes():
         ([[1, 2], [3]], None, ValueError, "rows of equal length, got an uneven list"),
     ],
 )
-def test_to_tensor_refuses(value, dtype, error, message):
+def test_to_tensor_rejects_bad_input(value, dtype, error, message):
     with pytest.raises(error, match=message) as caught:
         to_tensor(value, dtype=dtype)
     assert "\n" not in str(caught.value)
 
 
 # -------------------------------------------------------------------- attributes and conversions
-def test_attributes():
+def test_tensor_attributes():
     t = to_tensor([[1, 2, 3], [4, 5, 6]])
     assert (t.shape, t.ndim, t.size, t.dtype, t.xp, t.on_gpu, len(t)) == ((2, 3), 2, 6, np.float32, np, False, 2)
     assert t.numpy() is t.array
     assert t.from_gpu() is t
 
 
-def test_a_result_with_a_history_is_not_moved():
+def test_to_gpu_rejects_a_tensor_with_a_graph():
     """Its gradient would go back to inputs that lie elsewhere."""
     a, b = to_tensor([1, 2]), to_tensor([3, 4])
     with pytest.raises(RuntimeError, match=r"^to_gpu: expected a Tensor without a history, got the result of bmul"):
@@ -112,7 +112,7 @@ def test_a_result_with_a_history_is_not_moved():
 
 
 @pytest.mark.parametrize("value", [2.5, [2.5], [[2.5]]])
-def test_one_element_turns_into_a_number(value):
+def test_one_element_converts_to_a_number(value):
     t = to_tensor(value)
     assert (t.item(), float(t), int(t), f"{t:.3f}", bool(t)) == (2.5, 2.5, 2, "2.500", True)
     assert type(t.item()) is float and type(to_tensor(2, dtype=int).item()) is int
@@ -123,7 +123,7 @@ def test_one_element_turns_into_a_number(value):
     "turn", [float, int, bool, Tensor.item, "{:.3f}".format], ids=["float", "int", "bool", "item", "format"]
 )
 @pytest.mark.parametrize("value", [[1, 2], []], ids=str)
-def test_other_sizes_do_not(turn, value):
+def test_other_sizes_do_not_convert_to_a_number(turn, value):
     with pytest.raises(ValueError, match=r"shape \(\d,\)"):
         turn(to_tensor(value))
 
@@ -171,7 +171,7 @@ def test_array_protocol():
         ([1, np.nan], {}, False),
     ],
 )
-def test_close_to(other, kwargs, expected):
+def test_close_to_results(other, kwargs, expected):
     assert to_tensor([1, 2]).close_to(other, **kwargs) is expected
 
 
@@ -180,7 +180,7 @@ def test_close_to_nan():
     assert not t.close_to(t) and t.close_to(t, equal_nan=True)
 
 
-def test_batched_flag():
+def test_set_is_batched():
     t = to_tensor([1, 2])
     assert t.to_batched() is t and t.is_batched
     assert t.from_batched() is t and not t.is_batched
@@ -223,7 +223,7 @@ def test_batched_flag():
         (lambda x: MeanSquaredError()(x, x), False),
     ],
 )
-def test_batched_flag_is_carried(call, expected):
+def test_is_batched_propagates_through_ops(call, expected):
     assert call(tensor(2, 3, is_batched=True)).is_batched is expected
     assert call(tensor(2, 3)).is_batched is False
 
@@ -243,11 +243,11 @@ PRINTED = [  # beside what test_seeds.py shows
 
 
 @pytest.mark.parametrize(("t", "text"), PRINTED, ids=[text for _, text in PRINTED])
-def test_printing(t, text):
+def test_repr_of_tensors(t, text):
     assert str(t) == repr(t) == f"{t}" == text
 
 
-def test_large_tensors_print_over_several_lines():
+def test_repr_of_large_tensors_has_several_lines():
     text = str(to_tensor(np.zeros((4, 32, 32))))
     assert text.startswith("Tensor([[[0. 0. 0. ... 0. 0. 0.]\n") and text.endswith("]]])")
     assert all(line.startswith(" " * len("Tensor([")) or not line for line in text.splitlines()[1:])
@@ -264,7 +264,7 @@ OPERANDS = [*NUMBERS, *ARRAYS, [1, 2, 1.5], to_tensor([1, 2.5, 2]), to_tensor([1
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("other", OPERANDS, ids=repr)
 @pytest.mark.parametrize("apply", [*ARITHMETIC, *COMPARISONS])
-def test_operators_with_anything_on_either_side(apply, other, side):
+def test_operators_accept_numbers_and_arrays_on_either_side(apply, other, side):
     x = to_tensor([1.5, 2, 3])
     plain = np.asarray(other).astype(np.float32)
     result = apply(other, x) if side == "left" else apply(x, other)
@@ -312,7 +312,7 @@ def test_matmul_with_an_array_on_either_side():
         (lambda i, x: extra_ops.where(True, x, np.array([1.0, 2.0])), np.float32),
     ],
 )
-def test_whole_numbers_never_promote_to_float64(call, dtype):
+def test_integers_never_promote_to_float64(call, dtype):
     i, x = to_tensor([1, 2], dtype=int), to_tensor([1, 2])
     result = call(i, x)
     assert result.dtype == dtype
@@ -322,14 +322,14 @@ def test_whole_numbers_never_promote_to_float64(call, dtype):
     assert i.grad is None
 
 
-def test_einsum_keeps_float64_beside_an_array():
+def test_einsum_with_an_array_keeps_float64():
     third = to_tensor([1 / 3], dtype=np.float64)
     assert Einsum("i,i->")(third, np.array([1 / 3])).item() == (1 / 3) ** 2
 
 
 @pytest.mark.parametrize("bad", ["a", None, object(), 1j], ids=["text", "None", "object", "complex"])
 @pytest.mark.parametrize("apply", ARITHMETIC)
-def test_operators_refuse_what_is_no_number(apply, bad):
+def test_operators_reject_non_numbers(apply, bad):
     for left, right in ((to_tensor([1]), bad), (bad, to_tensor([1]))):
         with pytest.raises(TypeError, match="expected numbers, got dtype"):
             apply(left, right)
@@ -339,7 +339,7 @@ def test_operators_refuse_what_is_no_number(apply, bad):
 @pytest.mark.parametrize(
     "clone", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), copy.copy], ids=["deepcopy", "pickle", "copy"]
 )
-def test_copies_leave_the_graph_behind(clone):
+def test_copies_have_no_graph(clone):
     x = tensor(2, 3, is_batched=True)
     y = x * 2
     twin = clone(y)
@@ -353,7 +353,7 @@ def test_copies_leave_the_graph_behind(clone):
 
 
 @pytest.mark.gpu
-def test_moving_to_a_gpu_and_back():
+def test_tensor_round_trips_through_the_gpu():
     x = to_tensor([1, 2])
     (x * 2).backward()
     assert x.to_gpu() is x and x.on_gpu and x.grad.on_gpu and x.xp.__name__ == "cupy"

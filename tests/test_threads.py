@@ -29,7 +29,7 @@ def n_workers(request, monkeypatch):
 
 
 @pytest.mark.parametrize("n_rows, row_size", [(0, 5), (1, 1), (512, 768), (4096, 1536), (589_824, 1), (7, 10**6)])
-def test_pieces_are_as_many_for_each_thread(n_workers, n_rows, row_size):
+def test_chunks_are_balanced_over_threads(n_workers, n_rows, row_size):
     parts = chunks.row_chunks(n_rows, row_size)
     sizes = [len(range(n_rows)[part]) for part in parts]
     assert sum(sizes) == n_rows and all(sizes)
@@ -39,7 +39,7 @@ def test_pieces_are_as_many_for_each_thread(n_workers, n_rows, row_size):
 
 
 @pytest.mark.parametrize("shape", [(4096, 1152), (512, 50304), (2048, 512), (128, 2112)])
-def test_no_thread_is_left_alone_with_a_large_part(n_workers, shape):
+def test_causal_chunks_are_balanced(n_workers, shape):
     parts = tiled_matmul._parts(shape, 2048, 4, 64)
     done = np.zeros(shape, int)
     busy = [0] * n_workers
@@ -55,18 +55,18 @@ def blas_threads() -> list[int]:
 
 
 @pytest.mark.parametrize("n_items", [0, 1, 2, 7, 100])
-def test_every_item_is_worked_on_once(n_workers, n_items):
+def test_parallel_for_processes_every_item_once(n_workers, n_items):
     seen = []
     threads.parallel_for(seen.append, range(n_items))
     assert sorted(seen) == list(range(n_items))
 
 
-def test_as_many_threads_as_asked_for_work_at_a_time(n_workers):
+def test_all_workers_run_concurrently(n_workers):
     everyone = threading.Barrier(n_workers)  # passes only when all are there
     threads.parallel_for(lambda item: everyone.wait(timeout=30), range(n_workers))
 
 
-def test_numpy_warns_everywhere_of_what_the_caller_wants_to_hear_of(n_workers):
+def test_workers_use_the_errstate_of_the_caller(n_workers):
     everyone = threading.Barrier(n_workers)
 
     def overflow(item):
@@ -80,7 +80,7 @@ def test_numpy_warns_everywhere_of_what_the_caller_wants_to_hear_of(n_workers):
         threads.parallel_for(overflow, range(n_workers))
 
 
-def test_blas_has_one_thread_inside_and_its_own_after(n_workers):
+def test_blas_has_one_thread_inside_parallel(n_workers):
     before = blas_threads()
     inside = []
     threads.parallel_for(lambda item: inside.extend(blas_threads()), range(4))
@@ -98,7 +98,7 @@ class PerThread(threading.local):
         self.num_threads = number
 
 
-def test_a_blas_that_asks_each_thread_is_held_in_every_one(n_workers, monkeypatch):
+def test_per_thread_blas_limit_applies_in_every_worker(n_workers, monkeypatch):
     library = PerThread()
     monkeypatch.setattr(threads, "blas_libraries", lambda: (library,))
     monkeypatch.setattr(threads, "_started", [])  # each helper holds the libraries that it finds when it starts
@@ -117,7 +117,7 @@ def test_a_blas_that_asks_each_thread_is_held_in_every_one(n_workers, monkeypatc
     assert library.num_threads == 5
 
 
-def test_whoever_comes_holds_blas(n_workers):
+def test_blas_limit_applies_to_any_calling_thread(n_workers):
     """Also where another thread was the first to do so and is alive, which threadpoolctl minds."""
     inside = []
     other = threading.Thread(target=threads.parallel_for, args=(lambda item: inside.extend(blas_threads()), range(4)))
@@ -127,14 +127,14 @@ def test_whoever_comes_holds_blas(n_workers):
     assert set(inside) <= {1}
 
 
-def test_blas_has_its_own_threads_back_after_an_error(n_workers):
+def test_blas_limit_is_lifted_after_an_error(n_workers):
     before = blas_threads()
     with pytest.raises(ZeroDivisionError):
         threads.parallel_for(lambda item: 1 // item, range(4))
     assert blas_threads() == before
 
 
-def test_the_last_to_leave_gives_blas_its_threads_back():
+def test_blas_limit_is_lifted_by_the_last_caller():
     before = blas_threads()
     entered, leave = threading.Event(), threading.Event()
 
@@ -153,13 +153,13 @@ def test_the_last_to_leave_gives_blas_its_threads_back():
     assert blas_threads() == before
 
 
-def test_work_inside_work_is_done_by_the_same_thread(n_workers):
+def test_nested_parallel_runs_in_the_same_thread(n_workers):
     done = []
     threads.parallel_for(lambda i: threads.parallel_for(lambda j: done.append((i, j)), range(3)), range(4))
     assert sorted(done) == [(i, j) for i in range(4) for j in range(3)]
 
 
-def test_a_thread_knows_whether_it_is_at_work(n_workers):
+def test_in_parallel_reports_the_current_thread(n_workers):
     everyone = threading.Barrier(n_workers)
     inside, beside = [], []
 
@@ -177,7 +177,7 @@ def test_a_thread_knows_whether_it_is_at_work(n_workers):
 
 
 @pytest.mark.slow_except(3)
-def test_arrays_do_not_live_on_in_the_threads(n_workers):
+def test_workers_release_their_arrays(n_workers):
     everyone = threading.Barrier(n_workers)
     array = np.zeros(10)
     gone = weakref.ref(array)
@@ -188,7 +188,7 @@ def test_arrays_do_not_live_on_in_the_threads(n_workers):
 
 
 @pytest.mark.parametrize("bad", [0, 5])
-def test_an_error_comes_out_and_the_threads_live_on(n_workers, bad):
+def test_errors_propagate_and_workers_survive(n_workers, bad):
     def work(item):
         if item == bad:
             raise KeyError(item)
@@ -201,7 +201,7 @@ def test_an_error_comes_out_and_the_threads_live_on(n_workers, bad):
     assert sorted(seen) == list(range(10))
 
 
-def test_two_callers_at_once(n_workers):
+def test_concurrent_callers(n_workers):
     seen = []
     callers = [
         threading.Thread(target=lambda: [threads.parallel_for(seen.append, range(10)) for _ in range(50)])
@@ -214,7 +214,7 @@ def test_two_callers_at_once(n_workers):
     assert sorted(seen) == sorted([*range(10)] * 100)
 
 
-def test_a_second_caller_waits_for_its_turn(monkeypatch, n_workers):
+def test_second_caller_waits(monkeypatch, n_workers):
     """With one worker nobody shares anything, and nobody waits."""
     entered, leave, finished = threading.Event(), threading.Event(), threading.Event()
 
@@ -263,7 +263,7 @@ before = {lib.num_threads for lib in threads.blas_libraries()}
 
 
 @needs_signals
-def test_an_interrupt_comes_through_while_waiting_for_a_turn():
+def test_interrupt_while_waiting_for_another_caller():
     code = """
 leave = threading.Event()
 other = threading.Thread(target=threads.parallel_for, args=(lambda item: leave.wait(60), range(4)))
@@ -283,7 +283,7 @@ check()
 
 
 @needs_signals
-def test_an_interrupt_comes_through_while_waiting_for_the_others():
+def test_interrupt_while_waiting_for_workers():
     """After their work, for it goes on in arrays that the caller may free."""
     code = """
 done = []
@@ -317,7 +317,7 @@ check()
         ({"TRICYCLE_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}, 1),
     ],
 )
-def test_variables_set_the_number_of_threads(variables, expected):
+def test_environment_variables_set_the_number_of_threads(variables, expected):
     code = "from tricycle_accelerators import threads; print(threads.n_threads())"
     assert run_with(code, **variables).stdout.split() == [str(expected)]
 
@@ -356,7 +356,7 @@ other.join()
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("name", FIRST_CALLS)
-def test_the_number_of_threads_does_not_depend_on_the_first_call(name):
+def test_number_of_threads_does_not_depend_on_the_first_call(name):
     code = f"""
 import threading
 import numpy as np
@@ -377,13 +377,13 @@ print(threads.n_threads(), len(helpers))
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5"])
-def test_a_wrong_number_of_threads_is_refused(value):
+def test_bad_number_of_threads_is_rejected(value):
     result = run_with("from tricycle_accelerators import threads; threads.n_threads()", TRICYCLE_NUM_THREADS=value)
     wanted = f"ValueError: TRICYCLE_NUM_THREADS: expected a whole number above 0, got '{value}'"
     assert result.stderr.strip().endswith(wanted)
 
 
-def test_numpy_alone_is_enough():
+def test_matmul_without_threadpoolctl():
     code = "import sys; sys.modules['threadpoolctl'] = None; from tricycle import kernels;"
     code += "from tricycle_accelerators import threads; import numpy as np;"
     code += "a = np.ones((300, 300), np.float32); print(threads.blas_libraries(), kernels.matmul(a, a)[0, 0])"
@@ -391,7 +391,7 @@ def test_numpy_alone_is_enough():
 
 
 @pytest.mark.parametrize("n", ["1", "2", "5"])
-def test_asking_for_threads_leaves_blas_alone(n):
+def test_parallel_for_leaves_blas_threads_unchanged(n):
     code = """
 from tricycle_accelerators import threads
 before = [library.num_threads for library in threads.blas_libraries()]
@@ -418,7 +418,7 @@ before = [lib.num_threads for lib in threads.blas_libraries()]
 
 
 @needs_fork
-def test_a_forked_process_makes_its_own_threads():
+def test_forked_process_starts_its_own_threads():
     code = """
 threads.parallel_for(lambda item: None, range(4))
 child = os.fork()
@@ -430,7 +430,7 @@ print(works(), status(child))
 
 
 @needs_fork
-def test_a_process_forked_while_another_thread_is_at_work():
+def test_fork_while_another_thread_is_in_parallel():
     """What the other thread held, its turn and BLAS, is free there."""
     code = """
 leave = threading.Event()
@@ -450,7 +450,7 @@ print(works(), found)
 
 
 @needs_fork
-def test_a_process_forked_from_within_the_work_is_told_that_it_lacks_the_others():
+def test_fork_inside_parallel_raises_in_the_child():
     code = """
 first = threading.Barrier(2)
 def work(item):
@@ -492,7 +492,7 @@ print(hashlib.sha256(b"".join(p.numpy().tobytes() for p in model.parameters())).
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("n", ["1", "2", "3"])
-def test_training_gives_the_same_bits_in_every_run(n):
+def test_training_is_bit_reproducible(n):
     first, second = (run_with(TRAIN, TRICYCLE_NUM_THREADS=n) for _ in range(2))
     assert first.stdout == second.stdout and len(first.stdout) == 65, first.stderr
 
@@ -551,7 +551,7 @@ USE_BLAS = {
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", USE_BLAS)
-def test_results_do_not_depend_on_how_many_threads_blas_has_at_the_moment(name, dtype, monkeypatch):
+def test_results_do_not_depend_on_the_blas_thread_count(name, dtype, monkeypatch):
     """For another thread may be in `parallel`, which holds BLAS to one, or may not."""
     monkeypatch.setattr(threads, "blas_limit", threads._BlasLimit())  # an earlier test may hold it for good
     results = []
@@ -638,6 +638,6 @@ for _ in range(3):
 @pytest.mark.parametrize(
     "n", [pytest.param("1", marks=pytest.mark.nightly), "2", pytest.param("3", marks=pytest.mark.nightly)]
 )
-def test_models_trained_at_once_get_the_bits_that_they_get_alone(n):
+def test_concurrently_trained_models_are_bit_identical_to_separate_ones(n):
     result = run_with(AT_ONCE, TRICYCLE_NUM_THREADS=n)
     assert result.stdout.splitlines() == ["gpt, other gpt", "gpt, translator"] * 3, result.stderr

@@ -102,7 +102,7 @@ def tokens_of(merges: list[tuple[int, int]]) -> list[bytes]:
 
 @settings(max_examples=150, deadline=None)
 @given(train_on=LIKELY.filter(bool), text=ANY_TEXT)
-def test_training_and_encoding_follow_the_definition(train_on, text):
+def test_training_and_encoding_match_slow_reference(train_on, text):
     merges = slow_merges(train_on, 30)
     tokeniser = BPETokeniser(256 + 30, special_tokens=()).train(train_on, progress=False)
     assert [tokeniser.token_bytes(i) for i in range(len(tokeniser))] == tokens_of(merges)
@@ -111,13 +111,13 @@ def test_training_and_encoding_follow_the_definition(train_on, text):
 
 @settings(max_examples=300, deadline=None)
 @given(train_on=st.text(alphabet="ab ", max_size=60).filter(bool), n_merges=st.sampled_from([0, 3, 30, 2**32 - 256]))
-def test_rows_of_few_symbols_merge_as_defined(train_on, n_merges):
+def test_repetitive_text_merges_match_slow_reference(train_on, n_merges):
     tokeniser = BPETokeniser(256 + n_merges, special_tokens=()).train(train_on, progress=False)
     merges = slow_merges(train_on, n_merges)
     assert [tokeniser.token_bytes(i) for i in range(len(tokeniser))] == tokens_of(merges)
 
 
-def test_the_plain_class_does_the_same_with_texts(trained):
+def test_byte_level_bpe_matches_bpe_tokeniser(trained):
     """`BPETokeniser` adds bytes, checks and files to it."""
     plain = ByteLevelBPE(290).train([TEXT], progress=False)
     assert plain.n_vocab == trained.n_vocab and plain.dtype == trained.dtype
@@ -128,13 +128,13 @@ def test_the_plain_class_does_the_same_with_texts(trained):
         plain.train([], progress=False)
 
 
-def test_training_follows_the_definition_on_real_text(trained):
+def test_training_on_real_text_matches_slow_reference(trained):
     merges = slow_merges(TEXT, 290 - 257)
     assert [trained.token_bytes(i) for i in range(len(trained) - 1)] == tokens_of(merges)
     assert trained.encode(TEXT * 3).tolist() == slow_encode(TEXT * 3, merges)
 
 
-def test_pieces_cover_the_text():
+def test_split_pieces_concatenate_to_the_text():
     everything = "".join(chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000)
     assert "".join(re.findall(PIECE, everything)) == everything
 
@@ -148,7 +148,7 @@ def test_equal_texts_give_equal_tokenisers(trained):
     assert forwards != trained and trained != "a tokeniser"
 
 
-def test_training_again_forgets(trained):
+def test_retraining_replaces_the_vocabulary(trained):
     tokeniser = BPETokeniser(290).train("completely different words " * 9, progress=False)
     assert tokeniser.train(TEXT, progress=False) is tokeniser
     assert tokeniser == trained
@@ -169,20 +169,20 @@ def test_training_shows_progress(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_training_on_bytes_that_are_not_utf8():
+def test_training_on_invalid_utf8():
     tokeniser = BPETokeniser(300).train(b"\xff\xfe caf\xe9 caf\xe9 \xff\xfe", progress=False)
     assert b" caf" in [tokeniser.token_bytes(i) for i in range(256, len(tokeniser))]
     assert not any(0xE9 in tokeniser.token_bytes(i) for i in range(256, len(tokeniser)))
 
 
 @pytest.mark.parametrize("text", ["", b"", [], ["", b""], b"\xff\xff"])
-def test_training_on_nothing(text):
+def test_training_on_empty_text_is_rejected(text):
     with pytest.raises(ValueError, match="expected UTF-8 text to train on, got 'none'"):
         BPETokeniser(300).train(text, progress=False)
 
 
 @pytest.mark.parametrize("text", [3, None, [1, 2]])
-def test_text_of_the_wrong_type(text, trained):
+def test_text_of_wrong_type_is_rejected(text, trained):
     with pytest.raises((ValueError, TypeError)):
         BPETokeniser(300).train(text, progress=False)
     with pytest.raises(ValueError, match="expected text as str or bytes, got"):
@@ -194,7 +194,7 @@ def test_text_of_the_wrong_type(text, trained):
 
 @settings(max_examples=200, deadline=None)
 @given(raw=ANY_BYTES)
-def test_every_byte_string_comes_back(raw, trained):
+def test_byte_strings_round_trip(raw, trained):
     for tokeniser in (trained, BPETokeniser(257)):
         ids = tokeniser.encode(raw)
         assert tokeniser.decode_bytes(ids) == raw
@@ -204,11 +204,11 @@ def test_every_byte_string_comes_back(raw, trained):
 
 @given(text=st.text(alphabet=st.one_of(st.characters(), st.characters(categories=["Cs"])), max_size=50))
 @settings(deadline=None)
-def test_lone_surrogates_come_back(text, trained):
+def test_lone_surrogates_round_trip(text, trained):
     assert trained.decode_bytes(trained.encode(text)).decode("utf-8", "surrogatepass") == text
 
 
-def test_untrained_encodes_as_bytes():
+def test_untrained_tokeniser_encodes_bytes():
     tokeniser = BPETokeniser(5000)
     assert tokeniser.encode("né\xff").tolist() == list("né\xff".encode())
     assert tokeniser.encode("").shape == (0,) and tokeniser.encode(b"").dtype == np.uint16
@@ -216,12 +216,12 @@ def test_untrained_encodes_as_bytes():
     assert tokeniser.decode(104) == "h"
 
 
-def test_ids_are_as_narrow_as_the_vocabulary_allows():
+def test_ids_have_the_narrowest_dtype():
     assert BPETokeniser(2**16).encode("a").dtype == np.uint16
     assert BPETokeniser(2**16 + 1).encode("a").dtype == np.uint32
 
 
-def test_where_a_long_text_is_cut_does_not_show(trained, monkeypatch):
+def test_encoding_does_not_depend_on_chunk_boundaries(trained, monkeypatch):
     text = TEXT * 20
     whole = trained.encode(text)
     monkeypatch.setattr(module, "_CHUNK", 150)
@@ -233,7 +233,7 @@ def test_where_a_long_text_is_cut_does_not_show(trained, monkeypatch):
 
 
 @pytest.mark.parametrize("unit", [" ", "a", "\n", "!", "ab ", "\n\t", "你"])
-def test_long_runs(trained, gpt2, unit):
+def test_long_runs_of_one_character_round_trip(trained, gpt2, unit):
     text = unit * 300_000 + "x"
     for tokeniser in (trained, gpt2):
         assert tokeniser.decode(tokeniser.encode(text)) == text
@@ -254,7 +254,7 @@ def without_tiktoken(tokeniser: BPETokeniser) -> BPETokeniser:
 
 @settings(max_examples=100, deadline=None)
 @given(train_on=LIKELY.filter(bool), texts=st.lists(ANY_TEXT))
-def test_without_tiktoken_the_ids_are_the_same(train_on, texts):
+def test_encoding_without_tiktoken_is_identical(train_on, texts):
     tokeniser = BPETokeniser(256 + 30, special_tokens=()).train(train_on, progress=False)
     other = without_tiktoken(tokeniser)
     for text in texts:
@@ -266,7 +266,7 @@ def test_without_tiktoken_the_ids_are_the_same(train_on, texts):
 @given(
     tokens=st.lists(st.text("ab", min_size=2, max_size=7), unique=True, max_size=30), text=st.text("ab", max_size=40)
 )
-def test_without_tiktoken_tokens_that_no_training_gives_are_merged_alike(tokens, text):
+def test_encoding_without_tiktoken_with_unreachable_tokens(tokens, text):
     """Tokens in any order, some of which no merge leads to."""
     tokeniser = BPETokeniser.from_tokens(
         [bytes([value]) for value in range(256)] + [token.encode() for token in tokens]
@@ -274,13 +274,13 @@ def test_without_tiktoken_tokens_that_no_training_gives_are_merged_alike(tokens,
     assert without_tiktoken(tokeniser).encode(text).tolist() == tokeniser.encode(text).tolist()
 
 
-def test_without_tiktoken_gpt2_is_the_same(gpt2):
+def test_gpt2_encoding_without_tiktoken_is_identical(gpt2):
     other = without_tiktoken(gpt2)
     for text in (TEXT * 3, *CUTS, (TEXT * 60).encode() + b"\xff", " \n" * 1000 + "ab" * 1000):
         assert other.encode(text).tolist() == gpt2.encode(text).tolist()
 
 
-def test_without_tiktoken_long_pieces_take_little_time_and_are_not_kept(trained, gpt2):
+def test_long_pieces_without_tiktoken_are_fast_and_not_cached(trained, gpt2):
     random = np.random.default_rng(0).integers(97, 123, 200_000, np.uint8).tobytes().decode()
     for tokeniser in (trained, gpt2):
         other = without_tiktoken(tokeniser)
@@ -289,14 +289,14 @@ def test_without_tiktoken_long_pieces_take_little_time_and_are_not_kept(trained,
         assert not other._encoding
 
 
-def test_without_tiktoken_the_pieces_kept_are_limited(trained, monkeypatch):
+def test_piece_cache_without_tiktoken_is_bounded(trained, monkeypatch):
     monkeypatch.setattr(module, "_MOST_KEPT", 10)
     other = without_tiktoken(trained)
     assert other.encode(TEXT).tolist() == trained.encode(TEXT).tolist()
     assert len(other._encoding) == 10
 
 
-def test_special_tokens_are_read_only_when_asked_for(trained):
+def test_special_tokens_are_encoded_only_on_request(trained):
     text = f"one{END_OF_TEXT}two"
     assert trained.end_of_text == trained.n_vocab - 1 == trained.special_tokens[END_OF_TEXT]
     assert trained.end_of_text not in trained.encode(text)
@@ -318,34 +318,34 @@ def test_several_special_tokens():
 
 
 @pytest.mark.parametrize("ids", [[290], [-1], [0, 10**6], np.array([65535], np.uint16), [2**40]])
-def test_ids_outside_the_vocabulary(trained, ids):
+def test_ids_outside_the_vocabulary_are_rejected(trained, ids):
     with pytest.raises(ValueError, match=rf"expected ids from 0 to 289, got \[{np.max(np.abs(ids))}|got \[-1\]"):
         trained.decode(ids)
 
 
 @pytest.mark.parametrize("ids", [[1.5], ["a"], [None], [True], [2**70]])
-def test_ids_that_are_no_integers(trained, ids):
+def test_non_integer_ids_are_rejected(trained, ids):
     with pytest.raises(ValueError, match="expected integer ids, got"):
         trained.decode_bytes(ids)
 
 
 @settings(deadline=None)
 @given(raw=ANY_BYTES)
-def test_streaming_gives_whole_characters(raw, trained):
+def test_streaming_yields_complete_characters(raw, trained):
     decoder = StreamDecoder(trained)
     ids = trained.encode(raw)
     parts = [decoder.push(token) for token in ids]
     assert "".join(parts) + decoder.flush() == trained.decode(ids)
 
 
-def test_streaming_waits_for_the_last_byte():
+def test_streaming_buffers_incomplete_characters():
     decoder = StreamDecoder(BPETokeniser(257))
     assert [decoder.push(token) for token in "🚲!".encode()] == ["", "", "", "🚲", "!"]
     assert decoder.push(list("né".encode())[:2]) == "n"
     assert decoder.flush() == "\ufffd"
 
 
-def test_streaming_completes_a_character_that_was_begun():
+def test_streaming_completes_a_character_from_the_prompt():
     tokeniser = BPETokeniser(257)
     for n_begun in range(4):
         stream = tokeniser.stream(list("né🚲".encode())[: 3 + n_begun])
@@ -356,13 +356,13 @@ def test_streaming_completes_a_character_that_was_begun():
 
 
 @pytest.mark.parametrize("vocab_size", [0, -5, 256, 2**32 + 1, 300.0, "300", None, True])
-def test_bad_vocabulary_sizes(vocab_size):
+def test_bad_vocabulary_sizes_are_rejected(vocab_size):
     with pytest.raises(ValueError, match=r"expected vocab_size from 257 \(256 bytes, 1 .*\) to 2\*\*32, got"):
         BPETokeniser(vocab_size)
 
 
 @pytest.mark.parametrize("names", [["a", "a"], [""], [3], ["\ud800"], [b"a"]])
-def test_bad_special_tokens(names):
+def test_bad_special_tokens_are_rejected(names):
     with pytest.raises(ValueError, match="expected special_tokens to be distinct texts"):
         BPETokeniser(300, special_tokens=names)
 
@@ -370,7 +370,7 @@ def test_bad_special_tokens(names):
 # saving
 
 
-def test_saved_and_loaded(trained, tmp_path):
+def test_save_and_load_round_trip(trained, tmp_path):
     path = tmp_path / "deep" / "tokeniser.json"
     trained.save(path)
     loaded = BPETokeniser.load(path)
@@ -381,14 +381,14 @@ def test_saved_and_loaded(trained, tmp_path):
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, lambda t: pickle.loads(pickle.dumps(t))])
-def test_pickled_and_copied(trained, again):
+def test_pickle_and_copy_round_trip(trained, again):
     trained.encode("so that there is an Encoding")
     other = again(trained)
     assert other._encoding is None
     assert other == trained and other.encode(TEXT).tolist() == trained.encode(TEXT).tolist()
 
 
-def test_a_copy_is_trained_alone(trained):
+def test_copies_train_independently(trained):
     other = copy.copy(trained).train("other words other words", progress=False)
     assert other != trained and trained == BPETokeniser(290).train(TEXT, progress=False)
 
@@ -433,7 +433,7 @@ def changed(**changes):
         lambda state: changed(tokens=[*state["tokens"][:280], ["a"]])(state),
     ],
 )
-def test_crafted_states(trained, tmp_path, change):
+def test_crafted_states_are_rejected(trained, tmp_path, change):
     state = change(trained.to_dict())
     with pytest.raises(ValueError, match=r"expected .*, got") as error:
         BPETokeniser.from_dict(state)
@@ -445,7 +445,7 @@ def test_crafted_states(trained, tmp_path, change):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\x80\x04.", b"\xff\xfe", b"[" * 100_000, b"NaN", b"9" * 5000])
-def test_foreign_files(tmp_path, content):
+def test_foreign_files_are_rejected(tmp_path, content):
     path = tmp_path / "foreign.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"foreign\.json: expected a saved tokeniser") as error:
@@ -453,7 +453,7 @@ def test_foreign_files(tmp_path, content):
     assert "\n" not in str(error.value)
 
 
-def test_a_truncated_file(trained, tmp_path):
+def test_truncated_file_is_rejected(trained, tmp_path):
     path = tmp_path / "tokeniser.json"
     trained.save(path)
     path.write_bytes(path.read_bytes()[:-100])
@@ -466,7 +466,7 @@ def test_a_truncated_file(trained, tmp_path):
 # GPT-2
 
 
-def test_gpt2_is_the_published_vocabulary(gpt2):
+def test_gpt2_matches_the_published_vocabulary(gpt2):
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
@@ -482,13 +482,13 @@ def test_gpt2_is_the_published_vocabulary(gpt2):
     assert gpt2.decode_bytes(gpt2.encode(bytes(range(256)) * 2)) == bytes(range(256)) * 2
 
 
-def test_gpt2_saves_and_loads(gpt2, tmp_path):
+def test_gpt2_save_and_load_round_trip(gpt2, tmp_path):
     gpt2.save(tmp_path / "gpt2.json")
     loaded = BPETokeniser.load(tmp_path / "gpt2.json")
     assert loaded == gpt2 and loaded.encode(TEXT).tolist() == gpt2.encode(TEXT).tolist()
 
 
-def test_importing_is_light():
+def test_import_loads_no_optional_package():
     code = "import sys, tricycle.tokeniser; print(*{'tiktoken', 'tqdm', 'regex'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
@@ -503,14 +503,14 @@ CUTS = [
 
 
 @pytest.mark.parametrize("text", CUTS)
-def test_pieces_are_those_of_gpt2(text: str) -> None:
+def test_gpt2_split_matches_pattern(text: str) -> None:
     pre_tokenizers = pytest.importorskip("tokenizers").pre_tokenizers
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     expected = [text[start:end] for _, (start, end) in byte_level.pre_tokenize_str(text)]
     assert re.findall(gpt2_pattern(), text) == expected
 
 
-def test_a_tokeniser_that_cuts_as_gpt2_does() -> None:
+def test_tokeniser_with_gpt2_split() -> None:
     text = "we don't, they don't; 1234 and 1234,\n\n" * 20
     tokeniser = BPETokeniser(300, split="gpt2").train(text, progress=False)
     assert tokeniser.to_dict()["split"] == "gpt2"

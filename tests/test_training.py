@@ -98,7 +98,7 @@ def whole(tmp_path_factory) -> Run:
 
 # -------------------------------------------------------------------- resuming
 @pytest.mark.parametrize("stops", [(10,), (7,), (1,), (19,), (5, 6, 15)])
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, whole, stops):
+def test_resumed_run_equals_uninterrupted_run(tmp_path, whole, stops):
     """Weights, moments, generators, position, metrics and the best checkpoint, exactly. 5 and 10 have estimates."""
     run = new_run(tmp_path / "run")
     state = new_state(CONFIG, TOKENS)
@@ -113,7 +113,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, whole, stops):
 
 
 @pytest.mark.parametrize("at", [3, 5, 6, 14, 20])
-def test_a_run_that_crashed_equals_an_uninterrupted_one(tmp_path, whole, at, monkeypatch):
+def test_resumed_run_after_a_crash_equals_uninterrupted_run(tmp_path, whole, at, monkeypatch):
     """Without a last save: from the checkpoint before the latest estimate, whose line is there already."""
     run = new_run(tmp_path / "run")
     state = new_state(CONFIG, TOKENS)
@@ -141,7 +141,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path, whole):
     same_files(run, whole)
 
 
-def test_metrics_that_were_cut_off_in_a_line(tmp_path):
+def test_truncated_metrics_line_is_replaced_on_resume(tmp_path):
     run = new_run(tmp_path)
     state = new_state(CONFIG, TOKENS)
     run.stop = stop_at(state, 10)
@@ -156,7 +156,7 @@ def test_metrics_that_were_cut_off_in_a_line(tmp_path):
     assert all(json.loads(line) for line in run.metrics.read_text().splitlines())
 
 
-def test_other_tokens_are_refused(whole):
+def test_resuming_with_other_tokens_raises(whole):
     with pytest.raises(ValueError, match=r"last\.safetensors.*expected n_items of the state"):
         resume_state(whole.last, TOKENS[:500])
 
@@ -171,7 +171,7 @@ def test_other_tokens_are_refused(whole):
         ({"total_steps": 1.5}, "expected total_steps in the checkpoint to be a number, got 1.5"),
     ],
 )
-def test_odd_progress_is_refused(tmp_path, progress, said):
+def test_bad_progress_is_rejected(tmp_path, progress, said):
     state = new_state(CONFIG, TOKENS)
     good = {name: getattr(state, name) for name in state.PROGRESS}
     save_checkpoint(
@@ -183,7 +183,7 @@ def test_odd_progress_is_refused(tmp_path, progress, said):
     assert said in str(caught.value)
 
 
-def test_progress_sets_nothing_but_progress(tmp_path):
+def test_loading_progress_sets_only_progress(tmp_path):
     state = new_state(CONFIG, TOKENS)
     good = {name: getattr(state, name) for name in state.PROGRESS}
     save_checkpoint(tmp_path / "c", state.model, None, state.optimiser, state.dataset, {**good, "model": 1, "odd": 2})
@@ -193,7 +193,7 @@ def test_progress_sets_nothing_but_progress(tmp_path):
 
 
 # -------------------------------------------------------------------- the loop
-def test_the_loss_falls_on_a_small_text(tmp_path):
+def test_loss_decreases_on_a_small_text(tmp_path):
     config = replace(
         CONFIG,
         steps=60,
@@ -221,7 +221,7 @@ def test_the_loss_falls_on_a_small_text(tmp_path):
     assert (tmp_path / "samples.txt").read_text(encoding="utf-8").startswith("--- sample at step 30\n")
 
 
-def test_a_checkpoint_stands_before_estimates_and_samples(tmp_path, monkeypatch):
+def test_checkpoint_is_saved_before_evaluation_and_samples(tmp_path, monkeypatch):
     run = new_run(tmp_path)
     saved = []
 
@@ -238,7 +238,7 @@ def test_a_checkpoint_stands_before_estimates_and_samples(tmp_path, monkeypatch)
     assert sorted(saved) == sorted(evaluated + sampled)
 
 
-def test_a_checkpoint_stands_before_the_first_update(tmp_path, monkeypatch):
+def test_checkpoint_is_saved_before_the_first_update(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError("out of luck")
 
@@ -249,7 +249,7 @@ def test_a_checkpoint_stands_before_the_first_update(tmp_path, monkeypatch):
     assert load_checkpoint(run.last).about["progress"]["step"] == 0
 
 
-def test_stopping_at_the_end_is_the_end(tmp_path):
+def test_stop_at_the_last_step_finishes_the_run(tmp_path):
     state = new_state(replace(CONFIG, steps=3), TOKENS)
     run = new_run(tmp_path)
     run.stop = stop_at(state, 3)
@@ -257,7 +257,7 @@ def test_stopping_at_the_end_is_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("window", [8, 5])
-def test_an_evaluation_of_all_windows_is_the_final_figure(tmp_path, window):
+def test_evaluation_of_all_windows_equals_the_final_loss(tmp_path, window):
     """The windows and the context of evaluations during training are those of the report."""
     config = replace(CONFIG, context_window=window, eval_batches=1000)
     task, state = new_task(), new_state(config, TOKENS)
@@ -269,7 +269,7 @@ def test_an_evaluation_of_all_windows_is_the_final_figure(tmp_path, window):
     assert sampled == task.measure(new_state(replace(config, eval_batches=2), TOKENS))["held_out_loss"]
 
 
-def test_the_best_checkpoint_is_the_one_with_the_lowest_loss(tmp_path, monkeypatch):
+def test_best_checkpoint_has_the_lowest_loss(tmp_path, monkeypatch):
     values = iter([3.0, 2.0, 2.5, 1.5])
     monkeypatch.setattr(text_task, "evaluate", lambda *args, **more: (next(values), 99))
     run, state = new_run(tmp_path), new_state(CONFIG, TOKENS)
@@ -283,7 +283,7 @@ def test_the_best_checkpoint_is_the_one_with_the_lowest_loss(tmp_path, monkeypat
     assert bits == pytest.approx([loss / math.log(2) for loss in (3.0, 2.0, 2.5, 1.5)], rel=1e-5)
 
 
-def test_the_learning_rate_over_a_run(tmp_path):
+def test_learning_rate_over_a_run(tmp_path):
     config = replace(CONFIG, steps=40, warmup_steps=4, max_learning_rate=1e-2, min_learning_rate=1e-3)
     run = new_run(tmp_path)
     train(new_state(config, TOKENS), run)
@@ -294,7 +294,7 @@ def test_the_learning_rate_over_a_run(tmp_path):
     assert rates[-1] == pytest.approx(1e-3)
 
 
-def test_the_warm_up_is_at_most_a_tenth():
+def test_warmup_is_at_most_a_tenth_of_the_run():
     state = new_state(replace(CONFIG, steps=50, warmup_steps=1000), TOKENS)
     assert state.learning_rate(5) == CONFIG.max_learning_rate
     assert state.learning_rate(4) < CONFIG.max_learning_rate
@@ -302,7 +302,7 @@ def test_the_warm_up_is_at_most_a_tenth():
 
 
 @pytest.mark.parametrize("n_steps", [1, 2, 3, 40])
-def test_no_update_has_a_rate_of_0(n_steps):
+def test_learning_rate_is_never_0(n_steps):
     state = new_state(replace(CONFIG, steps=n_steps, warmup_steps=4, min_learning_rate=0.0), TOKENS)
     rates = [state.learning_rate(step) for step in range(1, n_steps + 1)]
     assert min(rates) > 0 and state.learning_rate(n_steps + 1) == 0
@@ -312,7 +312,7 @@ def test_no_update_has_a_rate_of_0(n_steps):
     ("minutes", "steps", "expected"),
     [(5.0, 0, (200, 290)), (5.0, 60, (60, 60)), (5.0, 10, (10, 10)), (0.1, 0, (5, 7))],
 )
-def test_a_limit_in_minutes(tmp_path, monkeypatch, minutes, steps, expected):
+def test_time_limit_in_minutes(tmp_path, monkeypatch, minutes, steps, expected):
     """With a clock that says one second an update: about as many updates as fit, and some time for the end."""
     clock = iter(range(10**9))
     monkeypatch.setattr(updates.clock, "awake_seconds", lambda: float(next(clock)))
@@ -325,7 +325,7 @@ def test_a_limit_in_minutes(tmp_path, monkeypatch, minutes, steps, expected):
     assert state.seconds == state.step
 
 
-def test_time_spent_before_counts(tmp_path, monkeypatch):
+def test_time_limit_counts_earlier_sessions(tmp_path, monkeypatch):
     n_steps = []
     for spent in (0.0, 120.0):
         clock = iter(range(10**9))
@@ -363,7 +363,7 @@ def as_one(batches) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(inputs), np.concatenate(labels)
 
 
-def test_uneven_batches_count_as_one_big_batch(rng):
+def test_accumulated_uneven_batches_equal_one_large_batch(rng):
     """Each label counts as much as any other, and a batch that has none counts nothing."""
     batches = uneven_batches(rng)
     loss_fn = CrossEntropy(PADDING)
@@ -378,7 +378,7 @@ def test_uneven_batches_count_as_one_big_batch(rng):
         np.testing.assert_allclose(mine.grad.array, theirs.grad.array, rtol=1e-12, atol=1e-14)
 
 
-def test_gradients_and_apply_take_any_model_and_loss(rng):
+def test_gradients_and_apply_accept_any_model_and_loss(rng):
     """Here by hand what gradient descent with clipping does."""
     model = Dense(3, 2, generator=0)
     x, y = rng.standard_normal((5, 3)), rng.standard_normal((5, 2))
@@ -396,7 +396,7 @@ def test_gradients_and_apply_take_any_model_and_loss(rng):
     assert model.weights.grad is None
 
 
-def test_an_update_is_the_three_verbs(rng):
+def test_train_on_batch_equals_gradients_then_apply(rng):
     batch = as_one(uneven_batches(rng))
     models = [small_model(), small_model()]
     optimisers = [AdamW(0.1), AdamW(0.1)]
@@ -412,7 +412,7 @@ def test_an_update_is_the_three_verbs(rng):
         np.testing.assert_array_equal(mine.array, theirs.array)
 
 
-def test_the_schedule_of_an_optimiser_holds():
+def test_optimizer_schedule_is_used():
     model, rates = Dense(1, 1, generator=0), []
     optimiser = StochasticGradientDescent(lambda step: rates.append(step) or 0.1 * step)
     for _ in range(2):
@@ -420,7 +420,7 @@ def test_the_schedule_of_an_optimiser_holds():
     assert rates == [1, 1, 2] and optimiser.n_steps == 2
 
 
-def test_a_loss_of_any_kind_that_is_not_finite_is_named():
+def test_non_finite_loss_names_its_source():
     model = Sequential(Dense(2, 2, generator=0))
     before = model.steps[0].weights.array.copy()
     with pytest.raises(NonFiniteError, match=r"^the loss is nan; the first non-finite tensor is the result of / 0\.0 "):
@@ -438,7 +438,7 @@ def test_a_loss_of_any_kind_that_is_not_finite_is_named():
         ([1, 2], [0, 0], "expected at least one label to count, got none"),
     ],
 )
-def test_batches_without_their_numbers_of_labels_are_refused(batches, n_labels, got):
+def test_mismatched_label_counts_are_rejected(batches, n_labels, got):
     model = small_model()
     with pytest.raises(ValueError) as caught:
         compute_gradients(model, supervised_loss(model, CrossEntropy()), batches, n_labels)
@@ -446,7 +446,7 @@ def test_batches_without_their_numbers_of_labels_are_refused(batches, n_labels, 
 
 
 # -------------------------------------------------------------------- the loop by itself
-def test_a_model_of_any_kind_is_trained_by_three_lines(rng):
+def test_train_accepts_any_model(rng):
     batches = [uneven_batches(rng)[0]] * 30
     model, other = small_model(), small_model()
     assert training.train(model, AdamW(0.05), iter(batches), n_steps=30) is True
@@ -483,7 +483,7 @@ class Noted(training.Session):
         self.calls.append(("recover", str(error)[:15]))
 
 
-def test_what_a_session_is_told(rng):
+def test_session_callbacks(rng):
     session, rates = Noted(), []
     batches = iter([uneven_batches(rng)[0]] * 3)
     schedule = lambda step: rates.append(step) or 0.1
@@ -493,7 +493,7 @@ def test_what_a_session_is_told(rng):
     assert rates == [1, 2, 3]
 
 
-def test_a_session_may_leave_out_an_update(rng):
+def test_session_may_skip_an_update(rng):
     session, model = Noted(), Dense(1, 1, generator=0)
     batches = iter([np.full((1, 1), value) for value in (1.0, np.nan, 1.0, 1.0)])
     batch_loss = lambda batch, factor: model(batch).sum() * factor
@@ -504,7 +504,7 @@ def test_a_session_may_leave_out_an_update(rng):
         training.train(model, AdamW(), iter([np.full((1, 1), np.nan)]), 1, batch_loss)
 
 
-def test_the_loop_is_read_in_one_place():
+def test_training_loop_is_short():
     """A function of at most 60 lines, and with all that it calls in its file at most 150."""
     source = Path(training.__file__).read_text(encoding="utf-8")
     lengths = {}
@@ -516,7 +516,7 @@ def test_the_loop_is_read_in_one_place():
 
 
 # -------------------------------------------------------------------- one update
-def test_accumulated_gradients_equal_those_of_one_big_batch():
+def test_accumulated_gradients_equal_one_large_batch():
     big = new_state(replace(CONFIG, batch_size=6, accumulation_steps=1, dropout=0.0), TOKENS)
     small = new_state(replace(CONFIG, batch_size=2, accumulation_steps=3, dropout=0.0), TOKENS)
     for _ in range(5):
@@ -529,7 +529,7 @@ def test_accumulated_gradients_equal_those_of_one_big_batch():
 
 
 @pytest.mark.parametrize(("limit", "clipped"), [(0.0, False), (1e-3, True), (1e6, False)])
-def test_gradients_are_clipped_by_the_update(limit, clipped):
+def test_update_clips_gradients(limit, clipped):
     """The first moment is a tenth of what the optimiser took for the gradient."""
     state = new_state(replace(CONFIG, max_gradient_norm=limit), TOKENS)
     _, norm = train_step(state)
@@ -556,7 +556,7 @@ def overflow(state):
     ],
 )
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
-def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path, spoil, named, accumulation_steps):
+def test_non_finite_loss_stops_before_the_update(tmp_path, spoil, named, accumulation_steps):
     config = replace(CONFIG, accumulation_steps=accumulation_steps)
     run, state = new_run(tmp_path, on_nan="stop"), new_state(config, TOKENS)
     saved = []
@@ -582,7 +582,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path, spoil, name
         assert run.last.read_bytes() == before
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_update(monkeypatch):
+def test_non_finite_gradient_stops_before_the_update(monkeypatch):
     state = new_state(replace(CONFIG, accumulation_steps=1), TOKENS)
     plain = training.gradient_norm
 
@@ -608,7 +608,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(monkeypatch):
         (True, "bfloat16", "; 1.5 GB of the GPU's 80.0 GB are free", ""),
     ],
 )
-def test_too_little_memory_is_said_with_what_to_lower(monkeypatch, on_gpu, precision, there, besides):
+def test_memory_error_suggests_settings_to_lower(monkeypatch, on_gpu, precision, there, besides):
     monkeypatch.setattr(updates, "gpu_memory", lambda: (1.5e9, 80e9))
     config, asked = replace(CONFIG, precision=precision), "Unable to allocate 3.00 TiB"
     what = new_task().memory_advice(config, on_gpu)
@@ -619,7 +619,7 @@ def test_too_little_memory_is_said_with_what_to_lower(monkeypatch, on_gpu, preci
     assert str(caught.value) == f"{asked}{there}: {advice}{besides}"
 
 
-def test_a_run_without_memory_says_so(tmp_path, monkeypatch):
+def test_out_of_memory_error_of_a_run(tmp_path, monkeypatch):
     def fail(*args):
         raise MemoryError
 
@@ -628,7 +628,7 @@ def test_a_run_without_memory_says_so(tmp_path, monkeypatch):
         train(new_state(CONFIG, TOKENS), new_run(tmp_path))
 
 
-def test_checkpoints_of_before_there_was_a_loss_scale_load(tmp_path):
+def test_checkpoints_without_loss_scale_load(tmp_path):
     state = new_state(CONFIG, TOKENS)
     progress = {name: getattr(state, name) for name in state.PROGRESS}
     save_checkpoint(tmp_path / "c", state.model, None, state.optimiser, state.dataset, progress)
@@ -639,7 +639,7 @@ def test_checkpoints_of_before_there_was_a_loss_scale_load(tmp_path):
         resume_state(tmp_path / "c", TOKENS)
 
 
-def test_on_a_cpu_every_step_is_read(tmp_path):
+def test_cpu_steps_return_floats(tmp_path):
     state = new_state(CONFIG, TOKENS)
     results = [train_step(state) for _ in range(2)]
     assert all(type(value) is float for result in results for value in result)
@@ -647,7 +647,7 @@ def test_on_a_cpu_every_step_is_read(tmp_path):
 
 
 # -------------------------------------------------------------------- metrics and samples
-def test_metrics_are_written_in_whole_lines(tmp_path):
+def test_metrics_are_written_as_complete_lines(tmp_path):
     run = new_run(tmp_path)
     assert read_metrics(run.metrics) == []
     for step in range(running.MAX_BUFFERED_LINES + 3):
@@ -660,7 +660,7 @@ def test_metrics_are_written_in_whole_lines(tmp_path):
 
 @pytest.mark.parametrize("window", [1, 2, 8])
 @pytest.mark.parametrize("prompt", ["", "the cat sat on the mat"])
-def test_samples_begin_with_any_prompt(tmp_path, window, prompt):
+def test_samples_start_with_the_prompt(tmp_path, window, prompt):
     state, run = new_state(replace(CONFIG, context_window=window), TOKENS), new_run(tmp_path)
     text = write_sample(state, run, 10, prompt)
     assert text.startswith(prompt)
@@ -668,13 +668,13 @@ def test_samples_begin_with_any_prompt(tmp_path, window, prompt):
     assert (tmp_path / "samples.txt").read_text(encoding="utf-8") == f"--- sample at step 0\n{text}\n" * 2
 
 
-def test_a_metrics_file_that_a_power_cut_spoilt_is_read_as_far_as_it_goes(tmp_path):
+def test_damaged_metrics_file_is_read_up_to_the_damage(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n\xff\xfe\n[1]\n"text"\n{"loss": 1.0}\n{"step": 2, "lo')
     assert read_metrics(path) == [{"step": 1, "loss": 2.0}]
 
 
-def test_lines_that_have_no_numbers_are_left_out(tmp_path):
+def test_metrics_lines_without_numbers_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     odd = ['{"step": 1, "loss": "high"}', '{"step": true, "loss": 1}', '{"step": 2, "loss": null}', "[" * 100_000]
     path.write_text("\n".join([*odd, '{"step": 3, "loss": 1, "said": "skipped"}\n']))
@@ -692,7 +692,7 @@ def crash_at(state, step):
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("at", [4, 5, 9, 10, 12, 20])
-def test_samples_of_a_run_that_crashed_come_once(tmp_path, at):
+def test_samples_are_not_duplicated_after_a_crash(tmp_path, at):
     """Those drawn after the last checkpoint are drawn again."""
     config = replace(CONFIG, sample_interval=4)
     for name, crash in (("whole", False), ("crashed", True)):
@@ -710,7 +710,7 @@ def test_samples_of_a_run_that_crashed_come_once(tmp_path, at):
     assert crashed == whole
 
 
-def test_samples_are_left_alone_where_nobody_counted_them(tmp_path):
+def test_samples_without_recorded_size_are_kept(tmp_path):
     run, state = new_run(tmp_path), new_state(CONFIG, TOKENS)
     run.samples.write_text("somebody's\n")
     run.truncate_to(state)
@@ -740,7 +740,7 @@ class FullDisk:
         monkeypatch.setattr(full_disk, "MAX_RETRY_SECONDS", 0.01)
 
 
-def test_a_run_waits_until_its_disk_has_room(tmp_path, monkeypatch, whole):
+def test_run_waits_for_disk_space(tmp_path, monkeypatch, whole):
     FullDisk(monkeypatch, 3)
     said: list[str] = []
     run = new_run(tmp_path / "run", on_full_disk="wait")
@@ -753,7 +753,7 @@ def test_a_run_waits_until_its_disk_has_room(tmp_path, monkeypatch, whole):
     same_files(run, whole)
 
 
-def test_a_run_that_waits_can_be_stopped(tmp_path, monkeypatch):
+def test_waiting_run_can_be_stopped(tmp_path, monkeypatch):
     FullDisk(monkeypatch, 10**9)
     run = new_run(tmp_path, on_full_disk="wait")
     asked = iter([False] * 5)
@@ -763,7 +763,7 @@ def test_a_run_that_waits_can_be_stopped(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("policy", "number"), [("stop", errno.ENOSPC), ("wait", errno.EIO), ("wait", errno.EROFS)])
-def test_what_is_not_waited_for(tmp_path, monkeypatch, policy, number):
+def test_other_disk_errors_are_raised_immediately(tmp_path, monkeypatch, policy, number):
     disk = FullDisk(monkeypatch, 10**9, number)
     with pytest.raises(OSError) as caught:
         train(new_state(CONFIG, TOKENS), new_run(tmp_path, on_full_disk=policy))
@@ -773,7 +773,7 @@ def test_what_is_not_waited_for(tmp_path, monkeypatch, policy, number):
 
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
-def test_the_size_of_a_run_folder_is_bounded(tmp_path, monkeypatch, optimiser):
+def test_run_folder_size_is_bounded(tmp_path, monkeypatch, optimiser):
     """At its largest moment, while a checkpoint is being written beside the last and the best."""
     config = replace(CONFIG, embedding_dim=64, steps=60, eval_interval=2, sample_interval=3, optimiser=optimiser)
     run, state = new_run(tmp_path), new_state(config, TOKENS)
@@ -793,7 +793,7 @@ def test_the_size_of_a_run_folder_is_bounded(tmp_path, monkeypatch, optimiser):
     assert full_disk.describe_disk_space(state, TOKENISER, tmp_path) in ("up to 1 MB", "up to 2 MB", "up to 3 MB")
 
 
-def test_too_small_a_disk_is_said_before_training(tmp_path, monkeypatch):
+def test_insufficient_disk_space_raises_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(full_disk, "_free", lambda folder: 100_000)
     state = new_state(replace(CONFIG, embedding_dim=64), TOKENS)
     assert full_disk.describe_disk_space(state, TOKENISER, tmp_path).endswith(" MB (only 0.1 MB free)")
