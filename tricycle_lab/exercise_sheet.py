@@ -100,8 +100,8 @@ def _attention(grad: Any, q: Any, k: Any, v: Any, scaled: bool, whole: bool) -> 
 
 
 DIAGONAL = (
-    "each y of a row hangs on every x of the row, for they share a denominator; what is missing is - y * the row's sum "
-    "of grad * y"
+    "each y of a row depends on every x of the row, since they share a denominator; the missing term is "
+    "- y * the row's sum of grad * y"
 )
 CONSTANT_SCALE = "the deviation that you divide by is computed from x too: a gradient goes back through it"
 CONSTANT_MEAN = "the mean that you subtract is computed from x too: a gradient goes back through it"

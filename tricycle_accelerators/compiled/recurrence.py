@@ -76,9 +76,7 @@ def _decline_reason(weights: Any, *arrays: np.ndarray) -> str | None:
 
 
 def _whole_rows(array: np.ndarray) -> bool:
-    """Whether it is float32 with its last axis in one piece, in memory as the loops are compiled for: aligned and not
-    read-only.
-    """
+    """Return whether an array is float32, aligned, writable, and contiguous along its last axis."""
     return array.dtype == np.float32 and array.flags.behaved and array.strides[-1] == 4
 
 

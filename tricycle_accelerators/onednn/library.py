@@ -105,8 +105,9 @@ def unavailable_reason() -> str | None:
 
 @contextmanager
 def _openmp_spin_count() -> Iterator[None]:
-    """Have OpenMP, which reads this when it is loaded, spin for a millisecond before it sleeps, unless it is told
-    otherwise: a thread that sleeps between two products of a token wakes up too late for the next.
+    """Have OpenMP threads spin for a millisecond before they sleep, unless the user has configured this.
+
+    OpenMP reads the variable when it is loaded. A thread that sleeps between two products of a token wakes up too late.
     """
     name = "GOMP_SPINCOUNT"
     if name in os.environ or "OMP_WAIT_POLICY" in os.environ:

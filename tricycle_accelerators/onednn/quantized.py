@@ -91,10 +91,7 @@ def _multiply_int8_rows(
 
 # -------------------------------------------------------------------- bfloat16
 def _multiply_bfloat16(x: np.ndarray, matrix: library.PackedMatrix, exact: bool) -> np.ndarray:
-    """
-    Args:
-        exact: x is not rounded, though it has many rows.
-    """
+    """Multiply rows by a packed bfloat16 matrix; with `exact`, do not round x, even for many rows."""
     n_rows = len(x)
     if n_rows <= FEW_ROWS:
         product = split_precision.bfloat16_split_matmul(x, matrix.few_rows_matmul(2 * n_rows))
