@@ -102,7 +102,7 @@ def test_side_by_side_is_as_alone(name, recompute):
     packed_loss = compute_gradients(model, batch_loss(model), batches, [batch.n_labels for batch in batches]).loss
     got = {name: parameter.grad.numpy().copy() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    alone = PackedDataset(examples, 1, 40, joined_view=False)
+    alone = PackedDataset(examples, 1, 40, pack=False)
     batches = [alone.together([row]) for row in range(alone.n_items)]
     assert all(batch.documents is None for batch in batches)
     loss = compute_gradients(model, batch_loss(model), batches, [batch.n_labels for batch in batches]).loss

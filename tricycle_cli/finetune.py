@@ -297,9 +297,9 @@ class FinetuneTask(Task):
             pairs = PairDataset(examples.held_out[: 2 * n_held], *order)
             self.dataset, self.held_out = PairDataset(examples.train, *order), HeldOutPairs(pairs, arguments.beta)
             return
-        joined_view = arguments.pack and packs(loaded.model)
-        rows = PackedDataset(examples.held_out, *order, joined_view)
-        self.dataset = PackedDataset(examples.train, *order, joined_view)
+        pack = arguments.pack and packs(loaded.model)
+        rows = PackedDataset(examples.held_out, *order, pack)
+        self.dataset = PackedDataset(examples.train, *order, pack)
         self.held_out = HeldOutRows.from_dataset(rows, n_held, loaded.tokeniser)
 
     def _new_state(self, config: GPTConfig, adapter: Adapter | None, base: str) -> TuningState:

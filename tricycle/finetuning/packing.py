@@ -127,14 +127,14 @@ class PackedDataset(EndlessDataset):
         batch_size: rows a batch.
         window: T.
         seed: decides the order.
-        joined_view: put several texts into a row; without, each has its own.
+        pack: whether a row holds several texts.
 
     Raises:
         ValueError: no examples, or one that is too long or has nothing to predict.
     """
 
     def __init__(
-        self, examples: Sequence[Example], batch_size: int, window: int, seed: int = 0, joined_view: bool = True
+        self, examples: Sequence[Example], batch_size: int, window: int, seed: int = 0, pack: bool = True
     ) -> None:
         self.examples = list(examples)
         self.window = window
@@ -143,7 +143,7 @@ class PackedDataset(EndlessDataset):
             got = f"none in example {useless[0]}" if useless else "no examples"
             raise ValueError(f"PackedDataset: expected something to predict in each of some examples, got {got}")
         lengths = [len(example.ids) - 1 for example in self.examples]
-        self.rows = packed(lengths, window) if joined_view else [[item] for item in range(len(lengths))]
+        self.rows = packed(lengths, window) if pack else [[item] for item in range(len(lengths))]
         self._begin(len(self.rows), batch_size, seed)
         self.batch().shuffle(seed)
 

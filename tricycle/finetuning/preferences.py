@@ -56,7 +56,7 @@ class PairDataset(PackedDataset):
     """
 
     def __init__(self, examples: Sequence[Example], batch_size: int, window: int, seed: int = 0) -> None:
-        super().__init__(examples, batch_size, window, seed, joined_view=False)
+        super().__init__(examples, batch_size, window, seed, pack=False)
         if len(self.examples) % 2:
             raise ValueError(f"PairDataset: expected chosen and rejected in turn, got {len(self.examples)} examples")
         self._begin(len(self.examples) // 2, batch_size, seed)
