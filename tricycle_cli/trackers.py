@@ -68,7 +68,7 @@ class Tracker:
 class TensorBoard(Tracker):
     """Write event files for TensorBoard with its record writer."""
 
-    storage = "`tensorboard/` in the run's folder, by TensorBoard's own writer of records"
+    storage = "`tensorboard/` in the run folder"
     keeps = rewinds = True
 
     def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
@@ -120,7 +120,7 @@ class TensorBoard(Tracker):
 class WandB(Tracker):
     """Log to Weights & Biases."""
 
-    storage = "`wandb/` in the run's folder, in offline mode"
+    storage = "`wandb/` in the run folder, offline mode"
     settings = {"WANDB_ERROR_REPORTING": "false"}
 
     def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
@@ -169,7 +169,7 @@ def logged_in_to_wandb() -> bool:
 class MLflow(Tracker):
     """Log to MLflow."""
 
-    storage = "`mlflow.db` in the run's folder (SQLite)"
+    storage = "`mlflow.db` in the run folder (SQLite)"
     settings = {
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # by default an unreachable server is retried for minutes
@@ -222,7 +222,7 @@ class MLflow(Tracker):
 class Trackio(Tracker):
     """Log to Trackio."""
 
-    storage = "its own folder, so that it shows all runs together (`TRACKIO_DIR`)"
+    storage = "Trackio's folder (`TRACKIO_DIR`)"
     settings = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
