@@ -47,7 +47,7 @@ PHASES = {
     "run": "tricycle_cli.train:main",
     "tokeniser training": "tricycle.tokeniser:BPETokeniser.train",
     "dataset building": "tricycle_datasets.corpus:Corpus._write",
-    "update": "tricycle.training:gradients",
+    "update": "tricycle.training:compute_gradients",
     "evaluation": "tricycle_cli.text_task:evaluate",
     "sampling": "tricycle_cli.text_task:write_sample",
     "checkpoint": "tricycle.training_state:save_checkpoint",

@@ -41,7 +41,7 @@ class Tuning(Case):
         "reading": "tricycle_cli.finetune:load_examples",
         "reference": "tricycle_cli.finetune:compute_reference_logprobs",
         "first files": "tricycle_cli.finetune:write_run_description",
-        "update": "tricycle.training:gradients",
+        "update": "tricycle.training:compute_gradients",
         "evaluation of rows": "tricycle_cli.tuning:HeldOutRows.measure",
         "evaluation of pairs": "tricycle_cli.tuning:HeldOutPairs.measure",
         "checkpoint": "tricycle.training_state:save_checkpoint",
