@@ -153,7 +153,7 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def small(array: FakeArray, precision: str) -> FakeArray:
-    """What a GPU's `matmul_operand` and `to_compute_dtype` give: 16 bits where the precision has so many."""
+    """Convert float32 to the 16-bit type of a precision, as `matmul_operand` and `to_compute_dtype` do on a GPU."""
     if precision not in ("bfloat16", "float16") or array.dtype != np.float32:
         return array
     if precision == "float16":

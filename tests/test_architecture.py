@@ -49,6 +49,12 @@ def exists(file: str, name: str) -> bool:
 
 
 # -------------------------------------------------------------------- names
+def test_each_term_of_the_glossary_names_its_code():
+    terms = re.findall(r"^- .*$", GLOSSARY, re.MULTILINE)
+    assert len(terms) > 150
+    assert [term for term in terms if not re.search(r"\(`[\w/]+\.py:[\w.]+`\)$", term)] == []
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_code_references_of_architecture_and_glossary_exist(place):
     file, name = place.split(":")

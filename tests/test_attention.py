@@ -123,7 +123,7 @@ def test_rope_scalings_match_formulas() -> None:
     scaling = RotaryScaling("llama3", 8.0, 1.0, 4.0, 512)
     actual = scaling.scale_frequencies(speeds)
     lengths = 2 * math.pi / speeds
-    for speed, length, scale_frequencies in zip(speeds, lengths, actual, strict=True):
+    for speed, length, scaled in zip(speeds, lengths, actual, strict=True):
         if length < 512 / 4:
             expected = speed
         elif length > 512 / 1:
@@ -131,7 +131,7 @@ def test_rope_scalings_match_formulas() -> None:
         else:
             smooth = (512 / length - 1) / (4 - 1)
             expected = speed * ((1 - smooth) / 8 + smooth)
-        assert scale_frequencies == pytest.approx(expected, rel=1e-12)
+        assert scaled == pytest.approx(expected, rel=1e-12)
     assert (actual == speeds).any() and (actual == speeds / 8).any()
 
 

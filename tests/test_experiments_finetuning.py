@@ -153,9 +153,9 @@ class Box:
         """Nothing is in it any more."""
 '''
     tree = docstrings.ast.parse(source)
-    (results_of,) = docstrings.functions_in(tree, source.split("\n"), "boxes")
-    assert results_of.line == "How large the box is."
-    assert results_of.code == (
+    (found,) = docstrings.functions_in(tree, source.split("\n"), "boxes")
+    assert found.line == "How large the box is."
+    assert found.code == (
         "@property\ndef size(self):\n    # its sides\n    return self.width * self.height * self.depth + lid(self)"
     )
 

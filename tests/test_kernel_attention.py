@@ -123,7 +123,7 @@ def test_hidden_keys():
 
 
 def test_which_keys_and_queries_see_each_other():
-    """What a score_options says of ranges is what it hides."""
+    """Ranges of visible keys agree with the mask that the score options imply."""
     for n_queries, n_keys, offset, window in product((0, 1, 3, 5), (0, 1, 4, 6), (None, -7, -2, 0, 3, 9), (None, 1, 3)):
         score_options = ScoreOptions(1.0, offset, None if offset is None else window)
         unseen = hidden(n_queries, n_keys, score_options)

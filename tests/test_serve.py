@@ -611,8 +611,8 @@ def test_a_slow_reader_holds_nobody(folder, alone):
             assert text_of(raw) == alone.text(ids, 3000, logit_bias=((2, -100),))
 
 
-def scale_frequencies(monkeypatch, seconds: float) -> list[int]:
-    """A model that takes so long for a token; the number of texts at each."""
+def slow_steps(monkeypatch, seconds: float) -> list[int]:
+    """Make each decoding step take at least this long; return a list that receives the number of texts of each step."""
     step, steps = GenerationBatch.step, []
 
     def slow(batch):
@@ -626,7 +626,7 @@ def scale_frequencies(monkeypatch, seconds: float) -> list[int]:
 
 def test_a_dropped_connection_ends_its_text(folder, alone, monkeypatch):
     monkeypatch.setattr("tricycle_serve.app.MOST_REQUESTS", 2)  # one that is gone counts no longer
-    steps = scale_frequencies(monkeypatch, 0.005)
+    steps = slow_steps(monkeypatch, 0.005)
     with serving(folder, max_batch_size=1, length=4000, max_queue=4) as running, client_of(running) as client:
         for stream in (True, False, True):
             plain = open_stream(running, max_tokens=4000, stream=stream)
@@ -730,7 +730,7 @@ def test_one_that_waited_too_long(folder):
 
 @pytest.mark.slow
 def test_an_answer_that_takes_too_long_is_cut_off(folder, monkeypatch):
-    scale_frequencies(monkeypatch, 0.001)
+    slow_steps(monkeypatch, 0.001)
     with serving(folder, timeout_seconds=2, length=4000) as running:
         status, answer, _ = running.ask(
             "/v1/completions", {"prompt": "x", "max_tokens": 4000, "logit_bias": {"2": -100}}
@@ -742,7 +742,7 @@ def test_an_answer_that_takes_too_long_is_cut_off(folder, monkeypatch):
 def test_long_prompts_are_read_in_parts(folder, alone, monkeypatch):
     """Those who are being answered get tokens meanwhile."""
     with serving(folder, max_batch_size=4) as running:
-        rows = scale_frequencies(monkeypatch, 0)
+        rows = slow_steps(monkeypatch, 0)
         body = {"max_tokens": 60, "temperature": 0, "repetition_penalty": 1, "logit_bias": {"2": -100}}
         answers = {}
 

@@ -17,9 +17,7 @@ from tricycle_accelerators import threads
 CHUNK_SIZE = (
     262_144  # elements: a few such arrays stay in a third-level cache, and threads seldom meet at Python's lock
 )
-UNSHARED_SIZE = (
-    4096  # elements: BLAS never shares a product of a matrix of so few with a vector, so nobody need hold it
-)
+UNSHARED_SIZE = 4096  # elements: BLAS computes the product of such a small matrix with a vector in one thread
 SAFE_EXPONENT = 50.0  # e^50 and e^-50, and sums of a hundred million such, are far from the ends of float32
 MAX_EXP = math.exp(SAFE_EXPONENT)
 

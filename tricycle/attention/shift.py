@@ -54,7 +54,7 @@ class TokenShift(Layer):
         return record(y, (x, self.mix), backward, self._name)
 
     def _mixed(self, array: Array, earlier: Array, mix: Array) -> tuple[Array, Any]:
-        """Return the factor of the mix, and the fraction of its own value that a token keeps (None for 1)."""
+        """Return the array that `mix` multiplies, and the factor of the token's value (None for 1)."""
         return earlier, None
 
 

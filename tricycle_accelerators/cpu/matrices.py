@@ -99,7 +99,7 @@ def _multiply_upcast(
 
 def _multiply_by_inner_slices(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     n_inner = a.shape[1]
-    terms = chunks.thread_slices(n_inner, n_inner)  # one part a thread, for each has a sum of its own to hold
+    terms = chunks.thread_slices(n_inner, n_inner)  # one part per thread, because each part needs a separate sum
     product: np.ndarray = chunks.sum_over_chunks(lambda part: blas.multiply(a[:, part], b[part]), terms)
     if bias is not None:
         product += bias

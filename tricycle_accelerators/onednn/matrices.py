@@ -166,7 +166,7 @@ def _multiply_upcast(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, resu
     n_rows, n_inner = a.shape
     n_columns = b.shape[1]
     share = matmul_plan.inner_or_longer_axis((n_rows, n_inner, n_columns))
-    if share == "terms":  # one part a thread, for each has a sum of its own to hold
+    if share == "terms":  # one part per thread, because each part needs a separate sum
         terms = chunks.thread_slices(n_inner, n_inner)
         _write(chunks.sum_over_chunks(some_terms, terms), bias, result)
     elif share == "rows":
