@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tricycle.configs import ModelConfig
-from tricycle.finetuning.lora import Adapter, LoRAConfig, LowRank, Part
+from tricycle.finetuning.lora import Adapter, LoRAConfig, LoRATarget, LowRankUpdate
 from tricycle.layers import Dense
 from tricycle.models import GPT
 from tricycle.softmaxes import SOFTMAXES, BlockSoftmax, SinkSoftmax
@@ -185,13 +185,15 @@ def _adapt(model: GPT, config: LoRAConfig, generator: np.random.Generator) -> Ad
             continue
         half = layer.to_size // 2
         cuts = [0, half, layer.to_size] if half else [0, layer.to_size]
-        parts = [Part(f"{name}.{start}", start, stop, config.rank, 1.5) for start, stop in pairwise(cuts)]
-        low_rank = low_ranks[name] = LowRank(layer.from_size, layer.to_size, parts, config.dropout, model.generator)
+        parts = [LoRATarget(f"{name}.{start}", start, stop, config.rank, 1.5) for start, stop in pairwise(cuts)]
+        low_rank = low_ranks[name] = LowRankUpdate(
+            layer.from_size, layer.to_size, parts, config.dropout, model.generator
+        )
         for up in low_rank.ups:
             up.array[...] = generator.normal(0, 0.3, up.shape)
         if config.dora:
-            low_rank.learn_lengths(layer)
-    return Adapter(model, low_ranks, config).put_on()
+            low_rank.init_dora_magnitudes(layer)
+    return Adapter(model, low_ranks, config).attach()
 
 
 def documents_of(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:

@@ -15,8 +15,8 @@ from tricycle.autograd import topological_order
 from tricycle.configs import DebugConfig, EncoderConfig, GPTConfig
 from tricycle.debug import watch_arrays
 from tricycle.evaluation import evaluate
-from tricycle.finetuning.lora import Adapter, LoRAConfig, LowRank, Part
-from tricycle.finetuning.packing import separate
+from tricycle.finetuning.lora import Adapter, LoRAConfig, LoRATarget, LowRankUpdate
+from tricycle.finetuning.packing import packed_forward_kwargs
 from tricycle.functions import linear, softcap
 from tricycle.layers import Dense, Dropout, Layer
 from tricycle.loss import CrossEntropy
@@ -240,13 +240,17 @@ def test_adapters_with_dropout_on_packed_texts(monkeypatch):
         monkeypatch.setattr(models, "MAX_LOGITS", at_once)
         model = GPT(replace(CONFIG, positions="rotary"))
         model.recompute = again and checkpoint_activations
-        part = Part("up", 0, 128, 4, 2.0)
+        part = LoRATarget("up", 0, 128, 4, 2.0)
         low_ranks = {}
         for i, block in enumerate(model.blocks):
-            low_rank = low_ranks[f"blocks.{i}.mlp.up"] = LowRank(32, block.mlp.up.to_size, [part], 0.5, model.generator)
+            low_rank = low_ranks[f"blocks.{i}.mlp.up"] = LowRankUpdate(
+                32, block.mlp.up.to_size, [part], 0.5, model.generator
+            )
             low_rank.ups[0].array[...] = np.random.default_rng(i).standard_normal((4, 128))
-        adapter = Adapter(model, low_ranks, LoRAConfig()).put_on()
-        model.loss(tokens, labels, CrossEntropy(-100), 1.0, **separate(model, tokens, documents)).backward()
+        adapter = Adapter(model, low_ranks, LoRAConfig()).attach()
+        model.loss(
+            tokens, labels, CrossEntropy(-100), 1.0, **packed_forward_kwargs(model, tokens, documents)
+        ).backward()
         results.append({name: p.grad.array for name, p in adapter.named_parameters()})
     assert len(results[0]) == 6 and all(array.any() for array in results[0].values())
     assert same(results[0], results[1])

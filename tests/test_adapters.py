@@ -83,7 +83,7 @@ def test_peft_computes_the_same_with_our_adapter(name, dora, tmp_path):
     save_adapter(adapter, loaded, tmp_path / "adapter")
     with_theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     assert difference(ours, their_logits(with_theirs, some_tokens())) < AGREED
-    adapter.take_off()
+    adapter.detach()
     np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), before)
     again = load_adapter(loaded, tmp_path / "adapter")
     with pytest.raises(ValueError, match="expected a model without an adapter on it"):
@@ -136,12 +136,12 @@ def test_adapters_are_switched(tmp_path):
     logits = loaded.model(some_tokens()).numpy()
     with pytest.raises(ValueError, match="expected a model without an adapter on it"):
         new_adapter(loaded, LoRAConfig(rank=2), seed=2)
-    first.take_off()
+    first.detach()
     second = new_adapter(loaded, LoRAConfig(rank=5, targets=("q_proj",)), seed=2)
     enliven_adapter(second)
     assert difference(loaded.model(some_tokens()).numpy(), logits) > 0.01
-    second.take_off()
-    first.put_on()
+    second.detach()
+    first.attach()
     np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), logits)
 
 
@@ -296,7 +296,7 @@ def test_kinds_that_are_not_known(fields, message, tmp_path):
     loaded = both("Llama", tmp_path / "base")[1]
     adapter = new_adapter(loaded)
     save_adapter(adapter, loaded, tmp_path / "adapter")
-    adapter.take_off()
+    adapter.detach()
     rewrite(tmp_path / "adapter", **fields)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         load_adapter(loaded, tmp_path / "adapter")

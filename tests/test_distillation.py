@@ -53,7 +53,7 @@ def test_the_loss(temperature, hard_weight):
     assert soft > 0.1
 
 
-def test_a_student_that_predicts_as_its_teacher_has_nothing_to_learn():
+def test_the_loss_is_zero_for_equal_predictions():
     teacher = spread(GPT(CONFIG))
     student = GPT(CONFIG)
     student.load_state_dict(teacher.state_dict())
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_finite_differences():
         (DebugConfig(vocab_size=60, context_window=13), (2.0, 0.1)),
     ],
 )
-def test_what_does_not_fit_is_refused(student, numbers):
+def test_invalid_arguments(student, numbers):
     with pytest.raises(ValueError, match="distillation_loss: expected"):
         distillation_loss(GPT(student), GPT(TEACHER), *numbers)
 

@@ -565,7 +565,7 @@ def test_preference_losses_train_on_the_device(device, kind):
         if kind != "all weights":
             loaded = Pretrained(model, None, GenerationSettings())
             new_adapter(loaded, LoRAConfig(rank=2, dora=kind == "DoRA"))
-        pairs.measure_reference(model)
+        pairs.compute_reference_log_probs(model)
         optimiser = AdamW(1e-2)
         own = [train_on_batch(model, optimiser, dpo_loss(model, 0.3), next(pairs)) for _ in range(5)]
         losses.append([loss.item() if on_gpu else loss for loss in own])

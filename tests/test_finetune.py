@@ -257,7 +257,7 @@ def test_tokens_that_count_in_a_preference():
         {"chosen": [*earlier, good], "rejected": [*earlier, bad]},  # the prompt is what both begin with
     ):
         both = ExampleEncoder(tokeniser, 200).encode(_record("here", json.dumps(value).encode()))
-        assert [tokeniser.decode(one.ids[one.counts]) for one in both] == ["fox<|im_end|>", "rain<|im_end|>"]
+        assert [tokeniser.decode(one.ids[one.loss_mask]) for one in both] == ["fox<|im_end|>", "rain<|im_end|>"]
         asked = tokeniser.chat(earlier)
         assert all(one.ids[: len(asked)].tolist() == asked for one in both)
     encoder = ExampleEncoder(tokeniser, 12)
@@ -265,8 +265,8 @@ def test_tokens_that_count_in_a_preference():
     assert encoder.encode(record("chat preference", [[user] * 9, [good], [bad]])) == []
     assert (encoder.n_cut, encoder.n_left_out) == (0, 2)
     both = encoder.encode(record("preference", ["the quick brown fox " * 9, "rain", "fox jumps"]))
-    assert [tokeniser.decode(one.ids[one.counts]) for one in both] == ["rain<|im_end|>", "fox jumps<|im_end|>"]
-    n_shared = min(int(np.argmax(one.counts)) for one in both)  # both have lost as much of the prompt
+    assert [tokeniser.decode(one.ids[one.loss_mask]) for one in both] == ["rain<|im_end|>", "fox jumps<|im_end|>"]
+    n_shared = min(int(np.argmax(one.loss_mask)) for one in both)  # both have lost as much of the prompt
     np.testing.assert_array_equal(both[0].ids[:n_shared], both[1].ids[:n_shared])
     assert max(len(one.ids) for one in both) == 13
 
@@ -287,10 +287,10 @@ def test_only_answers_count_up_to_their_end():
     assert joined[: len(parts[0][0])] == tokeniser.chat(messages[:1], allowed_special=False)
     assert joined.count(tokeniser.eos) == 5  # the name in the first message is text
     example = ExampleEncoder(tokeniser, 200).encode(record("messages", messages))[0]
-    counted = tokeniser.decode(example.ids[example.counts])
+    counted = tokeniser.decode(example.ids[example.loss_mask])
     assert counted == "sing of rain<|im_end|>\nfox<|im_end|>"
     pair = ExampleEncoder(tokeniser, 200).encode(record("pair", ["small ", "birds"]))[0]
-    assert tokeniser.decode(pair.ids[pair.counts]) == "birds<|im_end|>"
+    assert tokeniser.decode(pair.ids[pair.loss_mask]) == "birds<|im_end|>"
 
 
 def record(kind, value):
@@ -312,7 +312,7 @@ def test_truncated_tokens_are_counted():
     long = "the quick brown fox " * 20
     pair = encoder.encode(record("pair", [long, "rain"]))[0]
     assert len(pair.ids) == 31
-    assert tokeniser.decode(pair.ids[pair.counts]) == "rain<|im_end|>"
+    assert tokeniser.decode(pair.ids[pair.loss_mask]) == "rain<|im_end|>"
     assert (encoder.n_cut, encoder.n_left_out) == (1, 0)
     assert encoder.n_cut_tokens == len(tokeniser.encode(long)) + len(tokeniser.encode("rain")) + 1 - 31
     asked = [{"role": "user", "content": long}, {"role": "assistant", "content": "rain"}]

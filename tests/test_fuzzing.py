@@ -28,7 +28,7 @@ from tricycle.decoding.batch import GenerationBatch
 from tricycle.decoding.prompt_lookup import generate_prompt_lookup
 from tricycle.decoding.ragged import next_logits
 from tricycle.decoding.speculative import SpeculativeState, decode_batch
-from tricycle.finetuning.packing import packs, separate
+from tricycle.finetuning.packing import packed_forward_kwargs, supports_packing
 from tricycle.generate import generate
 from tricycle.layers import generators_in
 from tricycle.loss import CrossEntropy
@@ -120,7 +120,7 @@ def train(model: GPT, layers: Any, batch: tuple[Any, ...], **options: Any) -> di
             to_tensor(labels, dtype=int),
             loss_fn,
             1.0,
-            **separate(model, tokens, documents),
+            **packed_forward_kwargs(model, tokens, documents),
         )
         results = {"loss": np.array(loss.array)}
         if loss.requires_grad:
@@ -140,7 +140,7 @@ def check_training(case: Case, data: Any) -> None:
         tokens = tokens_of(generator, *shape)
         labels = np.where(generator.random(shape) < 0.2, -1, tokens_of(generator, *shape))
         labels[0, 0] = 1
-        documents = documents_of(generator, shape) if packs(model) and data.draw(st.booleans()) else None
+        documents = documents_of(generator, shape) if supports_packing(model) and data.draw(st.booleans()) else None
         batch = tokens, labels, documents
         fast = train(model, layers, batch)
         for options in ({"forget": True}, {"recompute": True}, {"recompute": True, "forget": True}):
@@ -214,13 +214,13 @@ def check_generation(case: Case, data: Any) -> None:
 def check_packing(case: Case, data: Any) -> None:
     """Documents side by side give the logits that each of them gives alone."""
     model, _ = build(case)
-    if not packs(model):
+    if not supports_packing(model):
         return
     with small_pieces(case), model.evaluating():
         generator = np.random.default_rng(case.seed)
         tokens = tokens_of(generator, data.draw(st.integers(1, 3)), case.config.context_window)
         documents = documents_of(generator, tokens.shape)
-        together = model(to_tensor(tokens, dtype=int), **separate(model, tokens, documents)).array
+        together = model(to_tensor(tokens, dtype=int), **packed_forward_kwargs(model, tokens, documents)).array
         tolerance = _tolerance(case, tokens[0].tolist())
         for row, numbers, logits in zip(tokens, documents, together):
             for number in range(numbers[-1] + 1):

@@ -1,11 +1,19 @@
-"""Texts side by side in rows: as if each stood alone, every label worth the same."""
+"""Sequence packing: packed rows have the loss and gradients of separate texts; every label has the same weight."""
 
 import numpy as np
 import pytest
 
 from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.configs import ModelConfig
-from tricycle.finetuning.packing import IGNORED, Example, PackedDataset, packed, packs, positions_in, separate
+from tricycle.finetuning.packing import (
+    IGNORED,
+    Example,
+    PackedDataset,
+    document_positions,
+    pack_lengths,
+    packed_forward_kwargs,
+    supports_packing,
+)
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.training import compute_gradients
@@ -19,20 +27,20 @@ MODELS = {
 
 
 def some_examples(lengths, seed=0) -> list[Example]:
-    """Texts of which the second half counts."""
+    """Return examples whose second half is predicted."""
     rng = np.random.default_rng(seed)
     return [Example(rng.integers(0, 30, n), np.arange(n) >= n // 2) for n in lengths]
 
 
 def batch_loss(model: GPT):
     def of(batch, factor):
-        options = separate(model, batch.tokens, batch.documents)
+        options = packed_forward_kwargs(model, batch.tokens, batch.documents)
         return model.loss(batch.tokens, batch.labels, CrossEntropy(IGNORED), factor, **options)
 
     return of
 
 
-def lively(config: ModelConfig) -> GPT:
+def random_model(config: ModelConfig) -> GPT:
     model = GPT(config)
     rng = np.random.default_rng(2)
     for parameter in model.parameters():
@@ -42,34 +50,34 @@ def lively(config: ModelConfig) -> GPT:
 
 
 # -------------------------------------------------------------------- rows
-def test_rows_hold_all_and_are_full():
+def test_rows_contain_all_items_and_are_full():
     lengths = np.random.default_rng(0).integers(1, 50, 300).tolist()
-    rows = packed(lengths, 60)
+    rows = pack_lengths(lengths, 60)
     assert sorted(item for row in rows for item in row) == list(range(300))
     assert all(sum(lengths[item] for item in row) <= 60 for row in rows)
     assert len(rows) <= 1.05 * sum(lengths) / 60 + 1
-    assert packed([5, 5, 3, 2], 7) == [[0, 3], [1], [2]] or len(packed([5, 5, 3, 2], 7)) == 3
+    assert pack_lengths([5, 5, 3, 2], 7) == [[0, 3], [1], [2]] or len(pack_lengths([5, 5, 3, 2], 7)) == 3
 
 
-def test_what_is_refused():
+def test_invalid_arguments():
     with pytest.raises(ValueError, match="expected lengths from 1 to 7, got 2 to 8"):
-        packed([8, 2], 7)
+        pack_lengths([8, 2], 7)
     with pytest.raises(ValueError, match="got no examples"):
         PackedDataset([], 2, 8)
     with pytest.raises(ValueError, match="none in example 1"):
         PackedDataset([*some_examples([4]), Example(np.arange(3), np.array([True, False, False]))], 2, 8)
-    assert not packs(GPT(ModelConfig(**SIZES, key_shift=True)))
+    assert not supports_packing(GPT(ModelConfig(**SIZES, key_shift=True)))
     model = GPT(ModelConfig(**SIZES, token_shift=True))
-    assert not packs(model)
-    with pytest.raises(ValueError, match="expected one text a row"):
-        separate(model, np.zeros((1, 4), int), np.zeros((1, 4), int))
-    with pytest.raises(ValueError, match=r"expected documents as whole numbers of shape \(1, 4\)"):
-        separate(GPT(MODELS["learned"]), np.zeros((1, 4), int), np.zeros((1, 3), int))
+    assert not supports_packing(model)
+    with pytest.raises(ValueError, match="expected one text per row"):
+        packed_forward_kwargs(model, np.zeros((1, 4), int), np.zeros((1, 4), int))
+    with pytest.raises(ValueError, match=r"documents of shape \(1, 4\)"):
+        packed_forward_kwargs(GPT(MODELS["learned"]), np.zeros((1, 4), int), np.zeros((1, 3), int))
 
 
-def test_places():
+def test_document_positions():
     np.testing.assert_array_equal(
-        positions_in(np.array([[0, 0, 1, 1, 1, -1], [3, 0, 0, 0, 0, 0]])),
+        document_positions(np.array([[0, 0, 1, 1, 1, -1], [3, 0, 0, 0, 0, 0]])),
         [
             [0, 1, 0, 1, 2, 0],
             [0, 0, 1, 2, 3, 4],
@@ -77,33 +85,33 @@ def test_places():
     )
 
 
-def test_batches_go_on_where_they_stood():
+def test_batches_continue_after_load_state():
     examples = some_examples([5, 9, 3, 12, 7, 2, 6])
     first = PackedDataset(examples, 2, 12, seed=3)
     [next(first) for _ in range(5)]
     second = PackedDataset(examples, 2, 12, seed=3)
     second.load_state(first.state())
     for _ in range(5):
-        for ours, theirs in zip(next(first), next(second)):
-            np.testing.assert_array_equal(ours, theirs)
+        for array, expected in zip(next(second), next(first)):
+            np.testing.assert_array_equal(array, expected)
 
 
-# -------------------------------------------------------------------- side by side
+# -------------------------------------------------------------------- packed rows and separate texts
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_side_by_side_is_as_alone(name, recompute):
-    """Logits, loss and gradients."""
+def test_packed_rows_equal_separate_texts(name, recompute):
+    """The losses and the gradients are equal."""
     examples = some_examples([9, 4, 17, 2, 6, 30, 3])
-    model = lively(MODELS[name])
+    model = random_model(MODELS[name])
     model.recompute = recompute and checkpoint_activations
     dataset = PackedDataset(examples, 2, 40)
-    batches = [dataset.together([row]) for row in range(dataset.n_items)]
+    batches = [dataset.collate([row]) for row in range(dataset.n_items)]
     assert any(batch.documents is not None for batch in batches)
     packed_loss = compute_gradients(model, batch_loss(model), batches, [batch.n_labels for batch in batches]).loss
     got = {name: parameter.grad.numpy().copy() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    alone = PackedDataset(examples, 1, 40, pack=False)
-    batches = [alone.together([row]) for row in range(alone.n_items)]
+    separate = PackedDataset(examples, 1, 40, pack=False)
+    batches = [separate.collate([row]) for row in range(separate.n_items)]
     assert all(batch.documents is None for batch in batches)
     loss = compute_gradients(model, batch_loss(model), batches, [batch.n_labels for batch in batches]).loss
     assert packed_loss == pytest.approx(loss, rel=1e-5)
@@ -111,21 +119,21 @@ def test_side_by_side_is_as_alone(name, recompute):
         np.testing.assert_allclose(got[parameter_name], parameter.grad.numpy(), rtol=2e-3, atol=2e-6)
 
 
-def test_tokens_are_weighed_and_not_batches():
-    """Answers of 1 and of 29 tokens in two batches: as the mean over all 30, by hand."""
-    model = lively(MODELS["rotary"])
+def test_the_loss_is_a_mean_over_tokens_and_not_over_batches():
+    """Answers of 1 and of 29 tokens in two batches give the mean over all 30 tokens."""
+    model = random_model(MODELS["rotary"])
     rng = np.random.default_rng(1)
-    counts = [np.arange(30) >= 29, np.arange(30) >= 1]
-    examples = [Example(rng.integers(0, 30, 30), count) for count in counts]
+    loss_masks = [np.arange(30) >= 29, np.arange(30) >= 1]
+    examples = [Example(rng.integers(0, 30, 30), loss_mask) for loss_mask in loss_masks]
     dataset = PackedDataset(examples, 1, 29)
-    batches = [dataset.together([row]) for row in (0, 1)]
+    batches = [dataset.collate([row]) for row in (0, 1)]
     got = compute_gradients(model, batch_loss(model), batches, [batch.n_labels for batch in batches]).loss
     model.zero_grad()
     total = 0.0
-    for ids, count in examples:
+    for ids, loss_mask in examples:
         logits = model(ids[None, :-1]).numpy()[0].astype(np.float64)
         logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        total -= sum(logits[i, ids[i + 1]] for i in range(29) if count[i + 1])
+        total -= sum(logits[i, ids[i + 1]] for i in range(29) if loss_mask[i + 1])
     assert got == pytest.approx(total / 30, rel=1e-5)
     means = [compute_gradients(model, batch_loss(model), [batch]).loss for batch in batches]
     assert abs(np.mean(means) - got) > 1e-2  # as the mean of batches would be

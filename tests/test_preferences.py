@@ -1,4 +1,4 @@
-"""Preference tuning beside plain PyTorch: the same losses, gradients and updates."""
+"""DPO: losses, gradients and updates equal those of PyTorch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers_families import VOCABULARY, difference
 from tricycle.configs import ModelConfig
 from tricycle.finetuning.lora import LoRAConfig
 from tricycle.finetuning.packing import IGNORED, Example
-from tricycle.finetuning.preferences import PairBatch, PairDataset, dpo_loss, log_probabilities
+from tricycle.finetuning.preferences import PairBatch, PairDataset, dpo_loss, sequence_log_probs
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.pretrained.adapters import new_adapter, save_adapter
@@ -37,7 +37,7 @@ def some_pairs(n: int = 8, n_ids: int = VOCABULARY) -> list[Example]:
     return examples
 
 
-def lively() -> GPT:
+def random_model() -> GPT:
     model = GPT(CONFIG)
     generator = np.random.default_rng(2)
     for parameter in model.parameters():
@@ -45,52 +45,52 @@ def lively() -> GPT:
     return model
 
 
-# -------------------------------------------------------------------- by itself
+# -------------------------------------------------------------------- without PyTorch
 def test_batches_hold_both_answers_of_each_pair():
     examples = some_pairs(5)
     dataset = PairDataset(examples, 2, 30, seed=3)
-    dataset.reference[...] = np.arange(10).reshape(5, 2)
+    dataset.reference_log_probs[...] = np.arange(10).reshape(5, 2)
     seen = []
     for _ in range(5):
         batch = next(dataset)
         assert batch.n_labels == 2
         for pair in range(2):
-            number = int(batch.reference[pair]) // 2
-            assert batch.reference[2 + pair] == 2 * number + 1
+            number = int(batch.reference_log_probs[pair]) // 2
+            assert batch.reference_log_probs[2 + pair] == 2 * number + 1
             for side in range(2):
-                ids, counts = examples[2 * number + side]
+                ids, loss_mask = examples[2 * number + side]
                 row = batch.labels[2 * side + pair]
-                np.testing.assert_array_equal(row[row != IGNORED], ids[counts])
+                np.testing.assert_array_equal(row[row != IGNORED], ids[loss_mask])
             seen.append(number)
     assert sorted(seen) == sorted([*range(5)] * 2)
     state = dataset.state()
-    wanted = next(dataset).tokens
+    expected = next(dataset).tokens
     again = PairDataset(examples, 2, 30)
     again.load_state(state)
-    np.testing.assert_array_equal(next(again).tokens, wanted)
-    with pytest.raises(ValueError, match="expected chosen and rejected in turn, got 3 examples"):
+    np.testing.assert_array_equal(next(again).tokens, expected)
+    with pytest.raises(ValueError, match="got 3 examples"):
         PairDataset(examples[:3], 2, 30)
 
 
-def test_log_probabilities(monkeypatch):
-    model = lively()
+def test_sequence_log_probs(monkeypatch):
+    model = random_model()
     batch = next(PairDataset(some_pairs(n_ids=40), 4, 24))
     hidden = model.hidden_states(batch.tokens)
-    whole = log_probabilities(model, hidden, batch.labels)
+    log_probs = sequence_log_probs(model, hidden, batch.labels)
     logits = model(batch.tokens).numpy().astype(np.float64)
     logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     rows, places = np.nonzero(batch.labels != IGNORED)
-    wanted = np.bincount(rows, logs[rows, places, batch.labels[rows, places]])
-    np.testing.assert_allclose(whole, wanted, rtol=1e-5)
-    monkeypatch.setattr("tricycle.finetuning.preferences.MAX_LOGITS", 3 * 40)  # some rows at a time
-    np.testing.assert_allclose(log_probabilities(model, hidden, batch.labels), whole, rtol=1e-6)
+    expected = np.bincount(rows, logs[rows, places, batch.labels[rows, places]])
+    np.testing.assert_allclose(log_probs, expected, rtol=1e-5)
+    monkeypatch.setattr("tricycle.finetuning.preferences.MAX_LOGITS", 3 * 40)  # in chunks
+    np.testing.assert_allclose(sequence_log_probs(model, hidden, batch.labels), log_probs, rtol=1e-6)
 
 
 def test_gradients_are_those_of_the_loss(monkeypatch):
-    """Along a random direction, against differences of the loss; with the logits whole, and some rows at a time."""
-    model = lively()
+    """The slope along a random direction equals finite differences, also with logits computed in chunks."""
+    model = random_model()
     dataset = PairDataset(some_pairs(n_ids=40), 8, 24)
-    dataset.measure_reference(model)
+    dataset.compute_reference_log_probs(model)
     batch = next(dataset)
     generator = np.random.default_rng(3)
     for parameter in model.parameters():  # away from the reference, where all margins are 0
@@ -114,23 +114,23 @@ def test_gradients_are_those_of_the_loss(monkeypatch):
             parameter.array += sign * 1e-5 * direction[name]
         with no_grad():
             hidden = model.hidden_states(batch.tokens)
-            logs = exact_log_probabilities(model.logits(hidden).array, batch)
-        gained = logs - batch.reference
-        values.append(np.logaddexp(0, -BETA * (gained[:8] - gained[8:])).mean())
+            logs = expected_log_probs(model.logits(hidden).array, batch)
+        log_ratios = logs - batch.reference_log_probs
+        values.append(np.logaddexp(0, -BETA * (log_ratios[:8] - log_ratios[8:])).mean())
         for name, parameter in model.named_parameters():
             parameter.array -= sign * 1e-5 * direction[name]
     assert slope == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
 
 
-def exact_log_probabilities(logits: np.ndarray, batch: PairBatch) -> np.ndarray:
+def expected_log_probs(logits: np.ndarray, batch: PairBatch) -> np.ndarray:
     logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     rows, places = np.nonzero(batch.labels != IGNORED)
     return np.bincount(rows, logs[rows, places, batch.labels[rows, places]])
 
 
-# -------------------------------------------------------------------- beside PyTorch
-def their_logs(model: Any, batch: PairBatch) -> Any:
-    """Of each row the sum over what counts of the logarithms of probabilities."""
+# -------------------------------------------------------------------- compared with PyTorch
+def torch_log_probs(model: Any, batch: PairBatch) -> Any:
+    """Return the log-probability of each row's labels."""
     import torch
 
     labels = torch.tensor(batch.labels)
@@ -139,24 +139,24 @@ def their_logs(model: Any, batch: PairBatch) -> Any:
     return (chosen * (labels != IGNORED)).sum(-1)
 
 
-def their_loss(model: Any, batch: PairBatch, reference: Any) -> Any:
+def torch_dpo_loss(model: Any, batch: PairBatch, reference: Any) -> Any:
     import torch
 
-    gained = their_logs(model, batch) - reference
+    log_ratios = torch_log_probs(model, batch) - reference
     n = batch.n_labels
-    return -torch.nn.functional.logsigmoid(BETA * (gained[:n] - gained[n:])).mean()
+    return -torch.nn.functional.logsigmoid(BETA * (log_ratios[:n] - log_ratios[n:])).mean()
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_ten_updates_are_those_of_pytorch(method: str, tmp_path: Path) -> None:
-    """Losses, norms and what comes out, from the same start on the same batches."""
+    """Losses, gradient norms and the trained models are equal."""
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from test_adapters import both  # which needs these
 
     theirs, loaded = both("Llama", tmp_path / "base")
     reference_model, _ = both("Llama", tmp_path / "again")
     dataset = PairDataset(some_pairs(), 3, 30)
-    dataset.measure_reference(loaded.model)
+    dataset.compute_reference_log_probs(loaded.model)
     if method == "lora":
         adapter = new_adapter(loaded, LoRAConfig(rank=3, alpha=6), seed=1)
         save_adapter(adapter, loaded, tmp_path / "adapter")
@@ -172,9 +172,9 @@ def test_ten_updates_are_those_of_pytorch(method: str, tmp_path: Path) -> None:
     for _ in range(N_STEPS):
         batch = next(dataset)
         with torch.no_grad():
-            reference = their_logs(reference_model, batch)
-        np.testing.assert_allclose(batch.reference, reference.numpy(), rtol=1e-5, atol=1e-5)
-        loss = their_loss(theirs, batch, reference)
+            reference = torch_log_probs(reference_model, batch)
+        np.testing.assert_allclose(batch.reference_log_probs, reference.numpy(), rtol=1e-5, atol=1e-5)
+        loss = torch_dpo_loss(theirs, batch, reference)
         optimiser.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(learning, 1.0).item()
@@ -186,5 +186,5 @@ def test_ten_updates_are_those_of_pytorch(method: str, tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(np.log(2), abs=1e-5)
     assert losses[-1] < losses[0] - 0.05
     with torch.no_grad():
-        wanted = theirs(torch.tensor(batch.tokens)).logits.numpy()
-    assert difference(loaded.model(batch.tokens).numpy(), wanted) < 1e-3
+        expected = theirs(torch.tensor(batch.tokens)).logits.numpy()
+    assert difference(loaded.model(batch.tokens).numpy(), expected) < 1e-3

@@ -30,7 +30,7 @@ from tricycle.configs.presets import model_fields
 from tricycle.devices import to_cpu
 from tricycle.distributed.processes import ProcessGroup
 from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig
-from tricycle.finetuning.packing import PackedDataset, packs
+from tricycle.finetuning.packing import PackedDataset, supports_packing
 from tricycle.finetuning.preferences import PairDataset
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.layers import Layer
@@ -297,7 +297,7 @@ class FinetuneTask(Task):
             pairs = PairDataset(examples.held_out[: 2 * n_held], *order)
             self.dataset, self.held_out = PairDataset(examples.train, *order), HeldOutPairs(pairs, arguments.beta)
             return
-        pack = arguments.pack and packs(loaded.model)
+        pack = arguments.pack and supports_packing(loaded.model)
         rows = PackedDataset(examples.held_out, *order, pack)
         self.dataset = PackedDataset(examples.train, *order, pack)
         self.held_out = HeldOutRows.from_dataset(rows, n_held, loaded.tokeniser)
@@ -445,7 +445,7 @@ def compute_reference_logprobs(model: GPT, datasets: Sequence[Any]) -> None:
     n_answers = sum(2 * pairs.n_items for pairs in datasets)
     print_line(f"computing the reference log-probabilities of {n_answers:,} answers")
     for pairs in datasets:
-        pairs.measure_reference(model)
+        pairs.compute_reference_log_probs(model)
 
 
 def fingerprint(model: GPT) -> str:
@@ -468,7 +468,7 @@ def finetuning_bytes(config: GPTConfig, dataset: PackedDataset, learning: Layer)
     """
     n_rows = config.batch_size * (2 if isinstance(dataset, PairDataset) else 1)
     n_learning = sum(parameter.size for parameter in learning.parameters())
-    return 3 * 4 * n_learning + activation_bytes(config, n_rows * dataset.longest_row)
+    return 3 * 4 * n_learning + activation_bytes(config, n_rows * dataset.max_row_length)
 
 
 def training_config(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) -> GPTConfig:

@@ -13,8 +13,8 @@ import numpy as np
 from tricycle.checkpoint import Checkpoint, load_checkpoint
 from tricycle.devices import to_cpu
 from tricycle.finetuning.lora import Adapter
-from tricycle.finetuning.packing import IGNORED, Batch, PackedDataset, separate
-from tricycle.finetuning.preferences import PairDataset, dpo_loss, margins_of, pair_losses
+from tricycle.finetuning.packing import IGNORED, Batch, PackedDataset, packed_forward_kwargs
+from tricycle.finetuning.preferences import PairDataset, dpo_loss, preference_losses, reward_margins
 from tricycle.generate import generate
 from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
@@ -120,7 +120,7 @@ def loss_of_batches(model: GPT) -> BatchLossFn:
     loss_fn = CrossEntropy(ignore_index=IGNORED)
 
     def batch_loss(batch: Batch, factor: Any) -> Tensor:
-        options = separate(model, batch.tokens, batch.documents)
+        options = packed_forward_kwargs(model, batch.tokens, batch.documents)
         return model.loss(model.place(batch.tokens), model.place(batch.labels), loss_fn, factor, **options)
 
     return batch_loss
@@ -152,7 +152,7 @@ class HeldOutRows:
     def from_dataset(cls, dataset: PackedDataset, n_rows: int, tokeniser: Any) -> HeldOutRows:
         """Return the first rows of a dataset as held-out data."""
         rows = dataset.rows[:n_rows]
-        ids = [dataset.examples[item].ids[1:][dataset.examples[item].counts[1:]] for row in rows for item in row]
+        ids = [dataset.examples[item].ids[1:][dataset.examples[item].loss_mask[1:]] for row in rows for item in row]
         n_bytes = sum(len(tokeniser.decode(part).encode("utf-8")) for part in ids)
         return cls(dataset, len(rows), n_bytes, f"{sum(map(len, ids)):,} tokens")
 
@@ -163,7 +163,7 @@ class HeldOutRows:
         total, count = 0.0, 0
         with model.evaluating(), np.errstate(all="ignore"):
             for first in range(0, self.n_rows, size):
-                batch = self.dataset.together(range(first, min(first + size, self.n_rows)))
+                batch = self.dataset.collate(range(first, min(first + size, self.n_rows)))
                 total += float(batch_loss(batch, 1.0)) * batch.n_labels
                 count += batch.n_labels
         bits = total / math.log(2) / max(1, self.n_bytes)
@@ -198,11 +198,11 @@ class HeldOutPairs:
         margins = []
         with model.evaluating(), np.errstate(all="ignore"):
             for first in range(0, self.dataset.n_items, size):
-                batch = self.dataset.together(range(first, min(first + size, self.dataset.n_items)))
+                batch = self.dataset.collate(range(first, min(first + size, self.dataset.n_items)))
                 hidden = model.hidden_states(model.place(batch.tokens))
-                margins.append(to_cpu(margins_of(model, hidden, batch, self.beta)))
+                margins.append(to_cpu(reward_margins(model, hidden, batch, self.beta)))
             joined = np.concatenate(margins)
-            return {"held_out_loss": float(pair_losses(joined).mean()), **reward_metrics(joined)}
+            return {"held_out_loss": float(preference_losses(joined).mean()), **reward_metrics(joined)}
 
     @staticmethod
     def format_metrics(metrics: Mapping[str, float]) -> str:

@@ -204,7 +204,7 @@ class ExampleEncoder:
         if n_over > 0:
             # a pair loses the beginning of its prompt, which matters least; a conversation loses its end
             cut = slice(n_over, None) if record.kind == "pair" and not self.cut_answers else slice(0, self.window + 1)
-            example = Example(example.ids[cut], example.counts[cut].copy())
+            example = Example(example.ids[cut], example.loss_mask[cut].copy())
             self.n_cut += 1
             self.n_cut_tokens += n_over
         if example.n_labels == 0:
@@ -247,7 +247,7 @@ class ExampleEncoder:
         if n_over > 0 and (self.cut_answers or not is_chat):
             cut = slice(0, self.window + 1) if self.cut_answers else slice(n_over, None)
             n_tokens = sum(len(example.ids) for example in both)
-            both = [Example(example.ids[cut], example.counts[cut].copy()) for example in both]
+            both = [Example(example.ids[cut], example.loss_mask[cut].copy()) for example in both]
             self.n_cut += 1
             self.n_cut_tokens += n_tokens - sum(len(example.ids) for example in both)
             n_over = 0

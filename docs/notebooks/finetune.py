@@ -90,7 +90,7 @@ plt.show()
 # Taken off, the model is what it was.
 
 # %%
-adapter.take_off()
+adapter.detach()
 print("copies:", share_right(False), "backwards:", share_right(True))
 
 # %% [markdown]

@@ -15,7 +15,7 @@ from experiments.shared.program import check_choices, check_minimum
 from experiments.shared.results import Record, rounded, select
 from tricycle.checkpoint import load_checkpoint
 from tricycle.decoding.batch import generate_batch
-from tricycle.finetuning.packing import Example, PackedDataset, packs
+from tricycle.finetuning.packing import Example, PackedDataset, supports_packing
 from tricycle.pretrained import Pretrained
 from tricycle.sampling import SamplingParams
 from tricycle_cli import clock
@@ -277,7 +277,7 @@ def decode_answers(loaded: Pretrained, answers: Sequence[tuple[list[int], list[i
 # -------------------------------------------------------------------- bits a byte
 def bits(loaded: Pretrained, examples: list[Example], settings: Settings) -> float:
     """Return the bits per byte of the tokens that count in examples."""
-    dataset = PackedDataset(examples, ROWS, settings.context_window, 0, packs(loaded.model))
+    dataset = PackedDataset(examples, ROWS, settings.context_window, 0, supports_packing(loaded.model))
     rows = HeldOutRows.of(dataset, dataset.n_items, loaded.tokeniser)
     return rounded(rows.measure(loaded.model)["bits_per_byte"])
 

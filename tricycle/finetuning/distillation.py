@@ -1,4 +1,6 @@
-"""Distillation: a student learns the probabilities that a teacher gives to all tokens, not the next token alone.
+"""Distillation: training of a student model on the next-token probabilities of a teacher model.
+
+`tricycle distill` uses this loss.
 
 Source: Hinton, Vinyals and Dean 2015, "Distilling the knowledge in a neural network", section 2.
 
@@ -19,29 +21,27 @@ from tricycle.training import BatchLossFn
 
 
 def distillation_loss(student: GPT, teacher: GPT, temperature: float = 2.0, hard_weight: float = 0.1) -> BatchLossFn:
-    """Return the loss of batches of tokens and labels: a mean of two losses over tokens, in nats.
+    """Return a loss function of (tokens, labels) batches: a weighted mean of a soft and a hard loss, in nats per token.
 
-    The soft loss is the square of the temperature times the Kullback-Leibler divergence of the student's softmax from
-    the teacher's, both of logits divided by the temperature; the factor keeps its gradients at the size of the hard
-    loss's, the cross-entropy of the labels.
+    The soft loss is temperature^2 KL(teacher || student), where both softmaxes are of logits divided by the
+    temperature; the factor makes its gradients comparable to those of the hard loss, the cross-entropy of the labels.
 
     Args:
-        teacher: not trained.
-        temperature: above 0; a higher one brings out the teacher's small probabilities.
-        hard_weight: the share of the hard loss, 0 to 1.
+        student: the model to train.
+        teacher: evaluated without gradients.
+        temperature: above 0; a higher one emphasizes the teacher's small probabilities.
+        hard_weight: the weight of the hard loss, 0 to 1; the soft loss has the weight 1 - hard_weight.
 
     Raises:
-        ValueError: a number out of range; vocabularies that differ; a teacher that reads fewer tokens at once.
+        ValueError: a value out of range, different vocabularies, or a teacher with a smaller context window.
     """
     if not temperature > 0 or not 0 <= hard_weight <= 1:
         got = f"{temperature!r} and {hard_weight!r}"
         raise ValueError(f"distillation_loss: expected a temperature above 0 and a hard_weight from 0 to 1, got {got}")
     sizes = [(model.config.vocab_size, model.config.context_window) for model in (student, teacher)]
     if sizes[0][0] != sizes[1][0] or sizes[0][1] > sizes[1][1]:
-        expected = f"a student with a vocabulary of {sizes[1][0]} and a context window of at most {sizes[1][1]}"
-        raise ValueError(
-            f"distillation_loss: expected {expected}, as the teacher has, got {sizes[0][0]}, {sizes[0][1]}"
-        )
+        expected = f"the teacher's vocabulary of {sizes[1][0]} and a context window of at most {sizes[1][1]}"
+        raise ValueError(f"distillation_loss: expected a student with {expected}, got {sizes[0][0]} and {sizes[0][1]}")
     cross_entropy = CrossEntropy()
 
     def batch_loss(batch: Any, factor: Any) -> Tensor:
@@ -56,7 +56,7 @@ def distillation_loss(student: GPT, teacher: GPT, temperature: float = 2.0, hard
 
 
 def _soft_loss(logits: Tensor, target: Array, temperature: float, factor: Any) -> Tensor:
-    """Return factor temperature^2 KL(target || logits), a mean over tokens; both are logits (B, T, V)."""
+    """Return factor * temperature^2 * KL(target || logits), a mean over tokens; both are logits (B, T, V)."""
     n_tokens = logits.array[..., 0].size
     log_q, log_p = (kernels.log_softmax(as_floating(x) / temperature) for x in (logits.array, target))
     p = logits.xp.exp(log_p)

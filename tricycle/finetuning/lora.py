@@ -1,18 +1,20 @@
-"""LoRA: a model is taught by small matrices beside its own, which stay as they are.
+"""LoRA and DoRA adapters: small trainable matrices that are added to the frozen weights of dense layers.
 
-A layer x W + b becomes x W + b + s (x A) B, where A is (in, R) and B is (R, out) with a small rank R. Only A and B
-learn, so gradients, moments and files are small, and W may be kept in few bits. B begins as zeros: the model begins as
-it was.
+A layer x W + b becomes x W + b + s (x A) B, where A is (in, R) and B is (R, out) with a small rank R. Only A and B are
+trained, so gradients, optimizer state and files are small, and W may be quantized. B is initialized to zeros, so that
+a new adapter does not change the model.
 
-One matrix of ours may stand for several of other people's, side by side: queries, keys and values have their own A and
-B there. So a layer has one A or several, each for some columns of the result, and adds just what theirs would.
+One matrix of Tricycle may contain several matrices of other libraries, such as those of queries, keys and values, each
+with its own A and B. A layer therefore has one or several pairs, each for a range of output columns (`LoRATarget`).
 
-DoRA gives each column of the sum a length of its own, a number that learns too: m (W + s A B) / |W + s A B|.
+DoRA also trains the norm m of each column: m (W + s A B) / |W + s A B|.
 
-Sources: Hu et al. 2021, "LoRA"; rank-stabilised: Kalajdzievski 2023; few bits below: Dettmers et al. 2023, "QLoRA";
+`tricycle.pretrained.adapters` creates, loads and saves adapters; `tricycle finetune` trains them.
+
+Sources: Hu et al. 2021, "LoRA"; rank-stabilised: Kalajdzievski 2023; quantized weights: Dettmers et al. 2023, "QLoRA";
 Liu et al. 2024, "DoRA: weight-decomposed low-rank adaptation".
 
-Shapes: N rows, R ranks of all parts together.
+Shapes: N rows, R sum of the ranks of all targets.
 """
 
 from __future__ import annotations
@@ -48,16 +50,16 @@ RULES: list[Rule] = [
 
 @dataclass(frozen=True)
 class LoRAConfig(ValidatedConfig):
-    """How an adapter is made.
+    """Hyper-parameters of an adapter.
 
     Attributes:
-        rank: r, the width of A and B between each other.
-        alpha: what A and B give is multiplied by alpha / r.
-        targets: which matrices get one: the ends of their names as other people call them, such as "q_proj", or
-            "all-linear" for all in the blocks.
-        dropout: probability of dropping an element of what A gets.
-        rank_stabilised: multiply by alpha / sqrt(r) instead, which lets high ranks learn as fast as low ones.
-        dora: columns have lengths that learn.
+        rank: r, the number of columns of A and of rows of B.
+        alpha: the product with A and B is multiplied by alpha / r.
+        targets: the matrices to adapt: ends of their names in Hugging Face's model, such as "q_proj", or "all-linear"
+            for all matrices in the blocks.
+        dropout: the probability of zeroing an element of A's input.
+        rank_stabilised: multiply by alpha / sqrt(r) instead, so that the update does not shrink with the rank.
+        dora: train the norms of the columns (DoRA).
     """
 
     rank: int = 16
@@ -71,14 +73,14 @@ class LoRAConfig(ValidatedConfig):
         self._check(RULES)
 
 
-class Part(NamedTuple):
-    """One pair of A and B.
+class LoRATarget(NamedTuple):
+    """The output columns of a layer that one pair of A and B adapts.
 
     Attributes:
-        name: of the layer that it belongs to, as other people call it.
-        start, stop: the columns of the result that it adds to.
+        name: of the adapted layer in Hugging Face's model.
+        start, stop: the range of output columns.
         rank: r.
-        scale: what it gives is multiplied by this.
+        scale: s, the factor of (x A) B.
     """
 
     name: str
@@ -88,84 +90,93 @@ class Part(NamedTuple):
     scale: float
 
 
-class LowRank(Layer):
-    """The small matrices of one layer: A of all parts side by side, and B of each.
+class LowRankUpdate(Layer):
+    """The trainable matrices of one layer: A of all targets in one array, and B of each target.
 
     Attributes:
-        magnitudes: of DoRA, the length of each column, (out,) for each part; else nothing.
+        down: A of all targets, (in, R).
+        ups: B of each target, (rank, stop - start).
+        magnitudes: for DoRA the norms of each target's columns, (stop - start,); otherwise empty.
 
     Args:
-        from_size, to_size: of the layer.
-        parts: in the order of their columns.
+        from_size, to_size: the sizes of the layer.
+        targets: in the order of their columns.
         dropout: as of `LoRAConfig`.
-        generator: draws A, and what is dropped.
+        generator: initializes A and draws the dropout masks.
     """
 
     def __init__(
-        self, from_size: int, to_size: int, parts: Sequence[Part], dropout: float, generator: np.random.Generator
+        self,
+        from_size: int,
+        to_size: int,
+        targets: Sequence[LoRATarget],
+        dropout: float,
+        generator: np.random.Generator,
     ) -> None:
         self.to_size = to_size
-        self.parts = tuple(parts)
-        bound = 1 / math.sqrt(from_size)  # as a linear layer of PyTorch begins, for others begin so
-        n_ranks = sum(part.rank for part in self.parts)
+        self.targets = tuple(targets)
+        bound = 1 / math.sqrt(from_size)  # PyTorch's initialization of linear layers, which PEFT uses
+        n_ranks = sum(target.rank for target in self.targets)
         self.down = Parameter(generator.uniform(-bound, bound, (from_size, n_ranks)).astype(np.float32), "matrix")
-        self.ups = [Parameter(np.zeros((p.rank, p.stop - p.start), np.float32), "matrix") for p in self.parts]
+        self.ups = [Parameter(np.zeros((t.rank, t.stop - t.start), np.float32), "matrix") for t in self.targets]
         self.magnitudes: list[Parameter] = []
         self.dropout = Dropout(dropout, generator)
 
-    def ranks(self) -> Iterator[tuple[Part, slice, Tensor]]:
-        """Each part, its columns of A, and its B."""
+    def factors(self) -> Iterator[tuple[LoRATarget, slice, Tensor]]:
+        """Yield each target, the slice of its columns of A, and its B."""
         start = 0
-        for part, up in zip(self.parts, self.ups):
-            yield part, slice(start, start + part.rank), up
-            start += part.rank
+        for target, up in zip(self.targets, self.ups):
+            yield target, slice(start, start + target.rank), up
+            start += target.rank
 
-    def learn_lengths(self, base: Dense) -> None:
-        """Make it DoRA, which begins with the lengths that the columns of a layer have, as B begins with zeros."""
-        lengths = np.sqrt(to_cpu(column_squares(base.weights)))
-        self.magnitudes = [Parameter(lengths[part.start : part.stop].copy(), "gain") for part in self.parts]
+    def init_dora_magnitudes(self, base: Dense) -> None:
+        """Create the DoRA magnitudes, initialized to the column norms of a layer's weights."""
+        norms = np.sqrt(to_cpu(squared_column_norms(base.weights)))
+        self.magnitudes = [Parameter(norms[t.start : t.stop].copy(), "gain") for t in self.targets]
 
-    def lengths(self, weights: Tensor, squares: Array) -> Array:
-        """Of the columns of W + s A B, (out,), which is never made: of their squares we have those of W, and to these
-        come 2 s (Wᵀ A) B and s² Bᵀ (Aᵀ A) B.
+    def column_norms(self, weights: Tensor, squares: Array) -> Array:
+        """Compute the column norms of W + s A B, (out,), without computing this matrix.
+
+        The squared norms are those of W plus the diagonals of 2 s (Wᵀ A) B and s² Bᵀ (Aᵀ A) B.
 
         Args:
-            weights: W. squares: of its columns, as `column_squares` gives them.
+            weights: W.
+            squares: the squared column norms of W, from `squared_column_norms`.
         """
         down = self.down.array
-        crossed = linear(Tensor(down.T.copy(), False), Tensor(weights.array, False)).array  # (R, out)
+        a_weights = linear(Tensor(down.T.copy(), False), Tensor(weights.array, False)).array  # Aᵀ W, (R, out)
         total = squares.copy()
-        for part, ranks, up in self.ranks():
-            columns, a, b = slice(part.start, part.stop), down[:, ranks], up.array
-            more = 2 * crossed[ranks, columns] + part.scale * ((a.T @ a) @ b)
-            total[columns] += part.scale * (more * b).sum(axis=0)
+        for target, ranks, up in self.factors():
+            columns, a, b = slice(target.start, target.stop), down[:, ranks], up.array
+            terms = 2 * a_weights[ranks, columns] + target.scale * ((a.T @ a) @ b)
+            total[columns] += target.scale * (terms * b).sum(axis=0)
         return array_module(total).sqrt(total)
 
-    def merged(self, base: Dense) -> np.ndarray:
-        """The matrix (in, out) of a layer and of this together."""
-        total = base.weights.numpy() + self.matrix()
-        for part, magnitude in zip(self.parts, self.magnitudes):
-            columns = total[:, part.start : part.stop]
+    def merged_weights(self, base: Dense) -> np.ndarray:
+        """Return the weights (in, out) of a layer with this update applied, for DoRA with the magnitudes."""
+        total = base.weights.numpy() + self.delta_weights()
+        for target, magnitude in zip(self.targets, self.magnitudes):
+            columns = total[:, target.start : target.stop]
             columns *= magnitude.numpy() / np.linalg.norm(columns, axis=0)
         return total
 
-    def matrix(self) -> np.ndarray:
-        """What it adds to a layer's matrix, (in, out), but for lengths."""
+    def delta_weights(self) -> np.ndarray:
+        """Return s A B of all targets as one matrix (in, out), without DoRA's magnitudes."""
         total = np.zeros((self.down.shape[0], self.to_size), np.float32)
-        for part, ranks, up in self.ranks():
-            total[:, part.start : part.stop] = part.scale * (self.down.numpy()[:, ranks] @ up.numpy())
+        for target, ranks, up in self.factors():
+            total[:, target.start : target.stop] = target.scale * (self.down.numpy()[:, ranks] @ up.numpy())
         return total
 
 
 class AdaptedDense(Dense):
-    """A layer whose matrix and bias are those of another one and stay as they are, with small matrices beside them.
+    """A dense layer with frozen weights and bias and a trainable low-rank update.
 
     Args:
-        base: the other one.
-        low_rank: the small matrices, which learn.
+        base: the layer whose weights and bias are used.
+        low_rank: the update.
     """
 
-    def __init__(self, base: Dense, low_rank: LowRank) -> None:
+    def __init__(self, base: Dense, low_rank: LowRankUpdate) -> None:
         self.from_size = base.from_size
         self.to_size = base.to_size
         self.weights = base.weights
@@ -179,68 +190,68 @@ class AdaptedDense(Dense):
         return {**vars(self), "_squares": None}
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
-        """(..., from_size) to (..., to_size), in the dtype of x W unless another is given.
+        """Map (..., from_size) to (..., to_size), in the dtype of x W unless another is given.
 
         Raises:
-            ValueError: the matrix or the bias is to learn.
+            ValueError: the weights or the bias are not frozen.
         """
         x = as_tensor(x, self.weights)
         if self.weights.requires_grad or (self.bias is not None and self.bias.requires_grad):
-            raise ValueError("AdaptedDense: expected a frozen matrix with small ones beside it; freeze() or merge()")
+            raise ValueError(
+                "AdaptedDense: expected frozen weights, got trainable ones; freeze() them, or merge() the adapter"
+            )
         low_rank = self.low_rank
         bias = None if low_rank.magnitudes else self.bias
         if low_rank.training and low_rank.dropout.probability:
-            delta = low_rank_linear(low_rank.dropout(x), None, low_rank, self.precision)
+            delta = adapted_linear(low_rank.dropout(x), None, low_rank, self.precision)
             y = linear(x, self.weights, bias, "dense", self.precision) + delta
         else:
-            y = low_rank_linear(x, self, low_rank, self.precision)
-        y = self._with_lengths(y) if low_rank.magnitudes else y
+            y = adapted_linear(x, self, low_rank, self.precision)
+        y = self._apply_magnitudes(y) if low_rank.magnitudes else y
         if dtype is None or dtype == y.dtype:
             return y
         return record(y.array.astype(dtype), (y,), lambda grad, needs_grad: (grad.astype(y.dtype),), "dense")
 
-    def _with_lengths(self, y: Tensor) -> Tensor:
-        """Columns of x (W + s A B) with lengths that learn, and b. For gradients the lengths that they have are
-        constants, as in section 4.3 of the paper.
+    def _apply_magnitudes(self, y: Tensor) -> Tensor:
+        """Scale the columns of y = x (W + s A B) by DoRA's magnitudes over their norms, and add the bias.
+
+        The gradient treats the norms as constants, as in section 4.3 of the paper.
         """
         low_rank = self.low_rank
-        lengths = low_rank.lengths(self.weights, self._column_squares())
-        parts = [slice(part.start, part.stop) for part in low_rank.parts]
-        factor = array_module(lengths).ones_like(lengths)
-        for columns, magnitude in zip(parts, low_rank.magnitudes):
-            factor[columns] = magnitude.array / lengths[columns]
+        norms = low_rank.column_norms(self.weights, self._squared_column_norms())
+        ranges = [slice(target.start, target.stop) for target in low_rank.targets]
+        factor = array_module(norms).ones_like(norms)
+        for columns, magnitude in zip(ranges, low_rank.magnitudes):
+            factor[columns] = magnitude.array / norms[columns]
         dtype, plain = y.dtype, y.array
         values = plain * factor if self.bias is None else plain * factor + self.bias.array
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array]:
-            sums = (grad * plain).reshape(-1, self.to_size).sum(axis=0) / lengths
-            return [(grad * factor).astype(dtype, copy=False), *(sums[columns] for columns in parts)]
+            sums = (grad * plain).reshape(-1, self.to_size).sum(axis=0) / norms
+            return [(grad * factor).astype(dtype, copy=False), *(sums[columns] for columns in ranges)]
 
         return record(values.astype(dtype, copy=False), (y, *low_rank.magnitudes), backward, "dense")
 
-    def _column_squares(self) -> Array:
-        """Return `column_squares` of the matrix.
-
-        Cache: valid while the matrix is the same array and `increment_versions` has not been told of a change.
-        """
+    def _squared_column_norms(self) -> Array:
+        """Return `squared_column_norms` of the weights, cached until the array or its version changes."""
         weights = self.weights
         if self._squares is None or self._squares[0] is not weights.array or self._squares[1] != weights._version:
-            self._squares = weights.array, weights._version, column_squares(weights)
+            self._squares = weights.array, weights._version, squared_column_norms(weights)
         return self._squares[2]
 
 
-def column_squares(weights: Tensor) -> Array:
-    """The sum of squares of each column of a matrix, (out,)."""
+def squared_column_norms(weights: Tensor) -> Array:
+    """Return the sum of squares of each column of a matrix, (out,)."""
     matrix: Any = weights.numpy() if isinstance(weights.array, QuantizedMatrix) else weights.array
     return array_module(matrix).einsum("ij,ij->j", matrix, matrix)
 
 
-def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, precision: str) -> Tensor:
-    """x W + b + s (x A) B as one node of the graph, with gradients for x, A and B.
+def adapted_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRankUpdate, precision: str) -> Tensor:
+    """Compute x W + b + s (x A) B as one node of the graph, with gradients for x, A and B.
 
     Args:
         x: (..., in).
-        base: holds W and b; without, they are left out, and of DoRA b is left out in any case.
+        base: contains W and b. Without it the result is s (x A) B. With DoRA magnitudes b is not added here.
 
     Returns:
         (..., out), in the dtype of x W.
@@ -248,75 +259,78 @@ def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, pre
     from_size = low_rank.down.shape[0]
     to_size = low_rank.to_size
     check_last_axis(f"Dense(from_size={from_size})", x, from_size)
-    parts = [(part, ranks, kernels.matmul_operand(up.array, precision)) for part, ranks, up in low_rank.ranks()]
+    factors = [(target, ranks, kernels.matmul_operand(up.array, precision)) for target, ranks, up in low_rank.factors()]
     down = kernels.matmul_operand(low_rank.down.array, precision)
     rows = as_floating(x.array).reshape(math.prod(x.shape[:-1]), from_size)
-    kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
+    activation_dtype = rows.dtype if rows.dtype.itemsize == 2 else None  # 16-bit activations remain 16-bit
     wide, rows = rows, kernels.matmul_operand(rows, precision)
-    hidden = kernels.matmul_operand(_scaled(_product(rows, down, precision), parts), precision)  # (N, R)
+    hidden = kernels.matmul_operand(_scale_hidden(_matmul(rows, down, precision), factors), precision)  # (N, R)
     bias = None if base is None or base.bias is None or low_rank.magnitudes else base.bias.array
     y = x.xp.zeros((len(wide), to_size), wide.dtype)
     if base is not None:
-        y = _base_product(wide, rows, base, bias, precision)
-    for part, ranks, up in parts:
-        _add(y[:, part.start : part.stop], _product(hidden[:, ranks], up, precision))
+        y = _base_matmul(wide, rows, base, bias, precision)
+    for target, ranks, up in factors:
+        _add_in_place(y[:, target.start : target.stop], _matmul(hidden[:, ranks], up, precision))
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
         dy = kernels.matmul_operand(grad.reshape(len(rows), to_size), precision)
         dhiddens, dups = [], []
-        for part, ranks, up in parts:
-            dpart = dy[:, part.start : part.stop]
-            dhiddens.append(_product(dpart, up.T, precision))
-            dups.append(_product(hidden[:, ranks].T, dpart, precision))
-        dhidden = kernels.matmul_operand(_scaled(x.xp.concatenate(dhiddens, axis=1), parts), precision)
-        ddown = _product(rows.T, dhidden, precision)
+        for target, ranks, up in factors:
+            dcolumns = dy[:, target.start : target.stop]
+            dhiddens.append(_matmul(dcolumns, up.T, precision))
+            dups.append(_matmul(hidden[:, ranks].T, dcolumns, precision))
+        dhidden = kernels.matmul_operand(_scale_hidden(x.xp.concatenate(dhiddens, axis=1), factors), precision)
+        ddown = _matmul(rows.T, dhidden, precision)
         if not needs_grad[0]:
             return [None, ddown, *dups]
-        dx = _product(dhidden, down.T, precision)
+        dx = _matmul(dhidden, down.T, precision)
         if base is not None:
-            few, dx = dx, kernels.matmul(dy, _frozen(base, precision).T, None, None, kept, precision)
-            _add(dx, few)
+            weights = _base_operand(base, precision)
+            dx_low_rank, dx = dx, kernels.matmul(dy, weights.T, None, None, activation_dtype, precision)
+            _add_in_place(dx, dx_low_rank)
         return [dx.reshape(x.shape), ddown, *dups]
 
     return record(y.reshape(*x.shape[:-1], to_size), (x, low_rank.down, *low_rank.ups), backward, "dense")
 
 
-def _product(a: Array, b: Array, precision: str) -> Array:
-    """a b of operands of that precision, in float32 or wider."""
+def _matmul(a: Array, b: Array, precision: str) -> Array:
+    """Return the product of two operands of a precision, in float32 or wider."""
     return kernels.matmul(a, b, None, None, None, precision)
 
 
-def _scaled(hidden: Array, parts: Sequence[tuple[Part, slice, Array]]) -> Array:
-    """(N, R) in place, the columns of each part times its scale."""
-    for part, ranks, _ in parts:
-        hidden[:, ranks] *= part.scale
+def _scale_hidden(hidden: Array, factors: Sequence[tuple[LoRATarget, slice, Array]]) -> Array:
+    """Multiply the columns of each target in (N, R) by its scale, in place."""
+    for target, ranks, _ in factors:
+        hidden[:, ranks] *= target.scale
     return hidden
 
 
-def _add(total: Array, more: Array) -> None:
-    """In place; sums are rounded to the dtype that is there."""
-    if total.dtype == more.dtype:
-        total += more
+def _add_in_place(total: Array, addend: Array) -> None:
+    """Add an array to another in place; the sum is computed in the addend's dtype."""
+    if total.dtype == addend.dtype:
+        total += addend
     else:
-        total[...] = total.astype(more.dtype) + more
+        total[...] = total.astype(addend.dtype) + addend
 
 
-def _base_product(wide: Array, rows: Array, base: Dense, bias: Array | None, precision: str) -> Array:
-    """x W + b, a new array (N, out).
+def _base_matmul(wide: Array, rows: Array, base: Dense, bias: Array | None, precision: str) -> Array:
+    """Return x W + b as a new array (N, out).
 
     Args:
-        wide, rows: x (N, in), and as an operand of that precision.
+        wide: x, (N, in).
+        rows: x as an operand of the precision.
     """
     matrix: Any = base.weights.array
     if isinstance(matrix, QuantizedMatrix) and (matrix.dtype.name != precision or len(wide) <= FEW_ROWS):
         return quantized_matmul(wide, matrix, bias, precision)
-    kept = wide.dtype if wide.dtype.itemsize == 2 else None
-    return kernels.matmul(rows, _frozen(base, precision), bias, None, kept, precision)
+    activation_dtype = wide.dtype if wide.dtype.itemsize == 2 else None
+    return kernels.matmul(rows, _base_operand(base, precision), bias, None, activation_dtype, precision)
 
 
-def _frozen(base: Dense, precision: str) -> Array:
-    """The matrix of a layer as an operand: made anew each time, for to keep it would take more memory. One that has the
-    precision's own 16 bits is not copied.
+def _base_operand(base: Dense, precision: str) -> Array:
+    """Return the weights of a layer as an operand of a precision.
+
+    The result is not cached, to save memory. Weights that are stored in the precision are not copied.
     """
     matrix: Any = base.weights.array
     if isinstance(matrix, QuantizedMatrix):
@@ -324,40 +338,42 @@ def _frozen(base: Dense, precision: str) -> Array:
     return kernels.matmul_operand(matrix, precision)
 
 
-# -------------------------------------------------------------------- on a model
-class _Held:
-    """What a Layer has hold of without being made of it."""
+# -------------------------------------------------------------------- the adapter of a model
+class _ModelReference:
+    """A reference to a model that does not make it a sublayer of the layer that stores the reference."""
 
     def __init__(self, model: Layer) -> None:
         self.model = model
 
 
 class Adapter(Layer):
-    """The small matrices of a whole model. It is a layer that is made of these alone: they are its parameters.
+    """The low-rank updates of a model: a layer whose only parameters are the trainable matrices.
 
-    While it is on a model the model computes with it and everything else is frozen. Several adapters may be made for a
-    model, and one at a time be on.
+    While an adapter is attached, the model computes with it, and all other parameters are frozen. A model may have
+    several adapters, of which at most one is attached.
 
     Args:
-        model: its layers keep their matrices.
-        low_ranks: by the names of layers, which are Dense.
-        config: how it was made.
+        model: the model; its layers keep their weights.
+        low_ranks: the updates by the names of Dense layers.
+        config: the hyper-parameters.
+        base_name: the name or path of the model, which is written to the adapter's files.
 
     Attributes:
-        is_on: whether the model computes with it.
-        base_name: where the model comes from, for who reads the adapter's files.
+        is_attached: whether the model computes with the adapter.
 
     Raises:
-        ValueError: a name of no Dense layer.
+        ValueError: a name does not belong to a Dense layer.
     """
 
-    def __init__(self, model: Layer, low_ranks: Mapping[str, LowRank], config: LoRAConfig, base_name: str = "") -> None:
+    def __init__(
+        self, model: Layer, low_ranks: Mapping[str, LowRankUpdate], config: LoRAConfig, base_name: str = ""
+    ) -> None:
         self.low_ranks = dict(low_ranks)
         self.config = config
         self.base_name = base_name
-        self.is_on = False
+        self.is_attached = False
         self._is_merged = False
-        self._held = _Held(model)
+        self._model_reference = _ModelReference(model)
         layers = dict(model.named_layers())
         for name in self.low_ranks:
             if not isinstance(layers.get(name), Dense):
@@ -365,20 +381,21 @@ class Adapter(Layer):
 
     @property
     def model(self) -> Any:
-        return self._held.model
+        """The model for which the adapter was created."""
+        return self._model_reference.model
 
-    def put_on(self) -> Adapter:
-        """Let the model compute with it; returns self.
+    def attach(self) -> Adapter:
+        """Make the model compute with the adapter, freeze all other parameters, and return self.
 
         Raises:
-            ValueError: there is another one on the model, or `merge` has made this one a part of its matrices.
+            ValueError: another adapter is attached, or this one has been merged.
         """
         if self._is_merged:
-            raise ValueError("Adapter.put_on: expected an adapter that is not merged, got one that the model contains")
-        if self.is_on:
+            raise ValueError("Adapter.attach: expected an adapter that is not merged, got a merged one; load it again")
+        if self.is_attached:
             return self
         if any(isinstance(layer, AdaptedDense) for layer in self.model.layers()):
-            raise ValueError("Adapter.put_on: expected a model without an adapter on it: take_off() the other first")
+            raise ValueError("Adapter.attach: expected a model without an adapter, got one; detach() that one first")
         self.model.freeze()
         layers = dict(self.model.named_layers())
         for name, low_rank in self.low_ranks.items():
@@ -388,33 +405,33 @@ class Adapter(Layer):
                 parameter.requires_grad = True
                 if base.weights.on_gpu:
                     parameter.to_gpu(base.weights.array.device.id)
-            _replace(layers, name, AdaptedDense(base, low_rank))
-        self.is_on = True
+            _replace_layer(layers, name, AdaptedDense(base, low_rank))
+        self.is_attached = True
         return self
 
-    def take_off(self) -> Adapter:
-        """Let the model compute as before, still frozen; returns self, which can be put on again."""
+    def detach(self) -> Adapter:
+        """Make the model compute without the adapter, and return self. The model remains frozen."""
         layers = dict(self.model.named_layers())
-        for name in self.low_ranks if self.is_on else ():
-            _replace(layers, name, _plain(layers[name]))
-        self.is_on = False
+        for name in self.low_ranks if self.is_attached else ():
+            _replace_layer(layers, name, _base_layer(layers[name]))
+        self.is_attached = False
         return self
 
     def merge(self) -> Any:
-        """Add what it says to the model's own matrices for good, and take it off; returns the model.
+        """Add the updates to the model's weights permanently, detach the adapter, and return the model.
 
-        The matrices that it changes have 32 bits afterwards, for fewer would round the change away.
+        Quantized and 16-bit weights become float32, because rounding would remove small updates.
 
         Raises:
-            ValueError: as of `put_on`; so it is merged once.
+            ValueError: another adapter is attached, or this one has been merged before.
         """
-        self.put_on()
-        self.take_off()
+        self.attach()
+        self.detach()
         self._is_merged = True
         layers = dict(self.model.named_layers())
         for name, low_rank in self.low_ranks.items():
             base: Any = layers[name]
-            merged = low_rank.merged(base)
+            merged = low_rank.merged_weights(base)
             if isinstance(base.weights.array, QuantizedMatrix):
                 base.weights.array = merged
             else:
@@ -423,14 +440,14 @@ class Adapter(Layer):
         return self.model
 
 
-def _replace(layers: Mapping[str, Layer], name: str, layer: Layer) -> None:
-    """Put another layer where the one of that name is."""
+def _replace_layer(layers: Mapping[str, Layer], name: str, layer: Layer) -> None:
+    """Replace the layer of a name by another one."""
     parent, _, attribute = name.rpartition(".")
     setattr(layers[parent], attribute, layer)
 
 
-def _plain(adapted: Any) -> Dense:
-    """The layer that an adapted one was made of."""
+def _base_layer(adapted: Any) -> Dense:
+    """Return a Dense layer with the weights and settings of an adapted layer, without the update."""
     plain = Dense.__new__(Dense)
     for name in ("from_size", "to_size", "weights", "bias", "precision", "training"):
         setattr(plain, name, getattr(adapted, name))

@@ -1,7 +1,8 @@
-"""Texts of any lengths side by side in rows of one length, each token predicted from its own text alone.
+"""Sequence packing: several texts in one training row, separated by the attention mask.
 
-What a token's label is worth is said with it: of a conversation only the answers count. Rows are filled with whole
-texts, the longest first, each in the fullest row that has room (Johnson 1974, "best fit decreasing").
+A loss mask says which tokens of a text are predicted, such as those of the answers in a conversation. Rows contain
+complete texts: the longest first, each in the fullest row with enough space (Johnson 1974, "best fit decreasing").
+`tricycle finetune` trains on these batches.
 
 Shapes: B rows, T tokens.
 """
@@ -19,32 +20,33 @@ from tricycle.batches import EndlessDataset
 from tricycle.devices import Array, array_module
 from tricycle.models import GPT
 
-IGNORED = -1  # the label of what does not count
-PADDING = 0  # stands where nothing is; nobody sees it
+IGNORED = -1  # the label of tokens that are not predicted
+PADDING = 0  # the token id at the end of short rows; the causal mask hides it from the texts
 
 
 class Example(NamedTuple):
-    """A text to learn from.
+    """One training text.
 
     Attributes:
-        ids: whole numbers (T,).
-        counts: booleans (T,): whether a token is to be predicted. The first never is.
+        ids: token ids (T,).
+        loss_mask: booleans (T,): whether a token is predicted. The first one is ignored.
     """
 
     ids: np.ndarray
-    counts: np.ndarray
+    loss_mask: np.ndarray
 
     @property
     def n_labels(self) -> int:
-        return int(self.counts[1:].sum())
+        """The number of predicted tokens."""
+        return int(self.loss_mask[1:].sum())
 
 
 class Batch(NamedTuple):
-    """Rows, as `GPT.loss` takes them.
+    """A batch of rows for `GPT.loss`.
 
     Attributes:
-        tokens, labels: whole numbers (B, T).
-        documents: (B, T), which text of its row a token belongs to; None where rows have one text each.
+        tokens, labels: token ids (B, T); labels may be `IGNORED`.
+        documents: (B, T), the number of a token's text within its row, -1 for padding; None if each row has one text.
     """
 
     tokens: np.ndarray
@@ -53,12 +55,15 @@ class Batch(NamedTuple):
 
     @property
     def n_labels(self) -> int:
+        """The number of predicted tokens."""
         return int((self.labels != IGNORED).sum())
 
 
-def packs(model: GPT) -> bool:
-    """Return whether a mask keeps texts side by side apart: not where tokens mix with the one before, or where weights
-    of attention depend on positions in the row."""
+def supports_packing(model: GPT) -> bool:
+    """Return whether a mask can separate the texts of a row in a model.
+
+    It cannot with token or key shift, nor with a softmax whose weights depend on the positions in the row.
+    """
     for block in model.blocks:
         attention: Any = getattr(block, "attention", None)
         inner = getattr(attention, "attention", None)
@@ -67,70 +72,70 @@ def packs(model: GPT) -> bool:
     return True
 
 
-def separate(model: GPT, tokens: Any, documents: Array | None) -> dict[str, Any]:
-    """Return the options of `GPT.forward` with which a token sees its own text alone, and has its position in it.
+def packed_forward_kwargs(model: GPT, tokens: Any, documents: Array | None) -> dict[str, Any]:
+    """Return the `mask` and `positions` for `GPT.forward` that restrict each token to its own text; {} for None.
 
     Args:
         tokens: (B, T).
-        documents: whole numbers (B, T), as of `Batch`.
+        documents: integers (B, T), as of `Batch`.
 
     Raises:
-        ValueError: documents of another shape, or a model that cannot keep texts apart.
+        ValueError: documents of another shape or dtype, or a model without support for packing.
     """
     if documents is None:
         return {}
     if documents.shape != tokens.shape or documents.dtype.kind not in "iu":
         got = f"{documents.dtype} of {documents.shape}"
-        raise ValueError(f"separate: expected documents as whole numbers of shape {tokens.shape}, got {got}")
-    if not packs(model):
-        raise ValueError("separate: expected one text a row, for in this model tokens reach across their ends")
-    return {"mask": documents[:, :, None] == documents[:, None, :], "positions": positions_in(documents)}
+        raise ValueError(f"packed_forward_kwargs: expected integer documents of shape {tokens.shape}, got {got}")
+    if not supports_packing(model):
+        raise ValueError("packed_forward_kwargs: expected one text per row; a mask cannot separate texts in this model")
+    return {"mask": documents[:, :, None] == documents[:, None, :], "positions": document_positions(documents)}
 
 
-def positions_in(documents: Array) -> Array:
-    """Return the position of each token in its own text, from 0: (B, T) of documents that are contiguous."""
+def document_positions(documents: Array) -> Array:
+    """Return the position of each token within its text, from 0: (B, T); the tokens of a text are contiguous."""
     xp = array_module(documents)
-    places = xp.arange(documents.shape[-1]) + xp.zeros_like(documents)
-    begins = xp.ones(documents.shape, bool)
-    begins[..., 1:] = documents[..., 1:] != documents[..., :-1]
-    return places - xp.maximum.accumulate(xp.where(begins, places, 0), axis=-1)
+    positions = xp.arange(documents.shape[-1]) + xp.zeros_like(documents)
+    is_first = xp.ones(documents.shape, bool)
+    is_first[..., 1:] = documents[..., 1:] != documents[..., :-1]
+    return positions - xp.maximum.accumulate(xp.where(is_first, positions, 0), axis=-1)
 
 
-def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Rows of items, by their numbers, so that no row is longer than `room`.
+def pack_lengths(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Distribute items over rows of at most `row_length`, and return the indices of the items of each row.
 
     Raises:
-        ValueError: an item is longer than that, or has no length.
+        ValueError: a length is below 1 or above `row_length`.
     """
-    if lengths and not 0 < min(lengths) <= max(lengths) <= room:
-        raise ValueError(f"packed: expected lengths from 1 to {room}, got {min(lengths)} to {max(lengths)}")
+    if lengths and not 0 < min(lengths) <= max(lengths) <= row_length:
+        raise ValueError(f"pack_lengths: expected lengths from 1 to {row_length}, got {min(lengths)} to {max(lengths)}")
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # room and number of each row, the fullest first
+    free: list[tuple[int, int]] = []  # free space and index of each row, the fullest row first
     for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
-        place = bisect_left(free, (lengths[item], -1))
-        if place == len(free):
-            left, row = room, len(rows)
+        index = bisect_left(free, (lengths[item], -1))
+        if index == len(free):
+            space, row = row_length, len(rows)
             rows.append([])
         else:
-            left, row = free.pop(place)
+            space, row = free.pop(index)
         rows[row].append(item)
-        if left > lengths[item]:
-            insort(free, (left - lengths[item], row))
+        if space > lengths[item]:
+            insort(free, (space - lengths[item], row))
     return rows
 
 
 class PackedDataset(EndlessDataset):
-    """Batches of packed rows without end, under `next()`, in another order each pass; its position is a number.
+    """An endless dataset of packed rows: `next()` returns a `Batch`; each epoch has another order.
 
     Args:
-        examples: of two tokens or more, at most `window` + 1.
-        batch_size: rows a batch.
-        window: T.
-        seed: decides the order.
-        pack: whether a row holds several texts.
+        examples: of 2 to `window` + 1 tokens.
+        batch_size: rows per batch.
+        window: the length of a row in tokens.
+        seed: of the order.
+        pack: put several texts in a row.
 
     Raises:
-        ValueError: no examples, or one that is too long or has nothing to predict.
+        ValueError: no examples, or one that is too long or has no predicted token.
     """
 
     def __init__(
@@ -138,37 +143,37 @@ class PackedDataset(EndlessDataset):
     ) -> None:
         self.examples = list(examples)
         self.window = window
-        useless = [i for i, example in enumerate(self.examples) if example.n_labels == 0]
-        if useless or not self.examples:
-            got = f"none in example {useless[0]}" if useless else "no examples"
-            raise ValueError(f"PackedDataset: expected something to predict in each of some examples, got {got}")
+        without_labels = [i for i, example in enumerate(self.examples) if example.n_labels == 0]
+        if without_labels or not self.examples:
+            got = f"none in example {without_labels[0]}" if without_labels else "no examples"
+            raise ValueError(f"PackedDataset: expected examples with at least one predicted token, got {got}")
         lengths = [len(example.ids) - 1 for example in self.examples]
-        self.rows = packed(lengths, window) if pack else [[item] for item in range(len(lengths))]
+        self.rows = pack_lengths(lengths, window) if pack else [[item] for item in range(len(lengths))]
         self._begin(len(self.rows), batch_size, seed)
         self.batch().shuffle(seed)
 
     @property
-    def longest_row(self) -> int:
-        """Tokens."""
+    def max_row_length(self) -> int:
+        """The length of the longest row in tokens."""
         return max(sum(len(self.examples[item].ids) - 1 for item in row) for row in self.rows)
 
     @property
     def n_tokens(self) -> int:
-        """That are read in a pass."""
+        """The number of input tokens per epoch."""
         return sum(len(example.ids) - 1 for example in self.examples)
 
     @property
     def n_labels(self) -> int:
-        """That count in a pass."""
+        """The number of predicted tokens per epoch."""
         return sum(example.n_labels for example in self.examples)
 
     def __next__(self) -> Any:
         rows = self._indices(self.position, self.position + self._step)
         self.position += self._step
-        return self.together(rows)
+        return self.collate(rows)
 
-    def together(self, rows: Sequence[int]) -> Batch:
-        """A batch of rows, by their numbers, as long as the longest of them."""
+    def collate(self, rows: Sequence[int]) -> Batch:
+        """Return the batch of the rows with these indices, padded to the longest of them."""
         items = [[self.examples[item] for item in self.rows[row]] for row in rows]
         length = max(sum(len(example.ids) - 1 for example in row) for row in items)
         tokens = np.full((len(items), length), PADDING, np.int64)
@@ -176,11 +181,11 @@ class PackedDataset(EndlessDataset):
         documents = np.full((len(items), length), -1, np.int64)
         for i, row in enumerate(items):
             start = 0
-            for number, (ids, counts) in enumerate(row):
-                places = slice(start, start + len(ids) - 1)
-                tokens[i, places] = ids[:-1]
-                labels[i, places] = np.where(counts[1:], ids[1:], IGNORED)
-                documents[i, places] = number
-                start = places.stop
-        # what fills a row up stands at its end, where nobody sees it
+            for number, (ids, loss_mask) in enumerate(row):
+                columns = slice(start, start + len(ids) - 1)
+                tokens[i, columns] = ids[:-1]
+                labels[i, columns] = np.where(loss_mask[1:], ids[1:], IGNORED)
+                documents[i, columns] = number
+                start = columns.stop
+        # Padding is at the end of a row, where the causal mask hides it: rows of one text need no documents.
         return Batch(tokens, labels, documents if max(map(len, items)) > 1 else None)

@@ -1,5 +1,7 @@
-"""Preferences: of two answers to a prompt the chosen one is to become likelier than the rejected one, and the model is
-to stay near to what it was.
+"""DPO: direct preference optimization on pairs of a chosen and a rejected answer.
+
+Training raises the probability of the chosen answer relative to the rejected one, compared with the probabilities of
+the reference model: the model before training. `tricycle finetune` uses this module for preference data.
 
 Source: Rafailov et al. 2023, "Direct preference optimization: your language model is secretly a reward model".
 
@@ -23,131 +25,134 @@ from tricycle.training import BatchLossFn
 
 
 class PairBatch(NamedTuple):
-    """Pairs of answers, as `dpo_loss` takes them: P rows of chosen ones, then P of rejected ones.
+    """A batch of pairs for `dpo_loss`: P rows of chosen answers, then P rows of rejected answers.
 
     Attributes:
-        tokens, labels: whole numbers (2 P, T), as of `packing.Batch`.
-        reference: (2 P,), the logarithms of the rows' probabilities before anything was learnt.
+        tokens, labels: token ids (2 P, T), as of `packing.Batch`.
+        reference_log_probs: (2 P,), the log-probabilities of the rows' answers in the reference model.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
-    reference: np.ndarray
+    reference_log_probs: np.ndarray
 
     @property
     def n_labels(self) -> int:
-        """How many pairs there are: each counts as much as any other."""
+        """The number of pairs, which is the weight of a batch in the mean loss."""
         return len(self.tokens) // 2
 
 
 class PairDataset(PackedDataset):
-    """Batches of pairs without end, under `next()`, in another order each pass; its position is a number.
+    """An endless dataset of pairs: `next()` returns a `PairBatch`; each epoch has another order.
 
     Args:
-        examples: of chosen and rejected answers in turn.
-        batch_size: pairs a batch.
+        examples: chosen and rejected answers, alternating.
+        batch_size: pairs per batch.
         window, seed: as of `PackedDataset`. Each text has its own row.
 
     Attributes:
-        reference: (P, 2), what `measure_reference` has measured.
+        reference_log_probs: (P, 2), the results of `compute_reference_log_probs`; zeros before.
 
     Raises:
-        ValueError: as of `PackedDataset`; or an example without another.
+        ValueError: as of `PackedDataset`; or an odd number of examples.
     """
 
     def __init__(self, examples: Sequence[Example], batch_size: int, window: int, seed: int = 0) -> None:
         super().__init__(examples, batch_size, window, seed, pack=False)
         if len(self.examples) % 2:
-            raise ValueError(f"PairDataset: expected chosen and rejected in turn, got {len(self.examples)} examples")
+            raise ValueError(
+                f"PairDataset: expected pairs of examples, chosen and rejected, got {len(self.examples)} examples"
+            )
         self._begin(len(self.examples) // 2, batch_size, seed)
         self.batch().shuffle(seed)
-        self.reference = np.zeros((self.n_items, 2), np.float32)
+        self.reference_log_probs = np.zeros((self.n_items, 2), np.float32)
 
-    def together(self, rows: Sequence[int]) -> Any:
-        """A batch of pairs, by their numbers."""
-        batch: Batch = super().together([2 * row + side for side in (0, 1) for row in rows])
-        return PairBatch(batch.tokens, batch.labels, self.reference[list(rows)].T.reshape(-1))
+    def collate(self, rows: Sequence[int]) -> Any:
+        """Return the batch of the pairs with these indices."""
+        batch: Batch = super().collate([2 * row + side for side in (0, 1) for row in rows])
+        return PairBatch(batch.tokens, batch.labels, self.reference_log_probs[list(rows)].T.reshape(-1))
 
-    def measure_reference(self, model: GPT) -> None:
-        """Note how likely the model takes each answer for: it is the one that what learns is to stay near to."""
+    def compute_reference_log_probs(self, model: GPT) -> None:
+        """Compute and store the log-probabilities of all answers in the reference model."""
         size = self.batch_size or 1
         with model.evaluating():
             for first in range(0, self.n_items, size):
                 rows = range(first, min(first + size, self.n_items))
-                batch = self.together(rows)
-                values = to_cpu(log_probabilities(model, model.hidden_states(model.place(batch.tokens)), batch.labels))
-                self.reference[list(rows)] = values.reshape(2, -1).T
+                batch = self.collate(rows)
+                values = to_cpu(sequence_log_probs(model, model.hidden_states(model.place(batch.tokens)), batch.labels))
+                self.reference_log_probs[list(rows)] = values.reshape(2, -1).T
 
 
-def log_probabilities(model: GPT, hidden: Tensor, labels: np.ndarray) -> Array:
-    """Of each row the logarithm of the probability of all its labels together, without gradients.
+def sequence_log_probs(model: GPT, hidden: Tensor, labels: np.ndarray) -> Array:
+    """Return the log-probability of each row's labels, the sum over its tokens (B,), without gradients.
+
+    At most `MAX_LOGITS` logits are stored at a time.
 
     Args:
-        hidden: (B, T, C), as of `GPT.hidden`.
-        labels: (B, T), in host memory; `IGNORED` where a token does not count.
-
-    Returns:
-        (B,). No more than `MAX_LOGITS` logits exist at a time.
+        hidden: (B, T, C), as of `GPT.hidden_states`.
+        labels: (B, T), in host memory; `IGNORED` for tokens that are not predicted.
     """
     xp = array_module(hidden.array)
-    at_once = max(1, MAX_LOGITS // model.config.vocab_size)
+    chunk_size = max(1, MAX_LOGITS // model.config.vocab_size)
     totals = xp.zeros(len(labels), np.float32)
-    rows, places = np.nonzero(labels != IGNORED)
-    ids = xp.asarray(labels[rows, places])
+    rows, columns = np.nonzero(labels != IGNORED)
+    ids = xp.asarray(labels[rows, columns])
     with no_grad():
-        for start in range(0, len(rows), at_once):
-            some = rows[start : start + at_once]
-            states = hidden.array[xp.asarray(some), xp.asarray(places[start : start + at_once])]
+        for start in range(0, len(rows), chunk_size):
+            chunk_rows = rows[start : start + chunk_size]
+            states = hidden.array[xp.asarray(chunk_rows), xp.asarray(columns[start : start + chunk_size])]
             logits = model.logits(Tensor(states, False)).array
-            for row in np.unique(some).tolist():  # whose logits stand together
-                first, end = np.searchsorted(some, (row, row + 1)).tolist()
-                own = ids[start + first : start + end]
+            for row in np.unique(chunk_rows).tolist():  # the logits of a row are contiguous
+                first, end = np.searchsorted(chunk_rows, (row, row + 1)).tolist()
+                row_ids = ids[start + first : start + end]
                 ones = xp.ones(end - first, np.float32)
-                totals[row] -= kernels.cross_entropy(logits[first:end], own, ones, with_gradient=False)[0]
+                totals[row] -= kernels.cross_entropy(logits[first:end], row_ids, ones, with_gradient=False)[0]
     return totals
 
 
-def margins_of(model: GPT, hidden: Tensor, batch: PairBatch, beta: float) -> Array:
-    """Of each pair beta ((c - c') - (r - r')), (P,): c and r are the logarithms of the probabilities of the chosen and
-    of the rejected answer, c' and r' those before anything was learnt. The paper calls it the difference of rewards.
+def reward_margins(model: GPT, hidden: Tensor, batch: PairBatch, beta: float) -> Array:
+    """Return the reward margin of each pair, beta ((c - c') - (r - r')), (P,).
+
+    c and r are the log-probabilities of the chosen and of the rejected answer, c' and r' those in the reference model.
 
     Args:
-        hidden: (2 P, T, C), as of `GPT.hidden`.
+        hidden: (2 P, T, C), as of `GPT.hidden_states`.
     """
-    gained = log_probabilities(model, hidden, batch.labels)
-    gained -= array_module(gained).asarray(batch.reference)
-    return beta * (gained[: batch.n_labels] - gained[batch.n_labels :])
+    log_ratios = sequence_log_probs(model, hidden, batch.labels)
+    log_ratios -= array_module(log_ratios).asarray(batch.reference_log_probs)
+    return beta * (log_ratios[: batch.n_labels] - log_ratios[batch.n_labels :])
 
 
-def pair_losses(margins: Array) -> Array:
-    """-log sigmoid(margin), (P,)."""
+def preference_losses(margins: Array) -> Array:
+    """Return the DPO loss of each pair, -log sigmoid(margin), (P,)."""
     return array_module(margins).logaddexp(0, -margins)
 
 
-def dpo_loss(model: GPT, beta: float = 0.1, see: Callable[[Array], Any] | None = None) -> BatchLossFn:
-    """The mean over pairs of -log sigmoid(margin).
+def dpo_loss(model: GPT, beta: float = 0.1, on_margins: Callable[[Array], Any] | None = None) -> BatchLossFn:
+    """Return the DPO loss function: the mean over a batch's pairs of -log sigmoid(margin).
 
     Args:
-        model: what learns.
-        beta: how much it costs to go away from what the model was: the smaller, the farther it goes.
-        see: is given the margins (P,) of each batch.
+        model: the model to train.
+        beta: the strength of the constraint to the reference model; a smaller one allows larger changes.
+        on_margins: called with the margins (P,) of each batch.
     """
     loss_fn = CrossEntropy(ignore_index=IGNORED)
 
     def batch_loss(batch: PairBatch, factor: Any) -> Tensor:
         labels = model.place(batch.labels)
         hidden = model.hidden_states(model.place(batch.tokens))
-        margins = margins_of(model, hidden, batch, beta)
-        if see is not None:
-            see(margins)
-        # The derivative by c, and less that by r, is one number for each pair. With these as weights cross-entropy,
-        # which makes the logits again, a few at a time, has the gradients of this loss.
+        margins = reward_margins(model, hidden, batch, beta)
+        if on_margins is not None:
+            on_margins(margins)
+        # The loss depends on each pair's log-probabilities only through its margin. Cross-entropy with the derivative
+        # by the margin as the weight of the pair's tokens therefore has the gradients of this loss, and computes the
+        # logits in chunks.
         xp = array_module(margins)
         slope = factor * beta / (1 + xp.exp(margins)) / len(margins)
-        n_counted = (labels.array != IGNORED).sum()
-        weights = xp.broadcast_to(xp.concatenate([slope, -slope])[:, None] * n_counted, labels.shape)
-        weighed = model.loss_from_hidden(labels, hidden, loss_fn, weights.astype(np.float32))
-        value = (pair_losses(margins).mean() * factor).astype(np.float32)
-        return record(value, (weighed,), lambda grad, needs_grad: (grad,), "dpo")
+        n_labels = (labels.array != IGNORED).sum()
+        weights = xp.broadcast_to(xp.concatenate([slope, -slope])[:, None] * n_labels, labels.shape)
+        weighted = model.loss_from_hidden(labels, hidden, loss_fn, weights.astype(np.float32))
+        value = (preference_losses(margins).mean() * factor).astype(np.float32)
+        return record(value, (weighted,), lambda grad, needs_grad: (grad,), "dpo")
 
     return batch_loss

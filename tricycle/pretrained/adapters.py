@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig, LowRank, Part
+from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig, LoRATarget, LowRankUpdate
 from tricycle.layers import Dense
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.export import family_of_config, write_json
@@ -142,17 +142,19 @@ def new_adapter(loaded: Pretrained, config: LoRAConfig | None = None, seed: int 
     scale = _scale(config.alpha, config.rank, config.rank_stabilised)
     with error_prefix("new_adapter: "):
         places = Places(loaded).chosen(config.targets)
-    parts = [(place, Part(place.name, place.start, place.stop, config.rank, scale)) for place in places]
-    return Adapter(loaded.model, _low_ranks(loaded.model, parts, config, seed), config, base_name).put_on()
+    parts = [(place, LoRATarget(place.name, place.start, place.stop, config.rank, scale)) for place in places]
+    return Adapter(loaded.model, _low_ranks(loaded.model, parts, config, seed), config, base_name).attach()
 
 
 def _scale(alpha: float, rank: int, rank_stabilised: bool) -> float:
     return alpha / (math.sqrt(rank) if rank_stabilised else rank)
 
 
-def _low_ranks(model: Any, parts: list[tuple[Place, Part]], config: LoRAConfig, seed: int) -> dict[str, LowRank]:
+def _low_ranks(
+    model: Any, parts: list[tuple[Place, LoRATarget]], config: LoRAConfig, seed: int
+) -> dict[str, LowRankUpdate]:
     """By our layers' names. Dropout is drawn by the model's own generator, which checkpoints keep."""
-    by_layer: dict[str, list[Part]] = {}
+    by_layer: dict[str, list[LoRATarget]] = {}
     for place, part in parts:
         by_layer.setdefault(place.layer, []).append(part)
     layers = dict(model.named_layers())
@@ -161,9 +163,9 @@ def _low_ranks(model: Any, parts: list[tuple[Place, Part]], config: LoRAConfig, 
     for name, own in by_layer.items():
         own.sort(key=lambda part: part.start)
         base = layers[name]
-        low_ranks[name] = LowRank(base.from_size, base.to_size, own, config.dropout, generator)
+        low_ranks[name] = LowRankUpdate(base.from_size, base.to_size, own, config.dropout, generator)
         if config.dora:
-            low_ranks[name].learn_lengths(base)
+            low_ranks[name].init_dora_magnitudes(base)
         low_ranks[name].dropout.generator = model.generator
     return low_ranks
 
@@ -189,12 +191,12 @@ def save_adapter(adapter: Adapter, loaded: Pretrained, folder: str | os.PathLike
 def _tensors(adapter: Adapter, places: Places) -> dict[str, np.ndarray]:
     tensors = {}
     for low_rank in adapter.low_ranks.values():
-        for part, ranks, up in low_rank.ranks():
+        for part, ranks, up in low_rank.factors():
             name = f"{PREFIX}{part.name}"
             tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(low_rank.down.numpy()[:, ranks].T)
             theirs = places.to_theirs(places.by_name[part.name], up.numpy())
             tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(theirs)
-        for part, magnitude in zip(low_rank.parts, low_rank.magnitudes):
+        for part, magnitude in zip(low_rank.targets, low_rank.magnitudes):
             theirs = places.to_theirs(places.by_name[part.name], magnitude.numpy()[None])
             tensors[f"{PREFIX}{part.name}.lora_magnitude_vector"] = np.ascontiguousarray(theirs[:, 0])
     return tensors
@@ -203,7 +205,7 @@ def _tensors(adapter: Adapter, places: Places) -> dict[str, np.ndarray]:
 def _fields(adapter: Adapter, places: Places) -> dict[str, Any]:
     """Of adapter_config.json."""
     config = adapter.config
-    parts = [part for low_rank in adapter.low_ranks.values() for part in low_rank.parts]
+    parts = [part for low_rank in adapter.low_ranks.values() for part in low_rank.targets]
     names = {part.name for part in parts}
     ends = sorted({name.rpartition(".")[2] for name in names})  # the shortest names, if they mean no others
     meant = {place.name for place in places.all if place.name.rpartition(".")[2] in ends}
@@ -250,7 +252,7 @@ def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
         parts = _parts(pairs, places, config, fields)
     low_ranks = _low_ranks(loaded.model, parts, config, 0)
     for low_rank in low_ranks.values():
-        for number, (part, ranks, up) in enumerate(low_rank.ranks()):
+        for number, (part, ranks, up) in enumerate(low_rank.factors()):
             down, theirs, *lengths = (np.asarray(tensor.read(), np.float32) for tensor in pairs[part.name])
             if not all(np.isfinite(array).all() for array in (down, theirs, *lengths)):
                 raise ValueError(f"{folder}: {part.name}: expected finite numbers, got NaN or infinity")
@@ -260,7 +262,7 @@ def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
             if lengths:
                 low_rank.magnitudes[number].array[...] = places.to_ours(place, lengths[0][:, None])[0]
     name = fields.get("base_model_name_or_path")
-    return Adapter(loaded.model, low_ranks, config, name if isinstance(name, str) else "").put_on()
+    return Adapter(loaded.model, low_ranks, config, name if isinstance(name, str) else "").attach()
 
 
 def adapter_folder(folder: Path) -> Path:
@@ -314,7 +316,7 @@ def _pairs(tensors: Mapping[str, StoredTensor], dora: bool) -> dict[str, tuple[S
 
 def _parts(
     pairs: Mapping[str, tuple[StoredTensor, ...]], places: Places, config: LoRAConfig, fields: dict[str, Any]
-) -> list[tuple[Place, Part]]:
+) -> list[tuple[Place, LoRATarget]]:
     """Return where each pair belongs; raise ValueError for layers that the model has not got, or of other sizes."""
     strange = [name for name in pairs if name not in places.by_name]
     if strange:
@@ -335,7 +337,9 @@ def _parts(
         if lengths and lengths[0].shape != up.shape[:1]:
             raise ValueError(f"expected lengths of {name} of shape {up.shape[:1]}, got {lengths[0].shape}")
         alpha = _of_pattern(fields.get("alpha_pattern"), name, config.alpha)
-        parts.append((place, Part(name, place.start, place.stop, rank, _scale(alpha, rank, config.rank_stabilised))))
+        parts.append(
+            (place, LoRATarget(name, place.start, place.stop, rank, _scale(alpha, rank, config.rank_stabilised)))
+        )
     return parts
 
 

@@ -124,7 +124,7 @@ def export_folder(
     if not isinstance(model, (GPT, TextEncoder)):
         raise ValueError(f"export: expected a GPT or a TextEncoder, got {type(model).__name__}")
     if any(isinstance(layer, AdaptedDense) for layer in model.layers()):
-        raise ValueError("export: expected a model without an adapter on it: merge() it, or take_off()")
+        raise ValueError("export: expected a model without an adapter on it: merge() it, or detach()")
     if dtype not in KINDS:
         raise ValueError(f"export: expected dtype to be one of {', '.join(KINDS)}, got {dtype!r}")
     n_known = model.config.vocab_size
