@@ -39,7 +39,7 @@ def test_losses_of_tokens_have_the_mean_of_evaluate():
     np.testing.assert_allclose(losses.mean(axis=1), means, rtol=1e-5)
     np.testing.assert_allclose(token_losses(model, ids), losses, rtol=1e-4)
     assert perplexity(losses) == pytest.approx(math.exp(np.mean(means)), rel=1e-5)
-    with Probe(model) as probe, probe.weigh(softmax="softmax1"):
+    with Probe(model) as probe, probe.change_softmax(softmax="softmax1"):
         assert abs(token_losses(model, ids) - losses).max() > 1e-3
 
 

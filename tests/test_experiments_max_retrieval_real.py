@@ -83,7 +83,7 @@ def test_streams_of_prompts(prompter):
 # -------------------------------------------------------------------- temperatures
 def test_a_temperature_is_that_of_the_scores(model):
     betas = Betas(np.full((2, 4), np.log(1.7)))
-    with Probe(model) as probe, probe.weigh(temperature=1 / 1.7):
+    with Probe(model) as probe, probe.change_softmax(temperature=1 / 1.7):
         wanted = logits(model)
     plain = logits(model)
     with use_temperature(model, betas):
@@ -128,7 +128,7 @@ def test_ln_n_with_a_cache_is_that_without(model):
 
 
 def test_other_softmaxes(model):
-    with Probe(model) as probe, probe.weigh(softmax=AdaptiveSoftmax()):
+    with Probe(model) as probe, probe.change_softmax(softmax=AdaptiveSoftmax()):
         wanted = logits(model)
     with use_temperature(model, AdaptiveSoftmax()):
         np.testing.assert_array_equal(logits(model), wanted)

@@ -1,4 +1,4 @@
-"""What a probe changes is what the same change by hand gives, forward and gradients, and nothing of it stays."""
+"""Interventions of a probe equal the same changes of the weights, in results and gradients, and are undone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDS = np.random.default_rng(3).integers(0, TINY.vocab_size, (3, 13))
 HEAD_SIZE = TINY.embedding_dim // TINY.n_heads
 
 
-def taps(model: Layer) -> list[str]:
+def hooked_layers(model: Layer) -> list[str]:
     parts = [
         (name, part) for name, layer in model.named_layers() for part in (layer, getattr(layer, "attention", layer))
     ]
@@ -78,28 +78,31 @@ CASES: dict[str, tuple[Callable[[Probe], Any], Callable[[GPT], GPT]]] = {
     "attention": (lambda p: p.ablate("blocks.1.attention"), lambda m: without_attention(m, 1)),
     "an MLP": (lambda p: p.ablate("blocks.0.mlp"), lambda m: without_mlp(m, 0)),
     "a block": (lambda p: p.ablate("blocks.0"), lambda m: without_block(m, 0)),
-    "a temperature": (lambda p: p.weigh(temperature=0.5), lambda m: colder(m, 2)),
-    "two temperatures": (lambda p: (p.weigh(temperature=2), p.weigh(temperature=0.25)), lambda m: colder(m, 2)),
+    "a temperature": (lambda p: p.change_softmax(temperature=0.5), lambda m: colder(m, 2)),
+    "two temperatures": (
+        lambda p: (p.change_softmax(temperature=2), p.change_softmax(temperature=0.25)),
+        lambda m: colder(m, 2),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_changes_are_those_by_hand_forward_and_gradients(case: str) -> None:
-    change, by_hand = CASES[case]
+def test_changes_equal_changed_weights(case: str) -> None:
+    change, change_weights = CASES[case]
     model, again = lively(TINY), lively(TINY)
-    whole = model(IDS).array
+    unchanged = model(IDS).array
     before = model.state_dict()
-    again = by_hand(again)
+    again = change_weights(again)
     with Probe(model) as probe:
         change(probe)
         logits = model(IDS)
         loss = model.loss(IDS[:, :-1], IDS[:, 1:])
     expected = again(IDS)
     np.testing.assert_allclose(logits.array, expected.array, rtol=1e-4, atol=1e-5)
-    assert abs(logits.array - whole).max() > 1e-3
+    assert abs(logits.array - unchanged).max() > 1e-3
     assert loss.item() == pytest.approx(again.loss(IDS[:, :-1], IDS[:, 1:]).item(), rel=1e-5)
-    assert not taps(model)
-    np.testing.assert_array_equal(model(IDS).array, whole)
+    assert not hooked_layers(model)
+    np.testing.assert_array_equal(model(IDS).array, unchanged)
     assert all((array == before[name]).all() for name, array in model.state_dict().items())
     logits.backward()  # after the probe, too
     expected.backward()
@@ -107,7 +110,7 @@ def test_changes_are_those_by_hand_forward_and_gradients(case: str) -> None:
     np.testing.assert_allclose(model.token_embedding.weights.grad.array, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_no_gradient_reaches_what_is_off() -> None:
+def test_ablated_parts_receive_no_gradient() -> None:
     model = lively(TINY)
     with Probe(model) as probe, probe.ablate("blocks.0.mlp"):
         probe.ablate("blocks.1.attention", heads=0)
@@ -126,12 +129,12 @@ def test_another_softmax_and_a_temperature(softmax: str, cap: float) -> None:
     model, other = lively(config), lively(config)
     other.use_softmax(softmax)
     with Probe(model) as probe, Probe(other) as theirs, no_grad():
-        with probe.weigh(softmax=softmax):
+        with probe.change_softmax(softmax=softmax):
             np.testing.assert_allclose(model(IDS).array, other(IDS).array, rtol=1e-5, atol=1e-6)
             for name, weights in theirs.weights.items():
                 np.testing.assert_allclose(probe.weights[name], weights, rtol=1e-5, atol=1e-6)
         scores = {name: array.copy() for name, array in probe.scores.items()}
-        with probe.weigh("blocks.0.attention", softmax, temperature=4):
+        with probe.change_softmax("blocks.0.attention", softmax, temperature=4):
             model(IDS)
         first = "blocks.0.attention"
         np.testing.assert_allclose(probe.scores[first], scores[first] / 4, rtol=1e-5, atol=1e-6)
@@ -140,7 +143,7 @@ def test_another_softmax_and_a_temperature(softmax: str, cap: float) -> None:
     assert model.blocks[0].attention.softmax_scales is None
 
 
-def test_some_positions_alone() -> None:
+def test_positions() -> None:
     model = lively(TINY)
     with Probe(model, "*") as probe, no_grad():
         model(IDS)
@@ -165,7 +168,7 @@ def test_some_positions_alone() -> None:
     np.testing.assert_allclose(one[:, 3:], plain[""][:, 3:], rtol=1e-5, atol=1e-6)
 
 
-def test_the_stream_of_another_text_is_put_in() -> None:
+def test_activation_patching() -> None:
     model = lively(TINY)
     other = (IDS + 1) % TINY.vocab_size
     with Probe(model, "blocks.0", "") as probe, no_grad():
@@ -181,7 +184,7 @@ def test_the_stream_of_another_text_is_put_in() -> None:
     assert abs(mixed[:, 5:] - ours[:, 5:]).max() > 1e-3
 
 
-def test_a_function_of_what_was_there_and_the_order_of_changes() -> None:
+def test_replacement_by_a_function_and_order_of_changes() -> None:
     model = lively(TINY)
     with Probe(model, "blocks.0", "blocks.0.attention") as probe, no_grad():
         model(IDS)
@@ -210,8 +213,8 @@ def test_gradients_flow_into_a_value(rng: np.random.Generator) -> None:
     gradcheck(patched, rng.standard_normal((2, 3, 4)), rng.standard_normal((3, 5)))
 
 
-def test_generation_takes_notice() -> None:
-    """Its short way through the layers is not taken while something is changed."""
+def test_generation_uses_the_changes() -> None:
+    """The faster decoding path is not used while a hook is active."""
     model, other = lively(TINY), without_mlp(lively(TINY), 0)
     plain = list(generate(model, [1, 2, 3], 8, temperature=0))
     expected = list(generate(other, [1, 2, 3], 8, temperature=0))
@@ -221,7 +224,7 @@ def test_generation_takes_notice() -> None:
     assert plain != expected
 
 
-def test_a_loss_in_pieces_is_changed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_computed_in_chunks_uses_the_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tricycle.models.MAX_LOGITS", 2 * TINY.vocab_size)
     model = lively(TINY)
     with Probe(model, "blocks.0") as probe, no_grad():
@@ -231,7 +234,7 @@ def test_a_loss_in_pieces_is_changed_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_a_decoder_that_looks_at_a_source(rng: np.random.Generator) -> None:
+def test_cross_attention(rng: np.random.Generator) -> None:
     model = Transformer(9, 9, 8, 2, 2, 16, dropout=0.0, generator=0).eval()
     source, target = rng.integers(0, 9, (1, 6)), rng.integers(0, 9, (1, 4))
     with Probe(model) as probe, no_grad():
@@ -241,7 +244,7 @@ def test_a_decoder_that_looks_at_a_source(rng: np.random.Generator) -> None:
             blind = model(source, target).array
             elsewhere = model((source + 1) % 9, target).array
             np.testing.assert_array_equal(blind, elsewhere)
-        with probe.weigh("decoder.blocks.*.cross", temperature=1e6):
+        with probe.change_softmax("decoder.blocks.*.cross", temperature=1e6):
             model(source, target)
             np.testing.assert_allclose(probe.weights["decoder.blocks.1.cross"], 1 / 6, rtol=1e-3)
     assert abs(plain - blind).max() > 1e-4
@@ -255,24 +258,24 @@ def test_changes_end_in_any_order(order: str) -> None:
     first.__enter__()
     second.__enter__()
     first.ablate("blocks.0.mlp")
-    second.weigh(temperature=3)
+    second.change_softmax(temperature=3)
     ending, staying = (second, first) if order == "inner first" else (first, second)
     ending.__exit__()
     one = model(IDS).array
     assert abs(one - plain).max() > 1e-4
     staying.__exit__()
     np.testing.assert_array_equal(model(IDS).array, plain)
-    assert not taps(model)
+    assert not hooked_layers(model)
 
 
-def test_an_error_undoes_all() -> None:
+def test_an_error_undoes_all_changes() -> None:
     model = lively(TINY)
     with pytest.raises(ValueError, match="expected positions from -13 to 12, got 13"), Probe(model) as probe:
-        probe.weigh(temperature=2)
+        probe.change_softmax(temperature=2)
         probe.ablate("blocks.0", positions=13)
         model(IDS)
-    assert not taps(model)
-    with pytest.raises(RuntimeError, match=r"Probe\.ablate: expected the probe to be on"):
+    assert not hooked_layers(model)
+    with pytest.raises(RuntimeError, match=r"Probe\.ablate: expected an active probe"):
         probe.ablate("blocks.0")
 
 
@@ -299,25 +302,31 @@ LARGER = (2, 3, 13, TINY.embedding_dim)
 
 test_bad_input = bad_input(
     {
-        "no such layer": (on(lambda p: p.ablate("blocks.7.mlp")), "Probe.ablate: no layer fits 'blocks.7.mlp'; there"),
+        "no such layer": (on(lambda p: p.ablate("blocks.7.mlp")), "Probe.ablate: no layer matches 'blocks.7.mlp'; the"),
         "a value of another shape": (on(lambda p: p.replace("blocks.0", np.ones(5))), f"{PROBE}: expected a value"),
         "a value that is larger": (on(lambda p: p.replace("blocks.0", np.ones(LARGER))), f"{PROBE}: expected a value"),
         "no value": (on(lambda p: p.replace("blocks.0", "x")), f"{PROBE}: expected a Tensor, an array, a number or a"),
         "no such head": (on(lambda p: p.ablate("blocks.0.attention", heads=99)), "Probe.ablate: expected heads from"),
         "half a head": (on(lambda p: p.ablate("blocks.0.attention", heads=0.5)), "Probe.ablate: expected heads as"),
         "heads of an MLP": (on(lambda p: p.ablate("blocks.0.mlp", heads=0)), "Probe.ablate: expected a layer with"),
-        "a temperature of 0": (on(lambda p: p.weigh(temperature=0)), "Probe.weigh: expected a temperature above 0,"),
-        "weights of an MLP": (on(lambda p: p.weigh("blocks.0.mlp", temperature=2)), "Probe.weigh: expected layers"),
-        "an unknown softmax": (on(lambda p: p.weigh(softmax="hard")), "softmax: expected one of"),
-        "several results": (on_recurrent, f"{PROBE}: expected a layer that gives one Tensor, got tuple"),
+        "a temperature of 0": (
+            on(lambda p: p.change_softmax(temperature=0)),
+            "Probe.change_softmax: expected a temperature above 0,",
+        ),
+        "weights of an MLP": (
+            on(lambda p: p.change_softmax("blocks.0.mlp", temperature=2)),
+            "Probe.change_softmax: expected layers",
+        ),
+        "an unknown softmax": (on(lambda p: p.change_softmax(softmax="hard")), "softmax: expected one of"),
+        "several results": (on_recurrent, f"{PROBE}: expected a layer that returns one Tensor, got tuple"),
     }
 )
 
 
-def test_a_model_that_computes_twice_is_refused() -> None:
+def test_activation_checkpointing_is_rejected() -> None:
     model = lively(TINY)
     model.recompute = checkpoint_activations
-    with Probe(model) as probe, pytest.raises(ValueError, match="expected a model that computes nothing twice"):
+    with Probe(model) as probe, pytest.raises(ValueError, match="activation checkpointing"):
         probe.ablate("blocks.0")
-    assert not taps(model)
+    assert not hooked_layers(model)
     assert to_tensor(model(IDS)).shape == (3, 13, TINY.vocab_size)

@@ -1,4 +1,4 @@
-"""The probe: what it records is what was computed, it leaves nothing behind; statistics against closed forms."""
+"""Probes record what the model computed and remove their hooks; statistics equal closed forms."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tricycle_lab.probe import (
     Probe,
     entropy,
     excess_kurtosis,
-    nothing,
     perplexity,
     spikiness,
-    top_weight,
+    top_k_weight,
+    unassigned_weight,
     weight_kurtosis,
 )
 
@@ -86,7 +86,7 @@ def test_weights_and_scores_are_those_of_the_formula(softmax: str, positions: st
 
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 def test_the_weights_explain_the_output(softmax: str) -> None:
-    """Values mixed with them and projected are what the layer gave."""
+    """The weighted sum of the values, projected, is the layer's output."""
     model = lively(replace(TINY, softmax=softmax))
     with Probe(model, "blocks.1.attention*") as probe:
         logits = model(IDS)
@@ -110,7 +110,7 @@ def test_the_weights_explain_the_output(softmax: str) -> None:
     assert model.blocks[1].attention.qkv.weights.grad is not None
 
 
-def test_recording_changes_no_bit_and_a_gradient_flows() -> None:
+def test_recording_does_not_change_results_and_gradients() -> None:
     model, again = lively(TINY), lively(TINY)
     with Probe(model):
         logits = model(IDS)
@@ -122,7 +122,7 @@ def test_recording_changes_no_bit_and_a_gradient_flows() -> None:
         np.testing.assert_array_equal(one.grad.array, other.grad.array, err_msg=name)
 
 
-def test_without_patterns_attention_and_what_stands_in_lists() -> None:
+def test_default_patterns_select_attention_and_items_of_lists() -> None:
     model = lively(TINY)
     with Probe(model) as probe, no_grad():
         model(IDS)
@@ -154,7 +154,7 @@ def test_the_latest_call_counts_and_shapes_may_change() -> None:
     np.testing.assert_allclose(probe.weights[ATTENTION[0]][:1, :, :5, :5], first, rtol=1e-4, atol=1e-6)
 
 
-def test_dropout_is_seen_while_training_and_not_in_eval() -> None:
+def test_dropout_is_recorded_in_training_only() -> None:
     model = lively(replace(TINY, dropout=0.5))
     with Probe(model, "blocks.0.attention*") as probe:
         model(IDS)
@@ -168,7 +168,7 @@ def test_dropout_is_seen_while_training_and_not_in_eval() -> None:
 
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 def test_generation_with_caches(softmax: str) -> None:
-    """New tokens' rows are those of the whole text read at once."""
+    """The rows of new tokens equal those of the forward pass over the complete text."""
     model = lively(replace(TINY, softmax=softmax))
     with Probe(model, "*.attention") as whole, no_grad():
         model(IDS)
@@ -207,7 +207,7 @@ def test_an_attention_layer_alone_and_in_a_sequence(rng: np.random.Generator) ->
         assert list(probe._layers) == ["steps.0", "steps.2"]
 
 
-# -------------------------------------------------------------------- nothing stays behind
+# -------------------------------------------------------------------- removal of hooks
 def fails(*args: Any, **kwargs: Any) -> None:
     raise KeyError("here")
 
@@ -282,7 +282,7 @@ def test_another_softmax_during_a_probe_stays() -> None:
     assert not any("forward" in names + own for _, names, own in attributes(model))
 
 
-# -------------------------------------------------------------------- numbers
+# -------------------------------------------------------------------- statistics
 def test_excess_kurtosis_has_its_known_values(rng: np.random.Generator) -> None:
     assert excess_kurtosis(np.array([-1, 1])) == pytest.approx(-2)
     assert excess_kurtosis(np.array([0, 0, 0, 1.0])) == pytest.approx(1 / (3 / 16) - 6, rel=1e-9)  # Bernoulli(1/4)
@@ -298,7 +298,7 @@ def test_excess_kurtosis_has_its_known_values(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("values", [[0.1] * 7, [3], [1, np.nan], [1, 2, -np.inf]])
-def test_excess_kurtosis_of_what_has_none(values: list[float]) -> None:
+def test_undefined_excess_kurtosis(values: list[float]) -> None:
     assert math.isnan(excess_kurtosis(np.array(values)))
 
 
@@ -308,16 +308,16 @@ def test_entropy_in_closed_form() -> None:
     assert entropy(one).tolist() == [0, 0, 0, 0]
     assert not np.signbit(entropy(one)).any()
     assert float(entropy(np.array([0.5, 0.25, 0.25, 0]))) == pytest.approx(1.5 * math.log(2))
-    assert float(entropy(np.array([0.25, 0.25]))) == pytest.approx(math.log(2))  # nothing for the missing half
+    assert float(entropy(np.array([0.25, 0.25]))) == pytest.approx(math.log(2))  # rows are not normalized
     assert entropy(np.zeros((2, 5))).tolist() == [0, 0]
     assert entropy(uniform).dtype == np.float64
 
 
-def test_top_weight_and_nothing() -> None:
+def test_top_k_weight_and_unassigned_weight() -> None:
     rows = np.array([[0.1, 0.4, 0.2, 0.3], [0.25, 0, 0, 0.25]])
     for k, expected in ((1, [0.4, 0.25]), (2, [0.7, 0.5]), (4, [1, 0.5]), (9, [1, 0.5])):
-        np.testing.assert_allclose(top_weight(rows, k), expected)
-    np.testing.assert_allclose(nothing(rows), [0, 0.5], atol=1e-12)
+        np.testing.assert_allclose(top_k_weight(rows, k), expected)
+    np.testing.assert_allclose(unassigned_weight(rows), [0, 0.5], atol=1e-12)
     assert rows[0].tolist() == [0.1, 0.4, 0.2, 0.3]
 
 
@@ -341,7 +341,7 @@ def test_spikiness_is_0_for_uniform_rows_and_1_for_single_keys() -> None:
     np.testing.assert_allclose(many, [0, 0.5], atol=1e-12)
 
 
-def test_spikiness_leaves_what_goes_to_nothing_to_nothing() -> None:
+def test_spikiness_normalizes_rows() -> None:
     rows = np.array([[0.5, 0.25, 0.25, 0]])
     assert spikiness(rows / 10).tolist() == pytest.approx(spikiness(rows).tolist())
     assert np.isnan(spikiness(np.zeros((1, 4)))).all()
@@ -351,7 +351,7 @@ def test_the_device_computes_the_numbers(monkeypatch: pytest.MonkeyPatch, rng: n
     monkeypatch.setitem(devices.ARRAY_MODULES, fake_device.FakeArray, fake_device.fake_module)
     weights = causal_uniform(5, 5) ** 2
     there = fake_device.FakeArray(weights)
-    functions: list[Callable] = [entropy, nothing, lambda w: top_weight(w, 2), spikiness]
+    functions: list[Callable] = [entropy, unassigned_weight, lambda w: top_k_weight(w, 2), spikiness]
     for function in functions:
         np.testing.assert_allclose(function(there).held, function(weights))
     x = rng.standard_normal((4, 5)).astype(np.float32)
@@ -381,19 +381,31 @@ def test_perplexity_is_that_of_the_loss() -> None:
     assert perplexity(uniform, tokens, 500).perplexity == pytest.approx(TINY.vocab_size)
 
 
-# -------------------------------------------------------------------- refusals
+# -------------------------------------------------------------------- invalid arguments
 LAYER = Sequential(Dense(2, 2), Dense(2, 2))
 
 test_bad_input = bad_input(
     {
-        "a pattern for nothing": (lambda: Probe(LAYER, "steps.0", "blocks.*"), "Probe: no layer fits 'blocks.*';"),
-        "nothing to choose": (lambda: Probe(Dense(2, 2)), "Probe: expected patterns, for no layer has attention or"),
-        "kurtosis of nothing": (lambda: excess_kurtosis(np.ones((0, 3))), "excess_kurtosis: expected at least one"),
+        "a pattern without a match": (
+            lambda: Probe(LAYER, "steps.0", "blocks.*"),
+            "Probe: no layer matches 'blocks.*';",
+        ),
+        "no default layers": (lambda: Probe(Dense(2, 2)), "Probe: expected patterns; the model has no attention"),
+        "kurtosis of an empty array": (
+            lambda: excess_kurtosis(np.ones((0, 3))),
+            "excess_kurtosis: expected at least one",
+        ),
         "a number": (lambda: entropy(np.array(1.0)), "entropy: expected weights (..., keys) with at least one key,"),
-        "no key": (lambda: nothing(np.ones((3, 0))), "nothing: expected weights (..., keys) with at least one key,"),
-        "the 0 largest": (lambda: top_weight(np.ones(3), 0), "top_weight: expected k to be a whole number above 0,"),
-        "not causal": (lambda: spikiness(np.full((2, 2), 0.5)), "spikiness: expected causal weights; give n_visible"),
-        "more queries than keys": (lambda: spikiness(np.full((4, 2), 0.5)), "spikiness: expected causal weights; give"),
+        "no key": (
+            lambda: unassigned_weight(np.ones((3, 0))),
+            "unassigned_weight: expected weights (..., keys) with at least one key,",
+        ),
+        "the 0 largest": (
+            lambda: top_k_weight(np.ones(3), 0),
+            "top_k_weight: expected k to be a whole number above 0,",
+        ),
+        "not causal": (lambda: spikiness(np.full((2, 2), 0.5)), "spikiness: expected causal weights;"),
+        "more queries than keys": (lambda: spikiness(np.full((4, 2), 0.5)), "spikiness: expected causal weights;"),
         "no byte": (lambda: perplexity(GPT(TINY), [1, 2, 3], 0), "perplexity: expected n_bytes to be a whole number"),
         "one token": (lambda: perplexity(GPT(TINY), [1], 5), "evaluate: expected at least 2 tokens, got 1"),
     }

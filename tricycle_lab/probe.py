@@ -1,4 +1,4 @@
-"""A look inside a model that runs: attention weights, scores and activations, and numbers that sum them up.
+"""Probes of a model: recorded activations, attention scores and weights, interventions, and summary statistics.
 
 Shapes: B batch, T tokens, S keys, H heads.
 """
@@ -21,53 +21,53 @@ from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.ops import check_positive
 from tricycle.tensor import Tensor
-from tricycle_lab.taps import (
+from tricycle_lab.hooks import (
     Change,
-    Exchange,
+    Substitution,
     Value,
-    as_places,
+    add_hook,
+    as_indices,
     attention_of,
-    nothing_of,
-    replacing,
-    tap,
-    weighing,
+    make_ablation,
+    make_replacement,
+    substitute_softmax,
 )
 
 
 class Probe:
-    """Within this block, layers and the attention in them leave what they computed here; and they can be changed.
+    """A context manager that records and changes the results of layers and of the attention in them.
 
-    While it is on, each chosen layer and attention op has a `forward` of its own that calls the one of its class and
-    tells the probe; at the end, after an error too, it is gone. So a model without a probe pays nothing. Probes nest.
+    While a probe is active, the selected layers and attention ops have forward hooks (`hooks.py`), which are removed at
+    the end of the block, also after an error. A model without an active probe has no overhead. Probes can be nested.
 
-    `replace`, `ablate` and `weigh` change what the model computes, until the end of their own block or of the probe's:
+    `replace`, `ablate` and `change_softmax` change the model until the end of their own block or of the probe's:
 
         with Probe(model) as probe:
             with probe.ablate("blocks.2.attention", heads=3):
                 logits = model(tokens)
 
-    Several changes of one layer are made in the order in which they came. Gradients flow through what is left, and into
-    a value that is a Tensor. What the probe records is what went on, changes included.
+    Several changes of one layer are applied in the order in which they were made. Gradients flow through the changed
+    model, and into a value that is a Tensor. The probe records results after the changes.
 
     Args:
         model: any Layer.
-        patterns: which layers, by names as in `Layer.named_layers`. `*`, `?` and `[...]` as for files, but `*` takes
-            dots too: "blocks.*.attention" for all attention, "blocks.0*" for a block and all inside it. None at all
-            stands for every layer with attention to look at and everything that stands in a list, such as "blocks.0".
+        patterns: select layers by their names in `Layer.named_layers`. `*`, `?` and `[...]` as for files, but `*`
+            matches dots too: "blocks.*.attention" for all attention layers, "blocks.0*" for a block and all its
+            layers. Default: all layers with attention, and all items of lists of layers, such as "blocks.0".
 
     Attributes:
-        activations: by name, the array that the latest call of the layer gave; no copy.
-        scores, weights: by name of a layer with attention, before and after its softmax, (B, H, T, S). Hidden keys
-            have scores of -inf. With a cache, T counts the new tokens only.
+        activations: by name, the result array of the layer's latest call, not copied.
+        scores, weights: by the name of a layer with attention, the values before and after its softmax, (B, H, T, S).
+            The score of a masked key is -inf. With a KV cache, T is the number of new tokens.
 
     Raises:
-        ValueError: a pattern that fits no layer.
+        ValueError: a pattern that matches no layer.
     """
 
     def __init__(self, model: Layer, *patterns: str) -> None:
         self._model = model
         for pattern in patterns:
-            self._named("Probe", pattern)
+            self._matching_layers("Probe", pattern)
         self._layers = {
             name: layer
             for name, layer in model.named_layers()
@@ -75,30 +75,30 @@ class Probe:
             or (not patterns and (attention_of(layer) is not None or name.rpartition(".")[2].isdigit()))
         }
         if not self._layers:
-            raise ValueError("Probe: expected patterns, for no layer has attention or stands in a list")
+            raise ValueError("Probe: expected patterns; the model has no attention and no list of layers")
         self.activations: dict[str, Array] = {}
         self.scores: dict[str, Array] = {}
         self.weights: dict[str, Array] = {}
-        self._on = ExitStack()
-        self._is_on = False
+        self._hooks = ExitStack()
+        self._is_active = False
 
     def __enter__(self) -> Probe:
-        self._is_on = True
+        self._is_active = True
         for name, layer in self._layers.items():
-            self._on.callback(tap(layer, "listeners", partial(self._keep, name)))
+            self._hooks.callback(add_hook(layer, "observers", partial(self._record_activation, name)))
             attention = attention_of(layer)
             if attention is not None:
-                self._on.callback(tap(attention, "listeners", partial(self._look, name)))
+                self._hooks.callback(add_hook(attention, "observers", partial(self._record_attention, name)))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._is_on = False
-        self._on.close()
+        self._is_active = False
+        self._hooks.close()
 
-    def _keep(self, name: str, layer: Layer, out: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _record_activation(self, name: str, layer: Layer, out: Tensor, *args: Any, **kwargs: Any) -> None:
         self.activations[name] = out.array
 
-    def _look(self, name: str, attention: Any, out: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _record_attention(self, name: str, attention: Any, out: Tensor, *args: Any, **kwargs: Any) -> None:
         self.scores[name], self.weights[name] = scores_and_weights(attention, *args, **kwargs)
 
     # ---------------------------------------------------------------- changes
@@ -110,30 +110,31 @@ class Probe:
         heads: int | Sequence[int] | None = None,
         positions: int | Sequence[int] | None = None,
     ) -> ExitStack:
-        """Let something else go on than what a layer gave.
+        """Replace the results of layers by a value.
 
         Args:
-            pattern: of names of layers, as the probe's own.
-            value: a Tensor, an array or a number that broadcasts to what is replaced; or a function that makes one of
-                what the layer gave.
-            heads: replace what these heads of the layer's attention give, before its last matrix: the value must then
-                fit (B, T, H, E), of which the other heads stay.
-            positions: replace it for these tokens of a call alone, counted from 0, from the end where negative.
+            pattern: matches names of layers, as the probe's own patterns.
+            value: a Tensor, an array or a number that broadcasts to the result; or a function from the result to one.
+            heads: replace the results of these attention heads, before the output projection. The value must then
+                broadcast to (B, T, H, E); the results of other heads are kept.
+            positions: replace only the results of these tokens; negative positions count from the end.
 
         Returns:
-            what undoes it: at the end of a `with` block, or by `close()`. The end of the probe does so, too.
+            A context manager that undoes the replacement, also by `close()`. The end of the probe undoes it, too.
 
         Raises:
-            ValueError: no layer fits, or heads where there is no attention; while the model runs, a value that does not
-                fit, and heads or positions that are not there.
-            RuntimeError: the probe is not on.
+            ValueError: no layer matches, or heads of a layer without attention. In the forward pass: a value of a wrong
+                shape, or heads or positions out of range.
+            RuntimeError: the probe is not active.
         """
-        title = "Probe.replace"
+        caller = "Probe.replace"
         if not (isinstance(value, (Tensor, int, float)) or is_array(value) or callable(value)):
-            raise ValueError(f"{title}: expected a Tensor, an array, a number or a function, got {value!r}")
-        chosen_heads, places = as_places(title, "heads", heads), as_places(title, "positions", positions)
-        change = replacing(title, value, chosen_heads, places)
-        return self._change(title, dict.fromkeys(self._named(title, pattern), change), heads is not None)
+            raise ValueError(f"{caller}: expected a Tensor, an array, a number or a function, got {value!r}")
+        head_indices, position_indices = as_indices(caller, "heads", heads), as_indices(caller, "positions", positions)
+        change = make_replacement(caller, value, head_indices, position_indices)
+        return self._add_changes(
+            caller, dict.fromkeys(self._matching_layers(caller, pattern), change), heads is not None
+        )
 
     def ablate(
         self,
@@ -142,79 +143,83 @@ class Probe:
         heads: int | Sequence[int] | None = None,
         positions: int | Sequence[int] | None = None,
     ) -> ExitStack:
-        """Switch layers off. What they give is 0, so that attention or an MLP adds nothing; what comes into a
-        `TransformerBlock` goes on as it is; of some heads the part in the last matrix of attention is 0.
+        """Set the results of layers or attention heads to 0; a `TransformerBlock` returns its input instead.
 
         Args, returns and raises: as of `replace`.
         """
-        title = "Probe.ablate"
-        chosen_heads, places = as_places(title, "heads", heads), as_places(title, "positions", positions)
-        changes = {layer: nothing_of(layer, title, chosen_heads, places) for layer in self._named(title, pattern)}
-        return self._change(title, changes, heads is not None)
+        caller = "Probe.ablate"
+        head_indices, position_indices = as_indices(caller, "heads", heads), as_indices(caller, "positions", positions)
+        changes = {
+            layer: make_ablation(layer, caller, head_indices, position_indices)
+            for layer in self._matching_layers(caller, pattern)
+        }
+        return self._add_changes(caller, changes, heads is not None)
 
-    def weigh(
+    def change_softmax(
         self, pattern: str = "*", softmax: str | RowSoftmax | None = None, temperature: float | None = None
     ) -> ExitStack:
-        """Let attention turn scores into weights in another way: by another softmax, or from scores over a temperature.
+        """Use another softmax in attention, divide the attention scores by a temperature, or both.
 
         Args:
-            pattern: of names of layers; those without attention are passed over.
-            softmax: a name in `softmaxes.SOFTMAXES`, or an object. Learned scales begin as they do in a new model.
+            pattern: matches names of layers; those without attention are ignored.
+            softmax: a name in `softmaxes.SOFTMAXES`, or an object. Learned scales have their initial values.
             temperature: above 0; below 1 makes attention sharper, above 1 flatter.
 
         Returns, raises: as of `replace`.
         """
-        title = "Probe.weigh"
+        caller = "Probe.change_softmax"
         if temperature is not None and not 0 < temperature < float("inf"):
-            raise ValueError(f"{title}: expected a temperature above 0, got {temperature!r}")
+            raise ValueError(f"{caller}: expected a temperature above 0, got {temperature!r}")
         layers = [
-            layer for layer in self._named(title, pattern) if hasattr(layer, "use_softmax") and attention_of(layer)
+            layer
+            for layer in self._matching_layers(caller, pattern)
+            if hasattr(layer, "use_softmax") and attention_of(layer)
         ]
         if not layers:
-            raise ValueError(f"{title}: expected layers with attention, none fits {pattern!r}")
-        exchanges = [(attention_of(layer), weighing(layer, softmax, temperature)) for layer in layers]
-        return self._put(title, "exchanges", exchanges)
+            raise ValueError(f"{caller}: expected layers with attention, none matches {pattern!r}")
+        substitutions = [(attention_of(layer), substitute_softmax(layer, softmax, temperature)) for layer in layers]
+        return self._add_hooks(caller, "substitutions", substitutions)
 
-    def _named(self, title: str, pattern: str) -> list[Layer]:
-        """Return the layers whose names fit; raise ValueError where there are none."""
+    def _matching_layers(self, caller: str, pattern: str) -> list[Layer]:
+        """Return the layers whose names match; raise ValueError if there are none."""
         named = dict(self._model.named_layers())
         layers = [layer for name, layer in named.items() if fnmatchcase(name, pattern)]
         if not layers:
-            raise ValueError(f"{title}: no layer fits {pattern!r}; there are {', '.join(filter(None, named))}")
+            raise ValueError(f"{caller}: no layer matches {pattern!r}; the layers are {', '.join(filter(None, named))}")
         return layers
 
-    def _change(self, title: str, changes: dict[Layer, Change], in_heads: bool) -> ExitStack:
+    def _add_changes(self, caller: str, changes: dict[Layer, Change], in_heads: bool) -> ExitStack:
         for layer in changes:
             if in_heads and attention_of(layer) is None:
                 got = type(layer).__name__
-                raise ValueError(f"{title}: expected a layer with attention where heads are named, got {got}")
-        parts = [(attention_of(layer) if in_heads else layer, change) for layer, change in changes.items()]
-        return self._put(title, "changes", parts)
+                raise ValueError(f"{caller}: expected a layer with attention for `heads`, got {got}")
+        targets = [(attention_of(layer) if in_heads else layer, change) for layer, change in changes.items()]
+        return self._add_hooks(caller, "changes", targets)
 
-    def _put(self, title: str, kind: str, parts: Sequence[tuple[Any, Change | Exchange]]) -> ExitStack:
-        if not self._is_on:
-            raise RuntimeError(f"{title}: expected the probe to be on, within its `with` block")
+    def _add_hooks(self, caller: str, kind: str, targets: Sequence[tuple[Any, Change | Substitution]]) -> ExitStack:
+        if not self._is_active:
+            raise RuntimeError(f"{caller}: expected an active probe; call it within the probe's `with` block")
         if any(getattr(layer, "recompute", False) for layer in self._model.layers()):
-            # what is computed again for a gradient, maybe when all is undone, would be something else
-            raise ValueError(f"{title}: expected a model that computes nothing twice, got one with recompute on")
+            # The repeated forward pass in `backward` may run after the change has been undone.
+            raise ValueError(f"{caller}: expected a model without activation checkpointing, got one with recompute set")
         undo = ExitStack()
-        # a listener to nothing, for a model that is listened to computes its loss in no other way (`GPT.loss`)
-        undo.callback(tap(self._model, "listeners", lambda *args, **kwargs: None))
-        for part, function in parts:
-            undo.callback(tap(part, kind, function))
-        self._on.callback(undo.close)
+        # With a hook on the model, `GPT.loss` calls `forward` and the changed layers instead of computing in chunks.
+        undo.callback(add_hook(self._model, "observers", lambda *args, **kwargs: None))
+        for target, function in targets:
+            undo.callback(add_hook(target, kind, function))
+        self._hooks.callback(undo.close)
         return undo
 
 
-# -------------------------------------------------------------------- numbers, in float64
+# -------------------------------------------------------------------- statistics, in float64
 def excess_kurtosis(x: Array) -> float:
-    """E[z^4] - 3 over all elements, z = (x - mean) / standard deviation: 0 for normal ones, high with outliers.
+    """Compute E[z^4] - 3 over all elements, z = (x - mean) / standard deviation: 0 for a normal distribution.
 
-    Fisher's definition with the moments of the population: no correction for small samples. nan where all elements
-    are equal or one is not finite; of scores, take those of visible keys first: `scores[scores > -inf]`.
+    Fisher's definition with population moments, without a correction for small samples. The result is nan if all
+    elements are equal or one is not finite; of attention scores, select those of visible keys: `scores[scores > -inf]`.
 
     Raises:
-        ValueError: no element.
+        ValueError: an empty array.
     """
     xp = array_module(x)
     if x.size == 0:
@@ -223,49 +228,48 @@ def excess_kurtosis(x: Array) -> float:
     if not xp.isfinite(x).all().item() or x.max().item() == x.min().item():
         return float("nan")
     z = x - x.mean()
-    z /= abs(z).max()  # so that no power of it leaves the range of floats
+    z /= abs(z).max()  # avoids overflow and underflow of the powers
     z *= z
     return (z * z).mean().item() / z.mean().item() ** 2 - 3
 
 
 def entropy(weights: Array) -> Array:
-    """-sum_s w_s ln w_s of each row, in nats: (..., S) to (...).
+    """Compute the entropy of each row of attention weights, -sum_s w_s ln w_s, in nats: (..., S) to (...).
 
-    Rows are taken as they are: what is missing to a sum of 1, as with softmax1, adds nothing. Weights of 0 and below
-    (which learned scales can give) add nothing either.
+    Rows are not normalized: with softmax1 their sum is below 1. Weights of 0 and below, which learned scales can
+    produce, are ignored.
     """
     w = _rows("entropy", weights)
     xp = array_module(w)
     return 0 - (w * xp.log(xp.where(w > 0, w, 1))).sum(axis=-1)
 
 
-def top_weight(weights: Array, k: int = 1) -> Array:
-    """The sum of the k largest weights of each row, of all if there are fewer: (..., S) to (...)."""
-    check_positive("top_weight", k=k)
-    w = _rows("top_weight", weights)
+def top_k_weight(weights: Array, k: int = 1) -> Array:
+    """Return the sum of the k largest weights of each row, or of all if there are fewer: (..., S) to (...)."""
+    check_positive("top_k_weight", k=k)
+    w = _rows("top_k_weight", weights)
     return array_module(w).sort(w, axis=-1)[..., -k:].sum(axis=-1)
 
 
-def nothing(weights: Array) -> Array:
-    """1 - sum_s w_s: how much of each row goes to no key, which only softmax1 and blocks allow: (..., S) to (...)."""
-    return 1 - _rows("nothing", weights).sum(axis=-1)
+def unassigned_weight(weights: Array) -> Array:
+    """Return 1 - sum_s w_s of each row, (..., S) to (...): 0 except with softmax1, sink and block softmax."""
+    return 1 - _rows("unassigned_weight", weights).sum(axis=-1)
 
 
 def spikiness(weights: Array, n_visible: Array | int | None = None) -> Array:
-    """1 - entropy / ln(number of keys that the row sees): 1 for a single key, 0 for all alike: (..., S) to (...).
+    """Compute 1 - entropy / ln(number of visible keys) of each row, (..., S) to (...): 1 for one key, 0 for equal ones.
 
-    Zhang et al. 2024, "The Hedgehog & the Porcupine" (arXiv 2402.04347), call attention spiky when the entropy of its
-    weights is low; that this is measured against the highest entropy there can be is our reading, so that rows of
-    different length compare. Rows are divided by their sum first: how much goes to nothing is `nothing`'s to say. nan
-    for rows that see one key, or whose weights are all 0.
+    Zhang et al. 2024, "The Hedgehog & the Porcupine" (arXiv 2402.04347), call attention with low entropy spiky. The
+    division by the highest possible entropy is an addition that makes rows of different lengths comparable. Rows are
+    normalized to a sum of 1. The result is nan for rows with one visible key or only zero weights.
 
     Args:
         weights: (..., T, S), or (S,).
-        n_visible: how many keys each row sees, any shape that broadcasts to (...). Unless given, as in causal
-            attention: row t of T sees the first S - T + t + 1.
+        n_visible: the number of visible keys of each row, in any shape that broadcasts to (...). Default: causal
+            attention, in which row t of T sees the first S - T + t + 1 keys.
 
     Raises:
-        ValueError: without `n_visible`, a row with weight beyond these keys.
+        ValueError: without `n_visible`, a row with weight on later keys.
     """
     w = _rows("spikiness", weights)
     xp = array_module(w)
@@ -273,35 +277,35 @@ def spikiness(weights: Array, n_visible: Array | int | None = None) -> Array:
         n_rows, n_keys = (1, *w.shape)[-2:]
         visible = xp.arange(n_keys - n_rows + 1, n_keys + 1)
         if (w * (xp.arange(n_keys) >= visible[:, None])).any().item():
-            raise ValueError("spikiness: expected causal weights; give n_visible for rows that see other keys")
+            raise ValueError("spikiness: expected causal weights; pass n_visible for other masks")
         n_visible = visible if w.ndim > 1 else n_keys
     total = w.sum(axis=-1, keepdims=True)
     highest = xp.log(xp.maximum(xp.asarray(n_visible, dtype=np.float64), 1))
-    some, several = total > 0, highest > 0
-    value = 1 - entropy(w / xp.where(some, total, 1)) / xp.where(several, highest, 1)
-    return xp.where(some[..., 0] & several, value, np.nan)
+    has_weight, has_several = total > 0, highest > 0
+    value = 1 - entropy(w / xp.where(has_weight, total, 1)) / xp.where(has_several, highest, 1)
+    return xp.where(has_weight[..., 0] & has_several, value, np.nan)
 
 
-def _rows(title: str, weights: Array) -> Array:
-    """Return the weights in float64; raise ValueError for no axis or no key."""
+def _rows(caller: str, weights: Array) -> Array:
+    """Return the weights in float64; raise ValueError for a scalar or an empty last axis."""
     if weights.ndim == 0 or weights.shape[-1] == 0:
-        raise ValueError(f"{title}: expected weights (..., keys) with at least one key, got shape {weights.shape}")
+        raise ValueError(f"{caller}: expected weights (..., keys) with at least one key, got shape {weights.shape}")
     return weights.astype(np.float64)
 
 
-# -------------------------------------------------------------------- numbers of a model
+# -------------------------------------------------------------------- statistics of a model
 def weight_kurtosis(model: Layer) -> dict[str, float]:
-    """The excess kurtosis of every parameter with at least two axes, by name."""
+    """Return the excess kurtosis of each parameter with at least two axes, by name."""
     return {name: excess_kurtosis(p.array) for name, p in model.named_parameters() if p.ndim >= 2}
 
 
 class Perplexity(NamedTuple):
-    """How well a model predicts a text.
+    """The loss of a model on a text in three units.
 
     Attributes:
-        loss: mean, in nats a token.
-        perplexity: exp(loss): as many tokens, all equally likely, would be as hard to choose from.
-        bits_per_byte: comparable across vocabularies.
+        loss: the mean in nats per token.
+        perplexity: exp(loss).
+        bits_per_byte: comparable between tokenizers.
     """
 
     loss: float
@@ -312,11 +316,11 @@ class Perplexity(NamedTuple):
 def perplexity(
     model: GPT, tokens: Any, n_bytes: int, batch_size: int = 8, n_batches: int = 0, stride: int = 0
 ) -> Perplexity:
-    """How well a model predicts a run of tokens.
+    """Compute the loss, perplexity and bits per byte of a model on a sequence of tokens.
 
     Args:
-        tokens: at least two ids; the first is only read.
-        n_bytes: of the text that all tokens but the first stand for.
+        tokens: at least two ids; the first one is not predicted.
+        n_bytes: the number of bytes of the text of all tokens except the first.
         batch_size, n_batches, stride: as of `evaluation.evaluate`.
 
     Raises:

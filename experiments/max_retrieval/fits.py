@@ -19,7 +19,7 @@ from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.softmaxes import AdaptiveSoftmax
 from tricycle.tensor import Tensor, no_grad
-from tricycle_lab.taps import tap
+from tricycle_lab.hooks import add_hook
 from tricycle_lab.temperature import fit_adaptive_temperature
 
 TRIED = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)  # inverse temperatures of the polynomial's fit
@@ -142,11 +142,11 @@ def _cases_of(model: GPT, prompt: Prompt) -> list[Case]:
 
     with no_grad():
         model.hidden_states(prompt.ids[None, : at - 1], caches)
-        undo = [tap(block.attention.attention, "listeners", measure_text) for block in model.blocks]
-        undo += [tap(block, "listeners", lambda block, out, x, *rest: streams.append(x)) for block in model.blocks]
+        undo = [add_hook(block.attention.attention, "observers", measure_text) for block in model.blocks]
+        undo += [add_hook(block, "observers", lambda block, out, x, *rest: streams.append(x)) for block in model.blocks]
         model.hidden_states(prompt.ids[None, at - 1 : at], caches)
-        for leave in undo:
-            leave()
+        for remove_hook in undo:
+            remove_hook()
     _forget_last(caches)
 
     def cost_of(layer: int) -> Callable[[np.ndarray], float]:
@@ -165,11 +165,11 @@ def _loss_with(
         return Tensor((weights[:, None] @ by_head).swapaxes(0, 1)[None], requires_grad=False)
 
     with no_grad():
-        leave = tap(model.blocks[layer].attention.attention, "changes", mixed)
+        remove_hook = add_hook(model.blocks[layer].attention.attention, "changes", mixed)
         x = stream
         for block, cache in zip(model.blocks[layer:], caches[layer:]):
             x = block(x, cache, None)
-        leave()
+        remove_hook()
         logits = model.logits(x)
     _forget_last(caches[layer:])
     return float(-kernels.log_softmax(logits.array[0, -1])[answer])

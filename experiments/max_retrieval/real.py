@@ -32,8 +32,8 @@ from tricycle.models import GPT
 from tricycle.softmaxes import AdaptiveSoftmax
 from tricycle.tensor import Tensor, no_grad
 from tricycle.weights import set_memory_order
+from tricycle_lab.hooks import add_hook
 from tricycle_lab.probe import entropy
-from tricycle_lab.taps import tap
 
 FITTING, EVALUATION, CHOICE = 11, 12, 13  # streams that share no number
 FIT_SIZES = {"largest": (2, 4, 8, 16), "name": (4, 8, 16, 32, 64), "table": (4, 8, 16, 32, 64)}
@@ -318,7 +318,7 @@ class Listening:
         self.first: list[np.ndarray] = []
 
     def __enter__(self) -> Listening:
-        self.undo = [tap(block.attention.attention, "listeners", self._hear) for block in self.model.blocks]
+        self.undo = [add_hook(block.attention.attention, "observers", self._hear) for block in self.model.blocks]
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -20,7 +20,7 @@ from tricycle.functions import RowSoftmax
 from tricycle.models import GPT
 from tricycle.parameter import Parameter
 from tricycle.tensor import Tensor
-from tricycle_lab.taps import tap
+from tricycle_lab.hooks import add_hook
 
 MIDDLE = 256  # visible keys at which what grows with their number counts 0
 
@@ -91,18 +91,18 @@ def use_temperature(model: GPT, temperature: Temperature) -> Iterator[None]:
     """Return a context manager in which the model's attention uses a temperature; None for no change."""
     with ExitStack() as undo:
         if temperature is not None:
-            # a model whose parts are exchanged must not take a way around them
-            undo.callback(tap(model, "listeners", lambda *args, **kwargs: None))
+            # With a hook on the model, `GPT.loss` calls `forward` and with it the hooks of the layers.
+            undo.callback(add_hook(model, "observers", lambda *args, **kwargs: None))
             for layer, block in enumerate(model.blocks):
-                undo.callback(tap(block.attention.attention, "exchanges", _exchange(layer, temperature)))
+                undo.callback(add_hook(block.attention.attention, "substitutions", _substitution(layer, temperature)))
         yield
 
 
-def _exchange(layer: int, temperature: Betas | LogN | RowSoftmax) -> Callable[[Any, tuple], tuple[Any, tuple]]:
-    def exchange(op: Attention, args: tuple[Any, ...]) -> tuple[Attention, tuple[Any, ...]]:
+def _substitution(layer: int, temperature: Betas | LogN | RowSoftmax) -> Callable[[Any, tuple], tuple[Any, tuple]]:
+    def substitute(op: Attention, args: tuple[Any, ...]) -> tuple[Attention, tuple[Any, ...]]:
         if isinstance(temperature, RowSoftmax):
             return Attention(temperature, op.causal, op.window, op.scale, op.softcap), args
         query, key, *rest = args
         return op, (query * temperature.of(layer, query.shape[1], key.shape[1]), key, *rest)
 
-    return exchange
+    return substitute

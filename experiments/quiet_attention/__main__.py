@@ -26,7 +26,7 @@ from tricycle.evaluation import HeldOut, evaluate
 from tricycle.training_state import TrainingState, new_state, resume_state, train_step
 from tricycle_cli.flags import parse, run_main
 from tricycle_datasets.shakespeare import Shakespeare
-from tricycle_lab.probe import Probe, excess_kurtosis, nothing, weight_kurtosis
+from tricycle_lab.probe import Probe, excess_kurtosis, unassigned_weight, weight_kurtosis
 
 VARIANTS = ("softmax", "softmax1")
 BYTES = 257  # the vocabulary: single bytes and the end of a text
@@ -139,7 +139,7 @@ def measure(state: TrainingState, held_out: HeldOut) -> dict[str, Any]:
         "weight_kurtosis": weight_kurtosis(model),
         "activation_kurtosis": {name: excess_kurtosis(x) for name, x in probe.activations.items()},
         "largest_activation": {name: float(abs(x).max()) for name, x in probe.activations.items()},
-        "nothing": {name: float(nothing(weights).mean()) for name, weights in probe.weights.items()},
+        "nothing": {name: float(unassigned_weight(weights).mean()) for name, weights in probe.weights.items()},
     }
 
 

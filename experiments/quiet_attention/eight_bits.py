@@ -13,7 +13,7 @@ import numpy as np
 from tricycle.layers import Dense
 from tricycle.models import GPT
 from tricycle.tensor import Tensor
-from tricycle_lab.taps import tap
+from tricycle_lab.hooks import add_hook
 
 LEVELS = 127
 MATRICES = "attention.qkv", "attention.projection", "mlp.up", "mlp.projection"
@@ -75,14 +75,16 @@ def simulate_int8(model: GPT, way: Way) -> Iterator[None]:
                     if way.weights:
                         layer.weights.array = rounded(layer.weights.array, way.weights, axis=0)
                     if way.activations:
-                        undo.callback(tap(layer, "exchanges", _rounds_input(way)))
+                        undo.callback(add_hook(layer, "substitutions", _rounds_input(way)))
             if way.stream:
-                undo.callback(tap(block, "changes", lambda out, *args: Tensor(rounded(out.array, "tensor"), False)))
+                undo.callback(
+                    add_hook(block, "changes", lambda out, *args: Tensor(rounded(out.array, "tensor"), False))
+                )
         yield
 
 
 def _rounds_input(way: Way) -> Any:
-    def exchange(layer: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    def substitute(layer: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         x, *rest = args
         if way.first:
             new = rounded(x.array, way.activations)
@@ -90,4 +92,4 @@ def _rounds_input(way: Way) -> Any:
             new = np.concatenate([x.array[:, :1], rounded(x.array[:, 1:], way.activations)], axis=1)
         return layer, (Tensor(new, False), *rest)
 
-    return exchange
+    return substitute

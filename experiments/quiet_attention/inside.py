@@ -9,7 +9,7 @@ import numpy as np
 
 from tricycle.models import GPT
 from tricycle.tensor import no_grad
-from tricycle_lab.probe import Probe, excess_kurtosis, nothing
+from tricycle_lab.probe import Probe, excess_kurtosis, unassigned_weight
 
 FIRST_QUERY = 16  # queries before it see so few keys that each gets much
 MASSIVE = 0.1  # a token is massive where it reaches this share of the largest value of the stream
@@ -59,7 +59,7 @@ def look_inside(model: GPT, ids: np.ndarray) -> Inside:
         late = weights[:, :, FIRST_QUERY:]
         found["first"].append(late[..., 0].mean(axis=-1))
         found["massive"].append(late[..., is_massive].sum(axis=-1).mean(axis=-1))
-        found["nothing"].append(nothing(late).mean(axis=-1))
+        found["nothing"].append(unassigned_weight(late).mean(axis=-1))
         is_later = ~is_massive
         is_later[0] = False
         found["largest_first"].append(abs(streams[:, 0]).max(axis=-1))

@@ -26,7 +26,7 @@ from experiments.shared.results import Record
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle_cli import clock
-from tricycle_lab.taps import tap
+from tricycle_lab.hooks import add_hook
 
 LEARNT_CHARACTERS = 2**20  # of each text, to draw from
 SHOWN_TOKENS = 40
@@ -159,7 +159,7 @@ def largest_inputs(model: GPT, row: np.ndarray, name: str) -> tuple[float, float
 
     with ExitStack() as undo, model.evaluating():
         for block in model.blocks:
-            undo.callback(tap(dict(block.named_layers())[name], "listeners", listen))
+            undo.callback(add_hook(dict(block.named_layers())[name], "observers", listen))
         model.hidden_states(model.place(row[None]))
     return max(found, key=lambda one: one[1])
 

@@ -63,7 +63,7 @@ class Changes:
             probe.ablate(name, heads=[head for other, head in self.heads if other == name])
         if self.weighs:
             temperature = None if math.isclose(self.temperature, 1.0) else self.temperature
-            probe.weigh(softmax=self.softmax, temperature=temperature)
+            probe.change_softmax(softmax=self.softmax, temperature=temperature)
 
     @property
     def weighs(self) -> bool:

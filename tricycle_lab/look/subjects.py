@@ -24,10 +24,10 @@ from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.sequences.translators import load_translator
 from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Tensor, no_grad
+from tricycle_lab.hooks import Substitution, add_hook, attention_of
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.look.reading import Predictions, Reading, Site, summed_up
 from tricycle_lab.probe import Probe
-from tricycle_lab.taps import Exchange, attention_of, tap
 
 MOST_TOKENS = 1024  # of which a page can show the maps
 
@@ -189,10 +189,10 @@ class Watch:
             attention = attention_of(self._named[name]) if name in self._named else None
             if attention is not None:
                 self._on.callback(
-                    tap(attention, "listeners", lambda op, out, *args, site=site: let_look(site, op, args))
+                    add_hook(attention, "observers", lambda op, out, *args, site=site: let_look(site, op, args))
                 )
         for name in self._layers:
-            self._on.callback(tap(self._named[name], "listeners", partial(self._keep, name)))
+            self._on.callback(add_hook(self._named[name], "observers", partial(self._keep, name)))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -370,8 +370,8 @@ class Translator(Subject):
             stack.enter_context(model.evaluating())
             watch = stack.enter_context(Watch(model, self.sites, self.layer_names))
             if isinstance(model, Seq2SeqAttention):
-                stack.callback(tap(model.attention.softmax, "listeners", keep_row))
-                stack.callback(tap(model.attention.softmax, "exchanges", weighing_rows(changes)))
+                stack.callback(add_hook(model.attention.softmax, "observers", keep_row))
+                stack.callback(add_hook(model.attention.softmax, "substitutions", weighing_rows(changes)))
             else:
                 changes.make(stack.enter_context(Probe(model, "")))
             logits = model.decode(target, model.start_decoding(source, [len(self.source)])).array[0]
@@ -402,7 +402,7 @@ def saved_translator(path: Path) -> Translator:
     return Translator(model, vocabulary.encode, say, *ends, path.stem, min(MOST_TOKENS, config.context_window))
 
 
-def weighing_rows(changes: Changes) -> Exchange:
+def weighing_rows(changes: Changes) -> Substitution:
     """What lets a recurrent model's attention weigh keys as changes ask.
 
     Raises:
@@ -414,10 +414,10 @@ def weighing_rows(changes: Changes) -> Exchange:
         raise ValueError("changes: expected a softmax without scales of its own, got blocks")
     other = None if changes.softmax is None else new_softmax(changes.softmax)
 
-    def exchange(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    def substitute(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         return (op if other is None else other), (args[0] * (1 / changes.temperature), *args[1:])
 
-    return exchange
+    return substitute
 
 
 def logits_of(model: Transformer, x: Tensor) -> Tensor:
