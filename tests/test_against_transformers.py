@@ -16,7 +16,7 @@ from tricycle.configs import ModelConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
-from tricycle.pretrained.families import build
+from tricycle.pretrained.families import build_model
 from tricycle.pretrained.same import differing
 from tricycle.pretrained.source import Source, StoredTensor
 from tricycle.tensor import no_grad
@@ -50,7 +50,7 @@ def read(theirs: Any, part: str = "data") -> GPT:
     for name, parameter in theirs.named_parameters():
         array = getattr(parameter, part).numpy()
         tensors[name] = StoredTensor(array.shape, "F32", lambda array=array: array)
-    return build(Source(Path("memory"), theirs.config.to_dict(), tensors))
+    return build_model(Source(Path("memory"), theirs.config.to_dict(), tensors))
 
 
 def a_pair(family: Family, lively: bool = True) -> tuple[GPT, Any]:

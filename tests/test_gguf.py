@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tricycle.pretrained.families import build
+from tricycle.pretrained.families import build_model
 from tricycle.pretrained.gguf import read_gguf
 from tricycle.pretrained.gguf_fields import Keys, llama3_scaling
 from tricycle.pretrained.gguf_file import GGUFFile
@@ -91,7 +91,7 @@ def test_logits_are_those_of_transformers(files, name):
     with torch.no_grad():
         expected = model(torch.from_numpy(tokens)).logits.numpy()
     with no_grad():
-        logits = build(read_gguf(path))(tokens).numpy()
+        logits = build_model(read_gguf(path))(tokens).numpy()
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
@@ -183,7 +183,7 @@ def test_biases_of_queries_keys_and_values_alone(files, tmp_path):
     assert source.fields["model_type"] == "qwen2"
     for key, tensor in source.tensors.items():
         np.testing.assert_array_equal(tensor.read(), model.state_dict()[key].numpy(), err_msg=key)
-    build(source)
+    build_model(source)
 
 
 def test_special_tokens_and_sampling(files, tmp_path):
@@ -305,4 +305,4 @@ def test_wrong_tensors(files, tmp_path):
     fewer = {key: value for key, value in tensors.items() if key != "blk.1.attn_norm.weight"}
     path = gguf_models.write(tmp_path / "a.gguf", "llama", keys, fewer)
     with pytest.raises(ValueError, match=r"missing model.layers.1.input_layernorm.weight$"):
-        build(read_gguf(path))
+        build_model(read_gguf(path))

@@ -15,7 +15,7 @@ from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.pretrained import load
 from tricycle.pretrained.families import FAMILIES
-from tricycle.pretrained.families.family import empty_gpt
+from tricycle.pretrained.families.family import uninitialized_gpt
 from tricycle.pretrained.fields import Fields
 from tricycle.pretrained.same import differing
 from tricycle.tensor import no_grad
@@ -223,7 +223,7 @@ def test_the_spelling_of_transformers_4(spelling: tuple[str, dict[str, Any]], tm
 
 def test_absent_fields_have_the_defaults_of_their_class(tmp_path: Path) -> None:
     """What a class's own default config says is what an empty config.json means."""
-    kinds = [kind for kind, family in FAMILIES.items() if family.new_model is empty_gpt]
+    kinds = [kind for kind, family in FAMILIES.items() if family.new_model is uninitialized_gpt]
     assert len(kinds) > 10
     for kind in kinds:
         written = transformers.AutoConfig.for_model(kind).to_dict()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tricycle.pretrained import hub
-from tricycle.pretrained.families import KINDS_OF_WEIGHTS, build
+from tricycle.pretrained.families import WEIGHT_FORMATS, build_model
 from tricycle.pretrained.folder import CONFIG, INDEX, WEIGHTS, read_folder
 from tricycle.pretrained.gguf import GGUFSource, read_gguf
 from tricycle.pretrained.packaged import smollm2_path
@@ -66,8 +66,8 @@ def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pret
         FileNotFoundError: nothing there, or a part is missing.
         ValueError: one line about what is wrong with the files.
     """
-    if weights not in KINDS_OF_WEIGHTS:
-        raise ValueError(f"load: expected weights to be one of {', '.join(KINDS_OF_WEIGHTS)}, got {weights!r}")
+    if weights not in WEIGHT_FORMATS:
+        raise ValueError(f"load: expected weights to be one of {', '.join(WEIGHT_FORMATS)}, got {weights!r}")
     path = _place_of(os.fspath(path_or_name))
     if _is_gguf(path):
         loaded = _load_source(read_gguf(path), weights)
@@ -107,7 +107,7 @@ def _load_source(source: Source, weights: str) -> Pretrained:
     with error_prefix(f"{source.path}: "):
         tokeniser = _tokeniser_of(source)
         settings = GenerationSettings.from_fields(source.generation, source.fields)
-    model = build(source, weights)
+    model = build_model(source, weights)
     known = model.config.vocab_size  # type: ignore[attr-defined]
     if tokeniser is not None and tokeniser.n_vocab > known:
         n = tokeniser.n_vocab

@@ -25,8 +25,8 @@ from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig, LoRATarget
 from tricycle.layers import Dense
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.export import family_of_config, write_json
-from tricycle.pretrained.families import family_of
-from tricycle.pretrained.families.family import Family, Layout, some_names
+from tricycle.pretrained.families import find_family
+from tricycle.pretrained.families.family import Family, TensorMapping, abbreviate_names
 from tricycle.pretrained.source import StoredTensor, error_prefix
 from tricycle.pretrained.tensor_files import read_tensors, write_tensors
 from tricycle.system.files import atomic_write, read_json_object
@@ -70,19 +70,19 @@ class Places:
         self.model = loaded.model
         self.family: Family | None = None
         if loaded.source is not None:
-            self.family = family_of(loaded.source)
+            self.family = find_family(loaded.source)
         else:
             with suppress(ValueError):  # no family computes the same
                 self.family = family_of_config(loaded.model.config)[0]
-        self.layout = None if self.family is None else Layout(self.family, loaded.model)
+        self.layout = None if self.family is None else TensorMapping(self.family, loaded.model)
         self.all: list[Place] = []
         for name, layer in self.model.named_layers():
             if isinstance(layer, Dense):
                 try:
-                    pieces = [] if self.layout is None else self.layout.pieces(f"{name}.weights")
+                    hf_tensors = [] if self.layout is None else self.layout.hf_tensors(f"{name}.weights")
                 except KeyError:  # the family has no name for it
-                    pieces = []
-                places = [(p.name.removesuffix(".weight"), p.columns.start, p.columns.stop) for p in pieces]
+                    hf_tensors = []
+                places = [(p.name.removesuffix(".weight"), p.columns.start, p.columns.stop) for p in hf_tensors]
                 for theirs, start, stop in places or [(name, 0, layer.to_size)]:
                     self.all.append(Place(theirs, name, start, stop))
         self.by_name = {place.name: place for place in self.all}
@@ -121,9 +121,9 @@ class Places:
 
     def _views(self, place: Place, theirs: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Views of the same shape and the same meaning."""
-        if self.layout is None or not self.layout.is_woven(place.layer + ".weights"):
+        if self.layout is None or not self.layout.is_interleaved(place.layer + ".weights"):
             return theirs, up.T
-        ours, parts = self.layout.by_head(up, theirs)
+        ours, parts = self.layout.views_by_head(up, theirs)
         return parts, ours
 
 
@@ -221,7 +221,7 @@ def _fields(adapter: Adapter, places: Places) -> dict[str, Any]:
         "use_rslora": config.rank_stabilised,
         "use_dora": config.dora,
         "bias": "none",
-        "fan_in_fan_out": places.family is not None and places.family.in_out,
+        "fan_in_fan_out": places.family is not None and places.family.fan_in_fan_out,
         "init_lora_weights": True,
         "modules_to_save": None,
         "inference_mode": True,
@@ -320,7 +320,7 @@ def _parts(
     """Return where each pair belongs; raise ValueError for layers that the model has not got, or of other sizes."""
     strange = [name for name in pairs if name not in places.by_name]
     if strange:
-        some = some_names(strange)
+        some = abbreviate_names(strange)
         raise ValueError(f"expected an adapter of this model, got one for layers that it has not got: {some}")
     layers = dict(places.model.named_layers())
     parts = []

@@ -20,9 +20,9 @@ from tricycle.configs.encoder import EncoderConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.finetuning.lora import AdaptedDense
 from tricycle.models import GPT, BlockStack
-from tricycle.pretrained.families import ALL
-from tricycle.pretrained.families.bert import empty_encoder
-from tricycle.pretrained.families.family import Family, Layout, empty_gpt, their_arrays
+from tricycle.pretrained.families import ALL_FAMILIES
+from tricycle.pretrained.families.bert import uninitialized_encoder
+from tricycle.pretrained.families.family import Family, TensorMapping, to_hf_tensors, uninitialized_gpt
 from tricycle.pretrained.fields import Fields
 from tricycle.pretrained.folder import CONFIG, GENERATION, WEIGHTS
 from tricycle.pretrained.same import differing, effective
@@ -55,7 +55,7 @@ def family_of_config(config: ModelConfig, avoided: str = "") -> tuple[Family, di
         ValueError: there is none; names the fields that are in the way.
     """
     with error_prefix("no family of transformers computes what this model does; "):
-        return best_of(config, [family for family in ALL if family.model_types[0] != avoided])
+        return best_of(config, [family for family in ALL_FAMILIES if family.model_types[0] != avoided])
 
 
 def best_of(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, dict[str, Any], ModelConfig]:
@@ -68,7 +68,7 @@ def best_of(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, di
     nearest: tuple[int, str] = (10**6, "")
     if config.activation == "swiglu":  # the same in their words
         config = replace(config, activation="swish", gated=True, hidden_size=config.mlp_width)
-    new_model = empty_encoder if isinstance(config, EncoderConfig) else empty_gpt
+    new_model = uninitialized_encoder if isinstance(config, EncoderConfig) else uninitialized_gpt
     for family in families:
         kind = family.model_types[0]
         if family.new_model is not new_model:
@@ -188,16 +188,17 @@ def weights_of(
     Raises:
         ValueError: a weight is not finite; when its turn comes.
     """
-    twin = Layout(family, family.new_model(config))  # its weights are neutral: what ours has not got comes from there
+    # Parameters that the model lacks come from here: biases of 0 and gains of 1.
+    mapping = TensorMapping(family, family.new_model(config))
     own = dict(model.named_parameters())
-    shapes = {piece.name: piece.shape for name in twin.parameters for piece in twin.pieces(name)}
+    shapes = {hf_tensor.name: hf_tensor.shape for name in mapping.parameters for hf_tensor in mapping.hf_tensors(name)}
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
-        for name, parameter in twin.parameters.items():
+        for name, parameter in mapping.parameters.items():
             array = own.get(name, parameter).numpy()
             if not np.isfinite(array).all():
                 raise ValueError(f"export: expected finite weights, {name} has NaN or infinity")
-            yield from their_arrays(twin, name, array)
+            yield from to_hf_tensors(mapping, name, array)
 
     return shapes, arrays()
 

@@ -1,4 +1,7 @@
-"""Families of models, by what config.json calls them, and the way from files to a model."""
+"""Model families by the model_type of config.json, and the construction of models from files.
+
+`tricycle.pretrained.load` calls `build_model`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from tricycle.configs.size import min_n_weights
 from tricycle.kernels.quantized import DTYPE_NAMES
 from tricycle.layers import Layer
 from tricycle.pretrained.families.bert import BERT, ROBERTA
-from tricycle.pretrained.families.family import Family, fill
+from tricycle.pretrained.families.family import Family, load_weights
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
@@ -20,97 +23,102 @@ from tricycle.pretrained.fields import Fields, wrong
 from tricycle.pretrained.source import Source, StoredTensor, error_prefix
 from tricycle.system.memory import check_memory, free_memory, gigabytes
 
-ALL: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
-FAMILIES: dict[str, Family] = {model_type: family for family in ALL for model_type in family.model_types}
-Q8_0_BYTES = 34 / 32  # a number, with its share of its block's scale
-KINDS_OF_WEIGHTS = ("float32", "stored", *DTYPE_NAMES)
+ALL_FAMILIES: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
+FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
+Q8_0_BYTES_PER_ELEMENT = 34 / 32  # 32 int8 elements and a float16 scale
+WEIGHT_FORMATS = ("float32", "stored", *DTYPE_NAMES)
 
 
-def build(source: Source, weights: str = "float32") -> Layer:
-    """The model that lies in files.
+def build_model(source: Source, weights: str = "float32") -> Layer:
+    """Build a model from files and load its weights; dropout is off.
 
     Args:
         weights: as of `pretrained.load`.
 
     Raises:
-        ValueError: a family or a field that is not known, weights that are not those of the config; in one line.
-        MemoryError: they do not fit; says how much they need, and kept in which other way they would fit. Nothing of
-            them has been read then.
+        ValueError: the family or a field is not supported, or the tensors differ from those of the config.
+        MemoryError: the model does not fit into memory; names the required memory and the formats that would fit.
+            This is checked before any tensor is read.
     """
     with error_prefix(f"{source.path}: "):
-        family = family_of(source)
-        config = config_of(family, source)
+        family = find_family(source)
+        config = read_config(family, source)
         _check_memory(config, source, weights)
         model = family.new_model(config)
-        fill(model, family, source, weights)
+        load_weights(model, family, source, weights)
     return model.eval()
 
 
-def family_of(source: Source) -> Family:
-    """Return the family of its model_type; raise ValueError where there is none."""
+def find_family(source: Source) -> Family:
+    """Return the family of a source's model_type; raise ValueError if it is not supported."""
     model_type = source.fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise wrong("model_type", f"one of {', '.join(FAMILIES)}", model_type)
     return FAMILIES[model_type]
 
 
-def config_of(family: Family, source: Source) -> Any:
-    """Their fields as ours, once it is clear that the weights are there for them.
+def read_config(family: Family, source: Source) -> Any:
+    """Convert the fields of config.json to a Tricycle config, and check its size against that of the tensors.
 
     Raises:
-        ValueError: a field that is wrong or not known here, or that asks for more weights than there are.
+        ValueError: a field is invalid or not supported, or the config needs more weights than the files contain.
     """
     fields = Fields(source.fields)
     if fields.get("quantization_config") is not None:
         raise ValueError("expected weights of 16 or 32 bits, got quantization_config")
     for place in ("num_hidden_layers", "n_layer"):
         n_layers = Fields(fields.section("text_config")).get(place, fields.get(place, 1))
-        if isinstance(n_layers, int) and n_layers > len(source.tensors):  # seen before anything is made for each layer
-            raise wrong(place, f"at most {len(source.tensors)}, as many as there are tensors", n_layers)
+        if isinstance(n_layers, int) and n_layers > len(source.tensors):
+            # checked here, before anything is allocated for each layer
+            raise wrong(place, f"at most {len(source.tensors)}, the number of tensors", n_layers)
     config = family.to_config(fields)
-    least = min_n_weights(config)
-    n_numbers = sum(math.prod(tensor.shape) for tensor in source.tensors.values())
-    if least > 2 * n_numbers + 2**24:  # a crafted config may ask for more memory than there is; others are told more
-        raise ValueError(f"the config asks for at least {least:,} numbers, the tensors have {n_numbers:,}")
+    minimum = min_n_weights(config)
+    n_elements = sum(math.prod(tensor.shape) for tensor in source.tensors.values())
+    if minimum > 2 * n_elements + 2**24:
+        # A malicious config could exhaust the memory. Smaller differences are reported in detail by `load_weights`.
+        raise ValueError(f"the config asks for at least {minimum:,} parameters, the tensors have {n_elements:,}")
     return config
 
 
 # -------------------------------------------------------------------- memory
 def _check_memory(config: Any, source: Source, weights: str) -> None:
-    """Raise MemoryError, as of `build`, where a model does not fit."""
-    free, needed = free_memory(), memory_for(config, source, weights)
+    """Raise MemoryError, as described at `build_model`, if a model does not fit into the free memory."""
+    free, needed = free_memory(), required_memory(config, source, weights)
     if free is None or needed <= free:
         return
-    smaller = {kind: memory_for(config, source, kind) for kind in ("bfloat16", "int8", "stored")}
+    smaller = {kind: required_memory(config, source, kind) for kind in ("bfloat16", "int8", "stored")}
     fitting = [f"--weights {kind} ({gigabytes(size)})" for kind, size in smaller.items() if size <= free]
-    least = min(smaller, key=lambda kind: smaller[kind])
-    otherwise = f"the least, --weights {least}, needs {gigabytes(smaller[least])}"
+    minimum = min(smaller, key=lambda kind: smaller[kind])
+    otherwise = f"the smallest, --weights {minimum}, needs {gigabytes(smaller[minimum])}"
     advice = f"{' or '.join(fitting)} would fit" if fitting else otherwise
     check_memory(needed, f"{source.path}: the model in --weights {weights}", advice)
 
 
-def memory_for(config: Any, source: Source, weights: str) -> int:
-    """How many bytes it takes at least to load a model, its weights being kept as `pretrained.load` says."""
+def required_memory(config: Any, source: Source, weights: str) -> int:
+    """Return the minimum number of bytes that loading a model takes; `weights` as of `pretrained.load`."""
     tensors = [
         tensor
         for name, tensor in source.tensors.items()
         if len(tensor.shape) > 0 and not (name.endswith("lm_head.weight") and getattr(config, "tied", False))
     ]
-    kept, most = 0, 0
+    total, peak = 0, 0
     for tensor in tensors:
-        n_numbers, each = math.prod(tensor.shape), _bytes_a_number(tensor, weights)
-        # blocks become float32 numbers when they are read, and int8 is made of such
-        more = 0 if each == Q8_0_BYTES else 4 * (tensor.kind not in ("F32", "F16", "BF16")) + 4 * (each == 1)
-        kept += int(n_numbers * each)
-        most = max(most, int(n_numbers * (each + more)))
-    return max(kept, most)  # the largest is made first, when there is nothing else
+        n_elements, element_bytes = math.prod(tensor.shape), _bytes_per_element(tensor, weights)
+        temporary_bytes = 0
+        if element_bytes != Q8_0_BYTES_PER_ELEMENT:
+            # Blocks are converted to float32 when they are read, and int8 is computed from float32.
+            temporary_bytes = 4 * (tensor.kind not in ("F32", "F16", "BF16")) + 4 * (element_bytes == 1)
+        total += int(n_elements * element_bytes)
+        peak = max(peak, int(n_elements * (element_bytes + temporary_bytes)))
+    return max(total, peak)  # the largest is loaded first, into empty memory
 
 
-def _bytes_a_number(tensor: StoredTensor, weights: str) -> float:
+def _bytes_per_element(tensor: StoredTensor, weights: str) -> float:
+    """Return the bytes of an element in memory; `weights` as of `pretrained.load`."""
     if len(tensor.shape) < 2 or weights == "float32":
         return 4
     if weights == "stored":
-        return {"F16": 2, "BF16": 2, "Q8_0": Q8_0_BYTES}.get(tensor.kind, 4)
+        return {"F16": 2, "BF16": 2, "Q8_0": Q8_0_BYTES_PER_ELEMENT}.get(tensor.kind, 4)
     if weights == "int8":
-        return Q8_0_BYTES if tensor.blocks else 1
+        return Q8_0_BYTES_PER_ELEMENT if tensor.blocks else 1
     return 2

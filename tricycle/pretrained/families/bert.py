@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019): encoders, read without the heads that stand on them."""
+"""BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019): encoders, loaded without their heads."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from tricycle.configs.encoder import EncoderConfig
 from tricycle.layers import Layer
-from tricycle.pretrained.families.family import Family, Names
+from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields, size_fields
 from tricycle.sequences.text_encoder import TextEncoder
 
-NAMES: Names = {
+NAMES: TensorNames = {
     "token_embedding": ["embeddings.word_embeddings"],
     "position_embedding": ["embeddings.position_embeddings"],
     "type_embedding": ["embeddings.token_type_embeddings"],
@@ -23,11 +23,12 @@ NAMES: Names = {
     "blocks.N.mlp.projection": ["encoder.layer.N.output.dense"],
     "blocks.N.mlp_norm": ["encoder.layer.N.output.LayerNorm"],
 }
-HEADS = r"(pooler|cls|lm_head|classifier|qa_outputs)\."
-OLD_NAMES = {r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"}
+IGNORED_HEADS = r"(pooler|cls|lm_head|classifier|qa_outputs)\."
+LEGACY_NAMES = {r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"}
 
 
 def to_config(fields: Fields) -> EncoderConfig:
+    """Convert the fields of a BERT config.json to an `EncoderConfig`."""
     fields.must_be("position_embedding_type", "absolute")
     fields.must_be("is_decoder", False)
     fields.must_be("add_cross_attention", False)
@@ -40,6 +41,7 @@ def to_config(fields: Fields) -> EncoderConfig:
 
 
 def to_fields(config: EncoderConfig) -> dict[str, Any]:
+    """Convert an `EncoderConfig` to the fields of a BERT config.json."""
     return {
         **size_fields(config),
         "layer_norm_eps": config.norm_eps,
@@ -50,10 +52,10 @@ def to_fields(config: EncoderConfig) -> dict[str, Any]:
     }
 
 
-def to_config_with_offset(fields: Fields) -> EncoderConfig:
-    """RoBERTa counts positions from the one after that of padding, whose number is its token's.
+def to_roberta_config(fields: Fields) -> EncoderConfig:
+    """Convert the fields of a RoBERTa config.json to an `EncoderConfig`.
 
-    Where padding stands before a text, others leave it out of the count and this library does not.
+    RoBERTa's positions start at pad_token_id + 1. Unlike transformers, Tricycle also counts padding before a text.
     """
     config = to_config(fields)
     padding = fields.get("pad_token_id", 1)
@@ -61,23 +63,28 @@ def to_config_with_offset(fields: Fields) -> EncoderConfig:
     return replace(config, position_offset=offset, context_window=config.context_window - offset)
 
 
-def to_fields_with_offset(config: EncoderConfig) -> dict[str, Any]:
+def to_roberta_fields(config: EncoderConfig) -> dict[str, Any]:
+    """Convert an `EncoderConfig` to the fields of a RoBERTa config.json."""
     rows = config.context_window + config.position_offset
     return {**to_fields(config), "max_position_embeddings": rows, "pad_token_id": config.position_offset - 1}
 
 
-def empty_encoder(config: EncoderConfig) -> Layer:
-    """An encoder whose weights are not drawn."""
+def uninitialized_encoder(config: EncoderConfig) -> Layer:
+    """Return an encoder without random initialization of its weights."""
     return TextEncoder(config, draw_weights=False)
 
 
-PARTS: dict[str, Any] = {"renamed": OLD_NAMES, "unread": HEADS, "new_model": empty_encoder}
-BERT = Family(("bert",), "BertModel", to_config, to_fields, NAMES, ("", "bert."), **PARTS)
+ENCODER_OPTIONS: dict[str, Any] = {
+    "legacy_names": LEGACY_NAMES,
+    "ignored": IGNORED_HEADS,
+    "new_model": uninitialized_encoder,
+}
+BERT = Family(("bert",), "BertModel", to_config, to_fields, NAMES, ("", "bert."), **ENCODER_OPTIONS)
 ROBERTA = replace(
     BERT,
     model_types=("roberta", "xlm-roberta", "camembert"),
     architecture="RobertaModel",
-    to_config=to_config_with_offset,
-    to_fields=to_fields_with_offset,
+    to_config=to_roberta_config,
+    to_fields=to_roberta_fields,
     prefixes=("", "roberta."),
 )

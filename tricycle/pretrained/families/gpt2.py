@@ -1,14 +1,14 @@
-"""GPT-2 (Radford et al. 2019): our defaults."""
+"""GPT-2 (Radford et al. 2019), whose architecture is the default of `ModelConfig`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tricycle.configs.model import ModelConfig
-from tricycle.pretrained.families.family import Family, Names
+from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.fields import Fields, activation_word, size_fields
 
-NAMES: Names = {
+NAMES: TensorNames = {
     "token_embedding": ["transformer.wte"],
     "position_embedding": ["transformer.wpe"],
     "blocks.N.attention_norm": ["transformer.h.N.ln_1"],
@@ -30,6 +30,7 @@ SIZE_NAMES = {
 
 
 def to_config(fields: Fields) -> ModelConfig:
+    """Convert the fields of a GPT-2 config.json to a `ModelConfig`."""
     fields.must_be("scale_attn_by_inverse_layer_idx", False)
     fields.must_be("add_cross_attention", False)
     inner = fields.whole_or_none("n_inner") or 4 * fields.whole("n_embd", 768)
@@ -43,9 +44,10 @@ def to_config(fields: Fields) -> ModelConfig:
 
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:
+    """Convert a `ModelConfig` to the fields of a GPT-2 config.json."""
     return {
         **size_fields(config, **SIZE_NAMES),
-        "n_ctx": config.context_window,  # of old versions
+        "n_ctx": config.context_window,  # read by old versions of transformers
         "layer_norm_epsilon": config.norm_eps,
         "activation_function": "gelu_new" if config.activation == "gelu" else activation_word(config.activation),
         "scale_attn_weights": config.score_scale != 1,
@@ -56,4 +58,4 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-GPT2 = Family(("gpt2",), "GPT2LMHeadModel", to_config, to_fields, NAMES, ("transformer.", ""), in_out=True)
+GPT2 = Family(("gpt2",), "GPT2LMHeadModel", to_config, to_fields, NAMES, ("transformer.", ""), fan_in_fan_out=True)

@@ -1,5 +1,6 @@
-"""Llama and its kin: RMS norms, rotary positions, gated MLPs (Touvron et al. 2023). Mistral, Qwen and OLMo 2 differ by
-fields, and OLMo 2 by the places of its norms.
+"""Llama and similar families: RMS norms, RoPE, gated MLPs (Touvron et al. 2023).
+
+Mistral, Qwen and OLMo 2 have other fields, and OLMo 2 another norm placement.
 
 Sources: Jiang et al. 2023 (Mistral 7B); Qwen Team 2024 (Qwen2), 2025 (Qwen3); OLMo et al. 2024 (OLMo 2).
 """
@@ -9,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.configs.model import ModelConfig
-from tricycle.pretrained.families.family import Family, Names
+from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.fields import Fields, activation_word, rotary_fields, size_fields, wrong
 from tricycle.pretrained.same import has_bias
 
-LLAMA_NAMES: Names = {
+LLAMA_NAMES: TensorNames = {
     "token_embedding": ["model.embed_tokens"],
     "blocks.N.attention_norm": ["model.layers.N.input_layernorm"],
     "blocks.N.attention.qkv": [f"model.layers.N.self_attn.{part}_proj" for part in "qkv"],
@@ -27,20 +28,20 @@ LLAMA_NAMES: Names = {
     "head": ["lm_head"],
 }
 PREFIXES = ("model.", "")
-OLMO2_NAMES: Names = {  # its norms are on the outputs of a block's parts
+OLMO2_NAMES: TensorNames = {  # norms of the outputs of attention and MLP
     **LLAMA_NAMES,
     "blocks.N.attention_norm": ["model.layers.N.post_attention_layernorm"],
     "blocks.N.mlp_norm": ["model.layers.N.post_feedforward_layernorm"],
 }
 
 
-# -------------------------------------------------------------------- theirs to ours
-def common(fields: Fields, n_key_heads: int | None = None, head_size: int | None = None) -> dict[str, Any]:
-    """What all of them share.
+# -------------------------------------------------------------------- from config.json
+def common_config(fields: Fields, n_key_heads: int | None = None, head_size: int | None = None) -> dict[str, Any]:
+    """Return the config fields that all families of this module share.
 
     Args:
-        n_key_heads, head_size: defaults of the class; None for as many as heads of queries, and for their share of the
-            width.
+        n_key_heads: the default number of key heads; None for the number of query heads.
+        head_size: the default head size; None for the width divided by the number of heads.
     """
     sizes = fields.sizes(32_000, 2048, 4096, 11_008, 32, 32)
     return {
@@ -59,66 +60,71 @@ def common(fields: Fields, n_key_heads: int | None = None, head_size: int | None
 
 
 def from_llama(fields: Fields) -> ModelConfig:
+    """Convert the fields of a Llama config.json to a `ModelConfig`."""
     bias = fields.flag("attention_bias", False)
-    ours = common(fields)
-    return ModelConfig(**ours, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
+    common = common_config(fields)
+    return ModelConfig(**common, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
 
 
 def from_mistral(fields: Fields) -> ModelConfig:
+    """Convert the fields of a Mistral config.json to a `ModelConfig`."""
     with_defaults = Fields({"intermediate_size": 14_336, "max_position_embeddings": 131_072, **fields.values})
     window = fields.whole_or_none("sliding_window", 4096)
     types = fields.layer_types(fields.whole("num_hidden_layers", 32)) or []
-    if window and "full_attention" in types:  # transformers' Mistral gives every layer the window even so
+    if window and "full_attention" in types:  # transformers ignores this and uses the window everywhere
         raise wrong("layer_types", "sliding_attention for each layer", "full_attention")
-    return ModelConfig(**common(with_defaults, n_key_heads=8), window=window or 0)
+    return ModelConfig(**common_config(with_defaults, n_key_heads=8), window=window or 0)
 
 
 def from_qwen2(fields: Fields) -> ModelConfig:
-    return ModelConfig(**_qwen(fields), qkv_bias=True)
+    """Convert the fields of a Qwen2 config.json to a `ModelConfig`."""
+    return ModelConfig(**_qwen_config(fields), qkv_bias=True)
 
 
 def from_qwen3(fields: Fields) -> ModelConfig:
-    ours = _qwen(fields, head_size=128)
+    """Convert the fields of a Qwen3 config.json to a `ModelConfig`."""
+    common = _qwen_config(fields, head_size=128)
     bias = fields.flag("attention_bias", False)
-    norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": ours["norm_eps"]}
-    return ModelConfig(**ours, **norms, qkv_bias=bias, output_bias=bias)
+    norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"]}
+    return ModelConfig(**common, **norms, qkv_bias=bias, output_bias=bias)
 
 
 def from_olmo2(fields: Fields) -> ModelConfig:
-    ours = common(Fields({"vocab_size": 50_304, "rms_norm_eps": 1e-5, **fields.values}))
-    norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": ours["norm_eps"], "qk_norm_per_head": False}
+    """Convert the fields of an OLMo 2 config.json to a `ModelConfig`."""
+    common = common_config(Fields({"vocab_size": 50_304, "rms_norm_eps": 1e-5, **fields.values}))
+    norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"], "qk_norm_per_head": False}
     bias = fields.flag("attention_bias", False)
-    return ModelConfig(**ours, **norms, norm_placement="output", qkv_bias=bias, output_bias=bias)
+    return ModelConfig(**common, **norms, norm_placement="output", qkv_bias=bias, output_bias=bias)
 
 
-def _qwen(fields: Fields, head_size: int | None = None) -> dict[str, Any]:
+def _qwen_config(fields: Fields, head_size: int | None = None) -> dict[str, Any]:
     defaults = {"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768}
-    ours = common(Fields({**defaults, **fields.values}), 32, head_size)
-    n_layers = ours["n_layers"]
+    common = common_config(Fields({**defaults, **fields.values}), 32, head_size)
+    n_layers = common["n_layers"]
     window = fields.whole_or_none("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
     types = fields.layer_types(n_layers)
     if types is None:
-        first = fields.get("max_window_layers", 28)
-        if not isinstance(first, int) or first < 0:
-            raise wrong("max_window_layers", "a whole number, 0 or more", first)
-        types = ["full_attention" if layer < first else "sliding_attention" for layer in range(n_layers)]
+        first_window_layer = fields.get("max_window_layers", 28)
+        if not isinstance(first_window_layer, int) or first_window_layer < 0:
+            raise wrong("max_window_layers", "an integer of at least 0", first_window_layer)
+        types = ["full_attention" if layer < first_window_layer else "sliding_attention" for layer in range(n_layers)]
     elif window is None and "sliding_attention" in types:
         raise wrong("layer_types", "full_attention for each layer without a window", "sliding_attention")
-    return {**ours, **windows(types, window)}
+    return {**common, **sliding_window_config(types, window)}
 
 
-def windows(types: list[str], window: int | None) -> dict[str, Any]:
-    """Our fields of windows, by what each layer sees."""
-    full = tuple(layer for layer, kind in enumerate(types) if kind == "full_attention")
-    if window is None or len(full) == len(types):
+def sliding_window_config(types: list[str], window: int | None) -> dict[str, Any]:
+    """Return the config fields of sliding windows for attention types of layers."""
+    full_layers = tuple(layer for layer, kind in enumerate(types) if kind == "full_attention")
+    if window is None or len(full_layers) == len(types):
         return {}
-    return {"window": window, "full_layers": full}
+    return {"window": window, "full_layers": full_layers}
 
 
-# -------------------------------------------------------------------- ours to theirs
+# -------------------------------------------------------------------- to config.json
 def common_fields(config: ModelConfig) -> dict[str, Any]:
-    """What all of them share."""
-    theirs = {
+    """Return the fields of config.json that all families of this module share."""
+    fields = {
         **size_fields(config),
         "num_key_value_heads": config.key_heads,
         "head_dim": config.channels_per_head,
@@ -129,12 +135,12 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
     }
     if scaling := rotary_scaling_fields(config):
-        theirs["rope_scaling"] = scaling
-    return theirs
+        fields["rope_scaling"] = scaling
+    return fields
 
 
 def rotary_scaling_fields(config: ModelConfig) -> dict[str, Any]:
-    """The object rope_scaling; empty where angles are not scaled."""
+    """Return the object rope_scaling of config.json; empty without scaling."""
     if config.rotary_scaling == "none":
         return {}
     scaling = {"rope_type": config.rotary_scaling, "factor": float(config.rotary_factor)}
@@ -148,14 +154,15 @@ def rotary_scaling_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def whole_share(config: ModelConfig) -> None:
-    """Raise ValueError for heads that do not divide the width: some classes of transformers refuse them."""
+def check_heads_divide_width(config: ModelConfig) -> None:
+    """Raise ValueError if the heads do not divide the width, which some classes of transformers require."""
     if config.embedding_dim % config.n_heads:
         raise ValueError(f"n_heads={config.n_heads}: expected a divisor of embedding_dim {config.embedding_dim}")
 
 
 def to_llama(config: ModelConfig) -> dict[str, Any]:
-    whole_share(config)
+    """Convert a `ModelConfig` to the fields of a Llama config.json."""
+    check_heads_divide_width(config)
     return {
         **common_fields(config),
         "attention_bias": bool(has_bias(config, "qkv") or has_bias(config, "output")),
@@ -164,21 +171,25 @@ def to_llama(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_mistral(config: ModelConfig) -> dict[str, Any]:
+    """Convert a `ModelConfig` to the fields of a Mistral config.json."""
     return {**common_fields(config), "sliding_window": config.window or None}
 
 
 def to_qwen2(config: ModelConfig) -> dict[str, Any]:
-    first = next((i for i in range(config.n_layers) if config.window_size(i)), config.n_layers)
-    windows_as_once = {"use_sliding_window": bool(config.window), "max_window_layers": first}  # before layer_types
-    return {**common_fields(config), **window_fields(config), **windows_as_once}
+    """Convert a `ModelConfig` to the fields of a Qwen2 config.json."""
+    first_window_layer = next((i for i in range(config.n_layers) if config.window_size(i)), config.n_layers)
+    # Older versions of transformers read these instead of layer_types.
+    legacy = {"use_sliding_window": bool(config.window), "max_window_layers": first_window_layer}
+    return {**common_fields(config), **sliding_window_fields(config), **legacy}
 
 
 def to_qwen3(config: ModelConfig) -> dict[str, Any]:
+    """Convert a `ModelConfig` to the fields of a Qwen3 config.json."""
     return {**to_qwen2(config), "attention_bias": has_bias(config, "qkv") or has_bias(config, "output")}
 
 
-def window_fields(config: ModelConfig) -> dict[str, Any]:
-    """What each layer sees."""
+def sliding_window_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields sliding_window and layer_types of config.json."""
     if not config.window:
         return {"sliding_window": None, "layer_types": ["full_attention"] * config.n_layers}
     types = ["full_attention" if config.window_size(i) is None else "sliding_attention" for i in range(config.n_layers)]
@@ -186,7 +197,8 @@ def window_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_olmo2(config: ModelConfig) -> dict[str, Any]:
-    whole_share(config)
+    """Convert a `ModelConfig` to the fields of an OLMo 2 config.json."""
+    check_heads_divide_width(config)
     return {**common_fields(config), "attention_bias": has_bias(config, "qkv") or has_bias(config, "output")}
 
 

@@ -1,16 +1,16 @@
-"""GPT-NeoX (Black et al. 2022), whose best known models are Pythia's."""
+"""GPT-NeoX (Black et al. 2022), the architecture of the Pythia models."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tricycle.configs.model import ModelConfig
-from tricycle.pretrained.families.family import Family, Names
+from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.families.llama import rotary_scaling_fields
 from tricycle.pretrained.fields import Fields, activation_word, rotary_fields, size_fields
 from tricycle.pretrained.same import has_bias
 
-NAMES: Names = {
+NAMES: TensorNames = {
     "token_embedding": ["gpt_neox.embed_in"],
     "blocks.N.attention_norm": ["gpt_neox.layers.N.input_layernorm"],
     "blocks.N.attention.qkv": ["gpt_neox.layers.N.attention.query_key_value"],
@@ -24,9 +24,10 @@ NAMES: Names = {
 
 
 def to_config(fields: Fields) -> ModelConfig:
+    """Convert the fields of a GPT-NeoX config.json to a `ModelConfig`."""
     attention_bias = fields.flag("attention_bias", True)
-    old = {"rope_theta": fields.get("rotary_emb_base"), "partial_rotary_factor": fields.get("rotary_pct")}
-    spelled_anew = Fields({**{name: value for name, value in old.items() if value is not None}, **fields.values})
+    legacy = {"rope_theta": fields.get("rotary_emb_base"), "partial_rotary_factor": fields.get("rotary_pct")}
+    current = Fields({**{name: value for name, value in legacy.items() if value is not None}, **fields.values})
     return ModelConfig(
         **fields.sizes(50_432, 2048, 6144, 24_576, 44, 64),
         norm_eps=fields.number("layer_norm_eps", 1e-5),
@@ -36,11 +37,12 @@ def to_config(fields: Fields) -> ModelConfig:
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         tied=fields.flag("tie_word_embeddings", False),
-        **rotary_fields(spelled_anew, fraction=0.25),
+        **rotary_fields(current, fraction=0.25),
     )
 
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:
+    """Convert a `ModelConfig` to the fields of a GPT-NeoX config.json."""
     return {
         **size_fields(config),
         "layer_norm_eps": config.norm_eps,
@@ -54,6 +56,8 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-OLD_NAMES = {r"^lm_head\.": "embed_out."}
+LEGACY_NAMES = {r"^lm_head\.": "embed_out."}
 PREFIXES = ("gpt_neox.", "")
-NEOX = Family(("gpt_neox",), "GPTNeoXForCausalLM", to_config, to_fields, NAMES, PREFIXES, OLD_NAMES, woven=True)
+NEOX = Family(
+    ("gpt_neox",), "GPTNeoXForCausalLM", to_config, to_fields, NAMES, PREFIXES, LEGACY_NAMES, interleaved_qkv=True
+)

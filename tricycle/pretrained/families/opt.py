@@ -1,15 +1,15 @@
-"""OPT (Zhang et al. 2022); that of 350 million parameters has its norms after each part, and narrow embeddings."""
+"""OPT (Zhang et al. 2022); OPT-350M has post-norm blocks, and embeddings narrower than the hidden states."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tricycle.configs.model import ModelConfig
-from tricycle.pretrained.families.family import Family, Names
+from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.fields import Fields, activation_word, size_fields
 from tricycle.pretrained.same import has_bias
 
-NAMES: Names = {
+NAMES: TensorNames = {
     "token_embedding": ["model.decoder.embed_tokens"],
     "position_embedding": ["model.decoder.embed_positions"],
     "embedding_projection": ["model.decoder.project_in"],
@@ -23,14 +23,15 @@ NAMES: Names = {
     "head_projection": ["model.decoder.project_out"],
     "head": ["lm_head"],
 }
-POSITION_OFFSET = 2  # rows of the table of positions that are never looked at
+POSITION_OFFSET = 2  # rows of the position embedding that are not used
 
 
 def to_config(fields: Fields) -> ModelConfig:
+    """Convert the fields of an OPT config.json to a `ModelConfig`."""
     fields.must_be("_remove_final_layer_norm", False)
     fields.must_be("layer_norm_elementwise_affine", True)
     sizes = fields.sizes(50_272, 2048, 768, 3072, 12, 12, hidden_size="ffn_dim")
-    narrow = fields.whole_or_none("word_embed_proj_dim") or 0
+    embedding_size = fields.whole_or_none("word_embed_proj_dim") or 0
     bias = fields.flag("enable_bias", True)
     return ModelConfig(
         **sizes,
@@ -40,12 +41,13 @@ def to_config(fields: Fields) -> ModelConfig:
         output_bias=bias,
         mlp_bias=bias,
         position_offset=POSITION_OFFSET,
-        embedding_size=narrow if narrow != sizes["embedding_dim"] else 0,
+        embedding_size=embedding_size if embedding_size != sizes["embedding_dim"] else 0,
         tied=fields.flag("tie_word_embeddings", True),
     )
 
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:
+    """Convert a `ModelConfig` to the fields of an OPT config.json."""
     return {
         **size_fields(config, hidden_size="ffn_dim"),
         "do_layer_norm_before": config.norm_placement == "before",

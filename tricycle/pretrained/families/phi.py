@@ -1,15 +1,15 @@
-"""Phi 1, 1.5 and 2 (Li et al. 2023): attention and MLP side by side, behind one norm."""
+"""Phi 1, 1.5 and 2 (Li et al. 2023): attention and MLP in parallel, after one shared norm."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tricycle.configs.model import ModelConfig
-from tricycle.pretrained.families.family import Family, Names
+from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.families.llama import LLAMA_NAMES, rotary_scaling_fields
 from tricycle.pretrained.fields import Fields, activation_word, rotary_fields, size_fields
 
-NAMES: Names = {
+NAMES: TensorNames = {
     **LLAMA_NAMES,
     "blocks.N.attention.projection": ["model.layers.N.self_attn.dense"],
     "blocks.N.mlp.up": ["model.layers.N.mlp.fc1"],
@@ -19,6 +19,7 @@ NAMES: Names = {
 
 
 def to_config(fields: Fields) -> ModelConfig:
+    """Convert the fields of a Phi config.json to a `ModelConfig`."""
     fields.must_be("qk_layernorm", False)
     fields.must_be("tie_word_embeddings", False)
     sizes = fields.sizes(51_200, 2048, 2048, 8192, 24, 32)
@@ -37,6 +38,7 @@ def to_config(fields: Fields) -> ModelConfig:
 
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:
+    """Convert a `ModelConfig` to the fields of a Phi config.json."""
     return {
         **size_fields(config),
         "num_key_value_heads": config.key_heads,
