@@ -217,7 +217,7 @@ def test_settings_and_unknown_ids(tokeniser: BPETokeniser, tmp_path: Path) -> No
     assert theirs.suppress_tokens == list(range(tokeniser.n_vocab, 320))
     smaller = BPETokeniser(311).train(TEXT, progress=False)
     smaller_model = GPT(replace(model.config, vocab_size=smaller.n_vocab - 1))
-    with pytest.raises(ValueError, match="export: expected a tokeniser of at most"):
+    with pytest.raises(ValueError, match=r"export: expected a .* of at most"):
         export_folder(smaller_model, smaller, tmp_path / "other")
 
 

@@ -34,8 +34,7 @@ from tricycle.configs import DebugConfig, EncoderConfig
 from tricycle.decoding import speculative
 from tricycle.decoding.batch import GenerationBatch
 from tricycle.models import GPT
-from tricycle.pretrained import Pretrained
-from tricycle.pretrained import tokenizer_json as form
+from tricycle.pretrained import Pretrained, tokenizer_json
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.sentences import load_sentences
 from tricycle.pretrained.settings import GenerationSettings
@@ -888,7 +887,7 @@ def encoder(tmp_path_factory):
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     words = [*special, *"abcdefghijklmnopqrstuvwxyz", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz")]
     vocab = {word: i for i, word in enumerate(words)}
-    document = json.dumps(form.word_piece(vocab, True, "[CLS]", "[SEP]", "[UNK]"))
+    document = json.dumps(tokenizer_json.wordpiece_document(vocab, True, "[CLS]", "[SEP]", "[UNK]"))
     tokeniser = PretrainedTokeniser(document, {"cls_token": "[CLS]", "sep_token": "[SEP]"})
     shape = {"vocab_size": len(words), "context_window": 64, "embedding_dim": 32, "n_heads": 4, "n_layers": 2}
     folder = tmp_path_factory.mktemp("models") / "encoder"

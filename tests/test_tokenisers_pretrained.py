@@ -16,13 +16,13 @@ from chat_templates import CHATML, HELLO, LONGER
 from tiny_models import smollm2_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tricycle.pretrained import tokenizer_json as form
+from tricycle.pretrained import tokenizer_json
 from tricycle.pretrained.tokenisers import (
     PretrainedTokeniser,
-    from_folder,
-    from_gguf,
     load_tokeniser,
     tokeniser_from_dict,
+    tokeniser_from_folder,
+    tokeniser_from_gguf,
 )
 from tricycle.pretrained.tokenizer_json import to_tokenizer_json
 from tricycle.tokeniser import BPETokeniser
@@ -102,11 +102,11 @@ def smollm() -> Tokenizer:
 
 def llama3() -> Tokenizer:
     bos = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)])
-    return byte_level(split(form.SPLITS["llama-3"]), post_processor=bos, ignore_merges=True)
+    return byte_level(split(tokenizer_json.SPLIT_PATTERNS["llama-3"]), post_processor=bos, ignore_merges=True)
 
 
 def qwen() -> Tokenizer:
-    return byte_level(split(form.SPLITS["qwen"]), normalizers.NFC())
+    return byte_level(split(tokenizer_json.SPLIT_PATTERNS["qwen"]), normalizers.NFC())
 
 
 def sentence_piece(normalizer, decoder) -> Tokenizer:
@@ -183,7 +183,7 @@ def same_ids(ours: PretrainedTokeniser, theirs) -> None:
 def test_ids_match_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     folder = folder_of(tmp_path, kind(name), **config_of(name))
-    ours, theirs = from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    ours, theirs = tokeniser_from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
     same_ids(ours, theirs)
     assert ours.n_vocab == len(ours) == len(theirs)
     assert (ours.bos, ours.eos) == (theirs.bos_token_id, theirs.eos_token_id)
@@ -202,7 +202,7 @@ def test_bos_and_eos_come_from_tokenizer_json(name, bos, eos, tmp_path):
     adds = {"add_bos_token": bos, "add_eos_token": eos}
     adds = {key: value for key, value in adds.items() if value is not None}
     folder = folder_of(tmp_path, kind(name), **NAMES, **adds)
-    ours, theirs = from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    ours, theirs = tokeniser_from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
     for text in ("", "a text", "<s>"):
         assert ours.encode(text) == theirs.encode(text)
     assert ours.start_of_text == (ours.bos if name == "llama3" else None)
@@ -220,7 +220,7 @@ def test_added_tokens_of_tokenizer_config(tmp_path):
     names = {"bos_token": {"content": "<s>", **flags}, "eos_token": "</s>"}
     described = {str(token): entry for token, entry in tokens.items()}
     folder = folder_of(tmp_path, kind("gpt2"), **names, added_tokens_decoder=described)
-    ours, theirs = from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    ours, theirs = tokeniser_from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
     for text in ("a <tool>b<think> c", "<tool><think>", *TEXTS):
         assert ours.encode(text) == theirs.encode(text)
     assert ours.encode("<tool>") == [n]
@@ -229,17 +229,17 @@ def test_added_tokens_of_tokenizer_config(tmp_path):
     described[str(n + 5)] = described.pop(str(n + 1))
     folder_of(tmp_path, kind("gpt2"), **names, added_tokens_decoder=described)
     with pytest.raises(ValueError, match=rf"tokenizer.json: expected '<think>' to be token {n + 5}, .* got {n + 1}"):
-        from_folder(tmp_path)
+        tokeniser_from_folder(tmp_path)
 
 
 def test_special_tokens_map_sets_the_end_of_text(tmp_path):
     folder = folder_of(tmp_path, kind("gpt2"))
-    assert from_folder(folder).bos is None
-    with pytest.raises(ValueError, match="expected a tokeniser with an end of text"):
-        _ = from_folder(folder).end_of_text
+    assert tokeniser_from_folder(folder).bos is None
+    with pytest.raises(ValueError, match="end-of-text token"):
+        _ = tokeniser_from_folder(folder).end_of_text
     names = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "pad_token": "<nowhere>"}
     (folder / "special_tokens_map.json").write_text(json.dumps(names))
-    tokeniser = from_folder(folder)
+    tokeniser = tokeniser_from_folder(folder)
     assert (tokeniser.bos, tokeniser.eos) == (1, 2)
     assert "<nowhere>" not in tokeniser.special.values()
 
@@ -250,12 +250,12 @@ def test_vocab_json_and_merges_txt(tmp_path):
     config = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, **NAMES}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    ours, theirs = from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours, theirs = tokeniser_from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     same_ids(ours, theirs)
     assert ours.encode("a b")[0] == 1
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\na b c\n")
     with pytest.raises(ValueError, match=r"merges.txt: expected two tokens in line 3, got 'a b c'"):
-        from_folder(tmp_path)
+        tokeniser_from_folder(tmp_path)
 
 
 def test_bert_vocab_txt(tmp_path):
@@ -263,7 +263,7 @@ def test_bert_vocab_txt(tmp_path):
     kind("bert").model.save(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    ours, theirs = from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours, theirs = tokeniser_from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     same_ids(ours, theirs)
 
 
@@ -271,7 +271,7 @@ def test_truncation_and_padding_of_tokenizer_json_are_ignored(tmp_path):
     tokenizer = Tokenizer.from_str(kind("gpt2").to_str())
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=5)
-    tokeniser = from_folder(folder_of(tmp_path, tokenizer, **NAMES))
+    tokeniser = tokeniser_from_folder(folder_of(tmp_path, tokenizer, **NAMES))
     assert len(tokeniser.encode("a" * 999)) > 100
     assert len(tokeniser.encode("a")) == 1
 
@@ -309,7 +309,7 @@ def metadata_of(tokenizer: Tokenizer, kind: str, **values) -> dict:
 )
 def test_gguf_ids_match_tokenizer_json(name, model, values):
     tokenizer = kind(name)
-    ours = from_gguf(metadata_of(tokenizer, model, **values))
+    ours = tokeniser_from_gguf(metadata_of(tokenizer, model, **values))
     for text in TEXTS:
         assert ours.encode(text) == tokenizer.encode(text).ids, repr(text[:80])
         ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -324,7 +324,7 @@ def test_bert_gguf_ids_match_tokenizer_json():
     marked = [
         t if t.startswith("[") and t.endswith("]") else t[2:] if t.startswith("##") else f"▁{t}" for t in metadata[key]
     ]
-    ours = from_gguf(metadata | {key: marked})
+    ours = tokeniser_from_gguf(metadata | {key: marked})
     for text in TEXTS:
         assert ours.encode(text) == tokenizer.encode(text).ids, repr(text[:80])
 
@@ -350,7 +350,7 @@ def test_bert_gguf_ids_match_tokenizer_json():
 def test_bad_gguf_metadata_is_rejected(change, message):
     metadata = metadata_of(kind("gpt2"), "gpt2", **{"pre": "gpt-2", **change})
     with pytest.raises(ValueError, match=f"^GGUF: {message}") as caught:
-        from_gguf(metadata)
+        tokeniser_from_gguf(metadata)
     assert "\n" not in str(caught.value)
 
 
@@ -358,12 +358,12 @@ def test_duplicate_gguf_token_is_rejected():
     metadata = metadata_of(kind("gpt2"), "gpt2")
     metadata["tokenizer.ggml.tokens"][-1] = metadata["tokenizer.ggml.tokens"][-2]
     with pytest.raises(ValueError, match=r"GGUF: expected different tokens in tokenizer.ggml.tokens, got '.*' twice"):
-        from_gguf(metadata)
+        tokeniser_from_gguf(metadata)
 
 
 def test_chat_template_of_a_gguf_file():
     metadata = metadata_of(kind("gpt2"), "gpt2") | {"tokenizer.chat_template": CHATML, "tokenizer.chat_template.x": "y"}
-    tokeniser = from_gguf(metadata)
+    tokeniser = tokeniser_from_gguf(metadata)
     assert tokeniser.chat_template == CHATML
     assert tokeniser.chat_templates == {"default": CHATML, "x": "y"}
 
@@ -379,7 +379,7 @@ def smollm2() -> tuple[Path, dict]:
 def test_smollm2_ids_match_transformers(smollm2):
     transformers = pytest.importorskip("transformers")
     path, metadata = smollm2
-    ours = from_gguf(metadata)
+    ours = tokeniser_from_gguf(metadata)
     theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     # transformers 5 overlooks the file's word on digits, each of which is a piece by itself; rare ones show it
     theirs.backend_tokenizer.pre_tokenizer = kind("smollm").pre_tokenizer
@@ -538,7 +538,7 @@ def test_replaced_chat_template_takes_effect_immediately():
     tokeniser.chat_templates["default"] = "{{ messages[0].content }}"
     assert tokeniser.render(HELLO) == HELLO[0]["content"]
     del tokeniser.chat_templates["default"]
-    with pytest.raises(ValueError, match="expected a tokeniser with a chat template"):
+    with pytest.raises(ValueError, match="with a chat template"):
         tokeniser.render(HELLO)
 
 
@@ -575,26 +575,26 @@ def test_conversation_with_all_private_use_characters_is_rejected(tokeniser):
 def test_chat_templates_of_a_folder(tmp_path):
     several = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
     folder = folder_of(tmp_path, kind("gpt2"), chat_template=several)
-    assert from_folder(folder).chat_templates == {"default": "one", "tool_use": "two"}
+    assert tokeniser_from_folder(folder).chat_templates == {"default": "one", "tool_use": "two"}
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}é", encoding="utf-8")
-    assert from_folder(folder).render(LONGER) == "  Hello! <b>é</b> 你好 \né"
+    assert tokeniser_from_folder(folder).render(LONGER) == "  Hello! <b>é</b> 你好 \né"
     (folder / "chat_template.jinja").unlink()
     folder_of(tmp_path, kind("gpt2"), chat_template="{{ x }")
     with pytest.raises(ValueError, match="chat template, line 1: unexpected '}'"):
-        from_folder(folder).chat(LONGER)
+        tokeniser_from_folder(folder).chat(LONGER)
     folder_of(tmp_path, kind("gpt2"), chat_template=[3])
-    with pytest.raises(ValueError, match="expected chat_template to be a text, or a list of name and template"):
-        from_folder(folder)
+    with pytest.raises(ValueError, match=r"expected chat_template to be a .*list of name and template"):
+        tokeniser_from_folder(folder)
 
 
 def test_bert_tokens_with_unicode_line_separators(tmp_path):
     """Of BERT's vocabulary, as transformers reads it: lines end in line feeds alone."""
     words = ["[UNK]", "[CLS]", "[SEP]", "a\u2028b", "\u0085", "\x0b", "\x1c", "hello"]
     (tmp_path / "vocab.txt").write_bytes("\n".join([*words, ""]).encode())
-    vocab = from_folder(tmp_path).backend.get_vocab()
+    vocab = tokeniser_from_folder(tmp_path).backend.get_vocab()
     assert sorted(vocab, key=vocab.get) == words
     (tmp_path / "vocab.txt").write_bytes("\r\n".join(words).encode())
-    assert from_folder(tmp_path).backend.get_vocab() == vocab
+    assert tokeniser_from_folder(tmp_path).backend.get_vocab() == vocab
 
 
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])
@@ -610,7 +610,7 @@ def test_expanding_normalizers_are_rejected(part, step):
     """The library would end the process where memory is short."""
     document = json.loads(kind("gpt2").to_str())
     document[part] = {"type": "Sequence", f"{part}s": [step] * 40}
-    with pytest.raises(ValueError, match=rf"^expected a {part} that makes texts at most 1,000 times longer, got \S+$"):
+    with pytest.raises(ValueError, match=rf"^expected a {part} that makes texts at most 1,000 times longer, got "):
         PretrainedTokeniser(json.dumps(document), NAMES)
     document[part] = {"type": "Sequence", f"{part}s": [step] * 3}
     PretrainedTokeniser(json.dumps(document), NAMES)
@@ -638,16 +638,16 @@ def test_damaged_files_are_rejected(name, content, message, tmp_path):
     folder = folder_of(tmp_path, kind("gpt2"), **NAMES)
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message) as caught:
-        from_folder(folder)
+        tokeniser_from_folder(folder)
     assert "\n" not in str(caught.value)
 
 
 def test_folder_without_a_tokenizer_is_rejected(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"expected a tokeniser: tokenizer.json, or vocab.json and merges.txt$"):
-        from_folder(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"tokenizer.json, or vocab.json and merges.txt$"):
+        tokeniser_from_folder(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(FileNotFoundError, match=r"tokenizer.model alone is not read"):
-        from_folder(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"tokenizer.model is not supported"):
+        tokeniser_from_folder(tmp_path)
 
 
 # -------------------------------------------------------------------- with a model
@@ -657,5 +657,5 @@ def test_smollm2_folder_has_chat_template_and_stop_token(smollm2):
     from tricycle.pretrained import load
 
     loaded = load(smollm2[0])
-    assert loaded.tokeniser.chat(LONGER) == from_gguf(smollm2[1]).chat(LONGER)
+    assert loaded.tokeniser.chat(LONGER) == tokeniser_from_gguf(smollm2[1]).chat(LONGER)
     assert loaded.generation.stop_tokens == (loaded.tokeniser.eos,) == (2,)

@@ -13,7 +13,7 @@ from transformers_families import LIKE_LLAMA
 
 from tricycle.configs import ModelConfig
 from tricycle.models import GPT
-from tricycle.pretrained import tokenizer_json as form
+from tricycle.pretrained import tokenizer_json
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.packaged import smollm2_path
 from tricycle.pretrained.settings import GenerationSettings
@@ -29,13 +29,13 @@ LLAMA = ModelConfig(**SIZES, **LIKE_LLAMA, n_heads=4, n_key_heads=2)
 def tiny_tokeniser(chat_template: str | None = CHATML) -> PretrainedTokeniser:
     """Merges of GPT-2's kind, learnt by our own tokeniser; and special tokens in front, as SmolLM2 has them."""
     own = BPETokeniser(400).train(TEXT, progress=False)
-    document = json.loads(form.to_tokenizer_json(own))
+    document = json.loads(tokenizer_json.to_tokenizer_json(own))
     special = ["<|endoftext|>", *NAMES.values()]
     vocab = {token: i + len(special) for token, i in document["model"]["vocab"].items()}
     vocab |= {token: i for i, token in enumerate(special)}
-    model = form.bpe(vocab, document["model"]["merges"])
-    added = [form.added_token(i, token) for i, token in enumerate(special)]
-    text = json.dumps(form.document(model, added, **form.byte_level_parts("smollm")))
+    model = tokenizer_json.bpe_model(vocab, document["model"]["merges"])
+    added = [tokenizer_json.added_token(i, token) for i, token in enumerate(special)]
+    text = json.dumps(tokenizer_json.new_document(model, added, **tokenizer_json.byte_level_parts("smollm")))
     return PretrainedTokeniser(text, NAMES, {"default": chat_template} if chat_template else {})
 
 

@@ -16,7 +16,7 @@ from tricycle.pretrained.packaged import smollm2_path
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.source import Source, error_prefix
 from tricycle.pretrained.tensor_files import read_tensors
-from tricycle.pretrained.tokenisers import from_folder, from_gguf
+from tricycle.pretrained.tokenisers import tokeniser_from_folder, tokeniser_from_gguf
 from tricycle.weights import quantize, set_memory_order
 
 OWN_CHECKPOINTS = ("best.safetensors", "last.safetensors")  # of a run folder, the first that is there
@@ -119,10 +119,10 @@ def _tokeniser_of(source: Source) -> Any:
     """The tokeniser in the same folder or file; None where there is none."""
     if isinstance(source, GGUFSource):
         metadata = source.metadata or {}
-        return from_gguf(metadata) if "tokenizer.ggml.model" in metadata else None
+        return tokeniser_from_gguf(metadata) if "tokenizer.ggml.model" in metadata else None
     folder = source.path if source.path.is_dir() else source.path.parent
     try:
-        return from_folder(folder)
+        return tokeniser_from_folder(folder)
     except FileNotFoundError:
         if (folder / "tokenizer.model").exists():  # there is one, in a form that is not read: the message says so
             raise

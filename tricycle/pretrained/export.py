@@ -30,7 +30,7 @@ from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.source import error_prefix
 from tricycle.pretrained.tensor_files import write_tensors
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
-from tricycle.pretrained.tokenizer_json import SPLITS, to_tokenizer_json
+from tricycle.pretrained.tokenizer_json import SPLIT_PATTERNS, to_tokenizer_json
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.files import atomic_write
 from tricycle.tokeniser import BPETokeniser
@@ -242,7 +242,7 @@ def _tokenizer_document(tokeniser: Any) -> tuple[str | None, str]:
     is_other = isinstance(tokeniser, PretrainedTokeniser)
     document: str = tokeniser.to_tokenizer_json() if is_other else to_tokenizer_json(tokeniser)
     cuts = json.dumps(json.loads(document).get("pre_tokenizer"))
-    return document, "" if json.dumps(SPLITS["qwen"]) in cuts else "qwen2"
+    return document, "" if json.dumps(SPLIT_PATTERNS["qwen"]) in cuts else "qwen2"
 
 
 def _tokeniser_fields(tokeniser: Any, config: ModelConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tricycle.pretrained import tokenizer_json as form
+from tricycle.pretrained import tokenizer_json
 from tricycle.pretrained.gguf_file import shown
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
@@ -91,9 +91,9 @@ class Vocabulary:
         added = self._added(self.tokens)
         merges = [_pair(merge) for merge in self._texts("merges")] if len(self.tokens) > 256 + len(added) else []
         # a vocabulary may have a token that no text gives, spelt in characters that stand for no byte
-        model = form.bpe(self._ids(self.tokens), merges, ignore_merges=self.cut in WHOLE_PIECES)
-        parts = form.byte_level_parts(CUT_OF[self.cut], self._value("add_space_prefix", bool, False))
-        return form.document(model, added, **parts, post_processor=self._around())
+        model = tokenizer_json.bpe_model(self._ids(self.tokens), merges, ignore_merges=self.cut in WHOLE_PIECES)
+        parts = tokenizer_json.byte_level_parts(CUT_OF[self.cut], self._value("add_space_prefix", bool, False))
+        return tokenizer_json.new_document(model, added, **parts, post_processor=self._around())
 
     def _scored(self) -> dict[str, Any]:
         # runs of spaces are stored as such, though the text has other characters there when they are looked for
@@ -103,9 +103,11 @@ class Vocabulary:
             raise ValueError(f"expected {len(tokens)} of tokenizer.ggml.scores, got {len(scores)}")
         prefix = self._value("add_space_prefix", bool, True)
         settings = {"unk_token": self.special.get("unk_token"), "fuse_unk": True, "byte_fallback": True}
-        model = form.bpe(self._ids(tokens), self._merges(tokens, scores), **settings)
+        model = tokenizer_json.bpe_model(self._ids(tokens), self._merges(tokens, scores), **settings)
         around = self._around()
-        return form.document(model, self._added(tokens), **form.spaces_as_letters_parts(prefix), post_processor=around)
+        return tokenizer_json.new_document(
+            model, self._added(tokens), **tokenizer_json.sentencepiece_parts(prefix), post_processor=around
+        )
 
     def _merges(self, tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
         """Each way to put a token together from two, the best token first; of equals the one with the smaller id."""
@@ -127,7 +129,7 @@ class Vocabulary:
         ]
         first, last = (self.special.get(name) for name in ("cls_token", "sep_token"))
         unknown = self.special.get("unk_token", "[UNK]")
-        return form.word_piece(self._ids(tokens), True, first or "[CLS]", last or "[SEP]", unknown)
+        return tokenizer_json.wordpiece_document(self._ids(tokens), True, first or "[CLS]", last or "[SEP]", unknown)
 
     def _ids(self, tokens: list[str]) -> dict[str, int]:
         ids = {token: i for i, token in enumerate(tokens)}
@@ -140,16 +142,16 @@ class Vocabulary:
         """Those that are looked for in a text before it is cut."""
         wanted = (CONTROL, USER_DEFINED)
         whole = [(i, token) for i, (token, kind) in enumerate(zip(tokens, self.types)) if kind in wanted and token]
-        added = [form.added_token(i, token, special=self.types[i] == CONTROL) for i, token in whole]
+        added = [tokenizer_json.added_token(i, token, special=self.types[i] == CONTROL) for i, token in whole]
         named = {*self.special.values()} - {token for _, token in whole}
-        return added + [form.added_token(tokens.index(token), token) for token in named if token in tokens]
+        return added + [tokenizer_json.added_token(tokens.index(token), token) for token in named if token in tokens]
 
     def _around(self) -> dict[str, Any] | None:
         ends = [
             {self.special[name]: self.tokens.index(self.special[name])} if adds else {}
             for name, adds in (("bos_token", self.adds_bos), ("eos_token", self.adds_eos))
         ]
-        return form.around(*ends) if any(ends) else None
+        return tokenizer_json.template_processing(*ends) if any(ends) else None
 
 
 def _pair(merge: str) -> tuple[str, str]:

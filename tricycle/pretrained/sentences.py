@@ -17,7 +17,7 @@ import numpy as np
 from tricycle.pretrained import Pretrained, load
 from tricycle.pretrained.fields import Fields, wrong
 from tricycle.pretrained.source import error_prefix
-from tricycle.pretrained.tokenisers import PretrainedTokeniser, from_folder
+from tricycle.pretrained.tokenisers import PretrainedTokeniser, tokeniser_from_folder
 from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
 from tricycle.system.files import read_json, read_json_object
 
@@ -132,7 +132,7 @@ def sentences_of(loaded: Pretrained, path_or_name: str | os.PathLike[str]) -> Se
         raise ValueError(f"{path_or_name}: expected an encoder, got a {kind}, which writes texts")
     path = loaded.source.path
     folder = path.parent if path.is_file() else path
-    tokeniser = loaded.tokeniser or from_folder(folder)
+    tokeniser = loaded.tokeniser or tokeniser_from_folder(folder)
     with error_prefix(f"{path_or_name}: "):
         limits = Fields(_object(folder / "sentence_bert_config.json"))
         longest = limits.whole_or_none("max_seq_length", None)
