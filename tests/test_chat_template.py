@@ -90,8 +90,8 @@ HOSTILE = {
     "module": ("{% import 'os' as os %}", "no loader"),
     "messages": ("{{ messages.append(1) }}", "unsafe"),
     "range": ("{% for i in range(10**9) %}a{% endfor %}", "Range too big"),
-    "loops": (LOOP, "1,000,000 rounds"),
-    "macros": (LEVELS, "rounds"),
+    "loops": (LOOP, "1,000,000 iterations"),
+    "macros": (LEVELS, "iterations"),
     "recursion": ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "nests too deeply"),
     "times": ("{{ 'a' * 10**10 }}", "4,194,304 characters"),
     "times a list": ("{{ 10**10 * [1] }}", "4,194,304 characters"),
@@ -151,10 +151,10 @@ def test_a_long_one():
 
 
 def test_a_slow_one(monkeypatch):
-    monkeypatch.setattr(chat_template, "MOST_SECONDS", -1)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", -1)
     with pytest.raises(ValueError, match="it takes more than -1 seconds"):
         ChatTemplate("{% for i in range(1000) %}{{ i }}{% endfor %}").render()
-    monkeypatch.setattr(chat_template, "MOST_SECONDS", 5)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 5)
     template = ChatTemplate("{% for i in range(1000) %}{{ i }}{% endfor %}")
     assert {len(template.render()) for _ in range(3)} == {2890}
 
@@ -259,7 +259,7 @@ def within_limits(source: str, seconds: float, children: list[WatchedChild]) -> 
     started = time.perf_counter()
     try:
         text = UntrustedTemplate(source, seconds).render(messages=HELLO)
-        assert len(text) <= chat_template.MOST_OUTPUT
+        assert len(text) <= chat_template.MAX_OUTPUT_CHARACTERS
         ended = "text"
     except ValueError as error:
         assert str(error).startswith("chat template") and "\n" not in str(error) and len(str(error)) < 700
@@ -268,7 +268,7 @@ def within_limits(source: str, seconds: float, children: list[WatchedChild]) -> 
     assert children
     if sys.platform == "linux":
         most = [child._watcher.join(10) or child.most_memory for child in children]
-        assert min(most) > 10e6 and max(most) < template_process.MOST_MEMORY + 50e6, most  # Python and Jinja take 40 MB
+        assert min(most) > 10e6 and max(most) < template_process.MAX_MEMORY + 50e6, most  # Python and Jinja take 40 MB
     return ended
 
 
@@ -363,9 +363,7 @@ def test_errors_name_the_line(source, line, reason):
 
 
 def test_odd_objects_are_refused():
-    with pytest.raises(
-        ValueError, match=r"texts, numbers, lists and dicts in a conversation, got a (Posix|Windows)Path"
-    ):
+    with pytest.raises(ValueError, match=r"numbers, lists and dicts in a conversation, got a (Posix|Windows)Path"):
         ChatTemplate("{{ messages }}").render(messages=[{"role": "user", "content": ROOT}])
 
 

@@ -1,7 +1,7 @@
-"""Chat templates: programs in Jinja that come with a model and write conversations as the model was taught them.
+"""Chat templates: Jinja templates of pretrained models that format conversations as prompts.
 
-A template runs in Jinja's immutable sandbox, which keeps it from Python; and `Budget` bounds its loops and its output,
-which the sandbox does not. What is not known is rendered in a child process besides: see `template_process`.
+A template runs in Jinja's immutable sandbox, which prevents access to Python. `Budget` limits its loops and its output,
+which the sandbox does not. Untrusted templates also run in a child process: see `template_process`.
 """
 
 from __future__ import annotations
@@ -22,156 +22,158 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MOST_SOURCE = 2**20  # characters of a template
-MOST_CHARACTERS = 2**22  # of any value that a template makes, if it were written out
-MOST_OUTPUT = 2**25  # characters that all its parts together write
-MOST_ROUNDS = 10**6  # of all loops together
-MOST_SECONDS = 5.0
-MOST_WIDTH = 10_000  # to which a text may be filled up
-MOST_DIGITS = 1000  # of a number
+MAX_SOURCE_CHARACTERS = 2**20
+MAX_VALUE_CHARACTERS = 2**22  # of any computed value, converted to text
+MAX_OUTPUT_CHARACTERS = 2**25  # of all expressions and texts, macros and blocks included
+MAX_ITERATIONS = 10**6  # of all loops and operations together
+MAX_SECONDS = 5.0
+MAX_WIDTH = 10_000  # to which a text may be padded
+MAX_DIGITS = 1000  # of an integer
 
-# Functions that make much out of little, by the numbers that they are given.
-_WIDENING = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice", "tojson"}
-_WIDE = re.compile(r"\d{5,}|\*|:[^}]*\{")  # in a format: a large number, or one that is an argument
+# Methods and filters whose numeric arguments determine the length of the result.
+_EXPANDING_CALLS = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice", "tojson"}
+_VARIABLE_WIDTH = re.compile(r"\d{5,}|\*|:[^}]*\{")  # in a format: a width of five digits, or one from an argument
 
 
 class Budget:
-    """What one rendering may still use, and the checks that keep it to that.
+    """The remaining resources of one rendering, and checks of its limits.
 
-    The rule behind them: no value may be longer than MOST_CHARACTERS if it were written out, and this is checked where
-    it is made. So to compare, sort or print values takes a bounded time.
+    No value may have more than MAX_VALUE_CHARACTERS as text. This is checked when a value is computed, so comparing,
+    sorting and printing values takes bounded time.
 
     Raises:
-        ValueError: by every method, where there is too much of something.
+        ValueError: by every method, if a limit is exceeded.
     """
 
     def __init__(self) -> None:
-        self.rounds = MOST_ROUNDS
-        self.output = MOST_OUTPUT
-        self.deadline = time.monotonic() + MOST_SECONDS
+        self.iterations = MAX_ITERATIONS
+        self.output = MAX_OUTPUT_CHARACTERS
+        self.deadline = time.monotonic() + MAX_SECONDS
 
-    def spend(self, characters: int = 0) -> None:
-        """One round of something, which writes a text."""
-        self.rounds -= 1
+    def charge(self, characters: int = 0) -> None:
+        """Subtract one iteration and output of a length in characters from the budget."""
+        self.iterations -= 1
         self.output -= characters
-        if self.rounds < 0:
-            raise ValueError(f"it goes through more than {MOST_ROUNDS:,} rounds")
+        if self.iterations < 0:
+            raise ValueError(f"it takes more than {MAX_ITERATIONS:,} iterations")
         if self.output < 0:
-            raise ValueError(f"it writes more than {MOST_OUTPUT:,} characters")
-        if self.rounds % 64 == 0 and time.monotonic() > self.deadline:
-            raise ValueError(f"it takes more than {MOST_SECONDS:.0f} seconds")
+            raise ValueError(f"it writes more than {MAX_OUTPUT_CHARACTERS:,} characters")
+        if self.iterations % 64 == 0 and time.monotonic() > self.deadline:
+            raise ValueError(f"it takes more than {MAX_SECONDS:.0f} seconds")
 
-    def product(self, operator: str, left: Any, right: Any) -> None:
-        """Before a binary operation."""
-        self.spend()
+    def check_operator(self, operator: str, left: Any, right: Any) -> None:
+        """Check a binary operation before it is computed."""
+        self.charge()
         if operator == "**":
             digits = abs(right) * len(str(left)) if isinstance(left, int) and isinstance(right, (int, float)) else 0
-            _at_most(digits, MOST_DIGITS, "digits")
+            _check_limit(digits, MAX_DIGITS, "digits")
         elif operator == "%" and isinstance(left, str):
-            self._format(left, [right])
+            self._check_format(left, [right])
         elif operator == "*":
-            for many, times in ((left, right), (right, left)):
-                if isinstance(many, (str, list, tuple)) and isinstance(times, int):
-                    length = len(many) if isinstance(many, str) else size(many)
-                    _at_most(length * times, MOST_CHARACTERS, "characters")
+            for sequence, times in ((left, right), (right, left)):
+                if isinstance(sequence, (str, list, tuple)) and isinstance(times, int):
+                    length = len(sequence) if isinstance(sequence, str) else measure_size(sequence)
+                    _check_limit(length * times, MAX_VALUE_CHARACTERS, "characters")
             if isinstance(left, int) and isinstance(right, int):
-                _at_most(left.bit_length() + right.bit_length(), 4 * MOST_DIGITS, "bits")
+                _check_limit(left.bit_length() + right.bit_length(), 4 * MAX_DIGITS, "bits")
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a method of a text or a filter of that name; `args` begins with the text or value itself."""
-        self.spend()
+    def check_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check a call of a string method or filter beforehand; `args` starts with the string or value itself."""
+        self.charge()
         values = [*args, *kwargs.values()]
         for value in values:
-            size(value)
-        if name in _WIDENING:
+            measure_size(value)
+        if name in _EXPANDING_CALLS:
             for value in values[1:]:
                 if isinstance(value, (int, float)):
-                    _at_most(value, MOST_WIDTH, "characters of width")
+                    _check_limit(value, MAX_WIDTH, "characters of width")
                 elif isinstance(value, str):
-                    _at_most(size(values[0]) * len(value), MOST_CHARACTERS, "characters")
+                    _check_limit(measure_size(values[0]) * len(value), MAX_VALUE_CHARACTERS, "characters")
         elif name == "replace":
-            text, *rest = map(str, values)
-            times = text.count(rest[0]) if rest else 0
-            _at_most(len(text) + times * (len(rest[1]) if rest[1:] else 0), MOST_CHARACTERS, "characters")
+            text, *arguments = map(str, values)
+            times = text.count(arguments[0]) if arguments else 0
+            n_new = len(arguments[1]) if arguments[1:] else 0
+            _check_limit(len(text) + times * n_new, MAX_VALUE_CHARACTERS, "characters")
         elif name in ("format", "format_map"):
-            self._format(str(values[0]), values[1:])
+            self._check_format(str(values[0]), values[1:])
         elif name == "translate":
-            raise ValueError("it calls translate, which templates must not")
+            raise ValueError("it calls translate, which is not allowed in templates")
 
-    def join(self, separator: Any, items: list[Any]) -> None:
-        """Before texts are put together."""
-        _at_most(size(items) + len(items) * len(str(separator)), MOST_CHARACTERS, "characters")
+    def check_join(self, separator: Any, items: list[Any]) -> None:
+        """Check a join of items before it is computed."""
+        _check_limit(measure_size(items) + len(items) * len(str(separator)), MAX_VALUE_CHARACTERS, "characters")
 
-    def _format(self, text: str, values: list[Any]) -> None:
-        if _WIDE.search(text):
-            raise ValueError("it formats to a width that templates must not ask for")
-        places = text.count("%") + text.count("{")
-        _at_most(len(text) + places * sum(map(size, values)), MOST_CHARACTERS, "characters")
-
-
-def _at_most(n: float, most: int, what: str) -> None:
-    if n > most:
-        raise ValueError(f"it makes a value of more than {most:,} {what}")
+    def _check_format(self, text: str, values: list[Any]) -> None:
+        if _VARIABLE_WIDTH.search(text):
+            raise ValueError("it formats to a width that is not allowed in templates")
+        n_fields = text.count("%") + text.count("{")
+        _check_limit(len(text) + n_fields * sum(map(measure_size, values)), MAX_VALUE_CHARACTERS, "characters")
 
 
-def size(value: Any) -> int:
-    """About how many characters a value has if it is written out.
+def _check_limit(n: float, limit: int, unit: str) -> None:
+    if n > limit:
+        raise ValueError(f"it computes a value of more than {limit:,} {unit}")
+
+
+def measure_size(value: Any) -> int:
+    """Return the approximate number of characters of a value as text.
 
     Raises:
-        ValueError: more than any value of a template may have.
+        ValueError: the value exceeds a limit.
     """
-    total, waiting = 0, [value]
-    while waiting:
-        part = waiting.pop()
-        total += 8 + (len(part) if isinstance(part, str) else 0)  # none is free, so that none has very many parts
+    total, pending = 0, [value]
+    while pending:
+        part = pending.pop()
+        total += 8 + (len(part) if isinstance(part, str) else 0)  # 8 for each part also limits the number of parts
         if isinstance(part, (list, tuple, set, frozenset)):
-            waiting.extend(part)
+            pending.extend(part)
         elif isinstance(part, dict):
-            waiting.extend(part)
-            waiting.extend(part.values())
+            pending.extend(part)
+            pending.extend(part.values())
         elif isinstance(part, int):
-            _at_most(part.bit_length() // 4, MOST_DIGITS, "digits")
-        _at_most(total, MOST_CHARACTERS, "characters")
+            _check_limit(part.bit_length() // 4, MAX_DIGITS, "digits")
+        _check_limit(total, MAX_VALUE_CHARACTERS, "characters")
     return total
 
 
 class ChatTemplate:
-    """A template, ready to render.
+    """A compiled chat template.
 
-    The sandbox and what it offers beside Jinja's own are those of `transformers`: blocks take the line break after them
-    and the spaces before them away; `break` and `continue`; a `generation` tag, which does nothing here; the filter
-    `tojson`, which leaves characters as they are; the functions `raise_exception` and `strftime_now`.
+    Extensions of Jinja are those of `transformers`: blocks remove the line break after them and the spaces before them;
+    `break` and `continue`; a `generation` tag, which has no effect; the filter `tojson` without escapes for HTML; the
+    functions `raise_exception` and `strftime_now`.
 
     Raises:
-        ValueError: it is no template; names the line.
+        ValueError: the source is not a valid template; names the line.
     """
 
     def __init__(self, source: str) -> None:
-        if len(source) > MOST_SOURCE:
-            raise ValueError(f"chat template: expected at most {MOST_SOURCE:,} characters, got {len(source):,}")
+        if len(source) > MAX_SOURCE_CHARACTERS:
+            raise ValueError(
+                f"chat template: expected at most {MAX_SOURCE_CHARACTERS:,} characters, got {len(source):,}"
+            )
         self._lock = threading.Lock()
         self._environment = Sandbox()
-        with _naming_lines():
+        with _errors_with_lines():
             tree = self._environment.parse(source)
             self._environment.text_length = _text_length([tree])
-            _guard(tree)
+            _insert_checks(tree)
             self._template = self._environment.from_string(tree)
 
     def render(self, **variables: Any) -> str:
-        """The text for some variables, which are seen as plain values: texts, numbers, lists and dicts.
+        """Render the template with variables, which are converted to plain values: strings, numbers, lists and dicts.
 
         Raises:
-            ValueError: the template refuses them (`raise_exception`), is broken, or does what templates must not; names
-                the line.
+            ValueError: the template rejects them (`raise_exception`), is invalid or exceeds a limit; names the line.
         """
-        with self._lock, _naming_lines():
+        with self._lock, _errors_with_lines():
             self._environment.budget = Budget()
             return "".join(self._template.generate(plain_variables(variables)))
 
 
 @contextmanager
-def _naming_lines() -> Iterator[None]:
-    """Turn what a template raises into a ValueError of one line that names the place in the template."""
+def _errors_with_lines() -> Iterator[None]:
+    """Convert exceptions of a template to a ValueError of one line that names the line of the template."""
     try:
         yield
     except Exception as error:
@@ -190,39 +192,39 @@ def _naming_lines() -> Iterator[None]:
 
 
 def plain_variables(variables: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables of a rendering as plain values: texts, numbers, lists and dicts.
+    """Convert the variables of a rendering to plain values: strings, numbers, lists and dicts.
 
     Raises:
-        ValueError: other values, or lists and dicts that are nested too deeply.
+        ValueError: a value of another type, or lists and dicts that are nested too deeply.
     """
-    with _naming_lines():
-        return {name: _plain(value) for name, value in variables.items()}
+    with _errors_with_lines():
+        return {name: _to_plain(value) for name, value in variables.items()}
 
 
 def preload() -> None:
-    """Import all that rendering needs."""
+    """Import all modules that rendering needs."""
     ChatTemplate("{{ [1]|tojson }}{% generation %}{% endgeneration %}").render()
 
 
-def _plain(value: Any) -> Any:
-    """Without methods that the sandbox does not know."""
+def _to_plain(value: Any) -> Any:
+    """Return a value whose types the sandbox knows, so that it has no other methods."""
     if isinstance(value, dict):
-        return {_plain(key): _plain(part) for key, part in value.items()}
+        return {_to_plain(key): _to_plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
+        return [_to_plain(part) for part in value]
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, str):
         return str.__str__(value)
-    raise ValueError(f"expected texts, numbers, lists and dicts in a conversation, got a {type(value).__name__}")
+    raise ValueError(f"expected strings, numbers, lists and dicts in a conversation, got a {type(value).__name__}")
 
 
-def _guard(tree: nodes.Template) -> None:
-    """Put checks around all that makes values in a program, and into its loops."""
-    makers = (nodes.Concat, nodes.List, nodes.Tuple, nodes.Dict, nodes.Filter, nodes.Call)
+def _insert_checks(tree: nodes.Template) -> None:
+    """Insert checks around the expressions of a template that create values, and into its loops."""
+    creators = (nodes.Concat, nodes.List, nodes.Tuple, nodes.Dict, nodes.Filter, nodes.Call)
 
     def checked(node: nodes.Expr) -> nodes.Expr:
-        return nodes.Filter(node, " small", [], [], None, None, lineno=node.lineno)
+        return nodes.Filter(node, " check_size", [], [], None, None, lineno=node.lineno)
 
     def walk(node: nodes.Node) -> None:
         for field, value in node.iter_fields():
@@ -232,8 +234,8 @@ def _guard(tree: nodes.Template) -> None:
                     continue
                 walk(item)
                 if isinstance(node, (nodes.CallBlock, nodes.FilterBlock)) and field in ("call", "filter"):
-                    continue  # these need a call, and a filter, itself
-                if isinstance(item, makers) and getattr(item, "ctx", "load") == "load":
+                    continue  # these nodes require a call or a filter as their child
+                if isinstance(item, creators) and getattr(item, "ctx", "load") == "load":
                     items[i] = checked(item)
             if not isinstance(value, list):
                 setattr(node, field, items[0])
@@ -241,102 +243,105 @@ def _guard(tree: nodes.Template) -> None:
             node.nodes = [checked(part) for part in node.nodes]
         if isinstance(node, nodes.For):
             length = nodes.Const(_text_length(node.body))
-            node.iter = nodes.Filter(node.iter, " loop", [length], [], None, None, lineno=node.lineno)
+            node.iter = nodes.Filter(node.iter, " iterate", [length], [], None, None, lineno=node.lineno)
 
     walk(tree)
 
 
 def _text_length(body: Any) -> int:
-    """How many characters of a template's own text stand in some statements."""
+    """Return the number of characters of literal text in statements of a template."""
     return sum(len(text.data) for statement in body for text in statement.find_all(nodes.TemplateData))
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a budget that is checked before each call and computation.
+    """Jinja's sandbox with a budget that is checked before each call and operation.
 
     Attributes:
-        budget: of the rendering at present.
-        text_length: characters of all text that stands in the template.
+        budget: the budget of the current rendering.
+        text_length: the number of characters of literal text in the template.
     """
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     text_length = 0
 
     def __init__(self) -> None:
-        extensions: list[Any] = [Generation, "jinja2.ext.loopcontrols"]
+        extensions: list[Any] = [GenerationTag, "jinja2.ext.loopcontrols"]
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=self._written, extensions=extensions
+            trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=self._check_output, extensions=extensions
         )
         self.budget = Budget()
         self.filters["tojson"] = _to_json
-        self.filters = {name: self._guarded(name, function) for name, function in self.filters.items()}
-        self.filters |= {" small": _small, " loop": self._loop}
+        self.filters = {name: self._with_check(name, function) for name, function in self.filters.items()}
+        self.filters |= {" check_size": _check_size, " iterate": self._iterate}
         del self.globals["lipsum"]
         self.globals |= {
             "raise_exception": _raise_exception,
-            "strftime_now": lambda form: datetime.now().strftime(str(form)[:MOST_WIDTH]),
+            "strftime_now": lambda form: datetime.now().strftime(str(form)[:MAX_WIDTH]),
             "namespace": PublicNamespace,
-            "dict": lambda *args, **kwargs: dict(*args, **kwargs),  # as a type it would offer more than to be called
+            "dict": lambda *args, **kwargs: dict(*args, **kwargs),  # a function, because the type has methods
         }
 
     def call(__self, __context: Any, __function: Any, *args: Any, **kwargs: Any) -> Any:
-        method = getattr(__function, "__wrapped__", __function)  # of str.format, the sandbox has its own
+        """Check the budget, and call a function or method of the template."""
+        method = getattr(__function, "__wrapped__", __function)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         name = getattr(method, "__name__", "")
         if isinstance(owner, str):
             if name == "join":
                 args = ([*args[0]],) if args else args
-                __self.budget.join(owner, *args)
-            __self.budget.call(name, (owner, *args), kwargs)
+                __self.budget.check_join(owner, *args)
+            __self.budget.check_call(name, (owner, *args), kwargs)
         elif isinstance(__function, Macro):
-            __self.budget.spend(__self.text_length)
+            __self.budget.charge(__self.text_length)
         else:
-            __self.budget.call("", args, kwargs)
+            __self.budget.check_call("", args, kwargs)
         return super().call(__context, __function, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        self.budget.product(operator, left, right)
-        return _small(super().call_binop(context, operator, left, right))
+        """Check the budget, and compute a binary operation of the template."""
+        self.budget.check_operator(operator, left, right)
+        return _check_size(super().call_binop(context, operator, left, right))
 
-    def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a filter so that it checks the budget first."""
-        n_hidden = 1 if hasattr(function, "jinja_pass_arg") else 0  # arguments that Jinja adds
+    def _with_check(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a filter with a check of the budget."""
+        n_hidden = 1 if hasattr(function, "jinja_pass_arg") else 0  # arguments that Jinja inserts
 
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            hidden, (value, *rest) = args[:n_hidden], args[n_hidden:]
+            hidden, (value, *arguments) = args[:n_hidden], args[n_hidden:]
             if name == "join":
                 value = [*value]
-                self.budget.join(rest[0] if rest else kwargs.get("d", ""), value)
-            self.budget.call(name, (value, *rest), kwargs)
-            return function(*hidden, value, *rest, **kwargs)
+                self.budget.check_join(arguments[0] if arguments else kwargs.get("d", ""), value)
+            self.budget.check_call(name, (value, *arguments), kwargs)
+            return function(*hidden, value, *arguments, **kwargs)
 
         return guarded
 
-    def _written(self, value: Any) -> Any:
-        """What goes into the output."""
-        self.budget.spend(size(value))
+    def _check_output(self, value: Any) -> Any:
+        """Subtract a value that the template writes from the budget, and return it."""
+        self.budget.charge(measure_size(value))
         return value
 
-    def _loop(self, values: Iterable[Any], characters: int) -> Iterator[Any]:
-        """Yield the values of a loop, and charge the budget for the text of its body each time."""
+    def _iterate(self, values: Iterable[Any], characters: int) -> Iterator[Any]:
+        """Yield the values of a loop, and charge the budget with the text of its body for each."""
         for value in values:
-            self.budget.spend(characters)
+            self.budget.charge(characters)
             yield value
 
 
-class Generation(Extension):
-    """`{% generation %}`: what an assistant said, for those who train on nothing else. Its text is as it is."""
+class GenerationTag(Extension):
+    """The tag `{% generation %}`, which marks answers for training in `transformers` and has no effect here."""
 
     tags = {"generation"}
 
     def parse(self, parser: Any) -> Any:
+        """Return the content of the tag as a scope."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class PublicNamespace(Namespace):
-    """Jinja's own, without names that begin with an underscore. What it holds is not written out."""
+    """Jinja's namespace object without names that begin with an underscore; printing it does not print its values."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         Namespace.__init__(*args, **kwargs)
@@ -356,9 +361,9 @@ def _check_name(name: str) -> None:
         raise ValueError(f"expected no name that begins with an underscore in a namespace, got {name!r}")
 
 
-def _small(value: Any) -> Any:
-    """Return a value that was made, if it is not too long."""
-    size(value)
+def _check_size(value: Any) -> Any:
+    """Return a value; raise ValueError if it exceeds a limit."""
+    measure_size(value)
     return value
 
 
@@ -369,7 +374,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes what HTML would read otherwise."""
+    """Convert a value to JSON without the escapes for HTML of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

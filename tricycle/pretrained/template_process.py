@@ -1,10 +1,10 @@
 """Render untrusted chat templates in a child process, whose memory and time the operating system limits.
 
-The checks of `chat_template` measure values that a template makes; a filter or a method that makes a value of gigabytes
-before anything can measure it, or that takes minutes for one, is stopped here: by RLIMIT_AS and an alarm on Linux, by
-the alarm alone on macOS, and by ending the child from outside on Windows.
+The checks of `chat_template` measure the values of a template after they were computed. The child process also stops a
+filter or method that uses gigabytes or takes minutes for one value: RLIMIT_AS and an alarm do so on Linux, the alarm
+alone on macOS, and the parent, which kills the child, on Windows.
 
-This file is also the child's program. It is run by its path and imports Jinja and `chat_template` alone.
+This file is also the child's program. It is run by its path and imports only Jinja and `chat_template`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 if TYPE_CHECKING:
     from tricycle.pretrained.chat_template import ChatTemplate
 
-MOST_MEMORY = 200 * 2**20  # bytes beyond those of Python and Jinja
-MOST_SECONDS = 5.0  # of a rendering, or of compiling a template
-MOST_REPLY = 2**26  # bytes of a rendered text
+MAX_MEMORY = 200 * 2**20  # bytes in addition to Python and Jinja
+MAX_SECONDS = 5.0  # for rendering or compiling a template
+MAX_REPLY = 2**26  # bytes of a rendered text
 HEADER = struct.Struct("<Q")
 DONE, REFUSED = b"d", b"r"
-# SHA-256 of templates that were read and found to make little of little: they are rendered in this process.
+# SHA-256 of templates that were reviewed: they need few resources, and are rendered in this process.
 KNOWN_TEMPLATES = frozenset(
     [
         "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",  # SmolLM2-135M-Instruct
@@ -43,11 +43,11 @@ Template: TypeAlias = "ChatTemplate | UntrustedTemplate"
 
 
 def open_template(source: str) -> Template:
-    """Compile a chat template: in this process where it is a known one, else in a child process.
+    """Compile a chat template, in this process if its hash is known, else in a child process.
 
     Raises:
         ImportError: Jinja is not installed.
-        ValueError: it is no template, or exceeds a limit; names the line.
+        ValueError: the source is not a valid template or exceeds a limit; names the line.
     """
     if importlib.util.find_spec("jinja2") is None:
         raise ImportError('chat templates need Jinja: pip install "tricycle-gpt[pretrained]"')
@@ -61,57 +61,58 @@ def open_template(source: str) -> Template:
 
 # -------------------------------------------------------------------- in the parent
 class UntrustedTemplate:
-    """A template that is compiled and rendered in a child process, which stays for further renderings.
+    """A template that is compiled and rendered in a child process, which remains for further renderings.
 
-    Renderings of several threads follow one another. A child that exceeds a limit is replaced at the next rendering,
-    and a forked process starts its own.
+    A lock serializes renderings of several threads. A child that exceeds a limit is replaced at the next rendering. A
+    forked process starts its own child.
 
     Args:
-        seconds: of a rendering at most.
+        source: the text of the template.
+        seconds: the time limit of a rendering.
 
     Raises:
         ValueError: as of `open_template`.
     """
 
-    def __init__(self, source: str, seconds: float = MOST_SECONDS) -> None:
-        self._opening = {"path": sys.path, "seconds": seconds, "memory": MOST_MEMORY, "source": source}
+    def __init__(self, source: str, seconds: float = MAX_SECONDS) -> None:
+        self._opening = {"path": sys.path, "seconds": seconds, "memory": MAX_MEMORY, "source": source}
         self._seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
         with self._lock:
-            self._process = self._start()
+            self._process = self._start_child()
 
     def render(self, **variables: Any) -> str:
-        """Return the text for some variables, which are seen as plain values: texts, numbers, lists and dicts.
+        """Render the template with variables, which are converted to plain values: strings, numbers, lists and dicts.
 
         Raises:
-            ValueError: the template refuses them (`raise_exception`), is broken, or exceeds a limit; names the line.
+            ValueError: the template rejects them (`raise_exception`), is invalid or exceeds a limit; names the line.
         """
         from tricycle.pretrained.chat_template import plain_variables
 
         plain = plain_variables(variables)
         with self._lock:
             if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
-                self._process = self._start()
-            return self._ask(self._process, plain)
+                self._process = self._start_child()
+            return self._request(self._process, plain)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        """Return a child that has compiled the template."""
+    def _start_child(self) -> subprocess.Popen[bytes]:
+        """Start a child process, and compile the template in it."""
         process = subprocess.Popen(
             [sys.executable, "-I", __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the parent
+            start_new_session=True,  # Ctrl-C must reach only the parent
         )
         self._owner = os.getpid()
-        self._finalizer = weakref.finalize(self, _end, process, self._owner)
-        self._ask(process, self._opening)
+        self._finalizer = weakref.finalize(self, _end_child, process, self._owner)
+        self._request(process, self._opening)
         return process
 
-    def _ask(self, process: subprocess.Popen[bytes], message: Any) -> str:
-        """Send a message and return the reply; without a reply the child is ended."""
+    def _request(self, process: subprocess.Popen[bytes], message: Any) -> str:
+        """Send a message and return the reply; end the child if there is no valid reply."""
         requests, replies = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
         alarm = None if hasattr(signal, "setitimer") else threading.Timer(self._seconds, process.kill)
         try:
@@ -119,16 +120,16 @@ class UntrustedTemplate:
                 alarm.start()
             with suppress(BrokenPipeError):  # then there is no reply
                 _send(requests, marshal.dumps(message))
-            reply = _receive(replies, MOST_REPLY)
+            reply = _receive(replies, MAX_REPLY)
             if reply is None:
                 status = process.wait()
                 reason = f"the process that rendered it ended with status {status}"
                 if status in (-getattr(signal, "SIGALRM", 0), 1 if sys.platform == "win32" else None):
                     reason = f"it takes more than {self._seconds:g} seconds"
                 elif status == OUT_OF_MEMORY:
-                    reason = f"it takes more than {MOST_MEMORY >> 20} MB of memory"
+                    reason = f"it takes more than {MAX_MEMORY >> 20} MB of memory"
                 raise ValueError(f"chat template: {reason}")
-        except BaseException:  # a reply that is left unread would answer the next message
+        except BaseException:  # an unread reply would be taken for that of the next message
             self._finalizer()
             raise
         finally:
@@ -140,13 +141,13 @@ class UntrustedTemplate:
         return text
 
 
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """End a child, by closing its input where it waits for more; in a forked process only close the parent's pipes."""
+def _end_child(process: subprocess.Popen[bytes], owner: int) -> None:
+    """End a child by closing its pipes, and kill it if it continues; in a forked process only close the pipes."""
     for pipe in (process.stdin, process.stdout):
         with suppress(OSError):
             pipe.close()  # type: ignore[union-attr]
     if owner != os.getpid():
-        process.returncode = 0  # it is another process's child, which cannot be waited for
+        process.returncode = 0  # the child of another process cannot be waited for
         return
     try:
         process.wait(0.5)
@@ -155,24 +156,24 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
         process.wait()
 
 
-# -------------------------------------------------------------------- both
+# -------------------------------------------------------------------- messages
 def _send(pipe: BinaryIO, content: bytes) -> None:
     pipe.write(HEADER.pack(len(content)) + content)
     pipe.flush()
 
 
-def _receive(pipe: BinaryIO, most: int | None = None) -> bytes | None:
-    """Return the next message; None where the other side has ended.
+def _receive(pipe: BinaryIO, max_bytes: int | None = None) -> bytes | None:
+    """Return the next message, or None if the other side has ended.
 
     Raises:
-        ValueError: more bytes than `most`.
+        ValueError: the message has more than `max_bytes` bytes.
     """
     header = pipe.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
     (length,) = HEADER.unpack(header)
-    if most is not None and length > most:
-        raise ValueError(f"chat template: it writes more than {most:,} bytes")
+    if max_bytes is not None and length > max_bytes:
+        raise ValueError(f"chat template: it writes more than {max_bytes:,} bytes")
     content = pipe.read(length)
     return content if len(content) == length else None
 
@@ -182,7 +183,7 @@ OUT_OF_MEMORY = 77  # the child's exit status
 
 
 def main() -> None:
-    """Compile the template of the first message, and render it with the variables of each that follows."""
+    """Compile the template of the first message, and render it with the variables of each further message."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     first = _receive(requests)
@@ -190,8 +191,8 @@ def main() -> None:
         return
     opening = marshal.loads(first)
     sys.path[:] = opening["path"]
-    form = _chat_template_module()
-    form.MOST_SECONDS = opening["seconds"]
+    chat_template = _chat_template_module()
+    chat_template.MAX_SECONDS = opening["seconds"]
     _limit_memory(opening["memory"])
     template: Any = None
     message: Any = None
@@ -199,7 +200,7 @@ def main() -> None:
         _set_alarm(opening["seconds"])
         try:
             if template is None:
-                template = form.ChatTemplate(opening["source"])
+                template = chat_template.ChatTemplate(opening["source"])
                 text = b""
             else:
                 text = template.render(**message).encode("utf-8", "surrogatepass")
@@ -216,7 +217,7 @@ def main() -> None:
 
 
 def _chat_template_module() -> Any:
-    """Import the module beside this one without the package around it, which would import NumPy and more."""
+    """Import `chat_template` from its file, without the package, whose import needs NumPy and more."""
     path = Path(__file__).with_name("chat_template.py")
     spec: Any = importlib.util.spec_from_file_location("chat_template", path)
     module: Any = importlib.util.module_from_spec(spec)
@@ -226,7 +227,7 @@ def _chat_template_module() -> Any:
 
 
 def _limit_memory(n_bytes: int) -> None:
-    """Let this process take so many bytes more than it has now, where the system can see to that."""
+    """Limit the memory of this process to its present size plus `n_bytes`, on Linux only."""
     if sys.platform != "linux":
         return
     import resource
@@ -237,7 +238,7 @@ def _limit_memory(n_bytes: int) -> None:
 
 
 def _set_alarm(seconds: float) -> None:
-    """Have the system end this process after some seconds; 0 for never."""
+    """Let the system end this process after a number of seconds; 0 cancels this."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
