@@ -1,4 +1,4 @@
-"""A server in a thread, with a tiny model, and requests that no proper client would send."""
+"""Test helpers: a server in a thread with a tiny model, HTTP requests to it, and expected texts."""
 
 import contextlib
 import http.client
@@ -16,20 +16,20 @@ from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
 from tricycle.pretrained import load
 from tricycle_cli.serve import Arguments, address
-from tricycle_cli.serve import load as load_served
-from tricycle_serve.app import new_app
+from tricycle_cli.serve import load as load_service
+from tricycle_serve.app import create_app
 from tricycle_serve.server import Server, listen
 
-STOP = 2  # the tiny model's end of an answer
+STOP_TOKEN = 2  # the tiny model's end of an answer
 
 
 @dataclass
-class Running:
-    """A server that answers."""
+class RunningServer:
+    """A server that accepts requests."""
 
-    served: Any
+    service: Any
     url: str
-    server: Any
+    uvicorn_server: Any
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -39,85 +39,86 @@ class Running:
     def connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
 
-    def ask(self, path: str, body: Any = None, method: str | None = None, **headers: str) -> tuple[int, Any, Any]:
-        """Status, body and headers of an answer."""
+    def request(self, path: str, body: Any = None, method: str | None = None, **headers: str) -> tuple[int, Any, Any]:
+        """Send a request; return status, body and headers of the response."""
         raw = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         connection = self.connection()
         try:
             connection.request(method or ("GET" if raw is None else "POST"), path, raw, {**self.headers, **headers})
-            answer = connection.getresponse()
-            content = answer.read()
+            response = connection.getresponse()
+            content = response.read()
         finally:
             connection.close()
-        is_json = answer.getheader("content-type", "").startswith("application/json")
-        return answer.status, json.loads(content) if is_json else content, answer.headers
+        is_json = response.getheader("content-type", "").startswith("application/json")
+        return response.status, json.loads(content) if is_json else content, response.headers
 
 
 @contextlib.contextmanager
-def serving(source: Path, *, start: bool = True, served: Any = None, **settings: Any) -> Iterator[Running]:
-    """A server, until the block ends.
+def run_server(source: Path, *, start: bool = True, service: Any = None, **settings: Any) -> Iterator[RunningServer]:
+    """Run a server until the end of the block.
 
     Args:
-        start: whether the model begins to compute.
-        settings: of `Arguments`, and key for a key.
+        start: whether to start the engine.
+        service: the service; by default, that of the model at `source`.
+        settings: fields of `Arguments`, and `key` for an API key.
     """
     key = settings.pop("key", None)
     arguments = Arguments(str(source), port=0, **settings)
-    served = served or load_served(arguments)
-    app = new_app(
-        served,
-        names=arguments.allowed_hosts,
-        origins=arguments.allowed_origins,
-        key=key,
-        most_bytes=arguments.max_request_bytes,
+    service = service or load_service(arguments)
+    app = create_app(
+        service,
+        allowed_hosts=arguments.allowed_hosts,
+        allowed_origins=arguments.allowed_origins,
+        api_key=key,
+        max_request_bytes=arguments.max_request_bytes,
     )
     listener = listen("127.0.0.1", 0)
-    server = Server(app, served.close)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    uvicorn_server = Server(app, service.close)
+    thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
     thread.start()
     if start:
-        served.engine.start()
+        service.engine.start()
     try:
-        yield Running(served, address(listener), server)
+        yield RunningServer(service, address(listener), uvicorn_server)
     finally:
-        served.close()
-        server.should_exit = True
+        service.close()
+        uvicorn_server.should_exit = True
         thread.join(20)
-        served.engine.join(20)
+        service.engine.join(20)
         listener.close()
     assert not thread.is_alive()
 
 
-def until(condition: Any, seconds: float = 20) -> None:
-    """Wait for something."""
-    end = time.monotonic() + seconds
+def wait_until(condition: Any, timeout_seconds: float = 20) -> None:
+    """Wait until a condition is true."""
+    deadline = time.monotonic() + timeout_seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come"
+        assert time.monotonic() < deadline, "timeout"
         time.sleep(0.01)
 
 
-class Alone:
-    """What the model answers when nobody else asks, by `generate`."""
+class ReferenceGenerator:
+    """The texts that `generate` produces without a server, for comparison."""
 
     def __init__(self, folder: Path) -> None:
         self.loaded = load(folder)
         self.tokeniser = self.loaded.tokeniser
 
     def tokens(self, ids: list[int], n: int, **settings: Any) -> list[int]:
-        way = {"temperature": 0, "stop_tokens": STOP, "n_vocab": self.tokeniser.n_vocab, **settings}
-        return [*generate(self.loaded.model, ids, n, PenalizedSamplingParams(**way))]
+        params = {"temperature": 0, "stop_tokens": STOP_TOKEN, "n_vocab": self.tokeniser.n_vocab, **settings}
+        return [*generate(self.loaded.model, ids, n, PenalizedSamplingParams(**params))]
 
     def text(self, ids: list[int], n: int, **settings: Any) -> str:
         tokens = self.tokens(ids, n, **settings)
         stream = self.tokeniser.stream(ids)
-        stop = settings.get("stop_tokens", STOP)
-        return "".join(stream.push([token]) for token in tokens if token != stop) + stream.flush()
+        stop_token = settings.get("stop_tokens", STOP_TOKEN)
+        return "".join(stream.push([token]) for token in tokens if token != stop_token) + stream.flush()
 
     def chat(self, messages: list[dict[str, str]], n: int, **settings: Any) -> str:
         return self.text(self.tokeniser.chat(messages, allowed_special=False), n, **settings)
 
     def logprobs(self, ids: list[int]) -> np.ndarray:
-        """(V,) after a text."""
+        """Return the log-probabilities (V,) of the token after a text."""
         logits = self.loaded.model(np.array(ids)).array[-1 if len(ids) else 0]
         logits = logits.reshape(-1, logits.shape[-1])[-1][: self.tokeniser.n_vocab].astype(np.float64)
         return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())

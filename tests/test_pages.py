@@ -351,12 +351,12 @@ def serve(request, line: str) -> None:
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")
     pytest.importorskip("jinja2")
-    from serving import serving
+    from serving import run_server
     from tiny_models import write_folder
 
     assert second == "tricycle serve smollm2"
-    with serving(write_folder(request.getfixturevalue("tmp_path") / "tiny")) as running:
-        assert running.ask("/v1/models")[1]["data"][0]["id"] == "tiny"
+    with run_server(write_folder(request.getfixturevalue("tmp_path") / "tiny")) as server:
+        assert server.request("/v1/models")[1]["data"][0]["id"] == "tiny"
 
 
 def exercises(request, line: str) -> None:

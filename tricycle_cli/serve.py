@@ -28,8 +28,8 @@ from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.memory import free_memory
 from tricycle_cli.flags import parse
 from tricycle_cli.models import CacheDtype, ModelFlags, SamplingFlags, cache_dtype, load_file, load_model, use_gpu
-from tricycle_serve.engine import Limits
-from tricycle_serve.served import Encoder, Served, Ways, Writer
+from tricycle_serve.engine import EngineLimits
+from tricycle_serve.services import EmbeddingService, GenerationService, ModelService, ServiceDefaults
 
 KEY_VARIABLE = "TRICYCLE_API_KEY"
 CACHE_FRACTION = 0.5  # of the memory that is free once the model is loaded, for KV caches
@@ -92,24 +92,29 @@ def main(args: Sequence[str] | None = None) -> None:
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(f'tricycle serve needs {package}: pip install "tricycle-gpt[serve]"')
-    from tricycle_serve.app import new_app
+    from tricycle_serve.app import create_app
     from tricycle_serve.server import Server, listen
 
     key = api_key(arguments)
     listener = listen(arguments.host, arguments.port)  # before the model is loaded, which may take a while
-    served = load(arguments)
-    names = [*arguments.allowed_hosts, arguments.host, socket.gethostname()]
-    limit = arguments.max_request_bytes
-    app = new_app(served, names=names, origins=arguments.allowed_origins, key=key, most_bytes=limit)
-    served.engine.start()
-    print(f"serving {served.name} at {address(listener)} (Ctrl-C stops the server)", flush=True)
+    service = load(arguments)
+    allowed_hosts = [*arguments.allowed_hosts, arguments.host, socket.gethostname()]
+    app = create_app(
+        service,
+        allowed_hosts=allowed_hosts,
+        allowed_origins=arguments.allowed_origins,
+        api_key=key,
+        max_request_bytes=arguments.max_request_bytes,
+    )
+    service.engine.start()
+    print(f"serving {service.name} at {address(listener)} (Ctrl-C stops the server)", flush=True)
     try:
-        Server(app, served.engine.close).run(sockets=[listener])
+        Server(app, service.engine.close).run(sockets=[listener])
     except KeyboardInterrupt:
         print("stopped", flush=True)
     finally:
-        served.close()
-        served.engine.join(5)
+        service.close()
+        service.engine.join(5)
 
 
 def api_key(arguments: Arguments) -> str | None:
@@ -148,24 +153,24 @@ def address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def load(arguments: Arguments) -> Served:
+def load(arguments: Arguments) -> ModelService:
     """Load the model or encoder, and return it as the server's service."""
     name = arguments.model_name or published_name(arguments.source)
     created = int(time.time())
-    limits = Limits(arguments.max_batch_size, arguments.max_queue, arguments.cached_texts)
+    limits = EngineLimits(arguments.max_batch_size, arguments.max_queue, arguments.cached_texts)
     on_gpu = use_gpu(arguments.model.device, arguments.model.weights)
     loaded = load_file(arguments.source, arguments.model.weights)
     if isinstance(loaded.model, TextEncoder):
         if on_gpu:
             loaded.model.to_gpu()
         encoder = sentences_of(loaded, arguments.source)
-        return Encoder(name, encoder, limits, created, arguments.timeout_seconds)
+        return EmbeddingService(name, encoder, limits, created, arguments.timeout_seconds)
     load_model(arguments.source, loaded=loaded, **vars(arguments.model))
     cache = cache_dtype(arguments.kv_cache_dtype)
-    limits.n_tokens = math.inf if on_gpu else cache_capacity_tokens(loaded.model, cache)
+    limits.max_cache_tokens = math.inf if on_gpu else cache_capacity_tokens(loaded.model, cache)
     sampling = default_request_sampling(arguments.sampling, loaded)
-    ways = Ways(sampling, sampling, arguments.length, arguments.timeout_seconds)
-    return Writer(name, loaded, ways, limits, created, cache)
+    defaults = ServiceDefaults(sampling, sampling, arguments.length, arguments.timeout_seconds)
+    return GenerationService(name, loaded, defaults, limits, created, cache)
 
 
 def default_request_sampling(flags: SamplingFlags, loaded: Pretrained) -> PenalizedSamplingParams:

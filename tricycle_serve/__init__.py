@@ -1,1 +1,1 @@
-"""A model behind the addresses that OpenAI's clients know, for `tricycle serve`."""
+"""An HTTP server for models with OpenAI-compatible endpoints and a chat page, used by `tricycle serve`."""

@@ -1,4 +1,4 @@
-"""The addresses that are answered."""
+"""The ASGI application: routes, endpoints and the transmission of responses."""
 
 from __future__ import annotations
 
@@ -16,194 +16,203 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tricycle_serve.answers import Answer
+from tricycle_serve.embeddings import EmbeddingsResponse
+from tricycle_serve.engine_request import RequestCancelled
 from tricycle_serve.errors import ApiError
-from tricycle_serve.fields import Fields, read_object
-from tricycle_serve.gate import Gate
-from tricycle_serve.replies import refusal, reply
-from tricycle_serve.served import Served, no_such_model
-from tricycle_serve.work import Gone
+from tricycle_serve.json_responses import error_response, json_response
+from tricycle_serve.middleware import AccessMiddleware
+from tricycle_serve.request_fields import RequestFields, parse_json_object
+from tricycle_serve.responses import CompletionResponse
+from tricycle_serve.services import ModelService, model_not_found
 
-MOST_BYTES = 2**22  # of a request
-MOST_SECONDS = 30.0  # in which it has to arrive
-MOST_REQUESTS = 256  # at once, those that are only being sent off included
+MAX_REQUEST_BYTES = 2**22
+BODY_TIMEOUT_SECONDS = 30.0  # maximum time until the whole body of a request has arrived
+MAX_OPEN_REQUESTS = 256  # includes requests whose responses are still being sent
 PAGES = {
     "/": ("chat.html", "text/html"),
     "/chat.css": ("chat.css", "text/css"),
     "/chat.js": ("chat.js", "text/javascript"),
 }
 
-STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 
 Endpoint = Callable[[Request], Awaitable[Any]]
+ModelResponse = CompletionResponse | EmbeddingsResponse
 
 
-def new_app(
-    served: Served,
+def create_app(
+    service: ModelService,
     *,
-    names: Iterable[str] = (),
-    origins: Iterable[str] = (),
-    key: str | None = None,
-    most_bytes: int = MOST_BYTES,
-) -> Gate:
-    """An ASGI application; `served.engine` must be started by whoever runs it.
+    allowed_hosts: Iterable[str] = (),
+    allowed_origins: Iterable[str] = (),
+    api_key: str | None = None,
+    max_request_bytes: int = MAX_REQUEST_BYTES,
+) -> AccessMiddleware:
+    """Return the ASGI application of a service; the caller starts `service.engine`.
 
     Args:
-        names, origins, key: as of `Gate`.
-        most_bytes: of a request.
+        allowed_hosts, allowed_origins, api_key: see `AccessMiddleware`.
+        max_request_bytes: maximum size of a request body.
     """
-    desk = _Desk(served, most_bytes)
+    endpoints = _Endpoints(service, max_request_bytes)
     routes: Any = [
-        Route("/v1/chat/completions", desk.answering(served.chat), methods=["POST"]),
-        Route("/v1/completions", desk.answering(served.complete), methods=["POST"]),
-        Route("/v1/embeddings", desk.answering(served.embed), methods=["POST"]),
-        Route("/v1/models", desk.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", desk.model, methods=["GET"]),
-        Route("/health", desk.health, methods=["GET"]),
-        *(Route(path, _page(*page), methods=["GET"]) for path, page in PAGES.items()),
+        Route("/v1/chat/completions", endpoints.post_endpoint(service.chat), methods=["POST"]),
+        Route("/v1/completions", endpoints.post_endpoint(service.complete), methods=["POST"]),
+        Route("/v1/embeddings", endpoints.post_endpoint(service.embed), methods=["POST"]),
+        Route("/v1/models", endpoints.list_models, methods=["GET"]),
+        Route("/v1/models/{name:path}", endpoints.get_model, methods=["GET"]),
+        Route("/health", endpoints.health, methods=["GET"]),
+        *(Route(path, _page_endpoint(*page), methods=["GET"]) for path, page in PAGES.items()),
     ]
-    handlers: Any = {HTTPException: _http_error, ApiError: _api_error}
+    handlers: Any = {HTTPException: _handle_http_exception, ApiError: _handle_api_error}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return Gate(app, names, origins, key)
+    return AccessMiddleware(app, allowed_hosts, allowed_origins, api_key)
 
 
-class _Desk:
-    """Takes requests, and hands answers out."""
+class _Endpoints:
+    """The endpoints of the API, and the count of open requests."""
 
-    def __init__(self, served: Served, most_bytes: int) -> None:
-        self._served = served
-        self._most_bytes = most_bytes
+    def __init__(self, service: ModelService, max_request_bytes: int) -> None:
+        self._service = service
+        self._max_request_bytes = max_request_bytes
         self._n_open = 0
 
-    def answering(self, ask: Callable[[Fields], Awaitable[Any]]) -> Endpoint:
-        """What a POST to an address does."""
+    def post_endpoint(self, submit: Callable[[RequestFields], Awaitable[Any]]) -> Endpoint:
+        """Return the endpoint that parses a JSON body, submits it to the service and sends the response."""
 
-        async def answer(request: Request) -> ASGIApp:
-            if self._n_open >= MOST_REQUESTS:
-                raise ApiError("too many requests are open", 503, code="overloaded", wait=5)
+        async def endpoint(request: Request) -> ASGIApp:
+            if self._n_open >= MAX_OPEN_REQUESTS:
+                raise ApiError("too many open requests", 503, code="overloaded", retry_after_seconds=5)
             self._n_open += 1
             try:
-                return _Sending(await ask(Fields(read_object(await self._body(request)))), self._finish)
+                fields = RequestFields(parse_json_object(await self._read_body(request)))
+                return _ResponseSender(await submit(fields), self._on_done)
             except BaseException as error:
-                self._finish()
+                self._on_done()
                 if isinstance(error, (ApiError, asyncio.CancelledError)):
                     raise
                 if isinstance(error, ClientDisconnect):
                     return Response(status_code=499)
-                return refusal(_unexpected(error, request.url.path))
+                return error_response(_internal_error(error, request.url.path))
 
-        return answer
+        return endpoint
 
-    def _finish(self) -> None:
+    def _on_done(self) -> None:
         self._n_open -= 1
 
-    async def _body(self, request: Request) -> bytes:
-        """Return the body of a request; raise ApiError where it is too large, or too slow."""
-        too_large = ApiError(f"expected a request of at most {self._most_bytes:,} bytes", 413, code="too_large")
-        stated = request.headers.get("content-length", "0")
-        if not stated.isdecimal() or int(stated[:20]) > self._most_bytes:
+    async def _read_body(self, request: Request) -> bytes:
+        """Return the body of a request; raise ApiError if it is too large or arrives too slowly."""
+        limit = self._max_request_bytes
+        too_large = ApiError(f"expected a request of at most {limit:,} bytes", 413, code="too_large")
+        content_length = request.headers.get("content-length", "0")
+        if not content_length.isdecimal() or int(content_length[:20]) > limit:
             raise too_large
         body = bytearray()
         try:
-            async with asyncio.timeout(MOST_SECONDS):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > self._most_bytes:
+            async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > limit:
                         raise too_large
         except TimeoutError:
-            raise ApiError(f"expected the whole request within {MOST_SECONDS:.0f} s", 408, code="too_slow") from None
+            message = f"expected the whole request within {BODY_TIMEOUT_SECONDS:.0f} s"
+            raise ApiError(message, 408, code="too_slow") from None
         return bytes(body)
 
     async def health(self, request: Request) -> Response:
-        """Whether requests for texts are answered: 200, or 503 once the model's thread has ended."""
-        if self._served.engine.is_alive:
-            return reply({"status": "ok"})
-        return refusal(ApiError("the model's thread has ended: start the server again", 503, code="model_failed"))
+        """Return status 200 while the engine thread runs, and 503 after it has ended."""
+        if self._service.engine.is_alive:
+            return json_response({"status": "ok"})
+        message = "the model's thread has ended: restart the server"
+        return error_response(ApiError(message, 503, code="model_failed"))
 
-    async def models(self, request: Request) -> Response:
-        """The one that there is."""
-        return reply({"object": "list", "data": [self._served.about()]})
+    async def list_models(self, request: Request) -> Response:
+        """Return the list of models, which contains the served model."""
+        return json_response({"object": "list", "data": [self._service.model_info()]})
 
-    async def model(self, request: Request) -> Response:
-        """That of a name."""
+    async def get_model(self, request: Request) -> Response:
+        """Return the model whose name is in the path."""
         name = request.path_params["name"]
-        if name != self._served.name:
-            raise no_such_model(name, self._served.name)
-        return reply(self._served.about())
+        if name != self._service.name:
+            raise model_not_found(name, self._service.name)
+        return json_response(self._service.model_info())
 
 
-class _Sending:
-    """Sends an answer while it is made, and lets the model know when nobody is there to read it.
+class _ResponseSender:
+    """ASGI application that sends a response while the model generates it, and cancels the request on a disconnect.
 
     Args:
-        finish: called when all is sent, or nobody wants it.
+        on_done: called when the response is sent or the request is cancelled.
     """
 
-    def __init__(self, answer: Any, finish: Callable[[], None]) -> None:
-        self._answer = answer
-        self._finish = finish
+    def __init__(self, response: ModelResponse, on_done: Callable[[], None]) -> None:
+        self._response = response
+        self._on_done = on_done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._answer.work
+        engine_request = self._response.engine_request
 
-        async def wait() -> None:
+        async def cancel_on_disconnect() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            work.leave()
+            engine_request.cancel()
 
-        waiting = asyncio.create_task(wait())
+        disconnect_task = asyncio.create_task(cancel_on_disconnect())
         try:
-            if isinstance(self._answer, Answer) and self._answer.wish.stream:
-                await self._stream(send)
+            if isinstance(self._response, CompletionResponse) and self._response.request.stream:
+                await self._send_events(self._response, send)
             else:
-                await (await self._whole(scope["path"]))(scope, receive, send)
-        except Gone:
+                await (await self._complete_response(scope["path"]))(scope, receive, send)
+        except RequestCancelled:
             pass
         finally:
-            waiting.cancel()
-            work.leave()
-            self._finish()
+            disconnect_task.cancel()
+            engine_request.cancel()
+            self._on_done()
 
-    async def _whole(self, path: str) -> Response:
+    async def _complete_response(self, path: str) -> Response:
         try:
-            return reply(await self._answer.whole())
-        except (Gone, asyncio.CancelledError):
+            return json_response(await self._response.collect())
+        except (RequestCancelled, asyncio.CancelledError):
             raise
         except ApiError as error:
-            return refusal(error)
-        except BaseException as error:  # a panic in Rust is no Exception
-            return refusal(_unexpected(error, path))
+            return error_response(error)
+        except BaseException as error:  # panics of Rust extensions are not of type Exception
+            return error_response(_internal_error(error, path))
 
-    async def _stream(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM})
-        async for part in self._answer.events():
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+    async def _send_events(self, response: CompletionResponse, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        async for event in response.events():
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _page(name: str, kind: str) -> Endpoint:
-    """A file of this package, read once."""
+def _page_endpoint(name: str, media_type: str) -> Endpoint:
+    """Return the endpoint of a file in `pages`, which is read once."""
     content = (files("tricycle_serve") / "pages" / name).read_bytes()
 
     async def page(request: Request) -> Response:
-        return Response(content, headers={"Cache-Control": "no-cache"}, media_type=kind)
+        return Response(content, headers={"Cache-Control": "no-cache"}, media_type=media_type)
 
     return page
 
 
-async def _api_error(request: Request, error: ApiError) -> Response:
-    return refusal(error)
+async def _handle_api_error(request: Request, error: ApiError) -> Response:
+    return error_response(error)
 
 
-async def _http_error(request: Request, error: HTTPException) -> Response:
+async def _handle_http_exception(request: Request, error: HTTPException) -> Response:
     path, status = request.url.path[:100], error.status_code
-    known = {404: f"there is no {path!r} here", 405: f"expected another method than {request.method[:20]} for {path}"}
+    messages = {
+        404: f"there is no endpoint {path!r}",
+        405: f"expected another method than {request.method[:20]} for {path}",
+    }
     code = "not_found" if status == 404 else None
-    return refusal(ApiError(known.get(status, error.detail), status, code=code), dict(error.headers or {}))
+    return error_response(ApiError(messages.get(status, error.detail), status, code=code), dict(error.headers or {}))
 
 
-def _unexpected(error: BaseException, path: str) -> ApiError:
-    """A mistake of this program: the client hears that there is one, whoever looks after the server which."""
+def _internal_error(error: BaseException, path: str) -> ApiError:
+    """Print the traceback of an unexpected exception, and return the error for the client, which has no details."""
     print(f"{path}: {''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
-    return ApiError("the server made a mistake", status=500, code="internal_error")
+    return ApiError("internal server error", status=500, code="internal_error")

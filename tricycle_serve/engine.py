@@ -1,4 +1,4 @@
-"""The thread in which the model computes: all texts are written together, a token of each in turn."""
+"""The thread that runs the model: a request queue, continuous batching, chunked prefill and a prefix cache."""
 
 from __future__ import annotations
 
@@ -15,343 +15,363 @@ from tricycle.decoding.batch import GenerationBatch
 from tricycle.decoding.speculative import SpeculativeState
 from tricycle.generate import common_prefix_length
 from tricycle.models import GPT
+from tricycle_serve.completion_requests import SequenceRequest
+from tricycle_serve.engine_request import EngineRequest
 from tricycle_serve.errors import ApiError
-from tricycle_serve.orders import Order
-from tricycle_serve.work import Work
-from tricycle_serve.writing import Writing
+from tricycle_serve.output_processor import OutputProcessor
 
-# Tokens of prompts that are read between two tokens of those who are being answered.
-READ_AT_ONCE = 256
-LEAST_SHARED = 16  # tokens: a shorter prefix that two prompts share is processed again
-MOST_WAIT = 30  # seconds that a client is told to wait
+PREFILL_CHUNK_TOKENS = 256  # prompt tokens that are processed between two decoding steps
+MIN_SHARED_PREFIX = 16  # tokens: a shorter common prefix of two prompts is processed again
+MAX_RETRY_AFTER_SECONDS = 30
 
 
 class Engine(ABC):
-    """A queue and a thread that works it off.
+    """A queue of requests and the thread that processes them.
 
     Args:
-        n_queue: how many parts of requests may wait.
+        max_queue: maximum number of waiting items; an item is one sequence or one embedding request.
     """
 
-    def __init__(self, n_queue: int) -> None:
-        self._n_queue = n_queue
+    def __init__(self, max_queue: int) -> None:
+        self._max_queue = max_queue
         self._queue: deque[Any] = deque()
         self._condition = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
 
     def start(self) -> None:
+        """Start the engine thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Begin nothing more, and end what is at work."""
+        """Reject new requests, and end the engine thread after its current step."""
         with self._condition:
             self._closing = True
             self._condition.notify()
 
-    def join(self, seconds: float) -> None:
-        """Wait for the thread's end."""
+    def join(self, timeout_seconds: float) -> None:
+        """Wait for the end of the engine thread."""
         if self._thread.is_alive():
-            self._thread.join(seconds)
+            self._thread.join(timeout_seconds)
 
-    def _expect_room(self, n: int) -> None:
-        """With the condition held.
+    def _check_capacity(self, n: int) -> None:
+        """Check that the queue has room for `n` items; the caller holds the condition.
 
         Raises:
-            ApiError: the queue is full, or the server is about to end.
+            ApiError: the queue is full, or the server is shutting down.
         """
         if self._closing:
             raise ApiError("the server is shutting down", status=503, code="shutting_down")
         n_waiting = self._n_waiting()
-        if n_waiting + n > self._n_queue and n_waiting:
+        if n_waiting + n > self._max_queue and n_waiting:
             message = f"too many requests: {n_waiting} texts are waiting; try again later"
-            raise ApiError(message, 429, code="queue_full", wait=min(MOST_WAIT, 1 + n_waiting // 4))
+            retry_after_seconds = min(MAX_RETRY_AFTER_SECONDS, 1 + n_waiting // 4)
+            raise ApiError(message, 429, code="queue_full", retry_after_seconds=retry_after_seconds)
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are still answered: the thread has not ended since it was started."""
+        """Whether requests are processed: the engine thread has not ended since it was started."""
         return self._thread.ident is None or self._thread.is_alive()
 
     def _run(self) -> None:
         try:
-            while self._wait():
+            while self._wait_for_work():
                 try:
-                    self._turn()
-                except BaseException as error:  # a panic in Rust is no Exception
-                    self._explain(error)
+                    self._step()
+                except BaseException as error:  # panics of Rust extensions are not of type Exception
+                    self._print_traceback(error)
                     self._fail_all(error)
         finally:
             self.close()
             self._fail_all(ApiError("the server is shutting down", status=503, code="shutting_down"))
 
-    def _wait(self) -> bool:
-        """Wait for work; returns whether there is any before the server ends."""
+    def _wait_for_work(self) -> bool:
+        """Wait until there is work; return False if the engine is closing."""
         with self._condition:
             while not self._closing and not self._has_work():
                 self._condition.wait()
             return not self._closing
 
-    def _explain(self, error: BaseException) -> None:
-        """Print an error for who runs the server; clients are told little."""
+    def _print_traceback(self, error: BaseException) -> None:
+        """Print an error for the operator of the server; clients receive a general message."""
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
 
     def _n_waiting(self) -> int:
-        """How many are in the queue."""
+        """Return the number of items in the queue."""
         return len(self._queue)
 
     def _has_work(self) -> bool:
-        """Whether there is anything to do."""
+        """Return whether the next step has anything to do."""
         return bool(self._queue)
 
     @abstractmethod
-    def _turn(self) -> None:
-        """Do a little for everybody."""
+    def _step(self) -> None:
+        """Advance the active requests by a small amount of work."""
 
     @abstractmethod
     def _fail_all(self, error: BaseException) -> None:
-        """Let all requests come to nothing."""
+        """End all requests with an error."""
 
 
 @dataclass(eq=False)
-class _Text:
-    """A text from the queue to its end.
+class _Sequence:
+    """A sequence from its submission to its end.
 
     Attributes:
-        room: tokens that it may come to.
-        is_first: of those with its prompt.
-        state: has processed the prompt so far; another one once the text is at work.
-        number: in the batch, once its prompt is short enough to be read there.
+        max_length: length of the prompt plus the maximum number of new tokens.
+        is_first_of_prompt: whether it is the first sequence of its prompt in the request.
+        state: decoding state with the processed part of the prompt; assigned when the sequence is admitted.
+        batch_number: number in the generation batch; None until the last chunk of the prompt.
     """
 
-    work: Work
-    writing: Writing
-    room: int
-    is_first: bool
+    engine_request: EngineRequest
+    output: OutputProcessor
+    max_length: int
+    is_first_of_prompt: bool
     state: SpeculativeState
-    number: int | None = None
+    batch_number: int | None = None
 
     @property
-    def order(self) -> Order:
-        return self.writing.order
+    def request(self) -> SequenceRequest:
+        return self.output.request
 
     @property
-    def n_unread(self) -> int:
-        return len(self.order.prompt) - len(self.state.tokens)
+    def n_unprocessed(self) -> int:
+        """Number of prompt tokens that are not processed yet."""
+        return len(self.request.prompt) - len(self.state.tokens)
 
 
 @dataclass
-class Limits:
-    """What a model is to be troubled with at most.
+class EngineLimits:
+    """Limits of an engine's batch, queue and caches.
 
     Attributes:
-        n_texts: written at once.
-        n_queue: texts that wait.
-        n_kept: conversations whose keys and values are remembered when nobody writes them.
-        n_tokens: that may be remembered of all texts together; None where memory does not matter.
+        max_batch_size: maximum number of active sequences.
+        max_queue: maximum number of waiting sequences.
+        n_cached_sequences: number of inactive sequences whose keys and values stay in the prefix cache.
+        max_cache_tokens: maximum number of tokens in the KV caches of all sequences.
     """
 
-    n_texts: int = 8
-    n_queue: int = 64
-    n_kept: int = 8
-    n_tokens: float = math.inf
+    max_batch_size: int = 8
+    max_queue: int = 64
+    n_cached_sequences: int = 8
+    max_cache_tokens: float = math.inf
 
 
 @dataclass
-class _Memory:
-    """The decoding states that no text uses, the latest last (prefix cache)."""
+class _PrefixCache:
+    """Decoding states that no active sequence uses, the most recent last."""
 
-    most: int
+    max_states: int
     states: list[SpeculativeState] = field(default_factory=list)
 
     def n_tokens(self) -> int:
         return sum(len(state.tokens) for state in self.states)
 
-    def keep(self, state: SpeculativeState) -> None:
+    def add(self, state: SpeculativeState) -> None:
         if state.tokens:
             self.states.append(state)
-        del self.states[: max(0, len(self.states) - self.most)]
+        del self.states[: max(0, len(self.states) - self.max_states)]
 
 
-class TextEngine(Engine):
-    """Writes texts.
+class GenerationEngine(Engine):
+    """Generates text with continuous batching.
 
-    Texts are taken from the queue in the order of their coming, as many as the limits allow. Of long prompts a part is
-    read in each turn, so that those who are being answered hardly notice.
+    Sequences are admitted from the queue in order, within the limits. Long prompts are processed in chunks, one chunk
+    per step, so that they hardly delay the sequences that are being decoded.
 
     Args:
         tokeniser: of the model.
-        dtype: of keys and values, as of `SpeculativeState`.
+        cache_dtype: data type of the KV caches, as for `SpeculativeState`.
     """
 
-    def __init__(self, model: GPT, tokeniser: Any, limits: Limits, dtype: str | None = None) -> None:
-        super().__init__(limits.n_queue)
+    def __init__(self, model: GPT, tokeniser: Any, limits: EngineLimits, cache_dtype: str | None = None) -> None:
+        super().__init__(limits.max_queue)
         self.model = model
         self.tokeniser = tokeniser
         self._limits = limits
-        self._dtype = dtype
-        self._reading: deque[_Text] = deque()
-        self._writing: dict[int, _Text] = {}
+        self._cache_dtype = cache_dtype
+        self._prefilling: deque[_Sequence] = deque()
+        self._decoding: dict[int, _Sequence] = {}
         self._batch = GenerationBatch(model)
-        self._memory = _Memory(limits.n_kept)
+        self._prefix_cache = _PrefixCache(limits.n_cached_sequences)
 
-    def submit(self, orders: list[Order], seconds: float) -> Work:
-        """Ask for some texts; the result tells of them as they come.
+    def submit(self, requests: list[SequenceRequest], timeout_seconds: float) -> EngineRequest:
+        """Add the sequences of a request to the queue; the outputs of the result are `TextDelta` objects.
 
         Raises:
-            ApiError: there is no room for them.
+            ApiError: the queue is full, or a sequence needs more memory than the KV caches may use.
         """
-        work = Work(len(orders), seconds)
-        texts = []
-        for i, order in enumerate(orders):
-            is_first = i == 0 or orders[i - 1].prompt is not order.prompt
-            room = len(order.prompt) + order.n_tokens
-            if room > self._limits.n_tokens:
-                most = int(self._limits.n_tokens)
-                raise ApiError(f"expected at most {most} tokens with the answer, for memory is short, got {room}")
-            state = SpeculativeState(self.model, self._dtype)
-            texts.append(_Text(work, Writing(order, self.tokeniser, i), room, is_first, state))
+        engine_request = EngineRequest(len(requests), timeout_seconds)
+        sequences = []
+        for i, request in enumerate(requests):
+            is_first = i == 0 or requests[i - 1].prompt is not request.prompt
+            max_length = len(request.prompt) + request.max_tokens
+            if max_length > self._limits.max_cache_tokens:
+                limit = int(self._limits.max_cache_tokens)
+                message = f"expected at most {limit} tokens of prompt and completion together, got {max_length}"
+                raise ApiError(f"{message}: not enough memory for the KV cache")
+            state = SpeculativeState(self.model, self._cache_dtype)
+            output = OutputProcessor(request, self.tokeniser, i)
+            sequences.append(_Sequence(engine_request, output, max_length, is_first, state))
         with self._condition:
-            self._expect_room(len(texts))
-            self._queue += texts
+            self._check_capacity(len(sequences))
+            self._queue += sequences
             self._condition.notify()
-        return work
+        return engine_request
 
-    # ---------------------------------------------------------------- a turn
+    # ---------------------------------------------------------------- one step
     def _has_work(self) -> bool:
-        return bool(self._queue or self._reading or self._writing)
+        return bool(self._queue or self._prefilling or self._decoding)
 
-    def _turn(self) -> None:
-        self._drop()
+    def _active(self) -> list[_Sequence]:
+        return [*self._prefilling, *self._decoding.values()]
+
+    def _step(self) -> None:
+        self._remove_finished()
         self._admit()
-        self._read()
-        self._write()
+        self._prefill()
+        self._decode()
 
-    def _drop(self) -> None:
-        """End what nobody waits for, or has waited for long enough."""
+    def _remove_finished(self) -> None:
+        """Remove sequences whose request is finished, cancelled or timed out."""
         with self._condition:
-            over = [text for text in self._queue if text.work.is_over or text.work.is_late]
-            for text in over:
-                self._queue.remove(text)
-        for text in [*self._reading, *self._writing.values()]:
-            if text.work.is_over or text.work.is_late:
-                self._release(text)
-                over.append(text)
-        for text in over:
-            if not text.work.is_over and text.number is None:
-                text.work.fail(no_time())
-            elif not text.work.is_over:
-                text.work.put(text.writing.end("length"), last=True)
+            removed = [
+                sequence
+                for sequence in self._queue
+                if sequence.engine_request.is_finished or sequence.engine_request.has_timed_out
+            ]
+            for sequence in removed:
+                self._queue.remove(sequence)
+        for sequence in self._active():
+            if sequence.engine_request.is_finished or sequence.engine_request.has_timed_out:
+                self._release(sequence)
+                removed.append(sequence)
+        for sequence in removed:
+            if sequence.engine_request.is_finished:
+                continue
+            if sequence.batch_number is None:
+                sequence.engine_request.fail(timeout_error())
+            else:
+                sequence.engine_request.put(sequence.output.finish("length"), is_last=True)
 
-    def _release(self, text: _Text) -> None:
-        """It is at work no longer; what it has read may be of use."""
-        if text.number is None:
-            self._reading.remove(text)
+    def _release(self, sequence: _Sequence) -> None:
+        """Remove an active sequence, and move its decoding state to the prefix cache."""
+        if sequence.batch_number is None:
+            self._prefilling.remove(sequence)
         else:
-            self._batch.remove(text.number)
-            del self._writing[text.number]
-        self._memory.keep(text.state)
+            self._batch.remove(sequence.batch_number)
+            del self._decoding[sequence.batch_number]
+        self._prefix_cache.add(sequence.state)
 
     def _admit(self) -> None:
-        """Begin with texts of the queue."""
+        """Start the prefill of queued sequences, within the limits."""
         with self._condition:
-            waiting = list(self._queue)
-        for text in waiting:
-            if len(self._reading) + len(self._writing) >= self._limits.n_texts:
+            queued = list(self._queue)
+        for sequence in queued:
+            if len(self._prefilling) + len(self._decoding) >= self._limits.max_batch_size:
                 return
-            if any(other.order.prompt is text.order.prompt for other in self._reading):
-                continue  # until that prompt has been read
-            most = self._limits.n_tokens
-            used = text.room + sum(other.room for other in (*self._reading, *self._writing.values()))
-            while self._memory.states and used + self._memory.n_tokens() > most:
-                del self._memory.states[0]  # a conversation is forgotten
-            if used > most:
+            if any(other.request.prompt is sequence.request.prompt for other in self._prefilling):
+                continue  # it can reuse that prompt's keys and values after the prefill
+            limit = self._limits.max_cache_tokens
+            n_reserved = sequence.max_length + sum(other.max_length for other in self._active())
+            while self._prefix_cache.states and n_reserved + self._prefix_cache.n_tokens() > limit:
+                del self._prefix_cache.states[0]  # the oldest
+            if n_reserved > limit:
                 return
-            text.state = self._state_for(text.order.prompt)
-            if text.is_first:
-                text.work.n_cached += min(len(text.state.tokens), len(text.order.prompt) - 1)
+            sequence.state = self._new_state(sequence.request.prompt)
+            if sequence.is_first_of_prompt:
+                n_cached = min(len(sequence.state.tokens), len(sequence.request.prompt) - 1)
+                sequence.engine_request.n_cached_tokens += n_cached
             with self._condition:
-                self._queue.remove(text)
-            self._reading.append(text)
+                self._queue.remove(sequence)
+            self._prefilling.append(sequence)
 
-    def _state_for(self, prompt: list[int]) -> SpeculativeState:
-        """Return a state, used by no other text, that has processed as much of the prompt as any."""
-        idle = self._memory.states
-        busy = [text.state for text in (*self._writing.values(), *self._reading)]
-        shared = [(common_prefix_length(state.tokens, prompt), state) for state in (*busy, *idle)]
-        n, best = max(shared, key=lambda pair: pair[0], default=(0, None))
-        if best is None or n < min(LEAST_SHARED, len(prompt)):
-            return SpeculativeState(self.model, self._dtype)
-        if any(best is state for state in idle) and 2 * n >= len(best.tokens):
-            idle[:] = [state for state in idle if state is not best]
-            if n < len(best.tokens):
-                best = best.fork(n)  # without what it must forget, so that its length says what it knows
-            return best
-        return best.fork(n)
+    def _new_state(self, prompt: list[int]) -> SpeculativeState:
+        """Return a decoding state for a prompt, with the longest prefix that any sequence or the cache contains."""
+        cached = self._prefix_cache.states
+        active = [sequence.state for sequence in (*self._decoding.values(), *self._prefilling)]
+        candidates = [(common_prefix_length(state.tokens, prompt), state) for state in (*active, *cached)]
+        n_shared, best = max(candidates, key=lambda pair: pair[0], default=(0, None))
+        if best is None or n_shared < min(MIN_SHARED_PREFIX, len(prompt)):
+            return SpeculativeState(self.model, self._cache_dtype)
+        if any(best is state for state in cached) and 2 * n_shared >= len(best.tokens):
+            cached[:] = [state for state in cached if state is not best]
+            # The fork drops the tokens after the prefix, so that the state's length is the number of cached tokens.
+            return best.fork(n_shared) if n_shared < len(best.tokens) else best
+        return best.fork(n_shared)
 
-    def _read(self) -> None:
-        """Some tokens of the prompts, in turn."""
-        left = READ_AT_ONCE
-        for _ in range(len(self._reading)):
-            text = self._reading[0]
-            if text.n_unread <= left:
-                left -= max(1, text.n_unread)
-                self._reading.popleft()
-                self._join(text)
-            elif left == READ_AT_ONCE:
+    def _prefill(self) -> None:
+        """Process at most one chunk of prompt tokens, round-robin over the sequences."""
+        n_left = PREFILL_CHUNK_TOKENS
+        for _ in range(len(self._prefilling)):
+            sequence = self._prefilling[0]
+            if sequence.n_unprocessed <= n_left:
+                n_left -= max(1, sequence.n_unprocessed)
+                self._prefilling.popleft()
+                self._start_decoding(sequence)
+            elif n_left == PREFILL_CHUNK_TOKENS:
                 try:
-                    text.state.logits(text.order.prompt[: len(text.state.tokens) + left])
+                    sequence.state.logits(sequence.request.prompt[: len(sequence.state.tokens) + n_left])
                 except (ValueError, MemoryError) as error:
-                    self._fail_one(text, error)
+                    self._fail_sequence(sequence, error)
                 else:
-                    self._reading.rotate(-1)
+                    self._prefilling.rotate(-1)
                 return
-            self._reading.rotate(-1)
+            self._prefilling.rotate(-1)
 
-    def _fail_one(self, text: _Text, error: BaseException) -> None:
-        """End one text; the others go on."""
-        self._explain(error)
-        self._release(text)
-        text.work.fail(error)
+    def _fail_sequence(self, sequence: _Sequence, error: BaseException) -> None:
+        """End the request of one sequence with an error; other requests continue."""
+        self._print_traceback(error)
+        self._release(sequence)
+        sequence.engine_request.fail(error)
 
-    def _join(self, text: _Text) -> None:
-        """Let it be written with the others from now on."""
-        order = text.order
-        listener = None if order.n_rivals is None else text.writing.listen
-        how: dict[str, Any] = {"state": text.state, "overflow": "error", "listener": listener}
-        text.number = self._batch.add(order.prompt, order.n_tokens, order.sampling, **how)
-        self._writing[text.number] = text
+    def _start_decoding(self, sequence: _Sequence) -> None:
+        """Add a sequence to the batch, which processes the remaining tokens of its prompt."""
+        request = sequence.request
+        sequence.batch_number = self._batch.add(
+            request.prompt,
+            request.max_tokens,
+            request.sampling,
+            state=sequence.state,
+            overflow="error",
+            listener=None if request.n_top_logprobs is None else sequence.output.record_logprobs,
+        )
+        self._decoding[sequence.batch_number] = sequence
 
-    def _write(self) -> None:
-        """A token of each text."""
+    def _decode(self) -> None:
+        """Generate one token of each sequence in the batch."""
         if not len(self._batch):
             return
-        for number, token in self._batch.step():
-            text = self._writing.get(number)
-            if text is None:  # its last tokens could not be decoded
+        for batch_number, token in self._batch.step():
+            sequence = self._decoding.get(batch_number)
+            if sequence is None:  # it failed at an earlier token of this step
                 continue
             try:
-                piece = text.writing.take(token)
-            except ValueError as error:  # of its tokeniser
-                self._fail_one(text, error)
+                delta = sequence.output.push(token)
+            except ValueError as error:  # raised by the tokenizer
+                self._fail_sequence(sequence, error)
                 continue
-            if piece is None:
+            if delta is None:
                 continue
-            if piece.finish is not None:
-                self._release(text)
-            text.work.put(piece, last=piece.finish is not None)
+            is_last = delta.finish_reason is not None
+            if is_last:
+                self._release(sequence)
+            sequence.engine_request.put(delta, is_last)
 
     def _fail_all(self, error: BaseException) -> None:
         with self._condition:
-            texts = [*self._queue, *self._reading, *self._writing.values()]
+            sequences = [*self._queue, *self._active()]
             self._queue.clear()
-        self._reading.clear()
-        self._writing.clear()
+        self._prefilling.clear()
+        self._decoding.clear()
         self._batch = GenerationBatch(self.model)
-        self._memory.states.clear()
-        for text in texts:
-            text.work.fail(error)
+        self._prefix_cache.states.clear()
+        for sequence in sequences:
+            sequence.engine_request.fail(error)
 
 
-def no_time() -> ApiError:
-    """For requests that had to wait too long."""
-    return ApiError("there was no time to answer", status=503, code="timeout", wait=MOST_WAIT)
+def timeout_error() -> ApiError:
+    """Return the error for a request that timed out before its first output."""
+    message = "the request timed out"
+    return ApiError(message, status=503, code="timeout", retry_after_seconds=MAX_RETRY_AFTER_SECONDS)

@@ -1,4 +1,4 @@
-"""What is answered where a request cannot be, in the form that OpenAI's clients read."""
+"""The exception for error responses, in the JSON format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from tricycle_cli.flags import on_one_line
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """A request failed; the server sends this error as the response.
 
     Args:
-        message: one line, which says what was expected and what came.
-        param: the field of the request that is wrong.
-        code: a word for programs.
-        wait: seconds after which to try again.
+        message: one line that says what was expected and what was received.
+        status: the HTTP status code.
+        param: the name of the invalid request field.
+        code: an error code for programs.
+        retry_after_seconds: the value of the header Retry-After.
     """
 
     def __init__(
@@ -23,26 +24,26 @@ class ApiError(Exception):
         status: int = 400,
         param: str | None = None,
         code: str | None = None,
-        wait: int | None = None,
+        retry_after_seconds: int | None = None,
     ) -> None:
         super().__init__(on_one_line(message))
         self.status = status
         self.param = param
         self.code = code
-        self.wait = wait
+        self.retry_after_seconds = retry_after_seconds
 
-    def fields(self) -> dict[str, Any]:
-        """The answer's body."""
-        about = {"message": str(self), "type": _kind(self.status), "param": self.param, "code": self.code}
-        return {"error": about}
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body of the response."""
+        error = {"message": str(self), "type": _error_type(self.status), "param": self.param, "code": self.code}
+        return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        """What goes into the answer's headers."""
-        headers = {} if self.wait is None else {"Retry-After": str(self.wait)}
+        """Return the additional headers of the response."""
+        headers = {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
-def _kind(status: int) -> str:
+def _error_type(status: int) -> str:
     if status == 401:
         return "authentication_error"
     if status == 429:

@@ -1,4 +1,4 @@
-"""uvicorn, told to be careful: connections that do nothing end, and so does everything when somebody says so."""
+"""The uvicorn server, with limits for idle and blocked connections and a fast shutdown."""
 
 from __future__ import annotations
 
@@ -10,45 +10,49 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST_CONNECTIONS = 500
-LOOK = 5.0  # seconds between two looks at a connection
-MOST_SILENT = 30.0  # seconds without a request, or in the middle of its headers
-MOST_STUCK = 60.0  # seconds in which a client takes nothing of what waits for it
-BUFFER = 2**17  # bytes on their way to a client; what else there is for it waits in its `Work`
-LEAVING = 3  # seconds that answers get to end when the server does
+MAX_CONNECTIONS = 500
+CHECK_INTERVAL_SECONDS = 5.0
+IDLE_TIMEOUT_SECONDS = 30.0  # without a request, or with an incomplete request header
+WRITE_TIMEOUT_SECONDS = 60.0  # without progress of the client in reading the response
+SEND_BUFFER_BYTES = 2**17  # of each socket; further output waits in the `EngineRequest`
+SHUTDOWN_GRACE_SECONDS = 3  # for open responses
 
 
-class CarefulProtocol(H11Protocol):
-    """uvicorn's HTTP, which ends connections of clients that hold them for nothing."""
+class TimeoutProtocol(H11Protocol):
+    """uvicorn's HTTP protocol with a limit for connections, an idle timeout and a write timeout."""
 
     def connection_made(self, transport: Any) -> None:
+        """Start the periodic check of a new connection; close the connection if there are too many."""
         super().connection_made(transport)
-        self._waiting = 0  # bytes that the client had not taken at the last look
-        self._stuck = self._silent = 0.0
-        self._next_look: Any = None
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-        if len(self.connections) > MOST_CONNECTIONS:
+        self._n_unsent_bytes = 0  # at the last check
+        self._blocked_seconds = self._idle_seconds = 0.0
+        self._check_timer: Any = None
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
         else:
-            self._look_again()
+            self._schedule_check()
 
-    def _look_again(self) -> None:
-        self._next_look = self.loop.call_later(LOOK, self._look)
+    def _schedule_check(self) -> None:
+        self._check_timer = self.loop.call_later(CHECK_INTERVAL_SECONDS, self._check_timeouts)
 
-    def _look(self) -> None:
-        waiting = self.transport.get_write_buffer_size()
-        self._stuck = self._stuck + LOOK if 0 < self._waiting <= waiting else 0.0
-        self._waiting = waiting
-        at_work = self.cycle is not None and not self.cycle.response_complete
-        self._silent = 0.0 if at_work else self._silent + LOOK
-        if self._stuck >= MOST_STUCK or (self._silent >= MOST_SILENT and not waiting):
+    def _check_timeouts(self) -> None:
+        n_unsent_bytes = self.transport.get_write_buffer_size()
+        is_blocked = 0 < self._n_unsent_bytes <= n_unsent_bytes
+        self._blocked_seconds = self._blocked_seconds + CHECK_INTERVAL_SECONDS if is_blocked else 0.0
+        self._n_unsent_bytes = n_unsent_bytes
+        is_responding = self.cycle is not None and not self.cycle.response_complete
+        self._idle_seconds = 0.0 if is_responding else self._idle_seconds + CHECK_INTERVAL_SECONDS
+        is_idle = self._idle_seconds >= IDLE_TIMEOUT_SECONDS and not n_unsent_bytes
+        if self._blocked_seconds >= WRITE_TIMEOUT_SECONDS or is_idle:
             self.transport.abort()
         else:
-            self._look_again()
+            self._schedule_check()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._next_look is not None:
-            self._next_look.cancel()
+        """Stop the periodic check."""
+        if self._check_timer is not None:
+            self._check_timer.cancel()
         super().connection_lost(exc)
 
 
@@ -56,37 +60,38 @@ class Server(uvicorn.Server):
     """A server of an ASGI application.
 
     Args:
-        on_exit: called when a signal says that it is time to leave, in the middle of whatever the main thread does: it
-            must wait for no lock that this may hold.
+        on_exit: called in the signal handler at SIGINT and SIGTERM. The handler interrupts the main thread, so
+            `on_exit` must not wait for a lock that the main thread may hold.
     """
 
     def __init__(self, app: Any, on_exit: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=CarefulProtocol,
+                http=TimeoutProtocol,
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
                 access_log=False,
-                log_level="critical",  # what clients do wrong is told to them
+                log_level="critical",  # clients receive their errors in responses
                 server_header=False,
-                timeout_keep_alive=int(MOST_SILENT),
-                timeout_graceful_shutdown=LEAVING,
+                timeout_keep_alive=int(IDLE_TIMEOUT_SECONDS),
+                timeout_graceful_shutdown=SHUTDOWN_GRACE_SECONDS,
             )
         )
         self._on_exit = on_exit
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Call `on_exit`, then let uvicorn handle the signal."""
         self._on_exit()
         super().handle_exit(sig, frame)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that waits for connections; a port of 0 is any that is free.
+    """Return a socket that listens on an address; port 0 selects any free port.
 
     Raises:
-        OSError: one line about why there is none.
+        OSError: one line with the flag and the reason.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -94,7 +99,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise OSError(f"--host {host}: {error.strerror or error}") from None
     try:
-        if hasattr(socket, "SO_REUSEADDR") and not hasattr(socket, "SO_EXCLUSIVEADDRUSE"):  # Windows means more by it
+        # On Windows, SO_REUSEADDR would let other programs take over the port.
+        if hasattr(socket, "SO_REUSEADDR") and not hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(128)

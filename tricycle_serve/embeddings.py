@@ -1,0 +1,138 @@
+"""Embedding requests and responses, and the engine that computes embeddings in a thread."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tricycle.pretrained.sentences import SentenceEncoder
+from tricycle_serve.engine import Engine, timeout_error
+from tricycle_serve.engine_request import EngineRequest
+from tricycle_serve.errors import ApiError
+from tricycle_serve.request_fields import RequestFields, replace_surrogates
+
+MAX_TEXTS = 2048
+BATCH_SIZE = 16  # texts that are encoded before another request gets its turn
+
+
+class EmbeddingsRequest(NamedTuple):
+    """The validated fields of an embeddings request.
+
+    Attributes:
+        truncate: whether texts that are too long are truncated; otherwise they are an error.
+        as_base64: whether the embeddings are returned in base64.
+    """
+
+    texts: list[str]
+    truncate: bool
+    as_base64: bool
+
+
+def parse_embeddings_request(fields: RequestFields, embedding_dim: int) -> EmbeddingsRequest:
+    """Parse the fields of an embeddings request.
+
+    Raises:
+        ApiError: a field is invalid or unknown.
+    """
+    texts = fields.get("input")
+    texts = [texts] if isinstance(texts, str) else texts
+    is_valid = isinstance(texts, list) and 0 < len(texts) <= MAX_TEXTS and all(isinstance(text, str) for text in texts)
+    if not is_valid:
+        fields.reject("input", f"a string, or a list of 1 to {MAX_TEXTS} strings")
+    encoding_format = fields.get("encoding_format", "float")
+    if encoding_format not in ("float", "base64"):
+        fields.reject("encoding_format", "float or base64")
+    dimensions = fields.get_int("dimensions", embedding_dim, 1)
+    if dimensions != embedding_dim:
+        message = f"expected dimensions to be {embedding_dim}, the model's embedding size, got {dimensions}"
+        raise ApiError(message, param="dimensions")
+    truncate = fields.get_bool("truncate")
+    fields.ignore("user")
+    fields.reject_unknown()
+    return EmbeddingsRequest([replace_surrogates(text) for text in texts], truncate, encoding_format == "base64")
+
+
+def encode_embedding(embedding: np.ndarray, as_base64: bool) -> Any:
+    """Return an embedding as a JSON value: a list of numbers, or its little-endian float32 bytes in base64."""
+    if as_base64:
+        return base64.b64encode(embedding.astype("<f4").tobytes()).decode("ascii")
+    return embedding.tolist()
+
+
+class EmbeddingEngine(Engine):
+    """Computes embeddings, a batch of each request in turn."""
+
+    def __init__(self, encoder: SentenceEncoder, max_queue: int) -> None:
+        super().__init__(max_queue)
+        self.encoder = encoder
+
+    def submit(self, texts: list[str], timeout_seconds: float) -> EngineRequest:
+        """Add a request to the queue; the outputs of the result are arrays (N, C), in the order of the texts.
+
+        Raises:
+            ApiError: the queue is full.
+        """
+        n_batches = len(range(0, len(texts), BATCH_SIZE))
+        engine_request = EngineRequest(n_batches, timeout_seconds)
+        with self._condition:
+            self._check_capacity(1)
+            self._queue.append((engine_request, texts))
+            self._condition.notify()
+        return engine_request
+
+    def _step(self) -> None:
+        with self._condition:
+            engine_request, texts = self._queue.popleft()
+        if engine_request.is_finished:
+            return
+        if engine_request.has_timed_out:
+            engine_request.fail(timeout_error())
+            return
+        try:
+            engine_request.put(self.encoder.encode(texts[:BATCH_SIZE]), is_last=True)
+        except BaseException as error:  # includes panics of Rust extensions; other requests continue
+            self._print_traceback(error)
+            engine_request.fail(error)
+            return
+        if texts[BATCH_SIZE:]:
+            with self._condition:
+                self._queue.append((engine_request, texts[BATCH_SIZE:]))
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._condition:
+            engine_requests = [engine_request for engine_request, _ in self._queue]
+            self._queue.clear()
+        for engine_request in engine_requests:
+            engine_request.fail(error)
+
+
+@dataclass
+class EmbeddingsResponse:
+    """The response to an embeddings request.
+
+    Args:
+        model: name of the model.
+        n_tokens: number of tokens of all texts.
+    """
+
+    engine_request: EngineRequest
+    model: str
+    n_tokens: int
+    as_base64: bool
+
+    async def collect(self) -> dict[str, Any]:
+        """Wait for all embeddings, and return the response body.
+
+        Raises:
+            ApiError, RequestCancelled: as for `EngineRequest.outputs`.
+        """
+        data: list[dict[str, Any]] = []
+        async for batches in self.engine_request.outputs():
+            for embedding in (embedding for batch in batches for embedding in batch):
+                value = encode_embedding(embedding, self.as_base64)
+                data.append({"object": "embedding", "index": len(data), "embedding": value})
+        usage = {"prompt_tokens": self.n_tokens, "total_tokens": self.n_tokens}
+        return {"object": "list", "data": data, "model": self.model, "usage": usage}

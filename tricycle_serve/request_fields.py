@@ -1,0 +1,127 @@
+"""Parsing of untrusted JSON request bodies, and validation of their fields."""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+from tricycle_serve.errors import ApiError
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+MAX_NAME_CHARACTERS = 40  # of an unknown field's name in an error message
+
+
+def parse_json_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object that a request body contains.
+
+    Raises:
+        ApiError: the body is not a JSON object in UTF-8.
+    """
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_reject_constant)
+    except UnicodeDecodeError:
+        raise ApiError("expected a body in UTF-8", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError("expected JSON, got JSON that is nested too deeply", code="invalid_json") from None
+    except ValueError as error:
+        raise ApiError(f"expected JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(f"expected a JSON object, got {format_value(value)}", code="invalid_json")
+    return value
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not valid JSON")
+
+
+def format_value(value: Any) -> str:
+    """Return a short description of a JSON value for an error message."""
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return "an integer of more than 128 bits"
+    return json.dumps(value) if value is None or isinstance(value, (bool, int, float)) else reprlib.repr(value)
+
+
+def replace_surrogates(text: str) -> str:
+    """Replace unpaired surrogates, which UTF-8 cannot encode, by U+FFFD."""
+    return _SURROGATES.sub("\ufffd", text)
+
+
+class RequestFields:
+    """The fields of a JSON request body; null counts as absent.
+
+    Each `get_` method returns the default for an absent field, and raises `ApiError` for an invalid value.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = {name: value for name, value in values.items() if value is not None}
+        self._known: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a field without validation."""
+        self._known.add(name)
+        return self._values.get(name, default)
+
+    def has(self, name: str) -> bool:
+        """Return whether the request contains a field."""
+        return name in self._values
+
+    def reject(self, name: str, expected: str) -> NoReturn:
+        """Raise ApiError for the value of a field."""
+        raise ApiError(f"expected {name} to be {expected}, got {format_value(self._values.get(name))}", param=name)
+
+    def get_int(self, name: str, default: Any, minimum: int, maximum: int | None = None) -> Any:
+        """Return an integer in a range; floats without a fractional part are accepted."""
+        value = self.get(name, default)
+        if not self.has(name):
+            return default
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if type(value) is not int or value < minimum or (maximum is not None and value > maximum):
+            bounds = f"from {minimum} to {maximum}" if maximum is not None else f"of {minimum} or more"
+            self.reject(name, f"an integer {bounds}")
+        return value
+
+    def get_float(self, name: str, default: Any, minimum: float, maximum: float) -> Any:
+        """Return a number in a range as a float."""
+        value = self.get(name, default)
+        if not self.has(name):
+            return default
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not minimum <= value <= maximum:
+            self.reject(name, f"a number from {minimum:g} to {maximum:g}")
+        return float(value)
+
+    def get_bool(self, name: str, default: bool = False) -> bool:
+        """Return a Boolean."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            self.reject(name, "true or false")
+        return value
+
+    def get_str(self, name: str, default: str | None = None) -> Any:
+        """Return a string without unpaired surrogates."""
+        value = self.get(name, default)
+        if value is not None and not isinstance(value, str):
+            self.reject(name, "a string")
+        return None if value is None else replace_surrogates(value)
+
+    def allow_only(self, name: str, allowed: Collection[Any], reason: str) -> None:
+        """Raise ApiError unless an unsupported field is absent or has one of the values that have no effect."""
+        value = self.get(name)
+        if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
+            raise ApiError(f"{name} is not supported: {reason}", param=name, code="unsupported_parameter")
+
+    def ignore(self, *names: str) -> None:
+        """Accept fields that do not affect the response."""
+        self._known.update(names)
+
+    def reject_unknown(self) -> None:
+        """Raise ApiError for a field that no other method has read or ignored."""
+        for name in self._values:
+            if name not in self._known:
+                short = name[:MAX_NAME_CHARACTERS]
+                raise ApiError(f"unrecognised field: {short}", param=short, code="unknown_field")

@@ -1,0 +1,244 @@
+"""Response bodies of chat completions and completions, complete or as a stream of server-sent events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import tricycle
+from tricycle_serve.completion_requests import CompletionRequest, SequenceRequest
+from tricycle_serve.engine_request import EngineRequest
+from tricycle_serve.errors import ApiError
+from tricycle_serve.output_processor import TextDelta, TokenDecoder, TokenLogprob
+
+MAX_MERGED_TOKENS = 32  # per streamed chunk, if several deltas are waiting
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+def format_event(value: dict[str, Any]) -> bytes:
+    """Return a JSON value as a server-sent event."""
+    return b"data: " + encode_json(value) + b"\n\n"
+
+
+def encode_json(value: Any) -> bytes:
+    """Return compact JSON in ASCII."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+@dataclass
+class CompletionResponse:
+    """The response to a request for text; the base class of both kinds.
+
+    Args:
+        sequences: requests of all sequences, in the order of their indices.
+        model: name of the model.
+        prefixes: text before the completions of each prompt (echo), or empty.
+    """
+
+    request: CompletionRequest
+    sequences: list[SequenceRequest]
+    engine_request: EngineRequest
+    model: str
+    decode_token: TokenDecoder
+    prefixes: list[str] = field(default_factory=list)
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    # JSON values that differ between the kinds
+    id_prefix = ""
+    object_type = ""
+    chunk_object_type = ""
+
+    def choice(self, index: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:
+        """Return the JSON object of a complete sequence."""
+        raise NotImplementedError
+
+    def initial_choices(self) -> list[dict[str, Any]]:
+        """Return the choices of the chunks at the beginning of a stream."""
+        raise NotImplementedError
+
+    def delta_choices(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Return the choices of the chunks for a delta."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- common to both kinds
+    def common_fields(self, object_type: str) -> dict[str, Any]:
+        """Return the fields that a response and each of its chunks begin with."""
+        return {
+            "id": f"{self.id_prefix}-{self.id}",
+            "object": object_type,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"tricycle-{tricycle.__version__}",
+        }
+
+    def usage(self, n_completion_tokens: int) -> dict[str, Any]:
+        """Return the token counts; a prompt with several sequences counts once."""
+        prompt_lengths = {id(sequence.prompt): len(sequence.prompt) for sequence in self.sequences}
+        n_prompt_tokens = sum(prompt_lengths.values())
+        return {
+            "prompt_tokens": n_prompt_tokens,
+            "completion_tokens": n_completion_tokens,
+            "total_tokens": n_prompt_tokens + n_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.engine_request.n_cached_tokens},
+        }
+
+    async def collect(self) -> dict[str, Any]:
+        """Wait for the end of all sequences, and return the response body.
+
+        Raises:
+            ApiError, RequestCancelled: as for `EngineRequest.outputs`.
+        """
+        deltas = [delta async for batch in self.engine_request.outputs() for delta in batch]
+        choices = []
+        for index in range(len(self.sequences)):
+            own = [delta for delta in deltas if delta.sequence_index == index]
+            text = "".join(delta.text for delta in own)
+            logprobs = [entry for delta in own for entry in delta.logprobs]
+            choices.append(self.choice(index, text, logprobs, own[-1].finish_reason))
+        n_completion_tokens = sum(delta.n_tokens for delta in deltas)
+        return {**self.common_fields(self.object_type), "choices": choices, "usage": self.usage(n_completion_tokens)}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield server-sent events while the text is generated.
+
+        Raises:
+            RequestCancelled: as for `EngineRequest.outputs`.
+        """
+        common = self.common_fields(self.chunk_object_type)
+        if self.request.include_usage:
+            common["usage"] = None
+        n_completion_tokens = 0
+        for choice in self.initial_choices():
+            yield format_event({**common, "choices": [choice]})
+        try:
+            async for deltas in self.engine_request.outputs():
+                n_completion_tokens += sum(delta.n_tokens for delta in deltas)
+                for delta in merge_deltas(deltas):
+                    choices = self.delta_choices(delta)
+                    yield b"".join(format_event({**common, "choices": [choice]}) for choice in choices)
+        except ApiError as error:
+            yield format_event(error.body())
+            return
+        if self.request.include_usage:
+            yield format_event({**common, "choices": [], "usage": self.usage(n_completion_tokens)})
+        yield DONE_EVENT
+
+
+def merge_deltas(deltas: list[TextDelta]) -> list[TextDelta]:
+    """Merge consecutive deltas of the same sequence, so that a slow client receives fewer chunks.
+
+    A merged delta has at most `MAX_MERGED_TOKENS` tokens, which limits the bytes that are sent at once.
+    """
+    merged: list[TextDelta] = []
+    for delta in deltas:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.n_tokens + delta.n_tokens <= MAX_MERGED_TOKENS
+            and last.sequence_index == delta.sequence_index
+            and last.finish_reason is None
+        ):
+            merged[-1] = TextDelta(
+                delta.sequence_index,
+                last.text + delta.text,
+                last.logprobs + delta.logprobs,
+                last.n_tokens + delta.n_tokens,
+                delta.finish_reason,
+            )
+        else:
+            merged.append(delta)
+    return merged
+
+
+class ChatCompletionResponse(CompletionResponse):
+    """The response of /v1/chat/completions: a message of the assistant."""
+
+    id_prefix = "chatcmpl"
+    object_type = "chat.completion"
+    chunk_object_type = "chat.completion.chunk"
+
+    def choice(self, index: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:
+        """Return the message of one sequence."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        logprobs_json = self._format_logprobs(logprobs)
+        return {"index": index, "message": message, "logprobs": logprobs_json, "finish_reason": finish_reason}
+
+    def initial_choices(self) -> list[dict[str, Any]]:
+        """Return one choice per sequence, with the role and no text."""
+        content = {"role": "assistant", "content": ""}
+        return [self._chunk_choice(index, content, None, None) for index in range(len(self.sequences))]
+
+    def delta_choices(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Return a choice with the text, if there is any, and one with the finish reason at the end."""
+        choices: list[dict[str, Any]] = []
+        if delta.text or delta.logprobs:
+            logprobs = self._format_logprobs(delta.logprobs)
+            choices.append(self._chunk_choice(delta.sequence_index, {"content": delta.text}, logprobs, None))
+        if delta.finish_reason is not None:
+            choices.append(self._chunk_choice(delta.sequence_index, {}, None, delta.finish_reason))
+        return choices
+
+    def _chunk_choice(
+        self, index: int, content: dict[str, str], logprobs: dict[str, Any] | None, finish_reason: str | None
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
+        if self.request.n_top_logprobs is None:
+            return None
+
+        def format_token(token: int, logprob: float) -> dict[str, Any]:
+            text, token_bytes = self.decode_token(token)
+            return {"token": text, "logprob": logprob, "bytes": token_bytes}
+
+        content = []
+        for entry in logprobs:
+            top_logprobs = [format_token(token, logprob) for token, logprob in entry.top_logprobs]
+            content.append({**format_token(entry.token, entry.logprob), "top_logprobs": top_logprobs})
+        return {"content": content, "refusal": None}
+
+
+class TextCompletionResponse(CompletionResponse):
+    """The response of /v1/completions: a continuation of each prompt."""
+
+    id_prefix = "cmpl"
+    object_type = "text_completion"
+    chunk_object_type = "text_completion"
+
+    def choice(self, index: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:
+        """Return the text of one sequence, after its prompt if `echo` is set."""
+        return self._choice(index, self._echoed_prompt(index) + text, logprobs, finish_reason)
+
+    def initial_choices(self) -> list[dict[str, Any]]:
+        """Return the prompts of all sequences if `echo` is set."""
+        prompts = [(index, self._echoed_prompt(index)) for index in range(len(self.sequences))]
+        return [self._choice(index, prompt, [], None) for index, prompt in prompts if prompt]
+
+    def delta_choices(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Return one choice with the text."""
+        return [self._choice(delta.sequence_index, delta.text, delta.logprobs, delta.finish_reason)]
+
+    def _choice(self, index: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:
+        logprobs_json = self._format_logprobs(logprobs)
+        return {"index": index, "text": text, "logprobs": logprobs_json, "finish_reason": finish_reason}
+
+    def _echoed_prompt(self, index: int) -> str:
+        return self.prefixes[index // self.request.n] if self.prefixes else ""
+
+    def _format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
+        if self.request.n_top_logprobs is None:
+            return None
+        top_logprobs = [
+            {self.decode_token(token)[0]: logprob for token, logprob in entry.top_logprobs} for entry in logprobs
+        ]
+        return {
+            "tokens": [self.decode_token(entry.token)[0] for entry in logprobs],
+            "token_logprobs": [entry.logprob for entry in logprobs],
+            "top_logprobs": top_logprobs if self.request.n_top_logprobs else None,
+            "text_offset": [entry.text_offset for entry in logprobs],
+        }

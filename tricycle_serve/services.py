@@ -1,0 +1,236 @@
+"""The services behind the endpoints: text generation with a decoder, and embeddings with an encoder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tricycle.decoding.penalties import PenalizedSamplingParams
+from tricycle.pretrained import Pretrained
+from tricycle.pretrained.sentences import SentenceEncoder
+from tricycle_serve.completion_requests import (
+    CompletionRequest,
+    parse_completion_request,
+    parse_messages,
+    parse_prompts,
+)
+from tricycle_serve.embeddings import EmbeddingEngine, EmbeddingsResponse, parse_embeddings_request
+from tricycle_serve.engine import Engine, EngineLimits, GenerationEngine
+from tricycle_serve.errors import ApiError
+from tricycle_serve.output_processor import TokenDecoder
+from tricycle_serve.request_fields import RequestFields
+from tricycle_serve.responses import ChatCompletionResponse, CompletionResponse, TextCompletionResponse
+
+MAX_NORMALIZATION_RATIO = 4  # by which a tokenizer's normalization may shorten a text
+N_TOKENIZER_THREADS = 2
+
+
+@dataclass(frozen=True)
+class ServiceDefaults:
+    """Default sampling parameters of requests, and limits of each request.
+
+    Attributes:
+        chat: sampling parameters of chat completions.
+        text: sampling parameters of completions.
+        max_tokens: maximum number of new tokens of a sequence.
+        timeout_seconds: maximum duration of a request.
+    """
+
+    chat: PenalizedSamplingParams
+    text: PenalizedSamplingParams
+    max_tokens: int = 1024
+    timeout_seconds: float = 600.0
+
+
+class ModelService:
+    """A served model: base class of `GenerationService` and `EmbeddingService`.
+
+    Args:
+        name: the model name in requests.
+        context_window: maximum number of tokens.
+        created: Unix time in seconds that /v1/models reports.
+    """
+
+    engine: Engine
+    kind = ""
+
+    def __init__(self, name: str, context_window: int, created: int) -> None:
+        self.name = name
+        self.context_window = context_window
+        self._created = created
+        self._thread_pool = ThreadPoolExecutor(N_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+
+    def model_info(self) -> dict[str, Any]:
+        """Return the model's entry in /v1/models."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "tricycle",
+            "kind": self.kind,
+            "context_window": self.context_window,
+        }
+
+    def close(self) -> None:
+        """Reject new requests, and end the engine."""
+        self.engine.close()
+        self._thread_pool.shutdown(wait=False, cancel_futures=True)
+
+    def check_model_name(self, fields: RequestFields) -> None:
+        """Raise ApiError if a request names another model."""
+        name = fields.get_str("model")
+        if name is not None and name != self.name:
+            raise model_not_found(name, self.name)
+
+    async def run_in_thread(self, function: Any, *args: Any) -> Any:
+        """Return the result of a slow function without blocking the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread_pool, function, *args)
+
+    async def chat(self, fields: RequestFields) -> CompletionResponse:
+        """Raise ApiError: chat completions are not supported."""
+        raise ApiError(f"{self.name} does not support chat completions", code="unsupported_endpoint")
+
+    async def complete(self, fields: RequestFields) -> CompletionResponse:
+        """Raise ApiError: completions are not supported."""
+        raise ApiError(f"{self.name} does not support completions", code="unsupported_endpoint")
+
+    async def embed(self, fields: RequestFields) -> EmbeddingsResponse:
+        """Raise ApiError: embeddings are not supported."""
+        message = f"{self.name} does not support embeddings: expected an encoder"
+        raise ApiError(message, code="unsupported_endpoint")
+
+
+def model_not_found(name: str, served_name: str) -> ApiError:
+    """Return the error for a request that names a model that is not served."""
+    message = f"the model {name[:100]!r} does not exist, this server has {served_name!r}"
+    return ApiError(message, status=404, param="model", code="model_not_found")
+
+
+class GenerationService(ModelService):
+    """Text generation with a decoder, with or without a chat template.
+
+    Args:
+        cache_dtype: data type of the KV caches.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        loaded: Pretrained,
+        defaults: ServiceDefaults,
+        limits: EngineLimits,
+        created: int,
+        cache_dtype: str | None = None,
+    ) -> None:
+        super().__init__(name, loaded.model.config.context_window, created)
+        self.tokeniser = loaded.tokeniser
+        self.decode_token = TokenDecoder(self.tokeniser)
+        self.engine: GenerationEngine = GenerationEngine(loaded.model, self.tokeniser, limits, cache_dtype)
+        self._defaults = defaults
+        if hasattr(self.tokeniser, "backend"):
+            token_lengths = map(len, self.tokeniser.backend.get_vocab(with_added_tokens=True))
+        else:
+            token_lengths = map(len, map(self.tokeniser.token_bytes, range(self.tokeniser.n_vocab)))
+        self._max_characters = MAX_NORMALIZATION_RATIO * self.context_window * max(token_lengths)
+        self._has_chat_template = bool(self.tokeniser.chat_template)
+        self.kind = "chat" if self._has_chat_template else "text"
+        if self._has_chat_template:
+            # A model's files may name only the end of text as a stop token; the template shows the end of an answer.
+            with contextlib.suppress(ValueError):  # a template may reject the short conversation that this uses
+                end = self.tokeniser.end_of_answer()
+                if end is not None and not defaults.chat.is_stop_token(end):
+                    chat = replace(defaults.chat, stop_tokens=(*defaults.chat.stop_tokens, end))  # type: ignore[misc]
+                    self._defaults = replace(defaults, chat=chat)
+
+    async def chat(self, fields: RequestFields) -> CompletionResponse:
+        """Submit a chat completion, and return its response.
+
+        Raises:
+            ApiError: an invalid request, or a full queue.
+        """
+        if not self._has_chat_template:
+            message = f"{self.name} has no chat template; /v1/completions continues a text"
+            raise ApiError(message, code="no_chat_template")
+        self.check_model_name(fields)
+        messages = parse_messages(fields)
+        self._check_length(sum(len(message["content"]) for message in messages), "messages")
+        request = parse_completion_request(fields, self._defaults.chat, is_chat=True)
+        try:
+            prompt = await self.run_in_thread(functools.partial(self.tokeniser.chat, messages, allowed_special=False))
+        except ValueError as error:
+            message = f"expected messages that the model's chat template accepts: {error}"
+            raise ApiError(message, param="messages") from None
+        return self._submit(ChatCompletionResponse, request, [prompt], [])
+
+    async def complete(self, fields: RequestFields) -> CompletionResponse:
+        """Submit completions of one or several prompts, and return their response.
+
+        Raises:
+            ApiError: an invalid request, or a full queue.
+        """
+        self.check_model_name(fields)
+        inputs = parse_prompts(fields, self.tokeniser.n_vocab)
+        self._check_length(max(len(item) for item in inputs), "prompt")
+        request = parse_completion_request(fields, self._defaults.text, is_chat=False)
+        prompts = [await self.run_in_thread(self._encode, item) for item in inputs]
+        prefixes = [self.tokeniser.decode(item) if isinstance(item, list) else item for item in inputs]
+        return self._submit(TextCompletionResponse, request, prompts, prefixes if request.echo else [])
+
+    def _check_length(self, n_characters: int, param: str) -> None:
+        """Raise ApiError for a text that cannot fit, because its tokenization could take seconds."""
+        if n_characters > self._max_characters:
+            message = f"the context window has {self.context_window} tokens: {n_characters:,} characters do not fit"
+            raise ApiError(message, param=param, code="context_length_exceeded")
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            return list(prompt)
+        ids = [int(token) for token in self.tokeniser.encode(prompt)] if prompt else []
+        return ids or [self.tokeniser.new_text]
+
+    def _submit(
+        self,
+        response_class: type[CompletionResponse],
+        request: CompletionRequest,
+        prompts: list[list[int]],
+        prefixes: list[str],
+    ) -> CompletionResponse:
+        sequences = request.sequence_requests(prompts, self._defaults.max_tokens, self.context_window)
+        engine_request = self.engine.submit(sequences, self._defaults.timeout_seconds)
+        return response_class(request, sequences, engine_request, self.name, self.decode_token, prefixes)
+
+
+class EmbeddingService(ModelService):
+    """Embeddings with an encoder."""
+
+    kind = "encoder"
+
+    def __init__(
+        self, name: str, encoder: SentenceEncoder, limits: EngineLimits, created: int, timeout_seconds: float
+    ) -> None:
+        super().__init__(name, encoder.longest, created)
+        self.encoder = encoder
+        self.engine: EmbeddingEngine = EmbeddingEngine(encoder, limits.max_queue)
+        self._timeout_seconds = timeout_seconds
+
+    async def embed(self, fields: RequestFields) -> EmbeddingsResponse:
+        """Submit an embeddings request, and return its response.
+
+        Raises:
+            ApiError: an invalid request, or a full queue.
+        """
+        self.check_model_name(fields)
+        request = parse_embeddings_request(fields, self.encoder.model.config.embedding_dim)
+        lengths = await self.run_in_thread(self.encoder.lengths, request.texts)
+        longest = max(lengths)
+        if longest > self.context_window and not request.truncate:
+            index = lengths.index(longest)
+            message = f"expected texts of at most {self.context_window} tokens, got {longest} in input[{index}]"
+            raise ApiError(f"{message}; truncate: true cuts them", param="input", code="context_length_exceeded")
+        engine_request = self.engine.submit(request.texts, self._timeout_seconds)
+        n_tokens = sum(min(length, self.context_window) for length in lengths)
+        return EmbeddingsResponse(engine_request, self.name, n_tokens, request.as_base64)
