@@ -19,7 +19,7 @@ from tricycle.optimisers import AdamW
 from tricycle.pretrained import Pretrained, load
 from tricycle.pretrained.adapters import load_adapter, new_adapter, save_adapter
 from tricycle.pretrained.export import export_folder
-from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.tensor import Tensor
 from tricycle.training import apply_gradients, compute_gradients, supervised_loss
 from tricycle.weights import set_memory_order

@@ -16,9 +16,9 @@ from tricycle.configs import ModelConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
+from tricycle.pretrained.config_equivalence import differing_fields
 from tricycle.pretrained.families import build_model
-from tricycle.pretrained.same import differing
-from tricycle.pretrained.source import Source, StoredTensor
+from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 from tricycle.tensor import no_grad
 from tricycle_lab.probe import Probe
 
@@ -50,7 +50,7 @@ def read(theirs: Any, part: str = "data") -> GPT:
     for name, parameter in theirs.named_parameters():
         array = getattr(parameter, part).numpy()
         tensors[name] = StoredTensor(array.shape, "F32", lambda array=array: array)
-    return build_model(Source(Path("memory"), theirs.config.to_dict(), tensors))
+    return build_model(StoredModel(Path("memory"), theirs.config.to_dict(), tensors))
 
 
 def a_pair(family: Family, lively: bool = True) -> tuple[GPT, Any]:
@@ -115,7 +115,7 @@ def test_logits_and_every_gradient_agree(family: Family) -> None:
 @each_family
 def test_what_is_read_means_what_it_should(family: Family) -> None:
     model, _ = a_pair(family)
-    assert differing(family.ours, model.config) == []
+    assert differing_fields(family.ours, model.config) == []
 
 
 @each_family

@@ -27,7 +27,7 @@ from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.pretrained import load
-from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.sampling import SamplingParams
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.chat import Conversation, handle_line

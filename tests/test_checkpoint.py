@@ -28,7 +28,7 @@ from tricycle.models import GPT
 from tricycle.ops import OPS
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimisers import AdamW, StochasticGradientDescent
-from tricycle.system.safetensors_file import read_places
+from tricycle.system.safetensors_file import read_header
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.pickles import load_pickled_model
 
@@ -206,7 +206,7 @@ FAULTS_OF_THE_MACHINE = [MemoryError("no room"), OSError(errno.ENOMEM, "no room"
 
 
 @pytest.mark.parametrize("error", FAULTS_OF_THE_MACHINE, ids=["MemoryError", "ENOMEM", "EIO"])
-@pytest.mark.parametrize("where", ["read_places", "_read", "GPT"])
+@pytest.mark.parametrize("where", ["read_header", "_read", "GPT"])
 def test_machine_errors_are_not_reported_as_file_errors(saved, monkeypatch, error, where):
     def fail(*given, **options):
         raise error
@@ -293,7 +293,7 @@ def test_all_dtypes_round_trip(tmp_path, dtype):
     with safe_open(tmp_path / "file", framework="numpy") as file:
         for name, array in arrays.items():
             assert np.array_equal(file.get_tensor(name), array)
-    read = checkpoint_module._read(tmp_path / "file", *read_places(tmp_path / "file")[::2])
+    read = checkpoint_module._read(tmp_path / "file", *read_header(tmp_path / "file")[::2])
     assert all(read[name].dtype == array.dtype and np.array_equal(read[name], array) for name, array in arrays.items())
     with pytest.raises(ValueError, match="expected numbers, a has the type complex64"):
         checkpoint_module._write(tmp_path / "file", {"a": np.ones(1, np.complex64)}, "{}")

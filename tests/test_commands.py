@@ -29,7 +29,7 @@ from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.pretrained import load
-from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.sampling import SamplingParams
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli import init_from, updates

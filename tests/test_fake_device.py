@@ -38,7 +38,7 @@ from tricycle.optimisers import (
 )
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import new_adapter
-from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.sequences.attentions import HardAttention, ScaledDotProductAttention, reinforce
 from tricycle.sequences.beam_search import beam_search
 from tricycle.sequences.text_encoder import SentencePooling, TextEncoder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tricycle.system.files import append, atomic_write, is_full
+from tricycle.system.files import append_lines, atomic_write, is_disk_full
 
 POSIX_ONLY = pytest.mark.skipif(os.name != "posix", reason="POSIX signals and permissions")
 
@@ -90,7 +90,7 @@ def test_kill_in_the_middle_leaves_the_old_file(tmp_path):
     path.write_bytes(b"old")
     program = """
 import os, signal, sys
-from tricycle.system.files import append, atomic_write, is_full
+from tricycle.system.files import append_lines, atomic_write, is_disk_full
 with atomic_write(sys.argv[1]) as file:
     file.write(b"new" * 100_000)
     file.flush()
@@ -132,9 +132,9 @@ def test_a_pipe_keeps_its_name(tmp_path, name):
 def test_lines_are_added(tmp_path):
     path = tmp_path / "lines"
     for i in range(3):
-        append(path, f"zwölf {i}\nand more\n")
+        append_lines(path, f"zwölf {i}\nand more\n")
     assert path.read_bytes() == "".join(f"zwölf {i}\nand more\n" for i in range(3)).encode()
-    append(path, "")
+    append_lines(path, "")
     assert path.read_text(encoding="utf-8").count("\n") == 6
 
 
@@ -143,7 +143,7 @@ def test_lines_are_added(tmp_path):
 def test_a_line_that_was_cut_off_is_dropped(tmp_path, before, length):
     path = tmp_path / "lines"
     path.write_text(before + "x" * length)
-    append(path, "new\n")
+    append_lines(path, "new\n")
     assert path.read_text() == before + "new\n"
 
 
@@ -178,12 +178,12 @@ def test_lines_are_added_whole_or_not_at_all(tmp_path, monkeypatch, n_bytes, num
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", lambda place, *args, **how: Disk(usual(place, *args, **how), n_bytes, number))
         if n_bytes == 100:
-            append(path, text)
+            append_lines(path, text)
         else:
             with pytest.raises(OSError) as caught:
-                append(path, text)
+                append_lines(path, text)
             assert caught.value.errno == number and caught.value.filename == str(path)
-            assert is_full(caught.value) == (number == errno.ENOSPC)
+            assert is_disk_full(caught.value) == (number == errno.ENOSPC)
     assert path.read_text() == "old\n" + (text if n_bytes == 100 else "")
 
 

@@ -15,11 +15,11 @@ from tricycle.configs import ModelConfig
 from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.pretrained import load
+from tricycle.pretrained.config_equivalence import differing_fields
+from tricycle.pretrained.ggml_quantization import dequantize_blocks, quantize_blocks
 from tricycle.pretrained.gguf import read_gguf, read_metadata
-from tricycle.pretrained.gguf_file import read_file
+from tricycle.pretrained.gguf_file import read_gguf_header
 from tricycle.pretrained.gguf_writer import export_gguf
-from tricycle.pretrained.quantised import dequantise, quantise
-from tricycle.pretrained.same import differing
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
@@ -83,7 +83,7 @@ def test_the_same_model_comes_back(tmp_path, name):
     assert read_metadata(tmp_path / "a.gguf")["general.architecture"] == architecture
     back = load(tmp_path / "a.gguf").model
     neutral = {"qkv_bias", "output_bias", "mlp_bias"}  # what one part has another gets too, as 0
-    assert set(differing(model.config, back.config)) <= (neutral if "bias" in name else set())
+    assert set(differing_fields(model.config, back.config)) <= (neutral if "bias" in name else set())
     own = dict(back.named_parameters())
     for key, parameter in model.named_parameters():
         np.testing.assert_array_equal(own.pop(key).numpy(), parameter.numpy(), err_msg=key)
@@ -122,9 +122,9 @@ def test_fewer_bits(tmp_path, name, kind):
         else:
             conv = "transformer.h" in key  # lies transposed in the file, and is rounded along its rows there
             rows = np.ascontiguousarray(values.T if conv else values)
-            expected, expected_kind = dequantise(quantise(rows, "Q8_0"), "Q8_0"), "Q8_0"
+            expected, expected_kind = dequantize_blocks(quantize_blocks(rows, "Q8_0"), "Q8_0"), "Q8_0"
             expected = expected.T if conv else expected
-        assert tensor.kind == expected_kind, key
+        assert tensor.dtype_name == expected_kind, key
         # rows of queries and keys change places as wholes, so that rounding does not see it
         np.testing.assert_array_equal(tensor.read(), expected, err_msg=key)
     back = load(tmp_path / f"{kind}.gguf").model
@@ -165,7 +165,7 @@ def test_it_replaces_a_file_whole_or_not_at_all(tmp_path):
     ):
         export_gguf(model, our_tokeniser(), path)
     next(iter(model.parameters())).array[0, 0] = 70_000
-    with pytest.raises(ValueError, match=r"expected values that F16 can hold, token_embd.weight has larger ones$"):
+    with pytest.raises(ValueError, match=r"F16.*token_embd.weight"):
         export_gguf(model, our_tokeniser(), path, "F16")
     assert path.read_bytes() == b"what was there" and [entry.name for entry in tmp_path.iterdir()] == ["a.gguf"]
     export_gguf(model, our_tokeniser(), path)
@@ -276,7 +276,7 @@ def test_a_damaged_file_is_a_model_or_one_line(tmp_path):
     path = tmp_path / "a.gguf"
     export_gguf(new_model("llama, biases"), other_tokeniser(), path, "Q8_0")
     content = path.read_bytes()
-    n_header = min(entry.start for entry in read_file(path).tensors.values())
+    n_header = min(entry.start for entry in read_gguf_header(path).tensors.values())
     rng = np.random.default_rng(0)
     for _ in range(400):
         damaged = np.frombuffer(content, np.uint8).copy()
@@ -291,27 +291,26 @@ def test_a_damaged_file_is_a_model_or_one_line(tmp_path):
 
 
 FIELDS = {
-    "qk_norm": (LLAMA, {"qk_norm": True}, "in the way of llama: qk_norm=True"),
-    "window": (LLAMA, {"window": 8}, "in the way of llama: rotary_local_base=0.0, window=8"),
-    "softmax": (GPT2, {"softmax": "softmax1"}, "in the way of gpt2: softmax='softmax1'"),
-    "another activation in llama": (LLAMA, {"activation": "relu"}, "in the way of llama: activation='relu'"),
-    "another activation in gpt2": (GPT2, {"activation": "gelu_exact"}, "in the way of gpt2: activation='gelu_exact'"),
-    "scores without a scale": (GPT2, {"score_scale": 1.0}, "in the way of gpt2: score_scale=1.0"),
-    "a part that turns": (LLAMA, {"rotary_fraction": 0.5}, "in the way of llama: rotary_fraction=0.5"),
-    "side by side": (GPT2, {"parallel": True}, "in the way of gpt2: parallel=True"),
+    "qk_norm": (LLAMA, {"qk_norm": True}, "llama.* qk_norm=True"),
+    "window": (LLAMA, {"window": 8}, "llama.* rotary_local_base=0.0, window=8"),
+    "softmax": (GPT2, {"softmax": "softmax1"}, "gpt2.* softmax='softmax1'"),
+    "another activation in llama": (LLAMA, {"activation": "relu"}, "llama.* activation='relu'"),
+    "another activation in gpt2": (GPT2, {"activation": "gelu_exact"}, "gpt2.* activation='gelu_exact'"),
+    "scores without a scale": (GPT2, {"score_scale": 1.0}, "gpt2.* score_scale=1.0"),
+    "partial rotary": (LLAMA, {"rotary_fraction": 0.5}, "llama.* rotary_fraction=0.5"),
+    "parallel blocks": (GPT2, {"parallel": True}, "gpt2.* parallel=True"),
 }
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_fields_in_the_way(tmp_path, name):
+def test_unsupported_config_fields(tmp_path, name):
     base, changes, why = FIELDS[name]
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"^export_gguf: llama.cpp cannot run this model: .*{why}$"):
         export_gguf(GPT(ModelConfig(**{**base, **changes})), None, tmp_path / "a.gguf")
-    assert str(caught.value) == f"export_gguf: llama.cpp cannot run this model: {why}"
     assert not list(tmp_path.iterdir())
 
 
-def test_tokenisers_in_the_way(tmp_path):
+def test_unsupported_tokenizers(tmp_path):
     document = json.loads(other_tokeniser().to_tokenizer_json())
     strange = {"type": "Split", "pattern": {"Regex": "x+"}, "behavior": "Isolated", "invert": False}
     lstrip = [{**token, "lstrip": True} for token in document["added_tokens"]]
@@ -341,7 +340,7 @@ def test_tokenisers_in_the_way(tmp_path):
 
 
 def test_other_arguments(tmp_path):
-    with pytest.raises(ValueError, match=r"^export_gguf: expected kind to be one of F32, F16, Q8_0, got 'Q4_K'$"):
+    with pytest.raises(ValueError, match="one of F32, F16, Q8_0, got 'Q4_K'"):
         export_gguf(new_model("llama"), None, tmp_path / "a.gguf", "Q4_K")
     with pytest.raises(ValueError, match=r"^export_gguf: expected a GPT, got dict$"):
         export_gguf({}, None, tmp_path / "a.gguf")

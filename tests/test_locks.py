@@ -1,4 +1,4 @@
-"""One process at a time in a folder: who holds it is said, and who is dead holds nothing."""
+"""Folder locks: exclusive, with the holder in the message, and released when the holder dies."""
 
 import json
 import os
@@ -30,7 +30,7 @@ with FolderLock(sys.argv[1]):
 
 @pytest.fixture(params=["system", "none"])
 def kind(request, monkeypatch):
-    """The system's locks, and a file system without any."""
+    """System locks, and a file system without locks."""
     if request.param == "none":
         monkeypatch.setattr(locks, "lock_file", lambda handle: None)
     return request.param
@@ -75,10 +75,10 @@ def test_another_process_is_named_and_leaves_no_lock_when_it_is_killed(tmp_path,
         FolderLock(tmp_path / "run").__enter__()
     holder.kill()
     holder.wait()
-    assert (tmp_path / "run" / locks.NAME).exists()
+    assert (tmp_path / "run" / locks.LOCK_NAME).exists()
     with FolderLock(tmp_path / "run"):
-        assert json.loads((tmp_path / "run" / locks.NAME).read_text())["pid"] == os.getpid()
-    assert not (tmp_path / "run" / locks.NAME).exists()
+        assert json.loads((tmp_path / "run" / locks.LOCK_NAME).read_text())["pid"] == os.getpid()
+    assert not (tmp_path / "run" / locks.LOCK_NAME).exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
@@ -99,7 +99,7 @@ def test_waiting(tmp_path, holder):
 def write_lock(folder, **changes) -> None:
     folder.mkdir(exist_ok=True)
     told = {"pid": os.getpid(), "host": socket.gethostname(), "since": "2026-01-01", "began": "another time"}
-    (folder / locks.NAME).write_text(json.dumps({**told, **changes}))
+    (folder / locks.LOCK_NAME).write_text(json.dumps({**told, **changes}))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="Linux tells when a process began")
@@ -111,7 +111,7 @@ def test_a_number_that_another_process_has_today_is_no_holder(tmp_path, kind):
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": "1"}', '{"pid": -1}', "[" * 100_000, "\ud800"])
 def test_a_file_that_says_nothing_holds_nothing_where_there_are_locks(tmp_path, text):
-    (tmp_path / locks.NAME).write_bytes(text.encode("utf-8", "surrogatepass"))
+    (tmp_path / locks.LOCK_NAME).write_bytes(text.encode("utf-8", "surrogatepass"))
     with FolderLock(tmp_path):
         pass
 
@@ -129,7 +129,7 @@ def test_a_holder_that_leaves_at_the_wrong_moment_leaves_no_lock_that_nobody_hol
     opened = os.open
 
     def open_slowly(path, flags, *mode):
-        if path == tmp_path / locks.NAME and not flags & os.O_EXCL:
+        if path == tmp_path / locks.LOCK_NAME and not flags & os.O_EXCL:
             path.unlink(missing_ok=True)
         return opened(path, flags, *mode)
 
@@ -181,4 +181,4 @@ def test_windows_own_locks(tmp_path, monkeypatch, refused):
     else:
         with FolderLock(tmp_path) as lock:
             assert json.loads(lock.path.read_text())["pid"] == os.getpid()
-    assert asked == [(locks.FAR, 2, 1)]
+    assert asked == [(locks.LOCKED_BYTE, 2, 1)]

@@ -23,7 +23,7 @@ from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.families import required_memory
 from tricycle.system import memory
-from tricycle.system.memory import check_memory, free_memory, gigabytes
+from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 from tricycle.training_state import TrainingState, new_optimiser, train_step, training_bytes
 from tricycle_cli.main import MODULE, main
 
@@ -41,7 +41,7 @@ def call(*words: str, gigabytes: str | float) -> subprocess.CompletedProcess:
 @pytest.fixture
 def system(tmp_path, monkeypatch):
     """Files of a system of our own."""
-    monkeypatch.delenv(memory.VARIABLE, raising=False)
+    monkeypatch.delenv(memory.MEMORY_VARIABLE, raising=False)
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(memory, "_CGROUP", tmp_path / "cgroup")
     monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "groups")
@@ -53,7 +53,7 @@ def system(tmp_path, monkeypatch):
 def test_free_memory_of_the_machine(system):
     assert free_memory() == 4000 * 1024
     (system / "meminfo").unlink()
-    assert free_memory() == memory._machine() > 0
+    assert free_memory() == memory._free_on_machine() > 0
 
 
 def test_cgroup_v2_limits(system):
@@ -91,22 +91,22 @@ def test_shell_memory_limit():
 
 
 def test_memory_limit_from_environment_variable(monkeypatch):
-    monkeypatch.setenv(memory.VARIABLE, "1.5")
+    monkeypatch.setenv(memory.MEMORY_VARIABLE, "1.5")
     assert free_memory() == 1_500_000_000
     for bad in ("much", "nan", "inf"):
-        monkeypatch.setenv(memory.VARIABLE, bad)
+        monkeypatch.setenv(memory.MEMORY_VARIABLE, bad)
         with pytest.raises(ValueError, match=f"TRICYCLE_MEMORY_GB: expected a number of gigabytes, got '{bad}'"):
             free_memory()
 
 
 def test_check_memory_raises_when_too_little_is_free(monkeypatch):
-    monkeypatch.setenv(memory.VARIABLE, "2")
+    monkeypatch.setenv(memory.MEMORY_VARIABLE, "2")
     check_memory(2 * 10**9, "it")
     with pytest.raises(MemoryError, match=r"^it needs at least 2\.5 GB of memory, 2\.0 GB are free: buy some$"):
         check_memory(2_500_000_000, "it", "buy some")
     monkeypatch.setattr(memory, "free_memory", lambda: None)
     check_memory(10**30, "it")
-    assert [gigabytes(n) for n in (10**6, 36 * 10**6, 12 * 10**9, 10**15)] == [
+    assert [format_gigabytes(n) for n in (10**6, 36 * 10**6, 12 * 10**9, 10**15)] == [
         "0.001 GB",
         "0.036 GB",
         "12.0 GB",
@@ -124,7 +124,7 @@ def folder(tmp_path_factory) -> Path:
 
 def test_memory_error_suggests_a_dtype_that_fits(folder, monkeypatch):
     """It has 57,504 numbers: 230 kB in float32, 115 in bfloat16; of int8 the largest matrix needs five bytes each."""
-    monkeypatch.setenv(memory.VARIABLE, "0.00017")
+    monkeypatch.setenv(memory.MEMORY_VARIABLE, "0.00017")
     needs = r"llama: the model in --weights float32 needs at least 0\.000\d+ GB of memory, 0\.00017 GB are free: "
     with pytest.raises(
         MemoryError, match=needs + r"--weights bfloat16 \(0\.00011 GB\) or --weights int8 .* would fit$"
@@ -132,12 +132,12 @@ def test_memory_error_suggests_a_dtype_that_fits(folder, monkeypatch):
         load(folder)
     load(folder, "bfloat16")
     load(folder, "int8")
-    monkeypatch.setenv(memory.VARIABLE, "0.00005")
+    monkeypatch.setenv(memory.MEMORY_VARIABLE, "0.00005")
     with pytest.raises(MemoryError, match=r"--weights bfloat16, needs 0\.00011 GB$"):
         load(folder)
     with pytest.raises(MemoryError, match="--weights int8 needs at least"):
         load(folder, "int8")
-    monkeypatch.setenv(memory.VARIABLE, "1")
+    monkeypatch.setenv(memory.MEMORY_VARIABLE, "1")
     load(folder)
 
 
@@ -164,7 +164,7 @@ def test_command_reports_too_little_memory(folder):
 
 def test_checkpoint_larger_than_memory_raises(tmp_path, monkeypatch):
     save_checkpoint(tmp_path / "one.safetensors", GPT(DebugConfig()))
-    monkeypatch.setenv(memory.VARIABLE, "0.0001")
+    monkeypatch.setenv(memory.MEMORY_VARIABLE, "0.0001")
     with pytest.raises(MemoryError, match=r"one\.safetensors needs at least 0\.\d+ GB of memory, 0\.0001 GB are free"):
         load_checkpoint(tmp_path / "one.safetensors")
 

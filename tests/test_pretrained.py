@@ -18,8 +18,8 @@ from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.pretrained import hub, load
 from tricycle.pretrained.export import export_folder
-from tricycle.pretrained.settings import GenerationSettings
-from tricycle.pretrained.tensor_files import read_tensors, write_tensors
+from tricycle.pretrained.generation_settings import GenerationSettings
+from tricycle.pretrained.safetensors_weights import read_tensors, write_tensors
 from tricycle.sampling import SamplingParams
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
@@ -285,9 +285,9 @@ NORM = "model.norm.weight"
 HEADERS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda header: header[NORM].update(dtype="F12"), "model.norm.weight: expected one of the types .*, got 'F12'"),
     (lambda header: header[NORM].update(dtype="I32"), "model.norm.weight: expected floating-point numbers, got I32"),
-    (lambda header: header[NORM].update(dtype="F16"), "96 bytes are not those of shape"),
-    (lambda header: header[NORM].update(shape=[25]), "96 bytes are not those of shape"),
-    (lambda header: header[NORM].update(shape=[2**62, 2**62]), "bytes are not those of shape"),
+    (lambda header: header[NORM].update(dtype="F16"), "96 bytes .* shape"),
+    (lambda header: header[NORM].update(shape=[25]), "96 bytes .* shape"),
+    (lambda header: header[NORM].update(shape=[2**62, 2**62]), "bytes .* shape"),
     (lambda header: header[NORM].update(shape=[-24]), "a shape of whole numbers"),
     (lambda header: header[NORM].update(shape=[4, 6]), r"model.norm.weight: expected shape \(24,\), got \(4, 6\)"),
     (lambda header: header[NORM].update(data_offsets=[0, 96]), "overlap"),

@@ -134,10 +134,10 @@ def test_what_is_refused(tmp_path: Path, fields: dict[str, Any], said: str) -> N
 
 
 def test_the_defaults_are_those_of_transformers() -> None:
+    from tricycle.pretrained.config_fields import ConfigFields
     from tricycle.pretrained.families.bert import to_config, to_fields
-    from tricycle.pretrained.fields import Fields
 
-    assert to_config(Fields({})) == EncoderConfig(hidden_size=3072)
+    assert to_config(ConfigFields({})) == EncoderConfig(hidden_size=3072)
     theirs = transformers.BertConfig().to_dict()
     assert {name: theirs[name] for name in to_fields(EncoderConfig()) if "dropout" not in name} == {
         name: value for name, value in to_fields(EncoderConfig()).items() if "dropout" not in name

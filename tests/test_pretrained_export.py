@@ -20,7 +20,7 @@ from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder, family_of_config
-from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tokeniser import BPETokeniser
 from tricycle.weights import set_memory_order

@@ -14,10 +14,10 @@ from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.pretrained import load
+from tricycle.pretrained.config_equivalence import differing_fields
+from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families import FAMILIES
 from tricycle.pretrained.families.family import uninitialized_gpt
-from tricycle.pretrained.fields import Fields
-from tricycle.pretrained.same import differing
 from tricycle.tensor import no_grad
 
 torch = pytest.importorskip("torch")
@@ -227,8 +227,8 @@ def test_absent_fields_have_the_defaults_of_their_class(tmp_path: Path) -> None:
     assert len(kinds) > 10
     for kind in kinds:
         written = transformers.AutoConfig.for_model(kind).to_dict()
-        bare = FAMILIES[kind].to_config(Fields(minimal(kind)))
-        assert differing(bare, FAMILIES[kind].to_config(Fields(written))) == [], kind
+        bare = FAMILIES[kind].to_config(ConfigFields(minimal(kind)))
+        assert differing_fields(bare, FAMILIES[kind].to_config(ConfigFields(written))) == [], kind
 
 
 def minimal(kind: str) -> dict[str, Any]:

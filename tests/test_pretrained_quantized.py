@@ -14,7 +14,7 @@ from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder
-from tricycle.pretrained.gguf_file import read_file
+from tricycle.pretrained.gguf_file import read_gguf_header
 from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.tensor import to_tensor
 from tricycle.weights import quantize
@@ -45,7 +45,7 @@ def test_blocks_are_used_as_they_lie_in_the_file(name: str, weights: str, tmp_pa
     wide, narrow = load(path).model, load(path, weights=weights).model
     blocks = few_bits(narrow)
     in_blocks = [matrix for matrix in blocks.values() if "blocks of 32" in matrix.format_name]
-    stored = [entry.kind for entry in read_file(path).tensors.values()]
+    stored = [info.dtype_name for info in read_gguf_header(path).tensors.values()]
     assert bool(in_blocks) == ("Q8_0" in stored)
     assert {str(matrix.dtype) for matrix in blocks.values()} <= {"int8", "float16" if weights == "stored" else "int8"}
     for parameter_name, array in wide.state_dict().items():
@@ -112,7 +112,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
 def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     export_gguf(new_model("llama"), None, path, "Q8_0")
-    entry = read_file(path).tensors["blk.0.ffn_up.weight"]
+    entry = read_gguf_header(path).tensors["blk.0.ffn_up.weight"]
     content = bytearray(path.read_bytes())
     content[entry.start : entry.start + 2] = np.float16(np.inf).tobytes()
     path.write_bytes(content)

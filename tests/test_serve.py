@@ -36,8 +36,8 @@ from tricycle.decoding.batch import GenerationBatch
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained, tokenizer_json
 from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.pretrained.sentences import load_sentences
-from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tokeniser import BPETokeniser

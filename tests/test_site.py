@@ -173,7 +173,7 @@ def test_notebooks_show_their_outputs(site):
         page = (site / "notebooks" / f"{path.stem}.html").read_text(encoding="utf-8")
         if path.stem == "smollm2":
             try:
-                from tricycle.pretrained.packaged import smollm2_path
+                from tricycle.pretrained.smollm2 import smollm2_path
 
                 smollm2_path()
             except FileNotFoundError:

@@ -628,7 +628,7 @@ def test_expanding_normalizers_are_rejected(part, step):
             '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}',
             "expected a tokenizer.json: ",
         ),
-        ("tokenizer.json", "[" * 10**5, "tokenizer.json: expected JSON, got some that nests too deeply"),
+        ("tokenizer.json", "[" * 10**5, "tokenizer.json: expected JSON, got .* too deeply"),
         ("tokenizer.json", b"\xff\xfe", "tokenizer.json: expected JSON: 'utf-8' codec can't decode"),
         ("tokenizer_config.json", "{", "tokenizer_config.json: expected JSON: "),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 1}}', "expected added_tokens_decoder to have texts"),

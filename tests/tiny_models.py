@@ -15,8 +15,8 @@ from tricycle.configs import ModelConfig
 from tricycle.models import GPT
 from tricycle.pretrained import tokenizer_json
 from tricycle.pretrained.export import export_folder
-from tricycle.pretrained.packaged import smollm2_path
-from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.generation_settings import GenerationSettings
+from tricycle.pretrained.smollm2 import smollm2_path
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.tokeniser import BPETokeniser
 

@@ -23,9 +23,9 @@ from tricycle.configs.size import min_n_weights
 from tricycle.dataset import CausalLMDataset
 from tricycle.models import GPT
 from tricycle.optimisers import Optimiser, State
-from tricycle.system.files import atomic_write, naming
+from tricycle.system.files import add_path_to_errors, atomic_write
 from tricycle.system.memory import check_memory
-from tricycle.system.safetensors_file import Place, read_places, write_header
+from tricycle.system.safetensors_file import TensorInfo, read_header, write_header
 from tricycle.tensor import Tensor
 from tricycle.tokeniser import Tokeniser
 
@@ -101,21 +101,21 @@ def _write(path: PathLike, tensors: dict[str, np.ndarray], about: str) -> None:
             file.write(_bytes_of(tensors[name]))
 
 
-def _read(path: Path, places: dict[str, Place], start: int) -> dict[str, np.ndarray]:
+def _read(path: Path, infos: dict[str, TensorInfo], start: int) -> dict[str, np.ndarray]:
     """Read the tensors of a file; raise a ValueError for a wrong size, unsupported dtypes and truncated data."""
     size = path.stat().st_size - start
-    n_bytes = sum(place.n_bytes for place in places.values())
+    n_bytes = sum(info.n_bytes for info in infos.values())
     if n_bytes != size:
         raise ValueError(f"its tensors have {n_bytes} bytes and the file {size} for them")
     dtypes = {kind: dtype for dtype, kind in KINDS.items()}
     tensors = {}
     with path.open("rb") as file:
-        for name, place in places.items():
-            if place.kind not in dtypes:
-                raise ValueError(f"{name} is of the type {place.kind}")
-            tensors[name] = np.empty(place.shape, dtypes[place.kind])
-            file.seek(place.start)
-            if file.readinto(_bytes_of(tensors[name])) != place.n_bytes:
+        for name, info in infos.items():
+            if info.dtype_name not in dtypes:
+                raise ValueError(f"{name} is of the type {info.dtype_name}")
+            tensors[name] = np.empty(info.shape, dtypes[info.dtype_name])
+            file.seek(info.start)
+            if file.readinto(_bytes_of(tensors[name])) != info.n_bytes:
                 raise ValueError(f"the values of {name} are cut off")
     return tensors
 
@@ -222,7 +222,7 @@ def wrap_content_errors(path: Path, what: str) -> Iterator[None]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected {what}, there is no such file")
     try:
-        with naming(path):
+        with add_path_to_errors(path):
             yield
     except (MemoryError, OSError):
         raise
@@ -245,11 +245,11 @@ def load_checkpoint(path: PathLike) -> Checkpoint:
     if path.is_file():
         check_memory(path.stat().st_size, str(path))
     with wrap_content_errors(path, A_CHECKPOINT):
-        places, metadata, start = read_places(path)
+        infos, metadata, start = read_header(path)
         text = metadata.get("tricycle")
         if not isinstance(text, str):
             raise ValueError("it is a safetensors file without Tricycle's metadata")
-        tensors = _read(path, places, start)
+        tensors = _read(path, infos, start)
         saved = metadata.get("crc32")  # missing in older files
         if saved is not None and (checksum := _checksum(text, tensors)) != saved:
             raise ValueError(f"its checksum is {checksum}, not {saved!r:.20} as when it was saved: bits of it changed")

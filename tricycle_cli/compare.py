@@ -13,7 +13,7 @@ import tyro
 
 from tricycle.configs import GPTConfig
 from tricycle.system.files import read_file, read_json_object
-from tricycle.system.safetensors_file import read_places
+from tricycle.system.safetensors_file import read_header
 from tricycle_cli.run import read_metrics
 from tricycle_cli.task import present_flags
 from tricycle_lab.look.page import page
@@ -147,8 +147,8 @@ def read_or_default(read: Callable[[], T], default: T) -> T:
 
 def count_weights(checkpoint: Path) -> int:
     """Return the number of weights in a checkpoint, from its header."""
-    places = read_places(checkpoint)[0]
-    return sum(math.prod(place.shape) for name, place in places.items() if name.startswith("model."))
+    infos = read_header(checkpoint)[0]
+    return sum(math.prod(info.shape) for name, info in infos.items() if name.startswith("model."))
 
 
 def read_samples(path: Path) -> list[tuple[str, str]]:

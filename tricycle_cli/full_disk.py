@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from tricycle.system.files import is_full
+from tricycle.system.files import is_disk_full
 from tricycle.tokeniser import Tokeniser
 from tricycle.training_state import TrainingState
 
@@ -71,7 +71,7 @@ def retry_on_full_disk(
         try:
             result = write()
         except OSError as error:
-            if on_full_disk == "stop" or not is_full(error):
+            if on_full_disk == "stop" or not is_disk_full(error):
                 raise
             if not delay:
                 name = error.filename or folder

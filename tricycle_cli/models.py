@@ -17,7 +17,7 @@ from tricycle.kernels.quantized import quantized_dtype
 from tricycle.models import GPT
 from tricycle.pretrained import OWN_CHECKPOINTS, Pretrained, load
 from tricycle.pretrained.adapters import load_adapter
-from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.pretrained.tokenisers import load_tokeniser
 from tricycle.softmaxes import SOFTMAXES
 from tricycle.weights import quantize

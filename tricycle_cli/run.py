@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 from tricycle.checkpoint import NonFiniteCheckpointError
 from tricycle.distributed.processes import SINGLE_PROCESS, ProcessGroup
 from tricycle.distributed.shards import gather_state
-from tricycle.system.files import append, atomic_write, expect_plain, read_file
+from tricycle.system.files import append_lines, atomic_write, check_regular_file, read_file
 from tricycle.tokeniser import Tokeniser
 from tricycle.training import NonFiniteError
 from tricycle.training_state import TrainingState
@@ -119,7 +119,7 @@ class Run:
         if not self._log:
             return
         text = "".join(json.dumps(line) + "\n" for line in self._log)
-        self.write(lambda: append(self.metrics, text))
+        self.write(lambda: append_lines(self.metrics, text))
         if self.tracking is not None:
             self.tracking.log(self._log)
         self._log.clear()
@@ -159,7 +159,7 @@ class Run:
         self.write(rewrite)
         if self.tracking is not None:
             self.tracking.synchronize(kept)
-        expect_plain(self.samples)
+        check_regular_file(self.samples)
         if self.samples.exists() and 0 <= state.samples_size < self.samples.stat().st_size:
             os.truncate(self.samples, state.samples_size)
 

@@ -17,7 +17,7 @@ from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.generate import generate
-from tricycle.system.files import append
+from tricycle.system.files import append_lines
 from tricycle.training_state import TrainingState
 from tricycle_cli.distributed import on_rank_zero
 from tricycle_cli.models import SAMPLING
@@ -126,7 +126,7 @@ def write_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, 
         drawn += [token] if token != end else []
     text = prompt + tokeniser.decode(drawn)
     title = f"--- sample at step {state.step}"
-    run.write(lambda: append(run.samples, f"{title}\n{text}\n"))
+    run.write(lambda: append_lines(run.samples, f"{title}\n{text}\n"))
     run.print_line(f"{title}\n{text}\n---")
     return text
 

@@ -22,7 +22,7 @@ from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import save_adapter
 from tricycle.sampling import SamplingParams
-from tricycle.system.files import append
+from tricycle.system.files import append_lines
 from tricycle.tensor import Tensor
 from tricycle.training import BatchLossFn
 from tricycle.training_state import TrainingState
@@ -232,5 +232,5 @@ def write_samples(
             drawn = [token for token in generate(loaded.model, known, n_tokens, sampling) if token not in stops]
         lines.append(f"--- {title}\n>>> {prompt}\n{loaded.tokeniser.decode(drawn)}\n")
     text = "".join(lines)
-    run.write(lambda: append(run.samples, text))
+    run.write(lambda: append_lines(run.samples, text))
     run.print_line(text.rstrip("\n"))

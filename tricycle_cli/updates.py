@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.system.memory import check_memory, gigabytes, gpu_memory
+from tricycle.system.memory import check_memory, format_gigabytes, gpu_memory
 from tricycle.training import NonFiniteError
 from tricycle.training_state import MIN_STEPS, StateSession, TrainingState, read_steps_and_errors
 from tricycle_cli import clock
@@ -76,7 +76,7 @@ def check_training_memory(needed: int, on_gpu: bool) -> None:
     if not on_gpu:
         check_memory(needed, "training")
     elif needed > gpu_memory()[0]:
-        raise MemoryError(f"training needs at least {gigabytes(needed)} of the GPU's memory")
+        raise MemoryError(f"training needs at least {format_gigabytes(needed)} of the GPU's memory")
 
 
 class RunSession(StateSession):

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from tricycle.pretrained.tokenisers import load_tokeniser
-from tricycle.system.files import naming
+from tricycle.system.files import add_path_to_errors
 from tricycle.system.locks import FolderLock
 from tricycle.tokeniser import BPETokeniser, Tokeniser
 from tricycle_datasets.download import cache_folder, file_sha256
@@ -145,7 +145,7 @@ class Corpus:
         """
         for left_over in folder.glob(f"{_BUILDING}*"):
             shutil.rmtree(left_over, ignore_errors=True)
-        with naming(folder), tempfile.TemporaryDirectory(dir=folder, prefix=_BUILDING) as temporary:
+        with add_path_to_errors(folder), tempfile.TemporaryDirectory(dir=folder, prefix=_BUILDING) as temporary:
             self._write(Path(temporary), self._given or untrained.train(self._sample(), self._progress))
             hashes = json.dumps({name: file_sha256(Path(temporary, name)) for name in _FILES})
             Path(temporary, "hashes.json").write_text(hashes, encoding="utf-8")

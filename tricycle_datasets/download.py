@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from tricycle.system.files import atomic_write, naming
+from tricycle.system.files import add_path_to_errors, atomic_write
 
 _ATTEMPTS = 3  # to resume a download after a dropped connection
 MOST_BYTES = 2**30  # the largest download, so that a server cannot fill the disk
@@ -121,7 +121,7 @@ def _append(url: str, path: Path) -> None:
                         have += len(block)
                         if have > MOST_BYTES:
                             raise ValueError(f"expected at most {MOST_BYTES:,} bytes, got more")
-                        with naming(path):  # the error of a full disk does not name the file
+                        with add_path_to_errors(path):  # the error of a full disk does not name the file
                             file.write(block)
                         bar.update(len(block))
             if total is not None and have < total:

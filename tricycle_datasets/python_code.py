@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tricycle.system.files import naming
+from tricycle.system.files import add_path_to_errors
 from tricycle.tokeniser import Tokeniser
 from tricycle_datasets.corpus import Corpus, Document, is_held_out
 
@@ -38,7 +38,7 @@ class PythonCode(Corpus):
 
         def documents() -> Iterator[Document]:
             for name in sorted(names):
-                with naming(root / name):
+                with add_path_to_errors(root / name):
                     text = (root / name).read_bytes()
                 yield text, is_held_out(name)
 

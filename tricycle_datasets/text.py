@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tricycle.system.files import naming
+from tricycle.system.files import add_path_to_errors
 from tricycle.tokeniser import Tokeniser
 from tricycle_datasets.corpus import HELD_OUT_BYTES, Corpus, Document, hold_out_tail, is_held_out
 
@@ -47,7 +47,7 @@ class TextFiles(Corpus):
         def documents() -> Iterator[Document]:
             left = HELD_OUT_BYTES
             for path, name in files.items():
-                with naming(path):
+                with add_path_to_errors(path):
                     text = path.read_bytes()
                 if not by_path:
                     yield from hold_out_tail(text)

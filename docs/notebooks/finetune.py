@@ -26,7 +26,7 @@ from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import new_adapter
-from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.tensor import no_grad
 from tricycle.training import supervised_loss, train_on_batch
 

@@ -32,7 +32,7 @@ from experiments.learned_statistics.real_study import (
 from experiments.shared.language_models import TEXTS
 from experiments.shared.pages import write_page
 from experiments.shared.program import Outcome, check_choices, check_minimum, run_study, words
-from tricycle.pretrained.folder import INDEX, WEIGHTS
+from tricycle.pretrained.hf_folder import INDEX, WEIGHTS
 
 PAGE = Path(__file__).with_name("real_page.html")
 LEAST, MOST = -0.25, 1.25  # scales that are shown; others count as these

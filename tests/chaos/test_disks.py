@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tricycle.system.files import append, atomic_write
+from tricycle.system.files import append_lines, atomic_write
 
 from .disks import Disk, Fault, FileSystem, answer_of, cuts, in_child, write_image
 from .runs import ROOT
@@ -63,8 +63,8 @@ def write_all(folder: Path):
     folder.mkdir(exist_ok=True)
     with atomic_write(folder / "whole", text=True) as file:
         file.write("zwölf")
-    append(folder / "lines", "one\n")
-    append(folder / "lines", "two\n")
+    append_lines(folder / "lines", "one\n")
+    append_lines(folder / "lines", "two\n")
     os.truncate(folder / "lines", 4)
     handle = os.open(folder / "handle", os.O_RDWR | os.O_CREAT)
     os.write(handle, b"12345")

@@ -10,12 +10,12 @@ from typing import Any
 
 from tricycle.pretrained import hub
 from tricycle.pretrained.families import WEIGHT_FORMATS, build_model
-from tricycle.pretrained.folder import CONFIG, INDEX, WEIGHTS, read_folder
-from tricycle.pretrained.gguf import GGUFSource, read_gguf
-from tricycle.pretrained.packaged import smollm2_path
-from tricycle.pretrained.settings import GenerationSettings
-from tricycle.pretrained.source import Source, error_prefix
-from tricycle.pretrained.tensor_files import read_tensors
+from tricycle.pretrained.generation_settings import GenerationSettings
+from tricycle.pretrained.gguf import GGUFModel, read_gguf
+from tricycle.pretrained.hf_folder import CONFIG, INDEX, WEIGHTS, read_folder
+from tricycle.pretrained.safetensors_weights import read_tensors
+from tricycle.pretrained.smollm2 import smollm2_path
+from tricycle.pretrained.stored_model import StoredModel, error_prefix
 from tricycle.pretrained.tokenisers import tokeniser_from_folder, tokeniser_from_gguf
 from tricycle.weights import quantize, set_memory_order
 
@@ -46,7 +46,7 @@ class Pretrained:
     model: Any
     tokeniser: Any
     generation: GenerationSettings
-    source: Source | None = None
+    source: StoredModel | None = None
 
 
 def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pretrained:
@@ -103,7 +103,7 @@ def _is_gguf(path: Path) -> bool:
         return file.read(4) == b"GGUF" or path.suffix == ".gguf"
 
 
-def _load_source(source: Source, weights: str) -> Pretrained:
+def _load_source(source: StoredModel, weights: str) -> Pretrained:
     with error_prefix(f"{source.path}: "):
         tokeniser = _tokeniser_of(source)
         settings = GenerationSettings.from_fields(source.generation, source.fields)
@@ -115,9 +115,9 @@ def _load_source(source: Source, weights: str) -> Pretrained:
     return Pretrained(model, tokeniser, settings, source)
 
 
-def _tokeniser_of(source: Source) -> Any:
+def _tokeniser_of(source: StoredModel) -> Any:
     """The tokeniser in the same folder or file; None where there is none."""
-    if isinstance(source, GGUFSource):
+    if isinstance(source, GGUFModel):
         metadata = source.metadata or {}
         return tokeniser_from_gguf(metadata) if "tokenizer.ggml.model" in metadata else None
     folder = source.path if source.path.is_dir() else source.path.parent

@@ -27,8 +27,8 @@ from tricycle.pretrained import Pretrained
 from tricycle.pretrained.export import family_of_config, write_json
 from tricycle.pretrained.families import find_family
 from tricycle.pretrained.families.family import Family, TensorMapping, abbreviate_names
-from tricycle.pretrained.source import StoredTensor, error_prefix
-from tricycle.pretrained.tensor_files import read_tensors, write_tensors
+from tricycle.pretrained.safetensors_weights import read_tensors, write_tensors
+from tricycle.pretrained.stored_model import StoredTensor, error_prefix
 from tricycle.system.files import atomic_write, read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -20,15 +20,15 @@ from tricycle.configs.encoder import EncoderConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.finetuning.lora import AdaptedDense
 from tricycle.models import GPT, BlockStack
+from tricycle.pretrained.config_equivalence import differing_fields, effective_fields
+from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families import ALL_FAMILIES
 from tricycle.pretrained.families.bert import uninitialized_encoder
 from tricycle.pretrained.families.family import Family, TensorMapping, to_hf_tensors, uninitialized_gpt
-from tricycle.pretrained.fields import Fields
-from tricycle.pretrained.folder import CONFIG, GENERATION, WEIGHTS
-from tricycle.pretrained.same import differing, effective
-from tricycle.pretrained.settings import GenerationSettings
-from tricycle.pretrained.source import error_prefix
-from tricycle.pretrained.tensor_files import write_tensors
+from tricycle.pretrained.generation_settings import GenerationSettings
+from tricycle.pretrained.hf_folder import CONFIG, GENERATION, WEIGHTS
+from tricycle.pretrained.safetensors_weights import write_tensors
+from tricycle.pretrained.stored_model import error_prefix
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.pretrained.tokenizer_json import SPLIT_PATTERNS, to_tokenizer_json
 from tricycle.sequences.text_encoder import TextEncoder
@@ -75,12 +75,12 @@ def best_of(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, di
             continue
         try:
             fields = {"model_type": kind, **family.to_fields(config)}
-            back = family.to_config(Fields(fields))
+            back = family.to_config(ConfigFields(fields))
         except ValueError as error:  # it says itself what it cannot say
             nearest = min(nearest, (99, f"{kind}: {error}"))
             continue
-        differences = differing(config, back)
-        ours, theirs = effective(config), effective(back)
+        differences = differing_fields(config, back)
+        ours, theirs = effective_fields(config), effective_fields(back)
         neutral = {name for name in NEUTRAL if not ours[name] and theirs[name]}
         in_the_way = [name for name in differences if name not in neutral]
         if not in_the_way:

@@ -1,4 +1,4 @@
-"""Models in llama.cpp's files: GGUF, of whole numbers of few bits in blocks, or of floats."""
+"""GGUF models (the files of llama.cpp) with the fields and tensors of transformers, for `tricycle.pretrained.load`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.pretrained.gguf_fields import FIELDS, Fields, Keys
-from tricycle.pretrained.gguf_file import Entry, GGUFFile, read_file, shown
-from tricycle.pretrained.gguf_names import LAYOUTS, Change, Heads, Layout
-from tricycle.pretrained.source import Source, StoredTensor
+from tricycle.pretrained.gguf_config import CONFIG_READERS, Fields, ModelMetadata
+from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo, read_gguf_header, short_repr
+from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping, WeightTransform
+from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 
 _BLOCK = re.compile(r"^blk\.(0|[1-9][0-9]{0,8})\.")
-_DIVISORS = "rope_freqs.weight"  # of the frequencies of rotary positions
-# What a config.json knows as other fields, or not at all.
+_ROPE_DIVISORS = "rope_freqs.weight"  # divisors of the RoPE frequencies
+# From keys of general.sampling to fields of a generation_config.json.
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -27,139 +27,154 @@ _SAMPLING = {
 
 
 @dataclass(frozen=True)
-class GGUFSource(Source):
+class GGUFModel(StoredModel):
     """A model in a GGUF file.
 
     Attributes:
-        metadata: every key and value of the file, the tokeniser's among them.
+        metadata: all keys and values of the file, with those of the tokenizer.
     """
 
     metadata: dict[str, Any] | None = None
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Every key of a GGUF file with its value as a plain one of Python.
+    """Return all metadata of a GGUF file as plain Python values.
 
     Raises:
-        OSError, ValueError: as `read_gguf`, but for what has to do with the model.
+        OSError, ValueError: see `read_gguf_header`.
     """
-    return read_file(path).metadata
+    return read_gguf_header(path).metadata
 
 
-def read_gguf(path: str | os.PathLike[str]) -> GGUFSource:
-    """A model in a GGUF file, with fields, names and values as in Hugging Face's form.
+def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
+    """Open the model in a GGUF file, with fields, tensor names and values converted to those of transformers.
 
-    Its numbers are read, and turned into float32 where they lie in blocks, when they are asked for.
+    Values are read, and dequantized to float32 if they are quantized, when a tensor's `read` is called.
 
     Raises:
-        OSError: no such file, or none that may be read.
-        ValueError: no GGUF file, a damaged one, an architecture, type or scaling that is not known here, keys and
+        OSError: the file does not exist or cannot be read.
+        ValueError: not a GGUF file, a damaged file, an unknown architecture, data type or RoPE scaling, or metadata and
             tensors that contradict each other.
     """
-    file = read_file(path)
+    file = read_gguf_header(path)
     architecture = file.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in LAYOUTS:
-        known = ", ".join(LAYOUTS)
-        raise ValueError(f"{file.path}: expected general.architecture to be one of {known}, got {shown(architecture)}")
-    keys = Keys(file, architecture)
-    _check_whole(file, keys)
-    divisors = file.read(file.tensors[_DIVISORS]) if _DIVISORS in file.tensors else None
-    fields = FIELDS[architecture](keys, divisors) | keys.special_tokens()
-    heads = Heads(
-        keys.whole("attention.head_count"),
-        keys.whole("attention.head_count_kv", keys.whole("attention.head_count")),
-        keys.head_size(),
+    if not isinstance(architecture, str) or architecture not in TENSOR_MAPPINGS:
+        raise ValueError(
+            f"{file.path}: expected general.architecture to be one of {', '.join(TENSOR_MAPPINGS)}, "
+            f"got {short_repr(architecture)}"
+        )
+    metadata = ModelMetadata(file, architecture)
+    _check_sizes(file, metadata)
+    divisors = file.read(file.tensors[_ROPE_DIVISORS]) if _ROPE_DIVISORS in file.tensors else None
+    fields = CONFIG_READERS[architecture](metadata, divisors) | metadata.special_tokens()
+    heads = AttentionHeads(
+        metadata.positive_int("attention.head_count"),
+        metadata.n_key_heads(),
+        metadata.head_size(),
     )
-    tensors = _Translation(file, keys, LAYOUTS[architecture], heads).tensors()
+    tensors = _TensorConversion(file, metadata, TENSOR_MAPPINGS[architecture], heads).tensors()
     output, embedding = file.tensors.get("output.weight"), file.tensors["token_embd.weight"]
-    alike = output and (output.kind, output.shape) == (embedding.kind, embedding.shape)
-    if architecture == "gpt2" and output and alike and np.array_equal(file.read(output), file.read(embedding)):
-        fields["tie_word_embeddings"] = True  # converters used to write GPT-2's embedding twice
+    have_same_type = output and (output.dtype_name, output.shape) == (embedding.dtype_name, embedding.shape)
+    if architecture == "gpt2" and output and have_same_type and np.array_equal(file.read(output), file.read(embedding)):
+        fields["tie_word_embeddings"] = True  # older converters write the embedding of GPT-2 twice
         del tensors["lm_head.weight"]
-    return GGUFSource(file.path, fields, tensors, _generation(file.metadata, fields), file.metadata)
+    return GGUFModel(file.path, fields, tensors, _generation_fields(file.metadata, fields), file.metadata)
 
 
-def _check_whole(file: GGUFFile, keys: Keys) -> None:
-    """One whole model, of the sizes that its tensors have: no key asks for more memory than the file fills."""
+def _check_sizes(file: GGUFFile, metadata: ModelMetadata) -> None:
+    """Check that the file is one complete model and that its metadata have the sizes of its tensors.
+
+    So no key can request more memory than the tensors of the file need.
+    """
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
-        raise keys.error(f"expected a model, got general.type {shown(kind)}")
-    parts = file.metadata.get("split.count", 0)
-    if parts not in (0, 1):
-        raise keys.error(f"is one of {shown(parts)} files of a model: join them first (llama-gguf-split --merge)")
+        raise metadata.error(f"expected a model, got general.type {short_repr(kind)}")
+    n_files = file.metadata.get("split.count", 0)
+    if n_files not in (0, 1):
+        raise metadata.error(f"is one of {short_repr(n_files)} files of a model: join them (llama-gguf-split --merge)")
     numbers = [int(match[1]) for name in file.tensors if (match := _BLOCK.match(name))]
     n_blocks = 1 + max(numbers, default=-1)
     sizes = {
         "block_count": n_blocks,
-        "embedding_length": keys.shape("token_embd")[1],
-        "feed_forward_length": keys.shape("blk.0.ffn_up")[0],
+        "embedding_length": metadata.shape("token_embd")[1],
+        "feed_forward_length": metadata.shape("blk.0.ffn_up")[0],
     }
     for key, size in sizes.items():
-        if keys.whole(key) != size:
-            raise keys.error(f"{keys.architecture}.{key} is {keys.whole(key)}, but its tensors are of {size}")
+        if metadata.positive_int(key) != size:
+            stated = metadata.positive_int(key)
+            raise metadata.error(f"{metadata.architecture}.{key} is {stated}, but the tensors have {size}")
 
 
 @dataclass(frozen=True)
-class _Translation:
-    """Of a file's tensors into Hugging Face's names and values."""
+class _TensorConversion:
+    """Converts the tensors of a GGUF file to the names and values of transformers."""
 
     file: GGUFFile
-    keys: Keys
-    layout: Layout
-    heads: Heads
+    metadata: ModelMetadata
+    mapping: TensorMapping
+    heads: AttentionHeads
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """All of them but what the fields say already."""
+        """Return all tensors by name, without the RoPE divisors, which are converted to fields."""
         tensors: dict[str, StoredTensor] = {}
-        for name, entry in self.file.tensors.items():
-            if name == _DIVISORS:
+        for name, info in self.file.tensors.items():
+            if name == _ROPE_DIVISORS:
                 continue
-            for full, tensor in self._translated(name, entry):
-                if full in tensors:
-                    raise self.keys.error(f"tensor {shown(name)} is a second {shown(full)}")
-                tensors[full] = tensor
+            for hf_name, tensor in self._convert(name, info):
+                if hf_name in tensors:
+                    raise self.metadata.error(f"tensor {short_repr(name)} is a second {short_repr(hf_name)}")
+                tensors[hf_name] = tensor
         return tensors
 
-    def _translated(self, name: str, entry: Entry) -> list[tuple[str, StoredTensor]]:
+    def _convert(self, name: str, info: GGUFTensorInfo) -> list[tuple[str, StoredTensor]]:
+        """Return the names and tensors of transformers that one tensor of the file contains."""
         layer, _, suffix = name.rpartition(".")
         match = _BLOCK.match(name)
-        general = f"blk.N.{layer[match.end() :]}" if match else layer
-        theirs = self.layout.names.get(general)
-        if theirs is None or suffix not in ("weight", "bias"):
-            raise self.keys.error(f"tensor {shown(name)} has no place in a model of the kind {self.keys.architecture}")
+        template = f"blk.N.{layer[match.end() :]}" if match else layer
+        hf_templates = self.mapping.names.get(template)
+        if hf_templates is None or suffix not in ("weight", "bias"):
+            architecture = self.metadata.architecture
+            raise self.metadata.error(f"tensor {short_repr(name)} is unknown in the architecture {architecture}")
         number = match[1] if match else ""
-        full = [f"{one.replace('.N.', f'.{number}.')}.{suffix}" for one in theirs]
-        change = self.layout.changes.get(general, Change())
-        if len(full) == 1:
-            return [(full[0], self._stored(entry, slice(None), entry.shape, change))]
-        if entry.shape[0] != sum(self.heads.rows):
-            raise self.keys.error(f"expected {sum(self.heads.rows)} rows of tensor {shown(name)}, got {entry.shape[0]}")
-        parts, start = [], 0
-        for one, n_rows in zip(full, self.heads.rows):
+        hf_names = [f"{hf_template.replace('.N.', f'.{number}.')}.{suffix}" for hf_template in hf_templates]
+        transform = self.mapping.transforms.get(template, WeightTransform())
+        if len(hf_names) == 1:
+            return [(hf_names[0], self._stored_tensor(info, slice(None), info.shape, transform))]
+        if info.shape[0] != sum(self.heads.n_rows):
+            raise self.metadata.error(
+                f"expected {sum(self.heads.n_rows)} rows of tensor {short_repr(name)}, got {info.shape[0]}"
+            )
+        tensors, start = [], 0
+        for hf_name, n_rows in zip(hf_names, self.heads.n_rows):
             rows, start = slice(start, start + n_rows), start + n_rows
-            parts.append((one, self._stored(entry, rows, (n_rows, *entry.shape[1:]), change)))
-        return parts
+            tensors.append((hf_name, self._stored_tensor(info, rows, (n_rows, *info.shape[1:]), transform)))
+        return tensors
 
-    def _stored(self, entry: Entry, rows: slice, shape: tuple[int, ...], change: Change) -> StoredTensor:
+    def _stored_tensor(
+        self, info: GGUFTensorInfo, rows: slice, shape: tuple[int, ...], transform: WeightTransform
+    ) -> StoredTensor:
         heads = self.heads
-        # that the values can be put in another order is checked now, and not when they are read
-        if change.rows and (entry.shape[0] != change.rows(heads) or heads.size % 2):
-            said = f"{heads.n_heads} heads of queries, {heads.n_key_heads} of keys, of {heads.size} channels"
-            raise self.keys.error(f"tensor {shown(entry.name)} of shape {entry.shape} does not fit {said}")
+        # The shape is checked now, so that errors are raised when the file is opened and not when values are read.
+        if transform.n_rows and (info.shape[0] != transform.n_rows(heads) or heads.head_size % 2):
+            layout = f"{heads.n_heads} query heads and {heads.n_key_heads} key heads of {heads.head_size} channels"
+            raise self.metadata.error(f"tensor {short_repr(info.name)} of shape {info.shape} does not fit {layout}")
 
         def read() -> np.ndarray:
-            return change.back(self.file.read(entry, rows), heads)
+            return transform.to_hf(self.file.read(info, rows), heads)
 
-        def blocks() -> tuple[np.ndarray, np.ndarray]:
-            values, scales = self.file.read_blocks(entry, rows)
-            return (values, scales) if change.transposes else (change.back(values, heads), change.back(scales, heads))
+        def read_blocks() -> tuple[np.ndarray, np.ndarray]:
+            values, scales = self.file.read_blocks(info, rows)
+            if transform.transposes:
+                return values, scales
+            return transform.to_hf(values, heads), transform.to_hf(scales, heads)
 
-        new_shape = shape[::-1] if change.transposes else shape
-        return StoredTensor(new_shape, entry.kind, read, blocks if entry.kind == "Q8_0" and len(shape) == 2 else None)
+        hf_shape = shape[::-1] if transform.transposes else shape
+        has_blocks = info.dtype_name == "Q8_0" and len(shape) == 2
+        return StoredTensor(hf_shape, info.dtype_name, read, read_blocks if has_blocks else None)
 
 
-def _generation(metadata: dict[str, Any], fields: Fields) -> Fields:
-    """As in a generation_config.json: which tokens end an answer, and how to draw tokens where a file says it."""
+def _generation_fields(metadata: dict[str, Any], fields: Fields) -> Fields:
+    """Return the fields of a generation_config.json: the end tokens, and sampling parameters if the file has any."""
     generation: Fields = {}
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     stop = [end for end in ends if isinstance(end, int) and 0 <= end < fields["vocab_size"]]

@@ -1,8 +1,8 @@
-"""The container of llama.cpp's files: keys with values, then tensors (specification: ggml's docs/gguf.md).
+"""Reader of the GGUF container: metadata, then tensors (specification: ggml's docs/gguf.md).
 
-A file is somebody else's: each length and count in it is held against what is left of the file before anything is
-read or made by it. The `gguf` package's reader does not do that: a count that is made up fills the memory; and it needs
-two seconds for a vocabulary of 50,000, where this one needs 0.03.
+Files are untrusted: every length and count is checked against the remaining size of the file before anything is read or
+allocated. The reader of the `gguf` package does not check them, so an invented count fills the memory; it also needs
+two seconds for a vocabulary of 50,000 tokens, and this reader 0.03.
 """
 
 from __future__ import annotations
@@ -11,114 +11,114 @@ import mmap
 import os
 import reprlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tricycle.pretrained.quantised import BLOCKS, dequantise, split_q8_0
-from tricycle.pretrained.tensor_files import READABLE, from_bfloat16
+from tricycle.pretrained.ggml_quantization import BLOCK_FORMATS, dequantize_blocks, split_q8_0
+from tricycle.pretrained.safetensors_weights import READABLE_DTYPES, view_bfloat16
 
 MAGIC = b"GGUF"
 _COUNT = struct.Struct("<Q")
-_KIND = struct.Struct("<I")
-_START = struct.Struct("<4sIQQ")  # magic, version, tensors, pairs
-_SCALARS = dict(enumerate("<u1 <i1 <u2 <i2 <u4 <i4 <f4 ? - - <u8 <i8 <f8".split()))
+_TYPE = struct.Struct("<I")
+_START = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
+_SCALARS = dict(enumerate("<u1 <i1 <u2 <i2 <u4 <i4 <f4 ? - - <u8 <i8 <f8".split()))  # dtypes by GGUF's numbers
 _STRING, _ARRAY = 8, 9
-_MOST_VALUES = 2**22  # in all arrays together: the largest vocabularies have 2**18 tokens and twice as many merges
-_MOST_NAMES = 2**16  # of keys, or of tensors: the largest models have some thousands
-_MOST_DIMENSIONS = 4
-_SIZES = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), **BLOCKS}  # values and bytes of a block
-_KINDS = dict(zip((0, 1, 30, 8, 2, 3, 6, 7, 12, 13, 14), _SIZES))  # by the numbers that ggml gives them
+_MAX_VALUES = 2**22  # in all arrays together: the largest vocabularies have 2**18 tokens and twice as many merges
+_MAX_NAMES = 2**16  # keys, or tensors: the largest models have a few thousand
+_MAX_DIMENSIONS = 4
+_SIZES = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), **BLOCK_FORMATS}  # values and bytes of a block
+_DTYPE_NAMES = dict(zip((0, 1, 30, 8, 2, 3, 6, 7, 12, 13, 14), _SIZES))  # by ggml's numbers
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Where a tensor lies in a file.
+class GGUFTensorInfo:
+    """Name, data type, shape and position of a tensor in a file.
 
     Attributes:
-        name: as the file calls it.
-        kind: of its values.
-        shape: slowest dimension first, as NumPy has it.
-        start: the byte of the file at which it begins.
-        row_bytes: of one row, that is along the last dimension.
+        name: its name in the file.
+        dtype_name: the data type of its values, such as F16 or Q4_K.
+        shape: slowest dimension first, as in NumPy.
+        start: the offset of its first byte in the file.
+        row_bytes: the number of bytes of a row, that is along the last dimension.
     """
 
     name: str
-    kind: str
+    dtype_name: str
     shape: tuple[int, ...]
     start: int
     row_bytes: int
 
     @property
     def n_rows(self) -> int:
-        """Of all dimensions but the last."""
+        """The product of all dimensions but the last."""
         return int(np.prod(self.shape[:-1], dtype=object))
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """The offset of the first byte after the tensor."""
         return self.start + self.n_rows * self.row_bytes
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """What stands before the values.
+    """The header of a GGUF file, and methods that read its tensors.
 
     Attributes:
         path: of the file.
         metadata: keys and values, arrays as lists.
-        tensors: by name, in the file's order.
+        tensors: by name, in the order of the file.
     """
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, Entry]
+    tensors: dict[str, GGUFTensorInfo]
 
-    def read(self, entry: Entry, rows: slice = slice(None)) -> np.ndarray:
-        """The values of a tensor, or of some rows of its first dimension.
+    def read(self, info: GGUFTensorInfo, rows: slice = slice(None)) -> np.ndarray:
+        """Return the values of a tensor, or of some rows of its first dimension.
 
         Returns:
-            float32, which may be a view of the file; float16 or bfloat16 (where ml_dtypes is installed) if it is
-            stored so.
+            float16 or bfloat16 (if ml_dtypes is installed) if it is stored so, else float32; it may be a view of the
+            file.
 
         Raises:
-            ValueError: the file has changed since its header was read.
+            ValueError: the file was truncated after its header was read.
         """
-        packed = self._packed(entry)
-        if len(entry.shape) == 1:
-            return _unpacked(packed, entry.kind)[rows]
-        return _unpacked(packed[rows], entry.kind)
+        packed = self._read_bytes(info)
+        if len(info.shape) == 1:
+            return _to_values(packed, info.dtype_name)[rows]
+        return _to_values(packed[rows], info.dtype_name)
 
-    def read_blocks(self, entry: Entry, rows: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
-        """The int8 (N, K) and the float16 scales (N, K / 32) of a matrix in blocks of Q8_0, or of some of its rows.
+    def read_blocks(self, info: GGUFTensorInfo, rows: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        """Return the int8 values (N, K) and float16 scales (N, K / 32) of a Q8_0 matrix, or of some of its rows.
 
         Raises:
-            ValueError: as of `read`; or a scale is not finite.
+            ValueError: see `read`; or a scale is not finite.
         """
-        values, scales = split_q8_0(self._packed(entry)[rows])
+        values, scales = split_q8_0(self._read_bytes(info)[rows])
         if not np.isfinite(scales).all():
-            raise ValueError(f"{self.path}: expected finite scales of tensor {entry.name!r}, got infinity or NaN")
+            raise ValueError(f"{self.path}: expected finite scales of tensor {info.name!r}, got infinity or NaN")
         return values, scales
 
-    def _packed(self, entry: Entry) -> np.ndarray:
-        """Bytes (..., of a row), as they lie in the file."""
+    def _read_bytes(self, info: GGUFTensorInfo) -> np.ndarray:
+        """Return the stored bytes of a tensor, (..., bytes per row), as a view of the file."""
         try:
-            # mapped for this tensor alone, so that what was read and turned into something else leaves the memory
-            whole = np.memmap(self.path, np.uint8, "r", entry.start, (entry.n_rows, entry.row_bytes))
+            # Each tensor has a mapping of its own, so that its pages are released when the values were converted.
+            mapped = np.memmap(self.path, np.uint8, "r", info.start, (info.n_rows, info.row_bytes))
         except ValueError:
-            raise ValueError(f"{self.path}: cut off since it was opened, in tensor {entry.name}") from None
-        return np.asarray(whole).reshape(*entry.shape[:-1], entry.row_bytes)
+            raise ValueError(f"{self.path}: cut off since it was opened, in tensor {info.name}") from None
+        return np.asarray(mapped).reshape(*info.shape[:-1], info.row_bytes)
 
 
-def read_file(path: str | os.PathLike[str]) -> GGUFFile:
-    """Keys, values and places of tensors of a GGUF file.
+def read_gguf_header(path: str | os.PathLike[str]) -> GGUFFile:
+    """Read the metadata and tensor infos of a GGUF file.
 
     Raises:
-        OSError: no such file, or none that may be read.
-        ValueError: no GGUF file, one that was cut off or damaged, values or tensors of a kind that is not read.
+        OSError: the file does not exist or cannot be read.
+        ValueError: not a GGUF file, a truncated or damaged file, or unsupported types of values or tensors.
     """
     path = Path(path)
     with path.open("rb") as file:
@@ -126,174 +126,178 @@ def read_file(path: str | os.PathLike[str]) -> GGUFFile:
         if size < _START.size or file.read(len(MAGIC)) != MAGIC:
             raise ValueError(f"{path}: expected a GGUF file, which begins with {MAGIC.decode()}")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _Header(path, content).parsed()
+            return _HeaderReader(path, content).read()
 
 
-def _unpacked(packed: np.ndarray, kind: str) -> np.ndarray:
-    """Bytes to numbers; those of floats without a copy where they lie as numbers may."""
-    if kind in BLOCKS:
-        return dequantise(packed, kind)
+def _to_values(packed: np.ndarray, dtype_name: str) -> np.ndarray:
+    """Convert stored bytes to numbers; floats are not copied if they are aligned and contiguous."""
+    if dtype_name in BLOCK_FORMATS:
+        return dequantize_blocks(packed, dtype_name)
     packed = np.require(packed, requirements="C")
-    values = np.require(packed.view(READABLE[kind]), requirements="A")
-    return from_bfloat16(values) if kind == "BF16" else values
+    values = np.require(packed.view(READABLE_DTYPES[dtype_name]), requirements="A")
+    return view_bfloat16(values) if dtype_name == "BF16" else values
 
 
-class _Header:
-    """Reads forward through the bytes of a file.
+class _HeaderReader:
+    """Reads the header of a file from its first byte on.
 
     Attributes:
-        place: the byte to be read next.
-        values_left: how many values of arrays may yet come.
+        position: the offset of the next byte.
+        n_values_left: how many values the remaining arrays may have.
     """
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self.path = path
         self.content = content
         self.size = len(content)
-        self.place = 0
-        self.values_left = _MOST_VALUES
+        self.position = 0
+        self.n_values_left = _MAX_VALUES
 
-    def parsed(self) -> GGUFFile:
-        _, version, n_tensors, n_pairs = self._unpack(_START, "the start")
+    def read(self) -> GGUFFile:
+        """Read metadata and tensor infos; raise ValueError if the file is damaged."""
+        _, version, n_tensors, n_keys = self._unpack(_START, "the start")
         if version not in (2, 3):
             raise self._error(f"expected version 2 or 3 of GGUF in little-endian order, got {version}")
         metadata: dict[str, Any] = {}
-        self._expect_names(n_pairs, _COUNT.size + _KIND.size + 1, "keys")
-        for _ in range(n_pairs):
-            key = self._text("a key")
+        self._check_n_names(n_keys, _COUNT.size + _TYPE.size + 1, "keys")
+        for _ in range(n_keys):
+            key = self._read_string("a key")
             if key in metadata:
-                raise self._error(f"key {shown(key)} comes twice")
-            metadata[key] = self._value(shown(key))
+                raise self._error(f"key {short_repr(key)} comes twice")
+            metadata[key] = self._read_value(short_repr(key))
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment < 2**32 or alignment & (alignment - 1):
-            raise self._error(f"expected general.alignment to be a power of two, got {shown(alignment)}")
-        return GGUFFile(self.path, metadata, self._tensors(n_tensors, alignment))
+            raise self._error(f"expected general.alignment to be a power of two, got {short_repr(alignment)}")
+        return GGUFFile(self.path, metadata, self._read_tensor_infos(n_tensors, alignment))
 
-    # ---------------------------------------------------------------- pieces
+    # ---------------------------------------------------------------- values
     def _error(self, why: str) -> ValueError:
         return ValueError(f"{self.path}: {why}")
 
-    def _expect_names(self, n: int, at_least: int, what: str) -> None:
-        """Room for n keys or tensors of so many bytes each, and not more than any model has."""
-        self._expect_room(n, at_least, what)
-        if n > _MOST_NAMES:
-            raise self._error(f"expected at most {_MOST_NAMES} {what}, got {n}")
+    def _check_n_names(self, n: int, min_bytes: int, what: str) -> None:
+        """Check a number of keys or tensors against the size of the file and the largest known models."""
+        self._check_room(n, min_bytes, what)
+        if n > _MAX_NAMES:
+            raise self._error(f"expected at most {_MAX_NAMES} {what}, got {n}")
 
-    def _expect_room(self, n: int, at_least: int, what: str) -> None:
-        """For n things of so many bytes each, before the first of them is read."""
-        if n > (self.size - self.place) // at_least:
-            raise self._error(f"cut off or damaged: {n} {what} at byte {self.place} of {self.size}")
+    def _check_room(self, n: int, min_bytes: int, what: str) -> None:
+        """Check that n items of at least `min_bytes` bytes each fit into the rest of the file."""
+        if n > (self.size - self.position) // min_bytes:
+            raise self._error(f"cut off or damaged: {n} {what} at byte {self.position} of {self.size}")
 
     def _unpack(self, layout: struct.Struct, what: str) -> tuple[Any, ...]:
-        self._expect_room(1, layout.size, f"value for {what}")
-        values = layout.unpack_from(self.content, self.place)
-        self.place += layout.size
+        self._check_room(1, layout.size, f"value for {what}")
+        values = layout.unpack_from(self.content, self.position)
+        self.position += layout.size
         return values
 
-    def _text(self, what: str) -> str:
+    def _read_string(self, what: str) -> str:
         (length,) = self._unpack(_COUNT, what)
-        self._expect_room(length, 1, f"bytes of {what}")
-        raw = self.content[self.place : self.place + length]
-        self.place += length
+        self._check_room(length, 1, f"bytes of {what}")
+        raw = self.content[self.position : self.position + length]
+        self.position += length
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
-            raise self._error(f"damaged: {what} at byte {self.place - length} is no UTF-8") from None
+            raise self._error(f"damaged: {what} at byte {self.position - length} is not UTF-8") from None
 
-    def _value(self, key: str) -> Any:
-        """Of a key, of which only messages speak."""
-        (kind,) = self._unpack(_KIND, key)
-        if kind == _STRING:
-            return self._text(key)
-        if kind == _ARRAY:
-            return self._array(key)
-        return self._scalars(key, kind, 1)[0]
+    def _read_value(self, key: str) -> Any:
+        """Read the value of a key, whose name is used in messages only."""
+        (type_number,) = self._unpack(_TYPE, key)
+        if type_number == _STRING:
+            return self._read_string(key)
+        if type_number == _ARRAY:
+            return self._read_array(key)
+        return self._read_scalars(key, type_number, 1)[0]
 
-    def _array(self, key: str) -> list[Any]:
-        (kind,) = self._unpack(_KIND, key)
+    def _read_array(self, key: str) -> list[Any]:
+        (type_number,) = self._unpack(_TYPE, key)
         (n,) = self._unpack(_COUNT, key)
-        if kind == _ARRAY:
-            raise self._error(f"{key} is an array of arrays, which is not read")
-        self.values_left -= n
-        if self.values_left < 0:
-            raise self._error(f"expected at most {_MOST_VALUES} values in arrays, got {n} in {key}")
-        return self._texts(key, n) if kind == _STRING else self._scalars(key, kind, n)
+        if type_number == _ARRAY:
+            raise self._error(f"{key} is an array of arrays, which is not supported")
+        self.n_values_left -= n
+        if self.n_values_left < 0:
+            raise self._error(f"expected at most {_MAX_VALUES} values in arrays, got {n} in {key}")
+        return self._read_strings(key, n) if type_number == _STRING else self._read_scalars(key, type_number, n)
 
-    def _scalars(self, key: str, kind: int, n: int) -> list[Any]:
-        code = _SCALARS.get(kind, "-")
+    def _read_scalars(self, key: str, type_number: int, n: int) -> list[Any]:
+        code = _SCALARS.get(type_number, "-")
         if code == "-":
-            raise self._error(f"{key} is of the unknown type {kind}")
+            raise self._error(f"{key} is of the unknown type {type_number}")
         dtype = np.dtype(code)
-        self._expect_room(n, dtype.itemsize, f"values of {key}")
-        raw = self.content[self.place : self.place + n * dtype.itemsize]
-        self.place += len(raw)
+        self._check_room(n, dtype.itemsize, f"values of {key}")
+        raw = self.content[self.position : self.position + n * dtype.itemsize]
+        self.position += len(raw)
         if code == "?":
             return [byte != 0 for byte in raw]
         return np.frombuffer(raw, dtype).tolist()
 
-    def _texts(self, key: str, n: int) -> list[str]:
-        """As `_text` n times, and several times as fast: a vocabulary is most of a header."""
-        self._expect_room(n, _COUNT.size, f"texts of {key}")
+    def _read_strings(self, key: str, n: int) -> list[str]:
+        """Read n strings, several times as fast as `_read_string`: a vocabulary is most of a header."""
+        self._check_room(n, _COUNT.size, f"strings of {key}")
         content, size, length_at = self.content, self.size, _COUNT.unpack_from
-        place = self.place
-        texts = []
+        end = self.position
+        strings = []
         for _ in range(n):
-            start = place + 8
-            if start > size or (place := start + length_at(content, start - 8)[0]) > size:
-                raise self._error(f"cut off or damaged: a text of {key} near byte {start} of {size}")
-            texts.append(content[start:place])
-        self.place = place
+            start = end + 8
+            if start > size or (end := start + length_at(content, start - 8)[0]) > size:
+                raise self._error(f"cut off or damaged: a string of {key} near byte {start} of {size}")
+            strings.append(content[start:end])
+        self.position = end
         try:
-            return [text.decode("utf-8") for text in texts]
+            return [string.decode("utf-8") for string in strings]
         except UnicodeDecodeError:
-            raise self._error(f"damaged: a text of {key} is no UTF-8") from None
+            raise self._error(f"damaged: a string of {key} is not UTF-8") from None
 
     # ---------------------------------------------------------------- tensors
-    def _tensors(self, n_tensors: int, alignment: int) -> dict[str, Entry]:
-        self._expect_names(n_tensors, 2 * _COUNT.size + 2 * _KIND.size, "tensors")
-        entries = [self._entry(alignment) for _ in range(n_tensors)]
-        data = -(-self.place // alignment) * alignment
-        tensors: dict[str, Entry] = {}
-        for entry in entries:
-            if entry.name in tensors:
-                raise self._error(f"tensor {shown(entry.name)} comes twice")
-            moved = Entry(entry.name, entry.kind, entry.shape, data + entry.start, entry.row_bytes)
-            if moved.end > self.size:
+    def _read_tensor_infos(self, n_tensors: int, alignment: int) -> dict[str, GGUFTensorInfo]:
+        self._check_n_names(n_tensors, 2 * _COUNT.size + 2 * _TYPE.size, "tensors")
+        infos = [self._read_tensor_info(alignment) for _ in range(n_tensors)]
+        data_start = -(-self.position // alignment) * alignment
+        tensors: dict[str, GGUFTensorInfo] = {}
+        for info in infos:
+            if info.name in tensors:
+                raise self._error(f"tensor {short_repr(info.name)} comes twice")
+            info = replace(info, start=data_start + info.start)
+            if info.end > self.size:
                 raise self._error(
-                    f"cut off or damaged: tensor {shown(entry.name)} {entry.shape} ({entry.kind}) "
-                    f"ends at byte {moved.end} of {self.size}"
+                    f"cut off or damaged: tensor {short_repr(info.name)} {info.shape} ({info.dtype_name}) "
+                    f"ends at byte {info.end} of {self.size}"
                 )
-            tensors[entry.name] = moved
-        in_order = sorted(tensors.values(), key=lambda entry: entry.start)
+            tensors[info.name] = info
+        in_order = sorted(tensors.values(), key=lambda info: info.start)
         for first, second in pairwise(in_order):
             if first.end > second.start:
-                raise self._error(f"damaged: tensors {shown(first.name)} and {shown(second.name)} lie over each other")
+                raise self._error(f"damaged: tensors {short_repr(first.name)} and {short_repr(second.name)} overlap")
         return tensors
 
-    def _entry(self, alignment: int) -> Entry:
-        """A tensor whose start counts from where the values begin."""
-        name = self._text("a tensor's name")
-        named = shown(name)
-        (n_dimensions,) = self._unpack(_KIND, named)
-        if n_dimensions > _MOST_DIMENSIONS:
-            raise self._error(f"expected at most {_MOST_DIMENSIONS} dimensions of tensor {named}, got {n_dimensions}")
-        shape = tuple(self._unpack(_COUNT, named)[0] for _ in range(n_dimensions))[::-1] or (1,)
-        (code,) = self._unpack(_KIND, named)
-        (start,) = self._unpack(_COUNT, named)
-        kind = _KINDS.get(code)
-        if kind is None:
-            raise self._error(f"tensor {named} is of type {code}; expected one of {', '.join(_KINDS.values())}")
-        per_block, n_bytes = _SIZES[kind]
-        if min(shape) < 1 or shape[-1] % per_block:
-            multiple = f"rows of a multiple of {per_block} values" if per_block > 1 else "a value at least"
-            raise self._error(f"expected {multiple} in tensor {named} ({kind}), got shape {shape}")
+    def _read_tensor_info(self, alignment: int) -> GGUFTensorInfo:
+        """Read the next tensor info, whose `start` is relative to the first byte of the tensor data."""
+        name = self._read_string("a tensor's name")
+        shown_name = short_repr(name)
+        (n_dimensions,) = self._unpack(_TYPE, shown_name)
+        if n_dimensions > _MAX_DIMENSIONS:
+            raise self._error(
+                f"expected at most {_MAX_DIMENSIONS} dimensions of tensor {shown_name}, got {n_dimensions}"
+            )
+        shape = tuple(self._unpack(_COUNT, shown_name)[0] for _ in range(n_dimensions))[::-1] or (1,)
+        (type_number,) = self._unpack(_TYPE, shown_name)
+        (start,) = self._unpack(_COUNT, shown_name)
+        dtype_name = _DTYPE_NAMES.get(type_number)
+        if dtype_name is None:
+            known = ", ".join(_DTYPE_NAMES.values())
+            raise self._error(f"tensor {shown_name} is of type {type_number}; expected one of {known}")
+        n_values, n_bytes = _SIZES[dtype_name]
+        if min(shape) < 1 or shape[-1] % n_values:
+            expected = f"rows of a multiple of {n_values} values" if n_values > 1 else "at least one value"
+            raise self._error(f"expected {expected} in tensor {shown_name} ({dtype_name}), got shape {shape}")
         if start % alignment:
-            raise self._error(f"damaged: tensor {named} begins at {start}, no multiple of {alignment}")
-        return Entry(name, kind, shape, start, shape[-1] // per_block * n_bytes)
+            raise self._error(f"damaged: tensor {shown_name} begins at {start}, not a multiple of {alignment}")
+        return GGUFTensorInfo(name, dtype_name, shape, start, shape[-1] // n_values * n_bytes)
 
 
-def shown(value: Any) -> str:
-    """A name or a value of the file as a message can have it: on one line, and short."""
+def short_repr(value: Any) -> str:
+    """Return a short one-line representation of a name or value of a file, for messages."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 66
     short.maxlist = 2

@@ -1,8 +1,8 @@
-"""What llama.cpp's files call a model's layers, what Hugging Face's do, and how values differ between the two.
+"""Tensor names of llama.cpp and of transformers, and how the values of tensors differ between the two.
 
-N stands for the number of a block; `.weight` and `.bias` follow a name. Where several of Hugging Face's names belong
-to one layer, its rows are theirs one after the other.
-(llama.cpp's `gguf-py/gguf/tensor_mapping.py`, and `convert_hf_to_gguf.py` for the values.)
+N stands for the number of a block; `.weight` and `.bias` follow a name. Where one tensor of llama.cpp has several names
+in transformers, its rows are the rows of those tensors, one tensor after the other.
+(Sources: llama.cpp's `gguf-py/gguf/tensor_mapping.py`, and `convert_hf_to_gguf.py` for the values.)
 """
 
 from __future__ import annotations
@@ -23,79 +23,82 @@ from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
 
 
-class Heads(NamedTuple):
-    """Of attention: how many of queries, how many of keys and values, and the channels of one."""
+class AttentionHeads(NamedTuple):
+    """The number of query heads, the number of key and value heads, and the channels of a head."""
 
     n_heads: int
     n_key_heads: int
-    size: int
+    head_size: int
 
     @property
-    def rows(self) -> tuple[int, int, int]:
-        """Of the matrices that make queries, keys and values."""
-        return self.n_heads * self.size, self.n_key_heads * self.size, self.n_key_heads * self.size
+    def n_rows(self) -> tuple[int, int, int]:
+        """The number of rows of the query, key and value matrices."""
+        n_key_rows = self.n_key_heads * self.head_size
+        return self.n_heads * self.head_size, n_key_rows, n_key_rows
 
 
-def _unchanged(values: np.ndarray, heads: Heads) -> np.ndarray:
+def _unchanged(values: np.ndarray, heads: AttentionHeads) -> np.ndarray:
     return values
 
 
 @dataclass(frozen=True)
-class Change:
-    """What a converter did to the values of a layer: nothing, unless given.
+class WeightTransform:
+    """The conversion of a layer's values between transformers and llama.cpp; by default the values are equal.
 
     Attributes:
-        back: values of llama.cpp's file to Hugging Face's.
-        there: and the other way.
-        transposes: whether matrices have their two dimensions in the other order.
-        rows: how many a layer has by its heads, where values change places by these.
+        to_hf: converts values of a GGUF file to those of transformers.
+        to_gguf: the inverse of `to_hf`.
+        transposes: whether the matrix is transposed.
+        n_rows: for permutations of rows that depend on the heads, returns the expected number of rows.
     """
 
-    back: Callable[[np.ndarray, Heads], np.ndarray] = _unchanged
-    there: Callable[[np.ndarray, Heads], np.ndarray] = _unchanged
+    to_hf: Callable[[np.ndarray, AttentionHeads], np.ndarray] = _unchanged
+    to_gguf: Callable[[np.ndarray, AttentionHeads], np.ndarray] = _unchanged
     transposes: bool = False
-    rows: Callable[[Heads], int] | None = None
+    n_rows: Callable[[AttentionHeads], int] | None = None
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorMapping:
     """The layers of an architecture.
 
     Attributes:
-        names: llama.cpp's to Hugging Face's.
-        changes: by llama.cpp's names; other layers have the same values in both.
+        names: from each name in llama.cpp to one or several names in transformers.
+        transforms: by the name in llama.cpp; other layers have equal values.
     """
 
     names: dict[str, tuple[str, ...]]
-    changes: dict[str, Change] = field(default_factory=dict)
+    transforms: dict[str, WeightTransform] = field(default_factory=dict)
 
 
 # -------------------------------------------------------------------- values
-def _exchanged(dimensions: Callable[[Heads], tuple[int, int, int, int]]) -> Change:
-    """Rows that are (a, b, c, d) in llama.cpp's file are (a, c, b, d) in Hugging Face's."""
+def _permute_rows(dimensions: Callable[[AttentionHeads], tuple[int, int, int, int]]) -> WeightTransform:
+    """Return the transform of rows that are (a, b, c, d) in llama.cpp and (a, c, b, d) in transformers."""
 
-    def back(values: np.ndarray, heads: Heads) -> np.ndarray:
+    def to_hf(values: np.ndarray, heads: AttentionHeads) -> np.ndarray:
         return values.reshape(*dimensions(heads), -1).swapaxes(1, 2).reshape(values.shape)
 
-    def there(values: np.ndarray, heads: Heads) -> np.ndarray:
+    def to_gguf(values: np.ndarray, heads: AttentionHeads) -> np.ndarray:
         a, b, c, d = dimensions(heads)
         return values.reshape(a, c, b, d, -1).swapaxes(1, 2).reshape(values.shape)
 
-    return Change(back, there, rows=lambda heads: math.prod(dimensions(heads)))
+    return WeightTransform(to_hf, to_gguf, n_rows=lambda heads: math.prod(dimensions(heads)))
 
 
-# Rotary channels i and i + size / 2 of a head, which rotate together, are neighbours in llama.cpp's llama.
-_QUERIES = _exchanged(lambda heads: (heads.n_heads, heads.size // 2, 2, 1))
-_KEYS = _exchanged(lambda heads: (heads.n_key_heads, heads.size // 2, 2, 1))
-# All queries, all keys, all values; Hugging Face's NeoX has those of one head after those of another.
-_INTERLEAVED = _exchanged(lambda heads: (1, 3, heads.n_heads, heads.size))
-_CONV1D = Change(lambda values, heads: values.T, lambda values, heads: values.T, transposes=True)
-# Gemma multiplies by 1 + gain, and llama.cpp's file has the sum.
-_ONE_MORE = Change(lambda values, heads: values - np.float32(1), lambda values, heads: values + np.float32(1))
+# The RoPE channels i and i + head_size / 2, which are rotated together, are neighbors in llama.cpp's llama.
+_QUERIES = _permute_rows(lambda heads: (heads.n_heads, heads.head_size // 2, 2, 1))
+_KEYS = _permute_rows(lambda heads: (heads.n_key_heads, heads.head_size // 2, 2, 1))
+# llama.cpp stores all queries, all keys, all values; GPT-NeoX in transformers interleaves them by head.
+_INTERLEAVED = _permute_rows(lambda heads: (1, 3, heads.n_heads, heads.head_size))
+_CONV1D = WeightTransform(lambda values, heads: values.T, lambda values, heads: values.T, transposes=True)
+# Gemma multiplies by 1 + gain, and llama.cpp stores this sum.
+_GAIN_PLUS_ONE = WeightTransform(
+    lambda values, heads: values - np.float32(1), lambda values, heads: values + np.float32(1)
+)
 
 
 # -------------------------------------------------------------------- names
-# llama.cpp's names of our layers; a layer that is several of Hugging Face's has as many.
+# From parameter names of Tricycle to names in llama.cpp; some layers are several tensors.
 _NAMES = {
     "token_embedding": "token_embd",
     "position_embedding": "position_embd",
@@ -119,32 +122,35 @@ _OLMO2 = {"blocks.N.attention_norm": "blk.N.post_attention_norm", "blocks.N.mlp_
 _BERT = {"blocks.N.attention_norm": "blk.N.attn_output_norm", "blocks.N.mlp_norm": "blk.N.layer_output_norm"}
 
 
-def _layout(family: Family, changes: dict[str, Change] | None = None, table: dict[str, str] = _NAMES) -> Layout:
+def _map_tensors(
+    family: Family, transforms: dict[str, WeightTransform] | None = None, table: dict[str, str] = _NAMES
+) -> TensorMapping:
     names: dict[str, tuple[str, ...]] = {}
-    for ours, theirs in family.names.items():
-        named = _FUSED if ours.endswith(".qkv") and len(theirs) == 1 else table[ours]
-        names |= {name: (one,) for name, one in zip(named.split(), theirs)}
-    return Layout(names, changes or {})
+    for name, hf_names in family.names.items():
+        gguf_names = _FUSED if name.endswith(".qkv") and len(hf_names) == 1 else table[name]
+        names |= {gguf_name: (hf_name,) for gguf_name, hf_name in zip(gguf_names.split(), hf_names)}
+    return TensorMapping(names, transforms or {})
 
 
-def _gemma(family: Family) -> Layout:
-    layout = _layout(family)
-    return Layout(layout.names, {name: _ONE_MORE for name in layout.names if name.endswith("_norm")})
+def _map_gemma(family: Family) -> TensorMapping:
+    names = _map_tensors(family).names
+    return TensorMapping(names, {name: _GAIN_PLUS_ONE for name in names if name.endswith("_norm")})
 
 
-_MATRICES_OF_GPT2 = (_FUSED, "blk.N.attn_output", "blk.N.ffn_up", "blk.N.ffn_down")
-_PHI = _layout(PHI).names | {_FUSED: tuple(PHI.names["blocks.N.attention.qkv"])}  # files have either form
+_GPT2_MATRICES = (_FUSED, "blk.N.attn_output", "blk.N.ffn_up", "blk.N.ffn_down")
+# Some files have one fused matrix, and some have three.
+_PHI = _map_tensors(PHI).names | {_FUSED: tuple(PHI.names["blocks.N.attention.qkv"])}
 
-# By `general.architecture`. Files of Mistral and SmolLM2 say llama.
-LAYOUTS: dict[str, Layout] = {
-    "llama": _layout(LLAMA, {"blk.N.attn_q": _QUERIES, "blk.N.attn_k": _KEYS}),
-    "qwen2": _layout(QWEN2),
-    "qwen3": _layout(QWEN3),
-    "olmo2": _layout(OLMO2, table=_NAMES | _OLMO2),
-    "gemma2": _gemma(GEMMA2),
-    "gemma3": _gemma(GEMMA3),
-    "gpt2": _layout(GPT2, dict.fromkeys(_MATRICES_OF_GPT2, _CONV1D)),
-    "gptneox": _layout(NEOX, {_FUSED: _INTERLEAVED}),
-    "phi2": Layout(_PHI),
-    "bert": _layout(BERT, table=_NAMES | _BERT),
+# By `general.architecture`, which is llama for Mistral and SmolLM2.
+TENSOR_MAPPINGS: dict[str, TensorMapping] = {
+    "llama": _map_tensors(LLAMA, {"blk.N.attn_q": _QUERIES, "blk.N.attn_k": _KEYS}),
+    "qwen2": _map_tensors(QWEN2),
+    "qwen3": _map_tensors(QWEN3),
+    "olmo2": _map_tensors(OLMO2, table=_NAMES | _OLMO2),
+    "gemma2": _map_gemma(GEMMA2),
+    "gemma3": _map_gemma(GEMMA3),
+    "gpt2": _map_tensors(GPT2, dict.fromkeys(_GPT2_MATRICES, _CONV1D)),
+    "gptneox": _map_tensors(NEOX, {_FUSED: _INTERLEAVED}),
+    "phi2": TensorMapping(_PHI),
+    "bert": _map_tensors(BERT, table=_NAMES | _BERT),
 }

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from tricycle.pretrained import Pretrained, load
-from tricycle.pretrained.fields import Fields, wrong
-from tricycle.pretrained.source import error_prefix
+from tricycle.pretrained.config_fields import ConfigFields, field_error
+from tricycle.pretrained.stored_model import error_prefix
 from tricycle.pretrained.tokenisers import PretrainedTokeniser, tokeniser_from_folder
 from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
 from tricycle.system.files import read_json, read_json_object
@@ -134,9 +134,9 @@ def sentences_of(loaded: Pretrained, path_or_name: str | os.PathLike[str]) -> Se
     folder = path.parent if path.is_file() else path
     tokeniser = loaded.tokeniser or tokeniser_from_folder(folder)
     with error_prefix(f"{path_or_name}: "):
-        limits = Fields(_object(folder / "sentence_bert_config.json"))
-        longest = limits.whole_or_none("max_seq_length", None)
-        lower = limits.flag("do_lower_case", False)
+        limits = ConfigFields(_object(folder / "sentence_bert_config.json"))
+        longest = limits.optional_positive_int("max_seq_length", None)
+        lower = limits.boolean("do_lower_case", False)
         if _object(folder / "config_sentence_transformers.json").get("default_prompt_name") is not None:
             raise ValueError("expected default_prompt_name to be null: no prompt is put before texts here")
         return SentenceEncoder(loaded.model, tokeniser, read_pooling(folder), longest, lower)
@@ -160,7 +160,7 @@ def read_pooling(folder: Path) -> SentencePooling:
     flags = [name.removeprefix(FLAG) for name, value in fields.items() if name.startswith(FLAG) and value is True]
     kinds = [fields["pooling_mode"]] if "pooling_mode" in fields else [FLAGS.get(flag, flag) for flag in flags]
     if len(kinds) != 1 or kinds[0] not in list(KINDS):
-        raise wrong("the way of pooling", f"one of {', '.join(KINDS)}", kinds)
+        raise field_error("the way of pooling", f"one of {', '.join(KINDS)}", kinds)
     return SentencePooling(KINDS[kinds[0]], normalize="Normalize" in types)
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from tricycle.pretrained import tokenizer_json
-from tricycle.pretrained.ggml_vocabulary import Vocabulary
-from tricycle.pretrained.source import error_prefix
+from tricycle.pretrained.gguf_tokenizer_reader import Vocabulary
+from tricycle.pretrained.stored_model import error_prefix
 from tricycle.pretrained.template_process import Template, open_template
 from tricycle.system.files import atomic_write, read_file, read_json, read_json_object
 from tricycle.tokeniser import BPETokeniser, Tokeniser

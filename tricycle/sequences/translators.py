@@ -21,10 +21,10 @@ import numpy as np
 from tricycle.checkpoint import wrap_content_errors
 from tricycle.configs.validated import Rule, ValidatedConfig
 from tricycle.dataset import pad
-from tricycle.pretrained.tensor_files import read_tensors
+from tricycle.pretrained.safetensors_weights import read_tensors
 from tricycle.sequences.attentions import AdditiveAttention, LuongAttention
 from tricycle.sequences.seq2seq import EncoderDecoder, Seq2Seq, Seq2SeqAttention, Transformer
-from tricycle.system.safetensors_file import read_places
+from tricycle.system.safetensors_file import read_header
 from tricycle.tokeniser import BPETokeniser
 
 SPECIAL = ("<pad>", "<begin>", "<end>")
@@ -167,7 +167,7 @@ def find_translators(path: str | os.PathLike[str]) -> list[Path]:
     found = []
     for file in files:
         with suppress(ValueError):  # a damaged file, or not a safetensors file
-            if file.suffix == ".safetensors" and file.is_file() and KEY in read_places(file)[1]:
+            if file.suffix == ".safetensors" and file.is_file() and KEY in read_header(file)[1]:
                 found.append(file)
     return found
 

@@ -1,1 +1,1 @@
-"""Files written whole or not at all, file locks, the safetensors format, and how much memory is free."""
+"""Atomic file writes, folder locks, safetensors headers, and the amount of free memory."""

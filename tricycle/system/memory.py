@@ -1,12 +1,12 @@
-"""How much memory there is, so that what does not fit is refused before it is taken."""
+"""The amount of free memory, with checks that raise an error before too much is allocated."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-# Counted as what is there, in GB, where the system tells less than there is.
-VARIABLE = "TRICYCLE_MEMORY_GB"
+# The environment variable that overrides the amount of free memory, in GB.
+MEMORY_VARIABLE = "TRICYCLE_MEMORY_GB"
 _MEMINFO = Path("/proc/meminfo")
 _STATUS = Path("/proc/self/status")
 _CGROUP = Path("/proc/self/cgroup")
@@ -14,111 +14,113 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_memory() -> int | None:
-    """Bytes that this process can still take without others being pushed out; None where nobody tells.
+    """Return the number of bytes that this process can still allocate, or None if the system does not report it.
 
-    It is the least of what the machine has free, what the limit of a container or of a cgroup leaves, and what
-    `ulimit -v` leaves.
+    This is the smallest of the free memory of the machine, the rest of the limits of a container or cgroup, and the
+    rest of `ulimit -v`. The variable TRICYCLE_MEMORY_GB overrides it.
 
     Raises:
-        ValueError: the variable TRICYCLE_MEMORY_GB is no number.
+        ValueError: the variable TRICYCLE_MEMORY_GB is not a number.
     """
-    stated = os.environ.get(VARIABLE)
+    stated = os.environ.get(MEMORY_VARIABLE)
     if stated:
         try:
             return int(float(stated) * 1e9)
         except (ValueError, OverflowError):
-            raise ValueError(f"{VARIABLE}: expected a number of gigabytes, got {stated!r}") from None
-    left = [_machine(), _address_space(), *_groups()]
-    return min((n for n in left if n is not None), default=None)
+            raise ValueError(f"{MEMORY_VARIABLE}: expected a number of gigabytes, got {stated!r}") from None
+    limits = [_free_on_machine(), _free_address_space(), *_free_in_cgroups()]
+    return min((n for n in limits if n is not None), default=None)
 
 
 def gpu_memory() -> tuple[int, int]:
-    """Bytes of the current GPU that a new array could have, and all of them."""
+    """Return the number of bytes of the current GPU that new arrays can use, and its total memory."""
     import cupy
 
     free, total = cupy.cuda.runtime.memGetInfo()
     return free + cupy.get_default_memory_pool().free_bytes(), total
 
 
-def check_memory(needed: int, what: str, advice: str = "") -> None:
-    """Refuse what needs more memory than there is.
+def check_memory(n_bytes: int, what: str, advice: str = "") -> None:
+    """Raise a MemoryError if an allocation needs more memory than is free.
 
     Args:
-        needed: bytes, in any case.
-        what: needs them, such as "the model".
+        n_bytes: the least that is needed.
+        what: the subject of the message, such as "the model".
         advice: what to do, for the end of the message.
 
     Raises:
-        MemoryError: says how much is needed and how much there is.
+        MemoryError: the message has the needed and the free amount.
     """
     free = free_memory()
-    if free is not None and needed > free:
+    if free is not None and n_bytes > free:
         end = f": {advice}" if advice else ""
-        raise MemoryError(f"{what} needs at least {gigabytes(needed)} of memory, {gigabytes(free)} are free{end}")
+        needed = f"{what} needs at least {format_gigabytes(n_bytes)} of memory"
+        raise MemoryError(f"{needed}, {format_gigabytes(free)} are free{end}")
 
 
-def gigabytes(n_bytes: int) -> str:
-    """Such as "1.5 GB", rounded to two digits at least."""
+def format_gigabytes(n_bytes: int) -> str:
+    """Format a number of bytes in GB with at least two significant digits, such as "1.5 GB"."""
     amount = n_bytes / 1e9
     return f"{amount:,.0f} GB" if amount >= 100 else f"{amount:.1f} GB" if amount >= 1 else f"{amount:.2g} GB"
 
 
-# -------------------------------------------------------------------- who tells
-def _machine() -> int | None:
-    """What is free on the machine; all that it has, where that is all that the system tells."""
-    kilobytes = _field(_MEMINFO, "MemAvailable:")
+# -------------------------------------------------------------------- sources
+def _free_on_machine() -> int | None:
+    """Return the free memory of the machine, or its total memory if the system reports only that."""
+    kilobytes = _read_number(_MEMINFO, "MemAvailable:")
     if kilobytes is not None:
         return kilobytes * 1024
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Windows has no such thing
+    except (AttributeError, ValueError, OSError):  # Windows does not have sysconf
         return None
 
 
-def _address_space() -> int | None:
-    """What `ulimit -v` leaves."""
+def _free_address_space() -> int | None:
+    """Return the rest of the limit of `ulimit -v`, or None without a limit."""
     try:
         import resource
     except ImportError:  # Windows
         return None
-    most = resource.getrlimit(resource.RLIMIT_AS)[0]
-    kilobytes = _field(_STATUS, "VmSize:")
-    if most == resource.RLIM_INFINITY or kilobytes is None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    kilobytes = _read_number(_STATUS, "VmSize:")
+    if limit == resource.RLIM_INFINITY or kilobytes is None:
         return None
-    return max(0, most - kilobytes * 1024)
+    return max(0, limit - kilobytes * 1024)
 
 
-def _groups() -> list[int]:
-    """What the limits of this process's cgroups leave, its own and those around it; of both versions."""
-    left = []
-    for line in _text(_CGROUP).splitlines():
-        _, kinds, place = [*line.split(":", 2), "", ""][:3]
-        if kinds and "memory" not in kinds.split(","):
+def _free_in_cgroups() -> list[int]:
+    """Return the rest of the limits of this process's cgroup and of its parents, in cgroups v1 and v2."""
+    free = []
+    for line in _read_text(_CGROUP).splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "memory" not in controllers.split(","):
             continue
-        top = _CGROUPS if not kinds else _CGROUPS / "memory"
-        names = ("memory.max", "memory.current") if not kinds else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        own = top / place.strip("/")
+        is_v1 = bool(controllers)
+        top = _CGROUPS / "memory" if is_v1 else _CGROUPS
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
+        own = top / path.strip("/")
         for folder in [own, *own.parents]:
             if not folder.is_relative_to(top):
                 break
-            most, used = (_text(folder / name).strip() for name in names)
-            if most.isdigit() and used.isdigit():
-                reclaimable = _field(folder / "memory.stat", "inactive_file") or 0  # files that were read
-                left.append(max(0, int(most) - max(0, int(used) - reclaimable)))
-    return left
+            limit, used = (_read_text(folder / name).strip() for name in names)
+            if limit.isdigit() and used.isdigit():
+                reclaimable = _read_number(folder / "memory.stat", "inactive_file") or 0  # the page cache of files
+                free.append(max(0, int(limit) - max(0, int(used) - reclaimable)))
+    return free
 
 
-def _field(path: Path, name: str) -> int | None:
-    """The number behind a name at the beginning of a line."""
-    for line in _text(path).splitlines():
+def _read_number(path: Path, name: str) -> int | None:
+    """Return the number that follows a name at the beginning of a line, or None."""
+    for line in _read_text(path).splitlines():
         words = line.split()
         if len(words) > 1 and words[0] == name and words[1].isdigit():
             return int(words[1])
     return None
 
 
-def _text(path: Path) -> str:
-    """All of a small file; nothing where it cannot be read."""
+def _read_text(path: Path) -> str:
+    """Return the text of a small file, or "" if it cannot be read."""
     try:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -11,6 +11,7 @@ from typing import Any
 from tricycle.configs.size import min_n_weights
 from tricycle.kernels.quantized import DTYPE_NAMES
 from tricycle.layers import Layer
+from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.family import Family, load_weights
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
@@ -19,9 +20,8 @@ from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.opt import OPT
 from tricycle.pretrained.families.phi import PHI
-from tricycle.pretrained.fields import Fields, wrong
-from tricycle.pretrained.source import Source, StoredTensor, error_prefix
-from tricycle.system.memory import check_memory, free_memory, gigabytes
+from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
+from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
 ALL_FAMILIES: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
@@ -29,7 +29,7 @@ Q8_0_BYTES_PER_ELEMENT = 34 / 32  # 32 int8 elements and a float16 scale
 WEIGHT_FORMATS = ("float32", "stored", *DTYPE_NAMES)
 
 
-def build_model(source: Source, weights: str = "float32") -> Layer:
+def build_model(source: StoredModel, weights: str = "float32") -> Layer:
     """Build a model from files and load its weights; dropout is off.
 
     Args:
@@ -49,28 +49,28 @@ def build_model(source: Source, weights: str = "float32") -> Layer:
     return model.eval()
 
 
-def find_family(source: Source) -> Family:
+def find_family(source: StoredModel) -> Family:
     """Return the family of a source's model_type; raise ValueError if it is not supported."""
     model_type = source.fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise wrong("model_type", f"one of {', '.join(FAMILIES)}", model_type)
+        raise field_error("model_type", f"one of {', '.join(FAMILIES)}", model_type)
     return FAMILIES[model_type]
 
 
-def read_config(family: Family, source: Source) -> Any:
+def read_config(family: Family, source: StoredModel) -> Any:
     """Convert the fields of config.json to a Tricycle config, and check its size against that of the tensors.
 
     Raises:
         ValueError: a field is invalid or not supported, or the config needs more weights than the files contain.
     """
-    fields = Fields(source.fields)
+    fields = ConfigFields(source.fields)
     if fields.get("quantization_config") is not None:
         raise ValueError("expected weights of 16 or 32 bits, got quantization_config")
     for place in ("num_hidden_layers", "n_layer"):
-        n_layers = Fields(fields.section("text_config")).get(place, fields.get(place, 1))
+        n_layers = ConfigFields(fields.section("text_config")).get(place, fields.get(place, 1))
         if isinstance(n_layers, int) and n_layers > len(source.tensors):
             # checked here, before anything is allocated for each layer
-            raise wrong(place, f"at most {len(source.tensors)}, the number of tensors", n_layers)
+            raise field_error(place, f"at most {len(source.tensors)}, the number of tensors", n_layers)
     config = family.to_config(fields)
     minimum = min_n_weights(config)
     n_elements = sum(math.prod(tensor.shape) for tensor in source.tensors.values())
@@ -81,20 +81,20 @@ def read_config(family: Family, source: Source) -> Any:
 
 
 # -------------------------------------------------------------------- memory
-def _check_memory(config: Any, source: Source, weights: str) -> None:
+def _check_memory(config: Any, source: StoredModel, weights: str) -> None:
     """Raise MemoryError, as described at `build_model`, if a model does not fit into the free memory."""
     free, needed = free_memory(), required_memory(config, source, weights)
     if free is None or needed <= free:
         return
     smaller = {kind: required_memory(config, source, kind) for kind in ("bfloat16", "int8", "stored")}
-    fitting = [f"--weights {kind} ({gigabytes(size)})" for kind, size in smaller.items() if size <= free]
+    fitting = [f"--weights {kind} ({format_gigabytes(size)})" for kind, size in smaller.items() if size <= free]
     minimum = min(smaller, key=lambda kind: smaller[kind])
-    otherwise = f"the smallest, --weights {minimum}, needs {gigabytes(smaller[minimum])}"
+    otherwise = f"the smallest, --weights {minimum}, needs {format_gigabytes(smaller[minimum])}"
     advice = f"{' or '.join(fitting)} would fit" if fitting else otherwise
     check_memory(needed, f"{source.path}: the model in --weights {weights}", advice)
 
 
-def required_memory(config: Any, source: Source, weights: str) -> int:
+def required_memory(config: Any, source: StoredModel, weights: str) -> int:
     """Return the minimum number of bytes that loading a model takes; `weights` as of `pretrained.load`."""
     tensors = [
         tensor
@@ -106,8 +106,8 @@ def required_memory(config: Any, source: Source, weights: str) -> int:
         n_elements, element_bytes = math.prod(tensor.shape), _bytes_per_element(tensor, weights)
         temporary_bytes = 0
         if element_bytes != Q8_0_BYTES_PER_ELEMENT:
-            # Blocks are converted to float32 when they are read, and int8 is computed from float32.
-            temporary_bytes = 4 * (tensor.kind not in ("F32", "F16", "BF16")) + 4 * (element_bytes == 1)
+            # BlockFormat are converted to float32 when they are read, and int8 is computed from float32.
+            temporary_bytes = 4 * (tensor.dtype_name not in ("F32", "F16", "BF16")) + 4 * (element_bytes == 1)
         total += int(n_elements * element_bytes)
         peak = max(peak, int(n_elements * (element_bytes + temporary_bytes)))
     return max(total, peak)  # the largest is loaded first, into empty memory
@@ -118,7 +118,7 @@ def _bytes_per_element(tensor: StoredTensor, weights: str) -> float:
     if len(tensor.shape) < 2 or weights == "float32":
         return 4
     if weights == "stored":
-        return {"F16": 2, "BF16": 2, "Q8_0": Q8_0_BYTES_PER_ELEMENT}.get(tensor.kind, 4)
+        return {"F16": 2, "BF16": 2, "Q8_0": Q8_0_BYTES_PER_ELEMENT}.get(tensor.dtype_name, 4)
     if weights == "int8":
-        return Q8_0_BYTES_PER_ELEMENT if tensor.blocks else 1
+        return Q8_0_BYTES_PER_ELEMENT if tensor.read_blocks else 1
     return 2

@@ -7,8 +7,8 @@ from typing import Any
 
 from tricycle.configs.encoder import EncoderConfig
 from tricycle.layers import Layer
+from tricycle.pretrained.config_fields import ACTIVATION_NAMES, ConfigFields, size_fields
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields, size_fields
 from tricycle.sequences.text_encoder import TextEncoder
 
 NAMES: TensorNames = {
@@ -27,16 +27,16 @@ IGNORED_HEADS = r"(pooler|cls|lm_head|classifier|qa_outputs)\."
 LEGACY_NAMES = {r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"}
 
 
-def to_config(fields: Fields) -> EncoderConfig:
+def to_config(fields: ConfigFields) -> EncoderConfig:
     """Convert the fields of a BERT config.json to an `EncoderConfig`."""
-    fields.must_be("position_embedding_type", "absolute")
-    fields.must_be("is_decoder", False)
-    fields.must_be("add_cross_attention", False)
+    fields.require("position_embedding_type", "absolute")
+    fields.require("is_decoder", False)
+    fields.require("add_cross_attention", False)
     return EncoderConfig(
         **fields.sizes(30_522, 512, 768, 3072, 12, 12),
-        norm_eps=fields.number("layer_norm_eps", 1e-12),
+        norm_eps=fields.positive_float("layer_norm_eps", 1e-12),
         activation=fields.activation("hidden_act", "gelu"),
-        token_types=fields.whole("type_vocab_size", 2),
+        token_types=fields.positive_int("type_vocab_size", 2),
     )
 
 
@@ -45,14 +45,14 @@ def to_fields(config: EncoderConfig) -> dict[str, Any]:
     return {
         **size_fields(config),
         "layer_norm_eps": config.norm_eps,
-        "hidden_act": ACTIVATION_WORDS[config.activation][0],
+        "hidden_act": ACTIVATION_NAMES[config.activation][0],
         "type_vocab_size": config.token_types,
         "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": 0.0,
     }
 
 
-def to_roberta_config(fields: Fields) -> EncoderConfig:
+def to_roberta_config(fields: ConfigFields) -> EncoderConfig:
     """Convert the fields of a RoBERTa config.json to an `EncoderConfig`.
 
     RoBERTa's positions start at pad_token_id + 1. Unlike transformers, Tricycle also counts padding before a text.

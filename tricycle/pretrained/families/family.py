@@ -19,8 +19,8 @@ from tricycle.kernels.quantized import QuantizedMatrix, quantized_dtype
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.parameter import Parameter
-from tricycle.pretrained.fields import Fields
-from tricycle.pretrained.source import Source, StoredTensor, let_go
+from tricycle.pretrained.config_fields import ConfigFields
+from tricycle.pretrained.stored_model import StoredModel, StoredTensor, release_pages
 from tricycle.tensor import Tensor
 
 # Names of Tricycle's layers to those of Hugging Face's. Several of the latter are concatenated along the output axis of
@@ -63,7 +63,7 @@ class Family:
 
     model_types: tuple[str, ...]
     architecture: str
-    to_config: Callable[[Fields], Any]
+    to_config: Callable[[ConfigFields], Any]
     to_fields: Callable[[Any], dict[str, Any]]
     names: TensorNames
     prefixes: tuple[str, ...] = ("",)
@@ -161,7 +161,7 @@ def role_of(parameter: Tensor) -> str | None:
 
 
 # -------------------------------------------------------------------- loading
-def load_weights(model: Layer, family: Family, source: Source, weights: str) -> None:
+def load_weights(model: Layer, family: Family, source: StoredModel, weights: str) -> None:
     """Load weights from files into a model.
 
     All tensors are checked before any is read.
@@ -184,7 +184,7 @@ def load_weights(model: Layer, family: Family, source: Source, weights: str) -> 
         theirs = [tensors[hf_tensor.name] for hf_tensor in hf_tensors]
         kind = _storage_format(mapping, name, theirs, weights)
         if kind == "blocks":
-            read = [tensor.blocks() for tensor in theirs if tensor.blocks is not None]
+            read = [tensor.read_blocks() for tensor in theirs if tensor.read_blocks is not None]
             values, scales = (parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*read))
             parameter.array = QuantizedMatrix(values, scales, role_of(parameter) != "embedding")
         elif kind == "float32":
@@ -201,11 +201,15 @@ def _storage_format(mapping: TensorMapping, name: str, theirs: list[StoredTensor
     """Return how to store a parameter: "float32", a dtype of `QuantizedMatrix`, or "blocks" for Q8_0 as in the file."""
     if weights == "float32" or role_of(mapping.parameters[name]) not in QUANTIZED_ROLES:
         return "float32"
-    if weights in ("stored", "int8") and all(tensor.blocks for tensor in theirs) and not mapping.is_interleaved(name):
+    if (
+        weights in ("stored", "int8")
+        and all(tensor.read_blocks for tensor in theirs)
+        and not mapping.is_interleaved(name)
+    ):
         return "blocks"
     if weights != "stored":
         return weights
-    kinds = {tensor.kind for tensor in theirs}
+    kinds = {tensor.dtype_name for tensor in theirs}
     return {"F16": "float16", "BF16": "bfloat16"}.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 
 
@@ -216,7 +220,7 @@ def _copy_tensors(
     for hf_tensor, tensor in zip(hf_tensors, theirs):
         for target, part in mapping.matching_views(name, hf_tensor, ours, tensor.read()):
             target[...] = part
-            let_go(part)
+            release_pages(part)
 
 
 def _read_quantized(
@@ -269,8 +273,8 @@ def _check_tensors(expected: dict[str, list[HFTensor]], tensors: dict[str, Store
     for name, shape in wrong_shapes[:MAX_LISTED_NAMES]:
         problems.append(f"{name}: expected shape {shape}, got {tensors[name].shape}")
     for name in names & set(tensors):
-        if not re.fullmatch(r"F16|BF16|F32|F64|Q\d\w*", tensors[name].kind):
-            problems.append(f"{name}: expected floating-point numbers, got {tensors[name].kind}")
+        if not re.fullmatch(r"F16|BF16|F32|F64|Q\d\w*", tensors[name].dtype_name):
+            problems.append(f"{name}: expected floating-point numbers, got {tensors[name].dtype_name}")
     if problems:
         raise ValueError(f"the weights are not those of the config: {'; '.join(problems[: 2 + MAX_LISTED_NAMES])}")
 
@@ -303,8 +307,8 @@ def _arrays_equal(a: np.ndarray, b: np.ndarray) -> bool:
         rows = slice(start, start + n_rows)
         if not np.array_equal(a[rows], b[rows]):
             return False
-        let_go(a)
-        let_go(b)
+        release_pages(a)
+        release_pages(b)
     return True
 
 

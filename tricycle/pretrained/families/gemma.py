@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.configs.model import ModelConfig
+from tricycle.pretrained.config_equivalence import has_bias
+from tricycle.pretrained.config_fields import ConfigFields, activation_name, field_error, read_rotary_section
 from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.families.llama import (
     LLAMA_NAMES,
@@ -15,8 +17,6 @@ from tricycle.pretrained.families.llama import (
     sliding_window_config,
     sliding_window_fields,
 )
-from tricycle.pretrained.fields import Fields, activation_word, rotary_section, wrong
-from tricycle.pretrained.same import has_bias
 
 NAMES: TensorNames = {
     **LLAMA_NAMES,
@@ -38,58 +38,60 @@ GEMMA3_DEFAULTS = {**DEFAULTS, "vocab_size": 262_208, "max_position_embeddings":
 
 
 # -------------------------------------------------------------------- from config.json
-def from_gemma2(fields: Fields) -> ModelConfig:
+def from_gemma2(fields: ConfigFields) -> ModelConfig:
     """Convert the fields of a Gemma 2 config.json to a `ModelConfig`."""
-    fields = Fields({**DEFAULTS, **fields.values})
+    fields = ConfigFields({**DEFAULTS, **fields.values})
     common = _common_config(fields, caps=(50.0, 30.0))
     types = fields.layer_types(common["n_layers"]) or _periodic_layer_types(common["n_layers"], 2)
     return ModelConfig(**common, **sliding_window_config(types, _sliding_window(fields, types)))
 
 
-def from_gemma3(fields: Fields) -> ModelConfig:
+def from_gemma3(fields: ConfigFields) -> ModelConfig:
     """Convert the fields of a Gemma 3 config.json to a `ModelConfig`."""
     fields = _text_fields(fields)
-    common = _common_config(Fields({**fields.values, "rope_scaling": None, "rope_parameters": None}), caps=(None, None))
+    common = _common_config(
+        ConfigFields({**fields.values, "rope_scaling": None, "rope_parameters": None}), caps=(None, None)
+    )
     norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"]}
     types = fields.layer_types(common["n_layers"])
     if types is None:
-        period = fields.whole("sliding_window_pattern", fields.whole("_sliding_window_pattern", 6))
+        period = fields.positive_int("sliding_window_pattern", fields.positive_int("_sliding_window_pattern", 6))
         types = _periodic_layer_types(common["n_layers"], period)
     windows = sliding_window_config(types, _sliding_window(fields, types))
     return ModelConfig(**{**common, **norms, **windows, **_rope_config(fields)})
 
 
-def _text_fields(fields: Fields) -> Fields:
+def _text_fields(fields: ConfigFields) -> ConfigFields:
     """Return the fields of the text model; a config with a vision model has them in `text_config`."""
     text_fields = fields.section("text_config")
     if fields.get("model_type") == "gemma3" and "text_config" not in fields:
-        raise wrong("text_config", "an object", None)
+        raise field_error("text_config", "an object", None)
     name = "tie_word_embeddings"
     tied = {} if fields.get(name) is None else {name: fields.get(name)}
-    return Fields({**GEMMA3_DEFAULTS, **(tied | text_fields if text_fields else fields.values)})
+    return ConfigFields({**GEMMA3_DEFAULTS, **(tied | text_fields if text_fields else fields.values)})
 
 
-def _common_config(fields: Fields, caps: tuple[float | None, float | None]) -> dict[str, Any]:
+def _common_config(fields: ConfigFields, caps: tuple[float | None, float | None]) -> dict[str, Any]:
     """Return the config fields that Gemma 2 and 3 share.
 
     Args:
         caps: the default soft-caps of attention scores and of logits.
     """
     if fields.get("use_bidirectional_attention"):
-        raise wrong("use_bidirectional_attention", "false", fields.get("use_bidirectional_attention"))
-    bias = fields.flag("attention_bias", False)
+        raise field_error("use_bidirectional_attention", "false", fields.get("use_bidirectional_attention"))
+    bias = fields.boolean("attention_bias", False)
     common = common_config(fields, n_key_heads=4, head_size=256)
     activation = fields.get("hidden_activation") or "gelu_pytorch_tanh"  # null in some files
     return {
         **common,
         "norm_unit_offset": True,
         "norm_placement": "both",
-        "activation": Fields({"hidden_activation": activation}).activation("hidden_activation", ""),
+        "activation": ConfigFields({"hidden_activation": activation}).activation("hidden_activation", ""),
         "qkv_bias": bias,
         "output_bias": bias,
-        "score_scale": fields.number("query_pre_attn_scalar", 256) ** -0.5,
-        "score_cap": fields.number_or_none("attn_logit_softcapping", caps[0]) or 0.0,
-        "logit_cap": fields.number_or_none("final_logit_softcapping", caps[1]) or 0.0,
+        "score_scale": fields.positive_float("query_pre_attn_scalar", 256) ** -0.5,
+        "score_cap": fields.optional_positive_float("attn_logit_softcapping", caps[0]) or 0.0,
+        "logit_cap": fields.optional_positive_float("final_logit_softcapping", caps[1]) or 0.0,
         "embedding_scale": common["embedding_dim"] ** 0.5,
     }
 
@@ -99,31 +101,31 @@ def _periodic_layer_types(n_layers: int, period: int) -> list[str]:
     return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(n_layers)]
 
 
-def _sliding_window(fields: Fields, types: list[str]) -> int | None:
-    window = fields.whole_or_none("sliding_window", DEFAULT_WINDOW)
+def _sliding_window(fields: ConfigFields, types: list[str]) -> int | None:
+    window = fields.optional_positive_int("sliding_window", DEFAULT_WINDOW)
     if window is None and "sliding_attention" in types:
-        raise wrong("sliding_window", "a positive integer, because layers have sliding_attention", None)
+        raise field_error("sliding_window", "a positive integer, because layers have sliding_attention", None)
     return window
 
 
-def _rope_config(fields: Fields) -> dict[str, Any]:
+def _rope_config(fields: ConfigFields) -> dict[str, Any]:
     """Return the RoPE fields. Sliding-window layers have their own base, and no scaling."""
-    theta = fields.number("rope_theta", 1_000_000.0)
-    local_theta = fields.number("rope_local_base_freq", 10_000.0)
+    theta = fields.positive_float("rope_theta", 1_000_000.0)
+    local_theta = fields.positive_float("rope_local_base_freq", 10_000.0)
     place = "rope_parameters"
     sections = fields.section(place)
     if "full_attention" in sections or "sliding_attention" in sections:
-        by_type = Fields(sections)
+        by_type = ConfigFields(sections)
         full = by_type.section("full_attention") | fields.section("rope_scaling")
         local = by_type.section("sliding_attention")
     else:
         full, local = sections | fields.section("rope_scaling"), {}
-    rope = rotary_section(full, f"{place}.full_attention", theta)
-    local_rope = rotary_section(local, f"{place}.sliding_attention", local_theta)
+    rope = read_rotary_section(full, f"{place}.full_attention", theta)
+    local_rope = read_rotary_section(local, f"{place}.sliding_attention", local_theta)
     if local_rope.get("rotary_scaling"):
-        raise wrong(f"{place}.sliding_attention.rope_type", "default", local_rope["rotary_scaling"])
+        raise field_error(f"{place}.sliding_attention.rope_type", "default", local_rope["rotary_scaling"])
     if local_rope["rotary_fraction"] != rope["rotary_fraction"]:
-        raise wrong(f"{place}.partial_rotary_factor", "the same in all layers", local_rope["rotary_fraction"])
+        raise field_error(f"{place}.partial_rotary_factor", "the same in all layers", local_rope["rotary_fraction"])
     return {**rope, "rotary_local_base": local_rope["rotary_base"]}
 
 
@@ -134,7 +136,7 @@ def to_gemma2(config: ModelConfig) -> dict[str, Any]:
     fields = {
         **common_fields(config),
         **sliding_window_fields(config),
-        "hidden_activation": activation_word(config.activation),
+        "hidden_activation": activation_name(config.activation),
         # transformers 5 requires an integer
         "query_pre_attn_scalar": max(1, round((config.score_scale or config.channels_per_head**-0.5) ** -2)),
         "attn_logit_softcapping": config.score_cap or None,

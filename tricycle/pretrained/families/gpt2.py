@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.configs.model import ModelConfig
+from tricycle.pretrained.config_fields import ConfigFields, activation_name, size_fields
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.pretrained.fields import Fields, activation_word, size_fields
 
 NAMES: TensorNames = {
     "token_embedding": ["transformer.wte"],
@@ -29,17 +29,17 @@ SIZE_NAMES = {
 }
 
 
-def to_config(fields: Fields) -> ModelConfig:
+def to_config(fields: ConfigFields) -> ModelConfig:
     """Convert the fields of a GPT-2 config.json to a `ModelConfig`."""
-    fields.must_be("scale_attn_by_inverse_layer_idx", False)
-    fields.must_be("add_cross_attention", False)
-    inner = fields.whole_or_none("n_inner") or 4 * fields.whole("n_embd", 768)
+    fields.require("scale_attn_by_inverse_layer_idx", False)
+    fields.require("add_cross_attention", False)
+    inner = fields.optional_positive_int("n_inner") or 4 * fields.positive_int("n_embd", 768)
     return ModelConfig(
-        **Fields({**fields.values, "n_inner": inner}).sizes(50_257, 1024, 768, 0, 12, 12, **SIZE_NAMES),
-        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        **ConfigFields({**fields.values, "n_inner": inner}).sizes(50_257, 1024, 768, 0, 12, 12, **SIZE_NAMES),
+        norm_eps=fields.positive_float("layer_norm_epsilon", 1e-5),
         activation=fields.activation("activation_function", "gelu_new"),
-        score_scale=0.0 if fields.flag("scale_attn_weights", True) else 1.0,
-        tied=fields.flag("tie_word_embeddings", True),
+        score_scale=0.0 if fields.boolean("scale_attn_weights", True) else 1.0,
+        tied=fields.boolean("tie_word_embeddings", True),
     )
 
 
@@ -49,7 +49,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
         **size_fields(config, **SIZE_NAMES),
         "n_ctx": config.context_window,  # read by old versions of transformers
         "layer_norm_epsilon": config.norm_eps,
-        "activation_function": "gelu_new" if config.activation == "gelu" else activation_word(config.activation),
+        "activation_function": "gelu_new" if config.activation == "gelu" else activation_name(config.activation),
         "scale_attn_weights": config.score_scale != 1,
         "tie_word_embeddings": config.tied,
         "resid_pdrop": config.dropout,

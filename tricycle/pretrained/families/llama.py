@@ -10,9 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.configs.model import ModelConfig
+from tricycle.pretrained.config_equivalence import has_bias
+from tricycle.pretrained.config_fields import (
+    ConfigFields,
+    activation_name,
+    field_error,
+    read_rotary_fields,
+    size_fields,
+)
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.pretrained.fields import Fields, activation_word, rotary_fields, size_fields, wrong
-from tricycle.pretrained.same import has_bias
 
 LLAMA_NAMES: TensorNames = {
     "token_embedding": ["model.embed_tokens"],
@@ -36,7 +42,7 @@ OLMO2_NAMES: TensorNames = {  # norms of the outputs of attention and MLP
 
 
 # -------------------------------------------------------------------- from config.json
-def common_config(fields: Fields, n_key_heads: int | None = None, head_size: int | None = None) -> dict[str, Any]:
+def common_config(fields: ConfigFields, n_key_heads: int | None = None, head_size: int | None = None) -> dict[str, Any]:
     """Return the config fields that all families of this module share.
 
     Args:
@@ -46,70 +52,71 @@ def common_config(fields: Fields, n_key_heads: int | None = None, head_size: int
     sizes = fields.sizes(32_000, 2048, 4096, 11_008, 32, 32)
     return {
         **sizes,
-        "n_key_heads": fields.whole_or_none("num_key_value_heads", n_key_heads) or sizes["n_heads"],
-        "head_size": fields.whole_or_none("head_dim", head_size) or 0,
+        "n_key_heads": fields.optional_positive_int("num_key_value_heads", n_key_heads) or sizes["n_heads"],
+        "head_size": fields.optional_positive_int("head_dim", head_size) or 0,
         "norm": "rms_norm",
-        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "norm_eps": fields.positive_float("rms_norm_eps", 1e-6),
         "positions": "rotary",
         "activation": fields.activation("hidden_act", "silu"),
         "gated": True,
         "bias": False,
-        "tied": fields.flag("tie_word_embeddings", False),
-        **rotary_fields(fields),
+        "tied": fields.boolean("tie_word_embeddings", False),
+        **read_rotary_fields(fields),
     }
 
 
-def from_llama(fields: Fields) -> ModelConfig:
+def from_llama(fields: ConfigFields) -> ModelConfig:
     """Convert the fields of a Llama config.json to a `ModelConfig`."""
-    bias = fields.flag("attention_bias", False)
+    bias = fields.boolean("attention_bias", False)
     common = common_config(fields)
-    return ModelConfig(**common, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
+    return ModelConfig(**common, qkv_bias=bias, output_bias=bias, mlp_bias=fields.boolean("mlp_bias", False))
 
 
-def from_mistral(fields: Fields) -> ModelConfig:
+def from_mistral(fields: ConfigFields) -> ModelConfig:
     """Convert the fields of a Mistral config.json to a `ModelConfig`."""
-    with_defaults = Fields({"intermediate_size": 14_336, "max_position_embeddings": 131_072, **fields.values})
-    window = fields.whole_or_none("sliding_window", 4096)
-    types = fields.layer_types(fields.whole("num_hidden_layers", 32)) or []
+    with_defaults = ConfigFields({"intermediate_size": 14_336, "max_position_embeddings": 131_072, **fields.values})
+    window = fields.optional_positive_int("sliding_window", 4096)
+    types = fields.layer_types(fields.positive_int("num_hidden_layers", 32)) or []
     if window and "full_attention" in types:  # transformers ignores this and uses the window everywhere
-        raise wrong("layer_types", "sliding_attention for each layer", "full_attention")
+        raise field_error("layer_types", "sliding_attention for each layer", "full_attention")
     return ModelConfig(**common_config(with_defaults, n_key_heads=8), window=window or 0)
 
 
-def from_qwen2(fields: Fields) -> ModelConfig:
+def from_qwen2(fields: ConfigFields) -> ModelConfig:
     """Convert the fields of a Qwen2 config.json to a `ModelConfig`."""
     return ModelConfig(**_qwen_config(fields), qkv_bias=True)
 
 
-def from_qwen3(fields: Fields) -> ModelConfig:
+def from_qwen3(fields: ConfigFields) -> ModelConfig:
     """Convert the fields of a Qwen3 config.json to a `ModelConfig`."""
     common = _qwen_config(fields, head_size=128)
-    bias = fields.flag("attention_bias", False)
+    bias = fields.boolean("attention_bias", False)
     norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"]}
     return ModelConfig(**common, **norms, qkv_bias=bias, output_bias=bias)
 
 
-def from_olmo2(fields: Fields) -> ModelConfig:
+def from_olmo2(fields: ConfigFields) -> ModelConfig:
     """Convert the fields of an OLMo 2 config.json to a `ModelConfig`."""
-    common = common_config(Fields({"vocab_size": 50_304, "rms_norm_eps": 1e-5, **fields.values}))
+    common = common_config(ConfigFields({"vocab_size": 50_304, "rms_norm_eps": 1e-5, **fields.values}))
     norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"], "qk_norm_per_head": False}
-    bias = fields.flag("attention_bias", False)
+    bias = fields.boolean("attention_bias", False)
     return ModelConfig(**common, **norms, norm_placement="output", qkv_bias=bias, output_bias=bias)
 
 
-def _qwen_config(fields: Fields, head_size: int | None = None) -> dict[str, Any]:
+def _qwen_config(fields: ConfigFields, head_size: int | None = None) -> dict[str, Any]:
     defaults = {"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768}
-    common = common_config(Fields({**defaults, **fields.values}), 32, head_size)
+    common = common_config(ConfigFields({**defaults, **fields.values}), 32, head_size)
     n_layers = common["n_layers"]
-    window = fields.whole_or_none("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+    uses_window = fields.boolean("use_sliding_window", False)
+    window = fields.optional_positive_int("sliding_window", 4096) if uses_window else None
     types = fields.layer_types(n_layers)
     if types is None:
         first_window_layer = fields.get("max_window_layers", 28)
         if not isinstance(first_window_layer, int) or first_window_layer < 0:
-            raise wrong("max_window_layers", "an integer of at least 0", first_window_layer)
+            raise field_error("max_window_layers", "an integer of at least 0", first_window_layer)
         types = ["full_attention" if layer < first_window_layer else "sliding_attention" for layer in range(n_layers)]
     elif window is None and "sliding_attention" in types:
-        raise wrong("layer_types", "full_attention for each layer without a window", "sliding_attention")
+        raise field_error("layer_types", "full_attention for each layer without a window", "sliding_attention")
     return {**common, **sliding_window_config(types, window)}
 
 
@@ -129,7 +136,7 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": config.key_heads,
         "head_dim": config.channels_per_head,
         "rms_norm_eps": config.norm_eps,
-        "hidden_act": activation_word(config.activation),
+        "hidden_act": activation_name(config.activation),
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rotary_base,
         "attention_dropout": 0.0,

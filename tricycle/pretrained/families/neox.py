@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.configs.model import ModelConfig
+from tricycle.pretrained.config_equivalence import has_bias
+from tricycle.pretrained.config_fields import ConfigFields, activation_name, read_rotary_fields, size_fields
 from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.families.llama import rotary_scaling_fields
-from tricycle.pretrained.fields import Fields, activation_word, rotary_fields, size_fields
-from tricycle.pretrained.same import has_bias
 
 NAMES: TensorNames = {
     "token_embedding": ["gpt_neox.embed_in"],
@@ -23,21 +23,21 @@ NAMES: TensorNames = {
 }
 
 
-def to_config(fields: Fields) -> ModelConfig:
+def to_config(fields: ConfigFields) -> ModelConfig:
     """Convert the fields of a GPT-NeoX config.json to a `ModelConfig`."""
-    attention_bias = fields.flag("attention_bias", True)
+    attention_bias = fields.boolean("attention_bias", True)
     legacy = {"rope_theta": fields.get("rotary_emb_base"), "partial_rotary_factor": fields.get("rotary_pct")}
-    current = Fields({**{name: value for name, value in legacy.items() if value is not None}, **fields.values})
+    current = ConfigFields({**{name: value for name, value in legacy.items() if value is not None}, **fields.values})
     return ModelConfig(
         **fields.sizes(50_432, 2048, 6144, 24_576, 44, 64),
-        norm_eps=fields.number("layer_norm_eps", 1e-5),
-        parallel=fields.flag("use_parallel_residual", True),
+        norm_eps=fields.positive_float("layer_norm_eps", 1e-5),
+        parallel=fields.boolean("use_parallel_residual", True),
         activation=fields.activation("hidden_act", "gelu"),
         positions="rotary",
         qkv_bias=attention_bias,
         output_bias=attention_bias,
-        tied=fields.flag("tie_word_embeddings", False),
-        **rotary_fields(current, fraction=0.25),
+        tied=fields.boolean("tie_word_embeddings", False),
+        **read_rotary_fields(current, fraction=0.25),
     )
 
 
@@ -47,7 +47,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
         **size_fields(config),
         "layer_norm_eps": config.norm_eps,
         "use_parallel_residual": config.parallel,
-        "hidden_act": activation_word(config.activation),
+        "hidden_act": activation_name(config.activation),
         "attention_bias": has_bias(config, "qkv") or has_bias(config, "output"),
         "tie_word_embeddings": config.tied,
         "rotary_emb_base": config.rotary_base,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.configs.model import ModelConfig
+from tricycle.pretrained.config_equivalence import has_bias
+from tricycle.pretrained.config_fields import ConfigFields, activation_name, size_fields
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.pretrained.fields import Fields, activation_word, size_fields
-from tricycle.pretrained.same import has_bias
 
 NAMES: TensorNames = {
     "token_embedding": ["model.decoder.embed_tokens"],
@@ -26,23 +26,23 @@ NAMES: TensorNames = {
 POSITION_OFFSET = 2  # rows of the position embedding that are not used
 
 
-def to_config(fields: Fields) -> ModelConfig:
+def to_config(fields: ConfigFields) -> ModelConfig:
     """Convert the fields of an OPT config.json to a `ModelConfig`."""
-    fields.must_be("_remove_final_layer_norm", False)
-    fields.must_be("layer_norm_elementwise_affine", True)
+    fields.require("_remove_final_layer_norm", False)
+    fields.require("layer_norm_elementwise_affine", True)
     sizes = fields.sizes(50_272, 2048, 768, 3072, 12, 12, hidden_size="ffn_dim")
-    embedding_size = fields.whole_or_none("word_embed_proj_dim") or 0
-    bias = fields.flag("enable_bias", True)
+    embedding_size = fields.optional_positive_int("word_embed_proj_dim") or 0
+    bias = fields.boolean("enable_bias", True)
     return ModelConfig(
         **sizes,
-        norm_placement="before" if fields.flag("do_layer_norm_before", True) else "after",
+        norm_placement="before" if fields.boolean("do_layer_norm_before", True) else "after",
         activation=fields.activation("activation_function", "relu"),
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
         position_offset=POSITION_OFFSET,
         embedding_size=embedding_size if embedding_size != sizes["embedding_dim"] else 0,
-        tied=fields.flag("tie_word_embeddings", True),
+        tied=fields.boolean("tie_word_embeddings", True),
     )
 
 
@@ -51,7 +51,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     return {
         **size_fields(config, hidden_size="ffn_dim"),
         "do_layer_norm_before": config.norm_placement == "before",
-        "activation_function": activation_word(config.activation),
+        "activation_function": activation_name(config.activation),
         "enable_bias": any(has_bias(config, part) for part in ("qkv", "output", "mlp")),
         "word_embed_proj_dim": config.embedding_size or config.embedding_dim,
         "tie_word_embeddings": config.tied,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.configs.model import ModelConfig
+from tricycle.pretrained.config_fields import ConfigFields, activation_name, read_rotary_fields, size_fields
 from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.families.llama import LLAMA_NAMES, rotary_scaling_fields
-from tricycle.pretrained.fields import Fields, activation_word, rotary_fields, size_fields
 
 NAMES: TensorNames = {
     **LLAMA_NAMES,
@@ -18,22 +18,22 @@ NAMES: TensorNames = {
 }
 
 
-def to_config(fields: Fields) -> ModelConfig:
+def to_config(fields: ConfigFields) -> ModelConfig:
     """Convert the fields of a Phi config.json to a `ModelConfig`."""
-    fields.must_be("qk_layernorm", False)
-    fields.must_be("tie_word_embeddings", False)
+    fields.require("qk_layernorm", False)
+    fields.require("tie_word_embeddings", False)
     sizes = fields.sizes(51_200, 2048, 2048, 8192, 24, 32)
     return ModelConfig(
         **sizes,
-        n_key_heads=fields.whole_or_none("num_key_value_heads") or sizes["n_heads"],
-        norm_eps=fields.number("layer_norm_eps", 1e-5),
+        n_key_heads=fields.optional_positive_int("num_key_value_heads") or sizes["n_heads"],
+        norm_eps=fields.positive_float("layer_norm_eps", 1e-5),
         parallel=True,
         shared_norm=True,
         activation=fields.activation("hidden_act", "gelu_new"),
         positions="rotary",
         tied=False,
         head_bias=True,
-        **rotary_fields(fields, fraction=0.5),
+        **read_rotary_fields(fields, fraction=0.5),
     )
 
 
@@ -43,7 +43,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
         **size_fields(config),
         "num_key_value_heads": config.key_heads,
         "layer_norm_eps": config.norm_eps,
-        "hidden_act": activation_word(config.activation),
+        "hidden_act": activation_name(config.activation),
         "tie_word_embeddings": False,
         "rope_theta": config.rotary_base,
         "partial_rotary_factor": config.rotary_fraction,

@@ -13,7 +13,7 @@ from tricycle.configs.presets import model_fields
 FREE = ("dropout", "seed", "precision", "zero_projections", "expansion_ratio")
 
 
-def effective(config: ModelConfig) -> dict[str, Any]:
+def effective_fields(config: ModelConfig) -> dict[str, Any]:
     """The fields that decide what a model computes, with all that follows from others written out."""
     values = {name: getattr(config, name) for name in model_fields(ModelConfig.__dataclass_fields__)}
     for name in FREE:
@@ -60,9 +60,9 @@ def has_bias(config: ModelConfig, part: str) -> bool:
     return config.bias if own is None else bool(own)
 
 
-def differing(config: ModelConfig, other: ModelConfig) -> list[str]:
+def differing_fields(config: ModelConfig, other: ModelConfig) -> list[str]:
     """The fields in which two configs make different models."""
-    ours, theirs = effective(config), effective(other)
+    ours, theirs = effective_fields(config), effective_fields(other)
     floats = {
         name for name, value in ours.items() if isinstance(value, float) and isinstance(theirs[name], (int, float))
     }

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.generation_settings import GenerationSettings
 
 
 @pytest.mark.parametrize("stop, expected", [(None, ()), (2, (2,)), ([2, 5], (2, 5))])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.pretrained import tokenizer_json
-from tricycle.pretrained.gguf_file import shown
+from tricycle.pretrained.gguf_file import short_repr
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
 
@@ -69,14 +69,14 @@ class Vocabulary:
         key = f"tokenizer.ggml.{name}"
         value = self._metadata.get(key, default)
         if not isinstance(value, kind):
-            raise ValueError(f"expected {key} to be of type {kind.__name__}, got {shown(value)}")
+            raise ValueError(f"expected {key} to be of type {kind.__name__}, got {short_repr(value)}")
         return value
 
     def _texts(self, name: str) -> list[str]:
         values: list[Any] = self._value(name, list)
         odd = [value for value in values if not isinstance(value, str)]
         if odd or not values:
-            raise ValueError(f"expected tokenizer.ggml.{name} to be texts, got {shown((odd or [values])[0])}")
+            raise ValueError(f"expected tokenizer.ggml.{name} to be texts, got {short_repr((odd or [values])[0])}")
         return values
 
     def document(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Vocabulary:
         ids = {token: i for i, token in enumerate(tokens)}
         if len(ids) < len(tokens):
             twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
-            raise ValueError(f"expected different tokens in tokenizer.ggml.tokens, got {shown(twice)} twice")
+            raise ValueError(f"expected different tokens in tokenizer.ggml.tokens, got {short_repr(twice)} twice")
         return ids
 
     def _added(self, tokens: list[str]) -> list[dict[str, Any]]:
@@ -158,5 +158,5 @@ def _pair(merge: str) -> tuple[str, str]:
     """A merge, whose halves have a space between them."""
     left, space, right = merge.partition(" ")
     if not left or not space or not right or " " in right:
-        raise ValueError(f"expected two tokens with a space between them in merges, got {shown(merge)}")
+        raise ValueError(f"expected two tokens with a space between them in merges, got {short_repr(merge)}")
     return left, right

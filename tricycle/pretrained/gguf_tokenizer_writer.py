@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tricycle.bpe import END_OF_TEXT
-from tricycle.pretrained.ggml_vocabulary import CONTROL, NORMAL, UNUSED, USER_DEFINED
+from tricycle.pretrained.gguf_tokenizer_reader import CONTROL, NORMAL, UNUSED, USER_DEFINED
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.pretrained.tokenizer_json import byte_level_parts, to_tokenizer_json
 from tricycle.tokeniser import BPETokeniser
@@ -20,7 +20,7 @@ WHY_AN_END = "for llama.cpp ends every text with some token"
 _KEEPS_WHOLE_PIECES = ("llama-bpe",)  # a piece that is a token is one, without looking at merges
 
 
-def tokeniser_keys(tokeniser: Any, n_rows: int) -> Keys:
+def tokenizer_metadata(tokeniser: Any, n_rows: int) -> Keys:
     """The keys that begin with "tokenizer.".
 
     Args:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tricycle.pretrained.source import Source, StoredTensor
-from tricycle.pretrained.tensor_files import read_tensors
+from tricycle.pretrained.safetensors_weights import read_tensors
+from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 from tricycle.system.files import read_json_object
 
 CONFIG = "config.json"
@@ -14,7 +14,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def read_folder(path: Path) -> Source:
+def read_folder(path: Path) -> StoredModel:
     """A model in Hugging Face's form; of the weights only the headers are read.
 
     Args:
@@ -27,7 +27,7 @@ def read_folder(path: Path) -> Source:
     folder = path.parent if path.is_file() else path
     fields = read_json_object(folder / CONFIG)
     generation = read_json_object(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    return Source(path, fields, read_tensors(path)[0] if path.is_file() else _read_weights(folder), generation)
+    return StoredModel(path, fields, read_tensors(path)[0] if path.is_file() else _read_weights(folder), generation)
 
 
 def _read_weights(folder: Path) -> dict[str, StoredTensor]:

@@ -1,0 +1,388 @@
+"""Conversion of GGUF metadata to the fields of a config.json.
+
+llama.cpp has constants for values that its files do not contain; these constants are the defaults here.
+(Sources: llama.cpp's `gguf-py/gguf/constants.py` for the keys, `src/llama-model.cpp` for the constants.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tricycle.pretrained.config_fields import SIZE_FIELDS
+from tricycle.pretrained.gguf_file import GGUFFile, short_repr
+
+Fields = dict[str, Any]
+_REQUIRED: Any = object()
+# From size fields of `ModelConfig` to metadata keys.
+SIZE_METADATA = {
+    "context_window": "context_length",
+    "embedding_dim": "embedding_length",
+    "hidden_size": "feed_forward_length",
+    "n_layers": "block_count",
+    "n_heads": "attention.head_count",
+}
+_LLAMA_3_BOUNDS = (8192.0, 1.0, 4.0)  # of Llama 3.1 and 3.2: original window, lower and upper bound
+
+
+class ModelMetadata:
+    """Typed access to the metadata of a file's architecture; a wrong or missing value raises a ValueError.
+
+    Args:
+        file: whose metadata are read.
+        architecture: the prefix of the keys.
+    """
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self.path: Path = file.path
+        self.architecture = architecture
+        self._metadata = file.metadata
+        self._shapes = {name: info.shape for name, info in file.tensors.items()}
+
+    def error(self, why: str) -> ValueError:
+        """Return a ValueError whose message begins with the path of the file."""
+        return ValueError(f"{self.path}: {why}")
+
+    def _get(self, key: str, default: Any) -> tuple[str, Any]:
+        """Return the key with its prefix, and the value."""
+        full_key = f"{self.architecture}.{key}"
+        value = self._metadata.get(full_key, default)
+        if value is _REQUIRED:
+            raise self.error(f"expected a key {full_key}, which is missing")
+        return full_key, value
+
+    def positive_int(self, key: str, default: Any = _REQUIRED) -> int:
+        """Return an integer from 1 to 2**31 - 1; a list with one value for each layer must have equal values."""
+        full_key, value = self._get(key, default)
+        if isinstance(value, list) and value and value == [value[0]] * len(value):
+            value = value[0]
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+            raise self.error(
+                f"expected {full_key} to be a whole number above 0, the same in all layers, got {short_repr(value)}"
+            )
+        return value
+
+    def positive_float(self, key: str, default: Any = _REQUIRED) -> float:
+        """Return a finite number above 0, as the shortest decimal that rounds to the stored float32."""
+        full_key, value = self._get(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.error(f"expected {full_key} to be a number above 0, got {short_repr(value)}")
+        return float(str(np.float32(value)))
+
+    def get(self, key: str) -> Any:
+        """Return a value of any type, or None if it is missing."""
+        return self._get(key, None)[1]
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """Return true or false."""
+        full_key, value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(f"expected {full_key} to be true or false, got {short_repr(value)}")
+        return value
+
+    def shape(self, layer: str) -> tuple[int, ...]:
+        """Return the shape of the weight matrix of a layer, which must exist."""
+        shape = self._shapes.get(f"{layer}.weight", ())
+        if len(shape) != 2:
+            raise self.error(f"expected a matrix {layer}.weight, got {shape or 'none'}")
+        return shape
+
+    def has_tensor(self, name: str) -> bool:
+        """Return whether the file has a tensor."""
+        return name in self._shapes
+
+    # ---------------------------------------------------------------- values of several architectures
+    def n_key_heads(self) -> int:
+        """Return the number of key and value heads."""
+        return self.positive_int("attention.head_count_kv", self.positive_int("attention.head_count"))
+
+    def head_size(self) -> int:
+        """Return the number of channels of a head, which must be the same for keys and values."""
+        n_heads = self.positive_int("attention.head_count")
+        size = self.positive_int("attention.key_length", max(1, self.positive_int("embedding_length") // n_heads))
+        value_size = self.positive_int("attention.value_length", size)
+        if value_size != size:
+            raise self.error(
+                f"expected {self.architecture}.attention.value_length to be key_length, {size}, got {value_size}"
+            )
+        return size
+
+    def rotary_size(self) -> int:
+        """Return the number of channels of a head to which RoPE is applied."""
+        return self.positive_int("rope.dimension_count", self.head_size())
+
+    def vocabulary_fields(self) -> Fields:
+        """Return the vocabulary size, and whether the output layer is tied to the embedding."""
+        return {"vocab_size": self.shape("token_embd")[0], "tie_word_embeddings": not self.has_tensor("output.weight")}
+
+    def special_tokens(self) -> Fields:
+        """Return the ids of the begin, end and padding tokens that the file has."""
+        ids = {}
+        for name in ("bos", "eos", "padding"):
+            value = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
+            if isinstance(value, int) and 0 <= value < self.shape("token_embd")[0]:
+                ids[f"{name.replace('padding', 'pad')}_token_id"] = value
+        return ids
+
+
+# -------------------------------------------------------------------- RoPE scaling
+def _rope_scaling(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the field rope_scaling, or no field without scaling."""
+    kind = metadata.get("rope.scaling.type")
+    factor = metadata.positive_float("rope.scaling.factor", metadata.positive_float("rope.scale_linear", 1.0))
+    if kind not in (None, "none", "linear"):
+        raise metadata.error(
+            f"expected {metadata.architecture}.rope.scaling.type none or linear, got {short_repr(kind)}"
+        )
+    for tensor in ("rope_factors_long.weight", "rope_factors_short.weight"):
+        if metadata.has_tensor(tensor):
+            raise metadata.error(f"has {tensor}, of the scaling longrope, which is not supported")
+    is_linear = kind != "none" and factor != 1
+    if divisors is None:
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if is_linear else {}
+    if is_linear:
+        raise metadata.error("has two RoPE scalings: the tensor rope_freqs.weight and a factor")
+    return llama3_scaling(metadata, divisors)
+
+
+def llama3_scaling(metadata: ModelMetadata, divisors: np.ndarray) -> Fields:
+    """Return the field rope_scaling that divides the RoPE frequencies by the given divisors, (head_size / 2,).
+
+    A file stores only the divisors. Llama 3's are 1 for high frequencies and the factor for low ones; in between,
+    1 / divisor is linear in the frequency. Only the ratios of the original window and the two bounds matter, so the
+    lower bound is set to 1, as in Llama.
+
+    Raises:
+        ValueError: Llama 3's scaling cannot have these divisors.
+    """
+    base = metadata.positive_float("rope.freq_base", 10_000.0)
+    frequencies = base ** (-np.arange(len(divisors), dtype=np.float64) / len(divisors))
+    divisors = divisors.astype(np.float64)
+    factor = float(divisors.max())
+    if divisors.min() == factor > 0:
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor != 1 else {}
+    is_valid = np.isfinite(divisors).all() and divisors.min() >= 1
+    for window, low, high in [_LLAMA_3_BOUNDS, *_fit_bounds(divisors, frequencies, factor)] if is_valid else []:
+        expected = llama3_divisors(frequencies, factor, window, low, high)
+        if np.allclose(expected, divisors, rtol=1e-5, atol=0):
+            return {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": factor,
+                    "low_freq_factor": low,
+                    "high_freq_factor": high,
+                    "original_max_position_embeddings": int(window),
+                }
+            }
+    raise metadata.error("expected rope_freqs.weight to be a scaling of the type llama3, got other divisors")
+
+
+def llama3_divisors(frequencies: np.ndarray, factor: float, window: float, low: float, high: float) -> np.ndarray:
+    """Return the divisors of RoPE frequencies in Llama 3's scaling.
+
+    A channel pair that rotates at least `high` times within the window has the divisor 1, one that rotates at most
+    `low` times the divisor `factor`; in between, 1 / divisor is interpolated linearly.
+    """
+    n_rotations = window * frequencies / (2 * np.pi)
+    weight = np.clip((n_rotations - low) / (high - low), 0, 1)
+    return 1 / ((1 - weight) / factor + weight)
+
+
+def _fit_bounds(divisors: np.ndarray, frequencies: np.ndarray, factor: float) -> list[tuple[float, float, float]]:
+    """Return candidates for the original window and the two bounds, from a line through the interpolated pairs."""
+    is_between = (divisors > 1) & (divisors < factor * (1 - 1e-6))
+    if is_between.sum() < 2:
+        return _fit_bounds_of_one_pair(divisors, frequencies, factor)
+    weight = (1 / divisors[is_between] - 1 / factor) / (1 - 1 / factor)
+    rotations_per_token = frequencies[is_between] / (2 * np.pi)
+    # weight = (window * rotations_per_token - low) / (high - low)
+    slope, intercept = np.polyfit(rotations_per_token, weight, 1).tolist()
+    if not (slope > 0 > intercept):
+        return []
+    window, high = slope / -intercept, 1 + 1 / -intercept  # for a lower bound of 1
+    low = _LLAMA_3_BOUNDS[0] / window
+    # The rounded values are tried before the exact ones.
+    return [(max(1.0, round(window)), 1.0, round(high, 3)), (_LLAMA_3_BOUNDS[0], low, low * high)]
+
+
+def _fit_bounds_of_one_pair(
+    divisors: np.ndarray, frequencies: np.ndarray, factor: float
+) -> list[tuple[float, float, float]]:
+    """Return one of many solutions if at most one pair is interpolated, as in small heads.
+
+    The lower bound is between the fastest pair with the full factor and the interpolated pair, and the upper bound
+    between the interpolated pair and the slowest pair with the divisor 1.
+    """
+    window = _LLAMA_3_BOUNDS[0]
+    n_rotations = window * frequencies / (2 * np.pi)
+    slow, fast = n_rotations[divisors >= factor * (1 - 1e-6)].max(), n_rotations[divisors <= 1]
+    highest = fast.min() if fast.size else np.inf
+    between = np.flatnonzero((divisors > 1) & (divisors < factor * (1 - 1e-6)))
+    if not between.size:
+        return [(window, float(slow), float(highest))]
+    middle = n_rotations[between[0]]
+    weight = (1 / divisors[between[0]] - 1 / factor) / (1 - 1 / factor)
+    low = max(slow, (middle - weight * highest) / (1 - weight)) if fast.size else slow
+    return [(window, float(low), float(low + (middle - low) / weight))]
+
+
+# -------------------------------------------------------------------- architectures
+def _sizes(metadata: ModelMetadata, norm: str) -> Fields:
+    """Return the sizes and the epsilon of the norm, "rms" or "layer": the fields of all architectures but GPT-2."""
+    epsilon_key = {"rms": "layer_norm_rms_epsilon", "layer": "layer_norm_epsilon"}[norm]
+    return {
+        **{SIZE_FIELDS[name]: metadata.positive_int(key) for name, key in SIZE_METADATA.items()},
+        f"{norm}_norm_eps": metadata.positive_float(f"attention.{epsilon_key}"),
+    }
+
+
+def _like_llama(metadata: ModelMetadata, divisors: np.ndarray | None, model_type: str) -> Fields:
+    """Return the common fields of llama, qwen, olmo2 and gemma."""
+    if metadata.get("expert_count"):
+        raise metadata.error(
+            f"is a mixture of {short_repr(metadata.get('expert_count'))} experts, which is not supported"
+        )
+    size = metadata.head_size()
+    if metadata.rotary_size() != size:
+        raise metadata.error(f"expected RoPE on all {size} channels of a head, got {metadata.rotary_size()}")
+    return {
+        "model_type": model_type,
+        **_sizes(metadata, "rms"),
+        "num_key_value_heads": metadata.n_key_heads(),
+        "head_dim": size,
+        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
+        **_rope_scaling(metadata, divisors),
+        **metadata.vocabulary_fields(),
+    }
+
+
+def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    fields = _like_llama(metadata, divisors, "llama") | {
+        "hidden_act": "silu",
+        "mlp_bias": metadata.has_tensor("blk.0.ffn_up.bias"),
+    }
+    fields["attention_bias"] = metadata.has_tensor("blk.0.attn_q.bias")
+    # Llama in transformers has biases in all attention matrices or in none.
+    if fields["attention_bias"] and not metadata.has_tensor("blk.0.attn_output.bias"):
+        return fields | {"model_type": "qwen2", "use_sliding_window": False}
+    if metadata.get("attention.sliding_window"):
+        fields |= {"model_type": "mistral", "sliding_window": metadata.positive_int("attention.sliding_window")}
+    return fields
+
+
+def _qwen2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    return _like_llama(metadata, divisors, "qwen2") | {"hidden_act": "silu", "use_sliding_window": False}
+
+
+def _qwen3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    return _qwen2(metadata, divisors) | {
+        "model_type": "qwen3",
+        "attention_bias": metadata.has_tensor("blk.0.attn_q.bias"),
+    }
+
+
+def _olmo2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    bias = metadata.has_tensor("blk.0.attn_q.bias")
+    return _like_llama(metadata, divisors, "olmo2") | {"hidden_act": "silu", "attention_bias": bias}
+
+
+def _like_gemma(metadata: ModelMetadata, divisors: np.ndarray | None, model_type: str, n_layers_of_27b: int) -> Fields:
+    """Return the common fields of Gemma 2 and 3.
+
+    Only the largest model, recognized by its number of layers, scales scores by (width / heads)**-0.5.
+    """
+    fields = _like_llama(metadata, divisors, model_type)
+    is_27b = fields["num_hidden_layers"] == n_layers_of_27b
+    scalar = fields["hidden_size"] // fields["num_attention_heads"] if is_27b else fields["head_dim"]
+    return fields | {"query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    return _like_gemma(metadata, divisors, "gemma2", n_layers_of_27b=46) | {
+        "sliding_window": metadata.positive_int("attention.sliding_window", 4096),
+        "attn_logit_softcapping": metadata.positive_float("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.positive_float("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Gemma 3, where every sixth layer has full attention and the others another RoPE base."""
+    softcap = "final_logit_softcapping"
+    return _like_gemma(metadata, divisors, "gemma3_text", n_layers_of_27b=62) | {
+        "sliding_window": metadata.positive_int("attention.sliding_window"),
+        "sliding_window_pattern": metadata.positive_int("attention.sliding_window_pattern", 6),
+        "rope_local_base_freq": metadata.positive_float("rope.freq_base_swa", 10_000.0),
+        "rope_theta": metadata.positive_float("rope.freq_base", 1_000_000.0),
+        "attn_logit_softcapping": None,
+        softcap: metadata.positive_float(softcap) if metadata.get(softcap) else None,
+    }
+
+
+def _gpt2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    return {
+        "model_type": "gpt2",
+        "n_embd": metadata.positive_int("embedding_length"),
+        "n_layer": metadata.positive_int("block_count"),
+        "n_head": metadata.positive_int("attention.head_count"),
+        "n_positions": metadata.shape("position_embd")[0],
+        "n_inner": metadata.positive_int("feed_forward_length"),
+        "layer_norm_epsilon": metadata.positive_float("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+        **metadata.vocabulary_fields(),
+    }
+
+
+def _rotary_fraction(metadata: ModelMetadata) -> float:
+    """Return the fraction f of channels with RoPE, such that int(head_size * f) is exactly their number."""
+    head_size, rotary_size = metadata.head_size(), metadata.rotary_size()
+    fraction = rotary_size / head_size
+    return fraction if int(head_size * fraction) == rotary_size else math.nextafter(fraction, 1)
+
+
+def _neox(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    return _sizes(metadata, "layer") | {
+        "model_type": "gpt_neox",
+        "hidden_act": "gelu",
+        "rotary_pct": _rotary_fraction(metadata),
+        "rotary_emb_base": metadata.positive_float("rope.freq_base", 10_000.0),
+        "use_parallel_residual": metadata.boolean("use_parallel_residual", True),
+        **_rope_scaling(metadata, divisors),
+        **metadata.vocabulary_fields(),
+    }
+
+
+def _phi2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    return _sizes(metadata, "layer") | {
+        "model_type": "phi",
+        "hidden_act": "gelu_new",
+        "num_key_value_heads": metadata.n_key_heads(),
+        "partial_rotary_factor": _rotary_fraction(metadata),
+        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
+        **_rope_scaling(metadata, divisors),
+        **metadata.vocabulary_fields(),
+    }
+
+
+def _bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    sizes = {"vocab_size": "token_embd", "type_vocab_size": "token_types", "max_position_embeddings": "position_embd"}
+    shapes = {name: metadata.shape(tensor)[0] for name, tensor in sizes.items()}
+    return _sizes(metadata, "layer") | {"model_type": "bert", "hidden_act": "gelu", **shapes}
+
+
+# By `general.architecture`: functions of the metadata and of the values of rope_freqs.weight, if the file has it.
+CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "olmo2": _olmo2,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gpt2": _gpt2,
+    "gptneox": _neox,
+    "phi2": _phi2,
+    "bert": _bert,
+}

@@ -1,0 +1,69 @@
+"""Models that are stored in files: the fields and the lazily read tensors that a reader of any format returns.
+
+Fields and tensors have the names that Hugging Face's transformers gives them.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, whose values are read on demand.
+
+    Attributes:
+        shape: as in transformers, where the matrix of a linear layer is (out, in).
+        dtype_name: the data type of the values, in capitals: F32, F16, BF16, Q8_0, Q4_K, ....
+        read: returns the values: float16 or bfloat16 (ml_dtypes) if they are stored so, else float32. No other copy
+            stays in memory; the result may be a view of the file.
+        read_blocks: for Q8_0, returns the int8 values (N, K) and the float16 scales (N, K / 32) of the stored blocks.
+            A row is one output of a linear layer, or one token of an embedding. None for other data types.
+    """
+
+    shape: tuple[int, ...]
+    dtype_name: str
+    read: Callable[[], np.ndarray]
+    read_blocks: Callable[[], tuple[np.ndarray, np.ndarray]] | None = None
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model in a folder or file.
+
+    Attributes:
+        path: the folder or file, for messages.
+        fields: the fields of a config.json, with `model_type`.
+        tensors: by their names in the transformers model of that type.
+        generation: the fields of a generation_config.json.
+    """
+
+    path: Path
+    fields: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    generation: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def error_prefix(prefix: str) -> Iterator[None]:
+    """Put a prefix, such as the path of a file, before the messages of ValueErrors in this block."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{prefix}{str(error).removeprefix(prefix)}") from None
+
+
+def release_pages(array: np.ndarray) -> None:
+    """Release the memory pages of a view of a mapped file; the system reads them again on the next access."""
+    owner: Any = array
+    while owner is not None and not isinstance(owner, mmap.mmap):
+        owner = getattr(owner, "base", None) if not isinstance(owner, memoryview) else owner.obj
+    if owner is not None and hasattr(mmap, "MADV_DONTNEED"):
+        owner.madvise(mmap.MADV_DONTNEED)
