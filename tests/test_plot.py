@@ -1,4 +1,4 @@
-"""Pictures: PNGs that open and hold what they were given; the page of attention gives back the weights in it."""
+"""Plots contain the values that they were given, and the attention page the attention weights."""
 
 import base64
 import json
@@ -20,11 +20,11 @@ from tables import bad_input
 from tricycle import devices
 from tricycle_lab.plot import (
     ATTENTION_PAGE,
-    attention_page,
     plot_attention,
     plot_curves,
     plot_distributions,
     plot_losses,
+    write_attention_page,
 )
 from tricycle_lab.probe import excess_kurtosis
 
@@ -101,19 +101,19 @@ def points_of(svg: ElementTree.Element) -> list[np.ndarray]:
 def test_without_matplotlib_the_losses_are_an_svg(tmp_path, no_matplotlib, metrics, references):
     svg = losses_as_svg(tmp_path, metrics, references, "a < title & $x_{", unit="nats")
     texts = [text.text for text in svg.iter(f"{SVG}text")]
-    assert {"a < title & $x_{", "step", "nats", *(f"{name} {bits:.2f}" for name, bits in references.items())} <= {
+    assert {"a < title & $x_{", "step", "nats", *(f"{name}: {bits:.2f}" for name, bits in references.items())} <= {
         *texts
     }
     assert sum(bool(re.fullmatch(r"-?[\d,.]+", text)) for text in texts) >= 6  # numbers of both axes
     assert len(points_of(svg)) >= len(references)
 
 
-def test_an_svg_shows_values_at_their_places(tmp_path, no_matplotlib):
+def test_an_svg_contains_the_values(tmp_path, no_matplotlib):
     metrics = [*BOTH, {"step": 200, "final_loss": 0.8, "best_step": 100}, {"step": 150, "held_out_loss": math.nan}]
     svg = losses_as_svg(tmp_path, metrics, {"gzip -9": 2.0}, "a title")
     texts = {text.text: float(text.get("y")) for text in svg.iter(f"{SVG}text")}
-    assert "all held-out text: 0.40" in texts
-    assert any(text.startswith("held out, estimated (last") for text in texts)
+    assert "final held-out loss: 0.40" in texts
+    assert any(text.startswith("held-out loss (estimate)") for text in texts)
     y_of = np.poly1d(np.polyfit([0.5, 2.0], [texts["0.5"] - 4, texts["2.0"] - 4], 1))
     raw, _, held_out, gzip, *legend = points_of(svg)
     np.testing.assert_allclose(raw[:, 1], y_of(2.5 / np.arange(1, 201)), atol=0.2)
@@ -129,15 +129,15 @@ def test_an_svg_of_a_long_run_is_small(tmp_path, no_matplotlib):
     svg = losses_as_svg(tmp_path, [{"step": i, "loss": x} for i, x in enumerate(losses)], {}, "a title")
     assert (tmp_path / "loss.svg").stat().st_size < 60_000
     x, y = points_of(svg)[0].T
-    assert (x[y.argmin()] - x[0]) / (x[-1] - x[0]) == pytest.approx(0.54321, abs=2e-3)  # what stands out is kept
+    assert (x[y.argmin()] - x[0]) / (x[-1] - x[0]) == pytest.approx(0.54321, abs=2e-3)  # outliers are kept
 
 
-def test_other_pictures_name_the_extra(tmp_path, no_matplotlib):
+def test_other_plots_name_the_extra(tmp_path, no_matplotlib):
     with pytest.raises(ModuleNotFoundError, match=r'needs matplotlib: pip install "tricycle-gpt\[plot\]"'):
         plot_curves({"a": {"b": ([1], [1])}}, tmp_path / "curves.png", "x", "y")
 
 
-def test_the_curves_are_in_bits_a_byte(tmp_path, drawn):
+def test_the_curves_are_in_bits_per_byte(tmp_path, drawn):
     plot_losses(BOTH, tmp_path / "loss.png", 0.5, {"gzip -9": 2.0}, "a title")
     (axes,) = drawn
     lines = [np.array(line.get_xydata()) for line in axes.lines]
@@ -145,7 +145,7 @@ def test_the_curves_are_in_bits_a_byte(tmp_path, drawn):
     assert any(line.shape == training.shape and np.allclose(line, training) for line in lines)
     assert any(line.shape == (2, 2) and np.allclose(line, [(100, 0.75), (200, 0.5)]) for line in lines)
     assert any(np.allclose(line[:, 1], 2.0) for line in lines)
-    assert (axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) == ("a title", "step", "bits a byte")
+    assert (axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) == ("a title", "step", "bits per byte")
     shown = axes.get_ylim()
     assert shown[0] <= 0.5
     assert shown[1] >= 2.0
@@ -158,19 +158,19 @@ def test_the_curves_are_in_bits_a_byte(tmp_path, drawn):
 def test_the_legend_names_curves_and_references(tmp_path, drawn):
     plot_losses(BOTH, tmp_path / "loss.png", 0.5, {"gzip -9": 2.0, "xz -9": 1.4}, "a title")
     labels = " ".join(text.get_text() for text in drawn[0].get_legend().get_texts())
-    for name in ("training", "held out", "gzip -9 2.00", "xz -9 1.40"):
+    for name in ("training loss", "held-out loss", "gzip -9: 2.00", "xz -9: 1.40"):
         assert name in labels
 
 
-def test_a_run_that_ended_shows_what_all_held_out_text_came_to(tmp_path, drawn):
+def test_a_finished_run_shows_the_final_held_out_loss(tmp_path, drawn):
     final = {"step": 200, "final_loss": 0.8, "final_bits_per_byte": 0.4, "best_step": 100}
     plot_losses([*BOTH, final], tmp_path / "loss.png", 0.5, {}, "a title")
     lines = {line.get_label(): line for line in drawn[0].lines}
-    assert np.allclose(lines["all held-out text: 0.40"].get_xydata(), [(100, 0.4)])
-    assert any(label.startswith("held out, estimated (last") for label in lines)
+    assert np.allclose(lines["final held-out loss: 0.40"].get_xydata(), [(100, 0.4)])
+    assert any(label.startswith("held-out loss (estimate)") for label in lines)
 
 
-def test_names_are_no_mathematics(tmp_path):
+def test_names_are_not_math_text(tmp_path):
     name = "a $x_{$ b"
     plot_losses(BOTH, tmp_path / "loss.png", 0.5, {name: 2.0}, name)
     plot_curves({name: {name: ([1, 10], [0.1, 0.2])}}, tmp_path / "curves.png", name, name, name, log="x")
@@ -194,7 +194,7 @@ def test_attention_is_a_grid_of_layers_and_heads(tmp_path, drawn):
     shown = [axes.images[0].get_array() for axes in drawn if axes.images]
     np.testing.assert_array_equal(shown, [*weights["blocks.0.attention"], *weights["blocks.1.attention"]])
     assert len({axes.images[0].norm.vmax for axes in drawn if axes.images}) == 1
-    assert len(drawn[0].figure.axes) == 7  # and one scale
+    assert len(drawn[0].figure.axes) == 7  # and one color bar
 
 
 def test_attention_with_tokens_of_any_kind(tmp_path, drawn):
@@ -203,10 +203,12 @@ def test_attention_with_tokens_of_any_kind(tmp_path, drawn):
     check_png(tmp_path / "attention.png")
     labels = [label.get_text() for label in drawn[0].get_xticklabels()]
     assert labels == ["a·b", "↵", r"\$x\$", "012345678…", "</script>"]
-    assert [label.get_text() for label in drawn[0].get_yticklabels()] == labels[3:]  # the last two ask
+    assert [label.get_text() for label in drawn[0].get_yticklabels()] == labels[
+        3:
+    ]  # the queries are the last two tokens
 
 
-def test_attention_of_nothing_at_all(tmp_path):
+def test_attention_weights_of_zero(tmp_path):
     plot_attention({"one": np.zeros((1, 1, 1))}, tmp_path / "attention.png")
     check_png(tmp_path / "attention.png")
 
@@ -251,7 +253,7 @@ def test_curves_are_means_in_a_band(tmp_path, drawn, rng):
     assert left.lines[1].get_color() == right.lines[0].get_color() != left.lines[0].get_color()
     (legend,) = left.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["softmax", "softmax1"]
-    assert "lowest to highest" in legend.get_title().get_text()
+    assert "range over seeds" in legend.get_title().get_text()
 
 
 def test_many_curves_stay_apart(tmp_path, drawn):
@@ -267,13 +269,13 @@ def test_arrays_on_the_device_are_drawn(tmp_path, monkeypatch):
     there = fake_device.FakeArray(causal(2, 4))
     plot_attention({"one": there}, tmp_path / "attention.png")
     plot_distributions({"one": there}, tmp_path / "distributions.png")
-    attention_page(tmp_path / "page.html", {"softmax": {"one": there}}, list("abcd"))
+    write_attention_page(tmp_path / "page.html", {"softmax": {"one": there}}, list("abcd"))
     assert len(list(tmp_path.iterdir())) == 3
 
 
-# -------------------------------------------------------------------- the page
+# -------------------------------------------------------------------- the attention page
 class Page(HTMLParser):
-    """The tags of a page and what stands in its scripts."""
+    """The tags of a page and the text of its scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -302,12 +304,12 @@ def page(tmp_path):
         "softmax": {"blocks.0.attention": causal(2, n), "blocks.1.attention": causal(3, n, 1)},
         "<i>softmax1": {"blocks.0.attention": causal(2, n, 2) * 0.3, "</script>": causal(1, n, 3)},
     }
-    attention_page(tmp_path / "page.html", weights, NASTY, "</title><script>x</script> __DATA__")
+    write_attention_page(tmp_path / "page.html", weights, NASTY, "</title><script>x</script> __DATA__")
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
     return weights, Page((tmp_path / "page.html").read_text(encoding="utf-8"))
 
 
-def test_the_page_holds_its_data_as_json(page):
+def test_the_page_contains_its_data_as_json(page):
     weights, actual = page
     data = json.loads(actual.scripts[0])
     assert data["tokens"] == NASTY
@@ -323,16 +325,16 @@ def test_the_page_holds_its_data_as_json(page):
             np.testing.assert_allclose((codes.reshape(expected.shape) / 255) ** 2, expected, rtol=0, atol=1 / 255)
 
 
-def test_small_weights_come_back_more_exactly(tmp_path):
+def test_small_weights_are_stored_more_precisely(tmp_path):
     weights = np.geomspace(1e-4, 1, 36).reshape(1, 6, 6)
-    attention_page(tmp_path / "page.html", {"a": {"b": weights}}, list("abcdef"))
+    write_attention_page(tmp_path / "page.html", {"a": {"b": weights}}, list("abcdef"))
     data = json.loads(Page((tmp_path / "page.html").read_text(encoding="utf-8")).scripts[0])
     layer = data["variants"][0]["layers"][0]
     found = (np.frombuffer(base64.b64decode(layer["weights"]), np.uint8) / 255) ** 2
     assert (abs(found - weights.ravel()) <= np.sqrt(weights.ravel()) / 255 + 1 / 510**2).all()
 
 
-def test_no_token_becomes_part_of_the_page(page):
+def test_tokens_cannot_inject_html(page):
     _, parsed = page
     template = Page(ATTENTION_PAGE.read_text(encoding="utf-8"))
     assert parsed.tags == template.tags
@@ -341,7 +343,7 @@ def test_no_token_becomes_part_of_the_page(page):
     assert "<" not in parsed.scripts[0]
 
 
-def test_the_page_asks_for_nothing_and_says_how_it_is_encoded():
+def test_the_page_loads_no_resources_and_declares_its_encoding():
     text = ATTENTION_PAGE.read_text(encoding="utf-8")
     tags = Page(text).tags
     metas = [attributes for tag, attributes in tags if tag == "meta"]
@@ -363,12 +365,12 @@ def test_the_script_is_javascript(tmp_path):
     subprocess.run(["node", "--check", str(script)], check=True)
 
 
-# -------------------------------------------------------------------- refusals
+# -------------------------------------------------------------------- invalid arguments
 X = np.arange(3)
 
 
 def refused(draw, *args):
-    """A call whose file no refused picture may have begun."""
+    """Return a call that must fail before it writes a file."""
     return lambda: draw(args[0], "nowhere/picture", *args[1:])
 
 
@@ -386,16 +388,19 @@ test_bad_input = bad_input(
         "no line": (refused(plot_curves, {"left": {}}, "x", "y"), "plot_curves: expected at least one line"),
         "a point too many": (
             refused(plot_curves, {"left": {"one": (X, np.ones((2, 4)))}}, "x", "y"),
-            "plot_curves: expected x (n_points,) and ys (n_seeds, n_points) of one, got (3,) and (2, 4)",
+            "plot_curves: expected x (n_points,) and ys (n_seeds, n_points) of one",
         ),
-        "no variant": (lambda: attention_page("nowhere/page.html", {}, []), "attention_page: expected at least one"),
+        "no variant": (
+            lambda: write_attention_page("nowhere/page.html", {}, []),
+            "write_attention_page: expected at least one",
+        ),
         "a variant without layers": (
-            lambda: attention_page("nowhere/page.html", {"softmax": {}}, []),
-            "attention_page: expected at least one layer",
+            lambda: write_attention_page("nowhere/page.html", {"softmax": {}}, []),
+            "write_attention_page: expected at least one layer",
         ),
         "another number of tokens": (
-            lambda: attention_page("nowhere/page.html", {"softmax": {"one": causal(2, 3)}}, list("abcd")),
-            "attention_page: expected one to be of shape (heads, 4, 4), got (2, 3, 3)",
+            lambda: write_attention_page("nowhere/page.html", {"softmax": {"one": causal(2, 3)}}, list("abcd")),
+            "write_attention_page: expected one to be of shape (heads, 4, 4), got (2, 3, 3)",
         ),
     }
 )

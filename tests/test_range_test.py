@@ -1,4 +1,4 @@
-"""Learning rates are looked for without a trace, the same way each time, and what is suggested lies where it should."""
+"""The learning-rate range test: its suggestion, its determinism, and that it does not change the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tricycle.models import GPT
 from tricycle.training import NonFiniteError
 from tricycle_cli.find_rate import find_learning_rate
 from tricycle_lab import range_test as testing
-from tricycle_lab.range_test import plot_range_test, range_test, read
+from tricycle_lab.range_test import analyze_losses, plot_range_test, range_test
 
 RATES = np.geomspace(1e-6, 1, 200)
 X = np.log10(RATES)
@@ -29,51 +29,51 @@ def curve(fall: float = -3, rise: float = -1, noise: float = 0.0) -> np.ndarray:
     return 6 - 3 * down + 3 * up + noise * np.random.default_rng(0).standard_normal(len(X))
 
 
-# -------------------------------------------------------------------- what a curve tells
+# -------------------------------------------------------------------- analysis of a loss curve
 @pytest.mark.parametrize("noise", [0, 0.1])
 def test_a_curve_that_falls_and_rises(noise: float) -> None:
-    test = read(RATES, curve(noise=noise))
-    assert -3.5 < np.log10(test.steepest) < -2.5
-    assert -1.5 < np.log10(test.diverges) < -0.9
-    assert test.suggestion == pytest.approx(np.sqrt(test.steepest * test.diverges / 10), rel=0.05)
+    test = analyze_losses(RATES, curve(noise=noise))
+    assert -3.5 < np.log10(test.steepest_rate) < -2.5
+    assert -1.5 < np.log10(test.divergence_rate) < -0.9
+    assert test.suggestion == pytest.approx(np.sqrt(test.steepest_rate * test.divergence_rate / 10), rel=0.05)
 
 
-def test_where_it_diverges_soon_a_tenth_of_that_is_suggested() -> None:
-    test = read(RATES, curve(fall=-3, rise=-2.6))
-    assert test.suggestion == pytest.approx(test.diverges / 10, rel=0.05)
-    assert test.suggestion < test.steepest
+def test_the_suggestion_is_at_most_a_tenth_of_the_divergence_rate() -> None:
+    test = analyze_losses(RATES, curve(fall=-3, rise=-2.6))
+    assert test.suggestion == pytest.approx(test.divergence_rate / 10, rel=0.05)
+    assert test.suggestion < test.steepest_rate
 
 
 def test_a_loss_that_becomes_nan_diverges_there() -> None:
     losses = curve(rise=9)[:120]
     losses[-1] = np.nan
-    test = read(RATES[:120], losses)
-    assert test.diverges == RATES[119]
+    test = analyze_losses(RATES[:120], losses)
+    assert test.divergence_rate == RATES[119]
     assert test.suggestion == pytest.approx(RATES[119] / 10, rel=0.05)
 
 
 def test_a_loss_that_never_rises() -> None:
-    test = read(RATES, curve(rise=9))
-    assert test.diverges is None
-    assert test.suggestion == pytest.approx(test.steepest, rel=0.05)
+    test = analyze_losses(RATES, curve(rise=9))
+    assert test.divergence_rate is None
+    assert test.suggestion == pytest.approx(test.steepest_rate, rel=0.05)
 
 
 @pytest.mark.parametrize("losses", [np.full(200, 5.0), 5 + 0.01 * np.random.default_rng(0).standard_normal(200), X + 9])
-def test_where_nothing_is_learnt_nothing_is_suggested(losses: np.ndarray) -> None:
-    assert read(RATES, losses).suggestion is None
+def test_a_loss_that_never_falls_has_no_suggestion(losses: np.ndarray) -> None:
+    assert analyze_losses(RATES, losses).suggestion is None
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_loss_that_is_nan_at_once(n: int, tmp_path: Path) -> None:
     losses = np.full(n, 5.0)
     losses[-1] = np.nan
-    test = read(RATES[:n], losses)
+    test = analyze_losses(RATES[:n], losses)
     assert test.suggestion is None
     plot_range_test(test, tmp_path / "a.png")
 
 
 # -------------------------------------------------------------------- a test of a model
-def test_it_leaves_no_trace_and_comes_out_the_same() -> None:
+def test_the_model_is_restored_and_the_result_is_deterministic() -> None:
     config = replace(CONFIG, dropout=0.3)
     model = GPT(config)
     before = {name: parameter.array.copy() for name, parameter in model.named_parameters()}
@@ -88,7 +88,7 @@ def test_it_leaves_no_trace_and_comes_out_the_same() -> None:
     np.testing.assert_allclose(first.rates[:3], np.geomspace(1e-6, 1, 40)[:3])
 
 
-def test_an_error_leaves_no_trace_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_restores_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = GPT(CONFIG)
     before = {name: parameter.array.copy() for name, parameter in model.named_parameters()}
 
@@ -101,7 +101,7 @@ def test_an_error_leaves_no_trace_either(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all((parameter.array == before[name]).all() for name, parameter in model.named_parameters())
 
 
-def test_what_is_not_finite_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_non_finite_loss_ends_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = testing.train_step, []
 
     def step(state):
@@ -117,13 +117,13 @@ def test_what_is_not_finite_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"low": 0.0}, {"low": 1.0, "high": 0.1}, {"n_steps": 19}, {"high": float("inf")}])
-def test_odd_ranges_are_refused(settings: dict) -> None:
+def test_invalid_ranges(settings: dict) -> None:
     with pytest.raises(ValueError, match="range_test: expected 0 < low < high and at least 20 steps"):
         range_test(CONFIG, TOKENS, **settings)
 
 
 # -------------------------------------------------------------------- the command
-def test_without_matplotlib_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r'--find-learning-rate needs matplotlib: .*"tricycle-gpt\[plot\]"'):
         find_learning_rate(CONFIG, TOKENS, None, False, tmp_path / "rate")
@@ -132,15 +132,15 @@ def test_without_matplotlib_nothing_begins(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_the_suggestion_is_a_good_rate(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """A small training with it learns more than one with a tenth, or with ten times of it."""
+    """A short training run has a lower loss than runs with a tenth or ten times of the rate."""
     from tricycle.training_state import new_state, train_step
 
     config = replace(CONFIG, embedding_dim=16, accumulation_steps=1, batch_size=8, dropout=0.0)
     rate = range_test(config, TOKENS).suggestion
     means = []
     for factor in (0.1, 1, 10):
-        tried = replace(config, max_learning_rate=rate * factor, min_learning_rate=rate * factor / 10, steps=60)
-        state = new_state(tried, TOKENS)
+        changed = replace(config, max_learning_rate=rate * factor, min_learning_rate=rate * factor / 10, steps=60)
+        state = new_state(changed, TOKENS)
         means.append(np.mean([train_step(state)[0] for _ in range(60)][-10:]))
     assert means[1] == min(means)
     find_learning_rate(config, TOKENS, None, False, tmp_path / "rate", show_progress=False)

@@ -30,7 +30,7 @@ from tricycle_cli.search_space import (
 )
 from tricycle_cli.sweep import main
 from tricycle_cli.train import parse_arguments
-from tricycle_lab.sweep_plot import Shown, plot_sweep
+from tricycle_lab.sweep_plot import TrialResult, plot_sweep
 
 BASE = GPTConfig.from_dict(DebugConfig().to_dict())
 
@@ -313,8 +313,12 @@ def test_resuming_folders_without_a_sweep(tmp_path: Path, trainer: Trainer) -> N
 def test_plots_of_unusual_sweeps(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     plot_sweep([], path)
-    plot_sweep([Shown(0, None, None, {"a": 1})], path)
-    plot_sweep([Shown(0, 1.0, None, {"a": "x", "b": True}), Shown(1, None, 2.0, {"a": "y", "b": False})], path, ["a"])
+    plot_sweep([TrialResult(0, None, None, {"a": 1})], path)
+    plot_sweep(
+        [TrialResult(0, 1.0, None, {"a": "x", "b": True}), TrialResult(1, None, 2.0, {"a": "y", "b": False})],
+        path,
+        ["a"],
+    )
     assert path.stat().st_size > 1000
 
 

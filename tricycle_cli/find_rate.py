@@ -10,7 +10,7 @@ from tricycle.configs import GPTConfig
 from tricycle.models import GPT
 from tricycle.system.files import atomic_write
 from tricycle_lab.plot import require_matplotlib
-from tricycle_lab.range_test import STEPS, RangeTest, plot_range_test, range_test
+from tricycle_lab.range_test import N_STEPS, RangeTest, plot_range_test, range_test
 
 PICTURE, TABLE = "learning_rate.png", "learning_rate.csv"
 
@@ -32,7 +32,7 @@ def find_learning_rate(
 
     require_matplotlib("--find-learning-rate")
     folder.mkdir(parents=True, exist_ok=True)
-    with tqdm(total=STEPS, unit="step", disable=not show_progress) as bar:
+    with tqdm(total=N_STEPS, unit="step", disable=not show_progress) as bar:
         test = range_test(config, tokens, model, on_gpu, progress=lambda step: bar.update())
     write_table(test, folder / TABLE)
     plot_range_test(test, folder / PICTURE, "learning-rate range test")
@@ -41,8 +41,8 @@ def find_learning_rate(
     if test.suggestion is None:
         print("no suggestion: the loss did not fall clearly (try larger batches)")
         return
-    print(f"the loss falls fastest at {test.steepest:.1e}", end="")
-    print(f" and diverges from {test.diverges:.1e}" if test.diverges else " and does not diverge")
+    print(f"the loss falls fastest at {test.steepest_rate:.1e}", end="")
+    print(f" and diverges from {test.divergence_rate:.1e}" if test.divergence_rate else " and does not diverge")
     lowest = float(f"{config.min_learning_rate / config.max_learning_rate * test.suggestion:.1e}")
     print(f"suggestion: --max-learning-rate {test.suggestion:.1e} --min-learning-rate {lowest:.1e}")
 

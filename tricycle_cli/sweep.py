@@ -44,7 +44,7 @@ from tricycle_cli.signals import Interrupted, Signals, exit_by_signal
 from tricycle_cli.task import command_name, contains_run
 from tricycle_cli.train import Arguments as TrainArguments
 from tricycle_cli.train import parse_arguments
-from tricycle_lab.sweep_plot import Shown, plot_sweep
+from tricycle_lab.sweep_plot import TrialResult, plot_sweep
 
 Sampler = Literal["tpe", "random", "grid"]
 SAMPLERS = get_args(Sampler)
@@ -466,11 +466,12 @@ def write_report(work: Sweep) -> list[dict[str, Any]]:
     writer.writerows(rows)
     with atomic_write(work.folder / "sweep.csv", text=True) as file:
         file.write(table.getvalue())
-    shown = [
-        Shown(row["trial"], row["bits_per_byte"], row["last_estimate"], {k: row[k] for k in work.over}) for row in rows
+    results = [
+        TrialResult(row["trial"], row["bits_per_byte"], row["last_estimate"], {k: row[k] for k in work.over})
+        for row in rows
     ]
-    logs = [name for name, field in work.over.items() if field.log]
-    plot_sweep(shown, work.folder / "sweep.png", logs, f"{len(rows)} trials")
+    log_fields = [name for name, field in work.over.items() if field.log]
+    plot_sweep(results, work.folder / "sweep.png", log_fields, f"{len(rows)} trials")
     return rows
 
 

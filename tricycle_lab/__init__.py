@@ -1,1 +1,1 @@
-"""Instruments: a look inside models that run, and pictures of what is seen. The library never imports them."""
+"""Model inspection, plots and gradient exercises. The library `tricycle` never imports this package."""

@@ -1,4 +1,4 @@
-"""Line charts as SVG, written without any library."""
+"""Draw line charts as SVG without other libraries; `plot.py` uses it when matplotlib is not installed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 800, 64, 784, 40, 400  # pixels: of the picture, and the edges of the axes
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 800, 64, 784, 40, 400  # the width of the image and the edges of the axes, in pixels
 LEGEND_COLUMN, LEGEND_ROW = 360, 20
 GREY = "#636363"
-DASHES = {"-": "none", "--": "7 4", ":": "2 3", "-.": "7 3 2 3"}
-MOST_POINTS = 1440  # of a line: two for each column of pixels
+DASH_ARRAYS = {"-": "none", "--": "7 4", ":": "2 3", "-.": "7 3 2 3"}
+MAX_POINTS = 1440  # of a line: two for each column of pixels
 STAR = [(r * math.sin(k * math.pi / 5), -r * math.cos(k * math.pi / 5)) for k in range(10) for r in ((7, 3)[k % 2],)]
 
 
@@ -24,9 +24,11 @@ class Curve:
 
     Attributes:
         x: (n,), or None for a horizontal line across the chart.
-        y: (n,), or (1,) of a horizontal line.
-        label: of the legend, which leaves out lines without one.
-        stroke: "-", "--", ":" or "-.", as matplotlib calls them.
+        y: (n,), or (1,) for a horizontal line.
+        colour: as in CSS.
+        label: the entry in the legend; none if empty.
+        width: of the line, in pixels.
+        linestyle: "-", "--", ":" or "-.", as in matplotlib.
         marker: "o" or "*" at each point, or "" for none; points with "*" are not connected.
     """
 
@@ -35,12 +37,12 @@ class Curve:
     colour: str
     label: str = ""
     width: float = 1.5
-    stroke: str = "-"
+    linestyle: str = "-"
     marker: str = ""
 
 
 class Scale(NamedTuple):
-    """Values from `low` to `high`, drawn from pixel `start` to pixel `end`."""
+    """A linear scale that maps values from `low` to `high` to pixels from `start` to `end`."""
 
     low: float
     high: float
@@ -48,13 +50,14 @@ class Scale(NamedTuple):
     end: float
 
     def pixels(self, values: np.ndarray) -> np.ndarray:
+        """Map values to pixels."""
         return self.start + (values - self.low) / (self.high - self.low) * (self.end - self.start)
 
-    def ticks(self, at_most: int) -> list[tuple[float, str]]:
-        """Return pixels and texts of round values: multiples of 1, 2 or 5 times a power of ten."""
-        least = (self.high - self.low) / at_most
-        power = math.floor(math.log10(least))
-        step = next(factor * 10.0**power for factor in (1, 2, 5, 10) if factor * 10.0**power >= least)
+    def ticks(self, max_ticks: int) -> list[tuple[float, str]]:
+        """Return the pixels and labels of ticks at multiples of 1, 2 or 5 times a power of ten."""
+        min_step = (self.high - self.low) / max_ticks
+        power = math.floor(math.log10(min_step))
+        step = next(factor * 10.0**power for factor in (1, 2, 5, 10) if factor * 10.0**power >= min_step)
         values = np.arange(math.ceil(self.low / step), math.floor(self.high / step) + 1) * step
         digits = max(0, -math.floor(math.log10(step)))
         return [(float(pixel), f"{value + 0.0:,.{digits}f}") for pixel, value in zip(self.pixels(values), values)]
@@ -63,18 +66,18 @@ class Scale(NamedTuple):
 def line_chart(
     curves: Sequence[Curve], y_limits: tuple[float, float] | None, title: str, xlabel: str, ylabel: str
 ) -> str:
-    """Return an SVG of lines over a grid, with a legend below.
+    """Return a line chart with a grid, and a legend below it, as SVG text.
 
     Args:
-        y_limits: what of y is shown; everything unless given, or where the two are equal.
+        y_limits: the range of the y axis; default, and if both limits are equal: the range of the data.
     """
     xs = [x for curve in curves if curve.x is not None for x in curve.x]
-    x_axis = Scale(*_widened(xs, 0.03), LEFT, RIGHT)
+    x_axis = Scale(*_padded_limits(xs, 0.03), LEFT, RIGHT)
     if y_limits is None or not y_limits[0] < y_limits[1]:
-        y_limits = _widened([y for curve in curves for y in curve.y], 0.05)
+        y_limits = _padded_limits([y for curve in curves for y in curve.y], 0.05)
     y_axis = Scale(*y_limits, BOTTOM, TOP)
-    labelled = [curve for curve in curves if curve.label]
-    height = BOTTOM + 60 + LEGEND_ROW * math.ceil(len(labelled) / 2)
+    labeled = [curve for curve in curves if curve.label]
+    height = BOTTOM + 60 + LEGEND_ROW * math.ceil(len(labeled) / 2)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'font-family="system-ui, Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12" fill="#262626">',
@@ -85,10 +88,10 @@ def line_chart(
         _text((LEFT + RIGHT) / 2, BOTTOM + 36, xlabel, "middle"),
         _text(-(TOP + BOTTOM) / 2, 16, ylabel, "middle", 'transform="rotate(-90)"'),
         '<g clip-path="url(#axes)">',
-        *(part for curve in curves for part in _drawn(curve, x_axis, y_axis)),
+        *(part for curve in curves for part in _curve_shapes(curve, x_axis, y_axis)),
         "</g>",
     ]
-    for i, curve in enumerate(labelled):
+    for i, curve in enumerate(labeled):
         x, y = LEFT + LEGEND_COLUMN * (i % 2), BOTTOM + 62 + LEGEND_ROW * (i // 2)
         ends = (np.array([x, x + 28]), np.array([y - 4, y - 4]))
         parts += _shape(*ends, curve, (np.array([x + 14]), np.array([y - 4])))
@@ -96,16 +99,16 @@ def line_chart(
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _widened(values: Sequence[float], margin: float) -> tuple[float, float]:
-    """Return limits around the finite values, with a fraction of their range left free on both sides."""
+def _padded_limits(values: Sequence[float], margin: float) -> tuple[float, float]:
+    """Return limits around the finite values with a margin on both sides, a fraction of their range."""
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = float(min(finite)), float(max(finite))
-    free = margin * (high - low) or 0.5
-    return low - free, high + free
+    padding = margin * (high - low) or 0.5
+    return low - padding, high + padding
 
 
 def _axes(x_axis: Scale, y_axis: Scale) -> Iterator[str]:
-    """Yield the frame, and a grid line with its number for each tick."""
+    """Yield the frame, and a grid line with its label for each tick."""
     for x, text in x_axis.ticks(10):
         yield f'<path d="M{x:.1f} {TOP}V{BOTTOM}" stroke="#e0e0e0"/>'
         yield _text(x, BOTTOM + 18, text, "middle")
@@ -115,30 +118,32 @@ def _axes(x_axis: Scale, y_axis: Scale) -> Iterator[str]:
     yield f'<path d="M{LEFT} {TOP}H{RIGHT}V{BOTTOM}H{LEFT}z" fill="none" stroke="{GREY}"/>'
 
 
-def _drawn(curve: Curve, x_axis: Scale, y_axis: Scale) -> list[str]:
+def _curve_shapes(curve: Curve, x_axis: Scale, y_axis: Scale) -> list[str]:
     if curve.x is None:
         y = y_axis.pixels(np.repeat(curve.y, 2))
         return _shape(np.array([LEFT, RIGHT]), y, curve, None)
     finite = np.isfinite(curve.y)
     x, y = x_axis.pixels(curve.x[finite]), y_axis.pixels(curve.y[finite])
-    return _shape(*_thinned(x, y), curve, (x, y))
+    return _shape(*_decimated(x, y), curve, (x, y))
 
 
-def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the highest and the lowest point of each of many parts: what can be seen of a long line."""
-    if len(y) <= MOST_POINTS:
+def _decimated(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Reduce a long line to the highest and the lowest point of each of many sections, which look the same."""
+    if len(y) <= MAX_POINTS:
         return x, y
-    parts = np.array_split(np.arange(len(y)), MOST_POINTS // 2)
-    kept = np.unique([part[end(y[part])] for part in parts for end in (np.argmin, np.argmax)])
+    sections = np.array_split(np.arange(len(y)), MAX_POINTS // 2)
+    kept = np.unique([section[extreme(y[section])] for section in sections for extreme in (np.argmin, np.argmax)])
     return x[kept], y[kept]
 
 
-def _shape(x: np.ndarray, y: np.ndarray, curve: Curve, marked: tuple[np.ndarray, np.ndarray] | None) -> list[str]:
-    """Return a line through points, and markers at others."""
+def _shape(
+    x: np.ndarray, y: np.ndarray, curve: Curve, marker_points: tuple[np.ndarray, np.ndarray] | None
+) -> list[str]:
+    """Return the SVG elements of a line through points, and of markers at other points."""
     points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y))
-    style = f'stroke="{curve.colour}" stroke-width="{curve.width}" stroke-dasharray="{DASHES[curve.stroke]}"'
+    style = f'stroke="{curve.colour}" stroke-width="{curve.width}" stroke-dasharray="{DASH_ARRAYS[curve.linestyle]}"'
     shapes = [f'<polyline points="{points}" fill="none" {style}/>'] if curve.marker != "*" else []
-    for a, b in zip(*marked) if marked and curve.marker else ():
+    for a, b in zip(*marker_points) if marker_points and curve.marker else ():
         if curve.marker == "o":
             shapes.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{curve.colour}"/>')
         else:
@@ -147,5 +152,5 @@ def _shape(x: np.ndarray, y: np.ndarray, curve: Curve, marked: tuple[np.ndarray,
     return shapes
 
 
-def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str, attributes: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {attributes}>{escape(text)}</text>'

@@ -1,4 +1,8 @@
-"""Pictures of a run, of attention and of experiments, drawn without a screen and written whole or not at all."""
+"""Plots of training runs, attention weights and experiments, and an interactive HTML page of attention weights.
+
+The commands and the experiments use these functions. Files are written atomically. matplotlib is needed except for
+`plot_losses` and `write_attention_page`.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +22,21 @@ from tricycle.system.files import atomic_write
 from tricycle_lab.line_chart import Curve, line_chart
 from tricycle_lab.probe import excess_kurtosis
 
-# Colours that the colour-blind can tell apart (Okabe and Ito 2008), and for further lines other strokes.
+# A palette for color-blind readers (Okabe and Ito 2008). Further lines have other line styles.
 COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000".split()
-STROKES = ("-", "--", ":", "-.")
+LINESTYLES = ("-", "--", ":", "-.")
 ATTENTION_PAGE = Path(__file__).with_name("attention_page.html")
 
 
-def require_matplotlib(what: str) -> None:
-    """Raises ModuleNotFoundError, which names what needs matplotlib and the extra, where it is not installed."""
+def require_matplotlib(feature: str) -> None:
+    """Raise ModuleNotFoundError if matplotlib is not installed; the message names the feature and the extra."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(f'{what} needs matplotlib: pip install "tricycle-gpt[plot]"')
+        raise ModuleNotFoundError(f'{feature} needs matplotlib: pip install "tricycle-gpt[plot]"')
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure of matplotlib, which needs no screen; sizes are in inches."""
-    require_matplotlib("a picture")
+    """Return an empty matplotlib figure, without a display; sizes are in inches."""
+    require_matplotlib("a plot")
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -44,18 +48,20 @@ def plot_losses(
     bits_per_nat: float,
     references: Mapping[str, float],
     title: str,
-    unit: str = "bits a byte",
+    unit: str = "bits per byte",
 ) -> Path:
-    """Draw the training and the held-out loss against the step as a PNG, or without matplotlib as an SVG.
+    """Plot the training and the held-out loss against the step as a PNG, or without matplotlib as an SVG.
 
     Args:
         metrics: the lines of metrics.jsonl.
-        path: of the PNG; an SVG has the same name with the ending .svg.
-        bits_per_nat: bits a byte for one nat a token, or how many of another unit.
-        references: bits a byte of other compressors, drawn as lines.
+        path: of the PNG; an SVG has the same name with the suffix .svg.
+        bits_per_nat: bits per byte for one nat per token, or the factor to another unit.
+        references: bits per byte of other compressors, drawn as horizontal lines.
+        title: of the plot.
+        unit: the label of the y axis.
 
     Returns:
-        The path of the file that was written.
+        The path of the written file.
     """
     curves, limits = _loss_curves(metrics, bits_per_nat, references)
     if importlib.util.find_spec("matplotlib") is None:
@@ -68,11 +74,11 @@ def plot_losses(
     for curve in curves:
         style = {"color": curve.colour, "linewidth": curve.width, "label": curve.label or None}
         if curve.x is None:
-            axes.axhline(curve.y[0], linestyle=curve.stroke, **style)
+            axes.axhline(curve.y[0], linestyle=curve.linestyle, **style)
         else:
             size = 11 if curve.marker == "*" else 4
-            stroke = "none" if curve.marker == "*" else curve.stroke
-            axes.plot(curve.x, curve.y, linestyle=stroke, marker=curve.marker, markersize=size, **style)
+            linestyle = "none" if curve.marker == "*" else curve.linestyle
+            axes.plot(curve.x, curve.y, linestyle=linestyle, marker=curve.marker, markersize=size, **style)
     if limits:
         axes.set_ylim(*limits)
     axes.set(xlabel="step", ylabel=unit, title=title)
@@ -87,49 +93,49 @@ def _loss_curves(
     bits_per_nat: float,
     references: Mapping[str, float],
 ) -> tuple[list[Curve], tuple[float, float] | None]:
-    """Return the curves of `plot_losses`, and which values of the loss are shown, if there are any."""
+    """Return the curves of `plot_losses` and the limits of the y axis, None without values."""
     steps, bits = _series(metrics, "step", "loss", bits_per_nat)
     held_out_steps, held_out = _series(metrics, "step", "held_out_loss", bits_per_nat)
-    # where training has ended, the best checkpoint was measured on all held-out text, and not on a part of it
+    # At the end of training the best checkpoint is evaluated on all held-out text; earlier values are estimates.
     best_steps, final = (values[-1:] for values in _series(metrics, "best_step", "final_loss", bits_per_nat))
     curves = []
     if bits.size:
         width = max(1, len(bits) // 50)
         smooth = np.convolve(bits, np.ones(width) / width, mode="valid")
         curves.append(Curve(steps, bits, "#9ecae1", width=0.6))
-        curves.append(Curve(steps[width - 1 :], smooth, "#3182bd", f"training (mean of {width} steps)"))
+        curves.append(Curve(steps[width - 1 :], smooth, "#3182bd", f"training loss (mean of {width} steps)"))
     if held_out.size:
-        name = "held out, estimated" if final.size else "held out"
-        label = f"{name} (last {held_out[-1]:.2f})"
+        name = "held-out loss (estimate)" if final.size else "held-out loss"
+        label = f"{name}, last: {held_out[-1]:.2f}"
         curves.append(Curve(held_out_steps, held_out, "#e6550d", label, marker="o"))
     if final.size:
-        curves.append(Curve(best_steps, final, "#a63603", f"all held-out text: {final[0]:.2f}", marker="*"))
-    for (name, value), stroke in zip(references.items(), (":", "--", "-.")):
-        curves.append(Curve(None, np.array([value]), "#636363", f"{name} {value:.2f}", 1, stroke))
-    # the first steps, far above all others, may leave the picture
-    usual = np.quantile(bits[len(bits) // 20 :], (0, 0.995)) if bits.size else ()
-    shown = list(filter(math.isfinite, [*references.values(), *held_out, *final, *usual]))
-    return curves, (min(shown) * 0.92, max(shown) * 1.05) if shown else None
+        curves.append(Curve(best_steps, final, "#a63603", f"final held-out loss: {final[0]:.2f}", marker="*"))
+    for (name, value), linestyle in zip(references.items(), (":", "--", "-.")):
+        curves.append(Curve(None, np.array([value]), "#636363", f"{name}: {value:.2f}", 1, linestyle))
+    # The losses of the first steps, far above all others, may be outside the limits.
+    typical = np.quantile(bits[len(bits) // 20 :], (0, 0.995)) if bits.size else ()
+    visible = list(filter(math.isfinite, [*references.values(), *held_out, *final, *typical]))
+    return curves, (min(visible) * 0.92, max(visible) * 1.05) if visible else None
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], x: str, y: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return two values of all lines that have both, the second scaled."""
+    """Return two fields of the lines that contain both, the second one multiplied by `scale`."""
     pairs = [(line[x], line[y] * scale) for line in metrics if x in line and y in line]
     steps, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     return steps, values
 
 
 def save_figure(figure: Any, path: Path, dpi: int = 130) -> None:
-    """Write a figure of matplotlib as PNG, whole or not at all."""
-    _show_dollars(figure)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=dpi)
+    """Write a matplotlib figure as PNG, atomically."""
+    _disable_math_text(figure)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=dpi)
     with atomic_write(path) as file:
-        file.write(picture.getvalue())
+        file.write(png.getvalue())
 
 
-def _show_dollars(figure: Any) -> None:
-    """Have names show $ as it is and not as mathematics, which may be broken; the numbers of axes stay mathematics."""
+def _disable_math_text(figure: Any) -> None:
+    """Disable math text in all texts except tick labels, so that names may contain $."""
     from matplotlib.text import Text
 
     axes = [axis for panel in figure.axes for axis in (panel.xaxis, panel.yaxis)]
@@ -142,20 +148,20 @@ def _show_dollars(figure: Any) -> None:
 def plot_attention(
     weights: Mapping[str, Array], path: Path, title: str = "", tokens: Sequence[str] | None = None
 ) -> None:
-    """Draw attention weights as a PNG: a heat map for each head, a row of them for each layer.
+    """Plot attention weights as a PNG: one row of heat maps per layer, one heat map per head.
 
-    Colours grow with the square root of the weights, so that small ones can be seen, and are the same for all maps.
+    The color scale is the same for all maps, and follows the square root of the weights to make small ones visible.
 
     Args:
         weights: by the layer's name, (H, T, S) of one text.
-        tokens: S texts to write beside the maps, where there are few.
+        tokens: the S token texts, as labels of the axes; for short texts.
 
     Raises:
-        ValueError: no layer, another number of axes, or of tokens.
+        ValueError: no layer, or a wrong number of axes or tokens.
     """
-    arrays = _heads("plot_attention", weights)
+    arrays = _check_weights("plot_attention", weights)
     n_heads = max(map(len, arrays.values()))
-    most = max(float(array.max()) for array in arrays.values())
+    max_weight = max(float(array.max()) for array in arrays.values())
     figure = new_figure(1.8 * n_heads + 1.6, 1.8 * len(arrays) + 1.1)
     from matplotlib.colors import PowerNorm
 
@@ -166,17 +172,19 @@ def plot_attention(
         for head, axes in enumerate(row):
             axes.set_visible(head < len(array))
             if head < len(array):
-                image = axes.imshow(array[head], norm=PowerNorm(0.5, 0, most or 1), cmap="gist_heat_r", aspect="auto")
+                image = axes.imshow(
+                    array[head], norm=PowerNorm(0.5, 0, max_weight or 1), cmap="gist_heat_r", aspect="auto"
+                )
             axes.tick_params(labelsize=7, labelbottom=i == len(arrays) - 1, labelleft=head == 0)
             if tokens is not None:
-                axes.set_xticks(range(len(tokens)), map(_visible, tokens), rotation=90, family="monospace")
-                queries = tokens[len(tokens) - array.shape[1] :]  # with a cache, only the last ask
-                axes.set_yticks(range(len(queries)), map(_visible, queries), family="monospace")
+                axes.set_xticks(range(len(tokens)), map(_token_label, tokens), rotation=90, family="monospace")
+                queries = tokens[len(tokens) - array.shape[1] :]  # with a KV cache the queries are the last tokens
+                axes.set_yticks(range(len(queries)), map(_token_label, queries), family="monospace")
             if i == 0:
                 axes.set_title(f"head {head}", fontsize=9)
         row[0].set_ylabel(name, fontsize=8)
-    figure.supxlabel("token attended to", fontsize=9)
-    figure.supylabel("token that attends", fontsize=9)
+    figure.supxlabel("key", fontsize=9)
+    figure.supylabel("query", fontsize=9)
     figure.suptitle(title, fontsize=11)
     figure.colorbar(image, ax=grid, label="attention weight", shrink=0.8 if len(arrays) > 1 else 1, aspect=30)
     save_figure(figure, path)
@@ -185,10 +193,10 @@ def plot_attention(
 def plot_distributions(
     arrays: Mapping[str, Array], path: Path, title: str = "", xlabel: str = "value", n_columns: int = 4
 ) -> None:
-    """Draw histograms with logarithmic counts as a PNG, one panel an array, with its excess kurtosis.
+    """Plot a histogram with logarithmic counts and the excess kurtosis of each array, as a PNG.
 
     Args:
-        arrays: by name, any shape; what is not finite (scores of hidden keys) is left out.
+        arrays: by name, of any shape; values that are not finite (scores of masked keys) are ignored.
 
     Raises:
         ValueError: no array, or one without a finite element.
@@ -226,15 +234,17 @@ def plot_curves(
     share_y: bool = True,
     n_columns: int = 3,
 ) -> None:
-    """Draw lines in panels, so many in a row, as a PNG; a label has the same colour in all of them.
+    """Plot lines in a grid of panels as a PNG; a label has the same color in all panels.
 
     Args:
-        curves: by the panel's title and the line's label, (x, ys): (n_points,), and (n_points,) or (n_seeds, n_points),
-            of which the mean is drawn over a band from the lowest to the highest.
+        curves: by the panel's title and the line's label, (x, ys): x is (n_points,); ys is (n_points,), or
+            (n_seeds, n_points), of which the mean is drawn with a band from the minimum to the maximum.
         log: the axes with logarithmic scales: "x", "y" or "xy".
+        share_y: use the same y axis in all panels.
+        n_columns: the maximum number of panels in a row.
 
     Raises:
-        ValueError: no panel or line, or x and ys that do not belong together.
+        ValueError: no panel or line, or x and ys of different lengths.
     """
     labels = list(dict.fromkeys(label for lines in curves.values() for label in lines))
     if not labels:
@@ -248,7 +258,7 @@ def plot_curves(
     for axes, (panel, lines) in zip(panels, curves.items()):
         for label, (x, ys) in lines.items():
             drawn[label] = _draw_line(axes, label, x, ys, labels.index(label))
-        _scale(axes, log)
+        _set_log_scales(axes, log)
         axes.set_title(panel, fontsize=10)
         axes.set_xlabel(xlabel)
         axes.grid(alpha=0.25)
@@ -265,34 +275,34 @@ def plot_curves(
         ncols=4,
         frameon=False,
         fontsize=9,
-        title="mean, and lowest to highest of the seeds" if seeds else None,
+        title="mean and range over seeds" if seeds else None,
         title_fontsize=8,
     )
     save_figure(figure, path)
 
 
-def _draw_line(axes: Any, label: str, x: Any, ys: Any, number: int) -> Any:
-    """A line in the colour and stroke of its number, over a band where there are several seeds; what was drawn.
+def _draw_line(axes: Any, label: str, x: Any, ys: Any, index: int) -> Any:
+    """Draw a line with the color and line style of its index, for several seeds with a band; return the line.
 
     Raises:
-        ValueError: x and ys that do not belong together.
+        ValueError: x and ys of different lengths.
     """
     x = np.asarray(x)
     ys = np.atleast_2d(ys)
     if x.ndim != 1 or ys.shape[1:] != x.shape:
-        wanted = f"x (n_points,) and ys (n_seeds, n_points) of {label}"
-        raise ValueError(f"plot_curves: expected {wanted}, got {x.shape} and {ys.shape}")
-    colour = COLOURS[number % len(COLOURS)]
-    stroke = STROKES[number // len(COLOURS) % len(STROKES)]
+        expected = f"x (n_points,) and ys (n_seeds, n_points) of {label}"
+        raise ValueError(f"plot_curves: expected {expected}, got {x.shape} and {ys.shape}")
+    colour = COLOURS[index % len(COLOURS)]
+    linestyle = LINESTYLES[index // len(COLOURS) % len(LINESTYLES)]
     marker = "o" if len(x) <= 20 else None
-    (line,) = axes.plot(x, ys.mean(axis=0), stroke, color=colour, marker=marker, markersize=4)
+    (line,) = axes.plot(x, ys.mean(axis=0), linestyle, color=colour, marker=marker, markersize=4)
     if len(ys) > 1:
         axes.fill_between(x, ys.min(axis=0), ys.max(axis=0), color=colour, alpha=0.2, linewidth=0)
     return line
 
 
-def _scale(axes: Any, log: str) -> None:
-    """Logarithmic scales: "x", "y", "xy" or ""."""
+def _set_log_scales(axes: Any, log: str) -> None:
+    """Make axes logarithmic: "x", "y", "xy", or none for ""."""
     if "x" in log:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:.7g}")
@@ -300,57 +310,57 @@ def _scale(axes: Any, log: str) -> None:
         axes.set_yscale("log")
 
 
-# -------------------------------------------------------------------- the page
-def attention_page(
+# -------------------------------------------------------------------- the attention page
+def write_attention_page(
     path: Path, weights: Mapping[str, Mapping[str, Array]], tokens: Sequence[str], title: str = "Attention"
 ) -> None:
-    """Write a page that shows attention in any browser: one HTML file that needs nothing else.
+    """Write an interactive HTML page of attention weights, one file without external resources.
 
-    Weights are stored as bytes, round(255 sqrt(weight)): within 1/255, and finer where they are small. Those above 1
-    or below 0, which learned scales can give, count as 1 and 0.
+    Weights are stored as bytes, round(255 sqrt(weight)), with an error of at most 1/255, and less for small weights.
+    Weights above 1 or below 0, which learned scales can produce, are clipped.
 
     Args:
-        weights: by variant ("softmax", ...) and the layer's name, (H, T, T).
-        tokens: T texts, shown as they are, whatever is in them.
+        weights: by softmax variant ("softmax", ...) and the layer's name, (H, T, T).
+        tokens: T token texts, which may contain any characters.
 
     Raises:
-        ValueError: no variant or layer, or shapes that do not fit the tokens.
+        ValueError: no variant or layer, or shapes that do not match the tokens.
     """
     if not weights:
-        raise ValueError("attention_page: expected at least one variant")
+        raise ValueError("write_attention_page: expected at least one variant")
     variants = []
     for variant, layers in weights.items():
         packed = []
-        for name, array in _heads("attention_page", layers).items():
+        for name, array in _check_weights("write_attention_page", layers).items():
             if array.shape[1:] != (len(tokens), len(tokens)):
-                wanted = f"(heads, {len(tokens)}, {len(tokens)})"
-                raise ValueError(f"attention_page: expected {name} to be of shape {wanted}, got {array.shape}")
+                expected = f"(heads, {len(tokens)}, {len(tokens)})"
+                raise ValueError(f"write_attention_page: expected {name} to be of shape {expected}, got {array.shape}")
             codes = np.rint(255 * np.sqrt(array.clip(0, 1))).astype(np.uint8)
             packed.append({"name": name, "heads": len(array), "weights": base64.b64encode(codes.tobytes()).decode()})
         variants.append({"name": variant, "layers": packed})
     data = json.dumps({"title": title, "tokens": list(tokens), "variants": variants})
     template = ATTENTION_PAGE.read_text(encoding="utf-8")
     with atomic_write(path, text=True) as file:
-        file.write(template.replace("__DATA__", data.replace("<", "\\u003c")))  # no token ends the script it stands in
+        file.write(template.replace("__DATA__", data.replace("<", "\\u003c")))  # a token cannot end the script element
 
 
-def _heads(title: str, weights: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """Weights by layer, in host memory.
+def _check_weights(caller: str, weights: Mapping[str, Array]) -> dict[str, np.ndarray]:
+    """Check attention weights, and return them in host memory.
 
     Raises:
-        ValueError: no layer, or one that is not (heads, queries, keys) or not finite.
+        ValueError: no layer, or an array that is not finite or not (heads, queries, keys).
     """
     if not weights:
-        raise ValueError(f"{title}: expected at least one layer")
+        raise ValueError(f"{caller}: expected at least one layer")
     arrays = {name: to_cpu(array) for name, array in weights.items()}
     for name, array in arrays.items():
         if array.ndim != 3 or array.size == 0 or not np.isfinite(array).all():
-            wanted = "finite, of shape (heads, queries, keys)"
-            raise ValueError(f"{title}: expected {name} to be {wanted}, got shape {array.shape}")
+            expected = "finite, of shape (heads, queries, keys)"
+            raise ValueError(f"{caller}: expected {name} to be {expected}, got shape {array.shape}")
     return arrays
 
 
-def _visible(token: str) -> str:
-    """A token as a short label; spaces and line ends as marks."""
+def _token_label(token: str) -> str:
+    """Return a token as a short label, with visible characters for spaces and line breaks."""
     text = token.replace(" ", "·").replace("\n", "↵").replace("\t", "→").replace("$", r"\$")
     return text if len(text) <= 10 else f"{text[:9]}…"

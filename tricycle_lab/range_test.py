@@ -1,7 +1,9 @@
-"""A learning-rate range test: the loss over some updates whose learning rate grows from far too small to too large.
+"""Learning-rate range test: a short training run with a rising learning rate, which suggests a learning rate.
 
-Smith 2017, "Cyclical Learning Rates for Training Neural Networks", section 3.3; with rates that grow by the same factor
-each update.
+`tricycle train --find-learning-rate` calls `range_test` and `plot_range_test`.
+
+Source: Smith 2017, "Cyclical Learning Rates for Training Neural Networks", section 3.3. Here the rate grows by the same
+factor in each update.
 """
 
 from __future__ import annotations
@@ -19,49 +21,49 @@ from tricycle.models import GPT
 from tricycle.training import NonFiniteError
 from tricycle.training_state import TrainingState, new_state, train_step
 from tricycle_lab.plot import COLOURS, new_figure, save_figure
-from tricycle_lab.sweep_plot import logarithmic
+from tricycle_lab.sweep_plot import use_log_x_axis
 
-LOW, HIGH, STEPS = 1e-6, 1.0, 200
-SHARE_OF_DIVERGENCE = 0.1  # of the rate where the loss rises again, a rate that is safe for many updates
-RISEN = 0.25  # of what the loss had fallen by: then it counts as having risen again
-EARLY = 0.7  # how much of the past the running mean keeps that ends a test
+MIN_RATE, MAX_RATE, N_STEPS = 1e-6, 1.0, 200
+DIVERGENCE_FRACTION = 0.1  # the fraction of the divergence rate that is safe for many updates
+RISE_FRACTION = 0.25  # the loss diverges where it has risen by this fraction of its decrease
+EARLY_STOP_DECAY = 0.7  # of the exponential moving average of the loss that ends a test
 
 
 @dataclass(frozen=True)
 class RangeTest:
-    """What a test found.
+    """The result of a range test.
 
     Attributes:
-        rates: (n,) of the updates that were made.
-        losses: (n,) of their batches, before each update; NaN where there was none.
-        smoothed: (n,) a mean over neighbours on both sides.
-        steepest: the rate where the loss falls fastest, over the logarithm of the rate; None where it never falls.
-        diverges: the rate where the loss has clearly risen again; None where it has not.
+        rates: (n,), the learning rates of the updates.
+        losses: (n,), the batch losses before each update; NaN if not finite.
+        smoothed: (n,), a centered moving average of the losses.
+        steepest_rate: the rate at which the loss falls fastest per logarithm of the rate; None if it does not fall.
+        divergence_rate: the rate at which the loss has clearly risen again; None if it has not.
     """
 
     rates: np.ndarray
     losses: np.ndarray
     smoothed: np.ndarray
-    steepest: float | None
-    diverges: float | None
+    steepest_rate: float | None
+    divergence_rate: float | None
 
     @property
     def suggestion(self) -> float | None:
-        """A highest learning rate, between where the loss falls fastest and a tenth of where it diverges.
+        """The suggested maximum learning rate; None if the loss does not fall.
 
-        Halfway over the logarithm; a tenth of where it diverges if that is lower; where it falls fastest if it does
-        not diverge.
+        The geometric mean of the steepest rate and a tenth of the divergence rate, or this tenth if it is lower. The
+        steepest rate if the loss does not diverge.
         """
-        if self.steepest is None:
+        if self.steepest_rate is None:
             return None
-        most = self.steepest if self.diverges is None else SHARE_OF_DIVERGENCE * self.diverges
-        rate = math.sqrt(self.steepest * most) if most > self.steepest else most
+        limit = self.steepest_rate if self.divergence_rate is None else DIVERGENCE_FRACTION * self.divergence_rate
+        rate = math.sqrt(self.steepest_rate * limit) if limit > self.steepest_rate else limit
         return float(f"{rate:.1e}")
 
 
 @dataclass
-class _Rising(TrainingState):
-    """Training whose rates are given."""
+class _RangeTestState(TrainingState):
+    """A training state with a given learning rate for each step."""
 
     rates: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
@@ -74,42 +76,46 @@ def range_test(
     tokens: Any,
     model: GPT | None = None,
     on_gpu: bool = False,
-    low: float = LOW,
-    high: float = HIGH,
-    n_steps: int = STEPS,
+    low: float = MIN_RATE,
+    high: float = MAX_RATE,
+    n_steps: int = N_STEPS,
     progress: Callable[[int], None] = lambda step: None,
 ) -> RangeTest:
-    """Make updates with growing rates, by a fresh optimiser; the model is afterwards as it was.
+    """Run a range test with a new optimiser; the model's parameters and random generator are restored afterwards.
 
     Args:
-        model: a new one unless given.
-        n_steps: at most so many; the test ends where the loss is above its first value or not finite.
-        progress: is told how many have been made.
+        config: the config of the model and of training.
+        tokens: the training tokens.
+        model: the model; default: a new one.
+        low, high: the first and the last learning rate.
+        n_steps: the maximum number of updates; the test ends early if the loss rises above its first value or is not
+            finite.
+        progress: called with the number of updates after each one.
 
     Raises:
-        ValueError: a range without an inside, or fewer than 20 steps.
+        ValueError: an empty range, or fewer than 20 steps.
     """
     if not 0 < low < high < math.inf or n_steps < 20:
         raise ValueError(f"range_test: expected 0 < low < high and at least 20 steps, got {low}, {high} and {n_steps}")
-    plain = new_state(config, tokens, on_gpu, model)
-    values = {one.name: getattr(plain, one.name) for one in fields(plain)}
-    state = _Rising(**values, rates=np.geomspace(low, high, n_steps))
+    initial = new_state(config, tokens, on_gpu, model)
+    values = {one.name: getattr(initial, one.name) for one in fields(initial)}
+    state = _RangeTestState(**values, rates=np.geomspace(low, high, n_steps))
     before = {name: parameter.array.copy() for name, parameter in state.model.named_parameters()}
     generator = state.model.generator.bit_generator
-    drawn = generator.state
+    generator_state = generator.state
     try:
         losses = _losses(state, n_steps, progress)
     finally:
         for name, parameter in state.model.named_parameters():
             parameter.array[...] = before[name]
-        generator.state = drawn
+        generator.state = generator_state
         state.model.zero_grad()
-    return read(state.rates[: len(losses)], np.array(losses))
+    return analyze_losses(state.rates[: len(losses)], np.array(losses))
 
 
 @np.errstate(all="ignore")
-def _losses(state: _Rising, n_steps: int, progress: Callable[[int], None]) -> list[float]:
-    """Until the loss is above where it began; the last is NaN where it was not finite."""
+def _losses(state: _RangeTestState, n_steps: int, progress: Callable[[int], None]) -> list[float]:
+    """Train until the loss rises above its first value; return the losses, the last one NaN if not finite."""
     losses: list[float] = []
     mean = weight = 0.0
     for step in range(1, n_steps + 1):
@@ -119,66 +125,66 @@ def _losses(state: _Rising, n_steps: int, progress: Callable[[int], None]) -> li
             loss = math.nan
         losses.append(loss)
         progress(step)
-        mean, weight = EARLY * mean + (1 - EARLY) * loss, EARLY * weight + 1 - EARLY
+        mean = EARLY_STOP_DECAY * mean + (1 - EARLY_STOP_DECAY) * loss
+        weight = EARLY_STOP_DECAY * weight + 1 - EARLY_STOP_DECAY
         if not math.isfinite(loss) or (step > n_steps // 10 and mean / weight > 1.1 * losses[0]):
             break
     return losses
 
 
-def read(rates: np.ndarray, losses: np.ndarray) -> RangeTest:
-    """What losses over growing rates tell.
+def analyze_losses(rates: np.ndarray, losses: np.ndarray) -> RangeTest:
+    """Find the steepest rate and the divergence rate in the losses of rising learning rates.
 
     Args:
         rates, losses: (n,); the last loss may be NaN.
     """
-    fine = np.isfinite(losses)
-    n = int(fine.sum())
+    n = int(np.isfinite(losses).sum())
     smoothed = np.full(len(losses), np.nan)
-    smoothed[:n] = _mean_of_neighbours(losses[:n], max(1, len(losses) // 30))
+    smoothed[:n] = _moving_average(losses[:n], max(1, len(losses) // 30))
     lowest = int(np.argmin(smoothed[:n])) if n else 0
-    fallen = smoothed[0] - smoothed[lowest]
-    if n < 5 or not fallen > 0.02 * smoothed[0]:  # noise: nothing was learnt
+    decrease = smoothed[0] - smoothed[lowest]
+    if n < 5 or not decrease > 0.02 * smoothed[0]:  # not more than noise
         return RangeTest(rates, losses, smoothed, None, None)
     slopes = np.gradient(smoothed[:n], np.log(rates[:n]))
-    steepest = float(rates[int(np.argmin(slopes[: lowest + 1]))])
-    risen = np.flatnonzero(smoothed[lowest:n] > smoothed[lowest] + RISEN * fallen)
-    diverges = None
+    steepest_rate = float(rates[int(np.argmin(slopes[: lowest + 1]))])
+    risen = np.flatnonzero(smoothed[lowest:n] > smoothed[lowest] + RISE_FRACTION * decrease)
+    divergence_rate = None
     if risen.size:
-        diverges = float(rates[lowest + int(risen[0])])
+        divergence_rate = float(rates[lowest + int(risen[0])])
     elif n < len(losses):
-        diverges = float(rates[n])
-    return RangeTest(rates, losses, smoothed, steepest, diverges)
+        divergence_rate = float(rates[n])
+    return RangeTest(rates, losses, smoothed, steepest_rate, divergence_rate)
 
 
-def _mean_of_neighbours(values: np.ndarray, reach: int) -> np.ndarray:
-    """Of each value and those at most so far away, as many on both sides."""
+def _moving_average(values: np.ndarray, radius: int) -> np.ndarray:
+    """Compute a centered moving average of at most `radius` values on each side; its window is smaller at the ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    places = np.arange(len(values))
-    reaches = np.minimum(np.minimum(places, len(values) - 1 - places), reach)
-    return (sums[places + reaches + 1] - sums[places - reaches]) / (2 * reaches + 1)
+    indices = np.arange(len(values))
+    radii = np.minimum(np.minimum(indices, len(values) - 1 - indices), radius)
+    return (sums[indices + radii + 1] - sums[indices - radii]) / (2 * radii + 1)
 
 
 def plot_range_test(test: RangeTest, path: Path, title: str = "") -> None:
-    """Draw the loss over the rates as a PNG."""
+    """Plot the losses against the learning rates, with the marked rates, as a PNG."""
     figure = new_figure(8, 4.8)
     axes = figure.subplots()
     axes.plot(test.rates, test.losses, color="#9ecae1", linewidth=0.8)
-    axes.plot(test.rates, test.smoothed, color="#3182bd", label="loss, mean of neighbours")
+    axes.plot(test.rates, test.smoothed, color="#3182bd", label="loss (moving average)")
     marks = [
-        ("falls fastest", test.steepest, ":"),
-        ("diverges", test.diverges, "--"),
+        ("steepest descent", test.steepest_rate, ":"),
+        ("divergence", test.divergence_rate, "--"),
         ("suggestion", test.suggestion, "-"),
     ]
-    for (name, rate, stroke), colour in zip(marks, COLOURS[1:]):
+    for (name, rate, linestyle), colour in zip(marks, COLOURS[1:]):
         if rate is not None:
-            axes.axvline(rate, color=colour, linestyle=stroke, linewidth=1.2, label=f"{name}: {rate:.1e}")
-    logarithmic(axes)
+            axes.axvline(rate, color=colour, linestyle=linestyle, linewidth=1.2, label=f"{name}: {rate:.1e}")
+    use_log_x_axis(axes)
     finite = test.smoothed[np.isfinite(test.smoothed)]
     if finite.size:
         top = max(float(test.losses[0]), float(finite[0]))
         low = float(finite.min())
         axes.set_ylim(low - 0.08 * (top - low) - 0.01, top + 0.15 * (top - low) + 0.01)
-    axes.set(xlabel="learning rate", ylabel="loss of the batch, nats a token", title=title)
+    axes.set(xlabel="learning rate", ylabel="training loss (nats per token)", title=title)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     save_figure(figure, path)

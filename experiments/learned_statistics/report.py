@@ -10,7 +10,7 @@ from experiments.learned_statistics.blocks import block_starts
 from experiments.learned_statistics.study import WAYS
 from experiments.shared.results import Runs, of, select
 from experiments.shared.tables import cell, grid, markdown
-from tricycle_lab.plot import attention_page, plot_attention, plot_curves
+from tricycle_lab.plot import plot_attention, plot_curves, write_attention_page
 
 Maps = Mapping[str, np.ndarray]
 
@@ -140,5 +140,5 @@ def draw_maps(maps: Mapping[str, Maps], distances: Sequence[float], tokens: Sequ
     size = sum(4 * found[layers[0]].size // 3 for found in maps.values())
     fitting = [layers[i] for i in [order[-1], *order[:-1]]][: max(1, PAGE_BYTES // size)]
     shown = {variant: {layer: found[layer] for layer in layers if layer in fitting} for variant, found in maps.items()}
-    attention_page(folder / "attention.html", shown, tokens, "Attention: whole, in blocks, with learned scales")
+    write_attention_page(folder / "attention.html", shown, tokens, "Attention: whole, in blocks, with learned scales")
     return ["attention-best.png", "attention-worst.png", "attention.html"]

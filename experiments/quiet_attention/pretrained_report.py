@@ -14,7 +14,7 @@ from experiments.shared.language_models import TEXTS
 from experiments.shared.program import print_tables
 from experiments.shared.results import of
 from experiments.shared.tables import cell, grid, markdown
-from tricycle_lab.plot import COLOURS, attention_page
+from tricycle_lab.plot import COLOURS, write_attention_page
 
 Result = dict[str, Any]
 Groups = dict[str, list[Result]]  # by title: the result of each seed
@@ -32,7 +32,9 @@ def report(settings: Settings, results: dict[str, Any]) -> None:
     n_layers = len(before["weights"]["heads"]["queries"])
     layers = np.unique(np.linspace(0, n_layers - 1, min(SHOWN_LAYERS, n_layers)).astype(int)).tolist()  # evenly spread
     tokens, found = maps(settings, layers)
-    attention_page(settings.output / "model.html", found, tokens, f"Attention of {settings.model}, untrained here")
+    write_attention_page(
+        settings.output / "model.html", found, tokens, f"Attention of {settings.model}, untrained here"
+    )
     print(f"\nresults.json, model.png, model.html are in {settings.output}")
 
 

@@ -10,7 +10,7 @@ from experiments.shared.results import of, read, rounded, write_json
 from experiments.shared.tables import cell, grid, markdown
 from tricycle.checkpoint import load_checkpoint
 from tricycle.tokeniser import BPETokeniser
-from tricycle_lab.plot import attention_page, plot_curves, plot_distributions
+from tricycle_lab.plot import plot_curves, plot_distributions, write_attention_page
 from tricycle_lab.probe import Probe
 
 Row = dict[str, Any]
@@ -67,7 +67,7 @@ def report(folder: Path, variants: tuple[str, ...], seeds: int, tokeniser: BPETo
     title = "The residual stream behind each block"
     plot_distributions(arrays, folder / "activations.png", title, n_columns=len(arrays) // len(variants))
     texts = [tokeniser.decode([token]) if token != tokeniser.end_of_text else "⏹" for token in shown.tolist()]
-    attention_page(folder / "attention.html", weights, texts, "Attention with softmax and with softmax1")
+    write_attention_page(folder / "attention.html", weights, texts, "Attention with softmax and with softmax1")
     names = ("results.json", "curves.png", "activations.png", "attention.html")
     print(f"\n{', '.join(names)} are in {folder}")
 
