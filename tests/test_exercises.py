@@ -1,4 +1,4 @@
-"""The exercises: right answers pass, typical wrong ones get a line that helps."""
+"""The gradient exercises: correct answers pass, and common mistakes get a helpful message."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from test_programs import call
 
 from tricycle.ops import OPS
 from tricycle_lab.exercise_sheet import EPS, EXERCISES
-from tricycle_lab.exercises import NOT_YET, RIGHT, WRONG, exercise_named, grade, main
+from tricycle_lab.exercises import CORRECT, INCORRECT, NOT_IMPLEMENTED, find_exercise, grade, main
 
 
 def probabilities(x):
@@ -55,33 +55,33 @@ ANSWERS = {
 }
 
 
-def test_every_exercise_has_an_answer_and_asks_for_an_op():
+def test_every_exercise_has_an_answer_and_an_op():
     assert {exercise.name for exercise in EXERCISES} == set(ANSWERS)
     assert {"matmul", "mean", "Softmax", "CrossEntropy", "Attention", "ReLU", "Sigmoid"} <= set(OPS)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_a_right_answer_passes(name):
-    assert grade(name, ANSWERS[name]) == (name, RIGHT, f"Tricycle's own: {exercise_named(name).place}")
+def test_a_correct_answer_passes(name):
+    assert grade(name, ANSWERS[name]) == (name, CORRECT, f"Tricycle's implementation: {find_exercise(name).location}")
 
 
-MISTAKES = [(one.name, mistaken, said) for one in EXERCISES for mistaken, said in one.mistakes]
+MISTAKES = [(one.name, mistaken, message) for one in EXERCISES for mistaken, message in one.mistakes]
 
 
 @pytest.mark.parametrize(
-    ("name", "mistaken", "said"), MISTAKES, ids=lambda value: value if isinstance(value, str) else ""
+    ("name", "mistaken", "message"), MISTAKES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_common_mistake_is_named(name, mistaken, said):
-    if name == "matmul":  # which has the right shape where matrices are square
-        assert "transposed" in grade(name, lambda grad, a, b, y: (grad @ b.T, (a.T @ grad).T)).said
+def test_a_common_mistake_is_named(name, mistaken, message):
+    if name == "matmul":  # the mistake has the correct shape only for square matrices
+        assert "transposed" in grade(name, lambda grad, a, b, y: (grad @ b.T, (a.T @ grad).T)).message
         return
-    assert grade(name, mistaken) == (name, WRONG, said)
+    assert grade(name, mistaken) == (name, INCORRECT, message)
 
 
 @pytest.mark.parametrize(
-    ("name", "function", "said"),
+    ("name", "function", "message"),
     [
-        ("softmax", lambda grad, x, y: -ANSWERS["softmax"](grad, x, y), "its sign is turned"),
+        ("softmax", lambda grad, x, y: -ANSWERS["softmax"](grad, x, y), "wrong sign"),
         ("softmax", lambda grad, x, y: 0 * x, "0 everywhere"),
         ("softmax", lambda grad, x, y: None, "it returns None"),
         ("softmax", lambda grad, x, y: "y", "expected an array, got a str"),
@@ -91,22 +91,22 @@ def test_a_common_mistake_is_named(name, mistaken, said):
         ("softmax", lambda grad, x, y: x.__isub__(y), "changes x in place"),
         ("softmax", lambda grad, x, y: ANSWERS["softmax"](grad, x, y) + (x == x.max()), "1 of 12 values are wrong"),
         ("sigmoid", lambda grad, x, y: y * (1 - y), "the chain rule multiplies by grad"),
-        ("sigmoid", lambda grad, x, y: 3 * grad * y * (1 - y), "it is 3 times the right one"),
+        ("sigmoid", lambda grad, x, y: 3 * grad * y * (1 - y), "it is 3 times the correct one"),
         ("multiply", lambda grad, a, b, y: grad * b, "expected the gradients of a, b, in this order, got 1 of 2"),
-        ("multiply", lambda grad, a, b, y: (grad * b, grad * a), "expected the shape (4,) of b, got (3, 4); where"),
+        ("multiply", lambda grad, a, b, y: (grad * b, grad * a), "expected the shape (4,) of b, got (3, 4); sum"),
         ("layer_norm", lambda *all: layer_norm(*all)[::-1], "the gradient of x: expected the shape (3, 4)"),
         ("attention", lambda *all: (*attention(*all)[:2], 2 * attention(*all)[2]), "the gradient of v: it is 2 times"),
     ],
 )
-def test_what_is_said_of_other_mistakes(name, function, said):
+def test_messages_of_other_mistakes(name, function, message):
     name, verdict, line = grade(name, function)
-    assert verdict == WRONG
-    assert said in line
+    assert verdict == INCORRECT
+    assert message in line
     assert "\n" not in line
 
 
-def test_central_differences_judge_too(monkeypatch):
-    """Should Tricycle's own gradient be wrong one day, an answer that is wrong alike does not pass."""
+def test_finite_differences_are_checked():
+    """An answer that is wrong in the same way as Tricycle's gradient does not pass."""
     from dataclasses import replace
 
     from tricycle.tensor import record
@@ -114,21 +114,21 @@ def test_central_differences_judge_too(monkeypatch):
     def wrongly(x):
         return record(x.array**2, (x,), lambda grad, needs_grad: (grad * x.array,), "square")
 
-    exercise = replace(exercise_named("relu"), name="square", op=wrongly, mistakes=())
+    exercise = replace(find_exercise("relu"), name="square", op=wrongly, mistakes=())
     verdict = grade(exercise, lambda grad, x, y: grad * x)
-    assert verdict.verdict == WRONG
-    assert "finite differences give" in verdict.said
+    assert verdict.verdict == INCORRECT
+    assert "finite differences give" in verdict.message
 
 
-def test_the_sheet(tmp_path, capsys):
+def test_write_and_grade_a_file(tmp_path, capsys):
     sheet = tmp_path / "mine.py"
     assert main([str(sheet), "--write"]) == 0
-    assert main([str(sheet), "--write"]) == 1  # nobody's work is overwritten
-    assert "it is there already" in capsys.readouterr().err
+    assert main([str(sheet), "--write"]) == 1  # an existing file is not overwritten
+    assert "existing" in capsys.readouterr().err
     assert main([str(sheet)]) == 1
     out = capsys.readouterr().out
-    assert out.count(NOT_YET) == len(EXERCISES)
-    assert f"0 of {len(EXERCISES)} right" in out
+    assert out.count(NOT_IMPLEMENTED) == len(EXERCISES)
+    assert f"0 of {len(EXERCISES)} correct" in out
     text = sheet.read_text(encoding="utf-8")
     sheet.write_text(text.replace("raise NotImplementedError", "return grad * (x > 0)"), encoding="utf-8")
     assert main([str(sheet), "--only", "relu"]) == 0
@@ -143,4 +143,4 @@ def test_the_program(tmp_path):
     assert call("-m", "tricycle_lab.exercises", tmp_path / "mine.py", "--write").returncode == 0
     done = call("-m", "tricycle_lab.exercises", tmp_path / "mine.py")
     assert done.returncode == 1
-    assert "softmax        not yet" in done.stdout
+    assert "softmax        not implemented" in done.stdout

@@ -1,7 +1,7 @@
-"""Exercises: write the gradient of an operation yourself. What is asked, Tricycle's own op, and what often goes wrong.
+"""The gradient exercises: tasks, Tricycle's own ops, and common mistakes. `exercises.py` writes and grades them.
 
-Everything that a student writes is about plain NumPy arrays in float64. `grad` is the gradient of the result `y`, in
-its shape; what is asked for is the gradient of each input that has one, in the input's shape.
+Students write functions of NumPy arrays in float64. `grad` is the gradient of the result `y`, in the shape of `y`. The
+functions return the gradients of all floating-point inputs, in the shapes of the inputs.
 """
 
 from __future__ import annotations
@@ -28,29 +28,28 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Exercise:
-    """One gradient to be written.
+    """One exercise: a function that computes gradients of an op.
 
     Attributes:
-        name: of the function that the student writes.
-        arguments: the names of what the function takes after `grad`; the last is the result, `y`.
-        task: what is computed, with shapes, and what is asked for.
-        op: Tricycle's own: takes a Tensor for each input.
-        place: where that is written.
-        inputs: makes arrays of two different shapes, from a generator.
-        mistakes: what the gradients become by a common mistake, and what to say to it. Each takes what the student's
-            function takes.
+        name: of the student's function.
+        arguments: the names of the arguments after `grad`; the last one is the result, `y`.
+        task: the formula with shapes, and the requested gradients.
+        op: Tricycle's op of the input Tensors.
+        location: the file and name of `op`.
+        inputs: creates two lists of input arrays of different shapes from a random generator.
+        mistakes: functions with the signature of the student's that make a common mistake, and messages about it.
     """
 
     name: str
     arguments: str
     task: str
     op: Callable[..., Tensor]
-    place: str
+    location: str
     inputs: Callable[[np.random.Generator], list[list[np.ndarray]]]
     mistakes: tuple[tuple[Callable[..., Any], str], ...] = ()
 
     def code(self) -> str:
-        """What the student is given."""
+        """Return the code of the function that the student completes."""
         lines = [f"    {line}" if line else "" for line in self.task.splitlines()]
         body = "\n".join(lines).strip()
         return f'def {self.name}(grad, {self.arguments}):\n    """{body}\n    """\n    raise NotImplementedError\n'
@@ -58,13 +57,13 @@ class Exercise:
 
 # -------------------------------------------------------------------- ops of more than one class
 def normalized(layer: Any, x: Tensor, **parameters: Tensor) -> Tensor:
-    """Return what a norm of Tricycle's gives with parameters that are given."""
+    """Return the result of a norm layer with the given parameters."""
     vars(layer).update(parameters)
     return layer(x)
 
 
 def one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Tricycle's attention for one head of one item: (T, D), (S, D), (S, E) to (T, E)."""
+    """Compute attention of one head without a batch: (T, D), (S, D), (S, E) to (T, E)."""
     tensors = (tensor.reshape(1, tensor.shape[0], 1, tensor.shape[1]) for tensor in (q, k, v))
     return Attention(causal=False)(*tensors).reshape(q.shape[0], v.shape[1])
 
@@ -76,7 +75,7 @@ def _softmax(x: np.ndarray) -> np.ndarray:
 
 
 def _norm(grad: Any, x: Any, gain: Any, centred: bool, by_mean: bool, by_scale: bool, with_gain: bool = True) -> Any:
-    """The gradients of a norm of which the mean, the deviation or the gain is forgotten."""
+    """Return gradients of a norm without the terms of the mean, of the scale or of the gain."""
     deviation = x - x.mean(-1, keepdims=True) if centred else x
     scale = np.sqrt((deviation**2).mean(-1, keepdims=True) + EPS)
     hat = deviation / scale
@@ -86,48 +85,52 @@ def _norm(grad: Any, x: Any, gain: Any, centred: bool, by_mean: bool, by_scale: 
         dx -= dhat.mean(-1, keepdims=True)
     if by_scale:
         dx -= hat * (dhat * hat).mean(-1, keepdims=True)
-    rest = (grad.sum(0),) if centred else ()
-    return (dx / scale, (grad * hat).sum(0), *rest)
+    dbias = (grad.sum(0),) if centred else ()
+    return (dx / scale, (grad * hat).sum(0), *dbias)
 
 
-def _attention(grad: Any, q: Any, k: Any, v: Any, scaled: bool, whole: bool) -> Any:
+def _attention(grad: Any, q: Any, k: Any, v: Any, scaled: bool, through_softmax: bool) -> Any:
+    """Return gradients of attention without the scale or the gradient of the softmax."""
     scale = 1 / np.sqrt(q.shape[-1])
     w = _softmax(q @ k.T * scale)
     dw = grad @ v.T
-    ds = w * (dw - (dw * w).sum(-1, keepdims=True)) if whole else dw
+    ds = w * (dw - (dw * w).sum(-1, keepdims=True)) if through_softmax else dw
     ds = ds * scale if scaled else ds
     return ds @ k, ds.T @ q, w.T @ grad
 
 
 DIAGONAL = (
-    "each y of a row depends on every x of the row, since they share a denominator; the missing term is "
+    "each y depends on every x of its row, because they share a denominator; the missing term is "
     "- y * the row's sum of grad * y"
 )
-CONSTANT_SCALE = "the deviation that you divide by is computed from x too: a gradient goes back through it"
-CONSTANT_MEAN = "the mean that you subtract is computed from x too: a gradient goes back through it"
+CONSTANT_SCALE = "the standard deviation depends on x, too: its gradient is missing"
+CONSTANT_MEAN = "the mean depends on x, too: its gradient is missing"
 CONSTANT_BOTH = f"{CONSTANT_MEAN}; and {CONSTANT_SCALE}"
-NO_GAIN = "what comes back to the normalised x has gone through the gain: grad * gain"
-NO_SHARE = "each x is one of C in the mean: its share of the gradient is 1 / C"
-NOT_TRANSPOSED = "right but for transposing: only grad @ b.T has the letters (N, M) (M, K)"
-ALL_ROWS = "rows are separate: the sum runs over the last axis alone, keepdims=True"
+NO_GAIN = "the gradient of the normalized x is grad * gain"
+NO_DIVISION = "a mean over C values divides the gradient by C"
+NOT_TRANSPOSED = "a transposition is missing: the gradient of a is grad @ b.T, (N, M) @ (M, K)"
+ALL_ROWS = "rows are independent: sum over the last axis only, with keepdims=True"
 NO_MEAN = "the loss is a mean: divide by the number of rows"
-NO_LABEL = "the label's own logit is missing: take 1 away from its probability"
-WRONG_SIGN = "the sign is turned: a larger logit of the label makes the loss smaller"
-NOT_SCALED = "scores were divided by sqrt(D): so is their gradient, on its way to q and k"
-NO_SOFTMAX = "grad @ v.T is the gradient of the weights: it goes back through the softmax to reach the scores"
+NO_LABEL = "the term of the label is missing: subtract 1 from its probability"
+WRONG_SIGN = "the sign is wrong: a larger logit of the label reduces the loss"
+NOT_SCALED = "the scores are divided by sqrt(D), so divide their gradient, too"
+NO_SOFTMAX = "grad @ v.T is the gradient of the weights; the gradient of the softmax is missing"
 
-# -------------------------------------------------------------------- the sheet
+# -------------------------------------------------------------------- the exercises
 EXERCISES = (
     Exercise(
         "multiply",
         "a, b, y",
-        "y = a * b. a: (N, C); b: (C,), which every row of a is multiplied by.\n\nReturn the gradients of a and of b.",
+        "y = a * b. a: (N, C); b: (C,), multiplied with every row of a.\n\nReturn the gradients of a and of b.",
         multiply,
         "tricycle/ops.py:multiply",
         lambda r: [[r.normal(size=(3, 4)), r.normal(size=4)], [r.normal(size=(5, 2)), r.normal(size=2)]],
         (
             (lambda grad, a, b, y: (grad * a, (grad * b).sum(0)), "a and b are swapped: the gradient of a is grad * b"),
-            (lambda grad, a, b, y: (grad * b, (grad * a).mean(0)), "copies add up: a sum over the rows, and no mean"),
+            (
+                lambda grad, a, b, y: (grad * b, (grad * a).mean(0)),
+                "gradients of broadcast values are summed over the rows, not averaged",
+            ),
         ),
     ),
     Exercise(
@@ -137,7 +140,7 @@ EXERCISES = (
         lambda x: mean(x, -1),
         "tricycle/extra_ops.py:mean",
         lambda r: [[r.normal(size=(3, 4))], [r.normal(size=(2, 7))]],
-        ((lambda grad, x, y: grad[:, None] + 0 * x, NO_SHARE),),
+        ((lambda grad, x, y: grad[:, None] + 0 * x, NO_DIVISION),),
     ),
     Exercise(
         "matmul",
@@ -151,29 +154,29 @@ EXERCISES = (
     Exercise(
         "relu",
         "x, y",
-        "y = max(x, 0), element by element.\n\nReturn the gradient of x.",
+        "y = max(x, 0), elementwise.\n\nReturn the gradient of x.",
         ReLU(),
         "tricycle/activation.py:ReLU",
         lambda r: [[r.normal(size=(3, 4)) + 0.1], [r.normal(size=7) - 0.1]],
         (
-            (lambda grad, x, y: grad * (grad > 0), "where x is above 0, and not where grad is"),
-            (lambda grad, x, y: grad * y, "the slope is 1 where x is above 0: grad itself, not grad * y"),
+            (lambda grad, x, y: grad * (grad > 0), "the condition is x > 0, not grad > 0"),
+            (lambda grad, x, y: grad * y, "the derivative is 1 where x > 0: return grad there, not grad * y"),
         ),
     ),
     Exercise(
         "sigmoid",
         "x, y",
-        "y = 1 / (1 + exp(-x)), element by element.\n\nReturn the gradient of x. It can be had from y alone.",
+        "y = 1 / (1 + exp(-x)), elementwise.\n\nReturn the gradient of x. It can be computed from y.",
         Sigmoid(),
         "tricycle/functions.py:Sigmoid",
         lambda r: [[r.normal(size=(3, 4))], [3 * r.normal(size=7)]],
-        ((lambda grad, x, y: grad * x * (1 - x), "y * (1 - y), of the result: here are x's values"),),
+        ((lambda grad, x, y: grad * x * (1 - x), "the derivative is y * (1 - y), with the result y instead of x"),),
     ),
     Exercise(
         "softmax",
         "x, y",
         "y = exp(x) / sum of exp(x), over the last axis. x, y: (N, C)."
-        "\n\nReturn the gradient of x. It can be had from y.",
+        "\n\nReturn the gradient of x. It can be computed from y.",
         Softmax(),
         "tricycle/functions.py:Softmax",
         lambda r: [[r.normal(size=(3, 4))], [2 * r.normal(size=(2, 6))]],
@@ -181,14 +184,14 @@ EXERCISES = (
             (lambda grad, x, y: grad * y * (1 - y), DIAGONAL),
             (lambda grad, x, y: grad * y, DIAGONAL),
             (lambda grad, x, y: y * (grad - (grad * y).sum()), ALL_ROWS),
-            (lambda grad, x, y: grad - (grad * y).sum(-1, keepdims=True), "right but for a factor y in front"),
+            (lambda grad, x, y: grad - (grad * y).sum(-1, keepdims=True), "a factor y is missing"),
         ),
     ),
     Exercise(
         "cross_entropy",
         "labels, logits, y",
-        "y = the mean over rows of -log softmax(logits)[label]. labels: (N,), whole numbers; logits: (N, V)."
-        "\n\nReturn the gradient of logits. y and grad are one number each.",
+        "y = the mean over rows of -log softmax(logits)[label]. labels: (N,), integers; logits: (N, V)."
+        "\n\nReturn the gradient of logits. y and grad are scalars.",
         CrossEntropy(),
         "tricycle/loss.py:CrossEntropy",
         lambda r: [

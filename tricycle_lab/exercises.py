@@ -1,7 +1,7 @@
-"""Write the gradient yourself: `python -m tricycle_lab.exercises --write mine.py`, fill in, `... mine.py`.
+"""Gradient exercises: `python -m tricycle_lab.exercises mine.py --write` writes the tasks; without --write, it grades.
 
-Each function is graded by two judges that know nothing of each other: central differences (`tricycle.gradcheck`), and
-Tricycle's own op, which is the answer key.
+Two independent checks grade each function: finite differences (`tricycle.gradcheck`), and the gradient of Tricycle's
+own op.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tricycle.tensor import Tensor, no_grad, record, to_tensor
 from tricycle_lab.exercise_sheet import EXERCISES, Exercise, Gradients
 from tricycle_lab.look.functions import module_of
 
-RIGHT, WRONG, NOT_YET = "right", "wrong", "not yet"
-HEAD = '''"""Exercises: write the gradients.
+CORRECT, INCORRECT, NOT_IMPLEMENTED = "correct", "incorrect", "not implemented"
+FILE_HEADER = '''"""Exercises: write the gradients.
 
-Every function gets `grad`, the gradient of its result y, then the inputs, then y: NumPy arrays in float64. It returns
-the gradient of each input that is asked for, in the shape of that input. Put your lines in the place of
-`raise NotImplementedError`, and then:
+Each function receives `grad`, the gradient of its result y, then the inputs, then y: NumPy arrays in float64. It
+returns the requested gradients, each in the shape of its input. Replace `raise NotImplementedError` by your code, and
+grade it:
 
     python -m tricycle_lab.exercises {file}
 """
@@ -34,25 +34,29 @@ import numpy as np
 
 
 class Grade(NamedTuple):
-    """What became of an exercise.
+    """The result of an exercise.
 
     Attributes:
-        name: the exercise's.
-        verdict: "right", "wrong" or "not yet".
-        said: one line: what is wrong, or where Tricycle's own version is.
+        name: of the exercise.
+        verdict: "correct", "incorrect" or "not implemented".
+        message: one line: the mistake, or the location of Tricycle's own implementation.
     """
 
     name: str
     verdict: str
-    said: str
+    message: str
 
 
-class Wrong(ValueError):
-    """An answer that is not right; the message is for the student."""
+class WrongAnswerError(ValueError):
+    """An incorrect answer; the message describes the mistake to the student."""
 
 
-def exercise_named(name: str) -> Exercise:
-    """Return an exercise; raise ValueError where there is none of that name."""
+def find_exercise(name: str) -> Exercise:
+    """Return the exercise of a name.
+
+    Raises:
+        ValueError: no exercise has this name.
+    """
     for exercise in EXERCISES:
         if exercise.name == name:
             return exercise
@@ -60,69 +64,70 @@ def exercise_named(name: str) -> Exercise:
 
 
 def grade(exercise: Exercise | str, function: Callable[..., Any] | None) -> Grade:
-    """Judge a student's function.
+    """Grade a student's function.
 
     Args:
-        exercise: or its name.
-        function: takes `grad`, the inputs and the result, as arrays; returns a gradient, or a tuple of several.
+        exercise: an exercise or its name.
+        function: maps `grad`, the inputs and the result, all arrays, to a gradient or a tuple of gradients; None if the
+            student's file does not contain it.
     """
     if isinstance(exercise, str):
-        exercise = exercise_named(exercise)
+        exercise = find_exercise(exercise)
     if function is None:
-        return Grade(exercise.name, NOT_YET, "there is no such function")
+        return Grade(exercise.name, NOT_IMPLEMENTED, "the file does not contain this function")
     try:
         for inputs in exercise.inputs(np.random.default_rng(0)):
             _check(exercise, function, inputs)
     except NotImplementedError:
-        return Grade(exercise.name, NOT_YET, "")
-    except Wrong as error:
-        return Grade(exercise.name, WRONG, str(error))
-    return Grade(exercise.name, RIGHT, f"Tricycle's own: {exercise.place}")
+        return Grade(exercise.name, NOT_IMPLEMENTED, "")
+    except WrongAnswerError as error:
+        return Grade(exercise.name, INCORRECT, str(error))
+    return Grade(exercise.name, CORRECT, f"Tricycle's implementation: {exercise.location}")
 
 
 def _check(exercise: Exercise, function: Callable[..., Any], inputs: list[np.ndarray]) -> None:
-    """Raise what is wrong with the gradients for some inputs."""
-    key = [_tensor(array) for array in inputs]
-    y = exercise.op(*key)
+    """Raise WrongAnswerError if the function's gradients for some inputs are not correct."""
+    tensors = [_tensor(array) for array in inputs]
+    y = exercise.op(*tensors)
     grad = np.random.default_rng(1).standard_normal(y.shape)
     (y * grad).sum().backward()
-    wanted = tuple(tensor.grad.array for tensor in key if tensor.grad is not None)
+    expected = tuple(tensor.grad.array for tensor in tensors if tensor.grad is not None)
     result = y.array.copy()
-    answers = _answers(exercise, function, grad, inputs, result)
-    if all(_same(answer, right) for answer, right in zip(answers, wanted)):
-        _differences(exercise, function, inputs)
+    answers = _call_function(exercise, function, grad, inputs, result)
+    if all(_close(answer, right) for answer, right in zip(answers, expected)):
+        _check_finite_differences(exercise, function, inputs)
         return
-    for mistaken, said in exercise.mistakes:
-        outcome = mistaken(grad, *inputs, result)
-        outcome = outcome if isinstance(outcome, tuple) or outcome is None else (outcome,)
-        if outcome and all(_same(answer, mistake) for answer, mistake in zip(answers, outcome)):
-            raise Wrong(said)
-    again = _answers(exercise, function, 2 * grad, inputs, result)
-    names = _names(exercise, inputs)
-    for name, answer, twice, right in zip(names, answers, again, wanted):
-        if not _same(answer, right):
-            raise Wrong(f"the gradient of {name}: {_hint(answer, twice, right)}")
+    for mistaken, message in exercise.mistakes:
+        gradients = mistaken(grad, *inputs, result)
+        gradients = gradients if isinstance(gradients, tuple) or gradients is None else (gradients,)
+        if gradients and all(_close(answer, mistake) for answer, mistake in zip(answers, gradients)):
+            raise WrongAnswerError(message)
+    doubled = _call_function(exercise, function, 2 * grad, inputs, result)
+    names = _differentiable_inputs(exercise, inputs)
+    for name, answer, twice, right in zip(names, answers, doubled, expected):
+        if not _close(answer, right):
+            raise WrongAnswerError(f"the gradient of {name}: {_describe_error(answer, twice, right)}")
 
 
 def _tensor(array: np.ndarray) -> Tensor:
-    whole = array.dtype.kind in "iu"
-    return to_tensor(array.copy(), dtype=array.dtype, requires_grad=not whole)
+    is_integer = array.dtype.kind in "iu"
+    return to_tensor(array.copy(), dtype=array.dtype, requires_grad=not is_integer)
 
 
-def _names(exercise: Exercise, inputs: list[np.ndarray]) -> list[str]:
-    """Of the inputs that have a gradient."""
+def _differentiable_inputs(exercise: Exercise, inputs: list[np.ndarray]) -> list[str]:
+    """Return the names of the inputs that have a gradient."""
     names = exercise.arguments.split(", ")
     return [name for name, array in zip(names, inputs) if array.dtype.kind == "f"]
 
 
-def _same(answer: np.ndarray, right: np.ndarray) -> bool:
+def _close(answer: np.ndarray, right: np.ndarray) -> bool:
     return answer.shape == right.shape and bool(np.allclose(answer, right, rtol=1e-7, atol=1e-10))
 
 
-def _answers(
+def _call_function(
     exercise: Exercise, function: Callable[..., Any], grad: np.ndarray, inputs: list[np.ndarray], y: np.ndarray
 ) -> Gradients:
-    """What the student's function gives, once it has the right form."""
+    """Call the student's function, check the form of its result, and return its gradients."""
     copies = [grad.copy(), *(array.copy() for array in inputs), y.copy()]
     try:
         with np.errstate(all="ignore"):
@@ -130,107 +135,110 @@ def _answers(
     except NotImplementedError:
         raise
     except Exception as error:
-        raise Wrong(f"it raises {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise WrongAnswerError(f"it raises {type(error).__name__}: {' '.join(str(error).split())}") from error
     for name, copy, array in zip(["grad", *exercise.arguments.split(", ")], copies, [grad, *inputs, y]):
         if not np.array_equal(copy, array):
-            raise Wrong(f"it changes {name} in place; others need that array too")
-    names = _names(exercise, inputs)
-    several = answer if isinstance(answer, (tuple, list)) else (answer,)
-    if len(several) != len(names):
-        raise Wrong(f"expected the gradients of {', '.join(names)}, in this order, got {len(several)} of {len(names)}")
+            raise WrongAnswerError(f"it changes {name} in place; compute a new array instead")
+    names = _differentiable_inputs(exercise, inputs)
+    gradients = answer if isinstance(answer, (tuple, list)) else (answer,)
+    if len(gradients) != len(names):
+        raise WrongAnswerError(
+            f"expected the gradients of {', '.join(names)}, in this order, got {len(gradients)} of {len(names)}"
+        )
     shapes = [array.shape for array in inputs if array.dtype.kind == "f"]
-    return tuple(_array(one, name, shape) for one, name, shape in zip(several, names, shapes))
+    return tuple(_check_gradient(one, name, shape) for one, name, shape in zip(gradients, names, shapes))
 
 
-def _array(answer: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _check_gradient(answer: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
     if answer is None:
-        raise Wrong(f"the gradient of {name}: it returns None")
+        raise WrongAnswerError(f"the gradient of {name}: it returns None")
     try:
         array = np.asarray(answer, dtype=np.float64)
     except (TypeError, ValueError):
-        raise Wrong(f"the gradient of {name}: expected an array, got a {type(answer).__name__}") from None
+        raise WrongAnswerError(f"the gradient of {name}: expected an array, got a {type(answer).__name__}") from None
     if array.shape != shape:
-        turned = "; it is transposed" if array.T.shape == shape else ""
-        summed = "; where broadcasting copied values, sum over the copies" if array.size > np.prod(shape) else ""
-        raise Wrong(
-            f"the gradient of {name}: expected the shape {shape} of {name}, got {array.shape}{turned or summed}"
+        transposed = "; it is transposed" if array.T.shape == shape else ""
+        summed = "; sum over the axes along which the input was broadcast" if array.size > np.prod(shape) else ""
+        raise WrongAnswerError(
+            f"the gradient of {name}: expected the shape {shape} of {name}, got {array.shape}{transposed or summed}"
         )
     if not np.isfinite(array).all():
-        raise Wrong(f"the gradient of {name}: it has values that are not finite")
+        raise WrongAnswerError(f"the gradient of {name}: it contains values that are not finite")
     return array
 
 
-def _hint(answer: np.ndarray, twice: np.ndarray, right: np.ndarray) -> str:
-    """What an answer of the right shape looks like that is none of the exercise's own mistakes."""
+def _describe_error(answer: np.ndarray, twice: np.ndarray, right: np.ndarray) -> str:
+    """Describe how an answer of the correct shape differs from the correct gradient."""
     if not answer.any():
         return "it is 0 everywhere"
-    if _same(answer, twice):
-        return "it stays the same whatever grad is; the chain rule multiplies by grad"
-    if answer.ndim == 2 and _same(answer.T, right):
+    if _close(answer, twice):
+        return "it does not depend on grad; the chain rule multiplies by grad"
+    if answer.ndim == 2 and _close(answer.T, right):
         return "it is transposed"
-    if _same(-answer, right):
-        return "its sign is turned"
+    if _close(-answer, right):
+        return "it has the wrong sign"
     ratio = float((answer * right).sum() / (right * right).sum())
-    if _same(answer, ratio * right):
-        return f"it is {ratio:.6g} times the right one"
+    if _close(answer, ratio * right):
+        return f"it is {ratio:.6g} times the correct one"
     n_wrong = int((~np.isclose(answer, right, rtol=1e-7, atol=1e-10)).sum())
-    place = np.unravel_index(int(np.abs(answer - right).argmax()), right.shape)
-    where = "" if not right.ndim else f" at {', '.join(str(int(i)) for i in place)}"
-    values = f"{answer[place]:.6g}, right is {right[place]:.6g}"
-    return f"{n_wrong} of {right.size} values are wrong; the farthest off,{where}, is {values}"
+    index = np.unravel_index(int(np.abs(answer - right).argmax()), right.shape)
+    where = "" if not right.ndim else f" at {', '.join(str(int(i)) for i in index)}"
+    values = f"{answer[index]:.6g} instead of {right[index]:.6g}"
+    return f"{n_wrong} of {right.size} values are wrong; the largest error{where}: {values}"
 
 
-def _differences(exercise: Exercise, function: Callable[..., Any], inputs: list[np.ndarray]) -> None:
-    """The other judge: the op with the student's gradient, against central differences."""
+def _check_finite_differences(exercise: Exercise, function: Callable[..., Any], inputs: list[np.ndarray]) -> None:
+    """Compare the student's gradient with finite differences of the op; raise WrongAnswerError if they differ."""
 
-    def tried(*tensors: Tensor) -> Tensor:
+    def op_with_answer(*tensors: Tensor) -> Tensor:
         with no_grad():
             y = exercise.op(*tensors).array
         arrays = [tensor.array for tensor in tensors]
 
         def backward(grad: Any, needs_grad: Any) -> tuple[Any, ...]:
-            answers = iter(_answers(exercise, function, np.asarray(grad), arrays, y))
+            answers = iter(_call_function(exercise, function, np.asarray(grad), arrays, y))
             return tuple(next(answers) if array.dtype.kind == "f" else None for array in arrays)
 
         return record(y, tensors, backward, exercise.name)
 
     try:
-        gradcheck(tried, *(_tensor(array) for array in inputs))
+        gradcheck(op_with_answer, *(_tensor(array) for array in inputs))
     except ValueError as error:
-        raise Wrong(str(error)) from error
+        raise WrongAnswerError(str(error)) from error
 
 
 # -------------------------------------------------------------------- the command
-def main(words: list[str] | None = None) -> int:
-    """The program; 0 where everything that was graded is right."""
-    parser = argparse.ArgumentParser(prog="python -m tricycle_lab.exercises", description=__doc__)
-    parser.add_argument("file", type=Path, help="your answers: a file of Python, which is run")
-    parser.add_argument(
-        "--write", action="store_true", help="write the file with the tasks, which must not be there yet"
+def main(args: list[str] | None = None) -> int:
+    """Run the command line; return 0 if all graded exercises are correct, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tricycle_lab.exercises", description=(__doc__ or "").splitlines()[0]
     )
+    parser.add_argument("file", type=Path, help="the Python file with your answers, which is executed")
+    parser.add_argument("--write", action="store_true", help="write the tasks to a new file")
     names = " ".join(one.name for one in EXERCISES)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"grade these: {names}")
-    arguments = parser.parse_args(words)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"grade only these exercises: {names}")
+    arguments = parser.parse_args(args)
     try:
         if arguments.write:
-            head = HEAD.replace("{file}", arguments.file.name)
-            with open(arguments.file, "x", encoding="utf-8") as file:  # none that is there already, with answers in it
+            head = FILE_HEADER.replace("{file}", arguments.file.name)
+            with open(arguments.file, "x", encoding="utf-8") as file:  # does not overwrite answers
                 file.write("\n\n".join([head, *(exercise.code() for exercise in EXERCISES)]))
             print(f"{arguments.file}: {len(EXERCISES)} exercises")
             return 0
-        chosen = [exercise_named(name) for name in arguments.only] if arguments.only else EXERCISES
+        selected = [find_exercise(name) for name in arguments.only] if arguments.only else EXERCISES
         answers = module_of(arguments.file)
     except (OSError, ValueError) as error:
-        said = f"{arguments.file}: it is there already" if isinstance(error, FileExistsError) else error
-        print(f"{parser.prog}: {said}", file=sys.stderr)
+        exists = isinstance(error, FileExistsError)
+        message = f"{arguments.file}: expected a new file, got an existing one" if exists else error
+        print(f"{parser.prog}: {message}", file=sys.stderr)
         return 1
-    grades = [grade(exercise, getattr(answers, exercise.name, None)) for exercise in chosen]
+    grades = [grade(exercise, getattr(answers, exercise.name, None)) for exercise in selected]
     width = max(len(one.name) for one in grades)
     for one in grades:
-        print(f"{one.name:<{width}}  {one.verdict:<7}  {one.said}".rstrip())
-    n_right = sum(one.verdict == RIGHT for one in grades)
-    print(f"{n_right} of {len(grades)} right")
-    return 0 if n_right == len(grades) else 1
+        print(f"{one.name:<{width}}  {one.verdict:<15}  {one.message}".rstrip())
+    n_correct = sum(one.verdict == CORRECT for one in grades)
+    print(f"{n_correct} of {len(grades)} correct")
+    return 0 if n_correct == len(grades) else 1
 
 
 if __name__ == "__main__":
