@@ -31,13 +31,13 @@ const end = () => done(performance.now() - began);
 const wait = () => requestAnimationFrame(busy() ? wait : end);
 setTimeout(wait, 1);
 """
-HEAD = "const s = sides[0]; s.headsOff.add(s.view.sites[{layer}].name + '/{head}'); s.again()"
+HEAD = "const p = panels[0]; p.ablatedHeads.add(p.trace.attentionLayers[{layer}].name + '/{head}'); p.rerun()"
 TEMPERATURE = "const t = document.getElementById('temperature'); t.value = {value}; t.onchange()"
 TOKEN = (
-    "sides[0].choose({place}); const f = document.querySelector('form.bar');"
+    "panels[0].selectToken({place}); const f = document.querySelector('form.bar');"
     "f.querySelector('input').value = ' {text}'; f.requestSubmit()"
 )
-UNDO = "document.getElementById('undo').click()"
+UNDO = "document.getElementById('reset').click()"
 READ = "document.getElementById('form').requestSubmit()"
 
 
@@ -56,7 +56,9 @@ def main() -> int:
             driver.get(address)
             wait_until(driver, "return document.body.dataset.ready")
             print(f"{when}: {time.perf_counter() - began:.2f} s")
-        n_tokens, n_layers = driver.execute_script("return [sides[0].view.ids.length, sides[0].view.sites.length]")
+        n_tokens, n_layers = driver.execute_script(
+            "return [panels[0].trace.ids.length, panels[0].trace.attentionLayers.length]"
+        )
         print(
             f"\n{n_tokens} tokens, {n_layers} layers; seconds from the click, median and slowest of {settings.times}\n"
         )

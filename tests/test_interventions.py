@@ -34,30 +34,30 @@ def hooked_layers(model: Layer) -> list[str]:
     return [name for name, part in parts if "forward" in vars(part)]
 
 
-def without_head(model: GPT, layer: int, head: int) -> GPT:
+def remove_head(model: GPT, layer: int, head: int) -> GPT:
     rows = slice(head * HEAD_SIZE, (head + 1) * HEAD_SIZE)
     model.blocks[layer].attention.projection.weights.array[rows] = 0
     return model
 
 
-def without_mlp(model: GPT, layer: int) -> GPT:
+def remove_mlp(model: GPT, layer: int) -> GPT:
     for parameter in model.blocks[layer].mlp.projection.parameters():
         parameter.array[...] = 0
     return model
 
 
-def without_attention(model: GPT, layer: int) -> GPT:
+def remove_attention(model: GPT, layer: int) -> GPT:
     for parameter in model.blocks[layer].attention.projection.parameters():
         parameter.array[...] = 0
     return model
 
 
-def without_block(model: GPT, layer: int) -> GPT:
+def remove_block(model: GPT, layer: int) -> GPT:
     del model.blocks[layer]
     return model
 
 
-def colder(model: GPT, factor: float) -> GPT:
+def scale_queries(model: GPT, factor: float) -> GPT:
     for block in model.blocks:
         qkv = block.attention.qkv
         qkv.weights.array[:, : TINY.embedding_dim] *= factor
@@ -66,22 +66,22 @@ def colder(model: GPT, factor: float) -> GPT:
 
 
 CASES: dict[str, tuple[Callable[[Probe], Any], Callable[[GPT], GPT]]] = {
-    "a head": (lambda p: p.ablate("blocks.1.attention", heads=1), lambda m: without_head(m, 1, 1)),
+    "a head": (lambda p: p.ablate("blocks.1.attention", heads=1), lambda m: remove_head(m, 1, 1)),
     "all heads one by one": (
         lambda p: [p.ablate("blocks.0.attention", heads=head) for head in range(TINY.n_heads)],
-        lambda m: [without_head(m, 0, head) for head in range(TINY.n_heads)][-1],
+        lambda m: [remove_head(m, 0, head) for head in range(TINY.n_heads)][-1],
     ),
     "a head of every layer": (
         lambda p: p.ablate("*.attention", heads=-1),
-        lambda m: without_head(without_head(m, 0, TINY.n_heads - 1), 1, TINY.n_heads - 1),
+        lambda m: remove_head(remove_head(m, 0, TINY.n_heads - 1), 1, TINY.n_heads - 1),
     ),
-    "attention": (lambda p: p.ablate("blocks.1.attention"), lambda m: without_attention(m, 1)),
-    "an MLP": (lambda p: p.ablate("blocks.0.mlp"), lambda m: without_mlp(m, 0)),
-    "a block": (lambda p: p.ablate("blocks.0"), lambda m: without_block(m, 0)),
-    "a temperature": (lambda p: p.change_softmax(temperature=0.5), lambda m: colder(m, 2)),
+    "attention": (lambda p: p.ablate("blocks.1.attention"), lambda m: remove_attention(m, 1)),
+    "an MLP": (lambda p: p.ablate("blocks.0.mlp"), lambda m: remove_mlp(m, 0)),
+    "a block": (lambda p: p.ablate("blocks.0"), lambda m: remove_block(m, 0)),
+    "a temperature": (lambda p: p.change_softmax(temperature=0.5), lambda m: scale_queries(m, 2)),
     "two temperatures": (
         lambda p: (p.change_softmax(temperature=2), p.change_softmax(temperature=0.25)),
-        lambda m: colder(m, 2),
+        lambda m: scale_queries(m, 2),
     ),
 }
 
@@ -89,25 +89,25 @@ CASES: dict[str, tuple[Callable[[Probe], Any], Callable[[GPT], GPT]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_changes_equal_changed_weights(case: str) -> None:
     change, change_weights = CASES[case]
-    model, again = lively(TINY), lively(TINY)
+    model, edited = lively(TINY), lively(TINY)
     unchanged = model(IDS).array
     before = model.state_dict()
-    again = change_weights(again)
+    edited = change_weights(edited)
     with Probe(model) as probe:
         change(probe)
         logits = model(IDS)
         loss = model.loss(IDS[:, :-1], IDS[:, 1:])
-    expected = again(IDS)
+    expected = edited(IDS)
     np.testing.assert_allclose(logits.array, expected.array, rtol=1e-4, atol=1e-5)
     assert abs(logits.array - unchanged).max() > 1e-3
-    assert loss.item() == pytest.approx(again.loss(IDS[:, :-1], IDS[:, 1:]).item(), rel=1e-5)
+    assert loss.item() == pytest.approx(edited.loss(IDS[:, :-1], IDS[:, 1:]).item(), rel=1e-5)
     assert not hooked_layers(model)
     np.testing.assert_array_equal(model(IDS).array, unchanged)
     assert all((array == before[name]).all() for name, array in model.state_dict().items())
     logits.backward()  # after the probe, too
     expected.backward()
-    theirs = dict(again.token_embedding.named_parameters())["weights"].grad.array
-    np.testing.assert_allclose(model.token_embedding.weights.grad.array, theirs, rtol=1e-3, atol=1e-4)
+    expected_grad = dict(edited.token_embedding.named_parameters())["weights"].grad.array
+    np.testing.assert_allclose(model.token_embedding.weights.grad.array, expected_grad, rtol=1e-3, atol=1e-4)
 
 
 def test_ablated_parts_receive_no_gradient() -> None:
@@ -124,14 +124,14 @@ def test_ablated_parts_receive_no_gradient() -> None:
 
 @pytest.mark.parametrize("cap", [0.0, 1.5])
 @pytest.mark.parametrize("softmax", SOFTMAXES)
-def test_another_softmax_and_a_temperature(softmax: str, cap: float) -> None:
+def test_softmax_and_temperature(softmax: str, cap: float) -> None:
     config = replace(TINY, score_cap=cap)
     model, other = lively(config), lively(config)
     other.use_softmax(softmax)
-    with Probe(model) as probe, Probe(other) as theirs, no_grad():
+    with Probe(model) as probe, Probe(other) as other_probe, no_grad():
         with probe.change_softmax(softmax=softmax):
             np.testing.assert_allclose(model(IDS).array, other(IDS).array, rtol=1e-5, atol=1e-6)
-            for name, weights in theirs.weights.items():
+            for name, weights in other_probe.weights.items():
                 np.testing.assert_allclose(probe.weights[name], weights, rtol=1e-5, atol=1e-6)
         scores = {name: array.copy() for name, array in probe.scores.items()}
         with probe.change_softmax("blocks.0.attention", softmax, temperature=4):
@@ -143,7 +143,7 @@ def test_another_softmax_and_a_temperature(softmax: str, cap: float) -> None:
     assert model.blocks[0].attention.softmax_scales is None
 
 
-def test_positions() -> None:
+def test_changes_at_positions() -> None:
     model = lively(TINY)
     with Probe(model, "*") as probe, no_grad():
         model(IDS)
@@ -152,7 +152,7 @@ def test_positions() -> None:
             model(IDS)
             assert not probe.activations["blocks.0.mlp"][:, [4, 12]].any()
             off = probe.activations["blocks.0"]
-        others = [place for place in range(13) if place not in (4, 12)]
+        others = [position for position in range(13) if position not in (4, 12)]
         np.testing.assert_array_equal(off[:, others], plain["blocks.0"][:, others])
         expected = plain["blocks.0"] - plain["blocks.0.mlp"]
         np.testing.assert_allclose(off[:, [4, 12]], expected[:, [4, 12]], rtol=1e-4, atol=1e-5)
@@ -163,8 +163,8 @@ def test_positions() -> None:
         with probe.ablate("blocks.1.attention", heads=0, positions=2):
             one = model(IDS).array
         with probe.ablate("blocks.1.attention", heads=0):
-            all_places = model(IDS).array
-    np.testing.assert_allclose(one[:, 2], all_places[:, 2], rtol=1e-5, atol=1e-6)
+            all_positions = model(IDS).array
+    np.testing.assert_allclose(one[:, 2], all_positions[:, 2], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(one[:, 3:], plain[""][:, 3:], rtol=1e-5, atol=1e-6)
 
 
@@ -172,16 +172,16 @@ def test_activation_patching() -> None:
     model = lively(TINY)
     other = (IDS + 1) % TINY.vocab_size
     with Probe(model, "blocks.0", "") as probe, no_grad():
-        theirs = model(other).array
+        other_logits = model(other).array
         stream = probe.activations["blocks.0"]
-        ours = model(IDS).array
+        logits = model(IDS).array
         with probe.replace("blocks.0", stream):
-            np.testing.assert_allclose(model(IDS).array, theirs, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(model(IDS).array, other_logits, rtol=1e-5, atol=1e-6)
             np.testing.assert_array_equal(probe.activations["blocks.0"], stream)
         with probe.replace("blocks.0", stream, positions=range(5, 13)):
-            mixed = model(IDS).array
-    np.testing.assert_array_equal(mixed[:, :5], ours[:, :5])
-    assert abs(mixed[:, 5:] - ours[:, 5:]).max() > 1e-3
+            patched = model(IDS).array
+    np.testing.assert_array_equal(patched[:, :5], logits[:, :5])
+    assert abs(patched[:, 5:] - logits[:, 5:]).max() > 1e-3
 
 
 def test_replacement_by_a_function_and_order_of_changes() -> None:
@@ -201,7 +201,7 @@ def test_replacement_by_a_function_and_order_of_changes() -> None:
             model(IDS)
 
 
-def test_gradients_flow_into_a_value(rng: np.random.Generator) -> None:
+def test_gradients_flow_into_a_replacement(rng: np.random.Generator) -> None:
     layer = Sequential(Dense(4, 5, generator=0), Dense(5, 3, generator=1))
 
     def patched(x: Tensor, value: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def test_gradients_flow_into_a_value(rng: np.random.Generator) -> None:
 
 def test_generation_uses_the_changes() -> None:
     """The faster decoding path is not used while a hook is active."""
-    model, other = lively(TINY), without_mlp(lively(TINY), 0)
+    model, other = lively(TINY), remove_mlp(lively(TINY), 0)
     plain = list(generate(model, [1, 2, 3], 8, temperature=0))
     expected = list(generate(other, [1, 2, 3], 8, temperature=0))
     with Probe(model, "norm") as probe, probe.ablate("blocks.0.mlp"):
@@ -241,13 +241,13 @@ def test_cross_attention(rng: np.random.Generator) -> None:
         plain = model(source, target).array
         assert probe.weights["decoder.blocks.0.cross"].shape == (1, 2, 4, 6)
         with probe.ablate("decoder.blocks.*.cross", heads=[0, 1]):
-            blind = model(source, target).array
-            elsewhere = model((source + 1) % 9, target).array
-            np.testing.assert_array_equal(blind, elsewhere)
+            ablated = model(source, target).array
+            other_source = model((source + 1) % 9, target).array
+            np.testing.assert_array_equal(ablated, other_source)
         with probe.change_softmax("decoder.blocks.*.cross", temperature=1e6):
             model(source, target)
             np.testing.assert_allclose(probe.weights["decoder.blocks.1.cross"], 1 / 6, rtol=1e-3)
-    assert abs(plain - blind).max() > 1e-4
+    assert abs(plain - ablated).max() > 1e-4
 
 
 @pytest.mark.parametrize("order", ["inner first", "outer first"])
@@ -279,7 +279,7 @@ def test_an_error_undoes_all_changes() -> None:
         probe.ablate("blocks.0")
 
 
-def on(act: Callable[[Probe], Any], model: Layer | None = None) -> Callable[[], None]:
+def run_with_probe(act: Callable[[Probe], Any], model: Layer | None = None) -> Callable[[], None]:
     def run() -> None:
         chosen = lively(TINY) if model is None else model
         with Probe(chosen, "*") as probe:
@@ -289,7 +289,7 @@ def on(act: Callable[[Probe], Any], model: Layer | None = None) -> Callable[[], 
     return run
 
 
-def on_recurrent() -> None:
+def replace_recurrent_output() -> None:
     with Probe(RECURRENT, "steps.0") as probe:
         probe.replace("steps.0", 0.0)
         RECURRENT(np.ones((1, 2, 3)))
@@ -302,23 +302,44 @@ LARGER = (2, 3, 13, TINY.embedding_dim)
 
 test_bad_input = bad_input(
     {
-        "no such layer": (on(lambda p: p.ablate("blocks.7.mlp")), "Probe.ablate: no layer matches 'blocks.7.mlp'; the"),
-        "a value of another shape": (on(lambda p: p.replace("blocks.0", np.ones(5))), f"{PROBE}: expected a value"),
-        "a value that is larger": (on(lambda p: p.replace("blocks.0", np.ones(LARGER))), f"{PROBE}: expected a value"),
-        "no value": (on(lambda p: p.replace("blocks.0", "x")), f"{PROBE}: expected a Tensor, an array, a number or a"),
-        "no such head": (on(lambda p: p.ablate("blocks.0.attention", heads=99)), "Probe.ablate: expected heads from"),
-        "half a head": (on(lambda p: p.ablate("blocks.0.attention", heads=0.5)), "Probe.ablate: expected heads as"),
-        "heads of an MLP": (on(lambda p: p.ablate("blocks.0.mlp", heads=0)), "Probe.ablate: expected a layer with"),
+        "unknown layer": (
+            run_with_probe(lambda p: p.ablate("blocks.7.mlp")),
+            "Probe.ablate: no layer matches 'blocks.7.mlp'; the",
+        ),
+        "a value of another shape": (
+            run_with_probe(lambda p: p.replace("blocks.0", np.ones(5))),
+            f"{PROBE}: expected a value",
+        ),
+        "a value that is larger": (
+            run_with_probe(lambda p: p.replace("blocks.0", np.ones(LARGER))),
+            f"{PROBE}: expected a value",
+        ),
+        "invalid value": (
+            run_with_probe(lambda p: p.replace("blocks.0", "x")),
+            f"{PROBE}: expected a Tensor, an array, a number or a",
+        ),
+        "unknown head": (
+            run_with_probe(lambda p: p.ablate("blocks.0.attention", heads=99)),
+            "Probe.ablate: expected heads from",
+        ),
+        "fractional head": (
+            run_with_probe(lambda p: p.ablate("blocks.0.attention", heads=0.5)),
+            "Probe.ablate: expected heads as",
+        ),
+        "heads of an MLP": (
+            run_with_probe(lambda p: p.ablate("blocks.0.mlp", heads=0)),
+            "Probe.ablate: expected a layer with",
+        ),
         "a temperature of 0": (
-            on(lambda p: p.change_softmax(temperature=0)),
+            run_with_probe(lambda p: p.change_softmax(temperature=0)),
             "Probe.change_softmax: expected a temperature above 0,",
         ),
         "weights of an MLP": (
-            on(lambda p: p.change_softmax("blocks.0.mlp", temperature=2)),
+            run_with_probe(lambda p: p.change_softmax("blocks.0.mlp", temperature=2)),
             "Probe.change_softmax: expected layers",
         ),
-        "an unknown softmax": (on(lambda p: p.change_softmax(softmax="hard")), "softmax: expected one of"),
-        "several results": (on_recurrent, f"{PROBE}: expected a layer that returns one Tensor, got tuple"),
+        "an unknown softmax": (run_with_probe(lambda p: p.change_softmax(softmax="hard")), "softmax: expected one of"),
+        "several results": (replace_recurrent_output, f"{PROBE}: expected a layer that returns one Tensor, got tuple"),
     }
 )
 

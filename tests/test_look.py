@@ -1,4 +1,4 @@
-"""Looking inside: what pages are told is what the model computed, and their server answers nobody else."""
+"""The model viewer: its data equals what the model computes, and its server rejects requests without the token."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
 from tricycle.weights import quantize
 from tricycle_cli import look
-from tricycle_lab.look.changes import Changes
-from tricycle_lab.look.page import page, whole
-from tricycle_lab.look.reading import Reading
-from tricycle_lab.look.server import MOST_BYTES, Desk, LookServer
-from tricycle_lab.look.subjects import Stack, Subject, Translator
+from tricycle_lab.look.inspectable import InspectableEncoderDecoder, InspectableModel, InspectableStack
+from tricycle_lab.look.interventions import Interventions
+from tricycle_lab.look.page import collect_static_data, render_page
+from tricycle_lab.look.server import MAX_REQUEST_BYTES, LookServer, ViewerService
+from tricycle_lab.look.trace import Trace
 from tricycle_lab.probe import Probe, entropy, excess_kurtosis
 
 SPECIAL = ("<|endoftext|>", "<begin>", "<end>")
@@ -52,12 +52,12 @@ KINDS = {
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def load_inspectable(config: Any = CONFIG) -> Stack:
-    return Stack(lively(config), TOKENISER, "tiny")
+def new_inspectable(config: Any = CONFIG) -> InspectableStack:
+    return InspectableStack(lively(config), TOKENISER, "tiny")
 
 
-def read(subject: Subject, text: str = TEXT, **changes: Any) -> Reading:
-    return subject.read(subject.ids_of(text), Changes(**changes))
+def run(model: InspectableModel, text: str = TEXT, **interventions: Any) -> Trace:
+    return model.run(model.encode_input(text), Interventions(**interventions))
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -69,115 +69,121 @@ def unpack(text: str, shape: list[int]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), np.uint8).reshape(shape)
 
 
-# -------------------------------------------------------------------- what pages are told
+# -------------------------------------------------------------------- data of the page
 @each_kind
-def test_predictions_are_those_of_the_logits(kind: str) -> None:
-    subject = load_inspectable(KINDS[kind])
-    reading = read(subject)
-    assert "".join(reading.texts[1:]).replace("�", "") == TEXT.replace("é", "")
-    logs = log_softmax(subject.model(np.array(reading.ids)).array)
-    view = reading.view()["predictions"]
-    came = logs[np.arange(len(logs) - 1), reading.ids[1:]]
-    np.testing.assert_allclose(view["logP"][:-1], came, atol=2e-4)
-    assert view["rank"][:-1] == (logs[:-1] > came[:, None]).sum(axis=-1).tolist()
-    assert [reading.predictions.best.tolist()] == [logs.argmax(axis=-1).tolist()]
-    np.testing.assert_allclose(view["bestP"], np.exp(logs.max(axis=-1)), atol=2e-5)
+def test_predictions_match_the_logits(kind: str) -> None:
+    inspectable = new_inspectable(KINDS[kind])
+    trace = run(inspectable)
+    assert "".join(trace.texts[1:]).replace("�", "") == TEXT.replace("é", "")
+    logs = log_softmax(inspectable.model(np.array(trace.ids)).array)
+    view = trace.summary()["predictions"]
+    actual = logs[np.arange(len(logs) - 1), trace.ids[1:]]
+    np.testing.assert_allclose(view["logProbs"][:-1], actual, atol=2e-4)
+    assert view["ranks"][:-1] == (logs[:-1] > actual[:, None]).sum(axis=-1).tolist()
+    assert [trace.predictions.top_tokens.tolist()] == [logs.argmax(axis=-1).tolist()]
+    np.testing.assert_allclose(view["topProbs"], np.exp(logs.max(axis=-1)), atol=2e-5)
     np.testing.assert_allclose(view["entropy"], -(np.exp(logs) * logs).sum(axis=-1), atol=1e-3)
 
 
 @each_kind
-def test_maps_are_those_of_a_probe(kind: str) -> None:
-    subject = load_inspectable(KINDS[kind])
-    reading = read(subject)
-    with Probe(subject.model, "*") as probe, no_grad():
-        subject.model(np.array([reading.ids]))
-    assert [site.name for site in reading.sites] == list(probe.weights)
+def test_attention_maps_match_a_probe(kind: str) -> None:
+    inspectable = new_inspectable(KINDS[kind])
+    trace = run(inspectable)
+    with Probe(inspectable.model, "*") as probe, no_grad():
+        inspectable.model(np.array([trace.ids]))
+    assert [layer.name for layer in trace.attention_layers] == list(probe.weights)
     for name, weights in probe.weights.items():
         for head in range(2):
-            told = reading.attention(name, head)
-            small = reading.attention(name, head, small=True)
-            assert zlib.decompress(base64.b64decode(small["weights"])) == base64.b64decode(told["weights"])
+            attention_map = trace.attention_map(name, head)
+            deflated = trace.attention_map(name, head, deflate=True)
+            assert zlib.decompress(base64.b64decode(deflated["weights"])) == base64.b64decode(attention_map["weights"])
             scores = probe.scores[name][0, head]
-            found = (unpack(told["weights"], told["shape"]) / 255) ** 2
-            np.testing.assert_allclose(found, np.clip(weights[0, head], 0, 1), atol=1 / 255)
-            levels = unpack(told["scores"], told["shape"])
+            decoded = (unpack(attention_map["weights"], attention_map["shape"]) / 255) ** 2
+            np.testing.assert_allclose(decoded, np.clip(weights[0, head], 0, 1), atol=1 / 255)
+            levels = unpack(attention_map["scores"], attention_map["shape"])
             assert ((levels == 0) == (scores == -np.inf)).all()
-            seen = levels > 0
-            step = (told["high"] - told["low"]) / 254
-            found_scores = told["low"] + (levels[seen] - 1.0) * step
-            np.testing.assert_allclose(found_scores, scores[seen], atol=0.51 * step + 1e-3 * abs(scores[seen]).max())
-            np.testing.assert_allclose(told["entropy"], entropy(weights[0, head]), atol=0.006)
-            assert told["scoreKurtosis"] == pytest.approx(excess_kurtosis(scores[seen]), rel=1e-3, abs=1e-3)
+            visible = levels > 0
+            step = (attention_map["maxScore"] - attention_map["minScore"]) / 254
+            decoded_scores = attention_map["minScore"] + (levels[visible] - 1.0) * step
+            np.testing.assert_allclose(
+                decoded_scores, scores[visible], atol=0.51 * step + 1e-3 * abs(scores[visible]).max()
+            )
+            np.testing.assert_allclose(attention_map["entropy"], entropy(weights[0, head]), atol=0.006)
+            assert attention_map["scoreKurtosis"] == pytest.approx(excess_kurtosis(scores[visible]), rel=1e-3, abs=1e-3)
     names = ["embedding", *(f"blocks.{i}" for i in range(3))]
-    assert [state["name"] for state in reading.states()] == names
+    assert [state["name"] for state in trace.stream_statistics()] == names
     last = probe.activations["blocks.2"][0]
     norms = np.linalg.norm(last, axis=-1)
-    np.testing.assert_allclose(reading.states()[-1]["norms"], norms, rtol=1e-3)
-    largest = reading.states()[-1]["outliers"][0]
+    np.testing.assert_allclose(trace.stream_statistics()[-1]["norms"], norms, rtol=1e-3)
+    largest = trace.stream_statistics()[-1]["outliers"][0]
     assert abs(last).max() == pytest.approx(abs(largest["value"]), rel=1e-3)
-    assert last[largest["place"], largest["channel"]] == pytest.approx(largest["value"], rel=1e-3)
-    heads = reading.overview(1, 3)["heads"]
-    assert [head["name"] for head in heads] == ["blocks.1.attention", "blocks.2.attention"]
+    assert last[largest["position"], largest["channel"]] == pytest.approx(largest["value"], rel=1e-3)
+    layers = trace.head_statistics(1, 3)["layers"]
+    assert [layer["name"] for layer in layers] == ["blocks.1.attention", "blocks.2.attention"]
 
 
-def test_the_lens_ends_with_what_the_model_says() -> None:
-    reading = read(load_inspectable())
-    lens = reading.lens()
-    assert lens["tokens"][-1] == reading.predictions.best.tolist()
-    for place in (0, 4, len(reading.ids) - 1):
-        told = reading.token(place)
-        assert told["rivals"][0]["id"] == reading.predictions.best[place]
-        assert len(told["rivals"]) == 10
-        assert [one["p"] for one in told["rivals"]] == sorted((one["p"] for one in told["rivals"]), reverse=True)
-        assert [layer["top"][0]["id"] for layer in told["lens"]] == [row[place] for row in lens["tokens"]]
-        assert ("rank" in told["lens"][0]) == (place + 1 < len(reading.ids))
+def test_last_layer_of_the_logit_lens_is_the_prediction() -> None:
+    trace = run(new_inspectable())
+    lens = trace.logit_lens()
+    assert lens["tokens"][-1] == trace.predictions.top_tokens.tolist()
+    for position in (0, 4, len(trace.ids) - 1):
+        predictions = trace.top_predictions(position)
+        assert predictions["top"][0]["id"] == trace.predictions.top_tokens[position]
+        assert len(predictions["top"]) == 10
+        probs = [prediction["prob"] for prediction in predictions["top"]]
+        assert probs == sorted(probs, reverse=True)
+        assert [layer["top"][0]["id"] for layer in predictions["lens"]] == [row[position] for row in lens["tokens"]]
+        assert ("rank" in predictions["lens"][0]) == (position + 1 < len(trace.ids))
 
 
-CHANGES = {
-    "nothing": {},
-    "a head of the last layer": {"heads": (("blocks.2.attention", 1),)},
-    "an MLP": {"off": ("blocks.1.mlp",)},
-    "a layer": {"off": ("blocks.1",)},
-    "the first attention": {"off": ("blocks.0.attention",)},
+INTERVENTIONS = {
+    "none": {},
+    "a head of the last layer": {"ablated_heads": (("blocks.2.attention", 1),)},
+    "an MLP": {"ablated_layers": ("blocks.1.mlp",)},
+    "a layer": {"ablated_layers": ("blocks.1",)},
+    "the first attention": {"ablated_layers": ("blocks.0.attention",)},
     "a softmax": {"softmax": "softmax1"},
-    "a temperature, and heads": {"temperature": 2.0, "heads": (("blocks.1.attention", 0), ("blocks.1.attention", 1))},
+    "a temperature, and heads": {
+        "temperature": 2.0,
+        "ablated_heads": (("blocks.1.attention", 0), ("blocks.1.attention", 1)),
+    },
 }
 
 
-@pytest.mark.parametrize("case", CHANGES)
+@pytest.mark.parametrize("case", INTERVENTIONS)
 @pytest.mark.parametrize("kind", ["gpt2", "rotary, few key heads, cap", "parallel, untied"])
-def test_changes_are_those_of_a_probe_and_begin_where_something_changes(kind: str, case: str) -> None:
-    subject = load_inspectable(KINDS[kind])
-    before = read(subject)
-    changes = Changes(**CHANGES[case])
-    changed = subject.read(before.ids, changes, before)
-    anew = subject.read(before.ids, changes)
-    with Probe(subject.model, "") as probe, no_grad():
-        changes.make(probe)
-        logs = log_softmax(subject.model(np.array(before.ids)).array)
-    came = logs[np.arange(len(logs) - 1), before.ids[1:]]
-    for reading in (changed, anew):
-        np.testing.assert_allclose(reading.view()["predictions"]["logP"][:-1], came, atol=2e-4)
-        assert list(reading.stream) == list(before.stream)
-    for name, x in anew.stream.items():
+def test_interventions_match_a_probe_with_and_without_reuse(kind: str, case: str) -> None:
+    inspectable = new_inspectable(KINDS[kind])
+    before = run(inspectable)
+    interventions = Interventions(**INTERVENTIONS[case])
+    changed = inspectable.run(before.ids, interventions, before)
+    fresh = inspectable.run(before.ids, interventions)
+    with Probe(inspectable.model, "") as probe, no_grad():
+        interventions.apply(probe)
+        logs = log_softmax(inspectable.model(np.array(before.ids)).array)
+    actual = logs[np.arange(len(logs) - 1), before.ids[1:]]
+    for trace in (changed, fresh):
+        np.testing.assert_allclose(trace.summary()["predictions"]["logProbs"][:-1], actual, atol=2e-4)
+        assert list(trace.stream) == list(before.stream)
+    for name, x in fresh.stream.items():
         np.testing.assert_allclose(changed.stream[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
-    for site, other in zip(changed.sites, anew.sites):
-        for one, two in zip(site.look(), other.look()):
+    for layer, other in zip(changed.attention_layers, fresh.attention_layers):
+        for one, two in zip(layer.maps(), other.maps()):
             np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5)
-    np.testing.assert_array_equal(read(subject).predictions.log_p, before.predictions.log_p)
+    np.testing.assert_array_equal(run(inspectable).predictions.log_probs, before.predictions.log_probs)
 
 
-def test_no_earlier_block_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = load_inspectable()
-    before = read(subject)
-    monkeypatch.setattr(subject.model.blocks[0], "forward", None)
-    monkeypatch.setattr(subject.model, "forward", None)
+def test_blocks_before_an_intervention_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    inspectable = new_inspectable()
+    before = run(inspectable)
+    monkeypatch.setattr(inspectable.model.blocks[0], "forward", None)
+    monkeypatch.setattr(inspectable.model, "forward", None)
     with pytest.raises(TypeError):
-        subject.read(before.ids, Changes(off=("blocks.0.mlp",)), before)
-    subject.read(before.ids, Changes(off=("blocks.1.mlp",)), before)
+        inspectable.run(before.ids, Interventions(ablated_layers=("blocks.0.mlp",)), before)
+    inspectable.run(before.ids, Interventions(ablated_layers=("blocks.1.mlp",)), before)
 
 
-# a text with other tokens, and how many of the first n stay
+# an edit of tokens, and the number of the first n positions that are reusable
 EDITS: dict[str, tuple[Any, Any]] = {
     "a token": (lambda ids: [*ids[:4], 7, *ids[5:]], lambda n: 4),
     "several for one": (lambda ids: [*ids[:3], 7, 8, 9, *ids[4:]], lambda n: 3),
@@ -190,82 +196,86 @@ EDITS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("case", EDITS)
 @each_kind
-def test_another_token_leaves_those_before_it(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = load_inspectable(KINDS[kind])
-    changes = Changes(heads=(("blocks.1.attention", 0),), temperature=0.5)
-    before = read(subject, heads=changes.heads, temperature=0.5)
+def test_positions_before_an_edit_are_reused(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inspectable = new_inspectable(KINDS[kind])
+    interventions = Interventions(ablated_heads=(("blocks.1.attention", 0),), temperature=0.5)
+    before = run(inspectable, ablated_heads=interventions.ablated_heads, temperature=0.5)
     ids, stay = EDITS[case][0](before.ids), EDITS[case][1](len(before.ids))
-    anew = subject.read(ids, changes)
+    fresh = inspectable.run(ids, interventions)
     asked: list[int] = []
     with monkeypatch.context() as patch:
-        hidden = subject.model.hidden_states
-        patch.setattr(subject.model, "hidden_states", lambda t, *more: asked.append(t.shape[-1]) or hidden(t, *more))
-        reading = subject.read(ids, changes, before)
+        hidden = inspectable.model.hidden_states
+        patch.setattr(
+            inspectable.model, "hidden_states", lambda t, *more: asked.append(t.shape[-1]) or hidden(t, *more)
+        )
+        trace = inspectable.run(ids, interventions, before)
     assert asked == [len(ids) - stay]
-    again = subject.read(ids, changes, subject.read(before.ids, changes, reading))
-    for other in (reading, again):
+    again = inspectable.run(ids, interventions, inspectable.run(before.ids, interventions, trace))
+    for other in (trace, again):
         assert other.ids == ids
-        for name, numbers in vars(anew.predictions).items():
+        for name, numbers in vars(fresh.predictions).items():
             np.testing.assert_allclose(vars(other.predictions)[name], numbers, atol=2e-4, err_msg=name)
-        for name, x in anew.stream.items():
+        for name, x in fresh.stream.items():
             np.testing.assert_allclose(other.stream[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
-        for site, wanted in zip(other.sites, anew.sites):
-            for one, two in zip(site.look(), wanted.look()):
+        for layer, fresh_layer in zip(other.attention_layers, fresh.attention_layers):
+            for one, two in zip(layer.maps(), fresh_layer.maps()):
                 np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["decoder", "transformer", "additive, before"])
 def test_a_text_of_one_token(kind: str) -> None:
-    subject = load_inspectable() if kind == "decoder" else load_translator(translators()[kind])
-    reading = subject.read(subject.ids_of("a =>")[:1], Changes())
-    assert len(reading.view()["predictions"]["logP"]) == 1
-    json.dumps(whole(subject, reading), allow_nan=False)
+    inspectable = new_inspectable() if kind == "decoder" else new_encoder_decoder(encoder_decoders()[kind])
+    trace = inspectable.run(inspectable.encode_input("a =>")[:1], Interventions())
+    assert len(trace.summary()["predictions"]["logProbs"]) == 1
+    json.dumps(collect_static_data(inspectable, trace), allow_nan=False)
 
 
 @pytest.mark.parametrize("shift", ["token_shift", "key_shift"])
-def test_where_tokens_mix_otherwise_everything_is_read_again(shift: str) -> None:
-    subject = load_inspectable(replace(CONFIG, **{shift: True}))
-    before = read(subject)
+def test_shifted_tokens_prevent_reuse(shift: str) -> None:
+    inspectable = new_inspectable(replace(CONFIG, **{shift: True}))
+    before = run(inspectable)
     ids = [*before.ids[:-1], 7]
-    assert subject.spared(ids, Changes(), before) == 0
-    reading, anew = subject.read(ids, Changes(), before), subject.read(ids, Changes())
-    np.testing.assert_array_equal(reading.predictions.log_p, anew.predictions.log_p)
+    assert inspectable.reusable_fraction(ids, Interventions(), before) == 0
+    trace, fresh = inspectable.run(ids, Interventions(), before), inspectable.run(ids, Interventions())
+    np.testing.assert_array_equal(trace.predictions.log_probs, fresh.predictions.log_probs)
 
 
-def test_of_several_changes_the_earlier_ones_stay() -> None:
-    subject = load_inspectable()
-    first = Changes(off=("blocks.1.mlp",), temperature=2.0)
-    both = replace(first, heads=(("blocks.2.attention", 1),))
-    desk = Desk([subject], TEXT)
-    ids = subject.ids_of(TEXT)
-    before = subject.read(ids, first)
-    assert subject.spared(ids, both, before) == pytest.approx(2 / 3)
-    assert subject.spared(ids, both, subject.read(ids, Changes())) == 0
-    assert subject.spared(ids, first, before) == 1
-    anew = subject.read(ids, both)
-    np.testing.assert_allclose(subject.read(ids, both, before).predictions.log_p, anew.predictions.log_p, atol=1e-5)
-    same = subject.read(ids, replace(first, off=("blocks.1.mlp",) * 2), before)
-    np.testing.assert_allclose(same.predictions.log_p, before.predictions.log_p, atol=1e-5)
-    assert desk.answer("view", {"text": TEXT})["reading"] == 1
+def test_a_second_intervention_reuses_the_first_trace() -> None:
+    inspectable = new_inspectable()
+    first = Interventions(ablated_layers=("blocks.1.mlp",), temperature=2.0)
+    both = replace(first, ablated_heads=(("blocks.2.attention", 1),))
+    service = ViewerService([inspectable], TEXT)
+    ids = inspectable.encode_input(TEXT)
+    before = inspectable.run(ids, first)
+    assert inspectable.reusable_fraction(ids, both, before) == pytest.approx(2 / 3)
+    assert inspectable.reusable_fraction(ids, both, inspectable.run(ids, Interventions())) == 0
+    assert inspectable.reusable_fraction(ids, first, before) == 1
+    fresh = inspectable.run(ids, both)
+    np.testing.assert_allclose(
+        inspectable.run(ids, both, before).predictions.log_probs, fresh.predictions.log_probs, atol=1e-5
+    )
+    same = inspectable.run(ids, replace(first, ablated_layers=("blocks.1.mlp",) * 2), before)
+    np.testing.assert_allclose(same.predictions.log_probs, before.predictions.log_probs, atol=1e-5)
+    assert service.respond("run", {"text": TEXT})["trace"] == 1
 
 
-def test_an_encoder_says_nothing_but_attends() -> None:
+def test_an_encoder_has_attention_and_no_predictions() -> None:
     config = EncoderConfig(vocab_size=300, context_window=40, embedding_dim=8, n_heads=2, n_layers=2)
-    subject = Stack(TextEncoder(config), TOKENISER, "encoder")
-    reading = read(subject)
-    assert subject.about()["kind"] == "encoder"
-    assert reading.view()["predictions"] is None
-    assert reading.token(1)["rivals"] == []
-    assert reading.lens()["tokens"] == []
-    told = reading.attention("blocks.1.attention", 0)
-    assert (unpack(told["scores"], told["shape"]) > 0).all()  # all see each other
-    json.dumps(whole(subject, reading), allow_nan=False)
-    other = subject.read(reading.ids, Changes(off=("blocks.1.mlp",)), reading)
-    assert abs(other.stream["blocks.1"] - reading.stream["blocks.1"]).max() > 0
+    inspectable = InspectableStack(TextEncoder(config), TOKENISER, "encoder")
+    trace = run(inspectable)
+    assert inspectable.describe()["kind"] == "encoder"
+    assert trace.summary()["predictions"] is None
+    assert trace.top_predictions(1)["top"] == []
+    assert trace.logit_lens()["tokens"] == []
+    attention_map = trace.attention_map("blocks.1.attention", 0)
+    assert (unpack(attention_map["scores"], attention_map["shape"]) > 0).all()  # all keys are visible
+    json.dumps(collect_static_data(inspectable, trace), allow_nan=False)
+    other = inspectable.run(trace.ids, Interventions(ablated_layers=("blocks.1.mlp",)), trace)
+    assert abs(other.stream["blocks.1"] - trace.stream["blocks.1"]).max() > 0
 
 
 # -------------------------------------------------------------------- encoder-decoders
-def translators() -> dict[str, Any]:
+def encoder_decoders() -> dict[str, Any]:
     n = TOKENISER.n_vocab
 
     def recurrent(before: bool) -> Seq2SeqAttention:
@@ -280,129 +290,157 @@ def translators() -> dict[str, Any]:
     }
 
 
-def load_translator(model: Any) -> Translator:
+def new_encoder_decoder(model: Any) -> InspectableEncoderDecoder:
     begin, end = (TOKENISER.special_tokens[name] for name in SPECIAL[1:])
-    return Translator(model, TOKENISER.encode, lambda i: TOKENISER.decode([i]), begin, end)
+    return InspectableEncoderDecoder(model, TOKENISER.encode, lambda i: TOKENISER.decode([i]), begin, end)
 
 
-@pytest.mark.parametrize("kind", translators())
+@pytest.mark.parametrize("kind", encoder_decoders())
 def test_alignment_of_encoder_decoders(kind: str) -> None:
-    model = translators()[kind]
-    subject = load_translator(model)
-    reading = read(subject, "the cat => and the dog")
-    assert "".join(reading.sources) == "the cat"
-    assert "".join(reading.texts) == "<begin>and the dog"
+    model = encoder_decoders()[kind]
+    inspectable = new_encoder_decoder(model)
+    trace = run(inspectable, "the cat => and the dog")
+    assert "".join(trace.source_texts) == "the cat"
+    assert "".join(trace.texts) == "<begin>and the dog"
     with model.evaluating():
-        logits = model(np.array([subject.source]), np.array([reading.ids])).array[0]
+        logits = model(np.array([inspectable.source_ids]), np.array([trace.ids])).array[0]
     logs = log_softmax(logits)
-    came = logs[np.arange(len(logs) - 1), reading.ids[1:]]
-    np.testing.assert_allclose(reading.view()["predictions"]["logP"][:-1], came, atol=2e-4)
-    cross = [site for site in reading.sites if site.kind == "cross"]
+    actual = logs[np.arange(len(logs) - 1), trace.ids[1:]]
+    np.testing.assert_allclose(trace.summary()["predictions"]["logProbs"][:-1], actual, atol=2e-4)
+    cross = [layer for layer in trace.attention_layers if layer.kind == "cross"]
     assert cross
-    for site in cross:
-        weights = site.look()[1]
-        assert weights.shape == (site.n_heads, len(reading.ids), len(reading.sources))
+    for layer in cross:
+        weights = layer.maps()[1]
+        assert weights.shape == (layer.n_heads, len(trace.ids), len(trace.source_texts))
         np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-4)
-    if reading.stream:
-        assert reading.lens()["tokens"][-1] == logs.argmax(axis=-1).tolist()
-        off = Changes(off=("decoder.blocks.0.cross",), heads=(("decoder.blocks.1.cross", 0),))
-        assert abs(subject.read(reading.ids, off, reading).predictions.log_p - reading.predictions.log_p).max() > 0
+    if trace.stream:
+        assert trace.logit_lens()["tokens"][-1] == logs.argmax(axis=-1).tolist()
+        off = Interventions(ablated_layers=("decoder.blocks.0.cross",), ablated_heads=(("decoder.blocks.1.cross", 0),))
+        assert abs(inspectable.run(trace.ids, off, trace).predictions.log_probs - trace.predictions.log_probs).max() > 0
     else:
-        assert reading.token(2)["rivals"][0]["id"] == logs[2].argmax()
-    json.dumps(whole(subject, reading), allow_nan=False)
-    flat = subject.read(reading.ids, Changes(temperature=1000.0))
-    np.testing.assert_allclose(flat.sites[-1].look()[1], 1 / len(reading.sources), rtol=0.02)
-    other = subject.read(reading.ids, Changes(softmax="softmax1"))
-    assert (other.sites[-1].look()[1].sum(axis=-1) < 0.999).all()
-    again = subject.read(reading.ids, Changes())
-    np.testing.assert_array_equal(again.predictions.log_p, reading.predictions.log_p)
+        assert trace.top_predictions(2)["top"][0]["id"] == logs[2].argmax()
+    json.dumps(collect_static_data(inspectable, trace), allow_nan=False)
+    flat = inspectable.run(trace.ids, Interventions(temperature=1000.0))
+    np.testing.assert_allclose(flat.attention_layers[-1].maps()[1], 1 / len(trace.source_texts), rtol=0.02)
+    other = inspectable.run(trace.ids, Interventions(softmax="softmax1"))
+    assert (other.attention_layers[-1].maps()[1].sum(axis=-1) < 0.999).all()
+    again = inspectable.run(trace.ids, Interventions())
+    np.testing.assert_array_equal(again.predictions.log_probs, trace.predictions.log_probs)
 
 
-def test_parts_that_a_recurrent_model_has_not() -> None:
-    subject = load_translator(translators()["additive, after"])
-    ids = subject.ids_of("the cat => and")
-    for changes in (Changes(heads=(("attention", 0),)), Changes(softmax="blocks")):
-        with pytest.raises(ValueError, match="changes: expected a"):
-            subject.read(ids, changes)
+def test_unsupported_interventions_on_a_recurrent_model() -> None:
+    inspectable = new_encoder_decoder(encoder_decoders()["additive, after"])
+    ids = inspectable.encode_input("the cat => and")
+    for interventions in (Interventions(ablated_heads=(("attention", 0),)), Interventions(softmax="blocks")):
+        with pytest.raises(ValueError, match="interventions: expected a"):
+            inspectable.run(ids, interventions)
 
 
 @pytest.mark.parametrize("weights", ["int8", "bfloat16"])
-def test_weights_of_few_bits(weights: str) -> None:
+def test_quantized_weights(weights: str) -> None:
     pytest.importorskip("ml_dtypes")
     model = lively(CONFIG).eval()
     quantize(model, weights)
     model.use_precision("bfloat16" if weights == "bfloat16" else "float32")
-    subject = Stack(model, TOKENISER, "small")
-    reading = read(subject)
-    json.dumps(whole(subject, reading), allow_nan=False)
-    other = subject.read(reading.ids, Changes(off=("blocks.2.mlp",)), reading)
-    anew = subject.read(reading.ids, Changes(off=("blocks.2.mlp",)))
-    np.testing.assert_allclose(other.predictions.log_p[:-1], anew.predictions.log_p[:-1], atol=0.1)
+    inspectable = InspectableStack(model, TOKENISER, "small")
+    trace = run(inspectable)
+    json.dumps(collect_static_data(inspectable, trace), allow_nan=False)
+    other = inspectable.run(trace.ids, Interventions(ablated_layers=("blocks.2.mlp",)), trace)
+    fresh = inspectable.run(trace.ids, Interventions(ablated_layers=("blocks.2.mlp",)))
+    np.testing.assert_allclose(other.predictions.log_probs[:-1], fresh.predictions.log_probs[:-1], atol=0.1)
 
 
-def test_a_target_of_the_models_own() -> None:
-    subject = load_translator(translators()["transformer"])
-    ids = subject.ids_of("the cat")
-    assert ids[0] == subject.begin
-    assert 1 <= len(ids) <= 2 * len(subject.source) + 11
+def test_generated_target() -> None:
+    inspectable = new_encoder_decoder(encoder_decoders()["transformer"])
+    ids = inspectable.encode_input("the cat")
+    assert ids[0] == inspectable.begin
+    assert 1 <= len(ids) <= 2 * len(inspectable.source_ids) + 11
 
 
 # -------------------------------------------------------------------- refusals
-SUBJECT = load_inspectable()
+INSPECTABLE = new_inspectable()
 
 
-def changes_of(**fields: Any) -> Changes:
-    return Changes.of(fields, SUBJECT.parts, SUBJECT.n_heads)
+def interventions_from(**fields: Any) -> Interventions:
+    return Interventions.from_json(fields, INSPECTABLE.ablatable, INSPECTABLE.n_heads)
 
 
-PAIRS = "changes: expected heads to be pairs of a layer with attention and one of its heads"
+LAYERS = "interventions: expected ablatedLayers to be a list of layers of the model"
+PAIRS = "interventions: expected ablatedHeads to be pairs of an attention layer and a head of it"
 
 test_bad_input = bad_input(
     {
-        "no text": (lambda: SUBJECT.ids_of(""), "expected a text of at least one character, got none"),
-        "too long": (lambda: SUBJECT.ids_of("z" * 40), "expected a text of 1 to 40 tokens to look at, got 41"),
-        "a strange id": (lambda: SUBJECT.check([0, 999]), f"expected tokens from 0 to {TOKENISER.n_vocab - 1}"),
-        "no place": (lambda: SUBJECT.edited([1, 2], 2, "a"), "expected a token from 0 to 1 to change, got 2"),
-        "no token": (lambda: SUBJECT.edited([1, 2], 1, ""), "expected a text to put in the place of the token, got"),
+        "no text": (lambda: INSPECTABLE.encode_input(""), "expected a text of at least one character, got none"),
+        "too long": (
+            lambda: INSPECTABLE.encode_input("z" * 40),
+            "expected a text of 1 to 40 tokens to inspect, got 41",
+        ),
+        "an unknown token": (
+            lambda: INSPECTABLE.check_ids([0, 999]),
+            f"expected tokens from 0 to {TOKENISER.n_vocab - 1}",
+        ),
+        "no position": (
+            lambda: INSPECTABLE.replace_token([1, 2], 2, "a"),
+            "expected the position of a token, 0 to 1, got 2",
+        ),
+        "no replacement": (
+            lambda: INSPECTABLE.replace_token([1, 2], 1, ""),
+            "expected a text as the replacement of the token,",
+        ),
         "no attention": (
-            lambda: load_translator(Seq2Seq(9, 9, 4, 4)),
-            "translator: expected a model with attention to",
+            lambda: new_encoder_decoder(Seq2Seq(9, 9, 4, 4)),
+            "translator: expected a model with attention",
         ),
         "no source": (
-            lambda: load_translator(translators()["transformer"]).ids_of("=> a"),
+            lambda: new_encoder_decoder(encoder_decoders()["transformer"]).encode_input("=> a"),
             "expected a text of at least one character, got none",
         ),
         "a long source": (
-            lambda: load_translator(translators()["transformer"]).ids_of("z" * 129),
-            "expected a source of 1 to 128 tokens to look at, got 129",
+            lambda: new_encoder_decoder(encoder_decoders()["transformer"]).encode_input("z" * 129),
+            "expected a source of 1 to 128 tokens to inspect, got 129",
         ),
-        "no map": (lambda: read(SUBJECT).attention("blocks.9.attention", 0), "expected one of blocks.0.attention,"),
-        "no head": (lambda: read(SUBJECT).attention("blocks.0.attention", 2), "expected a head from 0 to 1, got 2"),
-        "changes that are none": (lambda: changes_of(on=1), "changes: expected off, heads, softmax and temperature"),
-        "a part that is none": (lambda: changes_of(off=["token_embedding"]), "changes: expected off to be a list of"),
-        "a pattern": (lambda: changes_of(off=["*"]), "changes: expected off to be a list of parts of the model"),
-        "half a pair": (lambda: changes_of(heads=[["blocks.0.attention"]]), PAIRS),
-        "a head that is none": (lambda: changes_of(heads=[["blocks.0.attention", 2]]), PAIRS),
-        "true": (lambda: changes_of(heads=[["blocks.0.attention", True]]), PAIRS),
-        "a list": (lambda: changes_of(softmax=["softmax"]), "changes: expected softmax to be one of"),
-        "too cold": (lambda: changes_of(temperature=0), "changes: expected a temperature from 0.001 to 1000"),
-        "not a number": (lambda: changes_of(temperature=float("nan")), "changes: expected a temperature from 0.001 to"),
+        "no map": (
+            lambda: run(INSPECTABLE).attention_map("blocks.9.attention", 0),
+            "expected one of blocks.0.attention,",
+        ),
+        "no head": (
+            lambda: run(INSPECTABLE).attention_map("blocks.0.attention", 2),
+            "expected a head from 0 to 1, got 2",
+        ),
+        "unknown field": (lambda: interventions_from(on=1), "interventions: expected ablatedLayers, ablatedHeads,"),
+        "an unknown layer": (lambda: interventions_from(ablatedLayers=["embedding"]), LAYERS),
+        "a pattern": (lambda: interventions_from(ablatedLayers=["*"]), LAYERS),
+        "half a pair": (lambda: interventions_from(ablatedHeads=[["blocks.0.attention"]]), PAIRS),
+        "an unknown head": (lambda: interventions_from(ablatedHeads=[["blocks.0.attention", 2]]), PAIRS),
+        "a bool as head": (lambda: interventions_from(ablatedHeads=[["blocks.0.attention", True]]), PAIRS),
+        "a list as softmax": (
+            lambda: interventions_from(softmax=["softmax"]),
+            "interventions: expected softmax to be one of",
+        ),
+        "temperature of 0": (
+            lambda: interventions_from(temperature=0),
+            "interventions: expected a temperature from 0.001 to 1000",
+        ),
+        "temperature of nan": (
+            lambda: interventions_from(temperature=float("nan")),
+            "interventions: expected a temperature from 0.001 to",
+        ),
     }
 )
 
 
-def test_broken_weights_give_an_answer() -> None:
+def test_nan_weights_give_valid_json() -> None:
     model = lively(CONFIG)
     model.blocks[1].mlp.up.weights.array[0, 0] = np.nan
-    subject = Stack(model, TOKENISER, "broken")
+    inspectable = InspectableStack(model, TOKENISER, "broken")
     with np.errstate(all="ignore"):
-        json.dumps(whole(subject, read(subject)), allow_nan=False)
+        json.dumps(collect_static_data(inspectable, run(inspectable)), allow_nan=False)
 
 
 # -------------------------------------------------------------------- the server
 @pytest.fixture
 def server() -> Iterator[LookServer]:
-    with LookServer(Desk([load_inspectable()], TEXT)) as serving:
+    with LookServer(ViewerService([new_inspectable()], TEXT)) as serving:
         thread = threading.Thread(target=serving.serve_forever, args=(0.01,))
         thread.start()
         yield serving
@@ -411,7 +449,7 @@ def server() -> Iterator[LookServer]:
 
 
 def call(server: LookServer, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-    """The status of an answer, and what JSON or text it holds."""
+    """Return status and content (JSON or text) of the response to a request."""
     connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
     content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     kind = {"Content-Type": "application/json"} if content is not None else {}
@@ -422,142 +460,142 @@ def call(server: LookServer, path: str, body: Any = None, **headers: str) -> tup
     return answer.status, json.loads(text) if "json" in (answer.headers["Content-Type"] or "") else text
 
 
-def ask(server: LookServer, question: str, **fields: Any) -> tuple[int, Any]:
-    return call(server, f"/{server.token}/{question}", fields)
+def ask(server: LookServer, request: str, **fields: Any) -> tuple[int, Any]:
+    return call(server, f"/{server.token}/{request}", fields)
 
 
-def test_a_page_and_its_questions(server: LookServer) -> None:
+def test_page_and_requests(server: LookServer) -> None:
     assert server.address.startswith("http://127.0.0.1:")
     status, text = call(server, f"/{server.token}/")
     assert status == 200
     assert text.startswith("<!doctype html>")
-    status, view = ask(server, "view", text=TEXT)
+    status, view = ask(server, "run", text=TEXT)
     assert status == 200
-    known = {"reading": view["reading"]}
-    assert ask(server, "attention", site="blocks.0.attention", head=1, **known)[0] == 200
+    known = {"trace": view["trace"]}
+    assert ask(server, "attention_map", layer="blocks.0.attention", head=1, **known)[0] == 200
     assert "map" not in view
-    _, same = ask(server, "view", text=TEXT, map=[0, 1])
-    assert same["map"] == ask(server, "attention", site="blocks.0.attention", head=1, **known)[1]
-    for place in ([9, 0], [0, 2], [0, -1], [0], "00", {"0": 1}, [True, "a"], [True, True], [0, False], [0.0, 1]):
-        assert "map" not in ask(server, "view", text=TEXT, map=place)[1]
-    assert len(ask(server, "overview", start=0, stop=2, **known)[1]["heads"]) == 2
-    assert len(ask(server, "states", **known)[1]) == 4
-    assert len(ask(server, "token", place=3, **known)[1]["rivals"]) == 10
-    assert len(ask(server, "lens", **known)[1]["tokens"]) == 4
-    _, edited = ask(server, "view", ids=view["ids"], edit={"place": 1, "by": "dog"})
+    _, same = ask(server, "run", text=TEXT, map=[0, 1])
+    assert same["map"] == ask(server, "attention_map", layer="blocks.0.attention", head=1, **known)[1]
+    for indices in ([9, 0], [0, 2], [0, -1], [0], "00", {"0": 1}, [True, "a"], [True, True], [0, False], [0.0, 1]):
+        assert "map" not in ask(server, "run", text=TEXT, map=indices)[1]
+    assert len(ask(server, "head_statistics", start=0, stop=2, **known)[1]["layers"]) == 2
+    assert len(ask(server, "stream_statistics", **known)[1]) == 4
+    assert len(ask(server, "top_predictions", position=3, **known)[1]["top"]) == 10
+    assert len(ask(server, "logit_lens", **known)[1]["tokens"]) == 4
+    _, edited = ask(server, "run", ids=view["ids"], edit={"position": 1, "replacement": "dog"})
     assert edited["ids"] != view["ids"]
-    changes = {"off": ["blocks.0.mlp"], "heads": [["blocks.1.attention", 0]], "softmax": None, "temperature": 1}
-    _, changed = ask(server, "view", ids=view["ids"], changes=changes)
-    assert changed["predictions"]["logP"] != view["predictions"]["logP"]
-    _, again = ask(server, "view", ids=view["ids"])
+    interventions = {"ablatedLayers": ["blocks.0.mlp"], "ablatedHeads": [["blocks.1.attention", 0]]}
+    _, changed = ask(server, "run", ids=view["ids"], interventions=interventions)
+    assert changed["predictions"]["logProbs"] != view["predictions"]["logProbs"]
+    _, again = ask(server, "run", ids=view["ids"])
     assert again == view
 
 
-def test_the_text_is_read_before_the_page_asks(server: LookServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.desk.prepare()
-    monkeypatch.setattr(server.desk.subjects[0], "read", None)
-    assert ask(server, "view", text=TEXT)[1]["reading"] == 1
-    server.desk.text = ""
-    server.desk.prepare()
+def test_prepare_runs_the_first_text(server: LookServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.service.prepare()
+    monkeypatch.setattr(server.service.models[0], "run", None)
+    assert ask(server, "run", text=TEXT)[1]["trace"] == 1
+    server.service.text = ""
+    server.service.prepare()
 
 
-def test_who_does_not_know_the_address_gets_nothing(server: LookServer) -> None:
+def test_requests_without_token_or_with_another_host_are_rejected(server: LookServer) -> None:
     port = server.server_address[1]
     token = server.token
-    for path in ("/", "//", "/view", "/%C3%A9/view", f"/{token}", f"/{token[:-1]}/", f"/x{token}/view"):
+    for path in ("/", "//", "/run", "/%C3%A9/run", f"/{token}", f"/{token[:-1]}/", f"/x{token}/run"):
         status, answer = call(server, path, {})
         assert (status, "tiny" in json.dumps(answer)) == (404, False), path
     for host in (f"evil.example:{port}", "127.0.0.1", "127.0.0.1:1"):
         assert call(server, f"/{server.token}/", Host=host)[0] == 404
-        assert call(server, f"/{server.token}/view", {"text": "a"}, Host=host)[0] == 404
+        assert call(server, f"/{server.token}/run", {"text": "a"}, Host=host)[0] == 404
     for path in ("etc/passwd", "../../etc/passwd", "look.js", "..%2f..%2fetc/passwd"):
         assert call(server, f"/{server.token}/{path}")[0] == 404
 
 
-NONSENSE: dict[str, tuple[str, Any, dict[str, str], int]] = {
-    "no JSON": ("view", b"text=a", {}, 400),
-    "half a JSON": ("view", b'{"text": "a', {}, 400),
-    "bytes": ("view", b"\xff\xfe\x00", {}, 400),
-    "no object": ("view", [1], {}, 400),
-    "deep": ("view", b"[" * 100_000, {}, 400),
-    "a form": ("view", b"{}", {"Content-Type": "text/plain"}, 415),
-    "no text": ("view", {}, {}, 400),
-    "an empty text": ("view", {"text": ""}, {}, 400),
-    "a text that is too long": ("view", {"text": "z" * 999}, {}, 400),
-    "ids of another kind": ("view", {"ids": ["a"]}, {}, 400),
-    "ids that are too large": ("view", {"ids": [10**30]}, {}, 400),
-    "an edit that is none": ("view", {"ids": [1], "edit": {"place": "x"}}, {}, 400),
-    "lone surrogates": ("view", b'{"text": "\\ud800"}', {}, 200),
-    "another side": ("view", {"text": "a", "side": 1}, {}, 400),
-    "a reading that is not": ("token", {"reading": 99, "place": 0}, {}, 400),
-    "no such question": ("weights", {}, {}, 404),
-    "too long by what it says": ("view", b"{}", {"Content-Length": str(MOST_BYTES + 1)}, 413),
-    "no length": ("view", b"{}", {"Content-Length": "x"}, 411),
-    "a negative length": ("view", b"{}", {"Content-Length": "-1"}, 411),
-    "a number without end": ("view", b'{"ids": [' + b"9" * 10_000 + b"]}", {}, 400),
+INVALID_REQUESTS: dict[str, tuple[str, Any, dict[str, str], int]] = {
+    "no JSON": ("run", b"text=a", {}, 400),
+    "truncated JSON": ("run", b'{"text": "a', {}, 400),
+    "invalid UTF-8": ("run", b"\xff\xfe\x00", {}, 400),
+    "no object": ("run", [1], {}, 400),
+    "deep nesting": ("run", b"[" * 100_000, {}, 400),
+    "another content type": ("run", b"{}", {"Content-Type": "text/plain"}, 415),
+    "no text": ("run", {}, {}, 400),
+    "an empty text": ("run", {"text": ""}, {}, 400),
+    "a text that is too long": ("run", {"text": "z" * 999}, {}, 400),
+    "ids that are texts": ("run", {"ids": ["a"]}, {}, 400),
+    "ids that are too large": ("run", {"ids": [10**30]}, {}, 400),
+    "invalid edit": ("run", {"ids": [1], "edit": {"position": "x"}}, {}, 400),
+    "lone surrogates": ("run", b'{"text": "\\ud800"}', {}, 200),
+    "unknown model": ("run", {"text": "a", "model": 1}, {}, 400),
+    "unknown trace": ("top_predictions", {"trace": 99, "position": 0}, {}, 400),
+    "unknown request": ("weights", {}, {}, 404),
+    "length above the limit": ("run", b"{}", {"Content-Length": str(MAX_REQUEST_BYTES + 1)}, 413),
+    "invalid length": ("run", b"{}", {"Content-Length": "x"}, 411),
+    "a negative length": ("run", b"{}", {"Content-Length": "-1"}, 411),
+    "integer with too many digits": ("run", b'{"ids": [' + b"9" * 10_000 + b"]}", {}, 400),
 }
 
 
-@pytest.mark.parametrize("case", NONSENSE)
-def test_nonsense_gets_one_clear_line_and_the_server_goes_on(server: LookServer, case: str) -> None:
-    question, body, headers, wanted = NONSENSE[case]
-    status, answer = call(server, f"/{server.token}/{question}", body, **headers)
-    assert status == wanted, answer
-    if wanted != 200:
+@pytest.mark.parametrize("case", INVALID_REQUESTS)
+def test_invalid_requests_get_an_error_line(server: LookServer, case: str) -> None:
+    request, body, headers, expected = INVALID_REQUESTS[case]
+    status, answer = call(server, f"/{server.token}/{request}", body, **headers)
+    assert status == expected, answer
+    if expected != 200:
         assert answer["error"]
         assert "\n" not in answer["error"]
-    assert ask(server, "view", text=TEXT)[0] == 200
+    assert ask(server, "run", text=TEXT)[0] == 200
 
 
-def test_a_mistake_of_ours_is_said_and_the_server_goes_on(server: LookServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_reported(server: LookServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(server.desk.subjects[0], "read", lambda *args: 1 / 0)
-        assert ask(server, "view", text=TEXT) == (500, {"error": "ZeroDivisionError: division by zero"})
-    assert ask(server, "view", text=TEXT)[0] == 200
+        patch.setattr(server.service.models[0], "run", lambda *args: 1 / 0)
+        assert ask(server, "run", text=TEXT) == (500, {"error": "ZeroDivisionError: division by zero"})
+    assert ask(server, "run", text=TEXT)[0] == 200
 
 
-def test_a_connection_that_says_nothing_keeps_nobody_waiting(server: LookServer) -> None:
+def test_idle_connections_do_not_block_requests(server: LookServer) -> None:
     address = server.server_address[:2]
-    silent = [socket.create_connection(address) for _ in range(5)]
-    silent[0].sendall(f"POST /{server.token}/view HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le".encode())
+    idle = [socket.create_connection(address) for _ in range(5)]
+    idle[0].sendall(f"POST /{server.token}/run HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le".encode())
     with socket.create_connection(address) as dropped:
         dropped.sendall(f"GET /{server.token}/ HTTP/1.1\r\nHost: 127.0.0.1:{address[1]}\r\n\r\n".encode())
     results: list[int] = []
-    threads = [threading.Thread(target=lambda: results.append(ask(server, "view", text=TEXT)[0])) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: results.append(ask(server, "run", text=TEXT)[0])) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert results == [200] * 8
-    for connection in silent:
+    for connection in idle:
         connection.close()
 
 
-def test_few_readings_are_kept_and_the_unchanged_one_longest(server: LookServer) -> None:
-    _, view = ask(server, "view", text=TEXT)
+def test_the_trace_without_interventions_is_kept_longest(server: LookServer) -> None:
+    _, view = ask(server, "run", text=TEXT)
     for i in range(20):
-        _, last = ask(server, "view", ids=view["ids"], changes={"temperature": 2 + i})
-    assert ask(server, "token", reading=view["reading"], place=1)[0] == 200
-    assert ask(server, "token", reading=last["reading"], place=1)[0] == 200
-    status, answer = ask(server, "token", reading=last["reading"] - 10, place=1)
-    assert (status, answer["error"]) == (400, "this reading is no longer kept: read the text again")
+        _, last = ask(server, "run", ids=view["ids"], interventions={"temperature": 2 + i})
+    assert ask(server, "top_predictions", trace=view["trace"], position=1)[0] == 200
+    assert ask(server, "top_predictions", trace=last["trace"], position=1)[0] == 200
+    status, answer = ask(server, "top_predictions", trace=last["trace"] - 10, position=1)
+    assert (status, answer["error"]) == (400, "this trace was deleted: run the model on the text again")
 
 
 def test_a_port_in_use(server: LookServer) -> None:
     port = server.server_address[1]
     with pytest.raises(ValueError, match=f"port {port} is in use: name another with --port, or 0 for any"):
-        LookServer(server.desk, port)
+        LookServer(server.service, port)
     with pytest.raises(ValueError, match="expected --port from 0 to 65535, got 70000"):
-        LookServer(server.desk, 70000)
+        LookServer(server.service, 70000)
 
 
 # -------------------------------------------------------------------- pages
-def test_pages_need_nothing_else_and_run_nothing_else() -> None:
-    subject = load_inspectable()
+def test_pages_are_self_contained_and_run_only_their_script() -> None:
+    inspectable = new_inspectable()
     text = "</script><script>alert(1)</script> & <b>"
-    reading = subject.read(subject.ids_of("cat </script>"), Changes())
-    data = {"served": False, "text": text, "sides": [whole(subject, reading)]}
-    content = page("look", "<title>", data)
+    trace = inspectable.run(inspectable.encode_input("cat </script>"), Interventions())
+    data = {"hasServer": False, "text": text, "models": [collect_static_data(inspectable, trace)]}
+    content = render_page("look", "<title>", data)
     assert content.count("</script>") == 2
     assert "&lt;title&gt;" in content
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', content)
@@ -570,7 +608,7 @@ def test_pages_need_nothing_else_and_run_nothing_else() -> None:
     assert not re.findall(r"(?:src|href)=\"(?!data:)", content)
     (packed,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', content, re.DOTALL)
     assert json.loads(packed)["text"] == text
-    assert "connect-src 'self'" in page("look", "t", data, served=True)
+    assert "connect-src 'self'" in render_page("look", "t", data, has_server=True)
 
 
 # -------------------------------------------------------------------- the command
@@ -581,7 +619,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_file_of_one_model_and_of_two(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_standalone_pages_of_one_and_two_models(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "look.html"
     look.main([str(checkpoint), "the cat", "--out", str(out)])
     assert f"{out}: " in capsys.readouterr().out
@@ -606,19 +646,19 @@ def test_serving(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert len(opened) == 1
 
 
-def test_an_example_is_there() -> None:
+def test_default_text() -> None:
     assert "dog" in look.EXAMPLE
     assert isinstance(lively(CONFIG), GPT)
 
 
 @pytest.mark.parametrize("source", ["nowhere.safetensors", "/nowhere/at/all"])
-def test_no_model(source: str) -> None:
+def test_missing_model_file(source: str) -> None:
     with pytest.raises(FileNotFoundError, match="there is no such"):
         look.main([source])
 
 
-def test_texts_that_cannot_be_read(checkpoint: Path) -> None:
+def test_invalid_texts(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="expected a text of at least one character, got none"):
         look.main([str(checkpoint), ""])
-    with pytest.raises(ValueError, match="expected a text of 1 to 40 tokens to look at, got 101"):
+    with pytest.raises(ValueError, match="expected a text of 1 to 40 tokens to inspect, got 101"):
         look.main([str(checkpoint), "z" * 100, "--no-browser"])

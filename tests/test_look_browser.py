@@ -1,6 +1,6 @@
-"""The pages of `tricycle look` in a real browser: without a network, by keyboard, on a phone, light and dark.
+"""The pages of `tricycle look` in a browser: without network, by keyboard, on a phone, in light and dark mode.
 
-With TRICYCLE_SCREENSHOTS=FOLDER the tests leave pictures there; those in docs/ come from `pytest -m slow` on this file.
+With TRICYCLE_SCREENSHOTS=FOLDER the tests write screenshots; those in docs/ are from `pytest -m slow` on this file.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from browser import DESKTOP, LOOKS, PHONE, Browser, each_look
-from test_look import CONFIG, TEXT, TOKENISER, load_inspectable, load_translator, translators
+from browser import DESKTOP, DISPLAYS, PHONE, Browser, each_display
+from test_look import CONFIG, TEXT, TOKENISER, encoder_decoders, new_encoder_decoder, new_inspectable
 from tiny_models import smollm2_file
 
 from tricycle.checkpoint import save_checkpoint
 from tricycle.sequences.translators import find_translators
 from tricycle_cli import look
-from tricycle_lab.look.changes import Changes
-from tricycle_lab.look.functions import graph_named
-from tricycle_lab.look.page import page, whole, write_page
-from tricycle_lab.look.server import Desk, LookServer
-from tricycle_lab.look.subjects import saved_translator
+from tricycle_lab.look.graph_functions import build_graph_from_spec
+from tricycle_lab.look.inspectable import load_inspectable_translator
+from tricycle_lab.look.interventions import Interventions
+from tricycle_lab.look.page import collect_static_data, render_page, write_page
+from tricycle_lab.look.server import LookServer, ViewerService
 
 pytestmark = pytest.mark.nightly
 
-CHOSEN = "return document.querySelector('[role=option][aria-selected=true]').textContent"
+SELECTED = "return document.querySelector('[role=option][aria-selected=true]').textContent"
 STATUS = "return document.getElementById('status').textContent"
 PIXEL = """
 const map = document.querySelector("canvas.map");
@@ -38,15 +38,15 @@ return [...map.getContext("2d").getImageData(map.width - 3, 3, 1, 1).data];
 TROUBLE = "return document.getElementById('trouble').textContent"
 
 
-def serving(desk: Desk) -> LookServer:
-    server = LookServer(desk)
+def start_server(service: ViewerService) -> LookServer:
+    server = LookServer(service)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     return server
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LookServer]:
-    served = serving(Desk([load_inspectable()], TEXT))
+    served = start_server(ViewerService([new_inspectable()], TEXT))
     yield served
     served.shutdown()
     served.server_close()
@@ -55,16 +55,17 @@ def server() -> Iterator[LookServer]:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("page") / "look.html"
-    subject = load_inspectable()
-    side = whole(subject, subject.read(subject.ids_of(TEXT), Changes()))
-    write_page(path, page("look", "tiny", {"served": False, "text": TEXT, "sides": [side], "command": "tricycle look"}))
+    inspectable = new_inspectable()
+    model = collect_static_data(inspectable, inspectable.run(inspectable.encode_input(TEXT), Interventions()))
+    data = {"hasServer": False, "text": TEXT, "models": [model], "command": "tricycle look"}
+    write_page(path, render_page("look", "tiny", data))
     return path.as_uri()
 
 
-# -------------------------------------------------------------------- for everybody
-@each_look
-def test_a_file_loads_alone_and_is_for_everybody(browser: Browser, file: str, way: str) -> None:
-    size, dark = LOOKS[way]
+# -------------------------------------------------------------------- accessibility
+@each_display
+def test_file_loads_alone_and_is_accessible(browser: Browser, file: str, display: str) -> None:
+    size, dark = DISPLAYS[display]
     browser.open(file, size, dark)
     assert browser.errors() == []
     assert browser.run("return performance.getEntriesByType('resource').length") == 0
@@ -72,17 +73,17 @@ def test_a_file_loads_alone_and_is_for_everybody(browser: Browser, file: str, wa
     assert browser.violations() == []
     background = browser.run("return getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(22, 22, 22)") == dark
-    assert browser.run(PIXEL)[:3] == ([30, 30, 30] if dark else [255, 255, 255])  # a key that is hidden
-    browser.picture(f"file, {way}")
+    assert browser.run(PIXEL)[:3] == ([30, 30, 30] if dark else [255, 255, 255])  # a masked key
+    browser.screenshot(f"file, {display}")
 
 
-@each_look
-def test_a_served_page_is_for_everybody(browser: Browser, server: LookServer, way: str) -> None:
-    browser.open(server.address, *LOOKS[way])
+@each_display
+def test_served_page_is_accessible(browser: Browser, server: LookServer, display: str) -> None:
+    browser.open(server.address, *DISPLAYS[display])
     assert browser.errors() == []
     assert browser.fits()
     assert browser.violations() == []
-    browser.picture(f"served, {way}")
+    browser.screenshot(f"served, {display}")
 
 
 def test_a_narrow_window(browser: Browser, file: str) -> None:
@@ -90,34 +91,34 @@ def test_a_narrow_window(browser: Browser, file: str) -> None:
     assert browser.fits()
 
 
-# -------------------------------------------------------------------- a file
-def test_what_a_file_shows(browser: Browser, file: str) -> None:
+# -------------------------------------------------------------------- standalone file
+def test_content_of_a_file(browser: Browser, file: str) -> None:
     browser.open(file)
     assert not browser.find("#form").is_displayed()
     assert "tricycle look" in browser.find("#static").text
     options = browser.driver.find_elements("css selector", "[role=option]")
     options[4].click()
-    assert browser.run(CHOSEN) == options[4].text
-    rivals = browser.find("[aria-label='What may come next']")
-    assert len(rivals.find_elements("css selector", "tbody tr")) == 10
-    assert "put" not in rivals.text
-    lens = browser.find("[aria-label='Logit lens of the chosen token']")
+    assert browser.run(SELECTED) == options[4].text
+    predictions = browser.find("[aria-label='Next-token predictions']")
+    assert len(predictions.find_elements("css selector", "tbody tr")) == 10
+    assert "use as next" not in predictions.text
+    lens = browser.find("[aria-label='Logit lens of the selected token']")
     assert len(lens.find_elements("css selector", "tbody tr")) == 4
-    said = browser.find(".frame + p")
-    before = said.text
+    summary = browser.find(".frame + p")
+    before = summary.text
     browser.driver.find_elements("css selector", ".heads button")[5].click()
     browser.until("return document.querySelector('.frame + p').textContent.includes('layer 2, head 1')")
-    assert said.text != before
+    assert summary.text != before
     browser.find("input[value=scores]").click()
-    assert said.text.startswith("Scores of layer 2, head 1 from ")
+    assert summary.text.startswith("Scores of layer 2, head 1, from ")
     browser.run(
-        "document.querySelectorAll('button').forEach((b) => b.textContent === 'Show it for all tokens' && b.click())"
+        "document.querySelectorAll('button').forEach((b) => b.textContent === 'Show all positions' && b.click())"
     )
     browser.until("return document.querySelectorAll('[aria-label=\"Logit lens of all tokens\"] tbody tr').length === 4")
     browser.find("summary").click()
     assert "kurtosis" in browser.find("details table").text
-    for shade in ("attention", "norm", "surprise"):
-        browser.run("const s = document.querySelector('.side select'); s.value = arguments[0]; s.onchange()", shade)
+    for coloring in ("attention", "norm", "surprisal"):
+        browser.run("const s = document.querySelector('.model select'); s.value = arguments[0]; s.onchange()", coloring)
     assert browser.violations() == []
     assert browser.errors() == []
 
@@ -131,9 +132,9 @@ def test_a_file_by_keyboard(browser: Browser, file: str) -> None:
     assert browser.run(focus) == "SELECT"
     browser.press(Keys.TAB)
     assert browser.run(focus) == "option"
-    first = browser.run(CHOSEN)
+    first = browser.run(SELECTED)
     browser.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert browser.run(CHOSEN) != first
+    assert browser.run(SELECTED) != first
     assert browser.run("return document.activeElement.getAttribute('aria-selected')") == "true"
     browser.press(Keys.END)
     assert browser.run("return document.activeElement === document.querySelector('[role=option]:last-child')")
@@ -143,36 +144,36 @@ def test_a_file_by_keyboard(browser: Browser, file: str) -> None:
     assert browser.run("return document.activeElement.getAttribute('aria-pressed')") == "true"
 
 
-# -------------------------------------------------------------------- a page with its model
-def changed(browser: Browser) -> str:
-    return browser.until(f"const s = (() => {{ {STATUS} }})(); return s.includes('unchanged') && s")
+# -------------------------------------------------------------------- page with server
+def wait_for_interventions(browser: Browser) -> str:
+    return browser.until(f"const s = (() => {{ {STATUS} }})(); return s.includes('without interventions') && s")
 
 
-def test_a_head_a_layer_a_softmax_and_a_temperature(browser: Browser, server: LookServer) -> None:
+def test_interventions(browser: Browser, server: LookServer) -> None:
     browser.open(server.address)
-    plain = browser.run(STATUS)
-    assert plain.startswith("Loss ")
-    for place in range(4):
-        browser.driver.find_elements("css selector", "fieldset input[type=checkbox]")[place].click()
-        assert changed(browser)
-        assert browser.run("return document.activeElement.type") == "checkbox"  # the focus stays where it was
-        assert browser.run("return document.querySelector('.side select').value") == "change"
-        browser.driver.find_elements("css selector", "fieldset input[type=checkbox]")[place].click()
-        browser.until(f"return (() => {{ {STATUS} }})() === {plain!r}")
+    status = browser.run(STATUS)
+    assert status.startswith("Loss ")
+    for index in range(4):
+        browser.driver.find_elements("css selector", "fieldset input[type=checkbox]")[index].click()
+        assert wait_for_interventions(browser)
+        assert browser.run("return document.activeElement.type") == "checkbox"  # the focus is unchanged
+        assert browser.run("return document.querySelector('.model select').value") == "effect"
+        browser.driver.find_elements("css selector", "fieldset input[type=checkbox]")[index].click()
+        browser.until(f"return (() => {{ {STATUS} }})() === {status!r}")
     browser.run("const s = document.getElementById('softmax'); s.value = 'softmax1'; s.onchange()")
-    changed(browser)
-    browser.until("return document.querySelector('.frame + p').textContent.includes('to nothing')")
+    wait_for_interventions(browser)
+    browser.until("return document.querySelector('.frame + p').textContent.includes('on no key')")
     browser.find("#temperature").send_keys("0")
     browser.run("document.getElementById('temperature').onchange()")
-    changed(browser)
-    browser.find("#undo").click()
-    browser.until(f"return (() => {{ {STATUS} }})() === {plain!r}")
+    wait_for_interventions(browser)
+    browser.find("#reset").click()
+    browser.until(f"return (() => {{ {STATUS} }})() === {status!r}")
     browser.run("const t = document.getElementById('temperature'); t.value = '-1'; t.onchange()")
     assert "temperature" in browser.until(TROUBLE)
     assert browser.errors() == []
 
 
-def test_tokens_and_texts(browser: Browser, server: LookServer) -> None:
+def test_edits_of_tokens_and_texts(browser: Browser, server: LookServer) -> None:
     browser.open(server.address)
     tokens = "return [...document.querySelectorAll('[role=option]')].map((e) => e.textContent)"
     before = browser.run(tokens)
@@ -182,29 +183,31 @@ def test_tokens_and_texts(browser: Browser, server: LookServer) -> None:
     browser.until(f"return (() => {{ {tokens} }})().join('') !== {''.join(before)!r}")
     count = len(browser.run(tokens))
     browser.run("document.querySelector('[role=option]:last-child').click()")
-    browser.until("return document.querySelectorAll('[aria-label=\"What may come next\"] button').length === 10")
-    browser.run("document.querySelector('[aria-label=\"What may come next\"] button').click()")
+    browser.until("return document.querySelectorAll('[aria-label=\"Next-token predictions\"] button').length === 10")
+    browser.run("document.querySelector('[aria-label=\"Next-token predictions\"] button').click()")
     browser.until(f"return document.querySelectorAll('[role=option]').length === {count + 1}")
-    for text, said in (("", "at least one character"), ("z" * 200, "1 to 40 tokens"), ("the dog", "")):
+    for text, error in (("", "at least one character"), ("z" * 200, "1 to 40 tokens"), ("the dog", "")):
         browser.run("document.getElementById('text').value = arguments[0]", text)
-        browser.find("#read").click()
-        if said:
-            browser.until(f"return (() => {{ {TROUBLE} }})().includes({said!r})")
+        browser.find("#run").click()
+        if error:
+            browser.until(f"return (() => {{ {TROUBLE} }})().includes({error!r})")
         else:
             browser.until("return document.querySelector('.tokens[role=listbox]').textContent.endsWith('the dog')")
     assert browser.run(TROUBLE) == ""
-    assert all("400" in line for line in browser.errors())  # the browser's own note that a text was refused
+    assert all("400" in line for line in browser.errors())  # the browser logs the rejected requests
 
 
 def test_two_models_side_by_side(browser: Browser) -> None:
-    served = serving(
-        Desk([load_inspectable(), load_translator(translators()["norm first, tied"])], "the cat => the dog")
+    served = start_server(
+        ViewerService(
+            [new_inspectable(), new_encoder_decoder(encoder_decoders()["norm first, tied"])], "the cat => the dog"
+        )
     )
     browser.open(served.address)
-    titles = browser.run("return [...document.querySelectorAll('.side h2')].map((e) => e.textContent)")
+    titles = browser.run("return [...document.querySelectorAll('.model h2')].map((e) => e.textContent)")
     assert titles == ["tiny", "translator"]
     assert browser.run(
-        "return document.querySelectorAll('.side')[1].offsetTop === document.querySelector('.side').offsetTop"
+        "return document.querySelectorAll('.model')[1].offsetTop === document.querySelector('.model').offsetTop"
     )
     assert browser.violations() == []
     browser.open(served.address, PHONE)
@@ -215,48 +218,48 @@ def test_two_models_side_by_side(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("kind", ["transformer", "additive, before"])
-def test_alignment(browser: Browser, kind: str) -> None:
-    served = serving(Desk([load_translator(translators()[kind])], "the cat => the dog"))
+def test_cross_attention(browser: Browser, kind: str) -> None:
+    served = start_server(ViewerService([new_encoder_decoder(encoder_decoders()[kind])], "the cat => the dog"))
     browser.open(served.address)
     names = browser.run("return [...document.querySelectorAll('.heads .name')].map((e) => e.textContent)")
     last = len(browser.driver.find_elements("css selector", ".heads button")) - 1
     assert names[-1] == ("decoder layer 1 cross" if kind == "transformer" else "attention")
-    assert "cross" in browser.find(".frame + p").text or kind != "transformer"  # the alignment is what is shown first
+    assert "cross" in browser.find(".frame + p").text or kind != "transformer"  # the page shows cross-attention first
     browser.run(f"document.querySelectorAll('.heads button')[{last}].click()")
     shaded = (
         "return [...document.querySelectorAll('[aria-label=\"Source tokens\"] > span')].some((e) => e.style.background)"
     )
     browser.until(shaded)
-    beside = "return [...document.querySelectorAll('.frame .BOX span')].map((e) => e.textContent).join(' ')"
-    assert browser.run(beside.replace("BOX", "rows")).startswith("<begin> the ␣ d")
-    assert browser.run(beside.replace("BOX", "columns")).replace(" ", "") == "thecat"
+    labels = "return [...document.querySelectorAll('.frame .BOX span')].map((e) => e.textContent).join(' ')"
+    assert browser.run(labels.replace("BOX", "rows")).startswith("<begin> the ␣ d")
+    assert browser.run(labels.replace("BOX", "columns")).replace(" ", "") == "thecat"
     assert browser.violations() == []
     assert browser.errors() == []
-    browser.picture(f"alignment, {kind}")
+    browser.screenshot(f"alignment, {kind}")
     served.shutdown()
     served.server_close()
 
 
-def test_tokens_stand_beside_a_map_where_there_is_room(browser: Browser, server: LookServer) -> None:
-    for text, size, wanted in (("the dog", DESKTOP, True), ("the cat " * 3, PHONE, True), ("z" * 38, PHONE, False)):
+def test_map_has_token_labels_if_there_is_room(browser: Browser, server: LookServer) -> None:
+    for text, size, expected in (("the dog", DESKTOP, True), ("the cat " * 3, PHONE, True), ("z" * 38, PHONE, False)):
         browser.open(server.address, size)
         browser.run("document.getElementById('text').value = arguments[0]", text)
-        browser.find("#read").click()
+        browser.find("#run").click()
         browser.until(
             f"return document.querySelector('.tokens[role=listbox]').textContent.includes({text.strip()[-4:]!r})"
         )
         browser.until("return document.getElementById('status').textContent.startsWith('Loss')")
         for box in ("rows", "columns"):
-            assert browser.find(f".frame .{box}").is_displayed() == wanted, (text, box)
+            assert browser.find(f".frame .{box}").is_displayed() == expected, (text, box)
         height = browser.run("const c = document.querySelector('canvas.map'); return c.clientWidth - c.clientHeight")
         assert abs(height) <= 2
         assert browser.fits()
     assert browser.errors() == []
 
 
-def test_the_model_goes_while_the_page_is_open(browser: Browser, tmp_path: Path) -> None:
+def test_the_server_stops_while_the_page_is_open(browser: Browser, tmp_path: Path) -> None:
     checkpoint = tmp_path / "best.safetensors"
-    save_checkpoint(checkpoint, load_inspectable().model, TOKENISER)
+    save_checkpoint(checkpoint, new_inspectable().model, TOKENISER)
     words = [sys.executable, "-m", "tricycle", "look", str(checkpoint), TEXT, "--no-browser"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as program:
         try:
@@ -264,9 +267,9 @@ def test_the_model_goes_while_the_page_is_open(browser: Browser, tmp_path: Path)
             browser.until("return document.querySelectorAll('.heads button[title*=entropy]').length === 6")
         finally:
             program.kill()
-    browser.find("#read").click()
-    assert "The model is gone" in browser.until(TROUBLE)
-    assert len(browser.driver.find_elements("css selector", "[role=option]")) > 5  # what is there stays
+    browser.find("#run").click()
+    assert "The server does not respond" in browser.until(TROUBLE)
+    assert len(browser.driver.find_elements("css selector", "[role=option]")) > 5  # the results remain
     assert browser.violations() == []
 
 
@@ -274,54 +277,54 @@ def test_the_model_goes_while_the_page_is_open(browser: Browser, tmp_path: Path)
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("graph") / "graph.html"
-    write_page(path, page("graph", "Gradients of attention", graph_named("attention")))
+    write_page(path, render_page("graph", "Gradients of attention", build_graph_from_spec("attention")))
     return path.as_uri()
 
 
-@each_look
-def test_a_graph_is_for_everybody(browser: Browser, graph: str, way: str) -> None:
-    browser.open(graph, *LOOKS[way])
+@each_display
+def test_graph_is_accessible(browser: Browser, graph: str, display: str) -> None:
+    browser.open(graph, *DISPLAYS[display])
     assert browser.errors() == []
     assert browser.run("return performance.getEntriesByType('resource').length") == 0
     assert browser.fits()
     for _ in range(3):
-        browser.find("#on").click()
+        browser.find("#next").click()
     assert browser.violations() == []
-    browser.picture(f"graph, {way}")
+    browser.screenshot(f"graph, {display}")
 
 
-def test_steps_forward_and_back(browser: Browser, graph: str) -> None:
+def test_steps_of_the_backward_pass(browser: Browser, graph: str) -> None:
     from selenium.webdriver.common.keys import Keys
 
     browser.open(graph)
     grads = "return [...document.querySelectorAll('svg .grad')].filter((e) => e.textContent).length"
     assert browser.run(grads) == 0
-    assert not browser.find("#back").is_enabled()
+    assert not browser.find("#previous").is_enabled()
     counts = []
     for _ in range(7):
-        browser.find("#on").click()
+        browser.find("#next").click()
         counts.append(browser.run(grads))
     assert counts == sorted(counts)
     assert counts[0] == 1
     assert counts[-1] == 9
-    assert browser.run(STATUS) == "All gradients have arrived."
-    assert not browser.find("#on").is_enabled()
-    browser.find("#back").click()
+    assert browser.run(STATUS) == "Backward pass: all gradients are computed."
+    assert not browser.find("#next").is_enabled()
+    browser.find("#previous").click()
     assert "Step 6 of 6" in browser.run(STATUS)
     browser.find("#first").click()
     assert browser.run(grads) == 0
     browser.run("document.querySelector('svg [role=button]').focus()")
     browser.press(Keys.ENTER)
-    assert "an input" in browser.find("#node").text
+    assert "input, requires a gradient" in browser.find("#node").text
     browser.press("n", "n", "n")
     assert "softmax" in browser.find("#node").text
     assert "tricycle/functions.py:" in browser.find("#node").text
     assert browser.errors() == []
 
 
-# -------------------------------------------------------------------- a softmax beside others
-@each_look
-def test_a_comparison_is_for_everybody(browser: Browser, tmp_path: Path, way: str) -> None:
+# -------------------------------------------------------------------- softmax comparison
+@each_display
+def test_softmax_comparison_is_accessible(browser: Browser, tmp_path: Path, display: str) -> None:
     runs = [[[3.0, 2.5, 2.25], [3.1, 2.6, 2.4]], [[3.0, 2.4, 2.2], [3.2, 2.7, 2.3]]]
     rows = [
         {"name": name, "losses": losses, "mean": losses[0][-1], "spread": 0.1, "ms": 20.5}
@@ -330,19 +333,19 @@ def test_a_comparison_is_for_everybody(browser: Browser, tmp_path: Path, way: st
     about = {"own": "Mine", "file": "mine.py", "source": "class Mine(RowSoftmax):\n    …", "seeds": 2, "minutes": 1.5}
     data = {**about, "shape": "2 layers", "steps": [1, 2, 3], "softmaxes": rows}
     path = tmp_path / "softmax.html"
-    write_page(path, page("bench", "Mine", data))
-    browser.open(path.as_uri(), *LOOKS[way])
+    write_page(path, render_page("bench", "Mine", data))
+    browser.open(path.as_uri(), *DISPLAYS[display])
     assert browser.errors() == []
     assert browser.fits()
     assert browser.violations() == []
     assert len(browser.driver.find_elements("css selector", "polyline")) == 4
     assert "-0.05" in browser.find("#table").text
-    browser.picture(f"bench, {way}")
+    browser.screenshot(f"bench, {display}")
 
 
 @pytest.mark.slow
 def test_the_benchmark_prints_its_table(browser: Browser, tmp_path: Path) -> None:
-    model = load_inspectable(replace(CONFIG, context_window=600)).model
+    model = new_inspectable(replace(CONFIG, context_window=600)).model
     save_checkpoint(tmp_path / "best.safetensors", model, TOKENISER)
     words = ["-m", "benchmarks.look", str(tmp_path / "best.safetensors"), "--tokens", "60", "--times", "2"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100)
@@ -351,53 +354,55 @@ def test_the_benchmark_prints_its_table(browser: Browser, tmp_path: Path) -> Non
     assert "to the first view" in done.stdout
 
 
-# -------------------------------------------------------------------- other people's model, and pictures for the docs
+# -------------------------------------------------------------------- pretrained models, screenshots
 SENTENCE = "The keys to the old cabinet in the kitchen were on the table, because the cook had left"
 
 
 @pytest.mark.slow
-def test_smollm2_with_pictures(browser: Browser) -> None:
+def test_smollm2_with_screenshots(browser: Browser) -> None:
     pytest.importorskip("gguf")
     path = str(smollm2_file())
-    subject = look.load_inspectable(look.Arguments(path), path)
-    subject.title = "smollm2"
-    served = serving(Desk([subject], SENTENCE))
+    model = look.load_inspectable(look.Arguments(path), path)
+    model.title = "smollm2"
+    served = start_server(ViewerService([model], SENTENCE))
     browser.open(served.address, (1440, 900))
     browser.until("return document.querySelectorAll('.heads button[title*=entropy]').length === 270", 120)
     assert browser.run("return document.querySelectorAll('[role=option]').length") == 19
     browser.run("document.querySelectorAll('[role=option]')[9].click()")
     browser.run("document.querySelectorAll('.heads button')[8 * 9 + 4].click()")
     browser.until("return document.querySelector('.frame + p').textContent.includes('layer 8, head 4')")
-    lens = "[aria-label='Logit lens of the chosen token']"
+    lens = "[aria-label='Logit lens of the selected token']"
     browser.until(f'return document.querySelectorAll("{lens} tbody tr").length === 31')
-    browser.picture("look", 960)
+    browser.screenshot("look", 960)
     browser.run("document.querySelector('fieldset input[type=checkbox]').click()")
-    changed(browser)
+    wait_for_interventions(browser)
     browser.open(served.address, PHONE, dark=True)
     assert browser.fits()
     browser.until("return document.querySelectorAll('.heads button[title*=entropy]').length === 270", 120)
-    browser.picture("look-phone", 1250)
+    browser.screenshot("look-phone", 1250)
     assert browser.errors() == []
     served.shutdown()
     served.server_close()
 
 
 @pytest.mark.slow
-def test_a_translator_with_a_picture(browser: Browser) -> None:
-    """Of TRICYCLE_TRANSLATOR, or what `python -m experiments.translation --model transformer` left."""
+def test_translator_with_a_screenshot(browser: Browser) -> None:
+    """Use TRICYCLE_TRANSLATOR, or the result of `python -m experiments.translation --model transformer`."""
     paths = find_translators(os.environ.get("TRICYCLE_TRANSLATOR", "runs/translation"))
     if not paths:
         pytest.skip("no translator has been trained here")
-    served = serving(Desk([saved_translator(paths[0])], "A little girl in a red dress is playing with a dog."))
+    served = start_server(
+        ViewerService([load_inspectable_translator(paths[0])], "A little girl in a red dress is playing with a dog.")
+    )
     browser.open(served.address, (1440, 900))
     browser.until("return document.querySelectorAll('.heads button:not([title*=entropy])').length === 0", 60)
     browser.find(".heads button[title^='decoder layer 1 cross, head 3']").click()
     browser.until("return document.querySelector('.frame + p').textContent.includes('layer 1 cross, head 3')")
     browser.run("document.querySelectorAll('.tokens[role=listbox] [role=option]')[5].click()")
-    browser.until("return document.querySelectorAll('[aria-label=\"What may come next\"] button').length")
+    browser.until("return document.querySelectorAll('[aria-label=\"Next-token predictions\"] button').length")
     assert browser.find(".frame .columns").text.split()[:3] == ["A", "little", "girl"]
     assert browser.violations() == []
-    browser.picture("look-alignment", 1000)
+    browser.screenshot("look-alignment", 1000)
     assert browser.errors() == []
     served.shutdown()
     served.server_close()

@@ -1,4 +1,4 @@
-"""The page that compares runs: what it says is what the folders hold, whatever state they are in."""
+"""The run comparison page: its data matches the run folders, also damaged and incomplete ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tricycle.configs import DebugConfig
 from tricycle.training_state import new_state
 from tricycle_cli import compare, look
 from tricycle_cli.compare import Runs, are_runs, read_run, short_names
-from tricycle_lab.look.runs import MOST_POINTS, RunRead, comparison, differences
+from tricycle_lab.look.runs import MAX_POINTS, RunData, compare_runs, config_differences
 
 
 def write_run(folder: Path, n_steps: int = 40, finished: bool = True, seed: int = 0, **changes: Any) -> Path:
-    """A run folder as training leaves it, without a training."""
+    """Write a run folder as a training run would, without training."""
     config = DebugConfig(steps=40, eval_interval=10, seed=seed, **changes)
     folder.mkdir(parents=True)
     tokens = config.batch_size * config.context_window * config.accumulation_steps
@@ -45,36 +45,36 @@ def two(tmp_path: Path) -> list[Path]:
     return [write_run(tmp_path / "a"), write_run(tmp_path / "b", 25, False, 1, n_layers=3, max_learning_rate=0.01)]
 
 
-def data_of(folders: list[Path]) -> dict[str, Any]:
+def compare_folders(folders: list[Path]) -> dict[str, Any]:
     names = short_names(folders)
-    return comparison([read_run(folder, name) for folder, name in zip(folders, names)])
+    return compare_runs([read_run(folder, name) for folder, name in zip(folders, names)])
 
 
-# -------------------------------------------------------------------- what it says
-def test_curves_figures_and_differences(two: list[Path]) -> None:
-    data = data_of(two)
+# -------------------------------------------------------------------- data of the page
+def test_curves_summary_and_differences(two: list[Path]) -> None:
+    data = compare_folders(two)
     a, b = data["runs"]
     assert (a["name"], b["name"]) == ("a", "b")
     assert a["training"]["step"] == list(range(1, 41))
-    assert a["training"]["seconds"] == [step / 2 for step in range(1, 41)]  # two updates a second
+    assert a["training"]["seconds"] == [step / 2 for step in range(1, 41)]  # two steps per second
     assert b["training"]["seconds"][2] == 1.0
-    assert a["held_out"]["step"] == [10, 20, 30, 40]
-    assert a["held_out"]["seconds"] == [5, 10, 15, 20]
-    assert a["bits"] == 0.5
-    assert a["figures"] == {
+    assert a["heldOut"]["step"] == [10, 20, 30, 40]
+    assert a["heldOut"]["seconds"] == [5, 10, 15, 20]
+    assert a["bitsPerNat"] == 0.5
+    assert a["summary"] == {
         "state": "finished",
-        "weights": None,
-        "tokens": 40 * a["tokens"],
+        "nParameters": None,
+        "tokens": 40 * a["tokensPerStep"],
         "seconds": 20.0,
-        "speed": 2 * a["tokens"],
-        "best_step": a["figures"]["best_step"],
-        "best_loss": min(line["held_out_loss"] for line in lines_of(two[0]) if "held_out_loss" in line),
-        "best_bits": min(line["bits_per_byte"] for line in lines_of(two[0]) if "bits_per_byte" in line),
-        "final_loss": 2.5,
-        "final_bits": 1.25,
+        "tokensPerSecond": 2 * a["tokensPerStep"],
+        "bestStep": a["summary"]["bestStep"],
+        "bestLoss": min(line["held_out_loss"] for line in read_lines(two[0]) if "held_out_loss" in line),
+        "bestBitsPerByte": min(line["bits_per_byte"] for line in read_lines(two[0]) if "bits_per_byte" in line),
+        "finalLoss": 2.5,
+        "finalBitsPerByte": 1.25,
     }
-    assert b["figures"]["state"] == "step 25 of 40"
-    assert b["figures"]["final_loss"] is None
+    assert b["summary"]["state"] == "step 25 of 40"
+    assert b["summary"]["finalLoss"] is None
     assert {row["field"]: row["values"] for row in data["differences"]} == {
         "n_layers": ["2", "3"],
         "max_learning_rate": [f"{DebugConfig().max_learning_rate:g}", "0.01"],
@@ -90,14 +90,14 @@ def test_curves_figures_and_differences(two: list[Path]) -> None:
     assert a["samples"][0]["text"] == "def f(x):\n    return <b>10</b>"
 
 
-def lines_of(folder: Path) -> list[dict[str, Any]]:
+def read_lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_real_runs(tmp_path: Path) -> None:
-    """What training writes is what is read."""
+    """Compare run folders that training wrote."""
     folders = []
-    for name, step in (("whole", 20), ("half", 9)):
+    for name, step in (("complete", 20), ("partial", 9)):
         state, run = new_state(CONFIG, TOKENS), new_run(tmp_path / name)
         run.stop = stop_at(state, step)
         train(state, run)
@@ -105,12 +105,12 @@ def test_real_runs(tmp_path: Path) -> None:
         (run.folder / "data.json").write_text(json.dumps({"data": "text", "files": []}))
         TOKENISER.save(run.folder / "tokeniser.json")
         folders.append(run.folder)
-    whole, half = data_of(folders)["runs"]
-    assert whole["training"]["step"] == list(range(1, 21))
-    assert half["training"]["step"] == list(range(1, 10))
-    assert whole["training"]["loss"][:9] == half["training"]["loss"]
-    assert whole["figures"]["weights"] == half["figures"]["weights"] == state.model.n_parameters
-    assert whole["training"]["seconds"][-1] > 0
+    complete, partial = compare_folders(folders)["runs"]
+    assert complete["training"]["step"] == list(range(1, 21))
+    assert partial["training"]["step"] == list(range(1, 10))
+    assert complete["training"]["loss"][:9] == partial["training"]["loss"]
+    assert complete["summary"]["nParameters"] == partial["summary"]["nParameters"] == state.model.n_parameters
+    assert complete["training"]["seconds"][-1] > 0
 
 
 def test_damaged_lines_are_skipped_and_reported(two: list[Path]) -> None:
@@ -122,20 +122,20 @@ def test_damaged_lines_are_skipped_and_reported(two: list[Path]) -> None:
     path.write_text("\n".join(lines) + '\n{"step": 41, "lo')
     (two[1] / "samples.txt").write_bytes(b"\xff\xfe--- sample\n\xff")
     (two[1] / "data.json").write_text("{")
-    data = data_of(two)
-    assert data["notes"][-1] == "a: 4 damaged lines of metrics.jsonl were left out."
+    data = compare_folders(two)
+    assert data["notes"][-1] == "a: 4 damaged lines were skipped in metrics.jsonl."
     assert 4 not in data["runs"][0]["training"]["step"]
-    assert data["runs"][0]["training"]["seconds"][-1] == 20.0  # time goes on over gaps
+    assert data["runs"][0]["training"]["seconds"][-1] == 20.0  # skipped lines do not change the time
     json.dumps(data, allow_nan=False)
 
 
 def test_runs_with_missing_files(two: list[Path]) -> None:
     for name in ("metrics.jsonl", "samples.txt", "tokeniser.json"):
         (two[0] / name).unlink()
-    data = data_of(two)
-    assert "a: no update has been recorded." in data["notes"]
+    data = compare_folders(two)
+    assert "a: no training loss is recorded." in data["notes"]
     assert data["runs"][0]["training"]["step"] == []
-    assert data["runs"][0]["figures"]["state"] == "step 0 of 40"
+    assert data["runs"][0]["summary"]["state"] == "step 0 of 40"
     assert data["runs"][0]["samples"] == []
     assert data["unit"] == "nats"
     assert Runs(two).page()
@@ -144,44 +144,44 @@ def test_runs_with_missing_files(two: list[Path]) -> None:
 def test_different_vocabularies_and_texts_are_reported(two: list[Path]) -> None:
     (two[1] / "tokeniser.json").write_text("another")
     (two[1] / "data.json").write_text(json.dumps({"data": "text", "files": [], "corpus": "other"}))
-    notes = data_of(two)["notes"]
-    assert "bits a byte do" in notes[0]
-    assert "different texts" in notes[1]
+    notes = compare_folders(two)["notes"]
+    assert "bits/byte" in notes[0]
+    assert "different training and held-out texts" in notes[1]
 
 
-def test_a_fine_tuning_is_shown_over_steps(two: list[Path]) -> None:
+def test_fine_tuning_runs_have_no_time_axis(two: list[Path]) -> None:
     flags = {"rank": 8, "method": "lora"}
     (two[1] / "data.json").write_text(json.dumps({"data": [], "corpus": "abc", "arguments": flags}))
-    data = data_of(two)
+    data = compare_folders(two)
     assert data["runs"][1]["training"]["seconds"] == []
-    assert data["runs"][1]["figures"]["seconds"] is None
+    assert data["runs"][1]["summary"]["seconds"] is None
     assert ["", "8"] in [row["values"] for row in data["differences"] if row["field"] == "rank"]
-    assert "over steps alone" in data["notes"][-1]
+    assert "x-axis steps" in data["notes"][-1]
 
 
-def test_losses_that_are_not_finite_are_left_out(two: list[Path]) -> None:
+def test_nonfinite_losses_are_skipped(two: list[Path]) -> None:
     with (two[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "not_finite": "the loss is nan", "on_nan": "skip"}\n')
         file.write('{"step": 42, "loss": NaN, "tokens_per_second": 0}\n{"step": 43, "held_out_loss": Infinity}\n')
-    json.dumps(data_of(two), allow_nan=False)
+    json.dumps(compare_folders(two), allow_nan=False)
 
 
-def test_long_runs_are_thinned() -> None:
+def test_long_curves_are_downsampled() -> None:
     lines = [{"step": step, "loss": float(step % 2), "tokens_per_second": 10.0} for step in range(1, 10_001)]
-    curve = comparison([RunRead("a", {}, lines, tokens=10)])["runs"][0]["training"]
-    assert len(curve["step"]) <= MOST_POINTS
+    curve = compare_runs([RunData("a", {}, lines, tokens_per_step=10)])["runs"][0]["training"]
+    assert len(curve["step"]) <= MAX_POINTS
     assert curve["step"][-1] == 10_000
     assert curve["seconds"][-1] == 10_000
     assert abs(np.mean(curve["loss"]) - 0.5) < 0.1
 
 
 def test_differences_of_configs() -> None:
-    found = differences([{"a": 1, "b": 0.1, "c": "x"}, {"a": 1, "b": 0.1 + 1e-12, "d": True}])
+    found = config_differences([{"a": 1, "b": 0.1, "c": "x"}, {"a": 1, "b": 0.1 + 1e-12, "d": True}])
     assert found == [{"field": "c", "values": ["x", ""]}, {"field": "d", "values": ["", "True"]}]
 
 
 # -------------------------------------------------------------------- the command
-def test_which_words_are_runs(two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_arguments_are_run_folders(two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert are_runs(["a", "b"])
     assert are_runs(["a", "--out", "x.html", "b", "--no-browser"])
@@ -199,7 +199,7 @@ def test_which_words_are_runs(two: list[Path], tmp_path: Path, monkeypatch: pyte
         are_runs(["a", "b", "c"])
 
 
-def test_names_differ(tmp_path: Path) -> None:
+def test_short_names_are_unique(tmp_path: Path) -> None:
     assert short_names([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
     assert short_names([tmp_path / "run", tmp_path / "other"]) == ["run", "other"]
     assert short_names([tmp_path / "run", tmp_path / "run"])[1].endswith("(2)")
@@ -209,12 +209,12 @@ def test_the_command_writes_a_file(two: list[Path], tmp_path: Path, capsys: pyte
     out = tmp_path / "runs.html"
     look.main([str(two[0]), str(two[1]), "--out", str(out)])
     page = out.read_text(encoding="utf-8")
-    assert "<b>10</b>" not in page  # nothing of a sample is markup
+    assert "<b>10</b>" not in page  # samples are escaped
     assert "runs.html" in capsys.readouterr().out
     assert "connect-src" not in page
 
 
-def test_a_served_page_is_as_new_as_the_folders(two: list[Path]) -> None:
+def test_a_served_page_is_rendered_from_the_current_files(two: list[Path]) -> None:
     runs = Runs(two)
     before = runs.page()
     with (two[1] / "metrics.jsonl").open("a") as file:
@@ -222,7 +222,7 @@ def test_a_served_page_is_as_new_as_the_folders(two: list[Path]) -> None:
     assert runs.page() != before
 
 
-def test_what_is_refused(two: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_folders(two: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "MAX_RUNS", 1)
     with pytest.raises(ValueError, match="expected at most 1 run folders, got 2"):
         Runs(two)

@@ -1,6 +1,6 @@
-"""The page that compares runs, in a real browser: without a network, by keyboard, on a phone, light and dark.
+"""The run comparison page in a browser: without network, by keyboard, on a phone, in light and dark mode.
 
-With TRICYCLE_SCREENSHOTS=FOLDER the tests leave pictures there; that in docs/ is of real runs.
+With TRICYCLE_SCREENSHOTS=FOLDER the tests write screenshots. docs/look-runs.png shows real runs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from browser import LOOKS, Browser, each_look
+from browser import DISPLAYS, Browser, each_display
 from test_look_runs import write_run
 
 from tricycle_cli.compare import Runs
@@ -19,8 +19,8 @@ from tricycle_lab.look.server import LookServer
 pytestmark = pytest.mark.nightly
 
 PATHS = "return document.querySelectorAll('#chart path').length"
-READ = "return document.getElementById('readout').innerText"
-AT = "return document.getElementById('at').textContent"
+READOUT = "return document.getElementById('readout').innerText"
+CURSOR = "return document.getElementById('cursor-value').textContent"
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +40,14 @@ def file(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
     return path.as_uri()
 
 
-@each_look
-def test_it_is_for_everybody(browser: Browser, file: str, way: str) -> None:
-    browser.open(file, *LOOKS[way])
+@each_display
+def test_accessibility_on_each_display(browser: Browser, file: str, display: str) -> None:
+    browser.open(file, *DISPLAYS[display])
     assert browser.errors() == []
     assert browser.run("return performance.getEntriesByType('resource').length") == 0
     assert browser.fits()
     assert browser.violations() == []
-    browser.picture(f"runs, {way}", 1500 if "phone" not in way else 2300)
+    browser.screenshot(f"runs, {display}", 1500 if "phone" not in display else 2300)
 
 
 def test_a_narrow_window(browser: Browser, file: str) -> None:
@@ -55,14 +55,14 @@ def test_a_narrow_window(browser: Browser, file: str) -> None:
     assert browser.fits()
 
 
-def test_what_it_shows(browser: Browser, file: str) -> None:
+def test_content(browser: Browser, file: str) -> None:
     browser.open(file)
     notes = browser.find("#notes").text
-    assert "bits a byte do" in notes
-    assert "a damaged line of metrics.jsonl was left out" in notes
+    assert "bits/byte" in notes
+    assert "1 damaged line was skipped in metrics.jsonl" in notes
     assert browser.run("return document.querySelector('input[value=bits]').checked")
-    assert browser.run(PATHS) == 9  # of each run: as it was, smoothed, held out
-    assert "step 25 of 40" in browser.find("#figures").text
+    assert browser.run(PATHS) == 9  # of each run: training loss, smoothed training loss, held-out loss
+    assert "step 25 of 40" in browser.find("#summary").text
     differences = browser.find("#differences").text
     assert "n_layers" in differences
     assert "batch_size" not in differences
@@ -74,15 +74,15 @@ def test_what_it_shows(browser: Browser, file: str) -> None:
 def test_axes_units_and_smoothing(browser: Browser, file: str) -> None:
     browser.open(file)
     assert browser.run("return document.getElementById('smoothing').value") == "0.5"  # the runs are short
-    whole = browser.run(READ)
+    readout = browser.run(READOUT)
     browser.find("input[value=seconds]").click()
-    assert browser.run(AT) == "20 s"
+    assert browser.run(CURSOR) == "20 s"
     browser.find("input[value=tokens]").click()
-    assert browser.run(AT).startswith("token ")
+    assert browser.run(CURSOR).startswith("token ")
     browser.find("input[value=step]").click()
-    assert browser.run(AT) == "step 40"
+    assert browser.run(CURSOR) == "step 40"
     browser.find("input[value=nats]").click()
-    assert browser.run(READ) != whole
+    assert browser.run(READOUT) != readout
     first = browser.run("return document.querySelector('#chart path').getAttribute('d')")
     for selector in ("#log-x", "#log-y"):
         browser.find(selector).click()
@@ -91,45 +91,45 @@ def test_axes_units_and_smoothing(browser: Browser, file: str) -> None:
     browser.run("const s = document.getElementById('smoothing'); s.value = 0; s.oninput()")
     assert browser.run(PATHS) == 6
     browser.find("#training").click()
-    browser.find("#held_out").click()
+    browser.find("#heldOut").click()
     assert browser.run(PATHS) == 0
-    assert "nothing to draw" in browser.find("#trouble").text
+    assert "No data" in browser.find("#trouble").text
     assert browser.violations() == []
     browser.find("#training").click()
     assert browser.run(PATHS) == 3
-    browser.find("#figures input").click()
+    browser.find("#summary input").click()
     assert browser.run(PATHS) == 2
     assert browser.errors() == []
 
 
-def test_reading_by_keyboard_and_by_pointer(browser: Browser, file: str) -> None:
+def test_cursor_by_keyboard_and_pointer(browser: Browser, file: str) -> None:
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.keys import Keys
 
     browser.open(file)
-    assert browser.run(AT) == "step 40"
-    browser.run("document.getElementById('place').focus()")
+    assert browser.run(CURSOR) == "step 40"
+    browser.run("document.getElementById('cursor').focus()")
     browser.press(Keys.HOME)
-    assert browser.run(AT) == "step 0"
-    before = browser.run(READ)
+    assert browser.run(CURSOR) == "step 0"
+    before = browser.run(READOUT)
     browser.press(*[Keys.PAGE_UP] * 5)
-    assert browser.run(AT) != "step 0"
-    assert browser.run(READ) != before
+    assert browser.run(CURSOR) != "step 0"
+    assert browser.run(READOUT) != before
     ActionChains(browser.driver).move_to_element(browser.find("#chart svg")).perform()
-    assert 15 < int(browser.run(AT).split()[1]) < 25
-    steps = "return [...document.querySelectorAll('#controls input')].every((e) => e.tabIndex === 0)"
-    assert browser.run(steps)
+    assert 15 < int(browser.run(CURSOR).split()[1]) < 25
+    in_tab_order = "return [...document.querySelectorAll('#controls input')].every((e) => e.tabIndex === 0)"
+    assert browser.run(in_tab_order)
 
 
-def test_a_served_page_grows_with_its_runs(browser: Browser, folders: list[Path]) -> None:
+def test_a_reload_shows_new_metrics(browser: Browser, folders: list[Path]) -> None:
     server = LookServer(Runs(folders))
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     browser.open(server.address)
-    assert "step 25 of 40" in browser.find("#figures").text
+    assert "step 25 of 40" in browser.find("#summary").text
     with (folders[1] / "metrics.jsonl").open("a") as file:
         file.write('\n{"step": 26, "loss": 2.5, "tokens_per_second": 1000}\n')
     browser.open(server.address)
-    assert "step 26 of 40" in browser.find("#figures").text
+    assert "step 26 of 40" in browser.find("#summary").text
     assert browser.errors() == []
     server.shutdown()
     server.server_close()

@@ -13,7 +13,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from browser import LOOKS, each_look
+from browser import DISPLAYS, each_display
 from serving import Alone, serving, until
 from tiny_models import smollm2_file, write_folder
 
@@ -54,17 +54,17 @@ def say(browser, text: str) -> None:
     browser.until(DONE)
 
 
-@each_look
-def test_the_page_is_for_everybody(browser, running, way):
-    browser.open(running.url, *LOOKS[way])
+@each_display
+def test_the_page_is_for_everybody(browser, running, display):
+    browser.open(running.url, *DISPLAYS[display])
     assert browser.run(FOCUS) == "said"
     assert browser.violations() == []
     say(browser, "the quick brown fox")
     assert browser.run(STATE) == "Answer complete"
     assert browser.errors() == [] and browser.fits() and browser.violations() == []
     background = browser.run("return getComputedStyle(document.body).backgroundColor")
-    assert (background == "rgb(25, 26, 28)") == LOOKS[way][1]
-    browser.picture(f"serve, {way}")
+    assert (background == "rgb(25, 26, 28)") == DISPLAYS[display][1]
+    browser.screenshot(f"serve, {display}")
     browser.run("document.getElementById('settings').open = true")
     assert browser.fits() and browser.violations() == []
     origins = browser.run("return performance.getEntriesByType('resource').map((one) => new URL(one.name).origin)")
@@ -180,4 +180,4 @@ def test_the_picture_of_the_docs(browser):
             browser.press("\ue007")
             browser.until(DONE, 100)
         assert "Paris" in browser.run(TEXTS)[1]
-        browser.picture("serving")
+        browser.screenshot("serving")

@@ -27,8 +27,8 @@ from tricycle.softmaxes import SOFTMAXES
 from tricycle.tokeniser import BPETokeniser
 from tricycle.training import supervised_loss, train_on_batch
 from tricycle_cli.flags import parse
-from tricycle_lab.look.functions import module_of
-from tricycle_lab.look.page import page, write_page
+from tricycle_lab.look.graph_functions import load_module
+from tricycle_lab.look.page import render_page, write_page
 
 N_BYTES = 600_000  # of training text
 SHAPE = ModelConfig(vocab_size=512, context_window=64, embedding_dim=64, n_heads=4, n_layers=2)
@@ -94,7 +94,7 @@ def main(args: Sequence[str] | None = None) -> None:
         "softmaxes": rows,
         "minutes": round((time.perf_counter() - started) / 60, 1),
     }
-    write_page(arguments.out, page("bench", f"{own} and built-in softmaxes", result))
+    write_page(arguments.out, render_page("bench", f"{own} and built-in softmaxes", result))
     for row in rows:
         print(f"{row['name']:<12}{row['mean']:.4f} ± {row['spread']:.4f} nats/token, {row['ms']:.1f} ms/step")
     print(f"page: {arguments.out}")
@@ -109,7 +109,7 @@ def register_softmax(path: Path) -> Iterator[str]:
     """
     before = dict(SOFTMAXES)
     try:
-        module = module_of(path)
+        module = load_module(path)
         added = [name for name in SOFTMAXES if name not in before]
         if not added:
             kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, RowSoftmax)]

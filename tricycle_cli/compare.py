@@ -16,9 +16,9 @@ from tricycle.system.files import read_file, read_json_object
 from tricycle.system.safetensors_file import read_header
 from tricycle_cli.run import read_metrics
 from tricycle_cli.task import present_flags
-from tricycle_lab.look.page import page
-from tricycle_lab.look.runs import RunRead, comparison, digest
-from tricycle_lab.look.server import Picture
+from tricycle_lab.look.page import render_page
+from tricycle_lab.look.runs import RunData, compare_runs, short_hash
+from tricycle_lab.look.server import StaticPage
 
 T = TypeVar("T")
 MAX_RUNS = 30
@@ -69,7 +69,7 @@ def is_run(folder: Path) -> bool:
     return read_or_default(lambda: (folder / "config.json").is_file() and (folder / "data.json").is_file(), False)
 
 
-class Runs(Picture):
+class Runs(StaticPage):
     """The comparison page of several runs, rendered again from the folders for each request."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -86,7 +86,7 @@ class Runs(Picture):
         """
         names = short_names(self.folders)
         read = [read_run(folder, name) for folder, name in zip(self.folders, names)]
-        return page("runs", f"{len(read)} runs", comparison(read))
+        return render_page("runs", f"{len(read)} runs", compare_runs(read))
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -99,7 +99,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return [f"{name} ({i})" for i, name in enumerate(names, 1)]  # the same folder twice
 
 
-def read_run(folder: Path, name: str) -> RunRead:
+def read_run(folder: Path, name: str) -> RunData:
     """Read the settings, metrics and samples of a run folder, in which files other than config.json may be missing.
 
     Raises:
@@ -109,15 +109,17 @@ def read_run(folder: Path, name: str) -> RunRead:
     data: dict[str, Any] = read_or_default(lambda: read_json_object(folder / "data.json"), {})
     is_finetuning = "arguments" in data  # its rows have different lengths
     metrics = read_metrics(folder / "metrics.jsonl")
-    return RunRead(
+    return RunData(
         name,
         run_settings(config, data),
         metrics,
         n_damaged=count_lines(folder / "metrics.jsonl") - len(metrics),
-        n_weights=read_or_default(lambda: count_weights(folder / "last.safetensors"), 0),
-        tokeniser=read_or_default(lambda: digest(read_file(folder / "tokeniser.json", MAX_TOKENISER_BYTES)), ""),
-        text=str(data.get("corpus", "")),
-        tokens=0 if is_finetuning else config.batch_size * config.context_window * config.accumulation_steps,
+        n_parameters=read_or_default(lambda: count_weights(folder / "last.safetensors"), 0),
+        tokeniser_hash=read_or_default(
+            lambda: short_hash(read_file(folder / "tokeniser.json", MAX_TOKENISER_BYTES)), ""
+        ),
+        text_hash=str(data.get("corpus", "")),
+        tokens_per_step=0 if is_finetuning else config.batch_size * config.context_window * config.accumulation_steps,
         samples=read_or_default(lambda: read_samples(folder / "samples.txt"), []),
     )
 

@@ -23,10 +23,10 @@ from tricycle.sequences.translators import find_translators
 from tricycle_cli import compare
 from tricycle_cli.flags import parse
 from tricycle_cli.models import ModelFlags, load_file, load_model
-from tricycle_lab.look.changes import Changes
-from tricycle_lab.look.page import page, whole, write_page
-from tricycle_lab.look.server import Desk, LookServer, Picture
-from tricycle_lab.look.subjects import Stack, Subject, saved_translator
+from tricycle_lab.look.inspectable import InspectableModel, InspectableStack, load_inspectable_translator
+from tricycle_lab.look.interventions import Interventions
+from tricycle_lab.look.page import collect_static_data, render_page, write_page
+from tricycle_lab.look.server import LookServer, StaticPage, ViewerService
 
 EXAMPLE = "The cat sat on the mat, and the dog lay down beside it. When the cat got up, the dog"
 
@@ -68,26 +68,28 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     arguments = parse(Arguments, args=words, description=__doc__ or "")
     if arguments.graph:
-        from tricycle_lab.look.functions import graph_named
+        from tricycle_lab.look.graph_functions import build_graph_from_spec
 
-        graph = graph_named(arguments.source or "neuron", arguments.text or "")
-        content = page("graph", f"Gradients of {graph['title']}", graph)
-        present(Picture(content), lambda: content, arguments.out, arguments.port, arguments.browser)
+        graph = build_graph_from_spec(arguments.source or "neuron", arguments.text or "")
+        content = render_page("graph", f"Gradients of {graph['title']}", graph)
+        present(StaticPage(content), lambda: content, arguments.out, arguments.port, arguments.browser)
         return
     if not arguments.source:
         raise ValueError("expected a model to inspect, or --graph, got neither")
     text = EXAMPLE if arguments.text is None else arguments.text
-    subjects = [load_inspectable(arguments, arguments.source)]
+    models = [load_inspectable(arguments, arguments.source)]
     if arguments.compare_with is not None:
-        subjects.append(load_inspectable(arguments, arguments.compare_with, is_second=True))
-    show(subjects, text, arguments.out, arguments.port, arguments.browser)
+        models.append(load_inspectable(arguments, arguments.compare_with, is_second=True))
+    show(models, text, arguments.out, arguments.port, arguments.browser)
 
 
-def show(subjects: Sequence[Subject], text: str, out: Path | None = None, port: int = 0, browser: bool = True) -> None:
+def show(
+    models: Sequence[InspectableModel], text: str, out: Path | None = None, port: int = 0, browser: bool = True
+) -> None:
     """Serve a page that inspects models, or write the page to the file `out`.
 
     Args:
-        subjects: one model, or two for a comparison.
+        models: one model, or two for a comparison.
         text: the input text.
         out: the HTML file; None serves the page.
         port: the port on this machine; 0 for any free port.
@@ -96,12 +98,12 @@ def show(subjects: Sequence[Subject], text: str, out: Path | None = None, port: 
     Raises:
         ValueError: the text cannot be encoded, or the port is not available.
     """
-    for subject in subjects:  # an invalid text is an error of the command, not of the page
-        subject.ids_of(text)
-    present(Desk(subjects, text), lambda: standalone_page(subjects, text), out, port, browser)
+    for model in models:  # an invalid text is an error of the command, not of the page
+        model.encode_input(text)
+    present(ViewerService(models, text), lambda: standalone_page(models, text), out, port, browser)
 
 
-def load_inspectable(arguments: Arguments, source: str, is_second: bool = False) -> Subject:
+def load_inspectable(arguments: Arguments, source: str, is_second: bool = False) -> InspectableModel:
     """Load a model by path or name for the inspection page.
 
     Args:
@@ -120,10 +122,10 @@ def load_inspectable(arguments: Arguments, source: str, is_second: bool = False)
         raise ValueError(f"{source}: expected a model of text, got a {type(loaded.model).__name__}")
     if loaded.tokeniser is None:
         raise ValueError(f"{source}: expected a model with a tokenizer, got none: give one with --tokeniser")
-    return Stack(loaded.model, loaded.tokeniser, Path(source).name or source)
+    return InspectableStack(loaded.model, loaded.tokeniser, Path(source).name or source)
 
 
-def load_translator(paths: Sequence[Path], source: str, arguments: Arguments) -> Subject:
+def load_translator(paths: Sequence[Path], source: str, arguments: Arguments) -> InspectableModel:
     """Load an encoder-decoder from its file for the inspection page.
 
     Raises:
@@ -136,25 +138,28 @@ def load_translator(paths: Sequence[Path], source: str, arguments: Arguments) ->
     for name in ("softmax", "tokeniser", "adapter", "weights"):
         if given[name] != plain[name]:
             raise ValueError(f"--{name}: expected a decoder, got the encoder-decoder {paths[0]}")
-    return saved_translator(paths[0])
+    return load_inspectable_translator(paths[0])
 
 
-def standalone_page(subjects: Sequence[Subject], text: str) -> str:
+def standalone_page(models: Sequence[InspectableModel], text: str) -> str:
     """Return a self-contained HTML page with the data of all views, which needs no server."""
-    sides = [whole(subject, subject.read(subject.ids_of(text), Changes())) for subject in subjects]
-    data = {"served": False, "text": text, "sides": sides, "command": f"tricycle look {shlex.quote(subjects[0].title)}"}
-    return page("look", " and ".join(subject.title for subject in subjects), data)
+    views = [collect_static_data(model, model.run(model.encode_input(text), Interventions())) for model in models]
+    command = f"tricycle look {shlex.quote(models[0].title)}"
+    data = {"hasServer": False, "text": text, "models": views, "command": command}
+    return render_page("look", " and ".join(model.title for model in models), data)
 
 
-def present(desk: Desk | Picture, content: Callable[[], str], out: Path | None, port: int, browser: bool) -> None:
+def present(
+    service: ViewerService | StaticPage, content: Callable[[], str], out: Path | None, port: int, browser: bool
+) -> None:
     """Write the page to the file `out`; without a file serve the page on this machine until Ctrl-C."""
     if out is not None:
         write_page(out, content())
         print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
         return
-    server = LookServer(desk, port)
+    server = LookServer(service, port)
     print(f"{server.address}\nserved to this machine only; Ctrl-C stops the server", flush=True)
-    threading.Thread(target=desk.prepare, daemon=True).start()
+    threading.Thread(target=service.prepare, daemon=True).start()
     if browser and not webbrowser.open(server.address):
         print("no browser found: open the address by hand", file=sys.stderr)
     try:

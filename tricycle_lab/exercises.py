@@ -17,7 +17,7 @@ import numpy as np
 from tricycle.gradcheck import gradcheck
 from tricycle.tensor import Tensor, no_grad, record, to_tensor
 from tricycle_lab.exercise_sheet import EXERCISES, Exercise, Gradients
-from tricycle_lab.look.functions import module_of
+from tricycle_lab.look.graph_functions import load_module
 
 CORRECT, INCORRECT, NOT_IMPLEMENTED = "correct", "incorrect", "not implemented"
 FILE_HEADER = '''"""Exercises: write the gradients.
@@ -226,7 +226,7 @@ def main(args: list[str] | None = None) -> int:
             print(f"{arguments.file}: {len(EXERCISES)} exercises")
             return 0
         selected = [find_exercise(name) for name in arguments.only] if arguments.only else EXERCISES
-        answers = module_of(arguments.file)
+        answers = load_module(arguments.file)
     except (OSError, ValueError) as error:
         exists = isinstance(error, FileExistsError)
         message = f"{arguments.file}: expected a new file, got an existing one" if exists else error

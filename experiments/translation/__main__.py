@@ -40,7 +40,7 @@ from tricycle.sequences.translators import Vocabulary, load_translator
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.look import show
 from tricycle_datasets.multi30k import LANGUAGES, load_multi30k
-from tricycle_lab.look.subjects import saved_translator
+from tricycle_lab.look.inspectable import load_inspectable_translator
 
 QUICK = {"minutes": 0.4, "measurements": 2, "measured": 50, "tested": 100}
 NOT_OF_A_RUN = ("output", "translate", "look", "out")  # settings
@@ -82,7 +82,7 @@ def main() -> int:
         name = "transformer" if settings.model == "all" else settings.model
         path = path_of(settings, name, "safetensors")
         if settings.look:
-            show([saved_translator(path)], settings.look, settings.out)
+            show([load_inspectable_translator(path)], settings.look, settings.out)
             return 0
         model, vocabulary, _ = load_translator(path)
         how = settings.beam, settings.length_penalty

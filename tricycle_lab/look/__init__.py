@@ -1,1 +1,1 @@
-"""Pages to look inside with: what a model makes of a text, and how gradients go back through a graph."""
+"""HTML pages of `tricycle look` and `tricycle bench`: model viewer, run comparison, computation graph, softmaxes."""

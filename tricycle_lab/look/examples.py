@@ -1,4 +1,4 @@
-"""Small functions to see gradients go back through, each with values for its inputs."""
+"""Example functions for `tricycle look --graph`, with values of their inputs."""
 
 from __future__ import annotations
 
@@ -17,52 +17,58 @@ from tricycle.tensor import Tensor
 
 
 class Example(NamedTuple):
-    """A function of Tensors, and the values to call it with, by name."""
+    """A function of Tensors.
 
-    said: str
+    Attributes:
+        description: one sentence for the page.
+        function: the function.
+        values: the values of its inputs, by name.
+    """
+
+    description: str
     function: Callable[..., Tensor]
     values: dict[str, Any]
 
 
 def sums_and_products(a: Tensor, b: Tensor) -> Tensor:
-    """A value that is used twice gets the sum of two gradients."""
+    """Compute (a b + a) b; the gradient of a value that is used twice is the sum of two contributions."""
     return (a * b + a) * b
 
 
 def neuron(w: Tensor, x: Tensor, b: Tensor, y: Tensor) -> Tensor:
-    """One neuron and its squared error."""
+    """Compute the squared error of one neuron with tanh activation."""
     return (tanh((w * x).sum() + b) - y) ** 2
 
 
 def softmax_loss(scores: Tensor) -> Tensor:
-    """The loss of three scores, of which the last should win, by softmax and logarithm one after the other."""
+    """Compute the cross-entropy loss of three scores from softmax and logarithm; the label is the last class."""
     return -Softmax()(scores)[2].log()
 
 
 def cross_entropy(scores: Tensor) -> Tensor:
-    """The same as one operation."""
+    """Compute the cross-entropy loss of three scores as one operation; the label is the last class."""
     return CrossEntropy()(np.array([2]), scores)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention from plain operations: two queries, three keys."""
+    """Compute attention from elementary operations, with two queries and three keys."""
     weights = Softmax()(q @ k.transpose() * 2**-0.5)
     return (weights @ v).sum()
 
 
 def norm(x: Tensor) -> Tensor:
-    """An RMS norm from plain operations."""
+    """Compute an RMS norm from elementary operations."""
     return (x / ((x * x).mean() + 1e-5).sqrt()).max()
 
 
 def block(x: Tensor) -> Tensor:
-    """A whole block of a GPT on two tokens of four channels."""
+    """Compute a GPT block for two tokens with four channels."""
     config = ModelConfig(embedding_dim=4, n_heads=2, context_window=2, norm="rms_norm", bias=False, expansion_ratio=2)
     return TransformerBlock(config, generator=0)(x).sum()
 
 
 def norm_layer(x: Tensor) -> Tensor:
-    """The same as one operation, with a gain."""
+    """Compute an RMS norm with a gain as one operation."""
     return RMSNorm(4)(x).max()
 
 

@@ -1,4 +1,4 @@
-"""A graph of Tensors, its values, and the gradients as they arrive: what the page of `tricycle look --graph` shows."""
+"""Data of the page of `tricycle look --graph`: a computation graph, its values, and the steps of the backward pass."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import tricycle
 from tricycle.autograd import topological_order
 from tricycle.ops import Op
 from tricycle.tensor import Tensor, to_tensor
-from tricycle_lab.look.layout import place
+from tricycle_lab.look.layout import layout_graph
 
-MOST_NODES = 400
-MOST_LINES, MOST_SOURCES = 30, 5  # of the source of a gradient
+MAX_NODES = 400
+MAX_SOURCE_LINES, MAX_SOURCES = 30, 5  # of the source code of a gradient
 NUMBER = re.compile(r"-?\d+\.\d+(e[+-]?\d+)?")
-LETTER, LINE, PADDING = 7.4, 17.0, 9.0  # pixels
+CHARACTER_WIDTH, LINE_HEIGHT, PADDING = 7.4, 17.0, 9.0  # of the text in a node, in pixels
 ROOT = Path(tricycle.__file__).parent.parent
 
-# What operations give back, by the beginning of the name that they leave on their result. z is the result, g its
-# gradient; x and y are the inputs.
+# Forward and backward formulas of operations, by the start of the name that an operation gives its result. z is the
+# result, g its gradient; x and y are the inputs.
 FORMULAS = {
     "badd": "z = x + y;  dx = g,  dy = g",
     "bsub": "z = x - y;  dx = g,  dy = -g",
@@ -54,43 +54,47 @@ FORMULAS = {
     "mean": "z = Σ x / n;  every element gets g / n",
     "max": "z = max x;  the largest element gets g",
     "min": "z = min x;  the smallest element gets g",
-    "reshape": "the same numbers in another shape, and back",
-    "transpose": "axes change places, and back",
-    "getitem": "a part of x;  the rest of dx is 0",
-    "heads": "channels of some heads;  the rest of dx is 0",
-    "split": "a part of x;  the rest of dx is 0",
-    "concatenate": "side by side;  each gets its part of g",
-    "stack": "one on the other;  each gets its part of g",
+    "reshape": "another shape of x;  dx = g in the shape of x",
+    "transpose": "permuted axes;  dx = g with the inverse permutation",
+    "getitem": "a part of x;  dx = g in that part, else 0",
+    "heads": "channels of some heads;  dx = g in these channels, else 0",
+    "split": "a part of x;  dx = g in that part, else 0",
+    "concatenate": "joined along an axis;  each input gets its part of g",
+    "stack": "joined along a new axis;  each input gets its part of g",
     "matmul": "Z = X Y;  dX = G Yᵀ,  dY = Xᵀ G",
-    "einsum": "a sum of products;  its gradient is an einsum with the subscripts exchanged",
+    "einsum": "a sum of products;  the gradient is an einsum with exchanged subscripts",
     "dense": "Z = X W + b;  dX = G Wᵀ,  dW = Xᵀ G,  db = Σ G over rows",
     "linear": "Z = X W + b;  dX = G Wᵀ,  dW = Xᵀ G,  db = Σ G over rows",
-    "embedding": "rows of a table;  each row gets the sum of its gradients",
+    "embedding": "rows of a table;  each row gets the sum of the gradients of its uses",
     "softmax1": "z_i = e^x_i / (1 + Σ e^x_j);  dx = z (g - Σ g z)",
     "softmax": "z_i = e^x_i / Σ e^x_j;  dx = z (g - Σ g z)",
     "log_softmax": "z_i = x_i - ln Σ e^x_j;  dx = g - e^z Σ g",
-    "cross_entropy": "z = -ln softmax(x)[label], the mean;  dx = g (softmax(x) - 1[label]) / n",
+    "cross_entropy": "z = mean of -ln softmax(x)[label];  dx = g (softmax(x) - 1[label]) / n",
     "mean_squared_error": "z = mean (x - y)²;  dy = 2 g (y - x) / n",
     "layer_norm": "z = gain (x - mean) / √(variance + ε) + bias;  gradients through mean and variance too",
     "rms_norm": "z = gain x / √(mean x² + ε);  dx = (h - n Σ h n / C) / √(mean x² + ε) with h = g gain, n = z / gain",
     "attention": "Z = softmax(Q Kᵀ / √D) V;  dV = Wᵀ G,  and through the softmax to Q and K",
     "gelu": "z = x Φ(x);  dx = g (Φ(x) + x φ(x))",
     "swish": "z = x sigmoid(x);  dx = g (sigmoid(x) + z (1 - sigmoid(x)))",
-    "where": "x where the condition holds, else y;  g goes where z came from",
+    "where": "z = x where the condition holds, else y;  g goes to the selected input",
 }
-# Of `3 - x` and its kin, whose names end with the sign.
-NUMBER_FIRST = {"-": "z = c - x;  dx = -g", "/": "z = c / x;  dx = -g z / x", "**": "z = c^x;  dx = g z ln c"}
+# Formulas of operations with a number on the left, such as `3 - x`, whose names end with the operator.
+NUMBER_ON_THE_LEFT = {"-": "z = c - x;  dx = -g", "/": "z = c / x;  dx = -g z / x", "**": "z = c^x;  dx = g z ln c"}
 
 
-def graph_of(function: Callable[..., Any], values: Mapping[str, Any], title: str, said: str = "") -> dict[str, Any]:
-    """Call a function on values, and tell all about the graph behind its result.
+def build_graph(
+    function: Callable[..., Any], values: Mapping[str, Any], title: str, description: str = ""
+) -> dict[str, Any]:
+    """Call a function, and return the computation graph of its result as JSON data for the page.
 
     Args:
-        values: by the names of its arguments; numbers and lists.
-        title, said: what the page calls it, and a line about it.
+        function: a function of Tensors that returns a Tensor.
+        values: numbers and lists, by the names of the arguments.
+        title: the title of the page.
+        description: one sentence below the title.
 
     Raises:
-        ValueError: it gives no Tensor, or one without a gradient; or a graph of too many nodes.
+        ValueError: a result that is not a Tensor with a gradient, or a graph with too many nodes.
     """
     inputs = {name: to_tensor(value, name=name) for name, value in values.items()}
     result = function(**inputs)
@@ -98,180 +102,183 @@ def graph_of(function: Callable[..., Any], values: Mapping[str, Any], title: str
         raise ValueError(f"{title}: expected a Tensor as its result, got {type(result).__name__}")
     if not result.requires_grad or not result.args:
         raise ValueError(f"{title}: expected a result that was computed from its inputs, got one without a gradient")
-    nodes = _all_behind(result, title)
-    names = _names(nodes, result, inputs)
-    numbers = {id(node): i for i, node in enumerate(nodes)}
-    shown = [_shown(node, names[i], numbers, result) for i, node in enumerate(nodes)]
-    edges = [(numbers[id(arg)], i) for i, node in enumerate(nodes) for arg in node.args]
-    sizes = [_size(one) for one in shown]
-    placed = place(sizes, edges)
-    for one, (width, height), (x, y) in zip(shown, sizes, placed.centres):
-        one |= {"x": round(x, 1), "y": round(y, 1), "width": round(width, 1), "height": height}
+    tensors = _collect_tensors(result, title)
+    names = _node_names(tensors, inputs)
+    indices = {id(tensor): i for i, tensor in enumerate(tensors)}
+    nodes = [_describe_node(tensor, names[i], indices, result) for i, tensor in enumerate(tensors)]
+    edges = [(indices[id(arg)], i) for i, tensor in enumerate(tensors) for arg in tensor.args]
+    sizes = [_node_size(node) for node in nodes]
+    layout = layout_graph(sizes, edges)
+    for node, (width, height), (x, y) in zip(nodes, sizes, layout.centers):
+        node |= {"x": round(x, 1), "y": round(y, 1), "width": round(width, 1), "height": height}
     lines = [
         {"from": start, "to": stop, "points": [[round(x, 1), round(y, 1)] for x, y in points]}
-        for (start, stop), points in zip(edges, placed.edges)
+        for (start, stop), points in zip(edges, layout.edges)
     ]
     return {
         "title": title,
-        "said": said,
-        "nodes": shown,
+        "description": description,
+        "nodes": nodes,
         "edges": lines,
-        "steps": list(_steps(result, numbers, edges)),
-        "width": round(placed.width, 1),
-        "height": round(placed.height, 1),
+        "steps": list(_backward_steps(result, indices, edges)),
+        "width": round(layout.width, 1),
+        "height": round(layout.height, 1),
     }
 
 
-def _all_behind(result: Tensor, title: str) -> list[Tensor]:
-    """Every Tensor behind a result, constants too, each after what it was made from."""
+def _collect_tensors(result: Tensor, title: str) -> list[Tensor]:
+    """Return all Tensors of a graph, constants included, each after its inputs."""
     order: list[Tensor] = []
     seen: set[int] = set()
-    waiting: list[tuple[Tensor, bool]] = [(result, False)]
-    while waiting:
-        node, done = waiting.pop()
-        if done:
-            order.append(node)
-        elif id(node) not in seen:
-            seen.add(id(node))
-            if len(seen) > MOST_NODES:
-                raise ValueError(f"{title}: expected a graph of at most {MOST_NODES} Tensors to draw, got more")
-            waiting.append((node, True))
-            waiting += [(arg, False) for arg in reversed(node.args)]
+    stack: list[tuple[Tensor, bool]] = [(result, False)]
+    while stack:
+        tensor, inputs_done = stack.pop()
+        if inputs_done:
+            order.append(tensor)
+        elif id(tensor) not in seen:
+            seen.add(id(tensor))
+            if len(seen) > MAX_NODES:
+                raise ValueError(f"{title}: expected a graph of at most {MAX_NODES} Tensors to draw, got more")
+            stack.append((tensor, True))
+            stack += [(arg, False) for arg in reversed(tensor.args)]
     return order
 
 
-def _names(nodes: list[Tensor], result: Tensor, inputs: Mapping[str, Tensor]) -> list[str]:
-    known = {id(tensor): name for name, tensor in inputs.items()}
-    named = []
-    for node in nodes:
-        role = getattr(node, "role", None) or ("input" if node.requires_grad else "constant")
-        named.append(known.get(id(node)) or (_short(node) if node.args else role))
-    return named
+def _node_names(tensors: list[Tensor], inputs: Mapping[str, Tensor]) -> list[str]:
+    input_names = {id(tensor): name for name, tensor in inputs.items()}
+    names = []
+    for tensor in tensors:
+        role = getattr(tensor, "role", None) or ("input" if tensor.requires_grad else "constant")
+        names.append(input_names.get(id(tensor)) or (_operation_name(tensor) if tensor.args else role))
+    return names
 
 
-def _short(node: Tensor) -> str:
-    """What made it, as it is written: `badd` is +."""
-    signs = {"badd": "+", "bsub": "-", "bmul": "*", "bdiv": "/", "bpow": "**"}
-    words = signs.get(node.name or "op", node.name or "op").split()
+def _operation_name(tensor: Tensor) -> str:
+    """Return the name of the operation that computed a Tensor, with the usual operators: + in place of `badd`."""
+    operators = {"badd": "+", "bsub": "-", "bmul": "*", "bdiv": "/", "bpow": "**"}
+    words = operators.get(tensor.name or "op", tensor.name or "op").split()
     return " ".join(f"{float(word):.4g}" if NUMBER.fullmatch(word) else word for word in words)
 
 
-def _shown(node: Tensor, name: str, numbers: Mapping[int, int], result: Tensor) -> dict[str, Any]:
-    kind = "result" if node is result else "op" if node.args else "input" if node.requires_grad else "constant"
+def _describe_node(tensor: Tensor, name: str, indices: Mapping[int, int], result: Tensor) -> dict[str, Any]:
+    kind = "result" if tensor is result else "op" if tensor.args else "input" if tensor.requires_grad else "constant"
     return {
         "name": name,
-        "op": node.name if node.args else None,
+        "op": tensor.name if tensor.args else None,
         "kind": kind,
-        "shape": list(node.shape),
-        "label": _label(node.array),
-        "value": text_of(node.array),
-        "args": [numbers[id(arg)] for arg in node.args],
-        "formula": formula_of(node.name) if node.args else None,
-        "sources": sources_of(node) if node.args else [],
+        "shape": list(tensor.shape),
+        "label": _label(tensor.array),
+        "value": format_array(tensor.array),
+        "args": [indices[id(arg)] for arg in tensor.args],
+        "formula": find_formula(tensor.name) if tensor.args else None,
+        "sources": backward_sources(tensor) if tensor.args else [],
     }
 
 
 def _label(array: Any, is_gradient: bool = False) -> str:
-    """A number; of many their shape, or of a gradient the length, for its shape is known."""
+    """Return the value of a scalar; the norm of a gradient; or the shape of any other array."""
     if array.size == 1:
         return f"{array.item():.4g}"
-    length = math.sqrt(float(np.square(array, dtype=np.float64).sum())) if is_gradient else 0.0
-    return f"‖{length:.4g}‖" if is_gradient else "(" + ", ".join(map(str, array.shape)) + ")"
+    if is_gradient:
+        return f"‖{math.sqrt(float(np.square(array, dtype=np.float64).sum())):.4g}‖"
+    return "(" + ", ".join(map(str, array.shape)) + ")"
 
 
-def text_of(array: Any) -> str:
-    """An array of any size, in a few lines."""
+def format_array(array: Any) -> str:
+    """Return an array of any size as a few lines of text."""
     return np.array2string(
         np.asarray(array), precision=4, threshold=60, edgeitems=3, suppress_small=True, max_line_width=60
     )
 
 
-def _size(shown: dict[str, Any]) -> tuple[float, float]:
-    """Room for the name, the value and the gradient."""
-    letters = max(len(shown["name"]), len(shown["label"]) + 2, 9)
-    return letters * LETTER + 2 * PADDING, 3 * LINE + 2 * PADDING
+def _node_size(node: dict[str, Any]) -> tuple[float, float]:
+    """Return width and height of a node with three lines: name, value and gradient."""
+    n_characters = max(len(node["name"]), len(node["label"]) + 2, 9)
+    return n_characters * CHARACTER_WIDTH + 2 * PADDING, 3 * LINE_HEIGHT + 2 * PADDING
 
 
-def formula_of(name: str | None) -> str | None:
-    """What an operation gives back, if it is known here."""
+def find_formula(name: str | None) -> str | None:
+    """Return the forward and backward formula of an operation by its name; None if it is not in `FORMULAS`."""
     words = (name or "").split()
     if not words:
         return None
     for key in (name or "", words[0], words[-1] if len(words) == 2 and words[1] in ("-", "/", "**") else ""):
         if key in FORMULAS:
-            is_number_first = len(words) == 2 and words[0] not in FORMULAS
-            return NUMBER_FIRST.get(words[1], FORMULAS[key]) if is_number_first else FORMULAS[key]
+            is_number_on_the_left = len(words) == 2 and words[0] not in FORMULAS
+            return NUMBER_ON_THE_LEFT.get(words[1], FORMULAS[key]) if is_number_on_the_left else FORMULAS[key]
     return None
 
 
-def sources_of(node: Tensor) -> list[dict[str, str]]:
-    """Where the gradient of a node is computed: its backward, and the functions and methods that this one calls."""
-    backward = node._backward
+def backward_sources(tensor: Tensor) -> list[dict[str, str]]:
+    """Return location and source code of the backward function of a Tensor, and of the functions that it calls."""
+    backward = tensor._backward
     functions = [backward] if isinstance(backward, FunctionType) else []
-    for function in functions:  # grows while it is walked over
-        if len(functions) < MOST_SOURCES:
-            functions += [inner for inner in _called(function) if inner not in functions]
-    sources = [source for source in map(_source, functions[:MOST_SOURCES]) if source is not None]
-    return list({source["place"]: source for source in sources}.values())
+    for function in functions:  # the list grows during the loop: a breadth-first search
+        if len(functions) < MAX_SOURCES:
+            functions += [inner for inner in _called_functions(function) if inner not in functions]
+    sources = [source for source in map(_source, functions[:MAX_SOURCES]) if source is not None]
+    return list({source["location"]: source for source in sources}.values())
 
 
-def _called(function: FunctionType) -> Iterator[FunctionType]:
-    """What a closure holds that it may call."""
+def _called_functions(function: FunctionType) -> Iterator[FunctionType]:
+    """Yield the functions in the closure of a function, and the methods of ops in it that the function may call."""
     for cell in function.__closure__ or ():
         try:
-            inner = cell.cell_contents
-        except ValueError:  # nothing is in it yet
+            content = cell.cell_contents
+        except ValueError:  # an empty cell
             continue
-        for one in inner if isinstance(inner, tuple) else (inner,):
-            if isinstance(one, FunctionType):
-                yield one
-        if isinstance(inner, Op):
-            methods = [getattr(type(inner), name, None) for name in function.__code__.co_names]
+        for value in content if isinstance(content, tuple) else (content,):
+            if isinstance(value, FunctionType):
+                yield value
+        if isinstance(content, Op):
+            methods = [getattr(type(content), name, None) for name in function.__code__.co_names]
             yield from (method for method in methods if isinstance(method, FunctionType))
 
 
 def _source(function: FunctionType) -> dict[str, str] | None:
-    """Its file, line and text."""
+    """Return the location (file and line) and the source code of a function; None without source code."""
     try:
         lines, start = inspect.getsourcelines(function)
     except (OSError, TypeError):
         return None
     path = Path(function.__code__.co_filename)
     shown = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
-    text = textwrap.dedent("".join(lines[:MOST_LINES])).rstrip()
-    return {"place": f"{shown}:{start}", "code": text + ("\n…" if len(lines) > MOST_LINES else "")}
+    code = textwrap.dedent("".join(lines[:MAX_SOURCE_LINES])).rstrip()
+    return {"location": f"{shown}:{start}", "code": code + ("\n…" if len(lines) > MAX_SOURCE_LINES else "")}
 
 
-# -------------------------------------------------------------------- the way back
-def _steps(result: Tensor, numbers: Mapping[int, int], edges: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """What `Tensor.backward` does, one node after the other: the gradient that a node has, and what each input gets."""
+# -------------------------------------------------------------------- backward pass
+def _backward_steps(
+    result: Tensor, indices: Mapping[int, int], edges: list[tuple[int, int]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the steps of `Tensor.backward`, one for each node: its gradient, and the contribution to each input."""
     sums: dict[int, np.ndarray] = {id(result): np.ones_like(result.array)}
-    first_edges = {stop: place for place, (_, stop) in reversed([*enumerate(edges)])}
-    for node in reversed(topological_order(result)):
-        grad = sums.get(id(node))
-        if grad is None or not node.args:
+    first_edges = {stop: i for i, (_, stop) in reversed([*enumerate(edges)])}
+    for tensor in reversed(topological_order(result)):
+        grad = sums.get(id(tensor))
+        if grad is None or not tensor.args:
             continue
-        handed = []
-        for i, (arg, back_fn) in enumerate(zip(node.args, node.back_fns)):
+        contributions = []
+        for i, (arg, back_fn) in enumerate(zip(tensor.args, tensor.back_fns)):
             if not arg.requires_grad:
                 continue
-            gradient = back_fn(Tensor(grad, requires_grad=False))
-            array = np.asarray(gradient.array if isinstance(gradient, Tensor) else gradient, arg.dtype)
+            contribution = back_fn(Tensor(grad, requires_grad=False))
+            array = np.asarray(contribution.array if isinstance(contribution, Tensor) else contribution, arg.dtype)
             sums[id(arg)] = total = sums[id(arg)] + array if id(arg) in sums else array
-            handed.append(
+            contributions.append(
                 {
                     # edges are in the order of nodes and their inputs
-                    "edge": first_edges[numbers[id(node)]] + i,
-                    "arg": numbers[id(arg)],
+                    "edge": first_edges[indices[id(tensor)]] + i,
+                    "arg": indices[id(arg)],
                     "label": _label(array),
-                    "part": text_of(array),
-                    "sum": text_of(total),
+                    "value": format_array(array),
+                    "sum": format_array(total),
                     "sumLabel": _label(total, is_gradient=True),
                 }
             )
         yield {
-            "node": numbers[id(node)],
-            "grad": text_of(grad),
+            "node": indices[id(tensor)],
+            "grad": format_array(grad),
             "gradLabel": _label(grad, is_gradient=True),
-            "to": handed,
+            "contributions": contributions,
         }

@@ -1,7 +1,8 @@
-"""Places for the nodes of a graph without circles: in layers, every edge downwards, few crossings.
+"""Layered layout of a directed acyclic graph: all edges go down, with few crossings.
 
-After Sugiyama, Tagawa and Toda 1981: layers by the longest way; edges over several layers get a node of their own in
-each; neighbours are ordered by the means of those they hang on; and each node is moved towards these.
+After Sugiyama, Tagawa and Toda 1981: the layer of a node is the length of the longest path to it; an edge over several
+layers gets a dummy node in each; the nodes of a layer are sorted by the mean position of their neighbors; then the x
+coordinates are moved towards those of the neighbors.
 """
 
 from __future__ import annotations
@@ -10,150 +11,162 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-SWEEPS = 12
-BETWEEN, BELOW = 26.0, 44.0  # pixels between nodes side by side, and between layers
-THREAD = 12.0  # width of an edge that passes a layer
+N_SWEEPS = 12
+HORIZONTAL_GAP, VERTICAL_GAP = 26.0, 44.0  # between the nodes of a layer, and between layers, in pixels
+DUMMY_WIDTH = 12.0  # of an edge that crosses a layer, in pixels
 
 
 @dataclass
-class Placed:
-    """The centres (x, y) of nodes, the points of each edge from border to border, and the sizes of the whole."""
+class Layout:
+    """The positions of the nodes and edges of a graph, in pixels.
 
-    centres: list[tuple[float, float]]
+    Attributes:
+        centers: (x, y) of each node.
+        edges: the points of each edge, from the border of its first node to that of the second.
+        width, height: the size of the drawing.
+    """
+
+    centers: list[tuple[float, float]]
     edges: list[list[tuple[float, float]]]
     width: float
     height: float
 
 
-def place(sizes: Sequence[tuple[float, float]], edges: Sequence[tuple[int, int]]) -> Placed:
-    """Give every node a place.
+def layout_graph(sizes: Sequence[tuple[float, float]], edges: Sequence[tuple[int, int]]) -> Layout:
+    """Compute the positions of the nodes and edges of a graph.
 
     Args:
-        sizes: width and height of each node. edges: pairs of nodes, from the one above to the one below.
+        sizes: width and height of each node.
+        edges: pairs of nodes; the first is drawn above the second.
 
     Raises:
-        ValueError: the edges go in a circle.
+        ValueError: a graph with a cycle.
     """
-    layer_of = _layers(len(sizes), edges)
+    layer_of = _assign_layers(len(sizes), edges)
     widths = [width for width, _ in sizes]
-    chains: list[list[int]] = []  # the nodes that each edge goes through, its own among them
+    paths: list[list[int]] = []  # the nodes of each edge, dummy nodes included
     for start, stop in edges:
-        passed = range(layer_of[start] + 1, layer_of[stop])
-        new = list(range(len(widths), len(widths) + len(passed)))
-        layer_of += passed
-        widths += [THREAD] * len(new)
-        chains.append([start, *new, stop])
-    rows = [[node for node in range(len(widths)) if layer_of[node] == i] for i in range(max(layer_of, default=0) + 1)]
+        crossed_layers = range(layer_of[start] + 1, layer_of[stop])
+        dummies = list(range(len(widths), len(widths) + len(crossed_layers)))
+        layer_of += crossed_layers
+        widths += [DUMMY_WIDTH] * len(dummies)
+        paths.append([start, *dummies, stop])
+    n_layers = max(layer_of, default=0) + 1
+    layers = [[node for node in range(len(widths)) if layer_of[node] == i] for i in range(n_layers)]
     above: list[list[int]] = [[] for _ in widths]
     below: list[list[int]] = [[] for _ in widths]
-    for chain in chains:
-        for one, other in pairwise(chain):
-            below[one].append(other)
-            above[other].append(one)
-    _order(rows, above, below)
-    xs = _across(rows, widths, above, below)
-    heights = [max((sizes[node][1] for node in row if node < len(sizes)), default=0.0) for row in rows]
-    ys = [BELOW / 2 + sum(heights[:i]) + i * BELOW + heights[i] / 2 for i in range(len(rows))]
-    centres = [(xs[node], ys[layer_of[node]]) for node in range(len(sizes))]
+    for path in paths:
+        for upper, lower in pairwise(path):
+            below[upper].append(lower)
+            above[lower].append(upper)
+    _order_layers(layers, above, below)
+    xs = _assign_x(layers, widths, above, below)
+    heights = [max((sizes[node][1] for node in layer if node < len(sizes)), default=0.0) for layer in layers]
+    ys = [VERTICAL_GAP / 2 + sum(heights[:i]) + i * VERTICAL_GAP + heights[i] / 2 for i in range(n_layers)]
+    centers = [(xs[node], ys[layer_of[node]]) for node in range(len(sizes))]
     lines = []
-    for chain in chains:
-        first, last = chain[0], chain[-1]
-        points = [(xs[first], centres[first][1] + sizes[first][1] / 2)]
-        points += [(xs[node], ys[layer_of[node]]) for node in chain[1:-1]]
-        lines.append([*points, (xs[last], centres[last][1] - sizes[last][1] / 2)])
-    width = max((x + w / 2 for x, w in zip(xs, widths)), default=0.0) + BETWEEN
-    return Placed(centres, lines, width, sum(heights) + len(rows) * BELOW)
+    for path in paths:
+        first, last = path[0], path[-1]
+        points = [(xs[first], centers[first][1] + sizes[first][1] / 2)]
+        points += [(xs[node], ys[layer_of[node]]) for node in path[1:-1]]
+        lines.append([*points, (xs[last], centers[last][1] - sizes[last][1] / 2)])
+    width = max((x + w / 2 for x, w in zip(xs, widths)), default=0.0) + HORIZONTAL_GAP
+    return Layout(centers, lines, width, sum(heights) + n_layers * VERTICAL_GAP)
 
 
-def _layers(n_nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """How far down each node stands: below all that lead to it, and nodes that nothing leads to just above the first
-    that they lead to."""
-    into: list[list[int]] = [[] for _ in range(n_nodes)]
-    out: list[list[int]] = [[] for _ in range(n_nodes)]
+def _assign_layers(n_nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the layer of each node: below all its predecessors; a node without predecessors is just above its first
+    successor.
+    """
+    predecessors: list[list[int]] = [[] for _ in range(n_nodes)]
+    successors: list[list[int]] = [[] for _ in range(n_nodes)]
     for start, stop in edges:
-        into[stop].append(start)
-        out[start].append(stop)
-    waiting = [len(sources) for sources in into]
-    ready = [node for node in range(n_nodes) if not waiting[node]]
+        predecessors[stop].append(start)
+        successors[start].append(stop)
+    n_waiting = [len(nodes) for nodes in predecessors]
+    ready = [node for node in range(n_nodes) if not n_waiting[node]]
     layer = [0] * n_nodes
-    for node in ready:  # grows while it is walked over
-        for other in out[node]:
-            layer[other] = max(layer[other], layer[node] + 1)
-            waiting[other] -= 1
-            if not waiting[other]:
-                ready.append(other)
+    for node in ready:  # the list grows during the loop
+        for successor in successors[node]:
+            layer[successor] = max(layer[successor], layer[node] + 1)
+            n_waiting[successor] -= 1
+            if not n_waiting[successor]:
+                ready.append(successor)
     if len(ready) < n_nodes:
-        raise ValueError("place: expected edges without a circle")
+        raise ValueError("layout_graph: expected a graph without a cycle")
     for node in range(n_nodes):
-        if not into[node] and out[node]:
-            layer[node] = min(layer[other] for other in out[node]) - 1
+        if not predecessors[node] and successors[node]:
+            layer[node] = min(layer[successor] for successor in successors[node]) - 1
     return layer
 
 
-def _order(rows: list[list[int]], above: list[list[int]], below: list[list[int]]) -> None:
-    """Sort each layer by the mean places of the neighbours above, then below, and again; keep what crosses least."""
-    best = [list(row) for row in rows]
-    fewest = _crossings(rows, below)
-    for sweep in range(SWEEPS):
-        down = sweep % 2 == 0
-        neighbours = above if down else below
-        for i in range(1, len(rows)) if down else range(len(rows) - 2, -1, -1):
-            beside = {node: place for place, node in enumerate(rows[i - 1 if down else i + 1])}
-            now = {node: place for place, node in enumerate(rows[i])}
+def _order_layers(layers: list[list[int]], above: list[list[int]], below: list[list[int]]) -> None:
+    """Sort the nodes of each layer by the mean position of their neighbors, and keep the order with fewest crossings.
 
-            def mean(node: int, beside: dict[int, int] = beside, now: dict[int, int] = now) -> float:
-                places = [beside[other] for other in neighbours[node] if other in beside]  # noqa: B023 (used at once)
-                return sum(places) / len(places) if places else now[node]
+    The sweeps alternate between the neighbors above and below.
+    """
+    best = [list(layer) for layer in layers]
+    fewest = _count_crossings(layers, below)
+    for sweep in range(N_SWEEPS):
+        is_downward = sweep % 2 == 0
+        neighbors = above if is_downward else below
+        for i in range(1, len(layers)) if is_downward else range(len(layers) - 2, -1, -1):
+            adjacent = {node: index for index, node in enumerate(layers[i - 1 if is_downward else i + 1])}
+            current = {node: index for index, node in enumerate(layers[i])}
 
-            rows[i].sort(key=mean)
-        crossings = _crossings(rows, below)
-        if crossings < fewest:
-            fewest, best = crossings, [list(row) for row in rows]
-    rows[:] = best
+            def mean(node: int, adjacent: dict[int, int] = adjacent, current: dict[int, int] = current) -> float:
+                indices = [adjacent[other] for other in neighbors[node] if other in adjacent]  # noqa: B023 (used at once)
+                return sum(indices) / len(indices) if indices else current[node]
+
+            layers[i].sort(key=mean)
+        n_crossings = _count_crossings(layers, below)
+        if n_crossings < fewest:
+            fewest, best = n_crossings, [list(layer) for layer in layers]
+    layers[:] = best
 
 
-def _crossings(rows: list[list[int]], below: list[list[int]]) -> int:
-    """How many pairs of edges between neighbouring layers cross."""
+def _count_crossings(layers: list[list[int]], below: list[list[int]]) -> int:
+    """Return the number of pairs of edges between adjacent layers that cross."""
     total = 0
-    for row, following in pairwise(rows):
-        places = {node: place for place, node in enumerate(following)}
-        ends = [place for node in row for place in sorted(places[other] for other in below[node])]
+    for layer, next_layer in pairwise(layers):
+        index_of = {node: index for index, node in enumerate(next_layer)}
+        ends = [index for node in layer for index in sorted(index_of[other] for other in below[node])]
         total += sum(later < end for i, end in enumerate(ends) for later in ends[i + 1 :])
     return total
 
 
-def _across(
-    rows: list[list[int]], widths: Sequence[float], above: list[list[int]], below: list[list[int]]
+def _assign_x(
+    layers: list[list[int]], widths: Sequence[float], above: list[list[int]], below: list[list[int]]
 ) -> list[float]:
-    """The middle of each node: as near to its neighbours' as those beside it let it be."""
+    """Return the x coordinate of the center of each node, close to the mean of its neighbors and without overlaps."""
     xs = [0.0] * len(widths)
-    for row in rows:
-        _pack(row, [0.0] * len(row), widths, xs)
-    for sweep in range(SWEEPS):
-        for row in rows if sweep % 2 == 0 else rows[::-1]:
-            near = [[xs[other] for other in (above[node] + below[node])] for node in row]
-            wanted = [sum(places) / len(places) if places else xs[node] for node, places in zip(row, near)]
-            _pack(row, wanted, widths, xs)
-    left = min((x - width / 2 for x, width in zip(xs, widths)), default=0.0) - BETWEEN
+    for layer in layers:
+        _place_layer(layer, [0.0] * len(layer), widths, xs)
+    for sweep in range(N_SWEEPS):
+        for layer in layers if sweep % 2 == 0 else layers[::-1]:
+            neighbor_xs = [[xs[other] for other in (above[node] + below[node])] for node in layer]
+            targets = [sum(near) / len(near) if near else xs[node] for node, near in zip(layer, neighbor_xs)]
+            _place_layer(layer, targets, widths, xs)
+    left = min((x - width / 2 for x, width in zip(xs, widths)), default=0.0) - HORIZONTAL_GAP
     return [x - left for x in xs]
 
 
-def _pack(row: Sequence[int], wanted: Sequence[float], widths: Sequence[float], xs: list[float]) -> None:
-    """Put a layer's nodes where they want to be, in order and apart.
+def _place_layer(layer: Sequence[int], targets: Sequence[float], widths: Sequence[float], xs: list[float]) -> None:
+    """Set the x coordinates of the nodes of a layer as close as possible to targets, in order and without overlaps.
 
-    Nodes that would overlap become one group, which stands at the mean of what its members want (as in the isotonic
-    regression that this is: Dwyer, Marriott and Stuckey 2006).
+    Nodes that would overlap become one group at the mean of their targets. This is isotonic regression (Dwyer, Marriott
+    and Stuckey 2006).
     """
     offsets = [0.0]
-    for one, other in pairwise(row):
-        offsets.append(offsets[-1] + (widths[one] + widths[other]) / 2 + BETWEEN)
-    groups: list[tuple[float, int]] = []  # the sum of what members want, less their offsets, and their number
-    for x, offset in zip(wanted, offsets):
-        total, count = x - offset, 1
+    for left, right in pairwise(layer):
+        offsets.append(offsets[-1] + (widths[left] + widths[right]) / 2 + HORIZONTAL_GAP)
+    groups: list[tuple[float, int]] = []  # the sum of targets minus offsets, and the number of nodes
+    for target, offset in zip(targets, offsets):
+        total, count = target - offset, 1
         while groups and groups[-1][0] / groups[-1][1] > total / count:
-            earlier, members = groups.pop()
-            total, count = total + earlier, count + members
+            group_total, group_count = groups.pop()
+            total, count = total + group_total, count + group_count
         groups.append((total, count))
     starts = [total / count for total, count in groups for _ in range(count)]
-    for node, start, offset in zip(row, starts, offsets):
+    for node, start, offset in zip(layer, starts, offsets):
         xs[node] = start + offset

@@ -1,246 +1,250 @@
-const SHADES = { surprise: "how surprising it was", attention: "attention from the chosen token", change: "what your changes did", norm: "its norm in the last layer" };
-const MOST_LABELS = 40, LEAST_CELL = 11; // tokens beside a map, and pixels for each
-const STRONGEST = 0.55; // of a shade behind text
-let shades = palette();
+const TOKEN_COLORINGS = {
+  surprisal: "surprisal",
+  attention: "attention from selected token",
+  effect: "effect of the interventions",
+  norm: "norm after the last layer",
+};
+const MAX_LABELS = 40, MIN_CELL = 11; // tokens beside an attention map, and pixels for each
+const MAX_OPACITY = 0.55; // of a color behind text
+const N_KEYS = 6; // in the table of the keys with the highest weights
+let colors = palette();
 
-/** Asks whoever served the page; a file has everything in it already. */
-async function ask(question, fields) {
+/** Send a request to the server of the page, and return the response. */
+async function request(name, fields) {
   let response;
   try {
-    response = await fetch(question, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(fields) });
+    response = await fetch(name, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(fields) });
   } catch {
-    throw new Error("The model is gone. Start `tricycle look` again and open the address that it prints; what is here stays to be read.");
+    throw new Error("The server does not respond. Start `tricycle look` again and open the printed address. The results on this page remain readable.");
   }
-  const answer = await response.json().catch(() => ({ error: "an answer could not be read" }));
-  if (!response.ok) throw new Error(answer.error);
-  return answer;
+  const content = await response.json().catch(() => ({ error: "The response of the server is not valid." }));
+  if (!response.ok) throw new Error(content.error);
+  return content;
 }
 
-function tell(trouble, status = "") {
-  $("trouble").textContent = trouble;
+function showMessage(error, status = "") {
+  $("trouble").textContent = error;
   $("status").textContent = status;
 }
 
-/** One model: what it made of the text, what is chosen, and what is switched off. */
-class Side {
-  constructor(number, given) {
-    Object.assign(this, { number, given, about: given.about, view: null, before: null, maps: new Map(), heads: new Map(), states: null });
-    Object.assign(this, { site: given.about.site, head: 0, token: 0, shade: "surprise", map: "weights", off: new Set(), headsOff: new Set(), asked: 0, lensed: null });
+/** The part of the page for one model: its results for the text, the selection, and the ablated layers and heads. */
+class ModelPanel {
+  constructor(index, given) {
+    Object.assign(this, { index, given, info: given.info, trace: null, baseline: null, maps: new Map(), headStatistics: new Map(), streamStatistics: null });
+    Object.assign(this, { layer: given.info.initialLayer, head: 0, token: 0, coloring: "surprisal", mapKind: "weights" });
+    Object.assign(this, { ablatedLayers: new Set(), ablatedHeads: new Set(), nRuns: 0, lensOfAll: null });
     this.build();
   }
 
-  // ---------------------------------------------------------------- what it asks
-  get changes() {
-    const heads = [...this.headsOff].map((key) => [key.slice(0, key.lastIndexOf("/")), Number(key.slice(key.lastIndexOf("/") + 1))]);
+  // ---------------------------------------------------------------- requests
+  get interventions() {
+    const ablatedHeads = [...this.ablatedHeads].map((key) => [key.slice(0, key.lastIndexOf("/")), Number(key.slice(key.lastIndexOf("/") + 1))]);
     const temperature = Number($("temperature").value) || 1;
-    return { off: [...this.off], heads, softmax: $("softmax").value || null, temperature };
+    return { ablatedLayers: [...this.ablatedLayers], ablatedHeads, softmax: $("softmax").value || null, temperature };
   }
-  get changed() {
-    const { off, heads, softmax, temperature } = this.changes;
-    return off.length > 0 || heads.length > 0 || softmax !== null || temperature !== 1;
+  get hasInterventions() {
+    const { ablatedLayers, ablatedHeads, softmax, temperature } = this.interventions;
+    return ablatedLayers.length > 0 || ablatedHeads.length > 0 || softmax !== null || temperature !== 1;
   }
 
-  /** Reads a text, or the ids of the one that is shown, and shows what came of it. */
-  async read(fields) {
-    const asked = ++this.asked, started = performance.now();
-    const view = await ask("view", { side: this.number, changes: this.changes, map: [this.site, this.head], ...fields });
-    if (asked !== this.asked) return;
-    this.take(view);
-    if (view.map) await this.keepMap(this.mapKey, view.map);
+  /** Run the model on a text or on tokens, and show the results. */
+  async run(fields) {
+    const run = ++this.nRuns, started = performance.now();
+    const trace = await request("run", { model: this.index, interventions: this.interventions, map: [this.layer, this.head], ...fields });
+    if (run !== this.nRuns) return;
+    this.showTrace(trace);
+    if (trace.map) await this.storeMap(this.mapKey, trace.map);
     await this.showMap();
     document.body.dataset.took = Math.round(performance.now() - started);
-    this.showToken();
-    this.later(asked);
+    this.showSelectedToken();
+    this.loadStatistics(run);
   }
 
-  take(view) {
-    const same = this.view && view.ids.join() === this.view.ids.join() && String(view.sources) === String(this.view.sources);
-    if (!this.changed) this.before = view;
-    else if (!same) this.before = null;
-    this.view = view;
+  showTrace(trace) {
+    const isSameText = this.trace && trace.ids.join() === this.trace.ids.join() && String(trace.sourceTokens) === String(this.trace.sourceTokens);
+    if (!this.hasInterventions) this.baseline = trace;
+    else if (!isSameText) this.baseline = null;
+    this.trace = trace;
     this.maps.clear();
-    this.lensed = null;
-    this.heads.clear();
-    this.states = null;
-    this.site = Math.min(this.site, view.sites.length - 1);
-    this.token = same ? this.token : Math.min(view.tokens.length - 1, Math.max(this.token, 1));
-    if (this.changed && this.before?.predictions) this.shade = this.shadeBox.value = "change";
-    else if (this.shade === "change") this.shade = this.shadeBox.value = "surprise";
-    if (!view.predictions && this.shade === "surprise") this.shade = this.shadeBox.value = "attention";
-    // what stays as it is keeps the focus of who uses the keyboard
-    if (same) this.markToken();
+    this.lensOfAll = null;
+    this.headStatistics.clear();
+    this.streamStatistics = null;
+    this.layer = Math.min(this.layer, trace.attentionLayers.length - 1);
+    this.token = isSameText ? this.token : Math.min(trace.tokens.length - 1, Math.max(this.token, 1));
+    if (this.hasInterventions && this.baseline?.predictions) this.coloring = this.coloringBox.value = "effect";
+    else if (this.coloring === "effect") this.coloring = this.coloringBox.value = "surprisal";
+    if (!trace.predictions && this.coloring === "surprisal") this.coloring = this.coloringBox.value = "attention";
+    // unchanged elements are kept, because new ones would lose the keyboard focus
+    if (isSameText) this.markToken();
     else this.showTokens();
-    if (this.headElements) this.shadeHeads();
+    if (this.headElements) this.colorHeads();
     else this.showHeads();
   }
 
-  /** What takes longer, some layers at a time, so that a change need not wait for it. */
-  async later(asked) {
+  /** Load slow statistics after a pause and two layers at a time, so that the next run does not wait for them. */
+  async loadStatistics(run) {
     try {
-      if (data.served) await new Promise((done) => setTimeout(done, 150));
-      if (asked !== this.asked) return;
-      this.states = await this.get("states");
-      if (asked !== this.asked) return;
-      this.showStates();
-      for (let start = 0; start < this.view.sites.length && asked === this.asked; start += 2) {
-        const { heads } = await this.get("overview", { start, stop: start + 2 });
-        if (asked !== this.asked) return;
-        for (const head of heads) this.heads.set(head.name, head);
-        this.shadeHeads();
+      if (data.hasServer) await new Promise((done) => setTimeout(done, 150));
+      if (run !== this.nRuns) return;
+      this.streamStatistics = await this.get("stream_statistics");
+      if (run !== this.nRuns) return;
+      this.showStream();
+      for (let start = 0; start < this.trace.attentionLayers.length && run === this.nRuns; start += 2) {
+        const { layers } = await this.get("head_statistics", { start, stop: start + 2 });
+        if (run !== this.nRuns) return;
+        for (const layer of layers) this.headStatistics.set(layer.name, layer);
+        this.colorHeads();
       }
     } catch (error) {
-      if (asked === this.asked) tell(error.message);
+      if (run === this.nRuns) showMessage(error.message);
     }
   }
 
-  /** An answer about the reading that is shown, from the server or out of the file. */
-  async get(question, fields = {}) {
-    if (data.served) return ask(question, { side: this.number, reading: this.view.reading, ...fields });
-    if (question === "attention") return this.given.attention[fields.site][fields.head];
-    if (question === "overview") return { heads: this.given.heads.slice(fields.start, fields.stop) };
-    if (question === "token") return this.given.tokens[fields.place];
-    return this.given[question];
+  /** Return a part of the current trace, from the server or from the data of the file. */
+  async get(name, fields = {}) {
+    if (data.hasServer) return request(name, { model: this.index, trace: this.trace.trace, ...fields });
+    if (name === "attention_map") return this.given.attentionMaps[fields.layer][fields.head];
+    if (name === "head_statistics") return { layers: this.given.headStatistics.slice(fields.start, fields.stop) };
+    if (name === "top_predictions") return this.given.topPredictions[fields.position];
+    return name === "logit_lens" ? this.given.logitLens : this.given.streamStatistics;
   }
 
-  async again(fields = {}) {
-    const asked = this.asked + 1;
+  /** Run the model on the current tokens again, after a change of the interventions or with an edit. */
+  async rerun(fields = {}) {
+    const run = this.nRuns + 1;
     try {
-      tell("", "computing …");
-      await this.read({ ids: this.view.ids, ...fields });
-      if (asked === this.asked) tell("", this.said());
+      showMessage("", "running the model …");
+      await this.run({ ids: this.trace.ids, ...fields });
+      if (run === this.nRuns) showMessage("", this.describeLoss());
     } catch (error) {
-      if (asked === this.asked) tell(error.message);
+      if (run === this.nRuns) showMessage(error.message);
     }
   }
 
-  /** What a change did, in words. */
-  said() {
-    const { predictions } = this.view;
-    if (!predictions || predictions.logP.length < 2) return "";
+  describeLoss() {
+    const { predictions } = this.trace;
+    if (!predictions || predictions.logProbs.length < 2) return "";
     const mean = (logs) => -logs.slice(0, -1).reduce((a, b) => a + (b ?? 0), 0) / (logs.length - 1);
-    const loss = "Loss " + mean(predictions.logP).toFixed(3) + " nats a token";
-    const known = this.changed && this.before?.predictions;
-    return loss + (known ? ", unchanged " + mean(known.logP).toFixed(3) + "." : ".");
+    const loss = "Loss " + mean(predictions.logProbs).toFixed(3) + " nats/token";
+    const baseline = this.hasInterventions && this.baseline?.predictions;
+    return loss + (baseline ? ", without interventions " + mean(baseline.logProbs).toFixed(3) + "." : ".");
   }
 
-  // ---------------------------------------------------------------- the parts of the page
+  // ---------------------------------------------------------------- sections of the page
   build() {
-    const box = add($("sides"), "section", "", { className: "side", "aria-label": this.about.title });
-    add(box, "h2", this.about.title);
-    add(box, "p", this.about.class + ", " + this.about.parameters.toLocaleString("en") + " parameters", { className: "quiet" });
+    const box = add($("models"), "section", "", { className: "model", "aria-label": this.info.title });
+    add(box, "h2", this.info.title);
+    add(box, "p", this.info.class + ", " + this.info.nParameters.toLocaleString("en") + " parameters", { className: "quiet" });
     const parts = add(box, "div", "", { className: "parts" });
     const part = (title, wide = "") => {
-      const element = add(parts, "section", "", { className: "part " + wide, "aria-label": this.named(title) });
+      const element = add(parts, "section", "", { className: "part " + wide, "aria-label": this.uniqueLabel(title) });
       add(element, "h3", title);
       return element;
     };
     this.buildTokens(part("Tokens", "wide"));
-    this.buildToken(part("The chosen token"));
+    this.buildSelectedToken(part("Selected token"));
     this.buildHeads(part("Layers and heads"));
-    this.buildMap(part("Attention of one head"));
-    this.buildLens(part("What each layer would say"));
-    this.buildStream(part("The residual stream", "wide"));
+    this.buildMap(part("Attention map"));
+    this.buildLens(part("Logit lens"));
+    this.buildStream(part("Residual stream", "wide"));
   }
 
-  /** A label that only this model's part has. */
-  named(label) {
-    return label + (data.sides.length > 1 ? " of model " + (this.number + 1) : "");
+  /** Return a label that differs between the models of a comparison. */
+  uniqueLabel(label) {
+    return label + (data.models.length > 1 ? " of model " + (this.index + 1) : "");
   }
 
-  /** What may be larger than its room, and can then be moved by keys, too. */
-  region(parent, label, className = "scroll", hidden = false) {
-    return add(parent, "div", "", { className, tabIndex: 0, role: "region", "aria-label": this.named(label), hidden });
+  /** Add a region that scrolls if its content is too large, also by keyboard. */
+  addRegion(parent, label, className = "scroll", hidden = false) {
+    return add(parent, "div", "", { className, tabIndex: 0, role: "region", "aria-label": this.uniqueLabel(label), hidden });
   }
 
   buildTokens(part) {
     const bar = add(part, "div", "", { className: "bar" });
-    const label = add(bar, "label", "Shade each token by ");
-    this.shadeBox = add(label, "select");
-    for (const [value, text] of Object.entries(SHADES)) add(this.shadeBox, "option", text, { value });
-    this.shadeBox.onchange = () => this.setShade(this.shadeBox.value);
+    const label = add(bar, "label", "Color tokens by ");
+    this.coloringBox = add(label, "select");
+    for (const [value, text] of Object.entries(TOKEN_COLORINGS)) add(this.coloringBox, "option", text, { value });
+    this.coloringBox.onchange = () => {
+      this.coloring = this.coloringBox.value;
+      this.colorTokens();
+    };
     this.sourceBox = add(part, "div", "", { className: "tokens", role: "group", "aria-label": "Source tokens", hidden: true });
     this.tokenBox = add(part, "div", "", { className: "tokens", role: "listbox", "aria-label": "Tokens", "aria-orientation": "horizontal" });
-    roving(this.tokenBox, () => this.tokenElements, () => 10, (i) => this.choose(i));
-    add(part, "p", "Choose a token by pointer or arrow keys: the other parts are about what comes after it and where it looks.", { className: "quiet" });
+    addArrowKeys(this.tokenBox, () => this.tokenElements, () => 10, (i) => this.selectToken(i));
+    add(part, "p", "Select a token by click or with the arrow keys. The other sections show the predictions at this position and its attention.", { className: "quiet" });
   }
 
-  buildToken(part) {
-    this.tokenSaid = add(part, "p", "");
-    this.rivalCaption = add(part, "p", "", { className: "quiet" });
-    this.rivals = add(this.region(part, "What may come next"), "table");
-    if (!data.served) return;
+  buildSelectedToken(part) {
+    this.tokenSummary = add(part, "p", "");
+    this.predictionsCaption = add(part, "p", "", { className: "quiet" });
+    this.predictionsTable = add(this.addRegion(part, "Next-token predictions"), "table");
+    if (!data.hasServer) return;
     const form = add(part, "form", "", { className: "bar" });
-    const label = add(form, "label", "Put in its place ");
-    this.newToken = add(label, "input", "", { type: "text", size: 10, maxLength: 200, autocomplete: "off" });
-    add(form, "button", "Change token", { type: "submit" });
+    const label = add(form, "label", "Replace by ");
+    this.replacement = add(label, "input", "", { type: "text", size: 10, maxLength: 200, autocomplete: "off" });
+    add(form, "button", "Replace token", { type: "submit" });
     form.onsubmit = (event) => {
       event.preventDefault();
-      this.again({ edit: { place: this.token, by: this.newToken.value } });
+      this.rerun({ edit: { position: this.token, replacement: this.replacement.value } });
     };
   }
 
   buildHeads(part) {
     const bar = add(part, "div", "", { className: "bar" });
-    const label = add(bar, "label", "Shade each head by ");
-    this.measure = add(label, "select");
-    for (const [value, text] of [["entropy", "entropy of its weights"], ["scoreKurtosis", "kurtosis of its scores"]]) add(this.measure, "option", text, { value });
-    this.measure.onchange = () => this.shadeHeads();
-    this.headBox = add(part, "div", "", { className: "heads", role: "group", "aria-label": "Heads, one row a layer" });
-    roving(this.headBox, () => this.headElements, () => this.view.sites[0].heads, (i) => this.chooseHead(i));
-    this.headSaid = add(part, "p", "", { className: "quiet" });
-    this.switches = add(part, "fieldset", "", { className: "bar" });
+    const label = add(bar, "label", "Color heads by ");
+    this.statisticBox = add(label, "select");
+    for (const [value, text] of [["entropy", "attention entropy"], ["scoreKurtosis", "score kurtosis"]]) add(this.statisticBox, "option", text, { value });
+    this.statisticBox.onchange = () => this.colorHeads();
+    this.headBox = add(part, "div", "", { className: "heads", role: "group", "aria-label": "Heads, one row per layer" });
+    addArrowKeys(this.headBox, () => this.headElements, () => this.trace.attentionLayers[0].nHeads, (i) => this.selectHead(i));
+    this.headSummary = add(part, "p", "", { className: "quiet" });
+    this.ablations = add(part, "fieldset", "", { className: "bar" });
   }
 
   buildMap(part) {
     const bar = add(part, "div", "", { className: "bar" });
     const set = add(bar, "fieldset");
     add(set, "legend", "Show");
-    for (const [value, text] of [["scores", "before the softmax"], ["weights", "after it"]]) {
+    for (const [value, text] of [["scores", "scores (pre-softmax)"], ["weights", "weights"]]) {
       const label = add(set, "label");
-      const radio = add(label, "input", "", { type: "radio", name: "map" + this.number, value, checked: value === this.map });
+      const radio = add(label, "input", "", { type: "radio", name: "map" + this.index, value, checked: value === this.mapKind });
       label.append(" " + text);
-      radio.onchange = () => ((this.map = value), this.showMap());
+      radio.onchange = () => ((this.mapKind = value), this.showMap());
     }
     const frame = add(part, "div", "", { className: "frame" });
-    this.columnBox = add(frame, "div", "", { className: "columns", "aria-hidden": "true" });
-    this.rowBox = add(frame, "div", "", { className: "rows", "aria-hidden": "true" });
+    this.keyLabels = add(frame, "div", "", { className: "columns", "aria-hidden": "true" });
+    this.queryLabels = add(frame, "div", "", { className: "rows", "aria-hidden": "true" });
     this.canvas = add(frame, "canvas", "", { className: "map", role: "img", "aria-label": "Attention map" });
-    this.canvas.onclick = (event) => this.choose(this.cell(event)[0]);
-    this.canvas.onpointermove = (event) => this.point(...this.cell(event));
-    this.mapSaid = add(part, "p", "", { className: "quiet" });
-    this.pointed = add(part, "p", "Each row is a token that attends, each column one that is attended to.", { className: "quiet" });
-    this.most = add(this.region(part, "What the chosen token attends to most"), "table");
+    this.canvas.onclick = (event) => this.selectToken(this.findCell(event)[0]);
+    this.canvas.onpointermove = (event) => this.describeCell(...this.findCell(event));
+    this.mapSummary = add(part, "p", "", { className: "quiet" });
+    this.cellSummary = add(part, "p", "Rows: queries. Columns: keys.", { className: "quiet" });
+    this.keysTable = add(this.addRegion(part, "Keys with the highest attention weights"), "table");
   }
 
   buildLens(part) {
-    this.lensCaption = add(part, "p", "The stream after each layer, through the last norm and the head, as if the layer were the last; and how it ranks the token that came.", { className: "quiet" });
-    this.lens = add(this.region(part, "Logit lens of the chosen token"), "table");
-    this.lensButton = add(add(part, "div", "", { className: "bar" }), "button", "Show it for all tokens", { type: "button" });
-    this.lensButton.onclick = () => this.showWholeLens();
-    this.wholeLens = this.region(part, "Logit lens of all tokens", "scroll lens", true);
+    this.lensCaption = add(part, "p", "The residual stream after each layer, passed through the final norm and the output head. Rank: that of the actual next token.", { className: "quiet" });
+    this.lensTable = add(this.addRegion(part, "Logit lens of the selected token"), "table");
+    this.lensButton = add(add(part, "div", "", { className: "bar" }), "button", "Show all positions", { type: "button" });
+    this.lensButton.onclick = () => this.showLensOfAll();
+    this.lensOfAllBox = this.addRegion(part, "Logit lens of all tokens", "scroll lens", true);
   }
 
   buildStream(part) {
-    this.norms = add(part, "canvas", "", { className: "norms", role: "img", "aria-label": "Norms of the residual stream" });
-    add(part, "p", "Norm of each token (across) after each layer (down), logarithmic.", { className: "quiet" });
-    const more = add(part, "details");
-    add(more, "summary", "Kurtosis and outliers of each layer");
-    this.outliers = add(this.region(more, "Kurtosis and outliers"), "table");
+    this.normsCanvas = add(part, "canvas", "", { className: "norms", role: "img", "aria-label": "Norms of the residual stream" });
+    add(part, "p", "Norm of the residual stream for each token (columns) after each layer (rows), on a log scale.", { className: "quiet" });
+    const details = add(part, "details");
+    add(details, "summary", "Kurtosis and outliers per layer");
+    this.outliersTable = add(this.addRegion(details, "Kurtosis and outliers"), "table");
   }
 
   // ---------------------------------------------------------------- tokens
-  setShade(shade) {
-    this.shade = shade;
-    this.shadeBox.value = shade;
-    this.shadeTokens();
-  }
-
   showTokens() {
-    const { tokens, sources } = this.view;
-    this.sourceBox.hidden = !sources;
-    this.sourceElements = sources ? write(this.sourceBox, sources, "span") : [];
-    this.tokenElements = write(this.tokenBox, tokens, "option");
-    this.tokenElements.forEach((element, i) => (element.onclick = () => this.choose(i)));
+    const { tokens, sourceTokens } = this.trace;
+    this.sourceBox.hidden = !sourceTokens;
+    this.sourceElements = sourceTokens ? writeTokens(this.sourceBox, sourceTokens, "span") : [];
+    this.tokenElements = writeTokens(this.tokenBox, tokens, "option");
+    this.tokenElements.forEach((element, i) => (element.onclick = () => this.selectToken(i)));
     this.markToken();
   }
 
@@ -249,407 +253,413 @@ class Side {
       element.setAttribute("aria-selected", i === this.token);
       element.tabIndex = i === this.token ? 0 : -1;
     });
-    this.shadeTokens();
+    this.colorTokens();
   }
 
-  async choose(i) {
+  async selectToken(i) {
     this.token = i;
     this.markToken();
     this.drawMap();
-    await this.showToken();
+    await this.showSelectedToken();
   }
 
-  /** From -1 to 1 for each token, by what tokens are shaded. */
-  shadesOfTokens() {
-    const { tokens, predictions } = this.view, held = this.held;
-    const own = (logs, i) => (i === 0 || !logs ? null : logs[i - 1]);
-    if (this.shade === "surprise") return tokens.map((_, i) => Math.min(1, -(own(predictions?.logP, i) ?? 0) / 8));
-    if (this.shade === "change") {
-      const old = this.before?.predictions;
-      return tokens.map((_, i) => Math.max(-1, Math.min(1, ((own(old?.logP, i) ?? 0) - (own(predictions?.logP, i) ?? 0)) / 3)));
+  /** Return a value from -1 to 1 for the color of each token. */
+  tokenColorValues() {
+    const { tokens, predictions } = this.trace, map = this.currentMap;
+    const logProb = (logs, i) => (i === 0 || !logs ? 0 : logs[i - 1] ?? 0); // of token i, predicted at the position before it
+    if (this.coloring === "surprisal") return tokens.map((_, i) => Math.min(1, -logProb(predictions?.logProbs, i) / 8));
+    if (this.coloring === "effect") {
+      const before = this.baseline?.predictions;
+      return tokens.map((_, i) => Math.max(-1, Math.min(1, (logProb(before?.logProbs, i) - logProb(predictions?.logProbs, i)) / 3)));
     }
-    if (this.shade === "attention" && held && this.view.sites[this.site].kind === "self") return Array.from(this.row(held), (byte) => byte / 255);
-    if (this.shade === "norm" && this.states?.length) {
-      const norms = this.states.at(-1).norms, most = Math.max(...norms), least = Math.min(...norms);
-      return norms.map((norm) => (norm - least) / (most - least || 1));
+    if (this.coloring === "attention" && map && this.attentionLayer.kind === "self") return Array.from(this.selectedRow(map), (byte) => byte / 255);
+    if (this.coloring === "norm" && this.streamStatistics?.length) {
+      const norms = this.streamStatistics.at(-1).norms, max = Math.max(...norms), min = Math.min(...norms);
+      return norms.map((norm) => (norm - min) / (max - min || 1));
     }
     return tokens.map(() => 0);
   }
 
-  shadeTokens() {
-    const colour = (value) => (value ? "rgb(var(--" + (value > 0 ? "accent" : "less") + ") / " + (Math.abs(value) * STRONGEST).toFixed(3) + ")" : "");
-    this.shadesOfTokens().forEach((value, i) => (this.tokenElements[i].style.background = colour(value)));
-    const held = this.held;
-    const looks = held && this.view.sites[this.site].kind !== "self";
-    this.sourceElements.forEach((element, i) => (element.style.background = looks && this.view.sites[this.site].kind === "cross" ? colour(this.row(held)[i] / 255) : ""));
+  colorTokens() {
+    const color = (value) => (value ? "rgb(var(--" + (value > 0 ? "accent" : "less") + ") / " + (Math.abs(value) * MAX_OPACITY).toFixed(3) + ")" : "");
+    this.tokenColorValues().forEach((value, i) => (this.tokenElements[i].style.background = color(value)));
+    const map = this.currentMap, isCross = map && this.attentionLayer.kind === "cross";
+    this.sourceElements.forEach((element, i) => (element.style.background = isCross ? color(this.selectedRow(map)[i] / 255) : ""));
   }
 
-  async showToken() {
-    const { tokens, predictions } = this.view, i = this.token;
-    const asked = this.asked;
-    this.tokenSaid.replaceChildren(code(tokens[i]), " at place " + i + (predictions && i > 0 ? ": probability " + percent(Math.exp(predictions.logP[i - 1])) + ", " + placed(predictions.rank[i - 1]) + "." : "."));
-    if (predictions && this.changed && this.before?.predictions && i > 0) this.tokenSaid.append(" Unchanged: " + percent(Math.exp(this.before.predictions.logP[i - 1])) + ".");
+  async showSelectedToken() {
+    const { tokens, predictions } = this.trace, i = this.token, run = this.nRuns;
+    const score = predictions && i > 0 ? ": probability " + percent(Math.exp(predictions.logProbs[i - 1])) + ", " + formatRank(predictions.ranks[i - 1]) + "." : ".";
+    this.tokenSummary.replaceChildren(code(tokens[i]), " at position " + i + score);
+    if (predictions && this.hasInterventions && this.baseline?.predictions && i > 0) this.tokenSummary.append(" Without interventions: " + percent(Math.exp(this.baseline.predictions.logProbs[i - 1])) + ".");
     if (!predictions) {
-      this.rivalCaption.textContent = "This model predicts no tokens.";
-      this.lensCaption.textContent = "This model predicts no tokens.";
+      this.predictionsCaption.textContent = "This model does not predict tokens.";
+      this.lensCaption.textContent = "This model does not predict tokens.";
       this.lensButton.hidden = true;
       return;
     }
-    this.rivalCaption.textContent = "What may come next (entropy " + shown(predictions.entropy[i]) + " nats):";
-    let said;
+    this.predictionsCaption.textContent = "Top next-token predictions (entropy " + formatNumber(predictions.entropy[i]) + " nats):";
+    let response;
     try {
-      said = await this.get("token", { place: i });
+      response = await this.get("top_predictions", { position: i });
     } catch (error) {
-      tell(error.message);
+      showMessage(error.message);
       return;
     }
-    if (asked !== this.asked || i !== this.token) return;
-    this.showRivals(said.rivals);
-    this.showLens(said.lens);
+    if (run !== this.nRuns || i !== this.token) return;
+    this.showPredictions(response.top);
+    this.showLens(response.lens);
   }
 
-  showRivals(rivals) {
-    const next = this.view.ids[this.token + 1];
-    heading(this.rivals, [["token"], ["probability", "n"], [""]]);
-    const body = add(this.rivals, "tbody");
-    for (const { id, text, p } of rivals) {
+  showPredictions(top) {
+    const next = this.trace.ids[this.token + 1];
+    addHeader(this.predictionsTable, [["token"], ["probability", "n"], [""]]);
+    const body = add(this.predictionsTable, "tbody");
+    for (const { id, text, prob } of top) {
       const row = add(body, "tr");
-      add(row, "td").append(code(text), id === next ? " ← came" : "");
-      add(row, "td", percent(p), { className: "n" });
+      add(row, "td").append(code(text), id === next ? " ← actual" : "");
+      add(row, "td", percent(prob), { className: "n" });
       const last = add(row, "td");
-      if (!data.served) add(last, "span", "", { className: "gauge" }).style.width = 5 * p + "rem";
-      else if (id !== next) add(last, "button", "put it there", { type: "button", "aria-label": "put " + visible(text) + " there" }).onclick = () => this.put(id);
+      if (!data.hasServer) add(last, "span", "", { className: "gauge" }).style.width = 5 * prob + "rem";
+      else if (id !== next) add(last, "button", "use as next", { type: "button", "aria-label": "use as next token: " + visible(text) }).onclick = () => this.setNextToken(id);
     }
   }
 
-  put(id) {
-    const last = this.token + 1 === this.view.ids.length;
-    this.again(last ? { ids: [...this.view.ids, id] } : { edit: { place: this.token + 1, by: id } });
+  setNextToken(id) {
+    const isLast = this.token + 1 === this.trace.ids.length;
+    this.rerun(isLast ? { ids: [...this.trace.ids, id] } : { edit: { position: this.token + 1, replacement: id } });
   }
 
   // ---------------------------------------------------------------- heads
   showHeads() {
-    const { sites } = this.view, widest = Math.max(...sites.map((site) => site.heads));
+    const { attentionLayers } = this.trace, maxHeads = Math.max(...attentionLayers.map((layer) => layer.nHeads));
     this.headBox.replaceChildren();
-    this.headBox.style.gridTemplateColumns = "auto repeat(" + widest + ", 1.6rem)";
-    this.headPlaces = [];
+    this.headBox.style.gridTemplateColumns = "auto repeat(" + maxHeads + ", 1.6rem)";
+    this.headIndices = []; // pairs of the index of a layer and that of a head
     this.headElements = [];
-    sites.forEach((site, s) => {
-      const name = add(this.headBox, "span", short(site.name), { className: "name" });
+    attentionLayers.forEach((layer, layerIndex) => {
+      const name = add(this.headBox, "span", shortName(layer.name), { className: "name" });
       name.style.gridColumn = "1";
-      for (let head = 0; head < site.heads; head++) {
-        const number = this.headElements.length;
-        this.headPlaces.push([s, head]);
-        const button = add(this.headBox, "button", "", { type: "button", "aria-label": short(site.name) + ", head " + head });
-        button.onclick = () => this.chooseHead(number);
+      for (let head = 0; head < layer.nHeads; head++) {
+        const index = this.headElements.length;
+        this.headIndices.push([layerIndex, head]);
+        const button = add(this.headBox, "button", "", { type: "button", "aria-label": shortName(layer.name) + ", head " + head });
+        button.onclick = () => this.selectHead(index);
         this.headElements.push(button);
       }
     });
-    this.shadeHeads();
-    this.showSwitches();
+    this.colorHeads();
+    this.showAblations();
   }
 
-  async chooseHead(number) {
-    [this.site, this.head] = this.headPlaces[number];
-    this.shadeHeads();
-    this.showSwitches();
+  async selectHead(index) {
+    [this.layer, this.head] = this.headIndices[index];
+    this.colorHeads();
+    this.showAblations();
     await this.showMap();
   }
 
-  shadeHeads() {
-    const values = this.headPlaces.map(([s, head]) => this.heads.get(this.view.sites[s].name)?.[this.measure.value]?.[head] ?? null);
-    const known = values.filter((value) => value !== null).map((value) => (this.measure.value === "entropy" ? value : Math.log1p(Math.max(0, value))));
-    const most = Math.max(...known, 1e-9), label = this.measure.selectedOptions[0].textContent;
+  colorHeads() {
+    const statistic = this.statisticBox.value, label = this.statisticBox.selectedOptions[0].textContent;
+    const scaled = (value) => (statistic === "entropy" ? value : Math.log1p(Math.max(0, value)));
+    const values = this.headIndices.map(([layer, head]) => this.headStatistics.get(this.trace.attentionLayers[layer].name)?.[statistic]?.[head] ?? null);
+    const max = Math.max(...values.filter((value) => value !== null).map(scaled), 1e-9);
     this.headElements.forEach((button, i) => {
-      const [s, head] = this.headPlaces[i], site = this.view.sites[s];
-      const value = values[i] === null ? 0 : (this.measure.value === "entropy" ? values[i] : Math.log1p(Math.max(0, values[i]))) / most;
-      const off = this.isOff(site.name, head), chosen = s === this.site && head === this.head;
+      const [layerIndex, head] = this.headIndices[i], layer = this.trace.attentionLayers[layerIndex];
+      const value = values[i] === null ? 0 : scaled(values[i]) / max;
+      const isAblated = this.isAblated(layer.name, head), isSelected = layerIndex === this.layer && head === this.head;
       button.style.background = "rgb(var(--accent) / " + (0.08 + 0.9 * value).toFixed(3) + ")";
-      button.textContent = off ? "×" : "";
-      button.setAttribute("aria-pressed", chosen);
-      button.tabIndex = chosen ? 0 : -1;
-      button.title = short(site.name) + ", head " + head + (off ? ", off" : "") + (values[i] === null ? "" : ": " + label + " " + shown(values[i]));
+      button.textContent = isAblated ? "×" : "";
+      button.setAttribute("aria-pressed", isSelected);
+      button.tabIndex = isSelected ? 0 : -1;
+      button.title = shortName(layer.name) + ", head " + head + (isAblated ? ", ablated" : "") + (values[i] === null ? "" : ": " + label + " " + formatNumber(values[i]));
       button.setAttribute("aria-label", button.title);
     });
   }
 
-  isOff(name, head) {
-    return this.headsOff.has(name + "/" + head) || this.off.has(name) || this.off.has(name.replace(/\.[^.]+$/, ""));
+  isAblated(name, head) {
+    return this.ablatedHeads.has(name + "/" + head) || this.ablatedLayers.has(name) || this.ablatedLayers.has(name.replace(/\.[^.]+$/, ""));
   }
 
-  showSwitches() {
-    const site = this.view.sites[this.site], block = site.name.replace(/\.[^.]+$/, "");
-    this.headSaid.textContent = short(site.name) + ", head " + this.head + " of " + site.heads;
-    this.switches.replaceChildren();
-    if (!data.served) return;
-    add(this.switches, "legend", "Switch off");
-    const box = (text, set, key) => {
-      const label = add(this.switches, "label");
+  showAblations() {
+    const layer = this.attentionLayer, block = layer.name.replace(/\.[^.]+$/, "");
+    this.headSummary.textContent = shortName(layer.name) + ", head " + this.head + " of " + layer.nHeads;
+    this.ablations.replaceChildren();
+    if (!data.hasServer) return;
+    add(this.ablations, "legend", "Ablate");
+    const addCheckbox = (text, set, key) => {
+      const label = add(this.ablations, "label");
       const input = add(label, "input", "", { type: "checkbox", checked: set.has(key) });
       label.append(text);
       input.onchange = () => {
         set[input.checked ? "add" : "delete"](key);
-        this.shadeHeads();
-        this.again();
+        this.colorHeads();
+        this.rerun();
       };
     };
-    if (this.about.kind !== "translator" || site.name.includes(".")) box("this head", this.headsOff, site.name + "/" + this.head);
-    if (this.about.parts.includes(site.name)) box("this attention", this.off, site.name);
-    if (this.about.parts.includes(block + ".mlp")) box("the MLP", this.off, block + ".mlp");
-    if (this.about.parts.includes(block)) box("the whole layer", this.off, block);
+    if (this.info.kind !== "encoder-decoder" || layer.name.includes(".")) addCheckbox("this head", this.ablatedHeads, layer.name + "/" + this.head);
+    if (this.info.ablatable.includes(layer.name)) addCheckbox("this attention", this.ablatedLayers, layer.name);
+    if (this.info.ablatable.includes(block + ".mlp")) addCheckbox("the MLP", this.ablatedLayers, block + ".mlp");
+    if (this.info.ablatable.includes(block)) addCheckbox("the layer", this.ablatedLayers, block);
   }
 
-  // ---------------------------------------------------------------- the map
-  row(held) {
-    const n = held.shape[1], start = this.rowOf() * n;
-    return held.bytes.weights.subarray(start, start + n);
+  // ---------------------------------------------------------------- attention map
+  get attentionLayer() {
+    return this.trace.attentionLayers[this.layer];
   }
   get mapKey() {
-    return this.view.sites[this.site].name + "/" + this.head;
+    return this.attentionLayer.name + "/" + this.head;
   }
-  /** The maps of the chosen head, if they have come. */
-  get held() {
+  /** The map of the selected head, if it is loaded. */
+  get currentMap() {
     return this.maps.get(this.mapKey);
   }
-  rowOf() {
-    return this.view.sites[this.site].kind === "source" ? 0 : this.token;
+  /** The row of the selected token; 0 in the encoder of an encoder-decoder, whose tokens cannot be selected. */
+  get rowIndex() {
+    return this.attentionLayer.kind === "encoder" ? 0 : this.token;
+  }
+  get queryTexts() {
+    return this.attentionLayer.kind === "encoder" ? this.trace.sourceTokens : this.trace.tokens;
+  }
+  get keyTexts() {
+    return this.attentionLayer.kind === "self" ? this.trace.tokens : this.trace.sourceTokens;
+  }
+  /** Return the bytes of the weights of the selected query. */
+  selectedRow(map) {
+    const n = map.shape[1], start = this.rowIndex * n;
+    return map.bytes.weights.subarray(start, start + n);
   }
 
   async showMap() {
-    const key = this.mapKey, asked = this.asked;
+    const key = this.mapKey, run = this.nRuns;
     if (!this.maps.has(key)) {
       try {
-        const held = await this.get("attention", { site: this.view.sites[this.site].name, head: this.head });
-        if (asked !== this.asked) return;
-        await this.keepMap(key, held);
+        const map = await this.get("attention_map", { layer: this.attentionLayer.name, head: this.head });
+        if (run !== this.nRuns) return;
+        await this.storeMap(key, map);
       } catch (error) {
-        tell(error.message);
+        showMessage(error.message);
         return;
       }
     }
-    if (asked !== this.asked) return;
+    if (run !== this.nRuns) return;
     this.drawMap();
-    this.shadeTokens();
+    this.colorTokens();
   }
 
-  async keepMap(key, held) {
-    const asked = this.asked, [weights, scores] = await Promise.all([unpack(held.weights, held.deflated), unpack(held.scores, held.deflated)]);
-    if (asked === this.asked) this.maps.set(key, { ...held, bytes: { weights, scores } });
+  async storeMap(key, map) {
+    const run = this.nRuns, [weights, scores] = await Promise.all([decodeBytes(map.weights, map.deflated), decodeBytes(map.scores, map.deflated)]);
+    if (run === this.nRuns) this.maps.set(key, { ...map, bytes: { weights, scores } });
   }
 
   drawMap() {
-    const site = this.view.sites[this.site], held = this.held;
-    if (!held) return;
-    const [n, m] = held.shape, scale = Math.max(1, Math.ceil(640 / Math.max(n, m)));
-    const context = paint(this.canvas, held.bytes[this.map], n, m, shades, scale);
+    const layer = this.attentionLayer, map = this.currentMap;
+    if (!map) return;
+    const [n, m] = map.shape, scale = Math.max(1, Math.ceil(640 / Math.max(n, m))), isScores = this.mapKind === "scores";
+    const context = paint(this.canvas, map.bytes[this.mapKind], n, m, colors, scale);
     this.canvas.style.aspectRatio = m + " / " + n;
     this.canvas.style.maxWidth = "min(100%, " + Math.max(4, Math.min(34, m * 2)) + "rem)";
     this.labelMap(n, m);
     context.strokeStyle = getComputedStyle(document.body).color;
     context.lineWidth = 2;
-    if (site.kind !== "source") context.strokeRect(0, this.token * scale - 1, scale * m, scale + 2);
-    const row = this.rowOf(), nothing = held.nothing[row];
-    const kurtosis = this.map === "scores" ? held.scoreKurtosis : held.weightKurtosis;
-    const range = this.map === "scores" ? " from " + shown(held.low) + " to " + shown(held.high) : "";
-    const what = (this.map === "scores" ? "Scores" : "Weights") + " of " + short(site.name) + ", head " + this.head + range;
-    this.mapSaid.textContent = what + ": kurtosis " + shown(kurtosis) + ". The chosen row: entropy " + shown(held.entropy[row]) + " nats" + (Math.abs(nothing) > 0.005 ? ", " + percent(nothing) + " to nothing." : ".");
-    this.canvas.setAttribute("aria-label", what + ". " + n + " rows, " + m + " columns. The table after it says what the chosen token attends to most.");
-    this.showMost(held);
+    if (layer.kind !== "encoder") context.strokeRect(0, this.token * scale - 1, scale * m, scale + 2);
+    const unassigned = map.unassigned[this.rowIndex];
+    const range = isScores ? ", from " + formatNumber(map.minScore) + " to " + formatNumber(map.maxScore) : "";
+    const title = (isScores ? "Scores" : "Weights") + " of " + shortName(layer.name) + ", head " + this.head + range;
+    const query = "Selected query: entropy " + formatNumber(map.entropy[this.rowIndex]) + " nats" + (Math.abs(unassigned) > 0.005 ? ", " + percent(unassigned) + " of the weight on no key." : ".");
+    this.mapSummary.textContent = title + ": kurtosis " + formatNumber(isScores ? map.scoreKurtosis : map.weightKurtosis) + ". " + query;
+    this.canvas.setAttribute("aria-label", title + ". " + n + " queries (rows), " + m + " keys (columns). The table below lists the keys with the highest weights for the selected query.");
+    this.showTopKeys(map);
   }
 
-  /** The tokens beside a map and above it, where there is room for them. */
+  /** Show the tokens at the left and at the top of a map if there is room. */
   labelMap(n, m) {
-    const boxes = [[this.rowBox, this.rows(), n], [this.columnBox, this.columns(), m]];
-    for (const [box, texts, count] of boxes) {
-      box.hidden = count > MOST_LABELS;
+    for (const [box, texts, count] of [[this.queryLabels, this.queryTexts, n], [this.keyLabels, this.keyTexts, m]]) {
+      box.hidden = count > MAX_LABELS;
       box.replaceChildren();
       if (!box.hidden) for (const text of texts) add(box, "span", visible(text).trim() || "␣");
     }
-    this.columnBox.style.maxWidth = this.canvas.style.maxWidth;
-    const fits = this.canvas.clientWidth / m >= LEAST_CELL && this.canvas.clientHeight / n >= LEAST_CELL;
-    if (!fits) this.rowBox.hidden = this.columnBox.hidden = true;
+    this.keyLabels.style.maxWidth = this.canvas.style.maxWidth;
+    const fits = this.canvas.clientWidth / m >= MIN_CELL && this.canvas.clientHeight / n >= MIN_CELL;
+    if (!fits) this.queryLabels.hidden = this.keyLabels.hidden = true;
   }
 
-  rows() {
-    return this.view.sites[this.site].kind === "source" ? this.view.sources : this.view.tokens;
-  }
-  columns() {
-    return this.view.sites[this.site].kind === "self" ? this.view.tokens : this.view.sources;
-  }
-
-  showMost(held) {
-    const texts = this.columns(), row = this.row(held), { low, high } = held, m = held.shape[1];
-    const scores = held.bytes.scores.subarray(this.rowOf() * m, (this.rowOf() + 1) * m);
-    heading(this.most, [["attends to"], ["place", "n"], ["weight", "n"], ["score", "n"]]);
-    const body = add(this.most, "tbody");
-    for (const i of Array.from(row.keys()).sort((a, b) => row[b] - row[a]).slice(0, 6).filter((i) => row[i])) {
-      const line = add(body, "tr");
-      add(line, "td").append(code(texts[i]));
-      add(line, "td", i, { className: "n" });
-      add(line, "td", ((row[i] / 255) ** 2).toFixed(3), { className: "n" });
-      add(line, "td", scores[i] ? shown(low + ((scores[i] - 1) / 254) * (high - low)) : "–", { className: "n" });
+  showTopKeys(map) {
+    const texts = this.keyTexts, weights = this.selectedRow(map), { minScore, maxScore } = map, m = map.shape[1];
+    const scores = map.bytes.scores.subarray(this.rowIndex * m, (this.rowIndex + 1) * m);
+    addHeader(this.keysTable, [["key"], ["position", "n"], ["weight", "n"], ["score", "n"]]);
+    const body = add(this.keysTable, "tbody");
+    for (const i of Array.from(weights.keys()).sort((a, b) => weights[b] - weights[a]).slice(0, N_KEYS).filter((i) => weights[i])) {
+      const row = add(body, "tr");
+      add(row, "td").append(code(texts[i]));
+      add(row, "td", i, { className: "n" });
+      add(row, "td", ((weights[i] / 255) ** 2).toFixed(3), { className: "n" });
+      add(row, "td", scores[i] ? formatNumber(minScore + ((scores[i] - 1) / 254) * (maxScore - minScore)) : "–", { className: "n" });
     }
   }
 
-  cell(event) {
-    const box = this.canvas.getBoundingClientRect(), held = this.held;
-    const place = (from, size, count) => Math.min(count - 1, Math.max(0, Math.floor((from / size) * count)));
-    return [place(event.clientY - box.top, box.height, held?.shape[0] ?? 1), place(event.clientX - box.left, box.width, held?.shape[1] ?? 1)];
+  /** Return row and column of the map at the pointer. */
+  findCell(event) {
+    const box = this.canvas.getBoundingClientRect(), map = this.currentMap;
+    const index = (offset, size, count) => Math.min(count - 1, Math.max(0, Math.floor((offset / size) * count)));
+    return [index(event.clientY - box.top, box.height, map?.shape[0] ?? 1), index(event.clientX - box.left, box.width, map?.shape[1] ?? 1)];
   }
 
-  point(row, column) {
-    const held = this.held;
-    if (!held) return;
-    const weight = (held.bytes.weights[row * held.shape[1] + column] / 255) ** 2;
-    this.pointed.textContent = quoted(this.rows()[row]) + " (" + row + ") to " + quoted(this.columns()[column]) + " (" + column + "): " + weight.toFixed(3);
+  describeCell(row, column) {
+    const map = this.currentMap;
+    if (!map) return;
+    const weight = (map.bytes.weights[row * map.shape[1] + column] / 255) ** 2;
+    this.cellSummary.textContent = "Query " + quoted(this.queryTexts[row]) + " (" + row + "), key " + quoted(this.keyTexts[column]) + " (" + column + "): weight " + weight.toFixed(3);
   }
 
-  // ---------------------------------------------------------------- the lens
+  // ---------------------------------------------------------------- logit lens
   showLens(lens) {
-    heading(this.lens, [["after"], ["rank", "n"], ["would say", "would"]]);
-    const body = add(this.lens, "tbody");
-    lens.forEach(({ top, p, rank }, i) => {
+    addHeader(this.lensTable, [["layer"], ["rank", "n"], ["top predictions", "top"]]);
+    const body = add(this.lensTable, "tbody");
+    lens.forEach(({ top, prob, rank }, i) => {
       const row = add(body, "tr");
-      add(row, "th", short(this.view.states[i]), { scope: "row" });
-      add(row, "td", rank === undefined ? "–" : (rank + 1).toLocaleString("en"), { className: "n", title: percent(p) });
-      const said = add(row, "td", "", { className: "would" });
-      top.forEach(({ text, p: probability }, k) => said.append(k ? " " : "", code(text), k ? "" : " " + percent(probability)));
+      add(row, "th", shortName(this.trace.streamNames[i]), { scope: "row" });
+      add(row, "td", rank === undefined ? "–" : (rank + 1).toLocaleString("en"), { className: "n", title: percent(prob) });
+      const cell = add(row, "td", "", { className: "top" });
+      top.forEach(({ text, prob: topProb }, k) => cell.append(k ? " " : "", code(text), k ? "" : " " + percent(topProb)));
     });
     this.lensButton.hidden = lens.length === 0;
-    if (lens.length === 0) this.lensCaption.textContent = "This model has no residual stream to read.";
+    if (lens.length === 0) this.lensCaption.textContent = "This model has no residual stream.";
   }
 
-  async showWholeLens() {
-    const asked = this.asked;
+  async showLensOfAll() {
+    const run = this.nRuns;
     this.lensButton.disabled = true;
     try {
-      tell("", "computing what every layer would say …");
-      this.lensed ??= await this.get("lens");
-      tell("", "");
-      if (asked === this.asked) this.drawWholeLens();
+      showMessage("", "computing the logit lens …");
+      this.lensOfAll ??= await this.get("logit_lens");
+      showMessage("", "");
+      if (run === this.nRuns) this.drawLensOfAll();
     } catch (error) {
-      tell(error.message);
+      showMessage(error.message);
     }
     this.lensButton.disabled = false;
   }
 
-  drawWholeLens() {
-    const { texts, tokens, p } = this.lensed;
-    this.wholeLens.replaceChildren();
-    const table = add(this.wholeLens, "table");
+  drawLensOfAll() {
+    const { texts, tokens, probs } = this.lensOfAll;
+    this.lensOfAllBox.replaceChildren();
+    const table = add(this.lensOfAllBox, "table");
     const head = add(add(table, "thead"), "tr");
-    add(head, "th", "after", { scope: "col" });
-    this.view.tokens.forEach((token) => add(head, "th", visible(token), { scope: "col" }));
+    add(head, "th", "layer", { scope: "col" });
+    this.trace.tokens.forEach((token) => add(head, "th", visible(token), { scope: "col" }));
     const body = add(table, "tbody");
-    tokens.map((_, i) => tokens.length - 1 - i).forEach((state) => {
+    for (let layer = tokens.length - 1; layer >= 0; layer--) {
       const row = add(body, "tr");
-      add(row, "th", short(this.view.states[state]), { scope: "row" });
-      tokens[state].forEach((token, i) => {
-        const cell = add(row, "td", visible(texts[token]), { title: visible(texts[token]) + " " + percent(p[state][i]) });
-        cell.style.background = "rgb(var(--accent) / " + (p[state][i] * STRONGEST).toFixed(3) + ")";
-        if (token === this.view.ids[i + 1]) cell.style.fontWeight = "bold";
+      add(row, "th", shortName(this.trace.streamNames[layer]), { scope: "row" });
+      tokens[layer].forEach((token, i) => {
+        const cell = add(row, "td", visible(texts[token]), { title: visible(texts[token]) + " " + percent(probs[layer][i]) });
+        cell.style.background = "rgb(var(--accent) / " + (probs[layer][i] * MAX_OPACITY).toFixed(3) + ")";
+        if (token === this.trace.ids[i + 1]) cell.style.fontWeight = "bold";
       });
-    });
-    this.wholeLens.hidden = false;
+    }
+    this.lensOfAllBox.hidden = false;
   }
 
-  // ---------------------------------------------------------------- the stream
-  showStates() {
-    const states = this.states, n = this.view.tokens.length;
-    this.norms.hidden = states.length === 0;
-    if (!states.length) return;
-    const logs = states.flatMap((state) => state.norms.map((norm) => Math.log((norm ?? 0) + 1e-9)));
-    const least = Math.min(...logs), span = Math.max(...logs) - least || 1;
-    paint(this.norms, Uint8Array.from(logs, (log) => (255 * (log - least)) / span), states.length, n, shades, 4);
-    const name = (value) => shown(Math.exp(value));
-    this.norms.setAttribute("aria-label", "Norms of the residual stream after " + states.length + " states of " + n + " tokens, from " + name(least) + " to " + name(least + span) + "; the table after it names the outliers.");
-    heading(this.outliers, [["after"], ["kurtosis", "n"], ["largest values: channel, token, value, times the median channel"]]);
-    const body = add(this.outliers, "tbody");
-    for (const { name, kurtosis, outliers } of states) {
+  // ---------------------------------------------------------------- residual stream
+  showStream() {
+    const statistics = this.streamStatistics, n = this.trace.tokens.length;
+    this.normsCanvas.hidden = statistics.length === 0;
+    if (!statistics.length) return;
+    const logs = statistics.flatMap(({ norms }) => norms.map((norm) => Math.log((norm ?? 0) + 1e-9)));
+    const min = Math.min(...logs), span = Math.max(...logs) - min || 1;
+    paint(this.normsCanvas, Uint8Array.from(logs, (log) => (255 * (log - min)) / span), statistics.length, n, colors, 4);
+    const norm = (log) => formatNumber(Math.exp(log));
+    this.normsCanvas.setAttribute("aria-label", "Norms of the residual stream after " + statistics.length + " layers for " + n + " tokens, from " + norm(min) + " to " + norm(min + span) + "; the table below lists the outliers.");
+    addHeader(this.outliersTable, [["layer"], ["kurtosis", "n"], ["outliers: channel, token, value, ratio to the median channel"]]);
+    const body = add(this.outliersTable, "tbody");
+    for (const { name, kurtosis, outliers } of statistics) {
       const row = add(body, "tr");
-      add(row, "th", short(name), { scope: "row" });
-      add(row, "td", shown(kurtosis), { className: "n" });
+      add(row, "th", shortName(name), { scope: "row" });
+      add(row, "td", formatNumber(kurtosis), { className: "n" });
       const cell = add(row, "td");
-      outliers.forEach(({ channel, place, value, times }, i) => cell.append((i ? "; " : "") + channel + ", ", code(this.view.tokens[place]), " " + shown(value) + ", " + shown(times) + "×"));
+      outliers.forEach(({ channel, position, value, ratio }, i) => cell.append((i ? "; " : "") + channel + ", ", code(this.trace.tokens[position]), " " + formatNumber(value) + ", " + formatNumber(ratio) + "×"));
     }
-    if (this.shade === "norm") this.shadeTokens();
+    if (this.coloring === "norm") this.colorTokens();
   }
 }
 
-// ---------------------------------------------------------------- small things
+// ---------------------------------------------------------------- helpers
 const code = (text) => add(document.createElement("span"), "code", visible(text));
-const short = (name) => name.replace(/blocks\.(\d+)/, (_, i) => "layer " + i).replace(/\./g, " ").replace(/(layer \d+) attention$/, "$1");
-const placed = (rank) => (rank === 0 ? "the likeliest" : "number " + (rank + 1).toLocaleString("en") + " of all");
+const shortName = (name) => name.replace(/blocks\.(\d+)/, (_, i) => "layer " + i).replace(/\./g, " ").replace(/(layer \d+) attention$/, "$1");
+const formatRank = (rank) => "rank " + (rank + 1).toLocaleString("en");
 
-function heading(table, columns) {
+/** Replace the content of a table by a header; columns are pairs of a text and a class. */
+function addHeader(table, columns) {
   table.replaceChildren();
   const row = add(add(table, "thead"), "tr");
   for (const [text, className = ""] of columns) text ? add(row, "th", text, { className, scope: "col" }) : add(row, "td", "", { className });
 }
 
-function write(box, texts, kind) {
+/** Replace the content of a box by an element for each token; role is "option" or "span". */
+function writeTokens(box, texts, role) {
   box.replaceChildren();
   return texts.map((text) => {
-    const element = add(box, "span", "", kind === "option" ? { role: "option" } : {});
-    if (kind === "option" && !text.trim()) element.setAttribute("aria-label", text.includes("\n") ? "line break" : text ? "space" : "nothing");
+    const element = add(box, "span", "", role === "option" ? { role: "option" } : {});
+    if (role === "option" && !text.trim()) element.setAttribute("aria-label", text.includes("\n") ? "line break" : text ? "space" : "empty token");
     for (const part of (text || "∅").split(/(\n)/)) part === "\n" ? add(element, "i", "↵\n") : element.append(part);
     return element;
   });
 }
 
-// ---------------------------------------------------------------- both models
-const sides = data.sides.map((given, number) => new Side(number, given));
+// ---------------------------------------------------------------- all models
+const panels = data.models.map((given, index) => new ModelPanel(index, given));
 
-async function readText() {
+async function runText() {
   try {
-    tell("", "reading …");
-    for (const side of sides) await side.read({ text: $("text").value });
-    tell("", sides.map((side) => side.said()).join(" "));
+    showMessage("", "running the model …");
+    for (const panel of panels) await panel.run({ text: $("text").value });
+    showMessage("", panels.map((panel) => panel.describeLoss()).join(" "));
   } catch (error) {
-    tell(error.message);
+    showMessage(error.message);
   }
 }
 
-async function changeAll() {
+async function rerunAll() {
   if (!$("temperature").checkValidity()) {
-    for (const side of sides) side.asked++; // an answer that is still to come is no longer wanted
-    return tell("Expected a temperature from 0.001 to 1000.");
+    for (const panel of panels) panel.nRuns++; // discard the results of runs in progress
+    return showMessage("Expected a temperature from 0.001 to 1000.");
   }
-  for (const side of sides) if (side.view) await side.again();
+  for (const panel of panels) if (panel.trace) await panel.rerun();
 }
 
-async function showFile() {
-  for (const side of sides) {
-    side.take(side.given.view);
-    await side.showMap();
-    await side.showToken();
-    await side.later(side.asked);
+async function showStaticData() {
+  for (const panel of panels) {
+    panel.showTrace(panel.given.trace);
+    await panel.showMap();
+    await panel.showSelectedToken();
+    await panel.loadStatistics(panel.nRuns);
   }
-  tell("", sides.map((side) => side.said()).join(" "));
+  showMessage("", panels.map((panel) => panel.describeLoss()).join(" "));
 }
 
 async function start() {
-  document.title = $("title").textContent = "A look inside " + sides.map((side) => side.about.title).join(" and ");
-  $("form").hidden = !data.served;
-  $("static").hidden = data.served;
+  document.title = $("title").textContent = "Model viewer: " + panels.map((panel) => panel.info.title).join(" and ");
+  $("form").hidden = !data.hasServer;
+  $("static").hidden = data.hasServer;
   $("command").textContent = data.command ?? "tricycle look";
-  add($("softmax"), "option", "as it is", { value: "" });
+  add($("softmax"), "option", "model default", { value: "" });
   for (const name of data.softmaxes ?? []) add($("softmax"), "option", name, { value: name });
-  if (sides.some((side) => side.about.kind === "translator")) $("text-label").textContent = "Source; after => a target, if the model is not to write its own";
+  if (panels.some((panel) => panel.info.kind === "encoder-decoder")) $("text-label").textContent = "Source => target (without a target, the model generates one)";
   $("text").value = data.text;
-  $("form").onsubmit = (event) => (event.preventDefault(), readText());
-  $("softmax").onchange = $("temperature").onchange = changeAll;
-  $("undo").onclick = () => {
+  $("form").onsubmit = (event) => (event.preventDefault(), runText());
+  $("softmax").onchange = $("temperature").onchange = rerunAll;
+  $("reset").onclick = () => {
     $("softmax").value = "";
     $("temperature").value = 1;
-    for (const side of sides) side.off.clear(), side.headsOff.clear(), side.view && side.showSwitches();
-    changeAll();
+    for (const panel of panels) panel.ablatedLayers.clear(), panel.ablatedHeads.clear(), panel.trace && panel.showAblations();
+    rerunAll();
   };
   matchMedia("(prefers-color-scheme: dark)").onchange = () => {
-    shades = palette();
-    for (const side of sides) side.view && (side.drawMap(), side.states && side.showStates());
+    colors = palette();
+    for (const panel of panels) panel.trace && (panel.drawMap(), panel.streamStatistics && panel.showStream());
   };
-  await (data.served ? readText() : showFile());
-  document.body.dataset.ready = Math.round(performance.now()); // since the page was asked for
+  await (data.hasServer ? runText() : showStaticData());
+  document.body.dataset.ready = Math.round(performance.now()); // ms since the navigation started
 }
 start();

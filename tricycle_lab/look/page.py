@@ -1,4 +1,4 @@
-"""Pages in one file: a frame, its style, its script and its data, with nothing to be fetched from elsewhere."""
+"""HTML pages in one file, with style, script and data inline, so that they load no other resource."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from pathlib import Path
 from typing import Any
 
 from tricycle.system.files import atomic_write
-from tricycle_lab.look.reading import Reading
-from tricycle_lab.look.subjects import Subject
+from tricycle_lab.look.inspectable import InspectableModel
+from tricycle_lab.look.trace import Trace
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
-def page(frame: str, title: str, data: Any, served: bool = False) -> str:
-    """The text of a page.
+def render_page(name: str, title: str, data: Any, has_server: bool = False) -> str:
+    """Return a page as HTML.
 
     Args:
-        frame: the name of its files: `<frame>.html`, `.css` and `.js`, within and behind what all pages share.
-        data: what JSON can hold, for the script to read.
-        served: it may ask who served it.
+        name: the page's files are `<name>.html`, `.css` and `.js`; those of `common` come first.
+        title: the title of the document.
+        data: JSON data for the script.
+        has_server: the script may send requests to the server of the page.
     """
-    style = _text("common.css") + _text(f"{frame}.css")
-    script = _text("common.js") + _text(f"{frame}.js")
+    style = _read_text("common.css") + _read_text(f"{name}.css")
+    script = _read_text("common.js") + _read_text(f"{name}.js")
     json_data = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    parts = {
-        "__POLICY__": policy(style, script, served),
+    values = {
+        "__POLICY__": content_security_policy(style, script, has_server),
         "__TITLE__": html.escape(title),
         "__STYLE__": style,
-        "__BODY__": _text(f"{frame}.html"),
-        "__DATA__": json_data.replace("<", "\\u003c"),  # no text in it can end the script element
+        "__BODY__": _read_text(f"{name}.html"),
+        "__DATA__": json_data.replace("<", "\\u003c"),  # a text in it cannot close the script element
         "__SCRIPT__": script,
     }
-    return re.sub("|".join(parts), lambda mark: parts[mark[0]], _text("common.html"))
+    return re.sub("|".join(values), lambda match: values[match[0]], _read_text("common.html"))
 
 
-def policy(style: str, script: str, served: bool) -> str:
-    """What a browser may do for the page: run this script alone, and ask nobody but who served it."""
-    connect = "connect-src 'self'; " if served else ""
+def content_security_policy(style: str, script: str, has_server: bool) -> str:
+    """Return a policy that allows this style and script only, and requests to the server of the page at most."""
+    connect = "connect-src 'self'; " if has_server else ""
     return f"default-src 'none'; {connect}script-src {_hash(script)}; style-src {_hash(style)}; img-src data:"
 
 
@@ -50,28 +51,28 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"
 
 
-def _text(name: str) -> str:
-    return (HERE / name).read_text(encoding="utf-8")
+def _read_text(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
 
 
-def whole(subject: Subject, reading: Reading) -> dict[str, Any]:
-    """All that a page can show of a reading, for one that has nobody to ask."""
-    attention: dict[str, list[dict[str, Any]]] = {}
-    for site in reading.sites:
-        attention[site.name] = [reading.attention(site.name, head, small=True) for head in range(site.n_heads)]
-        site.held = None  # it can be computed again
+def collect_static_data(model: InspectableModel, trace: Trace) -> dict[str, Any]:
+    """Return everything that the model viewer can show of a trace, for a page without a server."""
+    maps: dict[str, list[dict[str, Any]]] = {}
+    for layer in trace.attention_layers:
+        maps[layer.name] = [trace.attention_map(layer.name, head, deflate=True) for head in range(layer.n_heads)]
+        layer.cached_maps = None  # the maps of all layers would need too much memory
     return {
-        "about": subject.about(),
-        "view": reading.view(),
-        "attention": attention,
-        "heads": reading.overview(0, len(reading.sites))["heads"],
-        "states": reading.states(),
-        "tokens": [reading.token(place) for place in range(len(reading.ids))],
-        "lens": reading.lens(),
+        "info": model.describe(),
+        "trace": trace.summary(),
+        "attentionMaps": maps,
+        "headStatistics": trace.head_statistics(0, len(trace.attention_layers))["layers"],
+        "streamStatistics": trace.stream_statistics(),
+        "topPredictions": [trace.top_predictions(position) for position in range(len(trace.ids))],
+        "logitLens": trace.logit_lens(),
     }
 
 
 def write_page(path: str | os.PathLike[str], text: str) -> None:
-    """Write a page whole or not at all."""
+    """Write a page to a file atomically."""
     with atomic_write(Path(path), text=True) as file:
         file.write(text)

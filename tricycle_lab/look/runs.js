@@ -1,9 +1,9 @@
-// Okabe and Ito's colours, which the colour-blind can tell apart; after them, other strokes.
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
+// The color-blind-safe palette of Okabe and Ito; further runs have other dash patterns.
+const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
 const DASHES = ["", "7 3", "2 3", "9 3 2 3", "12 4"];
 const SVG = "http://www.w3.org/2000/svg";
-const WIDTH = 1000, TALL = 900, HIGH = 460, RIGHT = 14, TOP = 12, BOTTOM = 46, NARROW = 544;
-let HEIGHT = HIGH, LEFT = 74;
+const WIDTH = 1000, NARROW_HEIGHT = 900, WIDE_HEIGHT = 460, RIGHT = 14, TOP = 12, BOTTOM = 46, NARROW = 544;
+let HEIGHT = WIDE_HEIGHT, LEFT = 74;
 const AXES = { step: "steps", seconds: "time", tokens: "tokens" };
 const hiddenRuns = new Set();
 
@@ -15,20 +15,20 @@ function draw(parent, tag, attributes, text = "") {
   return element;
 }
 
-const colour = (i) => COLOURS[i % COLOURS.length];
-const dash = (i) => DASHES[Math.floor(i / COLOURS.length) % DASHES.length];
-const chosen = (name) => document.querySelector(`input[name=${name}]:checked`).value;
-const count = (n) => (n === null || n === undefined ? "–" : Math.round(n).toLocaleString("en"));
+const color = (i) => COLORS[i % COLORS.length];
+const dash = (i) => DASHES[Math.floor(i / COLORS.length) % DASHES.length];
+const checkedValue = (name) => document.querySelector(`input[name=${name}]:checked`).value;
+const formatCount = (n) => (n === null || n === undefined ? "–" : Math.round(n).toLocaleString("en"));
 
-function duration(seconds) {
+function formatDuration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 120) return shown(seconds) + " s";
+  if (seconds < 120) return formatNumber(seconds) + " s";
   return seconds < 7200 ? (seconds / 60).toFixed(1) + " min" : (seconds / 3600).toFixed(2) + " h";
 }
-const short = (n) => (n >= 1e9 ? shown(n / 1e9) + "G" : n >= 1e6 ? shown(n / 1e6) + "M" : n >= 1e4 ? shown(n / 1e3) + "k" : shown(n, 4));
-const along = (value, axis) => (axis === "seconds" ? duration(value) : short(value));
+const abbreviate = (n) => (n >= 1e9 ? formatNumber(n / 1e9) + "G" : n >= 1e6 ? formatNumber(n / 1e6) + "M" : n >= 1e4 ? formatNumber(n / 1e3) + "k" : formatNumber(n, 4));
+const formatX = (value, axis) => (axis === "seconds" ? formatDuration(value) : abbreviate(value));
 
-/** A running mean in which the past loses its weight; the first values count as if there had been more of them. */
+/** Return the exponential moving average with bias correction. */
 function smooth(values, weight) {
   let mean = 0, total = 0;
   return values.map((value) => {
@@ -38,47 +38,45 @@ function smooth(values, weight) {
   });
 }
 
-/** Points of a curve in the chosen units; none where a run does not have them. */
-function points(run, kind, axis, unit, weight) {
-  const curve = run[kind], factor = unit === "bits" ? run.bits : 1;
+/** Return the points of a curve in the selected units; none if a run does not have them. */
+function curvePoints(run, kind, axis, unit, weight) {
+  const curve = run[kind], factor = unit === "bits" ? run.bitsPerNat : 1;
   if (factor === null) return [];
-  const xs = axis === "tokens" ? (run.tokens ? curve.step.map((step) => step * run.tokens) : []) : curve[axis];
+  const xs = axis === "tokens" ? (run.tokensPerStep ? curve.step.map((step) => step * run.tokensPerStep) : []) : curve[axis];
   const ys = kind === "training" ? smooth(curve.loss, weight) : curve.loss;
   return xs.map((x, i) => ({ x, y: ys[i] * factor }));
 }
 
-function lines() {
-  const axis = chosen("axis"), unit = chosen("unit"), weight = Number($("smoothing").value), found = [];
+function visibleCurves() {
+  const axis = checkedValue("axis"), unit = checkedValue("unit"), weight = Number($("smoothing").value), curves = [];
   data.runs.forEach((run, i) => {
     if (hiddenRuns.has(i)) return;
-    for (const kind of ["training", "held_out"]) {
+    for (const kind of ["training", "heldOut"]) {
       if (!$(kind).checked) continue;
-      if (kind === "training" && weight > 0) found.push({ run, i, kind: "raw", points: points(run, kind, axis, unit, 0) });
-      found.push({ run, i, kind, points: points(run, kind, axis, unit, weight) });
+      if (kind === "training" && weight > 0) curves.push({ run, i, kind: "raw", points: curvePoints(run, kind, axis, unit, 0) });
+      curves.push({ run, i, kind, points: curvePoints(run, kind, axis, unit, weight) });
     }
   });
-  return found.filter((line) => line.points.length);
+  return curves.filter((curve) => curve.points.length);
 }
 
-/** The scale of an axis: between which values, and where each of them stands. */
-function scale(values, log, from, to) {
+/** Return a linear or logarithmic scale from the range of values to pixels. */
+function createScale(values, log, from, to) {
   const usable = log ? values.filter((value) => value > 0) : values;
-  let least = usable.reduce((a, b) => Math.min(a, b), Infinity), most = usable.reduce((a, b) => Math.max(a, b), -Infinity);
-  if (!(least < most)) [least, most] = least === most ? [least * 0.9 - (least === 0), most * 1.1 + (most === 0)] : [log ? 0.1 : 0, 1];
-  const f = log ? Math.log : (value) => value, back = log ? Math.exp : (value) => value;
-  const [a, b] = [f(least), f(most)];
+  let min = usable.reduce((a, b) => Math.min(a, b), Infinity), max = usable.reduce((a, b) => Math.max(a, b), -Infinity);
+  if (!(min < max)) [min, max] = min === max ? [min * 0.9 - (min === 0), max * 1.1 + (max === 0)] : [log ? 0.1 : 0, 1];
+  const f = log ? Math.log : (value) => value, inverse = log ? Math.exp : (value) => value;
+  const [a, b] = [f(min), f(max)];
   return {
-    least, most,
-    at: (value) => from + ((f(value) - a) / (b - a)) * (to - from),
-    value: (part) => back(a + part * (b - a)),
-    fits: (value) => value >= least && value <= most,
+    toPixel: (value) => from + ((f(value) - a) / (b - a)) * (to - from),
+    valueAt: (fraction) => inverse(a + fraction * (b - a)),
   };
 }
 
-/** Losses, without the first ones that tower above all others: what nearly all points have, and all that is held out. */
-function losses(all) {
+/** Return losses for the range of the axis: all held-out losses, and 97% of the training losses. */
+function lossRange(curves) {
   const values = [];
-  for (const { points, kind } of all) {
+  for (const { points, kind } of curves) {
     const ys = points.map(({ y }) => y).filter(Number.isFinite).sort((a, b) => a - b);
     if (kind === "raw") values.push(ys[Math.floor(0.005 * ys.length)], ys[Math.floor(0.97 * (ys.length - 1))]);
     else values.push(ys[0], ys[Math.floor((kind === "training" ? 0.97 : 1) * (ys.length - 1))]);
@@ -86,47 +84,54 @@ function losses(all) {
   return values;
 }
 
-let view = null;
+let chart = null; // the x scale, the curves, the cursor line and the x axis of the drawing
 
-function chart() {
-  [HEIGHT, LEFT] = innerWidth > NARROW ? [HIGH, 74] : [TALL, 104];
-  const all = lines(), axis = chosen("axis"), unit = chosen("unit");
-  $("smoothed").textContent = Number($("smoothing").value).toFixed(2);
-  const named = unit === "bits" ? "bits a byte" : "nats a token";
+function drawChart() {
+  [HEIGHT, LEFT] = innerWidth > NARROW ? [WIDE_HEIGHT, 74] : [NARROW_HEIGHT, 104];
+  const curves = visibleCurves(), axis = checkedValue("axis"), unit = checkedValue("unit") === "bits" ? "bits/byte" : "nats/token";
+  $("smoothing-value").textContent = Number($("smoothing").value).toFixed(2);
   $("chart").textContent = "";
-  $("trouble").textContent = all.length ? "" : "There is nothing to draw: no run has this over " + AXES[axis] + " in " + named + ".";
-  view = null;
-  if (!all.length) { $("readout").textContent = ""; $("at").textContent = ""; return; }
-  const xs = all.flatMap(({ points }) => [points[0].x, points.at(-1).x]);
-  const x = scale($("log-x").checked ? xs : [0, ...xs], $("log-x").checked, LEFT, WIDTH - RIGHT), y = scale(losses(all), $("log-y").checked, HEIGHT - BOTTOM, TOP);
-  const label = "Loss in " + named + " over " + AXES[axis] + " of " + data.runs.map(({ name }) => name).join(", ") + "; the tables below have the values.";
+  $("trouble").textContent = curves.length ? "" : "No data: no selected curve has losses in " + unit + " over " + AXES[axis] + ".";
+  chart = null;
+  if (!curves.length) { $("readout").textContent = ""; $("cursor-value").textContent = ""; return; }
+  const xs = curves.flatMap(({ points }) => [points[0].x, points.at(-1).x]), logX = $("log-x").checked, logY = $("log-y").checked;
+  const x = createScale(logX ? xs : [0, ...xs], logX, LEFT, WIDTH - RIGHT), y = createScale(lossRange(curves), logY, HEIGHT - BOTTOM, TOP);
+  const label = "Loss curves in " + unit + " over " + AXES[axis] + " of " + data.runs.map(({ name }) => name).join(", ") + "; the tables below list the values.";
   const svg = draw($("chart"), "svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label });
-  const clip = draw(draw(draw(svg, "defs", {}), "clipPath", { id: "inside" }), "rect", { x: LEFT, y: TOP - 4, width: WIDTH - LEFT - RIGHT, height: HEIGHT - TOP - BOTTOM + 8 });
-  for (let i = 0; i <= 4; i++) {
-    const loss = y.value(i / 4), place = x.value(i / 4);
-    draw(svg, "line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y.at(loss), y2: y.at(loss) });
-    draw(svg, "text", { x: LEFT - 8, y: y.at(loss) + 4, "text-anchor": "end" }, shown(loss, 3));
-    if (innerWidth > NARROW || i % 2 === 0)
-      draw(svg, "text", { x: x.at(place), y: HEIGHT - 16, "text-anchor": i === 4 ? "end" : i ? "middle" : "start" }, i === 4 && axis !== "seconds" ? along(place, axis) + " " + AXES[axis] : along(place, axis));
-  }
-  const group = draw(svg, "g", { "clip-path": "url(#inside)" });
-  for (const { i, kind, points } of all) {
-    const path = points.filter((p) => !$("log-x").checked || p.x > 0).map((p, k) => (k ? "L" : "M") + x.at(p.x).toFixed(1) + " " + y.at(Math.max(p.y, $("log-y").checked ? 1e-9 : -1e9)).toFixed(1)).join("");
-    draw(group, "path", { class: kind === "held_out" ? "held" : kind, d: path, stroke: colour(i), "stroke-dasharray": kind === "raw" ? "" : dash(i) });
-    if (kind === "held_out") for (const p of points) draw(group, "circle", { cx: x.at(p.x), cy: y.at(p.y), r: points.length > 60 ? 1.5 : 3.5, fill: colour(i) });
-  }
+  draw(draw(draw(svg, "defs", {}), "clipPath", { id: "inside" }), "rect", { x: LEFT, y: TOP - 4, width: WIDTH - LEFT - RIGHT, height: HEIGHT - TOP - BOTTOM + 8 });
+  drawAxes(svg, x, y, axis);
+  drawCurves(draw(svg, "g", { "clip-path": "url(#inside)" }), curves, x, y, logX, logY);
   const cursor = draw(svg, "line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM });
-  view = { x, all, cursor, axis };
+  chart = { x, curves, cursor, axis };
   svg.onpointermove = svg.onpointerdown = (event) => {
-    const box = svg.getBoundingClientRect(), px = ((event.clientX - box.left) / box.width) * WIDTH;
-    $("place").value = Math.round(1000 * Math.max(0, Math.min(1, (px - LEFT) / (WIDTH - LEFT - RIGHT))));
-    readout();
+    const box = svg.getBoundingClientRect(), pixel = ((event.clientX - box.left) / box.width) * WIDTH;
+    $("cursor").value = Math.round(1000 * Math.max(0, Math.min(1, (pixel - LEFT) / (WIDTH - LEFT - RIGHT))));
+    showReadout();
   };
-  readout();
+  showReadout();
 }
 
-/** The point nearest to a place. */
-function nearest(points, x) {
+function drawAxes(svg, x, y, axis) {
+  for (let i = 0; i <= 4; i++) {
+    const loss = y.valueAt(i / 4), value = x.valueAt(i / 4);
+    draw(svg, "line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y.toPixel(loss), y2: y.toPixel(loss) });
+    draw(svg, "text", { x: LEFT - 8, y: y.toPixel(loss) + 4, "text-anchor": "end" }, formatNumber(loss, 3));
+    if (innerWidth > NARROW || i % 2 === 0)
+      draw(svg, "text", { x: x.toPixel(value), y: HEIGHT - 16, "text-anchor": i === 4 ? "end" : i ? "middle" : "start" }, i === 4 && axis !== "seconds" ? formatX(value, axis) + " " + AXES[axis] : formatX(value, axis));
+  }
+}
+
+function drawCurves(group, curves, x, y, logX, logY) {
+  for (const { i, kind, points } of curves) {
+    const shown = points.filter((p) => !logX || p.x > 0);
+    const path = shown.map((p, k) => (k ? "L" : "M") + x.toPixel(p.x).toFixed(1) + " " + y.toPixel(Math.max(p.y, logY ? 1e-9 : -1e9)).toFixed(1)).join("");
+    draw(group, "path", { class: kind, d: path, stroke: color(i), "stroke-dasharray": kind === "raw" ? "" : dash(i) });
+    if (kind === "heldOut") for (const p of points) draw(group, "circle", { cx: x.toPixel(p.x), cy: y.toPixel(p.y), r: points.length > 60 ? 1.5 : 3.5, fill: color(i) });
+  }
+}
+
+/** Return the point whose x is nearest, by binary search. */
+function nearestPoint(points, x) {
   let low = 0, high = points.length - 1;
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -135,76 +140,75 @@ function nearest(points, x) {
   return low && x - points[low - 1].x < points[low].x - x ? points[low - 1] : points[low];
 }
 
-/** A table with a head; cells are texts, or [text, class]. */
-function table(parent, head, rows) {
+/** Replace the content of an element by a table; cells are texts, or pairs of a text and a class. */
+function showTable(parent, header, rows) {
   parent.textContent = "";
   const element = add(parent, "table"), first = add(add(element, "thead"), "tr"), body = add(element, "tbody");
-  head.forEach((text, i) => add(first, "th", text, { className: i ? "n" : "", scope: "col" }));
-  for (const { key, cells } of rows) {
-    const row = add(body, "tr"), name = add(row, "th", "", { scope: "row" });
-    key(name);
+  header.forEach((text, i) => add(first, "th", text, { className: i ? "n" : "", scope: "col" }));
+  for (const { writeName, cells } of rows) {
+    const row = add(body, "tr");
+    writeName(add(row, "th", "", { scope: "row" }));
     for (const cell of cells) {
       const [text, className] = Array.isArray(cell) ? cell : [cell, "n"];
       add(row, "td", text, { className });
     }
   }
-  return element;
 }
 
-function named(i) {
-  return (cell) => {
-    add(cell, "span", "", { className: "key" }).style.background = colour(i);
-    cell.append(data.runs[i].name);
+/** Return a function that writes the color and the name of a run to an element. */
+function runNameWriter(i) {
+  return (element) => {
+    add(element, "span", "", { className: "key" }).style.background = color(i);
+    element.append(data.runs[i].name);
   };
 }
 
-function readout() {
-  if (!view) return;
-  const place = view.x.value(Number($("place").value) / 1000);
-  view.cursor.setAttribute("x1", view.x.at(place));
-  view.cursor.setAttribute("x2", view.x.at(place));
-  $("at").textContent = (view.axis === "seconds" ? "" : view.axis === "step" ? "step " : "token ") + (view.axis === "seconds" ? duration(place) : count(place));
+function showReadout() {
+  if (!chart) return;
+  const { x, axis, curves, cursor } = chart, value = x.valueAt(Number($("cursor").value) / 1000);
+  cursor.setAttribute("x1", x.toPixel(value));
+  cursor.setAttribute("x2", x.toPixel(value));
+  $("cursor-value").textContent = axis === "seconds" ? formatDuration(value) : (axis === "step" ? "step " : "token ") + formatCount(value);
   const rows = data.runs.map((run, i) => {
-    const value = (kind) => {
-      const line = view.all.find((one) => one.i === i && one.kind === kind);
-      return line ? nearest(line.points, place) : null;
+    const nearest = (kind) => {
+      const curve = curves.find((curve) => curve.i === i && curve.kind === kind);
+      return curve ? nearestPoint(curve.points, value) : null;
     };
-    const [training, held] = [value("training"), value("held_out")];
-    return { key: named(i), cells: [training ? training.y.toFixed(4) : "–", held ? held.y.toFixed(4) + " at " + along(held.x, view.axis) : "–"] };
+    const training = nearest("training"), heldOut = nearest("heldOut");
+    return { writeName: runNameWriter(i), cells: [training ? training.y.toFixed(4) : "–", heldOut ? heldOut.y.toFixed(4) + " at " + formatX(heldOut.x, axis) : "–"] };
   });
-  table($("readout"), ["run", "training, smoothed", "held-out, nearest"], rows);
+  showTable($("readout"), ["run", "training loss, smoothed", "nearest held-out loss"], rows);
 }
 
-function figures() {
-  const lowest = (name) => Math.min(...data.runs.map(({ figures }) => figures[name] ?? Infinity));
-  const compare = { best_bits: lowest("best_bits"), final_bits: lowest("final_bits") };
-  const loss = (f, name) => [f[name] === null || f[name] === undefined ? "–" : f[name].toFixed(4), "n" + (f[name] === compare[name] && data.runs.length > 1 ? " best" : "")];
-  const rows = data.runs.map((run, i) => {
-    const f = run.figures;
-    const key = (cell) => {
+function showSummary() {
+  const lowest = (name) => Math.min(...data.runs.map(({ summary }) => summary[name] ?? Infinity));
+  const lowestValues = { bestBitsPerByte: lowest("bestBitsPerByte"), finalBitsPerByte: lowest("finalBitsPerByte") };
+  const loss = (summary, name) => [summary[name] === null || summary[name] === undefined ? "–" : summary[name].toFixed(4), "n" + (summary[name] === lowestValues[name] && data.runs.length > 1 ? " best" : "")];
+  const rows = data.runs.map(({ summary: s }, i) => {
+    const writeName = (cell) => {
       const label = add(cell, "label"), box = add(label, "input", "", { type: "checkbox", checked: true });
-      box.onchange = () => { box.checked ? hiddenRuns.delete(i) : hiddenRuns.add(i); chart(); };
+      box.onchange = () => { box.checked ? hiddenRuns.delete(i) : hiddenRuns.add(i); drawChart(); };
       label.append(" ");
-      named(i)(label);
+      runNameWriter(i)(label);
     };
-    const cells = [f.state, count(f.weights), f.tokens ? short(f.tokens) : "–", duration(f.seconds), count(f.speed), loss(f, "best_loss"), loss(f, "best_bits"), count(f.best_step), loss(f, "final_loss"), loss(f, "final_bits")];
-    return { key, cells };
+    const cells = [s.state, formatCount(s.nParameters), s.tokens ? abbreviate(s.tokens) : "–", formatDuration(s.seconds), formatCount(s.tokensPerSecond), loss(s, "bestLoss"), loss(s, "bestBitsPerByte"), formatCount(s.bestStep), loss(s, "finalLoss"), loss(s, "finalBitsPerByte")];
+    return { writeName, cells };
   });
-  table($("figures"), ["run", "state", "weights", "tokens read", "time", "tokens/s", "best held-out, nats a token", "bits a byte", "at step", "final, nats a token", "bits a byte"], rows);
+  showTable($("summary"), ["run", "state", "parameters", "training tokens", "time", "tokens/s", "best held-out loss, nats/token", "bits/byte", "at step", "final loss, nats/token", "bits/byte"], rows);
 }
 
-function differences() {
+function showDifferences() {
   if (!data.differences.length) { add($("differences"), "p", "None.", { className: "quiet" }); return; }
-  const rows = data.differences.map(({ field, values }) => ({ key: (cell) => cell.append(field), cells: values }));
-  table($("differences"), ["field", ...data.runs.map(({ name }) => name)], rows);
+  const rows = data.differences.map(({ field, values }) => ({ writeName: (cell) => cell.append(field), cells: values }));
+  showTable($("differences"), ["field", ...data.runs.map(({ name }) => name)], rows);
 }
 
-function samples() {
+function showSamples() {
   data.runs.forEach((run, i) => {
     const box = add($("samples"), "section"), head = add(box, "h3");
-    named(i)(head);
+    runNameWriter(i)(head);
     const last = run.samples.at(-1);
-    if (!last) { add(box, "p", "None yet.", { className: "quiet" }); return; }
+    if (!last) { add(box, "p", "No samples.", { className: "quiet" }); return; }
     const select = add(box, "select", "", { "aria-label": "Sample of " + run.name });
     for (const { title } of run.samples) add(select, "option", title);
     select.selectedIndex = run.samples.length - 1;
@@ -213,18 +217,18 @@ function samples() {
   });
 }
 
-document.title = $("title").textContent = data.runs.map(({ name }) => name).join(" beside ");
+document.title = $("title").textContent = "Run comparison: " + data.runs.map(({ name }) => name).join(", ");
 for (const note of data.notes) add($("notes"), "li", note);
 document.querySelector(`input[value=${data.unit}]`).checked = true;
-if (!data.runs.some(({ bits }) => bits)) document.querySelector("input[value=bits]").disabled = true;
-$("controls").onchange = chart;
+if (!data.runs.some(({ bitsPerNat }) => bitsPerNat)) document.querySelector("input[value=bits]").disabled = true;
+$("controls").onchange = drawChart;
 $("controls").onsubmit = (event) => event.preventDefault();
-$("smoothing").oninput = chart;
+$("smoothing").oninput = drawChart;
 $("smoothing").value = Math.max(...data.runs.map(({ training }) => training.step.length)) < 100 ? 0.5 : 0.9;
-$("place").oninput = readout;
-window.onresize = chart;
-figures();
-differences();
-samples();
-chart();
+$("cursor").oninput = showReadout;
+window.onresize = drawChart;
+showSummary();
+showDifferences();
+showSamples();
+drawChart();
 document.body.dataset.ready = "yes";

@@ -1,4 +1,4 @@
-"""What a page needs to compare runs of training: their curves, in what their settings differ, figures and samples."""
+"""Data of the page that compares training runs: loss curves, configuration differences, summary and samples."""
 
 from __future__ import annotations
 
@@ -10,51 +10,53 @@ from typing import Any
 
 import numpy as np
 
-MOST_POINTS = 1500  # of a curve: more than a screen has
-MOST_TEXT = 3000  # characters of a sample
-SAMPLES = 4  # the latest of a run
+MAX_POINTS = 1500  # of a curve; a screen has fewer pixels
+MAX_SAMPLE_LENGTH = 3000  # characters
+N_SAMPLES = 4  # the latest samples of a run
 
-Line = Mapping[str, Any]
+Record = Mapping[str, Any]
 
 
 @dataclass
-class RunRead:
-    """A run folder, as far as it can be read.
+class RunData:
+    """The readable content of a run folder.
 
     Attributes:
-        metrics: the sound lines of metrics.jsonl.
-        n_damaged: how many others there are.
-        tokeniser: something that differs where tokenisers do; "" where there is none.
-        text: the same for the text.
-        tokens: that an update reads; 0 where nobody knows.
-        n_weights: that learn; 0 where nobody knows.
-        samples: title and text of each.
+        name: the name on the page.
+        config: the settings of the run, by name.
+        metrics: the undamaged records of metrics.jsonl.
+        n_damaged: the number of damaged lines in metrics.jsonl.
+        n_parameters: the number of trainable parameters; 0 if unknown.
+        tokeniser_hash: a hash of the tokenizer; "" without a tokenizer.
+        text_hash: a hash of the training text; "" if unknown.
+        tokens_per_step: the number of tokens per update; 0 if it varies or is unknown.
+        samples: title and text of each sample.
     """
 
     name: str
     config: dict[str, Any]
-    metrics: Sequence[Line]
+    metrics: Sequence[Record]
     n_damaged: int = 0
-    n_weights: int = 0
-    tokeniser: str = ""
-    text: str = ""
-    tokens: int = 0
+    n_parameters: int = 0
+    tokeniser_hash: str = ""
+    text_hash: str = ""
+    tokens_per_step: int = 0
     samples: list[tuple[str, str]] = field(default_factory=list)
 
 
-def comparison(runs: Sequence[RunRead]) -> dict[str, Any]:
-    """All that the page shows, as JSON can hold it."""
-    curves = [_run(run) for run in runs]
+def compare_runs(runs: Sequence[RunData]) -> dict[str, Any]:
+    """Return the JSON data of the page that compares runs."""
+    shown = [_describe_run(run) for run in runs]
     return {
-        "runs": curves,
-        "differences": differences([run.config for run in runs]),
-        "notes": _notes(runs, curves),
-        "unit": "bits" if all(curve["bits"] for curve in curves) else "nats",
+        "runs": shown,
+        "differences": config_differences([run.config for run in runs]),
+        "notes": _notes(runs, shown),
+        "unit": "bits" if all(run["bitsPerNat"] for run in shown) else "nats",
     }
 
 
-def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The fields that are not the same in all configs, in their order; "" for one that a config has not."""
+def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the fields whose values differ between configs, as texts; "" for a missing field."""
     fields = list(dict.fromkeys(name for config in configs for name in config))
     rows = []
     for name in fields:
@@ -65,108 +67,108 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _notes(runs: Sequence[RunRead], curves: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a reader must know before the curves are compared."""
+def _notes(runs: Sequence[RunData], shown: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return warnings about runs that are not comparable, and about missing data."""
     notes = []
-    if len({run.tokeniser for run in runs}) > 1:
-        notes.append(
-            "These runs have different tokenisers: their losses in nats a token do not compare, bits a byte do."
-        )
-    if len({run.text for run in runs}) > 1:
-        notes.append("These runs were trained on different texts, and measured on different ones.")
-    for run, curve in zip(runs, curves):
+    if len({run.tokeniser_hash for run in runs}) > 1:
+        notes.append("The runs have different tokenizers: compare losses in bits/byte, not in nats/token.")
+    if len({run.text_hash for run in runs}) > 1:
+        notes.append("The runs have different training and held-out texts.")
+    for run, shown_run in zip(runs, shown):
         if run.n_damaged:
-            count = f"{run.n_damaged:,} damaged lines of metrics.jsonl were"
-            count = "a damaged line of metrics.jsonl was" if run.n_damaged == 1 else count
-            notes.append(f"{run.name}: {count} left out.")
-        if not curve["training"]["step"]:
-            notes.append(f"{run.name}: no update has been recorded.")
-        if not run.tokens:
-            notes.append(f"{run.name}: its updates differ in length, so it is shown over steps alone.")
+            lines = "line was" if run.n_damaged == 1 else "lines were"
+            notes.append(f"{run.name}: {run.n_damaged:,} damaged {lines} skipped in metrics.jsonl.")
+        if not shown_run["training"]["step"]:
+            notes.append(f"{run.name}: no training loss is recorded.")
+        if not run.tokens_per_step:
+            notes.append(f"{run.name}: the number of tokens per step varies, so only the x-axis steps shows this run.")
     return notes
 
 
-def _run(run: RunRead) -> dict[str, Any]:
-    lines = [line for line in run.metrics if _finite(line.get("loss"))]
-    steps = np.array([line["step"] for line in lines], np.int64)
-    seconds = _seconds(lines, run.tokens)
-    held = [line for line in run.metrics if _finite(line.get("held_out_loss"))]
-    with_bits = [line for line in held if _finite(line.get("bits_per_byte")) and line["held_out_loss"] > 0]
-    bits = [line["bits_per_byte"] / line["held_out_loss"] for line in with_bits]
-    clock = [float(np.interp(line["step"], [0, *steps], [0, *seconds])) for line in held] if seconds else []
-    curves = {
-        "training": _thinned(steps, np.array([line["loss"] for line in lines], np.float64), np.array(seconds)),
-        "held_out": {
-            "step": [line["step"] for line in held],
-            "loss": [_figure(line["held_out_loss"]) for line in held],
-            "seconds": [round(second, 2) for second in clock],
-        },
-    }
+def _describe_run(run: RunData) -> dict[str, Any]:
+    training = [record for record in run.metrics if _is_finite(record.get("loss"))]
+    steps = np.array([record["step"] for record in training], np.int64)
+    seconds = _elapsed_seconds(training, run.tokens_per_step)
+    held_out = [record for record in run.metrics if _is_finite(record.get("held_out_loss"))]
+    ratios = [
+        record["bits_per_byte"] / record["held_out_loss"]
+        for record in held_out
+        if _is_finite(record.get("bits_per_byte")) and record["held_out_loss"] > 0
+    ]
+    held_out_seconds = np.interp([record["step"] for record in held_out], [0, *steps], [0, *seconds]) if seconds else []
     return {
         "name": run.name,
-        "tokens": run.tokens,
-        "bits": _figure(float(np.median(bits))) if bits else None,
-        **curves,
-        "figures": _figures(run, lines, held, seconds),
-        "samples": [{"title": title, "text": text[:MOST_TEXT]} for title, text in run.samples[-SAMPLES:]],
+        "tokensPerStep": run.tokens_per_step,
+        "bitsPerNat": _round_significant(float(np.median(ratios))) if ratios else None,
+        "training": _downsample(
+            steps, np.array([record["loss"] for record in training], np.float64), np.array(seconds)
+        ),
+        "heldOut": {
+            "step": [record["step"] for record in held_out],
+            "loss": [_round_significant(record["held_out_loss"]) for record in held_out],
+            "seconds": [round(float(second), 2) for second in held_out_seconds],
+        },
+        "summary": _summarize(run, training, held_out, seconds),
+        "samples": [{"title": title, "text": text[:MAX_SAMPLE_LENGTH]} for title, text in run.samples[-N_SAMPLES:]],
     }
 
 
-def _finite(value: Any) -> bool:
+def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _figure(value: float) -> float:
+def _round_significant(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _seconds(lines: Sequence[Line], tokens: int) -> list[float]:
-    """When each update was over, from the speeds that were recorded; [] where that cannot be told."""
-    if not tokens or not all(_finite(line.get("tokens_per_second")) for line in lines):
+def _elapsed_seconds(records: Sequence[Record], tokens_per_step: int) -> list[float]:
+    """Return the seconds from the start to each record, from the recorded speeds; [] if speeds are missing."""
+    if not tokens_per_step or not all(_is_finite(record.get("tokens_per_second")) for record in records):
         return []
     total, step, seconds = 0.0, 0, []
-    for line in lines:
-        total += (line["step"] - step) * tokens / max(line["tokens_per_second"], 1e-9)
-        step = line["step"]
+    for record in records:
+        total += (record["step"] - step) * tokens_per_step / max(record["tokens_per_second"], 1e-9)
+        step = record["step"]
         seconds.append(total)
     return seconds
 
 
-def _thinned(steps: np.ndarray, losses: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
-    """At most so many points: each the mean of some neighbours, where the last of them stands."""
-    size = max(1, math.ceil(len(steps) / MOST_POINTS))
+def _downsample(steps: np.ndarray, losses: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
+    """Reduce a curve to at most `MAX_POINTS` points: means of consecutive losses, at the last step of each mean."""
+    size = max(1, math.ceil(len(steps) / MAX_POINTS))
     firsts = np.arange(0, len(steps), size)
     lasts = np.minimum(firsts + size, len(steps)) - 1
     means = np.add.reduceat(losses, firsts) / (lasts - firsts + 1) if len(steps) else losses
     return {
         "step": steps[lasts].tolist(),
-        "loss": [_figure(loss) for loss in means.tolist()],
+        "loss": [_round_significant(loss) for loss in means.tolist()],
         "seconds": np.round(seconds[lasts], 2).tolist() if len(seconds) else [],
-        "each": size,
     }
 
 
-def _figures(run: RunRead, lines: Sequence[Line], held: Sequence[Line], seconds: Sequence[float]) -> dict[str, Any]:
-    """The rows of the table of figures: words, or numbers where the page may find the best."""
-    final = next((line for line in reversed(run.metrics) if _finite(line.get("final_loss"))), None)
-    best = min(held, key=lambda line: line["held_out_loss"], default=None)
-    step = max((line["step"] for line in run.metrics), default=0)
-    planned = run.config.get("steps") or 0
-    speeds = [line["tokens_per_second"] for line in lines if _finite(line.get("tokens_per_second"))]
+def _summarize(
+    run: RunData, training: Sequence[Record], held_out: Sequence[Record], seconds: Sequence[float]
+) -> dict[str, Any]:
+    """Return the row of a run in the summary table."""
+    final = next((record for record in reversed(run.metrics) if _is_finite(record.get("final_loss"))), None)
+    best = min(held_out, key=lambda record: record["held_out_loss"], default=None)
+    step = max((record["step"] for record in run.metrics), default=0)
+    n_steps = run.config.get("steps") or 0
+    speeds = [record["tokens_per_second"] for record in training if _is_finite(record.get("tokens_per_second"))]
     return {
-        "state": "finished" if final else f"step {step:,} of {planned:,}" if planned else f"step {step:,}",
-        "weights": run.n_weights or None,
-        "tokens": run.tokens * step,
+        "state": "finished" if final else f"step {step:,} of {n_steps:,}" if n_steps else f"step {step:,}",
+        "nParameters": run.n_parameters or None,
+        "tokens": run.tokens_per_step * step,
         "seconds": round(seconds[-1], 1) if seconds else None,
-        "speed": round(float(np.median(speeds))) if speeds else None,
-        "best_step": best["step"] if best else None,
-        "best_loss": best["held_out_loss"] if best else None,
-        "best_bits": best.get("bits_per_byte") if best else None,
-        "final_loss": final["final_loss"] if final else None,
-        "final_bits": final.get("final_bits_per_byte") if final else None,
+        "tokensPerSecond": round(float(np.median(speeds))) if speeds else None,
+        "bestStep": best["step"] if best else None,
+        "bestLoss": best["held_out_loss"] if best else None,
+        "bestBitsPerByte": best.get("bits_per_byte") if best else None,
+        "finalLoss": final["final_loss"] if final else None,
+        "finalBitsPerByte": final.get("final_bits_per_byte") if final else None,
     }
 
 
-def digest(content: bytes) -> str:
-    """A few letters that stand for a file's content."""
+def short_hash(content: bytes) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 hash of a file's content."""
     return hashlib.sha256(content).hexdigest()[:16]

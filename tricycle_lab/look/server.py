@@ -1,8 +1,7 @@
-"""Serves a page about models to the browser of this machine, and answers what it asks.
+"""HTTP server of the pages of `tricycle look`, for browsers on this machine only.
 
-Python's own `http.server` is enough: one person looks, from this machine alone, so there is nothing that a framework
-would add but a dependency. Every address begins with a token that nobody else knows; who does not name it, or comes
-under another host's name (as a page elsewhere could make a browser do), gets nothing.
+Python's `http.server` is sufficient for one local user and needs no dependency. Every URL starts with a random token. A
+request without the token, or with the host name of another site (DNS rebinding), is rejected.
 """
 
 from __future__ import annotations
@@ -22,173 +21,188 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from tricycle.softmaxes import SOFTMAXES
-from tricycle_lab.look.changes import Changes
-from tricycle_lab.look.page import page
-from tricycle_lab.look.reading import Reading
-from tricycle_lab.look.subjects import Subject
+from tricycle_lab.look.inspectable import InspectableModel
+from tricycle_lab.look.interventions import Interventions
+from tricycle_lab.look.page import render_page
+from tricycle_lab.look.trace import Trace
 
 HOST = "127.0.0.1"
-MOST_BYTES = 2**20  # of a question
-PATIENCE = 30.0  # seconds that a browser may keep its connection waiting
-KEPT = 6  # readings of each model that can still be asked about
+MAX_REQUEST_BYTES = 2**20
+SOCKET_TIMEOUT_SECONDS = 30.0
+MAX_TRACES = 6  # traces that are kept of each model
 
 Fields = dict[str, Any]
 
 
-# Questions about a reading, which are methods of it, and the fields that are their arguments.
-OF_READINGS: dict[str, dict[str, type]] = {
-    "attention": {"site": str, "head": int},
-    "overview": {"start": int, "stop": int},
-    "states": {},
-    "token": {"place": int},
-    "lens": {},
+# Requests for a part of a trace: the name is that of a method of `Trace`, the fields are its arguments.
+TRACE_REQUESTS: dict[str, dict[str, type]] = {
+    "attention_map": {"layer": str, "head": int},
+    "head_statistics": {"start": int, "stop": int},
+    "stream_statistics": {},
+    "top_predictions": {"position": int},
+    "logit_lens": {},
 }
 
 
-class NoSuchQuestion(LookupError):
-    """What was asked has no answer here."""
+class UnknownRequestError(LookupError):
+    """A request with a name that the page's service does not have."""
 
 
-class Desk:
-    """Answers questions about models; one at a time, for they all want the whole processor.
+class ViewerService:
+    """Responds to requests of the model viewer; one at a time, because each uses all processor cores.
 
     Args:
-        subjects: one model, or two side by side.
+        models: one model, or two for a comparison.
+        text: the first input text.
     """
 
-    def __init__(self, subjects: Sequence[Subject], text: str) -> None:
-        self.subjects = subjects
+    def __init__(self, models: Sequence[InspectableModel], text: str) -> None:
+        self.models = models
         self.text = text
-        self._readings: list[OrderedDict[int, Reading]] = [OrderedDict() for _ in subjects]
-        self._count = 0
+        self._traces: list[OrderedDict[int, Trace]] = [OrderedDict() for _ in models]
+        self._n_traces = 0
         self._lock = threading.Lock()
 
     def page(self) -> str:
-        """What a browser gets first."""
-        about = [{"about": subject.about()} for subject in self.subjects]
-        title = " and ".join(subject.title for subject in self.subjects)
-        data = {"served": True, "text": self.text, "sides": about, "softmaxes": list(SOFTMAXES)}
-        return page("look", title, data, served=True)
+        """Return the HTML page."""
+        models = [{"info": model.describe()} for model in self.models]
+        title = " and ".join(model.title for model in self.models)
+        data = {"hasServer": True, "text": self.text, "models": models, "softmaxes": list(SOFTMAXES)}
+        return render_page("look", title, data, has_server=True)
 
     def prepare(self) -> None:
-        """Read the text already, while the browser is being opened."""
-        for side in range(len(self.subjects)):
-            with contextlib.suppress(ValueError):  # the page will ask, too, and be told
-                self.answer("view", {"side": side, "text": self.text})
+        """Run the models on the text, so that the first request of the page finds the traces."""
+        for index in range(len(self.models)):
+            with contextlib.suppress(ValueError):  # the request of the page reports the error
+                self.respond("run", {"model": index, "text": self.text})
 
-    def answer(self, question: str, fields: Any) -> Any:
-        """What JSON can hold.
+    def respond(self, request: str, fields: Any) -> Any:
+        """Return the response to a request as JSON data.
+
+        Args:
+            request: "run", or a name in `TRACE_REQUESTS`.
+            fields: the decoded JSON body.
 
         Raises:
-            NoSuchQuestion: nobody can ask that.
-            ValueError: one line about what is wrong with the fields.
+            UnknownRequestError: another name.
+            ValueError: invalid fields.
         """
-        if question not in ("view", *OF_READINGS):
-            raise NoSuchQuestion(question)
+        if request not in ("run", *TRACE_REQUESTS):
+            raise UnknownRequestError(request)
         if not isinstance(fields, dict):
             raise ValueError("expected a JSON object")
-        side = fields.get("side", 0)
-        if type(side) is not int or not 0 <= side < len(self.subjects):
-            raise ValueError(f"expected a side from 0 to {len(self.subjects) - 1}")
-        with self._lock, np.errstate(all="ignore"):  # broken weights show in what comes out
-            return self._view(side, fields) if question == "view" else self._of_reading(question, side, fields)
+        index = fields.get("model", 0)
+        if type(index) is not int or not 0 <= index < len(self.models):
+            raise ValueError(f"expected a model from 0 to {len(self.models) - 1}")
+        with self._lock, np.errstate(all="ignore"):  # nan from damaged weights is shown in the results
+            return self._run(index, fields) if request == "run" else self._read_trace(request, index, fields)
 
-    def _view(self, side: int, fields: Fields) -> Fields:
-        """A text, or the ids of one with a token changed or without; and what is changed in the model."""
-        subject = self.subjects[side]
-        ids = self._ids(subject, fields)
-        changes = Changes.of(fields.get("changes"), subject.parts, subject.n_heads)
-        kept = self._readings[side]
-        for number, reading in kept.items():
-            if reading.changes == changes and reading.same(ids, subject.source):
-                kept.move_to_end(number)
-                return self._shown(number, reading, fields)
-        most = max(kept.values(), key=lambda before: subject.spared(ids, changes, before), default=None)
-        reading = subject.read(ids, changes, most)
-        self._count += 1
-        kept[self._count] = reading
-        while len(kept) > KEPT:  # the oldest goes that is changed, so that the text as it was stays; else the oldest
-            changed = [number for number, reading in kept.items() if reading.changes != Changes()]
-            del kept[changed[0] if len(changed) > 1 else next(iter(kept))]
-        return self._shown(self._count, reading, fields)
+    def _run(self, index: int, fields: Fields) -> Fields:
+        """Run a model on a text or on tokens, or find an equal trace, and return the summary of the trace."""
+        model = self.models[index]
+        ids = self._parse_ids(model, fields)
+        interventions = Interventions.from_json(fields.get("interventions"), model.ablatable, model.n_heads)
+        traces = self._traces[index]
+        for key, trace in traces.items():
+            if trace.interventions == interventions and trace.matches(ids, model.source_ids):
+                traces.move_to_end(key)
+                return self._summarize(key, trace, fields)
+        most_reusable = max(
+            traces.values(), key=lambda trace: model.reusable_fraction(ids, interventions, trace), default=None
+        )
+        trace = model.run(ids, interventions, most_reusable)
+        self._n_traces += 1
+        traces[self._n_traces] = trace
+        while len(traces) > MAX_TRACES:
+            # delete traces with interventions first: each comparison needs the trace without
+            changed = [key for key, trace in traces.items() if trace.interventions != Interventions()]
+            del traces[changed[0] if len(changed) > 1 else next(iter(traces))]
+        return self._summarize(self._n_traces, trace, fields)
 
     @staticmethod
-    def _shown(number: int, reading: Reading, fields: Fields) -> Fields:
-        """What a page shows first, with the map of one head if it says which: its layer with attention, and its own."""
-        shown = {"reading": number, **reading.view()}
+    def _summarize(key: int, trace: Trace, fields: Fields) -> Fields:
+        """Return the summary of a trace, with the attention map of one head if the request names layer and head."""
+        summary = {"trace": key, **trace.summary()}
         match fields.get("map"):
             case [int(layer), int(head)] if (
-                bool not in (type(layer), type(head))  # True would be layer 1
-                and 0 <= layer < len(reading.sites)
-                and 0 <= head < reading.sites[layer].n_heads
+                bool not in (type(layer), type(head))  # bool is a subclass of int
+                and 0 <= layer < len(trace.attention_layers)
+                and 0 <= head < trace.attention_layers[layer].n_heads
             ):
-                shown["map"] = reading.attention(reading.sites[layer].name, head)
-        return shown
+                summary["map"] = trace.attention_map(trace.attention_layers[layer].name, head)
+        return summary
 
-    def _ids(self, subject: Subject, fields: Fields) -> list[int]:
+    def _parse_ids(self, model: InspectableModel, fields: Fields) -> list[int]:
         if "ids" not in fields:
             text = fields.get("text")
             if not isinstance(text, str):
-                raise ValueError("expected a text, or the ids of one")
-            return subject.ids_of(text)
+                raise ValueError("expected a text, or ids")
+            return model.encode_input(text)
         ids = fields["ids"]
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise ValueError("expected ids to be a list of whole numbers")
-        subject.check(ids)
+            raise ValueError("expected ids to be a list of integers")
+        model.check_ids(ids)
         edit = fields.get("edit")
         if edit is None:
             return ids
-        fits = isinstance(edit, dict) and type(edit.get("place")) is int and type(edit.get("by")) in (int, str)
-        if not fits:
-            raise ValueError("expected an edit with a place and a text or an id")
-        return subject.edited(ids, edit["place"], edit["by"])
+        if (
+            not isinstance(edit, dict)
+            or type(edit.get("position")) is not int
+            or type(edit.get("replacement")) not in (int, str)
+        ):
+            raise ValueError("expected an edit with a position, and a replacement that is a text or a token")
+        return model.replace_token(ids, edit["position"], edit["replacement"])
 
-    def _of_reading(self, question: str, side: int, fields: Fields) -> Any:
-        number = fields.get("reading")
-        kept = self._readings[side]
-        if type(number) is not int or number not in kept:
-            raise ValueError("this reading is no longer kept: read the text again")
-        for name, kind in OF_READINGS[question].items():
+    def _read_trace(self, request: str, index: int, fields: Fields) -> Any:
+        key = fields.get("trace")
+        traces = self._traces[index]
+        if type(key) is not int or key not in traces:
+            raise ValueError("this trace was deleted: run the model on the text again")
+        for name, kind in TRACE_REQUESTS[request].items():
             if type(fields.get(name)) is not kind:
-                raise ValueError(f"expected {name} to be {'a text' if kind is str else 'a whole number'}")
-        return getattr(kept[number], question)(*(fields[name] for name in OF_READINGS[question]))
+                raise ValueError(f"expected {name} to be {'a text' if kind is str else 'an integer'}")
+        return getattr(traces[key], request)(*(fields[name] for name in TRACE_REQUESTS[request]))
 
 
-class Picture:
-    """A page that has nothing to ask."""
+class StaticPage:
+    """The service of a page that sends no requests.
+
+    Args:
+        content: the HTML page.
+    """
 
     def __init__(self, content: str) -> None:
         self.content = content
 
     def page(self) -> str:
-        """What a browser gets."""
+        """Return the HTML page."""
         return self.content
 
     def prepare(self) -> None:
-        """It is there already."""
+        """Do nothing."""
 
-    def answer(self, question: str, fields: Any) -> Any:
-        """There is none."""
-        raise NoSuchQuestion(question)
+    def respond(self, request: str, fields: Any) -> Any:
+        """Raise `UnknownRequestError`."""
+        raise UnknownRequestError(request)
 
 
 class LookServer(ThreadingHTTPServer):
-    """Serves the page of a desk under an address that holds a secret token.
+    """An HTTP server for one page, at a URL with a random token.
 
     Args:
-        desk: has the methods `page` and `answer`, as `Desk` has.
-        port: 0 for any that is free.
+        service: has the methods `page`, `prepare` and `respond`, as `ViewerService` has.
+        port: the port; 0 for any free port.
 
     Raises:
-        ValueError: the port is in use, or may not be taken.
+        ValueError: the port is in use or not permitted.
     """
 
     daemon_threads = True
-    request_queue_size = 64  # connections that may wait to be taken; of 5 some are lost on a busy machine
-    allow_reuse_address = False  # two that share a port would be worse than one that says so
+    request_queue_size = 64  # with the default of 5, connections to a busy machine are lost
+    allow_reuse_address = False  # an error is better than two servers on one port
 
-    def __init__(self, desk: Any, port: int = 0) -> None:
-        self.desk = desk
+    def __init__(self, service: Any, port: int = 0) -> None:
+        self.service = service
         self.token = secrets.token_urlsafe(16)
         try:
             super().__init__((HOST, port), _Handler)
@@ -201,80 +215,80 @@ class LookServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What to open."""
+        """The URL of the page."""
         return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away is no news."""
+        """Ignore closed connections."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: LookServer
-    timeout = PATIENCE
+    timeout = SOCKET_TIMEOUT_SECONDS
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "tricycle", ""
 
     def do_GET(self) -> None:
-        if self._path() == "":
-            self._send(200, self.server.desk.page().encode("utf-8"), "text/html; charset=utf-8")
+        if self._request_name() == "":
+            self._send(200, self.server.service.page().encode("utf-8"), "text/html; charset=utf-8")
         else:
-            self._refuse(404, "there is nothing here: open the address that `tricycle look` printed")
+            self._reject(404, "not found: open the address that `tricycle look` printed")
 
     def do_POST(self) -> None:
-        question = self._path()
-        if question is None:
-            self._refuse(404, "there is nothing here: open the address that `tricycle look` printed")
+        request = self._request_name()
+        if request is None:
+            self._reject(404, "not found: open the address that `tricycle look` printed")
             return
         if self.headers.get_content_type() != "application/json":
-            self._refuse(415, "expected JSON")
+            self._reject(415, "expected JSON")
             return
-        body = self._body()
+        body = self._read_body()
         if body is None:
             return
         try:
-            answer = self.server.desk.answer(question, json.loads(body))
-            text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+            response = self.server.service.respond(request, json.loads(body))
+            text = json.dumps(response, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
             content = text.encode("utf-8", errors="replace")
-        except NoSuchQuestion:
-            self._refuse(404, "there is no such question")
+        except UnknownRequestError:
+            self._reject(404, "unknown request")
         except RecursionError:
-            self._refuse(400, "expected JSON that is not so deep")
-        except ValueError as error:  # of JSON and of text, too
-            self._refuse(400, " ".join(str(error).split())[:500])
+            self._reject(400, "expected JSON with less nesting")
+        except ValueError as error:  # includes invalid JSON and invalid UTF-8
+            self._reject(400, " ".join(str(error).split())[:500])
         except MemoryError:
-            self._refuse(507, "there is too little memory for that")
-        except BaseException as error:  # a mistake of ours, or a panic in Rust: the next question is answered
-            self._refuse(500, f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
+            self._reject(507, "not enough memory")
+        except BaseException as error:  # a bug, or a panic of a Rust extension: the server stays available
+            self._reject(500, f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
         else:
             self._send(200, content, "application/json")
 
-    def _path(self) -> str | None:
-        """What is asked for behind the token; None for who does not know it."""
+    def _request_name(self) -> str | None:
+        """Return the part of the URL after the token; None for a wrong token or host."""
         port = self.server.server_address[1]
         hosts = (f"{HOST}:{port}", f"localhost:{port}")
         parts = urlsplit(self.path).path.split("/", 2)
-        known = len(parts) == 3 and hmac.compare_digest(parts[1].encode(), self.server.token.encode())
-        return parts[2] if known and self.headers.get("Host") in hosts else None
+        has_token = len(parts) == 3 and hmac.compare_digest(parts[1].encode(), self.server.token.encode())
+        return parts[2] if has_token and self.headers.get("Host") in hosts else None
 
-    def _body(self) -> bytes | None:
-        """What came, if it is of a size that can be; else it is refused."""
+    def _read_body(self) -> bytes | None:
+        """Return the body of the request; reject a request without a valid length."""
         length = self.headers.get("Content-Length", "")
         if not length.isascii() or not length.isdigit():
-            self._refuse(411, "expected a question with its length")
-        elif len(length) > 9 or int(length) > MOST_BYTES:
-            self._refuse(413, f"expected a question of at most {MOST_BYTES:,} bytes")
+            self._reject(411, "expected a request with its length")
+        elif len(length) > 9 or int(length) > MAX_REQUEST_BYTES:
+            self._reject(413, f"expected a request of at most {MAX_REQUEST_BYTES:,} bytes")
         else:
             return self.rfile.read(int(length))
         return None
 
-    def _refuse(self, status: int, message: str) -> None:
-        self.close_connection = True  # what else came is not read
+    def _reject(self, status: int, message: str) -> None:
+        self.close_connection = True  # the rest of the request is not read
         self._send(status, json.dumps({"error": message}).encode("utf-8"), "application/json")
 
-    def _send(self, status: int, content: bytes, kind: str) -> None:
+    def _send(self, status: int, content: bytes, content_type: str) -> None:
         self.send_response(status)
         headers = {
-            "Content-Type": kind,
+            "Content-Type": content_type,
             "Content-Length": str(len(content)),
             "Cache-Control": "no-store",
             "Referrer-Policy": "no-referrer",
@@ -289,4 +303,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *args: Any) -> None:
-        """Nothing: the terminal belongs to who started this."""
+        """Print nothing."""

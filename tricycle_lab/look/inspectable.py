@@ -1,0 +1,469 @@
+"""Models that the model viewer can inspect: encoding of a text, and a forward pass that records a `Trace`.
+
+Shapes: T tokens, S source tokens, H heads, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tricycle.attention import KeyValueCache, scores_and_weights
+from tricycle.blocks import MultiHeadSelfAttention
+from tricycle.devices import to_cpu
+from tricycle.functions import linear
+from tricycle.models import GPT
+from tricycle.sequences.beam_search import beam_search
+from tricycle.sequences.seq2seq import EncoderDecoder, Seq2SeqAttention, Transformer
+from tricycle.sequences.text_encoder import TextEncoder
+from tricycle.sequences.translators import load_translator
+from tricycle.softmaxes import new_softmax
+from tricycle.tensor import Tensor, no_grad
+from tricycle_lab.hooks import Substitution, add_hook, attention_of
+from tricycle_lab.look.interventions import Interventions
+from tricycle_lab.look.trace import AttentionLayer, Predictions, Trace, summarize_logits
+from tricycle_lab.probe import Probe
+
+MAX_TOKENS = 1024  # the attention maps of more tokens are too large for the page
+MAX_CACHED_TEXTS = 200_000
+
+
+class InspectableModel:
+    """A model with its tokenizer, as the model viewer uses it.
+
+    Attributes:
+        kind: "decoder", "encoder" or "encoder-decoder".
+        title: the name on the page.
+        attention_layers: the attention layers, without recorded values.
+        n_heads: the number of heads of each attention layer, by name.
+        block_names: the blocks whose outputs are the residual stream.
+        ablatable: names of the layers that may be ablated.
+        source_ids: the tokens of the encoder of an encoder-decoder.
+        max_tokens: the maximum length of a text.
+        first_editable: the first position whose token may be replaced.
+    """
+
+    kind = "decoder"
+    source_ids: Sequence[int] = ()
+    first_editable = 0
+
+    def __init__(self, model: Any, tokeniser: Any, title: str, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.model = model
+        self.tokeniser = tokeniser
+        self.title = title
+        self.attention_layers = find_attention_layers(model)
+        if not self.attention_layers:
+            got = type(model).__name__
+            raise ValueError(f"{title}: expected a model with attention to inspect, got a {got} without attention")
+        self.n_heads = {layer.name: layer.n_heads for layer in self.attention_layers}
+        self.block_names = [name for name, _ in model.named_layers() if name.rpartition(".")[0].endswith("blocks")]
+        self.ablatable = []
+        for name, _ in model.named_layers():
+            parent, _, last = name.rpartition(".")
+            if name in self.block_names or (parent in self.block_names and last in ("attention", "mlp", "cross")):
+                self.ablatable.append(name)
+        self._token_texts: dict[int, str] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """Return the properties of the model that the page needs, as JSON data.
+
+        `initialLayer` is the index of the attention layer that the page shows first.
+        """
+        cross = [i for i, layer in enumerate(self.attention_layers) if layer.kind == "cross"]
+        return {
+            "title": self.title,
+            "kind": self.kind,
+            "class": type(self.model).__name__,
+            "nParameters": self.model.n_parameters,
+            "ablatable": self.ablatable,
+            "initialLayer": cross[-1] if cross else 0,
+        }
+
+    def encode(self, text: str) -> list[int]:
+        """Convert a text to tokens, without special tokens."""
+        return [int(token) for token in self.tokeniser.encode_plain(text)]
+
+    def encode_input(self, text: str) -> list[int]:
+        """Convert a text to the input of the model, with special tokens such as the start of a text.
+
+        Raises:
+            ValueError: an empty text, or too many tokens.
+        """
+        plain = self.encode(text)
+        if not plain:
+            raise ValueError("expected a text of at least one character, got none")
+        if self.kind == "encoder":  # its tokenizer adds tokens at both ends, such as BERT's [CLS] and [SEP]
+            ids = [int(token) for token in self.tokeniser.encode(text)]
+        else:
+            start: int | None = None
+            with suppress(ValueError):  # the tokenizer has no token for the start of a text
+                start = self.tokeniser.start_of_text
+            ids = plain if start is None else [int(start), *plain]
+        self.check_ids(ids)
+        return ids
+
+    def replace_token(self, ids: Sequence[int], position: int, replacement: str | int) -> list[int]:
+        """Replace the token at a position by another token, or by the tokens of a text.
+
+        Raises:
+            ValueError: no such position or token, or too many tokens.
+        """
+        if not self.first_editable <= position < len(ids):
+            last = len(ids) - 1
+            raise ValueError(f"expected the position of a token, {self.first_editable} to {last}, got {position}")
+        new = [replacement] if isinstance(replacement, int) else self.encode(replacement)
+        if not new:
+            raise ValueError("expected a text as the replacement of the token, got an empty one")
+        result = [*ids[:position], *new, *ids[position + 1 :]]
+        self.check_ids(result)
+        return result
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Check the number of tokens, and that each token is in the vocabulary.
+
+        Raises:
+            ValueError: no tokens, too many, or tokens outside of the vocabulary.
+        """
+        if not 0 < len(ids) <= self.max_tokens:
+            raise ValueError(f"expected a text of 1 to {self.max_tokens} tokens to inspect, got {len(ids)}")
+        n_vocab = self.tokeniser.n_vocab
+        if not all(0 <= token < n_vocab for token in ids):
+            raise ValueError(f"expected tokens from 0 to {n_vocab - 1}")
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, as it is within a text."""
+        if token not in self._token_texts:
+            if len(self._token_texts) > MAX_CACHED_TEXTS:
+                self._token_texts.clear()
+            self._token_texts[token] = _decode_token(self.tokeniser, token)
+        return self._token_texts[token]
+
+    def run(self, ids: Sequence[int], interventions: Interventions, earlier: Trace | None = None) -> Trace:
+        """Run the model on tokens, and record the forward pass.
+
+        Args:
+            ids: the tokens.
+            interventions: the interventions during the forward pass.
+            earlier: a trace whose values are reused where they are equal.
+        """
+        raise NotImplementedError
+
+    def reusable_fraction(self, ids: Sequence[int], interventions: Interventions, earlier: Trace) -> float:
+        """Return the fraction of a forward pass, 0 to 1, that `run` can take from an earlier trace."""
+        return 0.0
+
+
+def find_attention_layers(model: Any) -> list[AttentionLayer]:
+    """Return the attention layers of a model, in model order."""
+    layers = []
+    for name, layer in model.named_layers():
+        if attention_of(layer) is not None and hasattr(layer, "n_heads"):
+            kind = "cross" if name.endswith("cross") else "encoder" if name.startswith("encoder.") else "self"
+            layers.append(AttentionLayer(name, kind, layer.n_heads))
+    if isinstance(model, Seq2SeqAttention):
+        layers.append(AttentionLayer("attention", "cross", 1))
+    return layers
+
+
+def _decode_token(tokeniser: Any, token: int) -> str:
+    """Decode a token after another token, because some tokenizers omit a space at the start of a text."""
+    if token >= tokeniser.n_vocab:
+        return f"⟨{token}⟩"  # an unused row of the model's embedding
+    stream = tokeniser.stream([int(first) for first in tokeniser.encode_plain("a")][-1:])
+    text = str(stream.push([token]))
+    return text or str(tokeniser.decode([token])) or f"⟨{token}⟩"
+
+
+# -------------------------------------------------------------------- recording
+class Recorder:
+    """A context in which the arguments of attention and the residual stream of a model are recorded.
+
+    Attributes:
+        attention_layers: the attention layers with the recorded arguments, by name.
+        stream: the residual stream before the first block and after each block, by name.
+    """
+
+    def __init__(self, model: Any, attention_layers: Sequence[AttentionLayer], block_names: Sequence[str]) -> None:
+        self.attention_layers = {
+            layer.name: AttentionLayer(layer.name, layer.kind, layer.n_heads) for layer in attention_layers
+        }
+        self.stream: dict[str, np.ndarray] = {}
+        self._layers_by_name = dict(model.named_layers())
+        self._block_names = block_names
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> Recorder:
+        for name, layer in self.attention_layers.items():
+            attention = attention_of(self._layers_by_name[name]) if name in self._layers_by_name else None
+            if attention is not None:
+                observer = lambda op, out, *args, layer=layer: record_arguments(layer, op, args)
+                self._hooks.callback(add_hook(attention, "observers", observer))
+        for name in self._block_names:
+            self._hooks.callback(add_hook(self._layers_by_name[name], "observers", partial(self._record_stream, name)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
+
+    def _record_stream(self, name: str, layer: Any, out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
+        if not self.stream:
+            self.stream["embedding"] = _to_float_array(x)
+        self.stream[name] = _to_float_array(out)
+
+
+def record_arguments(layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> None:
+    """Store an attention op and its arguments, from which the attention maps are computed on demand."""
+
+    def compute_maps() -> tuple[Any, Any]:
+        scores, weights = scores_and_weights(op, *args)
+        return scores[0], weights[0]
+
+    layer.compute_maps, layer.args, layer.op = compute_maps, args, op
+
+
+def _join_queries(earlier: Tensor, count: int, later: Tensor) -> Tensor:
+    """Concatenate the first `count` of earlier queries (1, T, H, D) and later queries."""
+    return Tensor(later.xp.concatenate([earlier.array[:, :count], later.array], axis=1), requires_grad=False)
+
+
+def _to_float_array(x: Tensor) -> np.ndarray:
+    """Convert (1, T, C) to an array (T, C) in CPU memory, in float32 or wider."""
+    array = to_cpu(x.array)[0]
+    return array.astype(np.float32) if array.dtype.itemsize < 4 else array
+
+
+# -------------------------------------------------------------------- decoders and encoders
+class InspectableStack(InspectableModel):
+    """A decoder (`GPT`), or an encoder (`TextEncoder`), which has no predictions: one stack of blocks."""
+
+    def __init__(self, model: GPT | TextEncoder, tokeniser: Any, title: str) -> None:
+        super().__init__(model, tokeniser, title, min(MAX_TOKENS, model.config.context_window))
+        self.kind = "decoder" if isinstance(model, GPT) else "encoder"
+
+    def run(self, ids: Sequence[int], interventions: Interventions, earlier: Trace | None = None) -> Trace:
+        """Run the model, and reuse the first blocks or the first positions of an earlier trace where possible."""
+        n_blocks, n_tokens = (0, 0) if earlier is None else self._count_reusable(ids, interventions, earlier)
+        model = self.model
+        new_recorder = Recorder(model, self.attention_layers, self.block_names)
+        with model.evaluating(), new_recorder as recorder, Probe(model, "") as probe:
+            interventions.apply(probe)
+            self._forward(ids, earlier, n_blocks, n_tokens)
+        layers, stream = recorder.attention_layers, recorder.stream
+        if earlier is not None and n_blocks:
+            stream = {**stream, **dict(list(earlier.stream.items())[: 1 + n_blocks])}
+            stream = {name: stream[name] for name in earlier.stream}
+            layers = {
+                name: layer if layer.compute_maps else earlier.attention_layer(name) for name, layer in layers.items()
+            }
+        elif earlier is not None and n_tokens:
+            stream = {name: np.concatenate([earlier.stream[name][:n_tokens], x]) for name, x in stream.items()}
+            for name, layer in layers.items():
+                queries, *others = layer.args
+                earlier_queries = earlier.attention_layer(name).args[0]
+                record_arguments(layer, layer.op, (_join_queries(earlier_queries, n_tokens, queries), *others))
+        unembed = self._unembed if isinstance(model, GPT) else None
+        texts = [self.token_text(token) for token in ids]
+        trace = Trace(list(ids), texts, None, list(layers.values()), stream, unembed, self.token_text)
+        trace.interventions = interventions
+        if unembed is not None:
+            known = None
+            if n_tokens and earlier is not None and earlier.predictions is not None:
+                # the last reused position is followed by another token, so its log-probability is computed again
+                known = earlier.predictions.first(n_tokens - 1)
+            trace.compute_predictions(list(stream.values())[-1], known)
+        return trace
+
+    def _forward(self, ids: Sequence[int], earlier: Trace | None, n_blocks: int, n_tokens: int) -> None:
+        """Compute all blocks but the first `n_blocks`, or all positions but the first `n_tokens`, or everything."""
+        model = self.model
+        if earlier is not None and n_blocks:
+            x = model.place(Tensor(list(earlier.stream.values())[n_blocks][None], requires_grad=False))
+            for block in model.blocks[n_blocks:]:
+                x = block(x)
+            return
+        tokens = model.place(np.array([list(ids[n_tokens:])]))
+        if not isinstance(model, GPT):
+            model(tokens)
+        elif earlier is None or not n_tokens:
+            model.hidden_states(tokens)
+        else:
+            caches = []
+            for name in self.n_heads:
+                # a cache of the whole context, also with sliding-window attention: the maps show all keys
+                _, keys, values, *_ = earlier.attention_layer(name).args
+                caches.append(KeyValueCache(model.config.context_window))
+                caches[-1].append(keys.array[:, :n_tokens], values.array[:, :n_tokens])
+            model.hidden_states(tokens, caches)
+
+    def _count_reusable(self, ids: Sequence[int], interventions: Interventions, earlier: Trace) -> tuple[int, int]:
+        """Return the number of first blocks that are equal in an earlier trace, and that of first positions.
+
+        One of the two numbers is 0.
+        """
+        if earlier.ids == list(ids):
+            return interventions.first_changed_block(self.block_names, earlier.interventions), 0
+        # positions are reusable if attention is causal, and projects each token without its neighbors
+        attentions = [block.attention for block in self.model.blocks] if isinstance(self.model, GPT) else [None]
+        is_cacheable = all(isinstance(layer, MultiHeadSelfAttention) and not layer.uses_shift for layer in attentions)
+        if earlier.interventions != interventions or not is_cacheable:
+            return 0, 0
+        pairs = zip(earlier.ids, ids)
+        n_equal = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(earlier.ids), len(ids)))
+        return 0, min(n_equal, len(ids) - 1)
+
+    def reusable_fraction(self, ids: Sequence[int], interventions: Interventions, earlier: Trace) -> float:
+        """Return the fraction of blocks or positions that `run` can take from an earlier trace."""
+        n_blocks, n_tokens = self._count_reusable(ids, interventions, earlier)
+        return max(n_blocks / len(self.block_names), n_tokens / len(ids))
+
+    def _unembed(self, x: Tensor) -> Tensor:
+        with self.model.evaluating():
+            return self.model.logits(self.model.place(x))
+
+
+# -------------------------------------------------------------------- encoder-decoders
+class InspectableEncoderDecoder(InspectableModel):
+    """An encoder-decoder such as a translation model: the trace is of its decoder, with cross-attention to the source.
+
+    Args:
+        model: a `Transformer` or a `Seq2SeqAttention`.
+        encode: a function from a text to tokens.
+        token_text: a function from a token to its text.
+        begin: the token before each target.
+        end: the token after each target.
+        title: the name on the page.
+        max_tokens: the maximum length of source and target, each.
+    """
+
+    kind = "encoder-decoder"
+    first_editable = 1
+
+    def __init__(
+        self,
+        model: EncoderDecoder,
+        encode: Callable[[str], Any],
+        token_text: Callable[[int], str],
+        begin: int,
+        end: int,
+        title: str = "translator",
+        max_tokens: int = 128,
+    ) -> None:
+        super().__init__(model, None, title, max_tokens)
+        self._encode, self._token_text = encode, token_text
+        self.begin, self.end = begin, end
+        self.block_names = [name for name in self.block_names if name.startswith("decoder.")]
+
+    def encode(self, text: str) -> list[int]:
+        """Convert a text to tokens, without special tokens."""
+        return [int(token) for token in self._encode(text.strip())] if text.strip() else []
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token."""
+        return "<begin>" if token == self.begin else "<end>" if token == self.end else self._token_text(token)
+
+    def encode_input(self, text: str) -> list[int]:
+        """Convert "SOURCE => TARGET" to the tokens of the target; without "=>" the model generates the target.
+
+        The tokens of the source become the attribute `source_ids`.
+        """
+        source, arrow, target = text.partition("=>")
+        self.source_ids = self.encode(source)
+        if not self.source_ids:
+            raise ValueError("expected a text of at least one character, got none")
+        n_source = len(self.source_ids)
+        if n_source > self.max_tokens:
+            raise ValueError(f"expected a source of 1 to {self.max_tokens} tokens to inspect, got {n_source}")
+        if arrow:
+            target_ids = self.encode(target)
+        else:
+            settings = {"begin": self.begin, "end": self.end, "beam_size": 1}
+            settings["max_length"] = min(self.max_tokens - 1, 2 * n_source + 10)
+            (target_ids,) = beam_search(self.model, np.array([self.source_ids]), [n_source], **settings)
+        ids = [self.begin, *target_ids][: self.max_tokens]
+        self.check_ids(ids)
+        return ids
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Check the number of tokens of a target."""
+        if not 0 < len(ids) <= self.max_tokens:
+            raise ValueError(f"expected a target of 1 to {self.max_tokens} tokens to inspect, got {len(ids)}")
+
+    def run(self, ids: Sequence[int], interventions: Interventions, earlier: Trace | None = None) -> Trace:
+        """Run encoder and decoder on the source and a target, without reuse of an earlier trace."""
+        model = self.model
+        source, target = np.array([self.source_ids]), np.array([list(ids)])
+        rows: list[tuple[np.ndarray, np.ndarray]] = []  # scores and weights of each step of a recurrent model
+
+        def record_row(op: Any, out: Tensor, scores: Tensor) -> None:
+            rows.append((to_cpu(scores.array)[0], to_cpu(out.array)[0]))
+
+        with ExitStack() as stack:
+            stack.enter_context(model.evaluating())
+            recorder = stack.enter_context(Recorder(model, self.attention_layers, self.block_names))
+            if isinstance(model, Seq2SeqAttention):
+                stack.callback(add_hook(model.attention.softmax, "observers", record_row))
+                stack.callback(
+                    add_hook(model.attention.softmax, "substitutions", substitute_row_softmax(interventions))
+                )
+            else:
+                interventions.apply(stack.enter_context(Probe(model, "")))
+            logits = model.decode(target, model.start_decoding(source, [len(self.source_ids)])).array[0]
+            if isinstance(model, Seq2SeqAttention):
+                scores, weights = (np.concatenate([row[i] for row in rows])[None] for i in (0, 1))
+                recorder.attention_layers["attention"].compute_maps = lambda: (scores, weights)
+        texts, source_texts = ([self.token_text(token) for token in tokens] for tokens in (ids, self.source_ids))
+        unembed = partial(unembed_decoder_states, model) if isinstance(model, Transformer) else None
+        layers = list(recorder.attention_layers.values())
+        trace = Trace(list(ids), texts, source_texts, layers, recorder.stream, unembed, self.token_text)
+        trace.source_ids = tuple(self.source_ids)
+        next_tokens = np.array([*trace.ids[1:], -1])
+        float_logits = to_cpu(logits).astype(np.float32)
+        trace.logits = None if trace.stream else float_logits
+        trace.predictions = Predictions(*summarize_logits(float_logits.copy(), next_tokens))
+        return trace
+
+
+def load_inspectable_translator(path: Path) -> InspectableEncoderDecoder:
+    """Load a translation model from a file that `load_translator` reads.
+
+    Raises:
+        FileNotFoundError, ValueError: as in `load_translator`.
+    """
+    model, vocabulary, config = load_translator(path)
+    token_text = lambda token: vocabulary.texts([token])[0]
+    max_tokens = min(MAX_TOKENS, config.context_window)
+    begin, end = vocabulary.begin, vocabulary.end
+    return InspectableEncoderDecoder(model, vocabulary.encode, token_text, begin, end, path.stem, max_tokens)
+
+
+def substitute_row_softmax(interventions: Interventions) -> Substitution:
+    """Return a substitution that applies another softmax and a temperature to the attention of a recurrent model.
+
+    Raises:
+        ValueError: ablations, which need a model with blocks, or a softmax with learned scales.
+    """
+    if interventions.ablated_layers or interventions.ablated_heads:
+        raise ValueError("interventions: expected a model with blocks for ablations, got a recurrent model")
+    if interventions.softmax == "blocks":
+        raise ValueError("interventions: expected a softmax without learned scales, got blocks")
+    softmax = None if interventions.softmax is None else new_softmax(interventions.softmax)
+
+    def substitute(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        return (op if softmax is None else softmax), (args[0] * (1 / interventions.temperature), *args[1:])
+
+    return substitute
+
+
+def unembed_decoder_states(model: Transformer, x: Tensor) -> Tensor:
+    """Compute logits (..., V) from the residual stream (..., C) of a Transformer's decoder."""
+    with no_grad():
+        normalized = x if model.decoder.norm is None else model.decoder.norm(x)
+        if model.head is not None:
+            return model.head(normalized)
+        return linear(normalized, model.decoder.embedding.weights, precision=model.precision, transposed=True)

@@ -1,0 +1,353 @@
+"""The recorded forward pass of a model over one text, and the statistics of it that the model viewer shows.
+
+Shapes: T tokens (queries), S keys, H heads, C channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tricycle.devices import Array, to_cpu
+from tricycle.tensor import Tensor
+from tricycle_accelerators import threads
+from tricycle_lab.look.interventions import Interventions
+from tricycle_lab.probe import entropy, excess_kurtosis
+
+N_TOP_TOKENS = 10
+N_LENS_TOKENS = 3  # the most probable tokens of each layer in the logit lens of one position
+MAX_CHUNK_LOGITS = 2**24  # the logits of one chunk of rows
+ROWS_PER_TASK = 8  # rows of logits that fit into a processor cache
+MASKED = 0  # the byte of the score of a masked key
+
+ComputeMaps = Callable[[], tuple[Array, Array]]
+
+
+@dataclass
+class AttentionLayer:
+    """One attention layer, and what it was called with in a forward pass.
+
+    Attributes:
+        name: the name in `Layer.named_layers`.
+        kind: "self"; "cross"; or "encoder", the self-attention of the encoder of an encoder-decoder.
+        n_heads: H.
+        compute_maps: a function that returns scores and weights, (H, T, S) each; None before the forward pass.
+        op: the attention op.
+        args: the arguments of the op: queries (1, T, H, D), keys and values (1, S, K, D), and further ones.
+        cached_maps: the result of `maps`, if it was called before.
+    """
+
+    name: str
+    kind: str
+    n_heads: int
+    compute_maps: ComputeMaps | None = None
+    op: Any = None
+    args: tuple[Any, ...] = ()
+    cached_maps: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
+
+    def maps(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the attention scores and weights, (H, T, S) each, computed by the first call."""
+        if self.compute_maps is None:
+            raise ValueError(f"{self.name}: expected a layer that ran in the forward pass, got one that did not")
+        if self.cached_maps is None:
+            scores, weights = (to_cpu(array) for array in self.compute_maps())
+            self.cached_maps = scores.astype(np.float32, copy=False), weights.astype(np.float32, copy=False)
+        return self.cached_maps
+
+
+@dataclass
+class Predictions:
+    """The next-token predictions at each position, (T,) each.
+
+    Attributes:
+        log_probs: log-probability of the actual next token; without meaning at the last position.
+        ranks: the number of tokens that are more probable than the actual next token.
+        top_tokens: the most probable token.
+        top_probs: the probability of that token.
+        entropy: the entropy of the distribution, in nats.
+    """
+
+    log_probs: np.ndarray
+    ranks: np.ndarray
+    top_tokens: np.ndarray
+    top_probs: np.ndarray
+    entropy: np.ndarray
+
+    def first(self, count: int) -> Predictions:
+        """Return the predictions at the first `count` positions."""
+        return Predictions(*(array[:count] for array in vars(self).values()))
+
+
+@dataclass
+class Trace:
+    """The recorded forward pass of a model over one text.
+
+    Attributes:
+        ids: the tokens, (T,).
+        texts: the text of each token.
+        source_texts: the text of each source token; None without an encoder-decoder.
+        attention_layers: the attention layers, in model order.
+        stream: the residual stream (T, C) before the first block and after each block, by name.
+        unembed: a function from residual stream (..., C) to logits (..., V); None for a model without logits.
+        token_text: a function from a token to its text.
+        predictions: None for a model without logits.
+        source_ids: the source tokens of an encoder-decoder.
+        logits: (T, V), for a model without residual stream only.
+        interventions: the interventions during the forward pass.
+    """
+
+    ids: list[int]
+    texts: list[str]
+    source_texts: list[str] | None
+    attention_layers: list[AttentionLayer]
+    stream: dict[str, np.ndarray]
+    unembed: Callable[[Tensor], Tensor] | None
+    token_text: Callable[[int], str]
+    predictions: Predictions | None = None
+    source_ids: tuple[int, ...] = ()
+    logits: np.ndarray | None = None
+    interventions: Interventions = field(default_factory=Interventions)
+
+    def matches(self, ids: Sequence[int], source_ids: Sequence[int]) -> bool:
+        """Return whether the trace is of these tokens and source tokens."""
+        return self.ids == list(ids) and self.source_ids == tuple(source_ids)
+
+    def attention_layer(self, name: str) -> AttentionLayer:
+        """Return an attention layer by name.
+
+        Raises:
+            ValueError: no such attention layer.
+        """
+        for layer in self.attention_layers:
+            if layer.name == name:
+                return layer
+        raise ValueError(
+            f"expected one of {', '.join(layer.name for layer in self.attention_layers)}, got {name!r}"[:300]
+        )
+
+    # ---------------------------------------------------------------- JSON for the page
+    def summary(self) -> dict[str, Any]:
+        """Return tokens, predictions and the names of layers, as JSON data."""
+        summary: dict[str, Any] = {
+            "ids": self.ids,
+            "tokens": self.texts,
+            "sourceTokens": self.source_texts,
+            "attentionLayers": [
+                {"name": layer.name, "kind": layer.kind, "nHeads": layer.n_heads} for layer in self.attention_layers
+            ],
+            "streamNames": list(self.stream),
+            "predictions": None,
+        }
+        if self.predictions is not None:
+            summary["predictions"] = {
+                "logProbs": _round_decimals(self.predictions.log_probs),
+                "ranks": self.predictions.ranks.tolist(),
+                "topTokens": [self.token_text(int(token)) for token in self.predictions.top_tokens],
+                "topProbs": _round_decimals(self.predictions.top_probs, 5),
+                "entropy": _round_decimals(self.predictions.entropy, 3),
+            }
+        return summary
+
+    def attention_map(self, name: str, head: int, deflate: bool = False) -> dict[str, Any]:
+        """Return the attention scores and weights of one head, as bytes in base64, with statistics.
+
+        The byte of a weight w is 255 sqrt(w); that of a score s is 1 + 254 (s - min) / (max - min), and 0 if the key is
+        masked.
+
+        Args:
+            name: the name of the attention layer.
+            head: the index of the head.
+            deflate: compress the bytes. This saves space in a file; from a server, uncompressed bytes are faster.
+
+        Raises:
+            ValueError: no such layer or head.
+        """
+        all_scores, all_weights = self.attention_layer(name).maps()
+        if not 0 <= head < len(all_weights):
+            raise ValueError(f"expected a head from 0 to {len(all_weights) - 1}, got {head}")
+        scores, weights = all_scores[head], np.nan_to_num(all_weights[head])
+        visible = scores > -np.inf
+        finite = scores[visible & np.isfinite(scores)]
+        low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+        fractions = (np.nan_to_num(scores, posinf=high, neginf=low) - low) / max(high - low, 1e-30)
+        weight_bytes = np.rint(np.sqrt(np.clip(weights, 0, 1)) * 255).astype(np.uint8)
+        score_bytes = np.where(visible, 1 + np.rint(fractions * 254), MASKED).astype(np.uint8)
+        return {
+            "shape": list(weights.shape),
+            "deflated": deflate,
+            "weights": _encode_base64(weight_bytes, deflate),
+            "scores": _encode_base64(score_bytes, deflate),
+            "minScore": _round_significant(low),
+            "maxScore": _round_significant(high),
+            "entropy": _round_decimals(entropy(weights), 2),
+            "unassigned": _round_decimals(1 - weights.sum(axis=-1), 2),
+            "scoreKurtosis": _round_significant(_kurtosis(finite)),
+            "weightKurtosis": _round_significant(_kurtosis(weights[visible])),
+        }
+
+    def head_statistics(self, start: int, stop: int) -> dict[str, Any]:
+        """Return the mean entropy and the score kurtosis of each head of the attention layers `start` to `stop`."""
+        layers = []
+        for layer in self.attention_layers[max(0, start) : max(0, stop)]:
+            cached = layer.cached_maps
+            scores, weights = layer.maps()
+            visible = scores > -np.inf
+            kurtosis = [_round_significant(_kurtosis(row[mask])) for row, mask in zip(scores, visible)]
+            mean = entropy(np.nan_to_num(weights)).mean(axis=-1)
+            layers.append({"name": layer.name, "entropy": _round_decimals(mean, 3), "scoreKurtosis": kurtosis})
+            layer.cached_maps = cached  # the maps of all layers would need too much memory
+        return {"layers": layers}
+
+    def stream_statistics(self) -> list[dict[str, Any]]:
+        """Return norms, kurtosis and outliers of the residual stream before the first and after each block."""
+        return [_stream_statistics(name, x) for name, x in self.stream.items()]
+
+    def top_predictions(self, position: int) -> dict[str, Any]:
+        """Return the most probable next tokens at a position, and those of the logit lens of each layer.
+
+        Raises:
+            ValueError: no such position.
+        """
+        if not 0 <= position < len(self.ids):
+            raise ValueError(f"expected a position from 0 to {len(self.ids) - 1}, got {position}")
+        next_token = self.ids[position + 1] if position + 1 < len(self.ids) else None
+        if self.logits is not None:
+            top = self._top_k(self.logits[position], N_TOP_TOKENS, next_token)["top"]
+            return {"position": position, "top": top, "lens": []}
+        if self.unembed is None:
+            return {"position": position, "top": [], "lens": []}
+        logits = self._compute_logits(np.stack([x[position] for x in self.stream.values()]))
+        lens = [self._top_k(row, N_LENS_TOKENS, next_token) for row in logits]
+        return {"position": position, "top": self._top_k(logits[-1], N_TOP_TOKENS, next_token)["top"], "lens": lens}
+
+    def logit_lens(self) -> dict[str, Any]:
+        """Return the most probable token of the logit lens of each layer at each position, with its probability."""
+        if self.unembed is None or not self.stream:
+            return {"tokens": [], "probs": []}
+        top = np.zeros((len(self.stream), len(self.ids)), np.int64)
+        probs = np.zeros(top.shape)
+        for i, x in enumerate(self.stream.values()):
+            for rows, logits in self._logits_in_chunks(x):
+                _, _, top[i, rows], probs[i, rows], _ = summarize_logits(logits, np.zeros(len(logits), np.int64))
+        texts = {int(token): self.token_text(int(token)) for token in np.unique(top)}
+        return {"texts": texts, "tokens": top.tolist(), "probs": [_round_decimals(row, 3) for row in probs]}
+
+    # ---------------------------------------------------------------- logits
+    def compute_predictions(self, x: np.ndarray, known: Predictions | None = None) -> None:
+        """Compute the predictions from the residual stream after the last block (T, C).
+
+        Args:
+            x: the residual stream.
+            known: the predictions at the first positions, which are not computed again.
+        """
+        start = 0 if known is None else len(known.log_probs)
+        next_tokens = np.array([*self.ids[1:], -1])[start:]
+        computed = [summarize_logits(logits, next_tokens[rows]) for rows, logits in self._logits_in_chunks(x[start:])]
+        parts = [] if known is None else [list(vars(known).values())]
+        self.predictions = Predictions(*(np.concatenate(arrays) for arrays in zip(*parts, *computed)))
+
+    def _logits_in_chunks(self, x: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield chunks of rows of the residual stream, and their logits; all logits would need too much memory."""
+        step = max(1, MAX_CHUNK_LOGITS // self._compute_logits(x[:1]).shape[-1])
+        for start in range(0, len(x), step):
+            rows = slice(start, min(start + step, len(x)))
+            yield rows, self._compute_logits(x[rows])
+
+    def _compute_logits(self, x: np.ndarray) -> np.ndarray:
+        if self.unembed is None:
+            raise ValueError("expected a model that predicts tokens, got an encoder")
+        return to_cpu(self.unembed(Tensor(x, requires_grad=False)).array).astype(np.float32, copy=False)
+
+    def _top_k(self, logits: np.ndarray, k: int, next_token: int | None) -> dict[str, Any]:
+        """Return the k most probable tokens, and the rank and the probability of the actual next token."""
+        k = min(k, len(logits))
+        top = np.argpartition(logits, -k)[-k:]
+        top = top[np.argsort(-logits[top], kind="stable")]
+        highest = float(logits.max())
+        logsumexp = highest + math.log(float(np.exp(logits - highest).sum(dtype=np.float64)))
+
+        def prob(token: int) -> float | None:
+            return _round_significant(math.exp(float(logits[token]) - logsumexp))
+
+        result: dict[str, Any] = {
+            "top": [{"id": int(token), "text": self.token_text(int(token)), "prob": prob(token)} for token in top]
+        }
+        if next_token is not None:
+            result["rank"] = int((logits > logits[next_token]).sum())
+            result["prob"] = prob(next_token)
+        return result
+
+
+def summarize_logits(logits: np.ndarray, next_tokens: np.ndarray) -> list[np.ndarray]:
+    """Compute the fields of `Predictions` from logits (R, V) and next tokens (R,); the logits are overwritten."""
+    starts = range(0, len(logits), ROWS_PER_TASK)
+    parts: dict[int, list[np.ndarray]] = {}
+
+    def summarize(start: int) -> None:
+        rows = slice(start, start + ROWS_PER_TASK)
+        parts[start] = _summarize_rows(logits[rows], next_tokens[rows])
+
+    threads.parallel_for(summarize, starts)
+    return [np.concatenate(arrays) for arrays in zip(*(parts[start] for start in starts))]
+
+
+def _summarize_rows(logits: np.ndarray, next_tokens: np.ndarray) -> list[np.ndarray]:
+    rows = np.arange(len(logits))
+    actual = logits[rows, next_tokens]
+    ranks = np.count_nonzero(logits > actual[:, None], axis=-1)
+    top = logits.argmax(axis=-1)
+    highest = logits[rows, top]
+    logits -= highest[:, None]
+    exponentials = np.exp(logits)
+    total = exponentials.sum(axis=-1)
+    with np.errstate(invalid="ignore"):  # 0 times -inf, for a token that cannot be predicted
+        mean = np.array([exponential @ logit for exponential, logit in zip(exponentials, logits)]) / total
+    return [actual - highest - np.log(total), ranks, top, 1 / total, np.log(total) - mean]
+
+
+def _kurtosis(values: np.ndarray) -> float:
+    return excess_kurtosis(values) if values.size else math.nan
+
+
+def _stream_statistics(name: str, x: np.ndarray) -> dict[str, Any]:
+    """Return the norm of each token, the kurtosis, and the three channels with the largest absolute values."""
+    magnitudes = abs(x)
+    largest = magnitudes.max(axis=0)
+    channels = np.argsort(-largest)[:3]
+    median = float(np.median(largest))
+    outliers = []
+    for channel in channels:
+        position = int(magnitudes[:, channel].argmax())
+        value = _round_significant(float(x[position, channel]))
+        ratio = _round_significant(float(largest[channel]) / median if median else math.nan)
+        outliers.append({"channel": int(channel), "position": position, "value": value, "ratio": ratio})
+    norms = np.sqrt(np.square(x, dtype=np.float64).sum(axis=-1))
+    return {
+        "name": name,
+        "norms": [_round_significant(float(norm)) for norm in norms],
+        "kurtosis": _round_significant(excess_kurtosis(x)),
+        "outliers": outliers,
+    }
+
+
+# -------------------------------------------------------------------- encoding as JSON
+def _encode_base64(array: np.ndarray, deflate: bool) -> str:
+    content = zlib.compress(array.tobytes(), 1) if deflate else array.tobytes()
+    return base64.b64encode(content).decode("ascii")
+
+
+def _round_significant(value: float) -> float | None:
+    """Round to four significant digits; return None for nan and infinity, which JSON does not have."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def _round_decimals(array: np.ndarray, digits: int = 4) -> list[float | None]:
+    """Round to a number of decimals; None stands for nan and infinity, which JSON does not have."""
+    values = np.round(array.astype(np.float64), digits).tolist()
+    return [value if math.isfinite(value) else None for value in values]
