@@ -1,7 +1,7 @@
 """Prepare a release: update the version and the changelog, build the wheel and the source archive, and check them.
 
     python -m tools.release 0.2.0 --dry-run dist     in a copy of this checkout; writes the archives to dist/
-    python -m tools.release 0.2.0                    in this checkout; docs/releasing.md describes the next steps
+    python -m tools.release 0.2.0                    in this checkout; CONTRIBUTING.md describes the next steps
     python -m tools.release --check dist             only check existing archives
 
 The command does not commit, tag or publish anything.
