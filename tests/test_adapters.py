@@ -289,7 +289,7 @@ def rewrite(folder: Path, **fields: Any) -> None:
         ({"init_lora_weights": "pissa"}, "expected init_lora_weights to be True, got 'pissa'"),
         ({"r": "four"}, "expected rank to be a whole number"),
         ({"lora_alpha": -1}, "expected alpha to be above 0"),
-        ({"alpha_pattern": {"(a+)+$": 3}}, "expected names and numbers as alpha_pattern"),
+        ({"alpha_pattern": {"(a+)+$": 3}}, "alpha_pattern, got"),
     ],
 )
 def test_kinds_that_are_not_known(fields, message, tmp_path):

@@ -113,7 +113,7 @@ def test_a_tokeniser_comes_along_and_rows_beyond_it_are_never_drawn(tmp_path: Pa
     drawn = generate(ours.model, [5], 400, SamplingParams(5.0, n_vocab=ours.tokeniser.n_vocab))
     assert max(drawn) < tokeniser.n_vocab
     edit(tmp_path / "model" / "tokenizer.json", lambda document: document["model"]["vocab"].update(many=300))
-    refuse(tmp_path / "model", "a tokeniser of at most 300 tokens, as the model knows, got 301")
+    refuse(tmp_path / "model", "of at most 300 tokens, the model's vocabulary, got 301")
 
 
 def test_a_run_folder_and_a_checkpoint(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tricycle.configs import EncoderConfig
 from tricycle.pretrained import load
-from tricycle.pretrained.export import weights_of
+from tricycle.pretrained.export import export_tensors
 from tricycle.pretrained.families import FAMILIES
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tensor import no_grad
@@ -102,7 +102,9 @@ def test_and_back(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
     family = FAMILIES[model.config.model_type]
     again = type(model.config)(**family.to_fields(ours.config), attn_implementation="eager")
     theirs = type(model)(again, add_pooling_layer=False).eval()
-    theirs.load_state_dict({name: torch.from_numpy(array) for name, array in weights_of(ours, family, ours.config)[1]})
+    theirs.load_state_dict(
+        {name: torch.from_numpy(array) for name, array in export_tensors(ours, family, ours.config)[1]}
+    )
     tokens = torch.arange(5, 13)[None]
     with torch.no_grad():
         expected = model(tokens).last_hidden_state

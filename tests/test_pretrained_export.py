@@ -19,7 +19,7 @@ from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.pretrained import load
-from tricycle.pretrained.export import export_folder, family_of_config
+from tricycle.pretrained.export import export_folder, find_export_family
 from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tokeniser import BPETokeniser
@@ -224,18 +224,18 @@ def test_settings_and_unknown_ids(tokeniser: BPETokeniser, tmp_path: Path) -> No
 def test_a_tokeniser_that_transformers_would_read_as_qwens(tokeniser: BPETokeniser) -> None:
     """Beside a model of type qwen2 it makes one of Qwen's kind of anything: so another type is taken, or none."""
     config = ModelConfig(**LLAMA, qkv_bias=True)
-    assert family_of_config(config)[1]["model_type"] == "qwen2"
-    assert family_of_config(config, avoided="qwen2")[1]["model_type"] == "llama"
+    assert find_export_family(config)[1]["model_type"] == "qwen2"
+    assert find_export_family(config, excluded="qwen2")[1]["model_type"] == "llama"
     windows = replace(config, window=5, full_layers=(1,))
-    assert family_of_config(windows)[1]["model_type"] == "qwen2"
+    assert find_export_family(windows)[1]["model_type"] == "qwen2"
 
 
 # -------------------------------------------------------------------- configs that nobody else knows
 REFUSED: dict[str, tuple[ModelConfig, str]] = {
-    "softmax": (ModelConfig(**SIZES, softmax="softmax1"), "gpt2: softmax='softmax1'"),
+    "softmax": (ModelConfig(**SIZES, softmax="softmax1"), "gpt2 does not support softmax='softmax1'"),
     "blocks": (ModelConfig(**SIZES, softmax="blocks"), "softmax='blocks'"),
-    "token shift": (ModelConfig(**LLAMA, token_shift=True), "llama: token_shift=True"),
-    "key shift": (ModelConfig(**LLAMA, key_shift=True), "llama: key_shift=True"),
+    "token shift": (ModelConfig(**LLAMA, token_shift=True), "llama does not support token_shift=True"),
+    "key shift": (ModelConfig(**LLAMA, key_shift=True), "llama does not support key_shift=True"),
     "no positions": (ModelConfig(**SIZES, positions="none"), "positions='none'"),
     "learned positions": (replace(ModelConfig(**LLAMA), positions="learned"), "positions='learned'"),
     "caps": (ModelConfig(**LLAMA, score_cap=5.0), "score_cap=5.0"),

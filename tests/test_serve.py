@@ -37,7 +37,7 @@ from tricycle.models import GPT
 from tricycle.pretrained import Pretrained, tokenizer_json
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.generation_settings import GenerationSettings
-from tricycle.pretrained.sentences import load_sentences
+from tricycle.pretrained.sentence_encoder import load_sentence_encoder
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tokeniser import BPETokeniser
@@ -911,7 +911,7 @@ def encoder(tmp_path_factory):
 
 def test_embeddings_equal_the_encoder(encoder):
     texts = [f"{'the quick brown fox '[: 3 + i % 17]}" for i in range(40)]
-    expected = load_sentences(encoder).encode(texts)
+    expected = load_sentence_encoder(encoder).encode(texts)
     with run_server(encoder) as server, openai_client(server) as client:
         name = client.models.list().data[0].id
         for settings in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
@@ -921,14 +921,16 @@ def test_embeddings_equal_the_encoder(encoder):
                 embeddings = [np.frombuffer(base64.b64decode(embedding), "<f4") for embedding in embeddings]
             np.testing.assert_allclose(np.array(embeddings), expected, atol=1e-6)
             assert [item.index for item in response.data] == list(range(40))
-        assert response.usage.prompt_tokens == sum(load_sentences(encoder).lengths(texts))
+        assert response.usage.prompt_tokens == sum(load_sentence_encoder(encoder).count_tokens(texts))
         single = client.embeddings.create(model=name, input=texts[3], dimensions=expected.shape[1])
         np.testing.assert_allclose(single.data[0].embedding, expected[3], atol=1e-6)
         long = "fox " * 500
         with pytest.raises(openai.BadRequestError, match=r"of at most \d+ tokens, got \d+ in input\[1\]"):
             client.embeddings.create(model=name, input=["x", long])
         truncated = client.embeddings.create(model=name, input=long, extra_body={"truncate": True})
-        np.testing.assert_allclose(truncated.data[0].embedding, load_sentences(encoder).encode([long])[0], atol=1e-6)
+        np.testing.assert_allclose(
+            truncated.data[0].embedding, load_sentence_encoder(encoder).encode([long])[0], atol=1e-6
+        )
         for fields in ({"input": []}, {"input": [1, 2]}, {"input": "x", "dimensions": 5}, {}, {"input": {"x": 1}}):
             assert server.request("/v1/embeddings", fields)[0] == 400
         with pytest.raises(openai.BadRequestError, match="does not support chat completions"):

@@ -15,7 +15,7 @@ from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import DecodingState, generate
 from tricycle.kernels.quantized import quantized_dtype
 from tricycle.models import GPT
-from tricycle.pretrained import OWN_CHECKPOINTS, Pretrained, load
+from tricycle.pretrained import RUN_CHECKPOINTS, Pretrained, load
 from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.pretrained.tokenisers import load_tokeniser
@@ -168,8 +168,8 @@ def load_file(source: str, weights: str = "float32") -> Pretrained:
         raise FileNotFoundError(f"{path}: expected a model, there is no such file")
     if path.is_file() and path.suffix not in MODELS and not _is_gguf(path):
         raise ValueError(f"{path}: expected a folder, or a file that ends in {', '.join((*MODELS, *PICKLES))}")
-    if (path / "data.json").is_file() and not any((path / name).is_file() for name in OWN_CHECKPOINTS):
-        raise FileNotFoundError(f"{path}: expected a run folder with {' or '.join(OWN_CHECKPOINTS)}")
+    if (path / "data.json").is_file() and not any((path / name).is_file() for name in RUN_CHECKPOINTS):
+        raise FileNotFoundError(f"{path}: expected a run folder with {' or '.join(RUN_CHECKPOINTS)}")
     if (path / "adapter" / "adapter_config.json").is_file():
         raise ValueError(f"{path}: expected a model, got an adapter: give its base model, and this with --adapter")
     return load(source, weights)

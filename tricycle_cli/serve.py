@@ -23,7 +23,7 @@ import tyro
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
-from tricycle.pretrained.sentences import sentences_of
+from tricycle.pretrained.sentence_encoder import to_sentence_encoder
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.memory import free_memory
 from tricycle_cli.flags import parse
@@ -163,7 +163,7 @@ def load(arguments: Arguments) -> ModelService:
     if isinstance(loaded.model, TextEncoder):
         if on_gpu:
             loaded.model.to_gpu()
-        encoder = sentences_of(loaded, arguments.source)
+        encoder = to_sentence_encoder(loaded, arguments.source)
         return EmbeddingService(name, encoder, limits, created, arguments.timeout_seconds)
     load_model(arguments.source, loaded=loaded, **vars(arguments.model))
     cache = cache_dtype(arguments.kv_cache_dtype)

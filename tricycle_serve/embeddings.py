@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.pretrained.sentences import SentenceEncoder
+from tricycle.pretrained.sentence_encoder import SentenceEncoder
 from tricycle_serve.engine import Engine, timeout_error
 from tricycle_serve.engine_request import EngineRequest
 from tricycle_serve.errors import ApiError

@@ -11,7 +11,7 @@ from typing import Any
 
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.pretrained import Pretrained
-from tricycle.pretrained.sentences import SentenceEncoder
+from tricycle.pretrained.sentence_encoder import SentenceEncoder
 from tricycle_serve.completion_requests import (
     CompletionRequest,
     parse_completion_request,
@@ -212,7 +212,7 @@ class EmbeddingService(ModelService):
     def __init__(
         self, name: str, encoder: SentenceEncoder, limits: EngineLimits, created: int, timeout_seconds: float
     ) -> None:
-        super().__init__(name, encoder.longest, created)
+        super().__init__(name, encoder.max_tokens, created)
         self.encoder = encoder
         self.engine: EmbeddingEngine = EmbeddingEngine(encoder, limits.max_queue)
         self._timeout_seconds = timeout_seconds
@@ -225,7 +225,7 @@ class EmbeddingService(ModelService):
         """
         self.check_model_name(fields)
         request = parse_embeddings_request(fields, self.encoder.model.config.embedding_dim)
-        lengths = await self.run_in_thread(self.encoder.lengths, request.texts)
+        lengths = await self.run_in_thread(self.encoder.count_tokens, request.texts)
         longest = max(lengths)
         if longest > self.context_window and not request.truncate:
             index = lengths.index(longest)

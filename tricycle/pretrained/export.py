@@ -1,4 +1,4 @@
-"""Models in Hugging Face's form, for `transformers` and all that reads what it writes."""
+"""Export of models to folders in Hugging Face format, which `transformers` loads."""
 
 from __future__ import annotations
 
@@ -35,38 +35,38 @@ from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.files import atomic_write
 from tricycle.tokeniser import BPETokeniser
 
-KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# A family that always has these is told that they do nothing: biases of 0, gains of 1.
-NEUTRAL = ("bias", "qkv_bias", "output_bias", "mlp_bias", "head_bias", "qk_norm_gain")
-MOST_SUPPRESSED = 10_000  # ids without a token that generation_config.json lists
+TENSOR_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# A family may require these although the model lacks them: they are written as biases of 0 and gains of 1.
+NEUTRAL_FIELDS = ("bias", "qkv_bias", "output_bias", "mlp_bias", "head_bias", "qk_norm_gain")
+MAX_SUPPRESSED = 10_000  # ids without a token in generation_config.json
 
 
-# -------------------------------------------------------------------- which family
-def family_of_config(config: ModelConfig, avoided: str = "") -> tuple[Family, dict[str, Any], ModelConfig]:
-    """The family of `transformers` that computes what this config does, its fields, and what these mean.
+# -------------------------------------------------------------------- family
+def find_export_family(config: ModelConfig, excluded: str = "") -> tuple[Family, dict[str, Any], ModelConfig]:
+    """Return the family of `transformers` for a config, its fields of config.json, and the config of these fields.
 
-    The config that comes back may have more biases and gains, which then do nothing; the family with the fewest is
-    taken.
+    The latter config may have additional biases and gains, which are exported as 0 and 1. The family with the fewest
+    of these is returned.
 
     Args:
-        avoided: a model_type that is not to be taken.
+        excluded: a model_type that is not returned.
 
     Raises:
-        ValueError: there is none; names the fields that are in the way.
+        ValueError: no family computes the same; names the unsupported fields.
     """
     with error_prefix("no family of transformers computes what this model does; "):
-        return best_of(config, [family for family in ALL_FAMILIES if family.model_types[0] != avoided])
+        return match_family(config, [family for family in ALL_FAMILIES if family.model_types[0] != excluded])
 
 
-def best_of(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, dict[str, Any], ModelConfig]:
-    """The same among some families.
+def match_family(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, dict[str, Any], ModelConfig]:
+    """Return the best of several families for a config, as `find_export_family` does.
 
     Raises:
-        ValueError: there is none; names what is in the way of the nearest.
+        ValueError: no family computes the same; names the unsupported fields of the closest one.
     """
-    fitting: list[tuple[int, Family, dict[str, Any], ModelConfig]] = []
+    candidates: list[tuple[int, Family, dict[str, Any], ModelConfig]] = []
     nearest: tuple[int, str] = (10**6, "")
-    if config.activation == "swiglu":  # the same in their words
+    if config.activation == "swiglu":  # as Hugging Face's families express it
         config = replace(config, activation="swish", gated=True, hidden_size=config.mlp_width)
     new_model = uninitialized_encoder if isinstance(config, EncoderConfig) else uninitialized_gpt
     for family in families:
@@ -75,21 +75,21 @@ def best_of(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, di
             continue
         try:
             fields = {"model_type": kind, **family.to_fields(config)}
-            back = family.to_config(ConfigFields(fields))
-        except ValueError as error:  # it says itself what it cannot say
+            converted = family.to_config(ConfigFields(fields))
+        except ValueError as error:  # its message names the unsupported field
             nearest = min(nearest, (99, f"{kind}: {error}"))
             continue
-        differences = differing_fields(config, back)
-        ours, theirs = effective_fields(config), effective_fields(back)
-        neutral = {name for name in NEUTRAL if not ours[name] and theirs[name]}
-        in_the_way = [name for name in differences if name not in neutral]
-        if not in_the_way:
-            fitting.append((len(differences), family, fields, back))
-        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in in_the_way)
-        nearest = min(nearest, (len(in_the_way), f"in the way of {kind}: {values}"))
-    if not fitting:
+        differences = differing_fields(config, converted)
+        ours, theirs = effective_fields(config), effective_fields(converted)
+        neutral = {name for name in NEUTRAL_FIELDS if not ours[name] and theirs[name]}
+        unsupported = [name for name in differences if name not in neutral]
+        if not unsupported:
+            candidates.append((len(differences), family, fields, converted))
+        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in unsupported)
+        nearest = min(nearest, (len(unsupported), f"{kind} does not support {values}"))
+    if not candidates:
         raise ValueError(nearest[1])
-    return min(fitting, key=lambda fit: fit[0])[1:]
+    return min(candidates, key=lambda candidate: candidate[0])[1:]
 
 
 # -------------------------------------------------------------------- the folder
@@ -102,100 +102,102 @@ def export_folder(
     generation: GenerationSettings | None = None,
     dtype: str = "float32",
 ) -> str:
-    """Write a model so that `transformers` loads it: config.json, model.safetensors, generation_config.json, the
-    tokeniser's files and a README.md. The folder is there whole or not at all.
+    """Export a model to a folder in Hugging Face format.
+
+    The files are config.json, model.safetensors, generation_config.json, those of the tokenizer, and a README.md. The
+    folder is created atomically.
 
     Args:
         model: a `GPT` or a `TextEncoder`.
-        tokeniser: our own or another; None leaves its files out.
-        folder: a new or an empty one.
-        card: what was measured, and whatever else is to stand in the README's table: names and values.
-        generation: how the model is to write.
-        dtype: of the weights in the file: float32, float16 or bfloat16.
+        tokeniser: a `BPETokeniser` or `PretrainedTokeniser`; None exports no tokenizer.
+        folder: a new or empty folder.
+        card: further names and values of the table in README.md, such as evaluation results.
+        generation: the settings for generation_config.json.
+        dtype: the dtype of the weights in the file: float32, float16 or bfloat16.
 
     Returns:
         the family's model_type.
 
     Raises:
-        FileExistsError: there is something in the folder.
-        ValueError: no family can express the config (names the fields), a weight is not finite, or a tokeniser with
-            more tokens than the model.
+        FileExistsError: the folder is not empty.
+        ValueError: no family supports the config (names the fields), a weight is not finite, or the tokenizer has more
+            tokens than the model.
     """
     if not isinstance(model, (GPT, TextEncoder)):
         raise ValueError(f"export: expected a GPT or a TextEncoder, got {type(model).__name__}")
     if any(isinstance(layer, AdaptedDense) for layer in model.layers()):
-        raise ValueError("export: expected a model without an adapter on it: merge() it, or detach()")
-    if dtype not in KINDS:
-        raise ValueError(f"export: expected dtype to be one of {', '.join(KINDS)}, got {dtype!r}")
-    n_known = model.config.vocab_size
-    if tokeniser is not None and tokeniser.n_vocab > n_known:
-        raise ValueError(f"export: expected a tokeniser of at most {n_known} tokens, got {tokeniser.n_vocab}")
-    document, avoided = _tokenizer_document(tokeniser)
-    family, fields, back = family_of_config(model.config, avoided)
+        raise ValueError("export: expected a model without an adapter: merge() or detach() it first")
+    if dtype not in TENSOR_DTYPES:
+        raise ValueError(f"export: expected dtype to be one of {', '.join(TENSOR_DTYPES)}, got {dtype!r}")
+    vocab_size = model.config.vocab_size
+    if tokeniser is not None and tokeniser.n_vocab > vocab_size:
+        raise ValueError(f"export: expected a tokenizer of at most {vocab_size} tokens, got {tokeniser.n_vocab}")
+    document, excluded = _tokenizer_document(tokeniser)
+    family, fields, converted = find_export_family(model.config, excluded)
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder}: expected a folder that is new or empty")
-    special = _special_ids(tokeniser)
+    special = _special_token_ids(tokeniser)
     files = {CONFIG: {"architectures": [family.architecture], **fields, **special, "torch_dtype": dtype}}
     texts = {"README.md": model_card(folder.name, model, fields["model_type"], card or {})}
     if isinstance(model, GPT):
-        files[GENERATION] = _generation_fields(generation, special, tokeniser, n_known)
+        files[GENERATION] = _generation_fields(generation, special, tokeniser, vocab_size)
     if document is not None:
-        files["tokenizer_config.json"] = _tokeniser_fields(tokeniser, model.config)
+        files["tokenizer_config.json"] = _tokenizer_config_fields(tokeniser, model.config)
         texts["tokenizer.json"] = document
-    with _whole_folder(folder) as place:
+    with _atomic_folder(folder) as temporary:
         for name, values in files.items():
-            write_json(place / name, values)
-        with atomic_write(place / WEIGHTS) as file:
-            write_tensors(file, *weights_of(model, family, back), KINDS[dtype])
+            write_json(temporary / name, values)
+        with atomic_write(temporary / WEIGHTS) as file:
+            write_tensors(file, *export_tensors(model, family, converted), TENSOR_DTYPES[dtype])
         for name, text in texts.items():
-            with atomic_write(place / name, text=True) as file:
+            with atomic_write(temporary / name, text=True) as file:
                 file.write(text)
     return str(fields["model_type"])
 
 
 @contextlib.contextmanager
-def _whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside it that takes its name once the block has ended well, and is gone where it has not."""
+def _atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to `folder` at the end, or removed after an exception."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    place = folder.with_name(f".{folder.name}.{os.getpid()}-{threading.get_ident()}.part")
-    place.mkdir()
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}-{threading.get_ident()}.part")
+    temporary.mkdir()
     try:
-        yield place
+        yield temporary
         if folder.exists():
             folder.rmdir()
-        place.rename(folder)
+        temporary.rename(folder)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a JSON file as people read it, whole or not at all."""
+    """Write an indented JSON file atomically."""
     with atomic_write(path, text=True) as file:
         json.dump(values, file, indent=2, ensure_ascii=False)
         file.write("\n")
 
 
 # -------------------------------------------------------------------- weights
-def weights_of(
+def export_tensors(
     model: BlockStack, family: Family, config: ModelConfig
 ) -> tuple[dict[str, tuple[int, ...]], Iterator[tuple[str, np.ndarray]]]:
-    """The shapes of a model's tensors by a family's names, and the values, one tensor after another in that order.
+    """Return the shapes of a model's tensors by a family's names, and an iterator over names and values in that order.
 
     Args:
-        config: as `best_of` gives it: what the model has not got of it is written as biases of 0 and gains of 1.
+        config: a result of `match_family`; biases and gains that the model lacks are exported as 0 and 1.
 
     Raises:
-        ValueError: a weight is not finite; when its turn comes.
+        ValueError: raised by the iterator, if a weight is not finite.
     """
     # Parameters that the model lacks come from here: biases of 0 and gains of 1.
     mapping = TensorMapping(family, family.new_model(config))
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     shapes = {hf_tensor.name: hf_tensor.shape for name in mapping.parameters for hf_tensor in mapping.hf_tensors(name)}
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for name, parameter in mapping.parameters.items():
-            array = own.get(name, parameter).numpy()
+            array = parameters.get(name, parameter).numpy()
             if not np.isfinite(array).all():
                 raise ValueError(f"export: expected finite weights, {name} has NaN or infinity")
             yield from to_hf_tensors(mapping, name, array)
@@ -203,9 +205,9 @@ def weights_of(
     return shapes, arrays()
 
 
-# -------------------------------------------------------------------- how it writes
-def _special_ids(tokeniser: Any) -> dict[str, Any]:
-    """What config.json says of the ends of texts."""
+# -------------------------------------------------------------------- generation settings
+def _special_token_ids(tokeniser: Any) -> dict[str, Any]:
+    """Return the fields bos_token_id and eos_token_id of config.json."""
     bos, eos = None, None
     if isinstance(tokeniser, PretrainedTokeniser):
         bos, eos = tokeniser.bos, tokeniser.eos
@@ -215,38 +217,40 @@ def _special_ids(tokeniser: Any) -> dict[str, Any]:
 
 
 def _generation_fields(
-    settings: GenerationSettings | None, special: dict[str, Any], tokeniser: Any, n_known: int
+    settings: GenerationSettings | None, special: dict[str, Any], tokeniser: Any, vocab_size: int
 ) -> dict[str, Any]:
-    """The fields of generation_config.json; ids that stand for no token are never to be drawn."""
+    """Return the fields of generation_config.json, which suppress ids without a token."""
     fields = {name: value for name, value in special.items() if value is not None}
     if settings is not None:
         names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        usual = GenerationSettings()
-        fields |= {name: getattr(settings, name) for name in names if getattr(settings, name) != getattr(usual, name)}
+        defaults = GenerationSettings()
+        values = {name: getattr(settings, name) for name in names}
+        fields |= {name: value for name, value in values.items() if value != getattr(defaults, name)}
         stop = list(settings.stop_tokens)
         if stop:
             fields["eos_token_id"] = stop[0] if len(stop) == 1 else stop
-    n_unknown = n_known - tokeniser.n_vocab if tokeniser is not None else 0
-    if 0 < n_unknown <= MOST_SUPPRESSED:
-        fields["suppress_tokens"] = list(range(tokeniser.n_vocab, n_known))
+    n_unused = vocab_size - tokeniser.n_vocab if tokeniser is not None else 0
+    if 0 < n_unused <= MAX_SUPPRESSED:
+        fields["suppress_tokens"] = list(range(tokeniser.n_vocab, vocab_size))
     return fields
 
 
-# -------------------------------------------------------------------- its tokeniser
+# -------------------------------------------------------------------- tokenizer
 def _tokenizer_document(tokeniser: Any) -> tuple[str | None, str]:
-    """Return its tokenizer.json, and a model_type with which `transformers` 5 would not read it: that makes a tokeniser
-    of Qwen's kind of whatever is beside a model of type qwen2.
+    """Return the text of tokenizer.json, and a model_type to avoid, or "".
+
+    For models of type qwen2, `transformers` 5 ignores the pre-tokenizer of the document and uses Qwen's.
     """
     if tokeniser is None:
         return None, ""
-    is_other = isinstance(tokeniser, PretrainedTokeniser)
-    document: str = tokeniser.to_tokenizer_json() if is_other else to_tokenizer_json(tokeniser)
-    cuts = json.dumps(json.loads(document).get("pre_tokenizer"))
-    return document, "" if json.dumps(SPLIT_PATTERNS["qwen"]) in cuts else "qwen2"
+    is_pretrained = isinstance(tokeniser, PretrainedTokeniser)
+    document: str = tokeniser.to_tokenizer_json() if is_pretrained else to_tokenizer_json(tokeniser)
+    pre_tokenizer = json.dumps(json.loads(document).get("pre_tokenizer"))
+    return document, "" if json.dumps(SPLIT_PATTERNS["qwen"]) in pre_tokenizer else "qwen2"
 
 
-def _tokeniser_fields(tokeniser: Any, config: ModelConfig) -> dict[str, Any]:
-    """Of tokenizer_config.json."""
+def _tokenizer_config_fields(tokeniser: Any, config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of tokenizer_config.json."""
     special: dict[str, str] = {}
     templates: dict[str, str] = {}
     if isinstance(tokeniser, PretrainedTokeniser):
@@ -268,51 +272,52 @@ def _tokeniser_fields(tokeniser: Any, config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-# -------------------------------------------------------------------- its card
+# -------------------------------------------------------------------- model card
 def model_card(title: str, model: BlockStack, model_type: str, card: Mapping[str, Any]) -> str:
-    """A README.md about a model: what it is, what was measured, how it is used.
+    """Return the text of a README.md that describes a model and its use.
 
     Args:
-        card: further names and values of its table.
+        card: further names and values of the table.
     """
     config = model.config
     rows: dict[str, Any] = {
         "parameters": f"{model.n_parameters:,}",
-        "kind": model_type,
+        "architecture": model_type,
         "layers": config.n_layers,
         "width": config.embedding_dim,
-        "heads": f"{config.n_heads}, {config.key_heads} of keys and values",
-        "tokens it knows": f"{config.vocab_size:,}",
-        "context": f"{config.context_window:,} tokens",
+        "attention heads": config.n_heads,
+        "key-value heads": config.key_heads,
+        "vocabulary size": f"{config.vocab_size:,}",
+        "context window": f"{config.context_window:,} tokens",
         **card,
     }
-    writes = isinstance(model, GPT)
-    auto = "AutoModelForCausalLM" if writes else "AutoModel"
+    is_decoder = isinstance(model, GPT)
+    auto_class = "AutoModelForCausalLM" if is_decoder else "AutoModel"
     table = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items())
     return f"""---
 library_name: transformers
-pipeline_tag: {"text-generation" if writes else "feature-extraction"}
+pipeline_tag: {"text-generation" if is_decoder else "feature-extraction"}
 tags:
 - tricycle
 ---
 # {_cell(title)}
 
-Written by Tricycle, which trains and runs models on NumPy and CuPy.
+Exported by Tricycle, a deep-learning library on NumPy and CuPy.
 
 | | |
 |:---|:---|
 {table}
 
 ```python
-from transformers import {auto}, AutoTokenizer
+from transformers import {auto_class}, AutoTokenizer
 
-model = {auto}.from_pretrained("{_cell(title)}")
-tokeniser = AutoTokenizer.from_pretrained("{_cell(title)}")
+model = {auto_class}.from_pretrained("{_cell(title)}")
+tokenizer = AutoTokenizer.from_pretrained("{_cell(title)}")
 ```
 """
 
 
 def _cell(value: Any) -> str:
-    """A value in one cell of a table."""
+    """Format a value as a cell of a Markdown table."""
     text = f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else str(value)
     return " ".join(text.replace("|", "\\|").replace('"', "'").split())

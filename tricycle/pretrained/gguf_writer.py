@@ -14,7 +14,7 @@ import numpy as np
 from tricycle.configs.model import ModelConfig
 from tricycle.models import GPT
 from tricycle.pretrained.config_fields import size_fields
-from tricycle.pretrained.export import best_of, weights_of
+from tricycle.pretrained.export import export_tensors, match_family
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.llama import LLAMA
 from tricycle.pretrained.ggml_quantization import BLOCK_FORMATS, quantize_blocks
@@ -72,7 +72,7 @@ def export_gguf(model: Any, tokeniser: Any, path: str | os.PathLike[str], dtype_
     if dtype_name not in FILE_TYPES:
         raise ValueError(f"export_gguf: expected dtype_name to be one of {', '.join(FILE_TYPES)}, got {dtype_name!r}")
     with error_prefix("export_gguf: llama.cpp cannot run this model: "):
-        family, fields, config = best_of(model.config, [LLAMA, GPT2])
+        family, fields, config = match_family(model.config, [LLAMA, GPT2])
         architecture = str(fields["model_type"])
         metadata = {"general.name": Path(path).stem, "general.file_type": FILE_TYPES[dtype_name]}
         metadata |= _model_metadata(architecture, fields, config)
@@ -80,7 +80,7 @@ def export_gguf(model: Any, tokeniser: Any, path: str | os.PathLike[str], dtype_
             metadata |= tokenizer_metadata(tokeniser, config.vocab_size)
     if dtype_name == "Q8_0":
         metadata["general.quantization_version"] = 2
-    shapes, arrays = weights_of(model, family, config)
+    shapes, arrays = export_tensors(model, family, config)
     plan = {name: _plan_tensor(architecture, name, shape, dtype_name) for name, shape in shapes.items()}
     heads = AttentionHeads(config.n_heads, config.key_heads, config.channels_per_head)
     tensors = ((plan[name], _encode(plan[name], array, heads)) for name, array in arrays)

@@ -1,6 +1,6 @@
 """Bidirectional text encoders (BERT), and pooling of their outputs into sentence embeddings.
 
-`tricycle.pretrained.sentences` loads pretrained ones.
+`tricycle.pretrained.sentence_encoder` loads pretrained ones.
 
 Shapes: B batch, T tokens, C channels.
 """
