@@ -1,6 +1,6 @@
-"""The page of `tricycle serve` in a real browser: by keyboard, on a phone, light and dark, with nothing from elsewhere.
+"""Tests of the chat page of `tricycle serve` in a browser: keyboard, phone, light and dark, accessibility.
 
-With TRICYCLE_SCREENSHOTS=FOLDER the tests leave pictures there.
+With TRICYCLE_SCREENSHOTS=FOLDER the tests save screenshots there.
 """
 
 import time
@@ -14,18 +14,19 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from browser import DISPLAYS, each_display
-from serving import Alone, serving, until
+from serving import ReferenceGenerator, run_server, wait_until
 from tiny_models import smollm2_file, write_folder
 
 from tricycle.decoding.batch import GenerationBatch
 
 pytestmark = pytest.mark.nightly
 
-TEXTS = "return [...document.querySelectorAll('article p')].map((one) => one.textContent)"
-DONE = "return document.getElementById('log').getAttribute('aria-busy') === 'false'"
-STATE = "return document.getElementById('state').textContent"
-PROBLEM = "const one = document.getElementById('problem'); return one.checkVisibility() && one.textContent"
-FOCUS = "return document.activeElement.id"
+TEXTS = "return [...document.querySelectorAll('article p')].map((paragraph) => paragraph.textContent)"
+IS_DONE = "return document.getElementById('messages').getAttribute('aria-busy') === 'false'"
+STATUS = "return document.getElementById('status').textContent"
+ERROR = "const error = document.getElementById('error'); return error.checkVisibility() && error.textContent"
+FOCUSED_ID = "return document.activeElement.id"
+ENTER, SHIFT, TAB, ESCAPE = "\ue007", "\ue008", "\ue004", "\ue00c"
 
 
 @pytest.fixture(scope="module")
@@ -34,150 +35,150 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def running(folder):
-    with serving(folder, length=4000) as running:
-        yield running
+def server(folder):
+    with run_server(folder, length=4000) as server:
+        yield server
 
 
-def enter(browser, field: str, text: str) -> None:
-    """Type over what stands in a field."""
+def set_field(browser, field: str, text: str) -> None:
+    """Replace the text of a field in the settings."""
     browser.run("document.getElementById('settings').open = true")
     element = browser.find(f"#{field}")
     element.clear()
     element.send_keys(text)
 
 
-def say(browser, text: str) -> None:
-    """By keyboard, and wait for the answer."""
-    browser.find("#said").send_keys(text)
-    browser.press("\ue007")
-    browser.until(DONE)
+def send_message(browser, text: str) -> None:
+    """Enter a message by keyboard, and wait for the response."""
+    browser.find("#input").send_keys(text)
+    browser.press(ENTER)
+    browser.until(IS_DONE)
 
 
 @each_display
-def test_the_page_is_for_everybody(browser, running, display):
-    browser.open(running.url, *DISPLAYS[display])
-    assert browser.run(FOCUS) == "said"
+def test_accessibility_and_layout(browser, server, display):
+    browser.open(server.url, *DISPLAYS[display])
+    assert browser.run(FOCUSED_ID) == "input"
     assert browser.violations() == []
-    say(browser, "the quick brown fox")
-    assert browser.run(STATE) == "Answer complete"
+    send_message(browser, "the quick brown fox")
+    assert browser.run(STATUS) == "Response complete"
     assert browser.errors() == [] and browser.fits() and browser.violations() == []
     background = browser.run("return getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(25, 26, 28)") == DISPLAYS[display][1]
     browser.screenshot(f"serve, {display}")
     browser.run("document.getElementById('settings').open = true")
     assert browser.fits() and browser.violations() == []
-    origins = browser.run("return performance.getEntriesByType('resource').map((one) => new URL(one.name).origin)")
-    assert set(origins) == {running.url}
+    browser.screenshot(f"serve settings, {display}")
+    origins = browser.run("return performance.getEntriesByType('resource').map((entry) => new URL(entry.name).origin)")
+    assert set(origins) == {server.url}
 
 
-def test_a_conversation(browser, running, folder):
-    """The server's own words, with the system's message and what was said before; a key for a new line."""
-    alone = Alone(folder)
-    browser.open(running.url)
-    enter(browser, "temperature", "0")
-    enter(browser, "length", "9")
-    enter(browser, "system", "small birds")
+def test_chat(browser, server, folder):
+    """The texts equal those of `generate` for the whole chat, with a system prompt; Shift+Enter starts a new line."""
+    reference = ReferenceGenerator(folder)
+    browser.open(server.url)
+    set_field(browser, "temperature", "0")
+    set_field(browser, "max-tokens", "9")
+    set_field(browser, "system-prompt", "small birds")
     messages = [{"role": "system", "content": "small birds"}]
-    wanted = []
-    for said in ("the quick", "seven dogs\nand <b>rain</b>"):
-        messages.append({"role": "user", "content": said})
-        answer = alone.chat(messages, 9, repetition_penalty=1.0)
-        messages.append({"role": "assistant", "content": answer})
-        wanted += [said, answer]
-        element = browser.find("#said")
-        element.send_keys(said.replace("\n", "\ue008\ue007\ue008"))  # shift and enter
-        browser.press("\ue007")
-        browser.until(DONE)
-    assert browser.run(TEXTS) == wanted
+    expected = []
+    for text in ("the quick", "seven dogs\nand <b>rain</b>"):
+        messages.append({"role": "user", "content": text})
+        response = reference.chat(messages, 9, repetition_penalty=1.0)
+        messages.append({"role": "assistant", "content": response})
+        expected += [text, response]
+        browser.find("#input").send_keys(text.replace("\n", SHIFT + ENTER + SHIFT))
+        browser.press(ENTER)
+        browser.until(IS_DONE)
+    assert browser.run(TEXTS) == expected
     assert browser.run("return document.querySelectorAll('article b').length") == 0
-    browser.find("#anew").click()
+    browser.find("#new-chat").click()
     assert browser.run(TEXTS) == []
-    assert browser.run(FOCUS) == "said"
-    say(browser, "the quick")
-    assert browser.run(TEXTS) == wanted[:2]
+    assert browser.run(FOCUSED_ID) == "input"
+    send_message(browser, "the quick")
+    assert browser.run(TEXTS) == expected[:2]
     assert browser.errors() == []
 
 
-def test_everything_can_be_reached_by_keyboard(browser, running):
-    browser.open(running.url)
-    browser.press("\ue004", "\ue004", " ")  # tab, tab, and the settings open
+def test_keyboard_navigation(browser, server):
+    browser.open(server.url)
+    browser.press(TAB, TAB, " ")  # opens the settings
     assert browser.run("return document.getElementById('settings').open")
-    reached = []
+    focused = []
     for _ in range(4):
-        browser.press("\ue004")
-        reached.append(browser.run(FOCUS))
-    assert reached == ["system", "temperature", "length", "key"]
-    browser.run("document.getElementById('anew').focus()")
-    browser.press("\ue004")
-    assert browser.run(FOCUS) == "log"  # which can be scrolled by arrows
-    browser.press("\ue004")
-    assert browser.run(FOCUS) == "said"
+        browser.press(TAB)
+        focused.append(browser.run(FOCUSED_ID))
+    assert focused == ["system-prompt", "temperature", "max-tokens", "api-key"]
+    browser.run("document.getElementById('new-chat').focus()")
+    browser.press(TAB)
+    assert browser.run(FOCUSED_ID) == "messages"  # the arrow keys scroll it
+    browser.press(TAB)
+    assert browser.run(FOCUSED_ID) == "input"
     outline = browser.run("return getComputedStyle(document.activeElement).outlineStyle")
     assert outline == "solid"
 
 
-def test_an_answer_can_be_stopped(browser, running, monkeypatch):
-    """By Escape, and by the button; the model writes no more of it."""
+def test_stop(browser, server, monkeypatch):
+    """Escape and the button stop a response, and the engine ends the sequence."""
     step = GenerationBatch.step
     monkeypatch.setattr(GenerationBatch, "step", lambda batch: time.sleep(0.005) or step(batch))
-    browser.open(running.url)
-    enter(browser, "length", "3000")
-    for stop in (lambda: browser.press("\ue00c"), lambda: browser.find("#stop").click()):
-        browser.find("#said").send_keys("the")
-        browser.press("\ue007")
+    browser.open(server.url)
+    set_field(browser, "max-tokens", "3000")
+    for stop in (lambda: browser.press(ESCAPE), lambda: browser.find("#stop").click()):
+        browser.find("#input").send_keys("the")
+        browser.press(ENTER)
         browser.until("return document.querySelector('article:last-child p').textContent.length > 5")
-        assert running.served.engine._has_work()
+        assert server.service.engine._has_work()
         stop()
-        browser.until(DONE)
-        assert browser.run(STATE) == "Stopped"
-        until(lambda: not running.served.engine._has_work())
-    assert browser.run(FOCUS) == "said"
-    assert browser.run(PROBLEM) is False
+        browser.until(IS_DONE)
+        assert browser.run(STATUS) == "Stopped"
+        wait_until(lambda: not server.service.engine._has_work())
+    assert browser.run(FOCUSED_ID) == "input"
+    assert browser.run(ERROR) is False
 
 
-def test_what_goes_wrong_is_told(browser, folder):
-    with serving(folder, key="sesame") as running:
-        browser.open(running.url)
-        assert "expected the server's key" in browser.run(PROBLEM)
+def test_error_messages(browser, folder):
+    with run_server(folder, key="sesame") as server:
+        browser.open(server.url)
+        assert "expected the API key" in browser.run(ERROR)
         assert browser.violations() == []
-        browser.find("#key").send_keys("sesame\t")
-        browser.until("return !document.getElementById('said').disabled")
-        assert browser.run(PROBLEM) is False
-        browser.errors()  # a 401 is logged
-        browser.run("document.getElementById('said').value = 'the quick '.repeat(3000)")
-        say(browser, "")
-        assert "expected a prompt of at most 4095" in browser.run(PROBLEM)
-        assert browser.run("return document.getElementById('said').value.length") == 30_000
+        browser.find("#api-key").send_keys("sesame\t")
+        browser.until("return !document.getElementById('input').disabled")
+        assert browser.run(ERROR) is False
+        browser.errors()  # discards the logged status 401
+        browser.run("document.getElementById('input').value = 'the quick '.repeat(3000)")
+        send_message(browser, "")
+        assert "expected a prompt of at most 4095" in browser.run(ERROR)
+        assert browser.run("return document.getElementById('input').value.length") == 30_000
         assert browser.run(TEXTS) == []
-        browser.run("document.getElementById('said').value = ''")
-        say(browser, "birds")
+        browser.run("document.getElementById('input').value = ''")
+        send_message(browser, "birds")
         assert len(browser.run(TEXTS)) == 2
-    say(browser, "birds")
-    assert browser.run(PROBLEM) == "The connection to the server is lost."
+    send_message(browser, "birds")
+    assert browser.run(ERROR) == "The connection to the server is lost."
 
 
-def test_a_model_that_was_not_taught_to_talk(browser, tmp_path):
+def test_model_without_chat_template(browser, tmp_path):
     folder = write_folder(tmp_path / "plain", chat_template=None)
-    with serving(folder) as running:
-        browser.open(running.url)
-        assert "continues texts" in browser.run("return document.getElementById('hint').textContent")
-        enter(browser, "temperature", "0")
-        enter(browser, "length", "6")
-        say(browser, "the quick")
-        alone = Alone(folder)
-        assert browser.run(TEXTS) == ["the quick", alone.text(alone.tokeniser.encode("the quick"), 6)]
+    with run_server(folder) as server:
+        browser.open(server.url)
+        assert "no chat template" in browser.run("return document.getElementById('hint').textContent")
+        set_field(browser, "temperature", "0")
+        set_field(browser, "max-tokens", "6")
+        send_message(browser, "the quick")
+        reference = ReferenceGenerator(folder)
+        assert browser.run(TEXTS) == ["the quick", reference.text(reference.tokeniser.encode("the quick"), 6)]
         assert browser.errors() == []
 
 
 @pytest.mark.slow
-def test_the_picture_of_the_docs(browser):
-    """docs/serving.png is what this leaves, in the folder TRICYCLE_SCREENSHOTS."""
-    with serving(smollm2_file(), model_name="smollm2") as running:
-        browser.open(running.url, (900, 560))
-        for said in ("What is the capital of France?", "And what flows through it?"):
-            browser.find("#said").send_keys(said)
-            browser.press("\ue007")
-            browser.until(DONE, 100)
+def test_screenshot_for_the_documentation(browser):
+    """Save docs/serving.png in the folder TRICYCLE_SCREENSHOTS."""
+    with run_server(smollm2_file(), model_name="smollm2") as server:
+        browser.open(server.url, (900, 560))
+        for text in ("What is the capital of France?", "And what flows through it?"):
+            browser.find("#input").send_keys(text)
+            browser.press(ENTER)
+            browser.until(IS_DONE, 100)
         assert "Paris" in browser.run(TEXTS)[1]
         browser.screenshot("serving")

@@ -1,179 +1,183 @@
-// Talks with the server that this page came from. Whatever a model writes is shown as plain text, never as a page.
+// Sends chat and completion requests to the server of this page. Model output is shown as plain text, never as HTML.
 "use strict";
 
-const place = (id) => document.getElementById(id);
-const LEFT = "The connection to the server is lost.";
+const element = (id) => document.getElementById(id);
+const CONNECTION_LOST = "The connection to the server is lost.";
 
-let model = null; // as /v1/models tells of it
+let model = null; // the entry in /v1/models
 let messages = [];
-let stopping = null; // ends the answer that is being written
+let abortController = null; // of the response that is being generated
 
-// ---------------------------------------------------------------- the server
-async function ask(path, body, signal) {
+// ---------------------------------------------------------------- requests
+async function request(path, body, signal) {
   const headers = { "Content-Type": "application/json" };
-  if (place("key").value) headers.Authorization = `Bearer ${place("key").value}`;
-  const how = body === undefined ? { headers } : { method: "POST", headers, body: JSON.stringify(body), signal };
-  const answer = await fetch(path, how);
-  if (answer.ok) return answer;
-  const about = await answer.json().catch(() => null);
-  throw new Error(about?.error?.message ?? `The server answered ${answer.status}.`);
+  if (element("api-key").value) headers.Authorization = `Bearer ${element("api-key").value}`;
+  const options = body === undefined ? { headers } : { method: "POST", headers, body: JSON.stringify(body), signal };
+  const response = await fetch(path, options);
+  if (response.ok) return response;
+  const content = await response.json().catch(() => null);
+  throw new Error(content?.error?.message ?? `The server responded with status ${response.status}.`);
 }
 
-async function* eventsOf(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
+async function* readEvents(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffer = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) throw new Error(LEFT); // the last event ends the loop below
-    held += value;
-    const parts = held.split("\n\n");
-    held = parts.pop();
-    for (const part of parts) {
-      if (part === "data: [DONE]") return;
-      const event = JSON.parse(part.slice("data: ".length));
+    if (done) throw new Error(CONNECTION_LOST); // a complete stream ends with [DONE] below
+    buffer += value;
+    const blocks = buffer.split("\n\n");
+    buffer = blocks.pop();
+    for (const block of blocks) {
+      if (block === "data: [DONE]") return;
+      const event = JSON.parse(block.slice("data: ".length));
       if (event.error) throw new Error(event.error.message);
       yield event;
     }
   }
 }
 
-async function* textOf(said, signal) {
-  const settings = { stream: true, max_tokens: Math.max(1, Math.round(Number(place("length").value)) || 512) };
-  if (place("temperature").value !== "") settings.temperature = Number(place("temperature").value);
-  const talks = model.kind === "chat";
-  const system = place("system").value.trim();
-  const beginning = system ? [{ role: "system", content: system }] : [];
-  const body = talks ? { ...settings, messages: [...beginning, ...messages] } : { ...settings, prompt: said };
-  const answer = await ask(talks ? "/v1/chat/completions" : "/v1/completions", body, signal);
-  for await (const event of eventsOf(answer)) {
-    for (const choice of event.choices) yield (talks ? choice.delta.content : choice.text) ?? "";
+async function* generateText(prompt, signal) {
+  const maxTokens = Math.max(1, Math.round(Number(element("max-tokens").value)) || 512);
+  const settings = { stream: true, max_tokens: maxTokens };
+  if (element("temperature").value !== "") settings.temperature = Number(element("temperature").value);
+  const isChat = model.kind === "chat";
+  const systemPrompt = element("system-prompt").value.trim();
+  const systemMessages = systemPrompt ? [{ role: "system", content: systemPrompt }] : [];
+  const body = isChat ? { ...settings, messages: [...systemMessages, ...messages] } : { ...settings, prompt };
+  const response = await request(isChat ? "/v1/chat/completions" : "/v1/completions", body, signal);
+  for await (const event of readEvents(response)) {
+    for (const choice of event.choices) yield (isChat ? choice.delta.content : choice.text) ?? "";
   }
 }
 
-// ---------------------------------------------------------------- the page
-function show(who, text) {
+// ---------------------------------------------------------------- page
+function addMessage(author, text, isUser) {
   const article = document.createElement("article");
   const heading = document.createElement("h2");
   const paragraph = document.createElement("p");
-  heading.textContent = who;
+  heading.textContent = author;
   paragraph.textContent = text;
-  article.classList.toggle("mine", who === "You");
+  article.classList.toggle("user", isUser);
   article.append(heading, paragraph);
-  place("hint").hidden = true;
-  place("log").append(article);
+  element("hint").hidden = true;
+  element("messages").append(article);
   return paragraph;
 }
 
-function complain(text) {
-  place("problem").textContent = text;
-  place("problem").hidden = !text;
+function showError(text) {
+  element("error").textContent = text;
+  element("error").hidden = !text;
 }
 
-function follow() {
-  place("log").scrollTop = place("log").scrollHeight;
+function scrollToEnd() {
+  element("messages").scrollTop = element("messages").scrollHeight;
 }
 
-function busy(is) {
-  place("log").setAttribute("aria-busy", String(is));
-  place("send").hidden = is;
-  place("stop").hidden = !is;
+function setGenerating(isGenerating) {
+  element("messages").setAttribute("aria-busy", String(isGenerating));
+  element("send").hidden = isGenerating;
+  element("stop").hidden = !isGenerating;
 }
 
 async function send() {
-  const said = place("said").value;
-  if (stopping || !model || (model.kind === "chat" && !said.trim())) return;
-  complain("");
-  place("said").value = "";
-  show("You", said);
-  messages.push({ role: "user", content: said });
-  const mine = messages;
-  const paragraph = show(model.id, "");
-  const abort = new AbortController();
-  stopping = abort;
-  busy(true);
-  follow();
-  let ended = "Answer complete";
+  const text = element("input").value;
+  if (abortController || !model || (model.kind === "chat" && !text.trim())) return;
+  showError("");
+  element("input").value = "";
+  addMessage("You", text, true);
+  messages.push({ role: "user", content: text });
+  const currentMessages = messages;
+  const paragraph = addMessage(model.id, "", false);
+  const controller = new AbortController();
+  abortController = controller;
+  setGenerating(true);
+  scrollToEnd();
+  let status = "Response complete";
   try {
-    for await (const part of textOf(said, abort.signal)) {
-      const atEnd = place("log").scrollHeight - place("log").scrollTop - place("log").clientHeight < 60;
-      paragraph.append(part);
-      if (atEnd) follow();
+    for await (const newText of generateText(text, controller.signal)) {
+      const list = element("messages");
+      const isAtEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 60;
+      paragraph.append(newText);
+      if (isAtEnd) scrollToEnd();
     }
   } catch (error) {
-    ended = "Stopped";
-    if (!abort.signal.aborted) {
-      ended = "";
-      complain(error instanceof TypeError ? LEFT : error.message);
+    status = "Stopped";
+    if (!controller.signal.aborted) {
+      status = "";
+      showError(error instanceof TypeError ? CONNECTION_LOST : error.message);
     }
   }
-  stopping = null;
-  busy(false);
-  if (mine !== messages) return; // a new conversation has begun
-  place("state").textContent = ended;
+  abortController = null;
+  setGenerating(false);
+  if (currentMessages !== messages) return; // the user has started a new chat
+  element("status").textContent = status;
   if (paragraph.textContent) {
-    mine.push({ role: "assistant", content: paragraph.textContent });
-  } else if (!ended) {
-    mine.pop(); // it was not taken: give it back
+    currentMessages.push({ role: "assistant", content: paragraph.textContent });
+  } else if (!status) {
+    currentMessages.pop(); // the request failed: return the text to the input field
     paragraph.parentElement.previousElementSibling.remove();
     paragraph.parentElement.remove();
-    if (!place("said").value) place("said").value = said;
+    if (!element("input").value) element("input").value = text;
   }
-  place("said").focus();
+  element("input").focus();
 }
 
-function anew() {
-  stopping?.abort();
+function startNewChat() {
+  abortController?.abort();
   messages = [];
-  complain("");
-  place("state").textContent = "";
+  showError("");
+  element("status").textContent = "";
   for (const article of document.querySelectorAll("article")) article.remove();
-  place("hint").hidden = false;
-  place("said").focus();
+  element("hint").hidden = false;
+  element("input").focus();
 }
 
-async function begin() {
+async function loadModel() {
   try {
-    [model] = (await (await ask("/v1/models")).json()).data;
+    [model] = (await (await request("/v1/models")).json()).data;
   } catch (error) {
-    place("hint").textContent = "The server did not say which model it has.";
-    complain(error instanceof TypeError ? LEFT : error.message);
-    place("settings").open = true; // it may ask for a key
+    element("hint").textContent = "Could not load the model information.";
+    showError(error instanceof TypeError ? CONNECTION_LOST : error.message);
+    element("settings").open = true; // it contains the API key
     return;
   }
-  complain("");
-  place("model").textContent = document.title = model.id;
+  showError("");
+  element("model").textContent = document.title = model.id;
   if (model.kind === "encoder") {
-    place("hint").textContent = "This model writes no texts: it makes vectors of them, at /v1/embeddings.";
+    element("hint").textContent = "This model is an encoder. It computes embeddings (/v1/embeddings), not text.";
     return;
   }
-  const talks = model.kind === "chat";
-  place("hint").textContent = talks ? "Say something." : "This model continues texts; it was not taught to talk.";
-  place("said-label").textContent = place("said").placeholder = talks ? "Message" : "Text to continue";
-  place("system").hidden = place("system-label").hidden = !talks;
-  place("said").disabled = place("send").disabled = false;
-  place("said").focus();
+  const isChat = model.kind === "chat";
+  element("hint").textContent = isChat
+    ? "Send a message to start the chat."
+    : "This model has no chat template. It continues the text that you enter.";
+  element("input-label").textContent = element("input").placeholder = isChat ? "Message" : "Prompt";
+  element("system-prompt").hidden = element("system-prompt-label").hidden = !isChat;
+  element("input").disabled = element("send").disabled = false;
+  element("input").focus();
 }
 
-place("form").addEventListener("submit", (event) => {
+element("form").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
 });
-place("said").addEventListener("keydown", (event) => {
+element("input").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     send();
   }
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") stopping?.abort();
+  if (event.key === "Escape") abortController?.abort();
 });
-place("stop").addEventListener("click", () => stopping.abort());
-place("anew").addEventListener("click", anew);
-place("key").addEventListener("change", () => {
-  if (!model) start();
+element("stop").addEventListener("click", () => abortController.abort());
+element("new-chat").addEventListener("click", startNewChat);
+element("api-key").addEventListener("change", () => {
+  if (!model) initialize();
 });
 
-function start() {
-  begin().finally(() => (document.body.dataset.ready = "yes"));
+function initialize() {
+  loadModel().finally(() => (document.body.dataset.ready = "yes"));
 }
-start();
+initialize();
