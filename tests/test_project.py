@@ -29,7 +29,7 @@ def data_of(name: str) -> dict:
 
 # -------------------------------------------------------------------- versions
 def test_version_is_the_same_in_all_files():
-    versions = {name: release._match(ROOT / name, pattern)[1] for name, pattern in release.NAMED_IN.items()}
+    versions = {name: release._match(ROOT / name, pattern)[1] for name, pattern in release.VERSION_PATTERNS.items()}
     assert len(set(versions.values())) == 1, versions
     assert "version" in PROJECT["project"]["dynamic"]
     assert PROJECT["tool"]["pdm"]["version"] == {"source": "file", "path": "tricycle/__init__.py"}
@@ -71,7 +71,7 @@ def tree(tmp_path) -> Path:
         "tricycle_lab/look/page.html": "<p>",
         "CITATION.cff": "version: 0.1.0\ndate-released: 2020-01-01\n",
         "conda.recipe/recipe.yaml": 'context:\n  version: "0.1.0"\n',
-    } | dict.fromkeys(sorted(release.BESIDES - {"CITATION.cff"}), "text\n")
+    } | dict.fromkeys(sorted(release.EXTRA_SOURCE_FILES - {"CITATION.cff"}), "text\n")
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def test_archive_contents_match_the_tree(tree):
         "tricycle_lab/__init__.py",
         "tricycle_lab/look/page.html",
     }
-    whole = files | release.BESIDES
+    whole = files | release.EXTRA_SOURCE_FILES
     release.check_archives(tree, *archives_of(tree, files, whole))
     page = {"tricycle_lab/look/page.html"}
     for wheel, source, said in (
@@ -132,7 +132,7 @@ def test_release_writes_version_and_date_and_runs_its_tools(tree, monkeypatch):
     assert release.prepare(tree, "0.2.0") == [tree / "dist"]
     assert [words[:2] for words in calls] == [("towncrier", "build"), ("build", "--outdir")]
     assert release.read_version(tree) == "0.2.0"
-    for name in release.NAMED_IN:
+    for name in release.VERSION_PATTERNS:
         assert "0.2.0" in (tree / name).read_text(encoding="utf-8")
     assert "2020-01-01" not in (tree / "CITATION.cff").read_text(encoding="utf-8")
 

@@ -67,15 +67,15 @@ def test_a_model_computes_with_a_new_softmax(monkeypatch: Any) -> None:
 def test_the_documentation_lists_every_row(field: str, monkeypatch: Any) -> None:
     pytest.importorskip("sphinx")
     monkeypatch.syspath_prepend(str(DOCS / "_extensions"))
-    from repository import rows
+    from repository import table_entries
 
     table, row = TABLES[field]
     monkeypatch.setitem(table, "throwaway", row)
-    listed = rows(LISTED[field]).splitlines()
+    listed = table_entries(LISTED[field]).splitlines()
     assert listed[::2] == [f"``{name}``" for name in table]
     assert all(len(line.split()) > 2 for line in listed[1::2])
     pages = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.rst"))
-    assert f"\n.. rows:: {LISTED[field]}\n" in pages
+    assert f"\n.. table-entries:: {LISTED[field]}\n" in pages
 
 
 def test_the_page_about_softmax_names_what_there_is() -> None:

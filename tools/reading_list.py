@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- reading list: written by tools/reading_list.py -->\n", "<!-- end of the reading list -->\n"
-MOST_LINES_IN_ALL = 4500
+MAX_TOTAL_LINES = 4500
 
 READING_LIST = """
 devices kernels/dispatch kernels/reference/attention kernels/__init__
@@ -66,10 +66,10 @@ def page_with_table(page: str) -> str:
 def main(args: list[str]) -> int:
     """Write the table, or with `--check` compare it, and return the exit status."""
     page = PAGE.read_text(encoding="utf-8")
-    written = page_with_table(page)
+    updated = page_with_table(page)
     if "--check" in args:
-        return int(written != page)
-    PAGE.write_text(written, encoding="utf-8")
+        return int(updated != page)
+    PAGE.write_text(updated, encoding="utf-8")
     return 0
 
 

@@ -23,14 +23,14 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[1]
-# The files that contain the version, each with the pattern of the line.
-NAMED_IN = {
+# The files that contain the version, each with the pattern of its line.
+VERSION_PATTERNS = {
     "tricycle/__init__.py": r'^__version__ = "(.*)"$',
     "CITATION.cff": r"^version: (.*)$",
     "conda.recipe/recipe.yaml": r'^  version: "(.*)"$',
 }
-DATE = r"^date-released: (.*)$"  # of CITATION.cff
-BESIDES = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "SECURITY.md", "pyproject.toml"}
+DATE_PATTERN = r"^date-released: (.*)$"  # of CITATION.cff
+EXTRA_SOURCE_FILES = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "SECURITY.md", "pyproject.toml"}
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
         new = resolve_version(arguments.version, read_version(ROOT))
         if arguments.dry_run is None:
             prepare(ROOT, new)
-            print(f"{ROOT / 'dist'}: look at the changes, commit them, and tag v{new}")
+            print(f"{ROOT / 'dist'}: check the changes, commit them, and tag v{new}")
         else:
             dry_run(arguments.dry_run.absolute(), new)
     except (ValueError, OSError) as error:
@@ -63,15 +63,15 @@ def _arguments() -> argparse.Namespace:
 def dry_run(folder: Path, version: str) -> None:
     """Build a release in a copy of this checkout, and copy its archives to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as place:
-        for archive in prepare(copy_checkout(ROOT, Path(place) / "copy"), version):
+    with tempfile.TemporaryDirectory() as temporary:
+        for archive in prepare(copy_checkout(ROOT, Path(temporary) / "copy"), version):
             shutil.copy(archive, folder)
             print(f"{folder / archive.name}: {archive.stat().st_size / 1e6:.2f} MB", flush=True)
 
 
 def read_version(root: Path) -> str:
     """Return the version in tricycle/__init__.py."""
-    return _match(root / "tricycle" / "__init__.py", NAMED_IN["tricycle/__init__.py"])[1]
+    return _match(root / "tricycle" / "__init__.py", VERSION_PATTERNS["tricycle/__init__.py"])[1]
 
 
 def resolve_version(new: str, old: str) -> str:
@@ -81,22 +81,22 @@ def resolve_version(new: str, old: str) -> str:
         ValueError: the version is not valid in both semver and PEP 440, or is not greater than the current one.
     """
     if new == "next":
-        present = Version(old)
-        return f"{present.major}.{present.minor + 1}.0"
-    form = re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", new)
+        current = Version(old)
+        return f"{current.major}.{current.minor + 1}.0"
+    match = re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", new)
     try:
-        later = form is not None and Version(new) > Version(old)
+        is_later = match is not None and Version(new) > Version(old)
     except InvalidVersion:
-        later = False
-    if not later:
+        is_later = False
+    if not is_later:
         raise ValueError(f"expected a version after {old}, as in 0.2.0 or 0.2.0rc1, got {new!r}")
     return new
 
 
 def copy_checkout(root: Path, folder: Path) -> Path:
     """Copy all files that git tracks, and untracked files that it does not ignore, to a folder; return the folder."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    done = subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True)
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
     for name in filter(None, done.stdout.split("\0")):
         if (root / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -114,9 +114,9 @@ def prepare(root: Path, version: str) -> list[Path]:
     if not changelog_fragments(root):
         raise ValueError("expected changelog fragments in changelog.d/, got none")
     today = datetime.date.today().isoformat()
-    for name, pattern in NAMED_IN.items():
+    for name, pattern in VERSION_PATTERNS.items():
         _replace(root / name, pattern, version)
-    _replace(root / "CITATION.cff", DATE, today)
+    _replace(root / "CITATION.cff", DATE_PATTERN, today)
     _run(root, "towncrier", "build", "--yes", "--version", version, "--date", today)
     shutil.rmtree(root / "dist", ignore_errors=True)
     _run(root, "build", "--outdir", "dist")
@@ -150,13 +150,13 @@ def check_archives(root: Path, wheel: Path, source: Path) -> None:
     Raises:
         ValueError: an archive has missing or extra files.
     """
-    wanted = package_files(root)
+    expected = package_files(root)
     with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    _same(wheel, held, wanted)
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    _check_names(wheel, names, expected)
     with tarfile.open(source) as tar:
         names = {member.name.partition("/")[2] for member in tar.getmembers() if member.isfile()}
-    _same(source, names - {"PKG-INFO"}, wanted | BESIDES)  # the build backend writes PKG-INFO
+    _check_names(source, names - {"PKG-INFO"}, expected | EXTRA_SOURCE_FILES)  # the build backend writes PKG-INFO
 
 
 def package_files(root: Path) -> set[str]:
@@ -170,8 +170,8 @@ def package_files(root: Path) -> set[str]:
     }
 
 
-def _same(archive: Path, held: set[str], wanted: set[str]) -> None:
-    missing, extra = sorted(wanted - held), sorted(held - wanted)
+def _check_names(archive: Path, names: set[str], expected: set[str]) -> None:
+    missing, extra = sorted(expected - names), sorted(names - expected)
     if missing or extra:
         raise ValueError(f"{archive.name}: missing files {missing or 'none'}, extra files {extra or 'none'}")
 
@@ -189,8 +189,8 @@ def _replace(path: Path, pattern: str, value: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
-def _run(root: Path, module: str, *words: str) -> None:
-    subprocess.run([sys.executable, "-m", module, *words], cwd=root, check=True, stdin=subprocess.DEVNULL)
+def _run(root: Path, module: str, *args: str) -> None:
+    subprocess.run([sys.executable, "-m", module, *args], cwd=root, check=True, stdin=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

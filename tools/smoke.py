@@ -23,46 +23,48 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfo
 TINY = ("--preset", "debug", "--data", "text", "--device", "cpu")
 
 
-class Installed:
+class Installation:
     """A virtual environment with only the archive and its dependencies, and a working folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder / "work"
         self.folder.mkdir()
-        environment = folder / "environment"
-        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
-        self.programs = environment / ("Scripts" if os.name == "nt" else "bin")
-        unwanted = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "TRICYCLE_DATA")
-        self.variables = {name: value for name, value in os.environ.items() if name not in unwanted}
-        self.variables |= {"TRICYCLE_CACHE": str(folder / "cache"), "PYTHONUTF8": "1", "CUDA_VISIBLE_DEVICES": ""}
+        venv = folder / "environment"
+        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+        self.programs = venv / ("Scripts" if os.name == "nt" else "bin")
+        excluded = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "TRICYCLE_DATA")
+        self.environment = {name: value for name, value in os.environ.items() if name not in excluded}
+        self.environment |= {"TRICYCLE_CACHE": str(folder / "cache"), "PYTHONUTF8": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-    def install(self, what: str) -> None:
+    def install(self, requirement: str) -> None:
         """Install a package with pip."""
-        self.run("python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", what)
+        self.run("python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement)
 
-    def run(self, program: str, *words: str, typed: str = "", status: int = 0) -> str:
+    def run(self, program: str, *args: str, stdin: str = "", status: int = 0) -> str:
         """Run a program of the environment, and return its standard output; standard error if `status` is not 0.
 
         Raises:
             SystemExit: the exit status is not `status`.
         """
-        command = [str(self.programs / program), *words]
+        command = [str(self.programs / program), *args]
         done = subprocess.run(
             command,
             cwd=self.folder,
-            env=self.variables,
-            input=typed,
+            env=self.environment,
+            input=stdin,
             capture_output=True,
             encoding="utf-8",
             timeout=1800,
         )
         if done.returncode != status or "Traceback" in done.stderr:
-            raise SystemExit(f"smoke: {program} {' '.join(words)} gave {done.returncode}:\n{done.stdout}{done.stderr}")
+            raise SystemExit(
+                f"smoke: {program} {' '.join(args)} exited with {done.returncode}:\n{done.stdout}{done.stderr}"
+            )
         return done.stdout if status == 0 else done.stderr
 
-    def tricycle(self, *words: str, typed: str = "", status: int = 0) -> str:
+    def tricycle(self, *args: str, stdin: str = "", status: int = 0) -> str:
         """Run the command `tricycle`, and return its output."""
-        return self.run("tricycle", *words, typed=typed, status=status)
+        return self.run("tricycle", *args, stdin=stdin, status=status)
 
 
 def main() -> None:
@@ -81,46 +83,47 @@ def main() -> None:
 
 def check_archive(archive: Path, folder: Path, briefly: bool) -> None:
     """Install an archive, and run the checks; with `briefly` only training, version and package files."""
-    began = time.monotonic()
-    installed = Installed(folder)
-    installed.install(str(archive))
+    start = time.monotonic()
+    installation = Installation(folder)
+    installation.install(str(archive))
     ready = time.monotonic()
-    check_training(installed)
+    check_training(installation)
     trained = time.monotonic()
-    print(f"smoke: {ready - began:.1f} s to install, {trained - ready:.1f} s to train", flush=True)
-    check_version(installed)
-    check_package_files(installed)
+    print(f"smoke: {ready - start:.1f} s to install, {trained - ready:.1f} s to train", flush=True)
+    check_version(installation)
+    check_package_files(installation)
     if not briefly:
-        check_run_commands(installed)
-        check_completion(installed)
-        installed.install(f"{archive}[pretrained]")
-        check_chat(installed)
-    print(f"smoke: {archive.name} passed ({time.monotonic() - began:.0f} s)", flush=True)
+        check_run_commands(installation)
+        check_completion(installation)
+        installation.install(f"{archive}[pretrained]")
+        check_chat(installation)
+    print(f"smoke: {archive.name} passed ({time.monotonic() - start:.0f} s)", flush=True)
 
 
-def check_training(installed: Installed) -> None:
+def check_training(installation: Installation) -> None:
     """Train a tiny model for five steps, and check the run folder."""
-    (installed.folder / "text.txt").write_text(TEXT * 300, encoding="utf-8")
-    said = installed.tricycle("train", *TINY, "--files", "text.txt", "--steps", "5", "--run-folder", "run")
-    expect("tricycle generate run" in said, "the command that generates", said)
-    lines = (installed.folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    (installation.folder / "text.txt").write_text(TEXT * 300, encoding="utf-8")
+    output = installation.tricycle("train", *TINY, "--files", "text.txt", "--steps", "5", "--run-folder", "run")
+    expect("tricycle generate run" in output, "the command that generates", output)
+    lines = (installation.folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     expect(json.loads(lines[-1])["step"] == 5, "five steps", lines)
-    expect((installed.folder / "run" / "loss.svg").stat().st_size > 1000, "a picture of the loss", "none")
+    expect((installation.folder / "run" / "loss.svg").stat().st_size > 1000, "a picture of the loss", "none")
 
 
-def check_version(installed: Installed) -> None:
+def check_version(installation: Installation) -> None:
     """Check that the command, the package and its metadata have the same version."""
     program = (
         "import importlib.metadata, tricycle; "
         "print(tricycle.__version__, importlib.metadata.version('tricycle-gpt'), tricycle.__file__)"
     )
-    of_package, of_metadata, place = installed.run("python", "-c", program).split(maxsplit=2)
-    said = installed.tricycle("--version").split()
-    expect(said == ["tricycle", of_package] and of_package == of_metadata, "one version", (said, of_metadata))
-    expect("site-packages" in place, "a package in the environment", place)
+    package_version, metadata_version, path = installation.run("python", "-c", program).split(maxsplit=2)
+    output = installation.tricycle("--version").split()
+    is_equal = output == ["tricycle", package_version] and package_version == metadata_version
+    expect(is_equal, "one version", (output, metadata_version))
+    expect("site-packages" in path, "a package in the environment", path)
 
 
-def check_package_files(installed: Installed) -> None:
+def check_package_files(installation: Installation) -> None:
     """Check that the package contains its other files: py.typed, web pages, and CUDA sources."""
     program = """
 from importlib.resources import files
@@ -135,58 +138,60 @@ import numpy
 Softmax()(to_tensor([[1, 2]]))
 print(any(kernel.registered.get(numpy.ndarray) for kernel in KERNELS.values()))
 """
-    said = installed.run("python", "-c", program).split()
-    expect(said == ["True"] * 5, "py.typed, .cu, pages of look and serve, and faster kernels", said)
+    output = installation.run("python", "-c", program).split()
+    expect(output == ["True"] * 5, "py.typed, .cu, pages of look and serve, and faster kernels", output)
 
 
-def check_run_commands(installed: Installed) -> None:
+def check_run_commands(installation: Installation) -> None:
     """Check the commands generate, look, evaluate and chat on a run folder."""
-    said = installed.tricycle("generate", "run", "To be", "--length", "5", "--seed", "1")
-    expect(said.startswith("To be") or len(said) > 1, "a text", said)
-    installed.tricycle("look", "run", "To be", "--out", "page.html")
-    page = (installed.folder / "page.html").read_text(encoding="utf-8")
+    output = installation.tricycle("generate", "run", "To be", "--length", "5", "--seed", "1")
+    expect(output.startswith("To be") or len(output) > 1, "a text", output)
+    installation.tricycle("look", "run", "To be", "--out", "page.html")
+    page = (installation.folder / "page.html").read_text(encoding="utf-8")
     expect("<script" in page and len(page) > 10_000, "a page", page[:200])
-    said = installed.tricycle("evaluate", "run", "text.txt")
-    expect(re.search(r"\d\.\d+", said) is not None, "a loss", said)
-    said = installed.tricycle("chat", "run", typed="hello\n", status=1)
-    expect("chat template" in said and len(said.splitlines()) == 1, "one line about templates", said)
-    expect("machine" in installed.tricycle("--help"), "the commands", "")
+    output = installation.tricycle("evaluate", "run", "text.txt")
+    expect(re.search(r"\d\.\d+", output) is not None, "a loss", output)
+    output = installation.tricycle("chat", "run", stdin="hello\n", status=1)
+    expect("chat template" in output and len(output.splitlines()) == 1, "one line about templates", output)
+    expect("machine" in installation.tricycle("--help"), "the commands", "")
 
 
-def check_completion(installed: Installed) -> None:
+def check_completion(installation: Installation) -> None:
     """Check shell completion: run it in bash; only write the scripts for zsh and fish."""
     for shell in ("zsh", "fish"):
-        expect("laptop" in installed.tricycle("--print-completion", shell), f"presets for {shell}", "")
+        expect("laptop" in installation.tricycle("--print-completion", shell), f"presets for {shell}", "")
     bash = shutil.which("bash")
     if bash is None or os.name == "nt":
         return
-    (installed.folder / "tricycle.bash").write_text(installed.tricycle("--print-completion", "bash"), encoding="utf-8")
-    asked = (
+    (installation.folder / "tricycle.bash").write_text(
+        installation.tricycle("--print-completion", "bash"), encoding="utf-8"
+    )
+    command = (
         "source ./tricycle.bash; COMP_WORDS=(tricycle train --preset la); COMP_CWORD=3; _tricycle; "
         'complete -p tricycle && echo "${COMPREPLY[@]}"'
     )
-    done = subprocess.run([bash, "-c", asked], cwd=installed.folder, capture_output=True, text=True)
+    done = subprocess.run([bash, "-c", command], cwd=installation.folder, capture_output=True, text=True)
     expect("-F _tricycle" in done.stdout and done.stdout.split()[-1] == "laptop", "laptop", done)
 
 
-def check_chat(installed: Installed) -> None:
+def check_chat(installation: Installation) -> None:
     """Check the command chat on a model exported to Hugging Face's format with a chat template."""
     words = ("--tokeniser", "portable", "--files", "text.txt", "--steps", "2", "--run-folder", "portable")
-    installed.tricycle("train", *TINY, *words)
-    installed.tricycle("export", "portable", "model")
-    (installed.folder / "model" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    said = installed.tricycle("chat", "model", "--length", "5", typed="hello\nand again\n")
-    expect(said.strip() != "", "an answer", said)
+    installation.tricycle("train", *TINY, *words)
+    installation.tricycle("export", "portable", "model")
+    (installation.folder / "model" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    output = installation.tricycle("chat", "model", "--length", "5", stdin="hello\nand again\n")
+    expect(output.strip() != "", "an answer", output)
 
 
-def expect(condition: bool, wanted: str, came: object) -> None:
+def expect(condition: bool, expected: str, got: object) -> None:
     """Exit with an error message if a condition is false.
 
     Raises:
         SystemExit: the condition is false.
     """
     if not condition:
-        raise SystemExit(f"smoke: expected {wanted}, got {came}")
+        raise SystemExit(f"smoke: expected {expected}, got {got}")
 
 
 if __name__ == "__main__":

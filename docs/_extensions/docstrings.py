@@ -1,4 +1,4 @@
-"""Docstrings for autodoc: they are plain text with names in ticks, which reStructuredText would misread."""
+"""Convert docstrings for autodoc: they are plain text with names in backticks, and not reStructuredText."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-TICKED = re.compile(r"(?<![`:])`([^`\n]+)`(?!`)")
-MARKS = re.compile(r"(``[^`]+``)|([*|\\])|((?<=\w)_(?!\w))")
+BACKTICKED = re.compile(r"(?<![`:])`([^`\n]+)`(?!`)")
+MARKUP = re.compile(r"(``[^`]+``)|([*|\\])|((?<=\w)_(?!\w))")
 
 
-def plain(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Names in ticks become code; stars, bars, backslashes and trailing underscores are themselves."""
+def escape_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Convert names in backticks to code, and escape asterisks, bars, backslashes and underscores, in place."""
     literal = False
     for i, line in enumerate(lines):
         literal = line.endswith("::") or (literal and (not line or line.startswith(" ")))
         if literal:
             continue
-        code = TICKED.sub(r"``\1``", line)
-        lines[i] = MARKS.sub(lambda mark: mark[1] or "\\" + mark[0], code)
+        code = BACKTICKED.sub(r"``\1``", line)
+        lines[i] = MARKUP.sub(lambda match: match[1] or "\\" + match[0], code)
 
 
-def skipped(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """The fields of a named tuple are described in its docstring."""
+def skip_member(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """Skip the fields of named tuples, which the docstrings of the classes describe."""
     return True if type(obj).__name__ == "_tuplegetter" else None
 
 
-def plain_kernels(app: Sphinx) -> None:
-    """A kernel is described by its plain version, where that stands."""
-    from tricycle.kernels import (  # noqa: F401  (they define kernels)
+def document_reference_kernels(app: Sphinx) -> None:
+    """Replace each kernel in its module by its reference implementation, which autodoc can describe."""
+    from tricycle.kernels import (  # noqa: F401  (the imports register the kernels)
         KERNELS,
         activations,
         batched,
@@ -45,7 +45,7 @@ def plain_kernels(app: Sphinx) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    app.connect("autodoc-process-docstring", plain, priority=100)  # before napoleon
-    app.connect("builder-inited", plain_kernels)
-    app.connect("autodoc-skip-member", skipped)
+    app.connect("autodoc-process-docstring", escape_docstring, priority=100)  # before napoleon
+    app.connect("builder-inited", document_reference_kernels)
+    app.connect("autodoc-skip-member", skip_member)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""Formulas as MathML, which browsers draw themselves: a page loads no script and no font for them."""
+"""Render formulas as MathML, so that pages need no scripts and fonts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from sphinx.writers.html5 import HTML5Translator
 
 
 def visit_math(self: HTML5Translator, node: nodes.math) -> None:
+    """Render an inline formula."""
     self.body.append(convert(node.astext()))
     raise nodes.SkipNode
 
 
 def visit_math_block(self: HTML5Translator, node: nodes.math_block) -> None:
+    """Render a displayed formula."""
     self.body.append(f'<div class="math-block">{convert(node.astext(), display="block")}</div>')
     raise nodes.SkipNode
 

