@@ -106,7 +106,7 @@ def required_memory(config: Any, source: StoredModel, weights: str) -> int:
         n_elements, element_bytes = math.prod(tensor.shape), _bytes_per_element(tensor, weights)
         temporary_bytes = 0
         if element_bytes != Q8_0_BYTES_PER_ELEMENT:
-            # BlockFormat are converted to float32 when they are read, and int8 is computed from float32.
+            # Blocks are converted to float32 when they are read, and int8 is computed from float32.
             temporary_bytes = 4 * (tensor.dtype_name not in ("F32", "F16", "BF16")) + 4 * (element_bytes == 1)
         total += int(n_elements * element_bytes)
         peak = max(peak, int(n_elements * (element_bytes + temporary_bytes)))
