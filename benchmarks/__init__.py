@@ -1,1 +1,1 @@
-"""Timing against other libraries. Nothing here passes or fails."""
+"""Speed comparisons with other libraries. A benchmark prints a table and has no pass or fail criterion."""

@@ -1,13 +1,13 @@
-"""Causal self-attention beside PyTorch's as texts get longer: python -m benchmarks.attention
+"""Causal self-attention by sequence length, compared with PyTorch (`python -m benchmarks.attention`).
 
-Forward and backward of 6 heads of 64 on float32, from queries, keys and values side by side to the mixed values, for
-as many texts as make 8,192 tokens. Each side has a process of its own for each length; the two take turns. The memory
-is what a process came to hold over what it held before, its inputs and gradients included: as the number of tokens is
-the same everywhere, it stays the same where it does not grow with the square of the length.
+Forward and backward pass of 6 heads of size 64 in float32, from the packed queries, keys and values to the attention
+output, for batches of 8,192 tokens. Each side runs in a separate process for each length; the sides are interleaved.
+Memory is the increase of the peak memory of a process, inputs and gradients included. All lengths have the same number
+of tokens, so it is constant unless it grows with the square of the length.
 
-With --precision bfloat16 both make their products in 16 bits, PyTorch by autocast.
+With --precision bfloat16 both sides make their products in 16 bits, PyTorch by autocast.
 
-python -m benchmarks.attention --train 16384 makes training steps of a GPT of 6 layers with that context instead.
+python -m benchmarks.attention --train 16384 measures training steps of a 6-layer GPT with that context window instead.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from tricycle.configs import GPTConfig
 from tricycle.models import GPT
 
 N_HEADS, WIDTH = 6, 384
-N_TOKENS = 8192  # in all; one text of a greater length has more
+N_TOKENS = 8192  # of a batch; a single longer sequence has more
 LENGTHS = [256, 512, 1024, 2048, 4096, 8192, 16_384]
-WARMUP_LENGTH = 64  # the first step starts threads and loads libraries, which is not attention's memory
+WARMUP_LENGTH = 64  # the first step starts threads and loads libraries; their memory is not attention's
 
-Step = Callable[[], Any]  # returns the mixed values and the gradient, as arrays
+Step = Callable[[], Any]  # returns the attention output and the gradient, as arrays
 
 
 def tricycle_attention(n_items: int, length: int, precision: str = "float32") -> Step:
+    """Return a function that computes attention and its gradient with Tricycle."""
     from tricycle.attention import Attention
     from tricycle.extra_ops import split
     from tricycle.tensor import to_tensor
@@ -55,6 +56,7 @@ def tricycle_attention(n_items: int, length: int, precision: str = "float32") ->
 
 
 def torch_attention(n_items: int, length: int, precision: str = "float32") -> Step:
+    """Return a function that computes attention and its gradient with PyTorch."""
     import torch
     from torch.nn import functional as F
 
@@ -65,8 +67,8 @@ def torch_attention(n_items: int, length: int, precision: str = "float32") -> St
     def step() -> tuple[np.ndarray, np.ndarray]:
         q, k, v = packed.view(n_items, length, 3, N_HEADS, -1).permute(2, 0, 3, 1, 4)
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = mixed.transpose(1, 2).reshape(ones.shape).float()
+            head_outputs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = head_outputs.transpose(1, 2).reshape(ones.shape).float()
         y.backward(ones)
         assert packed.grad is not None
         grad, packed.grad = packed.grad, None
@@ -76,6 +78,7 @@ def torch_attention(n_items: int, length: int, precision: str = "float32") -> St
 
 
 def random_qkv(n_items: int, length: int) -> np.ndarray:
+    """Return random packed queries, keys and values of shape (n_items, length, 3 * WIDTH)."""
     return np.random.default_rng(0).standard_normal((n_items, length, 3 * WIDTH), dtype=np.float32)
 
 
@@ -83,6 +86,7 @@ ATTENTION = {"tricycle": tricycle_attention, "torch": torch_attention}
 
 
 def gpt_config(length: int) -> GPTConfig:
+    """Return the configuration of the 6-layer GPT with a context window of `length` tokens."""
     return GPTConfig(
         vocab_size=1024,
         context_window=length,
@@ -94,11 +98,11 @@ def gpt_config(length: int) -> GPTConfig:
     )
 
 
-def serve_side(side: str, work: str, length: int, precision: str) -> None:
-    """What the process of a side does."""
+def serve_side(side: str, task: str, length: int, precision: str) -> None:
+    """Answer requests in the worker process of a side, for the task "training" or "attention"."""
     ATTENTION[side](1, WARMUP_LENGTH, precision)()
     before = peak_memory_mb()
-    if work == "training":
+    if task == "training":
         step = SIDES[side](gpt_config(length), precision)
     else:
         step = ATTENTION[side](max(1, N_TOKENS // length), length, precision)
@@ -106,36 +110,37 @@ def serve_side(side: str, work: str, length: int, precision: str) -> None:
 
 
 def main() -> None:
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a text")
-    parser.add_argument("--train", type=int, metavar="T", help="training steps with a context of T tokens instead")
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a sequence")
+    parser.add_argument("--train", type=int, metavar="T", help="measure training steps with a context of T tokens")
+    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
     Schedule.add_flags(parser)
-    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32", help="of products")
-    parser.add_argument("--serve", nargs=4, metavar=("SIDE", "WORK", "T", "PRECISION"), help=argparse.SUPPRESS)
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32", help="of matrix products")
+    parser.add_argument("--serve", nargs=4, metavar=("SIDE", "TASK", "T", "PRECISION"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        side, work, length, precision = arguments.serve
-        serve_side(side, work, int(length), precision)
+        side, task, length, precision = arguments.serve
+        serve_side(side, task, int(length), precision)
         return
     names = ["tricycle"] + ["torch"] * (arguments.peer == "torch")
-    work, lengths = ("training", [arguments.train]) if arguments.train else ("attention", arguments.lengths)
+    task, lengths = ("training", [arguments.train]) if arguments.train else ("attention", arguments.lengths)
     rows = []
     for length in lengths:
-        words = [("--serve", name, work, str(length), arguments.precision) for name in names]
-        workers = [Worker(name, arguments.threads, "benchmarks.attention", *said) for name, said in zip(names, words)]
-        times = time_steps(workers, Schedule.of(arguments))
-        memory = [worker.ask("memory") for worker in workers]
+        flags = [("--serve", name, task, str(length), arguments.precision) for name in names]
+        workers = [Worker(name, arguments.threads, "benchmarks.attention", *flag) for name, flag in zip(names, flags)]
+        times = time_steps(workers, Schedule.from_arguments(arguments))
+        memory = [worker.request("memory") for worker in workers]
         if length == lengths[-1]:
             print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
             for worker in workers:
-                print(f"  {worker.side}: {worker.ask('versions')}, matmul {worker.ask('matmul'):,.0f} GFLOP/s")
+                print(f"  {worker.side}: {worker.request('versions')}, matmul {worker.request('matmul'):,.0f} GFLOP/s")
         for worker in workers:
             worker.close()
         rows.append((length, times, memory))
-    what = "forward, loss, backward, AdamW" if arguments.train else "causal self-attention, forward and backward"
-    print(f"{what}, {arguments.precision}: medians of {Schedule.of(arguments)}")
+    title = "forward, loss, backward, AdamW" if arguments.train else "causal self-attention, forward and backward"
+    print(f"{title}, {arguments.precision}: medians of {Schedule.from_arguments(arguments)}")
     if arguments.train:
         print_training(arguments.train, names, *rows[0][1:])
     else:
@@ -143,26 +148,31 @@ def main() -> None:
 
 
 def print_attention(rows: list[tuple[int, list[float], list[float]]]) -> None:
+    """Print a row for each length: milliseconds and MB of each side, and the speed-up over PyTorch.
+
+    Args:
+        rows: a length, the seconds of each side, the MB of each side.
+    """
     both = len(rows[0][1]) == 2
-    titles = f"{'T':>6}{'batch':>7}{'ms ours':>10}" + f"{'ms PyTorch':>12}{'PyTorch / ours':>16}" * both
-    print(titles + f"{'MB ours':>10}" + f"{'MB PyTorch':>12}" * both)
+    titles = f"{'T':>6}{'batch':>7}{'ms Tricycle':>13}" + f"{'ms PyTorch':>12}{'speed-up':>10}" * both
+    print(titles + f"{'MB Tricycle':>13}" + f"{'MB PyTorch':>12}" * both)
     for length, times, memory in rows:
-        line = f"{length:>6,}{max(1, N_TOKENS // length):>7}{times[0] * 1e3:>10.1f}"
+        line = f"{length:>6,}{max(1, N_TOKENS // length):>7}{times[0] * 1e3:>13.1f}"
         if both:
-            line += f"{times[1] * 1e3:>12.1f}{times[1] / times[0]:>16.2f}"
-        print(line + f"{memory[0]:>10,.0f}" + (f"{memory[1]:>12,.0f}" if both else ""))
+            line += f"{times[1] * 1e3:>12.1f}{times[1] / times[0]:>10.2f}"
+        print(line + f"{memory[0]:>13,.0f}" + (f"{memory[1]:>12,.0f}" if both else ""))
 
 
 def print_training(length: int, names: list[str], times: list[float], memory: list[float]) -> None:
-    """Over the model: without its parameters, their gradients and AdamW's two moments."""
+    """Print the seconds, tokens/s and MB of each side, and the MB without parameters, gradients and AdamW's state."""
     model_mb = 4 * sum(parameter.array.nbytes for parameter in GPT(gpt_config(length)).parameters()) / 1e6
     print(
-        f"GPT of 6 layers of width {WIDTH}, batch 1 x {length:,} tokens; the model with its gradients and moments: "
+        f"GPT with 6 layers of width {WIDTH}, batch 1 x {length:,} tokens; parameters, gradients and optimizer state: "
         f"{model_mb:,.0f} MB"
     )
-    print(f"{'':<10}{'s a step':>10}{'tokens/s':>10}{'memory MB':>11}{'over the model MB':>19}")
-    for name, seconds, held in zip(names, times, memory):
-        print(f"{name:<10}{seconds:>10.2f}{length / seconds:>10,.0f}{held:>11,.0f}{held - model_mb:>19,.0f}")
+    print(f"{'':<10}{'s/step':>10}{'tokens/s':>10}{'memory MB':>11}{'without model MB':>18}")
+    for name, seconds, peak_mb in zip(names, times, memory):
+        print(f"{name:<10}{seconds:>10.2f}{length / seconds:>10,.0f}{peak_mb:>11,.0f}{peak_mb - model_mb:>18,.0f}")
 
 
 if __name__ == "__main__":

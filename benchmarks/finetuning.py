@@ -1,14 +1,13 @@
-"""Fine-tuning beside `transformers` and `peft`: python -m benchmarks.finetuning --model smollm2 --threads 2
+"""Fine-tuning compared with `transformers` and `peft` (`python -m benchmarks.finetuning --model smollm2 --threads 2`).
 
-    --learn lora                    adapters alone
-    --recompute                     both sides compute each block again in the backward pass
-    --weights bfloat16              with LoRA in bfloat16 ours keeps the frozen matrices in these 16 bits, as products
-                                    take them; PyTorch's stay as they are
+    --learn lora                    only LoRA
+    --recompute                     activation checkpointing of each block, on both sides
+    --weights bfloat16              Tricycle's frozen matrices for LoRA in bfloat16 (PyTorch's are float32)
 
-Forward, loss, backward and AdamW on random tokens, from the same weights: LoRA of rank 16 on all linear layers, and all
-weights, in float32 and bfloat16 (autocast, eager). Each comparison has the two sides in processes of their own, which
-take turns, a few steps at a time. Memory is the most that a process has held, with its libraries and the model's file.
-`ours / better` compares with the better of PyTorch's two precisions: its faster one, and its smaller one.
+A step is forward pass, loss, backward pass and AdamW on random tokens, from the same weights: LoRA of rank 16 on all
+linear layers, and training of all weights, in float32 and bfloat16 (autocast, eager). The sides run in separate
+processes and are interleaved. Memory is the peak of a process, with its libraries and the model's file. The columns
+"over best" compare with the better of PyTorch's two precisions: the faster one for speed, the smaller one for memory.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ PRECISIONS = ("float32", "bfloat16")
 
 
 class SideResult(NamedTuple):
-    """One side of a comparison.
+    """Measurements of one side.
 
     Attributes:
-        speed: tokens a second.
-        memory: megabytes at most.
-        loss: after the steps that all sides have made.
+        speed: tokens per second.
+        memory: peak, in MB.
+        loss: of the last step.
     """
 
     speed: float
@@ -45,49 +44,53 @@ class SideResult(NamedTuple):
 
 
 def measure_sides(
-    folder: Path, learn: str, precision: str, sides: list[str], words: argparse.Namespace
+    folder: Path, method: str, precision: str, sides: list[str], options: argparse.Namespace
 ) -> list[SideResult]:
-    """Each side's figures."""
-    shape = str(words.batch), str(words.tokens)
-    flags = ["recompute"] * words.recompute
-    weights = words.weights if learn == "lora" and precision == "bfloat16" else "float32"
-    arguments = str(folder), learn, precision, *shape, weights, *flags
-    workers = [Worker(side, words.threads, MODULE, side, *arguments) for side in sides]
-    times = time_steps(workers, Schedule.of(words))
+    """Measure speed and memory of each side, in interleaved rounds."""
+    shape = str(options.batch), str(options.tokens)
+    flags = ["recompute"] * options.recompute
+    weights = options.weights if method == "lora" and precision == "bfloat16" else "float32"
+    arguments = str(folder), method, precision, *shape, weights, *flags
+    workers = [Worker(side, options.threads, MODULE, side, *arguments) for side in sides]
+    times = time_steps(workers, Schedule.from_arguments(options))
     results = []
     for worker, seconds in zip(workers, times):
-        speed = words.batch * words.tokens / seconds
-        results.append(SideResult(speed, worker.ask("memory"), worker.ask("losses")[-1]))
+        speed = options.batch * options.tokens / seconds
+        results.append(SideResult(speed, worker.request("memory"), worker.request("losses")[-1]))
         worker.close()
     return results
 
 
-def print_table(learn: str, results: dict[tuple[str, str], SideResult]) -> None:
-    """A line for each side and precision; ours beside the same precision of the other side, and beside its better."""
-    print(f"learning: {learn}")
-    names = ("tokens/s", "ours / it", "MB", "ours / it", "ours / better", "MB", "last loss")
+def print_table(method: str, results: dict[tuple[str, str], SideResult]) -> None:
+    """Print a row for each side and precision.
+
+    Tricycle's speed and memory are divided by the row's of the same precision, and by the better ones of PyTorch's two
+    precisions.
+    """
+    print(f"trained: {method}")
+    names = ("tokens/s", "speed-up", "MB", "memory ratio", "over best", "MB / best", "last loss")
     print(f"{'':<20}" + "".join(f"{name:>14}" for name in names))
-    theirs = [result for (side, _), result in results.items() if side == "torch"]
-    fastest = max((result.speed for result in theirs), default=0.0)
-    smallest = min((result.memory for result in theirs), default=0.0)
+    torch_results = [result for (side, _), result in results.items() if side == "torch"]
+    fastest = max((result.speed for result in torch_results), default=0.0)
+    smallest = min((result.memory for result in torch_results), default=0.0)
     for (side, precision), result in results.items():
-        ours = results["tricycle", precision]
-        cells = [f"{result.speed:,.0f}", f"{ours.speed / result.speed:.2f}"]
-        cells += [f"{result.memory:,.0f}", f"{ours.memory / max(1, result.memory):.0%}"]
-        beside = side == "tricycle" and theirs
-        cells += [f"{result.speed / fastest:.2f}", f"{result.memory / max(1, smallest):.0%}"] if beside else ["", ""]
+        tricycle = results["tricycle", precision]
+        cells = [f"{result.speed:,.0f}", f"{tricycle.speed / result.speed:.2f}"]
+        cells += [f"{result.memory:,.0f}", f"{tricycle.memory / max(1, result.memory):.0%}"]
+        compared = side == "tricycle" and torch_results
+        cells += [f"{result.speed / fastest:.2f}", f"{result.memory / max(1, smallest):.0%}"] if compared else ["", ""]
         cells.append(f"{result.loss:.4f}")
         print(f"{side + ' ' + precision:<20}" + "".join(f"{cell:>14}" for cell in cells))
 
 
 def installed_sides(peer: str) -> list[str]:
-    """Ours, and theirs if it is wanted and installed."""
-    here = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft"))
-    return ["tricycle", "torch"] if peer == "torch" and here else ["tricycle"]
+    """Return the sides to measure: Tricycle, and PyTorch if it is requested and installed."""
+    installed = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft"))
+    return ["tricycle", "torch"] if peer == "torch" and installed else ["tricycle"]
 
 
 def export_model(name: str, folder: Path) -> str:
-    """The model in the form that both sides read; gives its line for the report."""
+    """Export a model to a folder in Hugging Face format, and return its description for the report."""
     from tricycle.pretrained.export import export_folder
 
     model, tokeniser = load_model(name)
@@ -96,15 +99,18 @@ def export_model(name: str, folder: Path) -> str:
 
 
 def main() -> None:
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="as `pretrained.load` takes it, gpt2 or a shape (random)")
-    parser.add_argument("--learn", nargs="+", choices=["lora", "all"], default=["lora", "all"], help="what learns")
+    parser.add_argument("--model", default="smollm2", help="name for `pretrained.load`, gpt2 or a shape (random)")
+    parser.add_argument(
+        "--learn", nargs="+", choices=["lora", "all"], default=["lora", "all"], help="train LoRA or all"
+    )
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="of both sides")
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
-    parser.add_argument("--recompute", action="store_true", help="compute blocks again, both sides")
-    parser.add_argument("--weights", default="float32", help="of ours that are frozen, in bfloat16")
+    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
+    parser.add_argument("--recompute", action="store_true", help="use activation checkpointing on both sides")
+    parser.add_argument("--weights", default="float32", help="dtype of Tricycle's frozen weights (bfloat16 LoRA)")
     parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
     Schedule.add_flags(parser)
     arguments = parser.parse_args()
@@ -113,17 +119,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "hf"
         model = export_model(arguments.model, folder)
-        for learn in arguments.learn:
-            tables[learn] = {}
+        for method in arguments.learn:
+            tables[method] = {}
             for precision in arguments.precision:
-                figures = measure_sides(folder, learn, precision, sides, arguments)
-                tables[learn] |= {(side, precision): result for side, result in zip(sides, figures)}
+                results = measure_sides(folder, method, precision, sides, arguments)
+                tables[method] |= {(side, precision): result for side, result in zip(sides, results)}
     print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
-    again = ", blocks computed again" if arguments.recompute else ""
-    again += f", frozen weights {arguments.weights}" if arguments.weights != "float32" else ""
-    print(f"{model}, batch {arguments.batch} x {arguments.tokens}, medians of {Schedule.of(arguments)}{again}")
-    for learn, results in tables.items():
-        print_table(learn, results)
+    options = ", activation checkpointing" if arguments.recompute else ""
+    options += f", frozen weights {arguments.weights}" if arguments.weights != "float32" else ""
+    schedule = Schedule.from_arguments(arguments)
+    print(f"{model}, batch {arguments.batch} x {arguments.tokens}, medians of {schedule}{options}")
+    for method, table in tables.items():
+        print_table(method, table)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The sides of `benchmarks.finetuning`, each in a process of its own.
+"""Worker processes of `benchmarks.finetuning`, one for each side.
 
-A worker loads the model, makes what learns, and then makes a step of training when it is asked. It imports its own
-library and no other, for its memory is measured.
+A worker loads the model, prepares its trainable parameters, and makes a training step for each request. It imports only
+its own library, because its memory is measured.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 
 from benchmarks.generation_workers import peak_memory_mb
 
-RANK, ALPHA, RATE = 16, 32, 1e-4
-LINEAR = "all-linear"  # all but the head
-IGNORED = -100  # the label of what does not count, in PyTorch's words
+RANK, ALPHA, LEARNING_RATE = 16, 32, 1e-4
+ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the output layer
+IGNORE_INDEX = -100  # the label that PyTorch's losses ignore
 
 Step = Callable[[], float]
 
 
 def random_batches(n_vocab: int, n_rows: int, n_tokens: int):
-    """The same random tokens for every side, as inputs and labels."""
+    """Yield random inputs and labels of shape (n_rows, n_tokens), the same for all sides."""
     generator = np.random.default_rng(0)
     while True:
         tokens = generator.integers(0, n_vocab, (n_rows, n_tokens + 1))
@@ -34,8 +34,17 @@ def random_batches(n_vocab: int, n_rows: int, n_tokens: int):
 
 
 def tricycle_step(
-    folder: Path, what: str, precision: str, shape: tuple[int, int], recompute: bool, weights: str = "float32"
+    folder: Path, method: str, precision: str, shape: tuple[int, int], recompute: bool, weights: str = "float32"
 ) -> Step:
+    """Return a function that makes a fine-tuning step with Tricycle and returns the loss.
+
+    Args:
+        folder: model in Hugging Face format.
+        method: "lora", or "all" to train all parameters.
+        shape: sequences and tokens of a batch.
+        recompute: use activation checkpointing.
+        weights: dtype of frozen weights.
+    """
     from tricycle.activation_checkpointing import checkpoint_activations
     from tricycle.loss import CrossEntropy
     from tricycle.optimisers import AdamW
@@ -47,7 +56,7 @@ def tricycle_step(
     model = loaded.model
     model.use_precision(precision)
     model.recompute = recompute and checkpoint_activations
-    if what == "lora":
+    if method == "lora":
         from tricycle.finetuning.lora import LoRAConfig
         from tricycle.pretrained.adapters import new_adapter
 
@@ -55,8 +64,8 @@ def tricycle_step(
     else:
         set_memory_order(model.unfreeze(), "C")
     model.train()
-    optimiser = AdamW(RATE, weight_decay=0.0)
-    batch_loss = supervised_loss(model, CrossEntropy(ignore_index=IGNORED))
+    optimiser = AdamW(LEARNING_RATE, weight_decay=0.0)
+    batch_loss = supervised_loss(model, CrossEntropy(ignore_index=IGNORE_INDEX))
     data = random_batches(model.config.vocab_size, *shape)
 
     def step() -> float:
@@ -66,10 +75,13 @@ def tricycle_step(
 
 
 def torch_step(
-    folder: Path, what: str, precision: str, shape: tuple[int, int], recompute: bool, weights: str = "float32"
+    folder: Path, method: str, precision: str, shape: tuple[int, int], recompute: bool, weights: str = "float32"
 ) -> Step:
-    """`transformers` and `peft`, eagerly, as their guides have it: autocast for bfloat16, a fused AdamW."""
-    assert weights == "float32" or what == "lora"  # which ours alone can have
+    """Return a function that makes a fine-tuning step with `transformers` and `peft` and returns the loss.
+
+    It follows their guides: eager mode, autocast for bfloat16, fused AdamW. Arguments as in `tricycle_step`.
+    """
+    assert weights == "float32" or method == "lora"  # only Tricycle's frozen weights change their dtype
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -81,13 +93,13 @@ def torch_step(
     model.config.use_cache = False
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if what == "lora":
+    if method == "lora":
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LINEAR))
+        model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=ALL_LINEAR))
     model.train()
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimiser = torch.optim.AdamW(learning, lr=RATE, weight_decay=0.0, fused=True)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimiser = torch.optim.AdamW(trainable, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     data = random_batches(model.config.vocab_size, *shape)
 
     def step() -> float:
@@ -106,17 +118,18 @@ STEPS: dict[str, Callable[..., Step]] = {"tricycle": tricycle_step, "torch": tor
 
 
 def main() -> None:
-    side, folder, what, precision, n_rows, n_tokens, weights, *flags = sys.argv[1:]
-    arguments = Path(folder), what, precision, (int(n_rows), int(n_tokens)), "recompute" in flags
+    """Prepare a side and answer requests: a step's seconds, the peak memory, or the losses of all steps."""
+    side, folder, method, precision, n_rows, n_tokens, weights, *flags = sys.argv[1:]
+    arguments = Path(folder), method, precision, (int(n_rows), int(n_tokens)), "recompute" in flags
     step = STEPS[side](*arguments, weights)
     losses = []
 
-    def timed() -> float:
+    def timed_step() -> float:
         start = time.perf_counter()
         losses.append(float(step()))
         return time.perf_counter() - start
 
-    answers: dict[str, Callable[[], Any]] = {"step": timed, "memory": peak_memory_mb, "losses": lambda: losses}
+    answers: dict[str, Callable[[], Any]] = {"step": timed_step, "memory": peak_memory_mb, "losses": lambda: losses}
     for line in sys.stdin:
         print(json.dumps(answers[line.strip()]()), flush=True)
 

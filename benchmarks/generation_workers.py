@@ -1,7 +1,7 @@
-"""The sides of `benchmarks.generation`, each in a process of its own.
+"""Worker processes of `benchmarks.generation`, one for each side.
 
-A worker loads its model, and then reads prompts and writes tokens, greedily, when it is asked. It imports its own
-library and no other, for its memory is measured.
+A worker loads its model, and generates greedily from a prompt for each request. It imports only its own library,
+because its memory is measured.
 """
 
 from __future__ import annotations
@@ -14,74 +14,85 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-NextTokenFn = Callable[[list[int]], int]  # reads some more tokens, and gives the most probable next one
+NextTokenFn = Callable[[list[int]], int]  # appends tokens to the context, and returns the most probable next token
 ResetFn = Callable[[], None]
 
 
 def n_threads() -> int:
+    """Return the number of threads that the benchmark sets for this process."""
     return int(os.environ["OMP_NUM_THREADS"])
 
 
 # -------------------------------------------------------------------- sides
-def tricycle_side(folder: Path, kind: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
+def tricycle_side(folder: Path, weights: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
+    """Return functions that decode with Tricycle and that clear the context.
+
+    Args:
+        folder: the exported models.
+        weights: dtype of the weights, or GGUF type.
+        cache: dtype of the KV cache, None for the default; only Tricycle's.
+    """
     from tricycle.decoding.speculative import SpeculativeState
     from tricycle.pretrained import load
 
-    state = SpeculativeState(load(folder / "hf", kind).model, cache)
-    text: list[int] = []
+    state = SpeculativeState(load(folder / "hf", weights).model, cache)
+    context: list[int] = []
 
-    def read(tokens: list[int]) -> int:
-        text.extend(tokens)
-        return int(state.logits(text).argmax())
+    def next_token(tokens: list[int]) -> int:
+        context.extend(tokens)
+        return int(state.logits(context).argmax())
 
-    def restart() -> None:
-        text.clear()
+    def reset() -> None:
+        context.clear()
         state.reset()
 
-    return read, restart
+    return next_token, reset
 
 
-def transformers_side(folder: Path, kind: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
+def transformers_side(folder: Path, weights: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
+    """Return functions that decode with transformers and that clear the context."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.set_num_threads(n_threads())
-    model: Any = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=getattr(torch, kind)).eval()
-    known: list[Any] = [DynamicCache()]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=getattr(torch, weights)).eval()
+    past = DynamicCache()
 
     @torch.inference_mode()
-    def read(tokens: list[int]) -> int:
-        out = model(torch.tensor([tokens]), past_key_values=known[0], use_cache=True, logits_to_keep=1)
+    def next_token(tokens: list[int]) -> int:
+        out = model(torch.tensor([tokens]), past_key_values=past, use_cache=True, logits_to_keep=1)
         return int(out.logits[0, -1].argmax())
 
-    def restart() -> None:
-        known[0] = DynamicCache()
+    def reset() -> None:
+        nonlocal past
+        past = DynamicCache()
 
-    return read, restart
+    return next_token, reset
 
 
-def llama_side(folder: Path, kind: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
+def llama_side(folder: Path, weights: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
+    """Return functions that decode with llama.cpp and that clear the context."""
     import llama_cpp
     import numpy as np
 
     n = n_threads()
     n_context = int((folder / "context").read_text())
-    path = str(folder / f"{kind}.gguf")
+    path = str(folder / f"{weights}.gguf")
     model = llama_cpp.Llama(path, n_ctx=n_context, n_threads=n, n_threads_batch=n, verbose=False)
     n_vocab = model.n_vocab()
 
-    def read(tokens: list[int]) -> int:
+    def next_token(tokens: list[int]) -> int:
         model.eval(tokens)
         logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
         return int(np.ctypeslib.as_array(logits, (n_vocab,)).argmax())
 
-    return read, model.reset
+    return next_token, model.reset
 
 
-def bandwidth_side(folder: Path, kind: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
-    """No model: only how fast memory is read."""
+def bandwidth_side(folder: Path, weights: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
+    """Return functions that do nothing, for a worker without a model that measures the memory bandwidth."""
     return lambda tokens: 0, lambda: None
 
 
@@ -93,28 +104,31 @@ SIDES: dict[str, Callable[[Path, str, str | None], tuple[NextTokenFn, ResetFn]]]
 }
 
 
-# -------------------------------------------------------------------- what is measured
+# -------------------------------------------------------------------- measurements
 def memory_bandwidth(n_rows: int = 65_536, n_columns: int = 1024, repeats: int = 5) -> float:
-    """Bytes a second that products of a large matrix with a vector read, the best of some: by the threads together."""
+    """Return the bytes per second that products of a large matrix with a vector read on all threads.
+
+    The result is the highest of several repeats.
+    """
     import numpy as np
 
-    from tricycle_accelerators import threads as workers
+    from tricycle_accelerators import threads
 
     matrix = np.ones((n_rows, n_columns), np.float32)
     vector = np.ones(n_columns, np.float32)
     out = np.empty(n_rows, np.float32)
-    step = -(-n_rows // workers.n_threads())
-    parts = [slice(start, start + step) for start in range(0, n_rows, step)]
+    rows_per_thread = -(-n_rows // threads.n_threads())
+    blocks = [slice(start, start + rows_per_thread) for start in range(0, n_rows, rows_per_thread)]
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        workers.parallel_for(lambda part: np.matmul(matrix[part], vector, out=out[part]), parts)
+        threads.parallel_for(lambda block: np.matmul(matrix[block], vector, out=out[block]), blocks)
         times.append(time.perf_counter() - start)
     return matrix.nbytes / min(times)
 
 
 def peak_memory_mb() -> float:
-    """The most memory this process has held, in MB (0 where the system does not tell)."""
+    """Return the peak memory of this process in MB, 0 if the system does not report it."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:
@@ -123,26 +137,27 @@ def peak_memory_mb() -> float:
     return int(peak) * 1024 / 1e6
 
 
-def time_generation(read: NextTokenFn, restart: ResetFn, n_prompt: int, n_new: int, n_vocab: int) -> dict[str, Any]:
-    """Seconds to read a prompt, seconds a token after it, and the tokens."""
-    restart()
-    prompt = [(7 + 7919 * i) % n_vocab for i in range(n_prompt)]  # no text, but the same for every side
+def time_generation(next_token: NextTokenFn, reset: ResetFn, n_prompt: int, n_new: int, n_vocab: int) -> dict[str, Any]:
+    """Return the seconds of the prefill, the seconds per new token, and the tokens."""
+    reset()
+    prompt = [(7 + 7919 * i) % n_vocab for i in range(n_prompt)]  # arbitrary tokens, the same for all sides
     start = time.perf_counter()
-    tokens = [read(prompt)]
+    tokens = [next_token(prompt)]
     first = time.perf_counter()
     for _ in range(n_new):
-        tokens.append(read(tokens[-1:]))
+        tokens.append(next_token(tokens[-1:]))
     last = time.perf_counter()
     return {"prompt": first - start, "token": (last - first) / max(1, n_new), "tokens": tokens}
 
 
 def main() -> None:
-    side, kind, folder, n_vocab, cache = sys.argv[1:6]
-    read, restart = SIDES[side](Path(folder), kind, None if cache == "auto" else cache)
+    """Load a model and answer requests: arguments SIDE WEIGHTS FOLDER VOCAB_SIZE CACHE."""
+    side, weights, folder, n_vocab, cache = sys.argv[1:6]
+    next_token, reset = SIDES[side](Path(folder), weights, None if cache == "auto" else cache)
     for line in sys.stdin:
         command, *numbers = line.split()
-        if command == "write":
-            answer: Any = time_generation(read, restart, *map(int, numbers), int(n_vocab))
+        if command == "generate":
+            answer: Any = time_generation(next_token, reset, *map(int, numbers), int(n_vocab))
         else:
             answer = {"memory": peak_memory_mb, "bandwidth": memory_bandwidth}[command]()
         print(json.dumps(answer), flush=True)

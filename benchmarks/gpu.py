@@ -1,16 +1,17 @@
-"""Everything that wants a GPU, checked and measured in one go: python -m benchmarks.gpu --output FOLDER
+"""All GPU tests and benchmarks in one run (`python -m benchmarks.gpu --output FOLDER`).
 
-Parts, each guarded, so that one that fails does not lose the others; files are written after each:
-  environment  versions, driver, what Tricycle found
+The run has these parts. If one fails, the others still run; the files are written after each:
+  environment  versions, driver, hardware report
   compile      every CUDA kernel for each architecture: registers, shared memory, spills
   tests        pytest -m gpu
-  products     TFLOP/s of every matrix product of a GPT-2 step, Tricycle's beside PyTorch's
-  training     tokens/s and peak memory beside PyTorch eager (scaled_dot_product_attention, fused AdamW) and compiled,
-               bursts of steps in turns: GPT-2 124M, the Shakespeare preset, SmolGPT 49M, and float32 and TF32
-  timeline     milliseconds of one step by kernel beside the floor that bandwidth and arithmetic set
-  generation   tokens/s in batches of 1 and 32 with a cache, beside Hugging Face, plain and compiled
+  products     TFLOP/s of every matrix product of a GPT-2 step, with Tricycle and PyTorch
+  training     tokens/s and peak memory, compared with PyTorch eager (scaled_dot_product_attention, fused AdamW) and
+               compiled, in interleaved bursts of steps: GPT-2 124M, the Shakespeare preset, SmolGPT 49M, and float32
+               and TF32
+  timeline     milliseconds of one step by kernel, compared with the lower bound by bandwidth and arithmetic
+  generation   tokens/s with batches of 1 and 32 and a KV cache, compared with Hugging Face, eager and compiled
 
-`--device cpu --quick` runs the same on NumPy and PyTorch's CPU with tiny models, to test this program.
+`--device cpu --quick` runs the same with NumPy and PyTorch on the CPU with tiny models, to test this program.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 
 from tricycle.configs import GPT2Config, GPTConfig, ShakespeareConfig, SmolGPTConfig
 
-# PyTorch's users pad GPT-2's vocabulary to a multiple of 64, or its matrix products are slow; both sides do here.
+# GPT-2's vocabulary is padded to a multiple of 64 on both sides, as is usual with PyTorch: otherwise products are slow.
 GPT2 = GPT2Config(vocab_size=50_304, batch_size=32, precision="bfloat16")
 CASES: dict[str, GPTConfig] = {
     "gpt2": GPT2,
@@ -46,9 +47,9 @@ TINY = GPTConfig(vocab_size=256, context_window=32, embedding_dim=32, n_heads=2,
 QUICK_CASES: dict[str, GPTConfig] = {"gpt2": TINY, "shakespeare": replace(TINY, tied=False, dropout=0.2)}
 PARTS = ("environment", "compile", "tests", "products", "training", "timeline", "generation")
 BATCHES = (1, 32)
-# Milliseconds of a step of GPT-2 at batch 32 on an H200 that nothing can undercut: matrix products at 790 TFLOP/s,
-# attention at 280 forward and 240 TFLOP/s backward, everything else at 4.3 TB/s with each array read and written once.
-FLOOR = {
+# Lower bounds in milliseconds for a step of GPT-2 with batch 32 on an H200: matrix products at 790 TFLOP/s, attention
+# at 280 (forward) and 240 TFLOP/s (backward), all else at 4.3 TB/s with each array read and written once.
+LOWER_BOUNDS = {
     "matmul": 30.7,
     "attention": 2.4,
     "attention_backward": 4.4,
@@ -60,27 +61,32 @@ FLOOR = {
     "cross_entropy": 1.5,
     "adamw": 0.8,
 }
-MIN_SECONDS = 20  # no part begins with less time left
+MIN_SECONDS = 20  # a part needs at least this remaining time to start
 
 
 class SideError(RuntimeError):
-    """A side could not do what it was asked."""
+    """A worker could not answer a request."""
 
 
 class Worker:
-    """A side in a process of its own."""
+    """A process that runs one side.
+
+    Args:
+        deadline: on the clock `time.monotonic`; a request that takes longer kills the process.
+    """
 
     def __init__(self, side: str, config: GPTConfig, device: str, deadline: float) -> None:
         self.side, self.deadline = side, deadline
-        words = ["-m", "benchmarks.gpu_workers", side, device, json.dumps(config.to_dict())]
+        arguments = ["-m", "benchmarks.gpu_workers", side, device, json.dumps(config.to_dict())]
         self.process = subprocess.Popen(
-            [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
         )
 
-    def ask(self, do: str, **arguments: Any) -> Any:
-        """
+    def request(self, do: str, **arguments: Any) -> Any:
+        """Call a method of the side, and return its result.
+
         Raises:
-            Failed: it says so, it ended, or time is up.
+            SideError: the method failed, the process ended, or the deadline has passed.
         """
         assert self.process.stdin and self.process.stdout
         if self.process.poll() is not None:
@@ -100,32 +106,34 @@ class Worker:
             pass
         finally:
             timer.cancel()
-        raise SideError(f"{self.side} ended with status {self.process.wait()} (killed where time was up)")
+        raise SideError(f"{self.side} ended with status {self.process.wait()} (killed if the time was up)")
 
     def close(self) -> None:
+        """Kill the process."""
         self.process.kill()
         self.process.communicate()
 
 
 class Report:
-    """What was found, written to a folder after each part as results.json and report.md."""
+    """Results of all parts, written to results.json and report.md in a folder after each part."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.results, self.pieces = folder, {}, []
+        self.folder, self.results, self.sections = folder, {}, []
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, part: str, result: Any, text: str) -> None:
+        """Add the result and the text of a part, and write both files."""
         self.results[part] = result
-        self.pieces.append(f"## {part}\n\n{text.rstrip()}\n")
-        print(f"\n{self.pieces[-1]}", flush=True)
+        self.sections.append(f"## {part}\n\n{text.rstrip()}\n")
+        print(f"\n{self.sections[-1]}", flush=True)
         content = json.dumps(self.results, indent=1)
         (self.folder / "results.json").write_text(content + "\n", encoding="utf-8")
         title = f"# Tricycle on a GPU, {date.today()}\n\n"
-        (self.folder / "report.md").write_text(title + "\n".join(self.pieces), encoding="utf-8")
+        (self.folder / "report.md").write_text(title + "\n".join(self.sections), encoding="utf-8")
 
 
 def markdown_table(head: list[str], rows: list[list[Any]]) -> str:
-    """Markdown, with columns in line."""
+    """Return a Markdown table with aligned columns."""
     cells = [head, *([_cell(value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["| " + " | ".join(value.rjust(width) for value, width in zip(row, widths)) + " |" for row in cells]
@@ -139,21 +147,23 @@ def _cell(value: Any) -> str:
 
 
 # -------------------------------------------------------------------- parts
+# Each function of a part returns its result for results.json and its text for report.md.
 def report_environment(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    """Collect versions, hardware and the commit."""
     from tricycle_cli.machine import report
 
     results = {"python": platform.python_version(), "machine": report()}
-    for name, words in {"nvidia-smi": ["nvidia-smi"], "commit": ["git", "rev-parse", "HEAD"]}.items():
-        results[name] = run_command(words, deadline)[1].strip()
+    for name, command in {"nvidia-smi": ["nvidia-smi"], "commit": ["git", "rev-parse", "HEAD"]}.items():
+        results[name] = run_command(command, deadline)[1].strip()
     return results, "\n\n".join(f"{name}:\n```\n{text}\n```" for name, text in results.items())
 
 
-def run_command(words: list[str], deadline: float) -> tuple[int, str]:
-    """The status and the output of a program; status -1 where there is none, or it took too long."""
+def run_command(command: list[str], deadline: float) -> tuple[int, str]:
+    """Run a program, and return its exit status and output; status -1 if it is missing or exceeds the deadline."""
     limit = max(1.0, deadline - time.monotonic())
     try:
         done = subprocess.run(
-            words,
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -162,19 +172,21 @@ def run_command(words: list[str], deadline: float) -> tuple[int, str]:
             timeout=limit,
         )
     except FileNotFoundError:
-        return -1, f"{words[0]} is not installed"
+        return -1, f"{command[0]} is not installed"
     except subprocess.TimeoutExpired as error:
         return -1, f"stopped after {limit:.0f} s\n{(error.output or b'').decode('utf-8', 'replace')}"
     return done.returncode, done.stdout
 
 
 def compile_kernels(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    """Compile all CUDA kernels."""
     status, text = run_command([sys.executable, "-m", "tricycle_accelerators.cuda"], deadline)
     (arguments.output / "compile.txt").write_text(text, encoding="utf-8")
     return {"status": status, "log": text}, f"status {status}\n```\n{text[-6000:]}\n```"
 
 
 def run_gpu_tests(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    """Run the tests with the marker `gpu`."""
     selected = ["-m", "gpu"] if arguments.device == "gpu" else ["tests/test_initialisers.py"]
     status, text = run_command([sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", *selected], deadline)
     (arguments.output / "pytest.txt").write_text(text, encoding="utf-8")
@@ -183,6 +195,7 @@ def run_gpu_tests(arguments: argparse.Namespace, deadline: float) -> tuple[Any, 
 
 
 def measure_matmuls(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    """Measure the matrix products of a GPT-2 step on each side."""
     results, texts = {}, []
     for name, config in selected_cases(arguments).items():
         if name not in ("gpt2", "gpt2 tf32", "gpt2 float32"):
@@ -191,7 +204,7 @@ def measure_matmuls(arguments: argparse.Namespace, deadline: float) -> tuple[Any
         for side in ("tricycle", "torch"):
             worker = Worker(side, config, arguments.device, deadline)
             try:
-                rates[side] = dict(worker.ask("rates"))
+                rates[side] = dict(worker.request("rates"))
             except SideError as error:
                 texts.append(f"{name}: {error}")
             finally:
@@ -204,6 +217,7 @@ def measure_matmuls(arguments: argparse.Namespace, deadline: float) -> tuple[Any
 
 
 def measure_training(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    """Measure training of each case on each side."""
     results, rows, notes = {}, [], []
     for case, config in selected_cases(arguments).items():
         if deadline - time.monotonic() < MIN_SECONDS:
@@ -217,41 +231,41 @@ def measure_training(arguments: argparse.Namespace, deadline: float) -> tuple[An
             if name not in speeds:
                 notes.append(f"{case}, {side['error']}")
                 continue
-            ratio = speeds["tricycle"] / speeds[name] if "tricycle" in speeds else ""
-            rows.append([case, name, speeds[name], ratio, 1e3 * side["seconds"], side["memory"], side["losses"][-1]])
+            speed_up = speeds["tricycle"] / speeds[name] if "tricycle" in speeds else ""
+            rows.append([case, name, speeds[name], speed_up, 1e3 * side["seconds"], side["memory"], side["losses"][-1]])
         notes += [f"{name}: {side['versions']}" for name, side in result.items() if "versions" in side]
-    head = ["case", "side", "tokens/s", "ours / it", "ms a step", "GB at most", "last loss"]
+    head = ["case", "side", "tokens/s", "speed-up", "ms/step", "peak GB", "last loss"]
     return results, markdown_table(head, rows) + "\n\n" + "\n".join(dict.fromkeys(notes))
 
 
 def train_case(config: GPTConfig, names: list[str], arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """What each side needs for a step: the median of its bursts, which the sides make in turns."""
+    """Measure the seconds of a step on each side: the median of interleaved bursts."""
     workers = {name: Worker(name, config, arguments.device, deadline) for name in names}
     results: dict[str, Any] = {name: {"bursts": [], "losses": []} for name in names}
 
-    def each(work: Callable[[str, Worker], None]) -> None:
+    def for_each_side(function: Callable[[str, Worker], None]) -> None:
         for name, worker in workers.items():
             if "error" not in results[name]:
                 try:
-                    work(name, worker)
+                    function(name, worker)
                 except SideError as error:
                     results[name]["error"] = str(error)
 
     def burst(name: str, worker: Worker) -> None:
-        measured = worker.ask("burst", n=arguments.steps)
+        measured = worker.request("burst", n=arguments.steps)
         results[name]["bursts"].append(measured["seconds"])
         results[name]["losses"] += measured["losses"]
 
     def finish(name: str, worker: Worker) -> None:
         bursts = sorted(results[name]["bursts"])
-        results[name] |= {"memory": worker.ask("memory"), "versions": worker.ask("versions")}
+        results[name] |= {"memory": worker.request("memory"), "versions": worker.request("versions")}
         results[name]["seconds"] = bursts[len(bursts) // 2]
 
     try:
-        each(lambda name, worker: worker.ask("burst", n=arguments.warmup))
+        for_each_side(lambda name, worker: worker.request("burst", n=arguments.warmup))
         for _ in range(arguments.rounds):
-            each(burst)
-        each(finish)
+            for_each_side(burst)
+        for_each_side(finish)
     finally:
         for worker in workers.values():
             worker.close()
@@ -259,21 +273,23 @@ def train_case(config: GPTConfig, names: list[str], arguments: argparse.Namespac
 
 
 def measure_timeline(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    """Measure the time of each kernel in a step."""
     cases = selected_cases(arguments)
     name = next((name for name in cases if name.startswith("gpt2")), next(iter(cases)))
     worker = Worker("tricycle", cases[name], arguments.device, deadline)
     try:
-        worker.ask("burst", n=arguments.warmup)
-        times = worker.ask("timeline")
+        worker.request("burst", n=arguments.warmup)
+        times = worker.request("timeline")
     finally:
         worker.close()
-    floors = FLOOR if cases[name] == GPT2 else {}
-    rows = [[kernel, calls, ms, floors.get(kernel, "")] for kernel, calls, ms in times["rows"]]
-    rows.append(["step", "", times["step"], sum(floors.values()) or ""])
-    return times, f"{name}\n\n" + markdown_table(["kernel", "calls", "ms", "floor, ms"], rows)
+    bounds = LOWER_BOUNDS if cases[name] == GPT2 else {}
+    rows = [[kernel, calls, ms, bounds.get(kernel, "")] for kernel, calls, ms in times["rows"]]
+    rows.append(["step", "", times["step"], sum(bounds.values()) or ""])
+    return times, f"{name}\n\n" + markdown_table(["kernel", "calls", "ms", "lower bound, ms"], rows)
 
 
 def measure_generation(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    """Measure generation on each side."""
     config = next(iter(selected_cases(arguments).values()))
     results: dict[str, Any] = {}
     sides = ["tricycle", "transformers"] + ["transformers-compile"] * arguments.compile
@@ -282,7 +298,7 @@ def measure_generation(arguments: argparse.Namespace, deadline: float) -> tuple[
         results[side] = {}
         try:
             for batch in BATCHES:
-                seconds = worker.ask("generate", batch=batch, n_tokens=arguments.new_tokens)
+                seconds = worker.request("generate", batch=batch, n_tokens=arguments.new_tokens)
                 results[side][str(batch)] = batch * arguments.new_tokens / seconds
         except SideError as error:
             results[side]["error"] = str(error)
@@ -294,6 +310,7 @@ def measure_generation(arguments: argparse.Namespace, deadline: float) -> tuple[
 
 
 def selected_cases(arguments: argparse.Namespace) -> dict[str, GPTConfig]:
+    """Return the configurations of the requested cases."""
     cases = QUICK_CASES if arguments.quick else CASES
     return {name: config for name, config in cases.items() if not arguments.cases or name in arguments.cases}
 
@@ -315,19 +332,20 @@ PART_FUNCTIONS: dict[str, Callable[[argparse.Namespace, float], tuple[Any, str]]
 
 
 def main() -> int:
+    """Run the requested parts; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu-report"), help="folder of results.json and report.md")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=[], help="of training; all unless given")
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=[], help="training cases (default: all)")
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
     parser.add_argument("--quick", action="store_true", help="tiny models and few steps")
-    parser.add_argument("--minutes", type=float, default=25.0, help="no part goes on for longer, all together")
-    parser.add_argument("--part-minutes", type=float, default=9.0, help="nor one alone")
+    parser.add_argument("--minutes", type=float, default=25.0, help="time limit of all parts together")
+    parser.add_argument("--part-minutes", type=float, default=9.0, help="time limit of a part")
     parser.add_argument("--steps", type=int, default=10, help="steps of a burst")
     parser.add_argument("--rounds", "--turns", type=int, default=5, help="bursts of each side")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before those")
+    parser.add_argument("--warmup", type=int, default=5, help="steps of the warm-up")
     parser.add_argument("--new-tokens", type=int, default=256, help="tokens to generate in each sequence")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave compiled PyTorch out")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="omit compiled PyTorch")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.steps = arguments.rounds = arguments.warmup = 2

@@ -1,7 +1,7 @@
-"""The sides of `benchmarks.gpu`, each in a process of its own: one line of JSON asks, one that begins with "@" answers.
+"""Worker processes of `benchmarks.gpu`: they answer lines of JSON with lines of "@" and JSON.
 
-Tricycle trains through `train_step`, as a user does. PyTorch has the same model with scaled_dot_product_attention, its
-fused AdamW, its own clipping and autocast, eager or compiled, and takes the same batches.
+Tricycle trains with `train_step`, as a user does. PyTorch trains the same model on the same batches with
+scaled_dot_product_attention, fused AdamW, its own clipping and autocast, eager or compiled.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tricycle.configs import GPTConfig
 from tricycle.dataset import CausalLMDataset
 
 LEARNING_RATE, PROMPT = 1e-4, 16
-REPEATS, GROUPS = 10, 3  # of a product: groups of repeats, and the median of the groups
+REPEATS, GROUPS = 10, 3  # timing of a product: the median of GROUPS means of REPEATS runs
 
 
 def matmul_shapes(config: GPTConfig) -> list[tuple[str, int, int, int]]:
-    """Name and (N, K, M) of every kind of matrix product in a training step, but for those of attention."""
+    """Return the name and (N, K, M) of every kind of matrix product in a training step, except attention's."""
     n, c, v = config.batch_size * config.context_window, config.embedding_dim, config.vocab_size
     wide = round(c * config.expansion_ratio)
     shapes = []
@@ -37,33 +37,37 @@ def matmul_shapes(config: GPTConfig) -> list[tuple[str, int, int, int]]:
 
 
 def matmul_operands(name: str, n: int, k: int, m: int, draw: Callable[[int, int], Any]) -> tuple[Any, Any]:
-    """Matrices (N, K) and (K, M) that lie as they do in a step: x and w, the gradient and w^T, x^T and the gradient."""
+    """Return operands (N, K) and (K, M) with the memory layout of a step.
+
+    They are x and w, the gradient and w^T (" dx"), or x^T and the gradient (" dw").
+    """
     if name.endswith(" dw"):
         return draw(k, n).T, draw(k, m)
     return draw(n, k), draw(m, k).T if name.endswith(" dx") else draw(k, m)
 
 
 def random_tokens(config: GPTConfig) -> np.ndarray:
+    """Return random tokens for four batches."""
     n_tokens = 4 * config.batch_size * config.context_window + 1
     return np.random.default_rng(0).integers(0, config.vocab_size, n_tokens)
 
 
 class Side:
-    """What every side answers."""
+    """The interface of a side: its methods are the requests that a worker answers."""
 
     def __init__(self, config: GPTConfig, on_gpu: bool) -> None:
         self.config, self.on_gpu = config, on_gpu
         self.losses: list[float] = []
 
     def wait(self) -> None:
-        """Until the device has done all that it was given."""
+        """Wait until the device has completed all work."""
 
     def steps(self, n: int) -> list[float]:
-        """Make n updates and read their losses."""
+        """Make n updates, and return their losses."""
         raise NotImplementedError
 
     def burst(self, n: int) -> dict[str, Any]:
-        """Seconds a step, over n steps, and the losses."""
+        """Make n steps, and return the seconds per step and the losses."""
         self.wait()
         start = time.perf_counter()
         self.losses += self.steps(n)
@@ -71,7 +75,7 @@ class Side:
         return {"seconds": (time.perf_counter() - start) / n, "losses": self.losses[-n:]}
 
     def rates(self) -> list[tuple[str, float]]:
-        """TFLOP/s of each kind of product."""
+        """Return the TFLOP/s of each kind of matrix product."""
         results = []
         for name, n, k, m in matmul_shapes(self.config):
             product = self.product(name, n, k, m)
@@ -88,28 +92,31 @@ class Side:
         return results
 
     def product(self, name: str, n: int, k: int, m: int) -> Callable[[], Any]:
-        """A function that makes one product: operands as they lie in a step."""
+        """Return a function that computes a matrix product of operands with the memory layout of a step."""
         raise NotImplementedError
 
     def generate(self, batch: int, n_tokens: int) -> float:
-        """Seconds for so many tokens after a short prompt, greedily, with cached keys and values."""
+        """Return the seconds of greedy decoding of `n_tokens` tokens after a short prompt, with a KV cache."""
         prompt = np.random.default_rng(1).integers(0, self.config.vocab_size, (batch, PROMPT))
-        self.continued(prompt, min(8, n_tokens))
+        self.decode(prompt, min(8, n_tokens))
         self.wait()
         start = time.perf_counter()
-        self.continued(prompt, n_tokens)
+        self.decode(prompt, n_tokens)
         self.wait()
         return time.perf_counter() - start
 
-    def continued(self, prompt: np.ndarray, n_tokens: int) -> Any:
+    def decode(self, prompt: np.ndarray, n_tokens: int) -> Any:
+        """Generate `n_tokens` tokens after a prompt of shape (batch, tokens)."""
         raise NotImplementedError
 
     def memory(self) -> float:
-        """The most memory held, in GB: of the GPU, else of the process."""
+        """Return the peak memory in GB: of the GPU, or of the process if no GPU is used."""
         return peak_memory_mb() / 1e3
 
 
 class Tricycle(Side):
+    """Tricycle on a CPU or GPU."""
+
     def __init__(self, config: GPTConfig, on_gpu: bool) -> None:
         from tricycle.training_state import new_state
 
@@ -117,90 +124,101 @@ class Tricycle(Side):
         self.state = new_state(config, random_tokens(config), on_gpu)
 
     def wait(self) -> None:
+        """Wait until the device has completed all work."""
         if self.on_gpu:
             import cupy
 
             cupy.cuda.runtime.deviceSynchronize()
 
     def steps(self, n: int) -> list[float]:
+        """Make n updates, and return their losses."""
         from tricycle.training_state import read_steps, train_step
 
         return [loss for loss, _ in read_steps(self.state, [train_step(self.state) for _ in range(n)])]
 
     def product(self, name: str, n: int, k: int, m: int) -> Callable[[], Any]:
+        """Return a function that computes a matrix product of operands with the memory layout of a step."""
         from tricycle import kernels
 
         xp, precision = self._xp(), self.config.precision
         generator = xp.random.default_rng(0)
         draw = lambda *shape: kernels.matmul_operand(generator.standard_normal(shape, dtype=np.float32), precision)
         a, b = matmul_operands(name, n, k, m, draw)
-        small = a.dtype if a.dtype.itemsize == 2 and "dw" not in name else None
-        return lambda: kernels.matmul(a, b, None, None, small, precision)
+        out_dtype = a.dtype if a.dtype.itemsize == 2 and "dw" not in name else None
+        return lambda: kernels.matmul(a, b, None, None, out_dtype, precision)
 
-    def continued(self, prompt: np.ndarray, n_tokens: int) -> Any:
+    def decode(self, prompt: np.ndarray, n_tokens: int) -> Any:
+        """Generate `n_tokens` tokens after a prompt of shape (batch, tokens)."""
         from tricycle.tensor import Tensor
 
-        model, xp, written = self.state.model, self._xp(), []
+        model, xp, generated = self.state.model, self._xp(), []
         caches, tokens = model.new_caches(), xp.asarray(prompt)
         with model.evaluating():
             for _ in range(n_tokens):
                 logits = model(Tensor(tokens, requires_grad=False), caches).array[:, -1]
                 tokens = logits.astype(np.float32).argmax(axis=-1)[:, None]
-                written.append(tokens)
-        return written
+                generated.append(tokens)
+        return generated
 
     def timeline(self) -> dict[str, Any]:
-        """Milliseconds of one step by kernel, as the ops call them; what calls others counts their time as its own."""
+        """Return the milliseconds of one step by kernel; the time of a nested call belongs to the outer kernel."""
         from tricycle import kernels
 
         events: list[tuple[str, Any, Any]] = []
-        inside: list[str] = []
+        active: list[str] = []
         mark = self._mark
 
         def timed(name: str, kernel: Callable) -> Callable:
-            @wraps(kernel)  # with its attributes, such as the plain version
+            @wraps(kernel)  # copies its attributes, too, such as the reference kernel
             def run(*args: Any, **options: Any) -> Any:
-                if inside:
+                if active:
                     return kernel(*args, **options)
-                inside.append(name)
+                active.append(name)
                 start = mark()
                 try:
                     return kernel(*args, **options)
                 finally:
                     events.append((name, start, mark()))
-                    inside.pop()
+                    active.pop()
 
             return run
 
-        plain: dict[str, Any] = dict(kernels.KERNELS)
-        homes = {name: kernels if hasattr(kernels, name) else sys.modules[plain[name].__module__] for name in plain}
+        originals: dict[str, Any] = dict(kernels.KERNELS)
+        modules = {
+            name: kernels if hasattr(kernels, name) else sys.modules[kernel.__module__]
+            for name, kernel in originals.items()
+        }
         self.steps(2)
         try:
-            for name, kernel in plain.items():
-                setattr(homes[name], name, timed(name, kernel))
+            for name, kernel in originals.items():
+                setattr(modules[name], name, timed(name, kernel))
             start = mark()
             self.steps(1)
             end = mark()
         finally:
-            for name, kernel in plain.items():
-                setattr(homes[name], name, kernel)
+            for name, kernel in originals.items():
+                setattr(modules[name], name, kernel)
         self.wait()
         by_name: dict[str, list[float]] = defaultdict(list)
         for name, first, last in events:
             by_name[name].append(self._milliseconds(first, last))
         rows = [(name, len(times), sum(times)) for name, times in by_name.items()]
-        whole = self._milliseconds(start, end)
-        rows.append(("elsewhere", 0, whole - sum(ms for *_, ms in rows)))
-        return {"step": whole, "rows": sorted(rows, key=lambda row: -row[2])}
+        step_ms = self._milliseconds(start, end)
+        rows.append(("elsewhere", 0, step_ms - sum(ms for *_, ms in rows)))
+        return {"step": step_ms, "rows": sorted(rows, key=lambda row: -row[2])}
 
     def memory(self) -> float:
+        """Return the peak memory in GB."""
         if not self.on_gpu:
             return super().memory()
         import cupy
 
-        return cupy.get_default_memory_pool().total_bytes() / 1e9  # the pool gives nothing back
+        return (
+            cupy.get_default_memory_pool().total_bytes() / 1e9
+        )  # the pool does not return memory, so this is the peak
 
     def versions(self) -> str:
+        """Return the versions of the libraries."""
         import tricycle
 
         if not self.on_gpu:
@@ -233,6 +251,8 @@ class Tricycle(Side):
 
 
 class Torch(Side):
+    """PyTorch on a CPU or GPU, eager or compiled."""
+
     def __init__(self, config: GPTConfig, on_gpu: bool, compiled: bool = False) -> None:
         import torch
 
@@ -240,8 +260,7 @@ class Torch(Side):
         self.device = torch.device("cuda" if on_gpu else "cpu")
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
-        kinds = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-        self.kind = kinds.get(config.precision)
+        self.autocast_dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.precision)
         self.model = torch_gpt(config).to(self.device)
         groups = [
             {"params": [p for p in self.model.parameters() if (p.dim() >= 2) == matrices], "weight_decay": decay}
@@ -254,19 +273,21 @@ class Torch(Side):
         self.data = CausalLMDataset(random_tokens(config), *shape, config.seed).batch().shuffle()
 
     def wait(self) -> None:
+        """Wait until the device has completed all work."""
         if self.on_gpu:
             import torch
 
             torch.cuda.synchronize()
 
     def steps(self, n: int) -> list[float]:
+        """Make n updates, and return their losses."""
         import torch
         from torch.nn import functional as F
 
         losses = []
         for _ in range(n):
             inputs, outputs = (self._place(ids) for ids in next(self.data))
-            with torch.autocast(self.device.type, self.kind, enabled=self.kind is not None):
+            with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
                 loss = F.cross_entropy(self.forward(inputs).flatten(0, 1), outputs.flatten())
             self.scaler.scale(loss).backward()
             if self.config.max_gradient_norm:
@@ -285,13 +306,15 @@ class Torch(Side):
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.on_gpu else tensor
 
     def product(self, name: str, n: int, k: int, m: int) -> Callable[[], Any]:
+        """Return a function that computes a matrix product of operands with the memory layout of a step."""
         import torch
 
-        draw = lambda *shape: torch.randn(*shape, device=self.device, dtype=self.kind or torch.float32)
+        draw = lambda *shape: torch.randn(*shape, device=self.device, dtype=self.autocast_dtype or torch.float32)
         a, b = matmul_operands(name, n, k, m, draw)
         return lambda: a @ b
 
     def memory(self) -> float:
+        """Return the peak memory in GB."""
         if not self.on_gpu:
             return super().memory()
         import torch
@@ -299,13 +322,14 @@ class Torch(Side):
         return torch.cuda.max_memory_reserved() / 1e9
 
     def versions(self) -> str:
+        """Return the versions of the libraries."""
         import torch
 
         return f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
 
 
 class HuggingFace(Torch):
-    """GPT-2 of the package transformers, which generates; `static` keeps the cache in place and compiles the step."""
+    """GPT-2 of the package transformers, for generation; `static` selects a static cache and a compiled step."""
 
     def __init__(self, config: GPTConfig, on_gpu: bool, static: bool = False) -> None:
         import torch
@@ -315,14 +339,15 @@ class HuggingFace(Torch):
         self.device, self.static = torch.device("cuda" if on_gpu else "cpu"), static
         sizes = {"n_embd": config.embedding_dim, "n_layer": config.n_layers, "n_head": config.n_heads}
         settings = GPT2Config(config.vocab_size, config.context_window, **sizes, bos_token_id=0, eos_token_id=None)
-        self.kind = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.precision, torch.float32)
-        self.model = GPT2LMHeadModel(settings).to(self.device, self.kind).eval()
+        dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.precision, torch.float32)
+        self.model = GPT2LMHeadModel(settings).to(self.device, dtype).eval()
 
-    def continued(self, prompt: np.ndarray, n_tokens: int) -> Any:
+    def decode(self, prompt: np.ndarray, n_tokens: int) -> Any:
+        """Generate `n_tokens` tokens after a prompt of shape (batch, tokens)."""
         import torch
 
         ids = torch.from_numpy(prompt).to(self.device)
-        how: dict[str, Any] = {"cache_implementation": "static"} if self.static else {}
+        options: dict[str, Any] = {"cache_implementation": "static"} if self.static else {}
         with torch.no_grad():
             return self.model.generate(
                 ids,
@@ -331,12 +356,12 @@ class HuggingFace(Torch):
                 min_new_tokens=n_tokens,
                 do_sample=False,
                 pad_token_id=0,
-                **how,
+                **options,
             )
 
 
 def torch_gpt(config: GPTConfig) -> Any:
-    """GPT-2 as PyTorch's users write it."""
+    """Return GPT-2 as a PyTorch module."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -395,14 +420,15 @@ SIDES: dict[str, Callable[[GPTConfig, bool], Side]] = {
 
 
 def main() -> None:
+    """Answer requests: arguments SIDE DEVICE CONFIG."""
     name, device, fields = sys.argv[1:4]
     side: Side | None = None
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
             if side is None:
                 side = SIDES[name](GPTConfig.from_dict(json.loads(fields)), device == "gpu")
-            answer: Any = {"answer": getattr(side, asked.pop("do"))(**asked)}
+            answer: Any = {"answer": getattr(side, request.pop("do"))(**request)}
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}

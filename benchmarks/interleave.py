@@ -1,8 +1,10 @@
-"""Sides of a comparison take turns, long enough for each to run as it does in a long training.
+"""Interleaved measurement of the sides of a comparison.
 
-Threads of BLAS and OpenMP wait for more work by spinning, for up to a fifth of a second: long enough to slow down
-whoever comes next. After a pause the first steps are slow, too, until the system has spread the threads over the cores
-again, and a processor that was idle runs faster than it can for long. So a turn begins with seconds that do not count.
+A side is one of the compared implementations: a library, or a library with certain settings.
+
+Idle BLAS and OpenMP threads spin for up to 0.2 s while they wait for more work, which slows down the next side. After
+a pause the first steps are slow, too, until the system has distributed the threads over the cores, and a processor that
+was idle runs at a higher clock than it can sustain. Each round therefore starts with a warm-up that is not measured.
 """
 
 from __future__ import annotations
@@ -13,56 +15,59 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
-PAUSE_SECONDS = 0.5  # seconds between two sides
+PAUSE_SECONDS = 0.5  # between two sides
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a side works before the next one does.
+    """The number of rounds of each side, and their duration.
 
     Attributes:
-        turns: of each side.
-        seconds: of a turn, that count; at least one step does.
-        settling: seconds before those, that do not.
+        rounds: of each side.
+        seconds: measured in a round; at least one step is measured.
+        warmup: seconds before those, which are not measured.
     """
 
     rounds: int = 3
     seconds: float = 10.0
-    settling: float = 3.0
+    warmup: float = 3.0
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--rounds", "--turns", type=int, default=Schedule.rounds, help="of each side")
-        parser.add_argument("--seconds", type=float, default=Schedule.seconds, help="of a turn, that count")
-        parser.add_argument("--settling", type=float, default=Schedule.settling, help="seconds of a turn before those")
+        """Add the flags of a schedule to a parser."""
+        parser.add_argument("--rounds", "--turns", type=int, default=Schedule.rounds, help="rounds of each side")
+        parser.add_argument("--seconds", type=float, default=Schedule.seconds, help="measured seconds of a round")
+        parser.add_argument(
+            "--warmup", "--settling", type=float, default=Schedule.warmup, help="seconds of warm-up in a round"
+        )
 
     @staticmethod
-    def of(arguments: argparse.Namespace) -> Schedule:
-        """As the flags say."""
+    def from_arguments(arguments: argparse.Namespace) -> Schedule:
+        """Return the schedule that the flags specify."""
         return Schedule(**{field.name: getattr(arguments, field.name) for field in fields(Schedule)})
 
     def __str__(self) -> str:
-        return f"{self.rounds} turns of {self.seconds:g} seconds after {self.settling:g} that do not count"
+        return f"{self.rounds} interleaved rounds of {self.seconds:g} s after a warm-up of {self.warmup:g} s"
 
 
-def run_interleaved(sides: Sequence[Callable[[], T]], pace: Schedule) -> list[list[T]]:
-    """What each side's steps that count gave.
+def run_interleaved(sides: Sequence[Callable[[], T]], schedule: Schedule) -> list[list[T]]:
+    """Run the sides in alternating rounds, and return the results of the measured steps of each.
 
     Args:
-        sides: each makes a step when it is called; the first step, which may compile, never counts.
+        sides: functions that make one step; the first step of each, which may compile, is not measured.
     """
-    answers: list[list[T]] = [[] for _ in sides]
+    results: list[list[T]] = [[] for _ in sides]
     for step in sides:
         step()
-    for _ in range(pace.rounds):
-        for step, results in zip(sides, answers):
+    for _ in range(schedule.rounds):
+        for step, side_results in zip(sides, results):
             time.sleep(PAUSE_SECONDS)
-            settled = time.perf_counter() + pace.settling
-            while time.perf_counter() < settled:
-                step()
-            end = time.perf_counter() + pace.seconds
-            results.append(step())
+            end = time.perf_counter() + schedule.warmup
             while time.perf_counter() < end:
-                results.append(step())
-    return answers
+                step()
+            end = time.perf_counter() + schedule.seconds
+            side_results.append(step())
+            while time.perf_counter() < end:
+                side_results.append(step())
+    return results

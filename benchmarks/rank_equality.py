@@ -1,9 +1,9 @@
-"""Is it the same training, however many ranks there are?  python -m benchmarks.rank_equality
+"""Equality of training with different numbers of ranks (`python -m benchmarks.rank_equality`).
 
-One process, and 2, 3 and 4 ranks, make the same updates of 12 batches each: with AdamW and with Muon, in float64,
-float32 and bfloat16, with moments in every rank and shared out. Then runs that were saved by four ranks go on in one,
-two and three, and back in four. Two tables of Markdown say by how much losses differ from one process's, and what is
-equal bit for bit.
+One process, and 2, 3 and 4 ranks, make the same updates of 12 batches each: with AdamW and Muon, in float64, float32
+and bfloat16, with a replicated and a sharded optimizer state. Then runs of four ranks are resumed with one, two, three
+and four ranks, and with four again. Two Markdown tables contain the differences of the losses from those of one
+process, and which results are bit-exact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ranks import SETTINGS, mpiexec
+from benchmarks.ranks import MPI_VARIABLES, mpiexec
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.distributed.processes import SINGLE_PROCESS, ProcessGroup
 from tricycle.distributed.shards import gather_state, n_state_bytes
@@ -30,20 +30,21 @@ from tricycle_mpi.launch import launch_info
 
 PRECISIONS = ("float64", "float32", "bfloat16")
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
-N_BATCHES = 12  # an update: one, two, three and four ranks divide them
-BUCKET_BYTES = 20_000  # several buckets, though the model is small
+N_BATCHES = 12  # of an update: divisible by one, two, three and four ranks
+BUCKET_BYTES = 20_000  # small, so that the small model has several buckets
 
 
 @dataclass(frozen=True)
 class Job:
-    """Updates that the ranks of one start make.
+    """Updates that a group of ranks makes.
 
     Attributes:
-        name: of the file with what came of it.
-        until: the step to end at.
+        name: of the result file.
+        sharded: whether the optimizer state is sharded.
+        until: the last step.
         n_steps: of the whole run.
-        start: a checkpoint to go on from; "" to begin.
-        saved: where the checkpoint of the end goes; "" for none.
+        start: checkpoint to resume from; "" for a new run.
+        saved: checkpoint to save at the end; "" for none.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Job:
 
 # -------------------------------------------------------------------- a rank
 def run_jobs(folder: Path) -> None:
-    """Do all jobs of `jobs.json`, in a process that may be one of several."""
+    """Run all jobs of `jobs.json` in this process, which may be one of several ranks."""
     processes: ProcessGroup = SINGLE_PROCESS
     if launch_info().size > 1:
         from tricycle_mpi.ranks import join_process_group
@@ -71,11 +72,11 @@ def run_jobs(folder: Path) -> None:
 
 
 def run_job(job: Job, folder: Path, processes: ProcessGroup) -> None:
-    """The updates of one job. Rank 0 writes losses, weights and how many bytes of moments each rank has."""
+    """Make the updates of a job; rank 0 writes losses, weights, and the bytes of each rank's optimizer state."""
     state = initial_state(job, folder, processes)
     losses = [train_step(state)[0] for _ in range(state.step, job.until)]
     weights = np.concatenate([parameter.array.ravel() for parameter in state.model.parameters()])
-    n_copies = len({each.tobytes() for each in processes.all_gather(weights)})
+    n_copies = len({rank_weights.tobytes() for rank_weights in processes.all_gather(weights)})
     n_bytes = processes.all_gather(n_state_bytes(state.optimiser))
     states = gather_state(state.optimiser, state.model)
     if not processes.is_rank_zero:
@@ -86,7 +87,7 @@ def run_job(job: Job, folder: Path, processes: ProcessGroup) -> None:
 
 
 def initial_state(job: Job, folder: Path, processes: ProcessGroup) -> TrainingState:
-    """The state that a job begins with."""
+    """Return the training state at the start of a job."""
     tokens = np.random.default_rng(0).integers(0, DebugConfig().vocab_size, 20_000)
     if job.start:
         return resume_state(folder / job.start, tokens, False, processes, job.sharded)
@@ -101,17 +102,17 @@ def initial_state(job: Job, folder: Path, processes: ProcessGroup) -> TrainingSt
     return state
 
 
-# -------------------------------------------------------------------- all of them
-def start_ranks(n_ranks: int, jobs: list[Job], folder: Path) -> None:
-    """Start so many ranks, which do these jobs.
+# -------------------------------------------------------------------- tables
+def run_ranks(n_ranks: int, jobs: list[Job], folder: Path) -> None:
+    """Run jobs in `n_ranks` new processes.
 
     Raises:
-        RuntimeError: they fail; with what they said.
+        RuntimeError: a rank fails; with the end of the error output.
     """
     (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
-    starter = [mpiexec() or "mpiexec", "-n", str(n_ranks)] if n_ranks > 1 else []
-    environment = {**os.environ, **SETTINGS, "TRICYCLE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    command = [*starter, sys.executable, "-m", "benchmarks.rank_equality", "--jobs", str(folder)]
+    launcher = [mpiexec() or "mpiexec", "-n", str(n_ranks)] if n_ranks > 1 else []
+    environment = {**os.environ, **MPI_VARIABLES, "TRICYCLE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    command = [*launcher, sys.executable, "-m", "benchmarks.rank_equality", "--jobs", str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{n_ranks} ranks: {done.stderr[-1000:]}")
@@ -119,78 +120,83 @@ def start_ranks(n_ranks: int, jobs: list[Job], folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a job.
+    """The result of a job.
 
     Attributes:
         losses: of its updates.
-        bits: of all weights at the end.
-        n_bytes: of moments, by rank.
-        n_copies: different weights that ranks ended with; 1 where all is well.
+        weights: bytes of all weights after the last update.
+        n_bytes: of the optimizer state, by rank.
+        n_copies: number of different weights of the ranks; 1 if all ranks are equal.
     """
 
     losses: np.ndarray
-    bits: bytes
+    weights: bytes
     n_bytes: list[int]
     n_copies: int
 
 
 def load_result(folder: Path, name: str) -> Result:
+    """Load the result of a job."""
     with np.load(folder / f"{name}.npz") as file:
         return Result(file["losses"], file["weights"].tobytes(), file["n_bytes"].tolist(), int(file["n_copies"]))
 
 
 def equality_table(folder: Path, counts: list[int], n_steps: int) -> str:
-    """The table of equality."""
+    """Run all jobs that compare numbers of ranks, and return the table.
+
+    Args:
+        counts: numbers of ranks; the first is 1.
+    """
     for n in counts:
         jobs = []
         for precision in PRECISIONS:
             for optimiser in NAMES:
-                for kind in ("whole", "again", "shared") if n > 1 else ("whole",):
+                for kind in ("replicated", "repeated", "sharded") if n > 1 else ("replicated",):
                     name = f"{n}-{precision}-{optimiser}-{kind}"
-                    jobs.append(Job(name, precision, optimiser, kind == "shared", n_steps, n_steps))
-        start_ranks(n, jobs, folder)
-    several = counts[1:]
-    heads = " | ".join(f"{n} ranks" for n in several)
-    kinds = "the same again | shared out | moments a rank, kB: whole; shared by " + ", ".join(map(str, several))
-    rows = [f"| {n_steps} updates of {N_BATCHES} batches | {heads} | {kinds} |"]
-    rows.append("|:---" + "|---:" * len(several) + "|:---|:---|:---|")
+                    jobs.append(Job(name, precision, optimiser, kind == "sharded", n_steps, n_steps))
+        run_ranks(n, jobs, folder)
+    parallel_counts = counts[1:]
+    rank_titles = " | ".join(f"{n} ranks" for n in parallel_counts)
+    sizes = f"state per rank, kB: one process; sharded over {', '.join(map(str, parallel_counts))}"
+    rows = [f"| {n_steps} updates of {N_BATCHES} batches | {rank_titles} | repeated | sharded | {sizes} |"]
+    rows.append("|:---" + "|---:" * len(parallel_counts) + "|:---|:---|:---|")
     for precision in PRECISIONS:
         for optimiser in NAMES:
-            rows.append(equality_row(folder, several, precision, optimiser))
+            rows.append(equality_row(folder, parallel_counts, precision, optimiser))
     return "\n".join(rows)
 
 
 def equality_row(folder: Path, counts: list[int], precision: str, optimiser: str) -> str:
-    """Largest differences of a loss from one process's, and what is equal bit for bit."""
+    """Return a row: the largest differences of a loss from one process's, and which results are bit-exact."""
 
-    def of(n: int, kind: str) -> Result:
+    def result(n: int, kind: str) -> Result:
         return load_result(folder, f"{n}-{precision}-{optimiser}-{kind}")
 
-    alone = of(1, "whole")
-    wholes = [of(n, "whole") for n in counts]
-    differences = [np.abs(each.losses - alone.losses).max() for each in wholes]
-    shared = [of(n, "shared") for n in counts]
-    again = all(is_equal(of(n, "again"), one) for n, one in zip(counts, wholes))
-    out = all(is_equal(one, other) for one, other in zip(shared, wholes))
-    memory = f"{alone.n_bytes[0] / 1e3:.0f}; " + ", ".join(f"{max(each.n_bytes) / 1e3:.0f}" for each in shared)
+    single = result(1, "replicated")
+    replicated = [result(n, "replicated") for n in counts]
+    sharded = [result(n, "sharded") for n in counts]
+    differences = [np.abs(group.losses - single.losses).max() for group in replicated]
+    repeated_equal = all(is_equal(result(n, "repeated"), group) for n, group in zip(counts, replicated))
+    sharded_equal = all(is_equal(group, other) for group, other in zip(sharded, replicated))
+    sizes = ", ".join(f"{max(group.n_bytes) / 1e3:.0f}" for group in sharded)
     cells = [f"{difference:.0e}" for difference in differences]
-    cells += ["equal" if again else "NOT EQUAL", "equal" if out else "NOT EQUAL", memory]
-    return f"| {precision}, {NAMES[optimiser]} | {' | '.join(cells)} |"
+    cells += ["equal" if equal else "NOT EQUAL" for equal in (repeated_equal, sharded_equal)]
+    return f"| {precision}, {NAMES[optimiser]} | {' | '.join(cells)} | {single.n_bytes[0] / 1e3:.0f}; {sizes} |"
 
 
 def is_equal(a: Result, b: Result) -> bool:
-    """Bit for bit, in all ranks."""
-    return a.n_copies == b.n_copies == 1 and a.bits == b.bits and a.losses.tobytes() == b.losses.tobytes()
+    """Return whether two results have equal bits in all ranks."""
+    return a.n_copies == b.n_copies == 1 and a.weights == b.weights and a.losses.tobytes() == b.losses.tobytes()
 
 
 def resume_table(folder: Path, n_steps: int) -> str:
-    """The table of runs that go on in other numbers of ranks."""
+    """Run all jobs that resume with other numbers of ranks, and return the table."""
     half, later = n_steps // 2, 3 * n_steps // 4
     title = f"float32, saved after {half} and {later} of {n_steps} updates"
-    rows = [f"| {title} | AdamW | AdamW, shared out | Muon, shared out |"]
+    rows = [f"| {title} | AdamW | AdamW, sharded | Muon, sharded |"]
     rows.append("|:---|---:|---:|---:|")
     variants = [("adamw", False), ("adamw", True), ("muon", True)]
-    kinds = ["-".join((optimiser, "shared" if sharded else "whole")) for optimiser, sharded in variants]
+    kinds = ["-".join((optimiser, "sharded" if sharded else "replicated")) for optimiser, sharded in variants]
 
     def jobs(until: int, start: str, saved: str, name: str) -> list[Job]:
         return [
@@ -206,33 +212,34 @@ def resume_table(folder: Path, n_steps: int) -> str:
             for kind, variant in zip(kinds, variants)
         ]
 
-    start_ranks(1, jobs(n_steps, "", "", "alone"), folder)
-    start_ranks(4, jobs(half, "", "half", "first") + jobs(n_steps, "", "", "left-alone"), folder)
+    run_ranks(1, jobs(n_steps, "", "", "single"), folder)
+    run_ranks(4, jobs(half, "", "half", "first") + jobs(n_steps, "", "", "uninterrupted"), folder)
     for n in (1, 2, 3, 4):
-        start_ranks(n, jobs(later, "half", f"later-{n}", f"in-{n}"), folder)
-        start_ranks(4, jobs(n_steps, f"later-{n}", "", f"back-{n}"), folder)
+        run_ranks(n, jobs(later, "half", f"later-{n}", f"resumed-{n}"), folder)
+        run_ranks(4, jobs(n_steps, f"later-{n}", "", f"last-{n}"), folder)
         cells = [resume_cell(folder, n, kind) for kind in kinds]
         rows.append(f"| 4 ranks, then {n}, then 4 | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def resume_cell(folder: Path, n: int, kind: str) -> str:
-    """The largest difference of a loss from one process's."""
-    parts = [load_result(folder, f"{name}-{kind}") for name in ("first", f"in-{n}", f"back-{n}")]
-    losses = np.concatenate([part.losses for part in parts])
-    cell = f"{np.abs(losses - load_result(folder, f'alone-{kind}').losses).max():.0e}"
-    left_alone = load_result(folder, f"left-alone-{kind}")
+    """Return the largest difference of a loss from one process's; with 4 ranks also whether the run is bit-exact."""
+    runs = [load_result(folder, f"{name}-{kind}") for name in ("first", f"resumed-{n}", f"last-{n}")]
+    losses = np.concatenate([run.losses for run in runs])
+    cell = f"{np.abs(losses - load_result(folder, f'single-{kind}').losses).max():.0e}"
     if n != 4:
         return cell
-    same = losses.tobytes() == left_alone.losses.tobytes() and parts[-1].bits == left_alone.bits
-    return f"{cell}; {'bits equal' if same else 'NOT EQUAL'}"
+    uninterrupted = load_result(folder, f"uninterrupted-{kind}")
+    equal = losses.tobytes() == uninterrupted.losses.tobytes() and runs[-1].weights == uninterrupted.weights
+    return f"{cell}; {'bits equal' if equal else 'NOT EQUAL'}"
 
 
 def main() -> int:
+    """Print both tables; return 1 if results that should be bit-exact differ."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100, help="updates")
+    parser.add_argument("--steps", type=int, default=100, help="number of updates")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], help="numbers of ranks")
-    parser.add_argument("--jobs", type=Path, help=argparse.SUPPRESS)  # what a rank is started for
+    parser.add_argument("--jobs", type=Path, help=argparse.SUPPRESS)  # used by the ranks
     arguments = parser.parse_args()
     if arguments.jobs:
         run_jobs(arguments.jobs)

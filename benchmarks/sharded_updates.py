@@ -1,7 +1,7 @@
-"""How evenly an update and its moments are shared out among ranks: python -m benchmarks.sharded_updates --shape S M
+"""Balance of the sharded optimizer over ranks (`python -m benchmarks.sharded_updates --shape S M`).
 
-Each rank's part of an update is made here, one after another, without the others: what it takes, and what is
-remembered.
+The benchmark makes the part of an update of each rank in this process, one after another, and measures its time and the
+size of its optimizer state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tricycle.training_state import new_optimiser
 
 
 class FakeRank(ProcessGroup):
-    """One of several, of whom the others do not exist: what they would send is not there."""
+    """A rank of a process group whose other ranks do not exist; it receives nothing from them."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class FakeRank(ProcessGroup):
 
 
 class LocalShards(Shards):
-    """Nothing is sent."""
+    """Shards that do not send updated parameters."""
 
     def broadcast(self, arrays: object, owners: object) -> None:
-        pass
+        """Do nothing."""
 
 
 def update_seconds(model: GPT, optimiser: Optimiser, n_times: int) -> float:
-    """The median of some updates, after one more."""
+    """Return the median seconds of `n_times` updates, after a warm-up update."""
     rng = np.random.default_rng(0)
     for parameter in model.parameters():
         parameter.grad = Tensor(rng.standard_normal(parameter.shape, np.float32))
@@ -53,28 +53,29 @@ def update_seconds(model: GPT, optimiser: Optimiser, n_times: int) -> float:
 
 
 def main() -> None:
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["S"], help="models")
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["S"], help="model shapes")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--times", type=int, default=3, help="timed updates of each rank")
     arguments = parser.parse_args()
-    print(f"{date.today()}\n\n| | ms of an update, whole | by rank | MB remembered, whole | by rank |")
+    print(f"{date.today()}\n\n| | update (ms), one process | by rank | optimizer state (MB), one process | by rank |")
     print("|:---|---:|:---|---:|:---|")
     for shape in arguments.shape:
         for name in ("adamw", "muon"):
             config = replace(SHAPES[shape], optimiser=name)
-            model, alone = GPT(config), new_optimiser(config)
-            whole = update_seconds(model, alone, arguments.times)
+            model, unsharded = GPT(config), new_optimiser(config)
+            unsharded_seconds = update_seconds(model, unsharded, arguments.times)
             for size in arguments.ranks:
                 times, n_bytes = [], []
                 for rank in range(size):
-                    shards = LocalShards(FakeRank(rank, size), model, partial(update_cost, alone))
+                    shards = LocalShards(FakeRank(rank, size), model, partial(update_cost, unsharded))
                     optimiser = ShardedOptimiser(new_optimiser(config), shards)
                     times.append(update_seconds(model, optimiser, arguments.times))
                     n_bytes.append(n_state_bytes(optimiser))
-                cells = [", ".join(f"{1e3 * each:.0f}" for each in times), f"{n_state_bytes(alone) / 1e6:.0f}"]
-                cells += [", ".join(f"{each / 1e6:.0f}" for each in n_bytes)]
-                print(f"| {shape}, {name}, {size} ranks | {1e3 * whole:.0f} | {' | '.join(cells)} |", flush=True)
+                cells = [f"{1e3 * unsharded_seconds:.0f}", ", ".join(f"{1e3 * seconds:.0f}" for seconds in times)]
+                cells += [f"{n_state_bytes(unsharded) / 1e6:.0f}", ", ".join(f"{n / 1e6:.0f}" for n in n_bytes)]
+                print(f"| {shape}, {name}, {size} ranks | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What small things cost: python -m benchmarks.small_networks
+"""Training time of small networks and import time, compared with PyTorch (`python -m benchmarks.small_networks`).
 
-A thousand steps of networks of a tutorial's size, beside PyTorch (eager; its data want no gradient, as its users write
-them, and ours do, as the tutorial does), and how long a fresh Python takes to import either. Each side has a process to
-itself, and the sides take turns.
+A thousand steps of networks of a tutorial's size in Tricycle and eager PyTorch, and the time that a new Python process
+needs to import each library. As in the tutorials, Tricycle's inputs require gradients and PyTorch's do not. Each side
+runs in a separate process, and the sides are interleaved.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 N_FEATURES, N_CLASSES = 4, 3
-# name: rows of data, width of the hidden layer, "flowers" are told apart (ReLU, cross-entropy), "numbers" are predicted
-# (tanh, mean squared error), optimiser
+# name: rows of data, hidden size, task ("flowers" is classification with ReLU and cross-entropy, "numbers" regression
+# with tanh and mean squared error), optimiser
 NETWORKS = {
     "flowers, SGD": (150, 16, "flowers", "sgd"),
     "numbers, SGD": (32, 3, "numbers", "sgd"),
@@ -34,7 +34,7 @@ NETWORKS = {
 
 
 def random_data(n_rows: int, task: str) -> tuple[np.ndarray, np.ndarray]:
-    """Random, for the time does not depend on the values."""
+    """Return random inputs and targets; the time of a step does not depend on the values."""
     generator = np.random.default_rng(0)
     inputs = generator.standard_normal((n_rows, N_FEATURES)).astype(np.float32)
     if task == "flowers":
@@ -42,8 +42,9 @@ def random_data(n_rows: int, task: str) -> tuple[np.ndarray, np.ndarray]:
     return inputs, inputs.sum(axis=1, keepdims=True)
 
 
-# -------------------------------------------------------------------- the sides: each gives one step of training
+# -------------------------------------------------------------------- the sides
 def tricycle_step(n_rows: int, width: int, task: str, optimiser_name: str) -> Callable[[], None]:
+    """Return a function that makes a training step with Tricycle."""
     from tricycle import to_tensor
     from tricycle.activation import ReLU
     from tricycle.functions import Tanh
@@ -53,26 +54,27 @@ def tricycle_step(n_rows: int, width: int, task: str, optimiser_name: str) -> Ca
 
     x, y = random_data(n_rows, task)
     inputs = to_tensor(x, is_batched=True)
-    truth = to_tensor(y, is_batched=True, dtype=int if task == "flowers" else None)
+    targets = to_tensor(y, is_batched=True, dtype=int if task == "flowers" else None)
     activation: Any = ReLU() if task == "flowers" else Tanh()
     model = Sequential(Dense(N_FEATURES, width), activation, Dense(width, N_CLASSES if task == "flowers" else 1))
     loss_fn: Any = CrossEntropy() if task == "flowers" else MeanSquaredError()
     optimiser = (StochasticGradientDescent if optimiser_name == "sgd" else AdamW)(learning_rate=1e-2)
 
     def step() -> None:
-        loss_fn(truth, model(inputs)).backward()
+        loss_fn(targets, model(inputs)).backward()
         model.update(optimiser)
 
     return step
 
 
 def torch_step(n_rows: int, width: int, task: str, optimiser_name: str) -> Callable[[], None]:
+    """Return a function that makes a training step with PyTorch on one thread."""
     import torch
     from torch import nn
 
     torch.set_num_threads(1)
     x, y = random_data(n_rows, task)
-    inputs, truth = torch.tensor(x), torch.tensor(y)
+    inputs, targets = torch.tensor(x), torch.tensor(y)
     activation: Any = nn.ReLU() if task == "flowers" else nn.Tanh()
     last = nn.Linear(width, N_CLASSES if task == "flowers" else 1)
     model = nn.Sequential(nn.Linear(N_FEATURES, width), activation, last)
@@ -81,17 +83,18 @@ def torch_step(n_rows: int, width: int, task: str, optimiser_name: str) -> Calla
 
     def step() -> None:
         optimiser.zero_grad()
-        loss_fn(model(inputs), truth).backward()
+        loss_fn(model(inputs), targets).backward()
         optimiser.step()
 
     return step
 
 
-SIDES = {side.__name__: side for side in (tricycle_step, torch_step)}
+SIDES = {"tricycle": tricycle_step, "torch": torch_step}
 _steps: dict[tuple[str, str], Callable[[], None]] = {}
 
 
 def time_steps(side: str, network: str, n_steps: int) -> float:
+    """Return the seconds of `n_steps` training steps; the network of a side is built once per process."""
     key = side, network
     if key not in _steps:
         _steps[key] = SIDES[side](*NETWORKS[network])
@@ -103,27 +106,28 @@ def time_steps(side: str, network: str, n_steps: int) -> float:
 
 
 def compare_steps(sides: list[str], n_steps: int, repeats: int) -> None:
+    """Measure the training steps of each network, and print a table."""
     spawn = multiprocessing.get_context("spawn")
     workers = {side: ProcessPoolExecutor(1, mp_context=spawn) for side in sides}
-    print(f"milliseconds of {n_steps:,} steps, medians of {repeats} turns")
-    print(f"{'':<16}" + "".join(f"{side:>10}" for side in sides) + f"{'ours / it':>12}" * (len(sides) > 1))
+    print(f"milliseconds of {n_steps:,} steps, medians of {repeats} interleaved rounds")
+    print(f"{'':<16}" + "".join(f"{side:>10}" for side in sides) + f"{'time / PyTorch':>16}" * (len(sides) > 1))
     for network in NETWORKS:
         times: dict[str, list[float]] = {side: [] for side in sides}
-        for turn in range(repeats + 1):
+        for round_index in range(repeats + 1):
             for side, worker in workers.items():
                 elapsed = worker.submit(time_steps, side, network, n_steps).result()
-                if turn:  # the first warms up
+                if round_index:  # the first round is a warm-up
                     times[side].append(elapsed)
         row = "".join(f"{1e3 * statistics.median(times[side]):>10.1f}" for side in sides)
         if len(sides) > 1:
-            row += f"{statistics.median(a / b for a, b in zip(times['tricycle'], times['torch'])):>12.2f}"
+            row += f"{statistics.median(a / b for a, b in zip(times['tricycle'], times['torch'])):>16.2f}"
         print(f"{network:<16}{row}")
     for worker in workers.values():
         worker.shutdown()
 
 
 def time_import(module: str) -> float:
-    """In a Python of its own, whose modules are compiled already, as those of an installed package are."""
+    """Return the seconds of a new Python process that imports a module, with bytecode files as if installed."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", f"import {module}"], check=True, env=environment)
@@ -131,23 +135,25 @@ def time_import(module: str) -> float:
 
 
 def compare_imports(modules: list[str], repeats: int) -> None:
+    """Measure the import time of each module, and print a table."""
     times: dict[str, list[float]] = {module: [] for module in modules}
-    for turn in range(repeats + 1):
+    for round_index in range(repeats + 1):
         for module in modules:
             elapsed = time_import(module)
-            if turn:  # the first compiles
+            if round_index:  # the first round writes the bytecode files
                 times[module].append(elapsed)
-    print(f"\nmilliseconds of a Python that imports one module and ends, medians of {repeats} turns")
+    print(f"\nmilliseconds of a Python process that imports one module, medians of {repeats} interleaved rounds")
     for module in modules:
-        more = statistics.median(a - b for a, b in zip(times[module], times["numpy"]))
-        print(f"{module:<16}{1e3 * statistics.median(times[module]):>10.1f}{1e3 * more:>+10.1f} beside numpy")
+        difference = statistics.median(a - b for a, b in zip(times[module], times["numpy"]))
+        print(f"{module:<16}{1e3 * statistics.median(times[module]):>10.1f}{1e3 * difference:>+10.1f} against numpy")
 
 
 def main() -> None:
+    """Measure and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000, help="of training in a turn")
-    parser.add_argument("--repeats", type=int, default=11, help="turns that count")
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="who runs beside us")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of a round")
+    parser.add_argument("--repeats", type=int, default=11, help="measured rounds")
+    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
     arguments = parser.parse_args()
     peer = ["torch"] if arguments.peer == "torch" and util.find_spec("torch") is not None else []
     versions = "".join(f", {side} {metadata.version(side)}" for side in peer)

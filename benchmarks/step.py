@@ -1,6 +1,6 @@
-"""Where a training step's time goes: python -m benchmarks.step --shape S --out step.png
+"""Time of each group of kernels in a training step (`python -m benchmarks.step --shape S --out step.png`).
 
-Every kernel's calls are timed, once with the plain reference kernels and once with the fast ones, in turns.
+All kernel calls are timed, with the reference kernels and with the fast ones, in interleaved steps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tricycle.debug import use_reference
 from tricycle_cli.kernel_times import timed_kernels
 from tricycle_lab.plot import new_figure, require_matplotlib
 
-# Each part of a step and the kernels that belong to it; what is left is graph, sums, embeddings and reshapes.
-PARTS = {
+# Groups of kernels. The remaining time is spent on the graph, gradient sums, embeddings and reshapes.
+KERNEL_GROUPS = {
     "matrix products": ["matmul"],
     "attention": ["attention", "attention_backward"],
     "activation": ["gelu_with_derivative", "gelu_backward", "multiply"],
@@ -29,52 +29,53 @@ PARTS = {
     "loss": ["cross_entropy"],
     "AdamW": ["adamw", "run_independent"],
 }
-REST = "everything else"
+OTHER = "everything else"
 
 
 def kernel_times(shape: str, n_steps: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each part, with plain and with fast kernels: medians over steps that take turns."""
+    """Return the milliseconds of each kernel group with reference and with fast kernels, as medians over steps."""
     step = tricycle_step(SHAPES[shape])
-    times: dict[str, list[dict[str, float]]] = {"plain kernels": [], "fast kernels": []}
+    times: dict[str, list[dict[str, float]]] = {"reference kernels": [], "fast kernels": []}
 
-    def one() -> dict[str, float]:
+    def timed_step() -> dict[str, float]:
         start = time.perf_counter()
         with timed_kernels() as seconds:
             step()
         total = time.perf_counter() - start
-        parts = {part: 1e3 * sum(seconds[name] for name in names) for part, names in PARTS.items()}
-        return parts | {REST: 1e3 * total - sum(parts.values())}
+        groups = {group: 1e3 * sum(seconds[name] for name in names) for group, names in KERNEL_GROUPS.items()}
+        return groups | {OTHER: 1e3 * total - sum(groups.values())}
 
-    for turn in range(n_steps + 1):
+    for round_index in range(n_steps + 1):
         with use_reference():
-            one()
-            plain = one()
-        one()
-        fast = one()
-        if turn:
-            times["plain kernels"].append(plain)
+            timed_step()
+            reference = timed_step()
+        timed_step()
+        fast = timed_step()
+        if round_index:  # the first round is a warm-up
+            times["reference kernels"].append(reference)
             times["fast kernels"].append(fast)
     return {
-        name: {part: statistics.median(each[part] for each in steps) for part in [*PARTS, REST]}
+        name: {group: statistics.median(step[group] for step in steps) for group in [*KERNEL_GROUPS, OTHER]}
         for name, steps in times.items()
     }
 
 
 def draw_bars(times: dict[str, dict[str, float]], title: str, path: Path) -> None:
-    """One bar each, cut into parts."""
+    """Draw a stacked bar for each set of kernels."""
     figure = new_figure(9, 3.2)
     axes = figure.subplots()
-    for i, part in enumerate([*PARTS, REST]):
-        lefts = [sum(list(parts.values())[:i]) for parts in times.values()]
-        widths = [parts[part] for parts in times.values()]
-        axes.barh(list(times), widths, left=lefts, label=part, color=f"C{i}")
+    for i, group in enumerate([*KERNEL_GROUPS, OTHER]):
+        lefts = [sum(list(groups.values())[:i]) for groups in times.values()]
+        widths = [groups[group] for groups in times.values()]
+        axes.barh(list(times), widths, left=lefts, label=group, color=f"C{i}")
     axes.invert_yaxis()
-    axes.set(xlabel="milliseconds a step", title=title)
+    axes.set(xlabel="milliseconds per step", title=title)
     axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.25), frameon=False)
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S", help="model and batch")
     parser.add_argument("--steps", type=int, default=8, help="timed steps with each set of kernels")
@@ -82,16 +83,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.out:
         require_matplotlib("--out")
-    if any(name in os.environ for name in BLAS_PIN_VARIABLES):  # BLAS reads them when it is loaded
+    if any(name in os.environ for name in BLAS_PIN_VARIABLES):  # BLAS reads them at import: start a new process
         clean = {name: value for name, value in os.environ.items() if name not in BLAS_PIN_VARIABLES}
         sys.exit(subprocess.run([sys.executable, "-m", "benchmarks.step", *sys.argv[1:]], env=clean).returncode)
     times = kernel_times(arguments.shape, arguments.steps)
-    print(f"{'milliseconds a step':<20}" + "".join(f"{name:>15}" for name in times))
-    for part in [*PARTS, REST]:
-        print(f"{part:<20}" + "".join(f"{parts[part]:>15.1f}" for parts in times.values()))
-    print(f"{'sum':<20}" + "".join(f"{sum(parts.values()):>15.1f}" for parts in times.values()))
+    print(f"{'ms per step':<20}" + "".join(f"{name:>19}" for name in times))
+    for group in [*KERNEL_GROUPS, OTHER]:
+        print(f"{group:<20}" + "".join(f"{groups[group]:>19.1f}" for groups in times.values()))
+    print(f"{'sum':<20}" + "".join(f"{sum(groups.values()):>19.1f}" for groups in times.values()))
     if arguments.out:
-        draw_bars(times, f"Where a training step goes, shape {arguments.shape}", arguments.out)
+        draw_bars(times, f"Time of a training step by kernel group, shape {arguments.shape}", arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Tokeniser speed beside other libraries: python -m benchmarks.tokeniser
+"""Tokenizer speed compared with other libraries (`python -m benchmarks.tokeniser`).
 
-Training byte-level BPE beside Hugging Face `tokenizers` (pip install tokenizers), with the same pattern that cuts text
-into pieces, the same vocabulary size and merges of pairs that occur at least twice; then encoding beside the bare
-tiktoken with the merges that our training found. The sides take turns.
+Training of byte-level BPE is compared with Hugging Face `tokenizers` (pip install tokenizers), with the same
+pre-tokenization pattern and vocabulary size, and merges of pairs that occur at least twice. Encoding is compared with
+tiktoken, with the merges that Tricycle has learned. The sides are interleaved.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tricycle_datasets.shakespeare import SHA256, URL
 
 
 def shakespeare(n_bytes: int) -> list[str]:
-    """Tiny Shakespeare as one document."""
+    """Return Tiny Shakespeare, at most `n_bytes` of it, as one document."""
     path = fetch("input.txt", URL, SHA256, folder="tinyshakespeare")
     return [path.read_bytes()[:n_bytes].decode("utf-8", errors="ignore")]
 
 
 def standard_library_code(n_bytes: int) -> list[str]:
-    """Files of the running Python's standard library, each a document."""
+    """Return files of the running Python's standard library, one document each, with `n_bytes` together."""
     root, texts, size = Path(sysconfig.get_path("stdlib")), [], 0
     for path in sorted(root.rglob("*.py")):
         if size < n_bytes and not SKIPPED_FOLDERS & {*path.relative_to(root).parts}:
@@ -49,10 +49,12 @@ TEXTS = {"shakespeare": shakespeare, "code": standard_library_code}
 
 
 def train_tricycle(texts: list[str], vocab_size: int) -> BPETokeniser:
+    """Train a tokenizer with Tricycle."""
     return BPETokeniser(vocab_size).train(texts, progress=False)
 
 
 def train_tokenizers(texts: list[str], vocab_size: int) -> Any:
+    """Train a tokenizer with Hugging Face `tokenizers`."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer: Any = Tokenizer(models.BPE())
@@ -73,49 +75,51 @@ def train_tokenizers(texts: list[str], vocab_size: int) -> Any:
     return tokenizer
 
 
-def time_call(work: Callable[..., Any], *what: Any) -> tuple[float, Any]:
-    """How long it took, and what came of it."""
+def time_call(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """Return the seconds of a call, and its result."""
     start = time.perf_counter()
-    result = work(*what)
+    result = function(*arguments)
     return time.perf_counter() - start, result
 
 
 def compare_training(texts: list[str], vocab_size: int, peer: bool, repeats: int) -> tuple[str, BPETokeniser]:
-    """A row of the table, and the tokeniser."""
-    ours, theirs = [], []
+    """Measure training, and return a row of the table and the trained tokenizer."""
+    times, peer_times = [], []
     for _ in range(repeats):
         elapsed, tokeniser = time_call(train_tricycle, texts, vocab_size)
-        ours.append(elapsed)
+        times.append(elapsed)
         if peer:
             elapsed, tokenizer = time_call(train_tokenizers, texts, vocab_size)
-            theirs.append(elapsed)
-    row = f"{statistics.median(ours):>12.2f}"
+            peer_times.append(elapsed)
+    seconds = statistics.median(times)
+    row = f"{seconds:>12.2f}"
     if peer:
-        row += f"{statistics.median(theirs):>14.2f}{statistics.median(ours) / statistics.median(theirs):>12.2f}"
-        row += f"{shared_token_fraction(tokeniser, tokenizer):>11.1%}"
+        row += f"{statistics.median(peer_times):>14.2f}{seconds / statistics.median(peer_times):>19.2f}"
+        row += f"{shared_token_fraction(tokeniser, tokenizer):>15.1%}"
     return row, tokeniser
 
 
 def shared_token_fraction(tokeniser: BPETokeniser, tokenizer: Any) -> float:
-    """The share of our tokens that the other side has too: both should have learnt the same."""
+    """Return the fraction of Tricycle's learned tokens that `tokenizers` has learned, too."""
     from tokenizers import decoders
 
     decoder = decoders.ByteLevel()
-    theirs = {decoder.decode([token]) for token in tokenizer.get_vocab()}
-    ours = [tokeniser.token_bytes(i).decode("utf-8", errors="replace") for i in range(256, tokeniser.n_vocab)]
-    return sum(token in theirs for token in ours) / len(ours)
+    peer_tokens = {decoder.decode([token]) for token in tokenizer.get_vocab()}
+    tokens = [tokeniser.token_bytes(i).decode("utf-8", errors="replace") for i in range(256, tokeniser.n_vocab)]
+    return sum(token in peer_tokens for token in tokens) / len(tokens)
 
 
 def encode_all(encode: Callable[[str], Any], texts: list[str]) -> None:
+    """Encode each text."""
     for text in texts:
         encode(text)
 
 
 def compare_encoding(texts: list[str], tokeniser: BPETokeniser, repeats: int) -> str:
-    """A row of the table."""
+    """Measure encoding, and return a row of the table."""
     n_ordinary = tokeniser.n_vocab - len(tokeniser.special_tokens)
     ranks = {tokeniser.token_bytes(i): i for i in range(n_ordinary)}
-    # without any special token its arrays come at half the speed
+    # Without a special token, `encode_to_numpy` has half the speed.
     bare = tiktoken.Encoding("bare", pat_str=PIECE, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: n_ordinary})
     sides: list[Callable[[str], Any]] = [
         tokeniser.encode,
@@ -123,23 +127,24 @@ def compare_encoding(texts: list[str], tokeniser: BPETokeniser, repeats: int) ->
         bare.encode_ordinary,
     ]
     times: list[list[float]] = [[] for _ in sides]
-    turns = [*zip(sides, times)]
+    order = [*zip(sides, times)]
     for _ in range(repeats):
-        for encode, elapsed in turns:
+        for encode, elapsed in order:
             elapsed.append(time_call(encode_all, encode, texts)[0])
-        turns.reverse()  # who comes first finds the caches as training or another side left them
+        order.reverse()  # the first side starts with the caches that training or another side has left
     megabytes = sum(len(text.encode("utf-8")) for text in texts) / 1e6
-    ours, array, ids = (megabytes / statistics.median(elapsed) for elapsed in times)
-    return f"{ours:>12.1f}{array:>17.1f}{ids:>16.1f}{ours / max(array, ids):>12.2f}"
+    tricycle, array, ids = (megabytes / statistics.median(elapsed) for elapsed in times)
+    return f"{tricycle:>12.1f}{array:>17.1f}{ids:>16.1f}{tricycle / max(array, ids):>14.2f}"
 
 
 def main() -> None:
+    """Measure and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", choices=TEXTS, nargs="+", default=[*TEXTS], help="what to train on and to encode")
-    parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[1024, 8192], help="ids in all")
-    parser.add_argument("--megabytes", type=float, default=10.0, help="the most of each text")
-    parser.add_argument("--repeats", type=int, default=3, help="of each side; the medians count")
-    parser.add_argument("--peer", choices=["tokenizers", "none"], default="tokenizers", help="who trains beside us")
+    parser.add_argument("--texts", choices=TEXTS, nargs="+", default=[*TEXTS], help="texts to train on and to encode")
+    parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[1024, 8192], help="sizes of the vocabulary")
+    parser.add_argument("--megabytes", type=float, default=10.0, help="maximum size of each text")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each side")
+    parser.add_argument("--peer", choices=["tokenizers", "none"], default="tokenizers", help="library to compare with")
     arguments = parser.parse_args()
     peer = arguments.peer == "tokenizers"
     packages = ["tiktoken", *["tokenizers"] * peer]
@@ -159,11 +164,11 @@ def main() -> None:
             title = f"{name:<13}{size:>6.1f}{vocab_size:>8,}"
             training.append(title + row)
             encoding.append(title + compare_encoding(texts[name], tokeniser, arguments.repeats))
-    titles = f"{'text':<13}{'MB':>6}{'vocab':>8}{'ours':>12}"
+    titles = f"{'text':<13}{'MB':>6}{'vocab':>8}{'tricycle':>12}"
     print(f"\ntraining, seconds, medians of {arguments.repeats}: pairs that occur at least twice")
-    print(titles + f"{'tokenizers':>14}{'ours / it':>12}{'in common':>11}" * peer, *training, sep="\n")
+    print(titles + f"{'tokenizers':>14}{'time / tokenizers':>19}{'common tokens':>15}" * peer, *training, sep="\n")
     print(f"\nencoding, MB/s, medians of {arguments.repeats}: the same vocabulary, one thread")
-    print(titles + f"{'tiktoken, array':>17}{'tiktoken, list':>16}{'ours / best':>12}", *encoding, sep="\n")
+    print(titles + f"{'tiktoken, array':>17}{'tiktoken, list':>16}{'speed / best':>14}", *encoding, sep="\n")
 
 
 if __name__ == "__main__":

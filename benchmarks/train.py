@@ -1,8 +1,8 @@
-"""Training speed beside PyTorch: python -m benchmarks.train --shape S --peer torch
+"""Training speed compared with PyTorch (`python -m benchmarks.train --shape S --peer torch`).
 
-Forward, loss, backward and AdamW on random tokens. The sides take turns. The limit is the speed of a machine that does
-nothing but the products, all at the rate at which it multiplies two matrices of 2,048 x 2,048 numbers, ours or that of
-PyTorch, whichever is faster. These products take turns with the others, for a machine's clock may move by a third.
+A step is forward pass, loss, backward pass and AdamW on random tokens. The sides are interleaved. Peak is the speed of
+training if all its floating-point operations ran at the rate of a 2,048 x 2,048 matrix product, of Tricycle or PyTorch,
+whichever is faster. These products are interleaved with the training steps, because a clock may change by a third.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from tricycle_cli.speed import flops_per_token
 
 
 def main() -> None:
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S", help="model and batch")
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
-    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32", help="of both sides")
+    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
+    parser.add_argument(
+        "--precision", choices=["float32", "bfloat16"], default="float32", help="precision of all sides"
+    )
     parser.add_argument("--compile", action="store_true", help="add torch.compile as a third side")
-    others = [name for name in SOFTMAXES if name != "softmax"]
-    parser.add_argument("--softmax", nargs="*", choices=others, default=[], help="add ours with these as further sides")
+    variants = [name for name in SOFTMAXES if name != "softmax"]
+    parser.add_argument(
+        "--softmax", nargs="*", choices=variants, default=[], help="softmax variants to add as further sides"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
     Schedule.add_flags(parser)
     arguments = parser.parse_args()
@@ -34,30 +39,31 @@ def main() -> None:
     names += arguments.softmax
     assert set(names) <= set(SIDES)
     config = SHAPES[arguments.shape]
-    words = arguments.shape, arguments.precision
-    products = ["product", "torch-product"] if "torch" in names else ["product"]
-    workers = [Worker(name, arguments.threads, "benchmarks.workers", name, *words) for name in names + products]
-    times = dict(zip(names + products, time_steps(workers, Schedule.of(arguments))))
-    memory = {worker.side: worker.ask("memory") for worker in workers}
+    task = arguments.shape, arguments.precision
+    matmuls = ["matmul", "torch-matmul"] if "torch" in names else ["matmul"]
+    workers = [Worker(name, arguments.threads, "benchmarks.workers", name, *task) for name in names + matmuls]
+    times = dict(zip(names + matmuls, time_steps(workers, Schedule.from_arguments(arguments))))
+    memory = {worker.side: worker.request("memory") for worker in workers}
     print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
     for worker in workers:
         if worker.side in names:
-            print(f"  {worker.side}: {worker.ask('versions')}")
+            print(f"  {worker.side}: {worker.request('versions')}")
         worker.close()
     n_tokens = config.batch_size * config.context_window
     speeds = {name: n_tokens / times[name] for name in names}
     print(
         f"shape {arguments.shape}: batch {config.batch_size} x {config.context_window} tokens, "
-        f"{arguments.precision}, medians of {Schedule.of(arguments)}"
+        f"{arguments.precision}, medians of {Schedule.from_arguments(arguments)}"
     )
-    rates = {name: 2 * MATMUL_SIZE**3 / times[name] for name in products}
-    limit = max(rates.values()) / flops_per_token(config)
-    told = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in rates.items())
-    print(f"limit: {limit:,.0f} tokens a second, if all arithmetic went at the best of these: {told} GFLOP/s")
-    print(f"{'':<15}{'tokens/s':>10}{'ours / it':>11}{'limit':>8}{'memory MB':>11}")
+    rates = {name: 2 * MATMUL_SIZE**3 / times[name] for name in matmuls}
+    peak = max(rates.values()) / flops_per_token(config)
+    rate_list = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in rates.items())
+    print(f"peak: {peak:,.0f} tokens/s at the highest GEMM throughput: {rate_list} GFLOP/s")
+    print("speed-up: Tricycle's speed relative to the row's")
+    print(f"{'':<15}{'tokens/s':>10}{'speed-up':>10}{'fraction of peak':>18}{'memory MB':>11}")
     for name in names:
-        ratio = speeds["tricycle"] / speeds[name]
-        columns = f"{speeds[name]:>10,.0f}{ratio:>11.2f}{speeds[name] / limit:>8.2f}"
+        speed_up = speeds["tricycle"] / speeds[name]
+        columns = f"{speeds[name]:>10,.0f}{speed_up:>10.2f}{speeds[name] / peak:>18.2f}"
         print(f"{name:<15}{columns}{memory[name]:>11,.0f}")
 
 

@@ -1,7 +1,7 @@
-"""Both sides of a comparison in processes of their own, which take turns.
+"""Worker processes that run one side of a comparison each.
 
-Each worker builds its model once, then makes steps when asked and tells how long they took. While one works
-the others wait for input, so none disturbs another and each one's peak memory is its own.
+A worker builds its model once, then makes a step for each request and returns its duration. While one works, the others
+wait for input: they do not disturb the measurement, and the peak memory of each is measured separately.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from tricycle import kernels
 from tricycle.configs import GPTConfig
 from tricycle.softmaxes import SOFTMAXES
 
-# Some build machines pin OpenBLAS to old kernels; users' machines do not.
+# Some build machines pin OpenBLAS to old kernels. Users' machines do not, so workers run without these variables.
 BLAS_PIN_VARIABLES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 
 class Worker:
-    """A process that answers each line with one of JSON: `python -m MODULE WORDS`, which ends in `serve`.
+    """A process `python -m MODULE ARGUMENTS` that answers each line of its input with a line of JSON.
 
     Args:
-        python: the interpreter, if it is not this one.
-        starter: the program that starts the interpreter, with its words; as mpiexec.
-        settings: environment variables.
+        side: name of the side, for reports and errors.
+        threads: of BLAS and OpenMP.
+        python: the interpreter.
+        launcher: command that starts the interpreter, such as mpiexec with its arguments.
+        variables: environment variables to add.
     """
 
     def __init__(
@@ -43,18 +45,18 @@ class Worker:
         side: str,
         threads: int,
         module: str,
-        *words: str,
+        *arguments: str,
         python: str = sys.executable,
-        starter: Sequence[str] = (),
-        settings: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         environment = {name: value for name, value in os.environ.items() if name not in BLAS_PIN_VARIABLES}
-        environment.update(settings or {})
+        environment.update(variables or {})
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             environment[name] = str(threads)
         self.side = side
         self.process = subprocess.Popen(
-            [*starter, python, "-m", module, *words],
+            [*launcher, python, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -62,34 +64,40 @@ class Worker:
             env=environment,
         )
 
-    def ask(self, command: str) -> Any:
+    def request(self, command: str) -> Any:
+        """Send a line to the process, and return its decoded answer.
+
+        Raises:
+            RuntimeError: the process has ended.
+        """
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the worker of {self.side} ended with status {self.process.wait()}")
+            raise RuntimeError(f"the worker {self.side} ended with status {self.process.wait()}")
         return json.loads(line)
 
     def close(self) -> None:
+        """Close the input of the process, and wait for its end."""
         self.process.communicate()
 
 
-def time_steps(workers: Sequence[Worker], pace: Schedule) -> list[float]:
-    """The median time of a step of each, in seconds."""
-    times = run_interleaved([partial(worker.ask, "step") for worker in workers], pace)
+def time_steps(workers: Sequence[Worker], schedule: Schedule) -> list[float]:
+    """Return the median seconds of a step of each worker, measured in interleaved rounds."""
+    times = run_interleaved([partial(worker.request, "step") for worker in workers], schedule)
     return [statistics.median(seconds) for seconds in times]
 
 
 def random_batches(config: GPTConfig):
-    """The same random tokens for every side."""
+    """Yield random inputs and labels of shape (2, batch, tokens), the same for all sides."""
     generator = np.random.default_rng(0)
     while True:
         yield generator.integers(0, config.vocab_size, (2, config.batch_size, config.context_window))
 
 
 def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = "softmax"):
-    """Forward, loss, backward and AdamW, as every training makes them."""
+    """Return a function that makes a training step with Tricycle: forward pass, loss, backward pass and AdamW."""
     from tricycle.loss import CrossEntropy
     from tricycle.models import GPT
     from tricycle.optimisers import AdamW
@@ -108,7 +116,14 @@ def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = 
 def torch_step(
     config: GPTConfig, precision: str = "float32", compiled: bool = False, wrap: Callable = lambda model: model
 ):
-    """The same as an expert writes it in PyTorch: one product for q, k, v; loss compiled too; fused AdamW."""
+    """Return a function that makes an optimized PyTorch training step of the same model.
+
+    The projections of q, k and v are one product, AdamW is fused, and the loss is part of the compiled function.
+
+    Args:
+        compiled: use `torch.compile`.
+        wrap: applied to the model, such as DistributedDataParallel.
+    """
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -170,14 +185,14 @@ MATMUL_SIZE = 2048  # rows and columns of both matrices
 
 
 def matmul_step(config: GPTConfig | None, precision: str = "float32"):
-    """A large product, at whose rate all arithmetic would go if nothing else had to be done."""
+    """Return a function that computes a large matrix product with Tricycle, whose rate defines peak."""
     a = np.random.default_rng(0).standard_normal((MATMUL_SIZE, MATMUL_SIZE), dtype=np.float32)
     operand = kernels.matmul_operand(a, precision)
     return lambda: kernels.matmul(operand, operand)
 
 
 def torch_matmul_step(config: GPTConfig | None, precision: str = "float32"):
-    """The same in PyTorch."""
+    """Return a function that computes the same matrix product with PyTorch."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -189,13 +204,13 @@ SIDES: dict[str, Callable] = {
     "tricycle": tricycle_step,
     "torch": torch_step,
     "torch-compile": partial(torch_step, compiled=True),
-    "product": matmul_step,
-    "torch-product": torch_matmul_step,
+    "matmul": matmul_step,
+    "torch-matmul": torch_matmul_step,
 } | {name: partial(tricycle_step, softmax=name) for name in SOFTMAXES if name != "softmax"}
 
 
 def matmul_rate(side: str, precision: str = "float32", repeats: int = 5) -> float:
-    """GFLOP/s of that product, the best of several."""
+    """Return the GFLOP/s of the large matrix product with a side's library: the highest of several repeats."""
     multiply = (torch_matmul_step if side.startswith("torch") else matmul_step)(None, precision)
     times = []
     for _ in range(repeats):
@@ -206,7 +221,7 @@ def matmul_rate(side: str, precision: str = "float32", repeats: int = 5) -> floa
 
 
 def peak_memory_mb() -> float:
-    """The most memory this process has held, in MB (0 where the system does not tell)."""
+    """Return the peak memory of this process in MB, 0 if the system does not report it."""
     try:
         import resource
     except ImportError:
@@ -216,6 +231,7 @@ def peak_memory_mb() -> float:
 
 
 def library_versions(side: str) -> str:
+    """Return the versions of the libraries that a side uses."""
     if side.startswith("torch"):
         import torch
 
@@ -226,11 +242,11 @@ def library_versions(side: str) -> str:
 
 
 def blas_description() -> str:
-    """Which kernels NumPy's BLAS chose for this processor."""
+    """Return the name, kernels and number of threads of NumPy's BLAS."""
     try:
         from threadpoolctl import threadpool_info
     except ImportError:
-        return "BLAS unknown (pip install threadpoolctl tells)"
+        return "BLAS unknown (needs threadpoolctl)"
     return ", ".join(
         f"{pool['internal_api']} {pool.get('architecture', '')} {pool['num_threads']} threads"
         for pool in threadpool_info()
@@ -239,16 +255,21 @@ def blas_description() -> str:
 
 
 def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precision: str = "float32") -> None:
-    """What a worker does: make a step, or say something about itself, as often as it is asked."""
+    """Answer requests on standard input until it ends: time a step, or report memory, GEMM throughput or versions.
 
-    # the library as imported: without `tune_host`, which only programs call
-    def timed() -> float:
+    The library runs as imported, without `tune_host`, which only programs call.
+
+    Args:
+        memory_before: MB to subtract from the peak memory.
+    """
+
+    def timed_step() -> float:
         start = time.perf_counter()
         step()
         return time.perf_counter() - start
 
     answers = {
-        "step": timed,
+        "step": timed_step,
         "memory": lambda: peak_memory_mb() - memory_before,
         "matmul": lambda: matmul_rate(side, precision),
         "versions": lambda: library_versions(side),
@@ -258,6 +279,7 @@ def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precis
 
 
 def main() -> None:
+    """Build a side's training step and answer requests: arguments SIDE SHAPE PRECISION."""
     side, shape, precision = sys.argv[1:4]
     serve(side, SIDES[side](SHAPES[shape], precision), precision=precision)
 

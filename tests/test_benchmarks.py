@@ -1,4 +1,4 @@
-"""The benchmarks run and print their tables, and both sides do the same work; how fast is no test's business."""
+"""Tests that the benchmarks run, print their tables, and do the same work on all sides; speed is not tested."""
 
 import importlib.util
 import math
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_programs import call, good
+from programs import call, good
 
 from benchmarks import attention, finetuning, matmul, overhead, recurrent, small_networks, tokeniser
 from benchmarks.finetuning_workers import STEPS
@@ -21,29 +21,29 @@ from tricycle_cli.speed import flops_per_token
 
 
 def needs(*modules: str) -> pytest.MarkDecorator:
-    lacking = [name for name in modules if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(lacking), reason=f"needs {', '.join(lacking)}")
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
 NEEDS_TORCH = needs("torch")
-QUICK = ["--turns", "1", "--seconds", "0", "--settling", "0", "--threads", "1"]
+QUICK = ["--rounds", "1", "--seconds", "0", "--warmup", "0", "--threads", "1"]
 PEERS = ["none", pytest.param("torch", marks=[NEEDS_TORCH, pytest.mark.slow])]
 
 
 @pytest.fixture
-def one_thread_each(monkeypatch):
-    """Of PyTorch as many threads as it has already."""
+def keep_torch_threads(monkeypatch):
+    """Keep PyTorch's number of threads, which the sides set from OMP_NUM_THREADS."""
     torch = pytest.importorskip("torch")
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
 
 
 # -------------------------------------------------------------------- tables
-TABLES = {  # a benchmark: the first words of the rows below its table's title
+TABLES = {  # arguments of a benchmark: the first words of its last rows
     "train --shape tiny": ["tricycle"],
     "train --shape tiny --softmax softmax1 blocks": ["tricycle", "softmax1", "blocks"],
     "attention --lengths 128": ["128"],
     "attention --train 32": ["tricycle"],
-    "products --layer 64 48 80": ["64x48x80"] * 3,
+    "matmul --layer 64 48 80": ["64x48x80"] * 3,
     "recurrent --batch 2 --length 5 --width 4 --cells LSTM GRU": ["LSTM", "GRU"],
 }
 
@@ -51,8 +51,8 @@ TABLES = {  # a benchmark: the first words of the rows below its table's title
 @pytest.mark.nightly
 @pytest.mark.parametrize("peer", PEERS)
 @pytest.mark.parametrize("line", TABLES)
-def test_a_table_is_printed(line, peer):
-    """With positive numbers; a peer adds a row or a column."""
+def test_benchmark_prints_a_table_of_positive_numbers(line, peer):
+    """A peer adds a row or a column."""
     name, *words = line.split()
     lines = good(call("-m", f"benchmarks.{name}", *words, "--peer", peer, *QUICK)).splitlines()
     expected = TABLES[line] + ["torch"] * (TABLES[line][0] == "tricycle" and peer == "torch")
@@ -62,7 +62,7 @@ def test_a_table_is_printed(line, peer):
         float(word.replace(",", "")) for row in rows for word in row[1:] if re.fullmatch(r"[\d,]+(\.\d+)?", word)
     ]
     assert len(numbers) >= len(rows) and min(numbers) >= 0 < max(numbers)
-    assert name == "train" or peer == "none" or any("PyTorch" in each or "torch" in each for each in lines)
+    assert name == "train" or peer == "none" or any("PyTorch" in line or "torch" in line for line in lines)
 
 
 @pytest.mark.nightly
@@ -70,28 +70,30 @@ def test_a_table_is_printed(line, peer):
 @pytest.mark.parametrize(
     "peer", ["none", pytest.param("torch", marks=[needs("torch", "transformers", "peft"), pytest.mark.slow])]
 )
-def test_the_table_of_finetuning(flags, peer):
+def test_finetuning_prints_its_tables(flags, peer):
     words = ["--model", "tiny", "--batch", "2", "--tokens", "8", "--precision", "float32", "--peer", peer]
     out = good(call("-m", "benchmarks.finetuning", *words, *QUICK, *flags))
-    assert "batch 2 x 8" in out and ("blocks computed again" in out) == bool(flags)
+    assert "batch 2 x 8" in out and ("checkpointing" in out) == bool(flags)
     assert len(re.findall(r"^tricycle float32 +[\d,]+ +1\.00 +[\d,]+ +100% +\d\.\d+$", out, re.MULTILINE)) == 2
-    assert re.findall(r"^learning: (\w+)$", out, re.MULTILINE) == ["lora", "all"]
+    assert re.findall(r"^trained: (\w+)$", out, re.MULTILINE) == ["lora", "all"]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("peer", "n_more"), [("none", 0), pytest.param("tokenizers", 3, marks=needs("tokenizers"))])
-def test_the_tables_of_the_tokeniser(peer, n_more):
+@pytest.mark.parametrize(
+    ("peer", "n_peer_columns"), [("none", 0), pytest.param("tokenizers", 3, marks=needs("tokenizers"))]
+)
+def test_tokeniser_prints_its_tables(peer, n_peer_columns):
     words = ["--texts", "code", "--megabytes", "0.05", "--vocab-sizes", "300", "400", "--repeats", "1", "--peer", peer]
     rows = [
         line.split() for line in good(call("-m", "benchmarks.tokeniser", *words)).splitlines() if line[:4] == "code"
     ]
     assert [row[2] for row in rows] == ["300", "400"] * 2
-    assert [len(row) for row in rows] == [4 + n_more] * 2 + [7] * 2
+    assert [len(row) for row in rows] == [4 + n_peer_columns] * 2 + [7] * 2
 
 
 def generation_table(*sides: str) -> dict[str, list[str]]:
-    """The columns of each side."""
-    words = ["--model", "tiny", "--threads", "1", "--turns", "1", "--prompts", "9", "4", "--new", "5"]
+    """Run the benchmark of generation, and return the columns of each side's row."""
+    words = ["--model", "tiny", "--threads", "1", "--rounds", "1", "--prompts", "9", "4", "--new", "5"]
     out = good(call("-m", "benchmarks.generation", *words, "--sides", *sides))
     rows = out.splitlines()[-len(sides) :]
     return {side: row.removeprefix(side).replace(",", "").split() for side, row in zip(sides, rows)}
@@ -100,17 +102,17 @@ def generation_table(*sides: str) -> dict[str, list[str]]:
 @pytest.mark.nightly
 def test_generation_prints_its_table():
     (row,) = generation_table("tricycle float32").values()
-    long_prompt, short_prompt, new, ratio, alike, limit, share, with_text, same, loaded, most = row
-    assert min(float(long_prompt), float(short_prompt), float(new)) > 0
-    assert float(limit) >= float(with_text) > 0
-    assert (ratio, alike, same) == ("1.00", "1.00", "6")
-    assert share.endswith("%")
-    assert 0 <= float(loaded) <= float(most) < 1000
+    long_prompt, short_prompt, decode, speed_up, same_size, peak, fraction, peak_with_kv, n_equal, loaded, peak_mb = row
+    assert min(float(long_prompt), float(short_prompt), float(decode)) > 0
+    assert float(peak) >= float(peak_with_kv) > 0
+    assert (speed_up, same_size, n_equal) == ("1.00", "1.00", "6")
+    assert fraction.endswith("%")
+    assert 0 <= float(loaded) <= float(peak_mb) < 1000
 
 
 @pytest.mark.slow
 @needs("torch", "transformers")
-def test_generation_beside_transformers_writes_the_same_tokens():
+def test_tricycle_and_transformers_generate_the_same_tokens():
     rows = generation_table("tricycle float32", "transformers float32")
     assert [row[8] for row in rows.values()] == ["6", "6"]
 
@@ -118,13 +120,12 @@ def test_generation_beside_transformers_writes_the_same_tokens():
 @pytest.mark.parametrize(
     ("left", "right", "n"), [([1, 2, 3], [1, 2, 3], 3), ([1, 2], [1, 3], 1), ([4], [5], 0), ([], [], 0)]
 )
-def test_same_tokens(left, right, n):
+def test_length_of_a_common_prefix(left, right, n):
     assert n_common_prefix(left, right) == n
 
 
 # -------------------------------------------------------------------- the same work
-def test_both_sides_of_training_do_the_same_work(one_thread_each):
-    """As many parameters, one of them updated by a step as by the other."""
+def test_both_sides_of_training_have_equal_parameter_counts_and_update(keep_torch_threads):
     sizes = {}
     for side in ("tricycle", "torch"):
         step = SIDES[side](SHAPES["tiny"])
@@ -143,48 +144,46 @@ def test_batches_are_the_same_for_every_side():
 
 
 @pytest.mark.nightly
-def test_both_sides_of_attention_compute_the_same(one_thread_each):
-    ours, theirs = (attention.ATTENTION[side](2, 40)() for side in ("tricycle", "torch"))
-    assert ours[0].shape == (2, 40, attention.WIDTH)
+def test_both_sides_of_attention_compute_the_same(keep_torch_threads):
+    actual, expected = (attention.ATTENTION[side](2, 40)() for side in ("tricycle", "torch"))
+    assert actual[0].shape == (2, 40, attention.WIDTH)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # without oneDNN products are made in float32, and it says so
-        narrow = [attention.ATTENTION[side](2, 40, "bfloat16")() for side in ("tricycle", "torch")]
-    for side, tolerance in ((ours, 1e-3), *((side, 0.1) for side in narrow)):
-        for a, b in zip(side, theirs, strict=True):
+        warnings.simplefilter("ignore")  # without oneDNN, products are made in float32 with a warning
+        bfloat16_results = [attention.ATTENTION[side](2, 40, "bfloat16")() for side in ("tricycle", "torch")]
+    for results, tolerance in ((actual, 1e-3), *((results, 0.1) for results in bfloat16_results)):
+        for a, b in zip(results, expected, strict=True):
             assert a.dtype == np.float32
             np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("cell", recurrent.CELLS)
-def test_both_sides_of_recurrent_layers_do_the_same_work(cell, one_thread_each):
-    """The same outputs and gradients, twice."""
-    ours, theirs = (recurrent.SIDES[side](cell, 3, 7, 5) for side in ("tricycle", "torch"))
+def test_both_sides_of_recurrent_layers_compute_the_same_twice(cell, keep_torch_threads):
+    tricycle_step, torch_step = (recurrent.SIDES[side](cell, 3, 7, 5) for side in ("tricycle", "torch"))
     for _ in range(2):
-        for mine, their in zip(ours(), theirs(), strict=True):
-            np.testing.assert_allclose(mine, their, 1e-4, 1e-4)
+        for actual, expected in zip(tricycle_step(), torch_step(), strict=True):
+            np.testing.assert_allclose(actual, expected, 1e-4, 1e-4)
 
 
 @pytest.mark.nightly
 @needs("torch", "transformers", "peft")
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:.*is_gradient_checkpointing")
-@pytest.mark.parametrize("learn", ["lora", "all"])
-def test_both_sides_of_finetuning_lose_alike(learn, tmp_path, monkeypatch):
-    """From the same weights; with adapters only the first loss is the same, for A is drawn by each side."""
+@pytest.mark.parametrize("method", ["lora", "all"])
+def test_both_sides_of_finetuning_have_equal_losses(method, tmp_path, monkeypatch):
+    """With LoRA only the first loss is equal, because each side initializes A randomly."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     finetuning.export_model("tiny", tmp_path / "hf")
     losses = {}
     for side in ("tricycle", "torch"):
-        step = STEPS[side](tmp_path / "hf", learn, "float32", (2, 8), False)
+        step = STEPS[side](tmp_path / "hf", method, "float32", (2, 8), False)
         losses[side] = [float(step()) for _ in range(3)]
-    n_alike = 1 if learn == "lora" else 3
-    assert losses["tricycle"][:n_alike] == pytest.approx(losses["torch"][:n_alike], rel=1e-4)
+    n_equal = 1 if method == "lora" else 3
+    assert losses["tricycle"][:n_equal] == pytest.approx(losses["torch"][:n_equal], rel=1e-4)
     assert len(set(losses["tricycle"])) == 3
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("side", overhead.SIDES)
-def test_every_side_of_the_overhead_does_the_same_work(side):
-    """The gradients of x, b and c as by hand."""
+def test_every_side_of_overhead_computes_the_gradients_of_x_b_and_c(side):
     if importlib.util.find_spec(side) is None:
         pytest.skip(f"needs {side}")
     x, b, c = overhead.VALUES
@@ -200,7 +199,7 @@ def test_every_side_of_the_overhead_does_the_same_work(side):
 @pytest.mark.nightly
 @NEEDS_TORCH
 @pytest.mark.parametrize("network", small_networks.NETWORKS)
-def test_a_step_of_each_side_of_small_things(network):
+def test_each_side_of_small_networks_makes_steps(network):
     for side in small_networks.SIDES.values():
         step = side(*small_networks.NETWORKS[network])
         step()
@@ -211,41 +210,41 @@ def test_a_step_of_each_side_of_small_things(network):
 @needs("tokenizers")
 def test_both_sides_of_the_tokeniser_learn_the_same():
     texts = tokeniser.standard_library_code(200_000)
-    ours, theirs = tokeniser.train_tricycle(texts, 400), tokeniser.train_tokenizers(texts, 400)
-    assert theirs.get_vocab_size() == ours.n_vocab == 400
-    assert tokeniser.shared_token_fraction(ours, theirs) > 0.9  # ties may go either way
+    tricycle, tokenizers = tokeniser.train_tricycle(texts, 400), tokeniser.train_tokenizers(texts, 400)
+    assert tokenizers.get_vocab_size() == tricycle.n_vocab == 400
+    assert tokeniser.shared_token_fraction(tricycle, tokenizers) > 0.9  # ties are resolved differently
 
 
-# -------------------------------------------------------------------- what they work on
+# -------------------------------------------------------------------- data, operands and shapes
 @pytest.mark.nightly
-def test_code_is_cut_to_size_and_has_no_tests_in_it():
+def test_code_has_the_requested_size_and_no_tests():
     assert {"test", "site-packages"} <= tokeniser.SKIPPED_FOLDERS
     texts = tokeniser.standard_library_code(100_000)
     assert 99_900 < sum(len(text.encode("utf-8")) for text in texts) <= 100_000
     assert texts == tokeniser.standard_library_code(100_000)
 
 
-@pytest.mark.parametrize("which", range(3), ids=matmul.PASSES)
+@pytest.mark.parametrize("pass_index", range(3), ids=matmul.PASSES)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_operands_have_the_layouts_of_a_layer(which, precision):
-    """x (N, K), weights (K, M) and the gradient (N, M) by rows; two of these are seen transposed."""
-    a, b = matmul.operands(((5, 3, 4), which))
-    assert (a.shape, b.shape) == [((5, 3), (3, 4)), ((5, 4), (4, 3)), ((3, 5), (5, 4))][which]
-    assert (a.flags.c_contiguous, b.flags.c_contiguous) == (which != 2, which != 1)
-    multiply, _ = matmul.tricycle_product(((5, 3, 4), which), precision)
+def test_operands_have_the_layouts_of_a_layer(pass_index, precision):
+    """The arrays x (N, K), weights (K, M) and gradient (N, M) are row-major; two of the operands are transposed."""
+    a, b = matmul.operands(((5, 3, 4), pass_index))
+    assert (a.shape, b.shape) == [((5, 3), (3, 4)), ((5, 4), (4, 3)), ((3, 5), (5, 4))][pass_index]
+    assert (a.flags.c_contiguous, b.flags.c_contiguous) == (pass_index != 2, pass_index != 1)
+    multiply, _ = matmul.tricycle_product(((5, 3, 4), pass_index), precision)
     np.testing.assert_allclose(multiply(), a @ b, 0.05, 0.05)
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_are_sound(name):
+def test_shapes_are_valid(name):
     config = SHAPES[name]
     assert config.embedding_dim % config.n_heads == 0
     if name == "tiny":
         assert GPT(config).n_parameters < 100_000
 
 
-def test_operations_a_token():
-    """GPT-2's: six for each weight of a product, and its attention."""
+def test_operations_per_token():
+    """GPT-2 needs six operations for each weight of a matrix product, and those of attention."""
     config = GPTConfig()
     weights = 12 * 12 * 768**2 + 50_257 * 768
     assert flops_per_token(config) == 6 * weights + 12 * 12 * 1024 * 768

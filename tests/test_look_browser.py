@@ -351,7 +351,7 @@ def test_the_benchmark_prints_its_table(browser: Browser, tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert len([line for line in done.stdout.splitlines() if line.startswith("| ")]) == 7
-    assert "to the first view" in done.stdout
+    assert "show the first view" in done.stdout
 
 
 # -------------------------------------------------------------------- pretrained models, screenshots

@@ -222,12 +222,12 @@ def infer_pickle(request, line: str) -> None:
 BENCHMARKS = {  # with what they print, and flags that make them quick
     "python -m tricycle": ("GFLOP/s", ""),
     "python -m tricycle machine --speed": ("GFLOP/s", ""),
-    "python -m benchmarks.train --shape S --peer torch": ("tokens/s", "--shape tiny --peer none ONE_TURN"),
+    "python -m benchmarks.train --shape S --peer torch": ("tokens/s", "--shape tiny --peer none ONE_ROUND"),
     "python -m benchmarks.matmul --precision bfloat16": (
         "weight gradient",
-        "--layer 64 64 64 --peer none ONE_TURN",
+        "--layer 64 64 64 --peer none ONE_ROUND",
     ),
-    "python -m benchmarks.attention": ("MB ours", "--lengths 64 --peer none ONE_TURN"),
+    "python -m benchmarks.attention": ("MB Tricycle", "--lengths 64 --peer none ONE_ROUND"),
     "python -m benchmarks.overhead": ("nodes", "--length 10 --repeats 1 --peers"),
     "python -m benchmarks.small_networks": ("flowers, SGD", "--steps 2 --repeats 1 --peer none"),
     "python -m benchmarks.tokeniser": (
@@ -239,7 +239,7 @@ BENCHMARKS = {  # with what they print, and flags that make them quick
 
 def benchmark(request, line: str) -> None:
     said, flags = BENCHMARKS[line]
-    quick = flags.replace("ONE_TURN", "--turns 1 --seconds 0 --settling 0 --threads 1").split()
+    quick = flags.replace("ONE_ROUND", "--rounds 1 --seconds 0 --warmup 0 --threads 1").split()
     assert said in good(call(*line.split()[1:], *quick))
 
 

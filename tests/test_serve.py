@@ -1028,14 +1028,14 @@ def test_signal_during_generation(folder, number):
 def send_mixed_requests(folder: Path, n: int, n_clients: int) -> str:
     expected = benchmark.ExpectedAnswers(str(folder), 16, 24)
     with run_server(folder) as server:
-        clients = benchmark.TestClients(server.port, expected, 0.02)
-        done = benchmark.send_requests(clients, benchmark.request_kinds(n, expected.talks), n_clients)
+        generator = benchmark.LoadGenerator(server.port, expected, 0.02)
+        results = benchmark.send_requests(generator, benchmark.request_kinds(n, expected.has_chat), n_clients)
         assert server.request("/health")[0] == 200
         wait_until(lambda: not server.service.engine._has_work())
-    assert [asked.said for asked in done if not asked.right] == []
-    assert len(done) == n
-    assert {asked.kind for asked in done} == {*benchmark.VALID_KINDS, *benchmark.BAD_SHARES}
-    return benchmark.result_table(done, 1.0)
+    assert [result.error for result in results if not result.correct] == []
+    assert len(results) == n
+    assert {result.kind for result in results} == {*benchmark.VALID_KINDS, *benchmark.ADVERSE_FRACTIONS}
+    return benchmark.result_table(results, 1.0)
 
 
 def test_48_mixed_requests(folder):

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from benchmarks.ranks import SETTINGS, mpiexec
+from benchmarks.ranks import MPI_VARIABLES, mpiexec
 from tricycle_cli.run import read_metrics
 
 from .kills import MARKS, SIGNALS, Profile, Trial, Watched, random_moment, table
@@ -66,7 +66,7 @@ class WatchedRanks(Watched):
         os.set_blocking(reading, True)
         lines = [f"mark(handle, f'{{rank}}:{name}', {place!r})\n" for name, place in case.phases.items()]
         whole = PRELUDE.format(marks=str(marks)) + MARKS + "".join(lines) + prelude
-        self.process = case.start(words, whole, env={**case.environment(), **SETTINGS, **settings})
+        self.process = case.start(words, whole, env={**case.environment(), **MPI_VARIABLES, **settings})
         self.started = time.monotonic()
         self.watch(reading)
 
@@ -150,7 +150,7 @@ def perform(trial: RankTrial, case: Case, whole: Path, n: int = 2) -> RankTrial:
     for moment in trial.moments:
         send(trial, with_ranks(case, n), moment)
     after = with_ranks(case, trial.n_after)
-    done = finish(after.start(going_on(after, n, trial.n_after), env={**after.environment(), **SETTINGS}))
+    done = finish(after.start(going_on(after, n, trial.n_after), env={**after.environment(), **MPI_VARIABLES}))
     if done.status != 0 or "Traceback" in done.err:
         trial.trouble.append(f"what went on ended with status {done.status}: {' '.join(done.said)[-400:]}")
     elif trial.n_after == n:
@@ -332,7 +332,7 @@ def fail(name: str, case: Case, whole: Path | None, rank: int, step: int) -> Fai
     if failure.seconds > LIMIT:
         failure.trouble.append(f"{program.late} had not ended after {LIMIT:.0f} s")
     if whole is not None:
-        done = finish(case.start(case.resuming, env={**case.environment(), **SETTINGS}))
+        done = finish(case.start(case.resuming, env={**case.environment(), **MPI_VARIABLES}))
         failure.trouble += [each for each in differences(case.run, whole) if not each.startswith("data.json")]
         failure.trouble += [f"what went on ended with {done.status}: {done.said}"] if done.status else []
     if not failure.trouble:
