@@ -1,4 +1,4 @@
-"""What all tests share: three tiers, warnings as errors, a seeded generator, GPU tests only where a GPU is.
+"""Configuration of all tests: three tiers, warnings as errors, a seeded generator, and GPU tests only with a GPU.
 
 The tiers (CONTRIBUTING.md, section Tests): `pytest` runs the tests without a mark, `pytest -m slow` those marked
 `slow`, and `pytest -m nightly` those marked `nightly`. Of the cases of a test marked `slow_except(n)` one in n is in
@@ -25,33 +25,33 @@ settings.load_profile("tricycle")
 
 
 def pytest_configure(config):
-    # programs that tests call in this process would tune it for good; test_host starts processes that are tuned
+    # Programs that tests call in this process would tune it permanently; test_host tunes processes of its own.
     os.environ.setdefault("TRICYCLE_TUNE_HOST", "0")
     config.nightly_part = nightly_part(os.environ.get("TRICYCLE_NIGHTLY", ""))
     if config.nightly_part:
-        # for the workers of xdist, which may start after midnight
+        # The workers of xdist must select the same part, even if they start after midnight.
         os.environ["TRICYCLE_NIGHTLY"] = "{}/{}".format(*config.nightly_part)
     for category in ("RuntimeWarning", "DeprecationWarning:tricycle", "ResourceWarning:tricycle"):
         config.addinivalue_line("filterwarnings", f"error::{category}")
-    # seen three times, of small products whose numbers looked finite, and not understood: shown, so that it is not lost
+    # This warning occurred three times, for small products of finite numbers with unknown cause; it stays a warning.
     config.addinivalue_line("filterwarnings", "default:invalid value encountered in matmul:RuntimeWarning")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, for pytest -n
 def pytest_xdist_make_scheduler(config, log):
-    """All tests of a file run in one process: some look at what the others of their file did."""
+    """Run all tests of a file in one process, because some depend on results of others."""
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)
 
 
-def nightly_part(chosen: str) -> tuple[int, int] | None:
-    """The part of the nightly tests that TRICYCLE_NIGHTLY chooses: its number from 0, and the number of parts."""
-    if not chosen:
+def nightly_part(value: str) -> tuple[int, int] | None:
+    """Return the part of the nightly tests that a value of TRICYCLE_NIGHTLY selects: index and number of parts."""
+    if not value:
         return None
-    match = re.fullmatch(r"(?:(\d+)/)?([1-9]\d*)", chosen)
+    match = re.fullmatch(r"(?:(\d+)/)?([1-9]\d*)", value)
     if match is None or (match[1] and int(match[1]) >= int(match[2])):
-        raise pytest.UsageError(f"TRICYCLE_NIGHTLY: expected N, or K/N with K from 0 to N - 1, got {chosen!r}")
+        raise pytest.UsageError(f"TRICYCLE_NIGHTLY: expected N, or K/N with K from 0 to N - 1, got {value!r}")
     n_parts = int(match[2])
     return int(match[1] or datetime.date.today().toordinal() % n_parts), n_parts
 
@@ -71,25 +71,25 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("nightly"):
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
-    leave_other_parts_out(config, items)
-    leave_gpu_tests_out(config, items)
+    deselect_other_nightly_parts(config, items)
+    deselect_gpu_tests(config, items)
 
 
 def mark_all_but_some_cases_as_slow(items) -> None:
-    """Of a test with `slow_except(n)`, keep one case in n, drawn by a hash of its name, and mark the others as slow."""
+    """Mark the cases of tests with `slow_except(n)` as slow, except one in n, selected by a hash of its name."""
     cases: dict[str, list] = {}
     for item in items:
         if item.get_closest_marker("slow_except") and not item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for same in cases.values():
-        (n,) = same[0].get_closest_marker("slow_except").args
-        same.sort(key=lambda item: crc32(item.name.encode()))
-        for item in same[math.ceil(len(same) / n) :]:
+    for test_cases in cases.values():
+        (n,) = test_cases[0].get_closest_marker("slow_except").args
+        test_cases.sort(key=lambda item: crc32(item.name.encode()))
+        for item in test_cases[math.ceil(len(test_cases) / n) :]:
             item.add_marker(pytest.mark.slow)
 
 
-def leave_other_parts_out(config, items) -> None:
-    """Deselect the nightly tests that are not in the part that TRICYCLE_NIGHTLY chooses."""
+def deselect_other_nightly_parts(config, items) -> None:
+    """Deselect the nightly tests that are not in the part that TRICYCLE_NIGHTLY selects."""
     if config.nightly_part:
         number, n_parts = config.nightly_part
         kept, others = [], []
@@ -100,8 +100,8 @@ def leave_other_parts_out(config, items) -> None:
         config.hook.pytest_deselected(items=others)
 
 
-def leave_gpu_tests_out(config, items) -> None:
-    """Deselect thousands of tests where no GPU is, which takes less time than skipping them; `-m gpu` says why."""
+def deselect_gpu_tests(config, items) -> None:
+    """Deselect the GPU tests if there is no GPU; `-m gpu` skips them with the reason, which takes more time."""
     problem = devices.gpu_problem() if any("gpu" in item.keywords for item in items) else None
     if problem and "gpu" in config.option.markexpr:
         for item in items:
@@ -114,7 +114,7 @@ def leave_gpu_tests_out(config, items) -> None:
 
 @pytest.fixture(scope="module")
 def one_torch_thread() -> Iterator[None]:
-    """Two thread pools that wait for each other's cores take seconds for what is done in milliseconds."""
+    """Set PyTorch to one thread: two thread pools that compete for cores take seconds instead of milliseconds."""
     torch = sys.modules.get("torch")
     before = torch and torch.get_num_threads()
     if torch:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from packed import CrossAttention, SelfAttention
+from packed_attention import CrossAttention, SelfAttention
 
 import tricycle.activation as activation
 import tricycle.attention as attention

@@ -1,4 +1,4 @@
-"""Studies of experiments/ run in this process, and what they leave."""
+"""Helpers that run the studies of experiments/ in this process and check their output files."""
 
 import contextlib
 import io
@@ -12,21 +12,21 @@ from matplotlib.image import imread
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_study(main: Callable[[], int | None], *words: object) -> str:
-    """Run the function of a program with words of a command line; return what it prints."""
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        patch.setattr(sys, "argv", ["program", *map(str, words)])
+def run_study(main: Callable[[], int | None], *arguments: object) -> str:
+    """Run the main function of a study with command-line arguments, and return its standard output."""
+    stdout = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(stdout):
+        patch.setattr(sys, "argv", ["program", *map(str, arguments)])
         assert not main()
-    return said.getvalue()
+    return stdout.getvalue()
 
 
-def check_left(folder: Path, names: Collection[str], least: int = 80) -> None:
-    """Check the names of the files in a folder, and that its pictures have a size and more than one colour."""
+def check_files(folder: Path, names: Collection[str], min_pixels: int = 80) -> None:
+    """Check the names of the files in a folder, and that its PNG images are not small and not uniform."""
     assert {path.name for path in folder.iterdir()} == set(names)
     for path in folder.glob("*.png"):
-        picture = imread(path)
-        assert min(picture.shape[:2]) > least and picture.std() > 0.01, path
+        image = imread(path)
+        assert min(image.shape[:2]) > min_pixels and image.std() > 0.01, path
 
 
 def readme(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Tests that are tables."""
+"""Parametrized tests made from tables of invalid inputs."""
 
 import sys
 from collections.abc import Callable
@@ -7,25 +7,33 @@ import pytest
 
 
 def bad_input(table: dict[str, tuple[Callable, str]]) -> Callable:
-    """A test for each case: a call that must be refused, and what the one line that refuses it begins with."""
+    """Return a test of invalid calls: each raises a one-line ValueError that starts with the given text.
+
+    Args:
+        table: name of the case: a call without arguments, and the start of its message.
+    """
 
     @pytest.mark.parametrize("name", table)
     def test(name: str) -> None:
-        attempt, message = table[name]
-        with pytest.raises(ValueError) as caught:
-            attempt()
-        assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+        invalid_call, message = table[name]
+        with pytest.raises(ValueError) as error:
+            invalid_call()
+        assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
     return test
 
 
 def wrong_flags(main: Callable, *cases: tuple[list[str], str]) -> Callable:
-    """A test for each case: the words of a command line, and a pattern of the one line that refuses them."""
+    """Return a test of invalid command lines: each raises a ValueError that matches a pattern.
 
-    @pytest.mark.parametrize(("words", "said"), cases)
-    def test(monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["program", *words])
-        with pytest.raises(ValueError, match=said):
+    Args:
+        cases: arguments of the command line, and the pattern of the message.
+    """
+
+    @pytest.mark.parametrize(("arguments", "message"), cases)
+    def test(monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["program", *arguments])
+        with pytest.raises(ValueError, match=message):
             main()
 
     return test

@@ -76,9 +76,7 @@ def test_activations_have_op_name_and_repr(op, name):
 @pytest.mark.parametrize("op", [GLU(), SwiGLU()], ids=repr)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5)])
 def test_gates_reject_odd_last_axis(op, shape):
-    with pytest.raises(
-        ValueError, match=rf"{type(op).__name__}: expected a last axis of even length, got shape \({str(shape)[1:-1]}\)"
-    ):
+    with pytest.raises(ValueError, match=rf"{type(op).__name__}: .*even.*\({str(shape)[1:-1]}\)"):
         op(to_tensor(np.ones(shape)))
 
 

@@ -296,7 +296,7 @@ def test_retain_graph_and_freed_graph():
     once = x.grad.array.copy()
     y.backward()
     assert (x.grad.array == 2 * once).all()
-    with pytest.raises(RuntimeError, match="freed by an earlier backward"):
+    with pytest.raises(RuntimeError, match="freed"):
         y.backward()
     assert layer.n_calls == 3
 
@@ -305,7 +305,7 @@ def test_weights_changed_before_backward_raise():
     layer, x = Noisy(), to_tensor(RNG.standard_normal((3, 6)))
     y = checkpoint_activations(layer, x)
     layer.load_state_dict({name: 2 * array for name, array in layer.state_dict().items()})
-    with pytest.raises(RuntimeError, match="was changed in place"):
+    with pytest.raises(RuntimeError, match="in place"):
         y.backward()
 
 

@@ -86,7 +86,7 @@ def test_peft_computes_the_same_with_our_adapter(name, dora, tmp_path):
     adapter.detach()
     np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), before)
     again = load_adapter(loaded, tmp_path / "adapter")
-    with pytest.raises(ValueError, match="expected a model without an adapter on it"):
+    with pytest.raises(ValueError, match="without an adapter"):
         export_folder(loaded.model, None, tmp_path / "whole")
     np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), ours)
     again.merge()
@@ -134,7 +134,7 @@ def test_adapters_are_switched(tmp_path):
     first = new_adapter(loaded, LoRAConfig(rank=2), seed=1)
     enliven_adapter(first)
     logits = loaded.model(some_tokens()).numpy()
-    with pytest.raises(ValueError, match="expected a model without an adapter on it"):
+    with pytest.raises(ValueError, match="without an adapter"):
         new_adapter(loaded, LoRAConfig(rank=2), seed=2)
     first.detach()
     second = new_adapter(loaded, LoRAConfig(rank=5, targets=("q_proj",)), seed=2)
@@ -308,20 +308,20 @@ def test_an_adapter_of_another_model(tmp_path):
     loaded = both("Llama", tmp_path / "llama")[1]
     save_adapter(new_adapter(loaded), loaded, tmp_path / "adapter")
     other = both("GPT-2", tmp_path / "gpt2")[1]
-    with pytest.raises(ValueError, match=r"expected an adapter of this model, got one for layers .*model\.layers\.0"):
+    with pytest.raises(ValueError, match=r"model\.layers\.0"):
         load_adapter(other, tmp_path / "adapter")
     deeper = both("Phi", tmp_path / "phi")[1]
-    with pytest.raises(ValueError, match="expected an adapter of this model"):
+    with pytest.raises(ValueError, match="adapter of this model"):
         load_adapter(deeper, tmp_path / "adapter")
 
 
 def test_wrong_targets_and_files(tmp_path):
     loaded = both("Llama", tmp_path / "llama")[1]
-    with pytest.raises(ValueError, match=r"expected targets among all-linear, .*q_proj.*, got 'c_attn'"):
+    with pytest.raises(ValueError, match=r"targets.*q_proj.*'c_attn'"):
         new_adapter(loaded, LoRAConfig(targets=("c_attn",)))
-    with pytest.raises(ValueError, match="expected rank to be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"rank.*got 0"):
         LoRAConfig(rank=0)
-    with pytest.raises(FileNotFoundError, match=r"expected an adapter, a folder with adapter_config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
         load_adapter(loaded, tmp_path / "nothing")
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from packed import CrossAttention, SelfAttention, heads, turn
+from packed_attention import CrossAttention, SelfAttention, apply_rope, split_heads
 from tables import bad_input
 from test_layers import check_layer_gradients
 
@@ -77,7 +77,7 @@ def test_masks_match_pytorch(rng: np.random.Generator) -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=torch.tensor(mask))
     out = CrossAttention(2)(*(to_tensor(x, dtype=float) for x in (q, k, v)), mask=mask)
     np.testing.assert_allclose(out.array, expected.transpose(1, 2).flatten(2).numpy(), rtol=1e-9)
-    scores, weights = CrossAttention(2).look(q, k, mask=mask)
+    scores, weights = CrossAttention(2).scores_and_weights(q, k, mask=mask)
     assert ((scores == -np.inf) == ~mask).all() and ((weights == 0) == ~mask).all()
 
 
@@ -88,15 +88,15 @@ def test_length_mask_values() -> None:
 
 # -------------------------------------------------------------------- rotary positions
 def plain_rotary(qkv: np.ndarray, n_heads: int, offset: int, base: float) -> np.ndarray:
-    """Channels i and i + D/2 as the real and imaginary part of a number, turned by position * speed."""
+    """Channels i and i + D/2 as the real and imaginary part of a number, rotated by position * frequency."""
     n_items, n_tokens, width = qkv.shape
     size = width // 3 // n_heads
     packed = qkv.astype(np.float64).reshape(n_items, n_tokens, 3, n_heads, size).copy()
     for t in range(n_tokens):
         for i in range(size // 2):
-            turn = np.exp(1j * (t + offset) * base ** (-2 * i / size))
+            rotation = np.exp(1j * (t + offset) * base ** (-2 * i / size))
             for part in (0, 1):
-                z = (packed[:, t, part, :, i] + 1j * packed[:, t, part, :, i + size // 2]) * turn
+                z = (packed[:, t, part, :, i] + 1j * packed[:, t, part, :, i + size // 2]) * rotation
                 packed[:, t, part, :, i], packed[:, t, part, :, i + size // 2] = z.real, z.imag
     return packed.reshape(qkv.shape)
 
@@ -105,7 +105,7 @@ def plain_rotary(qkv: np.ndarray, n_heads: int, offset: int, base: float) -> np.
 @pytest.mark.parametrize("n_heads, size", [(1, 2), (2, 4), (3, 8)])
 def test_rope_matches_formula(n_heads: int, size: int, offset: int, rng: np.random.Generator) -> None:
     qkv = rng.standard_normal((2, 9, 3 * n_heads * size))
-    out = turn(to_tensor(qkv, dtype=np.float64), n_heads, offset, base=100.0)
+    out = apply_rope(to_tensor(qkv, dtype=np.float64), n_heads, offset, base=100.0)
     np.testing.assert_allclose(out.array, plain_rotary(qkv, n_heads, offset, 100.0), rtol=1e-9, atol=1e-12)
 
 
@@ -113,8 +113,8 @@ def test_partial_rope_equals_rope_on_those_channels(rng: np.random.Generator) ->
     x = rng.standard_normal((2, 5, 3, 8))
     out = Rotary(base=100.0, fraction=0.5)(to_tensor(x, dtype=np.float64), offset=2).array
     np.testing.assert_array_equal(out[..., 4:], x[..., 4:])
-    turned = Rotary(base=100.0)(to_tensor(x[..., :4], dtype=np.float64), offset=2)
-    np.testing.assert_allclose(out[..., :4], turned.array, rtol=1e-12)
+    expected = Rotary(base=100.0)(to_tensor(x[..., :4], dtype=np.float64), offset=2)
+    np.testing.assert_allclose(out[..., :4], expected.array, rtol=1e-12)
 
 
 def test_rope_scalings_match_formulas() -> None:
@@ -138,13 +138,13 @@ def test_rope_scalings_match_formulas() -> None:
 def test_rope_attention_depends_only_on_distance(rng: np.random.Generator) -> None:
     qkv = to_tensor(rng.standard_normal((2, 12, 24)), dtype=np.float64)
     attention = SelfAttention(2)
-    here, moved = (attention(turn(qkv, 2, offset)).array for offset in (0, 1000))
-    np.testing.assert_allclose(moved, here, rtol=1e-8, atol=1e-10)
-    # and it does depend on that: without positions the past is a set
+    expected, actual = (attention(apply_rope(qkv, 2, offset)).array for offset in (0, 1000))
+    np.testing.assert_allclose(actual, expected, rtol=1e-8, atol=1e-10)
+    # Without RoPE, the order of earlier tokens has no effect; with RoPE it has.
     order = [2, 0, 1, *range(3, 12)]
     shuffled = to_tensor(qkv.array[:, order], dtype=np.float64)
     np.testing.assert_allclose(attention(shuffled).array[:, -1], attention(qkv).array[:, -1], rtol=1e-9)
-    assert abs(attention(turn(shuffled, 2)).array - attention(turn(qkv, 2)).array)[:, -1].max() > 1e-3
+    assert abs(attention(apply_rope(shuffled, 2)).array - attention(apply_rope(qkv, 2)).array)[:, -1].max() > 1e-3
 
 
 # -------------------------------------------------------------------- heads, windows, caps
@@ -186,12 +186,12 @@ def test_gradients_of_q_k_v_share_one_array(rng) -> None:
     x = to_tensor(rng.standard_normal((2, 5, 32)))
     whole = record(x.array.copy(), (x,), lambda grad, needs_grad: (arrived.append(grad) or grad,), "product")
     q, k, v = split_sizes(whole, [16, 8, 8])
-    out = Attention()(heads(q, 4), heads(k, 2), heads(v, 2))
+    out = Attention()(split_heads(q, 4), split_heads(k, 2), split_heads(v, 2))
     out.backward()
     assert arrived[0].base is None and arrived[0].shape == (2, 5, 32)
-    apart = [to_tensor(part.array.copy()) for part in (heads(q, 4), heads(k, 2), heads(v, 2))]
-    Attention()(*apart).backward()
-    expected = np.concatenate([part.grad.array.reshape(2, 5, -1) for part in apart], axis=-1)
+    separate = [to_tensor(part.array.copy()) for part in (split_heads(q, 4), split_heads(k, 2), split_heads(v, 2))]
+    Attention()(*separate).backward()
+    expected = np.concatenate([part.grad.array.reshape(2, 5, -1) for part in separate], axis=-1)
     np.testing.assert_array_equal(x.grad.array, expected)
 
 

@@ -215,7 +215,7 @@ def test_second_backward_over_a_freed_graph_raises():
     assert one.args == () and one.back_fns == ()
     grad = x.grad.array.copy()
     for result in (one, other, one + 1, middle):
-        with pytest.raises(RuntimeError, match=r"freed by an earlier backward\(\); call backward\(retain_graph=True\)"):
+        with pytest.raises(RuntimeError, match=r"freed.*retain_graph=True"):
             result.backward()
     assert_equal(x.grad, grad)
 
@@ -333,7 +333,7 @@ def test_inputs_with_requires_grad_false_get_no_gradient():
     c = b * b
     assert not c.requires_grad and c.args == ()
     for without in (c, to_tensor([1], dtype=int), to_tensor([1.0]) < 2):
-        with pytest.raises(RuntimeError, match="does not require a gradient"):
+        with pytest.raises(RuntimeError, match=r"require.* gradient"):
             without.backward()
 
 
@@ -414,7 +414,7 @@ def test_concurrent_backward_passes(rng):
 
 def test_gradient_of_wrong_shape_raises():
     x = tensor(2)
-    with pytest.raises(RuntimeError, match=r"expected the gradient of a Tensor of shape \(2,\), got shape \(3,\)"):
+    with pytest.raises(RuntimeError, match=r"\(2,\).*\(3,\)"):
         record(x.array, (x,), lambda grad, needs_grad: (np.ones(3),), "wrong").backward()
 
 

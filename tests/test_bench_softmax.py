@@ -105,13 +105,11 @@ def test_a_wrong_softmax_is_refused_before_it_trains(tmp_path: Path, case: str) 
 
 
 def test_wrong_flags(own: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no such file"):
+    with pytest.raises(FileNotFoundError, match="no such file"):
         bench.main(["--softmax", str(tmp_path / "none.py")])
-    with pytest.raises(
-        ValueError, match="expected --against to be of softmax, softmax1, adaptive, blocks, sink, got 'hard'"
-    ):
+    with pytest.raises(ValueError, match=r"--against.*softmax1.*'hard'"):
         bench.main(["--softmax", str(own), "--against", "hard"])
-    with pytest.raises(ValueError, match="bench: expected steps to be a whole number above 0, got 0"):
+    with pytest.raises(ValueError, match=r"steps.*got 0"):
         bench.main(["--softmax", str(own), "--steps", "0"])
 
 

@@ -146,13 +146,13 @@ def test_it_nests_deeply(source):
 
 
 def test_a_long_one():
-    with pytest.raises(ValueError, match="at most 1,048,576 characters, got 1,048,577"):
+    with pytest.raises(ValueError, match=r"1,048,576.*1,048,577"):
         ChatTemplate("a" * (2**20 + 1))
 
 
 def test_a_slow_one(monkeypatch):
     monkeypatch.setattr(chat_template, "MAX_SECONDS", -1)
-    with pytest.raises(ValueError, match="it takes more than -1 seconds"):
+    with pytest.raises(ValueError, match="-1 seconds"):
         ChatTemplate("{% for i in range(1000) %}{{ i }}{% endfor %}").render()
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 5)
     template = ChatTemplate("{% for i in range(1000) %}{{ i }}{% endfor %}")
@@ -303,7 +303,7 @@ def test_a_child_serves_many_renderings_and_is_replaced_after_a_limit():
     first = template._process.pid
     assert [template.render(messages=[{"content": text}]) for text in ("é", "\ud800", "<>")] == ["é", "\ud800", "<>"]
     assert template._process.pid == first
-    with pytest.raises(ValueError, match=r"^chat template: it takes more than 1 seconds$"):
+    with pytest.raises(ValueError, match="1 seconds"):
         template.render(messages=[{"content": "slow"}])
     assert template.render(messages=[{"content": "again"}]) == "again"
     assert template._process.pid != first

@@ -137,7 +137,7 @@ def test_checkpoint_with_only_a_model(tmp_path, trained):
     assert checkpoint.tokeniser() is None
     for name, array in checkpoint.model().state_dict().items():
         np.testing.assert_array_equal(array, trained[0].state_dict()[name])
-    with pytest.raises(ValueError, match="it lacks 'optimiser'"):
+    with pytest.raises(ValueError, match="'optimiser'"):
         checkpoint.restore(*new_parts())
 
 
@@ -174,7 +174,7 @@ def test_saving_rejects_non_finite_weights(saved, bad, name):
     model = GPT(CONFIG)
     dict(model.named_parameters())[name].array[..., -1] = bad
     for path in (saved, saved.parent / "new"):
-        with pytest.raises(ValueError, match=f"expected finite weights, model.{name} has NaN or infinity"):
+        with pytest.raises(ValueError, match=f"model.{name}.*NaN"):
             save_checkpoint(path, model)
     assert saved.read_bytes() == before
     assert list(saved.parent.iterdir()) == [saved]
@@ -295,7 +295,7 @@ def test_all_dtypes_round_trip(tmp_path, dtype):
             assert np.array_equal(file.get_tensor(name), array)
     read = checkpoint_module._read(tmp_path / "file", *read_header(tmp_path / "file")[::2])
     assert all(read[name].dtype == array.dtype and np.array_equal(read[name], array) for name, array in arrays.items())
-    with pytest.raises(ValueError, match="expected numbers, a has the type complex64"):
+    with pytest.raises(ValueError, match="complex64"):
         checkpoint_module._write(tmp_path / "file", {"a": np.ones(1, np.complex64)}, "{}")
 
 
@@ -303,7 +303,7 @@ def test_all_dtypes_round_trip(tmp_path, dtype):
 @pytest.mark.parametrize("load", [load_checkpoint, load_pickled_model])
 @pytest.mark.parametrize("name", ["missing", "."])
 def test_missing_file_is_reported(tmp_path, load, name):
-    with pytest.raises(FileNotFoundError, match="there is no such file") as caught:
+    with pytest.raises(FileNotFoundError, match="no such file") as caught:
         load(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
 

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from programs import call as call_apart
-from programs import good, lines_said, run_here
+from programs import good, lines_without_progress_bars, run_here
 from tiny_models import TEXT, tiny_tokeniser, write_folder
 
 import tricycle
@@ -45,7 +45,7 @@ def call(*words, folder: Path = ROOT) -> subprocess.CompletedProcess:
 
 def refused(done: subprocess.CompletedProcess, said: str) -> None:
     assert done.returncode not in (0, None), done.stdout
-    lines = lines_said(done.stderr)
+    lines = lines_without_progress_bars(done.stderr)
     assert len(lines) == 1, done.stderr
     assert said in lines[0]
     assert lines[0].startswith("python -m tricycle")

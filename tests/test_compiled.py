@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attention_cases import Sizes
+from implementations import registered_by
 from test_onednn import distance
-from versions import registered_by
 
 from tricycle import kernels
 from tricycle.kernels import ScoreOptions

@@ -146,9 +146,9 @@ def test_inconsistent_values_are_rejected(values: dict[str, Any], message: str) 
 
 
 def test_errors_name_the_preset() -> None:
-    with pytest.raises(ValueError, match=r"^DebugConfig: expected n_heads to be a divisor of embedding_dim 32, got 3$"):
+    with pytest.raises(ValueError, match=r"^DebugConfig: .*n_heads.*embedding_dim 32.*got 3"):
         DebugConfig(n_heads=3)
-    with pytest.raises(ValueError, match=r"^ShakespeareConfig: expected dropout to be from 0 to below 1, got 1\.5$"):
+    with pytest.raises(ValueError, match=r"^ShakespeareConfig: .*dropout.*got 1\.5"):
         dataclasses.replace(ShakespeareConfig(), dropout=1.5)
 
 
@@ -202,7 +202,7 @@ def test_from_dict_fills_defaults_and_rejects_unknown_fields() -> None:
     with pytest.raises(ValueError) as caught:
         GPTConfig.from_dict({"n_layers": 3, "width": 1, "heads": 2})
     assert str(caught.value) == "GPTConfig: expected only known fields, got heads, width"
-    with pytest.raises(ValueError, match=r"^GPTConfig: expected n_layers to be at least 1, got 0$"):
+    with pytest.raises(ValueError, match=r"^GPTConfig: .*n_layers.*got 0"):
         GPTConfig.from_dict({"n_layers": 0})
 
 

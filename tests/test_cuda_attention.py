@@ -267,7 +267,7 @@ def test_a_library_that_fails_is_told_once(stand_in, rng, monkeypatch):
 
     monkeypatch.setattr(FakeGraph, "build", fails)
     q, k, v = packed_heads(rng, np.float16)
-    with pytest.warns(UserWarning, match="cuDNN's attention failed, so another kernel is used: symbol missing"):
+    with pytest.warns(UserWarning, match=r"cuDNN.*symbol missing"):
         assert ours.attention_forward(q, k, v, CAUSAL, False, None) is None
     assert ours.attention_forward(q, k, v, CAUSAL, False, None) is None
 

@@ -305,5 +305,5 @@ def test_only_tf32_rounds_float32(stand_in, rng):
 def test_errors_of_the_library_are_named(stand_in, monkeypatch, rng):
     stand_in.cublasLtMatmul = lambda *arguments: 13
     a = on_device(rng.standard_normal((4, 4)).astype(np.float32))
-    with pytest.raises(RuntimeError, match=r"^cublasLtMatmul: execution failed \(status 13\)$"):
+    with pytest.raises(RuntimeError, match=r"cublasLtMatmul.*status 13"):
         gemm.matmul(a, a)

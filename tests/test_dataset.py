@@ -177,7 +177,7 @@ def test_ids_outside_the_vocabulary_raise_and_keep_the_position(bad, named):
     tokens[20] = bad
     dataset = CausalLMDataset(tokens, 50, 2, 8).batch()
     next(dataset)
-    with pytest.raises(ValueError, match=f"expected ids from 0 to 49, got {named}"):
+    with pytest.raises(ValueError, match=f"0 to 49, got {named}"):
         next(dataset)
     assert dataset.position == 2
 
@@ -185,7 +185,7 @@ def test_ids_outside_the_vocabulary_raise_and_keep_the_position(bad, named):
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
 def test_bad_batch_size_raises_and_changes_nothing(size):
     dataset = windows(batch_size=3)
-    with pytest.raises(ValueError, match="expected batch_size to be a whole number above 0"):
+    with pytest.raises(ValueError, match="batch_size"):
         dataset.batch(size)
     assert next(dataset.batch())[0].shape == (3, 7)
 
@@ -287,5 +287,5 @@ def test_buckets_resume_from_saved_state():
 
 @pytest.mark.parametrize(("lengths", "got"), [([3, 41], 41), ([], 0), ([0, 0], 0)])
 def test_items_longer_than_max_tokens_are_rejected(lengths, got):
-    with pytest.raises(ValueError, match=rf"Buckets\(max_tokens=40\): expected items of 1 to 40, got {got}"):
+    with pytest.raises(ValueError, match=rf"max_tokens=40.*got {got}"):
         Buckets(lengths, 40)

@@ -96,7 +96,7 @@ def test_files_put_there_by_hand_come_first(server, folders):
     path.write_bytes(CONTENT)
     assert fetch("file.bin", server.url, SHA256, "things") == path
     path.write_bytes(b"something else")
-    with pytest.raises(ValueError, match=f"file.bin: expected a file with SHA-256 {SHA256}, got {'[0-9a-f]' * 64}"):
+    with pytest.raises(ValueError, match=f"file.bin: .*{SHA256}.*{'[0-9a-f]' * 64}"):
         fetch("file.bin", server.url, SHA256, "things")
     assert server.ranges == []
 
@@ -161,7 +161,7 @@ def test_offline_error_names_the_paths(server, folders):
 
 def test_offline_without_a_folder_for_data(monkeypatch):
     monkeypatch.delenv("TRICYCLE_DATA")
-    with pytest.raises(DownloadError, match=r"put the file at \$TRICYCLE_DATA.things.file.bin or at"):
+    with pytest.raises(DownloadError, match=r"\$TRICYCLE_DATA.things.file.bin"):
         fetch("file.bin", "http://127.0.0.1:9/file", SHA256, "things")
 
 
@@ -242,9 +242,9 @@ def test_a_ready_tokeniser():
     tokeniser = BPETokeniser(70_000)
     corpus = make(vocab_size=None, tokeniser=tokeniser)
     assert corpus.vocab_size == 70_000 and corpus.train.dtype == np.uint32
-    with pytest.raises(ValueError, match="expected vocab_size 70000, the tokeniser's, got 300"):
+    with pytest.raises(ValueError, match=r"vocab_size 70000.*got 300"):
         make(vocab_size=300, tokeniser=tokeniser)
-    with pytest.raises(ValueError, match=r"<\|endoftext\|> among the special tokens"):
+    with pytest.raises(ValueError, match=r"<\|endoftext\|>"):
         make(vocab_size=None, tokeniser=BPETokeniser(300, special_tokens=()))
 
 
@@ -316,7 +316,7 @@ def test_nothing_to_train_on_or_held_out(documents, what):
     with pytest.raises(ValueError, match=f"expected {what}, got"):
         make(documents)
     if documents and documents[0][1]:
-        with pytest.raises(ValueError, match="test: expected some text to train on, got none"):
+        with pytest.raises(ValueError, match=r"test: .*text"):
             make(documents, tokeniser=BPETokeniser(300))
 
 
@@ -364,7 +364,7 @@ def test_gpt2_offline(folders):
     path = folders.data / "gpt2" / "vocab.bpe"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"#version: 0.2\n")
-    with pytest.raises(ValueError, match=r"vocab\.bpe: expected a file with SHA-256"):
+    with pytest.raises(ValueError, match=r"vocab\.bpe: .*SHA-256"):
         gpt2_tokeniser()
 
 
@@ -403,7 +403,7 @@ def test_python_code(library):
 
 def test_python_without_sources(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(ValueError, match=r"expected the standard library's .py files under .*, got none"):
+    with pytest.raises(ValueError, match=r"standard library.*\.py"):
         PythonCode(300)
 
 
@@ -489,7 +489,7 @@ def test_limits_of_streamed_corpora(hub):
 )
 def test_bad_limits_of_streamed_corpora(limits):
     (name,) = limits
-    with pytest.raises(ValueError, match=f"CodeParrot: expected {name} to be a positive integer, got"):
+    with pytest.raises(ValueError, match=f"CodeParrot: .*{name}"):
         CodeParrot(300, **limits)
 
 

@@ -22,7 +22,7 @@ def test_array_module_of_numpy_arrays(array):
 @pytest.mark.parametrize("value", [1, 1.5, [1], None, "a", to_tensor(1)], ids=lambda v: type(v).__name__)
 def test_array_module_rejects_other_types(value):
     assert not devices.is_array(value)
-    with pytest.raises(TypeError, match=f"^expected a NumPy or CuPy array, got {type(value).__name__}$"):
+    with pytest.raises(TypeError, match=f"array.*got {type(value).__name__}$"):
         devices.array_module(value)
 
 
@@ -35,7 +35,7 @@ def test_to_cpu_returns_host_arrays_unchanged():
 def test_to_gpu_warns_with_the_reason(monkeypatch):
     monkeypatch.setattr(devices, "gpu_problem", lambda: "none is here")
     tensor, array = to_tensor([1]), np.ones(2)
-    with pytest.warns(UserWarning, match="to_gpu: no GPU can be used, so this stays on the CPU: none is here"):
+    with pytest.warns(UserWarning, match=r"to_gpu: .*none is here"):
         assert tensor.to_gpu() is tensor and not tensor.on_gpu
     with pytest.warns(UserWarning, match="none is here"):
         assert devices.to_gpu(array) is array

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from implementations import registered_by
 from test_kernels import CASES, IN_PLACE, draw
-from versions import registered_by
 
 from tricycle.debug import use_reference
 from tricycle.kernels import KERNELS

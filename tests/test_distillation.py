@@ -81,7 +81,7 @@ def test_gradients_are_those_of_finite_differences():
     ],
 )
 def test_invalid_arguments(student, numbers):
-    with pytest.raises(ValueError, match="distillation_loss: expected"):
+    with pytest.raises(ValueError, match="distillation_loss"):
         distillation_loss(GPT(student), GPT(TEACHER), *numbers)
 
 
@@ -115,7 +115,7 @@ def test_a_student_has_the_teachers_tokens_and_learns(distilled, teacher):
 
 
 def test_a_distillation_is_not_resumed_as_a_training(distilled):
-    with pytest.raises(ValueError, match="expected a run of `tricycle train`, got one of 'distill'"):
+    with pytest.raises(ValueError, match=r"tricycle train.*'distill'"):
         train(["--resume", str(distilled[0])])
 
 
@@ -146,7 +146,7 @@ def test_another_teacher_is_refused(distilled, tmp_path):
     data = json.loads((folder / "data.json").read_text())
     data["distill"]["teacher"] = str(write_folder(tmp_path / "other", context_window=100, n_layers=1))
     (folder / "data.json").write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="expected the teacher that the run was started with"):
+    with pytest.raises(ValueError, match="teacher"):
         distill(["--resume", str(folder)])
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from studies import check_left, run_study
+from studies import check_files, run_study
 from tables import wrong_flags
 
 from experiments.anomalies import methods, report, study
@@ -111,7 +111,7 @@ def test_a_training_keeps_the_best_weights_and_repeats(rng):
     np.testing.assert_array_equal(*made)
     assert ((made[0] - x) ** 2).mean() < 0.1 * (x**2).mean()
     broken = [np.full((4, 32), np.nan, np.float32)] * 2
-    with np.errstate(all="ignore"), pytest.raises(ArithmeticError, match="not finite; try a lower learning rate"):
+    with np.errstate(all="ignore"), pytest.raises(ArithmeticError, match="learning rate"):
         train_best(model, lambda batch, factor: model.loss(batch) * factor, broken, 2, 1.0, validate, "dense")
 
 
@@ -151,7 +151,7 @@ def test_windows_laid_over_each_other_are_the_series():
 @pytest.mark.nightly
 def test_what_a_run_leaves(tmp_path):
     out = run_study(main, *WORDS, "--output", tmp_path / "a run")
-    check_left(tmp_path / "a run", ["results.json", "roc.png", "series.png"], 300)
+    check_files(tmp_path / "a run", ["results.json", "roc.png", "series.png"], 300)
     results = read(tmp_path / "a run" / "results.json")
     assert [run["seed"] for run in results["runs"]] == [0, 1]
     for title, table in report.tables(results["runs"]).items():

@@ -4,7 +4,7 @@ import gzip
 
 import numpy as np
 import pytest
-from studies import check_left, run_study
+from studies import check_files, run_study
 from tables import wrong_flags
 
 from experiments.autoencoder import data, report, study
@@ -81,7 +81,7 @@ def test_mnist_from_files_packed_and_not(made_up, monkeypatch):
     assert loaded.shape == (28, 28, 1)
     np.testing.assert_allclose(loaded.test.images[..., 0] * 255, arrays["t10k-images-idx3-ubyte"], atol=1e-4)
     (folder / "train-images-idx3-ubyte").write_bytes(b"another file")
-    with pytest.raises(ValueError, match="expected a file with SHA-256"):
+    with pytest.raises(ValueError, match="SHA-256"):
         mnist.load_mnist("train")
 
 
@@ -96,7 +96,7 @@ def test_mnist_from_files_packed_and_not(made_up, monkeypatch):
 def test_other_files_are_refused(content, said):
     with pytest.raises(ValueError, match=said):
         mnist.read_idx(content)
-    with pytest.raises(ValueError, match="expected a split of train, test, got 'validation'"):
+    with pytest.raises(ValueError, match=r"split.*'validation'"):
         mnist.load_mnist("validation")
 
 
@@ -184,7 +184,7 @@ def test_a_training_pays_repeats_and_can_beat_pca(digits):
 def test_what_a_run_leaves(tmp_path):
     out = run_study(main, *WORDS, "--output", tmp_path / "a run")
     pictures = ["between", "codes", "denoising", "drawn", "errors", "plane", "reconstruction"]
-    check_left(tmp_path / "a run", ["results.json", *(f"{name}.png" for name in pictures)], 150)
+    check_files(tmp_path / "a run", ["results.json", *(f"{name}.png" for name in pictures)], 150)
     results = read(tmp_path / "a run" / "results.json")
     assert [run["seed"] for run in results["runs"]] == [0, 1]
     one, other = (run["reconstruction"] for run in results["runs"])

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from studies import check_left, run_study
+from studies import check_files, run_study
 from tables import wrong_flags
 
 from experiments.comparison import costs, report, study
@@ -228,7 +228,7 @@ def test_batches_of_a_stream_do_not_meet_those_of_another():
 def test_what_a_run_leaves(tmp_path):
     folder = tmp_path / "a run"
     out = run_study(main, *WORDS, "--output", folder)
-    check_left(folder, ["costs.png", "gradients.png", "recall.png", "results.json"], 300)
+    check_files(folder, ["costs.png", "gradients.png", "recall.png", "results.json"], 300)
     results = read(folder / "results.json")
     assert (results["sizes"], results["distances"]) == ([64, 128], [4, 8])
     assert [(run["kind"], run["seed"]) for run in results["runs"]] == [(kind, s) for kind in BODIES for s in (0, 1)]

@@ -8,7 +8,7 @@ from datetime import date
 
 import numpy as np
 import pytest
-from studies import check_left, run_study
+from studies import check_files, run_study
 from tables import wrong_flags
 
 from experiments.dates import data, report, several, study
@@ -263,7 +263,7 @@ def test_what_a_run_leaves(tmp_path):
     models = "--models", "fixed context", "Transformer"
     out = run_study(main, "--quick", *models, *WORDS, "--output", folder)
     pictures = ["alignment-transformer.png", "lengths.png", "models.png", "training.png"]
-    check_left(folder, [*pictures, "results.json"], 200)
+    check_files(folder, [*pictures, "results.json"], 200)
     results = read(folder / "results.json")
     assert results["settings"]["steps"] == 10
     names = ["fixed context", "fixed context", "Transformer", "Transformer"]
@@ -282,7 +282,7 @@ def test_several_dates_are_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(several, "COUNTS", (1, 3))
     monkeypatch.setattr(report, "COUNTS", (1, 3))
     out = run_study(main, "--several", *words)
-    check_left(tmp_path, ["several.json", "several.png"], 200)
+    check_files(tmp_path, ["several.json", "several.png"], 200)
     results = read(tmp_path / "several.json")
     assert results["counts"] == [1, 3] and results["settings"]["max_tokens"] == 512
     assert len(results["runs"][0]["whole"]) == len(results["runs"][0]["each"]) == 2

@@ -51,7 +51,7 @@ def test_numbers_in_words_and_back():
         "three hundred forty-two",
     ]
     assert all(last_number(f"Seven, no: {in_words(n).capitalize()}.") == n for n in range(1000))
-    with pytest.raises(ValueError, match="from 0 to 999, got 1000"):
+    with pytest.raises(ValueError, match="999, got 1000"):
         in_words(1000)
 
 
@@ -256,7 +256,7 @@ def test_nothing_is_done_twice(finished, monkeypatch):
     results = read(folder / "results.json")
     for table in report.tables(results).values():
         assert table in said
-    with pytest.raises(ValueError, match="results of other settings: batch_size 1 there and 2 here"):
+    with pytest.raises(ValueError, match=r"batch_size 1.*2"):
         run_study(main, *words, "--batch-size", 2)
 
 

@@ -56,7 +56,7 @@ def test_windows_say_how_many_bytes_their_tokens_have(tokeniser):
     everything = windows(tokeniser, text, 1, len(whole), first=1)
     assert everything.ids[0].tolist() == [1, *whole.tolist()]
     assert everything.n_bytes.sum() == len(text.encode("utf-8"))
-    with pytest.raises(ValueError, match="at least 1000001 tokens"):
+    with pytest.raises(ValueError, match="1000001"):
         windows(tokeniser, text, 1, 10**6)
 
 
@@ -75,7 +75,7 @@ def test_what_is_held_out_stands_in_no_other_part(monkeypatch):
     sentences = {"train": ["a", "b"], "val": ["c"], "test_2016_flickr": ["d", "e"]}
     monkeypatch.setattr(language_models, "load_multi30k", lambda split, language: sentences[split])
     assert [text_of("captions", part) for part in ("train", "test")] == ["a\nb", "c\nd\ne"]
-    with pytest.raises(ValueError, match="one of code, shakespeare, captions and of train, test, got 'news'"):
+    with pytest.raises(ValueError, match=r"code, shakespeare, captions.*'news'"):
         text_of("news", "train")
 
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-from studies import check_left, run_study
+from studies import check_files, run_study
 from tables import wrong_flags
 
 from experiments.learned_statistics import __main__ as program
@@ -122,7 +122,7 @@ def test_blocks_are_parts_of_the_window(settings, subject):
     bench = RealBench(settings, subject)
     assert [rows.shape for rows in bench.tests.values()] == [(3, WINDOW + 1)] * 3
     assert [len(prompt) for prompt in bench.prompts] == [16] * 3
-    with pytest.raises(ValueError, match="expected --window of at most 40, got 41"):
+    with pytest.raises(ValueError, match=r"--window.*40, got 41"):
         new_subject(dataclasses.replace(settings, window=41))
 
 
@@ -152,7 +152,7 @@ def test_weights_that_change_are_noticed(subject, settings, monkeypatch):
         return 1.0
 
     monkeypatch.setattr(blocks, "train_on_batch", careless)
-    with pytest.raises(RuntimeError, match="expected the model's own weights to stay as they are"):
+    with pytest.raises(RuntimeError, match="weights"):
         train_scales(subject, learned(settings), 3, 2, first_scales(learned(settings), 2, 4, WINDOW))
 
 
@@ -242,7 +242,7 @@ def test_a_row_is_measured_once(subject, settings):
         np.testing.assert_array_equal(a, b)
     assert bench.measure(job)["texts"] == record.row(job._asdict())["texts"]  # with scales from their file
     assert record.row(Job("whole")._asdict())["texts"]["code"]["same"] == 1
-    with pytest.raises(ValueError, match="results of other settings: steps 3 there and 6 here; name another --output"):
+    with pytest.raises(ValueError, match=r"steps 3.*6.*--output"):
         Rows(dataclasses.replace(settings, steps=6), FREE)
 
 
@@ -256,7 +256,7 @@ def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch):
     words = ["--model", folder, "--output", output, "--window", WINDOW, "--steps", 2, "--batch-size", 1, "--seeds", 2]
     words += ["--test-windows", 2, "--measured-windows", 1, "--prompts", 1, "--n-written", 4, "--blocks", 2, 4]
     out = run_study(program.main, *words)
-    check_left(output, {"results.json", "page.html", "scales", *PICTURES}, 200)
+    check_files(output, {"results.json", "page.html", "scales", *PICTURES}, 200)
     results = json.loads((output / "results.json").read_text())
     asked = RealSettings(str(folder), blocks=(2, 4), seeds=2)
     assert [job_of(row) for row in results["rows"]] == all_jobs(asked)
@@ -312,5 +312,5 @@ def test_a_folder_that_is_no_model(folder, tmp_path, monkeypatch):
     shutil.copytree(folder, broken)
     for path in broken.glob("token*"):
         path.unlink()
-    with pytest.raises(ValueError, match="expected a decoder with a tokeniser"):
+    with pytest.raises(ValueError, match="tokeniser"):
         new_subject(RealSettings(str(broken), window=WINDOW))

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from studies import check_left, run_study
+from studies import check_files, run_study
 from tables import wrong_flags
 
 from experiments.max_retrieval import report, study
@@ -160,7 +160,7 @@ def finished(tmp_path_factory):
 @pytest.mark.nightly
 def test_what_a_run_leaves(finished):
     folder, out = finished
-    check_left(folder, ["accuracy.png", "results.json", "weights.png"], 300)
+    check_files(folder, ["accuracy.png", "results.json", "weights.png"], 300)
     results = read(folder / "results.json")
     assert results["sizes"] == [2, 4, 8, 16, 32]
     assert [run["seed"] for run in results["runs"]] == [0, 1]

@@ -252,5 +252,5 @@ def test_a_tiny_run_and_its_going_on(tmp_path, monkeypatch):
     printed = run_study(real.main, *words, "--report")  # of what is there
     assert "left out, for this part is not there: 'tasks'" in printed and "| code, 1 to 64 |" in printed
     words[words.index("--steps") + 1] = "4"
-    with pytest.raises(ValueError, match="holds results of other settings: steps 3 there and 4 here"):
+    with pytest.raises(ValueError, match=r"steps 3.*4"):
         run_study(real.main, *words)

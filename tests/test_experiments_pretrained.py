@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from studies import check_left, run_study
+from studies import check_files, run_study
 from tables import wrong_flags
 
 from experiments.pretrained import g2p, look_g2p, look_textgenrnn, minilm, packages, textgenrnn
@@ -67,16 +67,16 @@ def test_an_installed_package_is_read_and_not_imported(tmp_path, monkeypatch):
 
 def test_what_is_no_such_file(tmp_path):
     wheel = a_wheel(tmp_path / "any.whl", {"other/a.txt": b""})
-    with pytest.raises(ValueError, match=r"any\.whl: expected a file g2p_en/a\.txt in it, as g2p_en-2\.1\.0"):
+    with pytest.raises(ValueError, match=r"any\.whl: .*g2p_en/a\.txt.*g2p_en-2\.1\.0"):
         packages.G2P.read("a.txt", wheel)
-    with pytest.raises(ValueError, match=r"expected a folder with a\.txt of g2p-en==2\.1\.0"):
+    with pytest.raises(ValueError, match=r"folder.*a\.txt.*g2p-en==2\.1\.0"):
         packages.G2P.read("a.txt", tmp_path)
     (tmp_path / "text").write_text("no archive")
-    with pytest.raises(ValueError, match="text: expected a wheel, a source archive or a folder"):
+    with pytest.raises(ValueError, match=r"text: .*wheel"):
         packages.G2P.read("a.txt", tmp_path / "text")
     whole = a_wheel(tmp_path / "whole", {"g2p_en/a.txt": b"letters" * 99}).read_bytes()
     (tmp_path / "spoiled").write_bytes(whole.replace(b"letters", b"spoiled", 1))
-    with pytest.raises(ValueError, match=r"spoiled: expected a wheel, .* \(Bad CRC-32"):
+    with pytest.raises(ValueError, match=r"spoiled: .*wheel.*CRC-32"):
         packages.G2P.read("a.txt", tmp_path / "spoiled")
     with pytest.raises(FileNotFoundError):
         packages.G2P.read("a.txt", tmp_path / "nowhere")
@@ -90,11 +90,11 @@ def test_without_the_files(tmp_path, monkeypatch):
         packages.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "".join(said), "no network")
     )
     absent = Package("absent==1", "absent_as_can_be", "absent-1.whl", "0" * 64)
-    with pytest.raises(DownloadError, match=r"absent-1\.whl could not be downloaded by pip; put the file at .*no netw"):
+    with pytest.raises(DownloadError, match=r"absent-1\.whl.*no netw"):
         absent.read("a.txt")
     said.append("  Found link http://127.0.0.1:9/a/b/absent-1.whl (from http://127.0.0.1:9/absent/), version: 1\n")
     assert absent.address() == "http://127.0.0.1:9/a/b/absent-1.whl"
-    with pytest.raises(DownloadError, match=r"absent-1\.whl could not be downloaded .* put the file at"):
+    with pytest.raises(DownloadError, match=r"absent-1\.whl"):
         absent.read("a.txt")
 
 
@@ -316,7 +316,7 @@ def test_the_program_that_looks_at_g2p(tmp_path):
     words = ["--path", made_up_g2p(tmp_path), "--words", "one", "--most", "60", "--output", tmp_path / "out"]
     lines = run_study(look_g2p.main, *words).splitlines()
     assert [line.split()[0] for line in lines[2:6]] == ["o", "on", "one", "one."]
-    check_left(tmp_path / "out", ["g2p.json", "g2p-maps.png", "g2p-memory.png"])
+    check_files(tmp_path / "out", ["g2p.json", "g2p-maps.png", "g2p-memory.png"])
     results = json.loads((tmp_path / "out" / "g2p.json").read_text(), parse_constant=pytest.fail)
     assert 40 <= results["words"] <= 60 and set(results["alignment"]) == {*look_g2p.VIEWS, "by its place alone"}
 
@@ -489,9 +489,9 @@ def test_the_program_of_textgenrnn(tmp_path):
 def test_no_such_weights(tmp_path):
     arrays = random_lstms()
     path = made_up_textgenrnn(tmp_path, {name: arrays[name] for name in arrays if name != "output/bias"})
-    with pytest.raises(ValueError, match=r"expected the weights of textgenrnn: there is no output/output/bias:0"):
+    with pytest.raises(ValueError, match=r"textgenrnn.*output/output/bias:0"):
         textgenrnn.load(path)
-    with pytest.raises(ValueError, match="expected the weights of textgenrnn"):
+    with pytest.raises(ValueError, match="textgenrnn"):
         textgenrnn.read_arrays(b"no HDF5")
     with pytest.raises(ValueError, match=r"second\.runs\.0\.0"):
         textgenrnn.load(made_up_textgenrnn(tmp_path, {**arrays, "rnn_2/recurrent_kernel": np.zeros((6, 8))}))
@@ -581,7 +581,7 @@ def test_the_program_that_looks_at_textgenrnn(tmp_path):
     assert "| as it is |" in said and "Zen" not in said
     results = json.loads((out / "textgenrnn.json").read_text(), parse_constant=pytest.fail)
     assert results["characters"] == {"titles": 123}
-    check_left(out, ["textgenrnn.json", "textgenrnn-title.png", "textgenrnn-averages.png", "textgenrnn.html"])
+    check_files(out, ["textgenrnn.json", "textgenrnn-title.png", "textgenrnn-averages.png", "textgenrnn.html"])
     assert "what the attention looked at" in (out / "textgenrnn.html").read_text(encoding="utf-8")
 
 

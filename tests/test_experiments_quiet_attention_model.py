@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-from studies import check_left
+from studies import check_files
 from tiny_models import TEXT, lively_model, write_folder
 
 from experiments.quiet_attention import __main__ as program
@@ -167,7 +167,7 @@ def test_a_run_leaves_all_and_goes_on(tmp_path, texts, monkeypatch, capsys):
     monkeypatch.setattr(pretrained, "variants_of", lambda *_: [Variant("softmax"), Variant("sink", "lora")])
     results = pretrained.measure(settings, quick=True)
     report(settings, results)
-    check_left(settings.output, ["results.json", "model.png", "model.html"])
+    check_files(settings.output, ["results.json", "model.png", "model.html"])
     tables = capsys.readouterr().out
     assert "Training reads 96 tokens in 2 updates." in tables
     assert "| softmax, as it is |" in tables
@@ -176,7 +176,7 @@ def test_a_run_leaves_all_and_goes_on(tmp_path, texts, monkeypatch, capsys):
     assert "| tokens | 1 | 2 to 16 | 17 to 24 |" in tables
     monkeypatch.setattr(pretrained, "teach", lambda *_: pytest.fail("taught again"))
     assert pretrained.measure(settings, quick=True)["variants"] == results["variants"]
-    with pytest.raises(ValueError, match="steps 2 there and 3 here"):
+    with pytest.raises(ValueError, match=r"steps 2.*3"):
         Record(Settings(str(folder), 1, output=tmp_path / "out", **{**SMALL, "steps": 3}), FREE)
     assert list(grouped(results["variants"])) == ["softmax, as it is", "sink, LoRA"]
 

@@ -126,11 +126,11 @@ def test_without_the_files(tmp_path, monkeypatch, dataset, word, file):
     module = importlib.import_module(f"tricycle_datasets.{dataset}")
     monkeypatch.setattr(module, "URL", "http://127.0.0.1:9/{name}")
     load = lambda: getattr(module, f"load_{dataset}")(*word.split())
-    with pytest.raises(DownloadError, match=f"put the file at .*{file}"):
+    with pytest.raises(DownloadError, match=file):
         load()
     by_hand = tmp_path / "TRICYCLE_DATA" / dataset.replace("_", "-") / file
     if by_hand.suffix:
         by_hand.parent.mkdir(parents=True)
         by_hand.write_text("another file\n", encoding="utf-8")
-        with pytest.raises(ValueError, match=f"{file}: expected a file with SHA-256 "):
+        with pytest.raises(ValueError, match=f"{file}: .*SHA-256"):
             load()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from studies import check_left, run_study
+from studies import check_files, run_study
 from tables import wrong_flags
 
 from experiments.sentiment import report, study
@@ -269,7 +269,7 @@ WORDS = "--folds 4 --tested 2 --epochs 2 --shown 2".split()
 def test_what_a_run_leaves(problem, tmp_path):
     folder, again = tmp_path / "a run", tmp_path / "again"
     out = run_study(main, "--quick", *WORDS, "--output", folder)
-    check_left(folder, ["accuracy.png", "looked_at.html", "results.json", "training.png", "words.png"])
+    check_files(folder, ["accuracy.png", "looked_at.html", "results.json", "training.png", "words.png"])
     results = read(folder / "results.json")
     assert [run["fold"] for run in results["runs"]] == [0] * 6 + [1] * 6
     assert [run["model"] for run in results["runs"]] == [*MODELS, shared.TOGETHER, *study.BAYES] * 2

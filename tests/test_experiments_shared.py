@@ -29,9 +29,9 @@ def test_values_at_their_limits_are_taken():
     check_fractions(Settings(), "rate", "rates")
     check_choices(Settings(), models=("a", "b, c", "d"))
     for rate in (0, 1):
-        with pytest.raises(ValueError, match=f"expected --rate above 0 and below 1, got {rate}"):
+        with pytest.raises(ValueError, match=f"--rate.*got {rate}"):
             check_fractions(Settings(rate=rate), "rate")
-    with pytest.raises(ValueError, match="expected --models among a; b, c; got d"):
+    with pytest.raises(ValueError, match=r"--models.*a; b, c; got d"):
         check_choices(Settings(models=("a", "d")), models=("a", "b, c"))
 
 
@@ -53,7 +53,7 @@ def test_results_of_other_settings_are_refused(tmp_path):
     record["runs"].append(1)
     record.save()
     assert Record(Settings(output=tmp_path, n=2), ("n",))["runs"] == [1]
-    with pytest.raises(ValueError, match="results of other settings: n 1 there and 2 here; name another --output"):
+    with pytest.raises(ValueError, match=r"n 1.*2.*--output"):
         Record(Settings(output=tmp_path, n=2), ("rate",))
 
 

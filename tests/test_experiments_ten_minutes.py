@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from studies import check_left, run_study
+from studies import check_files, run_study
 from tables import wrong_flags
 
 from experiments.ten_minutes import __main__ as program
@@ -106,7 +106,7 @@ def test_own_files_without_the_held_out_ones(texts, tmp_path):
 
 
 def test_unknown_texts_are_refused():
-    with pytest.raises(ValueError, match=r"expected one of python, shakespeare, text .* got prose and validation"):
+    with pytest.raises(ValueError, match=r"python, shakespeare, text.*prose"):
         data.load("prose", "validation", 300)
 
 
@@ -153,7 +153,7 @@ def test_variants_of_a_small_recipe():
     for words in ("mine", "gelu: bias=True", "mine: width=3", "mine: bias"):
         with pytest.raises(ValueError, match=r"expected .*--also"):
             configs(SMALL, (), (words,))
-    with pytest.raises(ValueError, match="variant mine: GPTConfig: expected n_heads"):
+    with pytest.raises(ValueError, match=r"variant mine: .*n_heads"):
         configs(SMALL, ("mine",), ("mine: n_heads=5",))
 
 
@@ -169,7 +169,7 @@ def finished(texts, tmp_path_factory):
 @pytest.mark.nightly
 def test_what_a_run_leaves(finished):
     folder, _, out = finished
-    check_left(folder, ["ablations.png", "results.json"], 200)
+    check_files(folder, ["ablations.png", "results.json"], 200)
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     trials = {trial["variant"]: trial for trial in results["trials"]}
     assert set(trials) == {RECIPE, "adamw", "swiglu"}
@@ -193,7 +193,7 @@ def test_what_is_finished_is_not_done_again(finished, monkeypatch):
     assert (folder / "ablations.png").is_file()
     said = run_study(program.main, "--report", "--output", folder)
     assert report.tables(folder).popitem()[1] in said
-    with pytest.raises(ValueError, match="holds results of other settings: n_layers 1 there and 2 here; name another"):
+    with pytest.raises(ValueError, match=r"n_layers 1.*2"):
         run_study(program.main, *words, "--n-layers", 2)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from studies import check_left, run_study
+from studies import check_files, run_study
 
 from experiments.translation import __main__ as program
 from experiments.translation import report, study
@@ -123,7 +123,7 @@ def test_multi30k_of_made_up_files(monkeypatch, tmp_path):
     assert name == "val.de.gz" and url.endswith("/task1/raw/val.de.gz") and sha256 == SHA256[name]
     assert more == {"folder": "multi30k"}
     for words in [("test", "de"), ("val", "es")]:
-        with pytest.raises(ValueError, match="expected a split of train, val, test_2016_flickr and a language of en"):
+        with pytest.raises(ValueError, match=r"train, val, test_2016_flickr.*en"):
             load_multi30k(*words)
 
 
@@ -159,7 +159,7 @@ def test_training_repeats_and_goes_on_where_it_stopped(pairs, name, tmp_path):
         np.testing.assert_array_equal(whole.mean[key], again.mean[key])
     assert whole.curve[-1]["validation_loss"] == again.curve[-1]["validation_loss"]
     other = Training(name, SMALL, changed(plan, seed=1), pairs, pairs)
-    with pytest.raises(ValueError, match="expected a run whose plan is"):
+    with pytest.raises(ValueError, match="plan"):
         other.load(kept)
 
 
@@ -213,7 +213,7 @@ def test_parameters_of_both_languages_are_shared():
     for name in RECIPES:
         model = new_model(name, SMALL, 300, np.random.default_rng(0))
         assert sum(p.shape == (300, 16) for p in model.parameters()) == 1
-    with pytest.raises(ValueError, match="expected name to be one of fixed, bahdanau"):
+    with pytest.raises(ValueError, match=r"name.*fixed, bahdanau"):
         new_model("cnn", SMALL, 300, np.random.default_rng(0))
 
 
@@ -229,7 +229,7 @@ def test_layers_of_a_transformer_are_told_apart(pairs):
 def test_sentences_that_cannot_be_translated(pairs):
     model = new_model("transformer", SMALL, 330, np.random.default_rng(0))
     for sentence, got in [(" ", "got 0: ' '"), ("dog tree " * 100, r"got \d{3}: 'dog tree")]:
-        with pytest.raises(ValueError, match=f"expected a sentence of 1 to 128 tokens, {got}"):
+        with pytest.raises(ValueError, match=f"128 tokens, {got}"):
             translate(model, pairs.vocabulary, ["The dog.", sentence])
 
 
@@ -261,7 +261,7 @@ def test_what_a_run_leaves(made_up, monkeypatch, tmp_path):
     out = call(tmp_path, *WORDS)
     names = {f"{name}-de-0.{ending}" for name in RECIPES for ending in ("json", "safetensors")}
     pictures = {"curves-de.png", "lengths-de.png", "alignment-de.png"}
-    check_left(tmp_path, names | pictures, 300)
+    check_files(tmp_path, names | pictures, 300)
     runs = report.load_runs(tmp_path)
     assert list(runs) == [("de", name) for name in RECIPES]
     assert report.table(runs, "de") in out and report.length_table(runs, "de") in out
@@ -276,14 +276,12 @@ def test_what_a_run_leaves(made_up, monkeypatch, tmp_path):
         words = ["--look", "The dog sees => Der Hund", "--model", name, "--out", str(tmp_path / "look.html")]
         call(tmp_path, *words)
         assert f'"title":"{name}-de-0"' in (tmp_path / "look.html").read_text(encoding="utf-8")
-    with pytest.raises(
-        ValueError, match="fixed-de-0: expected a model with attention to look at, got a Seq2Seq without"
-    ):
+    with pytest.raises(ValueError, match=r"fixed-de-0: .*attention.*Seq2Seq"):
         call(tmp_path, "--look", "The dog", "--model", "fixed")
     monkeypatch.setattr(report, "draw", lambda *_: [])  # once is enough
     assert " ± " in call(tmp_path, *WORDS, "--model", "fixed", "--seed", "1")
     (tmp_path / "fixed-de-0.safetensors").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="expected a trained model of this experiment"):
+    with pytest.raises(ValueError, match="trained model"):
         call(tmp_path, *WORDS, "--model", "fixed", "--resume")
 
 

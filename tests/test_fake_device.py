@@ -13,8 +13,8 @@ import test_seq2seq
 import test_text_encoder
 import test_training
 from fake_device import FakeArray, fake_module, to_device, to_host
+from implementations import replace_implementations
 from test_registry import assert_same, every_sample, gradients
-from versions import offer
 
 from tricycle import devices, kernels, no_grad, training, training_state
 from tricycle.autograd import topological_order
@@ -66,7 +66,7 @@ def device(monkeypatch):
     monkeypatch.setitem(devices.ARRAY_MODULES, FakeArray, fake_module)
     monkeypatch.setattr(devices, "to_gpu", to_device)
     monkeypatch.setattr(devices, "to_cpu", to_host)
-    offer(monkeypatch, FakeArray, fake_device.VERSIONS)
+    replace_implementations(monkeypatch, FakeArray, fake_device.IMPLEMENTATIONS)
     fake_device.reads.clear()
 
 
@@ -240,7 +240,7 @@ def snapshot(state) -> dict[str, np.ndarray]:
     found = {}
     for name, parameter in state.model.named_parameters():
         arrays = {"weights": parameter.array, **state.optimiser.state_of(parameter)[1]}
-        found.update({f"{name} {kind}": array.held.copy() for kind, array in arrays.items()})
+        found.update({f"{name} {kind}": array.host_array.copy() for kind, array in arrays.items()})
     return found
 
 
@@ -303,7 +303,7 @@ def test_non_finite_update_changes_nothing_and_raises_when_read(device, optimise
     assert_equal(snapshot(state), before)
     assert all(parameter.grad is None for parameter in state.model.parameters())
     assert fake_device.reads == []
-    with pytest.raises(NonFiniteError, match=r"step 2: the loss is 4\.\d+ and the norm of the gradients inf, so"):
+    with pytest.raises(NonFiniteError, match=r"step 2: .*4\.\d+.*norm.*inf"):
         read_steps(state, results)
 
 
@@ -445,7 +445,7 @@ def test_update_factor_from_host_or_device(device, make, where):
             optimiser.update([("weights", weights)], *given)
             if factor == 0 or (factor is not None and factor != factor):  # the caller says which were left out
                 optimiser.set_state(weights, n_before, optimiser.state_of(weights)[1])
-        found.append(weights.array.held)
+        found.append(weights.array.host_array)
     np.testing.assert_allclose(*found, rtol=1e-6)
 
 
@@ -460,10 +460,11 @@ def test_clipping_does_not_synchronize(device):
                 norm = clip_gradients(layer, limit)
             results.append((norm, gradient_norm(layer), [p.grad.array for p in layer.parameters()]))
         assert fake_device.reads == []
-        (norm, after, grads), (expected, wanted, theirs) = results
-        assert norm.held == pytest.approx(expected, rel=1e-5) and after.held == pytest.approx(wanted, rel=1e-5)
-        for mine, other in zip(grads, theirs):
-            np.testing.assert_allclose(mine.held, other, rtol=1e-5)
+        (norm, after, grads), (expected_norm, expected_after, expected_grads) = results
+        assert norm.host_array == pytest.approx(expected_norm, rel=1e-5)
+        assert after.host_array == pytest.approx(expected_after, rel=1e-5)
+        for actual, expected in zip(grads, expected_grads):
+            np.testing.assert_allclose(actual.host_array, expected, rtol=1e-5)
 
 
 # -------------------------------------------------------------------- sequence models
@@ -518,7 +519,7 @@ def test_text_encoder_trains_on_the_device(device, kind):
 
     models = train_both(lambda: TextEncoder(test_text_encoder.SMALL), batch_loss)
     hidden = [model(model.place(tokens), mask) for model in models]
-    np.testing.assert_allclose(hidden[0].array.held, hidden[1].array, 1e-3, 1e-4)
+    np.testing.assert_allclose(hidden[0].array.host_array, hidden[1].array, 1e-3, 1e-4)
 
 
 @pytest.mark.parametrize("make", test_classifiers.MAKERS.values(), ids=test_classifiers.MAKERS)
@@ -526,7 +527,7 @@ def test_classifiers_train_on_the_device(device, make, rng):
     tokens, lengths, labels = rng.integers(0, 9, (4, 7)), np.array([7, 1, 4, 2]), np.array([0, 1, 2, 1])
     models = train_both(make, lambda model: CrossEntropy()(model.place(labels), model(model.place(tokens), lengths)))
     weights = [model(model.place(tokens), lengths, return_weights=True)[1] for model in models]
-    np.testing.assert_allclose(weights[0].held, weights[1], 1e-3, 1e-5)
+    np.testing.assert_allclose(weights[0].host_array, weights[1], 1e-3, 1e-5)
 
 
 @pytest.mark.parametrize(("make", "shape"), test_autoencoders.MAKERS.values(), ids=test_autoencoders.MAKERS)

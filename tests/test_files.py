@@ -122,7 +122,7 @@ def test_a_pipe_keeps_its_name(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="expected a file or nothing of that name"), atomic_write(tmp_path / name):
+    with pytest.raises(ValueError, match="expected a file"), atomic_write(tmp_path / name):
         pytest.fail("nothing is to be written")
     assert sorted(tmp_path.iterdir()) == before
     assert (tmp_path / "link").is_symlink() and (tmp_path / "pipe").is_fifo()

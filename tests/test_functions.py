@@ -1,7 +1,5 @@
 """Softmax and its kin at the edges, the linear map, gradients computed together."""
 
-import re
-
 import numpy as np
 import pytest
 from tables import bad_input
@@ -181,11 +179,11 @@ def test_sink_softmax_of_extreme_scores(rng):
 
 
 def test_bad_sinks_are_rejected():
-    with pytest.raises(ValueError, match=re.escape("expected sinks that broadcast to (3,), got shape (2,)")):
+    with pytest.raises(ValueError, match=r"sinks.*\(3,\).*\(2,\)"):
         SinkSoftmax()(np.ones((3, 4, 5)), np.ones(2))
-    with pytest.raises(ValueError, match=re.escape("expected sinks of shape (2,), one for each head, got (3,)")):
+    with pytest.raises(ValueError, match=r"sinks.*\(2,\).*\(3,\)"):
         SinkSoftmax().attend(*[np.ones((1, 3, 2, 4))] * 3, ScoreOptions(1.0), None, np.ones(3))
-    with pytest.raises(ValueError, match="expected a finite initial number, got -inf"):
+    with pytest.raises(ValueError, match=r"finite.*-inf"):
         SinkSoftmax(-INF)
 
 
@@ -268,7 +266,7 @@ test_refusals = bad_input(REFUSED)
 
 
 def test_bad_softmax_is_rejected():
-    with pytest.raises(TypeError, match="expected a name or a RowSoftmax, got 3"):
+    with pytest.raises(TypeError, match="RowSoftmax, got 3"):
         new_softmax(3)
     with pytest.raises(NotImplementedError, match="RowSoftmax defines no row_softmax"):
         RowSoftmax()([1, 2])
@@ -283,7 +281,7 @@ def test_log_softmax_keeps_small_probabilities():
 
 @pytest.mark.parametrize("op", [Softmax(), Softmax1(), LogSoftmax()], ids=repr)
 def test_row_functions_reject_scalars(op):
-    with pytest.raises(ValueError, match=f"^{type(op).__name__}: expected at least one axis, got a single number$"):
+    with pytest.raises(ValueError, match=f"^{type(op).__name__}: .*axis"):
         op(to_tensor(1))
 
 

@@ -84,9 +84,9 @@ def test_overflow_error_option_raises_at_full_context(model, function):
     assert list(function(model, [1, 2], 11, **settings)) == plain  # the last one is not read
     drawn = function(model, [1, 2], 12, **settings)
     assert [next(drawn) for _ in range(11)] == plain
-    with pytest.raises(ValueError, match="the context window of 12 tokens is full"):
+    with pytest.raises(ValueError, match="context window of 12"):
         next(drawn)
-    with pytest.raises(ValueError, match="expected overflow to be truncate or error, got 'slide'"):
+    with pytest.raises(ValueError, match=r"overflow.*truncate.*error.*'slide'"):
         function(model, [1], 3, overflow="slide")
 
 
@@ -169,19 +169,17 @@ def test_temperature_argument_equals_sampling_params(model):
         assert list(generate(model, [1], 30, temperature=temperature)) == list(
             generate(model, [1], 30, SamplingParams(temperature))
         )
-    with pytest.raises(ValueError, match="expected temperature to be 0 or more, got -1"):
+    with pytest.raises(ValueError, match=r"temperature.*got -1"):
         generate(model, [1], 3, temperature=-1)
-    with pytest.raises(ValueError, match="expected a temperature or a SamplingParams, got both"):
+    with pytest.raises(ValueError, match=r"temperature.*SamplingParams.*both"):
         generate(model, [1], 3, SamplingParams(), temperature=0)
-    with pytest.raises(
-        TypeError, match=r"expected a SamplingParams \(or temperature=..., which is short for one\), got 0.8"
-    ):
+    with pytest.raises(TypeError, match=r"SamplingParams.*got 0.8"):
         generate(model, [1], 3, 0.8)
 
 
 @pytest.mark.parametrize(("prompt", "named"), [([1, 50], "50"), ([-1], "-1")])
 def test_ids_outside_the_vocabulary_are_rejected(model, prompt, named):
-    with pytest.raises(ValueError, match=f"expected ids from 0 to 49, got {named}"):
+    with pytest.raises(ValueError, match=f"0 to 49, got {named}"):
         list(generate(model, prompt, 3))
 
 
@@ -190,7 +188,7 @@ def test_ids_outside_the_vocabulary_are_rejected(model, prompt, named):
 def test_non_finite_weights_raise(bad, temperature):
     model = new_model()
     model.norm.gain.array[0] = bad
-    with pytest.raises(ValueError, match="expected finite logits, got NaN or infinity"):
+    with pytest.raises(ValueError, match="finite logits"):
         list(generate(model, [1], 3, temperature=temperature))
 
 
@@ -254,7 +252,7 @@ def test_finite_logits_give_an_allowed_token(logits, temperature, top_k, top_p, 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_logits_are_rejected(bad):
-    with pytest.raises(ValueError, match="expected finite logits"):
+    with pytest.raises(ValueError, match="finite logits"):
         SamplingParams().sample(np.array([0, bad, 1], np.float32), np.random.default_rng(0))
 
 
@@ -398,7 +396,7 @@ def test_cache_grows_and_truncates():
     held, _ = cache.append(keys[:, 99:100], keys[:, 99:100])
     assert held.ravel().tolist() == [0, 1, 2, 3, 4, 99]
     for length in (-1, 7):
-        with pytest.raises(ValueError, match=f"expected to keep 0 to 6 tokens, got {length}"):
+        with pytest.raises(ValueError, match=f"0 to 6 tokens, got {length}"):
             cache.truncate(length)
     cache.last["token_shift"] = keys[:, :1]
     cache.truncate(6)
@@ -430,7 +428,7 @@ def test_sliding_window_cache_keeps_visible_tokens():
                 assert len(kept) >= min(length, window - 1)
                 np.testing.assert_array_equal(kept, np.arange(length - len(kept), length))
         assert not cache.can_truncate(window)
-        with pytest.raises(ValueError, match="expected a position whose window is still stored, got 1000"):
+        with pytest.raises(ValueError, match=r"position.*got 1000"):
             cache.truncate(1000)
         cache.truncate(0)
         assert cache.append(keys[:, :3], keys[:, :3])[0].ravel().tolist() == [0, 1, 2]
@@ -501,9 +499,9 @@ def test_batched_generation_equals_single_generation(changes, settings):
 def test_empty_batch_and_bad_batch_arguments(model):
     assert generate_batch(model, [], 3) == []
     assert generate_batch(model, [[1], [2]], 0) == [[], []]
-    with pytest.raises(ValueError, match="expected a prompt of 1 to 12 tokens, got 0"):
+    with pytest.raises(ValueError, match=r"prompt.*12 tokens, got 0"):
         generate_batch(model, [[1], []], 3)
-    with pytest.raises(ValueError, match="expected temperature"):
+    with pytest.raises(ValueError, match="temperature"):
         generate_batch(model, [[1]], 3, temperature=-1)
 
 
@@ -519,9 +517,9 @@ def test_texts_of_a_batch_have_independent_seeds(model):
     alone = [list(generate(model, prompt, 9, way)) for prompt, way in zip(prompts, samplings)]
     assert generate_batch(model, prompts, 9, samplings) == alone
     assert alone[0] != alone[1]
-    with pytest.raises(ValueError, match="expected a SamplingParams for each of 3 prompts, got 2"):
+    with pytest.raises(ValueError, match="3 prompts, got 2"):
         generate_batch(model, prompts, 9, samplings[:2])
-    with pytest.raises(TypeError, match="expected a SamplingParams"):
+    with pytest.raises(TypeError, match="SamplingParams"):
         generate_batch(model, prompts, 9, [1, 2, 3])
 
 
@@ -615,7 +613,7 @@ def test_frequency_presence_penalties_and_logit_bias():
     assert shifted(frequency_penalty=-1, presence_penalty=0.5) == [1, 2, 3.5, 6.5, 5]
     assert shifted(logit_bias=((0, 100), (4, -100), (99, 1))) == [101, 2, 3, 4, -95]
     for wrong in ({"presence_penalty": np.nan}, {"logit_bias": ((-1, 1),)}, {"logit_bias": ((1, np.inf),)}):
-        with pytest.raises(ValueError, match=f"expected {next(iter(wrong))}"):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
             PenalizedSamplingParams(**wrong)
 
 

@@ -129,11 +129,11 @@ class Requests:
     def Allreduce(self, in_place, array):
         assert in_place == "in place" and type(array) is FakeArray and array.flags.c_contiguous
         assert HERE.log[-1] == "synchronize"
-        array.held[...] = np.sum(HERE.player.all_gather(array.held.copy()), axis=0)
+        array.host_array[...] = np.sum(HERE.player.all_gather(array.host_array.copy()), axis=0)
 
     def Bcast(self, array, rank):
         assert type(array) is FakeArray and array.flags.c_contiguous and HERE.log[-1] == "synchronize"
-        array.held[...] = HERE.player.all_gather(array.held.copy())[rank]
+        array.host_array[...] = HERE.player.all_gather(array.host_array.copy())[rank]
 
 
 class GPURank(Player):
@@ -161,7 +161,9 @@ def cuda(monkeypatch):
     def choose(**how):
         monkeypatch.setattr(type(fake_module), "cuda", cuda_of(**how), raising=False)
 
-    monkeypatch.setattr(FakeArray, "data", property(lambda self: SimpleNamespace(ptr=self.held.ctypes.data)), False)
+    monkeypatch.setattr(
+        FakeArray, "data", property(lambda self: SimpleNamespace(ptr=self.host_array.ctypes.data)), False
+    )
     monkeypatch.delenv(TRANSPORT_VARIABLE, raising=False)
     choose()
     return choose
@@ -191,8 +193,8 @@ def test_gpu_ranks_train_like_one(cuda, monkeypatch, name, kind, shard, optimise
         state = new_state(config, TOKENS, True, processes=processes, shard_optimiser=shard)
         results = [train_step(state) for _ in range(3)]
         n_reads = len(fake_device.reads)
-        numbers = np.array([[each.held for each in result] for result in results])
-        weights = np.concatenate([parameter.array.held.ravel() for parameter in state.model.parameters()])
+        numbers = np.array([[each.host_array for each in result] for result in results])
+        weights = np.concatenate([parameter.array.host_array.ravel() for parameter in state.model.parameters()])
         if player.size > 1:
             assert type(processes._gpus) is kind
         return numbers, weights, n_reads
@@ -219,7 +221,7 @@ def test_all_reduce_uses_a_separate_stream(cuda):
         assert HERE.stream.ptr not in HERE.current.seen
         pending.wait()
         assert HERE.current.seen[HERE.stream.ptr] == HERE.stream.n_done
-        return array.held.tolist()
+        return array.host_array.tolist()
 
     assert play(2, act) == [[3.0] * 5] * 2
 
@@ -246,7 +248,7 @@ def test_arrays_of_any_memory_layout(cuda, monkeypatch, name, cut):
 
 def test_unsupported_dtypes_of_nccl(cuda):
     def act(player):
-        with pytest.raises(TypeError, match="NCCL: expected an array of float16, float32, float64, got int64"):
+        with pytest.raises(TypeError, match=r"NCCL: .*float16, float32, float64.*int64"):
             GPURank(player).start_all_reduce(FakeArray(np.arange(3)))
 
     play(2, act)
@@ -264,7 +266,7 @@ def test_without_nccl_the_host_is_used(cuda, monkeypatch):
     cuda(has_nccl=False)
     assert chosen() == [HostTransport] * 2
     monkeypatch.setenv(TRANSPORT_VARIABLE, "nccl")
-    with pytest.raises(RuntimeError, match="TRICYCLE_MPI_GPU=nccl: CuPy finds no NCCL in rank 0, rank 1"):
+    with pytest.raises(RuntimeError, match=r"TRICYCLE_MPI_GPU=nccl: .*rank 0, rank 1"):
         chosen()
 
 
@@ -272,15 +274,13 @@ def test_ranks_that_share_a_gpu(cuda, monkeypatch):
     cuda(bus="00:7")
     assert chosen() == [HostTransport] * 2
     monkeypatch.setenv(TRANSPORT_VARIABLE, "nccl")
-    with pytest.raises(RuntimeError, match="NCCL needs a GPU for each rank, and rank 0, rank 1 share one"):
+    with pytest.raises(RuntimeError, match=r"NCCL.*GPU.*rank 0, rank 1"):
         chosen()
 
 
 def test_unknown_transport(cuda, monkeypatch):
     monkeypatch.setenv(TRANSPORT_VARIABLE, "pigeons")
-    with pytest.raises(
-        ValueError, match="TRICYCLE_MPI_GPU: expected one of nccl, mpi, host, the same on all ranks, got"
-    ):
+    with pytest.raises(ValueError, match=r"TRICYCLE_MPI_GPU: .*nccl, mpi, host"):
         chosen()
 
 

@@ -54,7 +54,7 @@ def test_error_names_the_input_and_element():
 
     with pytest.raises(ValueError, match="input 1"):
         gradcheck(fn, np.ones(3), np.ones(3))
-    with pytest.raises(ValueError, match="input 1 at element 2: "):
+    with pytest.raises(ValueError, match=r"input 1.*element 2"):
         gradcheck(fn, np.ones(3), np.ones(3), n_directions=0)
 
 

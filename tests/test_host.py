@@ -126,7 +126,7 @@ print(len(set(processors().values())), host._tune.cache_info().misses)
 @pytest.mark.parametrize("value", ["no", "2", "off"])
 def test_another_value_of_the_variable_is_refused(monkeypatch, value):
     monkeypatch.setenv("TRICYCLE_TUNE_HOST", value)
-    with pytest.raises(ValueError, match=f"TRICYCLE_TUNE_HOST: expected 0 or 1, got '{value}'"):
+    with pytest.raises(ValueError, match=f"TRICYCLE_TUNE_HOST: .*'{value}'"):
         host.tune_host()
 
 

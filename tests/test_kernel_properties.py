@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from implementations import registered_by
 from kernel_properties import ARGUMENTS, Arguments
 from test_kernels import NOT_OPS, assert_close
 from test_properties import LAYOUTS
-from versions import registered_by
 
 from tricycle.kernels import KERNELS
 from tricycle_accelerators import attention_blocks, chunks, cpu, matmul_plan, registry, threads

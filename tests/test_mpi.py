@@ -456,5 +456,5 @@ def test_invalid_timeouts(monkeypatch):
     assert timeout_from_environment() == DEFAULT_TIMEOUT_SECONDS
     for said in ("soon", "0", "-1", "nan"):
         monkeypatch.setenv(TIMEOUT, said)
-        with pytest.raises(ValueError, match=f"{TIMEOUT}: expected a number of seconds above 0, got '{said}'"):
+        with pytest.raises(ValueError, match=f"{TIMEOUT}: .*'{said}'"):
             timeout_from_environment()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from versions import offer, registered_by
+from implementations import registered_by, replace_implementations
 
 from tricycle import kernels
 from tricycle.blocks import MLPBlock
@@ -317,7 +317,7 @@ def unusable(monkeypatch):
     monkeypatch.setitem(UNAVAILABLE, "onednn", "")  # restored after the test
     for cached in caches:
         cached.cache_clear()
-    offer(monkeypatch, np.ndarray, registered_by(registry.register_numpy))
+    replace_implementations(monkeypatch, np.ndarray, registered_by(registry.register_numpy))
     onednn._loaded.cache_clear()
     yield
     monkeypatch.setattr(onednn, "DISTRIBUTION", distribution)

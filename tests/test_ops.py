@@ -56,7 +56,7 @@ def test_incompatible_shapes_are_rejected(shape, other):
         np.broadcast_shapes(shape, other)
     except ValueError:
         for op in (ops.add, ops.multiply, extra_ops.power, extra_ops.maximum):
-            with pytest.raises(ValueError, match=r"shapes .* and .* do not broadcast"):
+            with pytest.raises(ValueError, match=r"shapes .*broadcast"):
                 op(x, y)
     else:
         assert (x + y).shape == np.broadcast_shapes(shape, other)

@@ -140,9 +140,7 @@ def test_adafactor_state_is_factored() -> None:
         "rows": (3, 4),
         "columns": (3, 5),
     }
-    with pytest.raises(
-        ValueError, match=r"^Adafactor: expected optimizer state rows of shape \(3, 4\), got \(3, 4, 5\)$"
-    ):
+    with pytest.raises(ValueError, match=r"^Adafactor: .*\(3, 4\), got \(3, 4, 5\)"):
         optimiser.set_state(parameter, 1, {"rows": parameter.array, "columns": parameter.array})
 
 
@@ -297,7 +295,7 @@ def test_copies_keep_the_role(duplicate: Callable, role: str | None) -> None:
 
 
 def test_unknown_role_is_rejected() -> None:
-    with pytest.raises(ValueError, match=r"^Parameter: expected role to be one of matrix, .*, got 'weights'$"):
+    with pytest.raises(ValueError, match=r"^Parameter: .*role.*matrix, .*'weights'"):
         Parameter([1.0], "weights")
 
 
@@ -590,21 +588,19 @@ test_bad_input = bad_input(BAD)
 
 
 def test_rule_without_update_raises() -> None:
-    with pytest.raises(NotImplementedError, match=r"^Rule defines no update$"):
+    with pytest.raises(NotImplementedError, match=r"Rule.*update"):
         Weights().receive(1.0).update(Optimiser(0.1, Rule()))
 
 
 @pytest.mark.parametrize("rules", [None, [], SGD, [AdamWRule()], [("all", AdamWRule())], [(any_parameter, AdamW())]])
 def test_bad_rules_are_rejected(rules: Any) -> None:
-    with pytest.raises(TypeError, match=r"^Optimiser: expected a Rule, or pairs of a predicate and a Rule, got "):
+    with pytest.raises(TypeError, match=r"^Optimiser: .*Rule"):
         Optimiser(0.1, rules)
 
 
 def test_parameter_without_a_rule_raises() -> None:
     optimiser = Optimiser(0.1, [(is_hidden_matrix, AdamWRule())])
-    with pytest.raises(
-        ValueError, match=r"^Optimiser: expected a rule that accepts vector, a bias of shape \(2,\), got"
-    ):
+    with pytest.raises(ValueError, match=r"^Optimiser: .*vector.*\(2,\)"):
         Weights().receive(1.0, 1.0).update(optimiser)
 
 

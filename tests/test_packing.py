@@ -60,11 +60,11 @@ def test_rows_contain_all_items_and_are_full():
 
 
 def test_invalid_arguments():
-    with pytest.raises(ValueError, match="expected lengths from 1 to 7, got 2 to 8"):
+    with pytest.raises(ValueError, match="1 to 7, got 2 to 8"):
         pack_lengths([8, 2], 7)
-    with pytest.raises(ValueError, match="got no examples"):
+    with pytest.raises(ValueError, match="no examples"):
         PackedDataset([], 2, 8)
-    with pytest.raises(ValueError, match="none in example 1"):
+    with pytest.raises(ValueError, match="example 1"):
         PackedDataset([*some_examples([4]), Example(np.arange(3), np.array([True, False, False]))], 2, 8)
     assert not supports_packing(GPT(ModelConfig(**SIZES, key_shift=True)))
     model = GPT(ModelConfig(**SIZES, token_shift=True))

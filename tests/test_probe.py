@@ -11,7 +11,7 @@ from typing import Any
 import fake_device
 import numpy as np
 import pytest
-from packed import turn
+from packed_attention import apply_rope
 from tables import bad_input
 from test_models import TINY, lively
 
@@ -77,7 +77,7 @@ def test_weights_and_scores_are_those_of_the_formula(softmax: str, positions: st
     for name in ATTENTION:
         qkv = to_tensor(probe.activations[f"{name}.qkv"])
         if positions == "rotary":
-            qkv = turn(qkv, TINY.n_heads)
+            qkv = apply_rope(qkv, TINY.n_heads)
         scores = plain_scores(qkv.array, TINY.n_heads)
         assert probe.scores[name].shape == (3, TINY.n_heads, 13, 13)
         np.testing.assert_allclose(probe.scores[name], scores, rtol=1e-4, atol=1e-6)
@@ -353,7 +353,7 @@ def test_the_device_computes_the_numbers(monkeypatch: pytest.MonkeyPatch, rng: n
     there = fake_device.FakeArray(weights)
     functions: list[Callable] = [entropy, unassigned_weight, lambda w: top_k_weight(w, 2), spikiness]
     for function in functions:
-        np.testing.assert_allclose(function(there).held, function(weights))
+        np.testing.assert_allclose(function(there).host_array, function(weights))
     x = rng.standard_normal((4, 5)).astype(np.float32)
     assert excess_kurtosis(fake_device.FakeArray(x)) == excess_kurtosis(x)
 

@@ -176,9 +176,7 @@ def test_nonfinite_gradients_are_reported_on_all_ranks():
     def act(processes):
         layer = Dense(2, 2, generator=0)
         x = np.full((1, 2), np.nan if processes.rank == 1 else 1.0)
-        with pytest.raises(
-            NonFiniteError, match=r"^rank 1: the loss is nan; the first non-finite tensor is the result of"
-        ):
+        with pytest.raises(NonFiniteError, match=r"^rank 1: .*nan"):
             compute_gradients(layer, squares(layer), [x], [1], processes.reducer)
         return layer.weights.grad
 
@@ -187,7 +185,7 @@ def test_nonfinite_gradients_are_reported_on_all_ranks():
 
 def test_no_labels_at_all():
     def act(processes):
-        with pytest.raises(ValueError, match="at least one label to count, got none"):
+        with pytest.raises(ValueError, match="label"):
             compute_gradients(Dense(2, 2), lambda x, factor: None, [1], [0], processes.reducer)
 
     play(2, act)
@@ -250,7 +248,7 @@ def test_generator_advance_with_64_bits_and_other_generators():
     generator.integers(2**63, size=3)
     assert GeneratorAdvance.from_states(before, generator.bit_generator.state) == (3, False)
     other = np.random.Generator(np.random.MT19937(0)).bit_generator.state
-    with pytest.raises(ValueError, match="expected a PCG64 generator, got MT19937"):
+    with pytest.raises(ValueError, match=r"PCG64.*MT19937"):
         GeneratorAdvance.from_states(other, other)
 
 
@@ -262,5 +260,5 @@ def test_single_process():
         and SINGLE_PROCESS.all_reduce([1.0, 2.0]) == [1.0, 2.0]
     )
     assert SINGLE_PROCESS.any(True) is True and SINGLE_PROCESS.any(False) is False
-    with pytest.raises(NotImplementedError, match="ProcessGroup defines no start_all_reduce"):
+    with pytest.raises(NotImplementedError, match=r"ProcessGroup.*start_all_reduce"):
         SINGLE_PROCESS.start_all_reduce(np.zeros(1))

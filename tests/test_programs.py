@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
-from programs import call, environment, good, lines_said, run_here
+from programs import call, environment, good, lines_without_progress_bars, run_here
 from safetensors.numpy import load_file
 
 from tricycle.checkpoint import load_checkpoint
@@ -111,7 +111,7 @@ def test_metrics_have_each_step_and_estimate_once(finished):
 def test_what_a_run_says(finished, text):
     folder, done = finished
     out = done.stdout
-    assert lines_said(done.stderr) == []
+    assert lines_without_progress_bars(done.stderr) == []
     assert "12/12" in done.stderr
     assert "tokens/s" in done.stderr
     table = dict(re.findall(r"^  (gzip -9|bz2 -9|xz -9|this model) +(\d\.\d{3})$", out, re.MULTILINE))
@@ -227,7 +227,9 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, finishe
     saved = load_checkpoint(folder / "last.safetensors").about["progress"]["step"]
     if status == 0:
         assert saved == step
-        assert lines_said(done.stderr) == ["stopping after this step (press Ctrl-C again to stop at once)"]
+        assert lines_without_progress_bars(done.stderr) == [
+            "stopping after this step (press Ctrl-C again to stop at once)"
+        ]
         assert f"stopped after step {step}; all progress is saved" in done.stdout
         command = shlex.split(done.stdout.splitlines()[-1])
         assert command == ["python", "train_smol_gpt.py", "--resume", str(folder)]
@@ -249,7 +251,7 @@ def test_the_final_evaluation_can_be_interrupted(tmp_path, finished, text, name,
     words = [*QUICK, "--data", "text", "--files", text, "--run-folder", folder]
     done = call_with(f"text_task.load_checkpoint = {send(name)}", *words)
     assert done.returncode == status
-    assert lines_said(done.stderr) == (["train_smol_gpt.py: interrupted"] if status == 130 else [])
+    assert lines_without_progress_bars(done.stderr) == (["train_smol_gpt.py: interrupted"] if status == 130 else [])
     assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 12
     assert "this model" in good(call(TRAIN, "--resume", folder))
     same_run(folder, finished[0])
@@ -318,7 +320,7 @@ def test_a_second_interrupt_leaves_at_once(tmp_path, cache, text):
     twice = "def twice():\n    for _ in range(2): os.kill(os.getpid(), signal.SIGINT)\nafter(6, twice)"
     done = call_with(twice, *words)
     assert done.returncode == 130
-    assert lines_said(done.stderr)[-1] == "train_smol_gpt.py: interrupted"
+    assert lines_without_progress_bars(done.stderr)[-1] == "train_smol_gpt.py: interrupted"
     assert load_checkpoint(tmp_path / "run" / "last.safetensors").about["progress"]["step"] == 4
 
 
@@ -337,7 +339,7 @@ after(6, spoil)
 """
     done = call_with(spoil, *QUICK, "--sample-interval", "0", "--data", "text", "--files", text, "--run-folder", folder)
     assert done.returncode == 1
-    *_, line = lines_said(done.stderr)
+    *_, line = lines_without_progress_bars(done.stderr)
     assert "step 7: the loss is nan; the first non-finite tensor is the parameter norm.gain" in line
     assert "--max-learning-rate" in line
     assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 4
@@ -403,7 +405,7 @@ def test_a_pickled_model_with_a_tokeniser(tmp_path, finished):
 def one_line(done: subprocess.CompletedProcess, said: str) -> None:
     assert done.returncode not in (0, None), done.stdout
     assert "Traceback" not in done.stderr
-    (line,) = lines_said(done.stderr)
+    (line,) = lines_without_progress_bars(done.stderr)
     assert said in line
     assert line.startswith(("train_smol_gpt.py: ", "inference.py: "))
 

@@ -55,7 +55,7 @@ def test_next_version(new, old, taken):
     "new", ["0.1.0", "0.0.9", "0.2", "v0.2.0", "0.2.0.dev1", "0.2.0+here", "", "0.1.0rc1", "0.2.0\n"]
 )
 def test_bad_versions_are_rejected(new):
-    with pytest.raises(ValueError, match=r"expected a version after 0\.1\.0"):
+    with pytest.raises(ValueError, match=r"0\.1\.0"):
         release.resolve_version(new, "0.1.0")
 
 
@@ -121,7 +121,7 @@ def test_packages_match_the_configuration():
 def test_release_writes_version_and_date_and_runs_its_tools(tree, monkeypatch):
     calls = []
     monkeypatch.setattr(release, "_run", lambda root, *words: calls.append(words))
-    with pytest.raises(ValueError, match=r"expected changelog fragments in changelog\.d/"):
+    with pytest.raises(ValueError, match=r"changelog\.d/"):
         release.prepare(tree, "0.2.0")
     assert release.read_version(tree) == "0.1.0"
     (tree / "changelog.d").mkdir()
@@ -141,12 +141,12 @@ def test_release_fails_if_a_file_has_no_version(tree):
     (tree / "changelog.d").mkdir()
     (tree / "changelog.d" / "+new.added.md").write_text("New.", encoding="utf-8")
     (tree / "tricycle" / "__init__.py").write_text("", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"expected a line like .*__version__"):
+    with pytest.raises(ValueError, match="__version__"):
         release.prepare(tree, "0.2.0")
 
 
 def test_release_requires_wheel_and_source_archive(tree):
-    with pytest.raises(ValueError, match="expected one wheel and one source archive"):
+    with pytest.raises(ValueError, match=r"wheel.*source archive"):
         release.check(tree, tree)
 
 

@@ -90,9 +90,9 @@ def test_within_a_block_of_the_reference_the_plain_version_runs():
 
 
 def test_what_is_asked_must_be_there():
-    with pytest.raises(ValueError, match=r"expected one of adamw, .*got 'product'"):
+    with pytest.raises(ValueError, match=r"adamw, .*'product'"):
         kernels.explain("product", A)
-    with pytest.raises(ValueError, match="expected the arguments of <kernel matmul>"):
+    with pytest.raises(ValueError, match="<kernel matmul>"):
         kernels.explain(kernels.matmul)
 
 

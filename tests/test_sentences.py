@@ -133,9 +133,9 @@ def test_what_is_refused(folder: Path, change: Any, said: str) -> None:
 
 def test_wrong_calls(folder: Path) -> None:
     model = load_sentence_encoder(folder)
-    with pytest.raises(TypeError, match="expected a list of texts, got one text"):
+    with pytest.raises(TypeError, match="list of texts"):
         model.encode("a b")
-    with pytest.raises(ValueError, match="expected batch_size to be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"batch_size.*got 0"):
         model.encode(["a"], 0)
     other = TextEncoder(EncoderConfig(vocab_size=20, context_window=2, embedding_dim=8, n_heads=2, n_layers=1))
     with pytest.raises(ValueError, match="to be above 2, got 2"):

@@ -27,7 +27,7 @@ def test_an_update_between_forward_and_backward_is_refused(optimiser, rng):
     first, second = (layer(x) ** 2).sum(), (layer(x) ** 3).sum()
     first.backward()
     layer.update(optimiser)
-    with pytest.raises(RuntimeError, match=r"shape \(3, 2\) was changed in place after dense was comp"):
+    with pytest.raises(RuntimeError, match=r"\(3, 2\).*in place.*dense"):
         second.backward()
     (layer(x) ** 3).sum().backward()
 
@@ -36,7 +36,7 @@ def test_loading_between_forward_and_backward_is_refused(rng):
     layer, x = Dense(3, 2), to_tensor(rng.standard_normal((4, 3)))
     loss = layer(x).sum()
     layer.load_state_dict(layer.state_dict())
-    with pytest.raises(RuntimeError, match="changed in place"):
+    with pytest.raises(RuntimeError, match="in place"):
         loss.backward()
 
 
@@ -84,7 +84,7 @@ def test_whoever_changes_an_array_can_say_so():
     y = (x * x).sum()
     x.array *= 10
     increment_versions([x])
-    with pytest.raises(RuntimeError, match=r"a Tensor of shape \(2,\) was changed in place"):
+    with pytest.raises(RuntimeError, match=r"\(2,\).*in place"):
         y.backward()
 
 
@@ -97,7 +97,7 @@ def test_a_watched_array_may_not_change():
             total = (y * 2).sum()
         (y if change_result else x).array *= 10
         title = "exp" if change_result else "x"
-        with pytest.raises(RuntimeError, match=rf"backward: {title} of shape \(2,\) was changed in place after"):
+        with pytest.raises(RuntimeError, match=rf"backward: {title}.*\(2,\).*in place"):
             total.backward()
 
 
@@ -118,11 +118,11 @@ def test_watching_changes_no_result(rng):
 def test_gradients_of_gradients_are_refused():
     x = to_tensor([1.0, 2.0])
     y = (x * x * x).sum()
-    with pytest.raises(NotImplementedError, match="there are no gradients of gradients"):
+    with pytest.raises(NotImplementedError, match="gradients of gradients"):
         y.backward(create_graph=True)
     y.backward()
     for of_gradient in (x.grad, (x.grad * x.grad).sum()):
-        with pytest.raises(RuntimeError, match="a gradient is a constant: there are no gradients of gradients"):
+        with pytest.raises(RuntimeError, match="gradients of gradients"):
             of_gradient.backward()
 
 
@@ -177,9 +177,7 @@ def test_a_block_may_end_elsewhere():
 # -------------------------------------------------------------------- einsum
 def test_an_ellipsis_is_not_summed_away_unasked(rng):
     x = to_tensor(rng.standard_normal((2, 3)))
-    with pytest.raises(
-        ValueError, match=r"Einsum\('a...->a'\): expected '...' in the output, .* got shapes \(\(2, 3\),\)"
-    ):
+    with pytest.raises(ValueError, match=r"Einsum\('a...->a'\): .*'\.\.\.'.*\(\(2, 3\),\)"):
         Einsum("a...->a")(x)
     assert Einsum("a...->a")(x[:, 0]).shape == (2,)  # no axes behind it: nothing to sum
     assert Einsum("a...->")(x[0]).shape == ()

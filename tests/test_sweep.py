@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from matplotlib.image import imread
-from test_programs import POSIX_ONLY, call, good, lines_said, text  # noqa: F401 (fixtures)
+from test_programs import POSIX_ONLY, call, good, lines_without_progress_bars, text  # noqa: F401 (fixtures)
 
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.system.locks import FolderLock, LockedError
@@ -124,7 +124,7 @@ def test_flags_reproduce_the_config() -> None:
 
 def test_a_grid_needs_values() -> None:
     assert len(grid_points(parse_search_space(["n_layers=1,2,3", "dropout=0..0.2:2"]))) == 6
-    with pytest.raises(ValueError, match=r"--sampler grid: expected values for dropout, such as dropout=0.0..0.2:5"):
+    with pytest.raises(ValueError, match=r"--sampler grid: .*dropout"):
         grid_points(parse_search_space(["dropout=0..0.2"]))
 
 
@@ -255,10 +255,10 @@ def test_trials_that_fail(tmp_path: Path, trainer: Trainer, capsys: pytest.Captu
     ]
     assert "trial 3 failed: out of luck" in capsys.readouterr().out
     trainer.fails = {1, 2, 3}
-    with pytest.raises(RuntimeError, match="3 trials in a row failed, the last with: out of luck"):
+    with pytest.raises(RuntimeError, match=r"3 trials.*out of luck"):
         sweep(tmp_path / "b", "--trials", "6")
     trainer.fails = {0}
-    with pytest.raises(RuntimeError, match="expected a completed trial, got none"):
+    with pytest.raises(RuntimeError, match="completed trial"):
         sweep(tmp_path / "c", "--trials", "1")
 
 
@@ -266,7 +266,7 @@ def test_two_sweeps_in_one_folder(tmp_path: Path, trainer: Trainer) -> None:
     sweep(tmp_path / "a", "--trials", "1")
     with FolderLock(tmp_path / "a"):
         for words in (["--resume", str(tmp_path / "a")], [*OVER, "--run-folder", str(tmp_path / "a")]):
-            with pytest.raises(LockedError, match="another process works in this folder"):
+            with pytest.raises(LockedError, match="another process"):
                 main(words)
 
 
@@ -296,12 +296,12 @@ def test_a_missing_package_is_reported_first(tmp_path: Path, monkeypatch: Any, p
 
 
 def test_resuming_folders_without_a_sweep(tmp_path: Path, trainer: Trainer) -> None:
-    with pytest.raises(FileNotFoundError, match="expected the folder of a sweep"):
+    with pytest.raises(FileNotFoundError, match="folder of a sweep"):
         main(["--resume", str(tmp_path)])
     sweep(tmp_path / "a", "--trials", "1")
-    with pytest.raises(ValueError, match="contains a sweep already"):
+    with pytest.raises(ValueError, match="already"):
         sweep(tmp_path / "a")
-    with pytest.raises(ValueError, match="expected only --trials with --resume, got --n-layers 2"):
+    with pytest.raises(ValueError, match=r"--trials.*--resume.*--n-layers 2"):
         main(["--resume", str(tmp_path / "a"), "--n-layers", "2"])
     plan = tmp_path / "a" / "sweep.json"
     for damaged in ("{", "[]", '{"train": 3}', plan.read_text().replace('"tpe"', '"cat"')):
@@ -368,7 +368,7 @@ def test_a_failed_run_reports_the_reason(tmp_path: Path, words: list[str]) -> No
     assert done.returncode == 1
     assert done.stdout.count(" failed: ") == 2
     assert "none.txt" in done.stdout
-    assert lines_said(done.stderr)[-1].endswith("a: expected a completed trial, got none")
+    assert lines_without_progress_bars(done.stderr)[-1].endswith("a: expected a completed trial, got none")
 
 
 @POSIX_ONLY

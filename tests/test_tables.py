@@ -46,7 +46,7 @@ def test_a_row_is_enough_for_configs_and_flags(field: str, monkeypatch: Any, cap
     monkeypatch.setitem(table, "throwaway", row)
     monkeypatch.setenv("COLUMNS", "200")
     assert getattr(DebugConfig(**{field: "throwaway"}), field) == "throwaway"
-    with pytest.raises(ValueError, match=rf"^GPTConfig: expected {field} to be one of .*, throwaway, got 'other'$"):
+    with pytest.raises(ValueError, match=rf"^GPTConfig: .*{field}.*throwaway.*'other'"):
         GPTConfig(**{field: "other"})  # type: ignore[arg-type]
     flag = f"--{field.replace('_', '-')}"
     assert getattr(parse(GPTConfig, args=[flag, "throwaway"]), field) == "throwaway"

@@ -102,7 +102,7 @@ def test_tensor_attributes():
 def test_to_gpu_rejects_a_tensor_with_a_graph():
     """Its gradient would go back to inputs that lie elsewhere."""
     a, b = to_tensor([1, 2]), to_tensor([3, 4])
-    with pytest.raises(RuntimeError, match=r"^to_gpu: expected a Tensor without a history, got the result of bmul"):
+    with pytest.raises(RuntimeError, match=r"^to_gpu: .*bmul"):
         (a * b).to_gpu()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there may be no GPU
@@ -132,7 +132,7 @@ def test_length_and_iteration():
     rows = list(to_tensor([[1, 2], [3, 4]]))
     assert [str(row) for row in rows] == ["Tensor([1. 2.], name=getitem)", "Tensor([3. 4.], name=getitem)"]
     for refused in (len, iter):
-        with pytest.raises(TypeError, match="without axes has no length"):
+        with pytest.raises(TypeError, match="length"):
             refused(to_tensor(1))
 
 
@@ -331,7 +331,7 @@ def test_einsum_with_an_array_keeps_float64():
 @pytest.mark.parametrize("apply", ARITHMETIC)
 def test_operators_reject_non_numbers(apply, bad):
     for left, right in ((to_tensor([1]), bad), (bad, to_tensor([1]))):
-        with pytest.raises(TypeError, match="expected numbers, got dtype"):
+        with pytest.raises(TypeError, match="dtype"):
             apply(left, right)
 
 

@@ -245,11 +245,11 @@ test_bad_input_is_refused = bad_input(
 
 
 def test_each_model_takes_its_own_config() -> None:
-    with pytest.raises(TypeError, match=r"^GPT: expected the config of a decoder, got an EncoderConfig: .*Te"):
+    with pytest.raises(TypeError, match=r"^GPT: .*decoder.*EncoderConfig.*TextEncoder"):
         GPT(SMALL)
-    with pytest.raises(TypeError, match=r"^TextEncoder: expected an EncoderConfig, got ModelConfig\("):
+    with pytest.raises(TypeError, match=r"^TextEncoder: .*EncoderConfig.*ModelConfig\("):
         TextEncoder(ModelConfig())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="ids from 0 to 60"):
+    with pytest.raises(ValueError, match="0 to 60"):
         TextEncoder(SMALL)(np.array([[61]]))
 
 

@@ -124,7 +124,7 @@ def test_byte_level_bpe_matches_bpe_tokeniser(trained):
     ids = plain.encode(TEXT)
     assert ids.dtype == np.uint16 and ids.tolist() == trained.encode(TEXT).tolist()
     assert plain.decode(ids) == TEXT and plain.decode_bytes(ids) == TEXT.encode()
-    with pytest.raises(ValueError, match="ByteLevelBPE: expected UTF-8 text to train on"):
+    with pytest.raises(ValueError, match=r"ByteLevelBPE: .*UTF-8"):
         plain.train([], progress=False)
 
 
@@ -177,7 +177,7 @@ def test_training_on_invalid_utf8():
 
 @pytest.mark.parametrize("text", ["", b"", [], ["", b""], b"\xff\xff"])
 def test_training_on_empty_text_is_rejected(text):
-    with pytest.raises(ValueError, match="expected UTF-8 text to train on, got 'none'"):
+    with pytest.raises(ValueError, match=r"UTF-8.*'none'"):
         BPETokeniser(300).train(text, progress=False)
 
 
@@ -185,7 +185,7 @@ def test_training_on_empty_text_is_rejected(text):
 def test_text_of_wrong_type_is_rejected(text, trained):
     with pytest.raises((ValueError, TypeError)):
         BPETokeniser(300).train(text, progress=False)
-    with pytest.raises(ValueError, match="expected text as str or bytes, got"):
+    with pytest.raises(ValueError, match="str or bytes"):
         trained.encode(text)
 
 
@@ -312,20 +312,20 @@ def test_several_special_tokens():
     ids = tokeniser.encode("<|a|><|b|>\n(x)<|a|>", allowed_special=True)
     assert ids.tolist() == [len(tokeniser) - 2, len(tokeniser) - 1, len(tokeniser) - 3]
     assert tokeniser.token_bytes(len(tokeniser) - 3) == b"<|a|>"
-    with pytest.raises(ValueError, match=r"expected <\|endoftext\|> among the special tokens"):
+    with pytest.raises(ValueError, match=r"<\|endoftext\|>"):
         print(tokeniser.end_of_text)
     assert BPETokeniser(256, special_tokens=()).encode("a", allowed_special=True).tolist() == [97]
 
 
 @pytest.mark.parametrize("ids", [[290], [-1], [0, 10**6], np.array([65535], np.uint16), [2**40]])
 def test_ids_outside_the_vocabulary_are_rejected(trained, ids):
-    with pytest.raises(ValueError, match=rf"expected ids from 0 to 289, got \[{np.max(np.abs(ids))}|got \[-1\]"):
+    with pytest.raises(ValueError, match=rf"0 to 289, got \[{np.max(np.abs(ids))}|got \[-1\]"):
         trained.decode(ids)
 
 
 @pytest.mark.parametrize("ids", [[1.5], ["a"], [None], [True], [2**70]])
 def test_non_integer_ids_are_rejected(trained, ids):
-    with pytest.raises(ValueError, match="expected integer ids, got"):
+    with pytest.raises(ValueError, match="integer"):
         trained.decode_bytes(ids)
 
 
@@ -357,13 +357,13 @@ def test_streaming_completes_a_character_from_the_prompt():
 
 @pytest.mark.parametrize("vocab_size", [0, -5, 256, 2**32 + 1, 300.0, "300", None, True])
 def test_bad_vocabulary_sizes_are_rejected(vocab_size):
-    with pytest.raises(ValueError, match=r"expected vocab_size from 257 \(256 bytes, 1 .*\) to 2\*\*32, got"):
+    with pytest.raises(ValueError, match=r"vocab_size.*257"):
         BPETokeniser(vocab_size)
 
 
 @pytest.mark.parametrize("names", [["a", "a"], [""], [3], ["\ud800"], [b"a"]])
 def test_bad_special_tokens_are_rejected(names):
-    with pytest.raises(ValueError, match="expected special_tokens to be distinct texts"):
+    with pytest.raises(ValueError, match="special_tokens"):
         BPETokeniser(300, special_tokens=names)
 
 
@@ -440,7 +440,7 @@ def test_crafted_states_are_rejected(trained, tmp_path, change):
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
     path = tmp_path / "crafted.json"
     path.write_text(json.dumps(state), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"crafted\.json: expected a saved tokeniser"):
+    with pytest.raises(ValueError, match=r"crafted\.json: .*tokeniser"):
         BPETokeniser.load(path)
 
 
@@ -448,7 +448,7 @@ def test_crafted_states_are_rejected(trained, tmp_path, change):
 def test_foreign_files_are_rejected(tmp_path, content):
     path = tmp_path / "foreign.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"foreign\.json: expected a saved tokeniser") as error:
+    with pytest.raises(ValueError, match=r"foreign\.json: .*tokeniser") as error:
         BPETokeniser.load(path)
     assert "\n" not in str(error.value)
 
@@ -457,7 +457,7 @@ def test_truncated_file_is_rejected(trained, tmp_path):
     path = tmp_path / "tokeniser.json"
     trained.save(path)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"tokeniser\.json: expected a saved tokeniser"):
+    with pytest.raises(ValueError, match=r"tokeniser\.json"):
         BPETokeniser.load(path)
     with pytest.raises(FileNotFoundError):
         BPETokeniser.load(tmp_path / "absent.json")
@@ -522,5 +522,5 @@ def test_tokeniser_with_gpt2_split() -> None:
     again = BPETokeniser.from_dict(tokeniser.to_dict())
     assert again == tokeniser
     assert again.train(text, progress=False) == tokeniser
-    with pytest.raises(ValueError, match="split tricycle or gpt2, got 'words'"):
+    with pytest.raises(ValueError, match=r"tricycle.*gpt2.*'words'"):
         BPETokeniser(300, split="words")

@@ -228,7 +228,7 @@ def test_added_tokens_of_tokenizer_config(tmp_path):
     assert n not in ours.encode("<tool>", allowed_special=False)
     described[str(n + 5)] = described.pop(str(n + 1))
     folder_of(tmp_path, kind("gpt2"), **names, added_tokens_decoder=described)
-    with pytest.raises(ValueError, match=rf"tokenizer.json: expected '<think>' to be token {n + 5}, .* got {n + 1}"):
+    with pytest.raises(ValueError, match=rf"tokenizer.json: .*'<think>'.*{n + 5}.*got {n + 1}"):
         tokeniser_from_folder(tmp_path)
 
 
@@ -254,7 +254,7 @@ def test_vocab_json_and_merges_txt(tmp_path):
     same_ids(ours, theirs)
     assert ours.encode("a b")[0] == 1
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\na b c\n")
-    with pytest.raises(ValueError, match=r"merges.txt: expected two tokens in line 3, got 'a b c'"):
+    with pytest.raises(ValueError, match=r"merges.txt: .*line 3.*'a b c'"):
         tokeniser_from_folder(tmp_path)
 
 
@@ -357,7 +357,7 @@ def test_bad_gguf_metadata_is_rejected(change, message):
 def test_duplicate_gguf_token_is_rejected():
     metadata = metadata_of(kind("gpt2"), "gpt2")
     metadata["tokenizer.ggml.tokens"][-1] = metadata["tokenizer.ggml.tokens"][-2]
-    with pytest.raises(ValueError, match=r"GGUF: expected different tokens in tokenizer.ggml.tokens, got '.*' twice"):
+    with pytest.raises(ValueError, match=r"GGUF: .*tokenizer.ggml.tokens.*twice"):
         tokeniser_from_gguf(metadata)
 
 
@@ -485,7 +485,7 @@ def test_special_token_names_in_text_are_plain_text(tokeniser):
 
 @pytest.mark.parametrize(("ids", "got"), [([-1], "-1"), ([10**6], "1000000"), ([0.5], r"\[0.5\]"), (["a"], r"\['a'\]")])
 def test_bad_ids_are_rejected(tokeniser, ids, got):
-    with pytest.raises(ValueError, match=f"decode: expected .*ids.*, got {got}"):
+    with pytest.raises(ValueError, match=f"decode: .*ids.*got {got}"):
         tokeniser.decode(ids)
 
 
@@ -520,7 +520,7 @@ def test_save_and_load_round_trip(tokeniser, tmp_path):
 def test_damaged_saved_tokeniser_is_rejected(tokeniser, change, tmp_path):
     path = tmp_path / "tokeniser.json"
     path.write_text(json.dumps(tokeniser.to_dict() | change))
-    with pytest.raises(ValueError, match=r"tokeniser.json: expected a saved tokeniser: "):
+    with pytest.raises(ValueError, match=r"tokeniser.json"):
         load_tokeniser(path)
 
 
@@ -538,7 +538,7 @@ def test_replaced_chat_template_takes_effect_immediately():
     tokeniser.chat_templates["default"] = "{{ messages[0].content }}"
     assert tokeniser.render(HELLO) == HELLO[0]["content"]
     del tokeniser.chat_templates["default"]
-    with pytest.raises(ValueError, match="with a chat template"):
+    with pytest.raises(ValueError, match="chat template"):
         tokeniser.render(HELLO)
 
 
@@ -568,7 +568,7 @@ def test_private_use_characters_round_trip(tokeniser, characters):
 def test_conversation_with_all_private_use_characters_is_rejected(tokeniser):
     codes = [*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)]
     message = {"role": "user", "content": "".join(map(chr, codes[1:]))}
-    with pytest.raises(ValueError, match="expected a conversation without some of Unicode's private-use characters"):
+    with pytest.raises(ValueError, match="private-use"):
         tokeniser.chat([message], allowed_special=False)
 
 
@@ -580,10 +580,10 @@ def test_chat_templates_of_a_folder(tmp_path):
     assert tokeniser_from_folder(folder).render(LONGER) == "  Hello! <b>é</b> 你好 \né"
     (folder / "chat_template.jinja").unlink()
     folder_of(tmp_path, kind("gpt2"), chat_template="{{ x }")
-    with pytest.raises(ValueError, match="chat template, line 1: unexpected '}'"):
+    with pytest.raises(ValueError, match=r"line 1: .*'}'"):
         tokeniser_from_folder(folder).chat(LONGER)
     folder_of(tmp_path, kind("gpt2"), chat_template=[3])
-    with pytest.raises(ValueError, match=r"expected chat_template to be a .*list of name and template"):
+    with pytest.raises(ValueError, match="chat_template"):
         tokeniser_from_folder(folder)
 
 
@@ -610,7 +610,7 @@ def test_expanding_normalizers_are_rejected(part, step):
     """The library would end the process where memory is short."""
     document = json.loads(kind("gpt2").to_str())
     document[part] = {"type": "Sequence", f"{part}s": [step] * 40}
-    with pytest.raises(ValueError, match=rf"^expected a {part} that makes texts at most 1,000 times longer, got "):
+    with pytest.raises(ValueError, match=rf"{part}.*1,000 times"):
         PretrainedTokeniser(json.dumps(document), NAMES)
     document[part] = {"type": "Sequence", f"{part}s": [step] * 3}
     PretrainedTokeniser(json.dumps(document), NAMES)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_programs import QUICK, TRAIN, cache, call, good, lines_said, text  # noqa: F401 (fixtures)
+from test_programs import QUICK, TRAIN, cache, call, good, lines_without_progress_bars, text  # noqa: F401 (fixtures)
 from test_training import CONFIG, TOKENS, new_run, same_files, stop_at, train, whole  # noqa: F401 (fixtures)
 
 from tricycle.training_state import new_state, resume_state
@@ -167,7 +167,7 @@ def test_a_missing_library_is_reported_before_any_work(tmp_path: Path, words: tu
     more = [] if "--resume" in words else ["--run-folder", str(folder), "--track", "wandb"]
     done = call("-c", NOT_THERE, TRAIN, *words, *more)
     assert done.returncode == 1
-    (said,) = lines_said(done.stderr)
+    (said,) = lines_without_progress_bars(done.stderr)
     assert (
         said
         == 'train_smol_gpt.py: --track wandb needs a library that is not installed: pip install "tricycle-gpt[wandb]"'
@@ -178,11 +178,11 @@ def test_a_missing_library_is_reported_before_any_work(tmp_path: Path, words: tu
 def test_unknown_trackers_are_refused(tmp_path: Path) -> None:
     done = call(TRAIN, "--track", "paper")
     assert done.returncode == 2
-    assert "tensorboard" in "".join(lines_said(done.stderr))
+    assert "tensorboard" in "".join(lines_without_progress_bars(done.stderr))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_dict()))
     (tmp_path / "data.json").write_text(json.dumps({"data": "python", "files": [], "track": ["paper"]}))
     assert "expected data and files as a run writes them" in call(TRAIN, "--resume", tmp_path).stderr
-    with pytest.raises(ValueError, match="expected --track to be of tensorboard, wandb, mlflow, trackio, got 'paper'"):
+    with pytest.raises(ValueError, match=r"--track.*tensorboard.*'paper'"):
         check_trackers(["paper"])
 
 

@@ -157,7 +157,7 @@ def test_truncated_metrics_line_is_replaced_on_resume(tmp_path):
 
 
 def test_resuming_with_other_tokens_raises(whole):
-    with pytest.raises(ValueError, match=r"last\.safetensors.*expected n_items of the state"):
+    with pytest.raises(ValueError, match=r"last\.safetensors.*n_items"):
         resume_state(whole.last, TOKENS[:500])
 
 
@@ -423,7 +423,7 @@ def test_optimizer_schedule_is_used():
 def test_non_finite_loss_names_its_source():
     model = Sequential(Dense(2, 2, generator=0))
     before = model.steps[0].weights.array.copy()
-    with pytest.raises(NonFiniteError, match=r"^the loss is nan; the first non-finite tensor is the result of / 0\.0 "):
+    with pytest.raises(NonFiniteError, match=r"loss is nan.* / 0\.0 "):
         train_on_batch(model, AdamW(), lambda batch, factor: ((model(batch) * 0) / 0.0).sum() * factor, np.ones((1, 2)))
     assert all(parameter.grad is None for parameter in model.parameters())
     np.testing.assert_array_equal(model.steps[0].weights.array, before)
@@ -577,7 +577,7 @@ def test_non_finite_loss_stops_before_the_update(tmp_path, spoil, named, accumul
         assert parameter.grad is None
     assert resume_state(run.last, TOKENS).step == 5
     if spoil is poison_weight:
-        with pytest.raises(ValueError, match="expected finite weights"):
+        with pytest.raises(ValueError, match="finite weights"):
             state.save(run.last, None)
         assert run.last.read_bytes() == before
 
@@ -592,7 +592,7 @@ def test_non_finite_gradient_stops_before_the_update(monkeypatch):
 
     monkeypatch.setattr(training, "gradient_norm", spoil)
     before = {name: p.array.copy() for name, p in state.model.named_parameters()}
-    with pytest.raises(NonFiniteError, match=r"step 1: the norm of the gradients is inf; .* is of norm\.gain"):
+    with pytest.raises(NonFiniteError, match=r"step 1: .*norm.*inf.*norm\.gain"):
         train_step(state)
     for name, parameter in state.model.named_parameters():
         np.testing.assert_array_equal(parameter.array, before[name])
@@ -624,7 +624,7 @@ def test_out_of_memory_error_of_a_run(tmp_path, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(training, "compute_gradients", fail)
-    with pytest.raises(MemoryError, match=r"^out of memory: lower --batch-size \(now 2; "):
+    with pytest.raises(MemoryError, match=r"out of memory.*--batch-size \(now 2"):
         train(new_state(CONFIG, TOKENS), new_run(tmp_path))
 
 

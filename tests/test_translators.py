@@ -100,12 +100,12 @@ def test_the_command_opens_it(tmp_path: Path, name: str) -> None:
 
 def test_what_the_command_refuses(tmp_path: Path) -> None:
     write(tmp_path / "one.safetensors", TranslatorConfig("fixed", len(VOCABULARY), 8, 1))
-    with pytest.raises(ValueError, match="one: expected a model with attention to look at, got a Seq2Seq without"):
+    with pytest.raises(ValueError, match=r"one: .*attention.*Seq2Seq"):
         look.main([str(tmp_path), "the cat"])
     write(tmp_path / "two.safetensors")
-    with pytest.raises(ValueError, match=r"expected one encoder-decoder, got several: .*one.safetensors, .*two"):
+    with pytest.raises(ValueError, match=r"one.safetensors, .*two"):
         look.main([str(tmp_path), "the cat"])
-    with pytest.raises(ValueError, match=r"--softmax: expected a decoder, got the encoder-decoder .*two.safetensors"):
+    with pytest.raises(ValueError, match=r"--softmax: .*encoder-decoder.*two.safetensors"):
         look.main([str(tmp_path / "two.safetensors"), "the cat", "--softmax", "softmax1"])
-    with pytest.raises(ValueError, match="expected a source of 1 to 128 tokens to look at, got"):
+    with pytest.raises(ValueError, match="1 to 128 tokens"):
         look.main([str(tmp_path / "two.safetensors"), "the cat " * 200])

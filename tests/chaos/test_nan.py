@@ -143,7 +143,7 @@ def test_skip(tmp_path, monkeypatch, saved, kind):
 def test_skipping_mends_no_weights(tmp_path, monkeypatch, saved, kind):
     Poison(kind, monkeypatch)
     run = new_run(tmp_path, on_nan="skip")
-    with pytest.raises(NonFiniteError, match=f"the parameter {WEIGHT}"):
+    with pytest.raises(NonFiniteError, match=WEIGHT):
         train(new_state(CONFIG, TOKENS), run)
     assert resume_state(run.last, TOKENS).step == 5
 
@@ -180,7 +180,7 @@ def test_a_moment_that_spoils_weights_before_a_checkpoint_is_not_saved(tmp_path,
 def test_skipping_ends(tmp_path, monkeypatch, saved):
     poison = Poison("always", monkeypatch)
     run = new_run(tmp_path, on_nan="skip")
-    with pytest.raises(NonFiniteError, match=r"step 11: .*after 10 skipped updates in a row"):
+    with pytest.raises(NonFiniteError, match=r"step 11: .*10 skipped"):
         train(new_state(CONFIG, TOKENS), run)
     assert poison.count == 11
     assert {step for _, step in saved} == {0}  # nothing is saved while it is unsure whether weights are sound
@@ -190,7 +190,7 @@ def test_skipping_ends(tmp_path, monkeypatch, saved):
 def test_going_back_ends(tmp_path, monkeypatch, saved):
     poison = Poison("always", monkeypatch)
     run = new_run(tmp_path, on_nan="rollback")
-    with pytest.raises(NonFiniteError, match=r"step 1: .*after 3 rollbacks"):
+    with pytest.raises(NonFiniteError, match=r"step 1: .*3 rollbacks"):
         train(new_state(CONFIG, TOKENS), run)
     assert poison.count == 4
     assert [action for _, action in events(run)] == ["rollback"] * 4 + ["stop"]
@@ -288,11 +288,11 @@ def test_neither_saved_nor_loaded(tmp_path, monkeypatch, part, value):
     array = parameter.array if part == "weight" else state.optimiser.state_of(parameter)[1]["first"]
     array[0, 0] = value
     assert WEIGHT in state.first_nonfinite()
-    with pytest.raises(NonFiniteCheckpointError, match=f"{WEIGHT} has NaN or infinity"):
+    with pytest.raises(NonFiniteCheckpointError, match=f"{WEIGHT}.*NaN"):
         state.save(tmp_path / "c", None)
     assert (tmp_path / "c").read_bytes() == content
     monkeypatch.setattr("tricycle.checkpoint._check_finite", lambda *args: None)
     state.save(tmp_path / "c", None)  # as a program of before, or of others, may have
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=f"{WEIGHT} has NaN or infinity"):
+    with pytest.raises(ValueError, match=f"{WEIGHT}.*NaN"):
         resume_state(tmp_path / "c", TOKENS)

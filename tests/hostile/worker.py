@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from programs import lines_said
+from programs import lines_without_progress_bars
 
 from tricycle.pretrained import template_process
 
@@ -104,7 +104,7 @@ def _judged(
     seconds = usage.ru_utime + usage.ru_stime
     facts = json.loads(about) if about else {"memory": 0.0, "escapes": []}
     memory = facts["memory"]
-    lines = lines_said(err)
+    lines = lines_without_progress_bars(err)
 
     def outcome(kind: str, said: str) -> Outcome:
         return Outcome(kind, said, seconds, memory)
