@@ -1,4 +1,4 @@
-"""Sizes, scorings and arguments of attention for tests, and attention as plain loops."""
+"""Sizes, score options and arguments of attention for tests, and reference attention in plain loops."""
 
 from itertools import product
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ class Sizes(NamedTuple):
     size: int
 
 
-# 16 queries and blocks of 128 are where the CPU's version turns
+# The CPU's kernel changes its method at 16 queries and at blocks of 128.
 PLAIN = [
     Sizes(1, 1, 1, 1, 1, 1),
     Sizes(2, 5, 5, 3, 3, 4),
@@ -39,7 +39,7 @@ PLAIN = [
     Sizes(0, 17, 17, 2, 2, 2),
     Sizes(1, 0, 3, 1, 1, 2),
 ]
-SHARED = [  # key heads that several query heads share
+SHARED = [  # grouped-query attention
     Sizes(2, 5, 7, 6, 2, 4),
     Sizes(1, 50, 50, 6, 2, 3),
     Sizes(2, 141, 170, 3, 1, 4),
@@ -53,21 +53,23 @@ def scale_of(size: int) -> float:
 
 
 def plain_scorings(sizes: Sizes) -> list[ScoreOptions]:
-    """All keys, the last query at the last key, and later queries that see all while earlier ones do not."""
+    """Return score options without a mask, with causal masks, and with a causal mask that only some queries need."""
     offsets = None, sizes.keys - sizes.queries, sizes.keys // 2
     return [ScoreOptions(scale_of(sizes.size), offset) for offset in offsets]
 
 
 def scorings(sizes: Sizes) -> list[ScoreOptions]:
-    """Return every sort of offset with every sort of window and cap: with some a query sees no key, with some the
-    queries are positioned behind the last key, and some windows hide nothing."""
+    """Return combinations of offsets, windows and soft-caps.
+
+    In some cases a query sees no key, or the queries are positioned after the last key, or the window hides no key.
+    """
     most = sizes.keys + sizes.queries
     bands = [(None, None), *product((0, sizes.keys - sizes.queries, 4, sizes.keys + 6), (None, 1, 9, most, 2**62))]
     return [ScoreOptions(0.7, offset, window, cap) for (offset, window), cap in product(bands, (None, 1.5))]
 
 
 def some_scorings(sizes: Sizes) -> list[ScoreOptions]:
-    """A few of these."""
+    """Return a few of the combinations of `scorings`."""
     offset, most = sizes.keys - sizes.queries, sizes.keys + sizes.queries
     bands = [(None, None, 1.5), (offset, 9, None), (4, 1, 1.5), (0, None, 1.5), (offset, most, None)]
     return [ScoreOptions(0.7, *band) for band in bands]
@@ -80,7 +82,7 @@ FUSED = [(*each, off_by_one) for each in SCORED for off_by_one in (True, False)]
 
 # -------------------------------------------------------------------- arguments of the kernels
 def qkv(rng, sizes: Sizes) -> tuple[np.ndarray, ...]:
-    """q, k and v as the library hands them over: slices of one packed array where all have as many heads."""
+    """Return random q, k and v as the library passes them: slices of one array if the numbers of heads are equal."""
     items, queries, keys, heads, key_heads, size = sizes
     tokens = max(queries, keys)
     if heads == key_heads:
@@ -110,7 +112,7 @@ def attention_scores(rng, sizes, score_options):
 
 
 def cubes(scores):
-    """Rows that are no softmax; hidden keys get 0."""
+    """Return the cubes of the scores, as attention weights that are not a softmax; masked keys get 0."""
     return np.where(np.isneginf(scores), 0, scores) ** 3
 
 
@@ -138,7 +140,7 @@ CASES = {
 
 # -------------------------------------------------------------------- plain loops
 def loop_scores(q, k, score_options: ScoreOptions, mask=None) -> np.ndarray:
-    """One score at a time."""
+    """Compute the scores in a loop over single elements."""
     (items, queries, heads, _), keys, sharing = q.shape, k.shape[1], q.shape[2] // k.shape[2]
     scores = np.empty((items, heads, queries, keys))
     for b, h, t, s in np.ndindex(scores.shape):
@@ -155,7 +157,7 @@ def loop_scores(q, k, score_options: ScoreOptions, mask=None) -> np.ndarray:
 
 
 def loop_attention(q, k, v, score_options: ScoreOptions, off_by_one: bool, mask=None) -> tuple[np.ndarray, np.ndarray]:
-    """One query at a time."""
+    """Compute attention in a loop over queries."""
     scores, sharing = loop_scores(q, k, score_options, mask), q.shape[2] // k.shape[2]
     out, logsumexp = np.zeros((*q.shape[:3], v.shape[3])), np.full(scores.shape[:3], -np.inf)
     for b, h, t in np.ndindex(scores.shape[:3]):

@@ -1,4 +1,4 @@
-"""Which modules of this repository import which, read from their text: nothing is run."""
+"""Analysis of the imports between the modules of this repository, from their source; no module is executed."""
 
 import ast
 import re
@@ -18,12 +18,12 @@ IMPORTERS = ("import_module", "__import__", "find_spec", "resolve_name")
 
 
 def name_of(path: Path) -> str:
-    """Its place below the root, as Git writes it."""
+    """Return the path of a file relative to the root, with slashes."""
     return path.relative_to(ROOT).as_posix()
 
 
 def module_of(path: Path) -> str:
-    """The dotted name of a file's module; a package's own file has that of the package."""
+    """Return the dotted module name of a file; `__init__.py` has that of its package."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -33,25 +33,25 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def file_of(module: str) -> Path | None:
-    """The file of a module of this repository; None for anything else."""
-    place = ROOT.joinpath(*module.split("."))
-    for path in (place.with_suffix(".py"), place / "__init__.py"):
+    """Return the file of a module of this repository, None for other modules."""
+    base = ROOT.joinpath(*module.split("."))
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
         if path.is_file():
             return path
     return None
 
 
 def imported(path: Path) -> set[str]:
-    """Every module that a file imports, wherever in the file it says so.
+    """Return all modules that a file imports.
 
-    Imports within functions and those for type checkers alone count as any other, and so do strings that are given to
-    `import_module` and its kin, and strings that look like entry points of this repository.
+    They include imports in functions, imports for type checkers only, strings passed to `import_module` and similar
+    functions, and strings in the format of an entry point of this repository.
     """
     return {module for module, _ in imports_of(path)}
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, int]]:
-    """The modules that a file imports, with the number of the line."""
+    """Yield the modules that a file imports, with their line numbers."""
     for node in ast.walk(tree_of(path)):
         for module in _imports_in(node):
             yield module, node.lineno
@@ -73,7 +73,7 @@ def _imports_in(node: ast.AST) -> Iterator[str]:
 
 
 def _imports_by_string(call: ast.Call) -> Iterator[str]:
-    """What `import_module("a.b")` imports; of an f-string the package that it begins with."""
+    """Yield what `import_module("a.b")` imports; for an f-string, the package at its start."""
     function = call.func
     called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
     if called not in IMPORTERS or not call.args:
@@ -86,7 +86,7 @@ def _imports_by_string(call: ast.Call) -> Iterator[str]:
 
 
 def _sources(package: str, name: str) -> Iterator[str]:
-    """Where `from package import name` leads: to a module of that name, or the package and where it has it from."""
+    """Yield what `from package import name` loads: a module `name`, or the package and the source of the name."""
     if file_of(f"{package}.{name}"):
         yield f"{package}.{name}"
         return

@@ -1,4 +1,4 @@
-"""The pages that people read, README.md and docs/, and the blocks of code and commands on them."""
+"""The documentation pages, README.md and docs/, and their blocks of code and commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STUB = re.compile(r"---\npage: (\S+)\n---\n\Z")  # shows a file that lies elsewhere: docs/_extensions/repository.py
+STUB = re.compile(r"---\npage: (\S+)\n---\n\Z")  # shows a file outside docs: docs/_extensions/repository.py
 PAGES = [ROOT / "README.md"] + sorted(
     path for path in (ROOT / "docs").rglob("*.md") if not STUB.match(path.read_text(encoding="utf-8"))
 )
@@ -28,19 +28,19 @@ BLOCK = re.compile(
     r"|(?<=\n\n)(?P<indented>(?:    [^\n]*\n|\n(?=    ))+)",  # lines that are indented by four
     re.MULTILINE | re.DOTALL,
 )
-DATA = ("text", "json", "toml", "yaml", "html", "{toctree}")  # what is shown, and run by nobody
+DATA = ("text", "json", "toml", "yaml", "html", "{toctree}")  # languages of blocks that are not run
 PROGRAMS = ("tricycle", "python", "pip", "pytest", "mpiexec", "sphinx-build")
-OF_OTHERS = ("apt", "brew", "conda", "docker", "git", "curl", "export", "srun", "ssh")  # nothing of ours to check
+OF_OTHERS = ("apt", "brew", "conda", "docker", "git", "curl", "export", "srun", "ssh")  # programs that are not checked
 FLAGS_ONLY = re.compile(r"<!-- checked by flags: \S[^\n]*-->\n+\Z")
 
 
 class Block(NamedTuple):
-    """A block of a page.
+    """A code block of a page.
 
     Attributes:
-        kind: what stands behind the ticks; "" for an indented block.
+        kind: its language; "" for an indented block.
         text: its lines.
-        flags_only: a comment before it says why its commands are not run.
+        flags_only: whether a comment before the block says that its commands are not run, only their flags checked.
     """
 
     kind: str
@@ -48,12 +48,12 @@ class Block(NamedTuple):
     flags_only: bool
 
     def commands(self) -> list[str]:
-        """Its commands: all lines of a `bash` fence, elsewhere those that begin with a program."""
+        """Return the commands: all lines of a `bash` block, or lines of other blocks that start with a program."""
         if self.kind not in ("bash", "", "text"):
             return []
         joined = re.sub(r"\\\n\s*", "", self.text)
-        said = r"\s+#.*$" if self.kind == "bash" else r"\s+#.*$|\s{2,}\S.*$"  # to the right of a command
-        lines = [re.sub(said, "", line.strip()) for line in joined.splitlines()]
+        comment = r"\s+#.*$" if self.kind == "bash" else r"\s+#.*$|\s{2,}\S.*$"  # to the right of a command
+        lines = [re.sub(comment, "", line.strip()) for line in joined.splitlines()]
         known = (*PROGRAMS, *OF_OTHERS)
         return [line for line in lines if line and (self.kind == "bash" or line.split()[0] in known)]
 
@@ -74,7 +74,7 @@ def python_of(path: Path) -> list[str]:
 
 
 def commands(flags_only: bool) -> list[str]:
-    """The commands of all pages, each once: those that a block leaves to be checked by their flags, or the others."""
+    """Return the distinct commands of all pages, of blocks with the given `flags_only`."""
     found = {}
     for path in PAGES:
         for block in blocks_of(path):
@@ -85,7 +85,7 @@ def commands(flags_only: bool) -> list[str]:
 
 # -------------------------------------------------------------------- flags
 def check_flags(command: str) -> None:
-    """The programs, files, extras and flags that a command names are there; nothing is run but `--help`."""
+    """Check that the programs, files, extras and flags of a command exist; only `--help` is run."""
     for part in re.split(r" && | \| ", command):
         words = shlex.split(part)
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
@@ -104,16 +104,16 @@ def _check_words(words: list[str]) -> None:
         for word in words:
             assert not word.startswith(("tests/", "docs")) or (ROOT / word).exists(), words
     else:
-        program, rest = _program(words)
-        said = _help(program)
-        for word in rest:
-            if word.startswith("--"):
-                flag = word.split("=")[0]
-                assert re.search(rf"(?<![\w-]){flag}(?![\w-])", said), f"{' '.join(program)} has no {flag}"
+        program, arguments = _program(words)
+        help_text = _help(program)
+        for argument in arguments:
+            if argument.startswith("--"):
+                flag = argument.split("=")[0]
+                assert re.search(rf"(?<![\w-]){flag}(?![\w-])", help_text), f"{' '.join(program)} has no {flag}"
 
 
 def _program(words: list[str]) -> tuple[tuple[str, ...], list[str]]:
-    """What is started (a module with its first words), and the other words."""
+    """Return the program (a module, with its subcommand) and its arguments."""
     if words[0] == "python" and words[1] == "-m":
         words = ["tricycle", *words[3:]] if words[2] == "tricycle" else words[2:]
     elif words[0] == "python":
@@ -140,8 +140,8 @@ def _help(program: tuple[str, ...]) -> str:
             main()
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # it was imported before: by other tests
+                warnings.simplefilter("ignore", RuntimeWarning)  # other tests have imported the module before
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
-    said = out.buffer.getvalue().decode()  # type: ignore[attr-defined]
-    assert said, program
-    return said
+    help_text = out.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    assert help_text, program
+    return help_text

@@ -100,9 +100,9 @@ def test_why_it_is_not_called(intel, monkeypatch, tmp_path):
         raise metadata.PackageNotFoundError(distribution)
 
     monkeypatch.setattr(libraries, "find_distribution_file", missing)
-    assert why() == "MKL is not installed (pip install 'tricycle-gpt[mkl]')"
+    assert "tricycle-gpt[mkl]" in why()
     monkeypatch.setattr(libraries, "find_distribution_file", lambda distribution, name: None)
-    assert why() == "mkl holds no libmkl_rt.so (reinstall it: pip install 'tricycle-gpt[mkl]')"
+    assert "libmkl_rt.so" in why()
     broken = tmp_path / "libmkl_rt.so.9"
     broken.write_bytes(b"no library")
     monkeypatch.setattr(libraries, "find_distribution_file", lambda distribution, name: broken)
@@ -196,7 +196,7 @@ def test_the_provider_is_for_processors_with_amx(intel, monkeypatch):
     monkeypatch.setattr(blas, "_mkl", lambda: blas._Mkl(None, None))
     machine = matmul_plan.Machine("GenuineIntel", frozenset({"avx512f"}), "openblas", frozenset())
     monkeypatch.setattr(matmul_plan, "this_machine", lambda: machine)
-    assert mkl.unavailable_reason() == "this processor has no AMX for bfloat16"
+    assert "AMX" in mkl.unavailable_reason()
 
 
 def test_mkl_can_be_excluded(intel, monkeypatch):

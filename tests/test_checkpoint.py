@@ -270,10 +270,10 @@ def test_every_bit_flip_is_detected(saved):
 def test_wrong_checksum_is_reported(saved):
     content = saved.read_bytes()
     saved.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "bits of it changed" in refused(saved)
+    assert "changed" in refused(saved)
     start = content.index(b'"crc32": "') + 10
     saved.write_bytes(content[:start] + b"00000000" + content[start + 8 :])
-    assert "not '00000000' as when it was saved" in refused(saved)
+    assert "00000000" in refused(saved)
 
 
 def test_checkpoints_are_interchangeable_with_safetensors(saved):
@@ -316,7 +316,7 @@ def test_truncated_files_are_rejected(saved):
     path = saved.parent / "cut"
     for length in sorted(lengths):
         path.write_bytes(content[:length])
-        assert "expected a complete checkpoint of Tricycle" in refused(path), length
+        assert "complete checkpoint" in refused(path), length
     path.write_bytes(content + b"more")
     refused(path)
 
@@ -501,7 +501,7 @@ def test_malicious_pickles_are_rejected_before_running(tmp_path, protocol, how, 
     path = tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps(content, protocol))
     message = refused(path, load_pickled_model)
-    assert "which no model needs" in message
+    assert "no model needs" in message
     assert not marker.exists()
     if how != "Path":  # it is dangerous indeed: the pickle module itself would run it
         pickle.loads(path.read_bytes())
@@ -542,7 +542,7 @@ def test_malicious_pickles_are_rejected_before_running(tmp_path, protocol, how, 
 def test_pickled_names_outside_the_allow_list_are_rejected(tmp_path, module, name):
     path = tmp_path / "model.pkl"
     path.write_bytes(named(module, name))
-    assert f"it asks for {module}.{name}, which no model needs" in refused(path, load_pickled_model)
+    assert f"{module}.{name}" in refused(path, load_pickled_model)
 
 
 @pytest.mark.parametrize("module", sorted(name for name in sys.modules if name.startswith("tricycle.")))
@@ -551,7 +551,7 @@ def test_pickled_modules_and_functions_are_rejected(tmp_path, module):
     for name, value in vars(sys.modules[module]).items():
         if isinstance(value, (types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
             path.write_bytes(named(module, name))
-            assert "which no model needs" in refused(path, load_pickled_model), name
+            assert "no model needs" in refused(path, load_pickled_model), name
 
 
 def test_pickles_cannot_change_classes(tmp_path):
@@ -568,7 +568,7 @@ def test_pickles_cannot_change_classes(tmp_path):
 def test_pickles_of_other_objects_are_rejected(tmp_path, content):
     path = tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps(content))
-    assert "expected a pickled Tricycle GPT" in refused(path, load_pickled_model)
+    assert "pickled" in refused(path, load_pickled_model)
 
 
 def test_damaged_pickles_are_rejected(tmp_path):

@@ -206,5 +206,5 @@ def test_print_completion_and_unknown_shells():
     for words in (["tcsh"], []):
         done = told("--print-completion", *words)
         assert done.returncode != 0
-        assert "expected a shell after --print-completion, one of bash, zsh, fish" in done.stderr
+        assert "--print-completion" in done.stderr and "bash, zsh, fish" in done.stderr
         assert len(done.stderr.splitlines()) == 1

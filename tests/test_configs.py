@@ -201,7 +201,7 @@ def test_from_dict_fills_defaults_and_rejects_unknown_fields() -> None:
     assert GPTConfig.from_dict({"n_layers": 3}).n_layers == 3
     with pytest.raises(ValueError) as caught:
         GPTConfig.from_dict({"n_layers": 3, "width": 1, "heads": 2})
-    assert str(caught.value) == "GPTConfig: expected only known fields, got heads, width"
+    assert "heads, width" in str(caught.value)
     with pytest.raises(ValueError, match=r"^GPTConfig: .*n_layers.*got 0"):
         GPTConfig.from_dict({"n_layers": 0})
 

@@ -251,4 +251,4 @@ def test_a_missing_model_is_named(tmp_path):
     done = call("-m", "experiments.learned_statistics", "--model", tmp_path / "no", "--output", tmp_path / "out")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert "there is no such file" in done.stderr
+    assert "no such file" in done.stderr

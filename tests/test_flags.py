@@ -188,7 +188,7 @@ def test_a_panic_of_a_library_is_one_line(capsys, monkeypatch):
         run_main(main)
     assert caught.value.code == 1
     said = capsys.readouterr().err
-    assert "a library failed: retry-limit-in-match over" in said and said.count("\n") == 1
+    assert "retry-limit-in-match over" in said and said.count("\n") == 1
     monkeypatch.setenv("TRICYCLE_TRACEBACK", "1")
     with pytest.raises(PanicException):
         run_main(main)

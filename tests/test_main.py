@@ -102,7 +102,7 @@ def test_kernels_are_listed_with_their_providers(monkeypatch):
     asked = {words[0]: words[1:] for line in lines[2:] if (words := line.replace(",", " ").split())}
     assert asked["matmul"][-2:] == ["numpy", "plain"] and asked["log_softmax"] == ["plain"]
     assert {"lstm", "quantized_matmul", "orthogonalize"} <= set(asked)
-    assert "numba is unavailable: excluded by TRICYCLE_KERNELS=-numba" in lines
+    assert any("TRICYCLE_KERNELS=-numba" in line for line in lines)
 
 
 def test_instructions_from_linux():

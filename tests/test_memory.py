@@ -198,6 +198,6 @@ def test_absurd_sizes_are_rejected_before_allocation(flags, tmp_path):
     done = call(*words, gigabytes="")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert "training needs at least" in line
-    assert "GB are free: lower --batch-size (now " in line
+    assert "training" in line
+    assert "--batch-size (now " in line
     assert not (tmp_path / "run").exists()

@@ -374,7 +374,7 @@ def test_an_old_processor_is_told(unusable, monkeypatch):
     monkeypatch.setattr(onednn.ctypes, "CDLL", lambda path: Library())
     monkeypatch.setattr(onednn.ctypes, "PyDLL", lambda path: Library())
     pytest.importorskip("ml_dtypes")
-    assert onednn.unavailable_reason() == "this processor has neither AVX-512 bf16 nor AMX"
+    assert "AVX-512" in onednn.unavailable_reason() and "AMX" in onednn.unavailable_reason()
 
 
 def test_a_broken_library_is_told(unusable, monkeypatch, tmp_path):

@@ -230,7 +230,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, finishe
         assert lines_without_progress_bars(done.stderr) == [
             "stopping after this step (press Ctrl-C again to stop at once)"
         ]
-        assert f"stopped after step {step}; all progress is saved" in done.stdout
+        assert f"stopped after step {step}" in done.stdout
         command = shlex.split(done.stdout.splitlines()[-1])
         assert command == ["python", "train_smol_gpt.py", "--resume", str(folder)]
     else:
@@ -340,7 +340,7 @@ after(6, spoil)
     done = call_with(spoil, *QUICK, "--sample-interval", "0", "--data", "text", "--files", text, "--run-folder", folder)
     assert done.returncode == 1
     *_, line = lines_without_progress_bars(done.stderr)
-    assert "step 7: the loss is nan; the first non-finite tensor is the parameter norm.gain" in line
+    assert "step 7: the loss is nan" in line and "norm.gain" in line
     assert "--max-learning-rate" in line
     assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 4
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -134,7 +134,7 @@ print(kernels.explain("matmul", np.ones((2, 2), np.float32), np.ones((2, 2), np.
 
 def test_a_name_that_nobody_has_is_refused():
     said = in_process("kernels.matmul(np.ones((2, 2)), np.ones((2, 2)))", TRICYCLE_KERNELS="numpy,-mlk")
-    assert "TRICYCLE_KERNELS: expected names among numba, mkl, onednn, numpy, cuda, plain, with - before those" in said
+    assert "TRICYCLE_KERNELS: " in said and "numba, mkl, onednn, numpy, cuda, plain" in said
     assert "got 'numpy,-mlk'" in said
 
 

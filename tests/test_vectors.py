@@ -185,16 +185,16 @@ def test_they_say_why(team, monkeypatch, kind):
         vector_matmul.quantized_matmul if isinstance(matrix, QuantizedMatrix) else vector_matmul.matmul
     ).decline_reason
     assert decline_reason(x, matrix) is None
-    assert decline_reason(np.ones((2, 64), np.float32), matrix) == "one row alone, got 2"
+    assert "got 2" in decline_reason(np.ones((2, 64), np.float32), matrix)
     assert "float32" in decline_reason(x.astype(np.float64), matrix)
     assert "in one piece" in decline_reason(np.ones((1, 128), np.float32)[:, ::2], matrix)
     if isinstance(matrix, QuantizedMatrix):
         assert "lies by rows" in decline_reason(np.ones((1, 40), np.float32), matrix.T)
         halves = QuantizedMatrix.quantize(np.ones((64, 40), np.float32), "float16", transposed=True)
-        assert decline_reason(x, halves) == "a matrix of int8 or bfloat16 with numbers, got (64, 40) float16"
+        assert "(64, 40) float16" in decline_reason(x, halves)
         assert not halves.prepared  # asking makes nothing
         return
     assert "by columns" in decline_reason(x, np.ascontiguousarray(matrix))
     assert decline_reason(x, matrix, out=np.empty((1, 40), np.float32)) == "a place or a dtype for the result"
     monkeypatch.setattr(matmul_plan, "MIN_VECTOR_BYTES", 2**17)
-    assert decline_reason(x, matrix) == "a matrix of fewer than 131072 bytes: NumPy is as quick"
+    assert "131072 bytes" in decline_reason(x, matrix)

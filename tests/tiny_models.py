@@ -1,6 +1,4 @@
-"""A tiny model as other people hand theirs on, in Hugging Face's form, with a tokeniser and a chat template; and where
-a small one lies that people really use.
-"""
+"""Tiny models in Hugging Face format with a tokenizer and a chat template, and the location of SmolLM2 for tests."""
 
 import json
 import os
@@ -27,7 +25,7 @@ LLAMA = ModelConfig(**SIZES, **LIKE_LLAMA, n_heads=4, n_key_heads=2)
 
 
 def tiny_tokeniser(chat_template: str | None = CHATML) -> PretrainedTokeniser:
-    """Merges of GPT-2's kind, learnt by our own tokeniser; and special tokens in front, as SmolLM2 has them."""
+    """Return a byte-level BPE tokenizer with learned merges, and special tokens with the first ids, as in SmolLM2."""
     own = BPETokeniser(400).train(TEXT, progress=False)
     document = json.loads(tokenizer_json.to_tokenizer_json(own))
     special = ["<|endoftext|>", *NAMES.values()]
@@ -40,7 +38,7 @@ def tiny_tokeniser(chat_template: str | None = CHATML) -> PretrainedTokeniser:
 
 
 def lively_model(**changes) -> GPT:
-    """With weights so large that a token depends on those before."""
+    """Return a model with large random weights, so that a token depends on the earlier ones."""
     model = GPT(ModelConfig.from_dict({**LLAMA.to_dict(), **changes}))
     generator = np.random.default_rng(3)
     for parameter in model.parameters():
@@ -50,14 +48,14 @@ def lively_model(**changes) -> GPT:
 
 
 def write_folder(folder: Path, chat_template: str | None = CHATML, settings=None, **changes) -> Path:
-    """A folder as a hub has it."""
-    settings = settings or GenerationSettings(top_k=40, stop_tokens=(2,))  # so it takes the likeliest token
+    """Export a tiny model to a folder in Hugging Face format."""
+    settings = settings or GenerationSettings(top_k=40, stop_tokens=(2,))  # greedy decoding
     export_folder(lively_model(**changes), tiny_tokeniser(chat_template), folder, generation=settings)
     return folder
 
 
 def smollm2_file() -> Path:
-    """SmolLM2-135M-Instruct, where TRICYCLE_SMOLLM2 or its package says; tests are skipped where it is not."""
+    """Return the path of SmolLM2-135M-Instruct from TRICYCLE_SMOLLM2 or its package; skip the test if missing."""
     try:
         return Path(os.environ.get("TRICYCLE_SMOLLM2") or smollm2_path())
     except FileNotFoundError as error:

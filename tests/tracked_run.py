@@ -1,9 +1,9 @@
-"""A small run with a tracker, in a process of its own; and what the tracker's own reader finds afterwards.
+"""Run a small training with a tracker in a separate process, or read what was logged with the tracker's own reader.
 
     python tests/tracked_run.py run FOLDER TRACKER END    END: "end", "stop-STEP", or the step at which it kills itself
-    python tests/tracked_run.py read FOLDER TRACKER       JSON: step, name, value of all that was logged; the config
+    python tests/tracked_run.py read FOLDER TRACKER       prints JSON: logged rows (step, name, value) and the config
 
-A connection to anywhere but this machine ends it with an error.
+A connection to another machine ends the process with an error.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def read_tensorboard(folder: Path) -> tuple[list[Row], dict[str, Any]]:
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """Records of a .wandb file: a log in LevelDB's format, of the library's own messages."""
+    """Yield the records of a .wandb file: a LevelDB log of the library's messages."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, place, part = path.read_bytes(), 7, b""
@@ -77,7 +77,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
         _, length, kind = struct.unpack("<IHB", content[place : place + 7])
         part += content[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a full record, or its last part
             yield Record.FromString(part)
             part = b""
 
@@ -92,7 +92,7 @@ def read_wandb(folder: Path) -> tuple[list[Row], dict[str, Any]]:
             if record.HasField("history"):
                 items = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
                 step = items.pop("_step")
-                for name, value in items.items():  # a server keeps what comes first
+                for name, value in items.items():  # a server keeps the first value
                     if not name.startswith("_"):
                         rows.setdefault((step, name), value)
     assert len(ids) == 1
@@ -129,14 +129,14 @@ def read_trackio(folder: Path) -> tuple[list[Row], dict[str, Any]]:
 READERS = {"tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}
 
 
-def stay_here(event: str, words: tuple[Any, ...]) -> None:
+def forbid_remote_connections(event: str, words: tuple[Any, ...]) -> None:
     if event == "socket.connect" and isinstance(words[1], tuple) and words[1][0] not in ("127.0.0.1", "::1"):
         print(f"a connection to {words[1]}", file=sys.stderr, flush=True)
         os._exit(66)
 
 
 def main(verb: str, folder: str, tracker: str, *end: str) -> None:
-    sys.addaudithook(stay_here)
+    sys.addaudithook(forbid_remote_connections)
     if verb == "run":
         run(Path(folder), tracker, *end)
     else:

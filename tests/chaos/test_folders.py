@@ -32,7 +32,7 @@ def test_a_text_that_has_changed(bench, whole):
     case.text.write_bytes(content)
     assert done.status == 1
     (line,) = done.said
-    assert "expected the text that the run was started with, got a changed text; --init-from" in line
+    assert "changed text" in line and "--init-from" in line
     assert case.resume().status == 0
     assert differences(case.run, whole.run) == []
 
@@ -57,4 +57,4 @@ def test_a_folder_that_says_nonsense_about_nan(whole, value):
     done = whole.resume()
     path.write_text(content)
     assert done.status == 1
-    assert "expected data and files as a run writes them" in done.said[0]
+    assert "expected data and files" in done.said[0]
