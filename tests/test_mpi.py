@@ -260,7 +260,7 @@ def test_two_ranks_equal_one_with_gradient_accumulation(bench, flags):
 def test_resume_with_another_number_of_ranks(bench):
     """Three batches an update: by three ranks until it is stopped, then by one, then by two that share moments out."""
     assert train(bench, 0, "whole", "--accumulation-steps", "3", "--steps", "12")[0] == 0
-    step = "from tricycle_cli import updates\nusual = updates.RunSession.batches\ndef batches(session, source):\n"
+    step = "from tricycle_cli import run, updates\nusual = updates.RunSession.batches\ndef batches(session, source):\n"
     step += "    run.Run.should_stop = lambda self: session.step == %d\n    return usual(session, source)\n"
     step += "updates.RunSession.batches = batches"
     status, said = train(bench, 3, "parts", "--steps", "12", "--shard-optimiser", prelude=step % 3)
