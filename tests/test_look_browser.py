@@ -101,7 +101,7 @@ def test_content_of_a_file(browser: Browser, file: str) -> None:
     assert browser.run(SELECTED) == options[4].text
     predictions = browser.find("[aria-label='Next-token predictions']")
     assert len(predictions.find_elements("css selector", "tbody tr")) == 10
-    assert "use as next" not in predictions.text
+    assert "set next" not in predictions.text
     lens = browser.find("[aria-label='Logit lens of the selected token']")
     assert len(lens.find_elements("css selector", "tbody tr")) == 4
     summary = browser.find(".frame + p")

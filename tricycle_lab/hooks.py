@@ -41,6 +41,7 @@ class HookedForward:
         self.observers: list[Observer] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the target with its substitutions, apply the changes, and call the observers."""
         target = self.target
         for substitution in self.substitutions:
             target, args = substitution(target, args)

@@ -13,7 +13,7 @@ function draw(parent, tag, attributes, text = "") {
 
 function showTable() {
   const body = add($("table"), "table"), head = add(add(body, "thead"), "tr"), rows = add(body, "tbody");
-  for (const [text, className] of [["softmax", ""], ["held-out loss, nats/token", "n"], ["std. dev. over seeds", "n"], ["difference from " + data.own, "n"], ["ms/step", "n"]])
+  for (const [text, className] of [["softmax", ""], ["held-out loss, nats/token", "n"], ["std. dev.", "n"], ["difference from " + data.own, "n"], ["ms/step", "n"]])
     add(head, "th", text, { className, scope: "col" });
   data.softmaxes.forEach(({ name, mean, spread, ms }, i) => {
     const row = add(rows, "tr"), first = add(row, "th", "", { scope: "row" });

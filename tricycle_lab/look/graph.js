@@ -89,8 +89,8 @@ function show() {
 function describeStep(current) {
   if (step === 0) return "Forward pass: all values are computed. “Next” starts the backward pass.";
   if (!current) return "Backward pass: all gradients are computed.";
-  const texts = current.contributions.map(({ arg, label }) => nodes[arg].name + " += " + label);
-  const contributions = texts.length ? "contributions to its inputs: " + texts.join(", ") + "." : "no input requires a gradient.";
+  const texts = current.contributions.map(({ arg, label }) => (label.startsWith("(") ? "an array of shape " : "") + label + " to " + nodes[arg].name);
+  const contributions = texts.length ? "it contributes " + texts.join(", ") + "." : "no input requires a gradient.";
   return (step === 1 ? "The gradient of the result is 1. " : "") + "Step " + step + " of " + steps.length + ": the gradient of " + nodes[current.node].name + " is complete; " + contributions;
 }
 

@@ -75,8 +75,9 @@ def layout_graph(sizes: Sequence[tuple[float, float]], edges: Sequence[tuple[int
 
 
 def _assign_layers(n_nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the layer of each node: below all its predecessors; a node without predecessors is just above its first
-    successor.
+    """Return the layer of each node, which is below the layers of all its predecessors.
+
+    A node without predecessors is in the layer above its first successor.
     """
     predecessors: list[list[int]] = [[] for _ in range(n_nodes)]
     successors: list[list[int]] = [[] for _ in range(n_nodes)]

@@ -205,7 +205,7 @@ class ModelPanel {
     const bar = add(part, "div", "", { className: "bar" });
     const set = add(bar, "fieldset");
     add(set, "legend", "Show");
-    for (const [value, text] of [["scores", "scores (pre-softmax)"], ["weights", "weights"]]) {
+    for (const [value, text] of [["scores", "scores"], ["weights", "weights"]]) {
       const label = add(set, "label");
       const radio = add(label, "input", "", { type: "radio", name: "map" + this.index, value, checked: value === this.mapKind });
       label.append(" " + text);
@@ -321,7 +321,7 @@ class ModelPanel {
       add(row, "td", percent(prob), { className: "n" });
       const last = add(row, "td");
       if (!data.hasServer) add(last, "span", "", { className: "gauge" }).style.width = 5 * prob + "rem";
-      else if (id !== next) add(last, "button", "use as next", { type: "button", "aria-label": "use as next token: " + visible(text) }).onclick = () => this.setNextToken(id);
+      else if (id !== next) add(last, "button", "set next", { type: "button", "aria-label": "set next token: " + visible(text) }).onclick = () => this.setNextToken(id);
     }
   }
 

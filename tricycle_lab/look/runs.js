@@ -194,7 +194,7 @@ function showSummary() {
     const cells = [s.state, formatCount(s.nParameters), s.tokens ? abbreviate(s.tokens) : "–", formatDuration(s.seconds), formatCount(s.tokensPerSecond), loss(s, "bestLoss"), loss(s, "bestBitsPerByte"), formatCount(s.bestStep), loss(s, "finalLoss"), loss(s, "finalBitsPerByte")];
     return { writeName, cells };
   });
-  showTable($("summary"), ["run", "state", "parameters", "training tokens", "time", "tokens/s", "best held-out loss, nats/token", "bits/byte", "at step", "final loss, nats/token", "bits/byte"], rows);
+  showTable($("summary"), ["run", "state", "parameters", "tokens", "time", "tokens/s", "best held-out, nats/token", "bits/byte", "at step", "final, nats/token", "bits/byte"], rows);
 }
 
 function showDifferences() {
