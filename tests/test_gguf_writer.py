@@ -317,12 +317,12 @@ def test_unsupported_tokenizers(tmp_path):
     before = {"type": "Prepend", "prepend": "_"}
     words = {"type": "WordLevel", "vocab": {"a": 0, "<|im_end|>": 1}, "unk_token": "a"}
     cases: list[tuple[Any, str]] = [
-        (our_tokeniser("tricycle"), "cuts text as one of gpt-2, smollm, llama-bpe, qwen2 does"),
-        (other_tokeniser(pre_tokenizer=strange), "cuts text as one of gpt-2"),
-        (other_tokeniser(normalizer=before), "cuts text as one of gpt-2"),
+        (our_tokeniser("tricycle"), "one of the pre-tokenizers gpt-2, smollm, llama-bpe, qwen2"),
+        (other_tokeniser(pre_tokenizer=strange), "one of the pre-tokenizers gpt-2"),
+        (other_tokeniser(normalizer=before), "one of the pre-tokenizers gpt-2"),
         (other_tokeniser(added_tokens=lstrip), "without lstrip, rstrip and single_word, got '<|endoftext|>'"),
         (other_tokeniser(model=words), "expected a byte-level BPE, got WordLevel"),
-        (other_tokeniser(model={**document["model"], "merges": [], "ignore_merges": True}), "none leads to 7, such as"),
+        (other_tokeniser(model={**document["model"], "merges": [], "ignore_merges": True}), "none for 7, such as"),
         (PretrainedTokeniser(other_tokeniser().to_tokenizer_json()), "with bos_token or eos_token"),
         (BPETokeniser(257, ["<x>"]), "expected a tokeniser with <|endoftext|>"),
         (object(), "expected a BPETokeniser or a PretrainedTokeniser, got object"),
@@ -334,7 +334,7 @@ def test_unsupported_tokenizers(tmp_path):
         assert message.startswith("export_gguf: llama.cpp cannot run this model: ") and why in message, message
         assert "\n" not in message
     small = GPT(ModelConfig(**{**LLAMA, "vocab_size": 200}))
-    with pytest.raises(ValueError, match=r"at most 200 tokens, as the model has rows, got 264$"):
+    with pytest.raises(ValueError, match=r"at most 200 tokens, .*, got 264"):
         export_gguf(small, our_tokeniser(), tmp_path / "a.gguf")
     assert not list(tmp_path.iterdir())
 

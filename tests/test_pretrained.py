@@ -363,7 +363,7 @@ def test_whatever_byte_of_a_header_is_wrong(folder: Path) -> None:
 
 def test_a_pickle_alone(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refuse(folder, "pickle, which can run anything .*save_pretrained")
+    refuse(folder, "pickle, .*save_pretrained")
     (folder / "pytorch_model.bin").unlink()
     refuse(folder, "expected model.safetensors or model.safetensors.index.json", FileNotFoundError)
 
@@ -417,8 +417,8 @@ def test_files_that_are_refused(shards: Path) -> None:
             lambda values: values["weight_map"].update(more="model-00001-of-00002.safetensors"),
             "more is in none of the files",
         ),
-        (lambda values: values["weight_map"].update({NORM: "../model.safetensors"}), "files beside it, got '../model"),
-        (lambda values: values["weight_map"].update({NORM: "/etc/passwd"}), "files beside it"),
+        (lambda values: values["weight_map"].update({NORM: "../model.safetensors"}), "same folder, got '../model"),
+        (lambda values: values["weight_map"].update({NORM: "/etc/passwd"}), "same folder"),
         (lambda values: values["weight_map"].update({NORM: 3}), "weight_map to be an object"),
         (lambda values: values.pop("weight_map"), "weight_map to be an object"),
     ]:
@@ -427,9 +427,9 @@ def test_files_that_are_refused(shards: Path) -> None:
         index.write_text(before)
     second = shards / "model-00002-of-00002.safetensors"
     second.rename(shards / "elsewhere")
-    refuse(shards, "model-00002-of-00002.safetensors: this part of the weights is missing", FileNotFoundError)
+    refuse(shards, "model-00002-of-00002.safetensors: .* missing", FileNotFoundError)
     second.write_bytes((shards / FIRST).read_bytes())
-    refuse(shards, "is in another part too")
+    refuse(shards, "is also in another file")
 
 
 # -------------------------------------------------------------------- names
@@ -464,9 +464,7 @@ def test_a_name_that_is_in_the_cache(cache: Path) -> None:
 
 
 def test_names_that_are_not(cache: Path) -> None:
-    refuse(
-        "somebody/other-model", "HF_HUB_OFFLINE is set: where there is a network, run `hf download", FileNotFoundError
-    )
+    refuse("somebody/other-model", "HF_HUB_OFFLINE is set: .*run `hf download", FileNotFoundError)
     refuse("somebody/some-model@v2", "HF_HUB_OFFLINE is set", FileNotFoundError)
     (cache / "refs" / "main").unlink()
     refuse("somebody/some-model", "HF_HUB_OFFLINE is set", FileNotFoundError)
@@ -482,8 +480,8 @@ def test_what_the_hub_says_is_said_in_one_line(cache: Path, monkeypatch: pytest.
         status_code = 401
 
     cases = [
-        (errors.GatedRepoError, "give it on https://huggingface.co/a/b, then run: hf auth login"),
-        (errors.RepositoryNotFoundError, "huggingface.co has no model of that name that is open to you"),
+        (errors.GatedRepoError, "https://huggingface.co/a/b, then run hf auth login"),
+        (errors.RepositoryNotFoundError, "no model of that name"),
     ]
     for kind, message in cases:
 
@@ -504,7 +502,7 @@ def test_only_what_is_needed_is_downloaded() -> None:
     from fnmatch import fnmatch
 
     def wanted(name: str) -> bool:
-        return any(fnmatch(name, pattern) for pattern in hub.FILES)
+        return any(fnmatch(name, pattern) for pattern in hub.FILE_PATTERNS)
 
     assert all(wanted(f"model{part}.safetensors") for part in ("", "-00001-of-00003"))
     assert not any(wanted(name) for name in ("pytorch_model.bin", "modeling.py", "onnx/model.onnx", "consolidated.pth"))

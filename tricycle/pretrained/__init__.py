@@ -94,7 +94,7 @@ def _find_path(path_or_name: str) -> Path:
         return path
     if path_or_name == "smollm2":
         return smollm2_path()
-    if not hub.NAME.fullmatch(path_or_name):
+    if not hub.NAME_PATTERN.fullmatch(path_or_name):
         raise FileNotFoundError(f"{path_or_name}: there is no such folder or file")
     return hub.download(path_or_name)
 

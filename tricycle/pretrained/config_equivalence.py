@@ -1,4 +1,4 @@
-"""When two configs make the same model: each field spelled in one way, and those that do not matter left out."""
+"""Comparison of two configs: whether they define the same computation, for export to other formats."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tricycle.configs.encoder import EncoderConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.configs.presets import model_fields
 
-# What says how a model starts, learns or rounds, and not what it computes.
-FREE = ("dropout", "seed", "precision", "zero_projections", "expansion_ratio")
+# Fields that affect initialization, training or rounding, but not the computation.
+IGNORED_FIELDS = ("dropout", "seed", "precision", "zero_projections", "expansion_ratio")
 
 
 def effective_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields that decide what a model computes, with all that follows from others written out."""
+    """Return the fields that define the computation, with derived defaults filled in and unused fields reset."""
     values = {name: getattr(config, name) for name in model_fields(ModelConfig.__dataclass_fields__)}
-    for name in FREE:
+    for name in IGNORED_FIELDS:
         del values[name]
     values |= {
         "n_key_heads": config.key_heads,
@@ -27,20 +27,20 @@ def effective_fields(config: ModelConfig) -> dict[str, Any]:
         "score_scale": config.score_scale or config.channels_per_head**-0.5,
         "embedding_size": config.embedding_size or config.embedding_dim,
     }
-    for part in ("qkv", "output", "mlp"):
-        values[f"{part}_bias"] = has_bias(config, part)
-    values["bias"] = config.bias and config.norm == "layer_norm"  # what is left of it are the norms' own
+    for group in ("qkv", "output", "mlp"):
+        values[f"{group}_bias"] = has_bias(config, group)
+    values["bias"] = config.bias and config.norm == "layer_norm"  # all other biases have fields of their own
     if isinstance(config, EncoderConfig):
         values |= {"token_types": config.token_types, "embedding_norm": config.embedding_norm}
-    full = tuple(layer for layer in range(config.n_layers) if config.window_size(layer) is None)
-    local = config.rotary_local_base
-    if not local and config.rotary_scaling == "none":
-        local = config.rotary_base
-    values |= {"full_layers": full, "rotary_local_base": local}
+    full_layers = tuple(layer for layer in range(config.n_layers) if config.window_size(layer) is None)
+    local_base = config.rotary_local_base
+    if not local_base and config.rotary_scaling == "none":
+        local_base = config.rotary_base
+    values |= {"full_layers": full_layers, "rotary_local_base": local_base}
     is_rotary = config.positions == "rotary"
     scaling = config.rotary_scaling if is_rotary else "none"
     unused = {
-        "window full_layers rotary_local_base": len(full) == config.n_layers,
+        "window full_layers rotary_local_base": len(full_layers) == config.n_layers,
         "position_offset": config.positions != "learned",
         "rotary_base rotary_local_base rotary_fraction rotary_scaling": not is_rotary,
         "rotary_factor": scaling == "none",
@@ -54,17 +54,19 @@ def effective_fields(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def has_bias(config: ModelConfig, part: str) -> bool:
-    """Whether the linear layers of a part ("qkv", "output", "mlp") have biases."""
-    own = getattr(config, f"{part}_bias")
-    return config.bias if own is None else bool(own)
+def has_bias(config: ModelConfig, group: str) -> bool:
+    """Return whether the linear layers of a group ("qkv", "output" or "mlp") have biases."""
+    bias = getattr(config, f"{group}_bias")
+    return config.bias if bias is None else bool(bias)
 
 
 def differing_fields(config: ModelConfig, other: ModelConfig) -> list[str]:
-    """The fields in which two configs make different models."""
-    ours, theirs = effective_fields(config), effective_fields(other)
-    floats = {
-        name for name, value in ours.items() if isinstance(value, float) and isinstance(theirs[name], (int, float))
-    }
-    near = {name for name in floats if math.isclose(ours[name], theirs[name], rel_tol=1e-12)}
-    return [name for name in ours if name not in near and ours[name] != theirs[name]]
+    """Return the names of the fields in which the computations of two configs differ."""
+    values, others = effective_fields(config), effective_fields(other)
+    return [name for name, value in values.items() if not _are_equal(value, others[name])]
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, float) and isinstance(other, (int, float)) and math.isclose(value, other, rel_tol=1e-12):
+        return True
+    return bool(value == other)

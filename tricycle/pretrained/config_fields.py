@@ -1,4 +1,4 @@
-"""The fields of a config.json, read one by one: each has a type, and a default where the file says nothing."""
+"""Typed access to the fields of a config.json, for the model families: each field has a type and a default."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 
-# Words of transformers for activations that are here too, by ours. The first is the one that is written.
+# From activations of Tricycle to their names in transformers, of which the first is written.
 ACTIVATION_NAMES: dict[str, tuple[str, ...]] = {
     "gelu": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"),
     "gelu_exact": ("gelu", "gelu_python"),
@@ -17,7 +17,7 @@ ACTIVATION_NAMES: dict[str, tuple[str, ...]] = {
     "sigmoid": ("sigmoid",),
     "tanh": ("tanh",),
 }
-# Our fields that every family has, by the names that most families give them.
+# From size fields of `ModelConfig` to their names in most families.
 SIZE_FIELDS = {
     "vocab_size": "vocab_size",
     "context_window": "max_position_embeddings",
@@ -26,18 +26,16 @@ SIZE_FIELDS = {
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
 }
-OURS = {word: ours for ours, words in ACTIVATION_NAMES.items() for word in words}
+_ACTIVATION_OF_NAME = {name: activation for activation, names in ACTIVATION_NAMES.items() for name in names}
 
 
 def activation_name(activation: str) -> str:
-    """What transformers calls an activation of ours ("swiglu" is the gated "swish")."""
+    """Return the name of an activation in transformers; that of "swiglu" is the name of its gate's activation."""
     return ACTIVATION_NAMES["swish" if activation == "swiglu" else activation][0]
 
 
 class ConfigFields:
-    """What a model's config.json says.
-
-    Every method raises ValueError where the value is of another type; the message names the field.
+    """The fields of a config.json; a value of another type raises a ValueError that names the field.
 
     Args:
         values: the JSON object.
@@ -50,43 +48,43 @@ class ConfigFields:
         return name in self.values
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value as it is."""
+        """Return a value of any type."""
         return self.values.get(name, default)
 
     def positive_int(self, name: str, default: int) -> int:
-        """A whole number above 0."""
+        """Return an integer above 0."""
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
             raise field_error(name, "a whole number above 0", value)
         return value
 
     def optional_positive_int(self, name: str, default: int | None = None) -> int | None:
-        """A whole number above 0, or null."""
+        """Return an integer above 0, or None for null."""
         return None if self.get(name, default) is None else self.positive_int(name, default or 0)
 
     def positive_float(self, name: str, default: float) -> float:
-        """A number above 0."""
+        """Return a number above 0."""
         value = self.get(name, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
             raise field_error(name, "a number above 0", value)
         return float(value)
 
     def optional_positive_float(self, name: str, default: float | None) -> float | None:
-        """A number above 0, or null."""
+        """Return a number above 0, or None for null."""
         return None if self.get(name, default) is None else self.positive_float(name, default or 0)
 
     def sizes(self, *defaults: int, **names: str) -> dict[str, Any]:
-        """Return our fields of SIZE_FIELDS.
+        """Return the fields of `ModelConfig` that SIZE_FIELDS lists.
 
         Args:
-            defaults: of these in their order.
-            names: of some of ours, where this family has another name for them.
+            defaults: one for each field, in the order of SIZE_FIELDS.
+            names: names in config.json that differ from SIZE_FIELDS, by the names in `ModelConfig`.
         """
-        both = zip((SIZE_FIELDS | names).items(), defaults, strict=True)
-        return {ours: self.positive_int(theirs, default) for (ours, theirs), default in both}
+        fields = zip((SIZE_FIELDS | names).items(), defaults, strict=True)
+        return {name: self.positive_int(hf_name, default) for (name, hf_name), default in fields}
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false; null is the default."""
+        """Return true or false; null means the default."""
         value = self.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -94,14 +92,14 @@ class ConfigFields:
         return value
 
     def activation(self, name: str, default: str) -> Any:
-        """The name of an activation, as ours are called."""
+        """Return the name in Tricycle of an activation."""
         value = self.get(name, default)
-        if not isinstance(value, str) or value not in OURS:
-            raise field_error(name, f"one of {', '.join(OURS)}", value)
-        return OURS[value]
+        if not isinstance(value, str) or value not in _ACTIVATION_OF_NAME:
+            raise field_error(name, f"one of {', '.join(_ACTIVATION_OF_NAME)}", value)
+        return _ACTIVATION_OF_NAME[value]
 
     def section(self, name: str) -> dict[str, Any]:
-        """An object inside; empty where there is none."""
+        """Return a nested object, or {} if it is missing or null."""
         value = self.get(name)
         value = {} if value is None else value
         if not isinstance(value, dict):
@@ -109,12 +107,12 @@ class ConfigFields:
         return value
 
     def require(self, name: str, value: Any) -> None:
-        """Refuse a field that says something else than the only thing that is computed here."""
+        """Raise a ValueError if a field has another value than the only supported one."""
         if self.get(name, value) != value:
-            raise field_error(name, f"{value!r}, the only way that is known here", self.get(name))
+            raise field_error(name, f"{value!r}, the only supported value", self.get(name))
 
     def layer_types(self, n_layers: int) -> list[str] | None:
-        """What each layer sees, "full_attention" or "sliding_attention"; None where the file does not say."""
+        """Return "full_attention" or "sliding_attention" for each layer, or None if the field is missing."""
         value = self.get("layer_types")
         if value is None:
             return None
@@ -126,57 +124,61 @@ class ConfigFields:
         return value
 
 
-def field_error(name: str, wanted: str, value: Any) -> ValueError:
-    """One short line about a field."""
+def field_error(name: str, expected: str, value: Any) -> ValueError:
+    """Return a ValueError with the name of a field, the expected value, and the actual value."""
     text = repr(value)
-    return ValueError(f"expected {name} to be {wanted}, got {text if len(text) <= 60 else text[:60] + '...'}")
+    return ValueError(f"expected {name} to be {expected}, got {text if len(text) <= 60 else text[:60] + '...'}")
 
 
 def size_fields(config: ModelConfig, **names: str) -> dict[str, Any]:
-    """Return their fields of SIZE_FIELDS; `names` as of `ConfigFields.sizes`."""
-    ours = {name: getattr(config, name) for name in SIZE_FIELDS} | {"hidden_size": config.mlp_width}
-    return {theirs: ours[name] for name, theirs in (SIZE_FIELDS | names).items()}
+    """Return the fields of a config.json for the sizes of a config; for `names`, see `ConfigFields.sizes`."""
+    values = {name: getattr(config, name) for name in SIZE_FIELDS} | {"hidden_size": config.mlp_width}
+    return {hf_name: values[name] for name, hf_name in (SIZE_FIELDS | names).items()}
 
 
-# -------------------------------------------------------------------- rotary positions
+# -------------------------------------------------------------------- RoPE
 def read_rotary_fields(fields: ConfigFields, theta: float = 10_000.0, fraction: float = 1.0) -> dict[str, Any]:
-    """Our fields of rotary positions, from the old spelling (rope_theta, rope_scaling, partial_rotary_factor) or the
-    new one (rope_parameters).
+    """Return the fields of `ModelConfig` about RoPE.
+
+    They are stored in rope_theta, rope_scaling and partial_rotary_factor, or, in newer files, in rope_parameters.
 
     Args:
-        theta, fraction: where the file says nothing.
+        theta, fraction: defaults of the base and of the fraction of rotary channels.
 
     Raises:
-        ValueError: a way of scaling that is not known here, or a value that is missing or wrong.
+        ValueError: an unsupported scaling, or a value that is missing or invalid.
     """
-    place = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    old = {name: fields.get(name) for name in ("rope_theta", "partial_rotary_factor") if fields.get(name) is not None}
-    return read_rotary_section({**old, **fields.section(place)}, place, theta, fraction)
+    section_name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    names = ("rope_theta", "partial_rotary_factor")
+    top_level = {name: fields.get(name) for name in names if fields.get(name) is not None}
+    return read_rotary_section({**top_level, **fields.section(section_name)}, section_name, theta, fraction)
 
 
-def read_rotary_section(section: dict[str, Any], place: str, theta: float, fraction: float = 1.0) -> dict[str, Any]:
-    """The same of one such object, which stands at that place."""
-    inside = ConfigFields({f"{place}.{name}": value for name, value in section.items()})
-    kind = section.get("rope_type", section.get("type", "default"))
-    ours: dict[str, Any] = {
-        "rotary_base": inside.positive_float(f"{place}.rope_theta", theta),
-        "rotary_fraction": inside.positive_float(f"{place}.partial_rotary_factor", fraction),
+def read_rotary_section(
+    section: dict[str, Any], section_name: str, theta: float, fraction: float = 1.0
+) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` about RoPE, from one object of a config.json (see `read_rotary_fields`)."""
+    fields = ConfigFields({f"{section_name}.{name}": value for name, value in section.items()})
+    rope_type = section.get("rope_type", section.get("type", "default"))
+    rotary: dict[str, Any] = {
+        "rotary_base": fields.positive_float(f"{section_name}.rope_theta", theta),
+        "rotary_fraction": fields.positive_float(f"{section_name}.partial_rotary_factor", fraction),
     }
-    if ours["rotary_fraction"] > 1:
-        raise field_error(f"{place}.partial_rotary_factor", "at most 1", ours["rotary_fraction"])
-    if kind == "default":
-        return ours
-    if kind not in ("linear", "llama3"):
-        raise field_error(f"{place}.rope_type", "default, linear or llama3", kind)
-    numbers = ["factor"]
-    if kind == "llama3":
-        numbers += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    for name in numbers:
+    if rotary["rotary_fraction"] > 1:
+        raise field_error(f"{section_name}.partial_rotary_factor", "at most 1", rotary["rotary_fraction"])
+    if rope_type == "default":
+        return rotary
+    if rope_type not in ("linear", "llama3"):
+        raise field_error(f"{section_name}.rope_type", "default, linear or llama3", rope_type)
+    required = ["factor"]
+    if rope_type == "llama3":
+        required += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    for name in required:
         if section.get(name) is None:
-            raise field_error(f"{place}.{name}", "a number above 0", None)
-    ours |= {"rotary_scaling": kind, "rotary_factor": inside.positive_float(f"{place}.factor", 1.0)}
-    if kind == "llama3":
-        ours["rotary_low_frequency"] = inside.positive_float(f"{place}.low_freq_factor", 1.0)
-        ours["rotary_high_frequency"] = inside.positive_float(f"{place}.high_freq_factor", 4.0)
-        ours["rotary_original_window"] = inside.positive_int(f"{place}.original_max_position_embeddings", 8192)
-    return ours
+            raise field_error(f"{section_name}.{name}", "a number above 0", None)
+    rotary |= {"rotary_scaling": rope_type, "rotary_factor": fields.positive_float(f"{section_name}.factor", 1.0)}
+    if rope_type == "llama3":
+        rotary["rotary_low_frequency"] = fields.positive_float(f"{section_name}.low_freq_factor", 1.0)
+        rotary["rotary_high_frequency"] = fields.positive_float(f"{section_name}.high_freq_factor", 4.0)
+        rotary["rotary_original_window"] = fields.positive_int(f"{section_name}.original_max_position_embeddings", 8192)
+    return rotary

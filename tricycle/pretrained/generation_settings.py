@@ -1,4 +1,4 @@
-"""How a model's makers would have it write."""
+"""Generation settings that the authors of a model recommend (generation_config.json)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What a generation_config.json says; the defaults are those of `transformers`.
+    """The settings of a generation_config.json; the defaults are those of `transformers`.
 
     Attributes:
-        do_sample: draw tokens by the settings below; else the likeliest is taken.
-        temperature, top_k, top_p, min_p: as of `generate.sample`.
-        repetition_penalty: logits of tokens that the text has already are divided by this, or multiplied where they
-            are below 0 (Keskar et al. 2019); 1 leaves them.
-        stop_tokens: ids that end a text.
+        do_sample: sample tokens with the settings below; False for greedy decoding.
+        temperature, top_k, top_p, min_p: see `tricycle.sampling.SamplingParams`.
+        repetition_penalty: positive logits of tokens that occurred in the text are divided by it, and negative ones
+            multiplied (Keskar et al. 2019); 1 turns it off.
+        stop_tokens: ids of tokens that end a text.
     """
 
     do_sample: bool = False
@@ -29,21 +29,21 @@ class GenerationSettings:
 
     @classmethod
     def from_fields(cls, generation: dict[str, Any], config: dict[str, Any]) -> GenerationSettings:
-        """From the fields of a generation_config.json; where it names no end, config.json's counts.
+        """Convert the fields of a generation_config.json; without eos_token_id there, use that of config.json.
 
-        Null, as newer files have it, means the default.
+        Null, which newer files contain, means the default.
 
         Raises:
-            ValueError: a setting of another type than it must have.
+            ValueError: a setting has another type.
         """
         names = [name for name in cls.__dataclass_fields__ if name != "stop_tokens"]
         values = {name: generation[name] for name in names if generation.get(name) is not None}
         for name, value in values.items():
-            kind: Any = type(getattr(cls, name))
-            fits = isinstance(value, bool) == (kind is bool) and isinstance(value, (int, float))
-            if not fits or not abs(value) < math.inf or (kind is int and int(value) != value):
-                raise ValueError(f"generation_config.json: expected {name} to be a {kind.__name__}, got {value!r:.60}")
-            values[name] = kind(value)
+            dtype: Any = type(getattr(cls, name))
+            has_type = isinstance(value, bool) == (dtype is bool) and isinstance(value, (int, float))
+            if not has_type or not abs(value) < math.inf or (dtype is int and int(value) != value):
+                raise ValueError(f"generation_config.json: expected {name} to be a {dtype.__name__}, got {value!r:.60}")
+            values[name] = dtype(value)
         stop = generation.get("eos_token_id")
         stop = config.get("eos_token_id") if stop is None else stop
         stop_tokens = () if stop is None else tuple(stop) if isinstance(stop, list) else (stop,)

@@ -1,4 +1,4 @@
-"""Folders as `transformers` writes them: config.json, generation_config.json, weights in safetensors files."""
+"""Reader of model folders of transformers: config.json, generation_config.json and safetensors files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_folder(path: Path) -> StoredModel:
-    """A model in Hugging Face's form; of the weights only the headers are read.
+    """Open a model in a folder of transformers; of the weights, only the headers are read.
 
     Args:
-        path: the folder, or its one file of weights.
+        path: the folder, or its single file of weights.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: one is damaged.
+        ValueError: a file is damaged.
     """
     folder = path.parent if path.is_file() else path
     fields = read_json_object(folder / CONFIG)
@@ -37,30 +37,30 @@ def _read_weights(folder: Path) -> dict[str, StoredTensor]:
         return _read_shards(folder)
     if any(folder.glob("pytorch_model*.bin")):
         raise ValueError(
-            f"{folder}: pytorch_model.bin is a pickle, which can run anything when it is read; where you trust it, "
-            "write it anew with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+            f"{folder}: pytorch_model.bin is a pickle, which can run any code when it is read; if you trust it, "
+            "convert it with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
         )
-    raise FileNotFoundError(f"{folder}: expected {WEIGHTS} or {INDEX}, there is neither")
+    raise FileNotFoundError(f"{folder}: expected {WEIGHTS} or {INDEX}, found neither")
 
 
 def _read_shards(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of several files, which the index names."""
+    """Return the tensors of all files that the index names."""
     index = folder / INDEX
-    places = read_json_object(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-        raise ValueError(f"{index}: expected weight_map to be an object of tensors and their files")
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{index}: expected weight_map to be an object of tensor names and file names")
     tensors: dict[str, StoredTensor] = {}
-    for file in sorted(set(places.values())):
+    for file in sorted(set(weight_map.values())):
         if Path(file).name != file or "\\" in file:
-            raise ValueError(f"{index}: expected the names of files beside it, got {file!r:.80}")
+            raise ValueError(f"{index}: expected names of files in the same folder, got {file!r:.80}")
         if not (folder / file).is_file():
-            raise FileNotFoundError(f"{folder / file}: this part of the weights is missing; {INDEX} names it")
+            raise FileNotFoundError(f"{folder / file}: this file of weights is missing; {INDEX} names it")
         shard, _ = read_tensors(folder / file)
-        twice = sorted(set(shard) & set(tensors))
-        if twice:
-            raise ValueError(f"{folder / file}: {twice[0]} is in another part too")
+        duplicates = sorted(set(shard) & set(tensors))
+        if duplicates:
+            raise ValueError(f"{folder / file}: {duplicates[0]} is also in another file")
         tensors |= shard
-    absent = sorted(name for name, file in places.items() if name not in tensors)
-    if absent:
-        raise ValueError(f"{index}: {absent[0]} is in none of the files")
+    missing = sorted(name for name in weight_map if name not in tensors)
+    if missing:
+        raise ValueError(f"{index}: {missing[0]} is in none of the files")
     return tensors

