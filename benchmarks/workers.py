@@ -116,14 +116,7 @@ def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = 
 def torch_step(
     config: GPTConfig, precision: str = "float32", compiled: bool = False, wrap: Callable = lambda model: model
 ):
-    """Return a function that makes an optimized PyTorch training step of the same model.
-
-    The projections of q, k and v are one product, AdamW is fused, and the loss is part of the compiled function.
-
-    Args:
-        compiled: use `torch.compile`.
-        wrap: applied to the model, such as DistributedDataParallel.
-    """
+    """Return a function that makes a PyTorch training step of the same model, optionally compiled or wrapped (DDP)."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -136,7 +129,7 @@ def torch_step(
         def __init__(self) -> None:
             super().__init__()
             self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)  # q, k and v: one product
             self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
         def forward(self, x):

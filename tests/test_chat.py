@@ -167,7 +167,7 @@ def test_models_without_a_chat_template_are_rejected(tmp_path):
     refusing = write_folder(tmp_path / "refusing", "{{ raise_exception('no system') if messages[0].role == 'system' }}")
     large = write_folder(tmp_path / "large", "{% set a = ('a' * 4000000)|list %}" * 10)
     for folder, words, said in (
-        (large, [], "chat template, line 1: it makes a value of more than 4,194,304 characters"),
+        (large, [], "more than 4,194,304 characters"),
         (plain, [], "expected a model with a chat template, got one without"),
         (own, [], "expected a model with a chat template, got one without"),
         (refusing, ["--system", "x"], "chat template, line 1: no system"),

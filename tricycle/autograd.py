@@ -121,7 +121,7 @@ class GradientSums:
         self.handed_out: dict[int, Array] = {}
 
     def add(self, args: Sequence[Node], needs_grad: NeedsGrad, gradients: Sequence[Any]) -> None:
-        """Add gradients to those args of an operation that need one."""
+        """Add gradients, each in the shape of its arg, to the sums of those args of an operation that need one."""
         arrays, owned = self.arrays, self.owned
         for arg, needs, grad in zip(args, needs_grad, gradients, strict=True):
             if not needs or grad is None:

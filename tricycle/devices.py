@@ -18,7 +18,7 @@ ARRAY_MODULES: dict[type, ModuleType] = {np.ndarray: np}
 
 
 def array_module(array: Array) -> ModuleType:
-    """Return the module (`numpy` or `cupy`) whose functions work on `array`."""
+    """Return the module of an array, numpy or cupy; raise a TypeError for other objects."""
     if module := ARRAY_MODULES.get(type(array)):
         return module
     if isinstance(array, (np.ndarray, np.generic)):  # subclasses (memmap, ...) and scalars

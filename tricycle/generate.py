@@ -143,7 +143,7 @@ def resolve_sampling(sampling: SamplingParams | None, temperature: float | None)
 
 
 def check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: GPT) -> None:
-    """Raise a ValueError if a prompt, its number of new tokens or `n_vocab` does not fit the model."""
+    """Raise a ValueError for a prompt that is empty, too long or out of vocabulary, or a negative `n_tokens`."""
     window, size = model.config.context_window, model.config.vocab_size
     if not 1 <= len(tokens) <= window:
         raise ValueError(f"generate: expected a prompt of 1 to {window} tokens, got {len(tokens)}")

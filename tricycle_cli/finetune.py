@@ -246,7 +246,7 @@ class FinetuneTask(Task):
         return f"{Path(self.arguments.model).stem}-finetuned"
 
     def claim_folder(self, folder: Path, processes: ProcessGroup) -> None:
-        """Check that a new run can use the folder, or read the flags of a resumed run."""
+        """Check that a new run can use the folder, or replace the arguments by the flags of a resumed run."""
         if self.arguments.resume is None:
             claim_new_folder(folder)
             return
@@ -387,7 +387,7 @@ class FinetuneTask(Task):
             write_samples(self.loaded, run, title, self.prompts, self.arguments.sample_tokens)
 
     def report(self, state: Any, run: Run) -> None:
-        """Print the losses before and after training, plot the loss curve, and print samples and the next commands."""
+        """Load the best checkpoint, print losses before and after training, and plot the loss curve."""
         if state.evaluated_step != state.step:
             evaluate_and_record(state, run, self)
         checkpoint = load_checkpoint(run.best)

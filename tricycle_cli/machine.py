@@ -223,7 +223,7 @@ def kernel_report() -> str:
 
 
 def report() -> str:
-    """Return the report of `tricycle machine`: versions, processor, GPU, BLAS, threads, packages and suggestions."""
+    """Measure the speed for some seconds; return a report of versions, hardware, threads and missing extras."""
     shown, problem = gpu_names(), devices.gpu_problem()
     cupy = ", ".join(installed(*CUPY))
     in_use = [f"{', '.join(shown) or 'available'}, used after .to_gpu()"]
@@ -263,7 +263,7 @@ def advice_lines(found: list[str]) -> list[str]:
 
 
 def fraction_report() -> str:
-    """Measure the fraction of peak of a training step; return the tables and suggestions."""
+    """Measure the fraction of the CPU's peak that a training step reaches in each precision; return tables."""
     host.tune_host()  # as the commands for training do
     print("measuring for about 15 seconds", end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
     config = speed.config_for(speed.product_rate())

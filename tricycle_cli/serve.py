@@ -174,7 +174,7 @@ def load(arguments: Arguments) -> ModelService:
 
 
 def default_request_sampling(flags: SamplingFlags, loaded: Pretrained) -> PenalizedSamplingParams:
-    """Return the default sampling parameters of requests.
+    """Return the default sampling of requests: the flags, then the model's values, without default penalties.
 
     A model trained by Tricycle gets no penalties unless a flag sets them, so that `temperature` 0 is greedy decoding.
     """

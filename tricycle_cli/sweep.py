@@ -359,7 +359,7 @@ def final_bits_per_byte(folder: Path) -> float | None:
 
 
 def train_trial(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
-    """Run `tricycle train` in a process, and report its held-out losses to Optuna.
+    """Run `tricycle train` for a trial, report its losses to Optuna; return whether the trial was pruned.
 
     Returns:
         Whether the trial was pruned.

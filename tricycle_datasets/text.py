@@ -61,7 +61,7 @@ class TextFiles(Corpus):
 
 
 def find_text_files(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the text files in a folder in sorted order (or one file), each with the name for `is_held_out`."""
+    """Yield the files without NUL bytes in a folder, in sorted order, each with its name for `is_held_out`."""
     if root.is_file():
         if _is_binary(root):
             raise ValueError(f"TextFiles: expected a text file, got one with NUL bytes (binary, or UTF-16): {root}")

@@ -110,7 +110,7 @@ class OutputProcessor:
         self._logprobs.append(TokenLogprob(token, float(finite[token]), top_logprobs, -1))
 
     def push(self, token: int) -> TextDelta | None:
-        """Add a token; return the new text, or None if no text can be sent yet."""
+        """Add a token; return new text, with a finish reason at the end, or None if no text can be sent yet."""
         self.n_tokens += 1
         self._n_new_tokens += 1
         if token in self._stop_tokens:

@@ -104,8 +104,7 @@ def export_folder(
 ) -> str:
     """Export a model to a folder in Hugging Face format.
 
-    The files are config.json, model.safetensors, generation_config.json, those of the tokenizer, and a README.md. The
-    folder is created atomically.
+    The folder with config, weights, generation settings, tokenizer and README.md is created atomically.
 
     Args:
         model: a `GPT` or a `TextEncoder`.

@@ -79,7 +79,7 @@ class SinkSoftmax(RowSoftmax):
         *,
         dtype: Any = None,
     ) -> tuple[Array, AttendBackward]:
-        """Compute attention like `Softmax.attend`; its backward function also returns the gradient of the sinks.
+        """Compute attention; `backward` fills dq, dk and dv, and returns the gradient of the sinks.
 
         Args:
             sinks: b of each head, (H,); by default `initial`.

@@ -114,7 +114,7 @@ def compile_file(file: str, architecture: str) -> Iterator[KernelUsage]:
 
 
 def parse_usages(log: str, mangled: dict[str, str], architecture: str) -> Iterator[KernelUsage]:
-    """Parse the resource usage of each kernel from the assembler's log.
+    """Parse the resource usage of the kernels in `mangled` from the assembler's log for one architecture.
 
     Args:
         mangled: from the names in the log to those in C++.

@@ -111,7 +111,7 @@ class AttentionGraph(NamedTuple):
 
 
 def build_forward_graph(shape: AttentionShape, **target: Any) -> AttentionGraph:
-    """Build the cuDNN graph of attention: q, k, v to the output (B, T, H, D) and the logsumexp (B, H, T).
+    """Describe attention as a cuDNN graph, not yet built: q, k, v to output (B, T, H, D) and logsumexp (B, H, T).
 
     Args:
         target: what `cudnn.pygraph` must be told of the GPU, if there is none (sm_version), or its handle.

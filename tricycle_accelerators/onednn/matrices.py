@@ -92,7 +92,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Compute a bfloat16 product, or a float32 product of a few rows, by oneDNN; threads divide rows or columns."""
+    """Compute a product of bfloat16 operands, or of few float32 rows, by oneDNN in several threads."""
     if a.dtype == np.float32:
         return _few_rows(a, b, bias)
     n_rows = len(a)

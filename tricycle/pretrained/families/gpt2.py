@@ -44,7 +44,7 @@ def to_config(fields: ConfigFields) -> ModelConfig:
 
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to the fields of a GPT-2 config.json."""
+    """Convert a `ModelConfig` to the fields of a GPT-2 config.json, without `model_type`."""
     return {
         **size_fields(config, **SIZE_NAMES),
         "n_ctx": config.context_window,  # read by old versions of transformers
