@@ -476,7 +476,7 @@ def write_report(work: Sweep) -> list[dict[str, Any]]:
 
 
 def report(work: Sweep) -> None:
-    """Print the table of trials, and the commands that train and generate with the best parameters."""
+    """Write sweep.csv and sweep.png, and print the trials and the next commands."""
     rows = write_report(work)
     done = sorted((row for row in rows if row["bits_per_byte"] is not None), key=lambda row: row["bits_per_byte"])
     others = [row for row in rows if row["bits_per_byte"] is None]

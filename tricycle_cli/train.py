@@ -143,7 +143,7 @@ def run_range_test(words: Sequence[str]) -> int:
 
 
 def new_task(words: Sequence[str], processes: ProcessGroup) -> TrainTask:
-    """Parse a command line, and return the task that starts or resumes the run.
+    """Parse a command line into the task that starts or resumes a run; load no data and no checkpoint yet.
 
     Raises:
         ValueError, FileNotFoundError: a wrong command line or run folder, before any file is written.
@@ -208,7 +208,7 @@ def run_description(arguments: Arguments) -> dict[str, Any]:
 
 
 def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
-    """Parse the command line of a new run; return the arguments and the model of --init-from.
+    """Parse the command line of a new run with the defaults of its preset; return arguments and --init-from's model.
 
     The preset, or the model of --init-from, is parsed first, because it provides the defaults of the other flags.
     """

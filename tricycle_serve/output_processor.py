@@ -127,7 +127,7 @@ class OutputProcessor:
         return self._new_delta(text, None) if text else None
 
     def finish(self, finish_reason: str, text: str = "") -> TextDelta:
-        """Return the last delta of the sequence: `text` and all text that was held back."""
+        """Return the last delta, with the text that was held back up to a stop string, and its finish reason."""
         decoded = self._detokenizer.flush()
         self._n_decoded_characters += len(decoded)
         text += self._stop_filter.push(decoded)

@@ -112,7 +112,7 @@ def _power_of_two(context: Any, n: Any) -> Any:
 
 @intrinsic
 def maximum(context: Any, a: Any, b: Any) -> Any:
-    """Return the larger of two float32 numbers; of a number and NaN, the number."""
+    """Return a if a > b, else b; the result for NaN is not defined."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         above = builder.fcmp_ordered(">", *arguments, flags=("fast",))

@@ -85,7 +85,7 @@ NUMBER_ON_THE_LEFT = {"-": "z = c - x;  dx = -g", "/": "z = c / x;  dx = -g z / 
 def build_graph(
     function: Callable[..., Any], values: Mapping[str, Any], title: str, description: str = ""
 ) -> dict[str, Any]:
-    """Call a function, and return the computation graph of its result as JSON data for the page.
+    """Call a function; return its computation graph with node positions and the steps of backward, as JSON data.
 
     Args:
         function: a function of Tensors that returns a Tensor.
@@ -198,7 +198,7 @@ def _node_size(node: dict[str, Any]) -> tuple[float, float]:
 
 
 def find_formula(name: str | None) -> str | None:
-    """Return the forward and backward formula of an operation by its name; None if it is not in `FORMULAS`."""
+    """Return the formulas of an operation and its gradient by its name, which may contain a number, or None."""
     words = (name or "").split()
     if not words:
         return None
