@@ -278,7 +278,7 @@ def decode_answers(loaded: Pretrained, answers: Sequence[tuple[list[int], list[i
 def bits(loaded: Pretrained, examples: list[Example], settings: Settings) -> float:
     """Return the bits per byte of the tokens that count in examples."""
     dataset = PackedDataset(examples, ROWS, settings.context_window, 0, supports_packing(loaded.model))
-    rows = HeldOutRows.of(dataset, dataset.n_items, loaded.tokeniser)
+    rows = HeldOutRows.from_dataset(dataset, dataset.n_items, loaded.tokeniser)
     return rounded(rows.measure(loaded.model)["bits_per_byte"])
 
 
