@@ -25,7 +25,7 @@ settings.load_profile("tricycle")
 
 
 def pytest_configure(config):
-    # Programs that tests call in this process would tune it permanently; test_host tunes processes of its own.
+    # Programs that tests call in this process would tune it permanently; test_host tunes separate processes.
     os.environ.setdefault("TRICYCLE_TUNE_HOST", "0")
     config.nightly_part = nightly_part(os.environ.get("TRICYCLE_NIGHTLY", ""))
     if config.nightly_part:

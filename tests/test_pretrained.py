@@ -441,15 +441,15 @@ def test_no_such_place(tmp_path: Path) -> None:
 def test_a_name_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModuleNotFoundError, match=r'no such folder or file.* pip install "tricycle-gpt\[pretrained\]"'):
-        load("somebody/some-model")
+        load("owner/some-model")
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A made-up cache with one model, and no network."""
-    constants = pytest.importorskip("huggingface_hub").constants
+    constants = pytest.importorskip("huggingface_hub.constants")
     commit = "0123456789abcdef0123456789abcdef01234567"
-    place = tmp_path / "hub" / "models--somebody--some-model"
+    place = tmp_path / "hub" / "models--owner--some-model"
     a_folder(place / "snapshots" / commit)
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text(commit)
@@ -459,15 +459,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_name_that_is_in_the_cache(cache: Path) -> None:
-    for name in ("somebody/some-model", "somebody/some-model@main"):
+    for name in ("owner/some-model", "owner/some-model@main"):
         assert load(name).source.path.parent == cache / "snapshots"
 
 
 def test_names_that_are_not(cache: Path) -> None:
-    refuse("somebody/other-model", "HF_HUB_OFFLINE is set: .*run `hf download", FileNotFoundError)
-    refuse("somebody/some-model@v2", "HF_HUB_OFFLINE is set", FileNotFoundError)
+    refuse("owner/other-model", "HF_HUB_OFFLINE is set: .*run `hf download", FileNotFoundError)
+    refuse("owner/some-model@v2", "HF_HUB_OFFLINE is set", FileNotFoundError)
     (cache / "refs" / "main").unlink()
-    refuse("somebody/some-model", "HF_HUB_OFFLINE is set", FileNotFoundError)
+    refuse("owner/some-model", "HF_HUB_OFFLINE is set", FileNotFoundError)
 
 
 def test_what_the_hub_says_is_said_in_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ class GGUFFile:
     def _read_bytes(self, info: GGUFTensorInfo) -> np.ndarray:
         """Return the stored bytes of a tensor, (..., bytes per row), as a view of the file."""
         try:
-            # Each tensor has a mapping of its own, so that its pages are released when the values were converted.
+            # Each tensor is mapped separately, so that its pages can be released after the conversion of its values.
             mapped = np.memmap(self.path, np.uint8, "r", info.start, (info.n_rows, info.row_bytes))
         except ValueError:
             raise ValueError(f"{self.path}: cut off since it was opened, in tensor {info.name}") from None
