@@ -35,7 +35,7 @@ class GeLU(Op):
         self.approximate = approximate
 
     def forward(self, x: Operand) -> Tensor:
-        """Compute GELU(x)."""
+        """Compute GELU(x), x times the normal distribution function of x: by tanh if `approximate`, or exactly."""
         x = as_tensor(x)
         if not self.approximate:
             return ACTIVATIONS["gelu_exact"]()(x)

@@ -68,7 +68,7 @@ class SavedState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the saved state within a `with` block, and the previous state after it."""
+        """Set the saved modes, precisions and generator states within a `with` block; restore the current ones."""
         now = [(part, part.training, part.precision) for part, _, _ in self.layers]
         states = [(generator, generator.bit_generator.state) for generator, _ in self.generators]
         _set(self.layers, self.generators)

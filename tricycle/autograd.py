@@ -44,7 +44,7 @@ AnyNode = TypeVar("AnyNode", bound=Node)
 def walk_backward(
     root: AnyNode, root_grad: Array, sums: GradientSums, retain_graph: bool = False
 ) -> Iterator[tuple[AnyNode, Array]]:
-    """Run the backward pass from `root`; yield each leaf (input or parameter) with its complete gradient.
+    """Run the backward pass from `root` lazily, freeing the graph; yield each leaf (input, parameter) and its gradient.
 
     `root_grad` is the gradient of `root`; `sums` must be empty. The yielded arrays may share memory.
 
@@ -73,7 +73,7 @@ def walk_backward(
 
 
 def topological_order(root: AnyNode) -> list[AnyNode]:
-    """Return all nodes behind `root` that require a gradient, in topological order: args first, `root` last."""
+    """Return the nodes behind `root` that require a gradient, args before results; RuntimeError if it was freed."""
     order: list[AnyNode] = []
     seen: set[AnyNode] = set()  # by identity, as Tensors are hashed
     stack: list[Any] = [root]  # no recursion: a chain of 100,000 operations exceeds Python's stack
@@ -121,7 +121,7 @@ class GradientSums:
         self.handed_out: dict[int, Array] = {}
 
     def add(self, args: Sequence[Node], needs_grad: NeedsGrad, gradients: Sequence[Any]) -> None:
-        """Add gradients, each in the shape of its arg, to the sums of those args of an operation that need one."""
+        """Add each gradient to the sum of its arg, in its dtype, if not None and needed; only collect sliced ones."""
         arrays, owned = self.arrays, self.owned
         for arg, needs, grad in zip(args, needs_grad, gradients, strict=True):
             if not needs or grad is None:
@@ -150,7 +150,7 @@ class GradientSums:
                     owned.add(id(arg))
 
     def take(self, node: Node) -> Array | None:
-        """Remove and return the complete gradient of a node; None if it has none."""
+        """Remove and return the complete gradient of a node, its slices added to the sum; None if it has none."""
         grad = self.arrays.pop(node, None)
         if node not in self.slices:
             return grad
@@ -172,7 +172,7 @@ class GradientSums:
 
 
 def sum_slices(slices: list[SlicedGradient], like: Array) -> Array:
-    """Return the sum of sliced gradients as one array of the shape and dtype of `like`, 0 elsewhere."""
+    """Return the sum of sliced gradients as an array like `like`, 0 elsewhere; a view if they adjoin in memory."""
     xp = array_module(like)
     neighbours = _neighbours(slices, like.shape)
     if neighbours:
@@ -245,7 +245,7 @@ current_modes: ContextVar[tuple[Mode, ...]] = ContextVar("current_modes", defaul
 
 @contextmanager
 def graph_mode(mode: Mode) -> Iterator[None]:
-    """Activate a mode within a `with` block, including while a generator inside it is suspended."""
+    """Activate a mode in this thread within a `with` block; at its end remove only this mode, even out of order."""
     mode = mode._replace()  # a new object: a decorator enters the same mode repeatedly
     current_modes.set((*current_modes.get(), mode))
     try:

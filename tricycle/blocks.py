@@ -23,13 +23,13 @@ from tricycle.ops import as_tensor, reshape, split_heads
 from tricycle.tensor import Operand, Tensor
 
 
-def activation_dtype(x: Tensor, precision: str, *products: Any) -> Any:
-    """Return the dtype of activations between layers: the dtype of matrix operands, or None for the dtype of x.
+def activation_dtype(x: Tensor, precision: str, *layers: Any) -> Any:
+    """Return the 16-bit dtype of activations between `layers` at a precision, or None to keep the dtype of x.
 
     It is None if a layer has no `dtype` argument, and for few rows in evaluation, whose products are in float32.
     """
     are_few = math.prod(x.shape[:-1]) <= FEW_ROWS and is_evaluating()
-    if precision == "float32" or are_few or not all(accepts_argument(layer, "dtype") for layer in products):
+    if precision == "float32" or are_few or not all(accepts_argument(layer, "dtype") for layer in layers):
         return None
     dtype = kernels.matmul_operand(x.array[:0], precision).dtype
     return None if dtype == x.dtype else dtype
@@ -57,7 +57,7 @@ class MultiHead(Layer):
     context_window: Any  # an integer, or None for no limit
 
     def use_softmax(self, softmax: str | RowSoftmax) -> None:
-        """Switch to another softmax variant, with a newly initialized parameter if it has one."""
+        """Replace `attention` by one with another softmax, and `softmax_scales` by its new parameter, or None."""
         now = self.attention
         chosen, scales = new_softmax(softmax).for_layer(self.n_heads, self.context_window)
         self.attention = Attention(chosen, now.causal, now.window, now.scale, now.softcap)
@@ -124,7 +124,7 @@ class MultiHeadSelfAttention(MultiHead):
 
     @takes_ragged
     def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None, dtype: Any = None) -> Tensor:
-        """Compute self-attention of x (B, T, C), or (T, C) for one sequence; return the same shape.
+        """Compute QKV, attention and output projection of x (B, T, C) or (T, C); return x's shape; extend the cache.
 
         Args:
             cache: the KV cache, for generation; without gradients.
@@ -277,7 +277,7 @@ class TransformerBlock(Layer):
 
     @takes_ragged
     def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None) -> Tensor:
-        """Apply the block to x (B, T, C); `mask` is a boolean attention mask, see `attend.additive_mask`."""
+        """Apply attention and MLP with norms and residual connections to x (B, T, C); `mask` as in `additive_mask`."""
         x = as_tensor(x)
         if self.parallel:
             normal = self._normalize(self.attention_norm, self.attention, x)
@@ -288,7 +288,7 @@ class TransformerBlock(Layer):
         return self.add_sublayer(x, self.mlp, self.mlp_norm, self.mlp_post_norm)
 
     def add_sublayer(self, x: Tensor, part: Any, norm: Any, post_norm: Any, *args: Any) -> Tensor:
-        """Return x plus the output of a sublayer, `part(x, *args)`, with norms according to `norm_placement`."""
+        """Return x + post_norm(part(norm(x), *args)), or norm(x + part(x)) or x + norm(part(x)) by `norm_placement`."""
         if self.norm_placement == "after":
             return norm(add_residual(x, self._run(part, x, x.dtype, *args)))
         if self.norm_placement == "output":

@@ -109,7 +109,7 @@ class ByteLevelBPE:
 
 
 def learn_merges(counts: Counter[str], n_merges: int) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of ids to merge, in order, given the count of each piece; pair i forms id 256 + i.
+    """Yield up to `n_merges` pairs of ids, each the most frequent after the earlier merges; pair i forms id 256 + i.
 
     All pieces form one linked list of symbols, in which a merge replaces the left symbol of each occurrence and unlinks
     the right one. Later merges only remove occurrences, so counts in the heap are upper bounds, updated at the top.

@@ -50,7 +50,7 @@ def save_checkpoint(
     progress: dict[str, Any] | None = None,
     states: dict[Tensor, tuple[int, State]] | None = None,
 ) -> None:
-    """Write a checkpoint file atomically.
+    """Write weights, config and the given training state to a safetensors file, atomically; raise if one is not finite.
 
     Args:
         tokeniser: saved with the model, so that the file is sufficient for generation.
@@ -156,7 +156,7 @@ class Checkpoint:
     about: dict[str, Any]
 
     def model(self) -> GPT:
-        """Make the model with the saved weights and the saved state of its random generator."""
+        """Return a new model with the saved weights, which must be finite, and its generator's saved state."""
         with wrap_content_errors(self.path, A_CHECKPOINT):
             prefix = "model."
             weights = {name.removeprefix(prefix): a for name, a in self.tensors.items() if name.startswith(prefix)}
@@ -175,7 +175,7 @@ class Checkpoint:
             return tokeniser_from_dict(self.about["tokeniser"]) if self.about.get("tokeniser") else None
 
     def restore(self, model: GPT, optimiser: Optimiser, dataset: CausalLMDataset) -> dict[str, Any]:
-        """Restore the state of the optimizer and the dataset; return the progress.
+        """Load the saved state into `optimiser` (for the model's parameters) and `dataset`; return the saved progress.
 
         Raises:
             ValueError: something is missing or does not fit, or an optimizer state is not finite.
@@ -196,7 +196,7 @@ class Checkpoint:
 
 
 def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
-    """Make a model with the given weights.
+    """Make a model from a config and its weights; check their number before allocating memory.
 
     Raises:
         ValueError: the weights do not fit the config.
@@ -214,13 +214,13 @@ def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
 
 
 @contextmanager
-def wrap_content_errors(path: Path, what: str) -> Iterator[None]:
-    """Convert any error within this block, caused by invalid content, to a ValueError that names the file.
+def wrap_content_errors(path: Path, expected: str) -> Iterator[None]:
+    """Check that a file exists; turn errors of a `with` block, except MemoryError and OSError, into a ValueError.
 
     MemoryError and OSError are not caused by the content, and stay unchanged.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: expected {what}, there is no such file")
+        raise FileNotFoundError(f"{path}: expected {expected}, there is no such file")
     try:
         with add_path_to_errors(path):
             yield
@@ -230,11 +230,11 @@ def wrap_content_errors(path: Path, what: str) -> Iterator[None]:
         lacking = isinstance(error, KeyError)
         reason = f"it lacks {error.args[0]!r}" if lacking else " ".join(str(error).split()) or type(error).__name__
         reason = reason.removeprefix(f"{path}: ")
-        raise ValueError(f"{path}: expected {what}: {reason}") from None
+        raise ValueError(f"{path}: expected {expected}: {reason}") from None
 
 
 def load_checkpoint(path: PathLike) -> Checkpoint:
-    """Load a checkpoint file, without executing anything from it.
+    """Read a checkpoint into a `Checkpoint`, after checking memory, checksum and format, without executing anything.
 
     Raises:
         FileNotFoundError: no such file.

@@ -46,7 +46,7 @@ def on_gpu(array: Array) -> bool:
 # Cache: valid for the life of the process; packages installed later are found after a restart.
 @cache
 def gpu_problem() -> str | None:
-    """Return the reason why no GPU can be used, in one line; None if a GPU is available."""
+    """Return why no GPU can be used, with advice, in one line; None if a GPU is available. The result is cached."""
     try:
         import cupy
     except ModuleNotFoundError:
@@ -66,7 +66,7 @@ def gpu_problem() -> str | None:
 
 
 def to_gpu(array: Array, device: int = 0) -> Array:
-    """Return a copy of the array on a GPU, or the array itself if it is there; warn if no GPU is available."""
+    """Return a copy on GPU `device`, or the array itself if it is there or, with a warning, if no GPU can be used."""
     if problem := gpu_problem():
         warnings.warn(f"to_gpu: no GPU can be used, so this stays on the CPU: {problem}", stacklevel=3)
         return array
@@ -89,7 +89,7 @@ def owns_memory(array: Array) -> bool:
 
 
 def joined_view(arrays: Sequence[Array]) -> Array | None:
-    """Return a view of adjacent arrays joined along the last axis; None if they are not adjacent in memory."""
+    """Return a view of the array that `arrays` partition along the last axis; None if they do not partition one."""
     first, memory = arrays[0], arrays[0].base
     if memory is None or any(array.base is not memory for array in arrays):
         return None

@@ -145,7 +145,7 @@ def _resolve(
 
 # -------------------------------------------------------------------- contraction of arrays
 def contract(arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int]) -> Array:
-    """Compute the einsum of arrays whose axes are labelled by letters.
+    """Compute the einsum `labels -> out` by products of two arrays at a time; `sizes` has the length of each letter.
 
     More general than NumPy's, as gradients require: the output may have an index of no input (the result is
     repeated along it), or an index twice (the result fills the diagonal, other elements are 0). An axis of

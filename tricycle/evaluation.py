@@ -27,7 +27,7 @@ def evaluate(
     window: int = 0,
     processes: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[float, int]:
-    """Return the mean loss of a model on a token sequence, in nats per token, and the number of predicted tokens.
+    """Return the mean loss of a model over windows of tokens, in nats per token, and the number of predicted tokens.
 
     Args:
         tokens: at least two ids; the first token is not predicted, each other once.

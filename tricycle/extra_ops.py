@@ -86,7 +86,7 @@ minimum = binary_op("minimum", "min", lambda x, y: _module(x, y).minimum(x, y), 
 
 
 def comparison_op(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Operand, Operand], Tensor]:
-    """Make an elementwise comparison, which returns a Tensor of booleans without a gradient."""
+    """Return a function op(x, y) that compares elementwise; its result is a Tensor of booleans without a gradient."""
 
     def op(x: Operand, y: Operand) -> Tensor:
         xp = next((v.xp for v in (x, y) if isinstance(v, Tensor)), np)
@@ -261,7 +261,7 @@ def split(x: Operand, n_splits: int, axis: int = -1) -> list[Tensor]:
 
 
 def split_sizes(x: Tensor, sizes: Sequence[int], axis: int = -1) -> list[Tensor]:
-    """Split a Tensor into views of these sizes along an axis."""
+    """Split a Tensor into consecutive views of these sizes along an axis; each passes its gradient to x."""
     array, ndim = x.array, x.array.ndim
     before, after = (slice(None),) * (axis % ndim), (slice(None),) * (ndim - 1 - axis % ndim)
     batched = x.is_batched and axis % ndim != 0

@@ -139,7 +139,7 @@ def linear(
     dtype: Any = None,
     transposed: bool = False,
 ) -> Tensor:
-    """Compute x W + b over the last axis of x, as one matrix product.
+    """Compute x W + b (x W^T + b if `transposed`) over the last axis of x, as one matrix product.
 
     Args:
         x: (..., from_size). bias: (to_size,).

@@ -36,7 +36,7 @@ class DecodingState:
         self.tokens = self.tokens[:length]
 
     def uncached_tokens(self, text: list[int], n_last: int = 1) -> list[int]:
-        """Truncate the caches to their common prefix with a text; return the other tokens, at least `n_last`."""
+        """Truncate the caches to the prefix shared with a text, set `tokens` to [], return the rest (>= `n_last`)."""
         n_shared = min(common_prefix_length(self.tokens, text), len(text) - n_last)
         if n_shared == 0 or n_shared < len(self.tokens):
             self.truncate(n_shared)
@@ -119,7 +119,7 @@ def generate(
     state: DecodingState | None = None,
     overflow: str = "truncate",
 ) -> Iterator[int]:
-    """Generate tokens after a prompt of 1 to `context_window` token ids; yield each as soon as it is sampled.
+    """Return an iterator that lazily generates up to `n_tokens` tokens after a prompt of 1 to `context_window` ids.
 
     Args:
         n_tokens: the maximum number of tokens; a stop token ends generation earlier.
@@ -143,7 +143,7 @@ def resolve_sampling(sampling: SamplingParams | None, temperature: float | None)
 
 
 def check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: GPT) -> None:
-    """Raise a ValueError for a prompt that is empty, too long or out of vocabulary, or a negative `n_tokens`."""
+    """Raise a ValueError for an empty, too long or out-of-vocabulary prompt, or a wrong `n_tokens` or `n_vocab`."""
     window, size = model.config.context_window, model.config.vocab_size
     if not 1 <= len(tokens) <= window:
         raise ValueError(f"generate: expected a prompt of 1 to {window} tokens, got {len(tokens)}")

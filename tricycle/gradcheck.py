@@ -19,7 +19,7 @@ def gradcheck(
     elementwise_up_to: int = 64,
     seed: int = 0,
 ) -> None:
-    """Check the gradients of `fn` against central differences, (f(x + eps d) - f(x - eps d)) / (2 eps), in float64.
+    """Raise a ValueError if a gradient of `fn` differs from (f(x + eps d) - f(x - eps d)) / (2 eps) for random d.
 
     f is a random weighted sum of the elements of the output. Each floating-point input is checked along random
     directions d, and for each element if it is small. Integer and boolean inputs are passed unchanged.

@@ -191,7 +191,7 @@ class Embedding(Layer):
         self.weights = Parameter(draw((from_size, to_size), new_generator(generator)), role)
 
     def forward(self, ids: Operand) -> Tensor:
-        """Look up the vectors (..., to_size) of integer ids (...); ids on a GPU are not range-checked."""
+        """Return the rows (..., to_size) of integer ids (...), range-checked on a CPU only; float32 if of 16 bits."""
         ids = as_tensor(ids)
         table, index = self.weights.array, ids.array
         if index.dtype.kind not in "iu":
@@ -225,7 +225,7 @@ class LayerNorm(Layer):
         self.bias: Parameter | None = Parameter(np.zeros(size, np.float32), "bias") if bias else None
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
-        """Normalize x (..., size) over the last axis; the result has `dtype`, by default the dtype of x."""
+        """Normalize x (..., size) over the last axis, apply gain and bias; `dtype` is by default that of x."""
         x = x if isinstance(x, Tensor) else as_tensor(x, self.gain)
         array, gain, subtract_mean = as_floating(x.array), self._gains(x), self._subtract_mean
         if array.shape[-1:] != (self.size,):

@@ -29,7 +29,7 @@ class CrossEntropy(Op):
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
 
     def forward(self, labels: Operand, logits: Operand, scale: Array | float = 1.0) -> Tensor:
-        """Compute the loss of integer labels (...), from 0 to V-1, and logits (..., V).
+        """Compute `scale` times the mean cross-entropy of labels (...) that are not ignored, and logits (..., V).
 
         Args:
             scale: multiplies the loss, and its gradient before rounding to the dtype of the logits: a number, a 0-d
@@ -39,11 +39,11 @@ class CrossEntropy(Op):
         return self._weighted_sum(logits, *self.rows_labels_and_weights(as_tensor(labels), logits, "logits", scale))
 
     def rows_labels_and_weights(
-        self, labels: Tensor, x: Tensor, what: str, scale: Array | float
+        self, labels: Tensor, x: Tensor, x_name: str, scale: Array | float
     ) -> tuple[Array, Array, Array]:
-        """Return x as rows (N, V), the labels (N,), with 0 for ignored ones, and the weight of each row (N,)."""
+        """Return rows of x (N, V), labels (N,), ignored ones as 0, and row weights: scale / n_counted, or 0."""
         if x.ndim == 0 or labels.shape != x.shape[:-1]:
-            expected = f"labels of shape {x.shape[:-1]} for {what} of shape {x.shape}"
+            expected = f"labels of shape {x.shape[:-1]} for {x_name} of shape {x.shape}"
             raise ValueError(f"CrossEntropy: expected {expected}, got {labels.shape}")
         check_device("CrossEntropy", labels.array, x.array)
         if labels.dtype.kind not in "iu":
@@ -81,7 +81,7 @@ class MeanSquaredError(Op):
     """The mean of (y_true - y_pred)^2 over all elements; both must have the same shape."""
 
     def forward(self, y_true: Operand, y_pred: Operand) -> Tensor:
-        """Compute the mean squared error of predictions."""
+        """Compute the mean of (y_true - y_pred)^2 over all elements; raise a ValueError for unequal shapes."""
         y_pred = as_tensor(y_pred)
         y_true = as_tensor(y_true, y_pred)
         if y_true.shape != y_pred.shape:

@@ -106,9 +106,9 @@ class GPT(BlockStack):
         last: bool = False,
         mask: Mask = None,
         positions: Array | None = None,
-        head: Callable[[Tensor], Tensor] | None = None,
+        output_fn: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Compute the logits (B, T, V), or (T, V), for the token after each token.
+        """Compute the next-token logits (B, T, V), or (T, V), extending caches; `output_fn` replaces norm and head.
 
         Args:
             tokens: integers (B, T), or (T,) for one sequence, T at most the context window.
@@ -116,7 +116,7 @@ class GPT(BlockStack):
             last: return only the logits after the last token (of each text), as if T were 1.
             mask: a further boolean attention mask, see `attend.additive_mask`.
             positions: integers (B, T), for learned positions; by default counted from 0.
-            head: applied to the hidden states (B, T, C) in place of `logits`.
+            output_fn: applied to the hidden states (B, T, C) in place of `logits`.
 
         Raises:
             ValueError: no tokens or too many, ids outside the vocabulary, or a wrong number of caches.
@@ -125,12 +125,12 @@ class GPT(BlockStack):
         if last:
             ends = [rows.stop - 1 for rows, _ in caches[0].texts(x.shape[-2])] if caches else [-1]
             x = x[..., -1:, :] if len(ends) == 1 else x[..., ends, :]
-        return (head or self.logits)(x)
+        return (output_fn or self.logits)(x)
 
     def hidden_states(
         self, tokens: Operand, caches: Sequence[KeyValueCache] | None = None, mask: Mask = None, positions: Any = None
     ) -> Tensor:
-        """Compute the hidden states (B, T, C), or (T, C), before the last norm. Arguments as of `forward`."""
+        """Compute the last block's output (B, T, C), or (T, C), before the last norm. Arguments as of `forward`."""
         tokens = as_tensor(tokens)
         if caches and len(caches) != len(self.blocks):
             raise ValueError(f"GPT: expected a cache for each of {len(self.blocks)} blocks, got {len(caches)}")
@@ -162,7 +162,7 @@ class GPT(BlockStack):
         return x
 
     def logits(self, x: Tensor, dtype: Any = None) -> Tensor:
-        """Compute the logits (..., V) of hidden states x (..., C) with the last norm and the head."""
+        """Apply the last norm and head (or tied embedding) to x (..., C); return soft-capped logits (..., V)."""
         x = x if self.norm is None else self.norm(x)
         if self.head_projection is not None:
             x = self.head_projection(x)
@@ -175,13 +175,13 @@ class GPT(BlockStack):
     def loss(self, tokens: Operand, labels: Operand, loss_fn: Any = None, scale: Any = 1.0, **options: Any) -> Tensor:
         """Compute `loss_fn(labels, self(tokens, **options), scale)`, in chunks if there are many logits."""
         loss_fn = loss_fn or CrossEntropy()
-        if not accepts_argument(self, "head"):  # a custom `forward`, or that of a probe, must compute the logits
+        if not accepts_argument(self, "output_fn"):  # a custom `forward`, or that of a probe, must compute the logits
             loss: Tensor = loss_fn(labels, self(tokens, **options), scale)
             return loss
-        return self(tokens, head=lambda hidden: self.loss_from_hidden(labels, hidden, loss_fn, scale), **options)
+        return self(tokens, output_fn=lambda hidden: self.loss_from_hidden(labels, hidden, loss_fn, scale), **options)
 
     def loss_from_hidden(self, labels: Operand, hidden: Tensor, loss_fn: CrossEntropy, scale: Any = 1.0) -> Tensor:
-        """Return the loss from what `hidden` returned; on a CPU some rows at a time (`CrossEntropy.from_hidden`)."""
+        """Return the loss of `logits(hidden)`; on a CPU some rows at a time if there are many (`from_hidden`)."""
         if not accepts_argument(self.logits, "dtype"):
             return loss_fn(labels, self.logits(hidden), scale)
         n_rows = math.prod(hidden.shape[:-1])
@@ -208,7 +208,7 @@ def _window_of(attention: Any) -> int | None:
 
 
 def initialize_weights(model: BlockStack) -> None:
-    """Initialize the weights of a model as in GPT-2: normal with standard deviation 0.02, biases 0, gains 1.
+    """Draw matrices and embeddings in place as in GPT-2: std 0.02, or 0.02 / sqrt(2 n_layers) for output projections.
 
     The output projections, two per block, are scaled by 1 / sqrt(2 n_layers) to preserve the scale of the residual
     stream; with `zero_projections` they are 0 (Zhang et al. 2019, "Fixup").

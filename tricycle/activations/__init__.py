@@ -23,7 +23,7 @@ class ExactGeLU(Op):
     """The exact GELU, x times the normal distribution function of x: `GeLU(approximate=False)`."""
 
     def forward(self, x: Operand) -> Tensor:
-        """Compute the exact GELU(x)."""
+        """Compute the exact GELU, x (1 + erf(x / sqrt(2))) / 2."""
         x = as_tensor(x)
         array, xp = as_floating(x.array), x.xp
         below = 0.5 * (1 + erf(array * math.sqrt(0.5)))
@@ -52,7 +52,7 @@ ACTIVATIONS["tanh"] = Tanh
 
 
 def erf(x: Array) -> Array:
-    """Compute the error function of x in float64 precision, as NumPy and CuPy's core have none.
+    """Compute erf(x) elementwise to float64 accuracy by a Chebyshev series, as NumPy and CuPy's core have no erf.
 
     With t = 2 / (2 + |x|), erfc(|x|) = t exp(-x^2 + p(t)) and p is smooth (Numerical Recipes, section 6.2.2).
     """

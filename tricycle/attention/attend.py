@@ -61,7 +61,7 @@ class Attention(Op):
         scales: Tensor | None = None,
         precision: str = "float32",
     ) -> Tensor:
-        """Compute attention (B, T, H, E), in the dtype of the query; 0 where all keys are masked.
+        """Compute multi-head attention: (B, T, H, E), in the dtype of the query; 0 where all keys are masked.
 
         Args:
             query: (B, T, H, D).
@@ -110,7 +110,7 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
 
 
 def additive_mask(op: str, mask: Mask, like: Array, n_queries: int, n_keys: int, n_heads: int = 1) -> Array | None:
-    """Convert a boolean mask to one that is added to scores: 0, or -inf for masked keys, (B or 1, H or 1, T or 1, S).
+    """Convert a boolean mask to one to add to scores, 0 or -inf (masked), (B or 1, H or 1, T or 1, S); None to None.
 
     Args:
         like: an array with the batch size, dtype and device of the scores.

@@ -56,7 +56,7 @@ class KeyValueCache:
         return result
 
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
-        """Append keys and values (B, T, K, D); return the stored ones, at least all that the T new tokens attend to."""
+        """Append keys and values (B, T, K, D); return views of all stored ones, or at least those attended to."""
         n_items, n_tokens = keys.shape[:2]
         if self.length + n_tokens > self.capacity:
             raise ValueError(f"KeyValueCache: {self.length} + {n_tokens} tokens exceed its capacity of {self.capacity}")
@@ -112,7 +112,7 @@ class KeyValueCache:
         return not self.last and (self._first == 0 or self._first <= length - (self.window or 0) + 1)
 
     def truncate(self, length: int) -> None:
-        """Drop all tokens after the first `length`; raise a ValueError if `can_truncate(length)` is False."""
+        """Shorten the cache to its first `length` tokens; raise a ValueError if `can_truncate(length)` is False."""
         if not 0 <= length <= self.length:
             raise ValueError(f"KeyValueCache: expected to keep 0 to {self.length} tokens, got {length}")
         if length == self.length:

@@ -30,7 +30,7 @@ class Rotary(Op):
         self.base, self.fraction, self.scaling = base, fraction, scaling
 
     def forward(self, x: Operand, offset: int | Segments = 0) -> Tensor:
-        """Apply RoPE to x (B, T, H, D); `offset` is the position of the first token (or the segments of a batch)."""
+        """Apply RoPE to the first channels (a `fraction`) of x (B, T, H, D); `offset` is the first token's position."""
         x = as_tensor(x)
         array = as_floating(x.array)
         if array.ndim != 4:

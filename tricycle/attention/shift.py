@@ -33,7 +33,7 @@ class TokenShift(Layer):
         self.mix = Parameter(np.zeros(size, np.float32), "scale")
 
     def forward(self, x: Operand, cache: KeyValueCache | None = None) -> Tensor:
-        """Mix each token of x (B, T, C) with the previous one; the cache provides the one before the first token."""
+        """Mix each token of x (B, T, C) with the previous one, initially 0 or that in the cache, which is updated."""
         x = as_tensor(x, self.mix)
         check_last_axis(type(self).__name__, x, self.mix.size)
         check_device(type(self).__name__, x.array, self.mix.array)
@@ -87,7 +87,7 @@ class KeyShift(TokenShift):
 
 
 def previous_tokens(x: Array, cache: KeyValueCache | None, name: str) -> Array:
-    """Return the previous token of each token of x (B, T, C) in its text; 0 for the first token of a text.
+    """Return x (B, T, C) shifted right by one token in each text; first comes `last[name]` of its cache, or 0.
 
     The cache of each text stores its last token as `last[name]`, which is updated.
     """

@@ -6,7 +6,7 @@ from tricycle.configs.model import ModelConfig
 
 
 def min_n_weights(config: ModelConfig) -> int:
-    """Return the number of weights in the matrices and embedding tables of a model, from its config."""
+    """Return a lower bound of a model's number of weights: its matrices and embedding tables, no biases or norms."""
     width = config.embedding_dim
     heads = config.n_heads * config.channels_per_head
     key_heads = config.key_heads * config.channels_per_head

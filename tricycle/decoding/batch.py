@@ -25,7 +25,7 @@ def generate_batch(
     temperature: float | None = None,
     n_draft_tokens: int = 0,
 ) -> list[list[int]]:
-    """Generate continuations of several prompts in one batch.
+    """Generate up to `n_tokens` tokens after each prompt in one batch, and return lists of only the new tokens.
 
     Args:
         sampling: one for each prompt; or one for all, whose seed, if it is an integer, increases by 1 from prompt to
@@ -91,7 +91,7 @@ class GenerationBatch:
         overflow: str = "truncate",
         listener: Listener | None = None,
     ) -> int:
-        """Add a text to the batch, and return its number: 0 for the first text, 1 for the second, and so on.
+        """Add a text to the batch without running the model; return its number, counted from 0 over all ever added.
 
         Args:
             prompt, n_tokens, sampling, overflow: see `generate`.
@@ -114,7 +114,7 @@ class GenerationBatch:
         self._texts.pop(number, None)
 
     def step(self) -> list[tuple[int, int]]:
-        """Generate one token for each text, or several if draft tokens are accepted; remove complete texts.
+        """Generate a token per text, more if drafts are accepted; drop complete texts; return (number, token) pairs.
 
         Returns:
             pairs of a text's number and a token, sorted by number; the tokens of one text are in order.

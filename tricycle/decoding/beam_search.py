@@ -22,7 +22,7 @@ def generate_beam_search(
     stop_tokens: int | Sequence[int] = (),
     n_vocab: int | None = None,
 ) -> list[list[int]]:
-    """Return the most probable continuation of each prompt, found by beam search.
+    """Return the best continuation of each prompt (new tokens only) by beam search on log p / length^length_penalty.
 
     A beam size of 1 gives the same tokens as `generate` at temperature 0. All beams of all prompts are rows of the
     same matrix products.
@@ -71,7 +71,7 @@ class _Texts:
         return next_logits(self.model, tokens[:, None].tolist(), self.caches)[:, : self.n_vocab]
 
     def select(self, rows: np.ndarray) -> None:
-        """Keep these texts; copy the caches of a text that is selected several times."""
+        """Keep the caches of the texts with these indices, in this order; copy those that are selected repeatedly."""
         chosen: list[list[KeyValueCache]] = []
         moved: set[int] = set()
         for row in rows.tolist():

@@ -19,7 +19,7 @@ def sample_if_certain(
     tolerance: float,
     n_prompt: int = 0,
 ) -> int | None:
-    """Return the sampled token, or None if other logits within the tolerance could give another token.
+    """Sample a token; return None, with the generator restored, if logits within the tolerance could give another.
 
     The generator's state is restored if None is returned.
 
@@ -43,7 +43,7 @@ def sample_if_certain(
 
 
 def is_certain(sampling: SamplingParams, logits: np.ndarray, token: int, number: float, tolerance: float) -> bool:
-    """Return whether all logits within the tolerance lead to this sampled token.
+    """Return whether all logits within the tolerance provably give this token for the same random number.
 
     Args:
         logits: (V,), after logits processors.

@@ -49,7 +49,7 @@ class PromptLookupGeneration(Generation):
         return len(context) - min(common_prefix_length(self.state.tokens, context), len(context) - 1)
 
     def draft(self, n_most: int) -> list[int]:
-        """Return draft tokens: those that followed the previous occurrence of the text's last tokens.
+        """Return up to `n_most` draft tokens: those after the latest earlier occurrence of the last 3 tokens, or [].
 
         The list is empty if there is no such occurrence, or if the model must process more than the last token anyway.
         """
@@ -65,7 +65,7 @@ class PromptLookupGeneration(Generation):
         return []
 
     def verify(self, logits: np.ndarray, draft: list[int]) -> Iterator[int]:
-        """Sample one token, and another after each draft token that equals the sampled token; yield the tokens.
+        """Sample, append and yield a token from each row of logits, up to the first that differs from its draft token.
 
         Args:
             logits: (D + 1, V) for D draft tokens.
@@ -78,7 +78,7 @@ class PromptLookupGeneration(Generation):
                 return
 
     def sample(self, logits: np.ndarray) -> int:
-        """Sample the token that decoding without drafts gives; recompute the logits if their error could change it."""
+        """Sample the token that decoding without drafts gives, recomputing logits if needed; call the listener."""
         token = None
         if self.state.is_inexact:
             token = sample_if_certain(self.sampling, logits, self.generator, self.tokens, TOLERANCE, self.n_prompt)
@@ -102,7 +102,7 @@ def generate_prompt_lookup(
     overflow: str = "truncate",
     n_draft_tokens: int = 8,
 ) -> Iterator[int]:
-    """Generate the same tokens as `generate`, faster for repetitive text, by prompt-lookup decoding.
+    """Yield the tokens of `generate`, faster for repetitive text by prompt-lookup (speculative) decoding.
 
     It helps most if the text repeats long passages, such as edited code, at temperature 0.
 

@@ -60,7 +60,7 @@ class RaggedCache(KeyValueCache):
 def next_logits(
     model: GPT, tokens: Sequence[Sequence[int]], caches: Sequence[list[KeyValueCache]], every: bool = False
 ) -> np.ndarray:
-    """Run the model on the new tokens of N texts, and return the logits (N, V) after the last token of each.
+    """Run the model on new tokens of N texts, extending their caches; return logits (N, V) after each text's last.
 
     Args:
         tokens: the new tokens of each text, at least one.

@@ -45,7 +45,7 @@ class SpeculativeState(DecodingState):
         return not any(cache.last for cache in self.caches)
 
     def truncate(self, length: int) -> None:
-        """Keep only the first `length` tokens in the caches; empty the caches if they cannot be truncated there."""
+        """Truncate the caches and the record of inexact tokens to `length` tokens; clear them if they cannot be."""
         n_removed = len(self.tokens) - length
         super().truncate(length)
         while self._inexact and n_removed > 0:
@@ -62,7 +62,7 @@ class SpeculativeState(DecodingState):
             cache.pin(position)
 
     def fork(self, length: int) -> SpeculativeState:
-        """Return a copy of the state that has processed only the first `length` tokens.
+        """Return a copy with only the first `length` tokens; empty if the caches are inexact or cannot be truncated.
 
         The copy is empty if the caches cannot be truncated there, or are inexact.
         """
@@ -80,7 +80,7 @@ class SpeculativeState(DecodingState):
         return self.recompute_logits(text) if self.is_inexact else logits
 
     def recompute_logits(self, text: Sequence[int]) -> np.ndarray:
-        """Recompute the inexact part of the caches, and return the logits (V,), bit-equal to those without drafts."""
+        """Truncate the caches to the exact part, process the rest as without drafts; return the last logits (V,)."""
         text = list(text)
         self.truncate(len(text))
         sizes, self._inexact, self.tokens = self._inexact, [], []
@@ -98,7 +98,7 @@ class SpeculativeState(DecodingState):
 def decode_batch(
     states: Sequence[SpeculativeState], texts: Sequence[Sequence[int]], n_draft_tokens: Sequence[int] | None = None
 ) -> list[np.ndarray]:
-    """Run the model on the new tokens of several texts at once, and return the logits of each text.
+    """Run the model on the uncached tokens of several texts, update the states, and return each text's D + 1 logits.
 
     Args:
         states: one for each text, all of one model.

@@ -81,7 +81,7 @@ class ProcessGroup:
         return None if self.size == 1 else self.gradient_reducer
 
     def gradient_reducer(self, model: Layer) -> GradientReducer:
-        """Return the object that all-reduces the gradients of a model in the next update."""
+        """Return the GradientReducer of a model, cached while its trainable parameters stay, reset for an update."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         reducer = self._reducers.get(model)
         if reducer is None or not reducer.matches(parameters):
@@ -162,7 +162,7 @@ class GradientReducer:
         return same and all(_is_like(bucket.parts[p], p.array) for bucket in self.buckets for p in bucket.parts)
 
     def start_update(self) -> None:
-        """Reset the buckets, before the first forward pass of an update."""
+        """Mark all gradients as missing, and set `grad` to None on all ranks but zero, before an update."""
         self._n_started = 0
         for bucket in self.buckets:
             bucket.missing, bucket.pending = set(bucket.parts), None
@@ -179,7 +179,7 @@ class GradientReducer:
         self.processes.answer_pings()
 
     def on_gradient_complete(self, parameter: Tensor) -> None:
-        """Store the complete gradient of a parameter in its bucket; start the all-reduce of buckets that are full."""
+        """Move a complete gradient into its bucket (`grad` becomes a view); with `overlap`, all-reduce full buckets."""
         bucket = self.bucket_of.get(parameter)
         if bucket is None:  # an input of the model
             return
@@ -206,7 +206,7 @@ class GradientReducer:
                 bucket.pending.make_progress()
 
     def finish(self, loss: Any, problem: str) -> tuple[Any, str]:
-        """Wait for all buckets, and set the gradient of every parameter that has one in any process.
+        """Complete the all-reduce; set each `grad` to the sum (None on a problem); return the total loss and problems.
 
         Args:
             loss: the part of the mean loss that this process computed.
@@ -274,7 +274,7 @@ class GeneratorAdvance(NamedTuple):
 
     @classmethod
     def from_states(cls, before: Any, after: Any) -> GeneratorAdvance:
-        """Return the number of draws between two states of a PCG64 generator.
+        """Return a `GeneratorAdvance` with the number of draws between two states of a PCG64 generator.
 
         Raises:
             ValueError: another kind of generator.
@@ -287,7 +287,7 @@ class GeneratorAdvance(NamedTuple):
         return cls(2 * n + before["has_uint32"] - after["has_uint32"] if halves else n, halves)
 
     def skip(self, generator: np.random.Generator, before: Any, n_batches: int) -> None:
-        """Set a generator to the state that it has `n_batches` batches after the state `before`."""
+        """Set a generator to the state `before`, advanced by `n_batches` times this number of draws."""
         generator.bit_generator.state = before
         n = n_batches * self.n_draws
         if self.is_32_bit:

@@ -91,7 +91,7 @@ class ShardedOptimiser(Optimiser):
         self.states = {p: (n, state if shards.owns(p) else {}) for p, (n, state) in optimiser.states.items()}
 
     def update(self, named_parameters: Iterable[tuple[str, Tensor]], factor: Any = None, n_skipped: Any = 0) -> None:
-        """Update the parameters that this process owns, and receive the updated weights of all others."""
+        """Update the parameters that this process owns, and broadcast each updated weight from its owner."""
         chosen = [(name, p) for name, p in named_parameters if p.grad is not None and p.requires_grad]
         super().update([(name, p) for name, p in chosen if self.shards.owns(p)], factor, n_skipped)
         if factor is not None and not (devices.is_array(factor) and devices.on_gpu(factor)) and not factor > 0:
@@ -117,7 +117,7 @@ class ShardedOptimiser(Optimiser):
 
 
 def gather_state(optimiser: Optimiser, model: Layer) -> dict[Tensor, tuple[int, State]] | None:
-    """Collect the sharded optimizer state on rank zero; all processes must call this.
+    """Return {parameter: (n_updates, state)} on rank zero, {} on others (all must call this); None if not sharded.
 
     Returns:
         on rank zero the number of updates and the state of each parameter, on other ranks an empty dict; None if the

@@ -190,7 +190,7 @@ class AdaptedDense(Dense):
         return {**vars(self), "_squares": None}
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
-        """Map (..., from_size) to (..., to_size), in the dtype of x W unless another is given.
+        """Compute x W + b + s (dropout(x) A) B, rescaled by DoRA magnitudes if any; `dtype` is by default that of x W.
 
         Raises:
             ValueError: the weights or the bias are not frozen.
@@ -247,7 +247,7 @@ def squared_column_norms(weights: Tensor) -> Array:
 
 
 def adapted_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRankUpdate, precision: str) -> Tensor:
-    """Compute x W + b + s (x A) B as one node of the graph, with gradients for x, A and B.
+    """Compute x W + b + s (x A) B (only s (x A) B without `base`) as one graph node, with gradients for x, A and B.
 
     Args:
         x: (..., in).
@@ -385,7 +385,7 @@ class Adapter(Layer):
         return self._model_reference.model
 
     def attach(self) -> Adapter:
-        """Make the model compute with the adapter, freeze all other parameters, and return self.
+        """Replace layers by their adapted versions, freeze all parameters but the adapter's, and return self.
 
         Raises:
             ValueError: another adapter is attached, or this one has been merged.
@@ -418,7 +418,7 @@ class Adapter(Layer):
         return self
 
     def merge(self) -> Any:
-        """Add the updates to the model's weights permanently, detach the adapter, and return the model.
+        """Add the updates to the model's weights permanently, with the adapter detached, and return the model.
 
         Quantized and 16-bit weights become float32, because rounding would remove small updates.
 

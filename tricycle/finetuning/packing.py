@@ -60,7 +60,7 @@ class Batch(NamedTuple):
 
 
 def supports_packing(model: GPT) -> bool:
-    """Return whether a mask can separate the texts of a row in a model.
+    """Return whether a mask can separate the texts of a row: not with token or key shift or a non-fused softmax.
 
     It cannot with token or key shift, nor with a softmax whose weights depend on the positions in the row.
     """
@@ -73,7 +73,7 @@ def supports_packing(model: GPT) -> bool:
 
 
 def packed_forward_kwargs(model: GPT, tokens: Any, documents: Array | None) -> dict[str, Any]:
-    """Return the `mask` and `positions` for `GPT.forward` that restrict each token to its own text; {} for None.
+    """Return `mask` and `positions` for `GPT.forward` that restrict tokens to their own text; {} without `documents`.
 
     Args:
         tokens: (B, T).
@@ -102,7 +102,7 @@ def document_positions(documents: Array) -> Array:
 
 
 def pack_lengths(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    """Distribute items over rows of at most `row_length`, and return the indices of the items of each row.
+    """Pack items into rows of at most `row_length` by best-fit decreasing; return the item indices of each row.
 
     Raises:
         ValueError: a length is below 1 or above `row_length`.
@@ -173,7 +173,7 @@ class PackedDataset(EndlessDataset):
         return self.collate(rows)
 
     def collate(self, rows: Sequence[int]) -> Batch:
-        """Return the batch of the rows with these indices, padded to the longest of them."""
+        """Return the inputs, next-token labels and document numbers of these rows, padded to the longest of them."""
         items = [[self.examples[item] for item in self.rows[row]] for row in rows]
         length = max(sum(len(example.ids) - 1 for example in row) for row in items)
         tokens = np.full((len(items), length), PADDING, np.int64)

@@ -73,7 +73,7 @@ class PairDataset(PackedDataset):
         return PairBatch(batch.tokens, batch.labels, self.reference_log_probs[list(rows)].T.reshape(-1))
 
     def compute_reference_log_probs(self, model: GPT) -> None:
-        """Compute and store the log-probabilities of all answers in the reference model."""
+        """Store the log-probabilities of all answers in the reference model in `reference_log_probs`."""
         size = self.batch_size or 1
         with model.evaluating():
             for first in range(0, self.n_items, size):
@@ -84,7 +84,7 @@ class PairDataset(PackedDataset):
 
 
 def sequence_log_probs(model: GPT, hidden: Tensor, labels: np.ndarray) -> Array:
-    """Return the log-probability of each row's labels, the sum over its tokens (B,), without gradients.
+    """Return the summed log-probability (B,) of each row's labels that are not ignored, without gradients.
 
     At most `MAX_LOGITS` logits are stored at a time.
 
@@ -111,7 +111,7 @@ def sequence_log_probs(model: GPT, hidden: Tensor, labels: np.ndarray) -> Array:
 
 
 def reward_margins(model: GPT, hidden: Tensor, batch: PairBatch, beta: float) -> Array:
-    """Return the reward margin of each pair, beta ((c - c') - (r - r')), (P,).
+    """Return each pair's margin (P,), beta times the log-ratio to the reference of chosen minus rejected answers.
 
     c and r are the log-probabilities of the chosen and of the rejected answer, c' and r' those in the reference model.
 
@@ -129,7 +129,7 @@ def preference_losses(margins: Array) -> Array:
 
 
 def dpo_loss(model: GPT, beta: float = 0.1, on_margins: Callable[[Array], Any] | None = None) -> BatchLossFn:
-    """Return the DPO loss function: the mean over a batch's pairs of -log sigmoid(margin).
+    """Return a loss function of pairs: the mean of -log sigmoid(margin); `on_margins` is called with the margins.
 
     Args:
         model: the model to train.

@@ -112,7 +112,7 @@ def swiglu(x: Array) -> Array:
 
 @upcasting_kernel(1)
 def swiglu_backward(grad: Array, x: Array) -> Array:
-    """Return the gradient of x, given the gradient of swiglu(x); the sigmoids are recomputed to save memory."""
+    """Return the gradient of x = [a, b] from that of swiglu(x) = a b sigmoid(b), recomputing the sigmoids."""
     x = upcast(x)
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
@@ -186,9 +186,9 @@ def log_softmax(x: Array) -> Array:
 def layer_norm(
     x: Array, gain: Array, bias: Array | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> tuple[Array, Array, Array]:
-    """Compute layer norm (Ba et al. 2016) of x (..., C), or RMS norm (Zhang and Sennrich 2019) without `subtract_mean`.
+    """Return y = (x - mean) / deviation * gain + bias, the mean (0 without `subtract_mean`: RMS norm), 1 / deviation.
 
-    Returns y in `dtype`, by default that of x, and for the backward the mean and 1 / deviation of each row (..., 1).
+    Layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019) of x (..., C). y has `dtype`, or that of x.
     """
     xp, dtype, x = array_module(x), dtype or x.dtype, upcast(x)
     mean = x.mean(axis=-1, keepdims=True) if subtract_mean else xp.zeros_like(x[..., :1])
@@ -259,9 +259,9 @@ def adamw(
     decay: float,
     factor: Array | float | None = None,
 ) -> None:
-    """Make one AdamW update of weights and both moments, in place; `step` counts from 1 (Loshchilov and Hutter 2019).
+    """Make an AdamW update of weights and moments in place by grad * factor, none if factor <= 0; `step` counts from 1.
 
-    `factor` multiplies the gradient; if it is 0 or less, nothing changes. `step` and `factor` may be 0-d arrays.
+    `step` and `factor` may be 0-d arrays. Source: Loshchilov and Hutter 2019.
     """
     xp = array_module(weights)
     changed = (weights, first, second)

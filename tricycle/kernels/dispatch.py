@@ -67,7 +67,7 @@ class Kernel(Generic[P, R]):
         return add
 
     def implementations_for(self, array_type: type) -> list[Candidate[P, R]]:
-        """Return the implementations for an array type in order of priority; load the providers on the first call."""
+        """Return (decline function or None, implementation) pairs by priority; load providers on the first call."""
         with _loading:  # other threads wait until all providers are registered
             if array_type not in _loaded:
                 _load(array_type)
@@ -112,7 +112,7 @@ def upcast(x: Any) -> Any:
 
 
 def upcasting(n_downcast: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that runs a kernel in float32 if its first array has 16 bits.
+    """Return a decorator: run a kernel in float32 if its first array has 16 bits; convert `n_downcast` results back.
 
     The first `n_downcast` results are converted back to 16 bits; sums, losses and parameter gradients stay float32.
     """

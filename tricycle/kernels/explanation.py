@@ -43,7 +43,7 @@ class Explanation(NamedTuple):
 
 
 def explain(kernel: Kernel[..., Any] | str, *args: Any, **options: Any) -> Explanation:
-    """Report which provider of a kernel would run for the given arguments, and why the others decline.
+    """Report which provider of a kernel would run for the arguments, and why others decline, without running it.
 
     Nothing is computed. A provider without a decline function is assumed to accept all arguments.
 

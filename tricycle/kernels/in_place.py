@@ -12,7 +12,7 @@ P = ParamSpec("P")
 
 
 def upcasting_in_place(*written: int) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Return a decorator that runs a kernel in float32 if an argument has 16 bits, and rounds its outputs once.
+    """Return a decorator: run a kernel in float32 if an argument has 16 bits, then round the `written` ones in place.
 
     Args:
         written: the positions of the arguments that the kernel writes into.

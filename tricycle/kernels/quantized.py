@@ -28,7 +28,7 @@ CHUNK = 2**18  # elements that are converted to float32 at a time: they fit into
 
 @kernel
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
-    """Compute x @ matrix + bias for x (N, K), a quantized matrix (K, M) and a bias (M,).
+    """Compute x @ matrix + bias, (N, K) by (K, M), dequantizing some rows at a time; the result has the dtype of x.
 
     The product is computed in float32 or more; the result has the dtype of x.
 
@@ -81,7 +81,7 @@ class QuantizedMatrix:
 
     @classmethod
     def quantize(cls, matrix: np.ndarray, dtype_name: str, transposed: bool = False) -> QuantizedMatrix:
-        """Quantize a matrix of floats, by rounding to the nearest values.
+        """Round a float matrix to a 16-bit dtype, or to int8 with a scale per row; raise if it is not finite.
 
         An int8 matrix has one scale per row (per column if `transposed`), such that the largest element becomes 127.
 
@@ -135,7 +135,7 @@ class QuantizedMatrix:
     def linear(
         self, x: Tensor, weights: Tensor, bias: Tensor | None, name: str, precision: str, dtype: Any = None
     ) -> Tensor:
-        """Compute x W + b like `tricycle.functions.linear`, for weights whose array is this matrix.
+        """Compute x W + b with this matrix as W, with gradients for x and bias; raise if weights require one.
 
         Raises:
             ValueError: the weights require a gradient.

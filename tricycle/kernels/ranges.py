@@ -6,7 +6,7 @@ from tricycle.kernels.reference.attention import ScoreOptions
 
 
 def visible_keys(score_options: ScoreOptions, queries: slice, n_keys: int) -> slice:
-    """Return the range of keys that at least one of the given queries attends to."""
+    """Return the slice of keys that at least one of a slice of queries attends to, by causal offset and window."""
     if score_options.offset is None:
         return slice(0, n_keys if queries.start < queries.stop else 0)
     start, stop = 0, min(n_keys, queries.stop + score_options.offset)
@@ -16,7 +16,7 @@ def visible_keys(score_options: ScoreOptions, queries: slice, n_keys: int) -> sl
 
 
 def queries_with_keys(score_options: ScoreOptions, n_queries: int, n_keys: int) -> slice:
-    """Return the range of queries that attend to at least one key."""
+    """Return the slice of queries that attend to at least one key, by causal offset and window; (0, 0) if none."""
     if score_options.offset is None:
         return slice(0, n_queries if n_keys else 0)
     start, stop = max(0, -score_options.offset), n_queries

@@ -71,7 +71,7 @@ StepBack = Callable[[Array, Array, Array, Array, Array], None]
 def forward_through_time(
     step: Step, gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None
 ) -> None:
-    """Run a recurrent layer over all steps, from states[:, 0]."""
+    """Call `step` at each time t with states[:, t] W + b, to overwrite gates[t] and write states[:, t + 1]."""
     xp = array_module(gates)
     for t in range(gates.shape[0]):
         before, after = states[:, t], states[:, t + 1]
@@ -93,7 +93,7 @@ def backward_through_time(
     d_gates: Array,
     d_states: Array,
 ) -> None:
-    """Run backpropagation through time over all steps, and write d_gates and d_states."""
+    """Call `step` for each time step in reverse; write d_gates; turn the gradients d_states into the first states'."""
     xp = array_module(grad)
     across = weights.T
     d_output = d_states[0]
@@ -126,7 +126,7 @@ def _to_sigmoid(x: Array) -> None:
 @kernel
 @upcasting_in_place(0, 1)
 def rnn(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, relu: bool) -> None:
-    """Run a simple RNN, h' = tanh(gate) or max(gate, 0) with `relu` (Elman 1990); write gates and states."""
+    """Run h' = tanh(gate + h W + b), or relu, over all steps (Elman 1990); overwrite gates, write states[:, 1:]."""
     xp = array_module(gates)
 
     def step(gate: Array, recurrent: Array, before: Array, after: Array) -> None:
@@ -148,7 +148,7 @@ def rnn_backward(
     d_states: Array,
     relu: bool,
 ) -> None:
-    """Write the gradients of a simple RNN into d_gates and d_states."""
+    """Backpropagate a simple RNN through time: write d_gates; overwrite d_states with the first states' gradients."""
 
     def step(gate: Array, before: Array, after: Array, d_states: Array, d: Array) -> None:
         h = after[0]

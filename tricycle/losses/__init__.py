@@ -27,7 +27,7 @@ def from_hidden(
     n_rows: int,
     scale: Array | float = 1.0,
 ) -> Tensor:
-    """Compute the cross-entropy of `head(hidden)` in chunks of rows, so that the full logits are never stored.
+    """Compute the cross-entropy of `head(hidden)` and its gradients in chunks of rows, never storing all logits.
 
     The gradients are computed together with the loss of each chunk; the backward pass only multiplies them by the
     gradient of the loss, which is nearly always 1. So one more array for each parameter is stored until then. Rows with

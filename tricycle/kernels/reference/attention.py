@@ -30,7 +30,7 @@ class ScoreOptions(NamedTuple):
 def attention(
     q: Array, k: Array, v: Array, score_options: ScoreOptions, off_by_one: bool, mask: Any = None, dtype: Any = None
 ) -> tuple[Array, Array]:
-    """Compute softmax(scores) v for each head, or softmax1 with `off_by_one`; return it with the scores' logsumexp.
+    """Return softmax(scores) v for each head, or softmax1 with `off_by_one`, and the logsumexp of each row of scores.
 
     The output (B, T, H, E) has `dtype`, by default that of q, and is 0 where all keys are masked. The logsumexp of each
     row, (B, H, T), is -inf there (0 with `off_by_one`); the backward kernel needs it. Source: Vaswani et al. 2017.
@@ -64,7 +64,7 @@ def attention_backward(
     dv: Array,
     mask: Array | None = None,
 ) -> None:
-    """Write the gradients of q, k and v into dq, dk and dv, which may be strided and uninitialized."""
+    """Recompute weights from `logsumexp`; write the gradients of q, k, v to dq, dk, dv (strided or uninitialized)."""
     xp = array_module(q)
     shift = xp.where(xp.isneginf(logsumexp), 0, logsumexp)[..., None]
     # sum_s weight_s dweight_s equals the dot product of the output and its gradient
@@ -109,7 +109,7 @@ def softcapped_scores(q: Array, k: Array, score_options: ScoreOptions) -> Array:
 
 
 def mask_scores(scores: Array, score_options: ScoreOptions, mask: Array | None) -> Array:
-    """Return scores (B, H, T, S) with -inf where the causal offset, the sliding window or the mask hides a key."""
+    """Return scores (B, H, T, S), -inf outside the causal offset and sliding window, plus the additive mask."""
     xp = array_module(scores)
     if score_options.offset is not None:
         last = xp.arange(score_options.offset, score_options.offset + scores.shape[2])[:, None]
