@@ -65,7 +65,7 @@ class Run(NamedTuple):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle bench` with a command line; by default that of this process."""
+    """Run `tricycle bench`: train GPTs with a file's softmax and built-in ones; print losses, write an HTML page."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     check_positive("bench", steps=arguments.steps, seeds=arguments.seeds)
     for name in arguments.against:
@@ -102,7 +102,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def register_softmax(path: Path) -> Iterator[str]:
-    """Register the softmax of a Python file within this context, so that configs can name it; yield its name.
+    """Execute a Python file, check its softmax, and register it in SOFTMAXES within this context; yield its name.
 
     Raises:
         FileNotFoundError, ValueError: no such file, no softmax in it, or one that `check_softmax` rejects.
@@ -126,7 +126,7 @@ def register_softmax(path: Path) -> Iterator[str]:
 
 
 def check_softmax(path: Path, softmax: Any) -> None:
-    """Check the gradient of a softmax, and that masked keys get weight 0.
+    """Check a softmax's gradient by finite differences, and weights of 0 for masked keys; else raise ValueError.
 
     Raises:
         ValueError: a wrong gradient, or a nonzero weight of a masked key.
@@ -147,7 +147,7 @@ def check_softmax(path: Path, softmax: Any) -> None:
 
 
 def load_tokens() -> tuple[np.ndarray, np.ndarray]:
-    """Return training and held-out tokens, from different source files of Python's standard library."""
+    """Return training and held-out tokens of Python's standard library; the BPE tokenizer is trained on the former."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [path.read_bytes() for path in files]
     held_out = b"".join(texts[::10])[: N_BYTES // 10]
@@ -164,7 +164,9 @@ def evaluation_steps(n_steps: int) -> list[int]:
 
 
 def train(name: str, seed: int, steps: Sequence[int], text: np.ndarray, held_out: np.ndarray) -> Run:
-    """Train a small GPT with a softmax; runs of the same seed have the same initial weights and batches.
+    """Train a small GPT with a softmax; return held-out losses after each of `steps`, and the seconds of an update.
+
+    Runs of the same seed have the same initial weights and batches.
 
     Args:
         name: the name of the softmax.
@@ -191,7 +193,7 @@ def train(name: str, seed: int, steps: Sequence[int], text: np.ndarray, held_out
 
 
 def summarize_runs(name: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the losses of runs with one softmax, the mean and standard deviation of the last, and ms per step."""
+    """Return the losses of runs with one softmax, mean and standard deviation of the last, and median ms per step."""
     last = np.array([run.losses[-1] for run in runs])
     return {
         "name": name,

@@ -98,7 +98,7 @@ class Conversation:
         self.state, self._generate = new_decoder(self.model, self.decoding)
 
     def ask(self, message: str) -> tuple[Iterator[str], int]:
-        """Add a user message; return the answer as an iterator of text, and the number of dropped old messages.
+        """Add a user message; return the answer as a text iterator, and the number of old messages dropped to fit it.
 
         The conversation gets the part of the answer that the caller has consumed.
 
@@ -142,7 +142,7 @@ class Conversation:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle chat` with a command line; by default that of this process."""
+    """Run `tricycle chat`: load a model, and answer each line of stdin, or execute it if it is a /command."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
@@ -157,7 +157,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def read_lines(at_terminal: bool) -> Iterator[str]:
-    """Yield the lines of stdin until its end; in a terminal with a prompt."""
+    """Yield the lines of stdin until its end; at a terminal, prompt with `> `, and also end at Ctrl-C."""
     if not at_terminal:
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
@@ -172,7 +172,7 @@ def read_lines(at_terminal: bool) -> Iterator[str]:
 
 
 def handle_line(conversation: Conversation, line: str) -> None:
-    """Execute a line of input: a command that starts with a slash, or a message to answer."""
+    """Execute /help, /reset or /save FILE, or else print the answer to the line; // at the start sends a slash."""
     word, _, rest = line.strip().partition(" ")
     if word == "/help":
         print(HELP)
@@ -188,7 +188,7 @@ def handle_line(conversation: Conversation, line: str) -> None:
 
 
 def save(messages: list[Message], name: str) -> None:
-    """Save a conversation to a file, and print the result."""
+    """Save messages to a file, as JSON if its suffix is .json, else as text; print the result, or the error."""
     if not name:
         print("(expected a file name: /save FILE)")
         return
@@ -207,7 +207,7 @@ def save(messages: list[Message], name: str) -> None:
 
 
 def answer(conversation: Conversation, message: str) -> None:
-    """Print the answer to a message while it is generated.
+    """Print the answer to a message while it is generated, or an error in one line; Ctrl-C stops the answer.
 
     Ctrl-C stops after the current token, when the KV caches of all blocks are equal; a second Ctrl-C stops at once.
     """

@@ -13,7 +13,7 @@ MIN_HISTORY, MAX_HISTORY = 4, 100  # number of earlier times for the comparison
 
 
 def awake_seconds() -> float:
-    """Return the seconds that the machine has been awake since an arbitrary time.
+    """Return the seconds of a monotonic clock that stops while the machine sleeps.
 
     Linux's monotonic clock stops in sleep; macOS and Windows have separate clocks that do.
     """
@@ -27,7 +27,7 @@ def awake_seconds() -> float:
 
 
 def exclude_pause(seconds: float, history: Sequence[float]) -> float:
-    """Return the seconds of some work without a pause of the process (Ctrl-Z, or a paused virtual machine).
+    """Return `seconds`, or the median of `history` if they exceed 10 s and ten times it: the process was paused.
 
     Work of more than 10 s and more than ten times the usual time counts as paused; the result is then the usual time.
 

@@ -41,7 +41,7 @@ class Arguments:
 
 
 def are_runs(words: Sequence[str]) -> bool:
-    """Return whether a command line consists of two or more run folders and flags of `Arguments`.
+    """Return whether the words except --out, --port and --browser are two or more run folders; raise for a mixture.
 
     Raises:
         ValueError: three or more words, of which some but not all are run folders.
@@ -79,7 +79,7 @@ class Runs(StaticPage):
         self.page()  # an unreadable folder is an error of the command, not of the page
 
     def page(self) -> str:
-        """Return the HTML page of the comparison.
+        """Read the runs, and return the HTML page that compares them.
 
         Raises:
             ValueError: the config of a folder cannot be read.
@@ -90,7 +90,7 @@ class Runs(StaticPage):
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return a name for each folder: the fewest last parts of the paths that make all names different."""
+    """Return the fewest last parts of the paths that make all names different, with a number for a repeated folder."""
     places = [folder.resolve() for folder in folders]
     for n_parts in range(1, 1 + max(len(place.parts) for place in places)):
         names = [Path(*place.parts[-n_parts:]).as_posix() for place in places]

@@ -68,7 +68,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def new_task(words: Sequence[str], processes: ProcessGroup) -> DistillTask:
-    """Parse a command line, and return the task that starts or resumes the run.
+    """Parse a command line; return the task that resumes a run, or starts one with the loaded teacher's vocab_size.
 
     Raises:
         ValueError, FileNotFoundError: a wrong command line or run folder, before any file is written.
@@ -89,7 +89,7 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> DistillTask:
 
 
 def parse_arguments(words: Sequence[str]) -> Arguments:
-    """Parse a command line; the student's preset provides the defaults."""
+    """Parse a command line; the preset that --student-preset names provides the defaults of the config."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--student-preset", "--student_preset", default=Arguments.preset)
     preset = first.parse_known_args(list(words))[0].student_preset
@@ -99,7 +99,7 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Check that a teacher is given, and the ranges of the distillation flags.
+    """Raise ValueError unless a teacher is given, temperature is above 0, and hard_weight is from 0 to 1.
 
     Raises:
         ValueError: no teacher, or a number out of range.
@@ -112,7 +112,7 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def read_distillation(folder: Path) -> tuple[Arguments, str]:
-    """Return the arguments that a run was started with, and the digest of its text.
+    """Read a run folder of `tricycle distill`; return the arguments of its start and the digest of its text.
 
     Raises:
         FileNotFoundError, ValueError: the folder is not of a run of `tricycle distill`.
@@ -158,7 +158,7 @@ class DistillTask(TrainTask):
         return {**super().describe(), "command": self.command, "distill": own, "base": self.teacher_digest}
 
     def prepare(self, run: Run) -> TrainingState:
-        """Load the teacher, the text and the student, and set the distillation loss."""
+        """Load the teacher (unchanged if resumed), text and student; return the state with the distillation loss."""
         arguments = self.arguments
         self.teacher = self.teacher or load_model(arguments.teacher, device=arguments.device)
         print(f"teacher: {arguments.teacher}, {self.teacher.model.n_parameters:,} parameters")

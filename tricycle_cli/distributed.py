@@ -37,7 +37,7 @@ CODE_PACKAGES = "tricycle tricycle_accelerators tricycle_cli tricycle_datasets t
 
 @contextlib.contextmanager
 def process_group() -> Iterator[ProcessGroup]:
-    """Yield the process group of the launcher (mpiexec), or a group of one process.
+    """Yield the group of mpiexec's processes, or of one; share threads and GPUs, print on rank zero, end all on errors.
 
     Only rank zero prints within this context. An error on any rank ends all ranks with one message that names the rank.
 
@@ -73,7 +73,7 @@ def process_group() -> Iterator[ProcessGroup]:
 
 
 def require_one_process(command: str) -> None:
-    """Check that a command was started in one process.
+    """If there are several processes, raise ValueError on rank zero, and exit on the other ranks.
 
     Raises:
         ValueError: several processes; raised on rank zero, while the other ranks exit.
@@ -139,7 +139,7 @@ def parse_on_all_ranks(processes: ProcessGroup, parse: Callable[[], T]) -> T:
 
 # -------------------------------------------------------------------- properties that must be the same on all ranks
 def check_same(processes: ProcessGroup, properties: dict[str, Any]) -> None:
-    """Check that properties are the same on all ranks; different ranks would compute different weights.
+    """Raise ValueError on all ranks if a property differs from rank zero's; the message names ranks and properties.
 
     Raises:
         ValueError: names every rank and property that differs from rank zero.
@@ -178,7 +178,7 @@ def common_properties() -> dict[str, Any]:
 
 
 def code_digest() -> str:
-    """Return a short digest of the source code of all of Tricycle's modules."""
+    """Return the first 12 hex digits of a SHA-256 of all of Tricycle's Python files."""
     digest = hashlib.sha256()
     root = Path(__file__).resolve().parents[1]
     for package in CODE_PACKAGES:
@@ -189,7 +189,7 @@ def code_digest() -> str:
 
 
 def check_batches(processes: ProcessGroup, n_batches: int, batch_size: int) -> None:
-    """Check that an update has a batch for each rank; print a note if the batches do not divide evenly.
+    """Raise ValueError if an update has fewer batches than ranks; print a note if the batches do not divide evenly.
 
     Raises:
         ValueError: an update has fewer batches than there are ranks.
@@ -214,7 +214,7 @@ def n_threads() -> int:
 
 
 def share_threads(processes: ProcessGroup) -> None:
-    """Divide the processors of a machine among its ranks by setting TRICYCLE_NUM_THREADS.
+    """Set TRICYCLE_NUM_THREADS to this rank's share of the machine's processors, unless the user set it; print it.
 
     TRICYCLE_NUM_THREADS and OMP_NUM_THREADS of the user take precedence.
     """

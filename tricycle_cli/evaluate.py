@@ -69,7 +69,7 @@ class Score:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle evaluate` with a command line; by default that of this process."""
+    """Run `tricycle evaluate`: print a model's loss and bits per byte on each file and in total, as text or JSON."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     if not arguments.files:
         raise ValueError("expected at least one file, got none")
@@ -98,7 +98,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def tokenize_text(tokeniser: Tokeniser, text: bytes, name: str = "evaluate") -> HeldOut:
-    """Encode a text for evaluation; the first token is context and is not predicted.
+    """Return a text as `HeldOut` tokens with a byte count; the first token (start of text, if any) is not predicted.
 
     The first token is the tokenizer's start-of-text token. Without such a token, it is the first token of the text,
     whose bytes then do not count.

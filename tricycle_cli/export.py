@@ -38,7 +38,7 @@ class Arguments:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle export` with a command line; by default that of this process."""
+    """Run `tricycle export`: write a model (with a merged adapter) as a Hugging Face folder, a GGUF file, or both."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     if arguments.folder is None and arguments.gguf is None:
         raise ValueError("expected an output folder or --gguf, got neither")
@@ -63,7 +63,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def training_results(source: Path) -> dict[str, Any]:
-    """Return the training data and final losses of a run folder for the model card; empty for other sources."""
+    """Return a run's data and final losses for a model card, from data.json and metrics.jsonl; {} if one is missing."""
     folder = source if source.is_dir() else source.parent
     card: dict[str, Any] = {}
     if (folder / "data.json").is_file() and (folder / "metrics.jsonl").is_file():

@@ -18,7 +18,7 @@ PICTURE, TABLE = "learning_rate.png", "learning_rate.csv"
 def find_learning_rate(
     config: GPTConfig, tokens: Any, model: GPT | None, on_gpu: bool, folder: Path, show_progress: bool = True
 ) -> None:
-    """Run a learning-rate range test, write the curve and the table to a folder, and print a suggestion.
+    """Run a learning-rate range test; write learning_rate.png and .csv to a folder, and print a suggestion.
 
     Args:
         config: the config of the model and of training.

@@ -156,7 +156,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
-    """Parse a command line, and return the task that starts or resumes the run.
+    """Parse and check a command line; return the task that starts or resumes a run, and load nothing yet.
 
     Raises:
         ValueError: a wrong command line, before any file is written.
@@ -171,7 +171,7 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Check flags that depend on each other, and ranges that no later function checks.
+    """Raise ValueError for --method full with --weights, --dora or --rslora, or for a number out of range.
 
     Raises:
         ValueError: flags that contradict each other, or a number out of range.
@@ -191,7 +191,7 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def read_arguments(folder: Path) -> Arguments:
-    """Return the flags that a run was started with, from its data.json.
+    """Read the flags that a run was started with from its data.json, and check names, types and choices.
 
     Raises:
         FileNotFoundError, ValueError: the folder is not of a run of `tricycle finetune`.
@@ -246,7 +246,7 @@ class FinetuneTask(Task):
         return f"{Path(self.arguments.model).stem}-finetuned"
 
     def claim_folder(self, folder: Path, processes: ProcessGroup) -> None:
-        """Check that a new run can use the folder, or replace the arguments by the flags of a resumed run."""
+        """Check that a new run's folder has no run; for a resumed run load `arguments` (but a new --track)."""
         if self.arguments.resume is None:
             claim_new_folder(folder)
             return
@@ -255,7 +255,7 @@ class FinetuneTask(Task):
         check_trackers(self.arguments.track)
 
     def prepare(self, run: Run) -> TuningState:
-        """Load the data and the model, attach a new adapter, and start or resume the run."""
+        """Load data and model, add a LoRA adapter unless --method is full; return the new or resumed state."""
         arguments, lora = self.arguments, _lora_config(self.arguments)
         records = read_records(arguments.data)
         held_out = read_records(arguments.held_out) if arguments.held_out else []
@@ -362,7 +362,7 @@ class FinetuneTask(Task):
         return {**flags, **state.config.to_dict()}
 
     def memory_advice(self, config: GPTConfig, on_gpu: bool) -> str:
-        """Return advice on settings that need less memory, for the message of a MemoryError."""
+        """Return the flags to change for less memory, with their present values, for the message of a MemoryError."""
         arguments = self.arguments
         advice = [] if arguments.recompute else ["use --recompute"]
         if arguments.batch_size > 1:
@@ -387,7 +387,7 @@ class FinetuneTask(Task):
             write_samples(self.loaded, run, title, self.prompts, self.arguments.sample_tokens)
 
     def report(self, state: Any, run: Run) -> None:
-        """Load the best checkpoint, print losses before and after training, and plot the loss curve."""
+        """Load the best checkpoint, write samples and loss.png, and print losses before and after training."""
         if state.evaluated_step != state.step:
             evaluate_and_record(state, run, self)
         checkpoint = load_checkpoint(run.best)
@@ -428,7 +428,7 @@ def _lora_config(arguments: Arguments) -> LoRAConfig | None:
 
 
 def check_record_kinds(loss: str, records: Sequence[Record]) -> None:
-    """Check that the loss can be computed on every record: DPO needs preference pairs, cross-entropy texts.
+    """Raise ValueError unless all records (loss "dpo") or none of them (other losses) are preference pairs.
 
     Raises:
         ValueError: a record of the wrong kind; the message names the first.
@@ -449,7 +449,7 @@ def compute_reference_logprobs(model: GPT, datasets: Sequence[Any]) -> None:
 
 
 def fingerprint(model: GPT) -> str:
-    """Return a digest of some rows of each weight, by which a run detects a changed model."""
+    """Return a SHA-256 of the name, shape and some rows of each weight, by which a run detects a changed model."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         array: Any = parameter.array
@@ -462,7 +462,7 @@ def fingerprint(model: GPT) -> str:
 
 
 def finetuning_bytes(config: GPTConfig, dataset: PackedDataset, learning: Layer) -> int:
-    """Return the memory in bytes that training needs besides the model.
+    """Return the bytes of training besides the model: 12 per parameter of `learning`, and a batch's activations.
 
     The sum of gradients, optimizer state, and the activations of a batch of the longest rows.
     """
@@ -472,7 +472,7 @@ def finetuning_bytes(config: GPTConfig, dataset: PackedDataset, learning: Layer)
 
 
 def training_config(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) -> GPTConfig:
-    """Return the config of the run: the model's fields, and the training settings of the flags."""
+    """Return the model's config with the flags' training settings, and defaults for steps, rate and evaluation."""
     steps_per_epoch = dataset.n_items / (arguments.batch_size * arguments.accumulation_steps)
     steps = arguments.steps or max(1, math.ceil(steps_per_epoch * arguments.epochs))
     factor = DPO_RATE_FACTOR if arguments.loss == "dpo" else 1
@@ -529,7 +529,7 @@ def _prompts(arguments: Arguments, examples: ExampleSplit) -> list[tuple[str, li
 
 
 def read_prompts(path: Path, description: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
-    """Return the prompts of the samples that were drawn before training.
+    """Return the pairs of text and ids in data.json's "prompts"; `path` is its path, for the error of a wrong pair.
 
     Raises:
         ValueError: data.json has no valid prompts.

@@ -41,7 +41,7 @@ VALUE_ALIASES = {
 
 
 def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = None, description: str = "") -> T:
-    """Parse a command line into a dataclass; on an error print one line and exit with status 2.
+    """Parse a command line into a dataclass with the defaults of `default`; print an error in one line and exit (2).
 
     Args:
         kind: the dataclass: a field for each flag, with the help text as its docstring.
@@ -126,7 +126,7 @@ def fail(message: str, status: int = 1) -> NoReturn:
 
 
 def on_one_line(message: str) -> str:
-    """Return a message without line breaks and control characters, shortened to at most 1,000 characters.
+    """Join the lines of a message, escape control characters, and cut out the middle beyond 1,000 characters.
 
     Text from files may be of any length, and may contain control characters of terminals.
     """
@@ -144,7 +144,7 @@ def run_main(main: Callable[[], int | None]) -> None:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Tune the process for training, and print an error within this context on one line and exit.
+    """Tune the process for training; print an error within this context as one line on stderr, and exit.
 
     With TRICYCLE_TRACEBACK set, errors keep their traceback.
     """

@@ -24,7 +24,7 @@ LINE, SAMPLE, TENSOR, ABOUT, PICTURE = 160, 4000, 200, 20_000, 200_000
 
 
 def max_folder_bytes(state: TrainingState, tokeniser: Tokeniser) -> int:
-    """Return the maximum size of a run folder in bytes, once the number of updates is known.
+    """Return the maximum bytes of a run folder: three checkpoints, tokenizer, metrics of all steps, samples, plot.
 
     Counts three checkpoints: the last, the best, and one that is being written. Each contains the weights and two
     moments of the optimizer state.
@@ -54,7 +54,7 @@ def retry_on_full_disk(
     print_line: Callable[[str], None],
     stop: Callable[[], bool],
 ) -> T:
-    """Call a function that writes to a folder until the disk has enough space, and return its result.
+    """Call `write` and return its result; while the disk is full, wait and retry until `stop()`, or with "stop" raise.
 
     Args:
         write: the function, which removes its partial files when it fails.

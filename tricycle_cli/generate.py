@@ -37,7 +37,7 @@ class Arguments:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle generate` with a command line; by default that of this process."""
+    """Run `tricycle generate`: load a model, and print the prompt and its sampled continuation as it is generated."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
     tokeniser = loaded.tokeniser
@@ -51,7 +51,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:
-    """Encode the prompt; without a prompt return the token that starts a new text.
+    """Encode the prompt; None becomes the token that starts a new text, an empty prompt raises ValueError.
 
     Raises:
         ValueError: the prompt is empty.
@@ -67,7 +67,7 @@ def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:
 def stream_text(
     tokens: Iterator[int], tokeniser: Tokeniser, skipped: Sequence[int], context: Sequence[int]
 ) -> Iterator[str]:
-    """Decode tokens to text as they arrive; yield whole characters only.
+    """Yield the text of tokens as they arrive, in whole characters, without `skipped`; `context` came before.
 
     Args:
         skipped: tokens that are left out of the text, such as the end-of-text token.
@@ -81,7 +81,7 @@ def stream_text(
 
 
 def print_stream(prompt: str, parts: Iterator[str]) -> None:
-    """Print the prompt, and then each part of the text when it arrives."""
+    """Write the prompt, and then each part of the text when it arrives, to stdout; a closed pipe ends it silently."""
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     sys.stdout.write(prompt)
     try:

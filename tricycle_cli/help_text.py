@@ -23,7 +23,7 @@ DASHES = re.compile(r"^ +-{9,}$", re.MULTILINE)
 
 
 def format_help(text: str, show_all: bool) -> str:
-    """Format tyro's help text (without colors, `WIDE` columns) in groups.
+    """Sort the flags of tyro's help text into groups, wrap it for the terminal, and hide rare ones unless `show_all`.
 
     Args:
         text: the text that tyro prints.

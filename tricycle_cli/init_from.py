@@ -40,7 +40,7 @@ def default_config(model: GPT) -> GPTConfig:
 
 
 def check_shape(model: GPT, config: GPTConfig) -> None:
-    """Check that a config has the model's shape.
+    """Raise ValueError if the config has another architecture than the model, or a longer context window.
 
     Raises:
         ValueError: a field that differs; the message names its flag.
@@ -59,7 +59,7 @@ def check_shape(model: GPT, config: GPTConfig) -> None:
 
 
 def initialize_from(model: GPT, config: GPTConfig) -> GPT:
-    """Return a new model of this config with the weights of another model.
+    """Return a new GPT of this config with another model's weights; its softmax may differ, its window be shorter.
 
     Raises:
         ValueError: the config does not have the model's shape.

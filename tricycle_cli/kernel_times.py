@@ -14,7 +14,7 @@ from tricycle.kernels.dispatch import Kernel
 
 @contextmanager
 def timed_kernels(clock: Callable[[], float] = time.perf_counter) -> Iterator[defaultdict[str, float]]:
-    """Yield a dict of the seconds by kernel name, updated by each kernel call of this thread within the context.
+    """Yield a dict of seconds by kernel name, to which this thread's outermost kernel calls add within the context.
 
     A kernel that another kernel calls counts as part of the caller, so that the sum is at most the elapsed time. Calls
     of other threads do not count, because they run within a call of this thread.

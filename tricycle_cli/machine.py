@@ -72,7 +72,7 @@ def read_cpuinfo() -> str:
 
 
 def describe_processor(cpuinfo: str) -> str:
-    """Describe the processor: name, number of cores and instruction sets.
+    """Describe the processor, given the text of /proc/cpuinfo: name, number of logical cores, and instruction sets.
 
     Args:
         cpuinfo: the text of Linux's /proc/cpuinfo; "" on other systems.
@@ -90,7 +90,7 @@ def describe_processor(cpuinfo: str) -> str:
 
 
 def describe_blas() -> str:
-    """Describe the BLAS library of NumPy: name, version, and the processor type of its kernels."""
+    """Describe NumPy's BLAS libraries: name, version, processor type of the kernels, and variables that pin it."""
     pins = [f"pinned by {name}={os.environ[name]}" for name in PINNING_VARIABLES if os.environ.get(name)]
     found = [
         f"{library.internal_api} {library.version or ''}, {getattr(library, 'architecture', None) or 'unknown'} kernels"
@@ -119,7 +119,7 @@ def thread_report() -> str:
 
 
 def host_report() -> str:
-    """Tune this process as every command of Tricycle does, and describe the changes."""
+    """Tune this process (malloc, BLAS threads) as every command does; return a line that describes the changes."""
     done = host.tune_host()
     changes = [
         "freed memory stays with the process, in huge pages" if done.keeps_memory else "",
@@ -132,7 +132,7 @@ def host_report() -> str:
 
 
 def nvidia_smi(*words: str) -> list[str]:
-    """Run nvidia-smi, and return the lines of its output; an empty list if it is missing or fails."""
+    """Run nvidia-smi with arguments; return its output lines, [] if it is missing, does not start, or takes 10 s."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -164,7 +164,7 @@ def gpu_libraries() -> dict[str, str | None]:
 
 
 def speed_report() -> str:
-    """Measure the rate of a matrix product, and the fraction of it that a training step reaches, in each precision."""
+    """Measure matmul and training in float32 (and bfloat16); return a line of GFLOP/s and fractions of the peak."""
     problem = onednn.unavailable_reason()
     rates = [
         f"{found.product_rate / 1e9:,.0f} GFLOP/s in {found.precision} (training step: {found.fraction:.0%} of peak)"
@@ -173,12 +173,12 @@ def speed_report() -> str:
     return "; ".join([*rates, f"no bfloat16: {problem}"] if problem else rates)
 
 
-def advice(shown: list[str], problem: str | None) -> list[str]:
-    """Return suggestions for more speed on this machine.
+def advice(listed_gpus: list[str], gpu_problem: str | None) -> list[str]:
+    """Return suggestions for more speed: variables to unset, packages to install, GPUs that are not used.
 
     Args:
-        shown: the names of the GPUs that the driver lists.
-        problem: the reason why no GPU can be used; None if one can be used.
+        listed_gpus: the names of the GPUs that the driver lists.
+        gpu_problem: the reason why no GPU can be used; None if one can be used.
     """
     pins = [name for name in PINNING_VARIABLES if os.environ.get(name)]
     found = [f"unset {name}: it may prevent the best kernels for this processor" for name in pins]
@@ -198,15 +198,15 @@ def advice(shown: list[str], problem: str | None) -> list[str]:
         found.append(f"{onednn.EXTRA}: this processor has instructions for bfloat16 matrix products")
     if float32_products.EXTRA in (float32_products.unavailable_reason() or ""):
         found.append("pip install 'tricycle-gpt[mkl]': MKL has the fastest matrix products on this processor (220 MB)")
-    if shown and problem:
-        found.append(f"use {', '.join(shown)}: {problem}")
-    if problem is None:
+    if listed_gpus and gpu_problem:
+        found.append(f"use {', '.join(listed_gpus)}: {gpu_problem}")
+    if gpu_problem is None:
         found += [f"on the GPU: {lacking}" for lacking in gpu_libraries().values() if lacking]
     return found
 
 
 def kernel_report() -> str:
-    """List the providers of each kernel for NumPy arrays in order of priority, and the reasons for unavailable ones."""
+    """Return lines: the CPU, each kernel's providers for NumPy arrays by priority, and why others are unavailable."""
     KERNELS["matmul"].implementations_for(np.ndarray)  # all providers register their kernels
     providers = {name: [*map(provider_name, kernel.registered.get(np.ndarray, ()))] for name, kernel in KERNELS.items()}
     width = max(map(len, providers))
@@ -223,7 +223,7 @@ def kernel_report() -> str:
 
 
 def report() -> str:
-    """Measure the speed for some seconds; return a report of versions, hardware, threads and missing extras."""
+    """Measure for some seconds; return a report of versions, hardware, threads, speed, packages, and suggestions."""
     shown, problem = gpu_names(), devices.gpu_problem()
     cupy = ", ".join(installed(*CUPY))
     in_use = [f"{', '.join(shown) or 'available'}, used after .to_gpu()"]
@@ -263,7 +263,7 @@ def advice_lines(found: list[str]) -> list[str]:
 
 
 def fraction_report() -> str:
-    """Measure the fraction of the CPU's peak that a training step reaches in each precision; return tables."""
+    """Measure for 15 s which fraction of the CPU's peak a training step reaches; return tables and suggestions."""
     host.tune_host()  # as the commands for training do
     print("measuring for about 15 seconds", end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
     config = speed.config_for(speed.product_rate())
@@ -273,7 +273,7 @@ def fraction_report() -> str:
 
 
 def main() -> int:
-    """Run `tricycle machine` with the command line of this process."""
+    """Run `tricycle machine`: print a report of this machine, or with flags the kernels' providers or speed tables."""
     arguments = Arguments()
     if sys.argv[1:]:
         from tricycle_cli.flags import parse

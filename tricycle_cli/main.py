@@ -27,7 +27,7 @@ MODULE = "python -m tricycle"
 
 
 def main(program: str = PROGRAM) -> None:
-    """Run the subcommand that the command line names; `python -m tricycle` without arguments runs `machine`."""
+    """Run the subcommand that sys.argv names, and exit, or print help; `python -m tricycle` alone runs `machine`."""
     words = sys.argv[1:]
     if not words and program == MODULE:
         words = ["machine"]

@@ -73,7 +73,7 @@ def cache_dtype(flag: str) -> str | None:
 
 
 def new_decoder(model: GPT, flags: DecodingFlags) -> tuple[DecodingState, Callable[..., Iterator[int]]]:
-    """Return an empty decoding state and the function that generates: `generate` or `generate_prompt_lookup`."""
+    """Return an empty decoding state, and `generate`, or `generate_prompt_lookup` if flags.draft_tokens > 0."""
     dtype = cache_dtype(flags.kv_cache_dtype)
     if flags.draft_tokens <= 0:
         return DecodingState(model, quantized_dtype(dtype) if dtype == "bfloat16" else dtype), generate
@@ -84,7 +84,7 @@ def new_decoder(model: GPT, flags: DecodingFlags) -> tuple[DecodingState, Callab
 
 
 def use_gpu(device: str, weights: str = "float32") -> bool:
-    """Return whether to compute on a GPU.
+    """Return whether to use a GPU; "auto": if one works and weights are float32; "gpu": raise if it cannot be used.
 
     Raises:
         RuntimeError: device is "gpu", and no GPU can be used.
@@ -109,7 +109,7 @@ def load_model(
     adapter: Path | None = None,
     loaded: Pretrained | None = None,
 ) -> Pretrained:
-    """Load a decoder with its tokenizer, and move it to the device.
+    """Load a decoder with its tokenizer, apply tokenizer file, adapter and softmax, and move it to the device.
 
     Args:
         source: a run folder, a checkpoint, a pickle, or a source that `tricycle.pretrained.load` takes.
@@ -153,7 +153,7 @@ def load_model(
 
 
 def load_file(source: str, weights: str = "float32") -> Pretrained:
-    """Load a decoder or an encoder from a path or by name, with its tokenizer if the source has one.
+    """Load a decoder or encoder by path (pickle, file, folder) or name; its tokenizer may be None.
 
     Raises:
         FileNotFoundError, ValueError: the source is missing, or contains no model.
@@ -202,7 +202,7 @@ class SamplingFlags:
     """seed of the random generator: the same seed gives the same text"""
 
     def for_model(self, loaded: Pretrained, fallback: dict[str, Any] | None = None) -> PenalizedSamplingParams:
-        """Return the sampling parameters for a model, with its stop tokens.
+        """Return the model's default sampling parameters with its stop tokens, replaced by the flags that are given.
 
         Args:
             loaded: the model with its generation settings.
@@ -219,7 +219,7 @@ class SamplingFlags:
 
 
 def default_sampling(loaded: Pretrained) -> PenalizedSamplingParams:
-    """Return the default sampling parameters: `SAMPLING` for models trained by Tricycle, else the model's own."""
+    """Return the model's generation settings as sampling parameters; for models trained by Tricycle, constants."""
     known: dict[str, Any] = {"stop_tokens": stop_tokens(loaded), "n_vocab": loaded.tokeniser.n_vocab}
     if loaded.source is None:
         return replace(SAMPLING, **known)

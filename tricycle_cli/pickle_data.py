@@ -62,7 +62,7 @@ class RecordedCall:
 
 
 def read_pickle(content: Buffer, resolve_name: ResolveName) -> Any:
-    """Return the content of a pickle as plain data.
+    """Decode a pickle to plain data: nothing is imported or called, names and calls become records.
 
     The result consists of plain values, tuples, lists, dicts, memoryviews of the pickle's bytes, `GlobalName` and
     `RecordedCall`.
@@ -87,6 +87,7 @@ class _File:
         self.content, self.offset, self.reads_left = content, 0, MAX_READS
 
     def read(self, n_bytes: int) -> Buffer | bytes:
+        """Return the next `n_bytes` bytes; raise if fewer remain, or after `MAX_READS` reads."""
         start, self.reads_left = self.offset, self.reads_left - 1
         size = len(self.content)
         if n_bytes > size - start:
@@ -163,6 +164,7 @@ class _Reader(pickle._Unpickler):
         self.expect_top(list).extend(values)
 
     def set_items(self, pairs: list[Any]) -> None:
+        """Store keys and values, which alternate in `pairs`, in the dict on top of the stack."""
         target = self.expect_top(dict)
         if len(pairs) % 2:
             raise UnsupportedPickleError("it is damaged: a key without a value")

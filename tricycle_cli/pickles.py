@@ -57,7 +57,7 @@ _MAX_DEPTH = 40  # of nested layers, lists and dicts
 
 
 def load_pickled_model(path: str | os.PathLike[str]) -> GPT:
-    """Load a GPT from a pickle as plain data: no name in the file is imported or called.
+    """Build a GPT from a pickle's config and weights, read as plain data: no name in the file is imported or called.
 
     A new model is built from the config and the weights in the file.
 

@@ -115,7 +115,7 @@ class Run:
         self.print_line(f"step {more.get('bad_step', step)}: {reason}: {messages[action]}")
 
     def flush(self) -> None:
-        """Write the buffered lines to metrics.jsonl, and send them to the trackers."""
+        """Append the buffered lines to metrics.jsonl, send them to the trackers, and empty the buffer."""
         if not self._log:
             return
         text = "".join(json.dumps(line) + "\n" for line in self._log)
@@ -125,7 +125,7 @@ class Run:
         self._log.clear()
 
     def save(self, state: TrainingState, path: Path) -> None:
-        """Save a checkpoint, after the metrics; a collective call.
+        """Flush the metrics and save a checkpoint on rank zero, a collective call; raise if a value is not finite.
 
         Raises:
             NonFiniteError: a weight or a value of the optimizer state is not finite; nothing is saved.
@@ -146,7 +146,7 @@ class Run:
             raise NonFiniteError(f"step {state.step + 1}: {problem}")
 
     def truncate_to(self, state: TrainingState) -> None:
-        """Remove metrics and samples that a run resumed from this state writes again."""
+        """On rank zero remove metrics and samples that came after this state, which a resumed run writes again."""
         if not self.processes.is_rank_zero:
             return
         kept = [line for line in read_metrics(self.metrics) if _is_past(line, state)]
@@ -181,7 +181,7 @@ def _is_past(line: dict[str, Any], state: TrainingState) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics.jsonl; damaged lines and lines without numbers are skipped."""
+    """Read the lines of a metrics.jsonl; skip damaged ones and those with invalid numbers; [] without a file."""
     lines = []
     if path.is_file():
         for text in read_file(path, MAX_METRICS_BYTES).decode("utf-8", "replace").splitlines():

@@ -69,7 +69,7 @@ SearchSpace = dict[str, Range | Categorical]
 
 
 def parse_search_space(words: Sequence[str]) -> SearchSpace:
-    """Parse the values of --over into a search space by field name.
+    """Parse values of --over, such as FIELD=A,B or FIELD=LOW..HIGH, into choices and ranges by field name.
 
     Raises:
         ValueError: a wrong value; the message names the first.
@@ -146,7 +146,7 @@ def _value(word: str, text: str, kind: Any) -> Any:
 
 # -------------------------------------------------------------------- configs of trials
 def apply_parameters(base: GPTConfig, params: Mapping[str, Any], set_fields: Sequence[str]) -> GPTConfig:
-    """Return a config with the parameters of a trial.
+    """Return the base config with a trial's values; min_learning_rate keeps its ratio to max unless it is set.
 
     The minimum learning rate keeps its ratio to the maximum, unless the command line or the trial sets it.
 
@@ -166,7 +166,7 @@ def apply_parameters(base: GPTConfig, params: Mapping[str, Any], set_fields: Seq
 
 
 def check_search_space(base: GPTConfig, over: SearchSpace, set_fields: Sequence[str]) -> None:
-    """Check the configs at all corners of the search space; of many corners, those that differ in one field.
+    """Raise ValueError if the config of a corner is invalid; of many corners, check those that differ in one field.
 
     Raises:
         ValueError: an invalid config; the message names the first.
@@ -186,7 +186,7 @@ def check_search_space(base: GPTConfig, over: SearchSpace, set_fields: Sequence[
 
 
 def grid_points(over: SearchSpace) -> list[dict[str, Any]]:
-    """Return the parameters of all points of the grid.
+    """Return the parameters of all points of the grid, the product of the fields' values; raise for a plain range.
 
     Raises:
         ValueError: a range without a number of values.
@@ -200,7 +200,7 @@ def grid_points(over: SearchSpace) -> list[dict[str, Any]]:
 
 
 def flags_of(base: GPTConfig, config: GPTConfig) -> list[str]:
-    """Return the flags of `tricycle train` that change the base config to another config."""
+    """Return the command-line flags and values of `tricycle train` that change the base config to another config."""
     words: list[str] = []
     before, hints = base.to_dict(), get_type_hints(GPTConfig)
     for name, value in config.to_dict().items():

@@ -87,7 +87,7 @@ class Arguments:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle serve` with a command line; by default that of this process."""
+    """Run `tricycle serve`: load a model, and serve it over HTTP with OpenAI's API until Ctrl-C."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
@@ -118,7 +118,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def api_key(arguments: Arguments) -> str | None:
-    """Return the API key from --api-key or TRICYCLE_API_KEY; None if no key is set.
+    """Return the key of --api-key, else TRICYCLE_API_KEY, or None; raise if None with a host other than loopback.
 
     Raises:
         ValueError: no key for an address that other machines can reach, or a key with other than printable ASCII
@@ -154,7 +154,7 @@ def address(listener: socket.socket) -> str:
 
 
 def load(arguments: Arguments) -> ModelService:
-    """Load the model or encoder, and return it as the server's service."""
+    """Load the model; return an EmbeddingService for a text encoder, else a GenerationService, not started yet."""
     name = arguments.model_name or published_name(arguments.source)
     created = int(time.time())
     limits = EngineLimits(arguments.max_batch_size, arguments.max_queue, arguments.cached_texts)
@@ -174,7 +174,7 @@ def load(arguments: Arguments) -> ModelService:
 
 
 def default_request_sampling(flags: SamplingFlags, loaded: Pretrained) -> PenalizedSamplingParams:
-    """Return the default sampling of requests: the flags, then the model's values, without default penalties.
+    """Return the default sampling of requests: the flags, then the model's values; no penalties for Tricycle's own.
 
     A model trained by Tricycle gets no penalties unless a flag sets them, so that `temperature` 0 is greedy decoding.
     """
@@ -195,7 +195,7 @@ def published_name(source: str) -> str:
 
 
 def cache_capacity_tokens(model: GPT, cache: str | None) -> float:
-    """Return the number of tokens whose keys and values fit into `CACHE_FRACTION` of the free memory."""
+    """Return how many tokens of KV cache fit into a part of free memory, at least 256; inf if memory is unknown."""
     free = free_memory()
     if free is None:
         return math.inf

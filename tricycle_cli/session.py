@@ -31,7 +31,7 @@ from tricycle_cli.updates import RunSession, update_session
 
 @contextlib.contextmanager
 def open_session(new_task: Callable[[ProcessGroup], Task]) -> Iterator[RunSession]:
-    """Prepare a run, yield the session for `tricycle.training.train`, and report the results afterwards.
+    """Create the task, lock its run folder, prepare the run, yield the session for `train`, and report the results.
 
         with open_session(new_task) as session:
             session.finished = train(**session.state.train_arguments(), session=session)
@@ -141,7 +141,7 @@ def resume_command(task: Task, folder: Path) -> str:
 
 @contextlib.contextmanager
 def add_checkpoint_hint_to_errors(task: Task, run: Run, resume: str) -> Iterator[None]:
-    """Add to errors within this context that the last checkpoint is intact, and how to resume."""
+    """Add a hint to errors within this context: to OSError how to resume, to NonFiniteError a lower learning rate."""
     try:
         yield
     except NonFiniteError as error:

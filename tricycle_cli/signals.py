@@ -124,7 +124,7 @@ class Signals:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let signals interrupt at once within this context, inside of a `deferred` context.
+        """Within this context, also in `deferred`, raise `Interrupted` at a signal, or at once if one has arrived.
 
         Raises:
             Interrupted: a signal arrives, or has arrived before.

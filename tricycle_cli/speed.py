@@ -78,7 +78,7 @@ class PrecisionTiming:
 
 
 def flops_per_token(config: GPTConfig) -> int:
-    """Return the floating-point operations of matrix products per token, forward and backward.
+    """Return the matmul FLOPs per token, forward and backward: 6 per weight, and attention without causal savings.
 
     Attention counts in full, without the savings of the causal mask. The rest of a step (norms, softmax, optimizer) is
     limited by memory bandwidth and does not count, so that the fraction of peak is always below 1.
@@ -106,7 +106,7 @@ def product_rate(n: int = PRODUCT_SIZE) -> float:
 
 
 def training_step(config: GPTConfig, precision: str = "float32") -> Callable[[], object]:
-    """Build a GPT, and return a function that runs one training step with AdamW on random tokens."""
+    """Build a GPT; return a function that runs a training step with AdamW on the same random tokens at each call."""
     from tricycle.loss import CrossEntropy
     from tricycle.models import GPT
     from tricycle.optimisers import AdamW
@@ -131,7 +131,7 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     min_turn: float = MIN_TURN,
 ) -> None:
-    """Time matrix products and training steps in all precisions, interleaved, for at least `N_ROUNDS` rounds.
+    """Time products and training steps of all precisions in interleaved rounds; append the seconds to `sides`.
 
     Args:
         sides: the precisions; the measured seconds are appended to them.
@@ -161,7 +161,7 @@ def measure(
 
 
 def time_repeatedly(work: Callable[[], object], min_seconds: float, clock: Callable[[], float]) -> list[float]:
-    """Call a function at least once, and until `min_seconds` have passed; return the seconds of each call."""
+    """Call a function at least once, until the calls have taken `min_seconds`; return the seconds of each call."""
     times: list[float] = []
     while not times or sum(times) < min_seconds:
         start = clock()
@@ -171,7 +171,7 @@ def time_repeatedly(work: Callable[[], object], min_seconds: float, clock: Calla
 
 
 def summarize(side: PrecisionTiming, config: GPTConfig, n: int = PRODUCT_SIZE) -> Speed:
-    """Return the speed of one precision from the medians of its times.
+    """Return rates, fraction of peak and shares of kernels of one precision, from the medians of its times.
 
     Args:
         side: the precision with its measured seconds.
@@ -189,7 +189,7 @@ def summarize(side: PrecisionTiming, config: GPTConfig, n: int = PRODUCT_SIZE) -
 
 
 def tables(speeds: Sequence[Speed]) -> str:
-    """Format a table of rates and a table of the time by group."""
+    """Format two tables: rates by precision, and the share of a training step's time by group of kernels."""
     head = f"{'precision':<10}{'matmul GFLOP/s':>17}{'provider':>10}{'step tokens/s':>15}{'fraction of peak':>18}"
     lines = [head]
     for speed in speeds:
@@ -210,7 +210,7 @@ def _column(name: str, text: str | None = None) -> str:
 
 
 def advice(speeds: Sequence[Speed]) -> list[str]:
-    """Return suggestions for faster training from the measured speeds."""
+    """Return suggestions: bfloat16 if it is clearly faster, and kernels that take more time than matrix products."""
     found = []
     by_precision = {speed.precision: speed for speed in speeds}
     if "bfloat16" in by_precision:
@@ -232,7 +232,7 @@ def show_progress(message: str) -> None:
 
 
 def measure_precisions(config: GPTConfig, n: int = PRODUCT_SIZE, seconds: float = SECONDS) -> list[Speed]:
-    """Measure the speed in float32, and in bfloat16 if a provider supports 16 bits.
+    """Measure matmul and training speed in float32, and in bfloat16 if supported, with a progress line.
 
     Args:
         config: the config of the GPT that is trained.
@@ -252,7 +252,7 @@ def measure_precisions(config: GPTConfig, n: int = PRODUCT_SIZE, seconds: float 
 
 
 def report(speeds: Sequence[Speed], config: GPTConfig, n: int = PRODUCT_SIZE) -> str:
-    """Format the measured speeds with the conditions of the measurement."""
+    """Format the measured speeds as text: threads, sizes, two tables, and the reason if there is no bfloat16."""
     problem, n_threads = onednn.unavailable_reason(), threads.n_threads()
     size = f"width {config.embedding_dim}, {config.n_layers} layers, {config.context_window} tokens"
     lines = [

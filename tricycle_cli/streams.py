@@ -40,7 +40,7 @@ class TolerantStream:
 
 @contextlib.contextmanager
 def tolerant_streams() -> Iterator[None]:
-    """Ignore write errors of stdout and stderr within this context."""
+    """Replace stdout and stderr within this context by streams that ignore write errors; restore them at the end."""
     out, err = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = TolerantStream(out), TolerantStream(err)
     try:

@@ -152,12 +152,12 @@ class Sweep:
 
 # -------------------------------------------------------------------- the command
 def main(args: Sequence[str] | None = None) -> int:
-    """Run `tricycle sweep` with a command line; by default that of this process."""
+    """Run `tricycle sweep`: start or resume a hyperparameter search with Optuna; return the exit status."""
     require_one_process("sweep")
     words = sys.argv[1:] if args is None else list(args)
     if asked := {"--help", "-h", "--help-all"} & set(words):
         parse(Arguments, args=list(asked), description=__doc__ or "")
-    own, train = parse_known(SweepArguments, words)
+    arguments, train_words = parse_known(SweepArguments, words)
     if not all(map(importlib.util.find_spec, ("optuna", "matplotlib"))):
         raise ModuleNotFoundError(
             'tricycle sweep needs a library that is not installed: pip install "tricycle-gpt[sweep]"'
@@ -165,7 +165,9 @@ def main(args: Sequence[str] | None = None) -> int:
     with Signals() as signals:
         try:
             with signals.restore_interrupts():
-                return start_sweep(own, train) if own.resume is None else resume_sweep(own.resume, own, train)
+                if arguments.resume is None:
+                    return start_sweep(arguments, train_words)
+                return resume_sweep(arguments.resume, arguments, train_words)
         except Interrupted as error:
             if error.number != signal.SIGINT:
                 sys.stdout.flush()
@@ -179,26 +181,34 @@ def fields_on_command_line(words: Sequence[str]) -> list[str]:
     return [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags]
 
 
-def start_sweep(own: SweepArguments, train: list[str]) -> int:
-    """Start a new sweep, run its trials, and return the exit status.
+def start_sweep(arguments: SweepArguments, train_words: list[str]) -> int:
+    """Check the flags, write sweep.json to a new folder, run the trials, and return the exit status.
 
     Raises:
         ValueError: a wrong command line, before any file is written.
     """
-    for word in train:
+    for word in train_words:
         if word.split("=")[0] in EXCLUDED_FLAGS:
             raise ValueError(f"expected flags of training runs, got {word.split('=')[0]}")
-    over = parse_search_space(own.over)
-    twice = [name for name in over if name in fields_on_command_line(train)]
+    over = parse_search_space(arguments.over)
+    twice = [name for name in over if name in fields_on_command_line(train_words)]
     if twice:
         raise ValueError(f"expected {twice[0]} in --over or as a flag, got both")
-    base, _ = parse_arguments(train)
-    check_search_space(base.config, over, fields_on_command_line(train))
-    combinations = len(grid_points(over)) if own.sampler == "grid" else None
-    trials = own.trials if own.trials is not None else combinations or N_TRIALS
-    plan = SweepConfig(train, list(own.over), trials, own.sampler, own.prune, own.sampler_seed, str(Path.cwd()))
+    base, _ = parse_arguments(train_words)
+    check_search_space(base.config, over, fields_on_command_line(train_words))
+    combinations = len(grid_points(over)) if arguments.sampler == "grid" else None
+    trials = arguments.trials if arguments.trials is not None else combinations or N_TRIALS
+    plan = SweepConfig(
+        train_words,
+        list(arguments.over),
+        trials,
+        arguments.sampler,
+        arguments.prune,
+        arguments.sampler_seed,
+        str(Path.cwd()),
+    )
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = own.run_folder or Path("runs") / f"sweep-{base.preset}-{base.data}-{stamp}"
+    folder = arguments.run_folder or Path("runs") / f"sweep-{base.preset}-{base.data}-{stamp}"
     with FolderLock(folder):
         if (folder / "sweep.json").exists():
             advice = "continue it with --resume, or use another --run-folder"
@@ -209,18 +219,18 @@ def start_sweep(own: SweepArguments, train: list[str]) -> int:
         return run_trials(folder, plan, base, over)
 
 
-def resume_sweep(folder: Path, own: SweepArguments, train: list[str]) -> int:
-    """Resume the sweep of a folder, run the remaining trials, and return the exit status.
+def resume_sweep(folder: Path, arguments: SweepArguments, train_words: list[str]) -> int:
+    """Resume a folder's sweep, with a new number of trials if given, run the rest, and return the exit status.
 
     Raises:
         FileNotFoundError, ValueError: a wrong command line or folder.
     """
-    if train or own.over:
-        raise ValueError(f"expected only --trials with --resume, got {' '.join([*own.over, *train])}")
+    if train_words or arguments.over:
+        raise ValueError(f"expected only --trials with --resume, got {' '.join([*arguments.over, *train_words])}")
     plan = read_sweep_config(folder)
     with FolderLock(folder):
-        if own.trials is not None:
-            plan = replace(plan, trials=own.trials)
+        if arguments.trials is not None:
+            plan = replace(plan, trials=arguments.trials)
             plan.write(folder)
         with contextlib.chdir(plan.where):
             base, _ = parse_arguments(plan.train)
@@ -228,7 +238,7 @@ def resume_sweep(folder: Path, own: SweepArguments, train: list[str]) -> int:
 
 
 def read_sweep_config(folder: Path) -> SweepConfig:
-    """Read the sweep.json of a sweep's folder.
+    """Read and check the sweep.json of a sweep's folder; raise if it is missing or has other fields.
 
     Raises:
         FileNotFoundError, ValueError: the folder is not of a sweep.
@@ -247,7 +257,7 @@ def read_sweep_config(folder: Path) -> SweepConfig:
 
 # -------------------------------------------------------------------- trials
 def run_trials(folder: Path, plan: SweepConfig, base: TrainArguments, over: SearchSpace) -> int:
-    """Run the remaining trials of a sweep, print the report, and return the exit status.
+    """Run the remaining trials one by one, write the report after each, print it at the end, and return 0.
 
     Raises:
         RuntimeError: several trials in a row failed.
@@ -267,7 +277,7 @@ def run_trials(folder: Path, plan: SweepConfig, base: TrainArguments, over: Sear
 
 
 def open_study(folder: Path, plan: SweepConfig) -> Any:
-    """Open the Optuna study in the sweep's folder: a SQLite database, which a kill cannot damage."""
+    """Load or create the Optuna study in the folder's SQLite file sweep.db, with a median pruner if plan.prune."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -277,7 +287,7 @@ def open_study(folder: Path, plan: SweepConfig) -> Any:
 
 
 def next_trial(work: Sweep) -> Any:
-    """Return the interrupted trial, or a new trial; None if all trials are complete.
+    """Return the interrupted Optuna trial, or a new one from the plan's sampler; None if all are complete.
 
     The parameters of a new trial depend only on its number, the seed and the earlier trials, so that a resumed sweep
     gives the same results as an uninterrupted one.
@@ -304,7 +314,7 @@ def next_trial(work: Sweep) -> Any:
 
 
 def run_trial(work: Sweep, trial: Any) -> str | None:
-    """Train with the parameters of a trial until training ends or the trial is pruned.
+    """Train with a trial's parameters, tell Optuna the result or failure; return a failure's reason, else None.
 
     Returns:
         The reason of a failure; None for a successful or pruned trial.
@@ -340,7 +350,7 @@ def run_trial(work: Sweep, trial: Any) -> str | None:
 
 
 def wait_for_lock(folder: Path) -> None:
-    """Wait until no process holds the lock of a run folder: a run can outlive a killed sweep."""
+    """Wait until no process holds a run folder's lock, as the run of a killed sweep may; print a line while waiting."""
     try:
         with FolderLock(folder):
             return
@@ -359,10 +369,7 @@ def final_bits_per_byte(folder: Path) -> float | None:
 
 
 def train_trial(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
-    """Run `tricycle train` for a trial, report its losses to Optuna; return whether the trial was pruned.
-
-    Returns:
-        Whether the trial was pruned.
+    """Run `tricycle train` for a trial, report its losses to Optuna; stop it if pruned, and return whether it was.
 
     Raises:
         RuntimeError: the run failed; the message is the last line of its output.
@@ -389,7 +396,7 @@ def train_trial(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def child_process(words: list[str], where: str, log: Any) -> Iterator[subprocess.Popen]:
-    """Start a process, and wait for its end when the context exits; after an error terminate it.
+    """Start a process with output to `log`, and wait for its end when the context exits; terminate it on errors.
 
     Args:
         words: the command line.
@@ -411,7 +418,7 @@ def child_process(words: list[str], where: str, log: Any) -> Iterator[subprocess
 
 
 def held_out_losses(folder: Path, process: subprocess.Popen) -> Iterator[tuple[int, float]]:
-    """Yield the step and the bits per byte of each evaluation of a run until its process has ended."""
+    """Poll metrics.jsonl; yield step and bits per byte of each evaluation of a run until its process has ended."""
     path, size, last = folder / "metrics.jsonl", -1, -1
     ended = False
     while not ended:
@@ -439,7 +446,7 @@ def last_output_line(log: Path) -> str:
 
 # -------------------------------------------------------------------- results
 def trial_rows(work: Sweep) -> list[dict[str, Any]]:
-    """Return a row with the result and the parameters of each finished trial."""
+    """Return a dict for each finished trial: number, state, bits per byte, last estimate, seconds, parameters."""
     rows = []
     for trial in work.study.get_trials(deepcopy=False):
         if not trial.state.is_finished():
@@ -458,7 +465,7 @@ def _short(value: Any) -> Any:
 
 
 def write_report(work: Sweep) -> list[dict[str, Any]]:
-    """Write sweep.csv and sweep.png; return the rows of the table."""
+    """Write sweep.csv and sweep.png, a row and a point for each finished trial; return the rows."""
     rows = trial_rows(work)
     table = io.StringIO()
     writer = csv.DictWriter(table, rows[0].keys(), lineterminator="\n")
@@ -476,7 +483,7 @@ def write_report(work: Sweep) -> list[dict[str, Any]]:
 
 
 def report(work: Sweep) -> None:
-    """Write sweep.csv and sweep.png, and print the trials and the next commands."""
+    """Write sweep.csv and sweep.png, print the trials, the best one and next commands; raise if none is complete."""
     rows = write_report(work)
     done = sorted((row for row in rows if row["bits_per_byte"] is not None), key=lambda row: row["bits_per_byte"])
     others = [row for row in rows if row["bits_per_byte"] is None]

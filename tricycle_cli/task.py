@@ -72,7 +72,7 @@ class Task:
         return state.config.to_dict()
 
     def memory_advice(self, config: GPTConfig, on_gpu: bool) -> str:
-        """Return advice on settings that need less memory, for the message of a MemoryError."""
+        """Return the flags to change for less memory, with their present values, for the message of a MemoryError."""
         advice = f"lower --batch-size (now {config.batch_size}; raise --accumulation-steps to compensate)"
         advice += f" or --context-window (now {config.context_window})"
         advice += f", or use a smaller model (now {min_n_weights(config):,} weights)"
@@ -103,7 +103,7 @@ class Task:
 
 
 def command_name(name: str, own: str) -> str:
-    """Return the command line of another command, in the form in which the user started `own`.
+    """Return the command line of the command `name`, in the form in which the user started the current one, `own`.
 
     For `python train_smol_gpt.py` this is a script's command line, else `tricycle NAME`.
     """
@@ -120,7 +120,7 @@ def contains_run(folder: Path) -> bool:
 
 
 def claim_new_folder(folder: Path) -> None:
-    """Check that a folder contains no run, and remove an incomplete run description.
+    """Raise ValueError if the folder contains a run; else delete the config.json of an incomplete one.
 
     Raises:
         ValueError: the folder contains a run.
@@ -140,7 +140,7 @@ def present_flags(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_stored_flags(path: Path, key: str, defaults: Any, names: Collection[str]) -> dict[str, Any]:
-    """Return the flags that data.json stores under a key; each has the type of its default.
+    """Return the flags under `key` in data.json; raise if a name is unknown or a type is not that of its default.
 
     Raises:
         ValueError: no flags, an unknown flag, or a value of another type.

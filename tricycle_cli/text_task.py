@@ -75,7 +75,7 @@ class TextTask(Task):
         return f"{state.model.n_parameters:,} parameters"
 
     def report(self, state: TrainingState, run: Run) -> None:
-        """Evaluate the best checkpoint, plot the loss curve, and print metrics, samples and the generate command."""
+        """Evaluate and record the best checkpoint, plot loss.png, print metrics, samples and the generate command."""
         config = state.config
         if state.evaluated_step != state.step:
             evaluate_and_record(state, run, self)
@@ -112,7 +112,7 @@ class TextTask(Task):
 
 
 def write_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, prompt: str = "") -> str:
-    """Generate text on rank zero, print it, append it to samples.txt, and return it."""
+    """Generate text on rank zero after `prompt`, print it, append it to samples.txt, and return it; else return ""."""
     tokeniser: Any = run.tokeniser
     if not run.processes.is_rank_zero:
         return ""

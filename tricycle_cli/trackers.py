@@ -72,7 +72,7 @@ class TensorBoard(Tracker):
     keeps = rewinds = True
 
     def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
-        """Open a new event file in the run folder."""
+        """Open a new event file in the run folder's `tensorboard`, and write the settings to it if the run is new."""
         from tensorboard.plugins.text.summary import text_pb
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -124,7 +124,7 @@ class WandB(Tracker):
     settings = {"WANDB_ERROR_REPORTING": "false"}
 
     def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
-        """Start or resume the run in Weights & Biases."""
+        """Start or resume the run in Weights & Biases, offline unless the user is logged in; set `where` to its URL."""
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if logged_in_to_wandb() else "offline")
@@ -156,7 +156,7 @@ class WandB(Tracker):
 
 
 def logged_in_to_wandb() -> bool:
-    """Return whether the user is logged in to Weights & Biases."""
+    """Return whether WANDB_API_KEY is set, or the netrc file has an entry for the server of Weights & Biases."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -178,7 +178,7 @@ class MLflow(Tracker):
     keeps = True
 
     def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
-        """Start a run in MLflow with the settings as parameters, or resume it."""
+        """Create an MLflow run with the settings as parameters, or resume it, by default in the folder's mlflow.db."""
         from mlflow import MlflowClient
         from mlflow.entities import Param, RunStatus
 
@@ -226,7 +226,7 @@ class Trackio(Tracker):
     settings = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
-        """Start or resume the run in Trackio, and read the values that it has."""
+        """Start or resume the run in Trackio, and read the values that it has, so that they are not sent again."""
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
@@ -275,7 +275,7 @@ else:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that trackers are known and installed, and disable usage reports of their libraries.
+    """Raise if a tracker is unknown or not installed; set variables that disable usage reports of the libraries.
 
     Raises:
         ValueError: an unknown name.

@@ -120,7 +120,7 @@ class _Worker:
 
     # -------------------------------------------------------------------- in the run's thread
     def send(self, action: str, content: Any) -> None:
-        """Queue a message without waiting."""
+        """Queue a message without waiting; a full queue counts as the tracker's failure, after which none are sent."""
         if self._has_failed:
             return
         try:

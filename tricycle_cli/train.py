@@ -111,7 +111,7 @@ class ResumeArguments:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run `tricycle train` with a command line; by default that of this process."""
+    """Run `tricycle train`: start or resume a training run, or run a range test with --find-learning-rate."""
     words = sys.argv[1:] if args is None else list(args)
     if any(word.replace("_", "-") == "--find-learning-rate" for word in words):
         return run_range_test(words)
@@ -121,7 +121,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def run_range_test(words: Sequence[str]) -> int:
-    """Run a learning-rate range test with the model and the text of a command line.
+    """Run a learning-rate range test with the command line's model and text; write plot and table; return 0.
 
     Raises:
         ValueError: several processes.
@@ -156,7 +156,7 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> TrainTask:
 
 
 def parse_resume(words: Sequence[str], processes: ProcessGroup, read: Callable[[Path], Any]) -> ResumeArguments | None:
-    """Parse the command line of a resumed run, and check its folder with `read`; return None for a new run."""
+    """Parse the flags of a resumed run, and check its folder by `read`; None for a new run. Ranks must agree."""
     check_same(processes, {"command line": list(words), **common_properties()} if processes.size > 1 else {})
     if not any(word.split("=")[0] == "--resume" for word in words):
         return None
@@ -166,7 +166,7 @@ def parse_resume(words: Sequence[str], processes: ProcessGroup, read: Callable[[
 
 
 def resolve_arguments(arguments: A, words: Sequence[str], processes: ProcessGroup) -> A:
-    """Check the arguments of a new run, and return them with the accumulation steps of all ranks together.
+    """Check the arguments of a new run; return them with accumulation_steps times the number of processes.
 
     Raises:
         ValueError, RuntimeError: contradictory flags, or a tracker or device that cannot be used.
@@ -181,7 +181,7 @@ def resolve_arguments(arguments: A, words: Sequence[str], processes: ProcessGrou
 
 
 def run_description(arguments: Arguments) -> dict[str, Any]:
-    """Return the entries of data.json: the text, the tokenizer and the initial model of a run.
+    """Return the content of data.json (text, tokenizer, initial model, ...); raise ValueError if flags conflict.
 
     Raises:
         ValueError: contradictory flags.
@@ -208,7 +208,7 @@ def run_description(arguments: Arguments) -> dict[str, Any]:
 
 
 def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
-    """Parse the command line of a new run with the defaults of its preset; return arguments and --init-from's model.
+    """Parse a new run's command line with defaults of its preset, or of the --init-from model, also returned.
 
     The preset, or the model of --init-from, is parsed first, because it provides the defaults of the other flags.
     """
@@ -233,7 +233,7 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
 
 
 def parse_with_init_from(known: argparse.Namespace, args: Sequence[str]) -> tuple[Arguments, Pretrained]:
-    """Parse a command line with --init-from, whose defaults come from the model's config.
+    """Load the --init-from model and parse the command line with defaults from its config; return both.
 
     Raises:
         ValueError: a flag contradicts the model.
@@ -270,7 +270,7 @@ class TrainTask(TextTask):
         return f"{Path(arguments.init_from or arguments.preset).stem}-{arguments.data}"
 
     def claim_folder(self, folder: Path, processes: ProcessGroup) -> None:
-        """Check that a new run can use the folder, or read the settings of a resumed run."""
+        """Check that a new run's folder has no run; for a resumed run set `arguments` from the folder and its flags."""
         if self.resumed is None:
             on_rank_zero(processes, lambda: claim_new_folder(folder))
             return
@@ -290,7 +290,7 @@ class TrainTask(TextTask):
         return run_description(self.arguments)
 
     def prepare(self, run: Run) -> TrainingState:
-        """Load the text and the model, from the last checkpoint if there is one, and write the folder's first files."""
+        """Load the text and the new or resumed model, write config.json and data.json; return the training state."""
         arguments, config, processes = self.arguments, self.arguments.config, run.processes
         on_gpu = use_gpu(arguments.device)
         with advise_on_memory(on_gpu, self.memory_advice(config, on_gpu)):
@@ -387,7 +387,7 @@ def _is_yet_to_compile() -> bool:
 
 
 def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
-    """Return the arguments that a run was started with, and the digest of its text ("" if unknown).
+    """Read config.json and data.json of a run; return its arguments, and the digest of its text ("" if unknown).
 
     Raises:
         FileNotFoundError, ValueError: the folder is not of a run of this command.

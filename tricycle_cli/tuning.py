@@ -94,7 +94,7 @@ class TuningState(TrainingState):
             save_adapter(self.adapter, self.loaded, path.parent / ADAPTER)
 
     def read(self, checkpoint: Checkpoint) -> None:
-        """Load the weights of a checkpoint in place.
+        """Load a checkpoint's weights into the trained module, and the random generator's state, in place.
 
         Raises:
             ValueError: the weights do not match this model or adapter.
@@ -116,7 +116,7 @@ class TuningState(TrainingState):
 
 
 def loss_of_batches(model: GPT) -> BatchLossFn:
-    """Return the loss function for batches: the mean cross-entropy of the tokens that count."""
+    """Return the loss of packed batches, (batch, factor): factor times the mean cross-entropy of counted labels."""
     loss_fn = CrossEntropy(ignore_index=IGNORED)
 
     def batch_loss(batch: Batch, factor: Any) -> Tensor:
@@ -157,7 +157,7 @@ class HeldOutRows:
         return cls(dataset, len(rows), n_bytes, f"{sum(map(len, ids)):,} tokens")
 
     def measure(self, model: GPT) -> dict[str, float]:
-        """Evaluate the model: the held-out loss in nats per token, and in bits per byte."""
+        """Evaluate the model on all rows; return the mean loss in nats per token, and the bits per byte."""
         size = self.dataset.batch_size or 1
         batch_loss = loss_of_batches(model)
         total, count = 0.0, 0
@@ -193,7 +193,7 @@ class HeldOutPairs:
         return f"{self.dataset.n_items:,} pairs"
 
     def measure(self, model: GPT) -> dict[str, float]:
-        """Evaluate the model: the mean DPO loss in nats per pair, the mean reward margin, and the reward accuracy."""
+        """Evaluate the model on all pairs; return mean DPO loss in nats per pair, mean reward margin, and accuracy."""
         size = self.dataset.batch_size or 1
         margins = []
         with model.evaluating(), np.errstate(all="ignore"):

@@ -31,7 +31,7 @@ MAX_SKIPS, MAX_ROLLBACKS = 10, 3
 
 @contextlib.contextmanager
 def update_session(state: TrainingState, run: Run, task: Task) -> Iterator[RunSession]:
-    """Yield the session for `tricycle.training.train`, with a progress bar.
+    """Yield a started `RunSession` for `train`, with a first checkpoint and a progress bar, and close it at the end.
 
     The last checkpoint is saved before each evaluation, before samples, and at the end.
 
@@ -52,7 +52,7 @@ def update_session(state: TrainingState, run: Run, task: Task) -> Iterator[RunSe
 
 @contextlib.contextmanager
 def advise_on_memory(on_gpu: bool, advice: str) -> Iterator[None]:
-    """Add the GPU's free memory, and advice on settings that need less, to a MemoryError within this context."""
+    """Add advice on settings that need less memory, and the GPU's free memory, to a MemoryError in this context."""
     try:
         yield
     except MemoryError as error:
@@ -64,7 +64,7 @@ def advise_on_memory(on_gpu: bool, advice: str) -> Iterator[None]:
 
 
 def check_training_memory(needed: int, on_gpu: bool) -> None:
-    """Check that the CPU or GPU has enough free memory for training.
+    """Raise MemoryError if fewer than `needed` bytes are free, in the GPU's memory or else the machine's.
 
     Args:
         needed: the minimum number of bytes.
@@ -98,7 +98,7 @@ class RunSession(StateSession):
         self._bar: Any = None
 
     def start(self) -> None:
-        """Start, or start again after a rollback.
+        """Reset the session: truncate logs to the state, save a first checkpoint if none exists, show a progress bar.
 
         A first checkpoint is saved, so that a folder without write permission is an error now and not after hours.
         """
@@ -135,7 +135,7 @@ class RunSession(StateSession):
         return is_due and not self.should_stop()
 
     def evaluate(self) -> None:
-        """Run the evaluation and the sample that are due; a signal interrupts them and stops training."""
+        """Run the evaluation and the sample that are due; a signal interrupts them, and training then stops."""
         state, run = self.state, self.run
         try:
             with run.interruptible():
@@ -168,7 +168,7 @@ class RunSession(StateSession):
             yield batches
 
     def log(self, loss: Any, norm: Any) -> None:
-        """Queue the loss and the gradient norm of an update; record the queued updates when they are read."""
+        """Queue the loss and norm of an update, read and record the queue when due, and advance the progress bar."""
         self._is_updating = self._is_new = False
         self.waiting.append((loss, norm))
         self._rates.append(self.state.optimiser.learning_rate)
@@ -181,7 +181,7 @@ class RunSession(StateSession):
         self._bar.update()
 
     def recover(self, error: NonFiniteError) -> None:
-        """Handle an update with NaN or infinity according to `run.on_nan`.
+        """According to `run.on_nan`, skip the update with NaN or infinity, roll back to the last checkpoint, or raise.
 
         Raises:
             NonFiniteError: `run.on_nan` is "stop", or the limit of skips or rollbacks is reached.
@@ -320,7 +320,7 @@ def _is_due(state: TrainingState) -> bool:
 
 @np.errstate(all="ignore")  # a loss that is not finite is recorded
 def evaluate_and_record(state: TrainingState, run: Run, task: Task) -> float:
-    """Evaluate the model, record the metrics, save the best checkpoint, and apply early stopping.
+    """Evaluate, record and print metrics, save the best checkpoint, apply early stopping; return the held-out loss.
 
     The first evaluation always saves a best checkpoint. Returns the held-out loss.
     """

@@ -24,7 +24,7 @@ class DownloadError(OSError):
 
 
 def cache_folder() -> Path:
-    """Return the folder for downloaded and cached files, which may not exist yet."""
+    """Return the folder of downloads and caches: TRICYCLE_CACHE, or the system's usual one; it may not exist yet."""
     if folder := os.environ.get("TRICYCLE_CACHE"):
         return Path(folder)
     if sys.platform == "win32":
@@ -48,7 +48,7 @@ def check_hash(path: str | os.PathLike[str], sha256: str) -> None:
 
 
 def fetch(name: str, url: str, sha256: str, folder: str) -> Path:
-    """Return the local path of a file, and download it if necessary.
+    """Return the path of a file in TRICYCLE_DATA or the cache, with the right hash; download it if necessary.
 
     The file is searched in `$TRICYCLE_DATA/<folder>/<name>`, then in the cache, then downloaded from its URL. An
     interrupted download leaves `<name>.part` in the cache, and is resumed the next time. The file itself appears only

@@ -60,7 +60,7 @@ class Record(NamedTuple):
 
 # -------------------------------------------------------------------- reading
 def read_records(paths: Sequence[str | os.PathLike[str]]) -> list[Record]:
-    """Read fine-tuning records from .jsonl and text files, or from folders of them.
+    """Read fine-tuning records from .jsonl and text files, or folders of them; raise if one is invalid, or none.
 
     Raises:
         ValueError: a record is not valid (no text, no JSON, or wrong fields); the message names the file and the line.
@@ -317,7 +317,7 @@ class ExampleSplit:
 
 
 def load_examples(records: Sequence[Record], encoder: ExampleEncoder, held_out: Sequence[Record] = ()) -> ExampleSplit:
-    """Tokenize records and split them into training and held-out examples.
+    """Tokenize records into training and held-out examples; without `held_out`, one record in 20 is held out.
 
     Args:
         held_out: the held-out records. If not given, one record in 20 is held out, selected by its content; with fewer

@@ -10,7 +10,7 @@ SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
 
 def gpt2_tokeniser() -> BPETokeniser:
-    """Return GPT-2's tokenizer with 50,257 tokens, with the ids of tiktoken's "gpt2".
+    """Return GPT-2's BPE tokenizer of 50,257 tokens with tiktoken's ids; its file is downloaded if necessary.
 
     Raises:
         ValueError: the file in TRICYCLE_DATA is not the published one.

@@ -34,7 +34,7 @@ SPLITS = {"train": "train", "test": "t10k"}
 
 
 def load_mnist(split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the MNIST images (N, 28, 28) as bytes, 255 for ink, and the labels (N,).
+    """Return MNIST's images (N, 28, 28), uint8 with 255 for ink, and labels (N,); download them if necessary.
 
     Uncompressed files in `$TRICYCLE_DATA/mnist` are read too.
 
@@ -61,7 +61,7 @@ def _content(name: str) -> bytes:
 
 
 def read_idx(content: bytes) -> np.ndarray:
-    """Parse an IDX file of bytes: two zeros, 8 for bytes, the number of axes, their sizes, and the elements.
+    """Parse an IDX file of bytes into an array: two zeros, 8 for bytes, the number of axes, sizes, and elements.
 
     Raises:
         ValueError: the content is not such a file.

@@ -17,7 +17,7 @@ CLASSES = ("negative", "positive")
 
 
 def load_rt_polarity() -> tuple[list[str], list[int]]:
-    """Return film-review sentences and their sentiment labels (0 negative, 1 positive), the negative ones first.
+    """Return film-review sentences and labels, all negative (0) before all positive (1); download if necessary.
 
     Raises:
         OSError: a file is missing and could not be downloaded; the message says where to put it.

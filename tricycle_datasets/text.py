@@ -61,7 +61,7 @@ class TextFiles(Corpus):
 
 
 def find_text_files(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the files without NUL bytes in a folder, in sorted order, each with its name for `is_held_out`."""
+    """Yield path and name of a folder's text files, sorted, without hidden, empty and binary ones; or of one file."""
     if root.is_file():
         if _is_binary(root):
             raise ValueError(f"TextFiles: expected a text file, got one with NUL bytes (binary, or UTF-16): {root}")

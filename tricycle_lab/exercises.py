@@ -52,7 +52,7 @@ class WrongAnswerError(ValueError):
 
 
 def find_exercise(name: str) -> Exercise:
-    """Return the exercise of a name.
+    """Return the exercise with this name; raise ValueError if there is none.
 
     Raises:
         ValueError: no exercise has this name.
@@ -64,7 +64,7 @@ def find_exercise(name: str) -> Exercise:
 
 
 def grade(exercise: Exercise | str, function: Callable[..., Any] | None) -> Grade:
-    """Grade a student's function.
+    """Compare a student's gradient function with the exercise's on its inputs; return correct, incorrect or missing.
 
     Args:
         exercise: an exercise or its name.
@@ -209,7 +209,7 @@ def _check_finite_differences(exercise: Exercise, function: Callable[..., Any], 
 
 # -------------------------------------------------------------------- the command
 def main(args: list[str] | None = None) -> int:
-    """Run the command line; return 0 if all graded exercises are correct, else 1."""
+    """Grade the exercises of a file and print the grades, or write the tasks; return 0 if all are correct, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m tricycle_lab.exercises", description=(__doc__ or "").splitlines()[0]
     )

@@ -54,7 +54,7 @@ class HookedForward:
 
 
 def add_hook(target: Any, kind: str, function: Callable[..., Any]) -> RemoveHook:
-    """Add a hook to a layer or op, and return a function that removes it.
+    """Add a hook to target.forward as observer, change or substitution (`kind`); return a function that removes it.
 
     All hooks of a target share one `HookedForward`, so they can be removed in any order. Without hooks the original
     `forward` is restored.
@@ -139,7 +139,7 @@ def _index_mask(caller: str, argument: str, indices: Sequence[int], size: int) -
 
 
 def as_indices(caller: str, argument: str, indices: Any) -> list[int] | None:
-    """Convert an integer or a sequence of integers to a list; None remains None.
+    """Convert an integer or a sequence of integers to a list, and None to None; else raise ValueError.
 
     Raises:
         ValueError: any other value.
@@ -154,7 +154,7 @@ def as_indices(caller: str, argument: str, indices: Any) -> list[int] | None:
 
 # -------------------------------------------------------------------- softmax variants
 def substitute_softmax(layer: Any, softmax: str | RowSoftmax | None, temperature: float | None) -> Substitution:
-    """Return a substitution of a layer's attention op by one with another softmax or a temperature."""
+    """Return a function that replaces a layer's attention op by one with another softmax, a temperature, or both."""
     changed = copy(layer)  # shares all weights, but has its own op and softmax scales
     if softmax is not None:
         changed.use_softmax(softmax)

@@ -50,7 +50,7 @@ def plot_losses(
     title: str,
     unit: str = "bits per byte",
 ) -> Path:
-    """Plot the training and the held-out loss against the step as a PNG, or without matplotlib as an SVG.
+    """Plot training and held-out loss against the step as a PNG, without matplotlib as an SVG; return its path.
 
     Args:
         metrics: the lines of metrics.jsonl.
@@ -234,7 +234,9 @@ def plot_curves(
     share_y: bool = True,
     n_columns: int = 3,
 ) -> None:
-    """Plot lines in a grid of panels as a PNG; a label has the same color in all panels.
+    """Plot curves[panel][label], (x, y) or mean and range of (seeds, points), in a grid of panels as a PNG.
+
+    A label has the same color in all panels.
 
     Args:
         curves: by the panel's title and the line's label, (x, ys): x is (n_points,); ys is (n_points,), or

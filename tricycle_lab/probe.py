@@ -110,7 +110,7 @@ class Probe:
         heads: int | Sequence[int] | None = None,
         positions: int | Sequence[int] | None = None,
     ) -> ExitStack:
-        """Replace the results of layers by a value.
+        """Replace results of matching layers (or heads, positions) by `value`, until the returned context exits.
 
         Args:
             pattern: matches names of layers, as the probe's own patterns.
@@ -143,7 +143,7 @@ class Probe:
         heads: int | Sequence[int] | None = None,
         positions: int | Sequence[int] | None = None,
     ) -> ExitStack:
-        """Set the results of layers or attention heads to 0; a `TransformerBlock` returns its input instead.
+        """Set results of matching layers or heads to 0 (`TransformerBlock`: to its input) until the context exits.
 
         Args, returns and raises: as of `replace`.
         """
@@ -158,7 +158,7 @@ class Probe:
     def change_softmax(
         self, pattern: str = "*", softmax: str | RowSoftmax | None = None, temperature: float | None = None
     ) -> ExitStack:
-        """Use another softmax in attention, divide the attention scores by a temperature, or both.
+        """Use another softmax, or scores divided by a temperature, in matching layers until the returned context exits.
 
         Args:
             pattern: matches names of layers; those without attention are ignored.
@@ -316,7 +316,7 @@ class Perplexity(NamedTuple):
 def perplexity(
     model: GPT, tokens: Any, n_bytes: int, batch_size: int = 8, n_batches: int = 0, stride: int = 0
 ) -> Perplexity:
-    """Compute the loss, perplexity and bits per byte of a model on a sequence of tokens.
+    """Return the loss (nats per token), perplexity exp(loss) and bits per byte of a model on a token sequence.
 
     Args:
         tokens: at least two ids; the first one is not predicted.

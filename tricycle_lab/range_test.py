@@ -49,7 +49,7 @@ class RangeTest:
 
     @property
     def suggestion(self) -> float | None:
-        """The suggested maximum learning rate; None if the loss does not fall.
+        """The suggested maximum rate: geometric mean of the steepest rate and divergence rate / 10; None if no descent.
 
         The geometric mean of the steepest rate and a tenth of the divergence rate, or this tenth if it is lower. The
         steepest rate if the loss does not diverge.
@@ -81,7 +81,7 @@ def range_test(
     n_steps: int = N_STEPS,
     progress: Callable[[int], None] = lambda step: None,
 ) -> RangeTest:
-    """Run a range test with a new optimiser; the model's parameters and random generator are restored afterwards.
+    """Train with learning rates rising from `low` to `high`; return the analyzed losses, and restore the weights.
 
     Args:
         config: the config of the model and of training.
@@ -133,7 +133,7 @@ def _losses(state: _RangeTestState, n_steps: int, progress: Callable[[int], None
 
 
 def analyze_losses(rates: np.ndarray, losses: np.ndarray) -> RangeTest:
-    """Find the steepest rate and the divergence rate in the losses of rising learning rates.
+    """Smooth the losses of rising rates; find the rate of steepest descent, and that of divergence, None if absent.
 
     Args:
         rates, losses: (n,); the last loss may be NaN.
@@ -165,7 +165,7 @@ def _moving_average(values: np.ndarray, radius: int) -> np.ndarray:
 
 
 def plot_range_test(test: RangeTest, path: Path, title: str = "") -> None:
-    """Plot the losses against the learning rates, with the marked rates, as a PNG."""
+    """Plot losses and their moving average against the learning rates, with marked rates as lines, as a PNG."""
     figure = new_figure(8, 4.8)
     axes = figure.subplots()
     axes.plot(test.rates, test.losses, color="#9ecae1", linewidth=0.8)

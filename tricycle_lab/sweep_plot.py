@@ -34,7 +34,7 @@ class TrialResult:
 
 
 def plot_sweep(trials: Sequence[TrialResult], path: Path, log_fields: Collection[str] = (), title: str = "") -> None:
-    """Plot all trials with the best result so far, and one panel for each searched field, as a PNG.
+    """Plot the bits per byte of trials by number, with the best so far, and by each searched field, as a PNG.
 
     Args:
         log_fields: the fields with a logarithmic axis.

@@ -48,7 +48,7 @@ def create_app(
     api_key: str | None = None,
     max_request_bytes: int = MAX_REQUEST_BYTES,
 ) -> AccessMiddleware:
-    """Return the ASGI application of a service; the caller starts `service.engine`.
+    """Return the ASGI app of OpenAI's endpoints, /health and web pages; the caller starts `service.engine`.
 
     Args:
         allowed_hosts, allowed_origins, api_key: see `AccessMiddleware`.
@@ -79,7 +79,7 @@ class _Endpoints:
         self._n_open = 0
 
     def post_endpoint(self, submit: Callable[[RequestFields], Awaitable[Any]]) -> Endpoint:
-        """Return the endpoint that parses a JSON body, submits it to the service and sends the response."""
+        """Return an endpoint: parse a JSON body, await `submit`, send its response or an error; limit open requests."""
 
         async def endpoint(request: Request) -> ASGIApp:
             if self._n_open >= MAX_OPEN_REQUESTS:

@@ -67,7 +67,7 @@ class CompletionRequest:
     def sequence_requests(
         self, prompts: list[list[int]], max_tokens: int, context_window: int
     ) -> list[SequenceRequest]:
-        """Return the `n` sequence requests of each prompt, in the order of the prompts.
+        """Return `n` sequence requests for each prompt in order, with new tokens limited to fit the context window.
 
         Args:
             prompts: token ids.
@@ -97,7 +97,7 @@ class CompletionRequest:
 def parse_completion_request(
     fields: RequestFields, default_sampling: PenalizedSamplingParams, is_chat: bool
 ) -> CompletionRequest:
-    """Parse the fields that both kinds of requests have; fields that have not been read before are rejected.
+    """Parse the fields that chat and plain completions share; raise ApiError for an invalid or otherwise unread one.
 
     Raises:
         ApiError: a field is invalid or unknown.
@@ -197,7 +197,7 @@ def _parse_logit_bias(fields: RequestFields, n_vocab: int | None) -> tuple[tuple
 
 # -------------------------------------------------------------------- messages and prompts
 def parse_messages(fields: RequestFields) -> list[dict[str, str]]:
-    """Return the messages of a chat request, each with `role` and `content`.
+    """Return a chat request's messages as `role` and `content`; raise ApiError if invalid, or for tools.
 
     Raises:
         ApiError: an invalid message, content other than text, or a request for tools or structured output.
@@ -242,7 +242,7 @@ def _parse_content(content: Any, path: str) -> str:
 
 
 def parse_prompts(fields: RequestFields, n_vocab: int) -> list[str | list[int]]:
-    """Return the prompts of a completion request, each a string or token ids.
+    """Return a completion request's prompts, strings or lists of token ids, also for one; raise ApiError if invalid.
 
     Raises:
         ApiError: an invalid prompt, or an unsupported field.

@@ -32,7 +32,7 @@ class EmbeddingsRequest(NamedTuple):
 
 
 def parse_embeddings_request(fields: RequestFields, embedding_dim: int) -> EmbeddingsRequest:
-    """Parse the fields of an embeddings request.
+    """Parse texts, `truncate` and encoding of an embeddings request; raise ApiError for other or invalid fields.
 
     Raises:
         ApiError: a field is invalid or unknown.
@@ -70,7 +70,7 @@ class EmbeddingEngine(Engine):
         self.encoder = encoder
 
     def submit(self, texts: list[str], timeout_seconds: float) -> EngineRequest:
-        """Add a request to the queue; the outputs of the result are arrays (N, C), in the order of the texts.
+        """Queue texts for embedding, and return the request, whose outputs will be arrays (N, C) in order of the texts.
 
         Raises:
             ApiError: the queue is full.

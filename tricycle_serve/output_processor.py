@@ -57,7 +57,7 @@ class StopStringFilter:
         self.has_stopped = False
 
     def push(self, new_text: str) -> str:
-        """Return the text that can be sent: without an end that may be the beginning of a stop string."""
+        """Return the text that can be sent: cut at a stop string, and without an end that may begin one, held back."""
         text = self._held + new_text
         ends = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stop_strings if stop in text]
         if ends:
@@ -98,7 +98,10 @@ class OutputProcessor:
         self._logprobs: list[TokenLogprob] = []
 
     def record_logprobs(self, token: int, logits: np.ndarray) -> None:
-        """Store log-probabilities of a sampled token and its alternatives; a listener for `GenerationBatch.add`."""
+        """Store log-probabilities of a sampled token and of the n most probable ones; do nothing for a stop token.
+
+        A listener for `GenerationBatch.add`.
+        """
         if token in self._stop_tokens:
             return
         logprobs = kernels.log_softmax(logits[: self.request.sampling.n_vocab].astype(np.float64))
@@ -127,7 +130,7 @@ class OutputProcessor:
         return self._new_delta(text, None) if text else None
 
     def finish(self, finish_reason: str, text: str = "") -> TextDelta:
-        """Return the last delta, with the text that was held back up to a stop string, and its finish reason."""
+        """Return the last delta: `text`, the text still held back (cut at a stop string), and the finish reason."""
         decoded = self._detokenizer.flush()
         self._n_decoded_characters += len(decoded)
         text += self._stop_filter.push(decoded)

@@ -15,7 +15,7 @@ MAX_NAME_CHARACTERS = 40  # of an unknown field's name in an error message
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object that a request body contains.
+    """Return the JSON object of a UTF-8 request body; raise ApiError for any other content.
 
     Raises:
         ApiError: the body is not a JSON object in UTF-8.
@@ -75,7 +75,7 @@ class RequestFields:
         raise ApiError(f"expected {name} to be {expected}, got {format_value(self._values.get(name))}", param=name)
 
     def get_int(self, name: str, default: Any, minimum: int, maximum: int | None = None) -> Any:
-        """Return an integer in a range; floats without a fractional part are accepted."""
+        """Return an integer field in a range (2.0 counts as 2), or `default` if absent; raise ApiError if invalid."""
         value = self.get(name, default)
         if not self.has(name):
             return default
@@ -87,7 +87,7 @@ class RequestFields:
         return value
 
     def get_float(self, name: str, default: Any, minimum: float, maximum: float) -> Any:
-        """Return a number in a range as a float."""
+        """Return a number field in a range as a float, or `default` if absent; raise ApiError if invalid."""
         value = self.get(name, default)
         if not self.has(name):
             return default

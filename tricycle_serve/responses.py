@@ -67,7 +67,7 @@ class CompletionResponse:
 
     # ---------------------------------------------------------------- common to both kinds
     def common_fields(self, object_type: str) -> dict[str, Any]:
-        """Return the fields that a response and each of its chunks begin with."""
+        """Return id, object type, creation time, model and fingerprint, with which a response and its chunks begin."""
         return {
             "id": f"{self.id_prefix}-{self.id}",
             "object": object_type,
@@ -77,7 +77,7 @@ class CompletionResponse:
         }
 
     def usage(self, n_completion_tokens: int) -> dict[str, Any]:
-        """Return the token counts; a prompt with several sequences counts once."""
+        """Return prompt, completion, total and cached token counts; a prompt with several sequences counts once."""
         prompt_lengths = {id(sequence.prompt): len(sequence.prompt) for sequence in self.sequences}
         n_prompt_tokens = sum(prompt_lengths.values())
         return {
@@ -174,7 +174,7 @@ class ChatCompletionResponse(CompletionResponse):
         return [self._chunk_choice(index, content, None, None) for index in range(len(self.sequences))]
 
     def delta_choices(self, delta: TextDelta) -> list[dict[str, Any]]:
-        """Return a choice with the text, if there is any, and one with the finish reason at the end."""
+        """Return choices for a chunk: the delta's text or log-probabilities, if any; then its finish reason, if any."""
         choices: list[dict[str, Any]] = []
         if delta.text or delta.logprobs:
             logprobs = self._format_logprobs(delta.logprobs)

@@ -65,7 +65,7 @@ class ModelService:
         self._thread_pool = ThreadPoolExecutor(N_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
     def model_info(self) -> dict[str, Any]:
-        """Return the model's entry in /v1/models."""
+        """Return the model's entry in /v1/models: id, creation time, kind and context window."""
         return {
             "id": self.name,
             "object": "model",

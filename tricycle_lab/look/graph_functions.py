@@ -48,7 +48,7 @@ MAX_FORMULA_LENGTH = 2000  # characters
 
 
 def build_graph_from_spec(spec: str, values: str = "") -> dict[str, Any]:
-    """Return the computation graph of the function that a command line specifies, as data of the graph page.
+    """Return the computation graph of an example, FILE.py:function or a formula at given inputs, as JSON data.
 
     Args:
         spec: the name of an example; FILE.py:function; or a formula such as "x * y + exp(x)".
@@ -169,7 +169,7 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
 
 
 def load_module(path: Path) -> Any:
-    """Execute a Python file, and return it as a module.
+    """Execute a Python file, and return it as a module, also in sys.modules; an error in it raises ValueError.
 
     Raises:
         FileNotFoundError: no such file.

@@ -71,7 +71,7 @@ class InspectableModel:
         self._token_texts: dict[int, str] = {}
 
     def describe(self) -> dict[str, Any]:
-        """Return the properties of the model that the page needs, as JSON data.
+        """Return title, kind, class, number of parameters, ablatable layers and initial layer, as JSON data.
 
         `initialLayer` is the index of the attention layer that the page shows first.
         """
@@ -90,7 +90,7 @@ class InspectableModel:
         return [int(token) for token in self.tokeniser.encode_plain(text)]
 
     def encode_input(self, text: str) -> list[int]:
-        """Convert a text to the input of the model, with special tokens such as the start of a text.
+        """Convert a text to token ids with special tokens, such as the start of a text; raise if empty or too long.
 
         Raises:
             ValueError: an empty text, or too many tokens.
@@ -109,7 +109,7 @@ class InspectableModel:
         return ids
 
     def replace_token(self, ids: Sequence[int], position: int, replacement: str | int) -> list[int]:
-        """Replace the token at a position by another token, or by the tokens of a text.
+        """Return the tokens with one replaced by another token, or by the tokens of a text; raise if it is invalid.
 
         Raises:
             ValueError: no such position or token, or too many tokens.
@@ -125,7 +125,7 @@ class InspectableModel:
         return result
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Check the number of tokens, and that each token is in the vocabulary.
+        """Raise ValueError if there are no tokens or too many, or a token is outside of the vocabulary.
 
         Raises:
             ValueError: no tokens, too many, or tokens outside of the vocabulary.
@@ -145,7 +145,7 @@ class InspectableModel:
         return self._token_texts[token]
 
     def run(self, ids: Sequence[int], interventions: Interventions, earlier: Trace | None = None) -> Trace:
-        """Run the model on tokens, and record the forward pass.
+        """Run the model with interventions, and return the trace of the forward pass; subclasses implement it.
 
         Args:
             ids: the tokens.
@@ -160,7 +160,7 @@ class InspectableModel:
 
 
 def find_attention_layers(model: Any) -> list[AttentionLayer]:
-    """Return the attention layers of a model, in model order."""
+    """Return an `AttentionLayer` (name, kind, heads) for each attention layer of a model, in model order."""
     layers = []
     for name, layer in model.named_layers():
         if attention_of(layer) is not None and hasattr(layer, "n_heads"):
@@ -218,7 +218,7 @@ class Recorder:
 
 
 def record_arguments(layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> None:
-    """Store an attention op and its arguments, from which the attention maps are computed on demand."""
+    """Store an attention op, its arguments, and a function that computes the attention maps on demand, in `layer`."""
 
     def compute_maps() -> tuple[Any, Any]:
         scores, weights = scores_and_weights(op, *args)
@@ -247,7 +247,7 @@ class InspectableStack(InspectableModel):
         self.kind = "decoder" if isinstance(model, GPT) else "encoder"
 
     def run(self, ids: Sequence[int], interventions: Interventions, earlier: Trace | None = None) -> Trace:
-        """Run the model, and reuse the first blocks or the first positions of an earlier trace where possible."""
+        """Run the model and return its trace; reuse first blocks or positions of an earlier trace where possible."""
         n_blocks, n_tokens = (0, 0) if earlier is None else self._count_reusable(ids, interventions, earlier)
         model = self.model
         new_recorder = Recorder(model, self.attention_layers, self.block_names)
@@ -368,7 +368,7 @@ class InspectableEncoderDecoder(InspectableModel):
         return "<begin>" if token == self.begin else "<end>" if token == self.end else self._token_text(token)
 
     def encode_input(self, text: str) -> list[int]:
-        """Convert "SOURCE => TARGET" to the tokens of the target; without "=>" the model generates the target.
+        """Set `source_ids` from "SOURCE => TARGET" and return the target's tokens; without "=>" the model generates it.
 
         The tokens of the source become the attribute `source_ids`.
         """
@@ -395,7 +395,7 @@ class InspectableEncoderDecoder(InspectableModel):
             raise ValueError(f"expected a target of 1 to {self.max_tokens} tokens to inspect, got {len(ids)}")
 
     def run(self, ids: Sequence[int], interventions: Interventions, earlier: Trace | None = None) -> Trace:
-        """Run encoder and decoder on the source and a target, without reuse of an earlier trace."""
+        """Run encoder and decoder on `source_ids` and a target, and return the trace; `earlier` is not used."""
         model = self.model
         source, target = np.array([self.source_ids]), np.array([list(ids)])
         rows: list[tuple[np.ndarray, np.ndarray]] = []  # scores and weights of each step of a recurrent model
@@ -430,7 +430,7 @@ class InspectableEncoderDecoder(InspectableModel):
 
 
 def load_inspectable_translator(path: Path) -> InspectableEncoderDecoder:
-    """Load a translation model from a file that `load_translator` reads.
+    """Load a translation model and its vocabulary from a file of `load_translator`, as an inspectable model.
 
     Raises:
         FileNotFoundError, ValueError: as in `load_translator`.
@@ -443,7 +443,7 @@ def load_inspectable_translator(path: Path) -> InspectableEncoderDecoder:
 
 
 def substitute_row_softmax(interventions: Interventions) -> Substitution:
-    """Return a substitution that applies another softmax and a temperature to the attention of a recurrent model.
+    """Return a hook that replaces a recurrent model's attention softmax and divides the scores by a temperature.
 
     Raises:
         ValueError: ablations, which need a model with blocks, or a softmax with learned scales.

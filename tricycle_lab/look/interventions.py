@@ -31,7 +31,7 @@ class Interventions:
 
     @classmethod
     def from_json(cls, fields: Any, ablatable: Sequence[str], n_heads: Mapping[str, int]) -> Interventions:
-        """Create interventions from a decoded JSON object, and check them.
+        """Create interventions from a decoded JSON object (None: none); raise ValueError for unknown fields or values.
 
         Args:
             fields: the JSON object; None for no interventions.
@@ -58,7 +58,7 @@ class Interventions:
         return cls(tuple(dict.fromkeys(layers)), heads, softmax, float(temperature))
 
     def apply(self, probe: Probe) -> None:
-        """Apply the interventions to the model of a probe, until the block of the probe ends."""
+        """Ablate layers and heads and change the softmax through a probe, until the context of the probe ends."""
         for name in self.ablated_layers:
             probe.ablate(name)
         for name in dict.fromkeys(name for name, _ in self.ablated_heads):
@@ -73,7 +73,7 @@ class Interventions:
         return self.softmax is not None or not math.isclose(self.temperature, 1.0)
 
     def first_changed_block(self, block_names: Sequence[str], other: Interventions) -> int:
-        """Return the index of the first block whose computation differs from that with other interventions.
+        """Return the index of the first block that these and other interventions change differently, else their number.
 
         Returns:
             the number of blocks if none differs.

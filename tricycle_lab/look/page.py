@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 
 
 def render_page(name: str, title: str, data: Any, has_server: bool = False) -> str:
-    """Return a page as HTML.
+    """Return an HTML document of a page's and the common HTML, CSS and JS files, with `data` embedded as JSON.
 
     Args:
         name: the page's files are `<name>.html`, `.css` and `.js`; those of `common` come first.
@@ -56,7 +56,7 @@ def _read_text(name: str) -> str:
 
 
 def collect_static_data(model: InspectableModel, trace: Trace) -> dict[str, Any]:
-    """Return everything that the model viewer can show of a trace, for a page without a server."""
+    """Return all attention maps, statistics, predictions and the logit lens, as data of a page without a server."""
     maps: dict[str, list[dict[str, Any]]] = {}
     for layer in trace.attention_layers:
         maps[layer.name] = [trace.attention_map(layer.name, head, deflate=True) for head in range(layer.n_heads)]

@@ -77,7 +77,7 @@ class ViewerService:
                 self.respond("run", {"model": index, "text": self.text})
 
     def respond(self, request: str, fields: Any) -> Any:
-        """Return the response to a request as JSON data.
+        """Run a model (request "run") or read its last trace, under a lock; return the response as JSON data.
 
         Args:
             request: "run", or a name in `TRACE_REQUESTS`.
@@ -235,6 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._reject(404, "not found: open the address that `tricycle look` printed")
 
     def do_POST(self) -> None:
+        """Answer a JSON request with the JSON of `service.respond`; send an error status if it is invalid."""
         request = self._request_name()
         if request is None:
             self._reject(404, "not found: open the address that `tricycle look` printed")

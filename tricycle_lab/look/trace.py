@@ -52,7 +52,7 @@ class AttentionLayer:
     cached_maps: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
 
     def maps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the attention scores and weights, (H, T, S) each, computed by the first call."""
+        """Return the attention scores and weights, (H, T, S) each, computed by the first call and then cached."""
         if self.compute_maps is None:
             raise ValueError(f"{self.name}: expected a layer that ran in the forward pass, got one that did not")
         if self.cached_maps is None:
@@ -119,7 +119,7 @@ class Trace:
         return self.ids == list(ids) and self.source_ids == tuple(source_ids)
 
     def attention_layer(self, name: str) -> AttentionLayer:
-        """Return an attention layer by name.
+        """Return the attention layer with this name; raise ValueError if there is none.
 
         Raises:
             ValueError: no such attention layer.
@@ -133,7 +133,7 @@ class Trace:
 
     # ---------------------------------------------------------------- JSON for the page
     def summary(self) -> dict[str, Any]:
-        """Return tokens, predictions and the names of layers, as JSON data."""
+        """Return token ids and texts, attention layers, residual-stream names and predictions, as JSON data."""
         summary: dict[str, Any] = {
             "ids": self.ids,
             "tokens": self.texts,
@@ -192,7 +192,7 @@ class Trace:
         }
 
     def head_statistics(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the mean entropy and the score kurtosis of each head of the attention layers `start` to `stop`."""
+        """Return mean entropy and score kurtosis of each head of attention layers start to stop - 1, as JSON data."""
         layers = []
         for layer in self.attention_layers[max(0, start) : max(0, stop)]:
             cached = layer.cached_maps
@@ -209,7 +209,7 @@ class Trace:
         return [_stream_statistics(name, x) for name, x in self.stream.items()]
 
     def top_predictions(self, position: int) -> dict[str, Any]:
-        """Return the most probable next tokens at a position, and those of the logit lens of each layer.
+        """Return the most probable next tokens at a position, also by the logit lens of each layer, as JSON data.
 
         Raises:
             ValueError: no such position.
@@ -227,7 +227,7 @@ class Trace:
         return {"position": position, "top": self._top_k(logits[-1], N_TOP_TOKENS, next_token)["top"], "lens": lens}
 
     def logit_lens(self) -> dict[str, Any]:
-        """Return the most probable token of the logit lens of each layer at each position, with its probability."""
+        """Return each layer's most probable token by logit lens, with probability, at each position, as JSON data."""
         if self.unembed is None or not self.stream:
             return {"tokens": [], "probs": []}
         top = np.zeros((len(self.stream), len(self.ids)), np.int64)
@@ -240,7 +240,7 @@ class Trace:
 
     # ---------------------------------------------------------------- logits
     def compute_predictions(self, x: np.ndarray, known: Predictions | None = None) -> None:
-        """Compute the predictions from the residual stream after the last block (T, C).
+        """Set `predictions` from the residual stream after the last block (T, C); those in `known` are reused.
 
         Args:
             x: the residual stream.
@@ -285,7 +285,7 @@ class Trace:
 
 
 def summarize_logits(logits: np.ndarray, next_tokens: np.ndarray) -> list[np.ndarray]:
-    """Compute the fields of `Predictions` from logits (R, V) and next tokens (R,); the logits are overwritten."""
+    """Return log-probabilities, ranks, top tokens, their probabilities, and entropies of logits, overwritten."""
     starts = range(0, len(logits), ROWS_PER_TASK)
     parts: dict[int, list[np.ndarray]] = {}
 
