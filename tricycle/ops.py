@@ -55,7 +55,7 @@ class Op:
 
 
 def as_tensor(x: Operand, like: Tensor | None = None) -> Tensor:
-    """Convert a number, list or array to a constant Tensor, in the dtype of `like`; return a Tensor unchanged."""
+    """Return a Tensor unchanged; make others a constant Tensor, in the float dtype of `like` (else integers stay)."""
     if isinstance(x, Tensor):
         return x
     array: Array = x if is_array(x) else (np if like is None else like.xp).asarray(x)
@@ -92,7 +92,7 @@ def shape_error(op: str, error: ValueError, *arrays: Array) -> ValueError:
 
 
 def check_device(op: str, *arrays: Array) -> None:
-    """Raise a ValueError unless all arrays are in host memory or all on a GPU."""
+    """Raise a ValueError that names `op` unless all arrays are in host memory (NumPy) or all on a GPU (CuPy)."""
     kind = type(arrays[0])
     for array in arrays:
         if type(array) is not kind:  # it may be a subclass
@@ -123,7 +123,7 @@ def check_positive(layer: str, **sizes: int) -> None:
 
 
 def unary_op(name: str, forward: ArrayFunction, gradient: ArrayFunction) -> Callable[[Operand], Tensor]:
-    """Make a registered elementwise operation from `forward(xp, x)`, returning y, and `gradient(xp, g, x, y)`."""
+    """Make and register a differentiable elementwise op: y = `forward(xp, x)`, gradient = `gradient(xp, g, x, y)`."""
 
     def op(x: Operand) -> Tensor:
         x = as_tensor(x)
@@ -145,7 +145,7 @@ sigmoid = unary_op("sigmoid", lambda xp, x: kernels.sigmoid(x), lambda xp, g, x,
 def binary_op(
     name: str, symbol: str, forward: ArrayFunction, left: ArrayFunction, right: ArrayFunction, saves: bool = True
 ) -> Callable[..., Tensor]:
-    """Make a registered elementwise operation of two inputs with broadcasting.
+    """Make and register a differentiable elementwise op of two inputs that broadcast; gradients are summed back.
 
     `forward(x, y)` returns z; `left(g, x, y, z)` and `right(g, x, y, z)` return the gradients of x and y before
     un-broadcasting; `saves=False` if they do not read x, y and z. A Python number is not a node of the graph, but part
@@ -223,7 +223,7 @@ def unpack_arguments(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 @register
 def reshape(x: Operand, *shape: int | Sequence[int]) -> Tensor:
-    """Return the elements in another shape; one length may be -1."""
+    """Return x in another shape, given as integers or one sequence; one length may be -1 (inferred)."""
     x = as_tensor(x)
     before = x.array.shape
     try:
@@ -244,7 +244,7 @@ def _array_index(index: Any, xp: Any) -> Any:
 
 @register
 def getitem(x: Operand, index: Any) -> Tensor:
-    """Index a Tensor as in NumPy: integers, slices, None, Ellipsis, arrays or Tensors of integers or booleans."""
+    """Return x[index] as in NumPy, for integers, slices, None, Ellipsis, arrays or Tensors of integers or booleans."""
     x = as_tensor(x)
     index = _array_index(index, x.xp)
     try:

@@ -77,7 +77,7 @@ class SGDRule(Rule):
         self.momentum, self.state_names = momentum, ("velocity",) if momentum else ()
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
-        """Make one SGD update in place."""
+        """Make one SGD update in place: v = momentum * v + grad; w -= learning_rate * v; with decoupled decay."""
         if step.weight_decay:
             weights *= step.decay_factor
         if self.momentum:
@@ -136,7 +136,7 @@ class Optimiser:
             self.learning_rate = self.schedule(self.n_steps)
 
     def update(self, named_parameters: Iterable[tuple[str, Tensor]], factor: Any = None, n_skipped: Any = 0) -> None:
-        """Update all parameters that have a gradient, with `factor` times the gradient; none if that is 0 or less.
+        """Update each parameter that has a gradient by its rule with `factor` times the gradient; none if it is <= 0.
 
         A 0-d factor on a GPU is not read; `n_skipped` is the number of earlier updates that it disabled.
         """
@@ -161,7 +161,7 @@ class Optimiser:
         self._step_is_open = False
 
     def rule_of(self, parameter: Tensor, name: str = "a parameter") -> Rule:
-        """Return the update rule of a parameter; raise a ValueError if no predicate accepts it."""
+        """Return a parameter's rule: the only one, or the first whose predicate accepts it; else raise ValueError."""
         if isinstance(self.rules, Rule):
             return self.rules
         for accepts, rule in self.rules:
@@ -171,7 +171,7 @@ class Optimiser:
         raise ValueError(f"{type(self).__name__}: expected a rule that accepts {what}, got none")
 
     def state_of(self, parameter: Tensor, rule: Rule | None = None) -> tuple[int, State]:
-        """Return the number of updates and the state arrays of a parameter, on its device; initially zeros."""
+        """Return a parameter's number of updates and its state arrays, moved to its device; new arrays are zeros."""
         n_updates, state = self.states.get(parameter, (0, {}))
         for name, shape in (rule or self.rule_of(parameter)).state_shapes(parameter.shape).items():
             if name not in state:
@@ -214,7 +214,7 @@ class AdamW(Optimiser):
 
 
 def gradient_norm(model: Layer) -> Any:
-    """Return the global L2 norm of all gradients: a float, or an unread 0-d array for a model on a GPU."""
+    """Return the global L2 norm of all gradients: a float, or for a model on a GPU a 0-d array, not synchronized."""
     grads = [p.grad.array for p in model.parameters() if p.grad is not None]
     jobs = [(partial(kernels.sum_squares, grad), grad.size, True, False) for grad in grads]
     squares = kernels.run_independent(grads[0], jobs) if grads else []
@@ -225,7 +225,7 @@ def gradient_norm(model: Layer) -> Any:
 
 
 def clip_gradients(model: Layer, max_norm: float) -> Any:
-    """Clip all gradients in place to a global norm of at most `max_norm`; return the norm before."""
+    """Scale all gradients in place to a global L2 norm of at most `max_norm`; return the norm before."""
     if not max_norm > 0:
         raise ValueError(f"clip_gradients: expected a max_norm above 0, got {max_norm!r}")
     norm: Any = gradient_norm(model)

@@ -77,7 +77,7 @@ class SamplingParams:
         return logits
 
     def token_at_quantile(self, logits: np.ndarray, number: float) -> int:
-        """Return the token at quantile `number` in [0, 1) of the distribution; the argmax at temperature 0."""
+        """Return the kept token at quantile `number` in [0, 1), in order of ids; the argmax at temperature 0."""
         if self.temperature == 0:
             return int(logits.argmax())
         order, probabilities = self.candidates(logits)
@@ -86,7 +86,7 @@ class SamplingParams:
         return int(order[by_id[(ends / ends[-1]).searchsorted(number, side="right")]])
 
     def candidates(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens kept by top_k, top_p and min_p, most probable first, and their probabilities."""
+        """Return the tokens that temperature, top_k, top_p and min_p keep, best first, and their probabilities."""
         top_k, top_p, min_p = self.top_k, self.top_p, self.min_p
         # the shift prevents overflow at small temperatures
         weights = np.exp((logits - logits.max()) / max(self.temperature, 1e-6))

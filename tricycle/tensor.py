@@ -100,7 +100,7 @@ class Tensor:
     def backward(
         self, retain_graph: bool = False, create_graph: bool = False, on_input: Callable[[Tensor], None] | None = None
     ) -> None:
-        """Add the gradient of this Tensor (of the sum of its elements) to `grad` of all inputs and parameters.
+        """Add the gradient of the sum of this Tensor to `grad` of all inputs and parameters, and free the graph.
 
         Args:
             retain_graph: keep the graph for another call of `backward` instead of freeing it.
@@ -194,7 +194,7 @@ def record(
 def to_tensor(
     x: Operand, *, dtype: Any = None, requires_grad: bool = True, is_batched: bool = False, name: str | None = None
 ) -> Tensor:
-    """Make a Tensor from a number, a (nested) list, a NumPy or CuPy array, or another Tensor.
+    """Make a Tensor, by default of float32, from a number, a (nested) list, a NumPy or CuPy array, or a Tensor.
 
     Args:
         x: the values. An array of the right dtype is not copied.

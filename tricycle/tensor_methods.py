@@ -17,7 +17,7 @@ BackFn: TypeAlias = Callable[[Tensor], "Array | Tensor"]
 
 
 def to_string(x: Tensor) -> str:
-    """Format a Tensor for printing: its values, on one line if they fit, and its name."""
+    """Format a Tensor as "Tensor([...], name=...)": its values, on one line if they fit, and its name if any."""
     array, end = x.numpy(), f", name={x.name})" if x.name else ")"
     if array.ndim == 0:
         return f"Tensor({array!s}{end}"  # !s: format() would go through a Python float
@@ -70,7 +70,7 @@ def close_to(x: Tensor, other: Operand, rtol: float = 1e-5, atol: float = 1e-8, 
 
 # -------------------------------------------------------------------- devices, copies
 def to_gpu(x: Tensor, device: int = 0) -> Tensor:
-    """Move the array (and gradient) of an input or parameter to a GPU, in place; return x."""
+    """Move the array (and gradient) of an input or parameter, not of a result, to a GPU in place; return x."""
     if x.args:
         got = f"the result of {x.name or 'an operation'}"
         raise RuntimeError(f"to_gpu: expected a Tensor without a history, got {got}; move detach() or its inputs")
@@ -130,7 +130,7 @@ def from_batched(x: Tensor) -> Tensor:
 
 # -------------------------------------------------------------------- single gradients
 def leaf_gradients(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> list[Array | None]:
-    """Return the gradients of leaves, given the gradient of a result; None for leaves without one.
+    """Return the gradients of leaves, given the gradient of a result, without changing `grad`; None without one.
 
     For operations whose backward function runs a separate backward pass: `grad` of no Tensor changes, and the graph is
     freed. The arrays may share memory.
@@ -142,7 +142,7 @@ def leaf_gradients(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> lis
 
 
 def back_fn_of(x: Tensor, i: int) -> BackFn:
-    """Return a function that maps the gradient of x (a Tensor) to the gradient of its arg `i`."""
+    """Return a function that maps the gradient of x (a Tensor) to the gradient (an array) of its arg `i`."""
     arg, saved = x.args[i], x._saved
     backward: Any = x._backward  # not None, as x has args
     needs_grad = [place == i for place in range(len(x.args))]
@@ -157,7 +157,7 @@ def back_fn_of(x: Tensor, i: int) -> BackFn:
 
 
 def set_back_fns(x: Tensor, back_fns: tuple[BackFn, ...]) -> None:
-    """Set the backward function of x to one function per arg, each called with the gradient of x (a Tensor)."""
+    """Replace the backward function of x by one function for each arg, called with the gradient of x (a Tensor)."""
 
     def call_back_fns(grad: Array, needs_grad: Sequence[bool]) -> list[Any]:
         incoming = Tensor(grad, False)

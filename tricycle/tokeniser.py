@@ -166,7 +166,7 @@ class BPETokeniser(ByteLevelBPE):
     # training, encoding and decoding
 
     def train(self, text: str | bytes | Iterable[str | bytes], progress: bool = True) -> Self:
-        """Learn the merges from one or several texts, like `ByteLevelBPE.train`; skip bytes that are not UTF-8.
+        """Learn the merges from one or several texts, replacing earlier ones; return self. Skip bytes not in UTF-8.
 
         Raises:
             ValueError: there is no text.
@@ -175,7 +175,7 @@ class BPETokeniser(ByteLevelBPE):
         return super().train((chunk for one in texts for run in _runs(one)[::2] for chunk in _chunks(run)), progress)
 
     def encode(self, text: str | bytes, allowed_special: bool = False) -> np.ndarray:
-        """Encode a text to token ids (T,) of type `dtype`, which is unsigned.
+        """Encode a text to token ids (T,) of an unsigned dtype; names of special tokens are text unless allowed.
 
         Args:
             text: a str, or any bytes. Lone surrogates in a str are encoded as by Python's "surrogatepass".
@@ -222,7 +222,7 @@ class BPETokeniser(ByteLevelBPE):
         return self.encode(text)
 
     def decode_bytes(self, ids: ArrayLike) -> bytes:
-        """Decode ids to bytes; a special token gives its name.
+        """Decode ids of any shape to bytes, special tokens to their names; raise ValueError for unknown ids.
 
         Raises:
             ValueError: values that are not integers, or ids outside the vocabulary.
@@ -236,7 +236,7 @@ class BPETokeniser(ByteLevelBPE):
         return super().decode_bytes(flat)
 
     def stream(self, seen: ArrayLike = ()) -> StreamDecoder:
-        """Return an incremental decoder of the ids that follow those in `seen`.
+        """Return an incremental decoder of the ids that follow those in `seen`, which may end within a character.
 
         If `seen` ends within a character, the decoded text begins with that character.
         """
@@ -258,7 +258,7 @@ class BPETokeniser(ByteLevelBPE):
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> BPETokeniser:
-        """Make a tokenizer from the dict that `to_dict` returns.
+        """Make a tokenizer from the dict that `to_dict` returns; raise ValueError for other values.
 
         Raises:
             ValueError: a dict that `to_dict` cannot have returned.
@@ -287,7 +287,7 @@ class BPETokeniser(ByteLevelBPE):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BPETokeniser:
-        """Load a tokenizer from a file that `save` has written.
+        """Load a tokenizer from the JSON file that `save` has written; raise ValueError if it is invalid.
 
         Raises:
             ValueError: an invalid file.
@@ -299,7 +299,7 @@ class BPETokeniser(ByteLevelBPE):
 
     @classmethod
     def from_tokens(cls, tokens: list[bytes], split: str = "tricycle") -> BPETokeniser:
-        """Make a tokenizer from given tokens (the 256 bytes, then the merges in order) and the end of text.
+        """Make a tokenizer of these tokens (the 256 bytes, then the merges in order) plus <|endoftext|> as the last id.
 
         Args:
             split: the pre-tokenization pattern, "tricycle" or "gpt2".
@@ -383,7 +383,7 @@ class StreamDecoder:
 # Cache: valid for the life of the process; depends only on Python's Unicode tables.
 @cache
 def gpt2_pattern() -> str:
-    """Return GPT-2's pattern (Radford et al. 2019) for Python's `re`, which has no classes such as \\p{L}.
+    """Return GPT-2's pattern (Radford et al. 2019) for Python's `re`, with all characters listed for \\p{L} and \\p{N}.
 
     tiktoken uses Rust's regex, which may support a newer version of Unicode and so split a text differently.
     """

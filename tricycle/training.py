@@ -84,7 +84,7 @@ def train(
     max_norm: float = 0.0,
     session: Session | None = None,
 ) -> bool:
-    """Train a model; return whether all steps were made, without an early stop by the session.
+    """Train for `n_steps` updates (by default none) or those of a session; return whether all of them were made.
 
     Args:
         batches: an iterator of arguments of `batch_loss`; a session may draw several for an update.
@@ -124,9 +124,9 @@ def compute_gradients(
     reducer: Callable[[Layer], Any] | None = None,
     loss_scale: Any = None,
 ) -> Gradients:
-    """Compute the gradients of the mean loss over all labels of several batches (gradient accumulation).
+    """Add the gradients of the mean loss over all labels of several batches to `grad`; return that loss too.
 
-    They are added to existing gradients (with several processes, to those of rank 0, and broadcast to all).
+    They are added to existing gradients (gradient accumulation); with several processes, to rank 0's, for all.
 
     Args:
         n_labels: the number of labels of each batch; required for several batches.
@@ -202,7 +202,7 @@ def _all_finite(tensor: Tensor) -> bool:
 def apply_gradients(
     model: Layer, optimiser: Optimiser, grads: Gradients, max_norm: float = 0.0, loss_scale: Any = None
 ) -> Any:
-    """Clip the gradients to a global norm (0: no clipping), update the parameters, and clear the gradients.
+    """Clip the gradients to a global norm (0: no clipping), update the parameters, clear them; return the norm.
 
     Returns the norm before clipping: a number, or for a model on a GPU an unread 0-d array, without synchronization.
 
@@ -240,7 +240,7 @@ def train_on_batch(
 
 
 def supervised_loss(model: Layer, loss_fn: CrossEntropy) -> BatchLossFn:
-    """Return the loss function of batches of inputs and integer labels; for a GPT it calls `GPT.loss`."""
+    """Return a function (batch, factor) -> loss for batches (inputs, integer labels); for a GPT it calls `GPT.loss`."""
 
     def batch_loss(batch: Any, factor: Any) -> Tensor:
         inputs, labels = batch

@@ -63,7 +63,7 @@ class LossScale:
         return self.numbers[2]
 
     def adapt(self, is_finite: Array) -> None:
-        """Halve the scale after an overflow; double it after GROWTH_STEPS updates without one."""
+        """Halve the scale (minimum 1) in place after an overflow; double it after GROWTH_STEPS updates without."""
         xp = array_module(self.numbers)
         scale, n_fine, n_skipped = self.numbers[0], self.numbers[1] + 1, self.numbers[2]
         grown = xp.where(n_fine < GROWTH_STEPS, scale, 2 * scale)
@@ -116,7 +116,7 @@ class TrainingState:
     def save(
         self, path: Path, tokeniser: Tokeniser | None, states: dict[Tensor, tuple[int, State]] | None = None
     ) -> None:
-        """Write a checkpoint file with the complete training state.
+        """Write weights, tokenizer, optimizer, data position and progress to a checkpoint; raise if one is not finite.
 
         Args:
             states: the gathered optimizer state, if it is sharded.
@@ -146,7 +146,7 @@ class TrainingState:
         return {}
 
     def train_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `training.train` for this state."""
+        """Return the keyword arguments of `training.train` for this state, as a dict."""
         return {
             "model": self.model,
             "optimiser": self.optimiser,
@@ -157,7 +157,7 @@ class TrainingState:
         }
 
     def first_nonfinite(self) -> str:
-        """Return the name of the first weight or optimizer state that is not finite, or "" if all are finite."""
+        """Return the first non-finite array, "the parameter NAME" or "the STATE of NAME", or "" if all are finite."""
         for name, parameter in self.saved_module().named_parameters():
             arrays = {"parameter": parameter.array}
             arrays |= self.optimiser.state_of(parameter)[1]
@@ -167,7 +167,7 @@ class TrainingState:
         return ""
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore everything but the weights from a checkpoint.
+        """Restore the optimizer, data position, loss scale and progress, but not the weights, from a checkpoint.
 
         Raises:
             ValueError: something is missing, does not fit, or is not finite.
@@ -182,7 +182,7 @@ class TrainingState:
             setattr(self, name, value)
 
     def roll_back(self, path: Path) -> None:
-        """Restore everything from a checkpoint file, including the weights, in place.
+        """Restore everything from a checkpoint file in place, including weights and random state; clear the gradients.
 
         Raises:
             ValueError: as of `restore`.
@@ -195,7 +195,7 @@ class TrainingState:
         self.restore(checkpoint)
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of update number `step`, counted from 1.
+        """Return the learning rate of update number `step`, counted from 1, by the config's schedule with warm-up.
 
         The last update has the minimum rate; if that is 0, the schedule ends one update later, so that the last update
         has an effect.
@@ -215,7 +215,7 @@ def count_labels(labels: Any, ignore_index: int | None = None) -> Any:
 
 
 def training_bytes(config: GPTConfig) -> int:
-    """Return a lower bound of the memory for training, in bytes.
+    """Return a lower bound of the bytes for training: weights, gradients, optimizer state, activations and tokens.
 
     It includes weights, gradients, optimizer state, activations, and the tokens of an update.
     """
@@ -227,7 +227,7 @@ def training_bytes(config: GPTConfig) -> int:
 
 
 def activation_bytes(config: GPTConfig, n_tokens: int) -> int:
-    """Return the memory of the activations and logits of `n_tokens` tokens in a training step, in bytes.
+    """Estimate the bytes for activations and logits of `n_tokens` tokens in a training step, as configured.
 
     For each block: its input, the outputs of both norms and of attention, and the residual sum; queries, keys and
     values, before and after RoPE; and the hidden layer of the MLP before and after the activation.
@@ -257,7 +257,7 @@ def new_state(
     processes: ProcessGroup = SINGLE_PROCESS,
     shard_optimiser: bool = False,
 ) -> TrainingState:
-    """Make the initial training state of a config and its training tokens, with a new model unless one is given.
+    """Make the initial training state of a config (model, optimizer, shuffled batches), with the given model if any.
 
     Args:
         processes: the processes of distributed training; all make the same state.
@@ -291,7 +291,7 @@ def resume_state(
     processes: ProcessGroup = SINGLE_PROCESS,
     shard_optimiser: bool = False,
 ) -> TrainingState:
-    """Restore a training state from a checkpoint, which may have been saved with another number of processes.
+    """Restore a training state from a checkpoint of any number of processes, which rank 0 alone reads.
 
     Args:
         path: of the checkpoint; only rank 0 reads it.
@@ -339,7 +339,7 @@ class StateSession(Session):
 
     @contextmanager
     def batches(self, source: CausalLMDataset) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Draw this process's batches of an update, with the random generator set to draw their dropout masks.
+        """Yield this process's batches of an update and their label counts; set the generator for their dropout masks.
 
         Afterwards the dataset and the generator are in the same state as if one process had computed all batches.
         """
@@ -386,7 +386,7 @@ class _OneUpdate(StateSession):
 
 
 def train_step(state: TrainingState) -> tuple[Any, Any]:
-    """Make one update of a training state; return the mean loss and the gradient norm.
+    """Make one update of a training state; return the mean loss and the gradient norm before clipping.
 
     Returns:
         the mean loss in nats per token, and the norm of the gradients before clipping: numbers, or for a model on a GPU
@@ -402,7 +402,7 @@ def train_step(state: TrainingState) -> tuple[Any, Any]:
 
 
 def read_steps(state: TrainingState, results: list[tuple[Any, Any]]) -> list[tuple[float, float]]:
-    """Convert the results of `train_step` for the latest updates to numbers, in one read from the device.
+    """Convert the results of `train_step` for the latest updates to floats; raise NonFiniteError if one failed.
 
     Raises:
         NonFiniteError: a loss or a norm is NaN or infinite (with float16, a norm that no smaller scale would help).
@@ -416,7 +416,7 @@ def read_steps(state: TrainingState, results: list[tuple[Any, Any]]) -> list[tup
 def read_steps_and_errors(
     state: TrainingState, results: list[tuple[Any, Any]]
 ) -> tuple[list[tuple[float, float]], dict[int, str]]:
-    """Convert the results of `train_step` to numbers; also return the reasons of failed updates by step number."""
+    """Convert the results of `train_step` to floats; also return the reasons of non-finite updates by step number."""
     if not results or isinstance(results[0][0], float):
         return results, {}
     values = devices.to_cpu(array_module(results[0][0]).stack([value for result in results for value in result]))

@@ -47,7 +47,7 @@ class AdafactorRule(Rule):
         return {"rows": shape[:-1], "columns": (*shape[:-2], shape[-1])}
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
-        """Update the weights and the optimizer state in place by one step of Adafactor."""
+        """Make one Adafactor update in place: row and column means of squares, update clipping, decoupled decay."""
         xp = array_module(grad)
         new = step.number**self.beta2_decay  # the weight of this gradient in the moving average
         squares = xp.square(grad)

@@ -52,7 +52,7 @@ class MuonRule(Rule):
         return math.prod(shape) * min(shape)
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
-        """Update the weights and the momentum in place by one step of Muon."""
+        """Make one Muon update in place: Nesterov momentum, orthogonalized in square blocks, and weight decay."""
         mean = state["first"]
         mean *= self.momentum
         mean += (1 - self.momentum) * grad

@@ -50,8 +50,9 @@ class Pretrained:
 
 
 def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pretrained:
-    """Load a pretrained model. No code in its files is executed.
+    """Load a model, its tokenizer and generation settings from a folder, a GGUF file, a Tricycle run or huggingface.co.
 
+    No code in the files is executed.
     Matrices are in Fortran order, which is fastest for decoding; before long training call
     `tricycle.weights.set_memory_order(model, "C")`.
 

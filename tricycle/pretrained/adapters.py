@@ -92,7 +92,7 @@ class TargetModules:
         self.by_name = {module.name: module for module in self.all}
 
     def select(self, targets: Iterable[str]) -> list[TargetModule]:
-        """Return the modules whose names equal a target or end with one; "all-linear" selects those of all blocks.
+        """Return the modules whose dotted names equal or end with a target; "all-linear" selects those of all blocks.
 
         Raises:
             ValueError: a target matches no module.
@@ -133,7 +133,7 @@ class TargetModules:
 
 # -------------------------------------------------------------------- new adapters
 def new_adapter(loaded: Pretrained, config: LoRAConfig | None = None, seed: int = 0, base_name: str = "") -> Adapter:
-    """Create an adapter and attach it to a model; the model's results stay the same until training.
+    """Create a LoRA adapter, attach it to the model and freeze all else; results stay the same until training.
 
     Args:
         config: by default that of `LoRAConfig()`.
@@ -178,7 +178,7 @@ def _new_low_ranks(
 
 # -------------------------------------------------------------------- writing
 def save_adapter(adapter: Adapter, loaded: Pretrained, folder: str | os.PathLike[str]) -> None:
-    """Write an adapter to a folder in PEFT's format; both files are written atomically.
+    """Write an adapter to a folder in PEFT's format, adapter_config.json and adapter_model.safetensors, atomically.
 
     Raises:
         ValueError: a weight is not finite; nothing is written.
@@ -240,7 +240,9 @@ def _adapter_config_fields(adapter: Adapter, modules: TargetModules) -> dict[str
 
 # -------------------------------------------------------------------- reading
 def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
-    """Load an adapter in PEFT's format and attach it to a model. No code in the files is executed.
+    """Load an adapter in PEFT's format, attach it to the model, freeze all else, and return the adapter.
+
+    No code in the files is executed.
 
     Args:
         folder: the folder of the two files, or a run folder that contains it under the name adapter.
@@ -274,7 +276,7 @@ def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
 
 
 def find_adapter_folder(folder: Path) -> Path:
-    """Return the folder that contains the files of an adapter: `folder`, or its subfolder adapter.
+    """Return `folder` or its subfolder adapter, whichever has an adapter's files; raise FileNotFoundError if neither.
 
     Raises:
         FileNotFoundError: neither contains them.

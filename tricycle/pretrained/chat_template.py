@@ -51,7 +51,7 @@ class Budget:
         self.deadline = time.monotonic() + MAX_SECONDS
 
     def charge(self, characters: int = 0) -> None:
-        """Subtract one iteration and output of a length in characters from the budget."""
+        """Count one iteration and `characters` of output; raise ValueError if these or the time exceed the budget."""
         self.iterations -= 1
         self.output -= characters
         if self.iterations < 0:
@@ -62,7 +62,7 @@ class Budget:
             raise ValueError(f"it takes more than {MAX_SECONDS:.0f} seconds")
 
     def check_operator(self, operator: str, left: Any, right: Any) -> None:
-        """Check a binary operation before it is computed."""
+        """Count one iteration; raise ValueError if `**`, `*` or `%`, not computed yet, would give too big a result."""
         self.charge()
         if operator == "**":
             digits = abs(right) * len(str(left)) if isinstance(left, int) and isinstance(right, (int, float)) else 0
@@ -78,7 +78,7 @@ class Budget:
                 _check_limit(left.bit_length() + right.bit_length(), 4 * MAX_DIGITS, "bits")
 
     def check_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check a call of a string method or filter beforehand; `args` starts with the string or value itself."""
+        """Count one iteration; raise ValueError if the result of a string method or filter would be too large."""
         self.charge()
         values = [*args, *kwargs.values()]
         for value in values:
@@ -116,7 +116,7 @@ def _check_limit(n: float, limit: int, unit: str) -> None:
 
 
 def measure_size(value: Any) -> int:
-    """Return the approximate number of characters of a value as text.
+    """Return the approximate length of a (nested) value as text, plus 8 for each part; raise ValueError above a limit.
 
     Raises:
         ValueError: the value exceeds a limit.
@@ -161,7 +161,7 @@ class ChatTemplate:
             self._template = self._environment.from_string(tree)
 
     def render(self, **variables: Any) -> str:
-        """Render the template with variables, which are converted to plain values: strings, numbers, lists and dicts.
+        """Render the template with variables, converted to plain values, within limits of time, iterations and output.
 
         Raises:
             ValueError: the template rejects them (`raise_exception`), is invalid or exceeds a limit; names the line.
@@ -192,7 +192,7 @@ def _errors_with_lines() -> Iterator[None]:
 
 
 def plain_variables(variables: dict[str, Any]) -> dict[str, Any]:
-    """Convert the variables of a rendering to plain values: strings, numbers, lists and dicts.
+    """Convert a template's variables to plain strings, numbers, lists and dicts; raise ValueError for other types.
 
     Raises:
         ValueError: a value of another type, or lists and dicts that are nested too deeply.
@@ -282,7 +282,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         }
 
     def call(__self, __context: Any, __function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Check the budget, and call a function or method of the template."""
+        """Call a function or method for the template, after charging the budget and checking the arguments' sizes."""
         method = getattr(__function, "__wrapped__", __function)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         name = getattr(method, "__name__", "")

@@ -14,7 +14,7 @@ IGNORED_FIELDS = ("dropout", "seed", "precision", "zero_projections", "expansion
 
 
 def effective_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields that define the computation, with derived defaults filled in and unused fields reset."""
+    """Return all config fields that affect the computation: derived values filled in, unused ones at their defaults."""
     values = {name: getattr(config, name) for name in model_fields(ModelConfig.__dataclass_fields__)}
     for name in IGNORED_FIELDS:
         del values[name]

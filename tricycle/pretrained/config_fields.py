@@ -74,7 +74,7 @@ class ConfigFields:
         return None if self.get(name, default) is None else self.positive_float(name, default or 0)
 
     def sizes(self, *defaults: int, **names: str) -> dict[str, Any]:
-        """Return the fields of `ModelConfig` that SIZE_FIELDS lists.
+        """Read the sizes of `ModelConfig` (vocabulary, window, width, MLP, layers, heads), each with a default.
 
         Args:
             defaults: one for each field, in the order of SIZE_FIELDS.
@@ -112,7 +112,7 @@ class ConfigFields:
             raise field_error(name, f"{value!r}, the only supported value", self.get(name))
 
     def layer_types(self, n_layers: int) -> list[str] | None:
-        """Return "full_attention" or "sliding_attention" for each layer, or None if the field is missing."""
+        """Return the field layer_types, "full_attention" or "sliding_attention" per layer; None if it is missing."""
         value = self.get("layer_types")
         if value is None:
             return None
@@ -137,13 +137,15 @@ def size_fields(config: ModelConfig, **names: str) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------- RoPE
-def read_rotary_fields(fields: ConfigFields, theta: float = 10_000.0, fraction: float = 1.0) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` about RoPE.
+def read_rotary_fields(
+    fields: ConfigFields, default_theta: float = 10_000.0, default_fraction: float = 1.0
+) -> dict[str, Any]:
+    """Convert the RoPE fields of a config.json (base, fraction, scaling) to the fields `rotary_*` of `ModelConfig`.
 
     They are stored in rope_theta, rope_scaling and partial_rotary_factor, or, in newer files, in rope_parameters.
 
     Args:
-        theta, fraction: defaults of the base and of the fraction of rotary channels.
+        default_theta, default_fraction: of the base and of the fraction of rotary channels.
 
     Raises:
         ValueError: an unsupported scaling, or a value that is missing or invalid.
@@ -151,18 +153,20 @@ def read_rotary_fields(fields: ConfigFields, theta: float = 10_000.0, fraction: 
     section_name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     names = ("rope_theta", "partial_rotary_factor")
     top_level = {name: fields.get(name) for name in names if fields.get(name) is not None}
-    return read_rotary_section({**top_level, **fields.section(section_name)}, section_name, theta, fraction)
+    return read_rotary_section(
+        {**top_level, **fields.section(section_name)}, section_name, default_theta, default_fraction
+    )
 
 
 def read_rotary_section(
-    section: dict[str, Any], section_name: str, theta: float, fraction: float = 1.0
+    section: dict[str, Any], section_name: str, default_theta: float, default_fraction: float = 1.0
 ) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` about RoPE, from one object of a config.json (see `read_rotary_fields`)."""
+    """Convert a RoPE object of a config.json (default, linear or llama3) to the fields `rotary_*` of `ModelConfig`."""
     fields = ConfigFields({f"{section_name}.{name}": value for name, value in section.items()})
     rope_type = section.get("rope_type", section.get("type", "default"))
     rotary: dict[str, Any] = {
-        "rotary_base": fields.positive_float(f"{section_name}.rope_theta", theta),
-        "rotary_fraction": fields.positive_float(f"{section_name}.partial_rotary_factor", fraction),
+        "rotary_base": fields.positive_float(f"{section_name}.rope_theta", default_theta),
+        "rotary_fraction": fields.positive_float(f"{section_name}.partial_rotary_factor", default_fraction),
     }
     if rotary["rotary_fraction"] > 1:
         raise field_error(f"{section_name}.partial_rotary_factor", "at most 1", rotary["rotary_fraction"])

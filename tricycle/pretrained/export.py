@@ -43,7 +43,7 @@ MAX_SUPPRESSED = 10_000  # ids without a token in generation_config.json
 
 # -------------------------------------------------------------------- family
 def find_export_family(config: ModelConfig, excluded: str = "") -> tuple[Family, dict[str, Any], ModelConfig]:
-    """Return the family of `transformers` for a config, its fields of config.json, and the config of these fields.
+    """Return the `transformers` family that computes what a config does, its config.json fields, and their config.
 
     The latter config may have additional biases and gains, which are exported as 0 and 1. The family with the fewest
     of these is returned.
@@ -59,7 +59,7 @@ def find_export_family(config: ModelConfig, excluded: str = "") -> tuple[Family,
 
 
 def match_family(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, dict[str, Any], ModelConfig]:
-    """Return the best of several families for a config, as `find_export_family` does.
+    """Return the family that computes what a config does, its config.json fields, and the config of these fields.
 
     Raises:
         ValueError: no family computes the same; names the unsupported fields of the closest one.
@@ -102,7 +102,7 @@ def export_folder(
     generation: GenerationSettings | None = None,
     dtype: str = "float32",
 ) -> str:
-    """Export a model to a folder in Hugging Face format.
+    """Export a model and its tokenizer to a new folder in Hugging Face format; return the family's model_type.
 
     The folder with config, weights, generation settings, tokenizer and README.md is created atomically.
 
@@ -181,7 +181,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 def export_tensors(
     model: BlockStack, family: Family, config: ModelConfig
 ) -> tuple[dict[str, tuple[int, ...]], Iterator[tuple[str, np.ndarray]]]:
-    """Return the shapes of a model's tensors by a family's names, and an iterator over names and values in that order.
+    """Return the tensors' shapes by Hugging Face name, and a lazy iterator of (name, values) in the same order.
 
     Args:
         config: a result of `match_family`; biases and gains that the model lacks are exported as 0 and 1.
@@ -273,7 +273,7 @@ def _tokenizer_config_fields(tokeniser: Any, config: ModelConfig) -> dict[str, A
 
 # -------------------------------------------------------------------- model card
 def model_card(title: str, model: BlockStack, model_type: str, card: Mapping[str, Any]) -> str:
-    """Return the text of a README.md that describes a model and its use.
+    """Return the text of a README.md: YAML header, table of sizes and of `card`, and code that loads the model.
 
     Args:
         card: further names and values of the table.

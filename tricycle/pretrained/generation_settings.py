@@ -29,7 +29,7 @@ class GenerationSettings:
 
     @classmethod
     def from_fields(cls, generation: dict[str, Any], config: dict[str, Any]) -> GenerationSettings:
-        """Convert the fields of a generation_config.json; without eos_token_id there, use that of config.json.
+        """Create settings from generation_config.json; stop tokens are its eos_token_id, else that of config.json.
 
         Null, which newer files contain, means the default.
 

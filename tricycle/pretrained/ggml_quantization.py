@@ -34,7 +34,7 @@ WRITABLE_FORMATS = ("Q8_0",)
 
 
 def dequantize_blocks(packed: np.ndarray, format_name: str) -> np.ndarray:
-    """Return the float32 values of rows of quantized blocks, (..., values per row).
+    """Dequantize rows of ggml blocks, uint8 (..., bytes per row), to float32 (..., values per row).
 
     Args:
         packed: rows of blocks, (..., bytes per row) of uint8.
@@ -64,7 +64,7 @@ def split_q8_0(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantize_blocks(values: np.ndarray, format_name: str) -> np.ndarray:
-    """Return the quantized blocks of rows of values, (..., bytes per row) of uint8.
+    """Quantize rows of finite values, (..., values per row), to ggml blocks, uint8 (..., bytes per row).
 
     Args:
         values: (..., values per row), finite.

@@ -47,7 +47,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
-    """Open the model in a GGUF file, with fields, tensor names and values converted to those of transformers.
+    """Open a GGUF model with fields, tensor names and values as in transformers; values are read when requested.
 
     Values are read, and dequantized to float32 if they are quantized, when a tensor's `read` is called.
 
@@ -115,7 +115,7 @@ class _TensorConversion:
     heads: AttentionHeads
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return all tensors by name, without the RoPE divisors, which are converted to fields."""
+        """Return all tensors by Hugging Face name, read lazily, without the RoPE divisors (converted to fields)."""
         tensors: dict[str, StoredTensor] = {}
         for name, info in self.file.tensors.items():
             if name == _ROPE_DIVISORS:

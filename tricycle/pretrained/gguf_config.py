@@ -56,7 +56,7 @@ class ModelMetadata:
         return full_key, value
 
     def positive_int(self, key: str, default: Any = _REQUIRED) -> int:
-        """Return an integer from 1 to 2**31 - 1; a list with one value for each layer must have equal values."""
+        """Return an integer from 1 to 2**31 - 1, or the one value of a list for all layers; raise for other values."""
         full_key, value = self._get(key, default)
         if isinstance(value, list) and value and value == [value[0]] * len(value):
             value = value[0]
@@ -101,7 +101,7 @@ class ModelMetadata:
         return self.positive_int("attention.head_count_kv", self.positive_int("attention.head_count"))
 
     def head_size(self) -> int:
-        """Return the number of channels of a head, which must be the same for keys and values."""
+        """Return the channels of a head: key_length, else width / heads; raise an error if value_length differs."""
         n_heads = self.positive_int("attention.head_count")
         size = self.positive_int("attention.key_length", max(1, self.positive_int("embedding_length") // n_heads))
         value_size = self.positive_int("attention.value_length", size)
@@ -120,7 +120,7 @@ class ModelMetadata:
         return {"vocab_size": self.shape("token_embd")[0], "tie_word_embeddings": not self.has_tensor("output.weight")}
 
     def special_tokens(self) -> Fields:
-        """Return the ids of the begin, end and padding tokens that the file has."""
+        """Return the fields bos_token_id, eos_token_id and pad_token_id that the file has within the vocabulary."""
         ids = {}
         for name in ("bos", "eos", "padding"):
             value = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -150,7 +150,7 @@ def _rope_scaling(metadata: ModelMetadata, divisors: np.ndarray | None) -> Field
 
 
 def llama3_scaling(metadata: ModelMetadata, divisors: np.ndarray) -> Fields:
-    """Return the field rope_scaling that divides the RoPE frequencies by the given divisors, (head_size / 2,).
+    """Return the field rope_scaling (linear, llama3, or {} for none) that has these RoPE divisors, (head_size / 2,).
 
     A file stores only the divisors. Llama 3's are 1 for high frequencies and the factor for low ones; in between,
     1 / divisor is linear in the frequency. Only the ratios of the original window and the two bounds matter, so the
@@ -182,7 +182,7 @@ def llama3_scaling(metadata: ModelMetadata, divisors: np.ndarray) -> Fields:
 
 
 def llama3_divisors(frequencies: np.ndarray, factor: float, window: float, low: float, high: float) -> np.ndarray:
-    """Return the divisors of RoPE frequencies in Llama 3's scaling.
+    """Return Llama 3's divisors of RoPE frequencies: 1 for pairs that rotate >= `high` times, `factor` for <= `low`.
 
     A channel pair that rotates at least `high` times within the window has the divisor 1, one that rotates at most
     `low` times the divisor `factor`; in between, 1 / divisor is interpolated linearly.

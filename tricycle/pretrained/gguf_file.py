@@ -78,7 +78,7 @@ class GGUFFile:
     tensors: dict[str, GGUFTensorInfo]
 
     def read(self, info: GGUFTensorInfo, rows: slice = slice(None)) -> np.ndarray:
-        """Return the values of a tensor, or of some rows of its first dimension.
+        """Return the values of a tensor, or some rows of its first dimension, as float32 unless stored in 16 bits.
 
         Returns:
             float16 or bfloat16 (if ml_dtypes is installed) if it is stored so, else float32; it may be a view of the
@@ -114,7 +114,7 @@ class GGUFFile:
 
 
 def read_gguf_header(path: str | os.PathLike[str]) -> GGUFFile:
-    """Read the metadata and tensor infos of a GGUF file.
+    """Read the metadata and tensor infos of a GGUF file, but no values; raise ValueError if it is damaged.
 
     Raises:
         OSError: the file does not exist or cannot be read.
@@ -154,7 +154,7 @@ class _HeaderReader:
         self.n_values_left = _MAX_VALUES
 
     def read(self) -> GGUFFile:
-        """Read metadata and tensor infos; raise ValueError if the file is damaged."""
+        """Read the header's version, metadata and tensor infos; raise ValueError if damaged or not version 2 or 3."""
         _, version, n_tensors, n_keys = self._unpack(_START, "the start")
         if version not in (2, 3):
             raise self._error(f"expected version 2 or 3 of GGUF in little-endian order, got {version}")

@@ -80,7 +80,7 @@ class GGUFTokenizer:
         return values
 
     def to_tokenizer_json(self) -> dict[str, Any]:
-        """Return the content of an equivalent tokenizer.json.
+        """Return an equivalent tokenizer.json as a dict: byte-level BPE, SentencePiece BPE or WordPiece by model_type.
 
         Raises:
             ValueError: tokens, merges and scores contradict each other.

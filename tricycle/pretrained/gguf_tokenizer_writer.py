@@ -21,7 +21,7 @@ _IGNORE_MERGES = ("llama-bpe",)  # with these, merges are ignored for pieces tha
 
 
 def tokenizer_metadata(tokeniser: Any, n_rows: int) -> Metadata:
-    """Return the metadata of a tokenizer, whose keys begin with "tokenizer.".
+    """Return the GGUF metadata "tokenizer.*" of a byte-level BPE tokenizer, with unused tokens up to `n_rows`.
 
     Args:
         tokeniser: a `BPETokeniser` or a `PretrainedTokeniser`.

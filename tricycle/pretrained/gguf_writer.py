@@ -49,7 +49,7 @@ class WrittenTensor:
 
 
 def export_gguf(model: Any, tokeniser: Any, path: str | os.PathLike[str], dtype_name: str = "F32") -> str:
-    """Write a model with its tokenizer atomically to a GGUF file, which llama.cpp can run.
+    """Write a GPT and its tokenizer atomically to a GGUF file for llama.cpp; return its architecture, llama or gpt2.
 
     Args:
         model: a `GPT` whose config is that of a Llama or a GPT-2.

@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_folder(path: Path) -> StoredModel:
-    """Open a model in a folder of transformers; of the weights, only the headers are read.
+    """Open a model in a Hugging Face folder: config, generation settings and tensors, whose values are read later.
 
     Args:
         path: the folder, or its single file of weights.

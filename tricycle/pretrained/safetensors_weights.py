@@ -19,7 +19,7 @@ _CHUNK_SIZE = 2**22  # values that are converted and written at once
 
 # -------------------------------------------------------------------- reading
 def read_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors of a safetensors file by name, and its metadata. Only the header is read.
+    """Return a safetensors file's tensors by name, and its metadata; values are memory-mapped when they are read.
 
     Raises:
         FileNotFoundError: no such file.
@@ -65,7 +65,7 @@ def view_bfloat16(bits: np.ndarray) -> np.ndarray:
 def write_tensors(
     file: IO[bytes], shapes: dict[str, tuple[int, ...]], arrays: Iterable[tuple[str, Any]], dtype_name: str
 ) -> None:
-    """Write a safetensors file; only one tensor is in memory at a time.
+    """Write the header and the tensors, converted to `dtype_name` one by one, of a safetensors file.
 
     Args:
         shapes: by name, in the order of `arrays`.

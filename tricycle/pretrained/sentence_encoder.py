@@ -63,7 +63,7 @@ class SentenceEncoder:
         self._backend.enable_truncation(self.max_tokens)
 
     def encode(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
-        """Compute the embeddings of texts, (N, C) in float32.
+        """Compute the embeddings (N, C) of texts in float32, in their order; longer texts are truncated.
 
         Args:
             batch_size: the number of texts in a batch; texts of similar lengths are batched together.
@@ -110,7 +110,7 @@ class SentenceEncoder:
 
 
 def load_sentence_encoder(path_or_name: str | os.PathLike[str], weights: str = "float32") -> SentenceEncoder:
-    """Load a pretrained model for sentence embeddings.
+    """Load a pretrained encoder with its tokenizer and the pooling of its sentence-transformers folder.
 
     Args:
         path_or_name: as of `pretrained.load`. Without a modules.json the pooling is the mean, not normalized.
@@ -124,7 +124,7 @@ def load_sentence_encoder(path_or_name: str | os.PathLike[str], weights: str = "
 
 
 def to_sentence_encoder(loaded: Pretrained, path_or_name: str | os.PathLike[str]) -> SentenceEncoder:
-    """Create a `SentenceEncoder` from the result of `pretrained.load` for the same path or name.
+    """Create a `SentenceEncoder` from a loaded encoder, with the pooling and limits that its folder's files set.
 
     Raises:
         FileNotFoundError: the folder has no tokenizer.
@@ -146,7 +146,7 @@ def to_sentence_encoder(loaded: Pretrained, path_or_name: str | os.PathLike[str]
 
 
 def read_pooling(folder: Path) -> SentencePooling:
-    """Read the pooling and the normalization of a sentence-transformers folder.
+    """Return the pooling (mean or first token) and normalization of a folder; the plain mean without modules.json.
 
     Raises:
         ValueError: the folder has other modules than Transformer, Pooling and Normalize, or the pooling is not

@@ -43,7 +43,7 @@ Template: TypeAlias = "ChatTemplate | UntrustedTemplate"
 
 
 def open_template(source: str) -> Template:
-    """Compile a chat template, in this process if its hash is known, else in a child process.
+    """Compile a chat template, in this process if its hash is known, else in a child process started for it.
 
     Raises:
         ImportError: Jinja is not installed.
@@ -84,7 +84,7 @@ class UntrustedTemplate:
             self._process = self._start_child()
 
     def render(self, **variables: Any) -> str:
-        """Render the template with variables, which are converted to plain values: strings, numbers, lists and dicts.
+        """Render the template in the child process (restarted if it has ended) with variables as plain values.
 
         Raises:
             ValueError: the template rejects them (`raise_exception`), is invalid or exceeds a limit; names the line.
@@ -183,7 +183,7 @@ OUT_OF_MEMORY = 77  # the child's exit status
 
 
 def main() -> None:
-    """Compile the template of the first message, and render it with the variables of each further message."""
+    """Run the child process: compile the template in stdin's first message, then render it for each message."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     first = _receive(requests)

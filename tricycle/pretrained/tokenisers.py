@@ -97,7 +97,7 @@ class PretrainedTokeniser:
 
     @property
     def end_of_text(self) -> int:
-        """The id that separates documents: eos, or bos without an eos.
+        """The id that separates documents: eos, or bos without an eos; raises ValueError if the tokenizer has neither.
 
         Raises:
             ValueError: the tokenizer has neither.
@@ -117,7 +117,7 @@ class PretrainedTokeniser:
         return self.bos if self.bos is not None else self.end_of_text
 
     def encode(self, text: str, add_special_tokens: bool = True, allowed_special: bool = True) -> list[int]:
-        """Encode a text to ids.
+        """Encode a text to ids; by default add special tokens and parse names of special tokens in the text.
 
         Args:
             add_special_tokens: add the special tokens of the post-processor, such as a beginning-of-sequence token.
@@ -141,7 +141,7 @@ class PretrainedTokeniser:
         return backend
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        """Decode ids to text.
+        """Decode ids of any shape to one text, by default with special tokens; raise ValueError for unknown ids.
 
         Raises:
             ValueError: an id is not an integer or not in the vocabulary.
@@ -170,7 +170,7 @@ class PretrainedTokeniser:
         return frozenset(token for token, about in added.items() if about.special)
 
     def end_of_answer(self) -> int | None:
-        """Return the special token that the chat template writes after an answer, or None.
+        """Return the first special token that the chat template writes after an assistant's message, or None.
 
         Raises:
             ValueError: as of `render`.
@@ -188,7 +188,7 @@ class PretrainedTokeniser:
         return self.chat_templates.get("default")
 
     def render(self, messages: Messages, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """Format a conversation as text with the chat template.
+        """Format a conversation as text with the chat template, by default with the start of the next answer.
 
         Args:
             messages: each with "role" ("system", "user", "assistant") and "content".
@@ -220,7 +220,7 @@ class PretrainedTokeniser:
     def chat(
         self, messages: Messages, add_generation_prompt: bool = True, allowed_special: bool = True, **variables: Any
     ) -> list[int]:
-        """Encode a conversation, formatted with the chat template, to ids.
+        """Format a conversation with the chat template, and encode it; parse names of special tokens by default.
 
         Args:
             allowed_special: encode the names of special tokens in messages as special tokens, as `transformers` does.
@@ -238,7 +238,7 @@ class PretrainedTokeniser:
         return self._encode_marked(text, marks)
 
     def chat_parts(self, messages: Messages, **variables: Any) -> list[tuple[list[int], bool]]:
-        """Encode a conversation up to its last answer; return the ids of its parts and whether each is an answer.
+        """Encode a conversation up to its last answer as parts (ids, is_answer): a prompt, its answer, and so on.
 
         An answer includes the text that the template writes after it, such as an end token. Names of special tokens in
         messages are encoded as text.
@@ -289,7 +289,7 @@ class PretrainedTokeniser:
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> PretrainedTokeniser:
-        """Create a tokenizer from the result of `to_dict`.
+        """Create a tokenizer from the result of `to_dict`; raise ValueError if it is not such a result.
 
         Raises:
             ValueError: `state` is not such a result.
@@ -447,7 +447,7 @@ def _load_backend(document: str) -> Any:
 
 # -------------------------------------------------------------------- from a folder
 def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser:
-    """Load the tokenizer of a folder in Hugging Face format.
+    """Load the tokenizer of a Hugging Face folder: tokenizer.json, else vocab.json and merges.txt, else vocab.txt.
 
     The vocabulary comes from tokenizer.json, or vocab.json and merges.txt (GPT-2), or vocab.txt (BERT). Optional files
     are tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
@@ -576,7 +576,7 @@ def _read_text(path: Path) -> str:
 
 # -------------------------------------------------------------------- from a GGUF file
 def tokeniser_from_gguf(metadata: dict[str, Any]) -> PretrainedTokeniser:
-    """Build the tokenizer that the metadata of a GGUF file describe.
+    """Build the tokenizer that the metadata of a GGUF file describe, with their special tokens and chat templates.
 
     Args:
         metadata: keys and plain Python values.
@@ -597,7 +597,7 @@ def tokeniser_from_gguf(metadata: dict[str, Any]) -> PretrainedTokeniser:
 
 # -------------------------------------------------------------------- saved tokenizers
 def tokeniser_from_dict(state: Any) -> Tokeniser:
-    """Create a `PretrainedTokeniser` or `BPETokeniser` from the result of its `to_dict`.
+    """Create a `PretrainedTokeniser` or `BPETokeniser` from the result of its `to_dict`, by the field format.
 
     Raises:
         ValueError: `state` is not such a result.
@@ -608,7 +608,7 @@ def tokeniser_from_dict(state: Any) -> Tokeniser:
 
 
 def load_tokeniser(path: str | os.PathLike[str]) -> Tokeniser:
-    """Load a `PretrainedTokeniser` or `BPETokeniser` from a file that its `save` wrote.
+    """Load a `PretrainedTokeniser` or `BPETokeniser` from the JSON file that its `save` wrote; else raise ValueError.
 
     Raises:
         ValueError: the file is not such a file.

@@ -26,7 +26,7 @@ SPLIT_PATTERNS = {"llama-3": _LLAMA_3, "qwen": _LLAMA_3.replace("{1,3}", ""), "t
 
 
 def new_document(model: JSONObject, added_tokens: Iterable[JSONObject] = (), **parts: Any) -> JSONObject:
-    """Return a tokenizer.json document of a model; omitted parts are null.
+    """Return a tokenizer.json document of a model, added tokens sorted by id, and `parts`; omitted ones are null.
 
     Args:
         added_tokens: results of `added_token`, in any order.
@@ -52,7 +52,7 @@ def bpe_model(vocab: Mapping[str, int], merges: Iterable[tuple[str, str]], **set
 
 
 def byte_level_parts(split: str, add_prefix_space: bool = False) -> JSONObject:
-    """Return the normalizer, pre_tokenizer and decoder of byte-level BPE.
+    """Return the normalizer, pre_tokenizer and decoder of a tokenizer.json for byte-level BPE with a split pattern.
 
     Args:
         split: the pre-tokenization pattern: "gpt2", "smollm" (GPT-2's with single digits), or a key of SPLIT_PATTERNS.
@@ -71,19 +71,19 @@ def byte_level_parts(split: str, add_prefix_space: bool = False) -> JSONObject:
     return {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": decoder}
 
 
-def sentencepiece_parts(prefix: bool) -> JSONObject:
-    """Return the normalizer and decoder of character-level BPE as in SentencePiece (Kudo and Richardson 2018).
+def sentencepiece_parts(add_prefix_space: bool) -> JSONObject:
+    """Return the normalizer and decoder of a tokenizer.json for SentencePiece's BPE (Kudo and Richardson 2018).
 
     Spaces are replaced by U+2581.
 
     Args:
-        prefix: insert a space before a text.
+        add_prefix_space: insert a space before a text, and remove it when decoding.
     """
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-    normalizers = [{"type": "Prepend", "prepend": "\u2581"}, replace] if prefix else [replace]
+    normalizers = [{"type": "Prepend", "prepend": "\u2581"}, replace] if add_prefix_space else [replace]
     restore = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
     decoders = [restore, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    if prefix:
+    if add_prefix_space:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
@@ -92,7 +92,7 @@ def sentencepiece_parts(prefix: bool) -> JSONObject:
 
 
 def wordpiece_document(vocab: Mapping[str, int], lowercase: bool, first: str, last: str, unknown: str) -> JSONObject:
-    """Return a tokenizer.json document of BERT's WordPiece tokenizer (Devlin et al. 2019).
+    """Return a tokenizer.json document of BERT's WordPiece (Devlin et al. 2019); `first` and `last` enclose texts.
 
     WordPiece splits a word into the longest tokens of the vocabulary, from left to right.
 
@@ -120,7 +120,7 @@ def wordpiece_document(vocab: Mapping[str, int], lowercase: bool, first: str, la
 
 
 def template_processing(before: Mapping[str, int], after: Mapping[str, int]) -> JSONObject:
-    """Return a post-processor that adds special tokens, given with their ids, before and after each text."""
+    """Return a post-processor of tokenizer.json that adds special tokens (names to ids) before and after a text."""
 
     def special(names: Iterable[str], part: int) -> list[JSONObject]:
         return [{"SpecialToken": {"id": name, "type_id": part}} for name in names]
@@ -132,7 +132,7 @@ def template_processing(before: Mapping[str, int], after: Mapping[str, int]) -> 
 
 
 def to_tokenizer_json(tokeniser: BPETokeniser) -> str:
-    """Convert a `BPETokeniser` to the text of a tokenizer.json.
+    """Convert a `BPETokeniser` to the JSON text of a tokenizer.json that encodes to the same ids.
 
     Its ids are those of `encode(text, allowed_special=True)`.
     `BPETokeniser` merges any two neighbors whose concatenation is a token, not only the pair of the training merge. So

@@ -59,7 +59,7 @@ class ScaledDotProductAttention(Layer):
         mask: Mask = None,
         return_weights: bool = False,
     ) -> Any:
-        """Return the weighted means of the values, (B, T, E); with `return_weights` also the weights (B, T, S).
+        """Return attention's weighted means of the values, (B, T, E); with `return_weights` also the weights (B, T, S).
 
         Args:
             query: (B, T, query_size). key: (B, S, key_size). value: (B, S, E); the keys if not given.
@@ -173,7 +173,7 @@ class HardAttention(Layer):
     def forward(
         self, query: Operand, key: Operand, value: Operand | None = None, mask: Mask = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the values (B, T, E) of the sampled keys, and the log probabilities of the samples (B, T).
+        """Return the value (B, T, E) of a key per query, sampled (evaluation: argmax), and its log probability (B, T).
 
         Args:
             query, key, value, mask: see `ScaledDotProductAttention`; a row whose keys are all masked gives zeros.

@@ -49,7 +49,7 @@ class Autoencoder(Layer):
 
     @classmethod
     def dense(cls, sizes: Sequence[int], generator: Generator = None, **options: Any) -> Self:
-        """Return an autoencoder of dense layers with ReLU between them.
+        """Return a new autoencoder of dense layers with ReLU between them, of `sizes` from input to code and back.
 
         Args:
             sizes: the widths from the input to the code, such as (64, 32, 2); the decoder has them in reverse.
@@ -71,7 +71,7 @@ class Autoencoder(Layer):
         generator: Generator = None,
         **options: Any,
     ) -> Self:
-        """Return an autoencoder of convolutions with stride 2 and a dense layer; the decoder mirrors the encoder.
+        """Return a new autoencoder of 3x3 convolutions of stride 2 with ReLU and a dense layer; the decoder mirrors it.
 
         Args:
             shape: (height, width, C) of an image.
@@ -162,7 +162,7 @@ class VariationalAutoencoder(Autoencoder):
         return self.decode(self.sample_code(*self.posterior(x)))
 
     def loss(self, x: Operand, target: Operand | None = None) -> Tensor:
-        """Return the negative evidence lower bound (ELBO) without a constant, in nats per item.
+        """Return the negative ELBO without a constant, in nats per item: squared error / (2 std^2) + KL to N(0, I).
 
         It is -log p(x | code) plus the KL divergence of the code's distribution from the standard normal.
         """
@@ -194,7 +194,7 @@ class RecurrentAutoencoder(Autoencoder):
         self.output = Dense(hidden_size, input_size, generator=generator)
 
     def encode(self, x: Operand, lengths: Any = None) -> Tensor:
-        """Return the codes (B, Z) of sequences (B, T, C).
+        """Return the codes (B, Z) of sequences (B, T, C), projected from the final state of the last recurrent layer.
 
         Args:
             lengths: (B,), the number of steps of each sequence before the padding; all steps if not given.

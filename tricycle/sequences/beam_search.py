@@ -25,7 +25,7 @@ def beam_search(
     beam_size: int = 1,
     length_penalty: float = 1.0,
 ) -> list[list[int]]:
-    """Return the most probable target of each source, found by beam search; a beam size of 1 is greedy decoding.
+    """Return the best target of each source, token ids without begin and end, by beam search; greedy if beam_size=1.
 
     Args:
         source, lengths: see `EncoderDecoder.start_decoding`.
@@ -77,7 +77,7 @@ class _Targets:
 def run_beam_search(
     texts: Beams, first: np.ndarray, ends: Sequence[int], max_length: int, beam_size: int, length_penalty: float
 ) -> list[list[int]]:
-    """Return the most probable continuation of each of N texts, found by beam search.
+    """Return the best continuation of each of N texts by beam search: 1 to max_length tokens, with an end token if any.
 
     Args:
         texts: a decoder with N hypotheses.
@@ -122,7 +122,7 @@ def run_beam_search(
 
 
 def select_rows(state: Any, rows: np.ndarray) -> Any:
-    """Select rows of the batch in a decoder state, recursively in all its arrays and caches; rows may repeat."""
+    """Return a decoder state with the given batch rows of all its arrays and caches, recursively; rows may repeat."""
     if isinstance(state, Tensor):
         return Tensor(state.array[state.xp.asarray(rows)], False)
     if isinstance(state, np.ndarray):

@@ -82,7 +82,7 @@ class MaxPooling(Layer):
     """Max pooling over time: the largest value of each channel."""
 
     def forward(self, x: Tensor, mask: Array | None = None) -> tuple[Tensor, Array]:
-        """Return the maxima (B, C) of token vectors (B, T, C), and the fraction of channels from each token (B, T).
+        """Return the maxima (B, C) over the tokens of x (B, T, C), and the fraction of them that each token has (B, T).
 
         Args:
             mask: (B, T), False for padding.

@@ -151,7 +151,7 @@ class ConvTranspose2d(Conv2d):
         return self.from_size, n_places * self.to_size
 
     def forward(self, x: Operand) -> Tensor:
-        """Return the transposed convolution of x."""
+        """Return the transposed convolution of x (B, H, W, C) plus the bias: upsampled by about the stride."""
         x = self._checked(x)
         columns = linear(x, self.weights, name="convtranspose2d")
         each = zip(x.shape[1:-1], self.stride, self.padding, self.kernel, self.output_padding)

@@ -80,7 +80,7 @@ class MultiHeadAttention(MultiHead):
         kv: tuple[Tensor, Tensor] | None = None,
         return_weights: bool = False,
     ) -> Any:
-        """Return the attention output (B, T, C); with `return_weights` also each head's weights, (B, H, T, S).
+        """Return the attention of query to key or `kv`, (B, T, C); with `return_weights` also the weights (B, H, T, S).
 
         Args:
             query: (B, T, C). key, value: see `project_kv`.
@@ -144,7 +144,7 @@ class DecoderBlock(TransformerBlock):
         kv: tuple[Tensor, Tensor] | None = None,
         kv_mask: Mask = None,
     ) -> Tensor:
-        """Return the hidden states (B, T, C) after the block.
+        """Return x (B, T, C) after self-attention (with cache), cross-attention to `kv`, and MLP, each with a residual.
 
         Args:
             cache, mask: see `TransformerBlock`.

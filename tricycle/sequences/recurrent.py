@@ -71,7 +71,7 @@ def recurrence(
     cell: str,
     active: Array | None = None,
 ) -> Tensor:
-    """Compute all time steps of one direction of one recurrent layer.
+    """Run one direction of one recurrent layer; return all states (S, T + 1, B, H), the initial ones first.
 
     The recurrence runs in one thread; the matrix products of the inputs may run in other threads.
 
@@ -127,28 +127,28 @@ class _Run:
         starts = range(0, n_steps, PIECE_STEPS)
         self.pieces = [(slice(start, min(start + PIECE_STEPS, n_steps)), slice(0, n_items)) for start in starts]
 
-    def forward(self, bias: Array | None = None, later_bias: Array | None = None) -> None:
-        """Compute the gates and states of all time steps.
+    def forward(self, input_bias: Array | None = None, hidden_bias: Array | None = None) -> None:
+        """Compute the gates and states of all time steps in place, in `gates` and `states`, in chunks of steps.
 
         Args:
-            bias, later_bias: for the input and for the previous output.
+            input_bias, hidden_bias: added to the products of the input and of the previous output.
         """
-        if bias is not None and self.kind.n_grads == 1:  # the two biases are only ever added
-            bias = bias + later_bias
-            later_bias = None
+        if input_bias is not None and self.kind.n_grads == 1:  # the two biases are only ever added
+            input_bias = input_bias + hidden_bias
+            hidden_bias = None
         step = self.kind.step
 
         def project(piece: cells.Piece) -> None:
-            cells.project(self.rows[piece], self.matrix, bias, self.gates[piece])
+            cells.project(self.rows[piece], self.matrix, input_bias, self.gates[piece])
 
         def advance(piece: cells.Piece) -> None:
             states = _around(self.states, piece)
-            step(self.gates[piece], states, self.hidden, later_bias, self._active(piece), *self.kind.options)
+            step(self.gates[piece], states, self.hidden, hidden_bias, self._active(piece), *self.kind.options)
 
         cells.run_batch_parallel(self.gates, self.pieces, project, advance)
 
     def backward(self, grad: Array, has_biases: bool) -> list[Array]:
-        """Return the gradients of the inputs, the initial states, both matrices, and both biases if there are any."""
+        """Return the gradients of the inputs, initial states, both matrices and any biases, from that of the states."""
         xp = array_module(grad)
         d_gates = xp.empty((self.kind.n_grads, *self.gates.shape), self.gates.dtype)
         d_initial = grad[:, -1].copy()
@@ -213,7 +213,7 @@ class Direction(Layer):
         self.input_bias, self.hidden_bias = (Parameter(zero.copy(), "bias") if bias else None for zero in zeros)
 
     def forward(self, x: Tensor, initial: Tensor, active: Array | None = None) -> Any:
-        """Return the outputs (B, T, H) and the final states (S, B, H) for x (B, T, C)."""
+        """Return the outputs (B, T, H) in the order of x (B, T, C), and the final states (S, B, H) of the direction."""
         weights = self.input_weights, self.hidden_weights, self.input_bias, self.hidden_bias
         given = [w for w in weights if w is not None]
         steps = x.transpose(1, 0, 2)
@@ -264,7 +264,7 @@ class Recurrent(Layer):
         self.dropout = Dropout(dropout, generator)
 
     def forward(self, x: Operand, lengths: Operand | None = None, initial: Any = None) -> Any:
-        """Run the layers over a batch of sequences, and return the outputs and the final states.
+        """Run the layers over x; return outputs (B, T, H) or (B, T, 2 H), 0 in the padding, and the final states.
 
         Args:
             x: (B, T, input_size).
@@ -357,7 +357,7 @@ class LSTM(Recurrent):
 
 
 def new_recurrent(cell: str, *arguments: Any, **options: Any) -> Recurrent:
-    """Return a new RNN, GRU or LSTM by its lower-case name.
+    """Return a new RNN, GRU or LSTM by its lower-case name, with the other arguments; ValueError for other names.
 
     Raises:
         ValueError: an unknown name.

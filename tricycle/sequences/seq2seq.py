@@ -35,7 +35,7 @@ class EncoderDecoder(Layer):
     """The base class of encoder-decoders; subclasses define `start_decoding` and `decode`."""
 
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
-        """Encode the source, and return the initial state of the decoder.
+        """Encode the source, and return the initial state of the decoder; defined in subclasses (NotImplementedError).
 
         Args:
             source: integers (B, S).
@@ -126,7 +126,7 @@ class Seq2Seq(EncoderDecoder):
         self.dropout = Dropout(dropout, generator)
 
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
-        """Encode the source (B, S), and return the initial state of the decoder."""
+        """Encode the source (B, S); return the decoder's initial state, with hidden, context, outputs and mask."""
         source = as_tensor(source)
         lengths = np.full(len(source), source.shape[-1]) if lengths is None else lengths
         outputs, both = self.encoder.states(source, lengths)
@@ -185,7 +185,7 @@ class Seq2SeqAttention(Seq2Seq):
         return {**state, "projected_keys": self.attention.project_keys(state["outputs"]), "weights": None}
 
     def decode(self, target: Operand, state: State) -> Tensor:
-        """Return the logits (B, T, V) after each target token; store the attention weights in state["weights"]."""
+        """Return the logits (B, T, V) after each target token; advance the state; attention is state["weights"]."""
         y = self.dropout(self.embedding(as_tensor(target)))
         if self.attend_before_step:
             steps, contexts, weights = [], [], []
@@ -225,7 +225,7 @@ class SinusoidalPositions(Layer):
         self.context_window, self.size = context_window, size
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """Return x (B, T, C) plus the positional encodings.
+        """Return x (B, T, C) plus the sinusoidal encodings of the positions `offset` to `offset` + T - 1.
 
         Args:
             offset: the position of the first token.
@@ -324,7 +324,7 @@ class TransformerEncoder(Layer):
         return self.dropout(self.positions(x * math.sqrt(x.shape[-1]), offset))
 
     def forward(self, tokens: Operand, lengths: Any = None) -> Tensor:
-        """Return the hidden states (B, S, C) of tokens (B, S).
+        """Embed tokens (B, S) and return the hidden states (B, S, C) after all blocks and the final norm, if any.
 
         Args:
             lengths: (B,), the number of tokens before the padding; all if not given.
@@ -372,7 +372,7 @@ class Transformer(EncoderDecoder):
             self.decoder.embedding = self.encoder.embedding
 
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
-        """Encode the source (B, S), and return its projected keys and values with empty KV caches."""
+        """Encode the source (B, S); return a dict with its keys and values per layer, mask, and empty KV caches."""
         source = as_tensor(source)
         mask = None if lengths is None else length_mask(lengths, source.shape[-1])
         memory, blocks = self.encoder(source, lengths), self.decoder.blocks
@@ -381,7 +381,7 @@ class Transformer(EncoderDecoder):
         return {"kv": kv, "mask": mask, "caches": caches, "position": 0}
 
     def decode(self, target: Operand, state: State) -> Tensor:
-        """Return the logits (B, T, V) after each target token (B, T), and advance the state in place."""
+        """Return the logits (B, T, V) after each target token (B, T), and advance position and caches of the state."""
         decoder = self.decoder
         target = as_tensor(target)
         x = decoder.embed(target, state["position"])

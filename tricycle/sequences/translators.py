@@ -127,7 +127,7 @@ class TranslatorConfig(ValidatedConfig):
 
 
 def new_translator(config: TranslatorConfig, generator: np.random.Generator) -> EncoderDecoder:
-    """Return a new encoder-decoder of the configured architecture, with random weights."""
+    """Return a new Transformer, or GRU encoder-decoder with no, Bahdanau or Luong attention, as configured."""
     n_vocab, width, dropout = config.vocab_size, config.width, config.dropout
     if config.name == "transformer":
         return Transformer(
@@ -161,7 +161,7 @@ def new_translator(config: TranslatorConfig, generator: np.random.Generator) -> 
 
 # -------------------------------------------------------------------- files
 def find_translators(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the translation model files in a folder, or the path itself if it is one; only headers are read."""
+    """Return the translation model files in a folder, or the path if it is one (else []); only headers are read."""
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     found = []
@@ -173,7 +173,7 @@ def find_translators(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def load_translator(path: str | os.PathLike[str]) -> tuple[EncoderDecoder, Vocabulary, TranslatorConfig]:
-    """Load a trained translation model in evaluation mode, its vocabulary and its config.
+    """Load a safetensors file: the translation model in evaluation mode, its vocabulary and its config.
 
     Nothing in the file is executed.
 

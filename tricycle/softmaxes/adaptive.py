@@ -44,7 +44,7 @@ class AdaptiveSoftmax(RowSoftmax):
         return kernels.softmax(scores * self.inverse_temperature(scores)[0])
 
     def row_softmax_backward(self, grad: Array, scores: Array, weights: Array) -> Array:
-        """Return the gradient of the scores from the gradient of the weights."""
+        """Return the gradient of the scores from that of the weights, also through beta unless `stop_gradient`."""
         beta, slope, plain, log_plain, entropy = self.inverse_temperature(scores)
         dproduct = kernels.softmax_backward(grad, weights)
         dscores = beta * dproduct
@@ -55,7 +55,7 @@ class AdaptiveSoftmax(RowSoftmax):
         return dscores
 
     def inverse_temperature(self, scores: Array) -> tuple[Array, ...]:
-        """Return (beta, its derivative by the entropy, softmax(scores), its log, its entropy) for each row."""
+        """Return (beta, its derivative, softmax, log softmax, entropy) per row; beta is a polynomial of the entropy."""
         xp = array_module(scores)
         plain = kernels.softmax(scores)
         log_plain = xp.log(xp.where(plain > 0, plain, 1))

@@ -88,7 +88,7 @@ class BlockSoftmax(RowSoftmax):
         self.per_position = per_position
 
     def for_layer(self, n_heads: int, context_window: int | None) -> tuple[BlockSoftmax, Tensor | None]:
-        """Return the variant for a layer, and the parameter with the scales if `correction` is "learned"."""
+        """Return a variant with the layer's length, and a parameter of scales (ones) if `correction` is "learned"."""
         if context_window is None and self.correction == "learned":
             raise ValueError(f"{self}: expected a layer with a context_window")
         length = self.length or context_window
@@ -98,7 +98,7 @@ class BlockSoftmax(RowSoftmax):
         return chosen, Parameter(np.ones(shape), "scale") if self.correction == "learned" else None
 
     def expand_scales(self, scales: Array, n_keys: int) -> Array:
-        """Expand the scales of a layer to one for each query position, ([H,] n_blocks, W).
+        """Expand the scales of blocks of queries to one for each query position, ([H,] n_blocks, W), by repetition.
 
         Args:
             scales: ([H,] n_blocks, W), or without `per_position` ([H,] n_blocks of keys, n_blocks of queries).
@@ -115,7 +115,7 @@ class BlockSoftmax(RowSoftmax):
         return array_module(scales).repeat(scales, self._step(n_keys), axis=-1)
 
     def forward(self, x: Operand, scales: Tensor | None = None) -> Tensor:
-        """Compute softmax within each key block of scores, times the scales.
+        """Compute softmax within each block of keys, times `scales`, or times the block's total probability if "exact".
 
         Args:
             x: scores (..., T, S).
@@ -157,7 +157,7 @@ class BlockSoftmax(RowSoftmax):
         *,
         dtype: Any = None,
     ) -> tuple[Array, AttendBackward]:
-        """Compute attention like `Softmax.attend`, as the sum over key blocks of softmax attention times the scales.
+        """Return attention as a sum over key blocks of softmax attention times the scales, and its backward function.
 
         Args:
             scales: ([H,] n_blocks, W) for at least as many positions as queries, or one for each pair of blocks, see

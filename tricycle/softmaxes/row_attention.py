@@ -20,7 +20,7 @@ def attend(
     *,
     dtype: Any = None,
 ) -> tuple[Array, AttendBackward]:
-    """Compute attention like `Softmax.attend`, with the variant's `row_softmax` and `row_softmax_backward`.
+    """Return attention with the variant's `row_softmax` in place of softmax, and its backward function.
 
     Providers need memory linear, not quadratic, in the number of keys.
     """

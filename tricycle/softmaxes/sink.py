@@ -41,7 +41,7 @@ class SinkSoftmax(RowSoftmax):
         return self, Parameter(np.full(n_heads, self.initial, np.float32), "scale")
 
     def forward(self, x: Operand, sinks: Operand | None = None) -> Tensor:
-        """Compute exp(x_i) / (exp(b) + sum_j exp(x_j)) over the last axis.
+        """Compute exp(x_i) / (exp(b) + sum_j exp(x_j)) over the last axis; b is `sinks`, by default `initial`.
 
         Args:
             x: scores (..., T, S), or (S,).
@@ -79,7 +79,7 @@ class SinkSoftmax(RowSoftmax):
         *,
         dtype: Any = None,
     ) -> tuple[Array, AttendBackward]:
-        """Compute attention; `backward` fills dq, dk and dv, and returns the gradient of the sinks.
+        """Return attention with a sink for each head, and `backward`, which fills dq, dk, dv and returns dsinks.
 
         Args:
             sinks: b of each head, (H,); by default `initial`.

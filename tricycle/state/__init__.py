@@ -24,7 +24,7 @@ def freeze(layer: Layer) -> Layer:
 
 
 def unfreeze(layer: Layer) -> Layer:
-    """Include all parameters in training again, and return the layer.
+    """Set `requires_grad` of all parameters; return the layer. Raise ValueError if a weight has fewer than 32 bits.
 
     Raises:
         ValueError: weights have 16 bits, which are too few for small updates.
@@ -44,7 +44,7 @@ def _set_requires_grad(layer: Layer, requires_grad: bool) -> Layer:
 
 
 def to_gpu(layer: Layer, device: int = 0) -> Layer:
-    """Move all parameters to a GPU in place, and return the layer.
+    """Move all parameters to a GPU in place; return the layer. Raise ValueError if a weight is quantized.
 
     Raises:
         ValueError: weights are quantized, which only CPUs support. No parameter is moved then.
@@ -74,7 +74,7 @@ def state_dict(layer: Layer) -> dict[str, np.ndarray]:
 
 
 def load_state_dict(layer: Layer, state: Mapping[str, np.ndarray]) -> None:
-    """Set the values of all parameters from a mapping of names to arrays.
+    """Copy arrays by name into all parameters; raise ValueError, before any change, if names, shapes or dtypes differ.
 
     Raises:
         ValueError: entries are missing, unexpected, misshapen or not numeric; the message names all of them, and no

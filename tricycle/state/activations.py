@@ -31,7 +31,7 @@ def run_and_free(block: Layer, x: Tensor, *args: Any) -> Tensor:
 
 
 def free_activations_inside(result: Tensor, start: Tensor) -> None:
-    """Free the arrays of all Tensors in the graph between `start` and `result`, without these two.
+    """Replace the arrays of all Tensors in the graph between `start` and `result` by NaN, which frees their memory.
 
     Backward functions hold the arrays that they need, so gradients do not change; the freed Tensors become NaN, with
     the same shapes and dtypes. The inputs and the result of a user's own operation are kept, because its backward

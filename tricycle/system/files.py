@@ -21,7 +21,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT) if hasattr(errno, "EDQUOT") else (errn
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str], text: bool = False) -> Iterator[IO[Any]]:
-    """Open a temporary file that replaces `path` at the end of the block; on an error, `path` is unchanged.
+    """Open a temporary file that is synced and replaces `path` at the block's end; on an error `path` is unchanged.
 
     The bytes are synced to the disk (fsync) before the rename, and the rename before this returns, so after a crash, a
     full disk or a kill there is either the old file or the new one. On an error the temporary file is removed.
@@ -104,7 +104,7 @@ def _remove_incomplete_line(file: IO[bytes]) -> int:
 
 # -------------------------------------------------------------------- untrusted files
 def check_regular_file(path: str | os.PathLike[str]) -> None:
-    """Raise an error if a path exists and is not a regular file; called before a file is changed in place.
+    """Raise a ValueError if a path exists and is not a regular file; called before a file is changed in place.
 
     Raises:
         ValueError: the path is a link, a device, a pipe or a folder.
@@ -118,7 +118,7 @@ def check_regular_file(path: str | os.PathLike[str]) -> None:
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> bytes:
-    """Read a regular file of at most `max_bytes`; reject pipes, which would block, and devices, which may never end.
+    """Return the bytes of a regular file of at most `max_bytes`; raise ValueError for larger ones, pipes and devices.
 
     Raises:
         FileNotFoundError: no such file.
@@ -140,7 +140,7 @@ MAX_JSON_VALUES = 2**20
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES, max_values: int = MAX_JSON_VALUES) -> Any:
-    """Return the content of a JSON file of at most `max_bytes` bytes and `max_values` values.
+    """Return the parsed content of a JSON file; raise ValueError if invalid, or above `max_bytes` or `max_values`.
 
     Raises:
         FileNotFoundError: no such file.
@@ -157,7 +157,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES, max
 
 
 def check_n_json_values(content: bytes, max_values: int = MAX_JSON_VALUES) -> None:
-    """Raise an error if JSON text has too many values; called before parsing.
+    """Raise ValueError if JSON text has over `max_values` values, counted by commas and brackets, before parsing.
 
     A parsed value takes about 90 bytes of memory, but as little as two bytes (`[]`) in the file.
 
@@ -171,7 +171,7 @@ def check_n_json_values(content: bytes, max_values: int = MAX_JSON_VALUES) -> No
 def read_json_object(
     path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES, max_values: int = MAX_JSON_VALUES
 ) -> dict[str, Any]:
-    """Return the content of a JSON file, which must be an object.
+    """Return the content of a JSON file as a dict; raise ValueError if it is not an object, or as `read_json`.
 
     Raises:
         FileNotFoundError, ValueError: see `read_json`; or the file contains another value.
@@ -190,7 +190,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 @contextmanager
 def add_path_to_errors(path: str | os.PathLike[str], instead_of: Path | None = None) -> Iterator[None]:
-    """Add the path of a file to OSErrors in this block that do not contain it, such as those of a write.
+    """Add `path` to OSErrors raised in this block that have no file name, or have that of a temporary file.
 
     Args:
         instead_of: a temporary file, whose name is replaced by `path`.

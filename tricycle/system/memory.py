@@ -14,7 +14,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_memory() -> int | None:
-    """Return the number of bytes that this process can still allocate, or None if the system does not report it.
+    """Return the bytes that this process can still allocate, or None if unknown; TRICYCLE_MEMORY_GB overrides it.
 
     This is the smallest of the free memory of the machine, the rest of the limits of a container or cgroup, and the
     rest of `ulimit -v`. The variable TRICYCLE_MEMORY_GB overrides it.
@@ -41,7 +41,7 @@ def gpu_memory() -> tuple[int, int]:
 
 
 def check_memory(n_bytes: int, what: str, advice: str = "") -> None:
-    """Raise a MemoryError if an allocation needs more memory than is free.
+    """Raise a MemoryError that says what needs memory, and the advice, if `n_bytes` exceed the free memory.
 
     Args:
         n_bytes: the least that is needed.

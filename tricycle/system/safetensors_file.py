@@ -56,7 +56,7 @@ class TensorInfo(NamedTuple):
 
 # -------------------------------------------------------------------- reading
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Any], int]:
-    """Read the header of a file: tensor infos by name, the metadata, and the offset of the first value.
+    """Read and check a safetensors header: tensor infos by name, the metadata, and the offset of the first value.
 
     Raises:
         FileNotFoundError: no such file.
@@ -147,7 +147,7 @@ def _check_overlaps(path: Path, ranges: list[tuple[int, int, str]]) -> None:
 def write_header(
     file: IO[bytes], layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> None:
-    """Write the header, which the values of the tensors must follow in the order of `layout`.
+    """Write a safetensors header with metadata and offsets; the tensors must follow in the order of `layout`.
 
     Args:
         layout: by name the data type, a key of `ITEM_SIZES`, and the shape.

@@ -13,7 +13,7 @@ AnyLayer = TypeVar("AnyLayer", bound=Layer)
 
 
 def quantize(model: AnyLayer, dtype_name: str = "int8") -> AnyLayer:
-    """Quantize the matrices and token embeddings of a model in place, and freeze all parameters; return the model.
+    """Quantize a model's matrices and token embeddings in place, and freeze all parameters; return the model.
 
     Products with few rows then take less time, as they are limited by memory bandwidth. Gradients flow through the
     quantized weights, but not to them. Matrices that are quantized already stay unchanged.
@@ -41,7 +41,7 @@ def quantize(model: AnyLayer, dtype_name: str = "int8") -> AnyLayer:
 
 
 def set_memory_order(model: AnyLayer, order: str) -> AnyLayer:
-    """Store the matrices of a model in C or Fortran memory order, with the same values; return the model.
+    """Store the matrices of a model in C or Fortran memory order in place, with the same values; return the model.
 
     Args:
         order: "C" (row-major), the fastest for training; or "F" (column-major), the fastest for products with one row,

@@ -30,7 +30,7 @@ WEIGHT_FORMATS = ("float32", "stored", *DTYPE_NAMES)
 
 
 def build_model(source: StoredModel, weights: str = "float32") -> Layer:
-    """Build a model from files and load its weights; dropout is off.
+    """Build the model that files describe and load its weights, if the free memory suffices; dropout is off.
 
     Args:
         weights: as of `pretrained.load`.
@@ -58,7 +58,7 @@ def find_family(source: StoredModel) -> Family:
 
 
 def read_config(family: Family, source: StoredModel) -> Any:
-    """Convert the fields of config.json to a Tricycle config, and check its size against that of the tensors.
+    """Convert config.json to a Tricycle config; raise ValueError if it is unsupported or too large for the tensors.
 
     Raises:
         ValueError: a field is invalid or not supported, or the config needs more weights than the files contain.
@@ -95,7 +95,7 @@ def _check_memory(config: Any, source: StoredModel, weights: str) -> None:
 
 
 def required_memory(config: Any, source: StoredModel, weights: str) -> int:
-    """Return the minimum number of bytes that loading a model takes; `weights` as of `pretrained.load`."""
+    """Return the minimum bytes to load a model in the format `weights`: all tensors, or the largest with its copies."""
     tensors = [
         tensor
         for name, tensor in source.tensors.items()

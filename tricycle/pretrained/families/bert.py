@@ -28,7 +28,7 @@ LEGACY_NAMES = {r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "
 
 
 def to_config(fields: ConfigFields) -> EncoderConfig:
-    """Convert the fields of a BERT config.json to an `EncoderConfig`."""
+    """Convert the fields of a BERT config.json to an `EncoderConfig`; missing ones get transformers' defaults."""
     fields.require("position_embedding_type", "absolute")
     fields.require("is_decoder", False)
     fields.require("add_cross_attention", False)
@@ -41,7 +41,7 @@ def to_config(fields: ConfigFields) -> EncoderConfig:
 
 
 def to_fields(config: EncoderConfig) -> dict[str, Any]:
-    """Convert an `EncoderConfig` to the fields of a BERT config.json."""
+    """Convert an `EncoderConfig` to the fields of a BERT config.json, without model_type."""
     return {
         **size_fields(config),
         "layer_norm_eps": config.norm_eps,
@@ -53,7 +53,7 @@ def to_fields(config: EncoderConfig) -> dict[str, Any]:
 
 
 def to_roberta_config(fields: ConfigFields) -> EncoderConfig:
-    """Convert the fields of a RoBERTa config.json to an `EncoderConfig`.
+    """Convert a RoBERTa config.json to an `EncoderConfig` as for BERT, with positions that start at pad_token_id + 1.
 
     RoBERTa's positions start at pad_token_id + 1. Unlike transformers, Tricycle also counts padding before a text.
     """

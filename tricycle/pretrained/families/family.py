@@ -96,7 +96,7 @@ class TensorMapping:
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def hf_tensors(self, name: str) -> list[HFTensor]:
-        """Return the checkpoint tensors that form a parameter, in the order of its last axis.
+        """Return the checkpoint tensors that form a parameter, such as q, k and v, in the order of its last axis.
 
         Raises:
             KeyError: the family has no such layer.
@@ -131,7 +131,7 @@ class TensorMapping:
     def matching_views(
         self, name: str, hf_tensor: HFTensor, ours: np.ndarray, theirs: np.ndarray
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield pairs of views of a parameter and of a checkpoint tensor, a few rows at a time.
+        """Yield pairs of equally shaped views of a parameter and of a checkpoint tensor, a few rows at a time.
 
         Both views of a pair have the same shape, and the same elements at the same places.
         """
@@ -162,7 +162,7 @@ def role_of(parameter: Tensor) -> str | None:
 
 # -------------------------------------------------------------------- loading
 def load_weights(model: Layer, family: Family, source: StoredModel, weights: str) -> None:
-    """Load weights from files into a model.
+    """Check all tensors of files, then load them in the format `weights`; parameters below float32 are frozen.
 
     All tensors are checked before any is read.
 
@@ -241,7 +241,7 @@ def _read_quantized(
 
 
 def canonicalize_names(family: Family, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Rename tensors of a checkpoint to the names of `family.names`: replace other prefixes and legacy names."""
+    """Return the tensors renamed to the names of `family.names`: other prefixes and legacy names are replaced."""
     standard = family.prefixes[0]
     first = next(iter(family.names.values()))[0].removeprefix(standard) + ".weight"
     updated = tensors

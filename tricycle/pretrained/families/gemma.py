@@ -47,7 +47,7 @@ def from_gemma2(fields: ConfigFields) -> ModelConfig:
 
 
 def from_gemma3(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of a Gemma 3 config.json to a `ModelConfig`."""
+    """Convert the fields of a Gemma 3 config.json, or of its text_config, to a `ModelConfig`."""
     fields = _text_fields(fields)
     common = _common_config(
         ConfigFields({**fields.values, "rope_scaling": None, "rope_parameters": None}), caps=(None, None)
@@ -80,7 +80,7 @@ def _common_config(fields: ConfigFields, caps: tuple[float | None, float | None]
     if fields.get("use_bidirectional_attention"):
         raise field_error("use_bidirectional_attention", "false", fields.get("use_bidirectional_attention"))
     bias = fields.boolean("attention_bias", False)
-    common = common_config(fields, n_key_heads=4, head_size=256)
+    common = common_config(fields, default_key_heads=4, default_head_size=256)
     activation = fields.get("hidden_activation") or "gelu_pytorch_tanh"  # null in some files
     return {
         **common,
@@ -131,7 +131,7 @@ def _rope_config(fields: ConfigFields) -> dict[str, Any]:
 
 # -------------------------------------------------------------------- to config.json
 def to_gemma2(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to the fields of a Gemma 2 config.json."""
+    """Convert a `ModelConfig` to the fields of a Gemma 2 config.json; heads must divide the width (else ValueError)."""
     check_heads_divide_width(config)
     fields = {
         **common_fields(config),

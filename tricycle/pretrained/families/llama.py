@@ -42,18 +42,20 @@ OLMO2_NAMES: TensorNames = {  # norms of the outputs of attention and MLP
 
 
 # -------------------------------------------------------------------- from config.json
-def common_config(fields: ConfigFields, n_key_heads: int | None = None, head_size: int | None = None) -> dict[str, Any]:
-    """Return the config fields that all families of this module share.
+def common_config(
+    fields: ConfigFields, default_key_heads: int | None = None, default_head_size: int | None = None
+) -> dict[str, Any]:
+    """Convert config.json fields to those of `ModelConfig` that all Llama-like families share, as keyword arguments.
 
     Args:
-        n_key_heads: the default number of key heads; None for the number of query heads.
-        head_size: the default head size; None for the width divided by the number of heads.
+        default_key_heads: None for the number of query heads.
+        default_head_size: None for the width divided by the number of heads.
     """
     sizes = fields.sizes(32_000, 2048, 4096, 11_008, 32, 32)
     return {
         **sizes,
-        "n_key_heads": fields.optional_positive_int("num_key_value_heads", n_key_heads) or sizes["n_heads"],
-        "head_size": fields.optional_positive_int("head_dim", head_size) or 0,
+        "n_key_heads": fields.optional_positive_int("num_key_value_heads", default_key_heads) or sizes["n_heads"],
+        "head_size": fields.optional_positive_int("head_dim", default_head_size) or 0,
         "norm": "rms_norm",
         "norm_eps": fields.positive_float("rms_norm_eps", 1e-6),
         "positions": "rotary",
@@ -73,13 +75,13 @@ def from_llama(fields: ConfigFields) -> ModelConfig:
 
 
 def from_mistral(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of a Mistral config.json to a `ModelConfig`."""
+    """Convert the fields of a Mistral config.json to a `ModelConfig`; a sliding window applies to all layers."""
     with_defaults = ConfigFields({"intermediate_size": 14_336, "max_position_embeddings": 131_072, **fields.values})
     window = fields.optional_positive_int("sliding_window", 4096)
     types = fields.layer_types(fields.positive_int("num_hidden_layers", 32)) or []
     if window and "full_attention" in types:  # transformers ignores this and uses the window everywhere
         raise field_error("layer_types", "sliding_attention for each layer", "full_attention")
-    return ModelConfig(**common_config(with_defaults, n_key_heads=8), window=window or 0)
+    return ModelConfig(**common_config(with_defaults, default_key_heads=8), window=window or 0)
 
 
 def from_qwen2(fields: ConfigFields) -> ModelConfig:
@@ -130,7 +132,7 @@ def sliding_window_config(types: list[str], window: int | None) -> dict[str, Any
 
 # -------------------------------------------------------------------- to config.json
 def common_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json that all families of this module share."""
+    """Return the config.json fields that all Llama-like families share: sizes, norm, activation, tied head, RoPE."""
     fields = {
         **size_fields(config),
         "num_key_value_heads": config.key_heads,
@@ -147,7 +149,7 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def rotary_scaling_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the object rope_scaling of config.json; empty without scaling."""
+    """Return the object rope_scaling of config.json: type, factor and for llama3 its bounds; {} without scaling."""
     if config.rotary_scaling == "none":
         return {}
     scaling = {"rope_type": config.rotary_scaling, "factor": float(config.rotary_factor)}
@@ -168,7 +170,7 @@ def check_heads_divide_width(config: ModelConfig) -> None:
 
 
 def to_llama(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to the fields of a Llama config.json."""
+    """Convert a `ModelConfig` to the fields of a Llama config.json; heads must divide the width (else ValueError)."""
     check_heads_divide_width(config)
     return {
         **common_fields(config),

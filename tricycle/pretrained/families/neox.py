@@ -24,7 +24,7 @@ NAMES: TensorNames = {
 
 
 def to_config(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of a GPT-NeoX config.json to a `ModelConfig`."""
+    """Convert the fields of a GPT-NeoX config.json to a `ModelConfig`; missing ones get transformers' defaults."""
     attention_bias = fields.boolean("attention_bias", True)
     legacy = {"rope_theta": fields.get("rotary_emb_base"), "partial_rotary_factor": fields.get("rotary_pct")}
     current = ConfigFields({**{name: value for name, value in legacy.items() if value is not None}, **fields.values})
@@ -37,12 +37,12 @@ def to_config(fields: ConfigFields) -> ModelConfig:
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         tied=fields.boolean("tie_word_embeddings", False),
-        **read_rotary_fields(current, fraction=0.25),
+        **read_rotary_fields(current, default_fraction=0.25),
     )
 
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to the fields of a GPT-NeoX config.json."""
+    """Convert a `ModelConfig` to the fields of a GPT-NeoX config.json, without model_type."""
     return {
         **size_fields(config),
         "layer_norm_eps": config.norm_eps,

@@ -27,7 +27,7 @@ POSITION_OFFSET = 2  # rows of the position embedding that are not used
 
 
 def to_config(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of an OPT config.json to a `ModelConfig`."""
+    """Convert the fields of an OPT config.json to a `ModelConfig`; missing ones get transformers' defaults."""
     fields.require("_remove_final_layer_norm", False)
     fields.require("layer_norm_elementwise_affine", True)
     sizes = fields.sizes(50_272, 2048, 768, 3072, 12, 12, hidden_size="ffn_dim")
@@ -47,7 +47,7 @@ def to_config(fields: ConfigFields) -> ModelConfig:
 
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to the fields of an OPT config.json."""
+    """Convert a `ModelConfig` to the fields of an OPT config.json, without model_type."""
     return {
         **size_fields(config, hidden_size="ffn_dim"),
         "do_layer_norm_before": config.norm_placement == "before",

@@ -19,7 +19,7 @@ NAMES: TensorNames = {
 
 
 def to_config(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of a Phi config.json to a `ModelConfig`."""
+    """Convert the fields of a Phi config.json to a `ModelConfig`; missing ones get transformers' defaults."""
     fields.require("qk_layernorm", False)
     fields.require("tie_word_embeddings", False)
     sizes = fields.sizes(51_200, 2048, 2048, 8192, 24, 32)
@@ -33,12 +33,12 @@ def to_config(fields: ConfigFields) -> ModelConfig:
         positions="rotary",
         tied=False,
         head_bias=True,
-        **read_rotary_fields(fields, fraction=0.5),
+        **read_rotary_fields(fields, default_fraction=0.5),
     )
 
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to the fields of a Phi config.json."""
+    """Convert a `ModelConfig` to the fields of a Phi config.json, without model_type."""
     return {
         **size_fields(config),
         "num_key_value_heads": config.key_heads,
