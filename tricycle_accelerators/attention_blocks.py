@@ -78,7 +78,7 @@ class AttentionPlan(NamedTuple):
 
 
 def make_head_groups(q: np.ndarray, k: np.ndarray) -> tuple[list[HeadGroup], bool]:
-    """Partition the heads into groups so that each thread gets several groups (loops that keep no score matrix).
+    """Partition heads into groups, several per thread; also return whether the heads that share a key head are split.
 
     Args: as of `plan_attention`.
 
@@ -96,7 +96,7 @@ def make_head_groups(q: np.ndarray, k: np.ndarray) -> tuple[list[HeadGroup], boo
 
 
 def plan_attention(q: np.ndarray, k: np.ndarray, score_options: ScoreOptions) -> AttentionPlan:
-    """Partition attention into head groups and query blocks whose scores fit into a core's cache.
+    """Return head groups for threads, and query blocks with their visible keys whose scores fit into a core's cache.
 
     Args:
         q: (B, T, H, D), of queries that each see a key. k: (B, S, K, D).

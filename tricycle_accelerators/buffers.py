@@ -70,7 +70,7 @@ class _Arena:
         self.watcher: threading.Thread | None = None
 
     def take(self, size: int) -> np.ndarray | None:
-        """Return `size` bytes that nothing uses; None where the system has no addresses for them."""
+        """Return a best-fit uint8 array of `size` bytes that frees itself when deleted; None if out of memory."""
         self.collect()
         place = bisect_left(self.free, (size, 0))
         if place == len(self.free):
@@ -90,7 +90,7 @@ class _Arena:
         return lease
 
     def reserve(self, size: int) -> bool:
-        """Map another range with at least `size` free bytes; return False where the system refuses."""
+        """Map another memory range of 1 GiB or more and add it to the free list; return False if the system refuses."""
         n_pages = -(-max(size, RANGE_BYTES) // mmap.PAGESIZE) + 1
         try:
             memory = mmap.mmap(-1, n_pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -107,7 +107,7 @@ class _Arena:
         return self.ranges[bisect_right(self.ranges, address, key=lambda each: each.start) - 1]
 
     def collect(self) -> None:
-        """Join what has come back to what is free beside it."""
+        """Move the memory of deleted arrays to the free list, merged with adjacent free ranges."""
         while self.returned:
             start, size = self.returned.popleft()
             after = self.starts.get(start + size)
@@ -142,7 +142,7 @@ class _Arena:
             self.release()
 
     def release(self) -> None:
-        """Give the free pages back to the system. Their addresses stay."""
+        """Give the pages of all free memory back to the system; the address ranges stay mapped for later arrays."""
         self.collect()
         for size, start in self.free:
             whole = self.range_of(start)
@@ -156,7 +156,7 @@ _arena = _Arena()
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return an uninitialized array; a large array reuses memory that an earlier array has freed."""
+    """Return an uninitialized array: from 1 MiB on in memory that deleted arrays have freed, below by `np.empty`."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     # tracemalloc cannot see into a range, and a forked process may inherit the lock held

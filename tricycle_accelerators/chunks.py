@@ -23,7 +23,7 @@ MAX_EXP = math.exp(SAFE_EXPONENT)
 
 
 def row_chunks(n_rows: int, row_size: int = 1) -> list[slice]:
-    """Return slices that divide `n_rows` rows into chunks of at most CHUNK_SIZE elements."""
+    """Return slices that divide `n_rows` rows into chunks of at most CHUNK_SIZE elements, equally many per thread."""
     most = max(1, CHUNK_SIZE // max(1, row_size))
     n_pieces = -(-n_rows // most)
     if n_pieces > 1:  # as many for each thread
@@ -33,7 +33,7 @@ def row_chunks(n_rows: int, row_size: int = 1) -> list[slice]:
 
 
 def flatten_alike(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -> list[np.ndarray] | None:
-    """Return 1-D views of weights and optimizer state, and the gradient as a 1-D array in the same memory order.
+    """Return the arrays as 1-D in one memory order (views, but `grad` copied if needed); None if the layouts differ.
 
     Weights that were loaded lie column by column, and what is made like them does so too; gradients seldom do. None
     where weights and moments do not lie alike.

@@ -29,7 +29,7 @@ class Tuning(NamedTuple):
 
 
 def tune_host() -> Tuning:
-    """Configure memory allocation and BLAS threads of this process for training; for programs, not the library.
+    """Make malloc keep freed memory and BLAS use one thread (not with TRICYCLE_TUNE_HOST=0); return what was changed.
 
     Two things change.
 

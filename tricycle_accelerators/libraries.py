@@ -20,7 +20,7 @@ def find_distribution_file(distribution: str, name: str) -> Path | None:
 
 
 def find_library(title: str, distribution: str, name: str, extra: str) -> Path | str:
-    """Return the path of a distribution's library whose name starts with `name`, or why it cannot be used.
+    """Return the path of a distribution's library whose name starts with `name`, or a text why it cannot be used.
 
     Args:
         title: of the library, for the reason. extra: how the distribution is installed.

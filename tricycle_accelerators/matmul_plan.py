@@ -80,7 +80,7 @@ class MatmulPlan(NamedTuple):
 
 
 def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> MatmulPlan:
-    """Return the provider and the partition of a matrix product whose result is a new float32 array.
+    """Return the provider (Numba, MKL, oneDNN, else NumPy) of a matrix product and the dimension that threads divide.
 
     Operands are aligned and writable.
     """
@@ -110,7 +110,7 @@ def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> Matmul
 
 # -------------------------------------------------------------------- providers
 def vector_decline_reason(n_rows: int, n_bytes: int, right: str) -> str | None:
-    """Return why Numba's matrix-vector product declines a float32 product; None if it accepts.
+    """Return why Numba's vector product declines: more than one row, a small matrix or one not by columns; else None.
 
     `n_bytes` is the size of the right matrix.
     """
@@ -122,7 +122,7 @@ def vector_decline_reason(n_rows: int, n_bytes: int, right: str) -> str | None:
 
 
 def tiled_decline_reason(shape: Shape, left: str) -> str | None:
-    """Return why Numba's tiled matmul declines the shape or layout of a float32 product; None if it accepts."""
+    """Return why Numba's tiled matmul declines: few rows, little work or a left matrix by columns; else None."""
     n_rows, n_inner, n_columns = shape
     if n_rows < MIN_TILED_ROWS:
         return f"fewer than {MIN_TILED_ROWS} rows"
@@ -160,7 +160,7 @@ def mkl_decline_reason(shape: Shape) -> str | None:
 
 
 def few_rows_decline_reason(shape: Shape) -> str | None:
-    """Return why oneDNN declines a float32 product of this shape; None if it accepts."""
+    """Return why oneDNN declines a float32 product: not 2 to FEW_ROWS rows, or too small; None if it accepts."""
     n_rows, n_inner, n_columns = shape
     if n_rows < 2:
         return "fewer than two rows of float32"
@@ -182,7 +182,7 @@ def inner_or_longer_axis(shape: Shape) -> str:
 
 
 def blas_partition(shape: Shape, right: str, has_out: bool = False) -> str:
-    """Return the dimension that threads divide in a product by NumPy's BLAS, or "nothing" for a small product.
+    """Return what threads divide in a BLAS product: "rows", "columns", "pieces of columns", "terms" or "nothing".
 
     Where `has_out` the result has its place already, so that there are no partial sums to add up.
     """

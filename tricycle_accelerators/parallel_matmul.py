@@ -32,7 +32,7 @@ def multiply_by_rows(
 def multiply_by_columns(
     multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray
 ) -> None:
-    """Write a b + bias into `out`; threads divide the columns of the result."""
+    """Write a @ b plus bias into `out` by `multiply`, called for slices of the columns in several threads."""
 
     def work(part: slice) -> None:
         multiply(a, b[:, part], None if bias is None else bias[part], out[:, part])
@@ -41,7 +41,7 @@ def multiply_by_columns(
 
 
 def with_contiguous_axis(matrix: np.ndarray) -> np.ndarray:
-    """Return the matrix, copied unless its rows or its columns are contiguous and do not overlap."""
+    """Return the matrix, copied to C order unless its rows or its columns are contiguous and do not overlap."""
     size = matrix.itemsize
     n_rows, n_columns = matrix.shape
     down, across = matrix.strides

@@ -24,7 +24,7 @@ NAMES = ("numba", "mkl", "onednn", "numpy", "cuda")
 
 
 def exclusion_reason(name: str) -> str | None:
-    """Return why TRICYCLE_KERNELS excludes a provider; None if it does not.
+    """Return why TRICYCLE_KERNELS excludes a provider, or None; raise ValueError if it names an unknown provider.
 
     Raises:
         ValueError: it names a provider that there is not.
@@ -46,7 +46,7 @@ def register_kernels(array: type, *versions: tuple[ModuleType, Sequence[Kernel[.
 
 
 def decline_when(decline_reason: Callable[..., str | None]) -> Callable[[Run], Run]:
-    """Decorate a kernel implementation so that it declines arguments for which `decline_reason` gives a reason.
+    """Return a decorator that makes a kernel return NotImplemented where `decline_reason` of its arguments is not None.
 
     `decline_reason` takes the kernel's arguments, reads shapes, dtypes and layouts, and computes nothing;
     `tricycle.kernels.explain` asks it, too. None says that the version takes them.

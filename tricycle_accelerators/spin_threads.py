@@ -51,7 +51,7 @@ class SpinPolicy:
         self.record(seconds >= LATE_SECONDS + n_bytes / LATE_BYTES_PER_SECOND)
 
     def record(self, is_late: bool) -> None:
-        """Record whether a product was late; after two late products, rest the spinning threads for a while."""
+        """Count late products (punctual ones let it decay); at two, rest the threads, twice as long each time."""
         if not is_late:
             self.n_late *= LATE_DECAY
             if self.n_late < 0.01:
@@ -104,7 +104,7 @@ def _blas() -> _Blas | None:
 
 
 def multiply_vector(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
-    """Multiply one row a (1, K) by a matrix b (K, M) with contiguous columns, in BLAS's own threads.
+    """Multiply a row (1, K) by b (K, M) in BLAS's threads; None if b is small, BLAS is limited or spinning rests.
 
     BLAS adds up the terms of each column in the same order, whatever its threads.
 

@@ -55,14 +55,14 @@ def split_int8(x: np.ndarray, largest: np.ndarray, out: np.ndarray) -> None:
 
 
 @Kernel
-def int8_split_matmul(x: np.ndarray, few: LowPrecisionMatmul) -> np.ndarray | None:
+def int8_split_matmul(x: np.ndarray, prepared: LowPrecisionMatmul) -> np.ndarray | None:
     """Multiply a few float32 rows (R, K) by an int8 matrix, each as a low and a high int8 row; None for inf or NaN."""
     largest = row_max_abs(x)
     if largest is None:
         return None
-    split_int8(x, largest, few.numbers.reshape(2, *x.shape))
-    few.run()
-    rest, large = few.out[: len(x)], few.out[len(x) :]
+    split_int8(x, largest, prepared.numbers.reshape(2, *x.shape))
+    prepared.run()
+    rest, large = prepared.out[: len(x)], prepared.out[len(x) :]
     large *= HIGH_STEP
     large += rest
     product: np.ndarray = large * (largest / MAX_STEPS)  # to the last bit as for a row alone
@@ -70,15 +70,15 @@ def int8_split_matmul(x: np.ndarray, few: LowPrecisionMatmul) -> np.ndarray | No
 
 
 @Kernel
-def bfloat16_split_matmul(x: np.ndarray, few: LowPrecisionMatmul) -> np.ndarray | None:
+def bfloat16_split_matmul(x: np.ndarray, prepared: LowPrecisionMatmul) -> np.ndarray | None:
     """Multiply a few float32 rows (R, K) by a bfloat16 matrix, each as two bfloat16 rows; None for inf or NaN."""
     import ml_dtypes
 
     if not np.isfinite(x).all():
         return None
-    rounded, rest = few.numbers.view(ml_dtypes.bfloat16).reshape(2, *x.shape)
+    rounded, rest = prepared.numbers.view(ml_dtypes.bfloat16).reshape(2, *x.shape)
     rounded[...] = x
     rest[...] = x - rounded.astype(np.float32)
-    few.run()
-    product: np.ndarray = few.out[: len(x)] + few.out[len(x) :]
+    prepared.run()
+    product: np.ndarray = prepared.out[: len(x)] + prepared.out[len(x) :]
     return product

@@ -43,7 +43,7 @@ def blas_libraries() -> tuple[Any, ...]:
 
 
 def requested_threads() -> int | None:
-    """Return the number of threads in TRICYCLE_NUM_THREADS; None if the variable is not set.
+    """Return TRICYCLE_NUM_THREADS as an integer; None if it is not set; ValueError unless it is a number above 0.
 
     Raises:
         ValueError: it is no whole number above 0.
@@ -136,7 +136,7 @@ def in_worker() -> bool:
 
 # -------------------------------------------------------------------- BLAS
 def set_blas_threads(library: Any, number: int) -> None:
-    """Set the number of threads of one of `blas_libraries`.
+    """Set the number of threads of a BLAS library from `blas_libraries`, from whichever thread calls.
 
     Later versions of threadpoolctl let one thread alone set the number, the first to try, and ignore all others until
     it ends. Whoever comes later may do it too where that thread is forgotten, before for us and after for others.
@@ -181,6 +181,7 @@ class _BlasLimit:
         self.is_permanent = False
 
     def acquire_limit(self) -> None:
+        """Limit BLAS to one thread; calls are counted, and the first one saves the numbers of threads."""
         with self.lock:
             if self.n_holders == 0:
                 self.usual = _limit_blas_threads(of_each_thread=False)
@@ -190,6 +191,7 @@ class _BlasLimit:
         _thread_state.n_holds += 1
 
     def release_limit(self) -> None:
+        """Undo one call of `acquire_limit`; the last one restores the numbers of BLAS threads."""
         with self.lock:
             self.n_holders -= 1
             if self.n_holders == 0:
@@ -205,7 +207,7 @@ class _BlasLimit:
             return held.get(id(library)) or int(library.num_threads)
 
     def forget_other_threads(self) -> None:
-        """Reset the limit in a forked process, where only the forking thread exists."""
+        """Reset lock and counts after a fork to this thread's own holds; restore BLAS's threads if it has none."""
         self.lock = threading.Lock()
         if self.is_permanent:  # whichever thread has asked for that
             self.n_holders = 1 + max(0, _thread_state.n_holds - 1)
@@ -219,7 +221,7 @@ blas_limit = _BlasLimit()
 
 
 def limit_blas_until_exit() -> bool:
-    """Limit BLAS to one thread until the process ends; return whether that succeeded. For programs.
+    """Limit BLAS to one thread until the process ends; return False if there is no BLAS to limit, or it uses OpenMP.
 
     Returns:
         Whether it is so now; not where every thread has a number of its own.
@@ -235,7 +237,7 @@ def limit_blas_until_exit() -> bool:
 
 @contextmanager
 def single_blas_thread() -> Iterator[None]:
-    """Limit BLAS to one thread within a `with` block, so that results do not depend on other threads.
+    """Limit BLAS to one thread within a `with` block, then restore it; do nothing where it is limited already.
 
     Costs some microseconds. Inside `parallel_for` it is so anyway.
     """
@@ -288,7 +290,7 @@ class _Helper:
         self.start.release()
 
     def end(self) -> list[BaseException]:
-        """Wait until the work is done. An interrupt that comes meanwhile is given back, as an error of the work is."""
+        """Wait until the work is done; return, not raise, its error and any interrupts that come meanwhile."""
         problems: list[BaseException] = []
         while not self.finished:
             try:
@@ -327,7 +329,7 @@ _stop_serving: Callable[[bool], None] | None = None
 
 
 def start_serving(serve: Callable[[int], None], stop: Callable[[bool], None]) -> None:
-    """Make idle worker threads call `serve` with their numbers (from 1) until `stop(True)` is called.
+    """Start `serve(number)`, from 1, in idle worker threads; `stop(True)` ends them when `parallel_for` needs them.
 
     It is called when other work comes. The caller holds `pool_lock`.
     """
@@ -373,7 +375,7 @@ pool_lock = threading.Lock()  # the helpers work for one caller at a time
 
 
 def parallel_for(work: Callable[[Any], None], items: Iterable[Any]) -> None:
-    """Call `work` for each item, items divided among worker threads, with BLAS limited to one thread each.
+    """Call `work` for each item in worker threads, BLAS limited to one thread; serially if nested; raise first error.
 
     Each call must write where no other does. Called from inside `work` it does all the work itself. While another
     thread is here it waits for its turn, so `work` must not wait for a thread that comes here too.

@@ -28,7 +28,7 @@ class UnresponsiveRankError(RuntimeError):
 
 
 def join_process_group(seconds: float | None = None) -> MPIProcessGroup:
-    """Initialize MPI and return the process group of all ranks that the launcher started.
+    """Initialize MPI by mpi4py and return the group of all ranks; raise if mpi4py is missing or its MPI is another.
 
     Args:
         seconds: the time that a rank waits for others before it pings them; TRICYCLE_MPI_TIMEOUT if None.
@@ -58,7 +58,7 @@ def join_process_group(seconds: float | None = None) -> MPIProcessGroup:
 
 
 def timeout_from_environment() -> float:
-    """Return the timeout in seconds from TRICYCLE_MPI_TIMEOUT, or the default.
+    """Return the timeout in seconds from TRICYCLE_MPI_TIMEOUT, by default 300; ValueError unless it is above 0.
 
     Raises:
         ValueError: the variable is not a number above 0.
@@ -134,7 +134,7 @@ class MPIProcessGroup(ProcessGroup):
         self.status = status
 
     def wait(self, request: Any) -> None:
-        """Wait for an MPI request with short sleeps, because there may be fewer processors than ranks.
+        """Poll an MPI request with short sleeps and answer pings; ping ranks at each timeout, raise if one is silent.
 
         Raises:
             UnresponsiveRankError: the request timed out, and a rank did not answer a ping.
@@ -154,7 +154,7 @@ class MPIProcessGroup(ProcessGroup):
                 pinged = time.monotonic()
 
     def collect_failures(self, own: str, seconds: float) -> dict[int, str]:
-        """Return on rank zero the error messages of other ranks that fail at the same time, by rank; empty elsewhere.
+        """Return on rank zero other ranks' errors of the next seconds, by rank; elsewhere send it `own` and return {}.
 
         Higher ranks return later, so that rank zero can end them before they print the same message.
 
@@ -187,7 +187,7 @@ class PingService:
         self.last_probe = 0.0
 
     def answer(self) -> None:
-        """Reply to the pings that have arrived; does nothing within 0.1 s of the last call."""
+        """Reply with this rank's status to pings that have arrived; do nothing within 0.1 s of the last call."""
         if time.monotonic() - self.last_probe < 0.1:
             return
         self.last_probe = time.monotonic()
@@ -197,7 +197,7 @@ class PingService:
             self.messages.isend(self.ranks.status, status.Get_source(), self.REPLY)
 
     def failures(self, seconds: float) -> dict[int, str]:
-        """Return the error messages that other ranks send within some seconds, by rank."""
+        """Return error messages that other ranks send within some seconds, by rank; earlier if all have sent one."""
         reasons: dict[int, str] = {}
         until = time.monotonic() + seconds
         while len(reasons) < self.ranks.size - 1 and time.monotonic() < until:
@@ -209,7 +209,7 @@ class PingService:
         return reasons
 
     def ping_all(self, request: Any, waited: float) -> None:
-        """Ping all other ranks, and wait some seconds for their replies or the end of the request.
+        """Ping all other ranks and wait some seconds; raise UnresponsiveRankError if some stay silent meanwhile.
 
         Raises:
             UnresponsiveRankError: ranks did not reply; the message names them.

@@ -100,7 +100,7 @@ class BlockingRequest:
         """Do nothing: the operation runs in `wait`."""
 
     def wait(self) -> None:
-        """Run the MPI operation on the array (or its dense copy), and block until it is complete."""
+        """Run the MPI call on the array, or on a dense copy that is copied back, and block until it is complete."""
         dense = self.array if _is_dense(self.array) else self.array.copy()
         array_module(dense).cuda.get_current_stream().synchronize()  # MPI does not synchronize with CUDA streams
         self.transport.ranks.wait(self.transport.gradients.Ibarrier())  # this wait has a timeout; the call has none
@@ -169,7 +169,7 @@ class StreamRequest:
 
 # -------------------------------------------------------------------- selection
 def select_gpu_transport(ranks: ProcessGroup, gradients: Any, cuda: Any) -> Transport:
-    """Return the transport for arrays on GPUs: TRICYCLE_MPI_GPU, else NCCL if it is available on all ranks, else host.
+    """Return the transport for GPU arrays: the one of TRICYCLE_MPI_GPU, else NCCL if all ranks can use it, else host.
 
     CUDA-aware MPI must be requested with TRICYCLE_MPI_GPU=mpi, because other MPI libraries crash.
 

@@ -59,7 +59,7 @@ def needs_compilation() -> bool:
 
 
 def register(array: type) -> None:
-    """Register the Numba kernels for an array type."""
+    """Register the Numba implementations of attention, matmul, norms, RNNs and other kernels for an array type."""
     k, r = kernels, recurrent
     activated = (k.gelu, k.gelu_with_derivative, k.gelu_backward, k.swiglu, k.swiglu_backward)
     layers = (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)

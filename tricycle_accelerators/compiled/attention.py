@@ -134,7 +134,7 @@ def attention(
     mask: np.ndarray | None = None,
     dtype: Any = None,
 ) -> Any:
-    """Compute scaled dot-product attention of (B, T, H, D) queries with Numba loops, head groups in parallel."""
+    """Compute attention by Numba loops, head groups in parallel; return output (B, T, H, D), logsumexp (B, H, T)."""
     n_queries = q.shape[1]
     if n_queries < LEAST_QUERIES or (
         n_queries <= FEW_ROWS and not _few_decline_reason(q, k, v, score_options, mask, dtype)
@@ -211,7 +211,7 @@ def attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> Any:
-    """Compute the gradients of attention with Numba loops, head groups in parallel, into dq, dk and dv."""
+    """Write the attention gradients into dq, dk and dv by Numba loops, head groups in parallel."""
     dtype = dk.dtype
     narrow = q.dtype.name == "bfloat16"
     narrow_results = narrow and dtype == q.dtype

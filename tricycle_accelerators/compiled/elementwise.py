@@ -19,7 +19,7 @@ CONTIGUOUS = "in one piece, aligned and not read-only"
 
 
 def few_rows_decline_reason(x: np.ndarray) -> str | None:
-    """Return why a small array is not a few contiguous float32 rows; None if it is.
+    """Return why x is not 1 to FEW_ROWS contiguous float32 rows; None if it is (called below MIN_SIZE elements only).
 
     In generation a NumPy call takes longer than its work. The caller has checked that the array has fewer than
     MIN_SIZE elements.
@@ -34,7 +34,7 @@ def few_rows_decline_reason(x: np.ndarray) -> str | None:
 
 
 def large_array_decline_reason(*arrays: np.ndarray, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> str | None:
-    """Return why arrays are too small, of different dtypes or not contiguous for the loops; None if they fit."""
+    """Return why arrays are too small, mixed in dtype, none of `dtypes` or not C-contiguous; None if the loops fit."""
     if arrays[0].size < MIN_SIZE:
         return TOO_SMALL
     dtype = arrays[0].dtype
@@ -131,7 +131,7 @@ def _sum_rows_decline_reason(x: np.ndarray) -> str | None:
 
 @decline_when(_sum_rows_decline_reason)
 def sum_rows(x: np.ndarray) -> np.ndarray:
-    """Sum the rows of a bfloat16 matrix (R, C) to a float32 vector (C,) with Numba loops."""
+    """Sum a bfloat16 matrix (R, C) over its rows to float32 (C,) with Numba loops, chunks of rows in parallel."""
     bits = x.view(np.uint16)
 
     def work(piece: slice) -> np.ndarray:
@@ -158,7 +158,7 @@ def _rotate_decline_reason(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> s
 
 @decline_when(_rotate_decline_reason)
 def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Apply rotary position embeddings with Numba loops, one batch item per thread at a time."""
+    """Apply RoPE to (B, T, H, D), rotating pairs (i, i + D/2), with Numba loops, batch items divided among threads."""
     y = buffers.empty(x.shape, x.dtype)
     compute = load_loops("loops").rotate
     heads, rotated = view_for_loops(x), view_for_loops(y)

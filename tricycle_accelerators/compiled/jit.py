@@ -53,7 +53,7 @@ LARGEST, OFFSET, SMALLEST = map(
 
 
 def compile_loop(signature: str | list[str]) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a loop so that Numba compiles it for these type signatures, or loads cached machine code."""
+    """Return a decorator: `numba.njit` for these signatures, without the GIL, sums in any order, cached on disk."""
 
     def compile_(loop: Callable[..., Any]) -> Any:
         try:
@@ -65,7 +65,7 @@ def compile_loop(signature: str | list[str]) -> Callable[[Callable[..., Any]], A
 
 
 def overload_by_types(implementation_for: Callable[..., Any]) -> Any:
-    """Make a function of compiled code whose implementation the decorated function selects by argument types."""
+    """Turn a function from argument types to an implementation into a Numba function (`numba.extending.overload`)."""
 
     @wraps(implementation_for)
     def stub(*arguments: Any) -> Any:
@@ -88,7 +88,7 @@ def _pointer(context: Any, address: Any, like: Any) -> Any:
 
 @numba.njit(inline="always")
 def contiguous_row(x: Any, i: int) -> Any:
-    """Return x[i] as an array that the compiler knows to be contiguous; the caller guarantees this.
+    """Return x[i] as a view that Numba takes for contiguous, so that loops vectorize; the caller guarantees that it is.
 
     Contiguity lets the compiler vectorize.
 
@@ -112,7 +112,7 @@ def _power_of_two(context: Any, n: Any) -> Any:
 
 @intrinsic
 def maximum(context: Any, a: Any, b: Any) -> Any:
-    """Return a if a > b, else b; the result for NaN is not defined."""
+    """Return the larger of two float32 values by compare and select (Numba intrinsic); not defined for NaN."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         above = builder.fcmp_ordered(">", *arguments, flags=("fast",))
@@ -133,7 +133,7 @@ def max_abs_if_finite(x: np.ndarray) -> Any:
 
 @intrinsic
 def bfloat16_to_float32(context: Any, bits: Any) -> Any:
-    """Convert the bits of a bfloat16 (uint16) to float32."""
+    """Convert the bits of a bfloat16 (uint16) to float32 by a shift to the upper 16 bits (Numba intrinsic)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         upper = builder.zext(arguments[0], context.get_value_type(types.uint32))
@@ -200,7 +200,7 @@ def _multiply_add(context: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def prefer_512_bit_registers(context: Any) -> Any:
-    """Set an LLVM attribute so that the calling function is vectorized with 512-bit registers.
+    """Set an LLVM attribute so that the calling function is vectorized with 512-bit registers (Numba intrinsic).
 
     On Intel's processors LLVM would take half of them, for the first that had them slowed down by it.
     """

@@ -41,7 +41,7 @@ CUBIC = np.float32(LINEAR * 0.044715)
     [f"void({x}[:, ::1], f4[::1], f8, {y}[:, ::1], f4[::1])" for x, y in [("f4", "f4"), ("f4", "u2"), ("u2", "u2")]]
 )
 def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray, scales: np.ndarray) -> None:
-    """Write the RMS norm of rows (R, C) into `y`, and the factor of each row into `scales`."""
+    """Write the RMS norm of rows (R, C) times `gain` into `y`, and the factor 1 / RMS of each row into `scales`."""
     n_rows, size = x.shape
     for i in range(n_rows):
         total = ZERO
@@ -57,7 +57,7 @@ def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray, scales:
 def layer_norm(
     x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, y: np.ndarray, means: np.ndarray, scales: np.ndarray
 ) -> None:
-    """Write the layer norm of rows (R, C) into `y`, and each row's mean and factor into `means` and `scales`."""
+    """Write the layer norm of rows (R, C) into `y`, each row's mean into `means` and 1 / deviation into `scales`."""
     n_rows, size = x.shape
     for i in range(n_rows):
         total = ZERO
@@ -90,7 +90,7 @@ def swiglu(x: np.ndarray, y: np.ndarray) -> None:
 
 @compile_loop([f"void({x}[:, :, :], f4[:, ::1], f4[:, ::1], {x}[:, :, ::1])" for x in ("f4", "u2")])
 def rotate(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, y: np.ndarray) -> None:
-    """Write rotated heads (RoPE) into `y` (R, H, D), for heads (R, H, D) and cosines and sines (R, D / 2)."""
+    """Write heads (R, H, D) after RoPE into `y`; pairs (i, i + D/2) are rotated by cosines and sines (R, D/2)."""
     n_rows, n_heads, size = heads.shape
     half = size // 2
     for i in range(n_rows):
@@ -117,16 +117,16 @@ def gelu(x: np.ndarray, y: np.ndarray) -> None:
 
 # -------------------------------------------------------------------- attention of one query
 @compile_loop("f4(f4[::1], b1)")
-def _softmax(row: np.ndarray, nothing: bool) -> Any:
+def _softmax(row: np.ndarray, off_by_one: bool) -> Any:
     """Compute softmax of a row in place (softmax1 if `off_by_one`); return the logsumexp."""
-    largest = ZERO if nothing else row[0]
+    largest = ZERO if off_by_one else row[0]
     for s in range(len(row)):
         largest = maximum(largest, row[s])
     total = ZERO
     for s in range(len(row)):
         row[s] = exp(row[s] - largest)
         total += row[s]
-    if nothing:
+    if off_by_one:
         total += exp(-largest)
     share = ONE / total
     for s in range(len(row)):
@@ -150,9 +150,9 @@ def _scores(q: np.ndarray, keys: np.ndarray, scale: float, scores: np.ndarray) -
 
 
 @compile_loop("void(f4[:, :], f4[:, :, ::1], f4[:, ::1])")
-def _add_weighted_values(weights: np.ndarray, values: np.ndarray, mixed: np.ndarray) -> None:
-    """Add the products of weights (K G, S) and values (S, K, D) to `mixed` (K G, D), four values at a time."""
-    n_heads, size = mixed.shape
+def _add_weighted_values(weights: np.ndarray, values: np.ndarray, out: np.ndarray) -> None:
+    """Add the products of weights (K G, S) and values (S, K, D) to `out` (K G, D), four values at a time."""
+    n_heads, size = out.shape
     n_tokens, n_key_heads, _ = values.shape
     group = n_heads // n_key_heads
     fours = n_tokens - n_tokens % 4
@@ -160,14 +160,14 @@ def _add_weighted_values(weights: np.ndarray, values: np.ndarray, mixed: np.ndar
         for k in range(n_key_heads):
             a, b, c, d = values[s, k], values[s + 1, k], values[s + 2, k], values[s + 3, k]
             for h in range(k * group, (k + 1) * group):
-                row = mixed[h]
+                row = out[h]
                 of_a, of_b, of_c, of_d = weights[h, s], weights[h, s + 1], weights[h, s + 2], weights[h, s + 3]
                 for i in range(size):
                     row[i] += of_a * a[i] + of_b * b[i] + of_c * c[i] + of_d * d[i]
     for s in range(fours, n_tokens):
         for h in range(n_heads):
             for i in range(size):
-                mixed[h, i] += weights[h, s] * values[s, h // group, i]
+                out[h, i] += weights[h, s] * values[s, h // group, i]
 
 
 @compile_loop("void(f4[:, ::1], f4[:, :, ::1], f4[:, :, ::1], f4, b1, f4[:, ::1], f4[:])")
@@ -176,20 +176,20 @@ def decode_attention(
     keys: np.ndarray,
     values: np.ndarray,
     scale: float,
-    nothing: bool,
-    mixed: np.ndarray,
+    off_by_one: bool,
+    out: np.ndarray,
     logsumexp: np.ndarray,
 ) -> None:
-    """Compute attention of one token's queries (K G, D) over cached keys and values (S, K, D).
+    """Write one token's attention of q (K G, D) over cached keys, values (S, K, D) into `out`, and the logsumexp.
 
-    Writes the results into `mixed` and the logsumexp of the scores of each head into the last argument.
+    Writes the results into `out` and the logsumexp of the scores of each head into the last argument.
     """
     weights = np.empty((len(q), len(keys)), np.float32)
     _scores(q, keys, scale, weights)
     for h in range(len(q)):
-        logsumexp[h] = _softmax(weights[h], nothing)
-    mixed[:] = 0
-    _add_weighted_values(weights, values, mixed)
+        logsumexp[h] = _softmax(weights[h], off_by_one)
+    out[:] = 0
+    _add_weighted_values(weights, values, out)
 
 
 @compile_loop("void(u2[:, :, ::1], b1, f4[:, :, ::1])")
@@ -217,11 +217,11 @@ def decode_attention_16_bit(
     values: np.ndarray,
     is_bfloat16: bool,
     scale: float,
-    nothing: bool,
-    mixed: np.ndarray,
+    off_by_one: bool,
+    out: np.ndarray,
     logsumexp: np.ndarray,
 ) -> None:
-    """Compute `decode_attention` with 16-bit keys and values, which are widened to float32 block by block."""
+    """Run `decode_attention` with a bfloat16 or float16 cache (uint16 bits), converted to float32 block by block."""
     n_tokens = len(keys)
     weights = np.empty((len(q), n_tokens), np.float32)
     some = np.empty((WIDENED_KEYS, *keys.shape[1:]), np.float32)
@@ -230,18 +230,18 @@ def decode_attention_16_bit(
         _widen(keys[start:stop], is_bfloat16, some[: stop - start])
         _scores(q, some[: stop - start], scale, weights[:, start:stop])
     for h in range(len(q)):
-        logsumexp[h] = _softmax(weights[h], nothing)
-    mixed[:] = 0
+        logsumexp[h] = _softmax(weights[h], off_by_one)
+    out[:] = 0
     for start in range(0, n_tokens, WIDENED_KEYS):
         stop = min(start + WIDENED_KEYS, n_tokens)
         _widen(values[start:stop], is_bfloat16, some[: stop - start])
-        _add_weighted_values(weights[:, start:stop], some[: stop - start], mixed)
+        _add_weighted_values(weights[:, start:stop], some[: stop - start], out)
 
 
 # -------------------------------------------------------------------- numbers as two of fewer bits
 @compile_loop("b1(f4[:, ::1], i1[:, ::1], f4[::1])")
-def split_int8(x: np.ndarray, halves: np.ndarray, scales: np.ndarray) -> bool:
-    """Split float32 rows (R, K) into a low and a high int8 row each: (2 R, K), low rows first, high rows in 256 steps.
+def split_int8(x: np.ndarray, parts: np.ndarray, scales: np.ndarray) -> bool:
+    """Quantize float32 rows (R, K) to low, then high int8 rows (2 R, K), and step sizes; False if not finite.
 
     Args:
         scales: (R,), how large a step is.
@@ -258,8 +258,8 @@ def split_int8(x: np.ndarray, halves: np.ndarray, scales: np.ndarray) -> bool:
         factor = LARGEST / largest
         for j in range(size):
             whole = np.int32(x[i, j] * factor + OFFSET)
-            halves[i, j] = np.int8((whole & 255) - 128)
-            halves[n_rows + i, j] = np.int8((whole >> 8) - 128)
+            parts[i, j] = np.int8((whole & 255) - 128)
+            parts[n_rows + i, j] = np.int8((whole >> 8) - 128)
     return True
 
 
@@ -273,8 +273,8 @@ def join_int8(products: np.ndarray, scales: np.ndarray, result: np.ndarray) -> N
 
 
 @compile_loop("b1(f4[:, ::1], u2[:, ::1])")
-def split_bfloat16(x: np.ndarray, halves: np.ndarray) -> bool:
-    """Split float32 rows (R, K) into rounded bfloat16 rows and bfloat16 rounding errors: (2 R, K).
+def split_bfloat16(x: np.ndarray, parts: np.ndarray) -> bool:
+    """Write rows (R, K) rounded to bfloat16, then their rounding errors, into `parts` (2 R, K); False if not finite.
 
     Returns False where a number is infinite or NaN.
     """
@@ -284,6 +284,6 @@ def split_bfloat16(x: np.ndarray, halves: np.ndarray) -> bool:
             return False
         for j in range(size):
             upper = float32_to_bfloat16(x[i, j])
-            halves[i, j] = upper
-            halves[n_rows + i, j] = float32_to_bfloat16(x[i, j] - bfloat16_to_float32(upper))
+            parts[i, j] = upper
+            parts[n_rows + i, j] = float32_to_bfloat16(x[i, j] - bfloat16_to_float32(upper))
     return True

@@ -21,7 +21,7 @@ def _cross_entropy_decline_reason(logits: np.ndarray, *_: Any, **__: Any) -> str
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[np.ndarray, np.ndarray | None] | NotImplementedType:
-    """Compute the weighted cross-entropy loss, and its gradient if asked, with Numba loops over chunks of rows."""
+    """Return the weighted sum of cross-entropies and its gradient or None; NotImplemented for labels out of range."""
     if not 0 <= labels.min() <= labels.max() < logits.shape[1]:
         return NotImplemented
     slope = buffers.empty(logits.shape if with_gradient else (len(logits), 0), logits.dtype)

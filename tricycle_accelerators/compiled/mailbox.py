@@ -29,7 +29,7 @@ def atomic_load(context: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def atomic_store(context: Any, address: Any, index: Any, value: Any) -> Any:
-    """Store a 64-bit integer into the mailbox atomically (release)."""
+    """Store a 64-bit integer at an index of the mailbox atomically (release; Numba intrinsic)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store_atomic(arguments[2], _place(builder, arguments), "release", 8)
@@ -40,7 +40,7 @@ def atomic_store(context: Any, address: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def atomic_add(context: Any, address: Any, index: Any, value: Any) -> Any:
-    """Add to a 64-bit integer of the mailbox atomically."""
+    """Add to the 64-bit integer at an index of the mailbox atomically; return nothing (Numba intrinsic)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.atomic_rmw("add", _place(builder, arguments), arguments[2], "acq_rel")
@@ -62,7 +62,7 @@ def compare_exchange(context: Any, address: Any, index: Any, expected: Any, valu
 
 @intrinsic
 def pause(context: Any) -> Any:
-    """Execute the processor's pause instruction, which marks a spin loop."""
+    """Execute the processor's spin-wait hint (x86 `pause`, ARM `yield`; Numba intrinsic)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         name, kinds, values = "llvm.x86.sse2.pause", [], []

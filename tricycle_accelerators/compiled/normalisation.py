@@ -56,7 +56,7 @@ def _layer_norm_decline_reason(
 def layer_norm(
     x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> Any:
-    """Compute layer norm, or RMS norm without mean subtraction, with Numba loops; also return means and factors."""
+    """Return layer norm (RMS norm without `subtract_mean`), means and 1 / deviations (..., 1), by Numba loops."""
     if x.size < MIN_SIZE:
         return _normalize_few_rows(x, gain, bias, eps, subtract_mean)
     rows = view_for_loops(x).reshape(-1, x.shape[-1])
@@ -103,7 +103,7 @@ def _layer_norm_backward_decline_reason(
 def layer_norm_backward(
     grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, subtract_mean: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compute the gradients of layer norm or RMS norm for input, gain and bias with Numba loops."""
+    """Return the gradients of input, gain and bias of layer norm or RMS norm, by Numba, chunks of rows in parallel."""
     dx = buffers.empty(x.shape, x.dtype)
     rows, slopes, out = (view_for_loops(a).reshape(-1, x.shape[-1]) for a in (x, grad, dx))
     means, scales = mean.reshape(-1), scale.reshape(-1)

@@ -44,7 +44,7 @@ def adamw(
     decay: float,
     factor: np.ndarray | float | None = None,
 ) -> None:
-    """Update weights and AdamW optimizer state in place with a Numba loop, chunks in parallel."""
+    """Update weights, AdamW moments in place by Numba from `factor` times the gradient; no change unless factor > 0."""
     share = 1.0 if factor is None else float(factor)
     if not share > 0:
         return

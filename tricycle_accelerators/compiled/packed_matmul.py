@@ -76,35 +76,35 @@ def _write_tile(
 
 
 def pack_panels(matrix: np.ndarray) -> np.ndarray:
-    """Pack a float32 matrix (K, N) into column panels (P, K, PANEL); zeros fill the last panel."""
+    """Copy a float32 matrix (K, N) to panels of PANEL columns each, (P, K, PANEL); zeros fill up the last panel."""
     n_terms, n_columns = matrix.shape
     n_panels = -(-n_columns // PANEL)
-    cut = np.zeros((n_panels, n_terms, PANEL), np.float32)
+    panels = np.zeros((n_panels, n_terms, PANEL), np.float32)
     n_full = n_columns // PANEL
-    cut[:n_full] = matrix[:, : n_full * PANEL].reshape(n_terms, n_full, PANEL).swapaxes(0, 1)
-    cut[n_full:, :, : n_columns - n_full * PANEL] = matrix[:, n_full * PANEL :]
-    return cut
+    panels[:n_full] = matrix[:, : n_full * PANEL].reshape(n_terms, n_full, PANEL).swapaxes(0, 1)
+    panels[n_full:, :, : n_columns - n_full * PANEL] = matrix[:, n_full * PANEL :]
+    return panels
 
 
 @numba.njit(inline="always")
 def _rows_times_panel(
-    x: np.ndarray, t: int, cut: np.ndarray, p: int, bias: np.ndarray, out: int, out_size: int
+    x: np.ndarray, t: int, panels: np.ndarray, p: int, bias: np.ndarray, out: int, out_size: int
 ) -> None:
     """Write x[t] (B, K) times a panel, plus its part of the bias, to an address."""
     n_rows = x.shape[1]
     n_tiles = (n_rows + MOST_ROWS - 1) // MOST_ROWS
     of_x, row_size = x.ctypes.data + t * x.strides[0], x.strides[1]
-    of_cut, of_bias = cut.ctypes.data + p * cut.strides[0], bias.ctypes.data + 4 * PANEL * p
+    of_panel, of_bias = panels.ctypes.data + p * panels.strides[0], bias.ctypes.data + 4 * PANEL * p
     first = 0
     for tile in range(n_tiles):
         last = (tile + 1) * n_rows // n_tiles  # as many rows in each as can be: few make poor use of a panel
         place = out + first * out_size
-        _tile(last - first, of_x + first * row_size, row_size, of_cut, x.shape[2], of_bias, place, out_size)
+        _tile(last - first, of_x + first * row_size, row_size, of_panel, x.shape[2], of_bias, place, out_size)
         first = last
 
 
 @compile_loop("void(f4[:, :, :], f4[:, :, ::1], f4[::1], f4[:, :, :])")
-def multiply_packed(x: np.ndarray, cut: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
+def multiply_packed(x: np.ndarray, panels: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
     """Write x (T, B, K) times a matrix packed by `pack_panels`, plus a bias (P PANEL,), into `out` (T, B, N).
 
     Each sum is made in order. The last axes are in one piece.
@@ -114,12 +114,12 @@ def multiply_packed(x: np.ndarray, cut: np.ndarray, bias: np.ndarray, out: np.nd
     for p in range(n_full):  # a panel stays in the first cache while all rows go by
         for t in range(n_steps):
             place = out.ctypes.data + t * out.strides[0] + 4 * PANEL * p
-            _rows_times_panel(x, t, cut, p, bias, place, out.strides[1])
-    if n_full == len(cut):
+            _rows_times_panel(x, t, panels, p, bias, place, out.strides[1])
+    if n_full == len(panels):
         return
     edge = np.empty((n_rows, PANEL), np.float32)
     for t in range(n_steps):
-        _rows_times_panel(x, t, cut, n_full, bias, edge.ctypes.data, 4 * PANEL)
+        _rows_times_panel(x, t, panels, n_full, bias, edge.ctypes.data, 4 * PANEL)
         for b in range(n_rows):
             for j in range(n_columns - n_full * PANEL):
                 out[t, b, n_full * PANEL + j] = edge[b, j]

@@ -110,7 +110,7 @@ def _pipeline_decline_reason(gates: np.ndarray, *_: Any, **__: Any) -> str | Non
 def run_batch_parallel(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:
-    """Run both functions for all chunks of time steps, with batch items divided among threads."""
+    """Call `first`, then `then` for each chunk of time steps, in several threads with a range of batch items each."""
     n_items = gates.shape[1]
     n_parts = max(1, min(threads.n_threads(), n_items // FEWEST_ITEMS))
     ends = [n_items * part // n_parts for part in range(n_parts + 1)]
@@ -130,7 +130,7 @@ def _project_decline_reason(x: np.ndarray, matrix: Any, bias: np.ndarray | None,
 
 @decline_when(_project_decline_reason)
 def project(x: np.ndarray, matrix: _Panels, bias: np.ndarray | None, out: np.ndarray) -> None:
-    """Multiply the inputs of all time steps by a packed matrix, plus a bias, into `out`.
+    """Write x (T, B, K) times a prepared matrix, plus bias, into `out` for all steps; by BLAS if not contiguous.
 
     BLAS computes the product where the matrix is empty or arrays are not contiguous.
     """

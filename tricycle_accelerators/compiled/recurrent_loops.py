@@ -2,9 +2,9 @@
 
 The import compiles the loops or loads cached machine code.
 
-Shapes are those of `tricycle/kernels/recurrent.py`. `cut` is the weight matrix (transposed in the backward loops),
-packed into panels by `packed_matmul.py`; a bias has the length of all panels together. `active` (T, B) has no rows if
-all items are active in all steps. Every other array is contiguous within a time step.
+Shapes are those of `tricycle/kernels/recurrent.py`. `weight_panels` is the weight matrix (transposed in the backward
+loops), packed into panels by `packed_matmul.py`; a bias has the length of all panels together. `active` (T, B) has no
+rows if all items are active in all steps. Every other array is contiguous within a time step.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ def _add_rows(x: np.ndarray, sums: np.ndarray, grad: np.ndarray) -> None:
 def rnn(
     gates: np.ndarray,
     h: np.ndarray,
-    cut: np.ndarray,
+    weight_panels: np.ndarray,
     bias: np.ndarray,
     active: np.ndarray,
     relu: bool,
 ) -> None:
-    """Run an Elman RNN over all time steps: write pre-activations into `gates` and states into `h`."""
+    """Run an Elman RNN over all steps: pre-activations into `gates`, states into h[1:]; inactive items keep theirs."""
     n_items, size = h.shape[1:]
     sums = np.empty((1, n_items, size), np.float32)
     for t in range(len(gates)):
-        multiply_packed(h[t : t + 1], cut, bias, sums)
+        multiply_packed(h[t : t + 1], weight_panels, bias, sums)
         gate_rows, before, after = contiguous_row(gates, t), contiguous_row(h, t), contiguous_row(h, t + 1)
         for b in range(n_items):
             gate, more, new = gate_rows[b], sums[0, b], after[b]
@@ -96,16 +96,16 @@ def rnn(
 def rnn_backward(
     grad: np.ndarray,
     h: np.ndarray,
-    cut: np.ndarray,
+    weight_panels: np.ndarray,
     active: np.ndarray,
     d_gates: np.ndarray,
     dh: np.ndarray,
     relu: bool,
 ) -> None:
-    """Backpropagate through an Elman RNN: write gate gradients and the gradient of the initial state."""
+    """Backpropagate through an Elman RNN: write `d_gates`; turn `dh` into the gradient of the first state."""
     n_items, size = dh.shape
     sums = np.empty((1, n_items, size), np.float32)
-    nothing = np.zeros(len(cut) * PANEL, np.float32)
+    nothing = np.zeros(len(weight_panels) * PANEL, np.float32)
     for t in range(len(d_gates) - 1, -1, -1):
         d_rows, after = contiguous_row(d_gates, t), contiguous_row(h, t + 1)
         for b in range(n_items):
@@ -120,7 +120,7 @@ def rnn_backward(
                 for j in range(size):
                     d[j] = slope[j] * (ONE - y[j] * y[j])
             slope[:] = ZERO
-        multiply_packed(d_gates[t : t + 1], cut, nothing, sums)
+        multiply_packed(d_gates[t : t + 1], weight_panels, nothing, sums)
         _add_rows(dh, sums[0], contiguous_row(grad, t))
 
 
@@ -144,22 +144,22 @@ def _gru_step(gate: np.ndarray, recurrent: np.ndarray, before: np.ndarray, h: np
 def gru(
     gates: np.ndarray,
     h: np.ndarray,
-    part: np.ndarray,
-    cut: np.ndarray,
+    recurrent_n: np.ndarray,
+    weight_panels: np.ndarray,
     bias: np.ndarray,
     active: np.ndarray,
 ) -> None:
-    """Run a GRU over all time steps: write gate values, states and the recurrent part of the new gate."""
+    """Run a GRU over all steps: gate values into `gates`, states into h[1:], n's recurrent part into recurrent_n."""
     n_items, size = h.shape[1:]
     sums = np.empty((1, n_items, 3 * size), np.float32)
     for t in range(len(gates)):
-        multiply_packed(h[t : t + 1], cut, bias, sums)
+        multiply_packed(h[t : t + 1], weight_panels, bias, sums)
         gate, before, after, part_before, part_after = (
             contiguous_row(gates, t),
             contiguous_row(h, t),
             contiguous_row(h, t + 1),
-            contiguous_row(part, t),
-            contiguous_row(part, t + 1),
+            contiguous_row(recurrent_n, t),
+            contiguous_row(recurrent_n, t + 1),
         )
         for b in range(n_items):
             _gru_step(gate[b], sums[0, b], before[b], after[b])
@@ -170,25 +170,27 @@ def gru(
 
 
 @compile_loop("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
-def _gru_step_back(gate: np.ndarray, before: np.ndarray, part: np.ndarray, dh: np.ndarray, d: np.ndarray) -> None:
+def _gru_step_back(
+    gate: np.ndarray, before: np.ndarray, recurrent_n: np.ndarray, dh: np.ndarray, d: np.ndarray
+) -> None:
     """Write the gradients of the gates' inputs, and scale the state's gradient in place by the update gate."""
     size = len(dh)
     for j in range(size):
         r, z, n = gate[j], gate[size + j], gate[2 * size + j]
         rest = ONE - z
         dn = dh[j] * rest * (ONE - n * n)
-        d[j] = dn * part[j] * r * (ONE - r)
+        d[j] = dn * recurrent_n[j] * r * (ONE - r)
         d[size + j] = dh[j] * (before[j] - n) * z * rest
         d[2 * size + j] = dn
         dh[j] *= z
 
 
 @compile_loop("void(f4[::1], f4[::1], f4[::1])")
-def _with_reset(to_input: np.ndarray, gate: np.ndarray, to_state: np.ndarray) -> None:
+def _with_reset(d_input_gates: np.ndarray, gate: np.ndarray, d_state_gates: np.ndarray) -> None:
     """Write the gradients of the gates' recurrent inputs: the new gate's gradient times the reset gate."""
     size = len(gate) // 3
-    to_state[:] = to_input
-    n, r = to_state[2 * size :], gate[:size]
+    d_state_gates[:] = d_input_gates
+    n, r = d_state_gates[2 * size :], gate[:size]
     for j in range(size):
         n[j] *= r[j]
 
@@ -201,20 +203,20 @@ def gru_backward(
     grad: np.ndarray,
     gates: np.ndarray,
     h: np.ndarray,
-    part: np.ndarray,
-    cut: np.ndarray,
+    recurrent_n: np.ndarray,
+    weight_panels: np.ndarray,
     active: np.ndarray,
-    to_input: np.ndarray,
-    to_state: np.ndarray,
+    d_input_gates: np.ndarray,
+    d_state_gates: np.ndarray,
     dh: np.ndarray,
 ) -> None:
-    """Backpropagate through a GRU: write gradients for the input gates, the state gates and the initial state."""
+    """Backpropagate through a GRU: write gradients of both gate parts; turn `dh` into that of the first state."""
     n_items, size = dh.shape
     sums = np.empty((1, n_items, size), np.float32)
-    nothing = np.zeros(len(cut) * PANEL, np.float32)
+    nothing = np.zeros(len(weight_panels) * PANEL, np.float32)
     for t in range(len(gates) - 1, -1, -1):
-        gate, before, after_part = contiguous_row(gates, t), contiguous_row(h, t), contiguous_row(part, t + 1)
-        of_input, of_state = contiguous_row(to_input, t), contiguous_row(to_state, t)
+        gate, before, after_part = contiguous_row(gates, t), contiguous_row(h, t), contiguous_row(recurrent_n, t + 1)
+        of_input, of_state = contiguous_row(d_input_gates, t), contiguous_row(d_state_gates, t)
         for b in range(n_items):
             if len(active) and not active[t, b]:
                 of_input[b] = ZERO
@@ -222,7 +224,7 @@ def gru_backward(
             else:
                 _gru_step_back(gate[b], before[b], after_part[b], dh[b], of_input[b])
                 _with_reset(of_input[b], gate[b], of_state[b])
-        multiply_packed(to_state[t : t + 1], cut, nothing, sums)
+        multiply_packed(d_state_gates[t : t + 1], weight_panels, nothing, sums)
         _add_rows(dh, sums[0], contiguous_row(grad, t))
 
 
@@ -250,15 +252,15 @@ def lstm(
     h: np.ndarray,
     c: np.ndarray,
     tanh_c: np.ndarray,
-    cut: np.ndarray,
+    weight_panels: np.ndarray,
     bias: np.ndarray,
     active: np.ndarray,
 ) -> None:
-    """Run an LSTM over all time steps: write gate values, hidden states, cell states and tanh of cell states."""
+    """Run an LSTM over all steps: gate values into `gates`, states into h[1:] and c[1:], tanh of c into tanh_c[1:]."""
     n_items, size = h.shape[1:]
     sums = np.empty((1, n_items, 4 * size), np.float32)
     for t in range(len(gates)):
-        multiply_packed(h[t : t + 1], cut, bias, sums)
+        multiply_packed(h[t : t + 1], weight_panels, bias, sums)
         gate, c_before, h_after, c_after, tanh_after = (
             contiguous_row(gates, t),
             contiguous_row(c, t),
@@ -301,16 +303,16 @@ def lstm_backward(
     gates: np.ndarray,
     c: np.ndarray,
     tanh_c: np.ndarray,
-    cut: np.ndarray,
+    weight_panels: np.ndarray,
     active: np.ndarray,
     d_gates: np.ndarray,
     dh: np.ndarray,
     dc: np.ndarray,
 ) -> None:
-    """Backpropagate through an LSTM: write gate gradients and gradients of the initial hidden and cell state."""
+    """Backpropagate through an LSTM: write `d_gates`; turn dh and dc into the gradients of the first states."""
     n_items, size = dh.shape
     sums = np.empty((1, n_items, size), np.float32)
-    nothing = np.zeros(len(cut) * PANEL, np.float32)
+    nothing = np.zeros(len(weight_panels) * PANEL, np.float32)
     for t in range(len(gates) - 1, -1, -1):
         gate, before, after, d, slopes = (
             contiguous_row(gates, t),
@@ -325,5 +327,5 @@ def lstm_backward(
             else:
                 _lstm_step_back(gate[b], before[b], after[b], dh[b], dc[b], d[b])
             _add(dc[b], slopes[b])
-        multiply_packed(d_gates[t : t + 1], cut, nothing, sums)
+        multiply_packed(d_gates[t : t + 1], weight_panels, nothing, sums)
         _add_rows(dh, sums[0], contiguous_row(grad_h, t))

@@ -44,22 +44,22 @@ def offset_address(builder: Any, address: Any, stride: Any, n: int) -> Any:
 
 
 def build_loop(
-    builder: Any, n_steps: Any, first: Sequence[Any], step: Callable[[Any, list[Any]], list[Any]]
+    builder: Any, n_steps: Any, initial: Sequence[Any], step: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
-    """Emit a loop that carries registers from step to step; return the registers after the last step.
+    """Emit a loop of LLVM whose registers `step(number, registers)` replaces each time; return the last registers.
 
     Args:
         n_steps: 1 or more.
-        first: the registers before the first step.
+        initial: the registers before the first step.
         step: writes a step; called with its number, from 0, and the registers before it, and returns the new ones.
     """
     entry, body, done = builder.block, builder.append_basic_block("step"), builder.append_basic_block("done")
     builder.branch(body)
     builder.position_at_end(body)
-    number, registers = builder.phi(INDEX), [builder.phi(value.type) for value in first]
+    number, registers = builder.phi(INDEX), [builder.phi(value.type) for value in initial]
     new = step(number, registers)
     following = builder.add(number, INDEX(1))
-    for register, before, value in zip([number, *registers], [INDEX(0), *first], [following, *new]):
+    for register, before, value in zip([number, *registers], [INDEX(0), *initial], [following, *new]):
         register.add_incoming(before, entry)
         register.add_incoming(value, body)
     builder.cbranch(builder.icmp_signed("<", following, n_steps), body, done)
@@ -78,7 +78,7 @@ def prefetch(builder: Any, address: Any) -> None:
 
 @intrinsic
 def prefetch_line(context: Any, address: Any) -> Any:
-    """Prefetch the cache line at an address into the second-level cache."""
+    """Prefetch the cache line at an address into the second-level cache (Numba intrinsic)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         prefetch(builder, arguments[0])
@@ -88,21 +88,26 @@ def prefetch_line(context: Any, address: Any) -> Any:
 
 
 def build_product_sums(
-    builder: Any, shape: tuple[int, int], pairs: bool, operands: Sequence[Any], n_steps: Any, first: Sequence[Any]
+    builder: Any,
+    tile_shape: tuple[int, int],
+    bfloat16_pairs: bool,
+    addresses_and_strides: Sequence[Any],
+    n_steps: Any,
+    initial_sums: Sequence[Any],
 ) -> list[Any]:
-    """Emit the inner loop of a matrix product tile; return the registers of sums, row by row.
+    """Emit LLVM for a tile's sums over n_steps products of rows and vectors; return the sum registers, row by row.
 
     Args:
-        shape: rows of the left matrix; registers of columns of the right one.
-        pairs: each step is of two bfloat16 that follow each other, not of a float32.
-        operands: addresses and strides, in bytes: left, from row to row, from step to step; right, from step to step.
+        tile_shape: rows of the left matrix; registers of columns of the right one.
+        bfloat16_pairs: each step is of two bfloat16 that follow each other, not of a float32.
+        addresses_and_strides: left, and bytes from row to row and step to step; right, and bytes from step to step.
         n_steps: 1 or more.
-        first: what the sums of each row begin with, a register for each of columns.
+        initial_sums: the sums that each row begins with, one register for each register of columns.
     """
-    n_rows, n_vectors = shape
-    left, down, along, right, right_along = operands
+    n_rows, n_vectors = tile_shape
+    left, down, along, right, right_along = addresses_and_strides
     rows = [offset_address(builder, left, down, row) for row in range(n_rows)]
-    kind = PAIR if pairs else FLOAT
+    kind = PAIR if bfloat16_pairs else FLOAT
 
     def add_products(step: Any, sums: list[Any]) -> list[Any]:
         start, offset = builder.add(right, builder.mul(step, right_along)), builder.mul(step, along)
@@ -114,10 +119,12 @@ def build_product_sums(
         for row in range(n_rows):
             number = _broadcast(builder, load(builder, builder.add(rows[row], offset), kind))
             for column in range(n_vectors):
-                new.append(_multiply_add(builder, sums[row * n_vectors + column], number, columns[column], pairs))
+                new.append(
+                    _multiply_add(builder, sums[row * n_vectors + column], number, columns[column], bfloat16_pairs)
+                )
         return new
 
-    return build_loop(builder, n_steps, [*first] * n_rows, add_products)
+    return build_loop(builder, n_steps, [*initial_sums] * n_rows, add_products)
 
 
 def _broadcast(builder: Any, number: Any) -> Any:

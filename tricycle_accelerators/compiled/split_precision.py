@@ -12,27 +12,27 @@ from tricycle_accelerators.providers import decline_when
 from tricycle_accelerators.split_precision import LowPrecisionMatmul
 
 
-def _decline_reason(x: np.ndarray, few: Any) -> str | None:
+def _decline_reason(x: np.ndarray, prepared: Any) -> str | None:
     return None if x.flags.carray else "rows in one piece, aligned and not read-only"
 
 
 @decline_when(_decline_reason)
-def int8_split_matmul(x: np.ndarray, few: LowPrecisionMatmul) -> np.ndarray | None:
-    """Multiply a few float32 rows by an int8 matrix as low and high int8 rows, split and joined by Numba loops."""
+def int8_split_matmul(x: np.ndarray, prepared: LowPrecisionMatmul) -> np.ndarray | None:
+    """Multiply float32 rows by an int8 matrix as low and high int8 rows, split, joined by Numba; None for NaN, inf."""
     scales = np.empty(len(x), np.float32)
-    if not load_loops("loops").split_int8(x, few.numbers, scales):
+    if not load_loops("loops").split_int8(x, prepared.numbers, scales):
         return None
-    few.run()
-    product = buffers.empty((len(x), few.out.shape[1]), np.float32)
-    load_loops("loops").join_int8(few.out, scales, product)
+    prepared.run()
+    product = buffers.empty((len(x), prepared.out.shape[1]), np.float32)
+    load_loops("loops").join_int8(prepared.out, scales, product)
     return product
 
 
 @decline_when(_decline_reason)
-def bfloat16_split_matmul(x: np.ndarray, few: LowPrecisionMatmul) -> np.ndarray | None:
+def bfloat16_split_matmul(x: np.ndarray, prepared: LowPrecisionMatmul) -> np.ndarray | None:
     """Multiply a few float32 rows by a bfloat16 matrix as two bfloat16 rows each, split by Numba loops."""
-    if not load_loops("loops").split_bfloat16(x, few.numbers):
+    if not load_loops("loops").split_bfloat16(x, prepared.numbers):
         return None
-    few.run()
-    product: np.ndarray = few.out[: len(x)] + few.out[len(x) :]
+    prepared.run()
+    product: np.ndarray = prepared.out[: len(x)] + prepared.out[len(x) :]
     return product

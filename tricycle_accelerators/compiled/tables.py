@@ -19,7 +19,7 @@ def _embedding_backward_decline_reason(grad: np.ndarray, ids: np.ndarray, n_rows
 
 @decline_when(_embedding_backward_decline_reason)
 def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.ndarray:
-    """Sum the gradients of equal token ids into a table (n_rows, C) with Numba loops, columns divided among threads."""
+    """Sum the rows of `grad` with equal token ids into a table (n_rows, C) with Numba loops; threads divide columns."""
     table = buffers.zeros((n_rows, grad.shape[1]), np.float32)
     add = load_loops("training_loops").scatter_add_rows
     threads.parallel_for(

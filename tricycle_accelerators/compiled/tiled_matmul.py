@@ -58,7 +58,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Compute a large float32 matrix product with Numba register tiles in several threads.
+    """Return a large float32 product plus bias, in `out` if given, by Numba register tiles; threads divide the result.
 
     The left matrix has contiguous rows: BLAS computes products with a transposed left matrix.
     """

@@ -138,7 +138,7 @@ _multiply_bfloat16_pairs = (
 
 @overload_by_types
 def multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
-    """Write the matrix product of packed operands into `out`, or add the product to `out`.
+    """Write left (M, K) times right (K, N), of float32 or packed bfloat16 pairs, into `out`; add it there if `add`.
 
     M is a multiple of ROWS, N of LANES, and there is at least one step.
     """
@@ -212,7 +212,7 @@ def _copy(x: np.ndarray, out: np.ndarray) -> None:
 
 @overload_by_types
 def pack_left(x: Any, out: Any) -> Any:
-    """Pack rows (N, K) as a left operand into the beginning of `out`.
+    """Copy rows (N, K) to the beginning of `out` as left operand: float32, or bfloat16 if `out` is uint32 pairs.
 
     If K is odd, the rest of `out` must be 0.
     """
@@ -232,7 +232,7 @@ def pack_left(x: Any, out: Any) -> Any:
 
 @overload_by_types
 def pack_right(x: Any, out: Any) -> Any:
-    """Pack rows (K, N) as a right operand into the beginning of `out`."""
+    """Copy rows (K, N) to the beginning of `out` as right operand: float32, or bfloat16 row pairs if it is uint32."""
     if out.dtype == types.uint32:
 
         def pairs(x: Any, out: Any) -> None:
@@ -275,7 +275,7 @@ def _transpose_tile(context: Any, source: Any, down: Any, result: Any, result_do
 
 @numba.njit(**OPTIONS)
 def pack_right_transposed(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
-    """Pack the transpose (K, N) of rows x (N, K) as a right operand into `out`, in whole registers.
+    """Write the transpose of rows x (N, K) into `out` as right operand, LANES rows at a time by way of `scratch`.
 
     Args:
         scratch: zeros (LANES, steps in whole registers), of which only what rows fill is written.
@@ -289,7 +289,7 @@ def pack_right_transposed(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -
 
 @overload_by_types
 def left_operand(x: Any, out: Any) -> Any:
-    """Return float32 rows (N, K) as a left operand: unchanged, or packed into `out` as bfloat16 pairs."""
+    """Return float32 rows (N, K) as a left operand: unchanged, or as bfloat16 pairs in `out` if that is uint32."""
     if out.dtype == types.uint32:
 
         def pairs(x: Any, out: Any) -> Any:
@@ -302,7 +302,7 @@ def left_operand(x: Any, out: Any) -> Any:
 
 @overload_by_types
 def transposed_left(x: Any, n: Any, out: Any) -> Any:
-    """Return the transpose of the first n float32 rows as a left operand: a view, or pairs packed into `out`."""
+    """Return x.T as a left operand: a view, or, if `out` is uint32, its first n columns as bfloat16 pairs in `out`."""
     if out.dtype == types.uint32:
 
         def pairs(x: Any, n: Any, out: Any) -> Any:
@@ -323,7 +323,7 @@ def left_elements(left: Any) -> Any:
 
 @overload_by_types
 def left_to_right(left: Any, shape: Any, out: Any) -> Any:
-    """Convert a left operand of rows (N, K) to a right operand: unchanged, or repacked into `out` as pairs."""
+    """Return a left operand (N, K) as a right operand: unchanged if float32, bfloat16 pairs are repacked into `out`."""
     if left.dtype == types.uint32:
 
         def pairs(left: Any, shape: Any, out: Any) -> Any:

@@ -42,7 +42,7 @@ def gelu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
 
 @compile_loop(["void(f4[:, ::1], f4[:, ::1], f4[:, ::1])", "void(u2[:, ::1], u2[:, ::1], u2[:, ::1])"])
 def swiglu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
-    """Write the gradient of SwiGLU (R, 2 C) into `dx`, from dy (R, C) and the input x (R, 2 C)."""
+    """Write the gradient of SwiGLU a * silu(b), x = [a, b] (R, 2 C), into `dx` (R, 2 C), from dy (R, C)."""
     n_rows, size = dy.shape
     for i in range(n_rows):
         for j in range(size):
@@ -116,7 +116,7 @@ def layer_norm_backward(
 def rms_norm_backward(
     dy: np.ndarray, x: np.ndarray, gain: np.ndarray, scales: np.ndarray, dx: np.ndarray, sums: np.ndarray
 ) -> None:
-    """Write the gradient of RMS norm into `dx`, and add the gradients of gain and bias to `sums` (2, C).
+    """Write RMS norm's input gradient into `dx`; add the gradients of gain and of a bias to `sums` (2, C).
 
     Args:
         sums: (2, C), to which the gradients of gain and of a bias are added.
@@ -140,7 +140,7 @@ def rms_norm_backward(
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float, slope: np.ndarray
 ) -> float:
-    """Return the sum of the weighted cross-entropy of rows (R, C), and write the gradient.
+    """Return the weighted sum of the rows' cross-entropies, and write its gradient into `slope` unless that is (R, 0).
 
     Args:
         slope: the derivative is written into it; (R, 0) where none is wanted.
@@ -182,13 +182,13 @@ def sum_squares(x: np.ndarray) -> float:
 
 
 @compile_loop("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
-def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, numbers: np.ndarray) -> None:
-    """Update weights and AdamW optimizer state in place, in one pass.
+def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, coefficients: np.ndarray) -> None:
+    """Update weights w and moments m, v in place by AdamW from gradient g, with 8 precomputed coefficients.
 
     Args:
-        numbers: what the gradient is multiplied by; beta1, 1 - beta1, beta2, 1 - beta2, eps, the rate, what is kept.
+        coefficients: the factor of the gradient, beta1, 1 - beta1, beta2, 1 - beta2, eps, rate, factor of the weights.
     """
-    share, beta1, rest1, beta2, rest2, eps, rate, kept = numbers
+    share, beta1, rest1, beta2, rest2, eps, rate, kept = coefficients
     for i in range(len(w)):
         slope = share * g[i]
         m[i] = beta1 * m[i] + rest1 * slope

@@ -118,7 +118,7 @@ def _prefetch_next(box: Any, place: int, part: int, known: Any, last: int) -> in
 
 @compile_loop("void(i8[::1], i8)")
 def serve_jobs(box: np.ndarray, part: int) -> None:
-    """Compute one thread's part of the jobs in a mailbox until no job has come for a while or STOP is set."""
+    """Spin on a mailbox and compute rows of each job, own part first, until long without a job or STOP is set."""
     place = box.ctypes.data
     known = np.zeros((N_KNOWN, 4), np.int64)
     atomic_add(place, SERVING, 1)
@@ -146,7 +146,7 @@ def multiply_vector(
     box: np.ndarray,
     n_threads: int,
 ) -> int:
-    """Write the product of a vector (1, K) and the rows of a matrix (M, K) into `out` (1, M), shared with threads.
+    """Write x times the rows of a matrix into `out`, helped by serving threads; return pauses waited, -1 if too few.
 
     The product is multiplied by scales (M,), or (0,) for none.
 

@@ -42,7 +42,7 @@ class _SpinTeam:
     def multiply(
         self, x: np.ndarray, matrix: np.ndarray, scales: np.ndarray, sums: np.ndarray, out: np.ndarray
     ) -> None:
-        """Write x (1, K) times the rows of a matrix (M, K) into `out` (1, M): `vector_loops.multiply`."""
+        """Write x (1, K) times the rows of a matrix into `out` by spinning threads; alone if they are busy or late."""
         if not self.policy or not threads.pool_lock.acquire(blocking=False):
             self.loops.multiply_vector(x, matrix, scales, sums, out, self.boxes.own, 1)
             return
@@ -94,7 +94,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Multiply one float32 row by a float32 matrix with contiguous columns, with spinning Numba threads."""
+    """Multiply a float32 row by a matrix with contiguous columns, plus bias, with spinning Numba threads."""
     product = np.empty((1, b.shape[1]), np.float32)
     _team().multiply(a, b.T, NO_SCALES, NO_SUMS, product)
     if bias is not None:
@@ -140,7 +140,7 @@ def _few_bits_matmul_decline_reason(
 
 @decline_when(_few_bits_matmul_decline_reason)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
-    """Multiply one float32 row by a quantized matrix, dequantized in registers, with spinning Numba threads."""
+    """Multiply a float32 row by a quantized matrix (rows cached in it), plus bias, with spinning Numba threads."""
     rows: _Rows | None = matrix.prepared.get("rows")
     if rows is None:
         rows = matrix.prepared["rows"] = _matrix_rows(matrix)

@@ -181,7 +181,7 @@ multiply_int8_rows_by_bytes = (
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
 def split_into_bytes(x: np.ndarray, out: np.ndarray) -> Any:
-    """Split a float32 row into high and low bytes (2, K); return the step size, or 0 if a number is not finite."""
+    """Quantize a float32 row to 16 bits as high and low bytes in `out` (2, K); return the step, 0 if not finite."""
     largest = max_abs_if_finite(x)
     if largest == 0:
         return ZERO

@@ -34,7 +34,7 @@ def unavailable_reason() -> str | None:
 
 
 def register(array: type) -> None:
-    """Register the threaded NumPy kernels for an array type."""
+    """Register the threaded NumPy implementations of matmul, attention, norms and other kernels for an array type."""
     k, r = kernels, recurrent
     products = (
         k.matmul_operand,

@@ -49,7 +49,7 @@ class _Inputs(NamedTuple):
         return self._replace(q=self.q[items], k=self.k[items], v=self.v[items], mask=mask)
 
     def run_small(self, work: Callable[[slice, _Inputs], None]) -> bool:
-        """Call `work` for all items where there are few scores, for some items at a time where each has few.
+        """Call `work` once for few scores, or in threads for batches of short items; return False if neither applies.
 
         Returns:
             Whether it was called.
@@ -135,7 +135,7 @@ class _Heads(NamedTuple):
         return unstack_query_heads(rows, len(self.queries))
 
     def softcapped_scores(self, block: QueryBlock, seen: slice) -> np.ndarray:
-        """(H, T, S) of a block, with nothing hidden."""
+        """Return the scaled and soft-capped scores (H, T, S) of a block's queries and some keys, without any mask."""
         products = self.stack(self.queries[:, block.queries]) @ self.keys[:, seen].swapaxes(1, 2)
         if self.cap is not None:
             products /= self.cap
@@ -152,7 +152,7 @@ class _Heads(NamedTuple):
         return np.subtract(1, slope, out=slope)
 
     def mask_scores(self, scores: np.ndarray, block: QueryBlock, seen: slice) -> None:
-        """In place, by the mask and at the edges of the band."""
+        """Add the mask, and -inf where causality or the window hides a key, to scores (H, T, S) in place."""
         n_queries = scores.shape[1]
         if self.mask is not None:
             scores += self.mask[:, block.queries, seen] if self.mask.shape[1] > 1 else self.mask[:, :, seen]
@@ -200,7 +200,7 @@ def attention(
     mask: np.ndarray | None = None,
     dtype: Any = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute scaled dot-product attention with NumPy, blocks of queries and heads divided among threads."""
+    """Compute attention with NumPy, head groups in parallel; return output (B, T, H, D) and logsumexp (B, H, T)."""
     dtype = dtype or q.dtype
     q, k, v, mask = map(upcast, (q, k, v, mask))
     out = buffers.empty((*q.shape[:3], v.shape[3]), q.dtype)
@@ -280,7 +280,7 @@ def attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> None:
-    """Compute the gradients of attention with NumPy into dq, dk and dv, heads divided among threads."""
+    """Write the attention gradients into dq, dk and dv by NumPy, scores recomputed by blocks; threads divide heads."""
     queries, keys, inputs = _trim_hidden(q, k, v, score_options, mask)
     gradients = _Gradients(_fill_outside(dq, queries, 0), _fill_outside(dk, keys, 0), _fill_outside(dv, keys, 0))
     upstream = _Upstream(grad[:, queries], out[:, queries], logsumexp[:, :, queries])
@@ -317,7 +317,7 @@ class _SoftmaxBackward:
         self.heads = heads
 
     def add(self, block: QueryBlock, sums: _KeyValueSums) -> np.ndarray:
-        """Return the gradient of the scaled queries (H, T, D), and add those of keys and values to `sums`."""
+        """Return the scaled queries' gradient for a block (H, T, D), and add those of keys and values to `sums`."""
         heads, logsumexp = self.heads, self.logsumexp[:, block.queries]
         logsumexp = np.where(np.isneginf(logsumexp), 0, logsumexp)
         safe = np.abs(logsumexp).max() < chunks.SAFE_EXPONENT
@@ -360,7 +360,7 @@ def row_attention(
     row_softmax: RowSoftmaxFn,
     mask: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Compute attention with a row-wise softmax variant, blocks of queries divided among threads."""
+    """Compute attention with `row_softmax` in place of softmax on rows of scores, head groups divided among threads."""
     out = buffers.empty((*q.shape[:3], v.shape[3]), q.dtype)
     queries, _, inputs = _trim_hidden(q, k, v, score_options, mask)
     seen_out = _fill_outside(out, queries, 0)
@@ -402,7 +402,7 @@ def row_attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> None:
-    """Compute the gradients of attention with a row-wise softmax variant into dq, dk and dv, in threads."""
+    """Write the gradients of attention with `row_softmax` in place of softmax into dq, dk and dv, heads in parallel."""
     queries, keys, inputs = _trim_hidden(q, k, v, score_options, mask)
     gradients = _Gradients(_fill_outside(dq, queries, 0), _fill_outside(dk, keys, 0), _fill_outside(dv, keys, 0))
     grad = grad[:, queries]
@@ -430,7 +430,7 @@ class _RowSoftmaxBackward(NamedTuple):
     row_softmax_backward: RowSoftmaxBackwardFn
 
     def add(self, block: QueryBlock, sums: _KeyValueSums) -> np.ndarray:
-        """Return the gradient of the scaled queries (H, T, D), and add those of keys and values to `sums`."""
+        """Return the scaled queries' gradient for a block (H, T, D), and add those of keys and values to `sums`."""
         heads, seen = self.heads, block.visible
         scores = heads.softcapped_scores(block, seen)
         slope = heads.softcap_derivative(scores)

@@ -63,7 +63,7 @@ def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
 
 
 def relu_squared(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Compute relu(x) ** 2 and its derivative with NumPy, chunks divided among threads."""
+    """Return relu(x) ** 2 and its derivative 2 relu(x) by NumPy, chunks divided among threads."""
     flat = np.ascontiguousarray(x).reshape(-1)
     y = buffers.empty(flat.shape, flat.dtype)
     slope = buffers.empty(flat.shape, flat.dtype)
@@ -79,7 +79,7 @@ def relu_squared(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @upcasting(1)
 def swiglu(x: np.ndarray) -> np.ndarray:
-    """Compute SwiGLU of (..., 2 C) to (..., C) with NumPy, chunks of rows divided among threads."""
+    """Compute SwiGLU a * silu(b) of [a, b] (..., 2 C) to (..., C) with NumPy, chunks of rows divided among threads."""
     half = x.shape[-1] // 2
     rows = _rows(x)
     y = buffers.empty((len(rows), half), x.dtype)
@@ -96,7 +96,7 @@ def swiglu(x: np.ndarray) -> np.ndarray:
 
 @upcasting(1)
 def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Compute the gradient of SwiGLU with NumPy, chunks of rows divided among threads."""
+    """Return the gradient of SwiGLU a * silu(b) at x = [a, b] (..., 2 C) by NumPy, chunks of rows in threads."""
     half = x.shape[-1] // 2
     rows, slopes = _rows(upcast(x)), _rows(grad)
     dx = buffers.empty(rows.shape, grad.dtype)
@@ -168,7 +168,7 @@ def _shared(compute: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray | N
 
 @upcasting(1)
 def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Apply rotary position embeddings with NumPy, one batch item per thread at a time."""
+    """Apply RoPE to (B, T, H, D), rotating pairs (i, i + D/2), with NumPy, batch items divided among threads."""
     half = x.shape[-1] // 2
     y = buffers.empty(x.shape, x.dtype)
     cos, sin = cos[:, None, :], sin[:, None, :]

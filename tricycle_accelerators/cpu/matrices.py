@@ -50,7 +50,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Compute a matrix product (N, K) x (K, M) by BLAS; threads divide rows, columns or the inner dimension."""
+    """Return a @ b plus bias, in `out` if given, by BLAS; threads divide rows, columns or the inner dimension."""
     if len(a) == 1 and out is None and dtype is None and a.dtype == b.dtype == np.float32 and b.flags.f_contiguous:
         row = spin_threads.multiply_vector(a, b)  # most of all calls: nothing else is looked at
         if row is not None:
@@ -168,7 +168,7 @@ def _batched_matmul_decline_reason(a: np.ndarray, b: np.ndarray) -> str | None:
 
 @decline_when(_batched_matmul_decline_reason)
 def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Multiply batches of matrices by BLAS, with batch items divided among threads."""
+    """Multiply batches of matrices by BLAS; threads divide the batch items unless the product is small."""
     n_rows, n_inner = a.shape[-2:]
     n_columns = b.shape[-1]
     if a.ndim == 2 and a.dtype == b.dtype and a.dtype in (np.float32, np.float64):
@@ -190,7 +190,7 @@ def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 # -------------------------------------------------------------------- sums
 @upcasting(0)
 def sum_rows(x: np.ndarray) -> np.ndarray:
-    """Sum the rows of a matrix (R, C) with BLAS, chunks of rows divided among threads."""
+    """Sum a matrix (R, C) over its rows to (C,) by BLAS, chunks of rows divided among threads."""
     if x.size <= chunks.UNSHARED_SIZE:
         few: np.ndarray = chunks.ones_vector(len(x), x) @ x
         return few
@@ -202,7 +202,7 @@ def sum_rows(x: np.ndarray) -> np.ndarray:
 
 @upcasting(0)
 def sum_squares(x: np.ndarray) -> np.ndarray:
-    """Compute the sum of squares of all elements with BLAS, chunks added up in a fixed order.
+    """Return the sum of squares of all elements as a 0-d array, by BLAS, chunks added up in a fixed order.
 
     BLAS alone would add up in another order with another number of threads.
     """

@@ -19,7 +19,7 @@ LARGE = 2**22  # elements of a function that is worth all threads
 
 @upcasting(1)
 def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
-    """Orthogonalize a batch of matrices (Muon), one matrix per thread at a time."""
+    """Orthogonalize each matrix of a batch (Muon) by the reference iteration, one matrix per thread at a time."""
     polar = buffers.empty(x.shape, x.dtype)
 
     def work(i: int) -> None:
@@ -30,7 +30,7 @@ def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
 
 
 def run_independent(like: np.ndarray, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
-    """Run independent jobs in threads, large ones first; jobs that use all threads run one after another."""
+    """Run jobs (function, size, may share threads, single-threaded) in threads, largest first; return their results."""
     if sum([job[1] for job in jobs]) < SMALL:
         return [job[0]() for job in jobs]
     results: list[Any] = [None] * len(jobs)
@@ -74,7 +74,7 @@ def adamw(
     decay: float,
     factor: np.ndarray | float | None = None,
 ) -> None:
-    """Update weights and AdamW optimizer state in place with NumPy, chunks divided among threads."""
+    """Update weights, AdamW moments in place by NumPy from `factor` times the gradient; no change unless factor > 0."""
     arrays: Any = chunks.flatten_alike(weights, grad, first, second)
     share = 1.0 if factor is None else float(factor)
     if not share > 0:

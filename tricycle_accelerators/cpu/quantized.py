@@ -23,7 +23,7 @@ def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, 
 
 @decline_when(_few_bits_matmul_decline_reason)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
-    """Multiply rows by a quantized matrix; each thread dequantizes some columns and multiplies with NumPy."""
+    """Multiply rows by a quantized matrix, plus bias; each thread dequantizes and multiplies some columns by NumPy."""
     product = buffers.empty((len(x), matrix.shape[1]), x.dtype)
 
     def work(piece: slice) -> None:

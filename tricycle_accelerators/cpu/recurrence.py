@@ -28,7 +28,7 @@ def _pipeline_decline_reason(gates: np.ndarray, pieces: list[Piece], *_: Any, **
 def run_batch_parallel(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:
-    """Run the two functions in two threads, pipelined over chunks of time steps, for small batches."""
+    """Run `first` on chunks of time steps in one thread, and `then` on each in a second after `first` has run on it."""
     ready = threading.Semaphore(0)
 
     def run(second: bool) -> None:

@@ -10,7 +10,7 @@ from tricycle_accelerators import buffers, chunks, threads
 
 @upcasting(0)
 def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.ndarray:
-    """Sum the gradients of equal token ids into a table (n_rows, C); tokens are sorted by id first.
+    """Sum the rows of `grad` with equal token ids into a table (n_rows, C), by a sort and `np.add.reduceat` in threads.
 
     `np.add.reduceat` sums each run of equal ids at once; `np.add.at` is slower. Threads divide the columns.
     """

@@ -31,7 +31,7 @@ def unavailable_reason() -> str | None:
 
 
 def register(array: type) -> None:
-    """Register the CUDA kernels for an array type."""
+    """Register the CUDA implementations of attention, matmul, norms, RNNs and other kernels for an array type."""
     kernels.softmax.register(array)(softmax.softmax)
     kernels.softmax_backward.register(array)(softmax.softmax_backward)
     kernels.log_softmax.register(array)(softmax.log_softmax)

@@ -47,7 +47,7 @@ def empty_like(like: Array, shape: tuple[int, ...] | None = None, dtype: Any = N
 
 
 def vector_width(n: int, kind: str, *arrays: Array) -> int:
-    """Return how many elements a thread can load at once from rows of n elements: 16 bytes of them, or 1.
+    """Return how many elements of rows of n a thread loads at once: 16 bytes (4 or 8) if divisible and aligned, else 1.
 
     Arrays that are not contiguous count as the copies that `dense` makes of them.
     """
@@ -57,7 +57,7 @@ def vector_width(n: int, kind: str, *arrays: Array) -> int:
 
 
 def cast(x: Array, dtype: np.dtype) -> Array:
-    """Return x in another dtype, in the same memory order."""
+    """Return x in another dtype (x itself if equal) in the same memory order, by a CUDA kernel if there is one."""
     if x.dtype == dtype:
         return x
     pair = cuda_type(x.dtype), cuda_type(dtype)

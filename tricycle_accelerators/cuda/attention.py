@@ -102,7 +102,7 @@ def attention(
     mask: Array | None = None,
     dtype: Any = None,
 ) -> tuple[Array, Array]:
-    """Compute scaled dot-product attention on the GPU with cuDNN or a CUDA kernel."""
+    """Compute attention by cuDNN if it supports the arguments, else by a CUDA kernel; return output and logsumexp."""
     dtype = dtype or q.dtype
     results = cudnn.attention_forward(q, k, v, score_options, off_by_one, mask)
     if results is not None:
@@ -141,7 +141,7 @@ def attention_backward(
     dv: Array,
     mask: Array | None = None,
 ) -> None:
-    """Compute the gradients of attention on the GPU with cuDNN or CUDA kernels, into dq, dk and dv."""
+    """Write the attention gradients into dq, dk and dv by cuDNN if it supports the arguments, else by CUDA kernels."""
     if cudnn.attention_backward(grad, q, k, v, out, logsumexp, score_options, dq, dk, dv, mask):
         return
     way = _select_kernels(q)

@@ -77,7 +77,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def compile_file(file: str, architecture: str) -> Iterator[KernelUsage]:
-    """Compile every kernel of a .cu file for an architecture and yield the resource usage of each kernel.
+    """Compile all kernels of a .cu file by NVRTC for an architecture and yield the resource usage of each kernel.
 
     Raises:
         RuntimeError: with the compiler's words.
@@ -114,7 +114,7 @@ def compile_file(file: str, architecture: str) -> Iterator[KernelUsage]:
 
 
 def parse_usages(log: str, mangled: dict[str, str], architecture: str) -> Iterator[KernelUsage]:
-    """Parse the resource usage of the kernels in `mangled` from the assembler's log for one architecture.
+    """Yield the resource usage of each kernel in `mangled` (symbol to C++ name) from the assembler's log.
 
     Args:
         mangled: from the names in the log to those in C++.
@@ -135,7 +135,7 @@ def parse_usages(log: str, mangled: dict[str, str], architecture: str) -> Iterat
 
 
 def format_table(usages: list[KernelUsage]) -> str:
-    """Return a Markdown table of kernel usages: registers per architecture, shared memory, stack and spills."""
+    """Return a Markdown table of kernels: registers per architecture, maximal shared memory, and stack plus spills."""
     names = list(dict.fromkeys(usage.kernel for usage in usages))
     where = list(dict.fromkeys(usage.architecture for usage in usages))
     lines = [f"| kernel | registers {' / '.join(where)} | shared bytes | stack and spills |"]

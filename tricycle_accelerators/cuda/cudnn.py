@@ -80,7 +80,7 @@ def bhtd_strides(x: Array) -> Strides:
 
 
 def supported_shape(q: Array, score_options: ScoreOptions, *others: Array) -> AttentionShape | None:
-    """Return the AttentionShape of arrays (B, T, H, D); None if cuDNN does not support them.
+    """Return the AttentionShape of 16-bit arrays (B, T, H, D); None for a window, cap or layout that cuDNN excludes.
 
     It is not asked for fewer key heads than query heads, windows and caps.
     """
@@ -111,7 +111,7 @@ class AttentionGraph(NamedTuple):
 
 
 def build_forward_graph(shape: AttentionShape, **target: Any) -> AttentionGraph:
-    """Describe attention as a cuDNN graph, not yet built: q, k, v to output (B, T, H, D) and logsumexp (B, H, T).
+    """Return a cuDNN graph of attention, not built yet: q, k, v to output (B, T, H, D) and logsumexp (B, H, T).
 
     Args:
         target: what `cudnn.pygraph` must be told of the GPU, if there is none (sm_version), or its handle.
@@ -124,7 +124,7 @@ def build_forward_graph(shape: AttentionShape, **target: Any) -> AttentionGraph:
 
 
 def build_backward_graph(shape: AttentionShape, **target: Any) -> AttentionGraph:
-    """Build the cuDNN graph of the attention gradients: q, k, v, output, its gradient and logsumexp to dq, dk, dv."""
+    """Return a cuDNN graph, not built yet, of attention's backward: q, k, v, out, grad, logsumexp to dq, dk, dv."""
     graph, arrays, kind = _new_graph(shape, ("q", "k", "v", "out", "grad"), **target)
     sizes, strides = _sizes(shape._replace(size=1)), _strides_of_totals(shape)
     totals = graph.tensor(name="totals", dim=sizes, stride=strides, data_type=_data_type("FLOAT"))

@@ -72,7 +72,7 @@ class MatmulSpec(NamedTuple):
 
 
 def matrix_layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> MatrixLayout | None:
-    """Return the layout of a matrix; None if neither its rows nor its columns are contiguous."""
+    """Return whether a matrix is column-major, and its leading dimension; None if no axis is contiguous."""
     (n_rows, n_columns), (down, across) = shape, strides
     for transposed, near, far, length, number in (
         (False, across, down, n_columns, n_rows),
@@ -134,7 +134,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 # Cache: valid for the life of the process: a loaded library.
 @cache
 def load_cublaslt() -> ctypes.CDLL:
-    """Load and return the cuBLASLt library that CuPy's cuBLAS uses.
+    """Load CuPy's cuBLASLt, declare the argument types of its functions, and return it; raise if it is not there.
 
     Raises:
         ImportError, OSError, RuntimeError: it is not there.
@@ -203,14 +203,14 @@ class MatmulPlan:
         size = ctypes.sizeof(value)
         _call("cublasLtMatmulDescSetAttribute", self.description, attribute, ctypes.byref(value), size)
 
-    def select_algorithm(self, handle: Any, bias: int) -> MatmulPlan:
-        """Select the algorithm that cuBLASLt ranks fastest, the same in every run; return the plan.
+    def select_algorithm(self, handle: Any, bias_address: int) -> MatmulPlan:
+        """Store the algorithm that cuBLASLt ranks first and return this plan; NotSupportedError if there is none.
 
         Raises:
-            NotSupported: there is none.
+            NotSupportedError: there is none.
         """
         if self.product.with_bias:
-            self._describe(DESCRIPTION_BIAS, ctypes.c_void_p(bias))
+            self._describe(DESCRIPTION_BIAS, ctypes.c_void_p(bias_address))
         preference, heuristic, number = create_preference(self.product), _Heuristic(), ctypes.c_int()
         layouts = self.first, self.second, self.result, self.result
         wanted = handle, self.description, *layouts, preference, 1, ctypes.byref(heuristic), ctypes.byref(number)
@@ -224,7 +224,7 @@ class MatmulPlan:
         return self
 
     def run(self, handle: Any, a: int, b: int, bias: int, out: int, workspace: int, stream: int) -> None:
-        """Start the matrix product on a stream; the other arguments are device addresses."""
+        """Start the planned product (plus bias) on a stream; a, b, bias, out and workspace are device addresses."""
         if self.product.with_bias:
             self._describe(DESCRIPTION_BIAS, ctypes.c_void_p(bias))
         _call(
@@ -307,7 +307,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> Array:
-    """Compute a matrix product of CuPy arrays by cuBLASLt, as `tricycle.kernels.matmul` does."""
+    """Return a @ b plus bias, in `out` if given, by cuBLASLt with cached plans, or CuPy where it is not supported."""
     import cupy
 
     if a.dtype != b.dtype:
@@ -383,7 +383,7 @@ def _multiply(product: MatmulSpec, a: Array, b: Array, bias: Array | None, out: 
 
 
 def cupy_matmul(a: Array, b: Array, bias: Array | None, out: Array | None, dtype: Any) -> Array:
-    """Compute a matrix product by CuPy, the slower fallback; 16-bit operands of a wider result become float32."""
+    """Return a @ b plus bias, in `out` if given, by CuPy (slower); 16-bit operands of a wider result become float32."""
     import cupy
 
     if a.dtype.itemsize == 2 and np.dtype(dtype).itemsize > 2:

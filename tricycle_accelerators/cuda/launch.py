@@ -125,7 +125,7 @@ def template_names(file: str, template: Sequence[str] | None = None) -> tuple[st
 # Cache: valid for the life of the process: files of this package do not change while it runs.
 @cache
 def read_source(file: str, folders: tuple[Path, ...] = (FOLDER,)) -> str:
-    """Read a .cu file and replace its #include lines by the text of the project's headers, each once.
+    """Return a .cu file's text with #include lines replaced by the project's headers, each once; cached.
 
     CuPy looks at this text alone to find out whether it has compiled it before, so headers must be in it.
     """
@@ -160,7 +160,7 @@ class LaunchPlan(NamedTuple):
     shared: int = 0
 
     def check(self) -> LaunchPlan:
-        """Return this plan unchanged if a GPU can run it.
+        """Return this plan; raise ValueError if its grid, block or shared memory exceed what every GPU can run.
 
         Raises:
             ValueError: no GPU could run it.
@@ -204,7 +204,7 @@ LONGEST_NORM = {1: 4096, 4: 8192, 8: 8192}
 
 
 def plan_norm_backward(n_rows: int, row_size: int, at_once: int) -> tuple[LaunchPlan, int]:
-    """Plan the norm backward launch; also return how many vector loads a thread makes per row."""
+    """Plan the norm backward launch; also return how many loads of `at_once` elements a thread makes per row."""
     threads = 32 * ceil_div(row_size, 4 * 32 * at_once)
     n_teams = 4 if threads == 32 else 1
     plan = LaunchPlan(
@@ -351,7 +351,7 @@ def _function(file: str, kernel: str, template: tuple[str, ...], device: int, sh
 
 
 def launch(file: str, kernel: str, template: tuple[str, ...], plan: LaunchPlan, *arguments: Any) -> None:
-    """Launch a kernel asynchronously on the device of its arrays and the current stream.
+    """Launch a kernel, compiled by the first call, on the device of its arrays and the current stream, asynchronously.
 
     Args:
         arguments: arrays, None for a null pointer, NumPy scalars and `struct`s of the types that the kernel declares.

@@ -52,7 +52,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> Array:
-    """Compute a matrix product on the GPU with cuBLASLt."""
+    """Return a @ b plus bias, in `out` if given, by cuBLASLt (`gemm.matmul`)."""
     return gemm.matmul(a, b, bias, out, dtype, precision)
 
 

@@ -22,7 +22,7 @@ def _layer_norm_decline_reason(
 def layer_norm(
     x: Array, gain: Array, bias: Array | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> tuple[Array, Array, Array]:
-    """Compute layer norm, or RMS norm without mean subtraction, with a CUDA kernel; also return means and factors."""
+    """Return layer norm (RMS norm without `subtract_mean`), means and 1 / deviations (..., 1), by a CUDA kernel."""
     size = x.shape[-1]
     n_rows = x.size // size
     statistics = (*x.shape[:-1], 1)
@@ -56,7 +56,7 @@ def _layer_norm_backward_decline_reason(grad: Array, x: Array, gain: Array, *_: 
 def layer_norm_backward(
     grad: Array, x: Array, gain: Array, mean: Array, scale: Array, subtract_mean: bool
 ) -> tuple[Array, Array, Array]:
-    """Compute the gradients of layer norm or RMS norm for input, gain and bias with a CUDA kernel."""
+    """Return the gradients of input, gain and bias of layer norm or RMS norm, by CUDA kernels."""
     kind, size = arrays.cuda_type(x.dtype), x.shape[-1]
     n_rows = x.size // size
     rows = arrays.contiguous(grad), arrays.contiguous(x), arrays.contiguous_float32(gain)

@@ -38,7 +38,7 @@ def adamw(
     decay: float,
     factor: Array | float | None = None,
 ) -> None:
-    """Update weights and AdamW optimizer state in place with one CUDA kernel.
+    """Update weights, AdamW moments in place by CUDA from `factor` times the gradient; no change unless factor > 0.
 
     `step`, `learning_rate` and `factor` may be 0-d arrays on the device.
     """

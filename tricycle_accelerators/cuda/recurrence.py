@@ -112,7 +112,7 @@ def rnn_backward(
     d_states: Array,
     relu: bool,
 ) -> None:
-    """Backpropagate through an Elman RNN on the GPU, writing `d_gates` and `d_states` in place."""
+    """Backpropagate through an Elman RNN on the GPU: write `d_gates`; turn `d_states` into that of the first state."""
     _backward("rnn_backward", grad, gates, states, weights, active, d_gates, d_states, relu)
 
 

@@ -8,7 +8,7 @@ from tricycle_accelerators.cuda.arrays import f32, i64
 
 
 def total_sum(x: Array, kind: str, squares: str) -> Array:
-    """Sum all elements, or their squares, to a 0-d float32 array with a CUDA kernel."""
+    """Sum all elements, or their squares if `squares` is "true", to a 0-d float32 array by CUDA, first in blocks."""
     plan = launch.plan_total_sum(x.size, x.dtype.itemsize)
     n_blocks = plan.grid[0]
     total = arrays.empty_like(x, (), f32)

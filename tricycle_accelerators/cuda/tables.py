@@ -14,7 +14,7 @@ def _embedding_backward_decline_reason(grad: Array, ids: Array, n_rows: int) -> 
 
 @decline_when(_embedding_backward_decline_reason)
 def embedding_backward(grad: Array, ids: Array, n_rows: int) -> Array:
-    """Sum the gradients of equal token ids into a table (n_rows, C) with CUDA kernels that sort tokens by id."""
+    """Sum the rows of `grad` with equal token ids into a float32 table (n_rows, C) by CUDA kernels that sort by id."""
     kind = arrays.cuda_type(grad.dtype)
     xp = array_module(grad)
     n_tokens, size = grad.shape

@@ -322,7 +322,7 @@ def _run(
 
 
 def matmul_openmp(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Write the matrix product a b into `out`, computed by oneDNN's OpenMP threads.
+    """Write a @ b into `out` by oneDNN in OpenMP threads, and report the time it took to the spin policy.
 
     The caller has checked `spin_threads.spin_policy`. Arguments are those of `matmul`.
     """
@@ -353,7 +353,7 @@ def convert(x: np.ndarray, out: np.ndarray) -> None:
 
 
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray, bias: np.ndarray | None = None) -> None:
-    """Write the matrix product a b + bias into `out` by oneDNN in this thread.
+    """Write the matrix product a @ b plus bias into `out` by oneDNN in this thread.
 
     Args:
         a, b: (..., N, K) and (..., K, M), bfloat16, either may be a transposed view.
@@ -387,7 +387,7 @@ class PackedMatrix:
         self.calls = threading.local()
 
     def product(self, x: np.ndarray, out: np.ndarray, add: bool = False) -> None:
-        """Write the product of rows x and this matrix, times the factors, into `out` (N, M), or add it to `out`.
+        """Write the rows x times this matrix, times its column factors, into `out` (N, M); add it there if `add`.
 
         Args:
             x: (N, K), of the matrix's dtype.
@@ -397,7 +397,7 @@ class PackedMatrix:
         _run(_matmul, ("times",) * (self.factors is not None) + ("add",) * add, places, arrays, layouts)
 
     def few_rows_matmul(self, n_rows: int) -> FewRowsMatmul:
-        """Return this thread's cached product of `n_rows` rows and this matrix.
+        """Return this thread's FewRowsMatmul for `n_rows` rows, cached until the number of threads changes.
 
         Cache: valid while as many threads share work; in a user's limit they are fewer for the moment.
         """
@@ -448,7 +448,7 @@ class FewRowsMatmul:
         self.execute = self.alone.free.dnnl_primitive_execute
 
     def run(self) -> None:
-        """Compute the product of `x` and the matrix into `out`, in OpenMP threads while they keep up."""
+        """Compute `x` times the matrix into `out`, in OpenMP threads if the spin policy allows, else in this thread."""
         if not spin_threads.spin_policy:
             self._run(self.alone)
             return

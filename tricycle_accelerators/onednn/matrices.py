@@ -56,7 +56,7 @@ def _operand_and_sums_decline_reason(x: np.ndarray, precision: str) -> str | Non
 
 @decline_when(_operand_and_sums_decline_reason)
 def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return x as bfloat16 and the float32 sum of its rows, in one pass over memory."""
+    """Return x rounded to bfloat16 and the float32 sum of the unrounded rows (C,), in one pass over memory."""
     out = buffers.empty(x.shape, library.bfloat16())
 
     def work(piece: slice) -> np.ndarray:
@@ -92,7 +92,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Compute a product of bfloat16 operands, or of few float32 rows, by oneDNN in several threads."""
+    """Return a @ b plus bias, in `out` if given, for bfloat16 operands or few float32 rows, by oneDNN in threads."""
     if a.dtype == np.float32:
         return _few_rows(a, b, bias)
     n_rows = len(a)
