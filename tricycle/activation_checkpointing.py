@@ -68,7 +68,7 @@ class SavedState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Set the saved modes, precisions and generator states within a `with` block; restore the current ones."""
+        """Set the saved modes, precisions and generator states in a `with` block; set the previous ones after it."""
         now = [(part, part.training, part.precision) for part, _, _ in self.layers]
         states = [(generator, generator.bit_generator.state) for generator, _ in self.generators]
         _set(self.layers, self.generators)

@@ -73,7 +73,7 @@ def walk_backward(
 
 
 def topological_order(root: AnyNode) -> list[AnyNode]:
-    """Return the nodes behind `root` that require a gradient, args before results; RuntimeError if it was freed."""
+    """Return the nodes behind `root` that require a gradient, args before results; RuntimeError if freed."""
     order: list[AnyNode] = []
     seen: set[AnyNode] = set()  # by identity, as Tensors are hashed
     stack: list[Any] = [root]  # no recursion: a chain of 100,000 operations exceeds Python's stack

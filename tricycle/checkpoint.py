@@ -215,7 +215,7 @@ def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
 
 @contextmanager
 def wrap_content_errors(path: Path, expected: str) -> Iterator[None]:
-    """Check that a file exists; turn errors of a `with` block, except MemoryError and OSError, into a ValueError.
+    """Check that a file exists; turn errors of a `with` block, but Memory- and OSError, into a ValueError naming it.
 
     MemoryError and OSError are not caused by the content, and stay unchanged.
     """

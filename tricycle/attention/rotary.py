@@ -30,7 +30,7 @@ class Rotary(Op):
         self.base, self.fraction, self.scaling = base, fraction, scaling
 
     def forward(self, x: Operand, offset: int | Segments = 0) -> Tensor:
-        """Apply RoPE to the first channels (a `fraction`) of x (B, T, H, D); `offset` is the first token's position."""
+        """Apply RoPE to pairs i, i + R/2 of R = fraction D channels of x (B, T, H, D), from position `offset`."""
         x = as_tensor(x)
         array = as_floating(x.array)
         if array.ndim != 4:
@@ -49,7 +49,7 @@ class Rotary(Op):
 
 
 def apply_partial_rope(x: Array, cos: Array, sin: Array) -> Array:
-    """Apply RoPE to the first channels of x (B, T, H, D), given angles (T, channels / 2); copy the other channels."""
+    """Apply RoPE to pairs i, i + A of the first 2 A channels of x (B, T, H, D), by cos, sin (T, A); copy the rest."""
     n_channels = 2 * cos.shape[1]
     if n_channels == x.shape[3]:
         return kernels.apply_rope(x, cos, sin)

@@ -33,7 +33,7 @@ class TokenShift(Layer):
         self.mix = Parameter(np.zeros(size, np.float32), "scale")
 
     def forward(self, x: Operand, cache: KeyValueCache | None = None) -> Tensor:
-        """Mix each token of x (B, T, C) with the previous one, initially 0 or that in the cache, which is updated."""
+        """Return x_t + mix x_(t-1) (KeyShift: + mix (x_(t-1) - x_t)); x_(-1) is 0, or the cache's, which is updated."""
         x = as_tensor(x, self.mix)
         check_last_axis(type(self).__name__, x, self.mix.size)
         check_device(type(self).__name__, x.array, self.mix.array)

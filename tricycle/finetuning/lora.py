@@ -134,18 +134,18 @@ class LowRankUpdate(Layer):
         norms = np.sqrt(to_cpu(squared_column_norms(base.weights)))
         self.magnitudes = [Parameter(norms[t.start : t.stop].copy(), "gain") for t in self.targets]
 
-    def column_norms(self, weights: Tensor, squares: Array) -> Array:
-        """Compute the column norms of W + s A B, (out,), without computing this matrix.
+    def column_norms(self, weights: Tensor, squared_norms: Array) -> Array:
+        """Compute the column norms (out,) of W + s A B from W and its `squared_norms`, without computing this matrix.
 
         The squared norms are those of W plus the diagonals of 2 s (Wᵀ A) B and s² Bᵀ (Aᵀ A) B.
 
         Args:
             weights: W.
-            squares: the squared column norms of W, from `squared_column_norms`.
+            squared_norms: the squared column norms of W, from `squared_column_norms`.
         """
         down = self.down.array
         a_weights = linear(Tensor(down.T.copy(), False), Tensor(weights.array, False)).array  # Aᵀ W, (R, out)
-        total = squares.copy()
+        total = squared_norms.copy()
         for target, ranks, up in self.factors():
             columns, a, b = slice(target.start, target.stop), down[:, ranks], up.array
             terms = 2 * a_weights[ranks, columns] + target.scale * ((a.T @ a) @ b)
