@@ -461,13 +461,13 @@ def fingerprint(model: GPT) -> str:
     return digest.hexdigest()
 
 
-def finetuning_bytes(config: GPTConfig, dataset: PackedDataset, learning: Layer) -> int:
-    """Return the bytes of training besides the model: 12 per parameter of `learning`, and a batch's activations.
+def finetuning_bytes(config: GPTConfig, dataset: PackedDataset, trained: Layer) -> int:
+    """Return the bytes of training besides the model: 12 per parameter of `trained`, and a batch's activations.
 
     The sum of gradients, optimizer state, and the activations of a batch of the longest rows.
     """
     n_rows = config.batch_size * (2 if isinstance(dataset, PairDataset) else 1)
-    n_learning = sum(parameter.size for parameter in learning.parameters())
+    n_learning = sum(parameter.size for parameter in trained.parameters())
     return 3 * 4 * n_learning + activation_bytes(config, n_rows * dataset.max_row_length)
 
 

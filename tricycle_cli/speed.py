@@ -125,39 +125,39 @@ def config_for(product_rate: float) -> GPTConfig:
 
 
 def measure(
-    sides: Sequence[PrecisionTiming],
+    timings: Sequence[PrecisionTiming],
     seconds: float = SECONDS,
     progress: Callable[[str], None] = lambda message: None,
     clock: Callable[[], float] = time.perf_counter,
     min_turn: float = MIN_TURN,
 ) -> None:
-    """Time products and training steps of all precisions in interleaved rounds; append the seconds to `sides`.
+    """Time products and training steps of all precisions in interleaved rounds; append the seconds to `timings`.
 
     Args:
-        sides: the precisions; the measured seconds are appended to them.
+        timings: the precisions; the measured seconds are appended to them.
         seconds: the time after which no further round starts, once there were enough rounds.
         progress: a function that shows a line of progress.
         clock: a function that returns the time in seconds.
         min_turn: the minimum seconds of training steps in a round. Matrix products take half of it, and the first
             product of a round does not count.
     """
-    for side in sides:
-        progress(f"loading and compiling kernels for {side.precision}")
-        side.multiply()
-        side.step()
+    for timing in timings:
+        progress(f"loading and compiling kernels for {timing.precision}")
+        timing.multiply()
+        timing.step()
     start = clock()
     for number in range(1, MAX_ROUNDS + 1):
         if number > N_ROUNDS and clock() - start >= seconds:
             break
-        for side in sides:
-            progress(f"round {number}: products in {side.precision}")
-            side.multiply()
-            side.product_seconds += time_repeatedly(side.multiply, min_turn / 2, clock)
-            progress(f"round {number}: training steps in {side.precision}")
+        for timing in timings:
+            progress(f"round {number}: products in {timing.precision}")
+            timing.multiply()
+            timing.product_seconds += time_repeatedly(timing.multiply, min_turn / 2, clock)
+            progress(f"round {number}: training steps in {timing.precision}")
             with timed_kernels(clock) as kernel_seconds:
-                side.step_seconds += time_repeatedly(side.step, min_turn, clock)
+                timing.step_seconds += time_repeatedly(timing.step, min_turn, clock)
             for name, kernel_time in kernel_seconds.items():
-                side.kernel_seconds[name] += kernel_time
+                timing.kernel_seconds[name] += kernel_time
 
 
 def time_repeatedly(work: Callable[[], object], min_seconds: float, clock: Callable[[], float]) -> list[float]:
@@ -170,22 +170,22 @@ def time_repeatedly(work: Callable[[], object], min_seconds: float, clock: Calla
     return times
 
 
-def summarize(side: PrecisionTiming, config: GPTConfig, n: int = PRODUCT_SIZE) -> Speed:
+def summarize(timing: PrecisionTiming, config: GPTConfig, n: int = PRODUCT_SIZE) -> Speed:
     """Return rates, fraction of peak and shares of kernels of one precision, from the medians of its times.
 
     Args:
-        side: the precision with its measured seconds.
+        timing: the precision with its measured seconds.
         config: the config of the GPT.
         n: rows and columns of the large product's matrices.
     """
-    product_rate = 2 * n**3 / statistics.median(side.product_seconds)
+    product_rate = 2 * n**3 / statistics.median(timing.product_seconds)
     n_tokens = config.batch_size * config.context_window
-    tokens_per_second = n_tokens / statistics.median(side.step_seconds)
-    total = sum(side.step_seconds)
-    shares = {group: sum(side.kernel_seconds[name] for name in names) / total for group, names in GROUPS.items()}
+    tokens_per_second = n_tokens / statistics.median(timing.step_seconds)
+    total = sum(timing.step_seconds)
+    shares = {group: sum(timing.kernel_seconds[name] for name in names) / total for group, names in GROUPS.items()}
     shares[REST] = 1 - sum(shares.values())
     fraction = flops_per_token(config) * tokens_per_second / product_rate
-    return Speed(side.precision, product_rate, side.provider, tokens_per_second, fraction, shares)
+    return Speed(timing.precision, product_rate, timing.provider, tokens_per_second, fraction, shares)
 
 
 def tables(speeds: Sequence[Speed]) -> str:
@@ -240,15 +240,15 @@ def measure_precisions(config: GPTConfig, n: int = PRODUCT_SIZE, seconds: float 
         seconds: the time after which no further round starts; 0 for a quick measurement.
     """
     precisions = ["float32"] + ["bfloat16"] * (onednn.unavailable_reason() is None)
-    sides = []
+    timings = []
     try:
         for precision in precisions:
             multiply, provider = product_benchmark(precision, n)
-            sides.append(PrecisionTiming(precision, provider, multiply, training_step(config, precision)))
-        measure(sides, seconds, show_progress, min_turn=MIN_TURN if seconds else 0.0)
+            timings.append(PrecisionTiming(precision, provider, multiply, training_step(config, precision)))
+        measure(timings, seconds, show_progress, min_turn=MIN_TURN if seconds else 0.0)
     finally:
         show_progress("")
-    return [summarize(side, config, n) for side in sides]
+    return [summarize(timing, config, n) for timing in timings]
 
 
 def report(speeds: Sequence[Speed], config: GPTConfig, n: int = PRODUCT_SIZE) -> str:

@@ -286,7 +286,7 @@ def open_study(folder: Path, plan: SweepConfig) -> Any:
     return optuna.create_study(study_name="sweep", storage=storage, pruner=pruner, load_if_exists=True)
 
 
-def next_trial(work: Sweep) -> Any:
+def next_trial(sweep: Sweep) -> Any:
     """Return the interrupted Optuna trial, or a new one from the plan's sampler; None if all are complete.
 
     The parameters of a new trial depend only on its number, the seed and the earlier trials, so that a resumed sweep
@@ -294,26 +294,26 @@ def next_trial(work: Sweep) -> Any:
     """
     import optuna
 
-    known = work.study.get_trials(deepcopy=False)
+    known = sweep.study.get_trials(deepcopy=False)
     for trial in known:
         if trial.state == optuna.trial.TrialState.RUNNING:
-            return optuna.trial.Trial(work.study, trial._trial_id)
+            return optuna.trial.Trial(sweep.study, trial._trial_id)
     waiting = [trial for trial in known if trial.state == optuna.trial.TrialState.WAITING]
     number = len(known) - len(waiting)
-    seed = int(np.random.SeedSequence([work.plan.seed, number]).generate_state(1)[0])
+    seed = int(np.random.SeedSequence([sweep.plan.seed, number]).generate_state(1)[0])
     samplers = optuna.samplers
-    is_learning = work.plan.sampler == "tpe"
-    work.study.sampler = samplers.TPESampler(seed=seed) if is_learning else samplers.RandomSampler(seed=seed)
-    if work.plan.sampler == "grid":
-        grid = grid_points(work.over)
+    is_learning = sweep.plan.sampler == "tpe"
+    sweep.study.sampler = samplers.TPESampler(seed=seed) if is_learning else samplers.RandomSampler(seed=seed)
+    if sweep.plan.sampler == "grid":
+        grid = grid_points(sweep.over)
         if number >= len(grid):
             return None
-        if not waiting and number < work.plan.trials:
-            work.study.enqueue_trial(grid[number])
-    return work.study.ask() if number < work.plan.trials else None
+        if not waiting and number < sweep.plan.trials:
+            sweep.study.enqueue_trial(grid[number])
+    return sweep.study.ask() if number < sweep.plan.trials else None
 
 
-def run_trial(work: Sweep, trial: Any) -> str | None:
+def run_trial(sweep: Sweep, trial: Any) -> str | None:
     """Train with a trial's parameters, tell Optuna the result or failure; return a failure's reason, else None.
 
     Returns:
@@ -321,27 +321,27 @@ def run_trial(work: Sweep, trial: Any) -> str | None:
     """
     from optuna.trial import TrialState
 
-    params = {name: field.suggest(trial, name) for name, field in work.over.items()}
+    params = {name: field.suggest(trial, name) for name, field in sweep.over.items()}
     settings = ", ".join(f"{name}={value}" for name, value in params.items())
     print(f"trial {trial.number}: {settings}", flush=True)
-    folder = work.run_folder(trial.number)
+    folder = sweep.run_folder(trial.number)
     try:
         wait_for_lock(folder)
-        pruned = train_trial(work, trial, params) if final_bits_per_byte(folder) is None else False
+        pruned = train_trial(sweep, trial, params) if final_bits_per_byte(folder) is None else False
     except RuntimeError as error:
         trial.set_user_attr("reason", str(error))
-        work.study.tell(trial.number, state=TrialState.FAIL)
+        sweep.study.tell(trial.number, state=TrialState.FAIL)
         print(f"trial {trial.number} failed: {error}", flush=True)
         return str(error)
     bits = final_bits_per_byte(folder)
     if bits is None and pruned:
-        work.study.tell(trial.number, state=TrialState.PRUNED)
+        sweep.study.tell(trial.number, state=TrialState.PRUNED)
         print(f"trial {trial.number}: pruned", flush=True)
     elif bits is None:
         raise RuntimeError(f"{folder}: expected the run's final metrics, got none")
     else:
-        work.study.tell(trial.number, bits)
-        best = work.study.best_trial
+        sweep.study.tell(trial.number, bits)
+        best = sweep.study.best_trial
         print(
             f"trial {trial.number}: {bits:.4f} bits/byte (best: {best.value:.4f}, trial {best.number})",
             flush=True,
@@ -368,21 +368,24 @@ def final_bits_per_byte(folder: Path) -> float | None:
     return finals[-1] if finals else None
 
 
-def train_trial(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
+def train_trial(sweep: Sweep, trial: Any, params: dict[str, Any]) -> bool:
     """Run `tricycle train` for a trial, report its losses to Optuna; stop it if pruned, and return whether it was.
 
     Raises:
         RuntimeError: the run failed; the message is the last line of its output.
     """
-    folder = work.run_folder(trial.number)
+    folder = sweep.run_folder(trial.number)
     words = [sys.executable, "-m", "tricycle", "train"]
     if contains_run(folder):
-        choices = ["--device", work.base.device, "--on-full-disk", work.base.on_full_disk]
+        choices = ["--device", sweep.base.device, "--on-full-disk", sweep.base.on_full_disk]
         words += ["--resume", str(folder), *choices]
     else:
-        words += [*work.plan.train, "--run-folder", str(folder), *work.flags(params)]
+        words += [*sweep.plan.train, "--run-folder", str(folder), *sweep.flags(params)]
     pruned = False
-    with (work.folder / f"{folder.name}.log").open("ab") as log, child_process(words, work.plan.where, log) as process:
+    with (
+        (sweep.folder / f"{folder.name}.log").open("ab") as log,
+        child_process(words, sweep.plan.where, log) as process,
+    ):
         for step, bits in held_out_losses(folder, process):
             if step not in trial.storage.get_trial(trial._trial_id).intermediate_values:
                 trial.report(bits, step)
@@ -390,7 +393,7 @@ def train_trial(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
                 process.terminate()
                 pruned = True
     if process.returncode and final_bits_per_byte(folder) is None:
-        raise RuntimeError(last_output_line(work.folder / f"{folder.name}.log"))
+        raise RuntimeError(last_output_line(sweep.folder / f"{folder.name}.log"))
     return pruned
 
 
@@ -445,18 +448,18 @@ def last_output_line(log: Path) -> str:
 
 
 # -------------------------------------------------------------------- results
-def trial_rows(work: Sweep) -> list[dict[str, Any]]:
+def trial_rows(sweep: Sweep) -> list[dict[str, Any]]:
     """Return a dict for each finished trial: number, state, bits per byte, last estimate, seconds, parameters."""
     rows = []
-    for trial in work.study.get_trials(deepcopy=False):
+    for trial in sweep.study.get_trials(deepcopy=False):
         if not trial.state.is_finished():
             continue
         bits = trial.value if trial.state.name == "COMPLETE" else None
         last = trial.intermediate_values[max(trial.intermediate_values)] if trial.intermediate_values else None
         seconds = (trial.datetime_complete - trial.datetime_start).total_seconds()
-        params = {name: _short(trial.params.get(name)) for name in work.over}
+        params = {name: _short(trial.params.get(name)) for name in sweep.over}
         row = {"trial": trial.number, "state": trial.state.name.lower(), "bits_per_byte": bits, "last_estimate": last}
-        rows.append({**row, "seconds": round(seconds, 1), **params, "folder": work.run_folder(trial.number).name})
+        rows.append({**row, "seconds": round(seconds, 1), **params, "folder": sweep.run_folder(trial.number).name})
     return rows
 
 
@@ -464,30 +467,30 @@ def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def write_report(work: Sweep) -> list[dict[str, Any]]:
+def write_report(sweep: Sweep) -> list[dict[str, Any]]:
     """Write sweep.csv and sweep.png, a row and a point for each finished trial; return the rows."""
-    rows = trial_rows(work)
+    rows = trial_rows(sweep)
     table = io.StringIO()
     writer = csv.DictWriter(table, rows[0].keys(), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    with atomic_write(work.folder / "sweep.csv", text=True) as file:
+    with atomic_write(sweep.folder / "sweep.csv", text=True) as file:
         file.write(table.getvalue())
     results = [
-        TrialResult(row["trial"], row["bits_per_byte"], row["last_estimate"], {k: row[k] for k in work.over})
+        TrialResult(row["trial"], row["bits_per_byte"], row["last_estimate"], {k: row[k] for k in sweep.over})
         for row in rows
     ]
-    log_fields = [name for name, field in work.over.items() if field.log]
-    plot_sweep(results, work.folder / "sweep.png", log_fields, f"{len(rows)} trials")
+    log_fields = [name for name, field in sweep.over.items() if field.log]
+    plot_sweep(results, sweep.folder / "sweep.png", log_fields, f"{len(rows)} trials")
     return rows
 
 
-def report(work: Sweep) -> None:
+def report(sweep: Sweep) -> None:
     """Write sweep.csv and sweep.png, print the trials, the best one and next commands; raise if none is complete."""
-    rows = write_report(work)
+    rows = write_report(sweep)
     done = sorted((row for row in rows if row["bits_per_byte"] is not None), key=lambda row: row["bits_per_byte"])
     others = [row for row in rows if row["bits_per_byte"] is None]
-    names = list(work.over)
+    names = list(sweep.over)
     print(
         f"\n{'trial':>5}  {'bits/byte':>11}  {'seconds':>7}  " + "  ".join(f"{name:>{_width(name)}}" for name in names)
     )
@@ -497,14 +500,14 @@ def report(work: Sweep) -> None:
         print(f"{row['trial']:>5}  {bits:>11}  {row['seconds']:>7.1f}  {values}")
     if len(rows) > MAX_ROWS:
         print(f"... and {len(rows) - MAX_ROWS} more in sweep.csv")
-    print(f"table: {work.folder / 'sweep.csv'}; plot: {work.folder / 'sweep.png'}")
+    print(f"table: {sweep.folder / 'sweep.csv'}; plot: {sweep.folder / 'sweep.png'}")
     if not done:
-        raise RuntimeError(f"{work.folder}: expected a completed trial, got none")
-    best = work.study.best_trial
-    params = {name: _short(best.params[name]) for name in work.over}
+        raise RuntimeError(f"{sweep.folder}: expected a completed trial, got none")
+    best = sweep.study.best_trial
+    params = {name: _short(best.params[name]) for name in sweep.over}
     print(f"best trial: {best.number}, {best.value:.4f} bits/byte. Train with these settings:")
-    print(f"  {command_name('train', 'sweep')} {shlex.join([*work.plan.train, *work.flags(params)])}")
-    best_folder = shlex.quote(work.run_folder(best.number).as_posix())
+    print(f"  {command_name('train', 'sweep')} {shlex.join([*sweep.plan.train, *sweep.flags(params)])}")
+    best_folder = shlex.quote(sweep.run_folder(best.number).as_posix())
     print(f"generate text with the best model:\n  {command_name('generate', 'sweep')} {best_folder}")
 
 

@@ -102,15 +102,15 @@ class Task:
         raise NotImplementedError
 
 
-def command_name(name: str, own: str) -> str:
-    """Return the command line of the command `name`, in the form in which the user started the current one, `own`.
+def command_name(name: str, current: str) -> str:
+    """Return the command line of the command `name`, in the form in which the user started the command `current`.
 
     For `python train_smol_gpt.py` this is a script's command line, else `tricycle NAME`.
     """
-    program = sys.argv[0].removesuffix(f" {own}")
+    program = sys.argv[0].removesuffix(f" {current}")
     if program != sys.argv[0]:
         return f"{program} {name}"
-    return SCRIPTS.get(name, f"tricycle {name}") if own == "train" else f"tricycle {name}"
+    return SCRIPTS.get(name, f"tricycle {name}") if current == "train" else f"tricycle {name}"
 
 
 def contains_run(folder: Path) -> bool:

@@ -89,7 +89,7 @@ def parse_values(text: str) -> dict[str, Any]:
 
 
 def parse_formula(text: str) -> tuple[Callable[..., Any], list[str]]:
-    """Parse a formula into a function of its variables, and their sorted names.
+    """Parse a formula by a whitelist of syntax; return a function of its variables, and their sorted names.
 
     The function can call `FORMULA_FUNCTIONS` only, so that a formula from an untrusted source is safe.
 
