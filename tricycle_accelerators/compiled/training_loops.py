@@ -183,7 +183,7 @@ def sum_squares(x: np.ndarray) -> float:
 
 @compile_loop("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
 def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, coefficients: np.ndarray) -> None:
-    """Update weights w and moments m, v in place by AdamW from gradient g, with 8 precomputed coefficients.
+    """Update 1-D weights w and moments m, v in place by AdamW from gradient g, with 8 precomputed coefficients.
 
     Args:
         coefficients: the factor of the gradient, beta1, 1 - beta1, beta2, 1 - beta2, eps, rate, factor of the weights.

@@ -27,7 +27,7 @@ DETERMINISTIC = True
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def unavailable_reason() -> str | None:
-    """Return why cuDNN's attention cannot be used, in one line; None when it can (on a GPU)."""
+    """Return why cuDNN or its Python frontend cannot be loaded, in one line; None if both can; cached."""
     try:
         import cudnn
     except ImportError:

@@ -264,7 +264,7 @@ def _layout(kind: int, n_rows: int, n_columns: int, lies: MatrixLayout) -> Any:
 
 
 def create_preference(product: MatmulSpec) -> Any:
-    """Create the cuBLASLt preference of a product: workspace size and alignment of the addresses."""
+    """Return a new cuBLASLt preference with the workspace size and the address alignments; the caller destroys it."""
     preference, a, b, out = _POINTER(), *product.alignments
     _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
     values: list[Any] = [(PREFERENCE_WORKSPACE, ctypes.c_uint64(WORKSPACE))]

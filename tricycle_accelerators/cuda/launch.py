@@ -214,7 +214,7 @@ def plan_norm_backward(n_rows: int, row_size: int, at_once: int) -> tuple[Launch
 
 
 def plan_column_sums(n_rows: int, row_size: int, itemsize: int) -> tuple[LaunchPlan, int]:
-    """Plan a launch that sums columns; also return how many rows each block adds up."""
+    """Plan a launch that sums columns by chunks of rows; also return how many rows each block adds up."""
     n_packs, n_chunks = ceil_div(row_size, elements_per_16_bytes(itemsize)), 1
     lanes = 32 if n_rows > 2048 else 8  # few rows: rather more blocks than longer accesses
     across = ceil_div(n_packs, lanes)
