@@ -430,12 +430,12 @@ def test_chunked_loss_supports_retain_graph():
 @pytest.mark.parametrize(
     ("labels", "n_rows", "message"),
     [
-        (np.zeros(5, int), 2, r"expected labels of shape \(6,\) for hidden states of shape \(6, 5\), got \(5,\)"),
-        (np.zeros(6), 2, r"expected whole numbers \(dtype=int\) as labels"),
+        (np.zeros(5, int), 2, r"labels.*\(6, 5\).*got \(5,\)"),
+        (np.zeros(6), 2, "whole numbers.*labels"),
         (np.full(6, 7), 2, "labels"),
         (np.full(6, -1), 2, "labels"),
-        (np.full(6, 9), 2, "at least one label to count"),
-        (np.zeros(6, int), 0, "expected n_rows to be a whole number above 0, got 0"),
+        (np.full(6, 9), 2, "at least one label"),
+        (np.zeros(6, int), 0, "n_rows.*got 0"),
     ],
 )
 def test_chunked_loss_rejects_bad_arguments(labels, n_rows, message):

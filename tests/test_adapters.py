@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -282,14 +281,14 @@ def rewrite(folder: Path, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"peft_type": "IA3"}, "expected peft_type to be 'LORA', got 'IA3'"),
-        ({"use_dora": True}, "expected A, B, magnitude_vector of model.layers.0."),
-        ({"bias": "all"}, "expected bias to be 'none', got 'all'"),
-        ({"modules_to_save": ["lm_head"]}, "expected modules_to_save to be None"),
-        ({"init_lora_weights": "pissa"}, "expected init_lora_weights to be True, got 'pissa'"),
-        ({"r": "four"}, "expected rank to be a whole number"),
-        ({"lora_alpha": -1}, "expected alpha to be above 0"),
-        ({"alpha_pattern": {"(a+)+$": 3}}, "alpha_pattern, got"),
+        ({"peft_type": "IA3"}, "peft_type.*'LORA'.*'IA3'"),
+        ({"use_dora": True}, r"magnitude_vector.*model\.layers\.0"),
+        ({"bias": "all"}, "bias.*'none'.*'all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save.*None"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights.*True.*'pissa'"),
+        ({"r": "four"}, "rank.*whole number"),
+        ({"lora_alpha": -1}, "alpha.*above 0"),
+        ({"alpha_pattern": {"(a+)+$": 3}}, "alpha_pattern"),
     ],
 )
 def test_kinds_that_are_not_known(fields, message, tmp_path):
@@ -298,7 +297,7 @@ def test_kinds_that_are_not_known(fields, message, tmp_path):
     save_adapter(adapter, loaded, tmp_path / "adapter")
     adapter.detach()
     rewrite(tmp_path / "adapter", **fields)
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
+    with pytest.raises(ValueError, match=message) as error:
         load_adapter(loaded, tmp_path / "adapter")
     assert "\n" not in str(error.value)
     assert not any(isinstance(layer, AdaptedDense) for layer in loaded.model.layers())

@@ -50,17 +50,17 @@ def small(tmp_path_factory) -> Path:
     return write_folder(tmp_path_factory.mktemp("models") / "small", context_window=120)
 
 
-def talk(folder: Path, said: str, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+def talk(folder: Path, stdin: str, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     """`python -m tricycle chat` in this process."""
-    return run_here(functools.partial(main, MODULE), MODULE, ("chat", folder, *words), cwd, said)
+    return run_here(functools.partial(main, MODULE), MODULE, ("chat", folder, *words), cwd, stdin)
 
 
-def talk_apart(folder: Path, said: str, *words: str) -> subprocess.CompletedProcess:
+def talk_apart(folder: Path, stdin: str, *words: str) -> subprocess.CompletedProcess:
     """Run the same in a separate process, whose streams begin in ASCII."""
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [*COMMAND, str(folder), *words],
-        input=said.encode(),
+        input=stdin.encode(),
         capture_output=True,
         cwd=ROOT,
         env=environment,
@@ -141,23 +141,23 @@ def test_save_does_not_replace_special_files(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["--length", "0"], "expected --length to be 1 or more, got 0"),
-        (["--temperature", "-1"], "expected temperature to be 0 or more, got -1.0"),
+        (["--length", "0"], "--length.*got 0"),
+        (["--temperature", "-1"], "temperature.*got -1"),
         (
             ["--softmax", "hard"],
-            "invalid choice 'hard' for argument '--softmax'. Expected one of (",
+            "'hard'.*--softmax",
         ),
         (["--colour"], "--colour"),
     ],
 )
-def test_wrong_words(folder, words, said):
+def test_wrong_words(folder, words, message):
     done = talk(folder, "hi", *words)
     assert done.returncode in (1, 2)
     (line,) = done.stderr.splitlines()
     assert line.startswith("python -m tricycle chat: ")
-    assert said in line
+    assert re.search(message, line)
 
 
 def test_models_without_a_chat_template_are_rejected(tmp_path):
@@ -166,17 +166,17 @@ def test_models_without_a_chat_template_are_rejected(tmp_path):
     save_checkpoint(own, GPT(DebugConfig(vocab_size=257)), BPETokeniser(257))
     refusing = write_folder(tmp_path / "refusing", "{{ raise_exception('no system') if messages[0].role == 'system' }}")
     large = write_folder(tmp_path / "large", "{% set a = ('a' * 4000000)|list %}" * 10)
-    for folder, words, said in (
-        (large, [], "more than 4,194,304 characters"),
-        (plain, [], "expected a model with a chat template, got one without"),
-        (own, [], "expected a model with a chat template, got one without"),
+    for folder, words, message in (
+        (large, [], "4,194,304 characters"),
+        (plain, [], "model with a chat template"),
+        (own, [], "model with a chat template"),
         (refusing, ["--system", "x"], "chat template, line 1: no system"),
-        (tmp_path / "gone.gguf", [], "gone.gguf: expected a model, there is no such file"),
+        (tmp_path / "gone.gguf", [], r"gone\.gguf: .*no such file"),
     ):
         done = talk(folder, "hi", *words)
         assert done.returncode == 1
         (line,) = done.stderr.splitlines()
-        assert said in line
+        assert re.search(message, line), line
 
 
 # -------------------------------------------------------------------- the conversation itself

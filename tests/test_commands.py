@@ -43,11 +43,11 @@ def call(*words, folder: Path = ROOT) -> subprocess.CompletedProcess:
     return run_here(functools.partial(main, MODULE), MODULE, words, folder)
 
 
-def refused(done: subprocess.CompletedProcess, said: str) -> None:
+def refused(done: subprocess.CompletedProcess, message: str) -> None:
     assert done.returncode not in (0, None), done.stdout
     lines = lines_without_progress_bars(done.stderr)
     assert len(lines) == 1, done.stderr
-    assert said in lines[0]
+    assert re.search(message, lines[0]), lines[0]
     assert lines[0].startswith("python -m tricycle")
 
 
@@ -86,11 +86,12 @@ def texts(tmp_path_factory) -> Path:
 def test_overview():
     for words in (["--help"], ["-h"], ["help"]):
         out = good(call(*words))
-        assert all(re.search(rf"^  {name} +{re.escape(said)}$", out, re.MULTILINE) for name, said in COMMANDS.items())
+        for name, summary in COMMANDS.items():
+            assert re.search(rf"^  {name} +{re.escape(summary)}$", out, re.MULTILINE)
     assert good(call_apart("-m", "tricycle", "--version")) == f"tricycle {tricycle.__version__}\n"
     refused(
         call("trian"),
-        f"expected a command, one of {', '.join(COMMANDS)}, got 'trian'",
+        f"a command, one of {', '.join(COMMANDS)}, got 'trian'",
     )
     assert call("trian").returncode == 2
 
@@ -183,15 +184,15 @@ def test_other_softmaxes_on_pretrained_models(theirs, softmax):
 def test_sources_that_are_no_models(tmp_path, theirs, texts):
     (tmp_path / "empty").mkdir()
     (tmp_path / "model.npz").write_bytes(b"x")
-    for source, said in (
-        ("empty", "empty: expected config.json and model.safetensors"),
-        ("model.npz", "expected a folder, or a file that ends in .safetensors, .gguf, .bin, .pkl, .pickle"),
-        ("nothing.gguf", "nothing.gguf: expected a model, there is no such file"),
-        ("../a/b/c", "../a/b/c: there is no such folder or file"),
+    for source, message in (
+        ("empty", r"empty: .*config\.json and model\.safetensors"),
+        ("model.npz", r"a folder.*\.safetensors, \.gguf, .*\.pickle"),
+        ("nothing.gguf", r"nothing\.gguf: .*no such file"),
+        ("../a/b/c", r"\.\./a/b/c: .*no such folder or file"),
     ):
-        refused(call("generate", source, "hi", folder=tmp_path), said)
-    refused(call("generate", theirs, "the quick " * 99), "expected a prompt of 1 to 100 tokens, got")
-    refused(call("generate", theirs, ""), "expected a prompt of at least one character")
+        refused(call("generate", source, "hi", folder=tmp_path), message)
+    refused(call("generate", theirs, "the quick " * 99), "prompt of 1 to 100 tokens")
+    refused(call("generate", theirs, ""), "prompt of at least one character")
 
 
 # -------------------------------------------------------------------- evaluate
@@ -245,16 +246,16 @@ def test_what_evaluation_prints(theirs, texts):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["empty.txt"], "empty.txt: expected a text of at least two tokens, got 0 bytes"),
+        (["empty.txt"], "empty.txt: .*two tokens"),
         (["gone.txt"], "gone.txt"),
-        ([], "expected at least one file, got none"),
-        (["long.txt", "--window", "101"], "expected --window from 1 to 100, the model's context window, got 101"),
+        ([], "at least one file"),
+        (["long.txt", "--window", "101"], "--window.*1 to 100.*got 101"),
     ],
 )
-def test_texts_that_cannot_be_evaluated(theirs, texts, words, said):
-    refused(call("evaluate", theirs, *words, folder=texts), said)
+def test_texts_that_cannot_be_evaluated(theirs, texts, words, message):
+    refused(call("evaluate", theirs, *words, folder=texts), message)
 
 
 # -------------------------------------------------------------------- train --init-from
@@ -289,8 +290,8 @@ def test_training_initialized_from_a_model(tuned, theirs):
     final = metrics[-1]
     assert final["final_loss"] < metrics[0]["loss"]
     assert out.rstrip().endswith(f"python -m tricycle generate {folder}")
-    said = good(call("generate", folder, "the quick", "--temperature", "0", "--length", "8"))
-    assert said.startswith("the quick")
+    output = good(call("generate", folder, "the quick", "--temperature", "0", "--length", "8"))
+    assert output.startswith("the quick")
 
 
 def test_the_first_loss_equals_the_loss_of_the_model(tuned, theirs, texts):
@@ -328,18 +329,18 @@ def test_a_run_with_init_from_resumes(tuned, theirs, texts, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        ("--n-heads 8", "expected --n-heads to be 4, like the model of --init-from, got 8"),
-        ("--activation relu", "expected --activation to be swish, like the model of --init-from, got relu"),
-        ("--vocab-size 500", "expected --vocab-size to be 420"),
-        ("--context-window 101", "expected --context-window to be at most 100, like the model of --init-from,"),
-        ("--preset debug", "expected no --preset with --init-from, got debug"),
-        ("--tokeniser gpt2", "expected no --tokeniser with --init-from (the model has a tokenizer), got gpt2"),
+        ("--n-heads 8", "--n-heads.*4.*--init-from.*got 8"),
+        ("--activation relu", "--activation.*swish.*--init-from.*got relu"),
+        ("--vocab-size 500", "--vocab-size.*420"),
+        ("--context-window 101", "--context-window.*at most 100.*--init-from"),
+        ("--preset debug", "no --preset.*--init-from.*debug"),
+        ("--tokeniser gpt2", "no --tokeniser.*--init-from.*gpt2"),
     ],
 )
-def test_flags_that_contradict_the_model(theirs, texts, tmp_path, words, said):
-    refused(call(*start(theirs, texts, tmp_path / "run"), *shlex.split(words)), said)
+def test_flags_that_contradict_the_model(theirs, texts, tmp_path, words, message):
+    refused(call(*start(theirs, texts, tmp_path / "run"), *shlex.split(words)), message)
     assert not (tmp_path / "run").exists()
 
 
@@ -369,8 +370,8 @@ def test_export_of_a_run_folder(tuned, tmp_path):
     ids = load(folder).tokeniser.encode("the quick brown fox")
     logits = [load(place).model(np.array([ids])).array for place in (folder, tuned[0])]
     np.testing.assert_allclose(*logits, atol=1e-5)
-    refused(call("export", tuned[0], folder), f"{folder}: expected a folder that is new or empty")
-    refused(call("export", tuned[0]), "expected an output folder or --gguf, got neither")
+    refused(call("export", tuned[0], folder), "folder .*new or empty")
+    refused(call("export", tuned[0]), "output folder or --gguf")
 
 
 def test_a_gguf_file(theirs, tmp_path):
@@ -381,7 +382,7 @@ def test_a_gguf_file(theirs, tmp_path):
     assert load(path).tokeniser.encode("the quick brown fox 12") == ids
     logits = [load(place).model(np.array([ids])).array for place in (path, theirs)]
     np.testing.assert_allclose(*logits, atol=1e-5)
-    refused(call("export", theirs, "--gguf", path), "model.gguf: expected a new file, got one that exists")
+    refused(call("export", theirs, "--gguf", path), r"model\.gguf: .*new file.*exists")
 
 
 # -------------------------------------------------------------------- weights of few bits
@@ -399,4 +400,4 @@ def test_generation_and_evaluation_with_fewer_bits(weights, ours, theirs, tmp_pa
 
 
 def test_quantized_weights_are_rejected_on_a_gpu(ours):
-    refused(call("generate", ours, "--weights", "int8", "--device", "gpu"), "--weights int8: expected --device cpu")
+    refused(call("generate", ours, "--weights", "int8", "--device", "gpu"), "--weights int8: .*--device cpu")

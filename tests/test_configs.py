@@ -104,45 +104,44 @@ def test_bad_values_cover_every_field() -> None:
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"embedding_dim": 32, "n_heads": 5}, "n_heads to be a divisor of embedding_dim 32, got 5"),
+        ({"embedding_dim": 32, "n_heads": 5}, "n_heads.*embedding_dim 32.*got 5"),
         (
             {"max_learning_rate": 1e-3, "min_learning_rate": 1e-2},
-            "min_learning_rate to be at most max_learning_rate 0.001, got 0.01",
+            r"min_learning_rate.*max_learning_rate 0\.001.*got 0\.01",
         ),
-        ({"qk_norm": True}, "qk_norm to be False without rotary positions, got True"),
-        ({"steps": 0, "minutes": 0.0}, "steps to be above 0 where minutes is 0, got 0"),
-        ({"n_key_heads": 5}, "n_key_heads to be a divisor of n_heads 12, got 5"),
-        ({"qk_norm_per_head": False}, "qk_norm_per_head to be True without qk_norm, got False"),
-        ({"qk_norm_gain": True}, "qk_norm_gain to be False without qk_norm, got True"),
+        ({"qk_norm": True}, "qk_norm .*False.*rotary.*got True"),
+        ({"steps": 0, "minutes": 0.0}, "steps.*minutes.*got 0"),
+        ({"n_key_heads": 5}, "n_key_heads.*n_heads 12.*got 5"),
+        ({"qk_norm_per_head": False}, "qk_norm_per_head.*True.*qk_norm.*got False"),
+        ({"qk_norm_gain": True}, "qk_norm_gain.*False.*qk_norm.*got True"),
         (
             {"parallel": True, "norm_placement": "both"},
-            "parallel to be False unless norm_placement is before, got True",
+            "parallel.*norm_placement.*before.*got True",
         ),
-        ({"shared_norm": True}, "shared_norm to be False unless parallel, got True"),
-        ({"norm_unit_offset": True}, "norm_unit_offset to be False with layer_norm, got True"),
-        ({"head_bias": True}, "head_bias to be False with tied weights, got True"),
+        ({"shared_norm": True}, "shared_norm.*parallel.*got True"),
+        ({"norm_unit_offset": True}, "norm_unit_offset.*layer_norm.*got True"),
+        ({"head_bias": True}, "head_bias.*tied.*got True"),
         (
             {"positions": "rotary", "rotary_fraction": 0.05},
-            "rotary_fraction to be even in each head for rotary positions, got 0.05",
+            r"rotary_fraction.*even.*got 0\.05",
         ),
         (
             {"positions": "rotary", "head_size": 5},
-            "head_size to be even in each head for rotary positions, got 5",
+            "head_size.*even.*got 5",
         ),
         (
             {"positions": "rotary", "rotary_high_frequency": 0.5},
-            "rotary_high_frequency to be above rotary_low_frequency 1.0, got 0.5",
+            r"rotary_high_frequency.*rotary_low_frequency.*got 0\.5",
         ),
         (
             {"embedding_dim": 6, "n_heads": 2, "positions": "rotary"},
-            "embedding_dim to be even in each head for rotary positions, got 6",
+            "embedding_dim.*even.*got 6",
         ),
     ],
 )
 def test_inconsistent_values_are_rejected(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"^GPTConfig: .*{message}"):
         GPTConfig(**values)
-    assert str(caught.value) == f"GPTConfig: expected {message}"
 
 
 def test_errors_name_the_preset() -> None:

@@ -637,24 +637,24 @@ test_bad_plans_and_arguments = bad_input(
     {
         "no block": (
             lambda: LaunchPlan((0, 1), (32, 1)).check(),
-            "expected a grid from (1, 1) to (2147483647, 65535), got",
+            r"grid.*\(2147483647, 65535\)",
         ),
-        "too many blocks": (lambda: launch.plan_elementwise(2**40, 1), "expected a grid from (1, 1) to (2147483647,"),
+        "too many blocks": (lambda: launch.plan_elementwise(2**40, 1), r"grid.*\(2147483647,"),
         "half a warp": (
             lambda: LaunchPlan((1, 1), (16, 1)).check(),
-            "expected a multiple of 32 threads, at most 1024, got",
+            "32 threads.*1024",
         ),
         "too many threads": (
             lambda: LaunchPlan((1, 1), (1024, 2)).check(),
-            "expected a multiple of 32 threads, at most",
+            "32 threads.*at most",
         ),
         "too much shared memory": (
             lambda: LaunchPlan((1, 1), (32, 1), 2**20).check(),
-            "expected at most 101376 bytes of",
+            "at most 101376 bytes",
         ),
         "labels of another length": (
             lambda: losses.cross_entropy(np.zeros((2, 3), np.float32), np.zeros(3, int), np.ones(2, np.float32)),
-            "cross_entropy: expected labels and weights of shape (2,), got (3,) and (2,)",
+            r"cross_entropy: .*labels.*\(3,\) and \(2,\)",
         ),
     }
 )
@@ -869,7 +869,7 @@ def most_threads(file: str, name: str) -> int:
 def test_the_compilers_words_are_shown(monkeypatch):
     monkeypatch.setattr(nvrtc, "read_source", lambda file: "__global__ void adamw() { nonsense; }")
     monkeypatch.setattr(nvrtc, "template_names", lambda file: ("adamw",))
-    with pytest.raises(RuntimeError, match=r'adamw.cu for sm_90: nvrtcCompileProgram: .*\n.*"nonsense" is undefined'):
+    with pytest.raises(RuntimeError, match=r'adamw\.cu for sm_90: .*\n.*"nonsense" is undefined'):
         list(nvrtc.compile_file("adamw", "sm_90"))
 
 

@@ -132,13 +132,13 @@ def test_restored_state_continues_with_the_same_batches(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_items": 5}, "expected n_items of the state to be 13, got 5"),
-        ({"n_items": None}, "expected n_items of the state to be 13, got None"),
-        ({"position": "3"}, "expected position of the state to be a whole number, got '3'"),
-        ({"position": -1}, "expected position of the state to be a whole number, got -1"),
-        ({"position": 1.5}, "expected position of the state to be a whole number, got 1.5"),
-        ({"seed": None}, "expected seed of the state to be a whole number, got None"),
-        ({"seed": float("inf")}, "expected seed of the state to be a whole number, got inf"),
+        ({"n_items": 5}, "n_items.*13.*got 5"),
+        ({"n_items": None}, "n_items.*13.*got None"),
+        ({"position": "3"}, "position.*got '3'"),
+        ({"position": -1}, "position.*got -1"),
+        ({"position": 1.5}, "position.*got 1.5"),
+        ({"seed": None}, "seed.*got None"),
+        ({"seed": float("inf")}, "seed.*got inf"),
     ],
 )
 def test_bad_state_is_rejected(change, message):
@@ -153,16 +153,16 @@ def test_bad_state_is_rejected(change, message):
 @pytest.mark.parametrize(
     ("tokens", "sizes", "message"),
     [
-        ([], {}, "expected at least 9 tokens, got 0"),
-        (range(8), {}, "expected at least 9 tokens, got 8"),
-        (np.zeros((9, 20), int), {}, r"a sequence of whole numbers, got items of type int64 and shape \(20,\)"),
-        (np.linspace(0, 1, 50), {}, "a sequence of whole numbers, got items of type float64"),
-        (["a"] * 50, {}, "a sequence of whole numbers"),
-        (range(50), {"vocab_size": 0}, "expected vocab_size to be a whole number above 0, got 0"),
-        (range(50), {"batch_size": 0}, "expected batch_size to be a whole number above 0, got 0"),
-        (range(50), {"batch_size": -2}, "expected batch_size to be a whole number above 0, got -2"),
-        (range(50), {"batch_size": 2.0}, "expected batch_size to be a whole number above 0, got 2.0"),
-        (range(50), {"context_window": 0}, "expected context_window to be a whole number above 0, got 0"),
+        ([], {}, "at least 9 tokens.*got 0"),
+        (range(8), {}, "at least 9 tokens.*got 8"),
+        (np.zeros((9, 20), int), {}, r"whole numbers.*int64.*\(20,\)"),
+        (np.linspace(0, 1, 50), {}, "whole numbers.*float64"),
+        (["a"] * 50, {}, "sequence of whole numbers"),
+        (range(50), {"vocab_size": 0}, "vocab_size.*got 0"),
+        (range(50), {"batch_size": 0}, "batch_size.*got 0"),
+        (range(50), {"batch_size": -2}, "batch_size.*got -2"),
+        (range(50), {"batch_size": 2.0}, "batch_size.*got 2.0"),
+        (range(50), {"context_window": 0}, "context_window.*got 0"),
     ],
 )
 def test_bad_arguments_are_rejected(tokens, sizes, message):
@@ -228,12 +228,12 @@ def test_infinite_batches_repeat_epochs():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Dataset([1, 2], [1]), "got 2 inputs and 1 outputs"),
-        (lambda: Dataset([], []), "at least one, got 0 inputs and 0 outputs"),
-        (lambda: Dataset([1], [1]).batch(), "expected a batch size, got none"),
-        (lambda: Dataset([1], [1]).batch(0), "expected batch_size to be a whole number above 0, got 0"),
-        (lambda: InfiniteBatchDataset([1, 2], [1], 1), "InfiniteBatchDataset: expected as many outputs as inputs"),
-        (lambda: InfiniteBatchDataset([1], [1], 0), "expected batch_size to be a whole number above 0, got 0"),
+        (lambda: Dataset([1, 2], [1]), "2 inputs and 1 outputs"),
+        (lambda: Dataset([], []), "at least one.*0 inputs"),
+        (lambda: Dataset([1], [1]).batch(), "batch size.*none"),
+        (lambda: Dataset([1], [1]).batch(0), "batch_size.*got 0"),
+        (lambda: InfiniteBatchDataset([1, 2], [1], 1), "InfiniteBatchDataset: .*outputs.*inputs"),
+        (lambda: InfiniteBatchDataset([1], [1], 0), "batch_size.*got 0"),
     ],
 )
 def test_bad_pairs_are_rejected(make, message):

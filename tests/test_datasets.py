@@ -306,14 +306,14 @@ def test_built_by_several_processes_at_once(folders):
 @pytest.mark.parametrize(
     ("documents", "what"),
     [
-        ([], "UTF-8 text to train on"),
-        ([(b"", False)], "UTF-8 text to train on"),
-        ([(b"held out", True)], "UTF-8 text to train on"),
-        ([(b"some text", False)], "some text held out for validation"),
+        ([], "text to train on"),
+        ([(b"", False)], "text to train on"),
+        ([(b"held out", True)], "text to train on"),
+        ([(b"some text", False)], "text held out"),
     ],
 )
 def test_nothing_to_train_on_or_held_out(documents, what):
-    with pytest.raises(ValueError, match=f"expected {what}, got"):
+    with pytest.raises(ValueError, match=what):
         make(documents)
     if documents and documents[0][1]:
         with pytest.raises(ValueError, match=r"test: .*text"):

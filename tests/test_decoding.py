@@ -415,10 +415,10 @@ def test_head_is_computed_only_for_the_last_token():
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([], r"expected 1 to 24 tokens, got 0 after 2 earlier ones"),
-        ([1] * 23, r"expected 1 to 24 tokens, got 23 after 2 earlier ones"),
-        ([40], "expected ids from 0 to 39, got 40"),
-        ([-1], "expected ids from 0 to 39, got -1"),
+        ([], "1 to 24 tokens.*got 0 after 2"),
+        ([1] * 23, "1 to 24 tokens.*got 23 after 2"),
+        ([40], "ids.*0 to 39.*got 40"),
+        ([-1], "ids.*0 to 39.*got -1"),
     ],
 )
 def test_bad_tokens_leave_the_cache_unchanged(tokens, message):

@@ -1,5 +1,6 @@
 """Which library holds an array, moves, and the mask that dropout draws."""
 
+import re
 import subprocess
 import sys
 import types
@@ -69,19 +70,19 @@ def fake_cupy(monkeypatch, driver: int, count=None, toolkit: int = 13020) -> Non
 
 
 @pytest.mark.parametrize(
-    ("driver", "count", "said"),
+    ("driver", "count", "message"),
     [
-        (0, None, "no NVIDIA driver is installed"),
-        (12040, None, "the driver is for CUDA 12, CuPy for 13: install driver 580 or newer, or tricycle-gpt[cuda12]"),
-        (13010, None, "CUDA reports: cudaErrorInsufficientDriver: CUDA driver version is insufficient"),
+        (0, None, "no NVIDIA driver"),
+        (12040, None, r".*CUDA 12, .*13: .*driver 580.*tricycle-gpt\[cuda12\]"),
+        (13010, None, "CUDA reports: cudaErrorInsufficientDriver"),
         (13010, 0, "CUDA sees no device"),
         (13010, 1, None),
     ],
 )
-def test_gpu_problem_messages(monkeypatch, driver, count, said):
+def test_gpu_problem_messages(monkeypatch, driver, count, message):
     fake_cupy(monkeypatch, driver, count)
     problem = devices.gpu_problem.__wrapped__()
-    assert (problem is None) if said is None else problem.startswith(said)
+    assert (problem is None) if message is None else re.match(message, problem)
 
 
 def test_missing_or_broken_cupy(monkeypatch):

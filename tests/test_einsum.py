@@ -116,7 +116,7 @@ def test_contract_broadcasts_and_repeats():
 @pytest.mark.parametrize(
     ("subscripts", "message"),
     [
-        ("ij->k", "expected an output that names indices of the inputs"),
+        ("ij->k", "output.*indices of the inputs"),
         ("ij->ii", "each once"),
         ("i1->i", "expected letters"),
         ("i.j->i", "expected letters"),
@@ -139,15 +139,15 @@ def test_bad_subscripts(subscripts, message):
     [
         ("ij,jk->ik", [(2, 3)], False, "expected 2 inputs, got 1"),
         ("ij->i", [(2, 3), (2, 3)], False, "expected 1 inputs, got 2"),
-        ("ij->i", [(2,)], False, r"expected 'ij' to name every axis, got shape \(2,\)"),
-        ("ij->i", [(2, 3, 4)], False, r"expected 'ij' to name every axis, got shape \(2, 3, 4\)"),
-        ("...ij->...", [(2,)], False, r"expected '...ij' to name every axis, got shape \(2,\)"),
-        ("ij->i", [(2, 3)], True, r"expected 'ij' for each item of a batch to name every axis, got shape \(2, 3\)"),
-        ("ij,jk->ik", [(2, 3), (4, 5)], False, r"index 'j' has length 3 in one input and 4 in another: shapes \(\(2,"),
-        ("ij,jk->ik", [(2, 3), (1, 5)], False, "index 'j' has length 3 in one input and 1 in another"),
-        ("ii->i", [(2, 3)], False, "index 'i' has length 2 in one input and 3"),
-        ("...i,...i->...", [(2, 3), (4, 3)], False, "has length 2 in one input and 4"),
-        ("i,i->i", [(2, 3), (4, 3)], True, "the batch has length 2 in one input and 4"),
+        ("ij->i", [(2,)], False, r"'ij'.*every axis.*\(2,\)"),
+        ("ij->i", [(2, 3, 4)], False, r"'ij'.*every axis.*\(2, 3, 4\)"),
+        ("...ij->...", [(2,)], False, r"'\.\.\.ij'.*every axis.*\(2,\)"),
+        ("ij->i", [(2, 3)], True, r"'ij'.*batch.*every axis.*\(2, 3\)"),
+        ("ij,jk->ik", [(2, 3), (4, 5)], False, r"'j'.* 3 .* 4 .*shapes \(\(2,"),
+        ("ij,jk->ik", [(2, 3), (1, 5)], False, "'j'.* 3 .* 1 "),
+        ("ii->i", [(2, 3)], False, "'i'.* 2 .* 3"),
+        ("...i,...i->...", [(2, 3), (4, 3)], False, "length 2 .* 4"),
+        ("i,i->i", [(2, 3), (4, 3)], True, "batch.* 2 .* 4"),
     ],
 )
 def test_bad_inputs(subscripts, shapes, batched, message):
@@ -159,11 +159,11 @@ def test_bad_inputs(subscripts, shapes, batched, message):
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [
-        ((2, 3), (2, 3), r"matmul: shapes \(2, 3\) and \(2, 3\) do not fit"),
+        ((2, 3), (2, 3), r"matmul: .*\(2, 3\) and \(2, 3\)"),
         ((3,), (2,), "do not fit"),
         ((2, 1), (3, 2), "do not fit"),
         ((2, 2, 3), (3, 3, 2), "do not fit"),
-        ((), (2,), "at least one axis on both sides"),
+        ((), (2,), "at least one axis"),
         ((2,), (), "at least one axis"),
     ],
 )

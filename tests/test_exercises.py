@@ -1,5 +1,7 @@
 """The gradient exercises: correct answers pass, and common mistakes get a helpful message."""
 
+import re
+
 import numpy as np
 import pytest
 from test_programs import call
@@ -84,24 +86,24 @@ def test_a_common_mistake_is_named(name, mistaken, message):
         ("softmax", lambda grad, x, y: -ANSWERS["softmax"](grad, x, y), "wrong sign"),
         ("softmax", lambda grad, x, y: 0 * x, "0 everywhere"),
         ("softmax", lambda grad, x, y: None, "it returns None"),
-        ("softmax", lambda grad, x, y: "y", "expected an array, got a str"),
+        ("softmax", lambda grad, x, y: "y", "an array.*str"),
         ("softmax", lambda grad, x, y: x / 0, "not finite"),
         ("softmax", lambda grad, x: x, "it raises TypeError"),
-        ("softmax", lambda grad, x, y: grad.__isub__(y), "changes grad in place"),
-        ("softmax", lambda grad, x, y: x.__isub__(y), "changes x in place"),
-        ("softmax", lambda grad, x, y: ANSWERS["softmax"](grad, x, y) + (x == x.max()), "1 of 12 values are wrong"),
-        ("sigmoid", lambda grad, x, y: y * (1 - y), "the chain rule multiplies by grad"),
-        ("sigmoid", lambda grad, x, y: 3 * grad * y * (1 - y), "it is 3 times the correct one"),
-        ("multiply", lambda grad, a, b, y: grad * b, "expected the gradients of a, b, in this order, got 1 of 2"),
-        ("multiply", lambda grad, a, b, y: (grad * b, grad * a), "expected the shape (4,) of b, got (3, 4); sum"),
-        ("layer_norm", lambda *all: layer_norm(*all)[::-1], "the gradient of x: expected the shape (3, 4)"),
-        ("attention", lambda *all: (*attention(*all)[:2], 2 * attention(*all)[2]), "the gradient of v: it is 2 times"),
+        ("softmax", lambda grad, x, y: grad.__isub__(y), "changes grad"),
+        ("softmax", lambda grad, x, y: x.__isub__(y), "changes x"),
+        ("softmax", lambda grad, x, y: ANSWERS["softmax"](grad, x, y) + (x == x.max()), "1 of 12 values"),
+        ("sigmoid", lambda grad, x, y: y * (1 - y), "chain rule"),
+        ("sigmoid", lambda grad, x, y: 3 * grad * y * (1 - y), "3 times"),
+        ("multiply", lambda grad, a, b, y: grad * b, "gradients of a, b.*1 of 2"),
+        ("multiply", lambda grad, a, b, y: (grad * b, grad * a), r"\(4,\) of b.*got \(3, 4\); sum"),
+        ("layer_norm", lambda *all: layer_norm(*all)[::-1], r"gradient of x: .*\(3, 4\)"),
+        ("attention", lambda *all: (*attention(*all)[:2], 2 * attention(*all)[2]), "gradient of v: .*2 times"),
     ],
 )
 def test_messages_of_other_mistakes(name, function, message):
     name, verdict, line = grade(name, function)
     assert verdict == INCORRECT
-    assert message in line
+    assert re.search(message, line)
     assert "\n" not in line
 
 

@@ -160,9 +160,9 @@ def test_what_a_run_leaves(tmp_path):
 
 test_wrong_flags_are_refused = wrong_flags(
     main,
-    (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
-    (["--window", "200"], "expected --window to be at most 80, got 200"),
-    (["--code-size", "32"], "expected --code-size below half of --window, got 32"),
-    (["--train-samples", "100"], "expected --train-samples to be at least 640, got 100"),
-    (["--quantile", "1"], "expected --quantile above 0 and below 1, got 1"),
+    (["--seeds", "0"], "--seeds.*got 0"),
+    (["--window", "200"], "--window.*got 200"),
+    (["--code-size", "32"], "--code-size.*got 32"),
+    (["--train-samples", "100"], "--train-samples.*got 100"),
+    (["--quantile", "1"], "--quantile.*got 1"),
 )

@@ -88,9 +88,9 @@ def test_mnist_from_files_packed_and_not(made_up, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"\0\0\x0d\x01\0\0\0\x01\x07", "expected an IDX file of bytes"),
-        (b"\0\0\x08", "expected an IDX file of bytes"),
-        (b"\0\0\x08\x02\0\0\0\x02\0\0\0\x03\x01\x02", r"expected 6 elements for shape \(2, 3\), got 2"),
+        (b"\0\0\x0d\x01\0\0\0\x01\x07", "IDX file"),
+        (b"\0\0\x08", "IDX file"),
+        (b"\0\0\x08\x02\0\0\0\x02\0\0\0\x03\x01\x02", r"6 elements.*\(2, 3\).*got 2"),
     ],
 )
 def test_other_files_are_refused(content, said):
@@ -195,10 +195,10 @@ def test_what_a_run_leaves(tmp_path):
 
 test_wrong_flags_are_refused = wrong_flags(
     main,
-    (["--data", "letters"], "expected --data among digits, mnist, got letters"),
-    (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
-    (["--code-sizes", "2", "64"], "expected --code-sizes to be numbers from 1 to 63, got 2 64"),
-    (["--noises", "-1"], "expected --noises to be numbers above 0, got -1"),
-    (["--variational-size", "99"], "expected --variational-size to be at most 63, got 99"),
-    (["--learning-rate", "0"], "expected --learning-rate above 0 and below 1, got 0"),
+    (["--data", "letters"], "--data.*got letters"),
+    (["--seeds", "0"], "--seeds.*got 0"),
+    (["--code-sizes", "2", "64"], "--code-sizes.*got 2 64"),
+    (["--noises", "-1"], "--noises.*got -1"),
+    (["--variational-size", "99"], "--variational-size.*got 99"),
+    (["--learning-rate", "0"], "--learning-rate.*got 0"),
 )

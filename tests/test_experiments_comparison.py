@@ -244,12 +244,12 @@ def test_what_a_run_leaves(tmp_path):
 
 test_wrong_flags_are_refused = wrong_flags(
     main,
-    (["--longest", "32"], "expected --longest to be at least 64, got 32"),
-    (["--farthest", "3"], "expected --farthest to be at least 4, got 3"),
-    (["--updates", "0"], "expected --updates to be at least 1, got 0"),
-    (["--kinds", "GRU", "Transformer"], "expected --kinds among CNN, k = 3; .*; self-attention; got Transformer"),
-    (["--rates", "0", "0.1"], r"expected --rates above 0 and below 1, got 0.0 0.1"),
-    (["--parameters", "100"], "expected --parameters to be at least [0-9]+ for CNN, k = 3, got 100"),
+    (["--longest", "32"], "--longest.*got 32"),
+    (["--farthest", "3"], "--farthest.*got 3"),
+    (["--updates", "0"], "--updates.*got 0"),
+    (["--kinds", "GRU", "Transformer"], "--kinds.*got Transformer"),
+    (["--rates", "0", "0.1"], "--rates.*got 0.0 0.1"),
+    (["--parameters", "100"], "--parameters.*got 100"),
 )
 
 

@@ -306,12 +306,12 @@ def test_an_answer_of_several_dates_is_learnt_to_its_end():
 
 test_wrong_flags_are_refused = wrong_flags(
     main,
-    (["--models", "additive", "bert"], "expected --models among fixed context, additive, .*, got bert"),
-    (["--models"], "expected --models among .*, got none"),
-    (["--several", "--models", "hard"], "expected --models without hard beside --several"),
-    (["--steps", "1"], "expected --steps to be at least 10, got 1"),
-    (["--tested", "0"], "expected --tested to be at least 1, got 0"),
-    (["--max-tokens", "50"], "expected --max-tokens to be at least 128, got 50"),
-    (["--learning-rate", "0"], "expected --learning-rate above 0 and below 1, got 0.0"),
-    (["--parameters", "100"], "expected --parameters to be at least .* for fixed context, got 100"),
+    (["--models", "additive", "bert"], "--models.*got bert"),
+    (["--models"], "--models.*got none"),
+    (["--several", "--models", "hard"], "--models without hard.*--several"),
+    (["--steps", "1"], "--steps.*got 1"),
+    (["--tested", "0"], "--tested.*got 0"),
+    (["--max-tokens", "50"], "--max-tokens.*got 50"),
+    (["--learning-rate", "0"], "--learning-rate.*got 0.0"),
+    (["--parameters", "100"], "--parameters.*got 100"),
 )

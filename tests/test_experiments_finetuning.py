@@ -298,9 +298,9 @@ def test_questions_evenly_spread():
 
 test_wrong_flags_are_refused = wrong_flags(
     main,
-    (["--tasks", "poems"], "expected --tasks among sums, docstrings, voice, got poems"),
-    (["--methods"], "expected --methods among lora, all, got none"),
-    (["--precision", "int8"], "expected --precision among bfloat16, float32, got int8"),
-    (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
-    (["--context-window", "20"], "expected --context-window to be at least 128, got 20"),
+    (["--tasks", "poems"], "--tasks.*got poems"),
+    (["--methods"], "--methods.*got none"),
+    (["--precision", "int8"], "--precision.*got int8"),
+    (["--seeds", "0"], "--seeds.*got 0"),
+    (["--context-window", "20"], "--context-window.*got 20"),
 )

@@ -238,11 +238,11 @@ def test_another_softmax_and_other_tokens_are_refused(text, tmp_path):
 
 test_wrong_flags_are_refused = wrong_flags(
     main,
-    (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
-    (["--scale-steps", "0"], "expected --scale-steps to be at least 1, got 0"),
-    (["--blocks", "2", "1"], "expected --blocks of 2 or more, got 2 1"),
-    (["--model", "x", "--models", "2"], "expected one model with --model, got --models 2"),
-    (["--scale-rate", "0"], "expected --scale-rate to be above 0, got 0.0"),
+    (["--seeds", "0"], "--seeds.*got 0"),
+    (["--scale-steps", "0"], "--scale-steps.*got 0"),
+    (["--blocks", "2", "1"], "--blocks.*got 2 1"),
+    (["--model", "x", "--models", "2"], "--model.*got --models 2"),
+    (["--scale-rate", "0"], "--scale-rate.*got 0.0"),
 )
 
 

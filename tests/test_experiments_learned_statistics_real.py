@@ -298,12 +298,12 @@ def test_whose_model_is_named(folder, words, is_theirs):
 OF_SMOLLM2 = ["--model", "smollm2"]
 test_wrong_flags_are_refused = wrong_flags(
     program.main,
-    ([*OF_SMOLLM2, "--seeds", "0"], "expected --seeds to be at least 1, got 0"),
-    ([*OF_SMOLLM2, "--text", "poems"], "expected --text among code, shakespeare, captions, got poems"),
-    ([*OF_SMOLLM2, "--rate", "0"], "expected rates above 0, got 0.0"),
-    ([*OF_SMOLLM2, "--blocks", "2", "8"], "expected --blocks of 2 or more with --middle among them, got 2 8 and 4"),
-    ([*OF_SMOLLM2, "--window", "12"], "expected no more blocks than tokens in a window"),
-    ([*OF_SMOLLM2, "--n-written", "65"], "expected --n-written of at most a quarter of --window, got 65"),
+    ([*OF_SMOLLM2, "--seeds", "0"], "--seeds.*got 0"),
+    ([*OF_SMOLLM2, "--text", "poems"], "--text.*got poems"),
+    ([*OF_SMOLLM2, "--rate", "0"], "rates.*got 0.0"),
+    ([*OF_SMOLLM2, "--blocks", "2", "8"], "--blocks.*got 2 8 and 4"),
+    ([*OF_SMOLLM2, "--window", "12"], "blocks.*tokens in a window"),
+    ([*OF_SMOLLM2, "--n-written", "65"], "--n-written.*got 65"),
 )
 
 

@@ -185,9 +185,9 @@ def test_presets_are_overridden_and_a_run_repeats(finished, tmp_path, preset):
 
 test_wrong_flags_are_refused = wrong_flags(
     main,
-    (["--quick", "--paper"], "expected --quick or --paper, got both"),
-    (["--steps", "0"], "expected --steps to be at least 1, got 0"),
-    (["--largest", "8"], "expected --largest to be at least 16, got 8"),
+    (["--quick", "--paper"], "--quick.*got both"),
+    (["--steps", "0"], "--steps.*got 0"),
+    (["--largest", "8"], "--largest.*got 8"),
 )
 
 

@@ -133,8 +133,8 @@ def test_models_learn_endings(monkeypatch):
 
 test_wrong_flags_are_refused = wrong_flags(
     main,
-    (["--models", "bert"], "expected --models among convolution, recurrent, Transformer, got bert"),
-    (["--tested", "6"], "expected --tested to be at most 5, the folds, got 6"),
-    (["--names", "4"], "expected --names to be at least 5, got 4"),
-    (["--shown", "0"], "expected --shown to be at least 1, got 0"),
+    (["--models", "bert"], "--models.*got bert"),
+    (["--tested", "6"], "--tested.*got 6"),
+    (["--names", "4"], "--names.*got 4"),
+    (["--shown", "0"], "--shown.*got 0"),
 )

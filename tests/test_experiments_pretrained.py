@@ -195,7 +195,7 @@ def test_the_program_of_g2p(tmp_path):
     ("changes", "said"),
     [
         ({"fc_b": np.array([{}], object)}, "allow_pickle=False"),
-        ({"dec_w_ho": np.zeros(3)}, "expected arrays of g2p-en, got dec_w_ho"),
+        ({"dec_w_ho": np.zeros(3)}, "g2p-en.*dec_w_ho"),
         ({"fc_b": np.zeros(3)}, r"output\.bias"),
         ({"fc_b": None}, r"output\.bias"),
     ],
@@ -216,8 +216,8 @@ def test_a_damaged_file_is_refused(tmp_path):
 
 test_wrong_flags_of_g2p_are_refused = wrong_flags(
     g2p.main,
-    (["--beam-size", "0"], "expected --beam-size to be at least 1, got 0"),
-    (["--words"], "expected --words with a word or more"),
+    (["--beam-size", "0"], "--beam-size.*got 0"),
+    (["--words"], "--words.*a word or more"),
 )
 
 
@@ -339,8 +339,8 @@ def test_the_real_pronouncer_aligns():
 
 test_wrong_flags_of_look_g2p_are_refused = wrong_flags(
     look_g2p.main,
-    (["--most", "10"], "expected --most to be at least 50, got 10"),
-    (["--words"], "expected --words with a word or more, of letters alone"),
+    (["--most", "10"], "--most.*got 10"),
+    (["--words"], "--words.*of letters alone"),
     (["--words", "it's"], "of letters alone, got it's"),
 )
 
@@ -499,8 +499,8 @@ def test_no_such_weights(tmp_path):
 
 test_wrong_flags_of_textgenrnn_are_refused = wrong_flags(
     textgenrnn.main,
-    (["--texts", "0"], "expected --texts to be at least 1, got 0"),
-    (["--longest", "0"], "expected --longest to be at least 1, got 0"),
+    (["--texts", "0"], "--texts.*got 0"),
+    (["--longest", "0"], "--longest.*got 0"),
 )
 
 
@@ -602,7 +602,7 @@ def test_the_real_attention_reads_the_last_state():
 
 
 test_wrong_flags_of_look_textgenrnn_are_refused = wrong_flags(
-    look_textgenrnn.main, (["--titles", "short"], "expected --titles with 100 characters or more")
+    look_textgenrnn.main, (["--titles", "short"], "--titles.*100 characters")
 )
 
 
@@ -666,6 +666,4 @@ def test_a_damaged_model_is_refused(tmp_path):
         minilm.load(path)
 
 
-test_wrong_flags_of_minilm_are_refused = wrong_flags(
-    minilm.main, (["--shown", "0"], "expected --shown to be at least 1, got 0")
-)
+test_wrong_flags_of_minilm_are_refused = wrong_flags(minilm.main, (["--shown", "0"], "--shown.*got 0"))

@@ -104,9 +104,9 @@ def test_the_program(tmp_path):
 
 test_wrong_flags_are_refused = wrong_flags(
     main,
-    (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
-    (["--measurements", "0"], "expected --measurements to be at least 1, got 0"),
-    (["--steps", "-1"], "expected --steps to be at least 0, got -1"),
+    (["--seeds", "0"], "--seeds.*got 0"),
+    (["--measurements", "0"], "--measurements.*got 0"),
+    (["--steps", "-1"], "--steps.*got -1"),
 )
 
 

@@ -224,11 +224,11 @@ def test_no_text_breaks_the_page(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("items", "said"),
-    [([], "expected at least one text"), ([nasty_item()._replace(tokens=["a"])], "expected 1 weights of one, got 8")],
+    ("items", "message"),
+    [([], "at least one text"), ([nasty_item()._replace(tokens=["a"])], "1 weights of one.*got 8")],
 )
-def test_pages_that_cannot_be(tmp_path, items, said):
-    with pytest.raises(ValueError, match=f"write_page: {said}"):
+def test_pages_that_cannot_be(tmp_path, items, message):
+    with pytest.raises(ValueError, match=f"write_page: .*{message}"):
         looked_at.write_page(tmp_path / "page.html", "", "", ("-", "+"), items)
     assert not list(tmp_path.iterdir())
 
@@ -292,8 +292,8 @@ def test_what_a_run_leaves(problem, tmp_path):
 
 test_wrong_flags_are_refused = wrong_flags(
     main,
-    (["--models", "bert"], "expected --models among convolution, recurrent, Transformer, got bert"),
-    (["--folds", "2"], "expected --folds to be at least 3, got 2"),
-    (["--tested", "11"], "expected --tested to be at most 10, the folds, got 11"),
-    (["--sentences", "5"], "expected --sentences to be at least 10, got 5"),
+    (["--models", "bert"], "--models.*got bert"),
+    (["--folds", "2"], "--folds.*got 2"),
+    (["--tested", "11"], "--tested.*got 11"),
+    (["--sentences", "5"], "--sentences.*got 5"),
 )

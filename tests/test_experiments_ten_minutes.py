@@ -205,7 +205,7 @@ def test_a_training_that_fails_does_not_take_the_others_along(monkeypatch, tmp_p
 
     monkeypatch.setattr(study, "run_trial", fake)
     settings = study.Settings(variants=("swiglu", "untied"), seeds=2, output=tmp_path, config=SMALL)
-    with pytest.raises(RuntimeError, match="2 of 6 trainings failed, SwiGLU instead of squared ReLU, seed 0: broken"):
+    with pytest.raises(RuntimeError, match=r"2 of 6 .*SwiGLU.*seed 0: broken"):
         study.measure(settings)
     trials = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["trials"]
     assert sorted((trial["variant"], trial["seed"]) for trial in trials) == [
@@ -218,36 +218,36 @@ def test_a_broken_training_says_why(texts):
     settings = study.Settings(data="text", files=(str(texts / "nowhere"),), config=SMALL)
     cores: study.queue.Queue = study.queue.Queue()
     cores.put(None)
-    with pytest.raises(RuntimeError, match="the recipe's own settings failed: ValueError: TextFiles: expected a file"):
+    with pytest.raises(RuntimeError, match=r"ValueError: TextFiles: .*file"):
         study.run_trial(settings, SMALL, cores, study.tqdm(disable=True))
     assert cores.get_nowait() is None
 
 
 test_wrong_flags_are_refused = wrong_flags(
     program.main,
-    (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
-    (["--jobs", "0"], "expected --jobs to be at least 1, got 0"),
-    (["--minutes", "0", "--steps", "5"], "expected --minutes above 0, got 0"),
-    (["--variants", "lion"], "expected --variants among recipe, .*; got lion"),
-    (["--data", "text"], "expected --files with --data text and only with it, got --data text"),
-    (["--report", "--output", "no such folder"], "no such folder: expected results to report on, found none"),
+    (["--seeds", "0"], "--seeds.*got 0"),
+    (["--jobs", "0"], "--jobs.*got 0"),
+    (["--minutes", "0", "--steps", "5"], "--minutes.*got 0"),
+    (["--variants", "lion"], "--variants.*got lion"),
+    (["--data", "text"], "--files.*--data text.*got --data text"),
+    (["--report", "--output", "no such folder"], "no such folder: .*results"),
 )
 
 test_wrong_flags_of_the_baseline_are_refused = wrong_flags(
     pytorch_baseline.main,
-    (["--threads", "0"], "expected --threads to be at least 1, got 0"),
-    (["--precision", "tf32"], "expected --precision float32 or bfloat16, got tf32"),
-    (["--files", "a"], "expected --files with --data text and only with it, got --data python"),
+    (["--threads", "0"], "--threads.*got 0"),
+    (["--precision", "tf32"], "--precision.*got tf32"),
+    (["--files", "a"], "--files.*got --data python"),
 )
 
 test_wrong_flags_of_parses_are_refused = wrong_flags(
     parses.main,
-    (["nowhere"], "expected a run folder or a checkpoint, but there is none at nowhere"),
-    ([".", "--samples", "0"], "expected --samples to be at least 1, got 0"),
-    ([".", "--temperatures", "-1"], "expected temperature to be 0 or more, got -1.0"),
-    ([".", "--temperatures"], "expected --temperatures of 0 or more, got none"),
-    ([".", "--top-p", "0"], "expected top_p to be above 0 and at most 1, got 0.0"),
-    ([".", "--min-p", "2"], "expected min_p to be from 0 to 1, got 2.0"),
+    (["nowhere"], "run folder or.*checkpoint.*nowhere"),
+    ([".", "--samples", "0"], "--samples.*got 0"),
+    ([".", "--temperatures", "-1"], "temperature.*got -1.0"),
+    ([".", "--temperatures"], "--temperatures.*got none"),
+    ([".", "--top-p", "0"], "top_p.*got 0.0"),
+    ([".", "--min-p", "2"], "min_p.*got 2.0"),
 )
 
 

@@ -95,7 +95,7 @@ def test_long_pairs_are_left_out_on_request(pairs):
     assert set(kept.texts) == {
         text for text, lengths in zip(pairs.texts, pairs.lengths) if lengths[0] < 10 and lengths[1] - 1 < 10
     }
-    with pytest.raises(ValueError, match="expected as many targets as sources, got 1 and 300"):
+    with pytest.raises(ValueError, match=r"targets.*sources.*got 1 and 300"):
         Pairs(pairs.vocabulary, sources, targets[:1])
 
 
@@ -288,15 +288,15 @@ def test_what_a_run_leaves(made_up, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model", "cnn"], "expected --model among all, fixed, bahdanau, luong, transformer, got cnn"),
-        (["--target", "en"], "expected --target among de, fr, got en"),
-        (["--minutes", "0"], "expected --minutes to be above 0, got 0.0"),
-        (["--dropout", "1"], "expected --dropout from 0 to below 1, got 1.0"),
-        (["--width", "0"], "expected --width to be above 0, got 0"),
-        (["--beam", "0"], "expected --beam to be at least 1, got 0"),
-        (["--vocab-size", "3"], "expected --vocab-size to be at least 260, got 3"),
-        (["--report"], "expected results of runs such as transformer-de-0.json, found none"),
-        (["--translate", "A dog."], "transformer-de-0.safetensors: expected a saved encoder-decoder"),
+        (["--model", "cnn"], "--model.*transformer.*got cnn"),
+        (["--target", "en"], "--target.*de, fr.*got en"),
+        (["--minutes", "0"], "--minutes.*got 0"),
+        (["--dropout", "1"], "--dropout.*got 1"),
+        (["--width", "0"], "--width.*got 0"),
+        (["--beam", "0"], "--beam.*got 0"),
+        (["--vocab-size", "3"], "--vocab-size.*260.*got 3"),
+        (["--report"], r"results.*transformer-de-0\.json"),
+        (["--translate", "A dog."], r"transformer-de-0\.safetensors: .*encoder-decoder"),
     ],
 )
 def test_wrong_flags_are_refused(monkeypatch, tmp_path, words, said):

@@ -464,9 +464,9 @@ def test_other_bad_input(theirs, data, tmp_path):
         with pytest.raises(ValueError, match=f"--method lora.*--{flag}"):
             tune(theirs, data, run, "--method", "full", f"--{flag}")
     ties = lines(tmp_path / "ties.jsonl", [{"prompt": f"{i}", "chosen": "a", "rejected": "a"} for i in range(9)])
-    with pytest.raises(ValueError, match="0 and 0 examples of 9 records; 9 "):
+    with pytest.raises(ValueError, match=r"0 and 0 examples.* 9 "):
         tune(theirs, ties, run, "--loss", "dpo")
-    with pytest.raises(ValueError, match="60 and 0 examples of 61 records; 1 "):
+    with pytest.raises(ValueError, match=r"60 and 0 examples.* 1 "):
         long = lines(tmp_path / "long.jsonl", [{"messages": [{"role": "user", "content": "fox " * 99}, WORD]}])
         tune(theirs, data, run, "--held-out", str(long))
     with pytest.raises(ValueError, match="expected a file"):

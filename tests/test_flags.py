@@ -1,6 +1,7 @@
 """Command lines from dataclasses: values, and errors on one line."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -69,20 +70,20 @@ def test_parse_reads_the_command_line_and_fills_in_defaults():
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "said"),
+    ("kind", "words", "message"),
     [
         (Outer, ["--sise", "4"], "--sise"),
         (Outer, ["surplus"], "surplus"),
-        (Outer, ["--size", "many"], "--size: invalid literal for int() with base 10: 'many'"),
+        (Outer, ["--size", "many"], "--size: .*'many'"),
         (Outer, ["--size"], "--size"),
         (Outer, ["--size", "1.5"], "1.5"),
         (Outer, ["--rate", "fast"], "fast"),
         (Outer, ["--kind", "blue"], "'red', 'green'"),
-        (Outer, ["--size", "0"], "expected size to be at least 1, got 0"),
+        (Outer, ["--size", "0"], "size.*at least 1.*got 0"),
         (Needs, [], "source"),
     ],
 )
-def test_errors_are_one_line_and_status_2(kind, words, said, capsys):
+def test_errors_are_one_line_and_status_2(kind, words, message, capsys):
     with pytest.raises(SystemExit) as leaving:
         parse(kind, args=words)
     assert leaving.value.code == 2
@@ -90,7 +91,7 @@ def test_errors_are_one_line_and_status_2(kind, words, said, capsys):
     assert out == ""
     assert err.count("\n") == 1
     assert err.startswith("program.py: ")
-    assert said in err
+    assert re.search(message, err)
 
 
 def test_help_shows_descriptions_and_defaults(capsys, monkeypatch):
@@ -112,7 +113,7 @@ def test_fail_prints_one_line(capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("error", "status", "message"),
     [
         (ValueError("expected a, got b"), 1, "expected a, got b"),
         (FileNotFoundError("no such file"), 1, "no such file"),
@@ -123,22 +124,22 @@ def test_fail_prints_one_line(capsys):
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
-def test_run_main_turns_errors_into_one_line(error, status, said, capsys):
+def test_run_main_turns_errors_into_one_line(error, status, message, capsys):
     def main():
         raise error
 
     with pytest.raises(SystemExit) as leaving:
         run_main(main)
     assert leaving.value.code == status
-    assert capsys.readouterr().err == f"program.py: {said}\n"
+    assert capsys.readouterr().err == f"program.py: {message}\n"
 
 
 def test_file_names_that_are_not_utf8_give_one_line(capsys):
     with pytest.raises(SystemExit) as leaving:
         run_main(lambda: "runs/a\udcff/b".encode() and 0)
     assert leaving.value.code == 1
-    said = r"expected file names in UTF-8, got one with the byte 0xff: 'runs/a\udcff/b'"
-    assert capsys.readouterr().err == f"program.py: {said}\n"
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"program\.py: .*UTF-8.*0xff: 'runs/a\\udcff/b'\n", err), err
 
 
 def test_run_main_keeps_the_traceback_of_bugs():

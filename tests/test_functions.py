@@ -305,17 +305,17 @@ def test_functions_have_op_name_and_repr_and_accept_lists(op, name):
 @pytest.mark.parametrize(
     ("x", "weights", "bias", "message"),
     [
-        ((2, 4), (3, 5), None, r"Linear\(from_size=3\): expected the last axis to be 3, got shape \(2, 4\)"),
-        ((), (3, 5), None, r"expected the last axis to be 3, got shape \(\)"),
+        ((2, 4), (3, 5), None, r"Linear\(from_size=3\): .*last axis.*\(2, 4\)"),
+        ((), (3, 5), None, r"last axis.*shape \(\)"),
         (
             (2, 3),
             (3,),
             None,
-            r"linear: expected weights \(from_size, to_size\) and a bias \(to_size,\), got shapes \(3,\)",
+            r"linear: .*weights.*bias.*got shapes \(3,\)",
         ),
-        ((2, 3), (3, 5), (4,), r"got shapes \(3, 5\) and \(4,\)"),
-        ((2, 3), (3, 5), (1,), r"got shapes \(3, 5\) and \(1,\)"),
-        ((2, 3), (3, 5), (), r"got shapes \(3, 5\) and \(\)"),
+        ((2, 3), (3, 5), (4,), r"\(3, 5\) and \(4,\)"),
+        ((2, 3), (3, 5), (1,), r"\(3, 5\) and \(1,\)"),
+        ((2, 3), (3, 5), (), r"\(3, 5\) and \(\)"),
     ],
 )
 def test_linear_rejects_bad_input(x, weights, bias, message):

@@ -142,20 +142,20 @@ def test_dropout_is_disabled_during_generation(training):
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [
-        ([], {}, "expected a prompt of 1 to 12 tokens, got 0"),
-        (range(13), {}, "expected a prompt of 1 to 12 tokens, got 13"),
-        ([1], {"n_tokens": -1}, "expected n_tokens to be 0 or more, got -1"),
-        ([1], {"temperature": -0.1}, "expected temperature to be 0 or more, got -0.1"),
-        ([1], {"temperature": float("nan")}, "expected temperature to be 0 or more, got nan"),
-        ([1], {"top_k": -1}, "expected top_k to be a whole number, 0 or more, got -1"),
-        ([1], {"top_p": 0}, "expected top_p to be above 0 and at most 1, got 0"),
-        ([1], {"min_p": -0.1}, "expected min_p to be from 0 to 1, got -0.1"),
-        ([1], {"no_repeat_ngram_size": -1}, "expected no_repeat_ngram_size to be a whole number, 0 or more, got -1"),
-        ([1], {"repetition_penalty": 0}, "expected repetition_penalty to be above 0, got 0"),
-        ([1], {"n_vocab": 0}, "expected n_vocab to be 1 or more, got 0"),
-        ([1], {"seed": -1}, "expected seed to be a whole number, 0 or more, or several, got -1"),
-        ([1], {"stop_tokens": "</s>"}, "expected stop_tokens to be token ids, got '</s>'"),
-        ([1], {"n_vocab": 51}, "expected n_vocab from 1 to 50, got 51"),
+        ([], {}, "prompt.*1 to 12 tokens.*got 0"),
+        (range(13), {}, "prompt.*1 to 12 tokens.*got 13"),
+        ([1], {"n_tokens": -1}, "n_tokens.*got -1"),
+        ([1], {"temperature": -0.1}, r"temperature.*got -0\.1"),
+        ([1], {"temperature": float("nan")}, "temperature.*got nan"),
+        ([1], {"top_k": -1}, "top_k.*got -1"),
+        ([1], {"top_p": 0}, "top_p.*got 0"),
+        ([1], {"min_p": -0.1}, r"min_p.*got -0\.1"),
+        ([1], {"no_repeat_ngram_size": -1}, "no_repeat_ngram_size.*got -1"),
+        ([1], {"repetition_penalty": 0}, "repetition_penalty.*got 0"),
+        ([1], {"n_vocab": 0}, "n_vocab.*got 0"),
+        ([1], {"seed": -1}, "seed.*got -1"),
+        ([1], {"stop_tokens": "</s>"}, "stop_tokens.*got '</s>'"),
+        ([1], {"n_vocab": 51}, "n_vocab.*1 to 50.*got 51"),
     ],
 )
 def test_bad_settings_raise_before_sampling(model, prompt, settings, message):
@@ -396,7 +396,7 @@ def test_cache_grows_and_truncates():
     held, _ = cache.append(keys[:, 99:100], keys[:, 99:100])
     assert held.ravel().tolist() == [0, 1, 2, 3, 4, 99]
     for length in (-1, 7):
-        with pytest.raises(ValueError, match=f"0 to 6 tokens, got {length}"):
+        with pytest.raises(ValueError, match=f"0 to 6 tokens.*got {length}"):
             cache.truncate(length)
     cache.last["token_shift"] = keys[:, :1]
     cache.truncate(6)

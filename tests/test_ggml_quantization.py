@@ -89,14 +89,14 @@ def test_q8_0_is_near():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"one of Q8_0, .*, got IQ2_XS"):
+    with pytest.raises(ValueError, match=r"Q8_0, .*got IQ2_XS"):
         dequantize_blocks(np.zeros((1, 34), np.uint8), "IQ2_XS")
-    with pytest.raises(ValueError, match=r"whole Q8_0 blocks of 34 bytes, got \(1, 35\)"):
+    with pytest.raises(ValueError, match=r"Q8_0.*34 bytes.*\(1, 35\)"):
         dequantize_blocks(np.zeros((1, 35), np.uint8), "Q8_0")
-    with pytest.raises(ValueError, match=r"whole Q8_0 blocks of 32, got \(1, 33\)"):
+    with pytest.raises(ValueError, match=r"Q8_0 blocks of 32.*\(1, 33\)"):
         quantize_blocks(np.zeros((1, 33), np.float32), "Q8_0")
-    with pytest.raises(ValueError, match=r"can be written \(Q8_0.*\), got Q4_K"):
+    with pytest.raises(ValueError, match=r"Q8_0.*got Q4_K"):
         quantize_blocks(np.zeros((1, 256), np.float32), "Q4_K")
     for bad in (np.nan, np.inf, 1e8):
-        with pytest.raises(ValueError, match=r"expected finite .*Q8_0.*, got one of size"):
+        with pytest.raises(ValueError, match=r"finite .*Q8_0"):
             quantize_blocks(np.full((1, 32), bad, np.float32), "Q8_0")

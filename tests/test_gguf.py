@@ -204,9 +204,7 @@ def test_layers_counted_by_lists(files, tmp_path):
     ).fields
     assert fields["num_key_value_heads"] == 3
     path = gguf_models.write_model(tmp_path / "b.gguf", "Llama", model, keys={"attention.head_count_kv": [3, 9]})
-    with pytest.raises(
-        ValueError, match=r"llama.attention.head_count_kv to be a whole number above 0, the same in all"
-    ):
+    with pytest.raises(ValueError, match=r"llama\.attention\.head_count_kv.*the same in all"):
         read_gguf(path)
 
 

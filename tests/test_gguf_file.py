@@ -152,7 +152,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path):
     path = written(tmp_path, whole_file())
     file = read_gguf_header(path)
     path.write_bytes(whole_file()[:-60])
-    with pytest.raises(ValueError, match=r"cut off since it was opened, in tensor second"):
+    with pytest.raises(ValueError, match=r"cut off.*second"):
         file.read(file.tensors["second"])
 
 
@@ -248,12 +248,12 @@ def test_crafted(tmp_path, name):
 # -------------------------------------------------------------------- a model's keys
 def test_no_model_that_is_known(tmp_path):
     path = written(tmp_path, padded(start(0, 1) + pair("general.architecture", STRING, text("mamba"))))
-    with pytest.raises(ValueError, match=r"general.architecture to be one of llama, qwen2, .*, got 'mamba'$"):
+    with pytest.raises(ValueError, match=r"general\.architecture.*llama, qwen2, .*'mamba'"):
         read_gguf(path)
     for pairs in (
         [],
         [pair("general.architecture", ARRAY, u32(U8) + u64(0))],
         [pair("general.architecture", U8, b"1")],
     ):
-        with pytest.raises(ValueError, match=r"expected general.architecture to be one of"):
+        with pytest.raises(ValueError, match=r"general\.architecture.*one of"):
             read_gguf(written(tmp_path, padded(start(0, len(pairs)) + b"".join(pairs))))

@@ -160,9 +160,7 @@ def test_it_replaces_a_file_whole_or_not_at_all(tmp_path):
     path.write_bytes(b"what was there")
     model = new_model("llama")
     next(iter(model.parameters())).array[0, 0] = np.nan
-    with pytest.raises(
-        ValueError, match=r"^export: expected finite weights, token_embedding.weights has NaN or infinity$"
-    ):
+    with pytest.raises(ValueError, match=r"finite weights.*token_embedding\.weights.*NaN"):
         export_gguf(model, our_tokeniser(), path)
     next(iter(model.parameters())).array[0, 0] = 70_000
     with pytest.raises(ValueError, match=r"F16.*token_embd.weight"):
@@ -305,7 +303,7 @@ FIELDS = {
 @pytest.mark.parametrize("name", FIELDS)
 def test_unsupported_config_fields(tmp_path, name):
     base, changes, why = FIELDS[name]
-    with pytest.raises(ValueError, match=f"^export_gguf: llama.cpp cannot run this model: .*{why}$"):
+    with pytest.raises(ValueError, match=rf"^export_gguf: llama\.cpp cannot.*{why}"):
         export_gguf(GPT(ModelConfig(**{**base, **changes})), None, tmp_path / "a.gguf")
     assert not list(tmp_path.iterdir())
 
@@ -334,15 +332,15 @@ def test_unsupported_tokenizers(tmp_path):
         assert message.startswith("export_gguf: llama.cpp cannot run this model: ") and why in message, message
         assert "\n" not in message
     small = GPT(ModelConfig(**{**LLAMA, "vocab_size": 200}))
-    with pytest.raises(ValueError, match=r"at most 200 tokens, .*, got 264"):
+    with pytest.raises(ValueError, match=r"at most 200 tokens.*got 264"):
         export_gguf(small, our_tokeniser(), tmp_path / "a.gguf")
     assert not list(tmp_path.iterdir())
 
 
 def test_other_arguments(tmp_path):
-    with pytest.raises(ValueError, match="one of F32, F16, Q8_0, got 'Q4_K'"):
+    with pytest.raises(ValueError, match=r"F32, F16, Q8_0.*'Q4_K'"):
         export_gguf(new_model("llama"), None, tmp_path / "a.gguf", "Q4_K")
-    with pytest.raises(ValueError, match=r"^export_gguf: expected a GPT, got dict$"):
+    with pytest.raises(ValueError, match=r"^export_gguf: .*GPT.*dict"):
         export_gguf({}, None, tmp_path / "a.gguf")
 
 

@@ -27,16 +27,16 @@ def test_correct_gradients_pass(x):
 @pytest.mark.parametrize(
     ("fn", "error", "message"),
     [
-        (op(lambda x: x * x, lambda x, g: x * g), ValueError, "mine, input 0.*: backward gives .*, finite differences"),
+        (op(lambda x: x * x, lambda x, g: x * g), ValueError, "mine, input 0.*backward.*finite differences"),
         (op(lambda x: x * x, lambda x, g: 2 * x * g * 1.0001), ValueError, "finite differences"),
         (op(lambda x: x * x, lambda x, g: 2 * x), ValueError, "finite differences"),
         (op(lambda x: x * x, lambda x, g: 0 * g), ValueError, "finite differences"),
         (op(lambda x: x * x, lambda x, g: np.nan * g), ValueError, "finite differences"),
-        (op(lambda x: x * x, lambda x, g: (2 * x * g)[:1]), RuntimeError, r"of a Tensor of shape .*, got shape \(1,\)"),
+        (op(lambda x: x * x, lambda x, g: (2 * x * g)[:1]), RuntimeError, r"shape.*got shape \(1,\)"),
         (
             op(lambda x: (x * x).astype(np.float32), lambda x, g: 2 * x * g),
             ValueError,
-            "expected mine to keep float64, got float32",
+            "mine.*float64.*float32",
         ),
         (lambda x: record(x.array, (x,), lambda grad, needs_grad: (), "none"), ValueError, "zip"),
         (lambda x: x.detach() * x, ValueError, "finite differences"),

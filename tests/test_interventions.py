@@ -304,7 +304,7 @@ test_bad_input = bad_input(
     {
         "unknown layer": (
             run_with_probe(lambda p: p.ablate("blocks.7.mlp")),
-            "Probe.ablate: no layer matches 'blocks.7.mlp'; the",
+            r"Probe\.ablate: .*'blocks\.7\.mlp'",
         ),
         "a value of another shape": (
             run_with_probe(lambda p: p.replace("blocks.0", np.ones(5))),
@@ -316,7 +316,7 @@ test_bad_input = bad_input(
         ),
         "invalid value": (
             run_with_probe(lambda p: p.replace("blocks.0", "x")),
-            f"{PROBE}: expected a Tensor, an array, a number or a",
+            f"{PROBE}: .*Tensor.*array",
         ),
         "unknown head": (
             run_with_probe(lambda p: p.ablate("blocks.0.attention", heads=99)),
@@ -339,7 +339,7 @@ test_bad_input = bad_input(
             "Probe.change_softmax: expected layers",
         ),
         "an unknown softmax": (run_with_probe(lambda p: p.change_softmax(softmax="hard")), "softmax: expected one of"),
-        "several results": (replace_recurrent_output, f"{PROBE}: expected a layer that returns one Tensor, got tuple"),
+        "several results": (replace_recurrent_output, f"{PROBE}: .*Tensor.*tuple"),
     }
 )
 

@@ -365,15 +365,15 @@ def interventions_from(**fields: Any) -> Interventions:
     return Interventions.from_json(fields, INSPECTABLE.ablatable, INSPECTABLE.n_heads)
 
 
-LAYERS = "interventions: expected ablatedLayers to be a list of layers of the model"
-PAIRS = "interventions: expected ablatedHeads to be pairs of an attention layer and a head of it"
+LAYERS = "interventions: .*ablatedLayers.*list"
+PAIRS = "interventions: .*ablatedHeads.*pairs"
 
 test_bad_input = bad_input(
     {
-        "no text": (lambda: INSPECTABLE.encode_input(""), "expected a text of at least one character, got none"),
+        "no text": (lambda: INSPECTABLE.encode_input(""), "at least one character"),
         "too long": (
             lambda: INSPECTABLE.encode_input("z" * 40),
-            "expected a text of 1 to 40 tokens to inspect, got 41",
+            "1 to 40 tokens.*got 41",
         ),
         "an unknown token": (
             lambda: INSPECTABLE.check_ids([0, 999]),
@@ -381,23 +381,23 @@ test_bad_input = bad_input(
         ),
         "no position": (
             lambda: INSPECTABLE.replace_token([1, 2], 2, "a"),
-            "expected the position of a token, 0 to 1, got 2",
+            "position.*0 to 1.*got 2",
         ),
         "no replacement": (
             lambda: INSPECTABLE.replace_token([1, 2], 1, ""),
-            "expected a text as the replacement of the token,",
+            "text as the replacement",
         ),
         "no attention": (
             lambda: new_encoder_decoder(Seq2Seq(9, 9, 4, 4)),
-            "translator: expected a model with attention",
+            "translator: .*model with attention",
         ),
         "no source": (
             lambda: new_encoder_decoder(encoder_decoders()["transformer"]).encode_input("=> a"),
-            "expected a text of at least one character, got none",
+            "at least one character",
         ),
         "a long source": (
             lambda: new_encoder_decoder(encoder_decoders()["transformer"]).encode_input("z" * 129),
-            "expected a source of 1 to 128 tokens to inspect, got 129",
+            "1 to 128 tokens.*got 129",
         ),
         "no map": (
             lambda: run(INSPECTABLE).attention_map("blocks.9.attention", 0),
@@ -405,7 +405,7 @@ test_bad_input = bad_input(
         ),
         "no head": (
             lambda: run(INSPECTABLE).attention_map("blocks.0.attention", 2),
-            "expected a head from 0 to 1, got 2",
+            "head.*0 to 1.*got 2",
         ),
         "unknown field": (lambda: interventions_from(on=1), "interventions: expected ablatedLayers, ablatedHeads,"),
         "an unknown layer": (lambda: interventions_from(ablatedLayers=["embedding"]), LAYERS),
@@ -415,15 +415,15 @@ test_bad_input = bad_input(
         "a bool as head": (lambda: interventions_from(ablatedHeads=[["blocks.0.attention", True]]), PAIRS),
         "a list as softmax": (
             lambda: interventions_from(softmax=["softmax"]),
-            "interventions: expected softmax to be one of",
+            "interventions: .*softmax.*one of",
         ),
         "temperature of 0": (
             lambda: interventions_from(temperature=0),
-            "interventions: expected a temperature from 0.001 to 1000",
+            r"interventions: .*temperature.*0\.001 to 1000",
         ),
         "temperature of nan": (
             lambda: interventions_from(temperature=float("nan")),
-            "interventions: expected a temperature from 0.001 to",
+            r"interventions: .*temperature.*0\.001",
         ),
     }
 )
@@ -583,9 +583,9 @@ def test_the_trace_without_interventions_is_kept_longest(server: LookServer) -> 
 
 def test_a_port_in_use(server: LookServer) -> None:
     port = server.server_address[1]
-    with pytest.raises(ValueError, match=f"port {port} is in use: name another with --port, or 0 for any"):
+    with pytest.raises(ValueError, match=f"port {port} is in use.*--port"):
         LookServer(server.service, port)
-    with pytest.raises(ValueError, match="expected --port from 0 to 65535, got 70000"):
+    with pytest.raises(ValueError, match=r"--port.*0 to 65535.*70000"):
         LookServer(server.service, 70000)
 
 
@@ -658,7 +658,7 @@ def test_missing_model_file(source: str) -> None:
 
 
 def test_invalid_texts(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="expected a text of at least one character, got none"):
+    with pytest.raises(ValueError, match=r"text.*at least one character"):
         look.main([str(checkpoint), ""])
-    with pytest.raises(ValueError, match="expected a text of 1 to 40 tokens to inspect, got 101"):
+    with pytest.raises(ValueError, match=r"1 to 40 tokens.*got 101"):
         look.main([str(checkpoint), "z" * 100, "--no-browser"])

@@ -111,7 +111,7 @@ def test_a_function_in_a_python_file(tmp_path: Path) -> None:
     assert (graph["title"], graph["description"]) == ("mine.py:cube", "Compute a cube.")
     assert final_gradients(graph)[0] == "12."
     path.write_text("import nothing_like_this\n")
-    with pytest.raises(ValueError, match=r"mine\.py: ModuleNotFoundError: No module named 'nothing_like_this'"):
+    with pytest.raises(ValueError, match=r"mine\.py: ModuleNotFoundError: .*'nothing_like_this'"):
         build_graph_from_spec(f"{path}:cube")
 
 
@@ -132,7 +132,7 @@ def test_the_value_of_a_formula() -> None:
     x, y = to_tensor([[1.0, 2.0], [3.0, 4.0]]), to_tensor([[1.0, 0.0], [0.0, 2.0]])
     assert float(function(x=x, y=y)) == pytest.approx(-(3 * 8) / 1.25 + 4)
     for text in ("x * 9 ** 9 ** 9", "x * 10.0 ** 999"):
-        with pytest.raises(ValueError, match="expected a formula of finite numbers"):
+        with pytest.raises(ValueError, match="finite numbers"):
             build_graph_from_spec(text)
     with pytest.raises(ValueError, match="at most 400 Tensors"):
         build_graph_from_spec("+".join("x" * 450))
@@ -148,28 +148,28 @@ def parse(text: str) -> Any:
     return lambda: parse_values(text)
 
 
-MESSAGE = 'expected values such as "x=2, y=[1, 2]", got '
+MESSAGE = "values such as.*got "
 
 test_bad_input = bad_input(
     {
         "no values": (parse("2"), MESSAGE + "'2'"),
-        "a call": (parse("x=open('a')"), MESSAGE + "\"x=open('a')\""),
-        "a bracket": (parse("x=1) + f("), MESSAGE + "'x=1) + f('"),
-        "stars": (parse("**x"), MESSAGE + "'**x'"),
+        "a call": (parse("x=open('a')"), MESSAGE + r"\"x=open\('a'\)"),
+        "a bracket": (parse("x=1) + f("), MESSAGE + r"'x=1\) \+ f\('"),
+        "stars": (parse("**x"), MESSAGE + r"'\*\*x'"),
         "an unknown name": (
             lambda: build_graph_from_spec("x * 2", "y=1"),
-            "x * 2: expected values for x, got one for y",
+            r"x \* 2: .*for x.*for y",
         ),
-        "no Tensor": (lambda: build_graph(lambda x: 3, {"x": 1}, "f"), "f: expected a Tensor as its result, got int"),
-        "an input itself": (lambda: build_graph(lambda x: x, {"x": 1}, "f"), "f: expected a result that was computed"),
-        "no gradient": (lambda: build_graph(lambda x: x.detach() * 2, {"x": 1}, "f"), "f: expected a result that was"),
-        "too add_many_times nodes": (
+        "no Tensor": (lambda: build_graph(lambda x: 3, {"x": 1}, "f"), "f: .*Tensor.*int"),
+        "an input itself": (lambda: build_graph(lambda x: x, {"x": 1}, "f"), "f: .*result"),
+        "no gradient": (lambda: build_graph(lambda x: x.detach() * 2, {"x": 1}, "f"), "f: .*result"),
+        "too many nodes": (
             lambda: build_graph(add_many_times, {"x": 1}, "f"),
-            "f: expected a graph of at most 400 Tensors to",
+            "f: .*at most 400 Tensors",
         ),
         "shapes that do not fit": (
             lambda: build_graph_from_spec("x + y", "x=[1, 2], y=[1, 2, 3]"),
-            "add: shapes (2,) and (3,)",
+            r"add: .*\(2,\) and \(3,\)",
         ),
     }
 )
@@ -188,9 +188,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "Gradients of x * y" in out.read_text(encoding="utf-8")
     look.main(["--graph", "--out", str(out)])
     assert "neuron" in out.read_text(encoding="utf-8")
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.py: there is no such file"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.py: .*no such file"):
         look.main(["--graph", "nowhere.py:f"])
-    with pytest.raises(ValueError, match="expected a model to inspect, or --graph"):
+    with pytest.raises(ValueError, match=r"model.*--graph"):
         look.main([])
 
 
@@ -228,7 +228,7 @@ def test_a_planar_graph_has_no_crossings() -> None:
 
 
 def test_cyclic_empty_and_deep_graphs() -> None:
-    with pytest.raises(ValueError, match="expected a graph without a cycle"):
+    with pytest.raises(ValueError, match="without a cycle"):
         layout_graph([(1, 1)] * 2, [(0, 1), (1, 0)])
     assert layout_graph([], []).centers == []
     many_layers = [(i, i + 1) for i in range(300)] + [(0, 300)]

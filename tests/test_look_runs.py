@@ -195,7 +195,7 @@ def test_which_arguments_are_run_folders(two: list[Path], tmp_path: Path, monkey
         [],
     ):
         assert not are_runs(words)
-    with pytest.raises(ValueError, match="c: expected a run folder like the others"):
+    with pytest.raises(ValueError, match=r"c: .*run folder"):
         are_runs(["a", "b", "c"])
 
 
@@ -224,7 +224,7 @@ def test_a_served_page_is_rendered_from_the_current_files(two: list[Path]) -> No
 
 def test_invalid_folders(two: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "MAX_RUNS", 1)
-    with pytest.raises(ValueError, match="expected at most 1 run folders, got 2"):
+    with pytest.raises(ValueError, match=r"at most 1 .*got 2"):
         Runs(two)
     monkeypatch.undo()
     (two[0] / "config.json").write_text("[]")

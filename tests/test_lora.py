@@ -178,9 +178,9 @@ def test_generation_does_not_use_dropout_in_training_mode():
 
 
 def test_invalid_arguments():
-    with pytest.raises(ValueError, match="expected the name of a Dense layer, got 'norm'"):
+    with pytest.raises(ValueError, match=r"Dense layer.*'norm'"):
         Adapter(GPT(CONFIG), {"norm": LowRankUpdate(8, 8, TARGETS, 0.0, np.random.default_rng(0))}, LoRAConfig())
-    with pytest.raises(ValueError, match="expected dropout to be from 0 to below 1, got 1"):
+    with pytest.raises(ValueError, match=r"dropout.*got 1"):
         LoRAConfig(dropout=1.0)
     with pytest.raises(ValueError, match="expected targets to be names"):
         LoRAConfig(targets=(3,))

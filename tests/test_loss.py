@@ -72,23 +72,23 @@ def test_ignored_positions_have_no_effect(ignore, rng):
 @pytest.mark.parametrize(
     ("loss", "truth", "predicted", "message"),
     [
-        (CrossEntropy(), labels([0, 1]), np.ones((3, 4)), r"expected labels of shape \(3,\) for logits of shape \(3,"),
-        (CrossEntropy(), labels([[0], [1]]), np.ones((2, 4)), r"expected labels of shape \(2,\)"),
-        (CrossEntropy(), labels(0), np.ones(()), r"expected labels of shape \(\) for logits of shape \(\), got \(\)"),
-        (CrossEntropy(), to_tensor([0, 1]), np.ones((2, 4)), "expected whole numbers .* as labels, got float32"),
-        (CrossEntropy(), to_tensor([True, False]), np.ones((2, 4)), "expected whole numbers .* as labels, got bool"),
-        (CrossEntropy(), labels([0, 4]), np.ones((2, 4)), "labels: expected ids from 0 to 3, got 4"),
-        (CrossEntropy(), labels([0, -1]), np.ones((2, 4)), "labels: expected ids from 0 to 3, got -1"),
-        (CrossEntropy(ignore_index=-1), labels([-1, -2]), np.ones((2, 4)), "labels: expected ids from 0 to 3, got -2"),
-        (CrossEntropy(ignore_index=1), labels([1, 1]), np.ones((2, 4)), r"expected at least one label to count, got"),
-        (CrossEntropy(), labels([]), np.ones((0, 4)), r"expected at least one label to count, got none of shape"),
-        (MeanSquaredError(), to_tensor([1, 2]), np.ones(3), r"expected two equal shapes, got \(2,\) and \(3,\)"),
-        (MeanSquaredError(), to_tensor([1, 2]), np.ones((2, 1)), r"expected two equal shapes, got \(2,\) and \(2, 1\)"),
-        (MeanSquaredError(), to_tensor([]), np.ones(0), r"expected at least one element, got shape \(0,\)"),
+        (CrossEntropy(), labels([0, 1]), np.ones((3, 4)), r"labels.*\(3,\).*logits.*\(3,"),
+        (CrossEntropy(), labels([[0], [1]]), np.ones((2, 4)), r"labels.*\(2,\)"),
+        (CrossEntropy(), labels(0), np.ones(()), r"labels.*got \(\)"),
+        (CrossEntropy(), to_tensor([0, 1]), np.ones((2, 4)), "whole numbers.*labels.*float32"),
+        (CrossEntropy(), to_tensor([True, False]), np.ones((2, 4)), "whole numbers.*labels.*bool"),
+        (CrossEntropy(), labels([0, 4]), np.ones((2, 4)), "labels: .*0 to 3.*got 4"),
+        (CrossEntropy(), labels([0, -1]), np.ones((2, 4)), "labels: .*0 to 3.*got -1"),
+        (CrossEntropy(ignore_index=-1), labels([-1, -2]), np.ones((2, 4)), "labels: .*0 to 3.*got -2"),
+        (CrossEntropy(ignore_index=1), labels([1, 1]), np.ones((2, 4)), "at least one label"),
+        (CrossEntropy(), labels([]), np.ones((0, 4)), "at least one label.*shape"),
+        (MeanSquaredError(), to_tensor([1, 2]), np.ones(3), r"equal shapes.*\(2,\) and \(3,\)"),
+        (MeanSquaredError(), to_tensor([1, 2]), np.ones((2, 1)), r"equal shapes.*\(2,\) and \(2, 1\)"),
+        (MeanSquaredError(), to_tensor([]), np.ones(0), r"at least one element.*\(0,\)"),
     ],
 )
 def test_bad_input(loss, truth, predicted, message):
-    with pytest.raises(ValueError, match=f"{type(loss).__name__}:? ?{message}") as caught:
+    with pytest.raises(ValueError, match=f"{type(loss).__name__}.*{message}") as caught:
         loss(truth, to_tensor(predicted))
     assert "\n" not in str(caught.value)
 
@@ -106,7 +106,7 @@ def test_mean_squared_error_values():
 def test_check_range_reports_the_id():
     check_range("ids", np.array([0, 3]), 4)
     check_range("ids", np.array([], int), 0)
-    with pytest.raises(ValueError, match=r"^ids: .*0 to 3, got 9"):
+    with pytest.raises(ValueError, match=r"^ids: .*0 to 3.*got 9"):
         check_range("ids", np.array([9, 1]), 4)
 
 

@@ -217,7 +217,7 @@ def test_errors_of_the_library_are_named():
         (matrices.matmul, lambda x, half: (x, x.T.copy()), None),
         (matrices.matmul, lambda x, half: (x[:1], x.T), "fewer than two rows"),
         (matrices.matmul, lambda x, half: (x.T, x), "more than a few rows"),
-        (matrices.matmul, lambda x, half: (x, half.T), "one dtype, got float32 and bfloat16"),
+        (matrices.matmul, lambda x, half: (x, half.T), "one dtype"),
         (matrices.matmul, lambda x, half: (x, x.T, None, x @ x.T), "an out or a dtype"),
         (matrices.matmul, lambda x, half: (x[:2], x.T), "small product"),
         (matrices.matmul, lambda x, half: (x[::-1], x.T), "one piece"),
@@ -329,7 +329,7 @@ def test_without_it_one_warning_and_float32(unusable, monkeypatch):
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     model = new_model("bfloat16")
-    with pytest.warns(UserWarning, match=r"precision bfloat16: .* float32 .*pip install 'tricycle-gpt\[bf16\]'"):
+    with pytest.warns(UserWarning, match=r"bfloat16.*float32.*tricycle-gpt\[bf16\]"):
         first = losses(model, 1, 1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -358,7 +358,7 @@ def test_other_systems_are_told(unusable, monkeypatch):
 def test_half_precision_is_for_other_devices(monkeypatch):
     cpu.matrices._warn_float32.cache_clear()
     x = np.ones((2, 2), np.float32)
-    with pytest.warns(UserWarning, match="precision float16: .* float32 .*bfloat16"):
+    with pytest.warns(UserWarning, match=r"precision float16: .* float32 .*bfloat16"):
         assert kernels.matmul_operand(x, "float16") is x
     cpu.matrices._warn_float32.cache_clear()
 

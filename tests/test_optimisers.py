@@ -140,7 +140,7 @@ def test_adafactor_state_is_factored() -> None:
         "rows": (3, 4),
         "columns": (3, 5),
     }
-    with pytest.raises(ValueError, match=r"^Adafactor: .*\(3, 4\), got \(3, 4, 5\)"):
+    with pytest.raises(ValueError, match=r"^Adafactor: .*got \(3, 4, 5\)"):
         optimiser.set_state(parameter, 1, {"rows": parameter.array, "columns": parameter.array})
 
 

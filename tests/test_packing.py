@@ -60,7 +60,7 @@ def test_rows_contain_all_items_and_are_full():
 
 
 def test_invalid_arguments():
-    with pytest.raises(ValueError, match="1 to 7, got 2 to 8"):
+    with pytest.raises(ValueError, match=r"1 to 7.*2 to 8"):
         pack_lengths([8, 2], 7)
     with pytest.raises(ValueError, match="no examples"):
         PackedDataset([], 2, 8)

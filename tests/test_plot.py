@@ -376,31 +376,31 @@ def refused(draw, *args):
 
 test_bad_input = bad_input(
     {
-        "no layer": (refused(plot_attention, {}), "plot_attention: expected at least one layer"),
+        "no layer": (refused(plot_attention, {}), "plot_attention: .*at least one layer"),
         "a batch of texts": (refused(plot_attention, {"one": np.ones((2, 2, 3, 3))}), "plot_attention: expected one"),
         "not finite": (refused(plot_attention, {"one": np.full((2, 3, 3), np.nan)}), "plot_attention: expected one to"),
         "too few tokens": (refused(plot_attention, {"one": causal(1, 3)}, "", "ab"), "plot_attention: expected 3"),
-        "no array": (refused(plot_distributions, {}), "plot_distributions: expected at least one array"),
+        "no array": (refused(plot_distributions, {}), "plot_distributions: .*at least one array"),
         "nothing finite": (
             refused(plot_distributions, {"one": np.full((2, 3), -np.inf)}),
-            "plot_distributions: expected a finite element in one, got shape (2, 3)",
+            r"plot_distributions: .*finite.*\(2, 3\)",
         ),
-        "no line": (refused(plot_curves, {"left": {}}, "x", "y"), "plot_curves: expected at least one line"),
+        "no line": (refused(plot_curves, {"left": {}}, "x", "y"), "plot_curves: .*at least one line"),
         "a point too many": (
             refused(plot_curves, {"left": {"one": (X, np.ones((2, 4)))}}, "x", "y"),
-            "plot_curves: expected x (n_points,) and ys (n_seeds, n_points) of one",
+            r"plot_curves: .*\(n_points,\).*\(n_seeds, n_points\)",
         ),
         "no variant": (
             lambda: write_attention_page("nowhere/page.html", {}, []),
-            "write_attention_page: expected at least one",
+            "write_attention_page: .*at least one",
         ),
         "a variant without layers": (
             lambda: write_attention_page("nowhere/page.html", {"softmax": {}}, []),
-            "write_attention_page: expected at least one layer",
+            "write_attention_page: .*at least one layer",
         ),
         "another number of tokens": (
             lambda: write_attention_page("nowhere/page.html", {"softmax": {"one": causal(2, 3)}}, list("abcd")),
-            "write_attention_page: expected one to be of shape (heads, 4, 4), got (2, 3, 3)",
+            r"write_attention_page: .*\(heads, 4, 4\).*\(2, 3, 3\)",
         ),
     }
 )

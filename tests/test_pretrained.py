@@ -156,7 +156,7 @@ def test_16_bits_stay_so_where_asked(dtype: str, config: ModelConfig, tmp_path: 
 
 
 def test_what_dtypes_there_are(folder: Path) -> None:
-    with pytest.raises(ValueError, match="weights to be one of float32, stored, int8, bfloat16, float16, got 'int4'"):
+    with pytest.raises(ValueError, match=r"weights.*bfloat16.*'int4'"):
         load(folder, weights="int4")
 
 
@@ -219,7 +219,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("num_hidden_layers", 10**12, "expected num_hidden_layers to be at most 20"),
     ("num_hidden_layers", 3, "missing model.layers.2.input_layernorm.weight, .* and 5 more"),
     ("num_hidden_layers", 1, "unexpected model.layers.1.* and 5 more"),
-    ("hidden_size", 10**9, "the config asks for at least"),
+    ("hidden_size", 10**9, "config asks for"),
     ("intermediate_size", 39, r"model.layers.0.mlp.up_proj.weight: expected shape \(39, 24\), got \(40, 24\)"),
     ("num_attention_heads", 5, "n_key_heads"),
     ("num_key_value_heads", 4, r"model.layers.0.self_attn.k_proj.weight: expected shape \(24, 24\), got \(12, 24\)"),
@@ -247,8 +247,8 @@ def test_fields_that_are_refused(name: str, value: Any, message: str, folder: Pa
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("n_positions", 10**11, "the config asks for at least"),
-        ("n_layer", 10**11, "expected n_layer to be at most"),
+        ("n_positions", 10**11, "config asks for"),
+        ("n_layer", 10**11, "n_layer to be at most"),
         ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx"),
         ("add_cross_attention", True, "add_cross_attention"),
     ],
@@ -440,7 +440,7 @@ def test_no_such_place(tmp_path: Path) -> None:
 
 def test_a_name_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModuleNotFoundError, match=r'no such folder or file.* pip install "tricycle-gpt\[pretrained\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r"no such folder or file.*tricycle-gpt\[pretrained\]"):
         load("owner/some-model")
 
 

@@ -114,14 +114,14 @@ def test_and_back(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"position_embedding_type": "relative_key"}, "expected position_embedding_type to be 'absolute'"),
-        ({"is_decoder": True}, "expected is_decoder to be False"),
-        ({"hidden_act": "mish"}, "expected hidden_act to be one of"),
-        ({"num_attention_heads": 5}, "expected n_heads to be a divisor of embedding_dim 24, got 5"),
-        ({"type_vocab_size": 10**12}, "the config asks for at least 24,000,0"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type.*'absolute'"),
+        ({"is_decoder": True}, "is_decoder.*False"),
+        ({"hidden_act": "mish"}, "hidden_act.*one of"),
+        ({"num_attention_heads": 5}, "n_heads.*embedding_dim 24.*got 5"),
+        ({"type_vocab_size": 10**12}, "asks for at least 24,000,0"),
         ({"model_type": "roberta", "max_position_embeddings": 10**12, "pad_token_id": 10**12 - 9}, "asks for at least"),
-        ({"model_type": "roberta", "pad_token_id": 19}, "expected context_window to be at least 1, got 0"),
-        ({"model_type": "roberta", "pad_token_id": -5}, "expected position_offset to be 0 or more, got -4"),
+        ({"model_type": "roberta", "pad_token_id": 19}, "context_window.*got 0"),
+        ({"model_type": "roberta", "pad_token_id": -5}, "position_offset.*got -4"),
         ({"intermediate_size": 48}, r"encoder\.layer\.0\.intermediate\.dense\.weight: expected shape"),
     ],
 )

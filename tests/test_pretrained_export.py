@@ -217,7 +217,7 @@ def test_settings_and_unknown_ids(tokeniser: BPETokeniser, tmp_path: Path) -> No
     assert theirs.suppress_tokens == list(range(tokeniser.n_vocab, 320))
     smaller = BPETokeniser(311).train(TEXT, progress=False)
     smaller_model = GPT(replace(model.config, vocab_size=smaller.n_vocab - 1))
-    with pytest.raises(ValueError, match=r"export: expected a .* of at most"):
+    with pytest.raises(ValueError, match=r"export: .*of at most"):
         export_folder(smaller_model, smaller, tmp_path / "other")
 
 
@@ -248,14 +248,14 @@ REFUSED: dict[str, tuple[ModelConfig, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_field_in_the_way_is_named(name: str, tmp_path: Path) -> None:
     config, field = REFUSED[name]
-    with pytest.raises(ValueError, match="no family of transformers computes what this model does") as caught:
+    with pytest.raises(ValueError, match="no family of transformers") as caught:
         export_folder(GPT(config), None, tmp_path / "model")
     assert field in str(caught.value) and "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_only_models() -> None:
-    with pytest.raises(ValueError, match="export: expected a GPT or a TextEncoder, got dict"):
+    with pytest.raises(ValueError, match=r"export: .*GPT.*TextEncoder.*dict"):
         export_folder({}, None, "model")
 
 
@@ -304,7 +304,7 @@ def test_encoders(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
 )
 def test_what_no_encoder_there_does(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
     model = TextEncoder(replace(SMALL_ENCODER, **fields))
-    with pytest.raises(ValueError, match=f"no family of transformers computes what this model does.*{said}"):
+    with pytest.raises(ValueError, match=f"no family of transformers.*{said}"):
         export_folder(model, None, tmp_path / "model")
 
 
@@ -331,19 +331,19 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     export_folder(model, None, tmp_path / "empty")
     before = (tmp_path / "empty" / "model.safetensors").read_bytes()
-    with pytest.raises(FileExistsError, match="a folder that is new or empty"):
+    with pytest.raises(FileExistsError, match=r"folder.*new or empty"):
         export_folder(model, None, tmp_path / "empty")
     assert (tmp_path / "empty" / "model.safetensors").read_bytes() == before
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(FileExistsError, match="a folder that is new or empty"):
+    with pytest.raises(FileExistsError, match=r"folder.*new or empty"):
         export_folder(model, None, tmp_path / "file")
 
 
 def test_a_broken_model_leaves_nothing(tmp_path: Path) -> None:
     model = lively(EXPRESSED["Llama"][1])
     model.norm.gain.array[3] = np.nan
-    with pytest.raises(ValueError, match=r"export: expected finite weights, norm.gain has NaN"):
+    with pytest.raises(ValueError, match=r"finite weights.*norm\.gain.*NaN"):
         export_folder(model, None, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="dtype to be one of float32, float16, bfloat16, got 'int8'"):
+    with pytest.raises(ValueError, match=r"dtype.*bfloat16.*'int8'"):
         export_folder(model, None, tmp_path / "model", dtype="int8")

@@ -104,7 +104,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
     content[8 + n_bytes + start : 12 + n_bytes + start] = np.float32(np.inf).tobytes()
     path.write_bytes(content)
     with pytest.raises(
-        ValueError, match=r"folder: model.layers.1.mlp.up_proj.weight or .*gate_proj.weight: .*int8.*expected finite"
+        ValueError, match=r"folder: model\.layers\.1\.mlp\.up_proj\.weight.*gate_proj\.weight.*int8.*finite"
     ):
         load(tmp_path / "folder", weights="int8")
 
@@ -116,10 +116,10 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[entry.start : entry.start + 2] = np.float16(np.inf).tobytes()
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"model.gguf: expected finite scales of tensor 'blk.0.ffn_up.weight', got"):
+    with pytest.raises(ValueError, match=r"model\.gguf: .*finite scales.*'blk\.0\.ffn_up\.weight'"):
         load(path, weights="int8")
 
 
 def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected weights to be one of float32, stored, int8, .*, got 'int2'"):
+    with pytest.raises(ValueError, match=r"weights.*float32, stored, int8.*'int2'"):
         load(tmp_path, weights="int2")

@@ -388,25 +388,25 @@ test_bad_input = bad_input(
     {
         "a pattern without a match": (
             lambda: Probe(LAYER, "steps.0", "blocks.*"),
-            "Probe: no layer matches 'blocks.*';",
+            r"Probe: .*'blocks\.\*'",
         ),
-        "no default layers": (lambda: Probe(Dense(2, 2)), "Probe: expected patterns; the model has no attention"),
+        "no default layers": (lambda: Probe(Dense(2, 2)), "Probe: .*patterns.*no attention"),
         "kurtosis of an empty array": (
             lambda: excess_kurtosis(np.ones((0, 3))),
-            "excess_kurtosis: expected at least one",
+            "excess_kurtosis: .*at least one",
         ),
-        "a number": (lambda: entropy(np.array(1.0)), "entropy: expected weights (..., keys) with at least one key,"),
+        "a number": (lambda: entropy(np.array(1.0)), "entropy: .*at least one key"),
         "no key": (
             lambda: unassigned_weight(np.ones((3, 0))),
-            "unassigned_weight: expected weights (..., keys) with at least one key,",
+            "unassigned_weight: .*at least one key",
         ),
         "the 0 largest": (
             lambda: top_k_weight(np.ones(3), 0),
-            "top_k_weight: expected k to be a whole number above 0,",
+            "top_k_weight: .* k .*above 0",
         ),
-        "not causal": (lambda: spikiness(np.full((2, 2), 0.5)), "spikiness: expected causal weights;"),
-        "more queries than keys": (lambda: spikiness(np.full((4, 2), 0.5)), "spikiness: expected causal weights;"),
-        "no byte": (lambda: perplexity(GPT(TINY), [1, 2, 3], 0), "perplexity: expected n_bytes to be a whole number"),
-        "one token": (lambda: perplexity(GPT(TINY), [1], 5), "evaluate: expected at least 2 tokens, got 1"),
+        "not causal": (lambda: spikiness(np.full((2, 2), 0.5)), "spikiness: .*causal"),
+        "more queries than keys": (lambda: spikiness(np.full((4, 2), 0.5)), "spikiness: .*causal"),
+        "no byte": (lambda: perplexity(GPT(TINY), [1, 2, 3], 0), "perplexity: .*n_bytes.*whole number"),
+        "one token": (lambda: perplexity(GPT(TINY), [1], 5), "evaluate: .*at least 2 tokens.*got 1"),
     }
 )

@@ -79,15 +79,14 @@ def test_constant_rate() -> None:
 @pytest.mark.parametrize(
     "args, message",
     [
-        ((0.1, 0.2, 1, 10), "WarmupCosine: expected 0 <= min_rate <= max_rate, got 0.2 and 0.1"),
-        ((0.1, -0.1, 1, 10), "WarmupCosine: expected 0 <= min_rate <= max_rate, got -0.1 and 0.1"),
-        ((math.inf, 0.0, 1, 10), "WarmupCosine: expected 0 <= min_rate <= max_rate, got 0.0 and inf"),
-        ((math.nan, 0.0, 1, 10), "WarmupCosine: expected 0 <= min_rate <= max_rate, got 0.0 and nan"),
-        ((0.1, 0.0, 11, 10), "WarmupCosine: expected 0 <= warmup_steps <= total_steps, got 11 and 10"),
-        ((0.1, 0.0, -1, 10), "WarmupCosine: expected 0 <= warmup_steps <= total_steps, got -1 and 10"),
+        ((0.1, 0.2, 1, 10), "min_rate <= max_rate.*got 0.2 and 0.1"),
+        ((0.1, -0.1, 1, 10), "min_rate <= max_rate.*got -0.1 and 0.1"),
+        ((math.inf, 0.0, 1, 10), "min_rate <= max_rate.*got 0.0 and inf"),
+        ((math.nan, 0.0, 1, 10), "min_rate <= max_rate.*got 0.0 and nan"),
+        ((0.1, 0.0, 11, 10), "warmup_steps <= total_steps.*got 11 and 10"),
+        ((0.1, 0.0, -1, 10), "warmup_steps <= total_steps.*got -1 and 10"),
     ],
 )
 def test_bad_input(args: tuple, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"^WarmupCosine: .*{message}"):
         WarmupCosine(*args)
-    assert str(caught.value) == message

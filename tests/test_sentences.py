@@ -109,15 +109,15 @@ def test_long_texts_are_cut_and_capital_letters_lowered(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda f: write_pooling(f, flags(max_tokens=True)), r"to be one of mean, cls, got"),
+        (lambda f: write_pooling(f, flags(max_tokens=True)), "one of mean, cls"),
         (lambda f: write_pooling(f, flags(mean_tokens=True, cls_token=True)), r"got \['mean', 'cls'\]"),
         (lambda f: write_pooling(f, {"pooling_mode": ["mean"]}), r"got \[\['mean'\]\]"),
         (lambda f: write_pooling(f, {}), r"got \[\]"),
         (lambda f: write_pooling(f, {}, [*MODULES, "Dense"]), r"Normalize, got .*Dense in '3_Dense'"),
         (lambda f: (f / "modules.json").write_text("{"), r"modules\.json: expected JSON"),
-        (lambda f: (f / "modules.json").write_text("{}"), r"modules\.json: expected a list of objects"),
+        (lambda f: (f / "modules.json").write_text("{}"), r"modules\.json: .*list of objects"),
         (lambda f: (f / "modules.json").write_text('[{"path": "../x"}]'), r"folder beside it.*, got '\.\./x'"),
-        (lambda f: (f / "sentence_bert_config.json").write_text('{"max_seq_length": 2}'), "to be above 2, got"),
+        (lambda f: (f / "sentence_bert_config.json").write_text('{"max_seq_length": 2}'), "above 2"),
         (
             lambda f: (f / "config_sentence_transformers.json").write_text('{"default_prompt_name": "query"}'),
             "expected default_prompt_name to be null",
@@ -138,12 +138,12 @@ def test_wrong_calls(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"batch_size.*got 0"):
         model.encode(["a"], 0)
     other = TextEncoder(EncoderConfig(vocab_size=20, context_window=2, embedding_dim=8, n_heads=2, n_layers=1))
-    with pytest.raises(ValueError, match="to be above 2, got 2"):
+    with pytest.raises(ValueError, match=r"above 2.*got 2"):
         SentenceEncoder(other, model.tokeniser)
 
 
 def test_a_decoder_is_no_encoder(folder: Path, tmp_path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=30, n_embd=8, n_layer=1, n_head=2, n_positions=8)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt")
-    with pytest.raises(ValueError, match="expected an encoder, got a GPT"):
+    with pytest.raises(ValueError, match=r"encoder.*GPT"):
         load_sentence_encoder(tmp_path / "gpt")

@@ -91,7 +91,7 @@ def test_models(client):
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == ("tiny", "model", "tricycle")
     assert client.models.retrieve("tiny") == model
-    with pytest.raises(openai.NotFoundError, match="the model 'gpt-5' does not exist, this server has 'tiny'"):
+    with pytest.raises(openai.NotFoundError, match=r"'gpt-5' does not exist.*'tiny'"):
         client.models.retrieve("gpt-5")
 
 
@@ -349,7 +349,7 @@ def test_errors_in_the_openai_client(client):
         tool = {"type": "function", "function": {"name": "f"}}
         client.chat.completions.create(model="tiny", messages=HELLO, tools=[tool])
     assert error.value.param == "tools"
-    with pytest.raises(openai.BadRequestError, match="expected a prompt of at most 4095, got 5001") as error:
+    with pytest.raises(openai.BadRequestError, match=r"prompt.*at most 4095.*got 5001") as error:
         client.completions.create(model="tiny", prompt=[3] * 5001)
     assert error.value.code == "context_length_exceeded"
     for fields in ({"prompt": "x" * 3_000_000}, {"prompt": ["x", "x" * 3_000_000]}):
@@ -431,7 +431,7 @@ def test_invalid_chat_requests(server, body, message):
         ({"prompt": ["x"] * 40, "n": 2}, "at most 64 texts"),
         ({"prompt": "x", "suffix": "y"}, "suffix is not supported"),
         ({"prompt": "x", "best_of": 3}, "best_of is not supported"),
-        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo with logprobs is not supported"),
+        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo with logprobs"),
     ],
 )
 def test_invalid_completion_requests(server, fields, message):
@@ -558,7 +558,7 @@ def test_api_key_is_required_for_public_addresses(monkeypatch):
         assert is_loopback(host) and api_key(Arguments(host=host)) is None
     for host in ("0.0.0.0", "::", "192.168.0.1", "example.org"):
         assert not is_loopback(host)
-        with pytest.raises(ValueError, match="expected a key for an address that other machines can reach"):
+        with pytest.raises(ValueError, match=r"key.*address"):
             api_key(Arguments(host=host))
         assert api_key(Arguments(host=host, api_key="a")) == "a"
     monkeypatch.setenv("TRICYCLE_API_KEY", "b")
@@ -925,7 +925,7 @@ def test_embeddings_equal_the_encoder(encoder):
         single = client.embeddings.create(model=name, input=texts[3], dimensions=expected.shape[1])
         np.testing.assert_allclose(single.data[0].embedding, expected[3], atol=1e-6)
         long = "fox " * 500
-        with pytest.raises(openai.BadRequestError, match=r"of at most \d+ tokens, got \d+ in input\[1\]"):
+        with pytest.raises(openai.BadRequestError, match=r"at most \d+ tokens.*input\[1\]"):
             client.embeddings.create(model=name, input=["x", long])
         truncated = client.embeddings.create(model=name, input=long, extra_body={"truncate": True})
         np.testing.assert_allclose(
@@ -991,11 +991,11 @@ def test_command_line_errors(folder, tmp_path):
         port = str(taken.getsockname()[1])
         cases = [
             ([str(folder), "--port", port], f"--host 127.0.0.1 --port {port}: Address already in use"),
-            ([str(folder), "--host", "0.0.0.0"], "expected a key for an address that other machines can reach"),
+            ([str(folder), "--host", "0.0.0.0"], "--api-key"),
             ([str(folder), "--host", "no.such.host.invalid", "--api-key", "x"], "--host no.such.host.invalid: "),
-            ([str(folder), "--port", "70000"], "expected --port to be from 0 to 65535"),
-            ([str(tmp_path / "gone.gguf"), "--port", "0"], "gone.gguf: expected a model, there is no such file"),
-            ([str(folder), "--max-batch-size", "0"], "expected --max-batch-size to be 1 or more"),
+            ([str(folder), "--port", "70000"], "--port to be from 0 to 65535"),
+            ([str(tmp_path / "gone.gguf"), "--port", "0"], "gone.gguf: expected a model"),
+            ([str(folder), "--max-batch-size", "0"], "--max-batch-size"),
         ]
         processes = [(start_serve(*args), message) for args, message in cases]
         for process, message in processes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,30 +58,30 @@ def test_specs(word: str, field: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "expected --over FIELD="),
         (["n_layers"], "expected --over FIELD="),
         (["n_layers="], "expected --over FIELD="),
-        (["n_layer=2,3"], "expected a field of the config, got 'n_layer' (did you mean n_layers?)"),
-        (["zzz=1"], "expected a field of the config, got 'zzz'"),
+        (["n_layer=2,3"], "'n_layer' .*did you mean n_layers"),
+        (["zzz=1"], "field of the config.*'zzz'"),
         (["n_layers=2,3", "n-layers=4"], "got n_layers twice"),
         (["n_layers=2,2"], "got a value twice"),
-        (["n_layers=2,3.5"], "expected integers, got '3.5'"),
-        (["dropout=low,high"], "expected numbers, got 'low'"),
-        (["tied=1,0"], "expected true or false, got '1'"),
+        (["n_layers=2,3.5"], "integers.*'3.5'"),
+        (["dropout=low,high"], "numbers.*'low'"),
+        (["tied=1,0"], "true or false.*'1'"),
         (["activation=gelu..relu"], "expected choices such as A,B"),
-        (["dropout=0.2..0.1"], "expected a range from low to high"),
-        (["dropout=0..0.1:log"], "expected a range from low to high, both above 0"),
-        (["dropout=0..inf"], "expected a range from low to high"),
-        (["dropout=0..0.1:few"], "expected :log or a number of values"),
-        (["dropout=0..0.1:1"], "expected :log or a number of values"),
+        (["dropout=0.2..0.1"], "range from low to high"),
+        (["dropout=0..0.1:log"], "range.*both above 0"),
+        (["dropout=0..inf"], "range from low to high"),
+        (["dropout=0..0.1:few"], ":log or a number"),
+        (["dropout=0..0.1:1"], ":log or a number"),
     ],
 )
-def test_bad_specs_are_one_line(words: list[str], said: str) -> None:
+def test_bad_specs_are_one_line(words: list[str], message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse_search_space(words)
-    assert said in str(error.value)
+    assert re.search(message, str(error.value))
     assert "\n" not in str(error.value)
 
 
@@ -271,19 +272,19 @@ def test_two_sweeps_in_one_folder(tmp_path: Path, trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["--trials", "0"], "expected --trials of 1 or more, got 0"),
-        (["--sampler-seed", "-1"], "expected --sampler-seed of 0 or more"),
-        (["--find-learning-rate"], "expected flags of training runs, got --find-learning-rate"),
-        (["--dropout", "0.1"], "expected dropout in --over or as a flag, got both"),
-        (["--sampler", "grid"], "--sampler grid: expected values for dropout"),
+        (["--trials", "0"], "--trials.*got 0"),
+        (["--sampler-seed", "-1"], "--sampler-seed.*0 or more"),
+        (["--find-learning-rate"], "flags.*--find-learning-rate"),
+        (["--dropout", "0.1"], "dropout.*--over.*both"),
+        (["--sampler", "grid"], "--sampler grid: .*dropout"),
     ],
 )
-def test_what_is_refused(words: list[str], said: str, tmp_path: Path, trainer: Trainer) -> None:
+def test_what_is_refused(words: list[str], message: str, tmp_path: Path, trainer: Trainer) -> None:
     with pytest.raises(ValueError) as error:
         sweep(tmp_path / "a", *words)
-    assert said in str(error.value)
+    assert re.search(message, str(error.value))
     assert not (tmp_path / "a").exists()
 
 

@@ -220,12 +220,12 @@ def test_gradients_of_pooling(kind: str) -> None:
 
 # -------------------------------------------------------------------- what is refused
 TOKENS = np.zeros((2, 5), int)
-IN_SHORT = "TextEncoder(context_window=20): expected shape (batch, tokens) with 1 to 20 tokens"
+SHAPE_ERROR = r"TextEncoder\(context_window=20\): .*1 to 20 tokens"
 test_bad_input_is_refused = bad_input(
     {
-        "too long": (lambda: TextEncoder(SMALL)(np.zeros((1, 21), int)), f"{IN_SHORT}, got (1, 21)"),
-        "no token": (lambda: TextEncoder(SMALL)(np.zeros((1, 0), int)), f"{IN_SHORT}, got (1, 0)"),
-        "one text by itself": (lambda: TextEncoder(SMALL)(np.zeros(5, int)), f"{IN_SHORT}, got (5,)"),
+        "too long": (lambda: TextEncoder(SMALL)(np.zeros((1, 21), int)), rf"{SHAPE_ERROR}.*got \(1, 21\)"),
+        "no token": (lambda: TextEncoder(SMALL)(np.zeros((1, 0), int)), rf"{SHAPE_ERROR}.*got \(1, 0\)"),
+        "one text by itself": (lambda: TextEncoder(SMALL)(np.zeros(5, int)), rf"{SHAPE_ERROR}.*got \(5,\)"),
         "a mask of numbers": (lambda: TextEncoder(SMALL)(TOKENS, np.ones((2, 5))), "TextEncoder: expected a mask of"),
         "a short mask": (lambda: TextEncoder(SMALL)(TOKENS, np.ones((2, 4), bool)), "TextEncoder: expected a mask of"),
         "short types": (
@@ -234,12 +234,12 @@ test_bad_input_is_refused = bad_input(
         ),
         "types where there are none": (
             lambda: TextEncoder(replace(SMALL, token_types=0))(TOKENS, token_type_ids=TOKENS),
-            "TextEncoder(token_types=0): expected no token_type_ids, got some",
+            r"TextEncoder\(token_types=0\): .*token_type_ids",
         ),
-        "a window": (lambda: replace(SMALL, window=3), "EncoderConfig: expected window to be 0 in an encoder, got 3"),
-        "a head": (lambda: replace(SMALL, tied=False), "EncoderConfig: expected tied to be True in an encoder, got"),
-        "types below 0": (lambda: replace(SMALL, token_types=-1), "EncoderConfig: expected token_types to be 0 or"),
-        "pooling": (lambda: SentencePooling("last"), "SentencePooling: expected mode to be one of mean, first, got"),
+        "a window": (lambda: replace(SMALL, window=3), "EncoderConfig: .*window.*got 3"),
+        "a head": (lambda: replace(SMALL, tied=False), "EncoderConfig: .*tied.*True"),
+        "types below 0": (lambda: replace(SMALL, token_types=-1), "EncoderConfig: .*token_types"),
+        "pooling": (lambda: SentencePooling("last"), "SentencePooling: .*mode.*mean, first"),
     }
 )
 

@@ -319,7 +319,7 @@ def test_several_special_tokens():
 
 @pytest.mark.parametrize("ids", [[290], [-1], [0, 10**6], np.array([65535], np.uint16), [2**40]])
 def test_ids_outside_the_vocabulary_are_rejected(trained, ids):
-    with pytest.raises(ValueError, match=rf"0 to 289, got \[{np.max(np.abs(ids))}|got \[-1\]"):
+    with pytest.raises(ValueError, match=rf"0 to 289.*\[({np.max(np.abs(ids))}|-1\])"):
         trained.decode(ids)
 
 

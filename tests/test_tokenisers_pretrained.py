@@ -332,24 +332,24 @@ def test_bert_gguf_ids_match_tokenizer_json():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "t5"}, "expected tokenizer.ggml.model gpt2, llama or bert, got 't5'"),
-        ({"model": None}, "expected tokenizer.ggml.model to be of type str, got None"),
-        ({"pre": "unheard-of"}, "expected tokenizer.ggml.pre to be one of gpt-2, .* got 'unheard-of'"),
-        ({"tokens": []}, r"expected tokenizer.ggml.tokens to be texts, got \[\]"),
-        ({"tokens": ["a", 3]}, "expected tokenizer.ggml.tokens to be texts, got 3"),
-        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "expected tokenizer.ggml.eos_token_id to be at most 1, got 2"),
-        ({"token_type": [1]}, r"expected \d+ of tokenizer.ggml.token_type, got 1"),
-        ({"merges": ["ab"]}, "expected two tokens with a space between them in merges, got 'ab'"),
-        ({"merges": ["q☃ x"]}, "expected a tokenizer.json: .*out of vocabulary"),
-        ({"bos_token_id": 10**6}, r"expected tokenizer.ggml.bos_token_id to be at most \d+, got 1000000"),
-        ({"bos_token_id": "1"}, "expected tokenizer.ggml.bos_token_id to be of type int, got '1'"),
-        ({"add_bos_token": 3}, "expected tokenizer.ggml.add_bos_token to be of type bool, got 3"),
-        ({"model": "llama"}, r"expected \d+ of tokenizer.ggml.scores, got 0"),
+        ({"model": "t5"}, "ggml.model.*gpt2, llama.*'t5'"),
+        ({"model": None}, "ggml.model.*str.*None"),
+        ({"pre": "unheard-of"}, "ggml.pre.*gpt-2, .*'unheard-of'"),
+        ({"tokens": []}, r"ggml.tokens.*got \[\]"),
+        ({"tokens": ["a", 3]}, "ggml.tokens.*got 3"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "ggml.eos_token_id.*at most 1.*got 2"),
+        ({"token_type": [1]}, "ggml.token_type.*got 1"),
+        ({"merges": ["ab"]}, "merges.*'ab'"),
+        ({"merges": ["q☃ x"]}, "tokenizer.json: .*out of vocabulary"),
+        ({"bos_token_id": 10**6}, "ggml.bos_token_id.*at most.*got 1000000"),
+        ({"bos_token_id": "1"}, "ggml.bos_token_id.*int.*'1'"),
+        ({"add_bos_token": 3}, "ggml.add_bos_token.*bool.*got 3"),
+        ({"model": "llama"}, "ggml.scores.*got 0"),
     ],
 )
 def test_bad_gguf_metadata_is_rejected(change, message):
     metadata = metadata_of(kind("gpt2"), "gpt2", **{"pre": "gpt-2", **change})
-    with pytest.raises(ValueError, match=f"^GGUF: {message}") as caught:
+    with pytest.raises(ValueError, match=f"^GGUF: .*{message}") as caught:
         tokeniser_from_gguf(metadata)
     assert "\n" not in str(caught.value)
 
@@ -621,17 +621,17 @@ def test_expanding_normalizers_are_rejected(part, step):
     ("name", "content", "message"),
     [
         ("tokenizer.json", "{", "tokenizer.json: expected JSON: "),
-        ("tokenizer.json", "[]", "tokenizer.json: expected a JSON object, got a list"),
+        ("tokenizer.json", "[]", "tokenizer.json: .*JSON object.*list"),
         ("tokenizer.json", "{}", "tokenizer.json: expected a tokenizer.json: "),
         (
             "tokenizer.json",
             '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}',
             "expected a tokenizer.json: ",
         ),
-        ("tokenizer.json", "[" * 10**5, "tokenizer.json: expected JSON, got .* too deeply"),
-        ("tokenizer.json", b"\xff\xfe", "tokenizer.json: expected JSON: 'utf-8' codec can't decode"),
+        ("tokenizer.json", "[" * 10**5, "tokenizer.json: .*JSON.*too deeply"),
+        ("tokenizer.json", b"\xff\xfe", "tokenizer.json: .*JSON.*'utf-8' codec"),
         ("tokenizer_config.json", "{", "tokenizer_config.json: expected JSON: "),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 1}}', "expected added_tokens_decoder to have texts"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 1}}', "added_tokens_decoder.*texts"),
     ],
 )
 def test_damaged_files_are_rejected(name, content, message, tmp_path):

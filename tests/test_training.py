@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,16 +163,16 @@ def test_resuming_with_other_tokens_raises(whole):
 
 
 @pytest.mark.parametrize(
-    ("progress", "said"),
+    ("progress", "message"),
     [
-        ({"step": "3"}, "expected step in the checkpoint to be a number, got '3'"),
-        ({"step": None}, "expected step in the checkpoint to be a number, got None"),
-        ({"seconds": []}, "expected seconds in the checkpoint to be a number"),
-        ({"best_loss": {}}, "expected best_loss in the checkpoint to be a number"),
-        ({"total_steps": 1.5}, "expected total_steps in the checkpoint to be a number, got 1.5"),
+        ({"step": "3"}, "step in the checkpoint.*got '3'"),
+        ({"step": None}, "step in the checkpoint.*got None"),
+        ({"seconds": []}, "seconds in the checkpoint.*number"),
+        ({"best_loss": {}}, "best_loss in the checkpoint.*number"),
+        ({"total_steps": 1.5}, "total_steps in the checkpoint.*got 1.5"),
     ],
 )
-def test_bad_progress_is_rejected(tmp_path, progress, said):
+def test_bad_progress_is_rejected(tmp_path, progress, message):
     state = new_state(CONFIG, TOKENS)
     good = {name: getattr(state, name) for name in state.PROGRESS}
     save_checkpoint(
@@ -180,7 +181,7 @@ def test_bad_progress_is_rejected(tmp_path, progress, said):
     with pytest.raises(ValueError) as caught:
         resume_state(tmp_path / "c", TOKENS)
     assert str(caught.value).startswith(f"{tmp_path / 'c'}: ")
-    assert said in str(caught.value)
+    assert re.search(message, str(caught.value))
 
 
 def test_loading_progress_sets_only_progress(tmp_path):
@@ -551,8 +552,8 @@ def overflow(state):
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (poison_weight, r"the loss is nan; the first non-finite tensor is the parameter blocks\.0\.mlp\.up\.weights"),
-        (overflow, r"the first non-finite tensor is the result of dense with blocks\.0\.mlp\.up\.weights"),
+        (poison_weight, r"loss is nan.*parameter blocks\.0\.mlp\.up\.weights"),
+        (overflow, r"result of dense with blocks\.0\.mlp\.up\.weights"),
     ],
 )
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
