@@ -301,63 +301,59 @@ def other_batch() -> None:
 
 
 BAD = {
-    "three axes": (lambda: Attention()(*(np.ones((1, 4, 6)) for _ in range(3))), "Attention: expected query (B, T, H,"),
+    "three axes": (lambda: Attention()(*(np.ones((1, 4, 6)) for _ in range(3))), "Attention: .*query"),
     "heads that do not divide": (
         lambda: Attention()(*(np.ones((1, 4, n, 6)) for n in (3, 2, 2))),
-        "Attention: expected query (B, T, H, D), key (B, S, K, D) and value (B, S, K, E), H a multiple of K, "
-        "got shapes (1, 4, 3, 6), (1, 4, 2, 6) and (1, 4, 2, 6)",
+        r"Attention: .*query.*multiple.*\(1, 4, 2, 6\)",
     ),
-    "a window of nothing": (lambda: Attention(window=0), "Attention: expected a window of 1 or more, with"),
-    "a window without an order": (lambda: Attention(causal=False, window=3), "Attention: expected a window of 1 or"),
-    "a cap of 0": (lambda: Attention(softcap=0.0), "Attention: expected a softcap above 0, got 0.0"),
-    "rotary shape": (lambda: Rotary()(np.ones((4, 12))), "Rotary: expected shape (batch, tokens, heads, head size),"),
-    "token shift of another width": (lambda: TokenShift(4)(np.ones((1, 2, 3))), "TokenShift: expected the last axis"),
-    "key shift of another width": (lambda: KeyShift(2, 2)(np.ones((1, 2, 3))), "KeyShift: expected the last axis to"),
+    "a window of nothing": (lambda: Attention(window=0), "Attention: .*window of 1"),
+    "a window without an order": (lambda: Attention(causal=False, window=3), "Attention: .*window.*causal"),
+    "a cap of 0": (lambda: Attention(softcap=0.0), "Attention: .*softcap.*got 0.0"),
+    "rotary shape": (lambda: Rotary()(np.ones((4, 12))), r"Rotary: .*shape.*\(4, 12\)"),
+    "token shift of another width": (lambda: TokenShift(4)(np.ones((1, 2, 3))), "TokenShift: .*last axis"),
+    "key shift of another width": (lambda: KeyShift(2, 2)(np.ones((1, 2, 3))), "KeyShift: .*last axis"),
     "rotary of odd heads": (
         lambda: Rotary()(np.ones((1, 4, 1, 3))),
-        "Rotary: expected an even number of rotated channels, got",
+        "Rotary: .*even.*channels",
     ),
     "a mask of numbers": (
         lambda: SelfAttention(2)(np.ones((1, 4, 6)), mask=np.ones((1, 4))),
-        "Attention: expected a mask of booleans of shape (1, 4) or (1, 4, 4) or (1, 2, 4, 4), got float64 of (1, 4)",
+        r"Attention: .*mask.*\(1, 2, 4, 4\).*float64",
     ),
     "a mask for other keys": (
         lambda: CrossAttention(1)(*(np.ones((2, n, 3)) for n in (4, 5, 5)), mask=np.ones((2, 4), bool)),
-        "Attention: expected a mask of booleans of shape (2, 5) or (2, 4, 5) or (2, 1, 4, 5), got bool of (2, 4)",
+        r"Attention: .*mask.*\(2, 1, 4, 5\).*bool of \(2, 4\)",
     ),
     "a mask of one axis": (
         lambda: SelfAttention(2)(np.ones((1, 4, 6)), mask=np.ones(4, bool)),
-        "Attention: expected a mask of booleans of shape (1, 4) or (1, 4, 4) or (1, 2, 4, 4), got bool of (4,)",
+        r"Attention: .*mask.*\(1, 2, 4, 4\).*bool of \(4,\)",
     ),
     "keys and values of other lengths": (
         lambda: CrossAttention(1)(*(np.ones((2, n, 3)) for n in (4, 5, 6))),
-        "Attention: expected query (B, T, H, D), key (B, S, K, D) and value (B, S, K, E), H a multiple of K, "
-        "got shapes (2, 4, 1, 3), (2, 5, 1, 3) and (2, 6, 1, 3)",
+        r"Attention: .*query.*\(2, 6, 1, 3\)",
     ),
-    "a length beyond the keys": (lambda: length_mask([3, 7], 5), "length_mask: expected lengths from 0 to 5, got 3 to"),
-    "a length below 0": (lambda: length_mask([-1], 5), "length_mask: expected lengths from 0 to 5, got -1 to -1"),
-    "lengths that are no whole numbers": (lambda: length_mask([1.0], 5), "length_mask: expected lengths as whole"),
+    "a length beyond the keys": (lambda: length_mask([3, 7], 5), "length_mask: .*0 to 5.*got 3 to 7"),
+    "a length below 0": (lambda: length_mask([-1], 5), "length_mask: .*0 to 5.*got -1"),
+    "lengths that are no whole numbers": (lambda: length_mask([1.0], 5), "length_mask: .*lengths.*whole"),
     "blocks without scales": (
         lambda: SelfAttention(2, softmax="blocks")(np.ones((1, 4, 6))),
-        f"{BlockSoftmax()}: expected no more keys than length and scales (2, 4) or longer, got 4 keys and scales None",
+        r"BlockSoftmax.*scales \(2, 4\).*got 4 keys.*None",
     ),
     "blocks with scales for too few": (
         lambda: SelfAttention(2, softmax="blocks")(np.ones((1, 4, 6)), None, to_tensor(np.ones((2, 3)))),
-        f"{BlockSoftmax()}: expected no more keys than length and "
-        f"scales (2, 4) or longer, got 4 keys and scales (2, 3)",
+        r"BlockSoftmax.*scales \(2, 4\).*got 4 keys.*\(2, 3\)",
     ),
     "keys beyond the last block": (
         lambda: CrossAttention(1, BlockSoftmax(length=4))(
             *(np.ones((1, n, 3)) for n in (2, 5, 5)), to_tensor(np.ones((2, 9)))
         ),
-        f"{BlockSoftmax(length=4)}: expected no more keys than length and "
-        f"scales (2, 2) or longer, got 5 keys and scales (2, 9)",
+        r"BlockSoftmax.*scales \(2, 2\).*got 5 keys.*\(2, 9\)",
     ),
     "a full cache": (
         lambda: full_cache().append(np.ones((1, 1, 1, 4)), np.ones((1, 1, 1, 4))),
-        "KeyValueCache: 2 + 1 tokens exceed its capacity of 2",
+        "KeyValueCache: .*capacity of 2",
     ),
-    "another batch": (other_batch, "KeyValueCache: expected a batch of 2, got 3"),
+    "another batch": (other_batch, "KeyValueCache: .*batch of 2.*got 3"),
 }
 
 
@@ -493,22 +489,19 @@ def test_reinforce_gradient_equals_gradient_of_expected_reward() -> None:
 
 
 BAD_SCORED = {
-    "an unknown score": (lambda: LuongAttention(3, 3, "cosine"), "LuongAttention: expected score to be dot, general"),
-    "dot of different sizes": (lambda: LuongAttention(3, 4, "dot"), "LuongAttention: expected query and key of one"),
+    "an unknown score": (lambda: LuongAttention(3, 3, "cosine"), "LuongAttention: .*score.*dot, general"),
+    "dot of different sizes": (lambda: LuongAttention(3, 4, "dot"), "LuongAttention: .*query and key"),
     "two axes": (
         lambda: ScaledDotProductAttention()(np.ones((3, 4)), np.ones((2, 5, 4))),
-        "ScaledDotProductAttention: expected query (B, T, .), key and value (B, S, .), "
-        "got shapes (3, 4), (2, 5, 4) and (2, 5, 4)",
+        r"ScaledDotProductAttention: .*query.*\(3, 4\)",
     ),
     "values of another length": (
         lambda: AdditiveAttention(4, 4, 3)(np.ones((2, 3, 4)), np.ones((2, 5, 4)), np.ones((2, 6, 4))),
-        "AdditiveAttention: expected query (B, T, .), key and value (B, S, .), "
-        "got shapes (2, 3, 4), (2, 5, 4) and (2, 6, 4)",
+        r"AdditiveAttention: .*value.*\(2, 6, 4\)",
     ),
     "a mask of another length": (
         lambda: AdditiveAttention(4, 4, 3)(np.ones((2, 3, 4)), np.ones((2, 5, 4)), mask=np.ones((2, 6), bool)),
-        "AdditiveAttention: expected a mask of booleans of shape (2, 5) or (2, 3, 5) or (2, 1, 3, 5), "
-        "got bool of (2, 6)",
+        r"AdditiveAttention: .*mask.*\(2, 1, 3, 5\).*got bool of \(2, 6\)",
     ),
 }
 test_bad_input_of_scored_attention = bad_input(BAD_SCORED)

@@ -125,12 +125,12 @@ def test_steps_after_the_length_do_not_matter(rng):
 
 
 REFUSED = {
-    "no code": (lambda: Autoencoder.dense((5,)), "Autoencoder.dense: expected sizes from the input's to the code's,"),
+    "no code": (lambda: Autoencoder.dense((5,)), r"Autoencoder\.dense: .*sizes"),
     "a deviation of nothing": (
         lambda: VariationalAutoencoder(Dense(3, 4), Dense(2, 3), output_std=0),
-        "VariationalAutoencoder: expected output_std above 0, got 0",
+        "VariationalAutoencoder: .*output_std.*got 0",
     ),
-    "an unknown cell": (lambda: RecurrentAutoencoder(2, 3, 1, cell="elman"), "expected cell to be one of rnn, gru,"),
-    "another width": (lambda: Autoencoder.dense((5, 2))(np.ones((3, 4))), "Dense(from_size=5): expected the last axis"),
+    "an unknown cell": (lambda: RecurrentAutoencoder(2, 3, 1, cell="elman"), "cell.*rnn, gru"),
+    "another width": (lambda: Autoencoder.dense((5, 2))(np.ones((3, 4))), r"Dense\(from_size=5\): .*last axis"),
 }
 test_bad_input = bad_input(REFUSED)

@@ -81,7 +81,7 @@ def test_a_name_that_the_file_enters_itself(own: Path) -> None:
 
 
 WRONG = {
-    "no softmax": ("x = 1", "expected a subclass of tricycle.functions.RowSoftmax in it, got none"),
+    "no softmax": ("x = 1", "subclass.*RowSoftmax.*none"),
     "a wrong gradient": (GOOD.replace("(1 - weights)", "weights"), "Sigmoid: ValueError: gradcheck"),
     "an error": (GOOD.replace("kernels.sigmoid(scores)", "scores.nothing"), "Sigmoid: AttributeError"),
     "hidden keys seen": (

@@ -203,32 +203,35 @@ def test_cross_attention_to_itself_equals_bidirectional_self_attention(rng: np.r
 
 
 BAD = {
-    "heads": (lambda: MultiHeadSelfAttention(8, 3, 4), "ModelConfig: expected n_heads to be a divisor of"),
-    "no head": (lambda: MultiHeadSelfAttention(8, 0, 4), "ModelConfig: expected n_heads to be at least 1, got 0"),
-    "no window": (lambda: MultiHeadSelfAttention(8, 2, -1), "ModelConfig: expected context_window to be at least 1,"),
-    "dropout": (lambda: MultiHeadSelfAttention(8, 2, 4, dropout=1.0), "ModelConfig: expected dropout to be from 0 to"),
-    "width": (lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones((1, 4, 6))), "MultiHeadSelfAttention(embedding_dim=8):"),
-    "a vector": (lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones(8)), "MultiHeadSelfAttention(embedding_dim=8):"),
+    "heads": (lambda: MultiHeadSelfAttention(8, 3, 4), "ModelConfig: .*n_heads.*divisor"),
+    "no head": (lambda: MultiHeadSelfAttention(8, 0, 4), "ModelConfig: .*n_heads.*got 0"),
+    "no window": (lambda: MultiHeadSelfAttention(8, 2, -1), "ModelConfig: .*context_window.*got -1"),
+    "dropout": (lambda: MultiHeadSelfAttention(8, 2, 4, dropout=1.0), "ModelConfig: .*dropout.*got 1.0"),
+    "width": (
+        lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones((1, 4, 6))),
+        r"MultiHeadSelfAttention\(embedding_dim=8\)",
+    ),
+    "a vector": (lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones(8)), r"MultiHeadSelfAttention\(embedding_dim=8\)"),
     "no token": (
         lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones((1, 0, 8))),
-        "MultiHeadSelfAttention(embedding_dim=8): expected shape (batch, tokens, 8), got (1, 0, 8)",
+        r"MultiHeadSelfAttention\(embedding_dim=8\): .*tokens.*got \(1, 0, 8\)",
     ),
     "too long": (
         lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones((1, 5, 8))),
-        "MultiHeadSelfAttention(context_window=4): expected at most 4 tokens, got 5",
+        r"MultiHeadSelfAttention\(context_window=4\): .*got 5",
     ),
-    "mlp width": (lambda: MLPBlock(0), "ModelConfig: expected embedding_dim to be at least 1, got 0"),
-    "mlp ratio 0": (lambda: MLPBlock(8, 0), "ModelConfig: expected expansion_ratio to be above 0, got 0"),
-    "mlp ratio nan": (lambda: MLPBlock(8, np.nan), "ModelConfig: expected expansion_ratio to be a finite number, got"),
-    "mlp activation": (lambda: MLPBlock(8, activation="softplus"), "ModelConfig: expected activation to be one of"),
-    "mlp input": (lambda: MLPBlock(8)(np.ones((2, 4))), "Dense(from_size=8): expected the last axis to be 8, got"),
-    "norm": (lambda: GPT2TransformerBlock(8, 2, 4, norm="batch_norm"), "ModelConfig: expected norm to be one of"),
-    "heads of keys": (lambda: MultiHeadSelfAttention(8, 4, 4, n_key_heads=3), "ModelConfig: expected n_key_heads to"),
+    "mlp width": (lambda: MLPBlock(0), "ModelConfig: .*embedding_dim.*got 0"),
+    "mlp ratio 0": (lambda: MLPBlock(8, 0), "ModelConfig: .*expansion_ratio.*got 0"),
+    "mlp ratio nan": (lambda: MLPBlock(8, np.nan), "ModelConfig: .*expansion_ratio.*finite"),
+    "mlp activation": (lambda: MLPBlock(8, activation="softplus"), "ModelConfig: .*activation.*softplus"),
+    "mlp input": (lambda: MLPBlock(8)(np.ones((2, 4))), r"Dense\(from_size=8\): .*last axis"),
+    "norm": (lambda: GPT2TransformerBlock(8, 2, 4, norm="batch_norm"), "ModelConfig: .*norm.*batch_norm"),
+    "heads of keys": (lambda: MultiHeadSelfAttention(8, 4, 4, n_key_heads=3), "ModelConfig: .*n_key_heads"),
     "nothing to look at": (
         lambda: DecoderBlock(ModelConfig(embedding_dim=8, n_heads=2, context_window=4))(np.ones((1, 4, 8))),
-        "DecoderBlock: expected the result of `cross.project_kv`, got None",
+        r"DecoderBlock: .*cross\.project_kv.*None",
     ),
-    "block input": (lambda: GPT2TransformerBlock(8, 2, 4)(np.ones((1, 4, 6))), "LayerNorm(size=8): expected the last"),
+    "block input": (lambda: GPT2TransformerBlock(8, 2, 4)(np.ones((1, 4, 6))), r"LayerNorm\(size=8\): .*last axis"),
 }
 
 

@@ -112,11 +112,11 @@ def test_even_and_odd_widths_keep_the_length():
 
 TOKENS = np.array([[1, 2], [3, 4]])
 REFUSED = {
-    "an unknown cell": (lambda: RecurrentEncoder(V, 4, 3, cell="elman"), "expected cell to be one of rnn, gru, lstm,"),
-    "one sequence": (lambda: recurrent()(TOKENS[0]), "Classifier: expected tokens (batch, tokens) with a token or"),
-    "no tokens": (lambda: recurrent()(TOKENS[:, :0]), "Classifier: expected tokens (batch, tokens) with a token or"),
-    "lengths beyond the array": (lambda: recurrent()(TOKENS, [2, 3]), "length_mask: expected lengths from 0 to 2, got"),
-    "an empty sequence for a run": (lambda: recurrent()(TOKENS, [2, 0]), "GRU: expected lengths from 1 to 2, got 0 to"),
-    "a token that is none": (lambda: recurrent()(TOKENS + V), f"Embedding(from_size={V}): expected ids from 0 to"),
+    "an unknown cell": (lambda: RecurrentEncoder(V, 4, 3, cell="elman"), "cell.*rnn, gru, lstm.*elman"),
+    "one sequence": (lambda: recurrent()(TOKENS[0]), "Classifier: .*tokens.*batch"),
+    "no tokens": (lambda: recurrent()(TOKENS[:, :0]), "Classifier: .*tokens.*batch"),
+    "lengths beyond the array": (lambda: recurrent()(TOKENS, [2, 3]), "length_mask: .*0 to 2"),
+    "an empty sequence for a run": (lambda: recurrent()(TOKENS, [2, 0]), "GRU: .*lengths.*1 to 2"),
+    "a token that is none": (lambda: recurrent()(TOKENS + V), rf"Embedding\(from_size={V}\): .*ids"),
 }
 test_bad_input = bad_input(REFUSED)

@@ -97,14 +97,17 @@ def test_even_kernels_and_strides_for_each_axis():
 
 X = np.ones((2, 5, 3), np.float32)
 REFUSED = {
-    "another number of channels": (lambda: Conv1d(4, 2, 3)(X), "Conv1d(from_size=4): expected the last axis to be 4,"),
-    "no batch": (lambda: Conv1d(3, 2, 3)(X[0]), "unfold: expected shape (batch, size, channels), no smaller than the"),
-    "a kernel that does not fit": (lambda: Conv1d(3, 2, 6)(X), "unfold: expected shape (batch, size, channels), no"),
-    "another number of channels to grow": (lambda: ConvTranspose2d(4, 2, 3)(X[None]), "ConvTranspose2d(from_size=4):"),
-    "a sequence for images": (lambda: Conv2d(3, 2, 3)(X), "unfold: expected shape (batch, size, size, channels), no"),
-    "a kernel of nothing": (lambda: Conv1d(3, 2, 0), "Conv1d: expected kernel_size to be whole numbers from 1 on, one"),
-    "too many strides": (lambda: Conv2d(3, 2, 3, stride=(1, 2, 3)), "Conv2d: expected stride to be whole numbers from"),
-    "a negative padding": (lambda: Conv2d(3, 2, 3, padding=-1), "Conv2d: expected padding to be whole numbers from 0"),
-    "no channels": (lambda: Conv1d(0, 2, 3), "Conv1d: expected from_size to be a whole number above 0, got 0"),
+    "another number of channels": (lambda: Conv1d(4, 2, 3)(X), r"Conv1d\(from_size=4\): .*last axis"),
+    "no batch": (lambda: Conv1d(3, 2, 3)(X[0]), r"unfold: .*\(batch, size, channels\).*got \(5, 3\)"),
+    "a kernel that does not fit": (lambda: Conv1d(3, 2, 6)(X), r"unfold: .*\(batch, size, channels\).*6"),
+    "another number of channels to grow": (
+        lambda: ConvTranspose2d(4, 2, 3)(X[None]),
+        r"ConvTranspose2d\(from_size=4\)",
+    ),
+    "a sequence for images": (lambda: Conv2d(3, 2, 3)(X), r"unfold: .*\(batch, size, size, channels\)"),
+    "a kernel of nothing": (lambda: Conv1d(3, 2, 0), "Conv1d: .*kernel_size.*1 on"),
+    "too many strides": (lambda: Conv2d(3, 2, 3, stride=(1, 2, 3)), "Conv2d: .*stride"),
+    "a negative padding": (lambda: Conv2d(3, 2, 3, padding=-1), "Conv2d: .*padding.*0 on"),
+    "no channels": (lambda: Conv1d(0, 2, 3), "Conv1d: .*from_size.*got 0"),
 }
 test_bad_input = bad_input(REFUSED)

@@ -248,19 +248,19 @@ def test_softmaxes_resolve_by_name():
 
 SCORES = to_tensor(np.ones((2, 6)))
 REFUSED = {
-    "an unknown name": (lambda: new_softmax("softmax2"), "softmax: expected one of"),
-    "no block": (lambda: BlockSoftmax(0), "BlockSoftmax: expected n_blocks to be a whole number above 0, got 0"),
-    "an unknown correction": (lambda: BlockSoftmax(2, "some"), "BlockSoftmax: expected correction to be learned, none"),
-    "missing scales": (lambda: BlockSoftmax(2)(SCORES), f"{BlockSoftmax(2)}: expected scales of shape (..., n_blocks,"),
+    "an unknown name": (lambda: new_softmax("softmax2"), "softmax: .*softmax2"),
+    "no block": (lambda: BlockSoftmax(0), "BlockSoftmax: .*n_blocks.*got 0"),
+    "an unknown correction": (lambda: BlockSoftmax(2, "some"), "BlockSoftmax: .*correction.*some"),
+    "missing scales": (lambda: BlockSoftmax(2)(SCORES), "BlockSoftmax.*scales.*got None"),
     "scales of another shape": (
         lambda: BlockSoftmax(2)(SCORES, to_tensor(np.ones((2, 3)))),
-        f"{BlockSoftmax(2)}: expected scales of shape (..., n_blocks, T), here (2, 2), got (2, 3)",
+        r"BlockSoftmax.*scales.*here \(2, 2\).*got \(2, 3\)",
     ),
     "scales without use": (
         lambda: BlockSoftmax(2, "none")(SCORES, to_tensor(np.ones((2, 2)))),
-        f"{BlockSoftmax(2, 'none')}: expected scales of shape (..., n_blocks, T), here None, got (2, 2)",
+        r"BlockSoftmax.*scales.*here None.*got \(2, 2\)",
     ),
-    "coefficients": (lambda: AdaptiveSoftmax([np.nan]), "AdaptiveSoftmax: expected finite coefficients, got (nan,)"),
+    "coefficients": (lambda: AdaptiveSoftmax([np.nan]), r"AdaptiveSoftmax: .*coefficients.*\(nan,\)"),
 }
 test_refusals = bad_input(REFUSED)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -406,25 +407,25 @@ def model_call(tokens: Any) -> Callable[[], Any]:
     return lambda: GPT(TINY)(tokens)
 
 
-def length_message(got: str) -> str:
-    return f"GPT(context_window=20): expected 1 to 20 tokens, got {got}"
+def length_pattern(got: str) -> str:
+    return rf"GPT\(context_window=20\): .*tokens.*got {got}"
 
 
-def shape_message(got: str) -> str:
-    return f"GPT: expected tokens of shape (batch, tokens), got {got}"
+def shape_pattern(got: str) -> str:
+    return f"GPT: .*tokens.*{re.escape(got)}"
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "too long": (model_call(np.zeros((2, 21), int)), length_message("21")),
-    "no token": (model_call(np.zeros((2, 0), int)), length_message("0")),
-    "no sequence": (model_call(np.zeros((0, 5), int)), length_message("0")),
-    "an empty list": (model_call([]), length_message("0")),
-    "one number": (model_call(3), shape_message("()")),
-    "three axes": (model_call(np.zeros((1, 2, 3), int)), shape_message("(1, 2, 3)")),
-    "id too large": (model_call([[1, 11]]), "Embedding(from_size=11): expected ids from 0 to 10, got 11"),
-    "id below 0": (model_call([[-1, 1]]), "Embedding(from_size=11): expected ids from 0 to 10, got -1"),
-    "floats": (model_call([[0.0, 1.0]]), "Embedding: expected whole numbers (dtype=int) as ids, got float32"),
-    "a cache too few": (lambda: GPT(TINY)([1], GPT(TINY).new_caches()[:1]), "GPT: expected a cache for each of 2"),
+    "too long": (model_call(np.zeros((2, 21), int)), length_pattern("21")),
+    "no token": (model_call(np.zeros((2, 0), int)), length_pattern("0")),
+    "no sequence": (model_call(np.zeros((0, 5), int)), length_pattern("0")),
+    "an empty list": (model_call([]), length_pattern("0")),
+    "one number": (model_call(3), shape_pattern("()")),
+    "three axes": (model_call(np.zeros((1, 2, 3), int)), shape_pattern("(1, 2, 3)")),
+    "id too large": (model_call([[1, 11]]), r"Embedding\(from_size=11\): .*got 11"),
+    "id below 0": (model_call([[-1, 1]]), r"Embedding\(from_size=11\): .*got -1"),
+    "floats": (model_call([[0.0, 1.0]]), "Embedding: .*whole numbers.*float32"),
+    "a cache too few": (lambda: GPT(TINY)([1], GPT(TINY).new_caches()[:1]), "GPT: .*cache.*2"),
 }
 
 
@@ -435,17 +436,15 @@ def test_tokens_beyond_the_context_window_with_caches_raise(tokens: np.ndarray) 
     model = GPT(TINY)
     caches = model.new_caches()
     model(tokens[:, :18], caches)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=length_pattern("3 after 18")):
         model(tokens[:, :3], caches)
-    assert str(caught.value) == length_message("3 after 18 earlier ones")
     assert all(cache.length == 18 for cache in caches)
 
 
 @pytest.mark.parametrize("config", [None, DebugConfig, {"n_layers": 2}], ids=["None", "the class", "a dict"])
 def test_gpt_requires_a_config(config: Any) -> None:
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(TypeError, match=f"GPT: .*ModelConfig.*{re.escape(repr(config))}"):
         GPT(config)
-    assert str(caught.value) == f"GPT: expected a ModelConfig, got {config!r}"
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -451,18 +451,17 @@ def test_parameters_of_equal_shape_have_separate_state() -> None:
 
 
 @pytest.mark.parametrize(
-    "moments, got",
+    "moments, message",
     [
-        ({}, "optimizer state first of shape (2, 2), got none"),
-        ({"first": np.zeros((2, 2))}, "optimizer state second of shape (2, 2), got none"),
-        ({"first": np.zeros(2), "second": np.zeros((2, 2))}, "optimizer state first of shape (2, 2), got (2,)"),
+        ({}, "first.*got none"),
+        ({"first": np.zeros((2, 2))}, "second.*got none"),
+        ({"first": np.zeros(2), "second": np.zeros((2, 2))}, r"first.*\(2, 2\).*got \(2,\)"),
     ],
 )
-def test_mismatched_optimizer_state_is_rejected(moments: dict, got: str) -> None:
+def test_mismatched_optimizer_state_is_rejected(moments: dict, message: str) -> None:
     model, optimiser = Weights(), AdamW(0.1)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"AdamW: .*{message}"):
         optimiser.set_state(model.matrix, 3, moments)
-    assert str(caught.value) == f"AdamW: expected {got}"
     assert optimiser.state_of(model.matrix)[0] == 0
 
 
@@ -558,29 +557,29 @@ def test_clipping_returns_the_non_finite_norm(bad: float) -> None:
 # -------------------------------------------------------------------- bad input
 SGD = StochasticGradientDescent
 BAD = {
-    "growing beta2": (lambda: Adafactor(beta2_decay=0.8), "Adafactor: expected a beta2_decay of 0 or less, got 0.8"),
+    "growing beta2": (lambda: Adafactor(beta2_decay=0.8), "Adafactor: .*beta2_decay.*got 0.8"),
     "adafactor eps 0": (
         lambda: Adafactor(eps=(0, 1e-3)),
-        "Adafactor: expected two numbers above 0 as eps, got (0, 0.001)",
+        r"Adafactor: .*eps.*got \(0, 0.001\)",
     ),
-    "threshold 0": (lambda: Adafactor(clip_threshold=0), "Adafactor: expected a clip_threshold above 0, got 0"),
-    "negative rate": (lambda: SGD(-0.1), "StochasticGradientDescent: expected a learning_rate of 0 or more, got -0.1"),
-    "infinite rate": (lambda: AdamW(math.inf), "AdamW: expected a learning_rate of 0 or more, got inf"),
-    "rate nan": (lambda: AdamW(math.nan), "AdamW: expected a learning_rate of 0 or more, got nan"),
-    "negative decay": (lambda: AdamW(weight_decay=-1), "AdamW: expected a weight_decay of 0 or more, got -1"),
-    "decay nan": (lambda: SGD(0.1, weight_decay=math.nan), "StochasticGradientDescent: expected a weight_decay of 0"),
-    "momentum 1": (lambda: SGD(0.1, momentum=1), "StochasticGradientDescent: expected a momentum from 0 to below 1,"),
-    "negative momentum": (lambda: SGD(0.1, momentum=-0.5), "StochasticGradientDescent: expected a momentum from 0 to"),
-    "beta 1": (lambda: AdamW(betas=(0.9, 1.0)), "AdamW: expected two betas from 0 to below 1, got (0.9, 1.0)"),
-    "negative beta": (lambda: AdamW(betas=(-0.1, 0.9)), "AdamW: expected two betas from 0 to below 1, got (-0.1, 0.9)"),
-    "one beta": (lambda: AdamW(betas=(0.9,)), "AdamW: expected two betas from 0 to below 1, got (0.9,)"),
-    "a number for betas": (lambda: AdamW(betas=0.9), "AdamW: expected two betas from 0 to below 1, got 0.9"),
-    "muon's momentum 1": (lambda: Muon(momentum=1.0), "Muon: expected a matrix_rate of 0 or more and a momentum from"),
-    "negative matrix rate": (lambda: Muon(matrix_rate=-1), "Muon: expected a matrix_rate of 0 or more and a momentum"),
-    "eps 0": (lambda: AdamW(eps=0), "AdamW: expected an eps above 0, got 0"),
-    "clip at 0": (lambda: clip_gradients(Weights(), 0), "clip_gradients: expected a max_norm above 0, got 0"),
-    "clip below 0": (lambda: clip_gradients(Weights(), -1.0), "clip_gradients: expected a max_norm above 0, got -1.0"),
-    "clip at nan": (lambda: clip_gradients(Weights(), math.nan), "clip_gradients: expected a max_norm above 0, got"),
+    "threshold 0": (lambda: Adafactor(clip_threshold=0), "Adafactor: .*clip_threshold.*got 0"),
+    "negative rate": (lambda: SGD(-0.1), "StochasticGradientDescent: .*learning_rate.*got -0.1"),
+    "infinite rate": (lambda: AdamW(math.inf), "AdamW: .*learning_rate.*got inf"),
+    "rate nan": (lambda: AdamW(math.nan), "AdamW: .*learning_rate.*got nan"),
+    "negative decay": (lambda: AdamW(weight_decay=-1), "AdamW: .*weight_decay.*got -1"),
+    "decay nan": (lambda: SGD(0.1, weight_decay=math.nan), "StochasticGradientDescent: .*weight_decay.*got nan"),
+    "momentum 1": (lambda: SGD(0.1, momentum=1), "StochasticGradientDescent: .*momentum.*got 1"),
+    "negative momentum": (lambda: SGD(0.1, momentum=-0.5), "StochasticGradientDescent: .*momentum.*got -0.5"),
+    "beta 1": (lambda: AdamW(betas=(0.9, 1.0)), r"AdamW: .*betas.*got \(0.9, 1.0\)"),
+    "negative beta": (lambda: AdamW(betas=(-0.1, 0.9)), r"AdamW: .*betas.*got \(-0.1, 0.9\)"),
+    "one beta": (lambda: AdamW(betas=(0.9,)), r"AdamW: .*betas.*got \(0.9,\)"),
+    "a number for betas": (lambda: AdamW(betas=0.9), "AdamW: .*betas.*got 0.9"),
+    "muon's momentum 1": (lambda: Muon(momentum=1.0), "Muon: .*momentum"),
+    "negative matrix rate": (lambda: Muon(matrix_rate=-1), "Muon: .*matrix_rate"),
+    "eps 0": (lambda: AdamW(eps=0), "AdamW: .*eps.*got 0"),
+    "clip at 0": (lambda: clip_gradients(Weights(), 0), "clip_gradients: .*max_norm.*got 0"),
+    "clip below 0": (lambda: clip_gradients(Weights(), -1.0), "clip_gradients: .*max_norm.*got -1.0"),
+    "clip at nan": (lambda: clip_gradients(Weights(), math.nan), "clip_gradients: .*max_norm.*got nan"),
 }
 
 

@@ -197,23 +197,23 @@ def test_select_rows_of_nested_states() -> None:
 
 
 BAD = {
-    "an unknown cell": (lambda: Seq2Seq(*SIZES, cell="elman"), "expected cell to be one of rnn, gru, lstm, got"),
+    "an unknown cell": (lambda: Seq2Seq(*SIZES, cell="elman"), "cell.*rnn, gru, lstm.*elman"),
     "lengths beyond the source": (
         lambda: MODELS["Transformer"]()(np.ones((2, 4), int), np.ones((2, 3), int), [4, 5]),
-        "length_mask: expected lengths from 0 to 4, got 4 to 5",
+        "length_mask: .*0 to 4.*got 4 to 5",
     ),
     "an empty source": (
         lambda: MODELS["fixed context"]()(np.ones((2, 0), int), np.ones((2, 3), int)),
-        "GRU(input_size=6): expected shape (batch, steps, 6) with a step or more, got (2, 0, 6)",
+        r"GRU\(input_size=6\): .*step.*got \(2, 0, 6\)",
     ),
-    "two vocabularies in one table": (lambda: Transformer(5, 6, tied=True), "Transformer: expected one vocabulary on"),
+    "two vocabularies in one table": (lambda: Transformer(5, 6, tied=True), "Transformer: .*one vocabulary"),
     "a target beyond the window": (
         lambda: MODELS["Transformer"]()(np.ones((1, 4), int), np.ones((1, 13), int)),
-        "SinusoidalPositions(context_window=12): expected at most 12 tokens, got 13",
+        r"SinusoidalPositions\(context_window=12\): .*got 13",
     ),
     "no beam": (
         lambda: beam_search(MODELS["Luong"](), np.ones((1, 2), int), begin=1, end=2, beam_size=0),
-        "beam_search: expected beam_size and max_length above 0, got 0 and 100",
+        "beam_search: .*beam_size.*got 0",
     ),
 }
 test_bad_input = bad_input(BAD)
