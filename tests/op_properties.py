@@ -306,8 +306,8 @@ def _einsum(draw):
     terms, output, shapes = _subscripts(draw)
     batched = [draw(st.booleans()) for _ in terms]
     shapes = [(2, *shape) if flag else shape for shape, flag in zip(shapes, batched)]
-    told = ["z" * flag + term for term, flag in zip(terms, batched)]
-    full = f"{','.join(told)}->{'z' * any(batched)}{output}"
+    batched_terms = ["z" * flag + term for term, flag in zip(terms, batched)]
+    full = f"{','.join(batched_terms)}->{'z' * any(batched)}{output}"
 
     def torch_einsum(torch: Any, *xs: Any) -> Any:
         if set(full) <= set(",->"):  # PyTorch has no notation for numbers alone

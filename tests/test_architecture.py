@@ -183,7 +183,7 @@ def test_provider_table_matches_a_training_step(monkeypatch):
     for place, precision in ((1, "float32"), (2, "bfloat16")):
         if precision == "bfloat16" and onednn.unavailable_reason():
             continue
-        told = {row[0]: set(row[place].split(", ")) for row in rows if row[place]}
+        documented = {row[0]: set(row[place].split(", ")) for row in rows if row[place]}
         shape = {"vocab_size": 500, "context_window": 128, "embedding_dim": 128, "n_heads": 4, "n_layers": 2}
         model = GPT(ModelConfig(**shape)).use_precision(precision)
         tokens = np.arange(512).reshape(4, 128) % 500
@@ -191,10 +191,10 @@ def test_provider_table_matches_a_training_step(monkeypatch):
         apply_gradients(
             model, AdamW(), compute_gradients(model, supervised_loss(model, CrossEntropy()), [(tokens, tokens)])
         )
-        assert set(taken) == set(told)
+        assert set(taken) == set(documented)
         others = (
             everywhere
             if compiled.unavailable_reason() or onednn.unavailable_reason() or processor.is_intel()
             else set()
         )
-        assert all(taken[name] <= told[name] | others for name in told), taken
+        assert all(taken[name] <= documented[name] | others for name in documented), taken

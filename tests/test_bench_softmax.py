@@ -44,9 +44,9 @@ def test_the_page_has_every_softmax_on_the_same_seeds(
     before = dict(SOFTMAXES)
     bench.main(words)
     assert before == SOFTMAXES
-    told = capsys.readouterr()
-    assert told.out.splitlines()[-1] == f"page: {out}"
-    assert told.err.count("held-out loss") == 6
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1] == f"page: {out}"
+    assert captured.err.count("held-out loss") == 6
     content = out.read_text(encoding="utf-8")
     (packed,) = re.findall(r'id="data">(.*?)</script>', content, re.DOTALL)
     result = json.loads(packed)
@@ -94,11 +94,11 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_softmax_is_refused_before_it_trains(tmp_path: Path, case: str) -> None:
-    text, said = WRONG[case]
+    text, message = WRONG[case]
     path = tmp_path / "mine.py"
     path.write_text(text)
     before = dict(SOFTMAXES)
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         bench.main(["--softmax", str(path)])
     assert str(path) in str(caught.value)
     assert before == SOFTMAXES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from importlib import metadata
 from types import SimpleNamespace
@@ -106,16 +107,16 @@ def test_why_it_is_not_called(intel, monkeypatch, tmp_path):
     broken = tmp_path / "libmkl_rt.so.9"
     broken.write_bytes(b"no library")
     monkeypatch.setattr(libraries, "find_distribution_file", lambda distribution, name: broken)
-    assert why().startswith("libmkl_rt.so.9 cannot be loaded: ")
+    assert why().startswith("libmkl_rt.so.9 ")
     monkeypatch.setattr(threads, "blas_libraries", lambda: (SimpleNamespace(internal_api="mkl"),))
-    assert why() == "NumPy calls MKL itself"
+    assert "NumPy" in why()
     monkeypatch.setattr(processor, "is_intel", lambda: False)
-    assert why() == "MKL is for Intel's processors"
+    assert "Intel" in why()
 
 
 def test_elsewhere_than_on_linux(intel, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "i686")
-    assert blas.unavailable_reason().startswith("MKL is called on Linux on x86-64 alone")
+    assert "x86-64" in blas.unavailable_reason()
 
 
 @pytest.mark.skipif(blas.unavailable_reason() is not None, reason=str(blas.unavailable_reason()))
@@ -183,13 +184,10 @@ def test_what_the_provider_declines():
     narrow = np.zeros((64, 64), pytest.importorskip("ml_dtypes").bfloat16)
     decline_reason = mkl.matrices.matmul.decline_reason
     assert decline_reason(narrow, narrow) is None
-    assert decline_reason(narrow, narrow.astype(np.float32)) == "operands of bfloat16 alone"
+    assert decline_reason(narrow, narrow.astype(np.float32)).startswith("operands of bfloat16")
     assert decline_reason(narrow[:16], narrow).startswith("more than 16 rows")
-    assert (
-        decline_reason(narrow, narrow, None, np.zeros((64, 64), np.float32).T)
-        == "an out of float32 with contiguous rows"
-    )
-    assert decline_reason(narrow, narrow, None, None, narrow.dtype) == "results of float32 alone, got bfloat16"
+    assert "contiguous rows" in decline_reason(narrow, narrow, None, np.zeros((64, 64), np.float32).T)
+    assert re.search("results.*got bfloat16", decline_reason(narrow, narrow, None, None, narrow.dtype))
 
 
 def test_the_provider_is_for_processors_with_amx(intel, monkeypatch):

@@ -103,9 +103,9 @@ def test_a_system_message(folder):
 
 
 def test_commands(folder, tmp_path):
-    said = ["the quick", "/save one.json", "/save deep/two.txt", "/reset", "the quick", "/save three.json"]
-    said += ["/what", "/help", "/save", "", "   ", "//reset"]
-    done = talk(folder, "\n".join(said), "--length", "5", cwd=tmp_path)
+    words = ["the quick", "/save one.json", "/save deep/two.txt", "/reset", "the quick", "/save three.json"]
+    words += ["/what", "/help", "/save", "", "   ", "//reset"]
+    done = talk(folder, "\n".join(words), "--length", "5", cwd=tmp_path)
     out = done.stdout
     first, second = (json.loads((tmp_path / name).read_text(encoding="utf-8")) for name in ("one.json", "three.json"))
     assert first == second
@@ -190,8 +190,8 @@ def test_dropped_messages_are_reported(small, capsys):
     for i in range(6):
         handle_line(one, f"the quick brown fox {i}")
     out = capsys.readouterr().out
-    said = re.findall(r"\(dropped the oldest (\d) messages, which exceed the context window of 120 tokens\)", out)
-    assert said and set(said) <= {"2", "4"}
+    dropped = re.findall(r"\(dropped the oldest (\d) messages, which exceed the context window of 120 tokens\)", out)
+    assert dropped and set(dropped) <= {"2", "4"}
     assert one.messages[0] == {"role": "system", "content": "rain"}
     assert [message["role"] for message in one.messages[1:]] == ["user", "assistant"] * (len(one.messages) // 2)
     assert len(one.messages) < 13
@@ -208,8 +208,8 @@ def test_dropped_messages_are_reported(small, capsys):
 
 def test_overflow_error_rejects_the_message(small):
     """What does not fit is not kept; after /reset there is room again."""
-    said = "the quick brown fox\n" * 8
-    done = talk(small, f"{said}/reset\nthe quick\n", "--length", "20", "--overflow", "error")
+    message = "the quick brown fox\n" * 8
+    done = talk(small, f"{message}/reset\nthe quick\n", "--length", "20", "--overflow", "error")
     lines = done.stdout.splitlines()
     full = "(the context window of 120 tokens is full: start a new conversation with /reset)"
     begin = lines.index(full)

@@ -64,9 +64,9 @@ def test_texts_are_those_of_transformers(form, conversation, prompt, tools):
 
 def test_a_text_is_as_expected():
     text = ChatTemplate(CHATML).render(messages=HELLO, add_generation_prompt=True)
-    said = "  Hello! <b>é</b> 你好 \n"
+    content = "  Hello! <b>é</b> 你好 \n"
     start = "<|im_start|>"
-    assert text == f"{start}system\nBe kind.<|im_end|>\n{start}user\n{said}<|im_end|>\n{start}assistant\n"
+    assert text == f"{start}system\nBe kind.<|im_end|>\n{start}user\n{content}<|im_end|>\n{start}assistant\n"
 
 
 def test_a_conversation_is_not_changed():

@@ -220,19 +220,19 @@ def test_evaluation_of_a_run_folder(ours, texts):
     """Each byte counts: the end of another text stands before the first."""
     checkpoint = load_checkpoint(ours / "best.safetensors")
     tokeniser = checkpoint.tokeniser()
-    told = json.loads(good(call("evaluate", ours, texts / "odd.txt", texts / "long.txt", "--json")))
-    for score, name in zip(told["files"], ("odd.txt", "long.txt")):
+    report = json.loads(good(call("evaluate", ours, texts / "odd.txt", texts / "long.txt", "--json")))
+    for score, name in zip(report["files"], ("odd.txt", "long.txt")):
         text = (texts / name).read_bytes()
         ids = np.array([tokeniser.end_of_text, *tokeniser.encode(text)])
         assert score["bytes"] == len(text)
         assert score["tokens"] == len(ids) - 1
         loss, _ = evaluate(checkpoint.model(), ids, 4, stride=16)
         assert score["loss"] == pytest.approx(loss, rel=1e-5)
-    total, scores = told["total"], told["files"]
+    total, scores = report["total"], report["files"]
     nats_in_all = sum(score["loss"] * score["tokens"] for score in scores)
     assert total["bits_per_byte"] == pytest.approx(nats_in_all / math.log(2) / sum(score["bytes"] for score in scores))
-    assert (told["window"], told["stride"]) == (32, 16)
-    assert told["model"] == str(ours)
+    assert (report["window"], report["stride"]) == (32, 16)
+    assert report["model"] == str(ours)
 
 
 def test_what_evaluation_prints(theirs, texts):

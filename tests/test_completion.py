@@ -19,7 +19,7 @@ COMMAND_WORDS = [*COMMANDS, "--help", "--print-completion", "--version"]
 HELP_FLAG = re.compile(r"--[a-z][\w-]*")
 
 
-def told(*words: str) -> subprocess.CompletedProcess:
+def run_tricycle(*words: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "COLUMNS": "200"}
     return subprocess.run(
         [sys.executable, "-m", "tricycle", *words], env=environment, capture_output=True, text=True, encoding="utf-8"
@@ -200,11 +200,11 @@ def read_until(terminal: int, wanted: bytes, seconds: float = 60) -> None:
 
 
 def test_print_completion_and_unknown_shells():
-    done = told("--print-completion", "bash")
+    done = run_tricycle("--print-completion", "bash")
     assert done.returncode == 0, done.stderr
     assert done.stdout == script("bash", COMMANDS)
     for words in (["tcsh"], []):
-        done = told("--print-completion", *words)
+        done = run_tricycle("--print-completion", *words)
         assert done.returncode != 0
         assert "--print-completion" in done.stderr and "bash, zsh, fish" in done.stderr
         assert len(done.stderr.splitlines()) == 1

@@ -90,10 +90,10 @@ def test_graphs_are_valid(dtype, causal):
     assert "cuDNN" in ours.version_text()
 
 
-def test_why_it_cannot_be_used_is_one_line(monkeypatch):
+def test_unavailable_reason_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", None)
     problem = ours.unavailable_reason.__wrapped__()
-    assert problem.startswith("cuDNN's frontend is not installed") and "\n" not in problem
+    assert "cuDNN's frontend" in problem and "\n" not in problem
     broken = ModuleType("cudnn")
     monkeypatch.setitem(sys.modules, "cudnn", broken)
 
@@ -101,7 +101,7 @@ def test_why_it_cannot_be_used_is_one_line(monkeypatch):
         raise RuntimeError("no symbol")
 
     broken.backend_version = fails
-    assert ours.unavailable_reason.__wrapped__().startswith("cuDNN's library is not installed")
+    assert "cuDNN's library" in ours.unavailable_reason.__wrapped__()
 
 
 # -------------------------------------------------------------------- a stand-in for cuDNN

@@ -87,7 +87,7 @@ def test_gpu_problem_messages(monkeypatch, driver, count, message):
 
 def test_missing_or_broken_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert devices.gpu_problem.__wrapped__().startswith("CuPy is not installed (pip install")
+    assert devices.gpu_problem.__wrapped__().startswith("CuPy is not installed")
 
     class Broken:
         def find_spec(self, name, path=None, target=None):
@@ -96,7 +96,7 @@ def test_missing_or_broken_cupy(monkeypatch):
 
     monkeypatch.delitem(sys.modules, "cupy")
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    assert "libnvrtc.so.13: no such file" in devices.gpu_problem.__wrapped__()
+    assert "libnvrtc.so.13" in devices.gpu_problem.__wrapped__()
 
 
 def test_gpu_memory_reports_free_and_total(monkeypatch):

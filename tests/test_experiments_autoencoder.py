@@ -86,15 +86,15 @@ def test_mnist_from_files_packed_and_not(made_up, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"\0\0\x0d\x01\0\0\0\x01\x07", "IDX file"),
         (b"\0\0\x08", "IDX file"),
         (b"\0\0\x08\x02\0\0\0\x02\0\0\0\x03\x01\x02", r"6 elements.*\(2, 3\).*got 2"),
     ],
 )
-def test_other_files_are_refused(content, said):
-    with pytest.raises(ValueError, match=said):
+def test_other_files_are_refused(content, message):
+    with pytest.raises(ValueError, match=message):
         mnist.read_idx(content)
     with pytest.raises(ValueError, match=r"split.*'validation'"):
         mnist.load_mnist("validation")

@@ -252,10 +252,10 @@ def test_what_a_run_leaves(finished):
 def test_nothing_is_done_twice(finished, monkeypatch):
     folder, _, words = finished
     monkeypatch.setattr(study, "finetune", None)
-    said = run_study(main, *words)
+    printed = run_study(main, *words)
     results = read(folder / "results.json")
     for table in report.tables(results).values():
-        assert table in said
+        assert table in printed
     with pytest.raises(ValueError, match=r"batch_size 1.*2"):
         run_study(main, *words, "--batch-size", 2)
 

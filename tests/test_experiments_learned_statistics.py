@@ -226,13 +226,13 @@ def test_a_model_of_a_run_folder(finished, text, tmp_path):
 
 @pytest.mark.nightly
 def test_another_softmax_and_other_tokens_are_refused(text, tmp_path):
-    for config, tokeniser, said in (
+    for config, tokeniser, message in (
         (dataclasses.replace(CONFIG, softmax="softmax1"), None, "expected a model that learned with a plain softmax"),
         (dataclasses.replace(CONFIG, vocab_size=256), None, "expected a tokeniser of at most 256 tokens"),
     ):
         save_checkpoint(tmp_path / "odd.safetensors", GPT(config), tokeniser)
         words = ["--files", text, "--model", tmp_path / "odd.safetensors", "--output", tmp_path / "out"]
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             run_study(main, *words)
 
 

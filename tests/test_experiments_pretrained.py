@@ -85,14 +85,14 @@ def test_what_is_no_such_file(tmp_path):
 def test_without_the_files(tmp_path, monkeypatch):
     for name in ("TRICYCLE_DATA", "TRICYCLE_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    said: list[str] = []
+    output: list[str] = []
     monkeypatch.setattr(
-        packages.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "".join(said), "no network")
+        packages.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "".join(output), "no network")
     )
     absent = Package("absent==1", "absent_as_can_be", "absent-1.whl", "0" * 64)
     with pytest.raises(DownloadError, match=r"absent-1\.whl.*no netw"):
         absent.read("a.txt")
-    said.append("  Found link http://127.0.0.1:9/a/b/absent-1.whl (from http://127.0.0.1:9/absent/), version: 1\n")
+    output.append("  Found link http://127.0.0.1:9/a/b/absent-1.whl (from http://127.0.0.1:9/absent/), version: 1\n")
     assert absent.address() == "http://127.0.0.1:9/a/b/absent-1.whl"
     with pytest.raises(DownloadError, match=r"absent-1\.whl"):
         absent.read("a.txt")
@@ -192,7 +192,7 @@ def test_the_program_of_g2p(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"fc_b": np.array([{}], object)}, "allow_pickle=False"),
         ({"dec_w_ho": np.zeros(3)}, "g2p-en.*dec_w_ho"),
@@ -200,10 +200,10 @@ def test_the_program_of_g2p(tmp_path):
         ({"fc_b": None}, r"output\.bias"),
     ],
 )
-def test_wrong_arrays_are_refused(tmp_path, changes, said):
+def test_wrong_arrays_are_refused(tmp_path, changes, message):
     arrays = {name: array for name, array in {**random_g2p(), **changes}.items() if array is not None}
     path = made_up_g2p(tmp_path, arrays)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         g2p.load(path)
 
 
@@ -577,8 +577,8 @@ def test_the_program_that_looks_at_textgenrnn(tmp_path):
     path, out = made_up_textgenrnn(tmp_path, random_lstms()), tmp_path / "out"
     title = "ab ba $ab$ " * 10
     words = ["--path", path, "--titles", title, "</script>ab", "--output", out, "--quick"]
-    said = run_study(look_textgenrnn.main, *words)
-    assert "| as it is |" in said and "Zen" not in said
+    printed = run_study(look_textgenrnn.main, *words)
+    assert "| as it is |" in printed and "Zen" not in printed
     results = json.loads((out / "textgenrnn.json").read_text(), parse_constant=pytest.fail)
     assert results["characters"] == {"titles": 123}
     check_files(out, ["textgenrnn.json", "textgenrnn-title.png", "textgenrnn-averages.png", "textgenrnn.html"])

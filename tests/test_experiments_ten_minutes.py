@@ -191,8 +191,8 @@ def test_what_is_finished_is_not_done_again(finished, monkeypatch):
     run_study(program.main, *words)
     assert (folder / "results.json").read_bytes() == before
     assert (folder / "ablations.png").is_file()
-    said = run_study(program.main, "--report", "--output", folder)
-    assert report.tables(folder).popitem()[1] in said
+    printed = run_study(program.main, "--report", "--output", folder)
+    assert report.tables(folder).popitem()[1] in printed
     with pytest.raises(ValueError, match=r"n_layers 1.*2"):
         run_study(program.main, *words, "--n-layers", 2)
 
@@ -454,7 +454,7 @@ def test_a_model_is_examined(tmp_path):
     tokeniser = BPETokeniser(300)
     save_checkpoint(tmp_path / "best.safetensors", GPT(replace(SMALL, context_window=250)), tokeniser)
     words = ["--samples", "3", "--temperatures", "0", "1", "--batch", "2"]
-    said = run_study(parses.main, tmp_path, *words)
+    printed = run_study(parses.main, tmp_path, *words)
     rows = report.read(tmp_path / "parses.json")["rows"]
     assert [(row["prompt"], row["samples"]) for row in rows] == [
         (parses.PLAIN, 1),
@@ -462,4 +462,4 @@ def test_a_model_is_examined(tmp_path):
         (parses.CONSTRAINED, 3),
         (parses.CONSTRAINED, 3),
     ]
-    assert report.parses_table(rows) in said
+    assert report.parses_table(rows) in printed

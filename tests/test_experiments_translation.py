@@ -269,9 +269,9 @@ def test_what_a_run_leaves(made_up, monkeypatch, tmp_path):
     assert run["steps"] == 3 and len(run["curve"]) == 2 and len(run["examples"]) == 8
     assert len(run["alignments"]) == 1 and 0 <= run["test"]["beam"] <= 100
     assert sum(part["sentences"] for part in run["by_length"]) == 15
-    said = call(tmp_path, "--translate", "The dog sees the man.", "--model", "fixed")
+    output = call(tmp_path, "--translate", "The dog sees the man.", "--model", "fixed")
     model, vocabulary, _ = load_translator(tmp_path / "fixed-de-0.safetensors")
-    assert said.strip() == translate(model, vocabulary, ["The dog sees the man."], 5, progress=False)[0]
+    assert output.strip() == translate(model, vocabulary, ["The dog sees the man."], 5, progress=False)[0]
     for name in ("transformer", "bahdanau", "luong"):
         words = ["--look", "The dog sees => Der Hund", "--model", name, "--out", str(tmp_path / "look.html")]
         call(tmp_path, *words)
@@ -286,7 +286,7 @@ def test_what_a_run_leaves(made_up, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--model", "cnn"], "--model.*transformer.*got cnn"),
         (["--target", "en"], "--target.*de, fr.*got en"),
@@ -299,8 +299,8 @@ def test_what_a_run_leaves(made_up, monkeypatch, tmp_path):
         (["--translate", "A dog."], r"transformer-de-0\.safetensors: .*encoder-decoder"),
     ],
 )
-def test_wrong_flags_are_refused(monkeypatch, tmp_path, words, said):
-    with pytest.raises((ValueError, FileNotFoundError), match=said):
+def test_wrong_flags_are_refused(monkeypatch, tmp_path, words, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         call(tmp_path, *words)
 
 

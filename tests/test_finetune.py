@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -174,14 +173,14 @@ def test_all_weights_are_a_checkpoint(theirs, data, tmp_path):
 def test_every_update_has_a_rate(n_steps, theirs, data, tmp_path, capsys):
     words = ["--steps", str(n_steps), "--learning-rate", "0.1", "--eval-interval", "1"]
     tune(theirs, data, tmp_path / "run", *words)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     before = json.loads((tmp_path / "run" / "data.json").read_text())["before"]["loss"]
     losses = [
         line["held_out_loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in line
     ]
     assert len(losses) == n_steps and len({before, *losses}) == n_steps + 1
-    assert "step 1: held-out loss" in said
-    assert said.count("best so far") == (n_steps == 2 and losses[1] < losses[0])
+    assert "step 1: held-out loss" in output
+    assert output.count("best so far") == (n_steps == 2 and losses[1] < losses[0])
 
 
 @pytest.mark.slow_except(2)
@@ -340,52 +339,52 @@ def test_files_with_windows_line_endings(theirs, data, tmp_path):
 WORD = {"role": "assistant", "content": "fox"}
 GOOD = {"prompt": "small", "completion": "birds"}
 BAD = {
-    "empty": ("", "expected a text file, got an empty one"),
-    "blank": ("\n \n", "expected a line of JSON or more, got none"),
-    "no JSON": (json.dumps(GOOD) + "\n{oops}\n", "line 2: expected an object of JSON, got b'{oops}'"),
-    "no UTF-8": ('{"text": "\xff"}\n', "line 1: expected an object of JSON"),
-    "a list": ("[1]\n", 'line 1: expected an object with "text"'),
+    "empty": ("", "text file.*empty"),
+    "blank": ("\n \n", "line of JSON.*none"),
+    "no JSON": (json.dumps(GOOD) + "\n{oops}\n", "line 2: .*JSON.*{oops}"),
+    "no UTF-8": ('{"text": "\xff"}\n', "line 1: .*JSON"),
+    "a list": ("[1]\n", 'line 1: .*"text"'),
     "other names": ('{"question": "a"}\n', "got 'question'"),
-    "no role": ('{"messages": [{"content": "a"}]}\n', "line 1: expected message 1 to have a role"),
-    "no content": ('{"messages": [{"role": "user"}]}\n', "expected message 1 to have a text as its content, got None"),
+    "no role": ('{"messages": [{"content": "a"}]}\n', "line 1: .*message 1.*role"),
+    "no content": ('{"messages": [{"role": "user"}]}\n', "message 1.*content.*None"),
     "no answer": (
         '{"messages": [{"role": "user", "content": "a"}]}\n',
-        'in messages of the role "assistant" to learn from',
+        'messages.*"assistant"',
     ),
     "one side": (
         '{"chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"}\n',
-        "expected prompt to be a text",
+        "prompt.*text",
     ),
-    "no prompt": ('{"chosen": "a", "rejected": "b"}\n', "line 1: expected prompt to be a text, got None"),
-    "rejected": ('{"prompt": "", "chosen": "a", "rejected": ""}\n', "expected rejected to be a text of a character or"),
+    "no prompt": ('{"chosen": "a", "rejected": "b"}\n', "line 1: .*prompt.*None"),
+    "rejected": ('{"prompt": "", "chosen": "a", "rejected": ""}\n', "rejected.*a character"),
     "whose": (
         '{"prompt": [{"content": "a"}], "chosen": [{"role": "assistant", "content": "a"}], '
         '"rejected": [{"role": "assistant", "content": "b"}]}\n',
-        "line 1: expected message 1 of prompt to have a role",
+        "line 1: .*message 1 of prompt.*role",
     ),
     "nobody answers": (
         '{"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]}\n',
-        'line 1: expected a message in chosen of the role "assistant" to learn from, got none',
+        'line 1: .*chosen.*"assistant".*none',
     ),
     "preferences": (
         '{"prompt": "x", "chosen": "a", "rejected": "b"}\n',
-        'line 1: expected --loss dpo with "chosen" and "rejected", got --loss cross-entropy',
+        'line 1: .*--loss dpo.*"chosen".*cross-entropy',
     ),
     "deep": (
         json.dumps(GOOD) + '\n{"messages": ' + "[" * 900 + "]" * 900 + "}\n",
-        "line 2: expected JSON nested at most 100 levels deep, got more",
+        "line 2: .*100 levels",
     ),
     "half a pair": (
         '{"text": "a"}\n{"text": "\\ud83d"}\n',
-        "line 2: expected text in Unicode, got half of a surrogate pair",
+        "line 2: .*Unicode.*surrogate",
     ),
     "all equal": (
         json.dumps(GOOD) * 1 + "\n" + json.dumps(GOOD),
-        "got 0 and 2 examples of 2 records; equal records",
+        "0 and 2 examples.*equal",
     ),
-    "a number": ('{"text": 3}\n', "expected text to be a text of a character or more, got 3"),
-    "long": (json.dumps({"prompt": "a", "completion": "fox " * 200}), "expected answers of at most 100 tokens"),
-    "one": (json.dumps(GOOD), "expected at least one training and one held-out example, got 0 and 1 examples"),
+    "a number": ('{"text": 3}\n', "text.*got 3"),
+    "long": (json.dumps({"prompt": "a", "completion": "fox " * 200}), "answers.*100 tokens"),
+    "one": (json.dumps(GOOD), "0 and 1 examples"),
 }
 
 
@@ -394,9 +393,8 @@ def test_bad_data_is_refused_before_any_work(name, theirs, tmp_path):
     content, message = BAD[name]
     path = tmp_path / "data.jsonl"
     path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=message) as error:
         tune(theirs, path, tmp_path / "run")
-    assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run" / "config.json").exists()
 
@@ -405,12 +403,11 @@ def test_bad_data_is_refused_before_any_work(name, theirs, tmp_path):
 def test_too_little_memory_is_reported_before_any_work(theirs, data, tmp_path, monkeypatch):
     run = tmp_path / "run"
     monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.001")  # the model fits
-    with pytest.raises(MemoryError) as error:
+    flags = (
+        r"--recompute.*--batch-size \(now 4;.*--accumulation-steps.*--context-window \(now 100\).*--weights bfloat16"
+    )
+    with pytest.raises(MemoryError, match=r"0\.00\d+ GB.*0\.001 GB.*" + flags):
         tune(theirs, data, run)
-    ways = r"use --recompute, or lower --batch-size \(now 4; raise --accumulation-steps to compensate\), or "
-    ways += r"lower --context-window \(now 100\), or use --weights bfloat16 or int8"
-    said = r"training needs at least 0\.00\d+ GB of memory, 0\.001 GB are free: "
-    assert re.fullmatch(said + ways, str(error.value))
     assert not (run / "config.json").exists()
     monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.0003")
     with pytest.raises(MemoryError, match=r"--context-window \(now 100\).*--method lora"):

@@ -101,8 +101,8 @@ def test_help_shows_descriptions_and_defaults(capsys, monkeypatch):
     assert leaving.value.code in (0, None)
     out, err = capsys.readouterr()
     assert err == ""
-    for said in ("What this is.", "how large (default: 3)", "how fast (default: 0.5)", "(default: red)"):
-        assert said in out
+    for expected in ("What this is.", "how large (default: 3)", "how fast (default: 0.5)", "(default: red)"):
+        assert expected in out
 
 
 def test_fail_prints_one_line(capsys):
@@ -188,8 +188,8 @@ def test_a_panic_of_a_library_is_one_line(capsys, monkeypatch):
     with pytest.raises(SystemExit) as caught:
         run_main(main)
     assert caught.value.code == 1
-    said = capsys.readouterr().err
-    assert "retry-limit-in-match over" in said and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "retry-limit-in-match over" in message and message.count("\n") == 1
     monkeypatch.setenv("TRICYCLE_TRACEBACK", "1")
     with pytest.raises(PanicException):
         run_main(main)

@@ -570,16 +570,16 @@ def test_long_prompts_are_prefilled_in_chunks(model, monkeypatch):
 
 
 def test_logits_callback_receives_every_token(model):
-    told = []
+    received = []
     batch = GenerationBatch(model)
     batch.add([3], 4, SamplingParams(temperature=0))
-    number = batch.add([1, 2], 5, SamplingParams(temperature=0), listener=lambda *token: told.append(token))
+    number = batch.add([1, 2], 5, SamplingParams(temperature=0), listener=lambda *token: received.append(token))
     drawn = []
     while len(batch):
         drawn += [token for which, token in batch.step() if which == number]
-    assert [token for token, _ in told] == drawn
+    assert [token for token, _ in received] == drawn
     text = [1, 2]
-    for token, logits in told:
+    for token, logits in received:
         np.testing.assert_allclose(logits, DecodingState(model).logits(text), rtol=1e-5, atol=1e-5)
         text.append(token)
 

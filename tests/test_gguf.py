@@ -248,22 +248,22 @@ def test_other_divisors(tmp_path):
 # -------------------------------------------------------------------- keys and tensors that contradict each other
 REMOVED = object()
 WRONG_KEYS = {
-    "no number of layers": ({"block_count": REMOVED}, "expected a key llama.block_count"),
-    "a number of layers that is text": ({"block_count": "2"}, "llama.block_count to be a whole number above 0, .* got"),
-    "too many layers": ({"block_count": 2**31 - 1}, "llama.block_count is 2147483647, but the tensors have 2"),
-    "no layer": ({"block_count": 0}, "llama.block_count to be a whole number above 0"),
-    "too wide": ({"embedding_length": 2**30}, "llama.embedding_length is 1073741824, but the tensors have 36"),
-    "too wide inside": ({"feed_forward_length": 48}, "llama.feed_forward_length is 48, but the tensors have 40"),
-    "other heads": ({"attention.head_count": 6}, r"tensor 'blk.0.attn_.*' of shape .* does not fit 6 query heads"),
-    "other key heads": ({"attention.head_count_kv": 9}, r"tensor 'blk.0.attn_k.weight' of shape \(192, 36\) does not"),
-    "no eps": ({"attention.layer_norm_rms_epsilon": 0.0}, "layer_norm_rms_epsilon to be a number above 0, got 0.0"),
-    "an eps that is none": ({"attention.layer_norm_rms_epsilon": float("nan")}, "to be a number above 0, got nan"),
-    "experts": ({"expert_count": 8}, "is a mixture of 8 experts"),
-    "partial rotary": ({"rope.dimension_count": 32}, "all 64 channels of a head, got 32"),
-    "values of another size": ({"attention.value_length": 32}, "value_length to be key_length, 64, got 32"),
-    "yarn": ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "scaling.type none or linear, got 'yarn'"),
-    "one of two": ({":split.count": 2}, "is one of 2 files of a model"),
-    "an adapter": ({":general.type": "adapter"}, "expected a model, got general.type 'adapter'"),
+    "no number of layers": ({"block_count": REMOVED}, r"expected.*llama\.block_count"),
+    "a number of layers that is text": ({"block_count": "2"}, r"llama\.block_count.*whole number"),
+    "too many layers": ({"block_count": 2**31 - 1}, r"llama\.block_count.*2147483647.* 2"),
+    "no layer": ({"block_count": 0}, r"llama\.block_count.*above 0"),
+    "too wide": ({"embedding_length": 2**30}, r"llama\.embedding_length.*1073741824.*36"),
+    "too wide inside": ({"feed_forward_length": 48}, r"llama\.feed_forward_length.*48.*40"),
+    "other heads": ({"attention.head_count": 6}, r"'blk\.0\.attn_.*'.*6 query heads"),
+    "other key heads": ({"attention.head_count_kv": 9}, r"'blk\.0\.attn_k\.weight'.*\(192, 36\)"),
+    "no eps": ({"attention.layer_norm_rms_epsilon": 0.0}, r"layer_norm_rms_epsilon.*got 0\.0"),
+    "an eps that is none": ({"attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon.*got nan"),
+    "experts": ({"expert_count": 8}, "8 experts"),
+    "partial rotary": ({"rope.dimension_count": 32}, "64 channels.*got 32"),
+    "values of another size": ({"attention.value_length": 32}, "value_length.*64.*got 32"),
+    "yarn": ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, r"scaling\.type.*linear.*'yarn'"),
+    "one of two": ({":split.count": 2}, "one of 2 files"),
+    "an adapter": ({":general.type": "adapter"}, r"general\.type.*'adapter'"),
 }
 
 
@@ -290,17 +290,17 @@ def test_wrong_tensors(files, tmp_path):
     keys = gguf_models.keys_of("llama", model.config)
     vector = np.zeros(32, np.float32)
     wrong = {
-        "blk.0.attn_sinks.weight": "tensor 'blk.0.attn_sinks.weight' is unknown in the architecture llama",
-        "blk.00.attn_q.weight": "tensor 'blk.00.attn_q.weight' is unknown",
-        "output.scale": "tensor 'output.scale' is unknown",
-        "rope_factors_long.weight": "has rope_factors_long.weight, of the scaling longrope",
+        "blk.0.attn_sinks.weight": r"'blk\.0\.attn_sinks\.weight'.*unknown.*llama",
+        "blk.00.attn_q.weight": r"'blk\.00\.attn_q\.weight'.*unknown",
+        "output.scale": r"'output\.scale'.*unknown",
+        "rope_factors_long.weight": r"rope_factors_long\.weight.*longrope",
     }
     for name, why in wrong.items():
         refused(gguf_models.write(tmp_path / "a.gguf", "llama", keys, tensors | {name: vector}), why)
     for name in ("token_embd.weight", "blk.0.ffn_up.weight"):
         fewer = {key: value for key, value in tensors.items() if key != name}
-        refused(gguf_models.write(tmp_path / "a.gguf", "llama", keys, fewer), f"expected a matrix {name}, got none")
+        refused(gguf_models.write(tmp_path / "a.gguf", "llama", keys, fewer), f"matrix {name}.*none")
     fewer = {key: value for key, value in tensors.items() if key != "blk.1.attn_norm.weight"}
     path = gguf_models.write(tmp_path / "a.gguf", "llama", keys, fewer)
-    with pytest.raises(ValueError, match=r"missing model.layers.1.input_layernorm.weight$"):
+    with pytest.raises(ValueError, match=r"missing model\.layers\.1\.input_layernorm\.weight$"):
         build_model(read_gguf(path))

@@ -159,7 +159,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path):
 # -------------------------------------------------------------------- what is refused
 def test_no_gguf_file(tmp_path):
     for content in (b"", b"GGUF", b"PK\x03\x04" + bytes(100), b"FUGG" + bytes(100)):
-        refused(written(tmp_path, content), "expected a GGUF file, which begins with GGUF")
+        refused(written(tmp_path, content), "begins with GGUF")
     with pytest.raises(FileNotFoundError):
         read_gguf_header(tmp_path / "nowhere.gguf")
     with pytest.raises(OSError):
@@ -169,66 +169,66 @@ def test_no_gguf_file(tmp_path):
 def test_cut_off_at_every_byte(tmp_path):
     content = whole_file()
     for length in range(len(content)):
-        refused(written(tmp_path, content[:length]), "expected a GGUF file|cut off")
+        refused(written(tmp_path, content[:length]), "GGUF file|cut off")
 
 
 HUGE = 2**60
 CRAFTED = {
-    "version 1": (start(0, 0, 1), "expected version 2 or 3"),
-    "big-endian": (b"GGUF" + struct.pack(">I", 3) + bytes(16), "expected version 2 or 3 of GGUF in little-endian"),
-    "so many tensors": (start(HUGE, 0) + bytes(64), f"cut off or damaged: {HUGE} tensors at byte 24 of 88"),
+    "version 1": (start(0, 0, 1), "version 2 or 3"),
+    "big-endian": (b"GGUF" + struct.pack(">I", 3) + bytes(16), "version 2 or 3.*little-endian"),
+    "so many tensors": (start(HUGE, 0) + bytes(64), f"cut off.*{HUGE} tensors"),
     "so many keys": (start(0, HUGE) + bytes(64), f"{HUGE} keys at byte 24"),
     "most tensors": (start(2**64 - 1, 0) + bytes(64), "cut off or damaged"),
     "a long key": (start(0, 1) + u64(HUGE) + bytes(64), f"{HUGE} bytes of a key"),
     "a long text": (start(0, 1) + text("k") + u32(STRING) + u64(2**64 - 1) + bytes(64), "bytes of 'k'"),
-    "a long array": (start(0, 1) + text("k") + u32(ARRAY) + u32(U8) + u64(HUGE), "at most 4194304 values in arrays,"),
+    "a long array": (start(0, 1) + text("k") + u32(ARRAY) + u32(U8) + u64(HUGE), "at most 4194304 values"),
     "a longer array than the file": (
         start(0, 1) + text("k") + u32(ARRAY) + u32(F64) + u64(99) + bytes(64),
         "99 values of 'k'",
     ),
     "texts longer than the file": (
         start(0, 1) + text("k") + u32(ARRAY) + u32(STRING) + u64(4) + text("a") + u64(HUGE) + bytes(64),
-        "a string of 'k' near byte",
+        "string of 'k'",
     ),
     "arrays of arrays": (
         start(0, 1) + text("k") + u32(ARRAY) + u32(ARRAY) + u64(1) + u32(ARRAY) + u64(1) + bytes(64),
-        "'k' is an array of arrays",
+        "'k'.*array of arrays",
     ),
-    "an unknown type of value": (start(0, 1) + text("k") + u32(77) + bytes(64), "'k' is of the unknown type 77"),
-    "no UTF-8": (start(0, 1) + text(b"\xff\xfe") + u32(U8) + bytes(64), "a key at byte 32 is not UTF-8"),
-    "a key twice": (start(0, 2) + 2 * pair("k", U8, b"\x00"), "key 'k' comes twice"),
-    "alignment 0": (start(0, 1) + pair("general.alignment", U32, u32(0)), "to be a power of two, got 0"),
-    "alignment 48": (start(0, 1) + pair("general.alignment", U32, u32(48)), "to be a power of two, got 48"),
+    "an unknown type of value": (start(0, 1) + text("k") + u32(77) + bytes(64), "'k'.*unknown type 77"),
+    "no UTF-8": (start(0, 1) + text(b"\xff\xfe") + u32(U8) + bytes(64), "byte 32.*UTF-8"),
+    "a key twice": (start(0, 2) + 2 * pair("k", U8, b"\x00"), "'k'.*twice"),
+    "alignment 0": (start(0, 1) + pair("general.alignment", U32, u32(0)), "power of two.*got 0"),
+    "alignment 48": (start(0, 1) + pair("general.alignment", U32, u32(48)), "power of two.*got 48"),
     "alignment of text": (start(0, 1) + pair("general.alignment", STRING, text("32")), "power of two, got '32'"),
     "alignment too large": (start(0, 1) + pair("general.alignment", U64, u64(2**62)), "power of two"),
     "a product that overflows": (
         padded(start(1, 0) + entry("x", (2**32, 2**32, 2, 1))) + bytes(64),
-        r"tensor 'x' \(1, 2, 4294967296, 4294967296\) \(F32\) ends at byte 147573952589676413024 of",
+        r"'x'.*F32.*147573952589676413024",
     ),
     "a product that is 0 in 64 bits": (
         padded(start(1, 0) + entry("x", (2**33, 2**33))) + bytes(64),
         "cut off or damaged",
     ),
-    "no values": (padded(start(1, 0) + entry("x", (4, 0))) + bytes(64), "at least one value in tensor 'x'"),
-    "five dimensions": (start(1, 0) + entry("x", (1,) * 5) + bytes(64), "at most 4 dimensions of tensor 'x', got 5"),
+    "no values": (padded(start(1, 0) + entry("x", (4, 0))) + bytes(64), "at least one value.*'x'"),
+    "five dimensions": (start(1, 0) + entry("x", (1,) * 5) + bytes(64), "at most 4 dimensions.*got 5"),
     "a crowd of dimensions": (start(1, 0) + text("x") + u32(2**32 - 1) + bytes(64), "at most 4 dimensions"),
     "an offset beyond the file": (padded(start(1, 0) + entry("x", (4,), 0, HUGE)) + bytes(64), "cut off or damaged"),
     "an offset in between": (
         padded(start(1, 0) + entry("x", (4,), 0, 4)) + bytes(64),
         "4, not a multiple of",
     ),
-    "an unknown type": (padded(start(1, 0) + entry("x", (256,), 10)) + bytes(512), "tensor 'x' is of type 10;"),
-    "a broken block": (padded(start(1, 0) + entry("x", (33,), 8)) + bytes(64), "rows of a multiple of 32 values in"),
-    "a tensor twice": (padded(start(2, 0) + 2 * entry("x", (4,))) + bytes(64), "tensor 'x' comes twice"),
+    "an unknown type": (padded(start(1, 0) + entry("x", (256,), 10)) + bytes(512), "'x'.*type 10"),
+    "a broken block": (padded(start(1, 0) + entry("x", (33,), 8)) + bytes(64), "multiple of 32 values"),
+    "a tensor twice": (padded(start(2, 0) + 2 * entry("x", (4,))) + bytes(64), "'x'.*twice"),
     "a crowd of keys": (
         start(0, 70_000) + b"".join(pair(f"{i:05d}", U8, b"\x00") for i in range(70_000)),
-        "expected at most 65536 keys, got 70000",
+        "65536 keys.*70000",
     ),
-    "a long name": (start(0, 1) + text("n" * 9_000) + u32(77) + bytes(64), "'n{30}...n{31}' is of the unknown type 77"),
-    "a name of many lines": (start(0, 1) + text("a\nb") + u32(77) + bytes(64), "is of the unknown type 77"),
+    "a long name": (start(0, 1) + text("n" * 9_000) + u32(77) + bytes(64), r"'n{30}\.\.\.n{31}'.*type 77"),
+    "a name of many lines": (start(0, 1) + text("a\nb") + u32(77) + bytes(64), "unknown type 77"),
     "tensors over each other": (
         padded(start(2, 0) + entry("x", (9,)) + entry("y", (4,), 0, 32)) + bytes(64),
-        "tensors 'x' and 'y' overlap",
+        "'x' and 'y' overlap",
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -315,21 +316,21 @@ def test_unsupported_tokenizers(tmp_path):
     before = {"type": "Prepend", "prepend": "_"}
     words = {"type": "WordLevel", "vocab": {"a": 0, "<|im_end|>": 1}, "unk_token": "a"}
     cases: list[tuple[Any, str]] = [
-        (our_tokeniser("tricycle"), "one of the pre-tokenizers gpt-2, smollm, llama-bpe, qwen2"),
-        (other_tokeniser(pre_tokenizer=strange), "one of the pre-tokenizers gpt-2"),
-        (other_tokeniser(normalizer=before), "one of the pre-tokenizers gpt-2"),
-        (other_tokeniser(added_tokens=lstrip), "without lstrip, rstrip and single_word, got '<|endoftext|>'"),
-        (other_tokeniser(model=words), "expected a byte-level BPE, got WordLevel"),
-        (other_tokeniser(model={**document["model"], "merges": [], "ignore_merges": True}), "none for 7, such as"),
-        (PretrainedTokeniser(other_tokeniser().to_tokenizer_json()), "with bos_token or eos_token"),
-        (BPETokeniser(257, ["<x>"]), "expected a tokeniser with <|endoftext|>"),
-        (object(), "expected a BPETokeniser or a PretrainedTokeniser, got object"),
+        (our_tokeniser("tricycle"), "pre-tokenizers gpt-2.*qwen2"),
+        (other_tokeniser(pre_tokenizer=strange), "pre-tokenizers gpt-2"),
+        (other_tokeniser(normalizer=before), "pre-tokenizers gpt-2"),
+        (other_tokeniser(added_tokens=lstrip), r"lstrip.*'<\|endoftext\|>'"),
+        (other_tokeniser(model=words), "byte-level BPE.*WordLevel"),
+        (other_tokeniser(model={**document["model"], "merges": [], "ignore_merges": True}), "none for 7"),
+        (PretrainedTokeniser(other_tokeniser().to_tokenizer_json()), "bos_token or eos_token"),
+        (BPETokeniser(257, ["<x>"]), r"tokeniser.*<\|endoftext\|>"),
+        (object(), "BPETokeniser.*object"),
     ]
     for tokeniser, why in cases:
         with pytest.raises(ValueError) as caught:
             export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
         message = str(caught.value)
-        assert message.startswith("export_gguf: llama.cpp cannot run this model: ") and why in message, message
+        assert re.search(f"^export_gguf: .*llama.cpp.*{why}", message), message
         assert "\n" not in message
     small = GPT(ModelConfig(**{**LLAMA, "vocab_size": 200}))
     with pytest.raises(ValueError, match=r"at most 200 tokens.*got 264"):

@@ -96,7 +96,7 @@ def test_what_was_found(root, title):
 
     outcome = corpus.tried_with(root, name, lambda folder: damage(folder / target))
     assert outcome.good, outcome
-    assert outcome.said.isprintable()
+    assert outcome.message.isprintable()
     assert victim.read_text(encoding="utf-8") == "mine\n"
     assert sorted(path.name for path in root.iterdir()) == ["good", "victim"]
 

@@ -98,8 +98,8 @@ def test_waiting(tmp_path, holder):
 
 def write_lock(folder, **changes) -> None:
     folder.mkdir(exist_ok=True)
-    told = {"pid": os.getpid(), "host": socket.gethostname(), "since": "2026-01-01", "began": "another time"}
-    (folder / locks.LOCK_NAME).write_text(json.dumps({**told, **changes}))
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": "2026-01-01", "began": "another time"}
+    (folder / locks.LOCK_NAME).write_text(json.dumps({**owner, **changes}))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="Linux tells when a process began")

@@ -639,9 +639,9 @@ def test_serving(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr("webbrowser.open", lambda address: bool(opened.append(address)))
     monkeypatch.setattr(LookServer, "serve_forever", stop)
     look.main([str(checkpoint), "the cat"])
-    told = capsys.readouterr()
-    assert opened == [told.out.splitlines()[0]]
-    assert "no browser found" in told.err
+    captured = capsys.readouterr()
+    assert opened == [captured.out.splitlines()[0]]
+    assert "no browser found" in captured.err
     look.main([str(checkpoint), "the cat", "--no-browser"])
     assert len(opened) == 1
 

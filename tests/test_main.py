@@ -53,9 +53,9 @@ def test_the_report_fits_on_a_screen(monkeypatch):
     assert [*rows] == [*ROWS, "faster"]
     assert sum("tricycle machine --speed" in line for line in out.splitlines()) == 1
     assert rows["arrays"].startswith(f"NumPy {np.__version__}")
-    assert rows["threads"].startswith("1, set by OMP_NUM_THREADS=1; BLAS threads: ")
-    told = r"([\d,]+) GFLOP/s in float32 \(training step: (\d+)% of peak\)"
-    rate, share = re.match(told, rows["matmul"]).groups()
+    assert rows["threads"].startswith("1, set by OMP_NUM_THREADS=1; ")
+    pattern = r"([\d,]+) GFLOP/s in float32 \(training step: (\d+)% of peak\)"
+    rate, share = re.match(pattern, rows["matmul"]).groups()
     assert float(rate.replace(",", "")) > 0 and int(share) > 0
 
 
@@ -83,8 +83,8 @@ def test_a_wrong_number_of_threads_is_one_line(monkeypatch):
 def test_changes_of_the_process_are_reported(monkeypatch):
     monkeypatch.delenv("TRICYCLE_NUM_THREADS", raising=False)
     monkeypatch.delenv("TRICYCLE_TUNE_HOST", raising=False)
-    told = host_row()
-    assert sys.platform != "linux" or "BLAS uses one thread" in told
+    row = host_row()
+    assert sys.platform != "linux" or "BLAS uses one thread" in row
     monkeypatch.setenv("TRICYCLE_TUNE_HOST", "0")
     assert host_row() == "not tuned (TRICYCLE_TUNE_HOST=0)"
 
@@ -127,7 +127,7 @@ def test_a_pinned_blas_is_reported(monkeypatch, no_variables):
 def test_which_variable_sets_the_threads(monkeypatch, no_variables):
     assert machine.thread_variable() is None
     assert "the default (set TRICYCLE_NUM_THREADS" in machine.thread_report()
-    monkeypatch.setenv("OMP_NUM_THREADS", "all")  # no number: nobody heeds it
+    monkeypatch.setenv("OMP_NUM_THREADS", "all")  # no number: no library uses it
     assert machine.thread_variable() is None
     monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
     assert machine.thread_variable() == "OMP_NUM_THREADS"
@@ -140,17 +140,17 @@ def test_idle_cores_are_reported(monkeypatch, no_variables):
     monkeypatch.setattr(machine.threads, "n_threads", lambda: 2)
     assert not any("64" in line for line in machine.advice([], None))  # without a variable it was the BLAS's choice
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert "unset OMP_NUM_THREADS: 2 of 64 logical cores are in use" in machine.advice([], None)
+    assert any("OMP_NUM_THREADS" in line and "2 of 64" in line for line in machine.advice([], None))
 
 
 def test_mkl_is_suggested_on_intel_processors(monkeypatch, no_variables):
-    for problem, told in [
+    for problem, expected in [
         ("MKL is not installed (pip install 'tricycle-gpt[mkl]')", True),
         ("MKL is for Intel's processors", False),
         (None, False),
     ]:
         monkeypatch.setattr(machine.float32_products, "unavailable_reason", lambda problem=problem: problem)
-        assert any("[mkl]" in line for line in machine.advice([], None)) == told
+        assert any("[mkl]" in line for line in machine.advice([], None)) == expected
 
 
 @pytest.mark.parametrize("lacks_onednn", [True, False])
@@ -169,9 +169,10 @@ def test_the_extra_for_16_bits_is_named_once(monkeypatch, no_variables, lacks_on
 def test_providers_that_a_variable_excludes_are_named(monkeypatch, no_variables):
     monkeypatch.setattr(machine, "installed", lambda *packages: [x for x in packages if x != "onednn-cpu-gomp"])
     monkeypatch.setenv("TRICYCLE_KERNELS", "numba")
-    assert "unset TRICYCLE_KERNELS=numba: it excludes numpy" in machine.advice([], "no GPU")  # oneDNN is not there
+    (line,) = [line for line in machine.advice([], "no GPU") if "TRICYCLE_KERNELS=numba" in line]
+    assert "numpy" in line and "onednn" not in line  # oneDNN is not installed
     monkeypatch.setenv("TRICYCLE_KERNELS", "-numba")
-    assert "unset TRICYCLE_KERNELS=-numba: it excludes numba" in machine.advice([], "no GPU")
+    assert any("TRICYCLE_KERNELS=-numba" in line for line in machine.advice([], "no GPU"))
     monkeypatch.setenv("TRICYCLE_KERNELS", "-onednn")
     assert not any("TRICYCLE_KERNELS" in line for line in machine.advice([], "no GPU"))
 
@@ -184,7 +185,8 @@ def test_an_unused_gpu_is_reported(monkeypatch, no_variables):
     assert machine.advice_lines([])[-1] == "  nothing to suggest"
     monkeypatch.setattr(machine, "gpu_libraries", lambda: {"cuBLASLt 13.0.2": None})
     assert machine.advice(["GPU 0: H200"], None) == []
-    assert machine.advice(["GPU 0: H200"], "CuPy is not installed") == ["use GPU 0: H200: CuPy is not installed"]
+    (line,) = machine.advice(["GPU 0: H200"], "CuPy is not installed")
+    assert "GPU 0: H200" in line and "CuPy" in line
 
 
 def test_gpus_that_the_driver_shows(monkeypatch):
@@ -212,9 +214,8 @@ def test_a_used_gpu_is_reported(monkeypatch):
     monkeypatch.setattr(machine.cudnn, "unavailable_reason", lambda: "no cuDNN")
     rows = rows_of(machine.report())
     shown = machine.report().partition("\nGPU")[2].partition("\nCPU")[0].split()
-    wanted = "GPU 0: H200, used after .to_gpu(); driver 580.159.03; cuBLASLt 13.0.2; no cuDNN"
-    assert " ".join(shown) == wanted
-    assert "on the GPU: no cuDNN" in rows["faster"]
+    assert re.search(r"GPU 0: H200.*580\.159\.03.*cuBLASLt 13\.0\.2.*no cuDNN", " ".join(shown))
+    assert "no cuDNN" in rows["faster"]
     assert "; on a GPU " in rows["arrays"]
     assert rows["matmul"].startswith("1,234 GFLOP/s")
 

@@ -148,11 +148,11 @@ def test_model_memory_matches_its_estimate(tied, weights, tmp_path):
     export_folder(GPT(replace(LLAMA, tied=tied, vocab_size=100)), None, folder, dtype="bfloat16")
     loaded = load(folder, weights)
     takes = sum(parameter.array.nbytes for parameter in loaded.model.parameters())
-    said = required_memory(loaded.model.config, loaded.source, weights)
+    estimate = required_memory(loaded.model.config, loaded.source, weights)
     if weights == "int8":  # there are scales besides, and while a matrix is made its numbers in float32
-        assert 0.9 * takes < said < 1.5 * takes
+        assert 0.9 * takes < estimate < 1.5 * takes
     else:
-        assert said == takes
+        assert estimate == takes
 
 
 def test_command_reports_too_little_memory(folder):

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -195,7 +196,7 @@ def bench(tmp_path_factory):
 
 
 def train(bench, n, name, *words, prelude="", **more):
-    """A run of n ranks; n = 0 for one that mpiexec does not start. Returns how it ended and all that it said."""
+    """A run of n ranks; n = 0 for one that mpiexec does not start. Returns the exit status and all output."""
     if "--resume" not in words:
         words = [*WORDS, "--files", str(bench / "text.txt"), "--run-folder", str(bench / name), *words]
     more = {"TRICYCLE_CACHE": str(bench / "cache"), "TRICYCLE_TUNE_HOST": "0", **more}
@@ -207,9 +208,9 @@ def train(bench, n, name, *words, prelude="", **more):
     return run.returncode, run.stdout + run.stderr
 
 
-def said_by_the_program(said):
+def program_messages(output):
     """Its messages, without what mpiexec adds."""
-    return [line for line in said.splitlines() if line.startswith("train_smol_gpt.py: ")]
+    return [line for line in output.splitlines() if line.startswith("train_smol_gpt.py: ")]
 
 
 def losses(folder):
@@ -234,11 +235,11 @@ def weights(folder):
 )
 def test_two_ranks_equal_one_with_gradient_accumulation(bench, flags):
     name = "-".join(flags).replace("--", "") or "plain"
-    status, said = train(bench, 2, name, *flags)
-    assert status == 0, said
+    status, output = train(bench, 2, name, *flags)
+    assert status == 0, output
     one = f"{name}-one"
-    status, said = train(bench, 0, one, "--accumulation-steps", "2", *[flag for flag in flags if "shard" not in flag])
-    assert status == 0, said
+    status, output = train(bench, 0, one, "--accumulation-steps", "2", *[flag for flag in flags if "shard" not in flag])
+    assert status == 0, output
     files, others = (sorted(path.name for path in (bench / each).iterdir()) for each in (name, one))
     assert files == others
     assert losses(bench / name) == pytest.approx(losses(bench / one), abs=1e-5)
@@ -246,13 +247,13 @@ def test_two_ranks_equal_one_with_gradient_accumulation(bench, flags):
         assert (bench / name / file).read_bytes() == (bench / one / file).read_bytes()
     if flags[:1] == ["--shard-optimiser"]:
         return
-    status, said = train(bench, 2, "again", *flags)
-    assert status == 0, said
+    status, output = train(bench, 2, "again", *flags)
+    assert status == 0, output
     assert weights(bench / "again") == weights(bench / name)
-    status, said = train(bench, 3, "", "--resume", str(bench / "again"))
+    status, output = train(bench, 3, "", "--resume", str(bench / "again"))
     assert status == 1
-    (line,) = said_by_the_program(said)
-    assert line.endswith("expected at most 2 ranks, because an update of this run has 2 batches of 4 sequences, got 3")
+    (line,) = program_messages(output)
+    assert re.search("at most 2 ranks.*2 batches of 4 sequences.*got 3", line)
 
 
 @needs_mpi
@@ -263,17 +264,17 @@ def test_resume_with_another_number_of_ranks(bench):
     step = "from tricycle_cli import run, updates\nusual = updates.RunSession.batches\ndef batches(session, source):\n"
     step += "    run.Run.should_stop = lambda self: session.step == %d\n    return usual(session, source)\n"
     step += "updates.RunSession.batches = batches"
-    status, said = train(bench, 3, "parts", "--steps", "12", "--shard-optimiser", prelude=step % 3)
-    assert status == 0 and "stopped after step 3" in said, said
-    status, said = train(bench, 0, "", "--resume", str(bench / "parts"), prelude=step % 6)
-    assert status == 0 and "stopped after step 6" in said, said
-    status, said = train(bench, 2, "", "--resume", str(bench / "parts"), "--shard-optimiser", prelude=step % 9)
-    assert status == 0 and "3 batches of 4" in said and "2 ranks" in said, said
-    status, said = train(bench, 3, "", "--resume", str(bench / "parts"))
-    assert status == 0, said
+    status, output = train(bench, 3, "parts", "--steps", "12", "--shard-optimiser", prelude=step % 3)
+    assert status == 0 and "stopped after step 3" in output, output
+    status, output = train(bench, 0, "", "--resume", str(bench / "parts"), prelude=step % 6)
+    assert status == 0 and "stopped after step 6" in output, output
+    status, output = train(bench, 2, "", "--resume", str(bench / "parts"), "--shard-optimiser", prelude=step % 9)
+    assert status == 0 and "3 batches of 4" in output and "2 ranks" in output, output
+    status, output = train(bench, 3, "", "--resume", str(bench / "parts"))
+    assert status == 0, output
     assert losses(bench / "parts") == pytest.approx(losses(bench / "whole"), abs=1e-5)
-    status, said = train(bench, 4, "", "--resume", str(bench / "parts"))
-    assert status and "at most 3 ranks" in said and "3 batches of 4" in said
+    status, output = train(bench, 4, "", "--resume", str(bench / "parts"))
+    assert status and "at most 3 ranks" in output and "3 batches of 4" in output
 
 
 AT_STEP_6 = """
@@ -308,17 +309,17 @@ training.supervised_loss, updates.RunSession.batches = supervised_loss, batches
 @needs_mpi
 @pytest.mark.parametrize("policy", ["stop", pytest.param("skip", marks=pytest.mark.nightly), "rollback"])
 def test_nan_in_one_rank(bench, policy):
-    status, said = train(bench, 2, f"nan-{policy}", "--on-nan", policy, prelude=NAN)
-    assert "step 6: rank 1: the loss is nan" in said
-    assert (status != 0) == (policy == "stop"), said
-    said_why = {
+    status, output = train(bench, 2, f"nan-{policy}", "--on-nan", policy, prelude=NAN)
+    assert re.search("step 6: rank 1: .*nan", output)
+    assert (status != 0) == (policy == "stop"), output
+    announcements = {
         "stop": "the run stops",
         "skip": "the update is skipped",
-        "rollback": "rollback to the checkpoint of step 4",
+        "rollback": "checkpoint of step 4",
     }
-    assert said_why[policy] in said
+    assert announcements[policy] in output
     if policy == "stop":
-        assert said.count("train_smol_gpt.py: ") == 1 and "rank 0 of 2" not in said
+        assert output.count("train_smol_gpt.py: ") == 1 and "rank 0 of 2" not in output
     else:
         assert losses(bench / f"nan-{policy}")[-1] < 6
 
@@ -341,8 +342,8 @@ ranks.join_process_group = interrupted_join
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_during_initialization_stops_all_ranks(bench, rank):
     """MPI would wait for the others when Python ends the process."""
-    status, said = train(bench, 2, f"joining-{rank}", prelude=JOINING.format(rank=rank))
-    assert status == 130 and said_by_the_program(said) == ["train_smol_gpt.py: interrupted"], said
+    status, output = train(bench, 2, f"joining-{rank}", prelude=JOINING.format(rank=rank))
+    assert status == 130 and program_messages(output) == ["train_smol_gpt.py: interrupted"], output
     assert not (bench / f"joining-{rank}").exists()
 
 
@@ -350,8 +351,8 @@ def test_a_signal_during_initialization_stops_all_ranks(bench, rank):
 @needs_mpi
 def test_a_signal_in_one_rank_stops_all_ranks(bench):
     act = "os.kill(os.getpid(), signal.SIGTERM)"
-    status, said = train(bench, 2, "signal", prelude=AT_STEP_6.format(act=act))
-    assert status == 0 and "stopped after step 6" in said, said
+    status, output = train(bench, 2, "signal", prelude=AT_STEP_6.format(act=act))
+    assert status == 0 and "stopped after step 6" in output, output
     assert load_checkpoint(bench / "signal" / "last.safetensors").about["progress"]["step"] == 6
 
 
@@ -378,10 +379,10 @@ updates.RunSession.batches, files._sync = batches, sync
 def test_a_full_disk_outlasts_the_timeout_of_ranks(bench):
     """Rank 0 waits for room, and answers those that ask meanwhile whether it is still there."""
     started = time.monotonic()
-    status, said = train(bench, 2, "full", prelude=FULL, TRICYCLE_MPI_TIMEOUT="1")
-    assert status == 0, said
+    status, output = train(bench, 2, "full", prelude=FULL, TRICYCLE_MPI_TIMEOUT="1")
+    assert status == 0, output
     assert time.monotonic() - started > 4
-    assert said.count("the disk is full") == said.count("the disk has space again: the run continues") == 1
+    assert output.count("disk is full") == output.count("space again") == 1
     if not (bench / "unharmed").exists():
         assert train(bench, 2, "unharmed")[0] == 0
     assert weights(bench / "full") == weights(bench / "unharmed")
@@ -401,34 +402,34 @@ def test_different_ranks_are_refused(bench):
     config += "    return dataclasses.replace(read, config=config), start\nif rank: t.parse_arguments = parse"
     numpy = "import numpy\nif rank: numpy.__version__ = '2.0'"
     several = {
-        config: "another config than rank 0: {'weight_decay': 0.25}, not {'weight_decay': 0.1}",
-        numpy: "and 2.0', not",
-        threads: "another number of threads (TRICYCLE_NUM_THREADS sets it) than rank 0: 2, not 1",
-        code: "another version of Tricycle's code than rank 0: 'x', not",
-        "if rank: sys.argv += ['--seed', '7']": "another command line than rank 0: ['--seed', '7'], not []",
-        text: "another text than rank 0: 'x', not",
+        config: "config.*'weight_decay': 0.25.*'weight_decay': 0.1",
+        numpy: "2.0', not",
+        threads: "threads.*TRICYCLE_NUM_THREADS.*2, not 1",
+        code: "code than rank 0: 'x'",
+        "if rank: sys.argv += ['--seed', '7']": r"command line.*\['--seed', '7'\], not \[\]",
+        text: "text than rank 0: 'x'",
     }
-    for prelude, words in several.items():
-        status, said = train(bench, 2, "unlike", prelude=prelude)
-        assert status and "rank 1 on " in said and words in said, said
-        assert said.count("train_smol_gpt.py: ") == 1 and "rank 0 of 2" not in said, said
+    for prelude, pattern in several.items():
+        status, output = train(bench, 2, "unlike", prelude=prelude)
+        assert status and re.search(f"rank 1 on .*{pattern}", output), output
+        assert output.count("train_smol_gpt.py: ") == 1 and "rank 0 of 2" not in output, output
     assert not (bench / "unlike" / "last.safetensors").exists()
 
 
 @pytest.mark.slow
 @needs_mpi
 def test_a_wrong_flag_is_reported_once(bench):
-    status, said = train(bench, 2, "wrong", "--bogus", "1")
-    assert status and said.count("bogus") == 1, said
+    status, output = train(bench, 2, "wrong", "--bogus", "1")
+    assert status and output.count("bogus") == 1, output
 
 
 @pytest.mark.slow
 def test_mpiexec_without_mpi4py(bench):
     """Rank 0 says it, the others nothing."""
     hide = "sys.modules['mpi4py'] = None"
-    status, said = train(bench, 0, "lacking", prelude=hide, PMI_RANK="0", PMI_SIZE="4")
+    status, output = train(bench, 0, "lacking", prelude=hide, PMI_RANK="0", PMI_SIZE="4")
     assert status == 1
-    assert "4 processes" in said and "tricycle-gpt[mpi]" in said
+    assert "4 processes" in output and "tricycle-gpt[mpi]" in output
     assert train(bench, 0, "lacking", prelude=hide, PMI_RANK="1", PMI_SIZE="4") == (1, "")
 
 
@@ -454,7 +455,7 @@ def test_invalid_timeouts(monkeypatch):
 
     monkeypatch.delenv(TIMEOUT, raising=False)
     assert timeout_from_environment() == DEFAULT_TIMEOUT_SECONDS
-    for said in ("soon", "0", "-1", "nan"):
-        monkeypatch.setenv(TIMEOUT, said)
-        with pytest.raises(ValueError, match=f"{TIMEOUT}: .*'{said}'"):
+    for value in ("soon", "0", "-1", "nan"):
+        monkeypatch.setenv(TIMEOUT, value)
+        with pytest.raises(ValueError, match=f"{TIMEOUT}: .*'{value}'"):
             timeout_from_environment()

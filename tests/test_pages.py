@@ -238,9 +238,9 @@ BENCHMARKS = {  # with what they print, and flags that make them quick
 
 
 def benchmark(request, line: str) -> None:
-    said, flags = BENCHMARKS[line]
+    expected, flags = BENCHMARKS[line]
     quick = flags.replace("ONE_ROUND", "--rounds 1 --seconds 0 --warmup 0 --threads 1").split()
-    assert said in good(call(*line.split()[1:], *quick))
+    assert expected in good(call(*line.split()[1:], *quick))
 
 
 def benchmark_of_a_step(request, line: str) -> None:

@@ -112,7 +112,7 @@ def test_and_back(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"position_embedding_type": "relative_key"}, "position_embedding_type.*'absolute'"),
         ({"is_decoder": True}, "is_decoder.*False"),
@@ -125,13 +125,13 @@ def test_and_back(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
         ({"intermediate_size": 48}, r"encoder\.layer\.0\.intermediate\.dense\.weight: expected shape"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+def test_what_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     import json
 
     a_model("Bert", {}).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         load(tmp_path)
 
 

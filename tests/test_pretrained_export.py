@@ -86,7 +86,7 @@ def compare(model: GPT, folder: Path, agreed: float = AGREED) -> None:
     )
 
 
-# -------------------------------------------------------------------- every config that can be said
+# -------------------------------------------------------------------- every config that can be exported
 LLAMA = {**SIZES, **LIKE_LLAMA}
 LLAMA3 = {"rotary_scaling": "llama3", "rotary_factor": 4.0, "rotary_original_window": 64, "rotary_base": 5000.0}
 OLMO2 = {"norm_placement": "output", "qk_norm": True, "qk_norm_gain": True, "qk_norm_per_head": False}
@@ -294,7 +294,7 @@ def test_encoders(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"norm_placement": "before"}, "norm_placement='before'"),
         ({"positions": "rotary"}, "positions='rotary'"),
@@ -302,9 +302,9 @@ def test_encoders(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
         ({"token_types": 0}, "type_vocab_size"),
     ],
 )
-def test_what_no_encoder_there_does(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_no_encoder_there_does(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     model = TextEncoder(replace(SMALL_ENCODER, **fields))
-    with pytest.raises(ValueError, match=f"no family of transformers.*{said}"):
+    with pytest.raises(ValueError, match=f"no family of transformers.*{message}"):
         export_folder(model, None, tmp_path / "model")
 
 

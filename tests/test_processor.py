@@ -12,7 +12,7 @@ flags\t\t: fpu avx2 avx512f avx512_bf16
 
 
 @pytest.fixture
-def told(monkeypatch, tmp_path):
+def set_cpuinfo(monkeypatch, tmp_path):
     """A function that has the system tell this."""
     path = tmp_path / "cpuinfo"
 
@@ -29,10 +29,10 @@ def told(monkeypatch, tmp_path):
     processor.vendor_and_features.cache_clear()
 
 
-def test_intel(told):
-    told(EMERALD_RAPIDS)
+def test_intel(set_cpuinfo):
+    set_cpuinfo(EMERALD_RAPIDS)
     assert processor.is_intel() and processor.has_slow_bfloat16() and not processor.has_amx_bfloat16()
-    told(EMERALD_RAPIDS.replace("avx512_bf16", "avx512_bf16 amx_bf16"))
+    set_cpuinfo(EMERALD_RAPIDS.replace("avx512_bf16", "avx512_bf16 amx_bf16"))
     assert processor.has_amx_bfloat16()
 
 
@@ -45,20 +45,20 @@ def test_intel(told):
         ("AuthenticAMD", "avx512f", False),
     ],
 )
-def test_whether_bfloat16_is_faster(told, vendor, flag, is_faster):
-    told(EMERALD_RAPIDS.replace("GenuineIntel", vendor).replace("avx512_bf16", flag))
+def test_whether_bfloat16_is_faster(set_cpuinfo, vendor, flag, is_faster):
+    set_cpuinfo(EMERALD_RAPIDS.replace("GenuineIntel", vendor).replace("avx512_bf16", flag))
     assert processor.has_fast_bfloat16() == is_faster
 
 
-def test_others(told):
-    told(EMERALD_RAPIDS.replace("GenuineIntel", "AuthenticAMD"))
+def test_others(set_cpuinfo):
+    set_cpuinfo(EMERALD_RAPIDS.replace("GenuineIntel", "AuthenticAMD"))
     assert not processor.is_intel() and not processor.has_slow_bfloat16()
-    told("")
+    set_cpuinfo("")
     assert not processor.is_intel() and not processor.has_amx_bfloat16()
 
 
-def test_without_linux(told):
-    told(None, "Intel64 Family 6 Model 143 Stepping 8, GenuineIntel")
+def test_without_linux(set_cpuinfo):
+    set_cpuinfo(None, "Intel64 Family 6 Model 143 Stepping 8, GenuineIntel")
     assert processor.is_intel() and not processor.has_amx_bfloat16()
-    told(None, "arm")
+    set_cpuinfo(None, "arm")
     assert not processor.is_intel()

@@ -160,8 +160,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_four_calls_lead_from_the_script_to_the_backward_pass(tmp_path, cache, text):
     """The fourth is `loss.backward()`."""
     words = [*QUICK, "--steps", "1", "--data", "text", "--files", text, "--run-folder", tmp_path / "run"]
-    said = good(call("-c", STACK, ROOT / TRAIN, *words))
-    assert re.findall("STACK (.*)", said) == ["main train compute_gradients"]
+    output = good(call("-c", STACK, ROOT / TRAIN, *words))
+    assert re.findall("STACK (.*)", output) == ["main train compute_gradients"]
 
 
 # -------------------------------------------------------------------- interrupted runs
@@ -277,10 +277,7 @@ def test_a_folder_that_was_hardly_begun_is_begun_anew(tmp_path, finished, text):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.json").write_text((finished[0] / "config.json").read_text())
-    one_line(
-        call(TRAIN, "--resume", folder),
-        "got one without data.json. It contains no training progress",
-    )
+    one_line(call(TRAIN, "--resume", folder), r"data\.json.*no training progress")
     good(call(TRAIN, *QUICK, "--data", "text", "--files", text, "--run-folder", folder))
     same_run(folder, finished[0])
 
@@ -303,11 +300,9 @@ training_state.save_checkpoint = save
     words = [*QUICK, "--data", "text", "--files", text, "--run-folder", folder, "--on-full-disk", policy]
     done = call_with(full, *words)
     if policy == "wait":
-        assert "the disk is full" in good(done) and "the disk has space again: the run continues" in done.stdout
+        assert "disk is full" in good(done) and "space again" in done.stdout
     else:
-        one_line(
-            done, "last.safetensors'. The last checkpoint is intact: resume with python train_smol_gpt.py --resume"
-        )
+        one_line(done, r"last\.safetensors.*intact.*train_smol_gpt\.py --resume")
         assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 4
         good(call(TRAIN, "--resume", folder))
     same_run(folder, finished[0])
@@ -340,7 +335,7 @@ after(6, spoil)
     done = call_with(spoil, *QUICK, "--sample-interval", "0", "--data", "text", "--files", text, "--run-folder", folder)
     assert done.returncode == 1
     *_, line = lines_without_progress_bars(done.stderr)
-    assert "step 7: the loss is nan" in line and "norm.gain" in line
+    assert re.search("step 7: .*nan", line) and "norm.gain" in line
     assert "--max-learning-rate" in line
     assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 4
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -351,10 +346,10 @@ after(6, spoil)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--max-learning-rate", "--weight-decay"])
-def test_a_run_that_diverges_says_so_in_one_line(tmp_path, cache, text, flag):
+def test_a_diverging_run_fails_with_one_line(tmp_path, cache, text, flag):
     words = ["--preset", "debug", "--data", "text", "--files", text, "--run-folder", tmp_path / "run", flag, "1e30"]
     words += ["--on-nan", "stop"]
-    one_line(call(TRAIN, *words), "step 2: the ")
+    one_line(call(TRAIN, *words), "step 2: .*(loss|norm)")
     assert load_checkpoint(tmp_path / "run" / "last.safetensors").about["progress"]["step"] == 0
 
 
@@ -402,11 +397,11 @@ def test_a_pickled_model_with_a_tokeniser(tmp_path, finished):
 
 
 # -------------------------------------------------------------------- what goes wrong
-def one_line(done: subprocess.CompletedProcess, said: str) -> None:
+def one_line(done: subprocess.CompletedProcess, message: str) -> None:
     assert done.returncode not in (0, None), done.stdout
     assert "Traceback" not in done.stderr
     (line,) = lines_without_progress_bars(done.stderr)
-    assert said in line
+    assert re.search(message, line), line
     assert line.startswith(("train_smol_gpt.py: ", "inference.py: "))
 
 
@@ -455,73 +450,73 @@ def odd(tmp_path_factory, finished) -> Path:
 
 TRAIN_WRONG = [
     ("--steps 2 --unknown 3", "--unknown"),
-    ("--steps many", "invalid literal for int() with base 10: 'many'"),
+    ("--steps many", "invalid literal.*'many'"),
     ("--preset large", "'large'"),
     ("--data nonsense", "'nonsense'"),
-    ("--steps 0", "expected steps to be above 0 where minutes is 0, got 0"),
-    ("--vocab-size 100", "expected vocab_size from 257"),
-    ("--embedding-dim 100000000", "training needs at least"),
-    ("--data text", "expected --files with --data text, got none"),
-    ("--files short.txt", "expected --files only with --data text, got --data python"),
-    ("--data text --files missing.txt", "there is none at"),
-    ("--data text --files empty.txt", "expected"),
-    ("--data text --files binary.bin", "expected a text file"),
-    ("--data text --files short.txt", "expected at least 33 tokens, got"),
-    ("--run-folder cut", "cut contains a run already: continue it with --resume"),
+    ("--steps 0", "steps.*minutes.*got 0"),
+    ("--vocab-size 100", "vocab_size.*257"),
+    ("--embedding-dim 100000000", "at least.*memory"),
+    ("--data text", "--files.*--data text.*none"),
+    ("--files short.txt", "--files.*--data text.*--data python"),
+    ("--data text --files missing.txt", r"missing\.txt"),
+    ("--data text --files empty.txt", "empty"),
+    ("--data text --files binary.bin", "text file"),
+    ("--data text --files short.txt", "at least 33 tokens"),
+    ("--run-folder cut", "cut .*--resume"),
     ("--run-folder short.txt", "short.txt"),
 ]
 RESUME_WRONG = [
-    ("--resume missing", "missing: expected a run folder, got one without config.json"),
-    ("--resume nothing", "nothing: expected a run folder, got one without config.json"),
-    ("--resume numbers", "data.json: expected data and files as a run writes them, got"),
-    ("--resume 'no data'", "no data: expected a run folder, got one without data.json"),
-    ("--resume 'half config'", "expected JSON"),
-    ("--resume 'other data'", "expected data and files as a run writes them"),
-    ("--resume cut", "last.safetensors: expected a complete checkpoint of Tricycle"),
+    ("--resume missing", r"missing: .*run folder.*config\.json"),
+    ("--resume nothing", r"nothing: .*run folder.*config\.json"),
+    ("--resume numbers", r"data\.json: .*data and files"),
+    ("--resume 'no data'", r"no data: .*run folder.*data\.json"),
+    ("--resume 'half config'", "JSON"),
+    ("--resume 'other data'", r"data\.json: .*data and files"),
+    ("--resume cut", r"last\.safetensors: .*complete checkpoint"),
     ("--resume 'gone text'", "gone.txt"),
     ("--resume cut --steps 3", "--steps"),
 ]
 INFER_WRONG = [
-    ("", "a run folder, a checkpoint (.safetensors), a pickled model (.pkl), a folder in Hugging Face format"),
-    ("missing.safetensors", "missing.safetensors: expected a model, there is no such file"),
-    ("missing.pkl", "missing.pkl: expected a pickled Tricycle GPT, there is no such file"),
-    ("'no checkpoint'", "expected a run folder with best.safetensors or last.safetensors"),
-    ("cut", "best.safetensors: expected a complete checkpoint of Tricycle"),
-    ("short.txt", "short.txt: expected a folder, or a file that ends in .safetensors, .gguf, "),
-    ("evil.pkl", "system, which no model needs"),
-    ("random.pkl", "random.pkl: expected a pickled Tricycle GPT"),
-    ("good ''", "expected a prompt of at least one character"),
-    (f"good '{'the fox ' * 50}'", "expected a prompt of 1 to 32 tokens, got"),
-    ("good --tokeniser large.json", "expected a tokenizer of at most 300 tokens, the model's vocabulary, got"),
-    ("good --tokeniser short.txt", "short.txt: expected a saved tokeniser"),
-    ("good --softmax hard", "invalid choice 'hard' for argument '--softmax'. Expected one of ("),
-    ("good --length -1", "expected n_tokens to be 0 or more, got -1"),
+    ("", r"run folder.*checkpoint.*\.pkl.*Hugging Face"),
+    ("missing.safetensors", r"missing\.safetensors: .*no such file"),
+    ("missing.pkl", r"missing\.pkl: .*no such file"),
+    ("'no checkpoint'", r"best\.safetensors or last\.safetensors"),
+    ("cut", r"best\.safetensors: .*complete checkpoint"),
+    ("short.txt", r"short\.txt: .*\.safetensors, \.gguf"),
+    ("evil.pkl", "system.*no model"),
+    ("random.pkl", r"random\.pkl: .*pickled"),
+    ("good ''", "prompt.*at least one"),
+    (f"good '{'the fox ' * 50}'", "prompt.*1 to 32 tokens"),
+    ("good --tokeniser large.json", "tokenizer.*300 tokens"),
+    ("good --tokeniser short.txt", r"short\.txt: .*tokeniser"),
+    ("good --softmax hard", "'hard'.*--softmax"),
+    ("good --length -1", "n_tokens.*got -1"),
     ("good --colour", "--colour"),
     ("good the fox", "fox"),
 ]
 
 
-@pytest.mark.parametrize(("line", "said"), TRAIN_WRONG)
-def test_wrong_training_is_refused_in_one_line(odd, line, said):
-    one_line(call_here(TRAIN, "--preset", "debug", *shlex.split(line), folder=odd), said)
+@pytest.mark.parametrize(("line", "message"), TRAIN_WRONG)
+def test_wrong_training_is_refused_in_one_line(odd, line, message):
+    one_line(call_here(TRAIN, "--preset", "debug", *shlex.split(line), folder=odd), message)
 
 
-@pytest.mark.parametrize(("line", "said"), RESUME_WRONG)
-def test_wrong_resuming_is_refused_in_one_line(odd, line, said):
-    one_line(call_here(TRAIN, *shlex.split(line), folder=odd), said)
+@pytest.mark.parametrize(("line", "message"), RESUME_WRONG)
+def test_wrong_resuming_is_refused_in_one_line(odd, line, message):
+    one_line(call_here(TRAIN, *shlex.split(line), folder=odd), message)
 
 
-@pytest.mark.parametrize(("line", "said"), INFER_WRONG)
-def test_wrong_inference_is_refused_in_one_line(odd, finished, line, said):
+@pytest.mark.parametrize(("line", "message"), INFER_WRONG)
+def test_wrong_inference_is_refused_in_one_line(odd, finished, line, message):
     words = [str(finished[0]) if word == "good" else word for word in shlex.split(line)]
-    one_line(call_here(INFER, *words, folder=odd), said)
+    one_line(call_here(INFER, *words, folder=odd), message)
     assert not (odd / "marker").exists()
 
 
 @pytest.mark.parametrize("words", [[TRAIN, "--preset", "debug"], [INFER, "good"]], ids=["train", "infer"])
 def test_a_gpu_that_is_not_there(odd, finished, words):
     words = [str(finished[0]) if word == "good" else word for word in words]
-    one_line(call_here(*words, "--device", "gpu", folder=odd), "--device gpu: no GPU can be used")
+    one_line(call_here(*words, "--device", "gpu", folder=odd), "--device gpu: .*no GPU")
 
 
 # -------------------------------------------------------------------- tiny Shakespeare

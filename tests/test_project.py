@@ -102,13 +102,13 @@ def test_archive_contents_match_the_tree(tree):
     whole = files | release.EXTRA_SOURCE_FILES
     release.check_archives(tree, *archives_of(tree, files, whole))
     page = {"tricycle_lab/look/page.html"}
-    for wheel, source, said in (
+    for wheel, source, message in (
         (files - page, whole, "any.whl: missing.*page.html.*extra files none"),
         (files | {"tests/test_a.py"}, whole, "any.whl: missing files none.*test_a.py"),
         (files, whole - {"LICENSE"}, "tar.gz: missing.*LICENSE"),
         (files, whole | {"tests/test_a.py"}, "tar.gz: missing files none.*test_a.py"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             release.check_archives(tree, *archives_of(tree, wheel, source))
 
 
@@ -221,7 +221,7 @@ def test_publishing_needs_no_password_and_follows_the_checks():
     assert {"python -m tools.release --check dist", "python -m tools.smoke dist"} <= steps_of("release.yml")
 
 
-# -------------------------------------------------------------------- what is said beside the code
+# -------------------------------------------------------------------- documents beside the code
 def test_conda_recipe_matches_the_project_dependencies():
     recipe = data_of("conda.recipe/recipe.yaml")
     wanted = [f"python {PROJECT['project']['requires-python']}"]

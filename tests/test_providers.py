@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_every_version_has_a_provider_by_its_name():
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted"),
+    ("variable", "expected"),
     [
         ("numpy", {"numpy"}),
         ("plain", set()),
@@ -116,7 +117,7 @@ def test_every_version_has_a_provider_by_its_name():
         ("numba,numpy,-numba", {"numpy"}),
     ],
 )
-def test_a_variable_selects_and_excludes(said, wanted):
+def test_a_variable_selects_and_excludes(variable, expected):
     code = """
 kernels.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))
 from tricycle.kernels.explanation import provider_name
@@ -126,16 +127,15 @@ print(kernels.explain("matmul", np.ones((2, 2), np.float32), np.ones((2, 2), np.
     here = {
         name for name, provider in (("numba", compiled), ("onednn", onednn)) if provider.unavailable_reason() is None
     }
-    names, *explanation = in_process(code, TRICYCLE_KERNELS=said).splitlines()
-    assert set(names.split()) == wanted & (here | {"numpy"})
-    excluded = {"numba", "onednn", "numpy"} - wanted
+    names, *explanation = in_process(code, TRICYCLE_KERNELS=variable).splitlines()
+    assert set(names.split()) == expected & (here | {"numpy"})
+    excluded = {"numba", "onednn", "numpy"} - expected
     assert all(any(line.split()[:3] == [name, "excluded", "by"] for line in explanation) for name in excluded)
 
 
-def test_a_name_that_nobody_has_is_refused():
-    said = in_process("kernels.matmul(np.ones((2, 2)), np.ones((2, 2)))", TRICYCLE_KERNELS="numpy,-mlk")
-    assert "TRICYCLE_KERNELS: " in said and "numba, mkl, onednn, numpy, cuda, plain" in said
-    assert "got 'numpy,-mlk'" in said
+def test_an_unknown_provider_is_rejected():
+    message = in_process("kernels.matmul(np.ones((2, 2)), np.ones((2, 2)))", TRICYCLE_KERNELS="numpy,-mlk")
+    assert re.search("TRICYCLE_KERNELS: .*onednn.*got 'numpy,-mlk'", message)
 
 
 def test_who_is_not_there_says_why(monkeypatch):

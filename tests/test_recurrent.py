@@ -19,7 +19,7 @@ from tricycle_accelerators import threads
 N_ITEMS, N_STEPS, WIDTH, SIZE = 4, 6, 3, 2
 LENGTHS = [[6, 1, 4, 2], [1, 1, 1, 1], [3, 5, 5, 2]]  # with a full one, with the shortest alone, with neither
 
-# name -> the layer, PyTorch's, and what both are told
+# name -> the layer, PyTorch's, and the arguments of both
 KINDS: dict[str, tuple[type[Recurrent], str, dict[str, str]]] = {
     "RNN": (RNN, "RNN", {}),
     "RNN relu": (RNN, "RNN", {"nonlinearity": "relu"}),

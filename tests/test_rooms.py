@@ -135,12 +135,12 @@ def functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def too_long(tree: ast.Module) -> list[str]:
-    said = []
+    problems = []
     for function in functions(tree):
         n_lines = function.end_lineno - function.lineno + 1
         if n_lines > MOST_LINES and not LONG.search(ast.get_docstring(function) or ""):
-            said.append(f"{function.name}, line {function.lineno}: {n_lines} lines")
-    return said
+            problems.append(f"{function.name}, line {function.lineno}: {n_lines} lines")
+    return problems
 
 
 @pytest.mark.parametrize("path", EVERY_FILE, ids=name_of)

@@ -44,7 +44,7 @@ def test_others_read_it_too(path):
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "message"),
     [
         ({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, None),
         ({"dtype": "F3", "shape": [2], "data_offsets": [0, 8]}, "expected one of the types"),
@@ -54,14 +54,14 @@ def test_others_read_it_too(path):
         ([], "expected an object"),
     ],
 )
-def test_damaged_entries(tmp_path, entry, said):
+def test_damaged_entries(tmp_path, entry, message):
     header = json.dumps({"x": entry}).encode()
     content = io.BytesIO()
     content.write(len(header).to_bytes(8, "little") + header + bytes(8))
     (tmp_path / "file").write_bytes(content.getvalue())
-    if said is None:
+    if message is None:
         assert read_header(tmp_path / "file")[0]["x"].n_bytes == 8
         return
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         read_header(tmp_path / "file")
     assert str(caught.value).startswith(f"{tmp_path / 'file'}: ")

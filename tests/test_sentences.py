@@ -107,7 +107,7 @@ def test_long_texts_are_cut_and_capital_letters_lowered(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda f: write_pooling(f, flags(max_tokens=True)), "one of mean, cls"),
         (lambda f: write_pooling(f, flags(mean_tokens=True, cls_token=True)), r"got \['mean', 'cls'\]"),
@@ -124,9 +124,9 @@ def test_long_texts_are_cut_and_capital_letters_lowered(folder: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused(folder: Path, change: Any, said: str) -> None:
+def test_what_is_refused(folder: Path, change: Any, message: str) -> None:
     change(folder)
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         load_sentence_encoder(folder)
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 

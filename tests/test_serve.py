@@ -376,34 +376,34 @@ def chat_fields(**fields):
 INVALID_BODIES = [
     (b"", "expected JSON"),
     (b"{", "expected JSON"),
-    (b"[1, 2]", "expected a JSON object, got a list of 2"),
-    (b"\xff\xfe{}", "expected a body in UTF-8"),
+    (b"[1, 2]", "JSON object.*list of 2"),
+    (b"\xff\xfe{}", "body.*UTF-8"),
     (b'{"messages": NaN}', "NaN"),
     (b'{"a": ' * 100_000, "nested too deeply"),
     (b'{"max_tokens": ' + b"9" * 5000 + b"}", "expected JSON"),
-    (json.dumps(chat_fields(max_tokens=-1)).encode(), "expected max_tokens to be an integer"),
-    (json.dumps(chat_fields(max_tokens=True)).encode(), "expected max_tokens to be an integer"),
+    (json.dumps(chat_fields(max_tokens=-1)).encode(), "max_tokens.*integer"),
+    (json.dumps(chat_fields(max_tokens=True)).encode(), "max_tokens.*integer"),
     (json.dumps(chat_fields(max_tokens=1, max_completion_tokens=2)).encode(), "got both"),
-    (b'{"messages": [], "temperature": 1e999}', "expected messages to be a list of 1 to 4096 messages"),
-    (json.dumps(chat_fields()).encode()[:-1] + b', "temperature": 1e999}', "expected temperature to be a number"),
-    (json.dumps(chat_fields(temperature=10**400)).encode(), "expected temperature to be a number"),
+    (b'{"messages": [], "temperature": 1e999}', "messages.*1 to 4096"),
+    (json.dumps(chat_fields()).encode()[:-1] + b', "temperature": 1e999}', "temperature.*number"),
+    (json.dumps(chat_fields(temperature=10**400)).encode(), "temperature.*number"),
     (json.dumps(chat_fields(top_p=-0.1)).encode(), "expected top_p"),
     (json.dumps(chat_fields(seed=2**70)).encode(), "expected seed"),
-    (json.dumps(chat_fields(n=0)).encode(), "expected n to be an integer"),
+    (json.dumps(chat_fields(n=0)).encode(), "expected n .*integer"),
     (json.dumps(chat_fields(stop="")).encode(), "1 to 500 characters"),
     (json.dumps(chat_fields(stop=["x"] * 17)).encode(), "expected stop"),
     (json.dumps(chat_fields(logit_bias={"420": 1})).encode(), "expected logit_bias"),
     (json.dumps(chat_fields(logit_bias={"1": 101})).encode(), "expected logit_bias"),
-    (json.dumps(chat_fields(top_logprobs=3)).encode(), "expected logprobs to be true"),
+    (json.dumps(chat_fields(top_logprobs=3)).encode(), "logprobs.*true"),
     (json.dumps(chat_fields(logprobs=True, top_logprobs=21)).encode(), "expected top_logprobs"),
     (json.dumps(chat_fields(stream_options={"include_usage": True})).encode(), "expected stream_options"),
-    (json.dumps(chat_fields(response_format={"type": "json_object"})).encode(), "response_format is not supported"),
-    (json.dumps(chat_fields(temprature=1)).encode(), "unrecognised field: temprature"),
-    (json.dumps(chat_fields(model=["tiny"])).encode(), "expected model to be a string"),
-    (json.dumps(chat_fields(messages=["hi"])).encode(), "expected messages[0] to be an object"),
-    (json.dumps(chat_fields(messages=[{"role": "pirate", "content": "x"}])).encode(), "expected messages[0].role"),
-    (json.dumps(chat_fields(messages=[{"role": "user"}])).encode(), "expected messages[0].content"),
-    (json.dumps(chat_fields(messages=[{"role": {}, "content": "x"}])).encode(), "expected messages[0].role"),
+    (json.dumps(chat_fields(response_format={"type": "json_object"})).encode(), "response_format.*not supported"),
+    (json.dumps(chat_fields(temprature=1)).encode(), "unrecognised.*temprature"),
+    (json.dumps(chat_fields(model=["tiny"])).encode(), "model.*string"),
+    (json.dumps(chat_fields(messages=["hi"])).encode(), r"messages\[0\].*object"),
+    (json.dumps(chat_fields(messages=[{"role": "pirate", "content": "x"}])).encode(), r"messages\[0\]\.role"),
+    (json.dumps(chat_fields(messages=[{"role": "user"}])).encode(), r"messages\[0\]\.content"),
+    (json.dumps(chat_fields(messages=[{"role": {}, "content": "x"}])).encode(), r"messages\[0\]\.role"),
     (
         json.dumps(chat_fields(messages=[{"role": "user", "content": [{"type": "image_url"}]}])).encode(),
         "parts of type text",
@@ -416,7 +416,8 @@ def test_invalid_chat_requests(server, body, message):
     status, response, _ = server.request("/v1/chat/completions", body)
     assert status == 400
     error = response["error"]
-    assert message in error["message"] and "\n" not in error["message"] and len(error["message"]) < 1100
+    assert re.search(message, error["message"]), error["message"]
+    assert "\n" not in error["message"] and len(error["message"]) < 1100
     assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
 
 
@@ -990,10 +991,10 @@ def test_command_line_errors(folder, tmp_path):
         taken.listen()
         port = str(taken.getsockname()[1])
         cases = [
-            ([str(folder), "--port", port], f"--host 127.0.0.1 --port {port}: Address already in use"),
+            ([str(folder), "--port", port], f"--port {port}.*already in use"),
             ([str(folder), "--host", "0.0.0.0"], "--api-key"),
-            ([str(folder), "--host", "no.such.host.invalid", "--api-key", "x"], "--host no.such.host.invalid: "),
-            ([str(folder), "--port", "70000"], "--port to be from 0 to 65535"),
+            ([str(folder), "--host", "no.such.host.invalid", "--api-key", "x"], "--host no.such.host.invalid"),
+            ([str(folder), "--port", "70000"], "--port.*0 to 65535"),
             ([str(tmp_path / "gone.gguf"), "--port", "0"], "gone.gguf: expected a model"),
             ([str(folder), "--max-batch-size", "0"], "--max-batch-size"),
         ]
@@ -1002,7 +1003,7 @@ def test_command_line_errors(folder, tmp_path):
             out, err = process.communicate(timeout=100)
             assert process.returncode in (1, 2) and out == ""
             (line,) = err.splitlines()
-            assert message in line
+            assert re.search(message, line), line
 
 
 @pytest.mark.slow_except(2)

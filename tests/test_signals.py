@@ -121,7 +121,7 @@ def test_exceptions_of_c_code_become_interrupted():
         with pytest.raises(Interrupted) as caught, signals.restore_interrupts():
             send_and_fail()
         assert caught.value.number == signal.SIGHUP
-        with pytest.raises(OSError, match="full"), signals.restore_interrupts():  # what goes wrong after it is told
+        with pytest.raises(OSError, match="full"), signals.restore_interrupts():  # a later error is raised
             raise OSError("full")
 
 

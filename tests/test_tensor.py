@@ -76,12 +76,12 @@ def test_to_tensor_copies_only_to_change_dtype():
 @pytest.mark.parametrize(
     ("value", "dtype", "error", "message"),
     [
-        ("abc", None, TypeError, "expected numbers, got dtype <U3"),
-        (None, None, TypeError, "expected numbers, got dtype object"),
-        ({"a": 1}, None, TypeError, "expected numbers, got dtype object"),
-        (1j, None, TypeError, "expected numbers, got dtype complex128"),
-        ([1.0], str, TypeError, "expected numbers, got dtype <U"),
-        ([1.0], complex, TypeError, "expected numbers, got dtype complex128"),
+        ("abc", None, TypeError, "numbers.*<U3"),
+        (None, None, TypeError, "numbers.*object"),
+        ({"a": 1}, None, TypeError, "numbers.*object"),
+        (1j, None, TypeError, "numbers.*complex128"),
+        ([1.0], str, TypeError, "numbers.*<U"),
+        ([1.0], complex, TypeError, "numbers.*complex128"),
         ([[1, 2], [3]], None, ValueError, "rows of equal length"),
     ],
 )

@@ -167,11 +167,8 @@ def test_a_missing_library_is_reported_before_any_work(tmp_path: Path, words: tu
     more = [] if "--resume" in words else ["--run-folder", str(folder), "--track", "wandb"]
     done = call("-c", NOT_THERE, TRAIN, *words, *more)
     assert done.returncode == 1
-    (said,) = lines_without_progress_bars(done.stderr)
-    assert (
-        said
-        == 'train_smol_gpt.py: --track wandb needs a library that is not installed: pip install "tricycle-gpt[wandb]"'
-    )
+    (message,) = lines_without_progress_bars(done.stderr)
+    assert re.search(r"^train_smol_gpt\.py: --track wandb .*tricycle-gpt\[wandb\]", message)
     assert not (folder / "metrics.jsonl").exists()
 
 
@@ -224,7 +221,7 @@ class Notes(Tracker):
     """Keeps all in a dict, which outlives it."""
 
     there: dict[tuple[int, str], float] = {}
-    said: list[str] = []
+    calls: list[str] = []
     fails_at = -2
     hangs: threading.Event | None = None
 
@@ -233,7 +230,7 @@ class Notes(Tracker):
         self.waiting: dict[tuple[int, str], float] = {}
 
     def start(self, facts: Any, is_new: bool) -> None:
-        self.said.append(f"start {is_new}")
+        self.calls.append(f"start {is_new}")
         self._may_fail(-1)
 
     def _may_fail(self, step: int) -> None:
@@ -257,13 +254,13 @@ class Notes(Tracker):
         self.waiting.clear()
 
     def finish(self, went_well: bool) -> None:
-        self.said.append(f"finish {went_well}")
+        self.calls.append(f"finish {went_well}")
 
 
 @pytest.fixture(params=["keeps, rewinds", "keeps", "neither"])
 def notes(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Notes]]:
     class Own(Notes):
-        there, said = {}, []
+        there, calls = {}, []
         keeps, rewinds = "keeps" in request.param, "rewinds" in request.param
 
     monkeypatch.setitem(TRACKERS, "tensorboard", Own)
@@ -272,8 +269,8 @@ def notes(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Notes]
         Own.hangs.set()
 
 
-def tracked(run: Any, said: list[str] | None = None) -> Any:
-    run.tracking = Tracking(["tensorboard"], run.folder, {}, (said if said is not None else []).append).start()
+def tracked(run: Any, printed: list[str] | None = None) -> Any:
+    run.tracking = Tracking(["tensorboard"], run.folder, {}, (printed if printed is not None else []).append).start()
     return run
 
 
@@ -287,7 +284,7 @@ def test_a_tracked_run_is_the_same_run(tmp_path: Path, whole: Any, notes: type[N
         assert train(state, run)
     same_files(run, whole)
     assert notes.there == numbers_of(run.metrics)
-    assert notes.said == ["start True", "finish True", "start False", "finish True"]
+    assert notes.calls == ["start True", "finish True", "start False", "finish True"]
 
 
 @pytest.mark.slow_except(3)
@@ -299,16 +296,13 @@ def test_a_failed_tracker_gets_missing_metrics_on_resume(
     at: int,
 ) -> None:
     notes.fails_at = at
-    said: list[str] = []
-    state, run = new_state(CONFIG, TOKENS), tracked(new_run(tmp_path / "run"), said)
+    printed: list[str] = []
+    state, run = new_state(CONFIG, TOKENS), tracked(new_run(tmp_path / "run"), printed)
     with run.tracking.finishing():
         assert train(state, run)
     same_files(run, whole)
-    failures = [line for line in said if "continues without this tracker" in line]
-    assert failures == [
-        "--track tensorboard: OSError: [Errno 28] No space left on device; the run continues without this tracker; "
-        "--resume sends the missing metrics"
-    ]
+    (failure,) = [line for line in printed if "continues without this tracker" in line]
+    assert re.search(r"^--track tensorboard: .*Errno 28.*--resume", failure)
     assert notes.there != numbers_of(run.metrics)
     notes.fails_at = -2
     if not notes.keeps:
@@ -329,13 +323,13 @@ def test_a_hanging_tracker_does_not_block_the_run(
     for name in ("START_TIMEOUT", "TIMEOUT"):
         monkeypatch.setattr(tracking, name, 0.2)
     notes.hangs = threading.Event()
-    said: list[str] = []
-    state, run = new_state(CONFIG, TOKENS), tracked(new_run(tmp_path / "run"), said)
+    printed: list[str] = []
+    state, run = new_state(CONFIG, TOKENS), tracked(new_run(tmp_path / "run"), printed)
     with run.tracking.finishing():
         assert train(state, run)
     same_files(run, whole)
-    assert len(said) == 1
-    assert "did not finish" in said[0]
+    assert len(printed) == 1
+    assert "did not finish" in printed[0]
 
 
 def test_the_queue_of_a_hanging_tracker_is_bounded(
@@ -344,19 +338,19 @@ def test_the_queue_of_a_hanging_tracker_is_bounded(
     monkeypatch.setattr(tracking, "START_TIMEOUT", 0.01)
     monkeypatch.setattr(tracking, "MAX_QUEUED", 3)
     notes.hangs = threading.Event()
-    said: list[str] = []
-    tracking_ = Tracking(["tensorboard"], tmp_path, {}, said.append).start()
+    printed: list[str] = []
+    tracking_ = Tracking(["tensorboard"], tmp_path, {}, printed.append).start()
     for step in range(9):
         tracking_.log([{"step": step, "loss": 1.0}])
-    assert len(said) == 1
-    assert "does not respond" in said[0]
+    assert len(printed) == 1
+    assert "does not respond" in printed[0]
 
 
 def test_an_error_of_the_run_is_not_replaced(tmp_path: Path, notes: type[Notes]) -> None:
     tracking_ = Tracking(["tensorboard"], tmp_path, {}, lambda line: None).start()
     with pytest.raises(ZeroDivisionError), tracking_.finishing():
         raise ZeroDivisionError
-    assert notes.said == ["start True", "finish False"]
+    assert notes.calls == ["start True", "finish False"]
     assert not tracking_._workers[0].thread.is_alive()
 
 
@@ -376,5 +370,5 @@ def test_a_damaged_tracking_file_starts_a_new_run(tmp_path: Path, notes: type[No
     (tmp_path / "tracking.json").write_text(content)
     with Tracking(["tensorboard"], tmp_path, {}, lambda line: None).start().finishing():
         pass
-    assert notes.said[0] == "start True"
+    assert notes.calls[0] == "start True"
     assert len(json.loads((tmp_path / "tracking.json").read_text())["tensorboard"]["id"]) == 8

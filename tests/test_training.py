@@ -208,8 +208,8 @@ def test_loss_decreases_on_a_small_text(tmp_path):
         sample_interval=30,
     )
     run = new_run(tmp_path)
-    said = []
-    run.print_line = said.append
+    samples = []
+    run.print_line = samples.append
     train(new_state(config, TOKENS), run)
     trace = [line["loss"] for line in read_metrics(run.metrics) if "loss" in line]
     assert len(trace) == 60
@@ -218,7 +218,7 @@ def test_loss_decreases_on_a_small_text(tmp_path):
     held_out = [line for line in read_metrics(run.metrics) if "held_out_loss" in line]
     assert [line["step"] for line in held_out] == [20, 40]
     assert held_out[1]["held_out_loss"] < held_out[0]["held_out_loss"]
-    assert sum("sample at step 30" in text for text in said) == 1
+    assert sum("sample at step 30" in text for text in samples) == 1
     assert (tmp_path / "samples.txt").read_text(encoding="utf-8").startswith("--- sample at step 30\n")
 
 
@@ -431,19 +431,18 @@ def test_non_finite_loss_names_its_source():
 
 
 @pytest.mark.parametrize(
-    ("batches", "n_labels", "got"),
+    ("batches", "n_labels", "message"),
     [
-        ([], None, "expected a batch or more, and n_labels for each of several, got 0 and none"),
-        ([1, 2], None, "expected a batch or more, and n_labels for each of several, got 2 and none"),
-        ([1, 2], [3], "expected a batch or more, and n_labels for each of several, got 2 and 1"),
-        ([1, 2], [0, 0], "expected at least one label to count, got none"),
+        ([], None, "batch.*got 0"),
+        ([1, 2], None, "n_labels.*2 and none"),
+        ([1, 2], [3], "n_labels.*2 and 1"),
+        ([1, 2], [0, 0], "at least one label"),
     ],
 )
-def test_mismatched_label_counts_are_rejected(batches, n_labels, got):
+def test_mismatched_label_counts_are_rejected(batches, n_labels, message):
     model = small_model()
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"compute_gradients: .*{message}"):
         compute_gradients(model, supervised_loss(model, CrossEntropy()), batches, n_labels)
-    assert str(caught.value) == f"compute_gradients: {got}"
 
 
 # -------------------------------------------------------------------- the loop by itself
@@ -602,22 +601,20 @@ def test_non_finite_gradient_stops_before_the_update(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "precision", "there", "besides"),
-    [
-        (False, "float32", "", ""),
-        (True, "float32", "; 1.5 GB of the GPU's 80.0 GB are free", ", or use --precision bfloat16"),
-        (True, "bfloat16", "; 1.5 GB of the GPU's 80.0 GB are free", ""),
-    ],
+    ("on_gpu", "precision", "suggests_bfloat16"),
+    [(False, "float32", False), (True, "float32", True), (True, "bfloat16", False)],
 )
-def test_memory_error_suggests_settings_to_lower(monkeypatch, on_gpu, precision, there, besides):
+def test_memory_error_suggests_settings_to_lower(monkeypatch, on_gpu, precision, suggests_bfloat16):
     monkeypatch.setattr(updates, "gpu_memory", lambda: (1.5e9, 80e9))
-    config, asked = replace(CONFIG, precision=precision), "Unable to allocate 3.00 TiB"
-    what = new_task().memory_advice(config, on_gpu)
-    with pytest.raises(MemoryError) as caught, updates.advise_on_memory(on_gpu, what):
-        raise MemoryError(f"{asked}.")
-    advice = "lower --batch-size (now 2; raise --accumulation-steps to compensate) or --context-window (now 8)"
-    advice += f", or use a smaller model (now {min_n_weights(config):,} weights)"
-    assert str(caught.value) == f"{asked}{there}: {advice}{besides}"
+    config = replace(CONFIG, precision=precision)
+    advice = new_task().memory_advice(config, on_gpu)
+    with pytest.raises(MemoryError) as caught, updates.advise_on_memory(on_gpu, advice):
+        raise MemoryError("Unable to allocate 3.00 TiB.")
+    message = str(caught.value)
+    flags = r"--batch-size \(now 2;.*--accumulation-steps.*--context-window \(now 8\)"
+    assert re.search(rf"3\.00 TiB.*{flags}.*{min_n_weights(config):,} weights", message)
+    assert ("1.5 GB" in message and "80.0 GB" in message) == on_gpu
+    assert ("--precision bfloat16" in message) == suggests_bfloat16
 
 
 def test_out_of_memory_error_of_a_run(tmp_path, monkeypatch):
@@ -743,14 +740,14 @@ class FullDisk:
 
 def test_run_waits_for_disk_space(tmp_path, monkeypatch, whole):
     FullDisk(monkeypatch, 3)
-    said: list[str] = []
+    printed: list[str] = []
     run = new_run(tmp_path / "run", on_full_disk="wait")
-    run.print_line = said.append
+    run.print_line = printed.append
     assert train(new_state(CONFIG, TOKENS), run) is True
-    waited = [line for line in said if not line.startswith("step")]
+    waited = [line for line in printed if not line.startswith("step")]
     assert len(waited) == 2
-    assert waited[0].startswith(f"{run.last}: the disk is full (") and "MB free): waiting for space" in waited[0]
-    assert waited[1] == "the disk has space again: the run continues"
+    assert waited[0].startswith(f"{run.last}: ") and "disk is full" in waited[0] and "waiting" in waited[0]
+    assert "space again" in waited[1]
     same_files(run, whole)
 
 

@@ -77,9 +77,9 @@ HARM = {
 
 @pytest.mark.parametrize("case", HARM)
 def test_damaged_files_are_refused_in_one_line(tmp_path: Path, case: str) -> None:
-    path, (changed, said) = tmp_path / "odd.safetensors", HARM[case]
+    path, (changed, message) = tmp_path / "odd.safetensors", HARM[case]
     write(path, **changed)
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         load_translator(path)
     assert str(caught.value).startswith(f"{path}: expected a saved encoder-decoder: ")
     assert "\n" not in str(caught.value)

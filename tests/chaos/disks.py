@@ -708,7 +708,7 @@ def try_fault(bed: Bed, fault: Fault, resumed: bool, policy: str) -> Result:
     words = [*(case.resuming if resumed else case.words), "--on-full-disk", policy]
     done = program(case, words, Disk(case.folder, fault))
     result = Result(name, {0: "went on", 1: "ended"}.get(done.status or 0, str(done.status)))
-    if done.status not in (0, 1) or "Traceback" in done.err or len(done.said) != done.status:
+    if done.status not in (0, 1) or "Traceback" in done.err or len(done.error_lines) != done.status:
         result.problems.append(f"ended with status {done.status}: {done.err[-2000:]}")
     if done.status == 1 and str(case.folder) not in done.err:
         result.problems.append(f"names no file: {done.err}")
@@ -716,7 +716,7 @@ def try_fault(bed: Bed, fault: Fault, resumed: bool, policy: str) -> Result:
     with contextlib.suppress(OSError):
         (case.run / ".lock").unlink()  # that of a process which is no more, and could not remove it
     if done.status == 0 and (case.run / "loss.png").exists() and differences(case.run, bed.whole.run):
-        result.problems += [f"at once: {said}" for said in differences(case.run, bed.whole.run)]
+        result.problems += [f"at once: {difference}" for difference in differences(case.run, bed.whole.run)]
     return end_of(bed, case, result)
 
 
@@ -780,7 +780,7 @@ def try_cut(bed: Bed, number: int, step: int, image: Image, title: str) -> Resul
 
 
 def all_faults(calls: Sequence[tuple[str, str]]) -> list[tuple[Fault, str]]:
-    """Every call in every way, and what the run is told to do about full disks."""
+    """Every call in every way, and each policy for full disks."""
     faults = [(Fault(i, way), "stop") for i, (kind, _) in enumerate(calls) for way in WAYS[kind]]
     full = [(Fault(i, "full"), "stop") for i, (kind, _) in enumerate(calls) if kind in NEED_ROOM]
     pause = [(Fault(i, "pause"), "wait") for i, (kind, _) in enumerate(calls) if kind in NEED_ROOM]

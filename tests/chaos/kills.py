@@ -134,7 +134,7 @@ def perform(trial: Trial, case: Case, whole: Path) -> Trial:
         kill(trial, case, moment)
     done = case.resume()
     if done.status != 0 or "Traceback" in done.err:
-        trial.trouble.append(f"what went on ended with status {done.status}: {' '.join(done.said)[-400:]}")
+        trial.trouble.append(f"what went on ended with status {done.status}: {' '.join(done.error_lines)[-400:]}")
     else:
         trial.trouble += differences(case.run, whole)
         # what a killed process held until its work was done is nobody's, and is taken over
@@ -158,7 +158,9 @@ def kill(trial: Trial, case: Case, moment: tuple[str, int, float]) -> None:
     if not program.wait_for(phase, number):
         outcome = program.finish()
         if outcome.status != 0:
-            trial.trouble.append(f"ended by itself with status {outcome.status}: {' '.join(outcome.said)[-400:]}")
+            trial.trouble.append(
+                f"ended by itself with status {outcome.status}: {' '.join(outcome.error_lines)[-400:]}"
+            )
         return
     time.sleep(delay)
     sent = time.monotonic()
@@ -195,7 +197,7 @@ def check_end(trial: Trial, outcome: Outcome) -> None:
     if trial.number == signal.SIGKILL:
         allowed = {0, -signal.SIGKILL}
     if outcome.status not in allowed:
-        trial.trouble.append(f"status {outcome.status} after {trial.name}: {' '.join(outcome.said)[-400:]}")
+        trial.trouble.append(f"status {outcome.status} after {trial.name}: {' '.join(outcome.error_lines)[-400:]}")
     if "Traceback" in outcome.err:
         trial.trouble.append(f"a trace: {outcome.err[-600:]}")
     if trial.number != signal.SIGKILL and trial.answers and trial.answers[-1] > trial.limit:
@@ -316,8 +318,8 @@ def main() -> int:
     for trial in wrong:
         print(f"WRONG: {trial.name} at {trial.moments}, twice {trial.twice:.3f}: {'; '.join(trial.trouble)[:1500]}")
     n_signals = sum(trial.hits for trial in tried)
-    said = f"{len(tried)} trials, {n_signals} signals, {len(wrong)} went wrong"
-    print(f"{said}; {(time.monotonic() - started) / 60:.1f} minutes; Python {sys.version.split()[0]}")
+    summary = f"{len(tried)} trials, {n_signals} signals, {len(wrong)} went wrong"
+    print(f"{summary}; {(time.monotonic() - started) / 60:.1f} minutes; Python {sys.version.split()[0]}")
     return 1 if wrong else 0
 
 

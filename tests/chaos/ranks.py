@@ -4,7 +4,7 @@
 
 Each signal is sent to rank 0, to another rank, and to mpiexec. All of them must end within 10 s. Then the run goes on
 in as many ranks, and must end equal, bit for bit, to one that was left alone; or in a single process, and end equal
-within rounding. A second table is of ranks that fail by themselves: how soon all end, and what is said.
+within rounding. A second table is of ranks that fail by themselves: how soon all end, and which message is printed.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class WatchedRanks(Watched):
     @property
     def pids(self) -> dict[str, int]:
         """Of mpiexec, and of all ranks that have begun."""
-        said = [re.fullmatch(r"(rank \d+) is (\d+)", name) for name in list(self._begun)]
-        return {"mpiexec": self.process.pid} | {match[1]: int(match[2]) for match in said if match}
+        matches = [re.fullmatch(r"(rank \d+) is (\d+)", name) for name in list(self._begun)]
+        return {"mpiexec": self.process.pid} | {match[1]: int(match[2]) for match in matches if match}
 
     def wait_for(self, phase: str, number: int) -> bool:
         """Wait until a phase begins for the so manieth time; False where mpiexec ends before."""
@@ -124,7 +124,7 @@ class WatchedRanks(Watched):
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process has not ended; who has, and waits for its parent to be told, has."""
+    """Whether a process has not ended; a zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -152,7 +152,7 @@ def perform(trial: RankTrial, case: Case, whole: Path, n: int = 2) -> RankTrial:
     after = with_ranks(case, trial.n_after)
     done = finish(after.start(going_on(after, n, trial.n_after), env={**after.environment(), **MPI_VARIABLES}))
     if done.status != 0 or "Traceback" in done.err:
-        trial.trouble.append(f"what went on ended with status {done.status}: {' '.join(done.said)[-400:]}")
+        trial.trouble.append(f"what went on ended with status {done.status}: {' '.join(done.error_lines)[-400:]}")
     elif trial.n_after == n:
         trial.trouble += differences(case.run, whole)
     else:
@@ -194,17 +194,17 @@ def send(trial: RankTrial, case: Case, moment: tuple[str, int, float]) -> None:
 
 
 def check_end(trial: RankTrial, outcome: Outcome) -> None:
-    """All have ended soon, and no more is said than what happened."""
+    """All have ended soon, and nothing more is printed than what happened."""
     if "Traceback" in outcome.err:
         trial.trouble.append(f"a trace: {outcome.err[-600:]}")
-    messages = [line for line in outcome.said if line.startswith("train_smol_gpt.py: ")]
+    messages = [line for line in outcome.error_lines if line.startswith("train_smol_gpt.py: ")]
     if len(messages) > 1:
         trial.trouble.append(f"more than one message: {messages}")
     if outcome.status == 0 or trial.target == "mpiexec" or trial.number != signal.SIGKILL:
         return
-    words = " ".join([*outcome.said, *outcome.out.split()])
+    words = " ".join([*outcome.error_lines, *outcome.out.split()])
     if not re.search(KILLED.format(rank=trial.target[-1]), words):
-        trial.trouble.append(f"who was killed is not said: {words[-400:]}")
+        trial.trouble.append(f"the killed rank is not named: {words[-400:]}")
 
 
 def rough_differences(run: Path, other: Path) -> list[str]:
@@ -212,11 +212,11 @@ def rough_differences(run: Path, other: Path) -> list[str]:
     names, others = (sorted(path.name for path in folder.iterdir()) for folder in (run, other))
     if names != others:
         return [f"files {names} and {others}"]
-    told = [read_metrics(folder / "metrics.jsonl") for folder in (run, other)]
-    if [line["step"] for line in told[0]] != [line["step"] for line in told[1]]:
+    metrics = [read_metrics(folder / "metrics.jsonl") for folder in (run, other)]
+    if [line["step"] for line in metrics[0]] != [line["step"] for line in metrics[1]]:
         return ["metrics.jsonl: other lines"]
     names = ("loss", "held_out_loss", "final_loss")
-    pairs = [(one[name], two[name]) for one, two in zip(*told) for name in names if name in one]
+    pairs = [(one[name], two[name]) for one, two in zip(*metrics) for name in names if name in one]
     differing = [f"metrics.jsonl: {a} and {b}" for a, b in pairs if abs(a - b) > ROUNDING]
     tensors, other_tensors = (load_file(folder / "last.safetensors") for folder in (run, other))
     if tensors.keys() != other_tensors.keys():
@@ -318,23 +318,23 @@ def fail(name: str, case: Case, whole: Path | None, rank: int, step: int) -> Fai
     words = [*case.words, "--on-nan", "stop"]
     program = WatchedRanks(case, words, prelude, TRICYCLE_MPI_TIMEOUT=str(SILENT_SECONDS))
     if not program.wait_for("failing", 1):
-        return Failure(name, float("nan"), [f"it never failed: {program.finish().said}"])
+        return Failure(name, float("nan"), [f"it never failed: {program.finish().error_lines}"])
     outcome, ended = program.finish_within(60)
     failure = Failure(name, ended - program.begun("failing"), [])
     pattern = pattern.format(rank=rank, other=1 - rank, step=step)
     by_program = pattern.startswith("^")  # in a line of its own; else the launcher says it, in several
-    said = "\n".join(outcome.said) if by_program else " ".join([*outcome.said, *outcome.out.split()])
-    if outcome.status == 0 or not re.search(pattern, said, re.M):
-        failure.trouble.append(f"status {outcome.status}, expected {pattern}: {said[-600:]}")
-    n_messages = sum(line.startswith("train_smol_gpt.py: ") for line in outcome.said)
-    if n_messages != by_program or "Traceback" in said:
-        failure.trouble.append(f"{n_messages} messages: {said[-600:]}")
+    output = "\n".join(outcome.error_lines) if by_program else " ".join([*outcome.error_lines, *outcome.out.split()])
+    if outcome.status == 0 or not re.search(pattern, output, re.M):
+        failure.trouble.append(f"status {outcome.status}, expected {pattern}: {output[-600:]}")
+    n_messages = sum(line.startswith("train_smol_gpt.py: ") for line in outcome.error_lines)
+    if n_messages != by_program or "Traceback" in output:
+        failure.trouble.append(f"{n_messages} messages: {output[-600:]}")
     if failure.seconds > LIMIT:
         failure.trouble.append(f"{program.late} had not ended after {LIMIT:.0f} s")
     if whole is not None:
         done = finish(case.start(case.resuming, env={**case.environment(), **MPI_VARIABLES}))
         failure.trouble += [each for each in differences(case.run, whole) if not each.startswith("data.json")]
-        failure.trouble += [f"what went on ended with {done.status}: {done.said}"] if done.status else []
+        failure.trouble += [f"what went on ended with {done.status}: {done.error_lines}"] if done.status else []
     if not failure.trouble:
         case.forget()
     print(f"{name}: {'; '.join(failure.trouble) or 'equal'}; {failure.seconds:.2f} s", file=sys.stderr, flush=True)
@@ -381,8 +381,8 @@ def main() -> int:
     wrong += [f"{failure.name}: {'; '.join(failure.trouble)}" for failure in failures if failure.trouble]
     for line in wrong:
         print(f"WRONG: {line[:1500]}")
-    said = f"{len(tried)} trials with {sum(trial.hits for trial in tried)} signals, {len(failures)} failures"
-    print(f"{said}, {len(wrong)} went wrong; {(time.monotonic() - started) / 60:.1f} minutes")
+    summary = f"{len(tried)} trials with {sum(trial.hits for trial in tried)} signals, {len(failures)} failures"
+    print(f"{summary}, {len(wrong)} went wrong; {(time.monotonic() - started) / 60:.1f} minutes")
     return 1 if wrong else 0
 
 

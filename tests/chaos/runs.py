@@ -82,7 +82,7 @@ class Outcome:
     err: str
 
     @property
-    def said(self) -> list[str]:
+    def error_lines(self) -> list[str]:
         """Lines on its standard error, without progress bars."""
         parts = [part.strip() for part in re.split(r"[\r\n]|\x1b\[A", self.err)]
         return [part for part in parts if part and not PROGRESS_BAR.search(part)]

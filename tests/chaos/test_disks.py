@@ -27,10 +27,10 @@ def watched(folder: Path, act, fault: Fault | None = None):
         disk = Disk(folder, fault, record=True)
         disk.install()
         try:
-            said = act()
+            outcome = act()
         except OSError as error:
-            said = errno.errorcode[error.errno]
-        return said, disk.calls, disk.log, disk.unseen
+            outcome = errno.errorcode[error.errno]
+        return outcome, disk.calls, disk.log, disk.unseen
 
     answer = answer_of(in_child(child))
     assert isinstance(answer, tuple), answer
@@ -85,8 +85,8 @@ CONTENT = {"whole": "zwölf".encode(), "lines": b"one\n", "moved": b"x" * 10 + b
 
 
 def test_it_sees_every_call_and_changes_nothing(tmp_path):
-    said, calls, log, unseen = watched(tmp_path, lambda: write_all(tmp_path / "folder"))
-    assert (said, unseen) == ("done", [])
+    outcome, calls, log, unseen = watched(tmp_path, lambda: write_all(tmp_path / "folder"))
+    assert (outcome, unseen) == ("done", [])
     assert {path.name: path.read_bytes() for path in (tmp_path / "folder").iterdir()} == CONTENT
     kinds = {kind for kind, _ in calls}
     names = "create open write truncate sync close rename mkdir unlink rmdir"
@@ -109,8 +109,8 @@ def test_every_call_can_fail(tmp_path, way):
     for number, (kind, _) in enumerate(calls):
         folder = tmp_path / f"{way}-{number}"
         folder.mkdir()
-        said, _, _, _ = watched(folder, lambda folder=folder: write_all(folder / "folder"), Fault(number, way))
-        assert said == way, (number, kind)
+        outcome, _, _, _ = watched(folder, lambda folder=folder: write_all(folder / "folder"), Fault(number, way))
+        assert outcome == way, (number, kind)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_a_disk_that_fills_up(tmp_path, way, expected):
     number = calls.index(("write", "folder/inner/file"))
     folder = tmp_path / way
     folder.mkdir()
-    said, _, _, unseen = watched(folder, lambda: write_all(folder / "folder"), Fault(number, way))
-    assert (said, unseen) == (expected, [])
+    outcome, _, _, unseen = watched(folder, lambda: write_all(folder / "folder"), Fault(number, way))
+    assert (outcome, unseen) == (expected, [])
     place = folder / "folder" / ("moved" if way == "half" else "inner/file")
     assert place.stat().st_size == {"half": 20_000, "short": 10_000}.get(way, 0)
 

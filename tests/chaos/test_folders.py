@@ -31,7 +31,7 @@ def test_a_text_that_has_changed(bench, whole):
     done = case.resume()
     case.text.write_bytes(content)
     assert done.status == 1
-    (line,) = done.said
+    (line,) = done.error_lines
     assert "changed text" in line and "--init-from" in line
     assert case.resume().status == 0
     assert differences(case.run, whole.run) == []
@@ -57,4 +57,4 @@ def test_a_folder_that_says_nonsense_about_nan(whole, value):
     done = whole.resume()
     path.write_text(content)
     assert done.status == 1
-    assert "expected data and files" in done.said[0]
+    assert "expected data and files" in done.error_lines[0]

@@ -122,7 +122,7 @@ def test_a_second_trainer_is_told_of_the_first(bench, whole):
     for words in (["--resume", str(case.run)], case.words):
         done = finish(case.start(words))
         assert done.status == 1
-        (line,) = done.said
+        (line,) = done.error_lines
         assert f"process {program.process.pid} on " in line
     assert (case.run / ".being written.part").exists()  # nobody else's files are cleared away
     (case.run / ".being written.part").unlink()

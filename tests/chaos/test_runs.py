@@ -41,23 +41,23 @@ def test_another_loss_is_seen_and_another_speed_is_none(pair):
     assert differences(run, other) == []
     lines[2]["loss"] += 1e-6
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (said,) = differences(run, other)
-    assert said.startswith("metrics.jsonl: ") and "'step': 3" in said
+    (difference,) = differences(run, other)
+    assert difference.startswith("metrics.jsonl: ") and "'step': 3" in difference
     path.write_text(content)
 
 
 def test_a_file_too_many_is_seen(pair):
     run, other = pair
     (run / ".last.safetensors.1-1.part").touch()
-    (said,) = differences(run, other)
-    assert ".part" in said
+    (difference,) = differences(run, other)
+    assert ".part" in difference
     (run / ".last.safetensors.1-1.part").unlink()
 
 
 def test_other_weights_are_seen(bench, pair):
     case = bench.case("seed", "--seed", "5")
     assert case.train().status == 0
-    said = differences(case.run, pair[0])
-    assert any("last.safetensors: model." in line for line in said)
-    assert any("last.safetensors: optimiser." in line for line in said)
-    assert any("last.safetensors: generator" in line for line in said)
+    difference = differences(case.run, pair[0])
+    assert any("last.safetensors: model." in line for line in difference)
+    assert any("last.safetensors: optimiser." in line for line in difference)
+    assert any("last.safetensors: generator" in line for line in difference)

@@ -29,7 +29,7 @@ def main() -> int:
             for case, outcome in results:
                 rows.append((case, outcome))
                 if arguments.one is not None or not outcome.good:
-                    print(f"{case}: {outcome.kind}: {outcome.said} ({outcome.seconds:.1f} s)", file=sys.stderr)
+                    print(f"{case}: {outcome.kind}: {outcome.message} ({outcome.seconds:.1f} s)", file=sys.stderr)
     print(table(rows))
     return 0 if all(outcome.good for _, outcome in rows) else 1
 

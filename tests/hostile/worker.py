@@ -46,13 +46,13 @@ class Outcome:
     Attributes:
         kind: "model" (status 0), "refused" (one line, and status 1 or 2), or what must not be: "traceback", "lines",
             "status", "crashed", "hang", "slow", "memory", "escaped".
-        said: what was printed as an error, or more about what must not be.
+        message: what was printed as an error, or more about what must not be.
         seconds: of a processor.
         memory: bytes at its highest, beyond those that the process began with.
     """
 
     kind: str
-    said: str
+    message: str
     seconds: float
     memory: float
 
@@ -106,8 +106,8 @@ def _judged(
     memory = facts["memory"]
     lines = lines_without_progress_bars(err)
 
-    def outcome(kind: str, said: str) -> Outcome:
-        return Outcome(kind, said, seconds, memory)
+    def outcome(kind: str, message: str) -> Outcome:
+        return Outcome(kind, message, seconds, memory)
 
     if status is None:
         return outcome("hang", f"after {waited:.0f} s, {seconds:.0f} s of a processor: {' / '.join(lines)[-200:]}")
