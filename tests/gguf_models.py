@@ -32,7 +32,7 @@ def new_model(name: str) -> Any:
 
     family = FAMILIES[name]
     torch.manual_seed(3)
-    config = transformers.AutoConfig.for_model(family.model_type, **{**family.theirs, **KNOWN.get(name, {})})
+    config = transformers.AutoConfig.for_model(family.model_type, **{**family.hf_fields, **KNOWN.get(name, {})})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -146,10 +146,10 @@ for _name, _op, _left, _right, _torch in BINARY:
         add(_name, _op, _left(*_a), _right(*_b), torch=_torch)
     add(_name, _op, _left(2, 3), _right(3), torch=_torch, batched=(True, False))
     # a number on either side is no input
-    _theirs = lambda torch, x, op=_torch: op(torch, x, x * 0 + 1.375)
-    add(_name, lambda x, op=_op: op(x, 1.375), _left(2, 3), torch=_theirs)
-    _theirs = lambda torch, y, op=_torch: op(torch, y * 0 + 1.375, y)
-    add(_name, lambda y, op=_op: op(1.375, y), _right(2, 3), torch=_theirs)
+    _torch_fn = lambda torch, x, op=_torch: op(torch, x, x * 0 + 1.375)
+    add(_name, lambda x, op=_op: op(x, 1.375), _left(2, 3), torch=_torch_fn)
+    _torch_fn = lambda torch, y, op=_torch: op(torch, y * 0 + 1.375, y)
+    add(_name, lambda y, op=_op: op(1.375, y), _right(2, 3), torch=_torch_fn)
 for _exponent in (0, 1, 2, 3, -1, -2, 0.5, 2.5):
     _base = nonzero(4) if isinstance(_exponent, int) else positive(4)
     add("pow", lambda x, n=_exponent: x**n, _base, torch=lambda torch, x, n=_exponent: x**n)
@@ -503,7 +503,7 @@ for _cell, _kind in recurrent.CELLS.items():
 
 # -------------------------------------------------------------------- convolution
 def torch_unfold(torch, x, kernel, stride, padding):
-    """(B, C, H, W) patches of PyTorch, C slowest, as ours: C fastest."""
+    """(B, C, H, W) patches of PyTorch, C slowest, in Tricycle's order: C fastest."""
     n_items, *_, channels = x.shape
     sizes = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(x.shape[1:], kernel, stride, padding)]
     columns = torch.nn.functional.unfold(x.permute(0, 3, 1, 2), kernel, padding=padding, stride=stride)

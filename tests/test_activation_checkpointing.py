@@ -125,7 +125,7 @@ class Late(Layer):
 
 def test_inputs_of_user_layers_are_not_freed():
     model = GPT(CONFIG)
-    model.blocks[1].mlp.activation = Late()  # in a block of ours
+    model.blocks[1].mlp.activation = Late()  # in a block of the library
     plain, _ = batch_loss(model)
     model.blocks[1].mlp.dropout.generator.bit_generator.state = GPT(CONFIG).generator.bit_generator.state
     with free_activations():

@@ -34,9 +34,9 @@ N_STEPS = 20
 each_family = pytest.mark.parametrize("name", ["Llama", "Qwen2", "Gemma 3", "Pythia", "OPT-350m", "GPT-2", "Phi"])
 
 
-def new_theirs(family: Family) -> Any:
+def new_hf_model(family: Family) -> Any:
     torch.manual_seed(3)
-    config = transformers.AutoConfig.for_model(family.model_type, **family.theirs)
+    config = transformers.AutoConfig.for_model(family.model_type, **family.hf_fields)
     config.architectures = None
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     enliven(model)
@@ -44,17 +44,17 @@ def new_theirs(family: Family) -> Any:
 
 
 def both(name: str, folder: Path) -> tuple[Any, Pretrained]:
-    """A model of theirs, and ours of its files."""
-    theirs = new_theirs(FAMILIES[name])
-    theirs.save_pretrained(folder)
-    return theirs, load(folder)
+    """A model of transformers, and the model that Tricycle loads from its files."""
+    hf_model = new_hf_model(FAMILIES[name])
+    hf_model.save_pretrained(folder)
+    return hf_model, load(folder)
 
 
 def some_tokens(shape: tuple[int, ...] = (2, 12)) -> np.ndarray:
     return np.random.default_rng(5).integers(0, VOCABULARY, shape)
 
 
-def their_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+def hf_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         return model(torch.tensor(tokens)).logits.numpy()
 
@@ -71,29 +71,29 @@ def enliven_adapter(adapter: Any) -> None:
 # -------------------------------------------------------------------- files, both ways
 @each_family
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-def test_peft_computes_the_same_with_our_adapter(name, dora, tmp_path):
-    theirs, loaded = both(name, tmp_path / "base")
+def test_peft_computes_the_same_with_a_saved_adapter(name, dora, tmp_path):
+    hf_model, loaded = both(name, tmp_path / "base")
     before = loaded.model(some_tokens()).numpy()
     adapter = new_adapter(loaded, LoRAConfig(rank=3, alpha=5, dora=dora), seed=1)
     np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), before)  # B is 0
     enliven_adapter(adapter)
-    ours = loaded.model(some_tokens()).numpy()
-    assert difference(ours, before) > 0.01
+    actual = loaded.model(some_tokens()).numpy()
+    assert difference(actual, before) > 0.01
     save_adapter(adapter, loaded, tmp_path / "adapter")
-    with_theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
-    assert difference(ours, their_logits(with_theirs, some_tokens())) < AGREED
+    peft_model = peft.PeftModel.from_pretrained(hf_model, tmp_path / "adapter").eval()
+    assert difference(actual, hf_logits(peft_model, some_tokens())) < AGREED
     adapter.detach()
     np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), before)
     again = load_adapter(loaded, tmp_path / "adapter")
     with pytest.raises(ValueError, match="without an adapter"):
         export_folder(loaded.model, None, tmp_path / "whole")
-    np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), ours)
+    np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), actual)
     again.merge()
-    assert difference(loaded.model(some_tokens()).numpy(), ours) < AGREED
+    assert difference(loaded.model(some_tokens()).numpy(), actual) < AGREED
     assert not any(isinstance(layer, AdaptedDense) for layer in loaded.model.layers())
     export_folder(loaded.model, None, tmp_path / "whole")
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole", attn_implementation="eager")
-    assert difference(ours, their_logits(whole.eval(), some_tokens())) < AGREED
+    assert difference(actual, hf_logits(whole.eval(), some_tokens())) < AGREED
 
 
 TARGETS = {
@@ -109,23 +109,23 @@ TARGETS = {
 
 @each_family
 @pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["LoRA", "rsLoRA", "DoRA"])
-def test_theirs_load_here(name, kind, tmp_path):
-    theirs, loaded = both(name, tmp_path / "base")
+def test_peft_adapters_load(name, kind, tmp_path):
+    hf_model, loaded = both(name, tmp_path / "base")
     patterns = {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 3}} if name == "Llama" else {}
     config = peft.LoraConfig(
         r=2, lora_alpha=6, init_lora_weights=False, target_modules=TARGETS[name], **kind, **patterns
     )
-    model = peft.get_peft_model(theirs, config).eval()
+    model = peft.get_peft_model(hf_model, config).eval()
     for path, parameter in model.named_parameters():
         if "magnitude" in path:
             parameter.data *= torch.linspace(0.7, 1.4, parameter.numel())
     model.save_pretrained(tmp_path / "adapter")
     adapter = load_adapter(loaded, tmp_path / "adapter")
-    wanted = their_logits(model, some_tokens())
-    assert difference(loaded.model(some_tokens()).numpy(), wanted) < AGREED
+    expected = hf_logits(model, some_tokens())
+    assert difference(loaded.model(some_tokens()).numpy(), expected) < AGREED
     save_adapter(adapter, loaded, tmp_path / "again")
-    again = peft.PeftModel.from_pretrained(new_theirs(FAMILIES[name]), tmp_path / "again").eval()
-    assert difference(their_logits(again, some_tokens()), wanted) < AGREED
+    again = peft.PeftModel.from_pretrained(new_hf_model(FAMILIES[name]), tmp_path / "again").eval()
+    assert difference(hf_logits(again, some_tokens()), expected) < AGREED
 
 
 def test_adapters_are_switched(tmp_path):
@@ -147,8 +147,8 @@ def test_adapters_are_switched(tmp_path):
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("kind", ["int8", "bfloat16"])
 def test_few_bits_stay_and_gradients_flow_through_them(kind, dora, tmp_path):
-    theirs = new_theirs(FAMILIES["Llama"])
-    theirs.save_pretrained(tmp_path)
+    hf_model = new_hf_model(FAMILIES["Llama"])
+    hf_model.save_pretrained(tmp_path)
     loaded = load(tmp_path, weights=kind)
     loaded.model.use_precision("float32")
     adapter = new_adapter(loaded, LoRAConfig(rank=2, targets=("q_proj", "down_proj"), dora=dora))
@@ -174,7 +174,7 @@ def labelled_loss(model: Any, tokens: np.ndarray) -> Any:
     return F.cross_entropy(logits.flatten(0, 1), torch.tensor(tokens[:, 1:]).flatten())
 
 
-def their_step(model: Any, optimiser: Any, tokens: np.ndarray) -> tuple[float, float]:
+def peft_step(model: Any, optimiser: Any, tokens: np.ndarray) -> tuple[float, float]:
     loss = labelled_loss(model, tokens)
     optimiser.zero_grad()
     loss.backward()
@@ -183,7 +183,7 @@ def their_step(model: Any, optimiser: Any, tokens: np.ndarray) -> tuple[float, f
     return loss.item(), norm.item()
 
 
-def our_step(model: GPT, optimiser: AdamW, tokens: np.ndarray) -> tuple[float, float]:
+def tricycle_step(model: GPT, optimiser: AdamW, tokens: np.ndarray) -> tuple[float, float]:
     grads = compute_gradients(model, supervised_loss(model, CrossEntropy()), [(tokens[:, :-1], tokens[:, 1:])])
     return grads.loss, apply_gradients(model, optimiser, grads, 1.0)
 
@@ -193,32 +193,32 @@ def our_step(model: GPT, optimiser: AdamW, tokens: np.ndarray) -> tuple[float, f
     [("Llama", False), ("Qwen2", False), ("Pythia", False), ("GPT-2", False), ("Llama", True), ("GPT-2", True)],
 )
 def test_twenty_updates_are_those_of_peft(name, dora, tmp_path):
-    theirs, loaded = both(name, tmp_path / "base")
+    hf_model, loaded = both(name, tmp_path / "base")
     adapter = new_adapter(loaded, LoRAConfig(rank=4, alpha=8, dora=dora), seed=1)
     save_adapter(adapter, loaded, tmp_path / "adapter")
-    model = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter", is_trainable=True).eval()
+    model = peft.PeftModel.from_pretrained(hf_model, tmp_path / "adapter", is_trainable=True).eval()
     learning = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": [p for p in learning if p.ndim > 1], "weight_decay": 0.1}]
     groups += [{"params": [p for p in learning if p.ndim == 1], "weight_decay": 0.0}] if dora else []
     optimiser = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
-    ours = AdamW(1e-2, (0.9, 0.95), weight_decay=0.1)
+    tricycle_optimiser = AdamW(1e-2, (0.9, 0.95), weight_decay=0.1)
     generator = np.random.default_rng(9)
     batches = [generator.integers(0, VOCABULARY, (3, 17)) for _ in range(4)]
     results = []
     for step in range(N_STEPS):
         tokens = batches[step % 4]
-        results.append((*our_step(loaded.model, ours, tokens), *their_step(model, optimiser, tokens)))
-    loss, norm, their_loss, their_norm = np.array(results).T
-    assert np.abs(loss / their_loss - 1).max() < 1e-3
-    assert np.abs(norm / their_norm - 1).max() < 1e-3
+        results.append((*tricycle_step(loaded.model, tricycle_optimiser, tokens), *peft_step(model, optimiser, tokens)))
+    loss, norm, peft_loss, peft_norm = np.array(results).T
+    assert np.abs(loss / peft_loss - 1).max() < 1e-3
+    assert np.abs(norm / peft_norm - 1).max() < 1e-3
     assert loss[-4:].mean() < loss[:4].mean() - 0.03
     save_adapter(adapter, loaded, tmp_path / "trained")
-    trained = peft.PeftModel.from_pretrained(new_theirs(FAMILIES[name]), tmp_path / "trained").eval()
-    assert difference(their_logits(trained, batches[0]), their_logits(model, batches[0])) < 1e-3
+    trained = peft.PeftModel.from_pretrained(new_hf_model(FAMILIES[name]), tmp_path / "trained").eval()
+    assert difference(hf_logits(trained, batches[0]), hf_logits(model, batches[0])) < 1e-3
 
 
 # -------------------------------------------------------------------- every gradient
-def our_gradients(loaded: Pretrained, adapter: Any, folder: Path) -> dict[str, np.ndarray]:
+def tricycle_gradients(loaded: Pretrained, adapter: Any, folder: Path) -> dict[str, np.ndarray]:
     """By their names: written to files as if they were weights."""
     parameters = list((adapter or loaded.model).parameters())
     weights = [parameter.array for parameter in parameters]
@@ -233,7 +233,7 @@ def our_gradients(loaded: Pretrained, adapter: Any, folder: Path) -> dict[str, n
     return load_file(folder / ("model.safetensors" if adapter is None else "adapter_model.safetensors"))
 
 
-def their_gradients(model: Any) -> dict[str, np.ndarray]:
+def peft_gradients(model: Any) -> dict[str, np.ndarray]:
     names = {name: name.replace(".default", "") for name, p in model.named_parameters() if p.requires_grad}
     names = {name: file.replace("vector.weight", "vector") for name, file in names.items()}
     return {names[name]: p.grad.numpy() for name, p in model.named_parameters() if name in names}
@@ -242,7 +242,7 @@ def their_gradients(model: Any) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA", "all weights"])
 def test_every_gradient_is_that_of_peft(kind, tmp_path):
     """Of each tensor the largest difference over the largest gradient, after no update, one, several and twenty."""
-    theirs, loaded = both("Llama", tmp_path / "base")
+    hf_model, loaded = both("Llama", tmp_path / "base")
     adapter, rate = None, 1e-3
     if kind == "all weights":
         set_memory_order(loaded.model.unfreeze(), "C")
@@ -250,13 +250,13 @@ def test_every_gradient_is_that_of_peft(kind, tmp_path):
         adapter, rate = new_adapter(loaded, LoRAConfig(rank=4, alpha=8, dora=kind == "DoRA"), seed=1), 1e-2
         enliven_adapter(adapter)  # else the first gradients of A are 0
         save_adapter(adapter, loaded, tmp_path / "adapter")
-        theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter", is_trainable=True).eval()
-    optimiser = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
-    ours = AdamW(rate, weight_decay=0.0)
+        hf_model = peft.PeftModel.from_pretrained(hf_model, tmp_path / "adapter", is_trainable=True).eval()
+    optimiser = torch.optim.AdamW([p for p in hf_model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+    tricycle_optimiser = AdamW(rate, weight_decay=0.0)
     generator = np.random.default_rng(9)
     for step in range(N_STEPS + 1):
         tokens = generator.integers(0, VOCABULARY, (3, 17))
-        loss = labelled_loss(theirs, tokens)
+        loss = labelled_loss(hf_model, tokens)
         optimiser.zero_grad()
         loss.backward()
         grads = compute_gradients(
@@ -264,11 +264,14 @@ def test_every_gradient_is_that_of_peft(kind, tmp_path):
         )
         assert grads.loss == pytest.approx(loss.item(), rel=1e-3)
         if step in (0, 1, 5, N_STEPS):
-            wanted, got = their_gradients(theirs), our_gradients(loaded, adapter, tmp_path / f"gradients {step}")
-            assert got.keys() == wanted.keys()
-            worst = max(difference(got[name], grad) for name, grad in wanted.items())
+            expected, got = (
+                peft_gradients(hf_model),
+                tricycle_gradients(loaded, adapter, tmp_path / f"gradients {step}"),
+            )
+            assert got.keys() == expected.keys()
+            worst = max(difference(got[name], grad) for name, grad in expected.items())
             assert worst < (1e-5 if step == 0 else 1e-3), step
-        apply_gradients(loaded.model, ours, grads)
+        apply_gradients(loaded.model, tricycle_optimiser, grads)
         optimiser.step()
 
 

@@ -57,7 +57,7 @@ each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 @dataclass
 class TorchGPT:
-    """The model as a function of a dict of torch parameters, which has the names of ours."""
+    """The model as a function of a dict of torch parameters, which has the names of Tricycle's parameters."""
 
     config: GPTConfig
     p: dict[str, torch.Tensor]
@@ -158,34 +158,34 @@ def batches(config: GPTConfig) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(batch[:, :-1].copy(), batch[:, 1:].copy()) for batch in tokens]
 
 
-def assert_close(ours: np.ndarray, theirs: torch.Tensor, what: str, tolerance: float = 1e-4) -> None:
+def assert_close(actual: np.ndarray, reference: torch.Tensor, what: str, tolerance: float = 1e-4) -> None:
     """Relative to the largest element: where terms cancel, an element by itself has no relative precision."""
-    expected = theirs.detach().numpy()
-    assert ours.shape == expected.shape, what
+    expected = reference.detach().numpy()
+    assert actual.shape == expected.shape, what
     assert np.abs(expected).max() > 0, what
-    assert np.abs(ours - expected).max() <= tolerance * np.abs(expected).max(), what
-    assert np.linalg.norm(ours - expected) <= tolerance * np.linalg.norm(expected), what
+    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max(), what
+    assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected), what
 
 
 # -------------------------------------------------------------------- whole models
 @each_config
 def test_loss_and_every_gradient_agree_at_step_0(config: GPTConfig) -> None:
-    model, theirs = a_pair(config)
+    model, torch_model = a_pair(config)
     inputs, outputs = batches(config)[0]
-    assert_close(model(inputs).array, theirs(torch.from_numpy(inputs)), "logits")
+    assert_close(model(inputs).array, torch_model(torch.from_numpy(inputs)), "logits")
 
-    loss, their_loss = CrossEntropy()(outputs, model(inputs)), theirs.loss(inputs, outputs)
-    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
+    loss, torch_loss = CrossEntropy()(outputs, model(inputs)), torch_model.loss(inputs, outputs)
+    assert loss.item() == pytest.approx(torch_loss.item(), rel=1e-5)
     loss.backward()
-    their_loss.backward()
+    torch_loss.backward()
     for name, p in model.named_parameters():
-        assert_close(p.grad.array, theirs.p[name].grad, name)
+        assert_close(p.grad.array, torch_model.p[name].grad, name)
 
 
 @each_config
 def test_twenty_steps_of_training_agree(config: GPTConfig) -> None:
     """AdamW with the same rule of decay, a schedule and clipping, as training does it."""
-    model, theirs = a_pair(config)
+    model, torch_model = a_pair(config)
     schedule = WarmupCosine(config.max_learning_rate, config.min_learning_rate, config.warmup_steps, STEPS)
     optimiser = AdamW(schedule, (config.beta1, config.beta2), weight_decay=config.weight_decay)
     names = [name for name, _ in model.named_parameters()]
@@ -193,75 +193,75 @@ def test_twenty_steps_of_training_agree(config: GPTConfig) -> None:
     matrices = [name for name, p in model.named_parameters() if p.ndim == 2 and not name.endswith(vectors)]
     assert matrices == [name for name, p in model.named_parameters() if decays(p)]
     groups = [
-        {"params": [theirs.p[name] for name in names if (name in matrices) == decayed], "weight_decay": decay}
+        {"params": [torch_model.p[name] for name in names if (name in matrices) == decayed], "weight_decay": decay}
         for decayed, decay in ((True, config.weight_decay), (False, 0.0))
     ]
-    their_optimiser = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=1e-8)
+    torch_optimiser = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=1e-8)
 
-    ours_trace, their_trace, n_clipped = [], [], 0
+    tricycle_losses, torch_losses, n_clipped = [], [], 0
     for step, (inputs, outputs) in enumerate(batches(config), start=1):
         optimiser.step()
         loss = CrossEntropy()(outputs, model(inputs))
         loss.backward()
         norm = clip_gradients(model, 0.5)
         model.update(optimiser)
-        ours_trace.append(loss.item())
+        tricycle_losses.append(loss.item())
 
-        for group in their_optimiser.param_groups:
+        for group in torch_optimiser.param_groups:
             group["lr"] = schedule(step)
-        their_optimiser.zero_grad()
-        their_loss = theirs.loss(inputs, outputs)
-        their_loss.backward()
-        their_norm = torch.nn.utils.clip_grad_norm_(theirs.p.values(), 0.5)
-        their_optimiser.step()
-        their_trace.append(their_loss.item())
-        assert norm == pytest.approx(their_norm.item(), rel=1e-3)
+        torch_optimiser.zero_grad()
+        torch_loss = torch_model.loss(inputs, outputs)
+        torch_loss.backward()
+        torch_norm = torch.nn.utils.clip_grad_norm_(torch_model.p.values(), 0.5)
+        torch_optimiser.step()
+        torch_losses.append(torch_loss.item())
+        assert norm == pytest.approx(torch_norm.item(), rel=1e-3)
         n_clipped += norm > 0.5
 
-    np.testing.assert_allclose(ours_trace, their_trace, rtol=0, atol=1e-3)
-    assert ours_trace[-1] < ours_trace[0] - 0.3 and n_clipped > 0  # it did learn, and clipping did happen
+    np.testing.assert_allclose(tricycle_losses, torch_losses, rtol=0, atol=1e-3)
+    assert tricycle_losses[-1] < tricycle_losses[0] - 0.3 and n_clipped > 0  # it did learn, and clipping did happen
     for name, p in model.named_parameters():
-        assert_close(p.array, theirs.p[name], name, tolerance=1e-2)
+        assert_close(p.array, torch_model.p[name], name, tolerance=1e-2)
 
 
 @pytest.mark.parametrize("hard_weight", [0.0, 0.25])
 def test_ten_updates_of_distillation_agree(hard_weight: float) -> None:
-    model, theirs = a_pair(replace(BASE, weight_decay=0.0))
-    teacher, their_teacher = a_pair(replace(BASE, n_layers=3, seed=9))
+    model, torch_model = a_pair(replace(BASE, weight_decay=0.0))
+    teacher, torch_teacher = a_pair(replace(BASE, n_layers=3, seed=9))
     for name, p in teacher.named_parameters():
         if p.ndim == 2:  # so that it does not predict all tokens alike
             p.array *= 8
-            their_teacher.p[name].data *= 8
+            torch_teacher.p[name].data *= 8
     batch_loss = distillation_loss(model, teacher, 2.0, hard_weight)
-    optimiser, theirs_optimiser = AdamW(3e-3, weight_decay=0.0), torch.optim.Adam(theirs.p.values(), 3e-3)
+    optimiser, torch_optimiser = AdamW(3e-3, weight_decay=0.0), torch.optim.Adam(torch_model.p.values(), 3e-3)
     for inputs, outputs in batches(BASE)[:10]:
         loss = train_on_batch(model, optimiser, batch_loss, (inputs, outputs))
-        student_log = (theirs(torch.from_numpy(inputs)) / 2).log_softmax(-1).flatten(0, 1)
-        teacher_log = (their_teacher(torch.from_numpy(inputs)) / 2).log_softmax(-1).flatten(0, 1).detach()
+        student_log = (torch_model(torch.from_numpy(inputs)) / 2).log_softmax(-1).flatten(0, 1)
+        teacher_log = (torch_teacher(torch.from_numpy(inputs)) / 2).log_softmax(-1).flatten(0, 1).detach()
         soft = 4 * F.kl_div(student_log, teacher_log, reduction="batchmean", log_target=True)
-        their_loss = (1 - hard_weight) * soft + hard_weight * theirs.loss(inputs, outputs)
-        theirs_optimiser.zero_grad()
-        their_loss.backward()
-        theirs_optimiser.step()
-        assert loss == pytest.approx(their_loss.item(), rel=1e-3)
+        torch_loss = (1 - hard_weight) * soft + hard_weight * torch_model.loss(inputs, outputs)
+        torch_optimiser.zero_grad()
+        torch_loss.backward()
+        torch_optimiser.step()
+        assert loss == pytest.approx(torch_loss.item(), rel=1e-3)
     for name, p in model.named_parameters():
-        assert_close(p.array, theirs.p[name], name, tolerance=1e-2)
+        assert_close(p.array, torch_model.p[name], name, tolerance=1e-2)
 
 
 # -------------------------------------------------------------------- optimisers
 def both_ways(optimiser: Optimiser, make: Callable, rng: np.random.Generator, n_steps: int = 25) -> None:
     """The same random gradients, of sizes from 1e-6 to 1e3, to a layer here and to its copy in torch."""
     layer = Dense(5, 4, generator=0)
-    theirs = copy_of(layer)
-    their_optimiser = make([theirs["weights"]], [theirs["bias"]])
+    expected = copy_of(layer)
+    torch_optimiser = make([expected["weights"]], [expected["bias"]])
     for _ in range(n_steps):
         for name, p in layer.named_parameters():
             grad = (rng.standard_normal(p.shape) * 10.0 ** rng.integers(-6, 4, p.shape)).astype(np.float32)
-            p.grad, theirs[name].grad = to_tensor(grad), torch.from_numpy(grad)
+            p.grad, expected[name].grad = to_tensor(grad), torch.from_numpy(grad)
         layer.update(optimiser)
-        their_optimiser.step()
+        torch_optimiser.step()
     for name, p in layer.named_parameters():
-        np.testing.assert_allclose(p.array, theirs[name].detach().numpy(), rtol=2e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(p.array, expected[name].detach().numpy(), rtol=2e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
@@ -283,7 +283,7 @@ def test_sgd_agrees(momentum: float, rng: np.random.Generator) -> None:
 
 
 def test_sgd_with_decay_agrees(rng: np.random.Generator) -> None:
-    """Without momentum, torch's decay through the gradient and ours beside it are the same."""
+    """Without momentum, torch's decay through the gradient equals Tricycle's decoupled decay."""
 
     def make(matrices: list, vectors: list) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": matrices, "weight_decay": 0.5}, {"params": vectors}], lr=1e-3)

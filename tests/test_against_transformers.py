@@ -34,29 +34,29 @@ each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 nightly = pytest.mark.nightly  # each takes minutes
 
 
-# -------------------------------------------------------------------- theirs in ours
-def new_theirs(family: Family, lively: bool = True) -> Any:
+# -------------------------------------------------------------------- models of transformers in Tricycle
+def new_hf_model(family: Family, lively: bool = True) -> Any:
     """A model of transformers with random weights: so large, if `lively`, that every part shows in the logits."""
     torch.manual_seed(3)
-    config = transformers.AutoConfig.for_model(family.model_type, **family.theirs)
+    config = transformers.AutoConfig.for_model(family.model_type, **family.hf_fields)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     enliven(model, lively)
     return model
 
 
-def read(theirs: Any, part: str = "data") -> GPT:
-    """Our model, as it would be read from files of theirs; with part="grad" their gradients stand in its weights."""
+def read(hf_model: Any, part: str = "data") -> GPT:
+    """Our model, as it would be read from files of hf_fields; with part="grad" their gradients stand in its weights."""
     tensors = {}
-    for name, parameter in theirs.named_parameters():
+    for name, parameter in hf_model.named_parameters():
         array = getattr(parameter, part).numpy()
         tensors[name] = StoredTensor(array.shape, "F32", lambda array=array: array)
-    return build_model(StoredModel(Path("memory"), theirs.config.to_dict(), tensors))
+    return build_model(StoredModel(Path("memory"), hf_model.config.to_dict(), tensors))
 
 
 def a_pair(family: Family, lively: bool = True) -> tuple[GPT, Any]:
-    """Our model and theirs with the same weights."""
-    theirs = new_theirs(family, lively)
-    return read(theirs), theirs
+    """Our model and hf_fields with the same weights."""
+    hf_model = new_hf_model(family, lively)
+    return read(hf_model), hf_model
 
 
 def some_tokens(n_batches: int = 1, vocab_size: int = VOCABULARY, batch: int = BATCH) -> np.ndarray:
@@ -69,53 +69,53 @@ def some_tokens(n_batches: int = 1, vocab_size: int = VOCABULARY, batch: int = B
     return tokens
 
 
-def our_loss(model: GPT, tokens: np.ndarray) -> Any:
+def tricycle_loss(model: GPT, tokens: np.ndarray) -> Any:
     """Of the next token, a Tensor."""
     return CrossEntropy()(tokens[:, 1:], model(tokens[:, :-1]))
 
 
-def their_loss(theirs: Any, tokens: np.ndarray) -> Any:
-    logits = theirs(torch.from_numpy(tokens[:, :-1].copy())).logits
+def hf_loss(hf_model: Any, tokens: np.ndarray) -> Any:
+    logits = hf_model(torch.from_numpy(tokens[:, :-1].copy())).logits
     return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(tokens[:, 1:].copy()).flatten())
 
 
-def worst(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> tuple[float, str]:
+def worst(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[float, str]:
     """The largest of all differences, and where it is."""
-    assert set(ours) == set(theirs)
-    return max((difference(array, theirs[name]), name) for name, array in ours.items())
+    assert set(actual) == set(expected)
+    return max((difference(array, expected[name]), name) for name, array in actual.items())
 
 
 # -------------------------------------------------------------------- logits and gradients
-def compare_logits(model: GPT, theirs: Any, tokens: np.ndarray) -> float:
+def compare_logits(model: GPT, hf_model: Any, tokens: np.ndarray) -> float:
     """The difference of all logits."""
     with torch.no_grad(), no_grad():
-        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
+        expected = hf_model(torch.from_numpy(tokens)).logits.numpy()
         return difference(model(tokens).array, expected)
 
 
-def compare_gradients(model: GPT, theirs: Any, tokens: np.ndarray) -> tuple[float, str]:
+def compare_gradients(model: GPT, hf_model: Any, tokens: np.ndarray) -> tuple[float, str]:
     """The worst difference of the gradients of one loss."""
-    loss = our_loss(model, tokens)
-    expected = their_loss(theirs, tokens)
+    loss = tricycle_loss(model, tokens)
+    expected = hf_loss(hf_model, tokens)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()
     expected.backward()
-    return worst({name: p.grad.array for name, p in model.named_parameters()}, read(theirs, "grad").state_dict())
+    return worst({name: p.grad.array for name, p in model.named_parameters()}, read(hf_model, "grad").state_dict())
 
 
 @each_family
 def test_logits_and_every_gradient_agree(family: Family) -> None:
-    model, theirs = a_pair(family)
+    model, hf_model = a_pair(family)
     tokens = some_tokens()[0]
-    assert compare_logits(model, theirs, tokens) < AGREED
-    by, where = compare_gradients(model, theirs, tokens)
+    assert compare_logits(model, hf_model, tokens) < AGREED
+    by, where = compare_gradients(model, hf_model, tokens)
     assert by < AGREED, where
 
 
 @each_family
 def test_what_is_read_means_what_it_should(family: Family) -> None:
     model, _ = a_pair(family)
-    assert differing_fields(family.ours, model.config) == []
+    assert differing_fields(family.config, model.config) == []
 
 
 @each_family
@@ -125,9 +125,9 @@ def test_every_field_of_a_config_shows_in_the_logits(family: Family) -> None:
     tokens = some_tokens()[0, :, :-1]
     expected = model(tokens).array
     unseen = []
-    for name in telling_fields(family.ours):
+    for name in telling_fields(family.config):
         try:
-            other = GPT(replace(family.ours, **{name: getattr(ModelConfig(), name)}))
+            other = GPT(replace(family.config, **{name: getattr(ModelConfig(), name)}))
             other.load_state_dict(model.state_dict())
         except ValueError:  # another shape: seen before anything is computed
             continue
@@ -144,28 +144,28 @@ def telling_fields(config: ModelConfig) -> Iterable[str]:
 
 
 # -------------------------------------------------------------------- training
-def train_both(model: GPT, theirs: Any, batches: np.ndarray, learning_rate: float) -> tuple[list[float], list[float]]:
-    """An update a batch by AdamW, decay on the same parameters; the losses of ours and of theirs."""
+def train_both(model: GPT, hf_model: Any, batches: np.ndarray, learning_rate: float) -> tuple[list[float], list[float]]:
+    """An update a batch by AdamW, decay on the same parameters; the losses of Tricycle and of transformers."""
     optimiser = AdamW(learning_rate, (0.9, 0.95), weight_decay=0.1, decays=lambda p: p.ndim > 1)
-    parameters = list(theirs.parameters())
+    parameters = list(hf_model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
     ]
-    their_optimiser = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8)
-    ours_trace, their_trace = [], []
+    hf_optimiser = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8)
+    tricycle_losses, hf_losses = [], []
     for tokens in batches:
-        loss = our_loss(model, tokens)
+        loss = tricycle_loss(model, tokens)
         loss.backward()
         model.update(optimiser)
-        ours_trace.append(loss.item())
+        tricycle_losses.append(loss.item())
 
-        their_optimiser.zero_grad()
-        expected = their_loss(theirs, tokens)
+        hf_optimiser.zero_grad()
+        expected = hf_loss(hf_model, tokens)
         expected.backward()
-        their_optimiser.step()
-        their_trace.append(expected.item())
-    return ours_trace, their_trace
+        hf_optimiser.step()
+        hf_losses.append(expected.item())
+    return tricycle_losses, hf_losses
 
 
 # -------------------------------------------------------------------- what every model here can do
@@ -173,7 +173,7 @@ def train_both(model: GPT, theirs: Any, batches: np.ndarray, learning_rate: floa
 
 @each_family
 def test_a_probe_sees_weights_and_windows(family: Family) -> None:
-    config = family.ours
+    config = family.config
     model, _ = a_pair(family)
     tokens = some_tokens()[0, :, :-1]
     with Probe(model) as probe:
@@ -197,7 +197,7 @@ def test_16_bits_are_near(family: Family) -> None:
     logits = model(tokens[:, :-1])
     assert logits.shape == expected.shape
     assert difference(logits.array, expected) < 0.1
-    our_loss(model, tokens).backward()
+    tricycle_loss(model, tokens).backward()
     assert all(p.grad.shape == p.shape and p.grad.dtype == np.float32 for p in model.parameters())
 
 
@@ -206,19 +206,20 @@ def test_16_bits_are_near(family: Family) -> None:
 def test_smollm2(capsys: pytest.CaptureFixture) -> None:
     """At full size: logits, gradients and twenty steps."""
     torch.set_num_threads(os.cpu_count() or 1)
-    model, theirs = a_pair(SMOLLM2, lively=False)
+    model, hf_model = a_pair(SMOLLM2, lively=False)
     assert model.n_parameters == 134_515_008
-    batches = some_tokens(20, SMOLLM2.ours.vocab_size, batch=1)
-    by_logits = compare_logits(model, theirs, batches[0])
-    by_gradients, where = compare_gradients(model, theirs, batches[0])
+    batches = some_tokens(20, SMOLLM2.config.vocab_size, batch=1)
+    by_logits = compare_logits(model, hf_model, batches[0])
+    by_gradients, where = compare_gradients(model, hf_model, batches[0])
     model.zero_grad()
-    theirs.zero_grad()
-    ours_trace, their_trace = train_both(model, theirs, batches, 1e-4)
-    by_losses = np.abs(np.subtract(ours_trace, their_trace)).max()
-    expected = read(theirs).state_dict()
+    hf_model.zero_grad()
+    tricycle_losses, hf_losses = train_both(model, hf_model, batches, 1e-4)
+    by_losses = np.abs(np.subtract(tricycle_losses, hf_losses)).max()
+    expected = read(hf_model).state_dict()
     by_weights = max(np.abs(array - expected[name]).max() for name, array in model.state_dict().items())
     with capsys.disabled():
         print(f"\nlogits {by_logits:.1e}, gradients {by_gradients:.1e} ({where}), relative to the largest")
-        print(f"losses {by_losses:.1e}, weights {by_weights:.1e}; loss {ours_trace[0]:.3f} to {ours_trace[-1]:.3f}")
+        first, last = tricycle_losses[0], tricycle_losses[-1]
+        print(f"losses {by_losses:.1e}, weights {by_weights:.1e}; loss {first:.3f} to {last:.3f}")
     assert by_logits < 1e-4 and by_gradients < 1e-4
     assert by_losses < 1e-3 and by_weights < 1e-3

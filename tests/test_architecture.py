@@ -143,11 +143,11 @@ def test_training_step_calls_the_quoted_functions_in_order():
         sys.setprofile(None)
     place = 0
     for _, file, name, _ in STOPS:
-        wanted = f"{ROOT / file}:{name}"
-        in_backward = wanted + ".<locals>.backward"
-        wanted = in_backward if in_backward in events else wanted
-        assert wanted in events[place:], f"{file}:{name} is not reached after the stop before it"
-        place = events.index(wanted, place) + 1
+        expected = f"{ROOT / file}:{name}"
+        in_backward = expected + ".<locals>.backward"
+        expected = in_backward if in_backward in events else expected
+        assert expected in events[place:], f"{file}:{name} is not reached after the stop before it"
+        place = events.index(expected, place) + 1
 
 
 def test_matmul_providers_are_listed_in_dispatch_order():

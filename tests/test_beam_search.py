@@ -47,8 +47,8 @@ def test_a_wide_beam_finds_the_optimum(changes, length_penalty):
     texts = [(*t, stop) for n in range(3) for t in itertools.product(going_on, repeat=n) for stop in stops]
     texts += list(itertools.product(going_on, repeat=3))
     best = [max(texts, key=lambda t: score(model, p, t, n_vocab) / len(t) ** length_penalty) for p in PROMPTS]
-    ours = generate_beam_search(model, PROMPTS, 3, 200, length_penalty, stops, n_vocab)
-    assert ours == [list(text) for text in best]
+    actual = generate_beam_search(model, PROMPTS, 3, 200, length_penalty, stops, n_vocab)
+    assert actual == [list(text) for text in best]
 
 
 @pytest.mark.parametrize("changes", CHANGES)

@@ -165,8 +165,8 @@ def test_products_of_bfloat16(amx, shape, left, right):
     expected = a.astype(np.float64) @ b.astype(np.float64)
     out = np.full((n_rows, n_columns + 3), np.nan, np.float32)[:, 1:-2]
     assert mkl.matrices.matmul(a, b, None, out) is out
-    for product, wanted in ((out, expected), (mkl.matrices.matmul(a, b, bias), expected + bias)):
-        np.testing.assert_allclose(product, wanted, 1e-4, 1e-3)
+    for product, expected_values in ((out, expected), (mkl.matrices.matmul(a, b, bias), expected + bias)):
+        np.testing.assert_allclose(product, expected_values, 1e-4, 1e-3)
 
 
 def _narrow(x: np.ndarray, layout: str, dtype) -> np.ndarray:

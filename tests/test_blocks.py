@@ -247,24 +247,24 @@ def test_cached_tokens_count_toward_context_window() -> None:
 
 
 # -------------------------------------------------------------------- encoder and decoder blocks
-def copy_attention(ours: Layer, theirs) -> None:
+def copy_attention(tricycle_layer: Layer, torch_layer) -> None:
     """PyTorch keeps the three projections in one matrix (3 C, C)."""
-    if isinstance(ours, MultiHeadSelfAttention):
-        weights, bias = ours.qkv.weights.array, ours.qkv.bias.array
+    if isinstance(tricycle_layer, MultiHeadSelfAttention):
+        weights, bias = tricycle_layer.qkv.weights.array, tricycle_layer.qkv.bias.array
     else:
-        parts = (ours.query, ours.key, ours.value)
+        parts = (tricycle_layer.query, tricycle_layer.key, tricycle_layer.value)
         weights, bias = (np.concatenate([getattr(p, n).array for p in parts], axis=-1) for n in ("weights", "bias"))
-    put(theirs.in_proj_weight, weights.T)
-    put(theirs.in_proj_bias, bias)
-    put(theirs.out_proj.weight, ours.projection.weights.array.T)
-    put(theirs.out_proj.bias, ours.projection.bias.array)
+    put(torch_layer.in_proj_weight, weights.T)
+    put(torch_layer.in_proj_bias, bias)
+    put(torch_layer.out_proj.weight, tricycle_layer.projection.weights.array.T)
+    put(torch_layer.out_proj.bias, tricycle_layer.projection.bias.array)
 
 
-def put(theirs, array: np.ndarray) -> None:
+def put(torch_parameter, array: np.ndarray) -> None:
     import torch
 
     with torch.no_grad():
-        theirs.copy_(torch.tensor(np.ascontiguousarray(array)))
+        torch_parameter.copy_(torch.tensor(np.ascontiguousarray(array)))
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -272,41 +272,44 @@ def put(theirs, array: np.ndarray) -> None:
 def test_encoder_and_decoder_blocks_match_pytorch(decoder: bool, norm_first: bool, rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")
     kind = torch.nn.TransformerDecoderLayer if decoder else torch.nn.TransformerEncoderLayer
-    theirs = kind(8, 2, 32, 0.0, "relu", batch_first=True, norm_first=norm_first)
+    torch_layer = kind(8, 2, 32, 0.0, "relu", batch_first=True, norm_first=norm_first)
     placement = "before" if norm_first else "after"
     config = ModelConfig(embedding_dim=8, n_heads=2, context_window=20, activation="relu", norm_placement=placement)
-    ours = DecoderBlock(config) if decoder else TransformerBlock(config, causal=False)
-    for p in ours.parameters():
+    tricycle_layer = DecoderBlock(config) if decoder else TransformerBlock(config, causal=False)
+    for p in tricycle_layer.parameters():
         p.array[...] += 0.1 * rng.standard_normal(p.shape)
-    copy_attention(ours.attention, theirs.self_attn)
-    norms = [ours.attention_norm, ours.mlp_norm]
+    copy_attention(tricycle_layer.attention, torch_layer.self_attn)
+    norms = [tricycle_layer.attention_norm, tricycle_layer.mlp_norm]
     if decoder:
-        copy_attention(ours.cross, theirs.multihead_attn)
-        norms.insert(1, ours.cross_norm)
+        copy_attention(tricycle_layer.cross, torch_layer.multihead_attn)
+        norms.insert(1, tricycle_layer.cross_norm)
     for i, norm in enumerate(norms, start=1):
-        put(getattr(theirs, f"norm{i}").weight, norm.gain.array)
-        put(getattr(theirs, f"norm{i}").bias, norm.bias.array)
-    for mine, other in ((ours.mlp.up, theirs.linear1), (ours.mlp.projection, theirs.linear2)):
-        put(other.weight, mine.weights.array.T)
-        put(other.bias, mine.bias.array)
+        put(getattr(torch_layer, f"norm{i}").weight, norm.gain.array)
+        put(getattr(torch_layer, f"norm{i}").bias, norm.bias.array)
+    for tricycle_part, torch_part in (
+        (tricycle_layer.mlp.up, torch_layer.linear1),
+        (tricycle_layer.mlp.projection, torch_layer.linear2),
+    ):
+        put(torch_part.weight, tricycle_part.weights.array.T)
+        put(torch_part.bias, tricycle_part.bias.array)
     x, memory = (rng.standard_normal((3, n, 8)).astype(np.float32) for n in (18, 7))
     seen, memory_seen = length_mask([18, 5, 11], 18), length_mask([7, 2, 4], 7)
-    x_ours, x_theirs = to_tensor(x), torch.tensor(x, requires_grad=True)
+    tricycle_x, torch_x = to_tensor(x), torch.tensor(x, requires_grad=True)
     if decoder:
-        out = ours(x_ours, kv=ours.cross.project_kv(memory), kv_mask=memory_seen)
+        out = tricycle_layer(tricycle_x, kv=tricycle_layer.cross.project_kv(memory), kv_mask=memory_seen)
         later = torch.nn.Transformer.generate_square_subsequent_mask(18)
         padding = torch.where(torch.tensor(memory_seen), 0.0, -torch.inf)
-        expected = theirs(x_theirs, torch.tensor(memory), tgt_mask=later, memory_key_padding_mask=padding)
+        expected = torch_layer(torch_x, torch.tensor(memory), tgt_mask=later, memory_key_padding_mask=padding)
     else:
-        out = ours(x_ours, mask=seen)
-        expected = theirs(x_theirs, src_key_padding_mask=torch.where(torch.tensor(seen), 0.0, -torch.inf))
+        out = tricycle_layer(tricycle_x, mask=seen)
+        expected = torch_layer(torch_x, src_key_padding_mask=torch.where(torch.tensor(seen), 0.0, -torch.inf))
     np.testing.assert_allclose(out.array, expected.detach().numpy(), rtol=1e-3, atol=1e-5)
     grad = rng.standard_normal(out.shape).astype(np.float32)
     (out * grad).sum().backward()
     (expected * torch.tensor(grad)).sum().backward()
-    np.testing.assert_allclose(x_ours.grad.array, x_theirs.grad.numpy(), rtol=1e-3, atol=1e-4)
-    mine, other = ours.mlp.up.weights.grad.array, theirs.linear1.weight.grad.numpy().T
-    np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(tricycle_x.grad.array, torch_x.grad.numpy(), rtol=1e-3, atol=1e-4)
+    tricycle_part, torch_part = tricycle_layer.mlp.up.weights.grad.array, torch_layer.linear1.weight.grad.numpy().T
+    np.testing.assert_allclose(tricycle_part, torch_part, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

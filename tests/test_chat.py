@@ -97,9 +97,9 @@ def test_each_input_line_is_a_message(folder):
 def test_a_system_message(folder):
     questions = ["the quick", "brown"]
     done = talk(folder, "\n".join(questions), "--length", "9", "--system", "small birds")
-    wanted = answers(folder, questions, 9, "small birds")
-    assert done.stdout == "".join(f"{text}\n" for text in wanted)
-    assert wanted != answers(folder, questions, 9)
+    expected = answers(folder, questions, 9, "small birds")
+    assert done.stdout == "".join(f"{text}\n" for text in expected)
+    assert expected != answers(folder, questions, 9)
 
 
 def test_commands(folder, tmp_path):
@@ -291,7 +291,7 @@ class Terminal:
 
     def __init__(self, *words: str) -> None:
         pty = pytest.importorskip("pty")
-        self.keyboard, theirs = pty.openpty()
+        self.keyboard, terminal = pty.openpty()
         environment = {**ENVIRONMENT, "PYTHONIOENCODING": "utf-8", "TERM": "dumb"}
 
         def lead() -> None:
@@ -301,9 +301,9 @@ class Terminal:
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
         self.program = subprocess.Popen([*COMMAND, *words], cwd=ROOT, env=environment, preexec_fn=lead, **streams)
-        os.close(theirs)
+        os.close(terminal)
         self.shown = ""
 
     def wait_for(self, text: str, seconds: float = 60) -> str:

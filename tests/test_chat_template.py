@@ -56,10 +56,10 @@ def reference(template: str, messages: list, add_generation_prompt: bool, **vari
 def test_texts_are_those_of_transformers(form, conversation, prompt, tools):
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     messages = CONVERSATIONS[conversation]
-    wanted = outcome(lambda: reference(FORMS[form], messages, prompt, tools=tools, **names))
+    expected = outcome(lambda: reference(FORMS[form], messages, prompt, tools=tools, **names))
     variables = {"messages": messages, "add_generation_prompt": prompt, "tools": tools, "documents": None, **names}
-    assert outcome(lambda: ChatTemplate(FORMS[form]).render(**variables)) == wanted
-    assert wanted
+    assert outcome(lambda: ChatTemplate(FORMS[form]).render(**variables)) == expected
+    assert expected
 
 
 def test_a_text_is_as_expected():

@@ -59,13 +59,13 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory) -> Path:
+def pretrained_folder(tmp_path_factory) -> Path:
     """Other people's model."""
     return write_folder(tmp_path_factory.mktemp("models") / "tiny", context_window=100)
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory) -> Path:
+def run_folder(tmp_path_factory) -> Path:
     """A checkpoint of our own."""
     path = tmp_path_factory.mktemp("run") / "best.safetensors"
     tokeniser = BPETokeniser(300).train(TEXT, progress=False)
@@ -109,12 +109,12 @@ def test_the_installed_command():
 
 
 # -------------------------------------------------------------------- generate
-def test_pretrained_models_use_their_generation_settings(theirs):
-    loaded = load(theirs)
+def test_pretrained_models_use_their_generation_settings(pretrained_folder):
+    loaded = load(pretrained_folder)
     ids = loaded.tokeniser.encode("the quick brown")
     tokens = [*generate(loaded.model, ids, 30, SamplingParams(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
     text = loaded.tokeniser.decode([*ids, *(token for token in tokens if token != 2)])
-    words = [theirs, "the quick brown", "--length", "30"]
+    words = [pretrained_folder, "the quick brown", "--length", "30"]
     assert good(call("generate", *words)) == text + "\n"
     assert good(call_apart("inference.py", *words)) == text + "\n"
 
@@ -140,14 +140,14 @@ def test_flags_override_generation_settings(tmp_path):
         assert out == text.replace("<|im_end|>", "") + "\n", flags
 
 
-def test_a_new_text_starts_with_the_start_token(theirs, ours):
-    loaded = load(theirs)
+def test_a_new_text_starts_with_the_start_token(pretrained_folder, run_folder):
+    loaded = load(pretrained_folder)
     tokens = [*generate(loaded.model, [1], 10, SamplingParams(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
-    wanted = loaded.tokeniser.decode([token for token in tokens if token != 2])
-    assert good(call("generate", theirs, "--length", "10")) == wanted + "\n"
+    expected = loaded.tokeniser.decode([token for token in tokens if token != 2])
+    assert good(call("generate", pretrained_folder, "--length", "10")) == expected + "\n"
     for words in (["--draft-tokens", "4"], ["--lookahead", "4"], ["--lookahead=4"]):  # the others are deprecated
-        assert good(call("generate", theirs, "--length", "10", *words)) == wanted + "\n"
-    assert good(call("generate", ours, "--length", "0")) == "\n"
+        assert good(call("generate", pretrained_folder, "--length", "10", *words)) == expected + "\n"
+    assert good(call("generate", run_folder, "--length", "0")) == "\n"
 
 
 def test_prompt_lookup_is_imported_only_with_draft_tokens():
@@ -157,9 +157,18 @@ def test_prompt_lookup_is_imported_only_with_draft_tokens():
     assert not {"tricycle.decoding.prompt_lookup", "tricycle.decoding.speculative"} & {*modules}
 
 
-def test_context_overflow(theirs):
+def test_context_overflow(pretrained_folder):
     """It has a context of 100 tokens."""
-    words = ["generate", theirs, "the quick brown", "--length", "130", "--no-stop", "--kv-cache-dtype", "float16"]
+    words = [
+        "generate",
+        pretrained_folder,
+        "the quick brown",
+        "--length",
+        "130",
+        "--no-stop",
+        "--kv-cache-dtype",
+        "float16",
+    ]
     assert len(good(call(*words)).encode()) > 130
     for flag in ("--overflow", "--past-window", "--past_window"):  # the others are deprecated
         refused(call(*words, flag, "error"), "generate: the context window of 100 tokens is full")
@@ -167,8 +176,8 @@ def test_context_overflow(theirs):
 
 
 @pytest.mark.parametrize("softmax", ["softmax1", "adaptive", "blocks"])
-def test_other_softmaxes_on_pretrained_models(theirs, softmax):
-    loaded = load(theirs)
+def test_other_softmaxes_on_pretrained_models(pretrained_folder, softmax):
+    loaded = load(pretrained_folder)
     prompt = "the quick brown fox jumps, " * 9  # "blocks" cuts the context, so beyond its middle it differs
     ids = loaded.tokeniser.encode(prompt)
     assert 50 < len(ids) < 80
@@ -177,11 +186,11 @@ def test_other_softmaxes_on_pretrained_models(theirs, softmax):
     assert np.abs(loaded.model(np.array([ids])).array - plain).max() > 1e-3
     tokens = generate(loaded.model, ids, 20, SamplingParams(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))
     text = loaded.tokeniser.decode([*ids, *(token for token in tokens if token != 2)])
-    words = [theirs, prompt, "--length", "20", "--softmax", softmax]
+    words = [pretrained_folder, prompt, "--length", "20", "--softmax", softmax]
     assert good(call("generate", *words)) == text + "\n"
 
 
-def test_sources_that_are_no_models(tmp_path, theirs, texts):
+def test_sources_that_are_no_models(tmp_path, pretrained_folder, texts):
     (tmp_path / "empty").mkdir()
     (tmp_path / "model.npz").write_bytes(b"x")
     for source, message in (
@@ -191,8 +200,8 @@ def test_sources_that_are_no_models(tmp_path, theirs, texts):
         ("../a/b/c", r"\.\./a/b/c: .*no such folder or file"),
     ):
         refused(call("generate", source, "hi", folder=tmp_path), message)
-    refused(call("generate", theirs, "the quick " * 99), "prompt of 1 to 100 tokens")
-    refused(call("generate", theirs, ""), "prompt of at least one character")
+    refused(call("generate", pretrained_folder, "the quick " * 99), "prompt of 1 to 100 tokens")
+    refused(call("generate", pretrained_folder, ""), "prompt of at least one character")
 
 
 # -------------------------------------------------------------------- evaluate
@@ -202,12 +211,12 @@ def nats(model, ids: np.ndarray) -> float:
     return float(CrossEntropy()(model.place(ids[None, 1:]), logits)) * (len(ids) - 1)
 
 
-def test_evaluation_of_a_short_text(theirs, texts):
-    loaded = load(theirs)
+def test_evaluation_of_a_short_text(pretrained_folder, texts):
+    loaded = load(pretrained_folder)
     text = (texts / "odd.txt").read_bytes()
     ids = loaded.tokeniser.encode_plain(text)
     assert 2 not in ids
-    (score,) = json.loads(good(call("evaluate", theirs, texts / "odd.txt", "--json")))["files"]
+    (score,) = json.loads(good(call("evaluate", pretrained_folder, texts / "odd.txt", "--json")))["files"]
     n_bytes = len(text) - len(loaded.tokeniser.decode(ids[:1]))  # the first token is only read
     assert (score["tokens"], score["bytes"]) == (len(ids) - 1, n_bytes)
     total = nats(loaded.model, ids)
@@ -216,11 +225,11 @@ def test_evaluation_of_a_short_text(theirs, texts):
     assert score["bits_per_byte"] == pytest.approx(total / math.log(2) / n_bytes, rel=1e-5)
 
 
-def test_evaluation_of_a_run_folder(ours, texts):
+def test_evaluation_of_a_run_folder(run_folder, texts):
     """Each byte counts: the end of another text stands before the first."""
-    checkpoint = load_checkpoint(ours / "best.safetensors")
+    checkpoint = load_checkpoint(run_folder / "best.safetensors")
     tokeniser = checkpoint.tokeniser()
-    report = json.loads(good(call("evaluate", ours, texts / "odd.txt", texts / "long.txt", "--json")))
+    report = json.loads(good(call("evaluate", run_folder, texts / "odd.txt", texts / "long.txt", "--json")))
     for score, name in zip(report["files"], ("odd.txt", "long.txt")):
         text = (texts / name).read_bytes()
         ids = np.array([tokeniser.end_of_text, *tokeniser.encode(text)])
@@ -232,16 +241,20 @@ def test_evaluation_of_a_run_folder(ours, texts):
     nats_in_all = sum(score["loss"] * score["tokens"] for score in scores)
     assert total["bits_per_byte"] == pytest.approx(nats_in_all / math.log(2) / sum(score["bytes"] for score in scores))
     assert (report["window"], report["stride"]) == (32, 16)
-    assert report["model"] == str(ours)
+    assert report["model"] == str(run_folder)
 
 
-def test_what_evaluation_prints(theirs, texts):
-    out = good(call("evaluate", theirs, texts / "long.txt", texts / "odd.txt", "--window", "50", "--batch-size", "3"))
+def test_what_evaluation_prints(pretrained_folder, texts):
+    out = good(
+        call(
+            "evaluate", pretrained_folder, texts / "long.txt", texts / "odd.txt", "--window", "50", "--batch-size", "3"
+        )
+    )
     lines = out.splitlines()
     pattern = r"\d+\.\d{4} nats/token, perplexity [\d.]+, \d+\.\d{4} bits/byte; [\d,]+ tokens, [\d,]+ bytes"
     assert re.fullmatch(rf".*long.txt: {pattern}", lines[0])
     assert re.fullmatch(rf"all: {pattern} \(windows of 50 tokens, stride 25\)", lines[2])
-    other = good(call("evaluate", theirs, texts / "long.txt", "--softmax", "softmax1", "--window", "50"))
+    other = good(call("evaluate", pretrained_folder, texts / "long.txt", "--softmax", "softmax1", "--window", "50"))
     assert other.split(": ")[1].split(" (")[0] != lines[0].split(": ")[1]
 
 
@@ -254,8 +267,8 @@ def test_what_evaluation_prints(theirs, texts):
         (["long.txt", "--window", "101"], "--window.*1 to 100.*got 101"),
     ],
 )
-def test_texts_that_cannot_be_evaluated(theirs, texts, words, message):
-    refused(call("evaluate", theirs, *words, folder=texts), message)
+def test_texts_that_cannot_be_evaluated(pretrained_folder, texts, words, message):
+    refused(call("evaluate", pretrained_folder, *words, folder=texts), message)
 
 
 # -------------------------------------------------------------------- train --init-from
@@ -265,24 +278,34 @@ QUICK = shlex.split(
 )
 
 
-def start(theirs: Path, texts: Path, folder: Path, *words) -> list[str]:
-    return ["train", "--init-from", theirs, *QUICK, "--files", texts / "long.txt", "--run-folder", folder, *words]
+def start(pretrained_folder: Path, texts: Path, folder: Path, *words) -> list[str]:
+    return [
+        "train",
+        "--init-from",
+        pretrained_folder,
+        *QUICK,
+        "--files",
+        texts / "long.txt",
+        "--run-folder",
+        folder,
+        *words,
+    ]
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory, theirs, texts) -> tuple[Path, str]:
+def tuned(tmp_path_factory, pretrained_folder, texts) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("runs") / "tuned"
-    return folder, good(call(*start(theirs, texts, folder)))
+    return folder, good(call(*start(pretrained_folder, texts, folder)))
 
 
-def test_training_initialized_from_a_model(tuned, theirs):
+def test_training_initialized_from_a_model(tuned, pretrained_folder):
     folder, out = tuned
-    assert json.loads((folder / "data.json").read_text())["init_from"] == str(theirs)
+    assert json.loads((folder / "data.json").read_text())["init_from"] == str(pretrained_folder)
     checkpoint = load_checkpoint(folder / "best.safetensors")
-    assert checkpoint.tokeniser() == load(theirs).tokeniser
+    assert checkpoint.tokeniser() == load(pretrained_folder).tokeniser
     assert checkpoint.tokeniser().encode(TEXT) == tiny_tokeniser().encode(TEXT)
     config = checkpoint.config
-    shape = load(theirs).model.config
+    shape = load(pretrained_folder).model.config
     assert config.context_window == 24 < shape.context_window
     assert (config.n_key_heads, config.n_layers, config.gated) == (shape.n_key_heads, shape.n_layers, shape.gated)
     assert (config.optimiser, config.batch_size) == ("adamw", init_from.TRAINING["batch_size"])
@@ -294,16 +317,18 @@ def test_training_initialized_from_a_model(tuned, theirs):
     assert output.startswith("the quick")
 
 
-def test_the_first_loss_equals_the_loss_of_the_model(tuned, theirs, texts):
+def test_the_first_loss_equals_the_loss_of_the_model(tuned, pretrained_folder, texts):
     """So its weights have been taken, and its tokeniser."""
-    score = json.loads(good(call("evaluate", theirs, texts / "long.txt", "--window", "24", "--json")))["total"]
+    score = json.loads(good(call("evaluate", pretrained_folder, texts / "long.txt", "--window", "24", "--json")))[
+        "total"
+    ]
     metrics = [json.loads(line) for line in (tuned[0] / "metrics.jsonl").read_text().splitlines()]
     assert metrics[0]["loss"] == pytest.approx(score["loss"], rel=0.1)
     assert math.log(420) * 1.2 < metrics[0]["loss"]  # this model knows nothing of it, and is sure
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
-def test_a_run_with_init_from_resumes(tuned, theirs, texts, tmp_path, monkeypatch):
+def test_a_run_with_init_from_resumes(tuned, pretrained_folder, texts, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     log = updates.RunSession.log
 
@@ -314,7 +339,7 @@ def test_a_run_with_init_from_resumes(tuned, theirs, texts, tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(updates.RunSession, "log", stopped)
-        out = good(call(*start(theirs, texts, folder)))
+        out = good(call(*start(pretrained_folder, texts, folder)))
     assert f"tricycle train --resume {folder}" in out
     good(call("train", "--resume", folder))
     weights = [load_checkpoint(place / "last.safetensors").tensors for place in (folder, tuned[0])]
@@ -339,8 +364,8 @@ def test_a_run_with_init_from_resumes(tuned, theirs, texts, tmp_path, monkeypatc
         ("--tokeniser gpt2", "no --tokeniser.*--init-from.*gpt2"),
     ],
 )
-def test_flags_that_contradict_the_model(theirs, texts, tmp_path, words, message):
-    refused(call(*start(theirs, texts, tmp_path / "run"), *shlex.split(words)), message)
+def test_flags_that_contradict_the_model(pretrained_folder, texts, tmp_path, words, message):
+    refused(call(*start(pretrained_folder, texts, tmp_path / "run"), *shlex.split(words)), message)
     assert not (tmp_path / "run").exists()
 
 
@@ -374,23 +399,23 @@ def test_export_of_a_run_folder(tuned, tmp_path):
     refused(call("export", tuned[0]), "output folder or --gguf")
 
 
-def test_a_gguf_file(theirs, tmp_path):
+def test_a_gguf_file(pretrained_folder, tmp_path):
     pytest.importorskip("tricycle.pretrained.gguf_writer")
     path = tmp_path / "model.gguf"
-    good(call("export", theirs, "--gguf", path, "--type", "F32"))
-    ids = load(theirs).tokeniser.encode("the quick brown fox 12")
+    good(call("export", pretrained_folder, "--gguf", path, "--type", "F32"))
+    ids = load(pretrained_folder).tokeniser.encode("the quick brown fox 12")
     assert load(path).tokeniser.encode("the quick brown fox 12") == ids
-    logits = [load(place).model(np.array([ids])).array for place in (path, theirs)]
+    logits = [load(place).model(np.array([ids])).array for place in (path, pretrained_folder)]
     np.testing.assert_allclose(*logits, atol=1e-5)
-    refused(call("export", theirs, "--gguf", path), r"model\.gguf: .*new file.*exists")
+    refused(call("export", pretrained_folder, "--gguf", path), r"model\.gguf: .*new file.*exists")
 
 
 # -------------------------------------------------------------------- weights of few bits
 @pytest.mark.parametrize("weights", ["int8", "float16", "stored"])
-def test_generation_and_evaluation_with_fewer_bits(weights, ours, theirs, tmp_path):
+def test_generation_and_evaluation_with_fewer_bits(weights, run_folder, pretrained_folder, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 3)
-    for source in (ours, theirs):
+    for source in (run_folder, pretrained_folder):
         assert good(call("generate", source, "the", "--length", 5, "--weights", weights, "--temperature", 0))
         losses = [
             json.loads(good(call("evaluate", source, text, "--json", "--weights", kind)))["total"]["loss"]
@@ -399,5 +424,5 @@ def test_generation_and_evaluation_with_fewer_bits(weights, ours, theirs, tmp_pa
         assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
-def test_quantized_weights_are_rejected_on_a_gpu(ours):
-    refused(call("generate", ours, "--weights", "int8", "--device", "gpu"), "--weights int8: .*--device cpu")
+def test_quantized_weights_are_rejected_on_a_gpu(run_folder):
+    refused(call("generate", run_folder, "--weights", "int8", "--device", "gpu"), "--weights int8: .*--device cpu")

@@ -60,8 +60,8 @@ def test_adamw(factor):
     numbers = 7, 0.01, (0.9, 0.99), 1e-8, 0.1, factor
     assert optimisers.adamw(*arrays, *numbers) is None
     kernels.adamw.reference(*expected, *numbers)
-    for mine, theirs in zip(arrays, expected):
-        np.testing.assert_allclose(mine, theirs, 1e-5, 1e-6)
+    for result, reference in zip(arrays, expected):
+        np.testing.assert_allclose(result, reference, 1e-5, 1e-6)
     assert optimisers.adamw(*(a[:100] for a in arrays), *numbers) is NotImplemented
     assert optimisers.adamw(*(a[::-1] for a in arrays), *numbers) is NotImplemented
 
@@ -108,8 +108,8 @@ def test_few_queries_of_a_cache(dtype, window, nothing):
     expected = kernels.attention.reference(
         q.astype(np.float64), k.astype(np.float64), v.astype(np.float64), score_options, nothing
     )
-    for ours, theirs in zip(found, expected):
-        np.testing.assert_allclose(ours, theirs, 1e-5, 1e-6)
+    for actual, reference in zip(found, expected):
+        np.testing.assert_allclose(actual, reference, 1e-5, 1e-6)
     one_by_one = [
         attention.attention(
             q[:, t : t + 1], k[:, : 6 + t], v[:, : 6 + t], score_options._replace(offset=5 + t), nothing
@@ -192,8 +192,8 @@ def test_sums_of_exponentials_over_many_blocks(window, nothing, factor):
     q, k, v = factor * normal(2, 140, 4, 8), factor * normal(2, 180, 2, 8, seed=1), normal(2, 180, 2, 8, seed=2)
     score_options = ScoreOptions(0.5, 40, window)
     expected = attended(*(array.astype(np.float64) for array in (q, k, v)), score_options, nothing, plain=True)
-    for mine, theirs in zip(attended(q, k, v, score_options, nothing, plain=False), expected):
-        np.testing.assert_allclose(mine, theirs, 1e-3, 1e-4 * np.abs(theirs).max() + 1e-4)
+    for result, reference in zip(attended(q, k, v, score_options, nothing, plain=False), expected):
+        np.testing.assert_allclose(result, reference, 1e-3, 1e-4 * np.abs(reference).max() + 1e-4)
 
 
 def test_a_broken_score_is_not_hidden():
@@ -418,7 +418,7 @@ def heads(rng, sizes: Sizes, scale: float = 1.0) -> list[np.ndarray]:
 
 
 def attend_both(qkv, score_options, nothing, mask=None, narrow=False):
-    """Results, logs and gradients of ours and of the reference in float64.
+    """Results, logs and gradients of the compiled kernel and of the reference in float64.
 
     Args:
         narrow: results and gradients have 16 bits, too.
@@ -430,9 +430,9 @@ def attend_both(qkv, score_options, nothing, mask=None, narrow=False):
     expected = kernels.attention.reference(*exact, score_options, nothing, mask)
     poisoned = [np.full(array.shape, np.nan, dtype) for array in qkv]
     kernels.attention_backward(grad.astype(dtype), *qkv, *actual, score_options, *poisoned, mask)
-    wanted = [np.full(array.shape, np.nan) for array in qkv]
-    kernels.attention_backward.reference(grad, *exact, *expected, score_options, *wanted, mask)
-    return [*actual, *poisoned], [*expected, *wanted]
+    expected_gradients = [np.full(array.shape, np.nan) for array in qkv]
+    kernels.attention_backward.reference(grad, *exact, *expected, score_options, *expected_gradients, mask)
+    return [*actual, *poisoned], [*expected, *expected_gradients]
 
 
 @pytest.mark.parametrize(("sizes", "score_options", "nothing"), ATTENTION + LEFT_TO_OTHERS, ids=str)
@@ -441,12 +441,12 @@ def test_attention(sizes, score_options, nothing, narrow, monkeypatch):
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     qkv = heads(np.random.default_rng(6), sizes)
     actual, expected = attend_both(qkv, score_options, nothing, None, narrow)
-    for i, (mine, theirs) in enumerate(zip(actual, expected)):
-        assert mine.dtype == (qkv[0].dtype if narrow and i != 1 else np.float32)
-        mine = mine.astype(np.float64)
-        seen = np.isfinite(theirs)
-        assert (np.isneginf(mine) == ~seen).all()
-        assert distance(mine[seen], theirs[seen]) < (1e-2 if narrow else 5e-3)
+    for i, (result, reference) in enumerate(zip(actual, expected)):
+        assert result.dtype == (qkv[0].dtype if narrow and i != 1 else np.float32)
+        result = result.astype(np.float64)
+        seen = np.isfinite(reference)
+        assert (np.isneginf(result) == ~seen).all()
+        assert distance(result[seen], reference[seen]) < (1e-2 if narrow else 5e-3)
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -476,9 +476,9 @@ def test_which_attention_is_taken():
 def test_attention_with_scores_of_any_size(scale, n_key_heads, window):
     qkv = heads(np.random.default_rng(7), Sizes(1, 150, 150, 4, n_key_heads, 16), scale)
     actual, expected = attend_both(qkv, ScoreOptions(0.25, 0, window), False)
-    for mine, theirs in zip(actual, expected):
-        assert np.isfinite(mine).all()
-        assert distance(mine, theirs) < 5e-3 or np.abs(theirs).max() < 1e-6
+    for result, reference in zip(actual, expected):
+        assert np.isfinite(result).all()
+        assert distance(result, reference) < 5e-3 or np.abs(reference).max() < 1e-6
 
 
 def test_attention_with_a_mask():
@@ -487,8 +487,8 @@ def test_attention_with_a_mask():
     actual, expected = attend_both(
         heads(rng, Sizes(2, 40, 40, 2, 1, 16)), ScoreOptions(0.25), False, mask.astype(np.float32)
     )
-    for mine, theirs in zip(actual, expected):
-        assert distance(mine, theirs) < 5e-3
+    for result, reference in zip(actual, expected):
+        assert distance(result, reference) < 5e-3
 
 
 def test_keys_that_no_query_sees_have_no_gradient():
@@ -611,8 +611,8 @@ def test_norms_of_16_bits(subtract_mean):
         wide = slopes.astype(np.float64), rows.astype(np.float64)
         expected = kernels.layer_norm_backward.reference(*wide, gain, *expected[1:], subtract_mean)
         assert back[0].dtype == dtype
-        for mine, theirs in zip(back, expected):
-            np.testing.assert_allclose(mine.astype(np.float64), theirs, 2**-7, 1e-2)
+        for result, reference in zip(back, expected):
+            np.testing.assert_allclose(result.astype(np.float64), reference, 2**-7, 1e-2)
 
 
 # -------------------------------------------------------------------- other processors

@@ -187,13 +187,13 @@ def test_zsh_completes_a_partial_word(scripts):
         os.waitpid(process, 0)
 
 
-def read_until(terminal: int, wanted: bytes, seconds: float = 60) -> None:
+def read_until(terminal: int, expected: bytes, seconds: float = 60) -> None:
     """Raises AssertionError: it has not been written in time."""
     import select
 
     text = b""
     end = time.monotonic() + seconds
-    while wanted not in text:
+    while expected not in text:
         assert time.monotonic() < end, text
         if select.select([terminal], [], [], 1)[0]:
             text += os.read(terminal, 4096)

@@ -32,24 +32,24 @@ def test_pytorch_agrees(kind, options, rng):
     torch = pytest.importorskip("torch")
     transposed = kind is ConvTranspose2d
     options = dict(options, **({"output_padding": 1} if transposed and options.get("stride", 1) > 1 else {}))
-    ours, theirs = kind(3, 4, generator=0, **options), getattr(torch.nn, kind.__name__)(3, 4, **options)
+    tricycle_layer, torch_layer = kind(3, 4, generator=0, **options), getattr(torch.nn, kind.__name__)(3, 4, **options)
     with torch.no_grad():
-        theirs.weight.copy_(torch.tensor(torch_weights(ours, transposed)))
-        if ours.bias is not None:
-            ours.bias.array[...] = rng.standard_normal(4)
-            theirs.bias.copy_(torch.tensor(ours.bias.array))
+        torch_layer.weight.copy_(torch.tensor(torch_weights(tricycle_layer, transposed)))
+        if tricycle_layer.bias is not None:
+            tricycle_layer.bias.array[...] = rng.standard_normal(4)
+            torch_layer.bias.copy_(torch.tensor(tricycle_layer.bias.array))
     x = to_tensor(rng.standard_normal((2, 7, 3) if kind is Conv1d else (2, 7, 6, 3)))
-    their_x = torch.tensor(np.moveaxis(x.array, -1, 1), requires_grad=True)
-    y, their_y = ours(x), theirs(their_x)
-    np.testing.assert_allclose(np.moveaxis(y.array, -1, 1), their_y.detach().numpy(), 1e-4, 1e-5)
+    torch_x = torch.tensor(np.moveaxis(x.array, -1, 1), requires_grad=True)
+    y, torch_y = tricycle_layer(x), torch_layer(torch_x)
+    np.testing.assert_allclose(np.moveaxis(y.array, -1, 1), torch_y.detach().numpy(), 1e-4, 1e-5)
     weighting = rng.standard_normal(y.shape).astype(np.float32)
     (y * weighting).sum().backward()
-    (their_y * torch.tensor(np.moveaxis(weighting, -1, 1))).sum().backward()
-    np.testing.assert_allclose(np.moveaxis(x.grad.array, -1, 1), their_x.grad.numpy(), 1e-4, 1e-5)
-    if ours.bias is not None:
-        np.testing.assert_allclose(ours.bias.grad.array, theirs.bias.grad.numpy(), 1e-4, 1e-4)
-    ours.weights.array[...] = ours.weights.grad.array
-    np.testing.assert_allclose(torch_weights(ours, transposed), theirs.weight.grad.numpy(), 1e-4, 1e-4)
+    (torch_y * torch.tensor(np.moveaxis(weighting, -1, 1))).sum().backward()
+    np.testing.assert_allclose(np.moveaxis(x.grad.array, -1, 1), torch_x.grad.numpy(), 1e-4, 1e-5)
+    if tricycle_layer.bias is not None:
+        np.testing.assert_allclose(tricycle_layer.bias.grad.array, torch_layer.bias.grad.numpy(), 1e-4, 1e-4)
+    tricycle_layer.weights.array[...] = tricycle_layer.weights.grad.array
+    np.testing.assert_allclose(torch_weights(tricycle_layer, transposed), torch_layer.weight.grad.numpy(), 1e-4, 1e-4)
 
 
 def test_a_convolution_by_hand():

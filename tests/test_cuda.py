@@ -137,11 +137,11 @@ def results_of(name: str, kernel: Callable, arguments: list) -> list:
 def assert_near(actual: list, expected: list, tolerance: float, share: float = 0.1) -> None:
     """Relative to each value, and to this share of the largest."""
     assert len(actual) == len(expected)
-    for mine, theirs in zip(actual, expected):
-        mine = np.asarray(to_host(mine), np.float64)
-        assert mine.shape == np.shape(theirs)
-        scale = max(1.0, float(np.abs(theirs).max(initial=0, where=np.isfinite(theirs))))
-        np.testing.assert_allclose(mine, theirs, tolerance, tolerance * scale * share)
+    for result, reference in zip(actual, expected):
+        result = np.asarray(to_host(result), np.float64)
+        assert result.shape == np.shape(reference)
+        scale = max(1.0, float(np.abs(reference).max(initial=0, where=np.isfinite(reference))))
+        np.testing.assert_allclose(result, reference, tolerance, tolerance * scale * share)
 
 
 def check_case(name: str, size: tuple, dtype: np.dtype, layout: Callable, device: Device) -> None:
@@ -158,10 +158,10 @@ def check_case(name: str, size: tuple, dtype: np.dtype, layout: Callable, device
     assert all(a.dtype == dtype for a in small)
 
 
-ours = [name for name in CASES if name in CUDA and name != "matmul"]
+TESTED = [name for name in CASES if name in CUDA and name != "matmul"]
 each_type = pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, dtype) for name in ours for dtype in DTYPES if dtype == np.float32 or name not in NEED_FLOAT32],
+    [(name, dtype) for name in TESTED for dtype in DTYPES if dtype == np.float32 or name not in NEED_FLOAT32],
 )
 
 
@@ -181,7 +181,7 @@ def test_agrees_with_the_reference_in_float64(name, dtype, emulated):
 
 
 @pytest.mark.slow_except(3)
-@pytest.mark.parametrize("name", ours)
+@pytest.mark.parametrize("name", TESTED)
 def test_the_order_of_threads_changes_no_bit(name, emulated):
     for size in CASES[name][1]:
         results = []
@@ -378,11 +378,13 @@ def test_attention(size, dtype, shape, device, rng):
     assert out.dtype == dtype and logsumexp.dtype == np.float32
     assert_near([out, logsumexp], list(expected), tolerance, 0.5)
     gradients = device(np.full(packed.shape, np.nan, dtype))
-    wanted = [np.full(a.shape, np.nan) for a in parts]
-    kernels.attention_backward.reference(wide(grad), *map(wide, parts), *expected, score_options, *wanted, wide(mask))
+    expected_gradients = [np.full(a.shape, np.nan) for a in parts]
+    kernels.attention_backward.reference(
+        wide(grad), *map(wide, parts), *expected, score_options, *expected_gradients, wide(mask)
+    )
     arguments = device(grad), *given, out, logsumexp, score_options
     kernels.attention_backward(*arguments, *split(gradients, sizes), on_device)
-    assert_near(list(split(gradients, sizes)), wanted, tolerance, 0.5)
+    assert_near(list(split(gradients, sizes)), expected_gradients, tolerance, 0.5)
     held, (_, queries, keys, heads, _) = to_host(gradients), sizes
     rest = [held[:, queries:, :heads], held[:, keys:, heads:]]
     assert all(np.isnan(a.astype(np.float32)).all() for a in rest)  # nothing else was written
@@ -417,9 +419,9 @@ def test_attention_of_rows_that_do_not_lie_as_tensor_cores_want(device, rng):
     gradients = device(np.full(wider.shape, np.nan, BFLOAT16))
     places = split(gradients[..., 1:], sizes)
     kernels.attention_backward(device(grad), *given, out, logsumexp, score_options, *places)
-    wanted = [np.empty(part.shape) for part in parts]
-    kernels.attention_backward.reference(wide(grad), *map(wide, parts), *expected, score_options, *wanted)
-    assert_near(list(places), wanted, CLOSE["bfloat16"], 0.5)
+    expected_gradients = [np.empty(part.shape) for part in parts]
+    kernels.attention_backward.reference(wide(grad), *map(wide, parts), *expected, score_options, *expected_gradients)
+    assert_near(list(places), expected_gradients, CLOSE["bfloat16"], 0.5)
 
 
 # -------------------------------------------------------------------- the other kernels
@@ -971,8 +973,8 @@ def test_a_model_learns_through_the_table(precision, tolerance, softmax, emulate
     names = {name for name, _ in emulated.launched}
     assert {"adamw", "layer_norm_backward", "cross_entropy", "sum_tokens"} <= names
     assert ("attention" if precision == "float32" else "attention_mma") in names
-    (loss, gradients, _), (expected, wanted, _) = results["cuda"], results["cpu"]
+    (loss, gradients, _), (expected, expected_gradients, _) = results["cuda"], results["cpu"]
     np.testing.assert_allclose(loss, expected, tolerance)
-    for name, gradient in wanted.items():
+    for name, gradient in expected_gradients.items():
         difference = np.linalg.norm(gradients[name] - gradient) / np.linalg.norm(gradient)
         assert difference < 3 * tolerance, (name, difference)

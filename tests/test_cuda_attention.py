@@ -11,7 +11,7 @@ from test_cuda_gemm import dtype_of, on_device
 
 from tricycle import kernels
 from tricycle.kernels import ScoreOptions
-from tricycle_accelerators.cuda import cudnn as ours
+from tricycle_accelerators.cuda import cudnn
 from tricycle_accelerators.cuda.cudnn import AttentionShape, supported_shape
 
 B, T, H, D = 2, 64, 3, 16
@@ -32,7 +32,7 @@ def test_the_shape_of_packed_heads(rng, score_options):
     q, k, v = packed_heads(rng, np.float16)
     shape = supported_shape(q, score_options, k, v)
     assert shape == AttentionShape(B, T, H, D, score_options.offset == 0, score_options.scale, "float16", (PACKED,) * 3)
-    assert ours.contiguous_strides(shape) == PLAIN
+    assert cudnn.contiguous_strides(shape) == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -77,22 +77,22 @@ def test_what_is_left_to_others(rng, odd):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_graphs_are_valid(dtype, causal):
-    if ours.unavailable_reason():
-        pytest.skip(ours.unavailable_reason())
+    if cudnn.unavailable_reason():
+        pytest.skip(cudnn.unavailable_reason())
     forward = AttentionShape(32, 1024, 12, 64, causal, 0.125, dtype, ((1024 * 2304, 64, 2304, 1),) * 3)
-    plain = ours.contiguous_strides(forward)
+    plain = cudnn.contiguous_strides(forward)
     backward = forward._replace(steps=(*forward.steps, plain, plain, *forward.steps))
-    for make, shape, n_arrays in ((ours.build_forward_graph, forward, 5), (ours.build_backward_graph, backward, 9)):
+    for make, shape, n_arrays in ((cudnn.build_forward_graph, forward, 5), (cudnn.build_backward_graph, backward, 9)):
         made = make(shape, sm_version=90, sm_count=132)
         made.graph.validate()
         assert len(made.arrays) == n_arrays
         assert all(list(tensor.get_dim())[:3] == [32, 12, 1024] for tensor in made.arrays)
-    assert "cuDNN" in ours.version_text()
+    assert "cuDNN" in cudnn.version_text()
 
 
 def test_unavailable_reason_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", None)
-    problem = ours.unavailable_reason.__wrapped__()
+    problem = cudnn.unavailable_reason.__wrapped__()
     assert "cuDNN's frontend" in problem and "\n" not in problem
     broken = ModuleType("cudnn")
     monkeypatch.setitem(sys.modules, "cudnn", broken)
@@ -101,7 +101,7 @@ def test_unavailable_reason_is_one_line(monkeypatch):
         raise RuntimeError("no symbol")
 
     broken.backend_version = fails
-    assert "cuDNN's library" in ours.unavailable_reason.__wrapped__()
+    assert "cuDNN's library" in cudnn.unavailable_reason.__wrapped__()
 
 
 # -------------------------------------------------------------------- a stand-in for cuDNN
@@ -193,7 +193,7 @@ class NotSupported(Exception):
 @pytest.fixture
 def stand_in(monkeypatch):
     """Installs a `cupy` and a `cudnn` with the few functions that are asked for."""
-    cupy, cudnn = ModuleType("cupy"), ModuleType("cudnn")
+    cupy, fake_cudnn = ModuleType("cupy"), ModuleType("cudnn")
     for name in ("logaddexp", "exp", "float32", "uint8"):
         setattr(cupy, name, getattr(np, name))
     cupy.empty = lambda shape, dtype: on_device(np.full(shape, 77, dtype))
@@ -205,17 +205,17 @@ def stand_in(monkeypatch):
     dtypes = {"HALF": np.dtype(np.float16), "FLOAT": np.dtype(np.float32)}
     with contextlib.suppress(pytest.skip.Exception):
         dtypes["BFLOAT16"] = dtype_of("bfloat16")
-    cudnn.data_type = SimpleNamespace(HALF="HALF", FLOAT="FLOAT", BFLOAT16="BFLOAT16")
-    cudnn.heur_mode = SimpleNamespace(A=0, FALLBACK=1)
-    cudnn.cudnnGraphNotSupportedError = NotSupported
-    cudnn.create_handle = lambda: 99
-    cudnn.set_stream = lambda handle, stream: state.streams.append(stream)
-    cudnn.pygraph = lambda **settings: FakeGraph(dtypes, state.supported, **settings)
+    fake_cudnn.data_type = SimpleNamespace(HALF="HALF", FLOAT="FLOAT", BFLOAT16="BFLOAT16")
+    fake_cudnn.heur_mode = SimpleNamespace(A=0, FALLBACK=1)
+    fake_cudnn.cudnnGraphNotSupportedError = NotSupported
+    fake_cudnn.create_handle = lambda: 99
+    fake_cudnn.set_stream = lambda handle, stream: state.streams.append(stream)
+    fake_cudnn.pygraph = lambda **settings: FakeGraph(dtypes, state.supported, **settings)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
-    monkeypatch.setattr(ours, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(ours, "_graphs", {})
-    monkeypatch.setattr(ours._here, "handles", {}, raising=False)
+    monkeypatch.setitem(sys.modules, "cudnn", fake_cudnn)
+    monkeypatch.setattr(cudnn, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(cudnn, "_graphs", {})
+    monkeypatch.setattr(cudnn._here, "handles", {}, raising=False)
     FakeGraph.built = 0
     return state
 
@@ -227,7 +227,7 @@ def test_it_equals_the_plain_attention(stand_in, rng, kind, score_options, off_b
     dtype = dtype_of(kind)
     for _ in range(2):
         q, k, v = packed_heads(rng, dtype)
-        out, totals = ours.attention_forward(q, k, v, score_options, off_by_one, None)
+        out, totals = cudnn.attention_forward(q, k, v, score_options, off_by_one, None)
         exact = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
         expected, logs = kernels.attention.reference(*exact, score_options, off_by_one)
         assert out.dtype == dtype and totals.dtype == np.float32 and out.flags.c_contiguous
@@ -236,29 +236,29 @@ def test_it_equals_the_plain_attention(stand_in, rng, kind, score_options, off_b
         grad = on_device(rng.standard_normal(q.shape).astype(dtype))
         packed = on_device(np.full((B, T, 3, H, D), np.nan, np.float32).astype(dtype))
         places = [packed[:, :, i] for i in range(3)]
-        assert ours.attention_backward(grad, q, k, v, out, totals, score_options, *places, None) is True
-        wanted = [np.full(q.shape, np.nan) for _ in range(3)]
+        assert cudnn.attention_backward(grad, q, k, v, out, totals, score_options, *places, None) is True
+        expected_gradients = [np.full(q.shape, np.nan) for _ in range(3)]
         kernels.attention_backward.reference(
-            np.asarray(grad).astype(float), *exact, expected, logs, score_options, *wanted
+            np.asarray(grad).astype(float), *exact, expected, logs, score_options, *expected_gradients
         )
-        for mine, theirs in zip(places, wanted):
-            np.testing.assert_allclose(mine.astype(float), theirs, 0.05, 0.05)
+        for actual, reference in zip(places, expected_gradients):
+            np.testing.assert_allclose(actual.astype(float), reference, 0.05, 0.05)
     assert FakeGraph.built == 2 and set(stand_in.streams) == {5}
 
 
 def test_what_cudnn_does_not_take_is_left_to_others(stand_in, rng):
     q, k, v = packed_heads(rng, np.float16)
     mask = on_device(np.zeros((1, 1, 1, T), np.float16))
-    assert ours.attention_forward(q, k, v, CAUSAL, False, mask) is None
-    assert ours.attention_forward(q[:, :33], k[:, :33], v[:, :33], CAUSAL, False, None) is None
+    assert cudnn.attention_forward(q, k, v, CAUSAL, False, mask) is None
+    assert cudnn.attention_forward(q[:, :33], k[:, :33], v[:, :33], CAUSAL, False, None) is None
     stand_in.supported = False
     for _ in range(2):
-        assert ours.attention_forward(q, k, v, CAUSAL, False, None) is None
+        assert cudnn.attention_forward(q, k, v, CAUSAL, False, None) is None
     places = [on_device(np.zeros(q.shape, np.float16)) for _ in range(3)]
     totals = on_device(np.zeros((B, H, T), np.float32))
-    assert ours.attention_backward(q, q, k, v, q, totals, CAUSAL, *places, None) is False
+    assert cudnn.attention_backward(q, q, k, v, q, totals, CAUSAL, *places, None) is False
     assert not any(place.any() for place in places)
-    assert len(ours._graphs) == 2 and FakeGraph.built == 0
+    assert len(cudnn._graphs) == 2 and FakeGraph.built == 0
 
 
 def test_a_library_that_fails_is_told_once(stand_in, rng, monkeypatch):
@@ -268,13 +268,13 @@ def test_a_library_that_fails_is_told_once(stand_in, rng, monkeypatch):
     monkeypatch.setattr(FakeGraph, "build", fails)
     q, k, v = packed_heads(rng, np.float16)
     with pytest.warns(UserWarning, match=r"cuDNN.*symbol missing"):
-        assert ours.attention_forward(q, k, v, CAUSAL, False, None) is None
-    assert ours.attention_forward(q, k, v, CAUSAL, False, None) is None
+        assert cudnn.attention_forward(q, k, v, CAUSAL, False, None) is None
+    assert cudnn.attention_forward(q, k, v, CAUSAL, False, None) is None
 
 
 def test_graphs_do_not_pile_up(stand_in, rng, monkeypatch):
-    monkeypatch.setattr(ours, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(cudnn, "MAX_GRAPHS", 2)
     for n_tokens in (64, 128, 192, 64):
-        assert ours.attention_forward(*packed_heads(rng, np.float16, n_tokens), CAUSAL, False, None) is not None
-        assert len(ours._graphs) <= 2
+        assert cudnn.attention_forward(*packed_heads(rng, np.float16, n_tokens), CAUSAL, False, None) is not None
+        assert len(cudnn._graphs) <= 2
     assert FakeGraph.built == 4

@@ -140,8 +140,8 @@ class Library:
         assert (attribute, size) in ((1, 8), (5, 4), (6, 4), (7, 4), (8, 4))
         return 0
 
-    def cublasLtMatmulAlgoGetHeuristic(self, handle, description, a, b, c, d, preference, wanted, found, number):
-        assert wanted == 1 and self.held[preference.value] == {}
+    def cublasLtMatmulAlgoGetHeuristic(self, handle, description, a, b, c, d, preference, n_requested, found, number):
+        assert n_requested == 1 and self.held[preference.value] == {}
         ctypes.cast(number, ctypes.POINTER(ctypes.c_int)).contents.value = int(self.knows_a_way)
         return 0
 
@@ -225,11 +225,11 @@ def test_products_equal_the_plain_ones(stand_in, rng, shape, kind, layouts):
     bias = rng.standard_normal(n_columns).astype(np.float32)
     a, b = (on_device(LAYOUTS[name](x)) for name, x in zip(layouts, (a, b)))
     exact = np.asarray(a).astype(float) @ np.asarray(b).astype(float)
-    for wanted in (None, np.float32, dtype):
+    for out_dtype in (None, np.float32, dtype):
         for added in (None, on_device(bias)):
-            actual = gemm.matmul(a, b, added, None, wanted)
+            actual = gemm.matmul(a, b, added, None, out_dtype)
             expected = kernels.matmul.reference(
-                np.asarray(a), np.asarray(b), None if added is None else bias, None, wanted
+                np.asarray(a), np.asarray(b), None if added is None else bias, None, out_dtype
             )
             assert actual.dtype == expected.dtype and actual.shape == expected.shape
             true = exact if added is None else exact + (bias if actual.dtype == np.float32 else bias.astype(dtype))
@@ -244,10 +244,10 @@ def test_a_product_goes_where_it_is_told(stand_in, rng, kind, layout):
     dtype = dtype_of(kind)
     a, b = (on_device(rng.standard_normal(shape).astype(dtype)) for shape in ((6, 5), (5, 4)))
     exact = np.asarray(a).astype(float) @ np.asarray(b).astype(float)
-    for wanted in {np.dtype(np.float32), dtype, np.dtype(np.float64)}:
-        out = on_device(LAYOUTS[layout](np.full((6, 4), np.nan)).astype(wanted, order="K"))
+    for out_dtype in {np.dtype(np.float32), dtype, np.dtype(np.float64)}:
+        out = on_device(LAYOUTS[layout](np.full((6, 4), np.nan)).astype(out_dtype, order="K"))
         assert gemm.matmul(a, b, None, out) is out
-        np.testing.assert_allclose(out.astype(float), exact, 1e-2, 1e-1 if wanted.itemsize == 2 else 1e-4)
+        np.testing.assert_allclose(out.astype(float), exact, 1e-2, 1e-1 if out_dtype.itemsize == 2 else 1e-4)
 
 
 def test_a_product_into_a_view_touches_nothing_beside_it(stand_in, rng):

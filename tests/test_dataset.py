@@ -125,8 +125,8 @@ def test_restored_state_continues_with_the_same_batches(
     for _ in range(n_used):
         next(other)
     other.load_state(state)
-    for wanted, got in zip(expected, [next(other) for _ in range(5)]):
-        np.testing.assert_array_equal(wanted, got)
+    for expected_values, got in zip(expected, [next(other) for _ in range(5)]):
+        np.testing.assert_array_equal(expected_values, got)
 
 
 @pytest.mark.parametrize(

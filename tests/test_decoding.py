@@ -75,7 +75,7 @@ token_shift key_shift softmax rotary_scaling embedding_size
 """.split()
 PAIRED = [name for name, fields in OWN.items() if fields.keys() & {*ACTING_ON_OTHERS}]
 CONFIGS = {name: replace(TINY, **fields) for name, fields in OWN.items()}
-CONFIGS |= {f"family {name}": family.ours for name, family in FAMILIES.items()}
+CONFIGS |= {f"family {name}": family.config for name, family in FAMILIES.items()}
 
 
 def new_model(config: ModelConfig) -> GPT:
@@ -113,8 +113,8 @@ def pairs() -> dict[str, ModelConfig]:
 PAIRS = pairs()
 
 
-def assert_near(ours: np.ndarray, theirs: np.ndarray) -> None:
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
+def assert_near(actual: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
 # -------------------------------------------------------------------- the same numbers

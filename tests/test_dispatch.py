@@ -173,8 +173,8 @@ def test_concurrent_calls_wait_for_registration(kernel, entries):
 def test_installed_entry_points_match_the_project():
     """Else everything is right, and slow: after a change of the entry points install again (pip install -e .)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = project["entry-points"][ENTRY_POINT_GROUP]
-    assert {entry.name: entry.value for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)} == wanted
+    expected = project["entry-points"][ENTRY_POINT_GROUP]
+    assert {entry.name: entry.value for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)} == expected
     assert {
         name: entry.load() for entry in metadata.entry_points(group=ENTRY_POINT_GROUP) for name in [entry.name]
     } == {
@@ -237,8 +237,8 @@ def outputs_by_name(name: str, named: bool) -> list:
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_accept_keyword_arguments(name):
-    for mine, theirs in zip(outputs_by_name(name, True), outputs_by_name(name, False), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for actual, expected in zip(outputs_by_name(name, True), outputs_by_name(name, False), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_precision_as_keyword():

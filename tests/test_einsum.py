@@ -71,8 +71,8 @@ def test_batched_einsum_equals_einsum_per_item(n_batched, rng):
         one = op(*(t[item] if flag else t for t, flag in zip(singly, batched)))
         np.testing.assert_allclose(one.array, output.array[item])
         one.backward()
-    for mine, theirs in zip(together, singly):
-        np.testing.assert_allclose(mine.grad.array, theirs.grad.array)
+    for actual, expected in zip(together, singly):
+        np.testing.assert_allclose(actual.grad.array, expected.grad.array)
 
 
 def test_gradient_equals_einsum_of_swapped_subscripts(rng):

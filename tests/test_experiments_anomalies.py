@@ -70,8 +70,8 @@ def test_labels_by_hand():
     assert len(labels) == (400 - 64) // 16 + 1
     for start, label in zip(starts, labels):
         inside = max(0, min(start + 64, 300) - max(start, 200))
-        wanted = 0 if start <= 70 < start + 64 else 1 if inside >= 8 else -2 if inside else -1
-        assert label == wanted
+        expected = 0 if start <= 70 < start + 64 else 1 if inside >= 8 else -2 if inside else -1
+        assert label == expected
 
 
 def test_windows_in_units_of_the_training_series():

@@ -30,7 +30,7 @@ TINY = Settings(farthest=8, updates=40, parameters=2000, tested=100, rates=(1e-2
 def test_what_adds_to_a_chain():
     with count_operations(np.maximum, 0) as rule:
         a, b = (np.full((3, 3), n, np.float32).view(Chains) for n in (2, 5))
-        for result, wanted in (
+        for result, expected in (
             (a + b, 5),
             (a * b, 6),
             (a / b, 6),
@@ -44,7 +44,7 @@ def test_what_adds_to_a_chain():
             ((a @ a) @ b, 6),
             ((b @ b) @ a, 7),
         ):
-            assert (np.asarray(result) == wanted).all()
+            assert (np.asarray(result) == expected).all()
         assert rule.multiplications == 6 * 27
         b[1] = 0  # a constant comes from nowhere
         assert np.asarray(b).tolist() == [[5] * 3, [0] * 3, [5] * 3]
@@ -66,8 +66,8 @@ def test_the_table_of_the_lecture_is_what_is_counted(n, d):
         "self-attention, all weights at once": (5, 4 * n * d**2 + 2 * n**2 * d),
     }
     assert list(expected) == list(LAYERS)
-    for name, wanted in expected.items():
-        assert longest_path(LAYERS[name](d, n, stream(0)), n, d) == wanted, name
+    for name, expected_values in expected.items():
+        assert longest_path(LAYERS[name](d, n, stream(0)), n, d) == expected_values, name
 
 
 def test_dense_layers_are_a_chain_of_their_own():

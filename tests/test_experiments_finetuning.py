@@ -86,10 +86,10 @@ def test_stories_say_their_sums():
     assert all(0 <= value <= sums.MOST for one in every for value in one.values())
     generator = np.random.default_rng(0)
     for one in every:
-        wanted = [one.start, *(abs(step) for step in one.steps if step)]
+        expected = [one.start, *(abs(step) for step in one.steps if step)]
         for tell in (sums.story, sums.bus_story):
             text = tell(one, generator).replace("twice", "")
-            assert [last_number(word) for word in text.split() if last_number(word) is not None] == wanted
+            assert [last_number(word) for word in text.split() if last_number(word) is not None] == expected
         equations = one.working()
         assert all(eval(line.rstrip(".").replace("=", "==")) for line in equations)
 
@@ -233,8 +233,8 @@ def test_what_a_run_leaves(finished):
     results = read(folder / "results.json")
     assert results["before"] == before["before"]
     assert [(run["task"], run["method"]) for run in before["runs"]] == [("sums", "lora")]
-    wanted = [(task, method) for task in tasks.TASKS for method in study.METHODS]
-    assert [(run["task"], run["method"]) for run in results["runs"]] == wanted
+    expected = [(task, method) for task in tasks.TASKS for method in study.METHODS]
+    assert [(run["task"], run["method"]) for run in results["runs"]] == expected
     assert [run["resumed"] for run in results["runs"]] == [False, True, False, False, False, False]
     for run in results["runs"]:
         assert run["updates"] == 4

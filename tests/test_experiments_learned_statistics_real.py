@@ -279,7 +279,7 @@ def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "is_theirs"),
+    ("words", "is_pretrained"),
     [
         ("--model smollm2", True),
         ("--quick --model=smollm2", True),
@@ -291,8 +291,8 @@ def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch):
         ("", False),
     ],
 )
-def test_whose_model_is_named(folder, words, is_theirs):
-    assert real.names_pretrained_model([word.replace("FOLDER", str(folder)) for word in words.split()]) == is_theirs
+def test_whose_model_is_named(folder, words, is_pretrained):
+    assert real.names_pretrained_model([word.replace("FOLDER", str(folder)) for word in words.split()]) == is_pretrained
 
 
 OF_SMOLLM2 = ["--model", "smollm2"]

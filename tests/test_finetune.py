@@ -33,7 +33,7 @@ WORDS = "the quick brown fox jumps over lazy dogs while seven small birds sing o
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory) -> Path:
+def base_folder(tmp_path_factory) -> Path:
     return write_folder(tmp_path_factory.mktemp("models") / "tiny", context_window=100)
 
 
@@ -80,14 +80,14 @@ def preferences(n: int = 60, chat: bool = True) -> list:
 QUICK = "--rank 3 --steps 8 --eval-interval 4 --learning-rate 0.01 --sample-tokens 4".split()
 
 
-def tune(theirs: Path, data: Path, folder: Path, *words: str) -> int:
-    return finetune([str(theirs), "--data", str(data), "--run-folder", str(folder), *QUICK, *words])
+def tune(base_folder: Path, data: Path, folder: Path, *words: str) -> int:
+    return finetune([str(base_folder), "--data", str(data), "--run-folder", str(folder), *QUICK, *words])
 
 
 # -------------------------------------------------------------------- whole runs
-def test_an_adapter_helps_and_others_take_it(theirs, data, tmp_path, capsys):
+def test_an_adapter_helps_and_others_take_it(base_folder, data, tmp_path, capsys):
     run = tmp_path / "run"
-    assert tune(theirs, data, run, "--steps", "40", "--eval-interval", "20") == 0
+    assert tune(base_folder, data, run, "--steps", "40", "--eval-interval", "20") == 0
     out = capsys.readouterr().out
     assert "before training: held-out loss" in out
     assert f"--adapter {(run / 'adapter').as_posix()}" in out
@@ -99,19 +99,19 @@ def test_an_adapter_helps_and_others_take_it(theirs, data, tmp_path, capsys):
     prompts = {kind: samples.split(f"--- {kind}\n")[1:] for kind in ("before", "after")}
     assert [len(part) for part in prompts.values()] == [3, 3]
     assert [part.split("\n")[0] for part in prompts["before"]] == [part.split("\n")[0] for part in prompts["after"]]
-    loaded = load(theirs)
+    loaded = load(base_folder)
     load_adapter(loaded, run)
     ids = loaded.tokeniser.encode("the quick")
-    wanted = loaded.tokeniser.decode(list(generate(loaded.model, ids, 6, temperature=0)))
-    generate_main([str(theirs), "the quick", "--length", "6", "--temperature", "0", "--adapter", str(run)])
-    assert capsys.readouterr().out.startswith(f"the quick{wanted}"[:12])
-    export([str(theirs), str(tmp_path / "whole"), "--adapter", str(run / "adapter")])
+    expected = loaded.tokeniser.decode(list(generate(loaded.model, ids, 6, temperature=0)))
+    generate_main([str(base_folder), "the quick", "--length", "6", "--temperature", "0", "--adapter", str(run)])
+    assert capsys.readouterr().out.startswith(f"the quick{expected}"[:12])
+    export([str(base_folder), str(tmp_path / "whole"), "--adapter", str(run / "adapter")])
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox")
     capsys.readouterr()
     evaluate([str(tmp_path / "whole"), str(text), "--json"])
     whole = json.loads(capsys.readouterr().out)["total"]["loss"]
-    evaluate([str(theirs), str(text), "--json", "--adapter", str(run)])
+    evaluate([str(base_folder), str(text), "--json", "--adapter", str(run)])
     assert json.loads(capsys.readouterr().out)["total"]["loss"] == pytest.approx(whole, rel=1e-5)
     with pytest.raises(ValueError, match=r"adapter.*base model"):
         generate_main([str(run), "the"])
@@ -122,13 +122,13 @@ def test_an_adapter_helps_and_others_take_it(theirs, data, tmp_path, capsys):
     ("method", "loss"),
     [("lora", "cross-entropy"), ("dora", "cross-entropy"), ("full", "cross-entropy"), ("lora", "dpo"), ("full", "dpo")],
 )
-def test_resuming_is_bit_exact(method, loss, theirs, data, tmp_path, monkeypatch):
+def test_resuming_is_bit_exact(method, loss, base_folder, data, tmp_path, monkeypatch):
     words = ["--method", method, "--lora-dropout", "0.2", "--accumulation-steps", "2", "--loss", loss]
     if method == "dora":
         words[1:2] = ["lora", "--dora"]
     if loss == "dpo":
         lines(data, preferences())
-    tune(theirs, data, tmp_path / "whole", *words)
+    tune(base_folder, data, tmp_path / "whole", *words)
     step = training.compute_gradients
     n_calls = []
 
@@ -140,16 +140,16 @@ def test_resuming_is_bit_exact(method, loss, theirs, data, tmp_path, monkeypatch
 
     monkeypatch.setattr(training, "compute_gradients", breaking)
     with pytest.raises(OSError, match=r"the power is gone.*resume with"):
-        tune(theirs, data, tmp_path / "cut", *words)
+        tune(base_folder, data, tmp_path / "cut", *words)
     monkeypatch.setattr(training, "compute_gradients", step)
     (tmp_path / "cut" / ".best.safetensors.1-1.part").touch()  # as a kill leaves it
     finetune(["--resume", str(tmp_path / "cut")])
     assert list((tmp_path / "cut").rglob("*.part")) == []
     for name in ("last", "best"):
-        ours, theirs_ = (load_checkpoint(tmp_path / run / f"{name}.safetensors") for run in ("whole", "cut"))
-        assert ours.tensors.keys() == theirs_.tensors.keys()
-        for key, array in ours.tensors.items():
-            np.testing.assert_array_equal(array, theirs_.tensors[key], err_msg=key)
+        uninterrupted, resumed = (load_checkpoint(tmp_path / run / f"{name}.safetensors") for run in ("whole", "cut"))
+        assert uninterrupted.tensors.keys() == resumed.tensors.keys()
+        for key, array in uninterrupted.tensors.items():
+            np.testing.assert_array_equal(array, resumed.tensors[key], err_msg=key)
     timeless = [
         [
             {k: v for k, v in line.items() if k != "tokens_per_second"}
@@ -160,19 +160,19 @@ def test_resuming_is_bit_exact(method, loss, theirs, data, tmp_path, monkeypatch
     assert timeless[0] == timeless[1]
 
 
-def test_all_weights_are_a_checkpoint(theirs, data, tmp_path):
-    tune(theirs, data, tmp_path / "run", "--method", "full", "--learning-rate", "0.003")
+def test_all_weights_are_a_checkpoint(base_folder, data, tmp_path):
+    tune(base_folder, data, tmp_path / "run", "--method", "full", "--learning-rate", "0.003")
     loaded = load(tmp_path / "run")
     assert loaded.model.config.context_window == 100
     assert loaded.tokeniser.chat_template
-    base = load(theirs).model.state_dict()
+    base = load(base_folder).model.state_dict()
     assert all(np.abs(array - base[name]).max() > 0 for name, array in loaded.model.state_dict().items())
 
 
 @pytest.mark.parametrize("n_steps", [1, 2])
-def test_every_update_has_a_rate(n_steps, theirs, data, tmp_path, capsys):
+def test_every_update_has_a_rate(n_steps, base_folder, data, tmp_path, capsys):
     words = ["--steps", str(n_steps), "--learning-rate", "0.1", "--eval-interval", "1"]
-    tune(theirs, data, tmp_path / "run", *words)
+    tune(base_folder, data, tmp_path / "run", *words)
     output = capsys.readouterr().out
     before = json.loads((tmp_path / "run" / "data.json").read_text())["before"]["loss"]
     losses = [
@@ -185,17 +185,17 @@ def test_every_update_has_a_rate(n_steps, theirs, data, tmp_path, capsys):
 
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("words", ["--weights int8", "--weights bfloat16", "--dora --weights int8", "--dora"])
-def test_adapters_on_quantized_weights(words, theirs, data, tmp_path):
-    tune(theirs, data, tmp_path / "run", *words.split())
+def test_adapters_on_quantized_weights(words, base_folder, data, tmp_path):
+    tune(base_folder, data, tmp_path / "run", *words.split())
     losses = [
         line["held_out_loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in line
     ]
     assert losses[-1] < json.loads((tmp_path / "run" / "data.json").read_text())["before"]["loss"]
 
 
-def test_early_stopping(theirs, data, tmp_path, capsys):
+def test_early_stopping(base_folder, data, tmp_path, capsys):
     words = ["--steps", "60", "--eval-interval", "1", "--patience", "2", "--learning-rate", "3"]
-    tune(theirs, data, tmp_path / "run", *words)
+    tune(base_folder, data, tmp_path / "run", *words)
     assert "early stopping (--patience 2)" in capsys.readouterr().out
     progress = load_checkpoint(tmp_path / "run" / "last.safetensors").about["progress"]
     assert progress["step"] == progress["total_steps"] < 60
@@ -203,7 +203,7 @@ def test_early_stopping(theirs, data, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("shape", ["text", "pair", "plain"])
-def test_other_shapes(shape, theirs, tmp_path):
+def test_other_shapes(shape, base_folder, tmp_path):
     rng = np.random.default_rng(0)
     texts = [" ".join(rng.choice(WORDS, rng.integers(4, 60))) for _ in range(30)]
     if shape == "text":
@@ -214,7 +214,7 @@ def test_other_shapes(shape, theirs, tmp_path):
         path = tmp_path / "folder"
         path.mkdir()
         (path / "a.txt").write_text(" ".join(texts))
-    tune(theirs, path, tmp_path / "run")
+    tune(base_folder, path, tmp_path / "run")
     losses = [
         line["held_out_loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in line
     ]
@@ -225,11 +225,11 @@ def test_other_shapes(shape, theirs, tmp_path):
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("chat", [True, False])
-def test_chosen_answers_become_likelier_than_rejected_ones(chat, method, theirs, tmp_path, capsys):
+def test_chosen_answers_become_likelier_than_rejected_ones(chat, method, base_folder, tmp_path, capsys):
     path, run = lines(tmp_path / "pairs.jsonl", preferences(chat=chat)), tmp_path / "run"
     rate = {"lora": "0.02", "full": "0.004"}[method]
     words = ["--loss", "dpo", "--method", method, "--steps", "20", "--eval-interval", "10", "--learning-rate", rate]
-    assert tune(theirs, path, run, *words) == 0
+    assert tune(base_folder, path, run, *words) == 0
     out = capsys.readouterr().out
     assert "before training: held-out loss 0.6931 nats/pair, reward margin 0.000, reward accuracy 50%" in out
     assert "held-out loss before training: 0.6931 nats/pair, reward margin 0.000, reward accuracy 50%; after: 0." in out
@@ -330,7 +330,7 @@ def test_equal_records_are_held_out_together(tmp_path):
     assert len(examples.train) + len(examples.held_out) == 100
 
 
-def test_files_with_windows_line_endings(theirs, data, tmp_path):
+def test_files_with_windows_line_endings(base_folder, data, tmp_path):
     data.write_bytes(b"\xef\xbb\xbf" + data.read_bytes().replace(b"\n", b"\r\n"))
     assert len(read_records([data])) == 60
 
@@ -389,36 +389,36 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_data_is_refused_before_any_work(name, theirs, tmp_path):
+def test_bad_data_is_refused_before_any_work(name, base_folder, tmp_path):
     content, message = BAD[name]
     path = tmp_path / "data.jsonl"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(ValueError, match=message) as error:
-        tune(theirs, path, tmp_path / "run")
+        tune(base_folder, path, tmp_path / "run")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run" / "config.json").exists()
 
 
 # -------------------------------------------------------------------- memory
-def test_too_little_memory_is_reported_before_any_work(theirs, data, tmp_path, monkeypatch):
+def test_too_little_memory_is_reported_before_any_work(base_folder, data, tmp_path, monkeypatch):
     run = tmp_path / "run"
     monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.001")  # the model fits
     flags = (
         r"--recompute.*--batch-size \(now 4;.*--accumulation-steps.*--context-window \(now 100\).*--weights bfloat16"
     )
     with pytest.raises(MemoryError, match=r"0\.00\d+ GB.*0\.001 GB.*" + flags):
-        tune(theirs, data, run)
+        tune(base_folder, data, run)
     assert not (run / "config.json").exists()
     monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.0003")
     with pytest.raises(MemoryError, match=r"--context-window \(now 100\).*--method lora"):
-        tune(theirs, data, run, "--method", "full", "--batch-size", "1", "--recompute")
+        tune(base_folder, data, run, "--method", "full", "--batch-size", "1", "--recompute")
     monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.1")
-    tune(theirs, data, run)
+    tune(base_folder, data, run)
 
 
 @pytest.mark.slow_except(5)
 @pytest.mark.parametrize("words", ["", "--recompute", "--loss dpo", "--method full", "--method full --recompute"])
-def test_estimated_memory_is_a_lower_bound(words, theirs, data, tmp_path, monkeypatch):
+def test_estimated_memory_is_a_lower_bound(words, base_folder, data, tmp_path, monkeypatch):
     if "dpo" in words:
         lines(data, preferences())
     estimates = []
@@ -439,41 +439,41 @@ def test_estimated_memory_is_a_lower_bound(words, theirs, data, tmp_path, monkey
     assert estimates[0] < peak < 6 * estimates[0]
 
 
-def test_other_bad_input(theirs, data, tmp_path):
+def test_other_bad_input(base_folder, data, tmp_path):
     run = tmp_path / "run"
     silent = write_folder(tmp_path / "silent", chat_template=None)
     with pytest.raises(ValueError, match=r"line 1: .*chat template"):
         tune(silent, data, run)
     with pytest.raises(ValueError, match=r"all-linear.*'c_attn'"):
-        tune(theirs, data, run, "--targets", "c_attn")
+        tune(base_folder, data, run, "--targets", "c_attn")
     with pytest.raises(ValueError, match=r"--context-window.*2 to 100"):
-        tune(theirs, data, run, "--context-window", "101")
+        tune(base_folder, data, run, "--context-window", "101")
     with pytest.raises(ValueError, match=r"--weights float32.*--method full"):
-        tune(theirs, data, run, "--method", "full", "--weights", "int8")
+        tune(base_folder, data, run, "--method", "full", "--weights", "int8")
     with pytest.raises(ValueError, match=r'line 1: .*"chosen".*"rejected".*--loss dpo'):
-        tune(theirs, data, run, "--loss", "dpo")
+        tune(base_folder, data, run, "--loss", "dpo")
     with pytest.raises(ValueError, match=r"--beta.*0\.0"):
-        tune(theirs, data, run, "--loss", "dpo", "--beta", "0")
+        tune(base_folder, data, run, "--loss", "dpo", "--beta", "0")
     for flag, least in (("patience", 0), ("sample-tokens", 0), ("accumulation-steps", 1), ("epochs", 0), ("steps", 0)):
         with pytest.raises(ValueError, match=f"--{flag}.*{least}.*got {least - 1}"):
-            tune(theirs, data, run, f"--{flag}", str(least - 1))
+            tune(base_folder, data, run, f"--{flag}", str(least - 1))
     for flag in ("dora", "rslora"):
         with pytest.raises(ValueError, match=f"--method lora.*--{flag}"):
-            tune(theirs, data, run, "--method", "full", f"--{flag}")
+            tune(base_folder, data, run, "--method", "full", f"--{flag}")
     ties = lines(tmp_path / "ties.jsonl", [{"prompt": f"{i}", "chosen": "a", "rejected": "a"} for i in range(9)])
     with pytest.raises(ValueError, match=r"0 and 0 examples.* 9 "):
-        tune(theirs, ties, run, "--loss", "dpo")
+        tune(base_folder, ties, run, "--loss", "dpo")
     with pytest.raises(ValueError, match=r"60 and 0 examples.* 1 "):
         long = lines(tmp_path / "long.jsonl", [{"messages": [{"role": "user", "content": "fox " * 99}, WORD]}])
-        tune(theirs, data, run, "--held-out", str(long))
+        tune(base_folder, data, run, "--held-out", str(long))
     with pytest.raises(ValueError, match="expected a file"):
-        tune(theirs, tmp_path / "nothing", run)
+        tune(base_folder, tmp_path / "nothing", run)
     with pytest.raises(FileNotFoundError, match="tricycle finetune"):
         finetune(["--resume", str(tmp_path)])
     other = write_folder(tmp_path / "other", n_layers=1)
-    tune(theirs, data, run)
+    tune(base_folder, data, run)
     with pytest.raises(ValueError, match="contains a run already"):
-        tune(theirs, data, run)
+        tune(base_folder, data, run)
     with pytest.raises(ValueError, match="adapter"):
         generate_main([str(other), "the", "--adapter", str(run)])
     about = json.loads((run / "data.json").read_text())

@@ -242,8 +242,8 @@ def test_fused_attention_equals_row_softmax_attention(softmax, score_options, rn
 def test_softmaxes_resolve_by_name():
     assert all(type(new_softmax(name)) is kind for name, kind in SOFTMAXES.items())
     assert new_softmax("blocks", ModelConfig(softmax_blocks=7)).n_blocks == 7
-    mine = Softmax1()
-    assert new_softmax(mine) is mine
+    softmax = Softmax1()
+    assert new_softmax(softmax) is softmax
 
 
 SCORES = to_tensor(np.ones((2, 6)))
@@ -340,8 +340,8 @@ def test_linear_with_a_transposed_table(order, rng):
         gradients.append([tensor.grad.array for tensor in (x, table, bias)])
         for tensor in (x, table, bias):
             tensor.zero_grad()
-    for mine, theirs in zip(*gradients):
-        np.testing.assert_allclose(mine, theirs, 1e-6)
+    for gradient, expected_gradient in zip(*gradients):
+        np.testing.assert_allclose(gradient, expected_gradient, 1e-6)
     assert gradients[0][1].flags[f"{order}_CONTIGUOUS"]
 
 

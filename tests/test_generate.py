@@ -312,10 +312,12 @@ def test_repetition_penalty_matches_transformers(penalty):
     torch = pytest.importorskip("torch")
     generator = np.random.default_rng(0)
     logits, seen = generator.normal(0, 2, 30), generator.integers(0, 30, 12)
-    theirs = processors.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(seen[None]), torch.tensor(logits[None]))
+    expected = processors.RepetitionPenaltyLogitsProcessor(penalty)(
+        torch.tensor(seen[None]), torch.tensor(logits[None])
+    )
     sampling = PenalizedSamplingParams(0, repetition_penalty=penalty)
     order = [replace(sampling, suppress_tokens=range(i)).sample(logits, generator, seen) for i in range(30)]
-    assert order == [int(theirs[0, i:].argmax()) + i for i in range(30)]
+    assert order == [int(expected[0, i:].argmax()) + i for i in range(30)]
 
 
 def test_repetition_penalty_counts_prompt_and_completion(model):
@@ -352,9 +354,9 @@ def set_next_logits(monkeypatch, function) -> None:
 def test_state_processes_only_new_tokens(monkeypatch, changes, new_state):
     model = new_model(**changes)
     state, texts = new_state(model), ([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [1, 2, 9], [1], [8, 2], [8, 2, *range(10)])
-    wanted = [full_logits(model, text) for text in texts]
+    expected = [full_logits(model, text) for text in texts]
     reads = count_reads(monkeypatch)
-    for text, logits in zip(texts, wanted):
+    for text, logits in zip(texts, expected):
         np.testing.assert_allclose(state.logits(text), logits, rtol=1e-4, atol=1e-4)
         assert state.tokens == text
     assert [n for (n,) in reads] == ([3, 2, 3, 3, 1, 2, 10] if changes else [3, 2, 1, 1, 1, 2, 10])
@@ -597,8 +599,8 @@ def test_forked_state_is_independent(changes):
     assert state.fork(6).tokens == state.fork(99).tokens == state.tokens
     np.testing.assert_allclose(forked.logits([1, 2, 3, 4, 9]), DecodingState(model).logits([1, 2, 3, 4, 9]), atol=1e-5)
     assert state.tokens == [1, 2, 3, 4, 5, 6]
-    wanted = DecodingState(model).logits([1, 2, 3, 4, 5, 6, 7])
-    np.testing.assert_allclose(state.logits([1, 2, 3, 4, 5, 6, 7]), wanted, atol=1e-5)
+    expected = DecodingState(model).logits([1, 2, 3, 4, 5, 6, 7])
+    np.testing.assert_allclose(state.logits([1, 2, 3, 4, 5, 6, 7]), expected, atol=1e-5)
 
 
 def test_frequency_presence_penalties_and_logit_bias():
@@ -674,8 +676,8 @@ def test_draft_tokens_change_nothing_despite_rounding(settings, monkeypatch):
 
     def same() -> bool:
         prompt, ways = [1, 2, 3, 4] * 5, [PenalizedSamplingParams(**settings, seed=seed) for seed in range(10)]
-        wanted = [list(generate(model, prompt, 60, way)) for way in ways]
-        return wanted == [
+        expected = [list(generate(model, prompt, 60, way)) for way in ways]
+        return expected == [
             list(generate_prompt_lookup(model, prompt, 60, way, state=Counting(model), n_draft_tokens=4))
             for way in ways
         ]
@@ -754,12 +756,12 @@ def test_batched_draft_tokens_change_nothing_despite_rounding(monkeypatch):
         return logits
 
     prompts, ways = [[1, 2, 3, 4] * 5, [4, 3] * 4], [SamplingParams(seed=0), SamplingParams(0)]
-    wanted = generate_batch(model, prompts, 60, ways)
+    expected = generate_batch(model, prompts, 60, ways)
     set_next_logits(monkeypatch, noisy)
     monkeypatch.setattr(prompt_lookup, "TOLERANCE", 0.0)
-    assert generate_batch(model, prompts, 60, ways, n_draft_tokens=4) != wanted
+    assert generate_batch(model, prompts, 60, ways, n_draft_tokens=4) != expected
     monkeypatch.setattr(prompt_lookup, "TOLERANCE", 0.1)
-    assert generate_batch(model, prompts, 60, ways, n_draft_tokens=4) == wanted
+    assert generate_batch(model, prompts, 60, ways, n_draft_tokens=4) == expected
 
 
 # -------------------------------------------------------------------- candidates

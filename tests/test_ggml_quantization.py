@@ -23,23 +23,23 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0, scales: str 
 
 
 @pytest.fixture
-def theirs():
+def gguf():
     return pytest.importorskip("gguf")
 
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
-def test_sizes(kind, theirs):
-    sizes = theirs.GGML_QUANT_SIZES[theirs.GGMLQuantizationType[kind]]
+def test_sizes(kind, gguf):
+    sizes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     assert (BLOCK_FORMATS[kind].n_values, BLOCK_FORMATS[kind].n_bytes) == sizes
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (2, 3, 2), (1300, 5)])
 @pytest.mark.parametrize("scales", ["any", "finite"])
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
-def test_dequantize_blocks_equals_gguf(kind, scales, shape, theirs):
+def test_dequantize_blocks_equals_gguf(kind, scales, shape, gguf):
     packed = random_blocks(kind, shape, scales=scales)
     with np.errstate(all="ignore"):
-        expected = theirs.dequantize(packed, theirs.GGMLQuantizationType[kind])
+        expected = gguf.dequantize(packed, gguf.GGMLQuantizationType[kind])
     values = dequantize_blocks(packed, kind)
     assert values.dtype == np.float32 and values.shape == (*shape[:-1], shape[-1] * BLOCK_FORMATS[kind].n_values)
     unequal = values.view(np.uint32) != expected.view(np.uint32)
@@ -60,17 +60,15 @@ def test_rows_of_blocks_are_rows_of_values(kind):
     st.sampled_from(WRITABLE_FORMATS), st.integers(0, 2**32), st.integers(1, 5), st.sampled_from([1e-9, 1e-3, 1.0, 1e5])
 )
 def test_quantize_blocks_equals_gguf(kind, seed, n_rows, scale):
-    theirs = pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf")
     rng = np.random.default_rng(seed)
     values = (rng.standard_normal((n_rows, 2 * BLOCK_FORMATS[kind].n_values)) * scale).astype(np.float32)
     values[rng.random(values.shape) < 0.1] = 0
     values[0, : BLOCK_FORMATS[kind].n_values] = 0
-    np.testing.assert_array_equal(
-        quantize_blocks(values, kind), theirs.quantize(values, theirs.GGMLQuantizationType[kind])
-    )
+    np.testing.assert_array_equal(quantize_blocks(values, kind), gguf.quantize(values, gguf.GGMLQuantizationType[kind]))
 
 
-def test_halves_are_rounded_away_from_zero(theirs):
+def test_halves_are_rounded_away_from_zero(gguf):
     values = np.zeros((1, 32), np.float32)
     values[0, :7] = [127, 0.5, 1.5, 2.5, -0.5, -2.5, np.nextafter(np.float32(0.5), np.float32(0))]
     packed = quantize_blocks(values, "Q8_0")

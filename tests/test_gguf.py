@@ -56,7 +56,7 @@ def test_tensors_are_those_of_transformers(files, name):
 
 @each_model
 def test_fields_are_those_of_transformers(files, name):
-    """Each field means the same there: a config of theirs made from our fields is the config of the model."""
+    """Each field means the same in transformers: its config made from these fields is the config of the model."""
     path, model = files[name]
     fields = read_gguf(path).fields
     config = model.config
@@ -71,17 +71,17 @@ def test_fields_are_those_of_transformers(files, name):
         assert _near(rebuilt[key], expected[key]), key
 
 
-def _near(ours, theirs) -> bool:
+def _near(actual, expected) -> bool:
     """Equal, but for rounding to 32 bits, and for what is all the same in llama3's scaling."""
-    if not isinstance(ours, dict):
-        return ours == pytest.approx(theirs) if isinstance(ours, float) else ours == theirs
-    if ours.get("rope_type") == "llama3":
-        low, theirs_low = ours["low_freq_factor"], theirs["low_freq_factor"]
+    if not isinstance(actual, dict):
+        return actual == pytest.approx(expected) if isinstance(actual, float) else actual == expected
+    if actual.get("rope_type") == "llama3":
+        low, expected_low = actual["low_freq_factor"], expected["low_freq_factor"]
         ratios = ("high_freq_factor", "original_max_position_embeddings")
-        alike = all(ours[key] / low == pytest.approx(theirs[key] / theirs_low, rel=1e-3) for key in ratios)
-        return alike and ours["factor"] == theirs["factor"]
-    shared = set(ours) & set(theirs)
-    return bool(shared) and all(_near(ours[key], theirs[key]) for key in shared)
+        alike = all(actual[key] / low == pytest.approx(expected[key] / expected_low, rel=1e-3) for key in ratios)
+        return alike and actual["factor"] == expected["factor"]
+    shared = set(actual) & set(expected)
+    return bool(shared) and all(_near(actual[key], expected[key]) for key in shared)
 
 
 @pytest.mark.parametrize("name", gguf_models.ARCHITECTURES)
@@ -128,11 +128,11 @@ def test_blocks_are_read(tmp_path, kind):
     path = gguf_models.write(
         tmp_path / "a.gguf", "llama", gguf_models.keys_of("llama", config), gguf_models.converted("llama", model), kind
     )
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).state_dict()
+    state = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).state_dict()
     source = read_gguf(path)
     assert {tensor.dtype_name for tensor in source.tensors.values()} == {kind, "F32"}
     for key, tensor in source.tensors.items():
-        np.testing.assert_array_equal(tensor.read(), theirs[key].numpy(), err_msg=key)
+        np.testing.assert_array_equal(tensor.read(), state[key].numpy(), err_msg=key)
 
 
 def test_an_output_layer_of_its_own_and_a_copy(files, tmp_path):

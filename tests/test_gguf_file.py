@@ -130,8 +130,8 @@ def test_every_kind_of_value(tmp_path, version):
 def test_the_package_of_its_authors_reads_the_same(tmp_path):
     gguf = pytest.importorskip("gguf")
     reader = gguf.GGUFReader(written(tmp_path, whole_file()))
-    theirs = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    assert theirs == METADATA
+    expected = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    assert expected == METADATA
 
 
 def test_floats_are_a_view_of_the_file(tmp_path):

@@ -62,7 +62,7 @@ def lively(model: GPT) -> GPT:
     return model.eval()
 
 
-def our_tokeniser(split: str = "gpt2") -> BPETokeniser:
+def bpe_tokeniser(split: str = "gpt2") -> BPETokeniser:
     words = [b"th", b"the", b" the", b"in", b"ing", b" w", b"12"]
     return BPETokeniser.from_tokens([bytes([value]) for value in range(256)] + words, split)
 
@@ -80,7 +80,7 @@ TOKENS = np.random.default_rng(1).integers(0, VOCABULARY, (2, 40))
 def test_the_same_model_comes_back(tmp_path, name):
     architecture, _ = MODELS[name]
     model = new_model(name)
-    assert export_gguf(model, our_tokeniser(), tmp_path / "a.gguf") == architecture
+    assert export_gguf(model, bpe_tokeniser(), tmp_path / "a.gguf") == architecture
     assert read_metadata(tmp_path / "a.gguf")["general.architecture"] == architecture
     back = load(tmp_path / "a.gguf").model
     neutral = {"qkv_bias", "output_bias", "mlp_bias"}  # what one part has another gets too, as 0
@@ -147,12 +147,12 @@ def test_transformers_reads_it(tmp_path, name):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = lively(GPT(ModelConfig(**READ_BY_TRANSFORMERS[name])))
-    export_gguf(model, our_tokeniser(), tmp_path / "a.gguf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    export_gguf(model, bpe_tokeniser(), tmp_path / "a.gguf")
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="a.gguf", dtype=torch.float32, attn_implementation="eager"
     ).eval()
     with torch.no_grad():
-        expected = theirs(torch.from_numpy(TOKENS)).logits.numpy()
+        expected = hf_model(torch.from_numpy(TOKENS)).logits.numpy()
     np.testing.assert_allclose(logits(model, TOKENS), expected, rtol=0, atol=1e-4)
 
 
@@ -162,19 +162,19 @@ def test_it_replaces_a_file_whole_or_not_at_all(tmp_path):
     model = new_model("llama")
     next(iter(model.parameters())).array[0, 0] = np.nan
     with pytest.raises(ValueError, match=r"finite weights.*token_embedding\.weights.*NaN"):
-        export_gguf(model, our_tokeniser(), path)
+        export_gguf(model, bpe_tokeniser(), path)
     next(iter(model.parameters())).array[0, 0] = 70_000
     with pytest.raises(ValueError, match=r"F16.*token_embd.weight"):
-        export_gguf(model, our_tokeniser(), path, "F16")
+        export_gguf(model, bpe_tokeniser(), path, "F16")
     assert path.read_bytes() == b"what was there" and [entry.name for entry in tmp_path.iterdir()] == ["a.gguf"]
-    export_gguf(model, our_tokeniser(), path)
+    export_gguf(model, bpe_tokeniser(), path)
     assert path.read_bytes()[:4] == b"GGUF" and [entry.name for entry in tmp_path.iterdir()] == ["a.gguf"]
 
 
 # -------------------------------------------------------------------- tokenisers
 def other_tokeniser(**changes: Any) -> PretrainedTokeniser:
     """One as it comes with models, of the kind of SmolLM2: with a template, and tokens of its own."""
-    document = json.loads(PretrainedTokeniser(_document_of_ours()).to_tokenizer_json())
+    document = json.loads(PretrainedTokeniser(_bpe_document()).to_tokenizer_json())
     document["pre_tokenizer"] = {
         "type": "Sequence",
         "pretokenizers": [
@@ -193,14 +193,14 @@ def other_tokeniser(**changes: Any) -> PretrainedTokeniser:
     return PretrainedTokeniser(json.dumps(document), special, templates)
 
 
-def _document_of_ours() -> str:
+def _bpe_document() -> str:
     from tricycle.pretrained.tokenizer_json import to_tokenizer_json
 
-    return to_tokenizer_json(our_tokeniser())
+    return to_tokenizer_json(bpe_tokeniser())
 
 
-def test_our_tokeniser_goes_along(tmp_path):
-    tokeniser = our_tokeniser()
+def test_bpe_tokeniser_is_exported(tmp_path):
+    tokeniser = bpe_tokeniser()
     export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
     metadata = read_metadata(tmp_path / "a.gguf")
     assert metadata["tokenizer.ggml.pre"] == "gpt-2"
@@ -316,7 +316,7 @@ def test_unsupported_tokenizers(tmp_path):
     before = {"type": "Prepend", "prepend": "_"}
     words = {"type": "WordLevel", "vocab": {"a": 0, "<|im_end|>": 1}, "unk_token": "a"}
     cases: list[tuple[Any, str]] = [
-        (our_tokeniser("tricycle"), "pre-tokenizers gpt-2.*qwen2"),
+        (bpe_tokeniser("tricycle"), "pre-tokenizers gpt-2.*qwen2"),
         (other_tokeniser(pre_tokenizer=strange), "pre-tokenizers gpt-2"),
         (other_tokeniser(normalizer=before), "pre-tokenizers gpt-2"),
         (other_tokeniser(added_tokens=lstrip), r"lstrip.*'<\|endoftext\|>'"),
@@ -334,7 +334,7 @@ def test_unsupported_tokenizers(tmp_path):
         assert "\n" not in message
     small = GPT(ModelConfig(**{**LLAMA, "vocab_size": 200}))
     with pytest.raises(ValueError, match=r"at most 200 tokens.*got 264"):
-        export_gguf(small, our_tokeniser(), tmp_path / "a.gguf")
+        export_gguf(small, bpe_tokeniser(), tmp_path / "a.gguf")
     assert not list(tmp_path.iterdir())
 
 
@@ -362,21 +362,21 @@ def greedy_of_llama_cpp(path: Path, prompt: list[int], n: int) -> list[int]:
 @each_model
 def test_llama_cpp_goes_on_alike(tmp_path, name):
     model = new_model(name)
-    export_gguf(model, our_tokeniser(), tmp_path / "a.gguf")
+    export_gguf(model, bpe_tokeniser(), tmp_path / "a.gguf")
     prompt = TOKENS[0, :8].tolist()
     expected = [int(token) for token in generate(model, prompt, 32, temperature=0)][-32:]
     assert len(set(expected)) > 3
     assert greedy_of_llama_cpp(tmp_path / "a.gguf", prompt, 32) == expected
 
 
-@pytest.mark.parametrize("of", ["ours", "another", "learnt"])
+@pytest.mark.parametrize("of", ["bpe", "another", "learnt"])
 def test_llama_cpp_cuts_text_alike(tmp_path, of):
     llama_cpp = pytest.importorskip("llama_cpp")
-    made = {"ours": our_tokeniser, "another": other_tokeniser, "learnt": learnt_tokeniser}
+    made = {"bpe": bpe_tokeniser, "another": other_tokeniser, "learnt": learnt_tokeniser}
     tokeniser: Any = made[of]()
     export_gguf(GPT(ModelConfig(**{**LLAMA, "vocab_size": 512})), tokeniser, tmp_path / "a.gguf")
     model = llama_cpp.Llama(str(tmp_path / "a.gguf"), vocab_only=True, verbose=False)
     for text in [*TEXTS, *runs_of_characters()]:
-        ours = tokeniser.encode(text, allowed_special=True)
-        assert model.tokenize(text.encode(), add_bos=False, special=True) == list(map(int, ours)), text
+        ids = tokeniser.encode(text, allowed_special=True)
+        assert model.tokenize(text.encode(), add_bos=False, special=True) == list(map(int, ids)), text
     model.close()

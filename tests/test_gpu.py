@@ -76,7 +76,7 @@ def loss_and_gradients(config: GPTConfig, on_gpu: bool) -> tuple[float, dict[str
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_a_gpt_equals_the_one_on_the_cpu(changes, precision, plain):
     config = replace(SMALL, **changes)
-    expected, wanted = loss_and_gradients(config, False)
+    expected, expected_gradients = loss_and_gradients(config, False)
     small = replace(config, precision=precision)
     if plain:
         with use_reference():
@@ -87,7 +87,7 @@ def test_a_gpt_equals_the_one_on_the_cpu(changes, precision, plain):
     assert loss == pytest.approx(expected, rel=rtol)
     for name, grad in grads.items():
         assert grad.dtype == np.float32, name
-        distance = np.linalg.norm(grad - wanted[name]) / max(np.linalg.norm(wanted[name]), 1e-6)
+        distance = np.linalg.norm(grad - expected_gradients[name]) / max(np.linalg.norm(expected_gradients[name]), 1e-6)
         assert distance < of_norm, (name, distance)
 
 

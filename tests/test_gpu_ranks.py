@@ -239,11 +239,11 @@ def test_arrays_of_any_memory_layout(cuda, monkeypatch, name, cut):
         ranks.start_broadcast(FakeArray(cut(held)), 1).wait()
         return held
 
-    wanted = np.arange(24, dtype=np.float64).reshape(4, 6)
+    expected = np.arange(24, dtype=np.float64).reshape(4, 6)
     first, second = play(2, act)
-    np.testing.assert_array_equal(cut(first), 10 * cut(wanted))
-    np.testing.assert_array_equal(second, 10 * wanted)
-    assert (first == 10 * wanted).sum() == (cut(wanted) > 0).sum() + 1  # and nothing beside it (zero is itself)
+    np.testing.assert_array_equal(cut(first), 10 * cut(expected))
+    np.testing.assert_array_equal(second, 10 * expected)
+    assert (first == 10 * expected).sum() == (cut(expected) > 0).sum() + 1  # and nothing beside it (zero is itself)
 
 
 def test_unsupported_dtypes_of_nccl(cuda):

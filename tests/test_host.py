@@ -1,4 +1,4 @@
-"""The host process: the library leaves it alone, programs tune theirs."""
+"""The host process: the library does not change it, programs tune it."""
 
 import os
 import subprocess

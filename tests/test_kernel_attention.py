@@ -49,8 +49,8 @@ def row_gradients_of(module, grad, q, k, v, score_options, mask) -> list[np.ndar
 
 
 def assert_all_close(actual, expected, rtol=1e-9, atol=1e-11) -> None:
-    for mine, theirs in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol, atol)
+    for value, expected_value in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(value, expected_value, rtol, atol)
 
 
 @pytest.fixture
@@ -164,15 +164,15 @@ def test_values_of_another_size(three_threads, rng):
         expected = loop_attention(q, k, v, score_options, False)
         assert_all_close(reference.attention(q, k, v, score_options, False), expected)
         assert_all_close(kernels.attention(q, k, v, score_options, False), expected)
-        wanted = gradients_of(reference, grad, q, k, v, expected, score_options, None)
-        assert_all_close(gradients_of(kernels, grad, q, k, v, expected, score_options, None), wanted)
+        expected_gradients = gradients_of(reference, grad, q, k, v, expected, score_options, None)
+        assert_all_close(gradients_of(kernels, grad, q, k, v, expected, score_options, None), expected_gradients)
         np.testing.assert_allclose(
             row_kernels.row_attention(q, k, v, score_options, cubes),
             reference.row_attention(q, k, v, score_options, cubes),
             1e-9,
         )
-        wanted = row_gradients_of(reference, grad, q, k, v, score_options, None)
-        assert_all_close(row_gradients_of(row_kernels, grad, q, k, v, score_options, None), wanted)
+        expected_gradients = row_gradients_of(reference, grad, q, k, v, score_options, None)
+        assert_all_close(row_gradients_of(row_kernels, grad, q, k, v, score_options, None), expected_gradients)
 
 
 def test_queries_that_see_no_key_give_zeros(rng):
@@ -195,13 +195,13 @@ def test_keys_that_no_query_sees_are_not_read(n_queries, rng):
     score_options, first = ScoreOptions(0.5, 600, 16), 600 - 16 + 1
     stop = 600 + n_queries
     expected = reference.attention(q, k, v, score_options, False)
-    wanted = gradients_of(reference, q, q, k, v, expected, score_options, None)
+    expected_gradients = gradients_of(reference, q, q, k, v, expected, score_options, None)
     for array in (k, v):
         array[:, :first] = np.nan
         array[:, stop:] = np.nan
     actual = kernels.attention(q, k, v, score_options, False)
     assert_all_close(actual, expected)
-    assert_all_close(gradients_of(kernels, q, q, k, v, actual, score_options, None), wanted)
+    assert_all_close(gradients_of(kernels, q, q, k, v, actual, score_options, None), expected_gradients)
     rows = row_kernels.row_attention(q, k, v, score_options, kernels.softmax)
     np.testing.assert_allclose(rows, expected[0], 1e-9)
 
@@ -280,10 +280,10 @@ def test_gradients_go_into_a_packed_array(n_queries, rng):
     q, k, v = qkv(rng, Sizes(2, n_queries, n_queries, 6, 2, 4))
     score_options = ScoreOptions(0.5, 0, 9)
     found = kernels.attention(q, k, v, score_options, False)
-    wanted = gradients_of(reference, q, q, k, v, found, score_options, None)
+    expected = gradients_of(reference, q, q, k, v, found, score_options, None)
     packed = np.full((2, n_queries, 11, 4), np.nan)
     kernels.attention_backward(q, q, k, v, *found, score_options, packed[:, :, :6], packed[:, :, 6:8], packed[:, :, 9:])
-    assert_all_close([packed[:, :, :6], packed[:, :, 6:8], packed[:, :, 9:]], wanted)
+    assert_all_close([packed[:, :, :6], packed[:, :, 6:8], packed[:, :, 9:]], expected)
     assert np.isnan(packed[:, :, 8]).all()
 
 
@@ -317,9 +317,11 @@ def test_attention_where_exponentials_must_be_shifted(sizes, factor, off_by_one,
     expected = reference.attention(q, k, v, score_options, off_by_one)
     assert_all_close(kernels.attention(q, k, v, score_options, off_by_one), expected, 1e-9, 1e-12)
     grad = rng.standard_normal(q.shape)
-    wanted = gradients_of(reference, grad, q, k, v, expected, score_options, None)
-    for mine, theirs in zip(gradients_of(kernels, grad, q, k, v, expected, score_options, None), wanted):
-        np.testing.assert_allclose(mine, theirs, 1e-7, 1e-9 * np.abs(theirs).max())
+    expected_gradients = gradients_of(reference, grad, q, k, v, expected, score_options, None)
+    for actual, expected_value in zip(
+        gradients_of(kernels, grad, q, k, v, expected, score_options, None), expected_gradients
+    ):
+        np.testing.assert_allclose(actual, expected_value, 1e-7, 1e-9 * np.abs(expected_value).max())
 
 
 @pytest.mark.filterwarnings("error")
@@ -339,9 +341,11 @@ def test_half_precision_is_computed_in_float32(sizes, rng):
     assert actual[0].dtype == np.float16 and actual[1].dtype == np.float32
     np.testing.assert_allclose(actual[0], expected[0], 1e-3, 1e-4)
     np.testing.assert_allclose(actual[1], expected[1], 1e-5)
-    wanted = gradients_of(reference, exact[0], *exact, expected, score_options, None)
-    for mine, theirs in zip(gradients_of(kernels, q, q, k, v, actual, score_options, None), wanted):
-        np.testing.assert_allclose(mine, theirs, 5e-3, 0.02)
+    expected_gradients = gradients_of(reference, exact[0], *exact, expected, score_options, None)
+    for result, expected_value in zip(
+        gradients_of(kernels, q, q, k, v, actual, score_options, None), expected_gradients
+    ):
+        np.testing.assert_allclose(result, expected_value, 5e-3, 0.02)
 
 
 def test_short_sequences_go_several_at_a_time(monkeypatch, rng):
@@ -358,8 +362,8 @@ def test_short_sequences_go_several_at_a_time(monkeypatch, rng):
         assert sorted(called) == [1, 2, 2, 2, 2]
         expected = plain(q, k, v, score_options, False, mask)
         assert_all_close(actual, expected, 1e-12, 1e-14)
-        wanted = gradients_of(reference, q, q, k, v, expected, score_options, mask)
-        assert_all_close(gradients_of(kernels, q, q, k, v, actual, score_options, mask), wanted)
+        expected_gradients = gradients_of(reference, q, q, k, v, expected, score_options, mask)
+        assert_all_close(gradients_of(kernels, q, q, k, v, actual, score_options, mask), expected_gradients)
 
 
 def test_no_item_no_query_and_no_key(rng):

@@ -122,8 +122,8 @@ def run_property(version: tuple[str, int], data: Any, layout: str | None = None)
         outputs = [x for x in results if x is not None]
         for one, other in [*itertools.product(outputs, inputs), *itertools.combinations(outputs, 2)]:
             assert not np.shares_memory(one, other)
-    for mine, theirs in zip(call(FASTER[name][i], again, drawn.written) or [], results):
-        np.testing.assert_array_equal(mine, theirs)  # the same bits every time
+    for result, reference in zip(call(FASTER[name][i], again, drawn.written) or [], results):
+        np.testing.assert_array_equal(result, reference)  # the same bits every time
 
 
 # -------------------------------------------------------------------- tests

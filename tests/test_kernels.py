@@ -265,12 +265,12 @@ def outputs(name: str, kernel, arguments: list) -> list[np.ndarray]:
 def assert_close(name: str, actual: list, expected: list, dtype: type) -> None:
     tolerance = {np.float64: 1e-11, np.float32: 3e-4}[dtype]
     assert len(actual) == len(expected)
-    for mine, theirs in zip(actual, expected):
-        if mine is None and name == "gelu_with_derivative" and theirs is expected[1]:  # it is found again from x
+    for result, reference in zip(actual, expected):
+        if result is None and name == "gelu_with_derivative" and reference is expected[1]:  # it is found again from x
             continue
-        assert mine.dtype == dtype and np.shape(mine) == np.shape(theirs)
-        scale = max(1.0, float(np.abs(theirs).max(initial=0, where=np.isfinite(theirs))))
-        np.testing.assert_allclose(mine, theirs, tolerance, tolerance * scale / 10, err_msg=name)
+        assert result.dtype == dtype and np.shape(result) == np.shape(reference)
+        scale = max(1.0, float(np.abs(reference).max(initial=0, where=np.isfinite(reference))))
+        np.testing.assert_allclose(result, reference, tolerance, tolerance * scale / 10, err_msg=name)
 
 
 # -------------------------------------------------------------------- tests
@@ -354,8 +354,8 @@ def test_cross_entropy_of_shifted_logits(shift):
     actual = kernels.cross_entropy(logits, labels, weights)
     alone, nothing = kernels.cross_entropy(logits, labels, weights, 0.0, False)
     assert nothing is None
-    for mine, theirs in zip([*actual, alone], [*expected, expected[0]]):
-        np.testing.assert_allclose(mine, theirs, 1e-9, 1e-13)
+    for result, reference in zip([*actual, alone], [*expected, expected[0]]):
+        np.testing.assert_allclose(result, reference, 1e-9, 1e-13)
 
 
 @pytest.mark.filterwarnings("error")
@@ -500,5 +500,5 @@ def test_providers_match_the_reference_on_extreme_values(name, dtype, n_copies):
         with use_reference():
             expected = ACTIVATIONS[name](pairs)
         both = zip(found, expected) if isinstance(found, tuple) else [(found, expected)]
-        for ours, theirs in both:
-            np.testing.assert_allclose(ours.astype(np.float64), theirs.astype(np.float64), 0.01, 1e-30)
+        for actual, reference in both:
+            np.testing.assert_allclose(actual.astype(np.float64), reference.astype(np.float64), 0.01, 1e-30)

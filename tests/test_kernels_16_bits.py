@@ -30,13 +30,13 @@ def exact(arguments: list) -> list:
 
 def assert_near(actual: list, expected: list, dtype: np.dtype, name: str = "") -> None:
     """A unit in the last place and a share of the largest value, of the dtype that each result has."""
-    for mine, theirs in zip(actual, expected, strict=True):
-        if mine is None:  # a derivative that is found again from x
+    for result, reference in zip(actual, expected, strict=True):
+        if result is None:  # a derivative that is found again from x
             continue
-        unit = UNIT.get(mine.dtype.name, 1e-4)
-        finite = np.abs(np.asarray(theirs)[np.isfinite(theirs)])
+        unit = UNIT.get(result.dtype.name, 1e-4)
+        finite = np.abs(np.asarray(reference)[np.isfinite(reference)])
         scale = float(finite.max(initial=1e-3))
-        np.testing.assert_allclose(mine.astype(np.float64), theirs, unit, unit * scale / 2, err_msg=name)
+        np.testing.assert_allclose(result.astype(np.float64), reference, unit, unit * scale / 2, err_msg=name)
 
 
 def check(name: str, size: tuple, dtype: np.dtype, layout) -> None:
@@ -44,8 +44,8 @@ def check(name: str, size: tuple, dtype: np.dtype, layout) -> None:
     actual = outputs(name, KERNELS[name], narrow(name, size, dtype, layout))
     with use_reference():
         plain = outputs(name, KERNELS[name], narrow(name, size, dtype, layout))
-    for mine, theirs in zip(actual, plain, strict=True):
-        assert mine is None or mine.dtype == theirs.dtype
+    for result, reference in zip(actual, plain, strict=True):
+        assert result is None or result.dtype == reference.dtype
     assert_near(plain, expected, dtype, name)
     if name == "attention":  # oneDNN's logs are of sums of weights with 16 bits
         actual[1] = actual[1].astype(dtype)
@@ -109,9 +109,9 @@ def test_norms_of_values_near_20000_do_not_overflow(subtract_mean, size, dtype, 
         grad.astype(np.float64), wide[0], wide[1], *expected[1:], subtract_mean
     )
     assert [a.dtype for a in actual] == [dtype, np.float32, np.float32]
-    for mine, theirs in zip(actual, slopes):
-        unit = max(UNIT.get(mine.dtype.name, 0), 1e-3)
-        np.testing.assert_allclose(mine.astype(np.float64), theirs, unit, unit * np.abs(theirs).max())
+    for result, reference in zip(actual, slopes):
+        unit = max(UNIT.get(result.dtype.name, 0), 1e-3)
+        np.testing.assert_allclose(result.astype(np.float64), reference, unit, unit * np.abs(reference).max())
 
 
 def near_ones(rng, *shape: int) -> np.ndarray:
@@ -178,7 +178,7 @@ def test_mixed_16_bit_input_and_float32_gradient(dtype, rng):
         actual, plain = (kernel(*arguments) for kernel in (KERNELS[name], KERNELS[name].reference))
         expected = KERNELS[name].reference(*(a.astype(np.float64) if hasattr(a, "astype") else a for a in arguments))
         results = [list(a) if isinstance(a, tuple) else [a] for a in (actual, plain, expected)]
-        for mine, theirs, wide in zip(*results, strict=True):
-            assert mine.dtype == theirs.dtype, name
-            unit = max(UNIT.get(mine.dtype.name, 0), 2.0**-7 if name == "gelu_backward" else 1e-4)
-            np.testing.assert_allclose(mine.astype(np.float64), wide, unit, unit, err_msg=name)
+        for result, reference, wide in zip(*results, strict=True):
+            assert result.dtype == reference.dtype, name
+            unit = max(UNIT.get(result.dtype.name, 0), 2.0**-7 if name == "gelu_backward" else 1e-4)
+            np.testing.assert_allclose(result.astype(np.float64), wide, unit, unit, err_msg=name)

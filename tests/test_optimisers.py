@@ -350,9 +350,9 @@ def test_factor_multiplies_the_gradients(make: Callable, kind: Callable, rng: np
         for model, optimiser, with_factor in zip(models, optimisers, (True, False)):
             model.receive(*([3.0, -1.0] if with_factor else [3.0 * scale, -scale]))
             optimiser.update(model.named_parameters(), kind(scale) if with_factor else None)
-    for mine, theirs in zip(models[0].parameters(), models[1].parameters()):
-        assert mine.dtype == np.float32
-        np.testing.assert_allclose(mine.array, theirs.array, rtol=1e-6)
+    for actual, expected in zip(models[0].parameters(), models[1].parameters()):
+        assert actual.dtype == np.float32
+        np.testing.assert_allclose(actual.array, expected.array, rtol=1e-6)
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, np.array(0.0), np.array(math.nan)])
@@ -415,9 +415,9 @@ def test_restored_optimizer_state_continues_bit_exactly(make: Callable, rng: np.
 
     other, resumed = Weights(), make(0.1)
     other.load_state_dict(model.state_dict())
-    for theirs, ours in zip(model.parameters(), other.parameters()):
-        n_updates, moments = optimiser.state_of(theirs)
-        resumed.set_state(ours, n_updates, {name: moment.copy() for name, moment in moments.items()})
+    for parameter, restored in zip(model.parameters(), other.parameters()):
+        n_updates, moments = optimiser.state_of(parameter)
+        resumed.set_state(restored, n_updates, {name: moment.copy() for name, moment in moments.items()})
     for grad in grads[4:]:
         model.receive(grad, -grad).update(optimiser)
         other.receive(grad, -grad).update(resumed)
@@ -509,8 +509,8 @@ def test_parallel_updates_are_bit_identical(
     assert gradient_norm(alone) == norm
     alone.update(make(0.1, weight_decay=0.1))
     assert len(shared) == 2
-    for mine, theirs in zip(together.parameters(), alone.parameters(), strict=True):
-        np.testing.assert_array_equal(mine.array, theirs.array)
+    for actual, expected in zip(together.parameters(), alone.parameters(), strict=True):
+        np.testing.assert_array_equal(actual.array, expected.array)
 
 
 def test_rule_without_thread_safe_flag_runs_in_one_thread(twins: list[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -653,5 +653,5 @@ def test_muon_updates_other_parameters_with_adamw() -> None:
     twins = [Weights().receive(2.0, -4.0) for _ in range(2)]
     twins[0].update(Muon(0.1, uses_muon=lambda parameter: False))
     twins[1].update(AdamW(0.1))
-    for mine, theirs in zip(twins[0].parameters(), twins[1].parameters()):
-        np.testing.assert_array_equal(mine.array, theirs.array)
+    for actual, expected in zip(twins[0].parameters(), twins[1].parameters()):
+        np.testing.assert_array_equal(actual.array, expected.array)

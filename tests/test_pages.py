@@ -55,8 +55,8 @@ def run_block(block: str, names: dict) -> None:
         exec(compile(block, "README.md", "exec"), names)
     printed = out.getvalue().splitlines()
     assert [NUMBER.sub("#", line) for line in printed] == [NUMBER.sub("#", line) for line in expected]
-    for line, wanted in zip(printed, expected):  # processors differ in the last digit of exp
-        np.testing.assert_allclose(numbers(line), numbers(wanted), rtol=3e-7, err_msg=line)
+    for line, expected_values in zip(printed, expected):  # processors differ in the last digit of exp
+        np.testing.assert_allclose(numbers(line), numbers(expected_values), rtol=3e-7, err_msg=line)
 
 
 def numbers(line: str) -> list[float]:

@@ -153,38 +153,38 @@ def test_ten_updates_are_those_of_pytorch(method: str, tmp_path: Path) -> None:
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from test_adapters import both  # which needs these
 
-    theirs, loaded = both("Llama", tmp_path / "base")
+    hf_model, loaded = both("Llama", tmp_path / "base")
     reference_model, _ = both("Llama", tmp_path / "again")
     dataset = PairDataset(some_pairs(), 3, 30)
     dataset.compute_reference_log_probs(loaded.model)
     if method == "lora":
         adapter = new_adapter(loaded, LoRAConfig(rank=3, alpha=6), seed=1)
         save_adapter(adapter, loaded, tmp_path / "adapter")
-        theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter", is_trainable=True).eval()
+        hf_model = peft.PeftModel.from_pretrained(hf_model, tmp_path / "adapter", is_trainable=True).eval()
         rate = 1e-2
     else:
         set_memory_order(loaded.model.unfreeze(), "C")
         rate = 1e-3
-    learning = [p for p in theirs.parameters() if p.requires_grad]
+    learning = [p for p in hf_model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)
-    ours = AdamW(rate, weight_decay=0.0)
+    tricycle_optimiser = AdamW(rate, weight_decay=0.0)
     losses = []
     for _ in range(N_STEPS):
         batch = next(dataset)
         with torch.no_grad():
             reference = torch_log_probs(reference_model, batch)
         np.testing.assert_allclose(batch.reference_log_probs, reference.numpy(), rtol=1e-5, atol=1e-5)
-        loss = torch_dpo_loss(theirs, batch, reference)
+        loss = torch_dpo_loss(hf_model, batch, reference)
         optimiser.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(learning, 1.0).item()
         optimiser.step()
         grads = compute_gradients(loaded.model, dpo_loss(loaded.model, BETA), [batch])
         assert grads.loss == pytest.approx(loss.item(), rel=1e-3)
-        assert apply_gradients(loaded.model, ours, grads, 1.0) == pytest.approx(norm, rel=1e-3)
+        assert apply_gradients(loaded.model, tricycle_optimiser, grads, 1.0) == pytest.approx(norm, rel=1e-3)
         losses.append(grads.loss)
     assert losses[0] == pytest.approx(np.log(2), abs=1e-5)
     assert losses[-1] < losses[0] - 0.05
     with torch.no_grad():
-        expected = theirs(torch.tensor(batch.tokens)).logits.numpy()
+        expected = hf_model(torch.tensor(batch.tokens)).logits.numpy()
     assert difference(loaded.model(batch.tokens).numpy(), expected) < 1e-3

@@ -70,13 +70,13 @@ def same_logits(loaded, model) -> bool:
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_what_was_written_is_read(config: ModelConfig, tmp_path: Path) -> None:
     model = a_folder(tmp_path / "model", config)
-    ours = load(tmp_path / "model")
-    assert not ours.model.training
-    assert ours.tokeniser is None
-    state = ours.model.state_dict()
+    loaded = load(tmp_path / "model")
+    assert not loaded.model.training
+    assert loaded.tokeniser is None
+    state = loaded.model.state_dict()
     for name, array in model.state_dict().items():
         assert np.array_equal(array, state[name]), name
-    assert ours.source.fields["model_type"] in ("llama", "gpt2")
+    assert loaded.source.fields["model_type"] in ("llama", "gpt2")
     by_file = load(tmp_path / "model" / "model.safetensors")
     assert same_logits(by_file.model, model)
 
@@ -106,11 +106,11 @@ def test_a_tokeniser_comes_along_and_rows_beyond_it_are_never_drawn(tmp_path: Pa
     tokeniser = BPETokeniser(300).train("some text of very few words, some text " * 9, progress=False)
     assert tokeniser.n_vocab < 300
     a_folder(tmp_path / "model", LLAMA, tokeniser)
-    ours = load(tmp_path / "model")
-    assert ours.tokeniser.n_vocab == tokeniser.n_vocab
-    assert ours.tokeniser.encode("some words") == tokeniser.encode("some words").tolist()
-    assert ours.generation.stop_tokens == (tokeniser.end_of_text,)
-    drawn = generate(ours.model, [5], 400, SamplingParams(5.0, n_vocab=ours.tokeniser.n_vocab))
+    loaded = load(tmp_path / "model")
+    assert loaded.tokeniser.n_vocab == tokeniser.n_vocab
+    assert loaded.tokeniser.encode("some words") == tokeniser.encode("some words").tolist()
+    assert loaded.generation.stop_tokens == (tokeniser.end_of_text,)
+    drawn = generate(loaded.model, [5], 400, SamplingParams(5.0, n_vocab=loaded.tokeniser.n_vocab))
     assert max(drawn) < tokeniser.n_vocab
     edit(tmp_path / "model" / "tokenizer.json", lambda document: document["model"]["vocab"].update(many=300))
     refuse(tmp_path / "model", "of at most 300 tokens, the model's vocabulary, got 301")
@@ -124,11 +124,11 @@ def test_a_run_folder_and_a_checkpoint(tmp_path: Path) -> None:
     refuse(tmp_path, "a run folder with best.safetensors or last.safetensors", FileNotFoundError)
     save_checkpoint(tmp_path / "last.safetensors", model, tokeniser)
     for path in (tmp_path, tmp_path / "last.safetensors"):
-        ours = load(path)
-        assert same_logits(ours.model, model)
-        assert ours.tokeniser == tokeniser
-        assert ours.generation.stop_tokens == (tokeniser.end_of_text,)
-        assert ours.generation.do_sample and ours.source is None
+        loaded = load(path)
+        assert same_logits(loaded.model, model)
+        assert loaded.tokeniser == tokeniser
+        assert loaded.generation.stop_tokens == (tokeniser.end_of_text,)
+        assert loaded.generation.do_sample and loaded.source is None
     other = GPT(GPTConfig(**SIZES, seed=1)).eval()
     save_checkpoint(tmp_path / "best.safetensors", other)
     assert same_logits(load(tmp_path).model, other)
@@ -501,11 +501,13 @@ def test_what_the_hub_says_is_said_in_one_line(cache: Path, monkeypatch: pytest.
 def test_only_what_is_needed_is_downloaded() -> None:
     from fnmatch import fnmatch
 
-    def wanted(name: str) -> bool:
+    def is_downloaded(name: str) -> bool:
         return any(fnmatch(name, pattern) for pattern in hub.FILE_PATTERNS)
 
-    assert all(wanted(f"model{part}.safetensors") for part in ("", "-00001-of-00003"))
-    assert not any(wanted(name) for name in ("pytorch_model.bin", "modeling.py", "onnx/model.onnx", "consolidated.pth"))
+    assert all(is_downloaded(f"model{part}.safetensors") for part in ("", "-00001-of-00003"))
+    assert not any(
+        is_downloaded(name) for name in ("pytorch_model.bin", "modeling.py", "onnx/model.onnx", "consolidated.pth")
+    )
 
 
 # -------------------------------------------------------------------- models that nobody drew

@@ -48,7 +48,7 @@ def a_model(kind: str, fields: dict[str, Any], head: str = "Model") -> Any:
 
 
 def compare(folder: Path, encoder: Any) -> None:
-    """The hidden states of what lies there and of theirs."""
+    """Return the hidden states of the stored model and of transformers."""
     actual = load(folder)
     assert isinstance(actual.model, TextEncoder) and not actual.model.training
     tokens = np.random.default_rng(0).integers(5, 61, (3, 9))
@@ -98,17 +98,20 @@ def test_and_back(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
     """Our config as their fields, our weights as their tensors: transformers gives the same again."""
     model = a_model(kind, fields)
     model.save_pretrained(tmp_path)
-    ours = load(tmp_path).model
+    tricycle_model = load(tmp_path).model
     family = FAMILIES[model.config.model_type]
-    again = type(model.config)(**family.to_fields(ours.config), attn_implementation="eager")
-    theirs = type(model)(again, add_pooling_layer=False).eval()
-    theirs.load_state_dict(
-        {name: torch.from_numpy(array) for name, array in export_tensors(ours, family, ours.config)[1]}
+    again = type(model.config)(**family.to_fields(tricycle_model.config), attn_implementation="eager")
+    hf_model = type(model)(again, add_pooling_layer=False).eval()
+    hf_model.load_state_dict(
+        {
+            name: torch.from_numpy(array)
+            for name, array in export_tensors(tricycle_model, family, tricycle_model.config)[1]
+        }
     )
     tokens = torch.arange(5, 13)[None]
     with torch.no_grad():
         expected = model(tokens).last_hidden_state
-        assert torch.allclose(theirs(tokens).last_hidden_state, expected, atol=1e-6)
+        assert torch.allclose(hf_model(tokens).last_hidden_state, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +143,7 @@ def test_the_defaults_are_those_of_transformers() -> None:
     from tricycle.pretrained.families.bert import to_config, to_fields
 
     assert to_config(ConfigFields({})) == EncoderConfig(hidden_size=3072)
-    theirs = transformers.BertConfig().to_dict()
-    assert {name: theirs[name] for name in to_fields(EncoderConfig()) if "dropout" not in name} == {
+    expected = transformers.BertConfig().to_dict()
+    assert {name: expected[name] for name in to_fields(EncoderConfig()) if "dropout" not in name} == {
         name: value for name, value in to_fields(EncoderConfig()).items() if "dropout" not in name
     }

@@ -63,24 +63,24 @@ def lively(config: ModelConfig) -> GPT:
     return model
 
 
-def theirs_of(folder: Path) -> Any:
+def load_hf_model(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
 
 def compare(model: GPT, folder: Path, agreed: float = AGREED) -> None:
     """Logits of transformers, and of ourselves, and greedy tokens of both."""
-    theirs = theirs_of(folder)
+    hf_model = load_hf_model(folder)
     tokens = np.random.default_rng(2).integers(0, model.config.vocab_size, (2, 24))
     with torch.no_grad():
-        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
-    ours = model(tokens).array
-    assert difference(ours, expected) < agreed
-    assert difference(load(folder).model(tokens).array, ours) < min(agreed, 1e-6)
+        expected = hf_model(torch.from_numpy(tokens)).logits.numpy()
+    actual = model(tokens).array
+    assert difference(actual, expected) < agreed
+    assert difference(load(folder).model(tokens).array, actual) < min(agreed, 1e-6)
     prompt = [5, 2, 8]
     n_new = min(32, model.config.context_window - 3)
     settings = {"no_repeat_ngram_size": 2, "do_sample": False, "suppress_tokens": None}
-    theirs.generation_config.eos_token_id = None
-    out = theirs.generate(torch.tensor([prompt]), max_new_tokens=n_new, pad_token_id=0, **settings)
+    hf_model.generation_config.eos_token_id = None
+    out = hf_model.generate(torch.tensor([prompt]), max_new_tokens=n_new, pad_token_id=0, **settings)
     assert (
         list(generate(model, prompt, n_new, PenalizedSamplingParams(0, no_repeat_ngram_size=2))) == out[0, 3:].tolist()
     )
@@ -134,9 +134,9 @@ def test_transformers_loads_what_we_wrote(name: str, tokeniser: BPETokeniser, tm
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_comes_back(name: str, tmp_path: Path) -> None:
-    """Their model in ours, in theirs."""
+    """Export a model of each family and load it with transformers."""
     family = FAMILIES[name]
-    model = lively(family.ours)
+    model = lively(family.config)
     assert export_folder(model, None, tmp_path / "model") == family.model_type
     assert not (tmp_path / "model" / "tokenizer.json").exists()
     compare(model, tmp_path / "model")
@@ -160,10 +160,10 @@ def test_a_run_of_the_portable_preset(tmp_path: Path) -> None:
     command("train", "--resume", tmp_path / "run", "--device", "cpu", cache=tmp_path)
     assert len(list((tmp_path / "corpora").iterdir())) == 1
     command("export", tmp_path / "run", tmp_path / "model", cache=tmp_path)
-    ours = load(tmp_path / "run")
-    assert ours.tokeniser.to_dict()["split"] == "gpt2"
-    compare(ours.model, tmp_path / "model")
-    same_ids(ours.tokeniser, transformers.AutoTokenizer.from_pretrained(tmp_path / "model"))
+    loaded = load(tmp_path / "run")
+    assert loaded.tokeniser.to_dict()["split"] == "gpt2"
+    compare(loaded.model, tmp_path / "model")
+    same_ids(loaded.tokeniser, transformers.AutoTokenizer.from_pretrained(tmp_path / "model"))
     assert "| trained on | text |" in (tmp_path / "model" / "README.md").read_text()
 
 
@@ -186,11 +186,11 @@ def test_in_16_bits(dtype: str, tmp_path: Path) -> None:
     model = lively(EXPRESSED["Llama"][1])
     export_folder(model, None, tmp_path / "model", dtype=dtype)
     rounded = load(tmp_path / "model", weights="stored").model
-    theirs = theirs_of(tmp_path / "model")
-    assert str(theirs.dtype) == f"torch.{dtype}"
+    hf_model = load_hf_model(tmp_path / "model")
+    assert str(hf_model.dtype) == f"torch.{dtype}"
     tokens = np.random.default_rng(2).integers(0, 310, (2, 24))
     with torch.no_grad():
-        expected = theirs.float()(torch.from_numpy(tokens)).logits.numpy()
+        expected = hf_model.float()(torch.from_numpy(tokens)).logits.numpy()
     assert difference(rounded(tokens).array, expected) < 3e-2  # their table of angles is rounded too
     export_folder(rounded, None, tmp_path / "again", dtype=dtype)
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
@@ -199,12 +199,12 @@ def test_in_16_bits(dtype: str, tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------- tokens
-def same_ids(tokeniser: BPETokeniser, theirs: Any) -> None:
+def same_ids(tokeniser: BPETokeniser, hf_tokenizer: Any) -> None:
     for text in ODD_TEXTS:
         expected = tokeniser.encode(text, allowed_special=True).tolist()
-        assert theirs(text)["input_ids"] == expected, repr(text)
-        assert theirs.decode(expected) == tokeniser.decode(expected), repr(text)
-    assert theirs.eos_token_id == theirs.bos_token_id == tokeniser.end_of_text
+        assert hf_tokenizer(text)["input_ids"] == expected, repr(text)
+        assert hf_tokenizer.decode(expected) == tokeniser.decode(expected), repr(text)
+    assert hf_tokenizer.eos_token_id == hf_tokenizer.bos_token_id == tokeniser.end_of_text
 
 
 def test_settings_and_unknown_ids(tokeniser: BPETokeniser, tmp_path: Path) -> None:
@@ -212,9 +212,9 @@ def test_settings_and_unknown_ids(tokeniser: BPETokeniser, tmp_path: Path) -> No
     settings = GenerationSettings(do_sample=True, temperature=0.7, top_k=0, min_p=0.1, stop_tokens=(3, 4))
     export_folder(model, tokeniser, tmp_path / "model", generation=settings)
     assert load(tmp_path / "model").generation == settings
-    theirs = theirs_of(tmp_path / "model").generation_config
-    assert theirs.eos_token_id == [3, 4]
-    assert theirs.suppress_tokens == list(range(tokeniser.n_vocab, 320))
+    settings = load_hf_model(tmp_path / "model").generation_config
+    assert settings.eos_token_id == [3, 4]
+    assert settings.suppress_tokens == list(range(tokeniser.n_vocab, 320))
     smaller = BPETokeniser(311).train(TEXT, progress=False)
     smaller_model = GPT(replace(model.config, vocab_size=smaller.n_vocab - 1))
     with pytest.raises(ValueError, match=r"export: .*of at most"):
@@ -281,13 +281,13 @@ def test_encoders(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
     assert kind == name.split(",")[0]
     assert not (tmp_path / "model" / "generation_config.json").exists()
     assert "AutoModel.from_pretrained" in (tmp_path / "model" / "README.md").read_text()
-    theirs, info = transformers.AutoModel.from_pretrained(tmp_path / "model", output_loading_info=True)
+    hf_model, info = transformers.AutoModel.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert all(missing.startswith("pooler.") for missing in info["missing_keys"]) and not info["unexpected_keys"]
     tokens = generator.integers(5, 310, (2, 9))
     types = generator.integers(0, ENCODERS[name].token_types, (2, 9))
     with torch.no_grad():
         inside = {"input_ids": torch.from_numpy(tokens), "token_type_ids": torch.from_numpy(types)}
-        expected = theirs.eval()(**inside).last_hidden_state.numpy()
+        expected = hf_model.eval()(**inside).last_hidden_state.numpy()
     assert difference(model(tokens, token_type_ids=types).array, expected) < AGREED
     again = set_memory_order(load(tmp_path / "model").model, "C")  # sums are made in the order in which matrices lie
     assert np.array_equal(again(tokens, token_type_ids=types).array, model(tokens, token_type_ids=types).array)

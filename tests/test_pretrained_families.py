@@ -119,7 +119,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def new_theirs(case: tuple[str, dict[str, Any]]) -> Any:
+def new_hf_model(case: tuple[str, dict[str, Any]]) -> Any:
     model_type, fields = case
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(model_type, **fields)
@@ -133,32 +133,32 @@ def some_tokens(batch: int = 2, n_tokens: int = 24) -> np.ndarray:
     return np.random.default_rng(5).integers(0, VOCABULARY, (batch, n_tokens))
 
 
-def their_logits(theirs: Any, tokens: np.ndarray) -> np.ndarray:
+def hf_logits(hf_model: Any, tokens: np.ndarray) -> np.ndarray:
     with torch.no_grad():
-        return theirs(torch.from_numpy(tokens)).logits.numpy()
+        return hf_model(torch.from_numpy(tokens)).logits.numpy()
 
 
 @each_case
 def test_logits_gradients_and_tokens_agree(case: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
-    theirs = new_theirs(case)
-    theirs.save_pretrained(tmp_path)
+    hf_model = new_hf_model(case)
+    hf_model.save_pretrained(tmp_path)
     model = load(tmp_path).model
     tokens = some_tokens()
-    assert difference(model(tokens).array, their_logits(theirs, tokens)) < AGREED
-    compare_gradients(model, theirs, tokens, tmp_path)
+    assert difference(model(tokens).array, hf_logits(hf_model, tokens)) < AGREED
+    compare_gradients(model, hf_model, tokens, tmp_path)
 
     greedy = list(generate(model, PROMPT, N_NEW, temperature=0))
-    assert greedy == their_tokens(theirs)
+    assert greedy == hf_tokens(hf_model)
     assert greedy == without_cache(model, PROMPT)
     # random models soon say one thing for ever, which would agree too easily
     varied = list(generate(model, PROMPT, N_NEW, PenalizedSamplingParams(0, no_repeat_ngram_size=2)))
-    assert varied == their_tokens(theirs, no_repeat_ngram_size=2)
+    assert varied == hf_tokens(hf_model, no_repeat_ngram_size=2)
     assert len(set(varied)) > 7
 
 
-def their_tokens(theirs: Any, **settings: Any) -> list[int]:
+def hf_tokens(hf_model: Any, **settings: Any) -> list[int]:
     prompt = torch.tensor([PROMPT])
-    out = theirs.generate(prompt, attention_mask=prompt * 0 + 1, do_sample=False, max_new_tokens=N_NEW, **settings)
+    out = hf_model.generate(prompt, attention_mask=prompt * 0 + 1, do_sample=False, max_new_tokens=N_NEW, **settings)
     return out[0, len(PROMPT) :].tolist()
 
 
@@ -170,23 +170,23 @@ def without_cache(model: Any, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def compare_gradients(model: Any, theirs: Any, tokens: np.ndarray, folder: Path) -> None:
+def compare_gradients(model: Any, hf_model: Any, tokens: np.ndarray, folder: Path) -> None:
     """Their gradients are written as weights are, and read as these: so they come in our layout."""
     loss = CrossEntropy()(tokens[:, 1:], model(tokens[:, :-1]))
     loss.backward()
-    logits = theirs(torch.from_numpy(tokens[:, :-1].copy())).logits
+    logits = hf_model(torch.from_numpy(tokens[:, :-1].copy())).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(tokens[:, 1:].copy()).flatten())
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     with torch.no_grad():
-        for p in theirs.parameters():
+        for p in hf_model.parameters():
             p.copy_(p.grad)
-    theirs.save_pretrained(folder / "gradients")
-    their_grads = load(folder / "gradients").model.state_dict()
-    largest = max(np.abs(array).max() for array in their_grads.values())
+    hf_model.save_pretrained(folder / "gradients")
+    hf_grads = load(folder / "gradients").model.state_dict()
+    largest = max(np.abs(array).max() for array in hf_grads.values())
     for name, p in model.named_parameters():
-        assert np.abs(p.grad.array - their_grads[name]).max() < AGREED * largest, name
-    theirs.load_state_dict(transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict())
+        assert np.abs(p.grad.array - hf_grads[name]).max() < AGREED * largest, name
+    hf_model.load_state_dict(transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict())
 
 
 # -------------------------------------------------------------------- other spellings of the same
@@ -214,11 +214,11 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
 def test_the_spelling_of_transformers_4(spelling: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     name, fields = spelling
-    theirs = new_theirs(CASES[name])
-    theirs.save_pretrained(tmp_path)
+    hf_model = new_hf_model(CASES[name])
+    hf_model.save_pretrained(tmp_path)
     respell(tmp_path, **OLD, **fields)
     tokens = some_tokens()
-    assert difference(load(tmp_path).model(tokens).array, their_logits(theirs, tokens)) < AGREED
+    assert difference(load(tmp_path).model(tokens).array, hf_logits(hf_model, tokens)) < AGREED
 
 
 def test_absent_fields_have_the_defaults_of_their_class(tmp_path: Path) -> None:
@@ -236,15 +236,15 @@ def minimal(kind: str) -> dict[str, Any]:
 
 
 def test_the_text_part_of_a_model_with_pictures(tmp_path: Path) -> None:
-    theirs = new_theirs(CASES["gemma3"])
-    theirs.save_pretrained(tmp_path)
+    hf_model = new_hf_model(CASES["gemma3"])
+    hf_model.save_pretrained(tmp_path)
     tokens = some_tokens()
-    expected = their_logits(theirs, tokens)
+    expected = hf_logits(hf_model, tokens)
     fields = json.loads((tmp_path / "config.json").read_text())
     for prefix in ("language_model.model.", "model.language_model."):
         folder = tmp_path / prefix.strip(".")
         folder.mkdir()
-        tensors = {prefix + name.removeprefix("model."): p.detach() for name, p in theirs.named_parameters()}
+        tensors = {prefix + name.removeprefix("model."): p.detach() for name, p in hf_model.named_parameters()}
         tensors["vision_tower.encoder.weight"] = torch.zeros(3)
         tensors["multi_modal_projector.mm_input_projection_weight"] = torch.zeros(3)
         safetensors.save_file(tensors, folder / "model.safetensors")
@@ -258,29 +258,29 @@ def test_the_text_part_of_a_model_with_pictures(tmp_path: Path) -> None:
 def test_files_of_the_model_without_its_head(name: str, tmp_path: Path) -> None:
     """As AutoModel writes it: names without the first part."""
     model_type, fields = CASES[name]
-    theirs = new_theirs((model_type, {**fields, "tie_word_embeddings": True}))
-    theirs.base_model.save_pretrained(tmp_path)
+    hf_model = new_hf_model((model_type, {**fields, "tie_word_embeddings": True}))
+    hf_model.base_model.save_pretrained(tmp_path)
     tokens = some_tokens()
-    assert difference(load(tmp_path).model(tokens).array, their_logits(theirs, tokens)) < AGREED
+    assert difference(load(tmp_path).model(tokens).array, hf_logits(hf_model, tokens)) < AGREED
 
 
 @pytest.mark.parametrize("name", ["llama, grouped heads", "gpt2", "neox, parallel"])
 def test_many_files(name: str, tmp_path: Path) -> None:
-    theirs = new_theirs(CASES[name])
-    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    hf_model = new_hf_model(CASES[name])
+    hf_model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     tokens = some_tokens()
-    assert difference(load(tmp_path).model(tokens).array, their_logits(theirs, tokens)) < AGREED
+    assert difference(load(tmp_path).model(tokens).array, hf_logits(hf_model, tokens)) < AGREED
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["llama, grouped heads", "gpt2", "neox, parallel", "opt, 350m", "gemma2"])
 def test_files_of_16_bits(name: str, dtype: str, tmp_path: Path) -> None:
     """The values are those of the file; kept in 16 bits they give the same."""
-    new_theirs(CASES[name]).to(getattr(torch, dtype)).save_pretrained(tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    new_hf_model(CASES[name]).to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = some_tokens()
-    expected = their_logits(theirs, tokens)
+    expected = hf_logits(hf_model, tokens)
     assert difference(load(tmp_path).model(tokens).array, expected) < AGREED
     stored = load(tmp_path, weights="stored").model
     assert difference(stored(tokens).array, expected) < AGREED

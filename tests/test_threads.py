@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -379,8 +380,7 @@ print(threads.n_threads(), len(helpers))
 @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5"])
 def test_bad_number_of_threads_is_rejected(value):
     result = run_with("from tricycle_accelerators import threads; threads.n_threads()", TRICYCLE_NUM_THREADS=value)
-    wanted = f"ValueError: TRICYCLE_NUM_THREADS: expected a whole number above 0, got '{value}'"
-    assert result.stderr.strip().endswith(wanted)
+    assert re.search(f"ValueError: TRICYCLE_NUM_THREADS: .*whole number.*{re.escape(repr(value))}", result.stderr)
 
 
 def test_matmul_without_threadpoolctl():

@@ -475,9 +475,9 @@ def test_gpt2_matches_the_published_vocabulary(gpt2):
     assert gpt2.end_of_text == names[END_OF_TEXT] == 50256
     assert gpt2.token_bytes(names["Ġhello"]) == b" hello"
     ranks = {gpt2.token_bytes(i): i for i in range(50256)}
-    theirs = tiktoken.Encoding("theirs", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
+    encoding = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
     for text in (TEXT, TEXT * 2000):  # the second is cut in several places
-        assert gpt2.encode(text).tolist() == theirs.encode_ordinary(text)
+        assert gpt2.encode(text).tolist() == encoding.encode_ordinary(text)
     assert gpt2.encode("Hello world").tolist() == [15496, 995]
     assert gpt2.decode_bytes(gpt2.encode(bytes(range(256)) * 2)) == bytes(range(256)) * 2
 

@@ -172,10 +172,12 @@ def folder_of(place: Path, tokenizer: Tokenizer, **config) -> Path:
     return place
 
 
-def same_ids(ours: PretrainedTokeniser, theirs) -> None:
+def same_ids(tricycle_tokeniser: PretrainedTokeniser, hf_tokenizer) -> None:
     for text in TEXTS:
-        assert ours.encode(text) == theirs.encode(text), repr(text[:80])
-        assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+        assert tricycle_tokeniser.encode(text) == hf_tokenizer.encode(text), repr(text[:80])
+        assert tricycle_tokeniser.encode(text, add_special_tokens=False) == hf_tokenizer.encode(
+            text, add_special_tokens=False
+        )
 
 
 # -------------------------------------------------------------------- folders
@@ -183,15 +185,15 @@ def same_ids(ours: PretrainedTokeniser, theirs) -> None:
 def test_ids_match_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     folder = folder_of(tmp_path, kind(name), **config_of(name))
-    ours, theirs = tokeniser_from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    same_ids(ours, theirs)
-    assert ours.n_vocab == len(ours) == len(theirs)
-    assert (ours.bos, ours.eos) == (theirs.bos_token_id, theirs.eos_token_id)
+    tricycle_tokeniser, hf_tokenizer = tokeniser_from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    same_ids(tricycle_tokeniser, hf_tokenizer)
+    assert tricycle_tokeniser.n_vocab == len(tricycle_tokeniser) == len(hf_tokenizer)
+    assert (tricycle_tokeniser.bos, tricycle_tokeniser.eos) == (hf_tokenizer.bos_token_id, hf_tokenizer.eos_token_id)
     for text in TEXTS:
-        ids = ours.encode(text)
-        assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
-        skipped = theirs.decode(ids, clean_up_tokenization_spaces=False, skip_special_tokens=True)
-        assert ours.decode(np.array(ids, np.int64), skip_special_tokens=True) == skipped
+        ids = tricycle_tokeniser.encode(text)
+        assert tricycle_tokeniser.decode(ids) == hf_tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        skipped = hf_tokenizer.decode(ids, clean_up_tokenization_spaces=False, skip_special_tokens=True)
+        assert tricycle_tokeniser.decode(np.array(ids, np.int64), skip_special_tokens=True) == skipped
 
 
 @pytest.mark.parametrize("eos", [None, True, False])
@@ -202,11 +204,11 @@ def test_bos_and_eos_come_from_tokenizer_json(name, bos, eos, tmp_path):
     adds = {"add_bos_token": bos, "add_eos_token": eos}
     adds = {key: value for key, value in adds.items() if value is not None}
     folder = folder_of(tmp_path, kind(name), **NAMES, **adds)
-    ours, theirs = tokeniser_from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    tricycle_tokeniser, hf_tokenizer = tokeniser_from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
     for text in ("", "a text", "<s>"):
-        assert ours.encode(text) == theirs.encode(text)
-    assert ours.start_of_text == (ours.bos if name == "llama3" else None)
-    assert ours.end_of_text == ours.eos == 2
+        assert tricycle_tokeniser.encode(text) == hf_tokenizer.encode(text)
+    assert tricycle_tokeniser.start_of_text == (tricycle_tokeniser.bos if name == "llama3" else None)
+    assert tricycle_tokeniser.end_of_text == tricycle_tokeniser.eos == 2
 
 
 def test_added_tokens_of_tokenizer_config(tmp_path):
@@ -220,12 +222,12 @@ def test_added_tokens_of_tokenizer_config(tmp_path):
     names = {"bos_token": {"content": "<s>", **flags}, "eos_token": "</s>"}
     described = {str(token): entry for token, entry in tokens.items()}
     folder = folder_of(tmp_path, kind("gpt2"), **names, added_tokens_decoder=described)
-    ours, theirs = tokeniser_from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    tricycle_tokeniser, hf_tokenizer = tokeniser_from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
     for text in ("a <tool>b<think> c", "<tool><think>", *TEXTS):
-        assert ours.encode(text) == theirs.encode(text)
-    assert ours.encode("<tool>") == [n]
-    assert ours.n_vocab == n + 2
-    assert n not in ours.encode("<tool>", allowed_special=False)
+        assert tricycle_tokeniser.encode(text) == hf_tokenizer.encode(text)
+    assert tricycle_tokeniser.encode("<tool>") == [n]
+    assert tricycle_tokeniser.n_vocab == n + 2
+    assert n not in tricycle_tokeniser.encode("<tool>", allowed_special=False)
     described[str(n + 5)] = described.pop(str(n + 1))
     folder_of(tmp_path, kind("gpt2"), **names, added_tokens_decoder=described)
     with pytest.raises(ValueError, match=rf"tokenizer.json: .*'<think>'.*{n + 5}.*got {n + 1}"):
@@ -250,9 +252,12 @@ def test_vocab_json_and_merges_txt(tmp_path):
     config = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, **NAMES}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    ours, theirs = tokeniser_from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
-    same_ids(ours, theirs)
-    assert ours.encode("a b")[0] == 1
+    tricycle_tokeniser, hf_tokenizer = (
+        tokeniser_from_folder(tmp_path),
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+    )
+    same_ids(tricycle_tokeniser, hf_tokenizer)
+    assert tricycle_tokeniser.encode("a b")[0] == 1
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\na b c\n")
     with pytest.raises(ValueError, match=r"merges.txt: .*line 3.*'a b c'"):
         tokeniser_from_folder(tmp_path)
@@ -263,8 +268,11 @@ def test_bert_vocab_txt(tmp_path):
     kind("bert").model.save(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    ours, theirs = tokeniser_from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
-    same_ids(ours, theirs)
+    tricycle_tokeniser, hf_tokenizer = (
+        tokeniser_from_folder(tmp_path),
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+    )
+    same_ids(tricycle_tokeniser, hf_tokenizer)
 
 
 def test_truncation_and_padding_of_tokenizer_json_are_ignored(tmp_path):
@@ -309,12 +317,16 @@ def metadata_of(tokenizer: Tokenizer, kind: str, **values) -> dict:
 )
 def test_gguf_ids_match_tokenizer_json(name, model, values):
     tokenizer = kind(name)
-    ours = tokeniser_from_gguf(metadata_of(tokenizer, model, **values))
+    tricycle_tokeniser = tokeniser_from_gguf(metadata_of(tokenizer, model, **values))
     for text in TEXTS:
-        assert ours.encode(text) == tokenizer.encode(text).ids, repr(text[:80])
+        assert tricycle_tokeniser.encode(text) == tokenizer.encode(text).ids, repr(text[:80])
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        assert ours.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
-    assert (ours.bos, ours.eos, ours.n_vocab) == (1, 2, tokenizer.get_vocab_size())
+        assert tricycle_tokeniser.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert (tricycle_tokeniser.bos, tricycle_tokeniser.eos, tricycle_tokeniser.n_vocab) == (
+        1,
+        2,
+        tokenizer.get_vocab_size(),
+    )
 
 
 def test_bert_gguf_ids_match_tokenizer_json():
@@ -324,9 +336,9 @@ def test_bert_gguf_ids_match_tokenizer_json():
     marked = [
         t if t.startswith("[") and t.endswith("]") else t[2:] if t.startswith("##") else f"▁{t}" for t in metadata[key]
     ]
-    ours = tokeniser_from_gguf(metadata | {key: marked})
+    tricycle_tokeniser = tokeniser_from_gguf(metadata | {key: marked})
     for text in TEXTS:
-        assert ours.encode(text) == tokenizer.encode(text).ids, repr(text[:80])
+        assert tricycle_tokeniser.encode(text) == tokenizer.encode(text).ids, repr(text[:80])
 
 
 @pytest.mark.parametrize(
@@ -379,19 +391,19 @@ def smollm2() -> tuple[Path, dict]:
 def test_smollm2_ids_match_transformers(smollm2):
     transformers = pytest.importorskip("transformers")
     path, metadata = smollm2
-    ours = tokeniser_from_gguf(metadata)
-    theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tricycle_tokeniser = tokeniser_from_gguf(metadata)
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     # transformers 5 overlooks the file's word on digits, each of which is a piece by itself; rare ones show it
-    theirs.backend_tokenizer.pre_tokenizer = kind("smollm").pre_tokenizer
-    same_ids(ours, theirs)
-    assert ours.n_vocab == len(theirs) == 49152
+    hf_tokenizer.backend_tokenizer.pre_tokenizer = kind("smollm").pre_tokenizer
+    same_ids(tricycle_tokeniser, hf_tokenizer)
+    assert tricycle_tokeniser.n_vocab == len(hf_tokenizer) == 49152
     for messages in (LONGER, [{"role": "system", "content": "Be brief."}, *LONGER]):
         for prompt in (True, False):
-            wanted = theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
-            assert ours.render(messages, prompt) == wanted
+            expected = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+            assert tricycle_tokeniser.render(messages, prompt) == expected
             assert (
-                ours.chat(messages, prompt)
-                == theirs.apply_chat_template(messages, add_generation_prompt=prompt)["input_ids"]
+                tricycle_tokeniser.chat(messages, prompt)
+                == hf_tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)["input_ids"]
             )
 
 
@@ -478,8 +490,8 @@ def test_special_token_names_in_text_are_plain_text(tokeniser):
         ids = tokeniser.encode_plain(text)
         assert ids.dtype == np.uint16
         assert not {*ids.tolist()} & {*range(5)}
-        wanted = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        assert tokeniser.decode(ids) == wanted
+        expected = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        assert tokeniser.decode(ids) == expected
     assert tokeniser.encode("\ud800") == tokeniser.encode("\ufffd" * 3)
 
 

@@ -25,7 +25,7 @@ from tricycle_cli.tracking import Tracking
 
 PROGRAM = Path(__file__).with_name("tracked_run.py")
 POSIX_ONLY = pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
-# Not of this user, so that no setting of theirs has a say; and logs where nobody looks.
+# A home folder without settings of the user, and a folder for logs.
 FOREIGN = ("WANDB_", "MLFLOW_", "TRACKIO_", "NETRC", "HF_")
 
 
@@ -75,10 +75,10 @@ def read(folder: Path, name: str) -> tuple[dict[tuple[int, str], float], dict[st
 
 
 def same(rows: dict[tuple[int, str], float], metrics: Path, name: str, but: str = "") -> None:
-    wanted = numbers_of(metrics)
-    assert rows.keys() == wanted.keys()
+    expected = numbers_of(metrics)
+    assert rows.keys() == expected.keys()
     exact = np.float32 if name == "tensorboard" else float  # which keeps 32 bits
-    assert {key: value for key, value in rows.items() if exact(wanted[key]) != value and key[1] != but} == {}
+    assert {key: value for key, value in rows.items() if exact(expected[key]) != value and key[1] != but} == {}
 
 
 @pytest.mark.slow

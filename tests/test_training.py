@@ -375,8 +375,8 @@ def test_accumulated_uneven_batches_equal_one_large_batch(rng):
     expected = compute_gradients(whole, supervised_loss(whole, loss_fn), [as_one(batches)])
     assert grads.n_labels == 10
     assert grads.loss == pytest.approx(expected.loss, rel=1e-12)
-    for mine, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
-        np.testing.assert_allclose(mine.grad.array, theirs.grad.array, rtol=1e-12, atol=1e-14)
+    for result, reference in zip(parts.parameters(), whole.parameters(), strict=True):
+        np.testing.assert_allclose(result.grad.array, reference.grad.array, rtol=1e-12, atol=1e-14)
 
 
 def test_gradients_and_apply_accept_any_model_and_loss(rng):
@@ -409,8 +409,8 @@ def test_train_on_batch_equals_gradients_then_apply(rng):
         apply_gradients(models[1], optimisers[1], grads, 0.1)
         assert grads.loss == losses[-1]
     assert losses == sorted(losses, reverse=True)
-    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        np.testing.assert_array_equal(mine.array, theirs.array)
+    for actual, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        np.testing.assert_array_equal(actual.array, expected.array)
 
 
 def test_optimizer_schedule_is_used():
@@ -453,8 +453,8 @@ def test_train_accepts_any_model(rng):
     optimiser = AdamW(0.05)
     losses = [train_on_batch(other, optimiser, supervised_loss(other, CrossEntropy()), batch) for batch in batches]
     assert losses[-1] < 0.5 * losses[0]
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        np.testing.assert_array_equal(mine.array, theirs.array)
+    for actual, expected in zip(model.parameters(), other.parameters(), strict=True):
+        np.testing.assert_array_equal(actual.array, expected.array)
 
 
 class Noted(training.Session):

@@ -132,11 +132,11 @@ def test_other_work_finds_the_helpers_free(team):
 def test_callers_in_several_threads(team):
     matrix = matrix_of("int8", (900, 512))
     rows = np.random.default_rng(6).standard_normal((4, 1, 512)).astype(np.float32)
-    wanted = [product_of(x, matrix).tobytes() for x in rows]
+    expected = [product_of(x, matrix).tobytes() for x in rows]
     wrong = []
 
     def call(i):
-        wrong.extend(1 for _ in range(200) if product_of(rows[i], matrix).tobytes() != wanted[i])
+        wrong.extend(1 for _ in range(200) if product_of(rows[i], matrix).tobytes() != expected[i])
 
     callers = [threading.Thread(target=call, args=(i,)) for i in range(4)]
     for caller in callers:
@@ -159,12 +159,12 @@ def test_helpers_that_keep_others_waiting_are_left_out_for_a_while(team, monkeyp
 def test_a_forked_process_has_helpers_of_its_own(team):
     matrix = matrix_of("int8", (900, 512))
     x = np.random.default_rng(7).standard_normal((1, 512)).astype(np.float32)
-    wanted = [product_of(x, matrix).tobytes() for _ in range(50)]
+    expected = [product_of(x, matrix).tobytes() for _ in range(50)]
     child = os.fork()
     if child == 0:
-        os._exit(int(any(product_of(x, matrix).tobytes() != wanted[0] for _ in range(50))))
+        os._exit(int(any(product_of(x, matrix).tobytes() != expected[0] for _ in range(50))))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert len(set(wanted)) == 1
+    assert len(set(expected)) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Small models of many families: what transformers is told, and what ours is told."""
+"""Small models of many families: configs of transformers with the equivalent `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -21,101 +21,101 @@ class Family:
     """A small model of a family.
 
     Attributes:
-        model_type: transformers' word for it.
-        theirs: fields of its config there.
-        ours: the same model's config here, said once more: what is read must mean this.
+        model_type: the name of the family in transformers.
+        hf_fields: fields of the config in transformers.
+        config: the equivalent config; reading `hf_fields` must give it.
     """
 
     model_type: str
-    theirs: dict[str, Any]
-    ours: ModelConfig
+    hf_fields: dict[str, Any]
+    config: ModelConfig
 
 
-THEIR_SIZES: dict[str, Any] = {
+HF_SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 24,
     "num_hidden_layers": N_LAYERS,
     "max_position_embeddings": LONGEST,
 }
 LIKE_LLAMA = {"norm": "rms_norm", "positions": "rotary", "activation": "swish", "gated": True, "bias": False}
-OUR_SIZES = {"vocab_size": VOCABULARY, "context_window": LONGEST, "embedding_dim": 24, "n_layers": N_LAYERS}
+TRICYCLE_SIZES = {"vocab_size": VOCABULARY, "context_window": LONGEST, "embedding_dim": 24, "n_layers": N_LAYERS}
 
 
-def theirs_like_llama(**fields: Any) -> dict[str, Any]:
+def hf_llama_fields(**fields: Any) -> dict[str, Any]:
     """Fields of a config in transformers, of Llama and its kin."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "rms_norm_eps": 1e-5}
     # a padding token's embedding would get no gradient
     tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True}
-    return {**THEIR_SIZES, **heads, **tokens, **fields}
+    return {**HF_SIZES, **heads, **tokens, **fields}
 
 
-def ours_like_llama(**fields: Any) -> ModelConfig:
-    """The same in ours."""
+def llama_config(**fields: Any) -> ModelConfig:
+    """Return the equivalent `ModelConfig`."""
     heads = {"n_heads": 4, "n_key_heads": 2, "hidden_size": 40, "norm_eps": 1e-5}
-    return ModelConfig(**{**OUR_SIZES, **LIKE_LLAMA, **heads, **fields})
+    return ModelConfig(**{**TRICYCLE_SIZES, **LIKE_LLAMA, **heads, **fields})
 
 
 def llama(rope: dict[str, Any], **rotary: Any) -> Family:
     """Llama with heads as SmolLM2 has them."""
     heads = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
-    theirs = theirs_like_llama(**heads, rope_parameters={"rope_theta": 100_000.0, **rope}, max_position_embeddings=512)
-    ours = ours_like_llama(
+    hf_fields = hf_llama_fields(**heads, rope_parameters={"rope_theta": 100_000.0, **rope}, max_position_embeddings=512)
+    config = llama_config(
         context_window=512, embedding_dim=36, n_heads=9, n_key_heads=3, head_size=64, rotary_base=100_000.0, **rotary
     )
-    return Family("llama", theirs, ours)
+    return Family("llama", hf_fields, config)
 
 
 def mistral() -> Family:
     """A window in every layer."""
     rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
-    theirs = theirs_like_llama(sliding_window=7, rope_parameters=rope, tie_word_embeddings=False, rms_norm_eps=1e-4)
-    ours = ours_like_llama(window=7, rotary_base=1_000_000.0, tied=False, norm_eps=1e-4)
-    return Family("mistral", theirs, ours)
+    hf_fields = hf_llama_fields(sliding_window=7, rope_parameters=rope, tie_word_embeddings=False, rms_norm_eps=1e-4)
+    config = llama_config(window=7, rotary_base=1_000_000.0, tied=False, norm_eps=1e-4)
+    return Family("mistral", hf_fields, config)
 
 
 def qwen2() -> Family:
     """Biases of queries, keys and values alone; a window in the second half of the layers."""
     layers = {"num_hidden_layers": 3, "max_window_layers": 2, "use_sliding_window": True, "sliding_window": 5}
-    theirs = theirs_like_llama(**layers, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
-    ours = ours_like_llama(n_layers=3, window=5, full_layers=(0, 1), qkv_bias=True)
-    return Family("qwen2", theirs, ours)
+    hf_fields = hf_llama_fields(**layers, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
+    config = llama_config(n_layers=3, window=5, full_layers=(0, 1), qkv_bias=True)
+    return Family("qwen2", hf_fields, config)
 
 
 def qwen3() -> Family:
     """Norms of queries and keys, and heads whose channels are more than the model's."""
     rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
-    theirs = theirs_like_llama(head_dim=16, rms_norm_eps=1e-2, rope_parameters=rope)
-    ours = ours_like_llama(
+    hf_fields = hf_llama_fields(head_dim=16, rms_norm_eps=1e-2, rope_parameters=rope)
+    config = llama_config(
         head_size=16, norm_eps=1e-2, rotary_base=1_000_000.0, qk_norm=True, qk_norm_gain=True, qk_norm_eps=1e-2
     )
-    return Family("qwen3", theirs, ours)
+    return Family("qwen3", hf_fields, config)
 
 
 def olmo2() -> Family:
     """Norms on the outputs of a block's parts, and of queries and keys over all heads together."""
-    theirs = theirs_like_llama(rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})
+    hf_fields = hf_llama_fields(rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})
     norms = {"norm_placement": "output", "qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": 1e-5}
-    ours = ours_like_llama(rotary_base=500_000.0, qk_norm_per_head=False, **norms)
-    return Family("olmo2", theirs, ours)
+    config = llama_config(rotary_base=500_000.0, qk_norm_per_head=False, **norms)
+    return Family("olmo2", hf_fields, config)
 
 
-def theirs_like_gemma(**fields: Any) -> dict[str, Any]:
-    return theirs_like_llama(head_dim=8, rms_norm_eps=1e-3, query_pre_attn_scalar=11, sliding_window=5, **fields)
+def hf_gemma_fields(**fields: Any) -> dict[str, Any]:
+    return hf_llama_fields(head_dim=8, rms_norm_eps=1e-3, query_pre_attn_scalar=11, sliding_window=5, **fields)
 
 
-def ours_like_gemma(**fields: Any) -> ModelConfig:
+def gemma_config(**fields: Any) -> ModelConfig:
     """What Gemma 2 and 3 have in common."""
     norms = {"norm_eps": 1e-3, "norm_unit_offset": True, "norm_placement": "both"}
     common = {"head_size": 8, "activation": "gelu", "window": 5, "score_scale": 11**-0.5, "embedding_scale": 24**0.5}
-    return ours_like_llama(**norms, **common, **fields)
+    return llama_config(**norms, **common, **fields)
 
 
 def gemma2() -> Family:
     """Norms on both sides, caps of scores and logits, and a window in every other layer."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
-    theirs = theirs_like_gemma(attn_logit_softcapping=1.5, final_logit_softcapping=2.5, rope_parameters=rope)
-    ours = ours_like_gemma(full_layers=(1,), score_cap=1.5, logit_cap=2.5)
-    return Family("gemma2", theirs, ours)
+    hf_fields = hf_gemma_fields(attn_logit_softcapping=1.5, final_logit_softcapping=2.5, rope_parameters=rope)
+    config = gemma_config(full_layers=(1,), score_cap=1.5, logit_cap=2.5)
+    return Family("gemma2", hf_fields, config)
 
 
 GEMMA3_ROPE = {
@@ -126,16 +126,16 @@ GEMMA3_ROPE = {
 
 def gemma3() -> Family:
     """Norms of queries and keys; each third layer sees all, and turns slower, and slower still by a factor."""
-    theirs = theirs_like_gemma(num_hidden_layers=3, sliding_window_pattern=3, rope_parameters=GEMMA3_ROPE)
+    hf_fields = hf_gemma_fields(num_hidden_layers=3, sliding_window_pattern=3, rope_parameters=GEMMA3_ROPE)
     rotary = {"rotary_base": 1_000_000.0, "rotary_local_base": 10_000.0, "rotary_scaling": "linear"}
     norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": 1e-3}
-    ours = ours_like_gemma(n_layers=3, full_layers=(2,), rotary_factor=8.0, **rotary, **norms)
-    return Family("gemma3_text", theirs, ours)
+    config = gemma_config(n_layers=3, full_layers=(2,), rotary_factor=8.0, **rotary, **norms)
+    return Family("gemma3_text", hf_fields, config)
 
 
 def neox(parallel: bool) -> Family:
     """GPT-NeoX, whose best known models are Pythia's."""
-    theirs = THEIR_SIZES | {
+    hf_fields = HF_SIZES | {
         "hidden_size": 48,
         "intermediate_size": 56,
         "num_attention_heads": 3,
@@ -143,50 +143,50 @@ def neox(parallel: bool) -> Family:
         "use_parallel_residual": parallel,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
     }
-    sizes = {**OUR_SIZES, "embedding_dim": 48, "hidden_size": 56, "n_heads": 3}
+    sizes = {**TRICYCLE_SIZES, "embedding_dim": 48, "hidden_size": 56, "n_heads": 3}
     rotary = {"positions": "rotary", "rotary_base": 1000.0, "rotary_fraction": 0.25}
-    ours = ModelConfig(**sizes, **rotary, norm_eps=1e-3, parallel=parallel, activation="gelu_exact", tied=False)
-    return Family("gpt_neox", theirs, ours)
+    config = ModelConfig(**sizes, **rotary, norm_eps=1e-3, parallel=parallel, activation="gelu_exact", tied=False)
+    return Family("gpt_neox", hf_fields, config)
 
 
 def opt(before: bool, embedding_size: int = 0) -> Family:
     """OPT; of 350 million parameters it has its norms after each part, and narrow embeddings."""
-    theirs = THEIR_SIZES | {
+    hf_fields = HF_SIZES | {
         "ffn_dim": 40,
         "num_attention_heads": 3,
         "do_layer_norm_before": before,
         "word_embed_proj_dim": embedding_size or 24,
         "pad_token_id": None,
     }
-    sizes = {**OUR_SIZES, "hidden_size": 40, "n_heads": 3, "embedding_size": embedding_size}
+    sizes = {**TRICYCLE_SIZES, "hidden_size": 40, "n_heads": 3, "embedding_size": embedding_size}
     norms = {"norm_placement": "before" if before else "after"}
-    ours = ModelConfig(**sizes, **norms, activation="relu", position_offset=2)
-    return Family("opt", theirs, ours)
+    config = ModelConfig(**sizes, **norms, activation="relu", position_offset=2)
+    return Family("opt", hf_fields, config)
 
 
 def gpt2() -> Family:
     """Our defaults."""
     sizes = {"vocab_size": VOCABULARY, "n_positions": LONGEST, "n_embd": 24, "n_layer": N_LAYERS, "n_head": 3}
-    theirs = {**sizes, "bos_token_id": 1, "eos_token_id": 2}
-    ours = ModelConfig(**OUR_SIZES, n_heads=3)
-    return Family("gpt2", theirs, ours)
+    hf_fields = {**sizes, "bos_token_id": 1, "eos_token_id": 2}
+    config = ModelConfig(**TRICYCLE_SIZES, n_heads=3)
+    return Family("gpt2", hf_fields, config)
 
 
 def phi() -> Family:
     """Attention and MLP side by side, behind one norm."""
-    theirs = theirs_like_llama(
+    hf_fields = hf_llama_fields(
         num_attention_heads=3,
         num_key_value_heads=3,
         layer_norm_eps=1e-3,
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
     )
-    del theirs["rms_norm_eps"]
-    sizes = {**OUR_SIZES, "hidden_size": 40, "n_heads": 3}
+    del hf_fields["rms_norm_eps"]
+    sizes = {**TRICYCLE_SIZES, "hidden_size": 40, "n_heads": 3}
     norms = {"norm_eps": 1e-3, "parallel": True, "shared_norm": True}
     rotary = {"positions": "rotary", "rotary_fraction": 0.5}
-    ours = ModelConfig(**sizes, **norms, **rotary, tied=False, head_bias=True)
-    return Family("phi", theirs, ours)
+    config = ModelConfig(**sizes, **norms, **rotary, tied=False, head_bias=True)
+    return Family("phi", hf_fields, config)
 
 
 LLAMA3_SCALING = {
@@ -224,7 +224,7 @@ FAMILIES: dict[str, Family] = {
 # 134,515,008 parameters.
 SMOLLM2 = Family(
     "llama",
-    theirs_like_llama(
+    hf_llama_fields(
         vocab_size=49_152,
         hidden_size=576,
         intermediate_size=1536,
@@ -234,7 +234,7 @@ SMOLLM2 = Family(
         max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
     ),
-    ours_like_llama(
+    llama_config(
         vocab_size=49_152,
         context_window=2048,
         embedding_dim=576,
@@ -249,13 +249,13 @@ SMOLLM2 = Family(
 
 
 # -------------------------------------------------------------------- weights and differences
-def enliven(theirs: Any, lively: bool = True) -> None:
+def enliven(hf_model: Any, lively: bool = True) -> None:
     """Random weights for a model of transformers: so large, if `lively`, that every part shows in the logits."""
     import torch
 
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        for name, p in theirs.named_parameters():
+        for name, p in hf_model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
             if p.ndim == 1:  # gains and biases, moved off 0 and 1 to count
                 p += 0.2 * noise
@@ -263,9 +263,9 @@ def enliven(theirs: Any, lively: bool = True) -> None:
                 p.copy_(noise * p.shape[1] ** -0.5)
 
 
-def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+def difference(actual: np.ndarray, expected: np.ndarray) -> float:
     """The largest difference, relative to the largest element: by itself an element has no relative precision."""
-    assert ours.shape == theirs.shape
-    largest = np.abs(theirs).max()
+    assert actual.shape == expected.shape
+    largest = np.abs(expected).max()
     assert largest > 0
-    return float(np.abs(ours - theirs).max() / largest)
+    return float(np.abs(actual - expected).max() / largest)

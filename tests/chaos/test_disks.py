@@ -92,8 +92,8 @@ def test_it_sees_every_call_and_changes_nothing(tmp_path):
     names = "create open write truncate sync close rename mkdir unlink rmdir"
     assert kinds == {*names.split(), "sync folder"}
     images = cuts({}, log, tmp_path, seed=0)
-    wanted = {"folder": None, **{f"folder/{name}": content for name, content in CONTENT.items()}}
-    assert wanted in [image for _, _, image in images.values()]
+    expected = {"folder": None, **{f"folder/{name}": content for name, content in CONTENT.items()}}
+    assert expected in [image for _, _, image in images.values()]
 
 
 def test_it_says_what_it_did_not_see(tmp_path):

@@ -74,9 +74,9 @@ def test_a_terminal_that_is_closed(bench, profile, whole):
     master, slave = pty.openpty()
     slow = "from tricycle import training\nimport time\nusual = training.compute_gradients\n"
     slow += "training.compute_gradients = lambda *args: (time.sleep(0.1), usual(*args))[1]\n"
-    mine = {"stdin": slave, "stdout": slave, "stderr": slave, "encoding": None, "errors": None}
+    streams = {"stdin": slave, "stdout": slave, "stderr": slave, "encoding": None, "errors": None}
     take = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    process = case.start(prelude=slow, start_new_session=True, preexec_fn=take, **mine)
+    process = case.start(prelude=slow, start_new_session=True, preexec_fn=take, **streams)
     os.close(slave)
     metrics = case.run / "metrics.jsonl"
     while not (metrics.exists() and metrics.stat().st_size):  # it trains

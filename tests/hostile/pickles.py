@@ -129,12 +129,12 @@ def other_instructions() -> dict[str, bytes]:
     model = name("tricycle.models", "GPT")
     return {
         "INST": whole_file(pickle.MARK, text(SHELL), pickle.INST + b"os\nsystem\n"),
-        "INST of ours": whole_file(pickle.MARK, pickle.INST + b"tricycle.models\nGPT\n"),
+        "INST of Tricycle": whole_file(pickle.MARK, pickle.INST + b"tricycle.models\nGPT\n"),
         "OBJ": whole_file(pickle.MARK, system, text(SHELL), pickle.OBJ),
-        "OBJ of ours": whole_file(pickle.MARK, model, pickle.OBJ),
+        "OBJ of Tricycle": whole_file(pickle.MARK, model, pickle.OBJ),
         "NEWOBJ": whole_file(system, several(text(SHELL)), pickle.NEWOBJ),
         "NEWOBJ_EX": whole_file(system, several(text(SHELL)), mapping(), pickle.NEWOBJ_EX),
-        "NEWOBJ_EX of ours": whole_file(model, several(), mapping(text("config"), pickle.NONE), pickle.NEWOBJ_EX),
+        "NEWOBJ_EX of Tricycle": whole_file(model, several(), mapping(text("config"), pickle.NONE), pickle.NEWOBJ_EX),
         "EXT1": whole_file(pickle.EXT1 + b"\x01"),
         "EXT2": whole_file(pickle.EXT2 + b"\x01\x00"),
         "EXT4": whole_file(pickle.EXT4 + b"\x01\x00\x00\x00"),
