@@ -113,7 +113,7 @@ def test_logits_and_every_gradient_agree(family: Family) -> None:
 
 
 @each_family
-def test_what_is_read_means_what_it_should(family: Family) -> None:
+def test_converted_configs_are_equivalent(family: Family) -> None:
     model, _ = a_pair(family)
     assert differing_fields(family.config, model.config) == []
 

@@ -116,7 +116,7 @@ def test_commands(folder, tmp_path):
     assert "(saved: one.json)" in out
     assert "(new conversation)" in out
     assert "/what" in out
-    assert "/reset        start a new conversation" in out
+    assert re.search("/reset +start", out)
     assert "/save FILE" in out
     assert out.endswith(answers(folder, ["the quick", "/reset"], 5)[1] + "\n")
     assert done.returncode == 0
@@ -126,12 +126,12 @@ def test_a_file_that_cannot_be_written(folder, tmp_path):
     (tmp_path / "folder").mkdir()
     done = talk(folder, "/save folder\n", cwd=tmp_path)
     assert done.returncode == 0
-    assert done.stdout.startswith("(not saved: expected a regular file or a new file, got folder)")
+    assert done.stdout.startswith("(not saved: expected a regular file")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names")
 def test_save_does_not_replace_special_files(folder, tmp_path):
-    """A device would be gone for everybody; a pipe, and a link to it, stand for one here."""
+    """A pipe and a link to it represent devices, which a replacement would delete."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     done = talk(folder, "/save pipe\n/save link\n", cwd=tmp_path)
@@ -200,7 +200,7 @@ def test_dropped_messages_are_reported(small, capsys):
     before = [*one.messages]
     handle_line(one, "birds sing " * 50)
     assert re.search(
-        r"\(expected a message of at most 100 tokens with the chat template, got \d+: shorten it\)",
+        r"\(.*message.*at most 100 tokens.*got \d+",
         capsys.readouterr().out,
     )
     assert one.messages == before
@@ -211,10 +211,10 @@ def test_overflow_error_rejects_the_message(small):
     message = "the quick brown fox\n" * 8
     done = talk(small, f"{message}/reset\nthe quick\n", "--length", "20", "--overflow", "error")
     lines = done.stdout.splitlines()
-    full = "(the context window of 120 tokens is full: start a new conversation with /reset)"
-    begin = lines.index(full)
+    is_full = ["120 tokens is full" in line and "/reset" in line for line in lines]
+    begin = is_full.index(True)
     assert begin >= 1
-    assert lines[begin:-2] == [full] * (8 - begin)
+    assert is_full == [False] * begin + [True] * (8 - begin) + [False] * 2
     assert lines[-2] == "(new conversation)"
     assert lines[-1] == answers(small, ["the quick"], 20)[0]
 

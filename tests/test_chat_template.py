@@ -318,7 +318,7 @@ def test_a_child_serves_many_renderings_and_is_replaced_after_a_limit():
     assert ended() is None and process.returncode == 0
 
 
-def test_the_child_sees_what_is_rendered_in_the_process_itself():
+def test_child_process_renders_like_the_parent():
     variables = {"messages": LONGER, "tools": TOOLS, "x": {1: [None, 1.5, True]}}
     variables |= {"bos_token": "<s>", "eos_token": "</s>"}
     for source in (*FORMS.values(), "{{ x }} {{ x[1] }} {{ strftime_now('%Y') }} {{ tools|tojson }}"):

@@ -38,7 +38,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 FEW_QUERIES = normal(1, 2, 4, 8), normal(1, 5, 2, 8), normal(1, 5, 2, 8)
 
 
-def test_who_compiles_for_the_first_time_is_told(tmp_path, monkeypatch):
+def test_needs_compilation(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "__file__", str(tmp_path / "nowhere" / "__init__.py"))
     assert not compiled.needs_compilation()  # there is no place for it
     monkeypatch.setattr(compiled, "__file__", str(tmp_path / "__init__.py"))
@@ -120,7 +120,7 @@ def test_few_queries_of_a_cache(dtype, window, nothing):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_comes_through(bad):
+def test_non_finite_values_propagate(bad):
     """Broken weights are noticed by who draws tokens: here nothing may hide them."""
     x = normal(1, 64)
     x[0, 37] = bad
@@ -370,7 +370,7 @@ def locked(array: np.ndarray) -> np.ndarray:
         (tiled_matmul.matmul, (LEFT, RIGHT.astype(np.float64)), "float32.*got float32 and float64"),
     ],
 )
-def test_they_say_why_they_decline(large, version, arguments, phrase):
+def test_decline_reasons(large, version, arguments, phrase):
     why = version.decline_reason(*arguments)
     assert why is None if phrase is None else re.search(phrase, why)
     if phrase is not None:

@@ -662,7 +662,7 @@ test_bad_plans_and_arguments = bad_input(
 )
 
 
-def test_launches_name_what_is_wrong(monkeypatch):
+def test_launch_errors_name_the_argument(monkeypatch):
     """A kernel that is not in the table, and arrays of two devices."""
     monkeypatch.setattr(launch, "_device", lambda: 0)
     plan = LaunchPlan((1, 1), (32, 1))
@@ -702,7 +702,7 @@ def test_a_kernel_runs_where_its_arrays_lie(monkeypatch):
     assert launched == modules == [1, 0] and current == [0]
 
 
-def test_what_is_launched(monkeypatch):
+def test_launch_arguments(monkeypatch):
     """Null pointers have a type, and large shared memory is asked for."""
     calls = []
 
@@ -800,7 +800,7 @@ WHY_NOT = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "why"), WHY_NOT)
-def test_why_a_version_declines(name, arguments, why):
+def test_decline_reasons(name, arguments, why):
     (version,) = CUDA[name]
     found = version.decline_reason(*arguments)
     assert found is None if why is None else re.search(why, found), found
@@ -808,7 +808,7 @@ def test_why_a_version_declines(name, arguments, why):
         assert version(*arguments) is NotImplemented
 
 
-def test_every_version_that_declines_says_why():
+def test_every_declining_version_has_a_reason():
     takes_all = {"matmul_operand", "matmul_operand_and_sums", "to_compute_dtype", "matmul"}
     assert {name for name in CUDA if not hasattr(CUDA[name][0], "decline_reason")} == takes_all
     assert {name for name in CUDA if name not in takes_all} == {name for name, *_ in WHY_NOT} | {"gru_backward"}

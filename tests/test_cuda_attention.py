@@ -55,7 +55,7 @@ def test_the_shape_of_packed_heads(rng, score_options):
     ],
     ids=str,
 )
-def test_what_is_left_to_others(rng, odd):
+def test_unsupported_arguments_are_declined(rng, odd):
     q, k, v = packed_heads(rng, odd.get("dtype", np.float16), odd.get("n_tokens", T), odd.get("size", D))
     kind = odd.get("kind")
     if kind == "keys of another length":
@@ -261,7 +261,7 @@ def test_what_cudnn_does_not_take_is_left_to_others(stand_in, rng):
     assert len(cudnn._graphs) == 2 and FakeGraph.built == 0
 
 
-def test_a_library_that_fails_is_told_once(stand_in, rng, monkeypatch):
+def test_library_failure_is_reported_once(stand_in, rng, monkeypatch):
     def fails(self, modes):
         raise RuntimeError("symbol missing")
 

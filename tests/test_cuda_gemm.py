@@ -240,7 +240,7 @@ def test_products_equal_the_plain_ones(stand_in, rng, shape, kind, layouts):
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["rows", "columns", "gaps", "columns with gaps", "every other"])
-def test_a_product_goes_where_it_is_told(stand_in, rng, kind, layout):
+def test_products_are_written_to_out(stand_in, rng, kind, layout):
     dtype = dtype_of(kind)
     a, b = (on_device(rng.standard_normal(shape).astype(dtype)) for shape in ((6, 5), (5, 4)))
     exact = np.asarray(a).astype(float) @ np.asarray(b).astype(float)

@@ -45,7 +45,7 @@ def test_events_lie_one_in_a_slot(series):
         assert {kind for kind, _, _ in series.events[i : i + 6]} == set(KINDS)
 
 
-def test_events_are_what_they_are_said_to_be(series):
+def test_events_have_the_documented_shape(series):
     values = series.values
     parts = {kind: [(first, last) for k, first, last in series.events if k == kind] for kind in KINDS}
     around = np.stack([values[first - 1 : first + 2] for first, _ in parts["spike"]])

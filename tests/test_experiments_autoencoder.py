@@ -126,7 +126,7 @@ def test_no_linear_map_removes_noise_better(digits, rng):
     assert unexplained_variance(LinearFilter(digits.train.images, 0.5)(noisy), clean, digits) < 0.55
 
 
-def test_what_is_missed(digits):
+def test_unexplained_variance(digits):
     images, mean = digits.test.images, digits.train.images.mean(axis=0)
     assert unexplained_variance(images, images, digits) == 0
     assert unexplained_variance(np.broadcast_to(mean, images.shape), images, digits) == pytest.approx(1, rel=1e-5)

@@ -55,7 +55,7 @@ def test_what_adds_to_a_chain():
 
 @pytest.mark.parametrize("n", [1, 7, 20])
 @pytest.mark.parametrize("d", [3, 4])
-def test_the_table_of_the_lecture_is_what_is_counted(n, d):
+def test_table_of_the_lecture_equals_the_counts(n, d):
     expected = {
         "CNN, k = 3": (1, 3 * n * d**2),
         "CNN, k = 7": (1, 7 * n * d**2),

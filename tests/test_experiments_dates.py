@@ -100,7 +100,7 @@ def test_numbers_alone():
     )
 
 
-def test_fields_are_where_they_are_said_to_be(many):
+def test_fields_have_the_documented_positions(many):
     for one in many:
         assert len(one.source) == len(one.fields)
         text = {field: "".join(c for c, f in zip(one.source, one.fields) if f == field) for field in (DAY, MONTH, YEAR)}

@@ -94,7 +94,7 @@ def test_stories_say_their_sums():
         assert all(eval(line.rstrip(".").replace("=", "==")) for line in equations)
 
 
-def test_a_story_told_otherwise_is_new():
+def test_a_reworded_story_is_new():
     generator = np.random.default_rng(0)
     parts = sums.sums(200)
     known = {sentence for one in parts["train"] for sentence in sums.story(one, generator).split(". ")}
@@ -179,7 +179,7 @@ def test_plays_in_tenths():
     assert all(opening + rest in voice.part("test") and rest for opening, rest in openings)
 
 
-def test_what_is_copied():
+def test_copied_fraction():
     known = voice.part("train").split()
     copied_fraction, mixed = " ".join(known[:9]), " ".join(known[:9][::-1])
     assert voice.copied_fraction([copied_fraction]) == 1
@@ -270,7 +270,7 @@ def test_a_stopped_training_is_not_measured(finished, monkeypatch, tmp_path):
 
 
 @pytest.mark.nightly
-def test_the_page_shows_what_was_said(finished, tmp_path):
+def test_page_escapes_samples(finished, tmp_path):
     folder, _, _ = finished
     results = read(folder / "results.json")
     results["before"]["samples"]["sums"][0][2] = "<script>&"

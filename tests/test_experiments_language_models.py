@@ -66,7 +66,7 @@ def test_bits():
 
 
 @pytest.mark.nightly
-def test_what_is_held_out_stands_in_no_other_part(monkeypatch):
+def test_held_out_texts_are_in_no_other_split(monkeypatch):
     learnt, kept = text_of("code", "train"), text_of("code", "test")
     assert len(kept) > 10**5
     assert len(learnt) > 10 * len(kept)

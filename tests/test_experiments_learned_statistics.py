@@ -204,7 +204,7 @@ def test_what_a_run_leaves(finished):
 
 
 @pytest.mark.nightly
-def test_what_is_finished_is_not_done_again(finished):
+def test_finished_runs_are_skipped(finished):
     folder, words, out = finished
     before = (folder / "model-0.safetensors").stat().st_mtime_ns
     rows = read(folder / "results.json")["rows"]

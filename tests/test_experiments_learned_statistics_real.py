@@ -167,7 +167,7 @@ def test_where_scales_begin():
 
 
 # -------------------------------------------------------------------- shares
-def test_the_shares_of_one_row_are_what_is_missing(subject):
+def test_mean_shares_of_one_row_are_exact(subject):
     """With one row, its mean is exact: so attention is the whole softmax again."""
     row = rows_of(subject, "code")[:1]
     shares = exact_shares(subject, row, (4,))
@@ -291,7 +291,7 @@ def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch):
         ("", False),
     ],
 )
-def test_whose_model_is_named(folder, words, is_pretrained):
+def test_pretrained_model_names_are_recognized(folder, words, is_pretrained):
     assert real.names_pretrained_model([word.replace("FOLDER", str(folder)) for word in words.split()]) == is_pretrained
 
 

@@ -65,7 +65,7 @@ def test_an_installed_package_is_read_and_not_imported(tmp_path, monkeypatch):
     assert "g2p_en" not in sys.modules
 
 
-def test_what_is_no_such_file(tmp_path):
+def test_missing_and_wrong_files(tmp_path):
     wheel = a_wheel(tmp_path / "any.whl", {"other/a.txt": b""})
     with pytest.raises(ValueError, match=r"any\.whl: .*g2p_en/a\.txt.*g2p_en-2\.1\.0"):
         packages.G2P.read("a.txt", wheel)
@@ -261,7 +261,7 @@ def test_gradients_by_differences(tmp_path):
         np.testing.assert_allclose(products[:, i], vector @ np.array(sides), rtol=1e-3, atol=1e-4)
 
 
-def test_what_can_be_said_so_far(tmp_path):
+def test_probabilities_by_state(tmp_path):
     arrays = random_g2p()
     model, letters = g2p.load(made_up_g2p(tmp_path)), g2p.ids_of(["abed"])[0][0].tolist()
     probable = look_g2p.probabilities_by_state(model, "abed", SPOKEN)
@@ -640,7 +640,9 @@ def test_the_real_model_is_given_back(tmp_path):
 
 
 @needs(packages.MINILM)
-def test_the_real_model_knows_what_is_alike(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_real_model_ranks_similar_sentences_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     pytest.importorskip("tokenizers")
     monkeypatch.setattr(sys, "argv", ["minilm", "--quick", "--shown", "1"])
     assert minilm.main() == 0

@@ -47,7 +47,7 @@ def test_both_variants_begin_with_the_same_weights_batches_and_masks(tokens):
     assert np.array_equal(*draws)
 
 
-def test_what_is_measured(tokens):
+def test_measures(tokens):
     state, held_out = new_state(tiny(), tokens), HeldOut(tokens, 2000)
     row = measure(state, held_out)
     loss, _ = evaluate(state.model, tokens, 2, n_batches=48)

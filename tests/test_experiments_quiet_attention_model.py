@@ -86,7 +86,7 @@ def test_massive_tokens():
     assert np.flatnonzero(massive_tokens(streams)).tolist() == [0, 7]
 
 
-def test_what_is_seen_inside(ids):
+def test_look_inside(ids):
     model = lively_model()
     inside = look_inside(model, ids[:, :-1])
     assert inside.first.shape == (2, 4)
@@ -122,7 +122,7 @@ def test_outliers_of_weights():
     ],
     ids=lambda variant: variant.title,
 )
-def test_only_what_is_to_learn_learns(variant, tmp_path):
+def test_only_parameters_of_the_method_change(variant, tmp_path):
     loaded = load_model(str(write_folder(tmp_path / "tiny")))
     before = {name: p.array.copy() for name, p in loaded.model.named_parameters()}
     text = loaded.tokeniser.encode_plain(TEXT).astype(np.int64)

@@ -233,7 +233,7 @@ def test_pages_that_cannot_be(tmp_path, items, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_shown():
+def test_choice_of_sentences():
     labels = np.array([0, 1] * 20)
     right = np.zeros((2, 40), bool)
     right[:, :20], right[0, 20:30] = True, True

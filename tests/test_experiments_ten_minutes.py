@@ -183,7 +183,7 @@ def test_what_a_run_leaves(finished):
 
 
 @pytest.mark.nightly
-def test_what_is_finished_is_not_done_again(finished, monkeypatch):
+def test_finished_runs_are_skipped(finished, monkeypatch):
     folder, words, _ = finished
     before = (folder / "results.json").read_bytes()
     (folder / "ablations.png").unlink()
@@ -214,7 +214,7 @@ def test_a_training_that_fails_does_not_take_the_others_along(monkeypatch, tmp_p
 
 
 @pytest.mark.nightly
-def test_a_broken_training_says_why(texts):
+def test_failed_training_reports_the_reason(texts):
     settings = study.Settings(data="text", files=(str(texts / "nowhere"),), config=SMALL)
     cores: study.queue.Queue = study.queue.Queue()
     cores.put(None)
@@ -371,7 +371,7 @@ def test_where_a_function_ends():
         "def f():\n  return " + "(" * 5000: False,
     }.items(),
 )
-def test_what_is_python(text, expected):
+def test_is_python(text, expected):
     assert parses.is_python(text) is expected
 
 

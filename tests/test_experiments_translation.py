@@ -217,7 +217,7 @@ def test_parameters_of_both_languages_are_shared():
         new_model("cnn", SMALL, 300, np.random.default_rng(0))
 
 
-def test_layers_of_a_transformer_are_told_apart(pairs):
+def test_each_transformer_layer_is_shown(pairs):
     model = new_model("transformer", Recipe("", 16, 2, 1e-3, 0.0, 400, n_heads=2), 330, np.random.default_rng(0)).eval()
     shown = align(model, pairs.vocabulary, "The dog.")
     assert list(shown["weights"]) == ["layer 1", "layer 2"]

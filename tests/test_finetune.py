@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -139,7 +140,7 @@ def test_resuming_is_bit_exact(method, loss, base_folder, data, tmp_path, monkey
         return step(*args)
 
     monkeypatch.setattr(training, "compute_gradients", breaking)
-    with pytest.raises(OSError, match=r"the power is gone.*resume with"):
+    with pytest.raises(OSError, match=r"power is gone.*resume"):
         tune(base_folder, data, tmp_path / "cut", *words)
     monkeypatch.setattr(training, "compute_gradients", step)
     (tmp_path / "cut" / ".best.safetensors.1-1.part").touch()  # as a kill leaves it
@@ -231,8 +232,8 @@ def test_chosen_answers_become_likelier_than_rejected_ones(chat, method, base_fo
     words = ["--loss", "dpo", "--method", method, "--steps", "20", "--eval-interval", "10", "--learning-rate", rate]
     assert tune(base_folder, path, run, *words) == 0
     out = capsys.readouterr().out
-    assert "before training: held-out loss 0.6931 nats/pair, reward margin 0.000, reward accuracy 50%" in out
-    assert "held-out loss before training: 0.6931 nats/pair, reward margin 0.000, reward accuracy 50%; after: 0." in out
+    assert out.count("0.6931 nats/pair, reward margin 0.000, reward accuracy 50%") == 2
+    assert re.search(r"50%; after: 0\.", out)
     metrics = read_metrics(run / "metrics.jsonl")
     estimates = [line for line in metrics if "held_out_loss" in line]
     assert estimates[-1]["held_out_loss"] < 0.5

@@ -86,7 +86,7 @@ def test_q8_0_is_near():
     )
 
 
-def test_what_is_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(ValueError, match=r"Q8_0, .*got IQ2_XS"):
         dequantize_blocks(np.zeros((1, 34), np.uint8), "IQ2_XS")
     with pytest.raises(ValueError, match=r"Q8_0.*34 bytes.*\(1, 35\)"):

@@ -225,7 +225,7 @@ def runs_of_characters() -> list[str]:
     return ["".join(str(rng.choice(pieces)) * rng.integers(1, 20) for _ in range(4)) for _ in range(300)]
 
 
-def test_a_learnt_tokeniser_goes_along(tmp_path):
+def test_trained_tokeniser_is_exported(tmp_path):
     tokeniser = learnt_tokeniser()
     export_gguf(GPT(ModelConfig(**{**LLAMA, "vocab_size": 512})), tokeniser, tmp_path / "a.gguf")
     back = load(tmp_path / "a.gguf").tokeniser
@@ -233,7 +233,7 @@ def test_a_learnt_tokeniser_goes_along(tmp_path):
         assert back.encode(text) == tokeniser.encode(text, allowed_special=True).tolist(), text
 
 
-def test_another_tokeniser_goes_along(tmp_path):
+def test_other_tokeniser_is_exported(tmp_path):
     tokeniser = other_tokeniser()
     export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
     metadata = read_metadata(tmp_path / "a.gguf")

@@ -82,7 +82,7 @@ def test_damaged_files_give_a_model_or_one_line(root, kind):
 
 
 @pytest.mark.parametrize("title", FOUND)
-def test_what_was_found(root, title):
+def test_regressions(root, title):
     name, target, content = FOUND[title]
     victim = root / "victim"
     victim.write_text("mine\n", encoding="utf-8")

@@ -46,7 +46,7 @@ def holder(tmp_path, kind):
     process.communicate()
 
 
-def test_a_lock_is_told_and_goes_with_its_block(tmp_path, kind):
+def test_lock_names_its_owner_and_is_released_after_the_block(tmp_path, kind):
     folder = tmp_path / "run"
     with FolderLock(folder) as lock:
         holder = json.loads(lock.path.read_text())
@@ -110,21 +110,21 @@ def test_a_number_that_another_process_has_today_is_no_holder(tmp_path, kind):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": "1"}', '{"pid": -1}', "[" * 100_000, "\ud800"])
-def test_a_file_that_says_nothing_holds_nothing_where_there_are_locks(tmp_path, text):
+def test_empty_lock_file_is_free_where_the_system_has_locks(tmp_path, text):
     (tmp_path / locks.LOCK_NAME).write_bytes(text.encode("utf-8", "surrogatepass"))
     with FolderLock(tmp_path):
         pass
 
 
 @pytest.mark.parametrize("changes", [{"host": "elsewhere"}, {"pid": "x"}, {"pid": 0}, {"pid": -1}])
-def test_without_locks_nobody_is_taken_for_dead_without_a_proof(tmp_path, monkeypatch, changes):
+def test_without_system_locks_owners_count_as_alive_unless_proven_dead(tmp_path, monkeypatch, changes):
     monkeypatch.setattr(locks, "lock_file", lambda handle: None)
     write_lock(tmp_path, **changes)
     with pytest.raises(LockedError, match=r"remove .*\.lock|process"):
         FolderLock(tmp_path).__enter__()
 
 
-def test_a_holder_that_leaves_at_the_wrong_moment_leaves_no_lock_that_nobody_holds(tmp_path, kind, monkeypatch):
+def test_owner_that_exits_while_locking_leaves_no_stale_lock(tmp_path, kind, monkeypatch):
     write_lock(tmp_path, host="elsewhere")
     opened = os.open
 

@@ -578,7 +578,7 @@ def test_the_trace_without_interventions_is_kept_longest(server: LookServer) -> 
     assert ask(server, "top_predictions", trace=view["trace"], position=1)[0] == 200
     assert ask(server, "top_predictions", trace=last["trace"], position=1)[0] == 200
     status, answer = ask(server, "top_predictions", trace=last["trace"] - 10, position=1)
-    assert (status, answer["error"]) == (400, "this trace was deleted: run the model on the text again")
+    assert status == 400 and "trace was deleted" in answer["error"]
 
 
 def test_a_port_in_use(server: LookServer) -> None:

@@ -182,7 +182,7 @@ def test_invalid_arguments():
         Adapter(GPT(CONFIG), {"norm": LowRankUpdate(8, 8, TARGETS, 0.0, np.random.default_rng(0))}, LoRAConfig())
     with pytest.raises(ValueError, match=r"dropout.*got 1"):
         LoRAConfig(dropout=1.0)
-    with pytest.raises(ValueError, match="expected targets to be names"):
+    with pytest.raises(ValueError, match=r"targets.*names"):
         LoRAConfig(targets=(3,))
     layer = small_layer()
     layer.weights.requires_grad = True

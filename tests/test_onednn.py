@@ -168,7 +168,7 @@ def test_empty_products(size):
 
 
 @USABLE
-def test_what_is_not_finite_stays_so():
+def test_non_finite_values_propagate():
     a, b = np.ones((4, 40), np.float32), np.ones((40, 4), np.float32)
     a[1, 3], a[2, 5] = np.nan, np.inf
     found = kernels.matmul(*(kernels.matmul_operand(x, "bfloat16") for x in (a, b)))
@@ -240,7 +240,7 @@ def test_errors_of_the_library_are_named():
         (table.quantized.quantized_matmul, lambda x, half: (x, QuantizedMatrix(half[:0], None, True)), "empty"),
     ],
 )
-def test_versions_say_why_they_decline(version, arguments_of, reason):
+def test_decline_reasons(version, arguments_of, reason):
     x = np.ones((16, 1024), np.float32)
     arguments = arguments_of(x, x.astype(onednn.bfloat16()))
     if reason is None:
@@ -349,7 +349,7 @@ def test_it_is_asked_before_the_threads():
         assert version in offered[name][:-1] and offered[name][-1].__module__.startswith("tricycle_accelerators.cpu.")
 
 
-def test_other_systems_are_told(unusable, monkeypatch):
+def test_other_systems_are_unsupported(unusable, monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     assert "Linux on x86-64" in onednn.unavailable_reason()
@@ -363,7 +363,7 @@ def test_half_precision_is_for_other_devices(monkeypatch):
     cpu.matrices._warn_float32.cache_clear()
 
 
-def test_an_old_processor_is_told(unusable, monkeypatch):
+def test_old_processors_are_unsupported(unusable, monkeypatch):
     class Library:
         def __getattr__(self, name):
             call = lambda *arguments: 0x67 if name == "dnnl_get_effective_cpu_isa" else 0
@@ -377,7 +377,7 @@ def test_an_old_processor_is_told(unusable, monkeypatch):
     assert "AVX-512" in onednn.unavailable_reason() and "AMX" in onednn.unavailable_reason()
 
 
-def test_a_broken_library_is_told(unusable, monkeypatch, tmp_path):
+def test_broken_library_is_reported(unusable, monkeypatch, tmp_path):
     pytest.importorskip("ml_dtypes")
     path = tmp_path / onednn.LIBRARY
     path.write_bytes(b"nothing of use")

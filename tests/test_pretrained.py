@@ -68,7 +68,7 @@ def same_logits(loaded, model) -> bool:
 
 # -------------------------------------------------------------------- what comes back
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_what_was_written_is_read(config: ModelConfig, tmp_path: Path) -> None:
+def test_exported_models_load(config: ModelConfig, tmp_path: Path) -> None:
     model = a_folder(tmp_path / "model", config)
     loaded = load(tmp_path / "model")
     assert not loaded.model.training
@@ -151,7 +151,7 @@ def test_16_bits_stay_so_where_asked(dtype: str, config: ModelConfig, tmp_path: 
     assert list(generate(stored, [1, 2], 12, temperature=0)) == list(generate(wide, [1, 2], 12, temperature=0))
     stored(TOKENS).sum().backward()  # what is not frozen may learn
     assert all((p.grad is None) == (p.dtype.itemsize == 2) for p in stored.parameters())
-    with pytest.raises(ValueError, match="expected weights of 32 bits"):
+    with pytest.raises(ValueError, match=r"weights.*32 bits"):
         stored.unfreeze()
 
 
@@ -260,7 +260,7 @@ def test_fields_of_gpt2_that_are_refused(name: str, value: Any, message: str, tm
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, "\xff\xfe", '{"a": 1}{'])
-def test_a_config_that_is_none(text: str, folder: Path) -> None:
+def test_invalid_config_files(text: str, folder: Path) -> None:
     (folder / "config.json").write_bytes(text.encode("latin-1"))
     refuse(folder, "config.json: expected")
 
@@ -333,7 +333,7 @@ def test_a_file_that_is_cut_off(n_bytes: int, folder: Path) -> None:
     refuse(folder, "cut off")
 
 
-def test_a_header_that_is_none(folder: Path) -> None:
+def test_invalid_headers(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes((2**60).to_bytes(8, "little") + bytes(100))
     refuse(folder, "header is cut off")
@@ -470,7 +470,7 @@ def test_names_that_are_not(cache: Path) -> None:
     refuse("owner/some-model", "HF_HUB_OFFLINE is set", FileNotFoundError)
 
 
-def test_what_the_hub_says_is_said_in_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_fit_on_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = pytest.importorskip("huggingface_hub.errors")
     library = sys.modules["huggingface_hub"]
 
@@ -498,7 +498,7 @@ def test_what_the_hub_says_is_said_in_one_line(cache: Path, monkeypatch: pytest.
     refuse("a/b", "no route to host", FileNotFoundError)
 
 
-def test_only_what_is_needed_is_downloaded() -> None:
+def test_only_needed_files_are_downloaded() -> None:
     from fnmatch import fnmatch
 
     def is_downloaded(name: str) -> bool:

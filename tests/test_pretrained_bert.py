@@ -125,10 +125,10 @@ def test_and_back(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
         ({"model_type": "roberta", "max_position_embeddings": 10**12, "pad_token_id": 10**12 - 9}, "asks for at least"),
         ({"model_type": "roberta", "pad_token_id": 19}, "context_window.*got 0"),
         ({"model_type": "roberta", "pad_token_id": -5}, "position_offset.*got -4"),
-        ({"intermediate_size": 48}, r"encoder\.layer\.0\.intermediate\.dense\.weight: expected shape"),
+        ({"intermediate_size": 48}, r"encoder\.layer\.0\.intermediate\.dense\.weight: .*shape"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_unsupported_fields_are_rejected(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     import json
 
     a_model("Bert", {}).save_pretrained(tmp_path)

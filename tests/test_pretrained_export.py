@@ -230,12 +230,12 @@ def test_a_tokeniser_that_transformers_would_read_as_qwens(tokeniser: BPETokenis
     assert find_export_family(windows)[1]["model_type"] == "qwen2"
 
 
-# -------------------------------------------------------------------- configs that nobody else knows
+# -------------------------------------------------------------------- unsupported configs
 REFUSED: dict[str, tuple[ModelConfig, str]] = {
-    "softmax": (ModelConfig(**SIZES, softmax="softmax1"), "gpt2 does not support softmax='softmax1'"),
+    "softmax": (ModelConfig(**SIZES, softmax="softmax1"), "gpt2 .*softmax='softmax1'"),
     "blocks": (ModelConfig(**SIZES, softmax="blocks"), "softmax='blocks'"),
-    "token shift": (ModelConfig(**LLAMA, token_shift=True), "llama does not support token_shift=True"),
-    "key shift": (ModelConfig(**LLAMA, key_shift=True), "llama does not support key_shift=True"),
+    "token shift": (ModelConfig(**LLAMA, token_shift=True), "llama .*token_shift=True"),
+    "key shift": (ModelConfig(**LLAMA, key_shift=True), "llama .*key_shift=True"),
     "no positions": (ModelConfig(**SIZES, positions="none"), "positions='none'"),
     "learned positions": (replace(ModelConfig(**LLAMA), positions="learned"), "positions='learned'"),
     "caps": (ModelConfig(**LLAMA, score_cap=5.0), "score_cap=5.0"),
@@ -246,11 +246,11 @@ REFUSED: dict[str, tuple[ModelConfig, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_field_in_the_way_is_named(name: str, tmp_path: Path) -> None:
+def test_unsupported_field_is_named(name: str, tmp_path: Path) -> None:
     config, field = REFUSED[name]
-    with pytest.raises(ValueError, match="no family of transformers") as caught:
+    with pytest.raises(ValueError, match=f"no family of transformers.*{field}") as caught:
         export_folder(GPT(config), None, tmp_path / "model")
-    assert field in str(caught.value) and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -120,6 +120,6 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         load(path, weights="int8")
 
 
-def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_unknown_weight_types_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"weights.*float32, stored, int8.*'int2'"):
         load(tmp_path, weights="int2")

@@ -79,7 +79,7 @@ def test_a_provider_that_cannot_be_used_is_never_planned(name):
 
 
 @pytest.mark.parametrize("product", [FORWARD, WEIGHT_GRADIENT, ONE_ROW, ONE_ROW_BY_ROWS, FEW, ODD, NARROW, FEW_NARROW])
-def test_the_kernel_does_what_is_planned(product):
+def test_kernel_follows_the_plan(product):
     """On this machine, whichever it is."""
     usable = frozenset(provider.PROVIDER for provider in (compiled, onednn) if provider.unavailable_reason() is None)
     if product.dtype == "bfloat16" and "onednn" not in usable:

@@ -227,9 +227,8 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, finishe
     saved = load_checkpoint(folder / "last.safetensors").about["progress"]["step"]
     if status == 0:
         assert saved == step
-        assert lines_without_progress_bars(done.stderr) == [
-            "stopping after this step (press Ctrl-C again to stop at once)"
-        ]
+        (notice,) = lines_without_progress_bars(done.stderr)
+        assert "after this step" in notice and "Ctrl-C" in notice
         assert f"stopped after step {step}" in done.stdout
         command = shlex.split(done.stdout.splitlines()[-1])
         assert command == ["python", "train_smol_gpt.py", "--resume", str(folder)]
@@ -260,7 +259,7 @@ def test_the_final_evaluation_can_be_interrupted(tmp_path, finished, text, name,
 @pytest.mark.nightly
 @POSIX_ONLY
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_nobody_needs_to_listen(tmp_path, finished, text, closed):
+def test_training_survives_closed_streams(tmp_path, finished, text, closed):
     """And no checkpoint gets the place, and the output, of a stream that was closed."""
     folder = tmp_path / "run"
     words = [TRAIN, *QUICK, "--data", "text", "--files", text, "--run-folder", folder]

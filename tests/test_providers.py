@@ -41,7 +41,7 @@ def test_the_first_that_takes_the_arguments_runs():
     assert str(explanation).startswith(f"matmul: {explanation.provider} runs (")
 
 
-def test_what_is_explained_is_what_runs(monkeypatch):
+def test_explained_provider_runs(monkeypatch):
     """For products of all shapes: the version that is named first without a reason gives the result."""
     rng = np.random.default_rng(0)
     for shape in ((1, 600, 900), (4, 600, 900), (300, 96, 128), (2, 3, 4), (1, 3, 4)):
@@ -90,7 +90,7 @@ def test_within_a_block_of_the_reference_the_plain_version_runs():
     assert "use_reference" in explanation.answers[0].reason
 
 
-def test_what_is_asked_must_be_there():
+def test_explain_rejects_unknown_kernels():
     with pytest.raises(ValueError, match=r"adamw, .*'product'"):
         kernels.explain("product", A)
     with pytest.raises(ValueError, match="<kernel matmul>"):
@@ -138,7 +138,7 @@ def test_an_unknown_provider_is_rejected():
     assert re.search("TRICYCLE_KERNELS: .*onednn.*got 'numpy,-mlk'", message)
 
 
-def test_who_is_not_there_says_why(monkeypatch):
+def test_unavailable_providers_give_a_reason(monkeypatch):
     class Array(np.ndarray):
         pass
 

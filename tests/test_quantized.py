@@ -80,7 +80,7 @@ def test_rows_of_zeros_and_of_the_smallest_numbers():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_refused(kind, bad):
+def test_non_finite_weights_are_rejected(kind, bad):
     numbers, _ = matrix_of(kind, (5, 4))
     numbers[3, 2] = bad
     with pytest.raises(ValueError, match=rf"\({kind}\): .*finite"):
@@ -183,7 +183,7 @@ def test_a_process_with_several_threads(n_threads):
 
 
 @USABLE
-def test_many_rows_are_rounded_where_the_precision_says_so():
+def test_many_rows_are_rounded_to_the_precision():
     _, matrix = matrix_of("bfloat16", (96, 70))
     x = np.random.default_rng(0).standard_normal((100, 96)).astype(np.float32)
     expected = x.astype(np.float64) @ np.asarray(matrix, np.float64)
@@ -193,7 +193,7 @@ def test_many_rows_are_rounded_where_the_precision_says_so():
 
 @USABLE
 @pytest.mark.parametrize("n_rows", [1, 40])
-def test_rows_of_any_size_and_what_is_not_finite(n_rows):
+def test_rows_of_any_size_and_non_finite_values(n_rows):
     """Each row has a scale of its own; and infinity is no whole number, but gives what the plain version gives."""
     _, matrix = matrix_of("int8", (64, 70))
     x = np.random.default_rng(0).standard_normal((n_rows, 64)).astype(np.float32)
@@ -251,7 +251,7 @@ def test_weights_of_few_bits_do_not_train():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_model_says_nearly_the_same(kind, tied, plain):
+def test_logits_of_a_quantized_model_are_close(kind, tied, plain):
     if kind == "bfloat16":
         pytest.importorskip("ml_dtypes")
     model = GPT(ModelConfig(**{**vars(CONFIG), "tied": tied})).eval()

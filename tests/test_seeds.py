@@ -226,7 +226,7 @@ def test_xp_is_cupy_after_a_move() -> None:
 
 
 @pytest.mark.skipif(devices.gpu_problem() is None, reason="a GPU is there")
-def test_without_a_gpu_the_move_says_why_and_all_stays_as_it_was() -> None:
+def test_to_gpu_without_a_gpu_fails_and_changes_nothing() -> None:
     tensor = to_tensor([1, 2, 3])
     with pytest.warns(UserWarning, match=r"^to_gpu: .*GPU.*CPU"):
         assert tensor.to_gpu() is tensor

@@ -88,7 +88,7 @@ def test_vectors_are_those_of_transformers(folder: Path, kind: str, pooling: dic
     assert vectors.dtype == np.float32 and model.encode([]).shape == (0, 24)
 
 
-def test_a_folder_that_says_nothing(folder: Path) -> None:
+def test_folder_without_settings(folder: Path) -> None:
     (folder / "modules.json").unlink()
     np.testing.assert_allclose(load_sentence_encoder(folder).encode(TEXTS), expected(folder, "mean", False), atol=2e-5)
 
@@ -114,17 +114,17 @@ def test_long_texts_are_cut_and_capital_letters_lowered(folder: Path) -> None:
         (lambda f: write_pooling(f, {"pooling_mode": ["mean"]}), r"got \[\['mean'\]\]"),
         (lambda f: write_pooling(f, {}), r"got \[\]"),
         (lambda f: write_pooling(f, {}, [*MODULES, "Dense"]), r"Normalize, got .*Dense in '3_Dense'"),
-        (lambda f: (f / "modules.json").write_text("{"), r"modules\.json: expected JSON"),
+        (lambda f: (f / "modules.json").write_text("{"), r"modules\.json: .*JSON"),
         (lambda f: (f / "modules.json").write_text("{}"), r"modules\.json: .*list of objects"),
         (lambda f: (f / "modules.json").write_text('[{"path": "../x"}]'), r"folder beside it.*, got '\.\./x'"),
         (lambda f: (f / "sentence_bert_config.json").write_text('{"max_seq_length": 2}'), "above 2"),
         (
             lambda f: (f / "config_sentence_transformers.json").write_text('{"default_prompt_name": "query"}'),
-            "expected default_prompt_name to be null",
+            "default_prompt_name.*null",
         ),
     ],
 )
-def test_what_is_refused(folder: Path, change: Any, message: str) -> None:
+def test_invalid_folders_are_rejected(folder: Path, change: Any, message: str) -> None:
     change(folder)
     with pytest.raises(ValueError, match=message) as caught:
         load_sentence_encoder(folder)

@@ -91,7 +91,7 @@ def test_models(client):
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == ("tiny", "model", "tricycle")
     assert client.models.retrieve("tiny") == model
-    with pytest.raises(openai.NotFoundError, match=r"'gpt-5' does not exist.*'tiny'"):
+    with pytest.raises(openai.NotFoundError, match=r"'gpt-5'.*'tiny'"):
         client.models.retrieve("gpt-5")
 
 
@@ -825,7 +825,7 @@ def test_slow_chat_template_does_not_block_others(tmp_path):
             n_answers += 1
         status, response, _ = slow.result()
         assert (status, n_answers > 3) == (400, True)
-        assert response["error"]["message"].endswith("chat template: it takes more than 5 seconds")
+        assert response["error"]["message"].endswith("more than 5 seconds")
         assert server.request("/v1/chat/completions", {"messages": HELLO, "max_tokens": 3})[0] == 200
 
 
@@ -995,7 +995,7 @@ def test_command_line_errors(folder, tmp_path):
             ([str(folder), "--host", "0.0.0.0"], "--api-key"),
             ([str(folder), "--host", "no.such.host.invalid", "--api-key", "x"], "--host no.such.host.invalid"),
             ([str(folder), "--port", "70000"], "--port.*0 to 65535"),
-            ([str(tmp_path / "gone.gguf"), "--port", "0"], "gone.gguf: expected a model"),
+            ([str(tmp_path / "gone.gguf"), "--port", "0"], "gone.gguf: .*model"),
             ([str(folder), "--max-batch-size", "0"], "--max-batch-size"),
         ]
         processes = [(start_serve(*args), message) for args, message in cases]

@@ -70,7 +70,7 @@ def test_cleaning_up_is_not_interrupted_again():
             send(signal.SIGHUP)
 
 
-def test_what_was_ignored_stays_ignored():
+def test_ignored_signals_stay_ignored():
     """As SIGHUP by nohup, or SIGINT in the background of a shell."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -79,7 +79,7 @@ def test_gradients_may_be_gathered_before_an_update(rng):
     layer.update(AdamW())
 
 
-def test_whoever_changes_an_array_can_say_so():
+def test_user_can_declare_a_changed_array():
     x = to_tensor([1.0, 2.0])
     y = (x * x).sum()
     x.array *= 10

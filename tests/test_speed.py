@@ -1,5 +1,6 @@
 """tricycle machine --speed: fractions of peak, where a step's time goes, and what follows from that."""
 
+import re
 import threading
 
 import numpy as np
@@ -114,14 +115,15 @@ def test_a_slow_processor_gets_smaller_batches():
 # -------------------------------------------------------------------- advice
 def test_faster_bfloat16_is_suggested():
     lines = [speed_of("float32", 1000, matmul=1), speed_of("bfloat16", 1500, matmul=1)]
-    assert speed.advice(lines) == ["train with --precision bfloat16: 1.5 times the tokens/s of float32"]
+    (suggestion,) = speed.advice(lines)
+    assert "--precision bfloat16" in suggestion and "1.5 times" in suggestion
     assert speed.advice(lines[:1]) == []
     assert speed.advice([lines[0], speed_of("bfloat16", 1010, matmul=1)]) == []
 
 
 def test_the_largest_group_is_named_unless_it_is_products():
-    found = speed.advice([speed_of("float32", 1, matmul=0.4, attention=0.5, rest=0.1)])
-    assert found == ["reduce the time of attention in float32: 50% of a step, matrix products 40%"]
+    (suggestion,) = speed.advice([speed_of("float32", 1, matmul=0.4, attention=0.5, rest=0.1)])
+    assert re.search("attention in float32: 50%.*matrix products 40%", suggestion)
     assert speed.advice([speed_of("float32", 1, matmul=0.5, attention=0.4, rest=0.1)]) == []
 
 
@@ -152,5 +154,5 @@ def test_the_flag_measures(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.reconfigure", lambda **_: None, raising=False)
     assert machine.main() == 0
     out, err = capsys.readouterr()
-    assert err == "measuring for about 15 seconds\n"
+    assert "15 seconds" in err and err.count("\n") == 1
     assert "fraction of peak" in out and out.endswith("Suggestions for more speed:\n  an advice\n")

@@ -61,7 +61,7 @@ def test_one_thread_needs_no_others(trust, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(576, 960), (64, 4097), (5000, 67), (1536, 576), (257, 1031)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_row_gets_the_same_bits_whoever_multiplies(trust, shape, dtype):
+def test_rows_have_the_same_bits_with_and_without_spin_threads(trust, shape, dtype):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((1, shape[0])).astype(dtype)
     matrix = rng.standard_normal(shape).astype(dtype).copy(order="F")
@@ -84,7 +84,7 @@ def test_blas_has_its_number_of_threads_back(trust):
     assert [library.num_threads for library in threads.blas_libraries()] == before
 
 
-def test_whoever_counts_on_one_thread_is_left_alone(trust, monkeypatch):
+def test_single_blas_thread_disables_spin_threads(trust, monkeypatch):
     monkeypatch.setattr(threads, "blas_limit", threads._BlasLimit())  # an earlier test may hold it for good
     matrix = np.ones((900, 600), np.float32, order="F")
     row = np.ones((1, 900), np.float32)

@@ -281,7 +281,7 @@ def test_two_sweeps_in_one_folder(tmp_path: Path, trainer: Trainer) -> None:
         (["--sampler", "grid"], "--sampler grid: .*dropout"),
     ],
 )
-def test_what_is_refused(words: list[str], message: str, tmp_path: Path, trainer: Trainer) -> None:
+def test_invalid_sweeps_are_rejected(words: list[str], message: str, tmp_path: Path, trainer: Trainer) -> None:
     with pytest.raises(ValueError) as error:
         sweep(tmp_path / "a", *words)
     assert re.search(message, str(error.value))
@@ -369,7 +369,7 @@ def test_a_failed_run_reports_the_reason(tmp_path: Path, words: list[str]) -> No
     assert done.returncode == 1
     assert done.stdout.count(" failed: ") == 2
     assert "none.txt" in done.stdout
-    assert lines_without_progress_bars(done.stderr)[-1].endswith("a: expected a completed trial, got none")
+    assert re.search("a: .*completed trial", lines_without_progress_bars(done.stderr)[-1])
 
 
 @POSIX_ONLY

@@ -632,9 +632,9 @@ def test_expanding_normalizers_are_rejected(part, step):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", "{", "tokenizer.json: expected JSON: "),
+        ("tokenizer.json", "{", "tokenizer.json: .*JSON"),
         ("tokenizer.json", "[]", "tokenizer.json: .*JSON object.*list"),
-        ("tokenizer.json", "{}", "tokenizer.json: expected a tokenizer.json: "),
+        ("tokenizer.json", "{}", "tokenizer.json: expected a tokenizer.json"),
         (
             "tokenizer.json",
             '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}',
@@ -642,7 +642,7 @@ def test_expanding_normalizers_are_rejected(part, step):
         ),
         ("tokenizer.json", "[" * 10**5, "tokenizer.json: .*JSON.*too deeply"),
         ("tokenizer.json", b"\xff\xfe", "tokenizer.json: .*JSON.*'utf-8' codec"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json: expected JSON: "),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: .*JSON"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 1}}', "added_tokens_decoder.*texts"),
     ],
 )
@@ -655,7 +655,7 @@ def test_damaged_files_are_rejected(name, content, message, tmp_path):
 
 
 def test_folder_without_a_tokenizer_is_rejected(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"tokenizer.json, or vocab.json and merges.txt$"):
+    with pytest.raises(FileNotFoundError, match=r"vocab.json and merges.txt"):
         tokeniser_from_folder(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(FileNotFoundError, match=r"tokenizer.model is not supported"):

@@ -62,15 +62,15 @@ def test_translator_files_are_recognized(tmp_path: Path) -> None:
 
 
 HARM = {
-    "another kind": ({"name": "cnn"}, "expected name to be one of fixed"),
+    "another kind": ({"name": "cnn"}, "name.*one of fixed"),
     "no recipe": ({"recipe": {}}, "missing 2 required"),
     "a list": ({"recipe": [1]}, "no attribute"),
-    "huge": ({"recipe": {**asdict(CONFIG), "width": 10**6}}, "numbers in its weights, got"),
-    "many layers": ({"recipe": {**asdict(CONFIG), "n_layers": 10**9}}, "numbers in its weights, got"),
-    "a wide MLP": ({"recipe": {**asdict(CONFIG), "expansion": 1e12}}, "numbers in its weights, got"),
+    "huge": ({"recipe": {**asdict(CONFIG), "width": 10**6}}, "numbers in its weights"),
+    "many layers": ({"recipe": {**asdict(CONFIG), "n_layers": 10**9}}, "numbers in its weights"),
+    "a wide MLP": ({"recipe": {**asdict(CONFIG), "expansion": 1e12}}, "numbers in its weights"),
     "another width": ({"recipe": {**asdict(CONFIG), "n_layers": 1}}, "blocks.1"),
     "many places": ({"recipe": {**asdict(CONFIG), "context_window": 10**12}}, "context_window"),
-    "a text for a number": ({"recipe": {**asdict(CONFIG), "width": "8"}}, "expected width to be a whole number"),
+    "a text for a number": ({"recipe": {**asdict(CONFIG), "width": "8"}}, "width.*whole number"),
     "no tokeniser": ({"tokeniser": None}, "BPETokeniser: expected a dict"),
 }
 
@@ -81,7 +81,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path, case: str) -> Non
     write(path, **changed)
     with pytest.raises(ValueError, match=message) as caught:
         load_translator(path)
-    assert str(caught.value).startswith(f"{path}: expected a saved encoder-decoder: ")
+    assert str(caught.value).startswith(f"{path}: expected a saved encoder-decoder")
     assert "\n" not in str(caught.value)
 
 

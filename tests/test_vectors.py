@@ -86,7 +86,7 @@ def test_the_bits_do_not_depend_on_who_helps(team, monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("broken", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_stays_so(team, kind, broken):
+def test_non_finite_values_propagate(team, kind, broken):
     x = np.ones((1, 256), np.float32)
     x[0, 17] = broken
     assert not np.isfinite(product_of(x, matrix_of(kind, (40, 256)))).any()
@@ -168,7 +168,7 @@ def test_a_forked_process_has_helpers_of_its_own(team):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_left_to_others(team, kind):
+def test_unsupported_arguments_are_declined(team, kind):
     matrix = matrix_of(kind, (40, 64))
     assert product_of(np.ones((2, 64), np.float32), matrix) is NotImplemented
     assert product_of(np.ones((1, 64), np.float64), matrix) is NotImplemented
@@ -195,6 +195,6 @@ def test_they_say_why(team, monkeypatch, kind):
         assert not halves.prepared  # asking makes nothing
         return
     assert "by columns" in decline_reason(x, np.ascontiguousarray(matrix))
-    assert decline_reason(x, matrix, out=np.empty((1, 40), np.float32)) == "a place or a dtype for the result"
+    assert decline_reason(x, matrix, out=np.empty((1, 40), np.float32)).startswith("a place or a dtype")
     monkeypatch.setattr(matmul_plan, "MIN_VECTOR_BYTES", 2**17)
     assert "131072 bytes" in decline_reason(x, matrix)

@@ -96,7 +96,7 @@ def test_it_sees_every_call_and_changes_nothing(tmp_path):
     assert expected in [image for _, _, image in images.values()]
 
 
-def test_it_says_what_it_did_not_see(tmp_path):
+def test_unseen_calls_are_reported(tmp_path):
     real = os.mkdir
     _, _, _, unseen = watched(tmp_path, lambda: real(tmp_path / "folder"))
     assert len(unseen) == 1 and unseen[0].startswith("os.mkdir")
@@ -142,7 +142,7 @@ NEW = [("create", "part", 0), ("write", 0, 0, b"new")]
 OLD = [("create", "name", 9), ("write", 9, 0, b"old"), ("sync", 9), ("sync folder", "")]
 
 
-def test_what_was_not_synced_may_be_there_or_not():
+def test_unsynced_data_may_exist_or_not():
     assert contents(NEW, "part") >= {None, b"", b"new", b"n", b"\0\0\0"}
 
 

@@ -37,7 +37,7 @@ def test_a_text_that_has_changed(bench, whole):
     assert differences(case.run, whole.run) == []
 
 
-def test_what_is_done_about_nan_stays_until_another_is_named(whole):
+def test_nan_policy_persists_until_another_is_named(whole):
     def on_nan() -> str:
         return json.loads((whole.run / "data.json").read_text())["on_nan"]
 
@@ -50,7 +50,7 @@ def test_what_is_done_about_nan_stays_until_another_is_named(whole):
 
 
 @pytest.mark.parametrize("value", ['"never"', "3", "null"])
-def test_a_folder_that_says_nonsense_about_nan(whole, value):
+def test_folder_with_an_invalid_nan_policy(whole, value):
     path = whole.run / "data.json"
     content = path.read_text()
     path.write_text(content.replace('"rollback"', value))

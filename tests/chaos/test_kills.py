@@ -113,7 +113,7 @@ def test_a_signal_that_is_ignored_stays_ignored(bench, whole):
 
 
 # -------------------------------------------------------------------- two at once
-def test_a_second_trainer_is_told_of_the_first(bench, whole):
+def test_a_second_trainer_is_refused(bench, whole):
     case = bench.case("two")
     program = Watched(case, case.words)
     assert program.wait_for("update", 3)

@@ -253,7 +253,7 @@ def test_a_run_that_met_nan_and_was_killed_goes_on_alike(tmp_path, monkeypatch, 
     assert run.samples.read_bytes() == whole.samples.read_bytes()
 
 
-def test_a_kill_between_what_is_said_and_what_is_saved(tmp_path, monkeypatch, saved):
+def test_a_kill_between_the_message_and_the_checkpoint(tmp_path, monkeypatch, saved):
     """The line about going back is there, the checkpoint that it speaks of is not: the line comes once."""
     Poison("batch", monkeypatch)
     run = new_run(tmp_path, on_nan="rollback")

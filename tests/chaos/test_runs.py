@@ -31,7 +31,7 @@ def test_another_byte_is_seen(pair, name):
     (run / name).write_bytes(content)
 
 
-def test_another_loss_is_seen_and_another_speed_is_none(pair):
+def test_different_losses_are_reported_and_speeds_are_not(pair):
     run, other = pair
     path = run / "metrics.jsonl"
     content = path.read_text()
