@@ -11,7 +11,7 @@ import pytest
 from studies import check_files, run_study
 from tables import wrong_flags
 
-from experiments.dates import data, report, several, study
+from experiments.dates import data, multiple_dates, report, study
 from experiments.dates.__main__ import main
 from experiments.dates.data import DAY, LANGUAGES, MONTH, NOTHING, YEAR, examples, is_unambiguous, possible_dates, write
 from experiments.dates.models import MODELS, new_model
@@ -189,8 +189,8 @@ def test_several_dates():
     assert rows.shape == (50, 42)
     for one, row in zip(drawn, rows):
         assert (row[: len(one.iso) + 2] >= 0).all() and (row[len(one.iso) + 2 :] == data.IGNORED).all()
-    assert several.fraction_of_right_dates("1998-03-032001-01-01", "1998-03-032001-01-02") == 0.5
-    assert several.fraction_of_right_dates("1998-03-03", "1998-03-032001-01-02") == 0.5
+    assert multiple_dates.fraction_of_right_dates("1998-03-032001-01-01", "1998-03-032001-01-02") == 0.5
+    assert multiple_dates.fraction_of_right_dates("1998-03-03", "1998-03-032001-01-02") == 0.5
 
 
 # -------------------------------------------------------------------- models
@@ -279,7 +279,7 @@ def test_what_a_run_leaves(tmp_path):
 @pytest.mark.nightly
 def test_several_dates_are_measured(monkeypatch, tmp_path):
     words = [*WORDS, "--seeds", "1", "--models", "fixed context", "--output", tmp_path]
-    monkeypatch.setattr(several, "COUNTS", (1, 3))
+    monkeypatch.setattr(multiple_dates, "COUNTS", (1, 3))
     monkeypatch.setattr(report, "COUNTS", (1, 3))
     out = run_study(main, "--several", *words)
     check_files(tmp_path, ["several.json", "several.png"], 200)

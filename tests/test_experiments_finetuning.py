@@ -15,7 +15,7 @@ pytest.importorskip("jinja2")
 
 from tiny_models import tiny_tokeniser, write_folder
 
-from experiments.finetuning import docstrings, report, study, sums, tasks, voice
+from experiments.finetuning import docstrings, report, shakespeare, study, sums, tasks
 from experiments.finetuning.__main__ import main
 from experiments.finetuning.sums import Sum, in_words, last_number
 from experiments.shared.results import read
@@ -31,12 +31,12 @@ PLAYS = "\n\n".join(
 def no_downloads():
     """Texts that are always there."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(voice, "plays", lambda: PLAYS)
+        patch.setattr(shakespeare, "plays", lambda: PLAYS)
         patch.setattr(study, "captions", lambda: "two dogs run over the grass.\n" * 9)
         patch.setattr(study, "reviews", lambda: "a quick film, and a lazy one.\n" * 9)
-        voice.known_runs.cache_clear()
+        shakespeare.known_runs.cache_clear()
         yield
-    voice.known_runs.cache_clear()
+    shakespeare.known_runs.cache_clear()
 
 
 # -------------------------------------------------------------------- sums
@@ -172,19 +172,19 @@ def test_words_in_common():
 
 # -------------------------------------------------------------------- the voice
 def test_plays_in_tenths():
-    assert "".join(voice.part(name) for name in ("train", "validation", "test")) == PLAYS
-    assert all(voice.part(name).endswith("\n") for name in ("train", "validation"))
-    openings = voice.openings(5)
+    assert "".join(shakespeare.part(name) for name in ("train", "validation", "test")) == PLAYS
+    assert all(shakespeare.part(name).endswith("\n") for name in ("train", "validation"))
+    openings = shakespeare.openings(5)
     assert len(openings) == 5
-    assert all(opening + rest in voice.part("test") and rest for opening, rest in openings)
+    assert all(opening + rest in shakespeare.part("test") and rest for opening, rest in openings)
 
 
 def test_copied_fraction():
-    known = voice.part("train").split()
+    known = shakespeare.part("train").split()
     copied_fraction, mixed = " ".join(known[:9]), " ".join(known[:9][::-1])
-    assert voice.copied_fraction([copied_fraction]) == 1
-    assert voice.copied_fraction([mixed]) == 0
-    assert voice.copied_fraction(["too short"]) == 0
+    assert shakespeare.copied_fraction([copied_fraction]) == 1
+    assert shakespeare.copied_fraction([mixed]) == 0
+    assert shakespeare.copied_fraction(["too short"]) == 0
 
 
 # -------------------------------------------------------------------- the program

@@ -13,9 +13,9 @@ from test_programs import call
 from experiments.learned_statistics import report
 from experiments.learned_statistics.__main__ import main
 from experiments.learned_statistics.blocks import (
+    FrozenModel,
     Job,
     Rows,
-    Subject,
     attention_of,
     average_scales,
     block_starts,
@@ -31,7 +31,7 @@ from experiments.learned_statistics.study import (
     find_checkpoint,
     job_of,
     measure,
-    new_bench,
+    new_evaluator,
     spread_windows,
 )
 from experiments.shared.results import read
@@ -54,27 +54,27 @@ HELD_OUT = HeldOut(TOKENS[:200], 199)
 
 
 @pytest.fixture
-def subject() -> Subject:
+def frozen() -> FrozenModel:
     state = new_state(CONFIG, TOKENS)
     for _ in range(5):
         train_step(state)
     for block in state.model.blocks:  # weights of attention that differ from each other
         block.attention.qkv.weights.array *= 30
     state.model.freeze().eval()
-    return Subject(state.model, BPETokeniser(257), 13, lambda text, part, n: spread_windows(TOKENS, n, 13))
+    return FrozenModel(state.model, BPETokeniser(257), 13, lambda text, part, n: spread_windows(TOKENS, n, 13))
 
 
-def learned(subject: Subject, kind: str, folder: Path, seed: int = 0, **changes) -> list[np.ndarray]:
+def learned(frozen: FrozenModel, kind: str, folder: Path, seed: int = 0, **changes) -> list[np.ndarray]:
     settings = dataclasses.replace(SETTINGS, output=folder, **changes)
-    return new_bench(subject, 0, settings).scales(job_of(settings, kind, 3, seed))[0]
+    return new_evaluator(frozen, 0, settings).scales(job_of(settings, kind, 3, seed))[0]
 
 
 # -------------------------------------------------------------------- blocks and scales
 @pytest.mark.parametrize("kind", ["learned", "learned per head"])
-def test_nothing_but_scales_changes(subject, kind, tmp_path):
-    before = {name: p.array.tobytes() for name, p in subject.model.named_parameters()}
-    scales = learned(subject, kind, tmp_path)
-    after = dict(subject.model.named_parameters())
+def test_nothing_but_scales_changes(frozen, kind, tmp_path):
+    before = {name: p.array.tobytes() for name, p in frozen.model.named_parameters()}
+    scales = learned(frozen, kind, tmp_path)
+    after = dict(frozen.model.named_parameters())
     new = {name for name, p in after.items() if p.requires_grad}
     assert new == after.keys() - before.keys() == {f"blocks.{i}.attention.softmax_scales" for i in range(2)}
     assert {name: p.array.tobytes() for name, p in after.items() if name in before} == before
@@ -83,23 +83,23 @@ def test_nothing_but_scales_changes(subject, kind, tmp_path):
         for i, start in enumerate(block_starts(3, 13)):
             assert (array[..., i, :start] == 1).all()  # positions that do not see the block have no gradient
             assert (array[..., i, start:] != 1).mean() > 0.9
-    first = learned(subject, kind, tmp_path / "equal", scale_steps=1, scale_rate=1e-6, equal_start=True)
+    first = learned(frozen, kind, tmp_path / "equal", scale_steps=1, scale_rate=1e-6, equal_start=True)
     for array in first:
         np.testing.assert_allclose(array, np.broadcast_to(equal_shares(3, 13), array.shape), rtol=1e-5)
 
 
-def test_scales_learn_other_things_from_other_batches(subject, tmp_path):
-    first, again, other = (learned(subject, "learned", tmp_path / str(i), i // 2) for i in range(3))
+def test_scales_learn_other_things_from_other_batches(frozen, tmp_path):
+    first, again, other = (learned(frozen, "learned", tmp_path / str(i), i // 2) for i in range(3))
     for a, b, c in zip(first, again, other):
         np.testing.assert_array_equal(a, b)
         assert (a != c).any()
 
 
 @pytest.mark.parametrize("n_blocks", [2, 3, 8])
-def test_exact_statistics_give_the_whole_softmax(subject, n_blocks):
-    bench = new_bench(subject, 0, SETTINGS)
+def test_exact_statistics_give_the_whole_softmax(frozen, n_blocks):
+    evaluator = new_evaluator(frozen, 0, SETTINGS)
     whole, exact, none = (
-        measure(bench, Job(kind, n_blocks), HELD_OUT, SETTINGS)["loss"] for kind in ("whole", "exact", "none")
+        measure(evaluator, Job(kind, n_blocks), HELD_OUT, SETTINGS)["loss"] for kind in ("whole", "exact", "none")
     )
     assert exact == pytest.approx(whole, rel=1e-6)
     assert none != pytest.approx(whole, rel=1e-4)
@@ -111,8 +111,8 @@ def test_equal_shares():
 
 
 @pytest.mark.parametrize("n_blocks", [2, 3, 5])
-def test_measured_shares(subject, n_blocks):
-    shares = exact_shares(subject, subject.rows("", "train", 8), (n_blocks,)).mean[n_blocks]
+def test_measured_shares(frozen, n_blocks):
+    shares = exact_shares(frozen, frozen.rows("", "train", 8), (n_blocks,)).mean[n_blocks]
     assert shares.shape == (2, 2, n_blocks, 13)
     np.testing.assert_allclose(shares.sum(axis=2), 1, rtol=1e-5)
     np.testing.assert_allclose(average_scales(shares, "position"), shares.mean(axis=1), rtol=1e-5)
@@ -121,12 +121,12 @@ def test_measured_shares(subject, n_blocks):
         assert (shares[:, :, i, start:] > 0).all()
 
 
-def test_numbers_of_maps(subject):
-    rows = subject.rows("", "test", 4)[:, :-1]
-    use_block_softmax(subject.model, Job("whole"))
-    whole = attention_of(subject.model, rows)
-    use_block_softmax(subject.model, Job("none", 2))
-    none = attention_of(subject.model, rows)
+def test_numbers_of_maps(frozen):
+    rows = frozen.rows("", "test", 4)[:, :-1]
+    use_block_softmax(frozen.model, Job("whole"))
+    whole = attention_of(frozen.model, rows)
+    use_block_softmax(frozen.model, Job("none", 2))
+    none = attention_of(frozen.model, rows)
     assert [w.shape for w in none.values()] == [(4, 2, 13, 13)] * 2
     assert about_maps(whole, whole)["distance"] == [0, 0]
     # rows of the second block sum to 2, those of the first to 1: 6 of 13 are at least 1 away
@@ -135,18 +135,18 @@ def test_numbers_of_maps(subject):
 
 
 # -------------------------------------------------------------------- rows
-def test_a_row_is_measured_once(subject, tmp_path):
+def test_a_row_is_measured_once(frozen, tmp_path):
     settings = dataclasses.replace(SETTINGS, output=tmp_path)
-    record, bench = Rows(settings, FREE, rows=[]), new_bench(subject, 0, settings)
+    record, evaluator = Rows(settings, FREE, rows=[]), new_evaluator(frozen, 0, settings)
     row = {"model": 0, "kind": "learned", "blocks": 2, "seed": 1}
     assert record.row(row) is None
     job = job_of(settings, "learned", 2, 1)
-    record.add(row, measure(bench, job, HELD_OUT, settings))
+    record.add(row, measure(evaluator, job, HELD_OUT, settings))
     again = Rows(dataclasses.replace(settings, seeds=5, blocks=(2,)), FREE)
     assert again.row(row) and not again.row({**row, "seed": 0}) and not again.row({**row, "model": 1})
     (path,) = (tmp_path / "scales" / "0").iterdir()
     assert path.name == f"{job.file_name}.npz"
-    for a, b in zip(bench.scales(job)[0], new_bench(subject, 0, settings).scales(job)[0], strict=True):
+    for a, b in zip(evaluator.scales(job)[0], new_evaluator(frozen, 0, settings).scales(job)[0], strict=True):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match=r"scale_steps 5.*6"):
         Rows(dataclasses.replace(settings, scale_steps=6), FREE)

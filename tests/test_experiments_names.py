@@ -106,7 +106,7 @@ WORDS = "--folds 4 --tested 2 --epochs 2 --shown 1".split()
 def test_what_a_run_leaves(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "load_names", made_up)
     out = run_study(main, "--quick", *WORDS, "--output", tmp_path)
-    files = ["balanced.png", "confusion.png", "letters.png", "looked_at.html", "results.json", "training.png"]
+    files = ["balanced.png", "confusion.png", "letters.png", "pooling_weights.html", "results.json", "training.png"]
     check_files(tmp_path, files)
     results = read(tmp_path / "results.json")
     names_of_models = [*MODELS, shared.TOGETHER, study.BAYES, study.ALWAYS]

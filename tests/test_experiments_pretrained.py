@@ -19,7 +19,7 @@ import pytest
 from studies import check_files, run_study
 from tables import wrong_flags
 
-from experiments.pretrained import g2p, look_g2p, look_textgenrnn, minilm, packages, textgenrnn
+from experiments.pretrained import g2p, inspect_g2p, inspect_textgenrnn, minilm, packages, textgenrnn
 from experiments.pretrained.packages import Package
 from tricycle.pretrained.export import export_folder
 from tricycle_datasets.download import DownloadError
@@ -222,12 +222,12 @@ test_wrong_flags_of_g2p_are_refused = wrong_flags(
 
 
 # -------------------------------------------------------------------- what the network of g2p-en looks at
-SPOKEN = [4, 22, 30, look_g2p.END]  # four sounds
+SPOKEN = [4, 22, 30, inspect_g2p.END]  # four sounds
 
 
 def plain_log_p(arrays: dict[str, np.ndarray], letters: list[int]) -> np.ndarray:
     """(4, V) of SPOKEN, of what is expected for each of them."""
-    logits = plain_logits(arrays, letters, [look_g2p.BEGIN, *SPOKEN[:-1]])
+    logits = plain_logits(arrays, letters, [inspect_g2p.BEGIN, *SPOKEN[:-1]])
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
@@ -235,7 +235,7 @@ def test_a_letter_left_out(tmp_path):
     arrays = random_g2p()
     model, letters = g2p.load(made_up_g2p(tmp_path)), g2p.ids_of(["abed"])[0][0].tolist()
     whole = plain_log_p(arrays, letters)
-    for i, column in enumerate(look_g2p.leave_one_out(model, "abed", SPOKEN).T):
+    for i, column in enumerate(inspect_g2p.leave_one_out(model, "abed", SPOKEN).T):
         without = plain_log_p(arrays, letters[:i] + letters[i + 1 :])
         expected = (np.exp(whole) * (whole - without)).sum(axis=1) / np.log(2)
         np.testing.assert_allclose(column, expected, rtol=1e-3, atol=1e-4)
@@ -246,7 +246,7 @@ def test_gradients_by_differences(tmp_path):
     arrays = random_g2p()
     arrays["enc_emb"] = arrays["enc_emb"].astype(np.float64)
     letters = g2p.ids_of(["abed"])[0][0].tolist()
-    norms, products = look_g2p.gradients(g2p.load(made_up_g2p(tmp_path)), "abed", SPOKEN)
+    norms, products = inspect_g2p.gradients(g2p.load(made_up_g2p(tmp_path)), "abed", SPOKEN)
     for i, letter in enumerate(letters[:-1]):
         vector = arrays["enc_emb"][letter].copy()
         sides = []
@@ -264,43 +264,43 @@ def test_gradients_by_differences(tmp_path):
 def test_probabilities_by_state(tmp_path):
     arrays = random_g2p()
     model, letters = g2p.load(made_up_g2p(tmp_path)), g2p.ids_of(["abed"])[0][0].tolist()
-    probable = look_g2p.probabilities_by_state(model, "abed", SPOKEN)
+    probable = inspect_g2p.probabilities_by_state(model, "abed", SPOKEN)
     assert probable.shape == (4, 6)
     for n in range(6):
         np.testing.assert_allclose(
             probable[:, n], np.exp(plain_log_p(arrays, letters[:n])[range(4), SPOKEN]), rtol=1e-3
         )
-    states = np.array([look_g2p.states_of(model, word)[-1] for word in ("abed", "deaf")])
-    both = look_g2p.greedy_sounds(model, states)
+    states = np.array([inspect_g2p.states_of(model, word)[-1] for word in ("abed", "deaf")])
+    both = inspect_g2p.greedy_sounds(model, states)
     assert [sounds[: g2p.MOST_SOUNDS] for sounds in both] == g2p.pronounce(model, ["abed", "deaf"])
 
 
 def test_alignments_by_hand():
-    assert look_g2p.sure_pairs("softly", "S AO1 F T L IY0".split()) == [(2, 2), (4, 4), (3, 3)]
-    assert look_g2p.sure_pairs("better", "B EH1 T ER0".split()) == [(0, 0), (3, 5)]  # there are two t
-    assert look_g2p.in_order(np.array([0, 2, 1, 1])) == (3, 5)
-    maps = [dict.fromkeys(look_g2p.VIEWS, np.eye(3)[[0, 2, 1]])]
-    measured = look_g2p.alignment(maps, ["bad"], [["B", "AE1", "D"]])
+    assert inspect_g2p.sure_pairs("softly", "S AO1 F T L IY0".split()) == [(2, 2), (4, 4), (3, 3)]
+    assert inspect_g2p.sure_pairs("better", "B EH1 T ER0".split()) == [(0, 0), (3, 5)]  # there are two t
+    assert inspect_g2p.in_order(np.array([0, 2, 1, 1])) == (3, 5)
+    maps = [dict.fromkeys(inspect_g2p.VIEWS, np.eye(3)[[0, 2, 1]])]
+    measured = inspect_g2p.alignment(maps, ["bad"], [["B", "AE1", "D"]])
     assert measured["gradient"] == {"hit": 0.5, "near": 1.0, "in order": 2 / 3, "pairs": 2}
     assert measured["by its place alone"]["hit"] == 1
-    mean = look_g2p.mean_map([np.eye(2), np.array([[3.0, 1], [1, 1]])], size=2)
+    mean = inspect_g2p.mean_map([np.eye(2), np.array([[3.0, 1], [1, 1]])], size=2)
     assert mean.tolist() == [[0.875, 0.125], [0.25, 0.75]]
 
 
 def test_consonants_by_hand():
-    assert [look_g2p.consonants_of_word(word) for word in ("umbrella", "phrase", "comb", "apple")] == [
+    assert [inspect_g2p.consonants_of_word(word) for word in ("umbrella", "phrase", "comb", "apple")] == [
         "mrl",
         "fr",
         "m",
         "pl",
     ]
     assert (
-        look_g2p.consonants_of_sounds("F R EY1 Z".split()) == "fr"
-        and look_g2p.consonants_of_sounds("B ER0 NG NG".split()) == "brn"
+        inspect_g2p.consonants_of_sounds("F R EY1 Z".split()) == "fr"
+        and inspect_g2p.consonants_of_sounds("B ER0 NG NG".split()) == "brn"
     )
-    assert look_g2p.count_missed("problem", "P R AA1 L AH0 M".split()) == (1, 5)
+    assert inspect_g2p.count_missed("problem", "P R AA1 L AH0 M".split()) == (1, 5)
     apart = [["P", "AE1"], ["T", "AA0", "D"]]
-    count_missed = look_g2p.missed_in_pairs(["patad"], apart, [["P", "AE0", "D"]])
+    count_missed = inspect_g2p.missed_in_pairs(["patad"], apart, [["P", "AE0", "D"]])
     assert count_missed == {"3 to 5": [0.0, pytest.approx(2 / 3)]}
 
 
@@ -308,37 +308,37 @@ def test_letters_that_a_state_holds():
     generator = np.random.default_rng(0)
     words = ["".join(row) for row in generator.choice(list("abcde"), (200, 3))]
     held = np.array([np.concatenate([np.eye(29)[g2p.LETTERS.index(letter)] for letter in word]) for word in words])
-    assert look_g2p.letter_readout(held[:, :58], words, seed=0)[3] == [1, 1, pytest.approx(0.2, abs=0.15)]
+    assert inspect_g2p.letter_readout(held[:, :58], words, seed=0)[3] == [1, 1, pytest.approx(0.2, abs=0.15)]
 
 
 @pytest.mark.nightly
 def test_the_program_that_looks_at_g2p(tmp_path):
     words = ["--path", made_up_g2p(tmp_path), "--words", "one", "--most", "60", "--output", tmp_path / "out"]
-    lines = run_study(look_g2p.main, *words).splitlines()
+    lines = run_study(inspect_g2p.main, *words).splitlines()
     assert [line.split()[0] for line in lines[2:6]] == ["o", "on", "one", "one."]
     check_files(tmp_path / "out", ["g2p.json", "g2p-maps.png", "g2p-memory.png"])
     results = json.loads((tmp_path / "out" / "g2p.json").read_text(), parse_constant=pytest.fail)
-    assert 40 <= results["words"] <= 60 and set(results["alignment"]) == {*look_g2p.VIEWS, "by its place alone"}
+    assert 40 <= results["words"] <= 60 and set(results["alignment"]) == {*inspect_g2p.VIEWS, "by its place alone"}
 
 
 @pytest.mark.nightly
 @needs(packages.G2P)
 def test_the_real_pronouncer_aligns():
     model = g2p.load()
-    words = look_g2p.reference_words(60)
+    words = inspect_g2p.reference_words(60)
     spoken = g2p.pronounce(model, words)
-    ids = [[*(g2p.SOUNDS.index(sound) for sound in sounds), look_g2p.END] for sounds in spoken]
-    maps = [look_g2p.views(model, word, sounds) for word, sounds in zip(words, ids)]
-    measured = look_g2p.alignment(maps, words, spoken)
+    ids = [[*(g2p.SOUNDS.index(sound) for sound in sounds), inspect_g2p.END] for sounds in spoken]
+    maps = [inspect_g2p.views(model, word, sounds) for word, sounds in zip(words, ids)]
+    measured = inspect_g2p.alignment(maps, words, spoken)
     hits = {view: of_view["hit"] for view, of_view in measured.items()}
     assert measured["gradient"]["pairs"] > 50 and hits["letter left out"] > 0.95
     assert hits["gradient"] < hits["by its place alone"] < hits["letter left out"]
-    (sounds,) = look_g2p.greedy_sounds(model, look_g2p.states_of(model, "transformation")[-1:])
+    (sounds,) = inspect_g2p.greedy_sounds(model, inspect_g2p.states_of(model, "transformation")[-1:])
     assert sounds == "T R AE0 N S F AO1 R M AH0 N T IY0 AH0 N".split()
 
 
 test_wrong_flags_of_look_g2p_are_refused = wrong_flags(
-    look_g2p.main,
+    inspect_g2p.main,
     (["--most", "10"], "--most.*got 10"),
     (["--words"], "--words.*of letters alone"),
     (["--words", "it's"], "of letters alone, got it's"),
@@ -505,32 +505,32 @@ test_wrong_flags_of_textgenrnn_are_refused = wrong_flags(
 
 
 # -------------------------------------------------------------------- what the attention of textgenrnn looks at
-def a_reading(folder: Path) -> tuple[textgenrnn.CharacterModel, look_textgenrnn.Read]:
+def a_reading(folder: Path) -> tuple[textgenrnn.CharacterModel, inspect_textgenrnn.Read]:
     model, vocabulary = textgenrnn.load(made_up_textgenrnn(folder, random_lstms()))
-    return model, look_textgenrnn.read(model, vocabulary, ("ab a", "ba"))
+    return model, inspect_textgenrnn.read(model, vocabulary, ("ab a", "ba"))
 
 
 def test_other_weights(tmp_path):
     model, reading = a_reading(tmp_path)
-    ways = look_textgenrnn.other_weights(reading.weights)
+    ways = inspect_textgenrnn.other_weights(reading.weights)
     assert all(np.allclose(weights.sum(axis=1), 1, atol=1e-5) for weights in ways.values())
-    costs = {way: look_textgenrnn.bits(model, reading.states, w, reading.labels) for way, w in ways.items()}
+    costs = {way: inspect_textgenrnn.bits(model, reading.states, w, reading.labels) for way, w in ways.items()}
     assert costs["as it is"] == pytest.approx(textgenrnn.bits(model, CHARACTERS, ("ab a", "ba")), rel=1e-5)
     assert len({round(cost, 4) for cost in costs.values()}) == len(costs)
     assert (ways["without the last"][:, -1] == 0).all() and (ways["the last alone"][:, -1] == 1).all()
     assert (ways["the largest alone"].argmax(axis=1) == reading.weights.argmax(axis=1)).all()
-    seen = look_textgenrnn.bits_by_visible(model, reading, (1, 40))
+    seen = inspect_textgenrnn.bits_by_visible(model, reading, (1, 40))
     assert seen[1] == pytest.approx(costs["as it is"]) and abs(seen[0] - seen[1]) > 1e-3
 
 
 def test_windows_of_other_sizes(tmp_path):
     model, vocabulary = textgenrnn.load(made_up_textgenrnn(tmp_path, random_lstms()))
     text = "ab ba  abba" * 5
-    (row,) = look_textgenrnn.other_windows(model, vocabulary, text, [40])
+    (row,) = inspect_textgenrnn.other_windows(model, vocabulary, text, [40])
     tokens = textgenrnn.windows(vocabulary, list(text))[40:-1]
     labels = np.array([vocabulary[character] for character in text[40:]])
-    reading = look_textgenrnn._read(model, tokens, labels)
-    assert row["attention"] == pytest.approx(look_textgenrnn.bits(model, reading.states, reading.weights, labels))
+    reading = inspect_textgenrnn._read(model, tokens, labels)
+    assert row["attention"] == pytest.approx(inspect_textgenrnn.bits(model, reading.states, reading.weights, labels))
 
 
 def test_gradient_shares_by_differences(tmp_path):
@@ -538,7 +538,7 @@ def test_gradient_shares_by_differences(tmp_path):
     model, _ = textgenrnn.load(made_up_textgenrnn(tmp_path, arrays))
     tokens = np.random.default_rng(2).integers(0, 5, 40)
     arrays["embedding/embeddings"] = arrays["embedding/embeddings"][tokens].astype(np.float64)  # one for each place
-    (shares,) = look_textgenrnn.gradient_shares(model, look_textgenrnn._read(model, tokens[None], np.array([3])))
+    (shares,) = inspect_textgenrnn.gradient_shares(model, inspect_textgenrnn._read(model, tokens[None], np.array([3])))
     norms = []
     for place in range(25, 40):
         gradient = []
@@ -557,10 +557,10 @@ def test_gradient_shares_by_differences(tmp_path):
 
 def test_kinds_and_words_by_hand(tmp_path):
     _, reading = a_reading(tmp_path)
-    kinds = [look_textgenrnn.kind_of(text) for text in ("a", "A", "1", " ", "?", "<s>", None)]
-    assert tuple(kinds) == look_textgenrnn.KINDS
+    kinds = [inspect_textgenrnn.kind_of(text) for text in ("a", "A", "1", " ", "?", "<s>", None)]
+    assert tuple(kinds) == inspect_textgenrnn.KINDS
     even = np.full_like(reading.weights, 1 / 40)
-    table = look_textgenrnn.by_kind(reading._replace(weights=even), even, {n: c for c, n in CHARACTERS.items()})
+    table = inspect_textgenrnn.by_kind(reading._replace(weights=even), even, {n: c for c, n in CHARACTERS.items()})
     assert table["mark"]["places"] == pytest.approx(8 / 320)  # in each of eight windows
     assert table["space"]["attention"] == pytest.approx(2 / 320) == table["space"]["gradient"]
     assert table["space"]["where last"] == pytest.approx(1 / 40) and "where last" not in table["before the beginning"]
@@ -569,7 +569,7 @@ def test_kinds_and_words_by_hand(tmp_path):
     shares = np.full(windows.shape, 1.0)
     shares[:17] = 2  # the first text; on the mean of all windows, 40 / 23
     expected = pytest.approx({"the": 46 / 40, "cat": 46 / 40})  # after the other words nothing comes
-    assert look_textgenrnn.by_word(shares, texts) == expected
+    assert inspect_textgenrnn.by_word(shares, texts) == expected
 
 
 @pytest.mark.nightly
@@ -577,7 +577,7 @@ def test_the_program_that_looks_at_textgenrnn(tmp_path):
     path, out = made_up_textgenrnn(tmp_path, random_lstms()), tmp_path / "out"
     title = "ab ba $ab$ " * 10
     words = ["--path", path, "--titles", title, "</script>ab", "--output", out, "--quick"]
-    printed = run_study(look_textgenrnn.main, *words)
+    printed = run_study(inspect_textgenrnn.main, *words)
     assert "| as it is |" in printed and "Zen" not in printed
     results = json.loads((out / "textgenrnn.json").read_text(), parse_constant=pytest.fail)
     assert results["characters"] == {"titles": 123}
@@ -589,20 +589,20 @@ def test_the_program_that_looks_at_textgenrnn(tmp_path):
 def test_the_real_attention_reads_the_last_state():
     pytest.importorskip("h5py")
     model, vocabulary = textgenrnn.load()
-    reading = look_textgenrnn.read(model, vocabulary, textgenrnn.TITLES)
-    ways = look_textgenrnn.other_weights(reading.weights)
-    costs = {way: look_textgenrnn.bits(model, reading.states, w, reading.labels) for way, w in ways.items()}
+    reading = inspect_textgenrnn.read(model, vocabulary, textgenrnn.TITLES)
+    ways = inspect_textgenrnn.other_weights(reading.weights)
+    costs = {way: inspect_textgenrnn.bits(model, reading.states, w, reading.labels) for way, w in ways.items()}
     assert reading.weights[:, -1].mean() > 0.9
     assert costs["the last alone"] == pytest.approx(costs["as it is"], abs=0.02)
     assert min(costs["all alike"], costs["without the last"]) > 4 + costs["as it is"] - 0.1
-    gradient = look_textgenrnn.gradient_shares(model, reading)
+    gradient = inspect_textgenrnn.gradient_shares(model, reading)
     assert gradient[:, -1].mean() < 0.25
-    rows = look_textgenrnn.other_windows(model, vocabulary, " ".join(textgenrnn.TITLES), (20, 40))
+    rows = inspect_textgenrnn.other_windows(model, vocabulary, " ".join(textgenrnn.TITLES), (20, 40))
     assert rows[0]["attention"] > 20 > 4 > rows[0]["the last alone"]  # it counts to forty
 
 
 test_wrong_flags_of_look_textgenrnn_are_refused = wrong_flags(
-    look_textgenrnn.main, (["--titles", "short"], "--titles.*100 characters")
+    inspect_textgenrnn.main, (["--titles", "short"], "--titles.*100 characters")
 )
 
 

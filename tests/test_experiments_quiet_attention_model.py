@@ -14,11 +14,11 @@ from tiny_models import TEXT, lively_model, write_folder
 
 from experiments.quiet_attention import __main__ as program
 from experiments.quiet_attention import pretrained
-from experiments.quiet_attention.eight_bits import MORE_WAYS, WAYS, Way, rounded, simulate_int8
-from experiments.quiet_attention.inside import look_inside, massive_tokens, weight_outliers
+from experiments.quiet_attention.continued_training import Lesson, Variant, teach, use_softmax
+from experiments.quiet_attention.int8_simulation import MORE_WAYS, WAYS, Way, rounded, simulate_int8
+from experiments.quiet_attention.outliers import look_inside, massive_tokens, weight_outliers
 from experiments.quiet_attention.pretrained import FREE, Settings, variants_of
 from experiments.quiet_attention.pretrained_report import grouped, report
-from experiments.quiet_attention.teaching import Lesson, Variant, teach, use_softmax
 from experiments.shared import language_models
 from experiments.shared.language_models import load_model, token_losses
 from experiments.shared.results import Record

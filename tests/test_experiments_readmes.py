@@ -79,17 +79,17 @@ def test_recipes(name):
 
 
 def test_tables_of_scales_of_a_pretrained_model(tmp_path):
-    from experiments.learned_statistics import real_report
-    from experiments.learned_statistics.real_study import FREE, RealSettings
+    from experiments.learned_statistics import pretrained_report
+    from experiments.learned_statistics.pretrained_study import FREE, PretrainedSettings
 
-    shutil.copy(ROOT / "experiments" / "learned_statistics" / "results" / "real" / "results.json", tmp_path)
-    settings = RealSettings(output=tmp_path)
-    tables = real_report.tables(real_report.Results(Rows(settings, FREE), settings))
+    shutil.copy(ROOT / "experiments" / "learned_statistics" / "results" / "pretrained" / "results.json", tmp_path)
+    settings = PretrainedSettings(output=tmp_path)
+    tables = pretrained_report.tables(pretrained_report.Results(Rows(settings, FREE), settings))
     assert all(table in readme("learned_statistics") for table in tables.values())
 
 
 def test_tables_of_smollm2():
-    from experiments.max_retrieval import real_report
+    from experiments.max_retrieval import pretrained_report
     from experiments.quiet_attention import pretrained_report
 
     found = read(ROOT / "experiments" / "quiet_attention" / "results" / "smollm2.json")
@@ -97,7 +97,7 @@ def test_tables_of_smollm2():
     del tables["Seconds"]
     assert all(table in readme("quiet_attention") for table in tables.values())
     found = read(ROOT / "experiments" / "max_retrieval" / "results" / "smollm2" / "results.json")
-    tables = real_report.tables(found)
+    tables = pretrained_report.tables(found)
     del tables["The start of ln n"]
     assert len(tables) == 5 and all(table in readme("max_retrieval") for table in tables.values())
 

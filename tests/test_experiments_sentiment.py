@@ -14,9 +14,9 @@ from tables import wrong_flags
 from experiments.sentiment import report, study
 from experiments.sentiment.__main__ import main
 from experiments.shared import classification as shared
-from experiments.shared import figures, looked_at
+from experiments.shared import figures, pooling_weights
 from experiments.shared.classification import MODELS, UNKNOWN, Parts, Predicted, Problem, Recipe
-from experiments.shared.looked_at import Answer, Item
+from experiments.shared.pooling_weights import Answer, Item
 from experiments.shared.results import of, read, select
 from tricycle_datasets.rt_polarity import SHA256, load_rt_polarity
 
@@ -212,9 +212,9 @@ def nasty_item(label: int = 0) -> Item:
 
 def test_no_text_breaks_the_page(tmp_path):
     path = tmp_path / "a folder" / "page.html"
-    looked_at.write_page(path, "<title>", "a & b", ("<i>", "+"), [nasty_item(), nasty_item(1)])
+    pooling_weights.write_page(path, "<title>", "a & b", ("<i>", "+"), [nasty_item(), nasty_item(1)])
     text = path.read_text(encoding="utf-8")
-    page, empty = Page(text), Page(looked_at.PAGE.read_text(encoding="utf-8"))
+    page, empty = Page(text), Page(pooling_weights.PAGE.read_text(encoding="utf-8"))
     assert page.tags == empty.tags and page.tags.count("script") == 2
     given = json.loads(page.kept)
     assert given["title"] == "<title>" and given["models"] == ["one", "<two>"]
@@ -229,7 +229,7 @@ def test_no_text_breaks_the_page(tmp_path):
 )
 def test_pages_that_cannot_be(tmp_path, items, message):
     with pytest.raises(ValueError, match=f"write_page: .*{message}"):
-        looked_at.write_page(tmp_path / "page.html", "", "", ("-", "+"), items)
+        pooling_weights.write_page(tmp_path / "page.html", "", "", ("-", "+"), items)
     assert not list(tmp_path.iterdir())
 
 
@@ -237,14 +237,14 @@ def test_choice_of_sentences():
     labels = np.array([0, 1] * 20)
     right = np.zeros((2, 40), bool)
     right[:, :20], right[0, 20:30] = True, True
-    chosen = looked_at.choose(right, labels, 3, np.random.default_rng(0))
+    chosen = pooling_weights.choose(right, labels, 3, np.random.default_rng(0))
     assert len(chosen) == len(set(chosen)) == 18
     assert [labels[i] for i in chosen] == ([0] * 3 + [1] * 3) * 3
     assert [i // 10 for i in chosen[6:]] == [2] * 6 + [3] * 6 and max(chosen[:6]) < 20
 
 
 def test_lines_of_a_picture(tmp_path):
-    rows = looked_at.wrap(["aa", "bbb", "c", "dddddd"], ["", " ", "", " "], np.array([0.25, 0, 0.75, 0]), 6)
+    rows = pooling_weights.wrap(["aa", "bbb", "c", "dddddd"], ["", " ", "", " "], np.array([0.25, 0, 0.75, 0]), 6)
     assert [[(x, token) for x, token, _ in row] for row in rows] == [
         [(0, "aa"), (3, "bbb")],
         [(0, "c")],
@@ -252,7 +252,7 @@ def test_lines_of_a_picture(tmp_path):
     ]
     assert rows[0][0][2] == 0.5
     clean = nasty_item()._replace(tokens=[token.strip() or "_" for token in NASTY])
-    looked_at.paint(tmp_path / "words.png", ("-", "+"), [clean] * 3, n_blocks=2)
+    pooling_weights.paint(tmp_path / "words.png", ("-", "+"), [clean] * 3, n_blocks=2)
     assert min(imread(tmp_path / "words.png").shape[:2]) > 40
 
 
@@ -269,14 +269,14 @@ WORDS = "--folds 4 --tested 2 --epochs 2 --shown 2".split()
 def test_what_a_run_leaves(problem, tmp_path):
     folder, again = tmp_path / "a run", tmp_path / "again"
     out = run_study(main, "--quick", *WORDS, "--output", folder)
-    check_files(folder, ["accuracy.png", "looked_at.html", "results.json", "training.png", "words.png"])
+    check_files(folder, ["accuracy.png", "pooling_weights.html", "results.json", "training.png", "words.png"])
     results = read(folder / "results.json")
     assert [run["fold"] for run in results["runs"]] == [0] * 6 + [1] * 6
     assert [run["model"] for run in results["runs"]] == [*MODELS, shared.TOGETHER, *study.BAYES] * 2
     assert of(select(results["runs"], model="naive Bayes, words"), "test") == [1, 1]
     for table in report.tables(results["runs"], results["words"]).values():
         assert table in out
-    shown = json.loads(Page((folder / "looked_at.html").read_text(encoding="utf-8")).kept)
+    shown = json.loads(Page((folder / "pooling_weights.html").read_text(encoding="utf-8")).kept)
     assert shown["models"] == list(MODELS) and shown["classes"] == ["negative", "positive"]
     texts = [text.lower() for text in made_up()[0]]
     for item in shown["items"]:

@@ -10,9 +10,9 @@ from studies import check_files, run_study
 from tables import wrong_flags
 
 from experiments.ten_minutes import __main__ as program
-from experiments.ten_minutes import ablations, data, parses, pytorch_baseline, report, study
+from experiments.ten_minutes import ablations, data, pytorch_baseline, report, study, syntax_check
 from experiments.ten_minutes.ablations import PLAIN, RECIPE, VARIANTS, configs
-from experiments.ten_minutes.clock import Budget
+from experiments.ten_minutes.time_budget import Budget
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
 from tricycle.decoding.penalties import PenalizedSamplingParams
@@ -241,7 +241,7 @@ test_wrong_flags_of_the_baseline_are_refused = wrong_flags(
 )
 
 test_wrong_flags_of_parses_are_refused = wrong_flags(
-    parses.main,
+    syntax_check.main,
     (["nowhere"], "run folder or.*checkpoint.*nowhere"),
     ([".", "--samples", "0"], "--samples.*got 0"),
     ([".", "--temperatures", "-1"], "temperature.*got -1.0"),
@@ -352,9 +352,9 @@ def test_scores_are_those_of_the_library(texts):
 
 # -------------------------------------------------------------------- functions that parse
 def test_where_a_function_ends():
-    assert not parses.is_complete(b"\n\ndef f(\n    a,\n) -> int:\n\n    return 1\n\n")
-    assert parses.is_complete(b"\n\ndef f():\n    return 1\nx")
-    assert parses.is_complete(b"def f():\n    return 1\n\n\n# a remark")
+    assert not syntax_check.is_complete(b"\n\ndef f(\n    a,\n) -> int:\n\n    return 1\n\n")
+    assert syntax_check.is_complete(b"\n\ndef f():\n    return 1\nx")
+    assert syntax_check.is_complete(b"def f():\n    return 1\n\n\n# a remark")
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_where_a_function_ends():
     }.items(),
 )
 def test_is_python(text, expected):
-    assert parses.is_python(text) is expected
+    assert syntax_check.is_python(text) is expected
 
 
 def test_beginnings_of_functions():
@@ -404,11 +404,11 @@ def last():
   lines."""
   pass
 '''
-    assert list(parses.function_signatures(source)) == [
+    assert list(syntax_check.function_signatures(source)) == [
         b'\n\ndef f(a,\n      b=1):\n    """One line."""\n    ',
         b'\n\ndef last():\n  """Two\n  lines."""\n  ',
     ]
-    assert list(parses.function_signatures(b"def f(:\n")) == []
+    assert list(syntax_check.function_signatures(b"def f(:\n")) == []
 
 
 class Parrot:
@@ -437,20 +437,20 @@ def test_functions_are_written_up_to_their_ends(monkeypatch):
     tokeniser = BPETokeniser(300)
     prompts = [b"\n\ndef", b"\n\ndef f("]
     with monkeypatch.context() as patch:
-        patch.setattr(parses, "GenerationBatch", Parrot)
-        settings = parses.Settings(Path(), tokens=100, no_repeat_ngram_size=0)
-        written = parses.write(GPT(SMALL), tokeniser, prompts, settings, 1.0, 0)
+        patch.setattr(syntax_check, "GenerationBatch", Parrot)
+        settings = syntax_check.Settings(Path(), tokens=100, no_repeat_ngram_size=0)
+        written = syntax_check.write(GPT(SMALL), tokeniser, prompts, settings, 1.0, 0)
         assert written == [("def f(x):\n  return x\n", True)] * 2
-        cut = parses.write(GPT(SMALL), tokeniser, prompts[:1], replace(settings, tokens=18), 0, 0)
+        cut = syntax_check.write(GPT(SMALL), tokeniser, prompts[:1], replace(settings, tokens=18), 0, 0)
         assert cut == [("def f(x):\n  ret\n", False)]
-    assert parses.count_outcomes(written)["parsed"] == 2
+    assert syntax_check.count_outcomes(written)["parsed"] == 2
     model = GPT(replace(SMALL, vocab_size=tokeniser.n_vocab))
-    (text, _), _ = parses.write(model, tokeniser, prompts, replace(settings, tokens=30), 0.8, 5)
+    (text, _), _ = syntax_check.write(model, tokeniser, prompts, replace(settings, tokens=30), 0.8, 5)
     prompt = [tokeniser.end_of_text, *tokeniser.encode(prompts[0])]
     limits = {"n_vocab": tokeniser.n_vocab, "stop_tokens": tokeniser.end_of_text}
     sampling = PenalizedSamplingParams(0.8, min_p=settings.min_p, seed=5, **limits)
     whole = [*prompt, *generate(model, prompt, 30 - len(prompt), sampling)]
-    assert text == parses.function_of(tokeniser, whole, tokeniser.end_of_text)
+    assert text == syntax_check.function_of(tokeniser, whole, tokeniser.end_of_text)
 
 
 @pytest.mark.nightly
@@ -458,12 +458,12 @@ def test_a_model_is_examined(tmp_path):
     tokeniser = BPETokeniser(300)
     save_checkpoint(tmp_path / "best.safetensors", GPT(replace(SMALL, context_window=250)), tokeniser)
     words = ["--samples", "3", "--temperatures", "0", "1", "--batch", "2"]
-    printed = run_study(parses.main, tmp_path, *words)
+    printed = run_study(syntax_check.main, tmp_path, *words)
     rows = report.read(tmp_path / "parses.json")["rows"]
     assert [(row["prompt"], row["samples"]) for row in rows] == [
-        (parses.PLAIN, 1),
-        (parses.PLAIN, 3),
-        (parses.CONSTRAINED, 3),
-        (parses.CONSTRAINED, 3),
+        (syntax_check.PLAIN, 1),
+        (syntax_check.PLAIN, 3),
+        (syntax_check.CONSTRAINED, 3),
+        (syntax_check.CONSTRAINED, 3),
     ]
     assert report.parses_table(rows) in printed

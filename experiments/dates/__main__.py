@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.dates import report, several, study
+from experiments.dates import multiple_dates, report, study
 from experiments.dates.models import MODELS, new_model
 from experiments.dates.study import Settings, rounded
 from experiments.shared.program import Outcome, check_choices, check_fractions, check_minimum, run_study
@@ -75,11 +75,11 @@ def several_dates(settings: Settings) -> Outcome:
     runs: Runs = []
     for name in settings.models:
         for seed in range(settings.seeds):
-            model, history, measured = several.run(name, settings, seed)
+            model, history, measured = multiple_dates.run(name, settings, seed)
             runs.append(
                 {"model": name, "seed": seed, "parameters": model.n_parameters, **thin_history(history), **measured}
             )
-            save(settings.output / "several.json", settings, runs=runs, counts=several.COUNTS)
+            save(settings.output / "several.json", settings, runs=runs, counts=multiple_dates.COUNTS)
     report.plot_several(runs, settings.output / "several.png")
     title = "Answers right to the last character, and dates right in their place, in %, by dates of the text"
     return {title: report.several_table(runs)}, ["several.json", "several.png"]

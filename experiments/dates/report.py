@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from experiments.dates.data import Example
-from experiments.dates.several import COUNTS
-from experiments.dates.several import TRAINED as TRAINED_DATES
+from experiments.dates.multiple_dates import COUNTS
+from experiments.dates.multiple_dates import TRAINED as TRAINED_DATES
 from experiments.dates.study import LENGTHS, TRAINED
 from experiments.shared.figures import drawing
 from experiments.shared.results import Runs, distinct, of, select

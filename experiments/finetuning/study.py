@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.finetuning import voice
+from experiments.finetuning import shakespeare
 from experiments.finetuning.tasks import TASKS, Question, Task, write_records
 from experiments.shared.program import check_choices, check_minimum
 from experiments.shared.results import Record, rounded, select
@@ -204,7 +204,7 @@ def measure_model(
         answers = decode_answers(loaded, generate_answers(loaded, questions, task.n_tokens, settings, task.temperature))
         results["scores"][task.name] = rounded(task.judge(questions, answers))
         if task.name == "voice":
-            questions = [Question(text, False, "") for text in voice.OPENINGS]
+            questions = [Question(text, False, "") for text in shakespeare.OPENINGS]
             answers = decode_answers(
                 loaded, generate_answers(loaded, questions, task.n_tokens, settings, task.temperature)
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.finetuning import docstrings, sums, voice
+from experiments.finetuning import docstrings, shakespeare, sums
 from tricycle.system.files import atomic_write
 
 N_STORIES = 1000  # to learn from, about as many as a training reads
@@ -121,7 +121,10 @@ def score_lines(questions: Sequence[Question], answers: Sequence[str]) -> dict[s
 def score_voice(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
     """Return the fraction of copied text in generated texts, and in Shakespeare's own continuations."""
     wanted = [question.wanted for question in questions]
-    return {"copied": voice.copied_fraction(list(answers)), "copied by Shakespeare": voice.copied_fraction(wanted)}
+    return {
+        "copied": shakespeare.copied_fraction(list(answers)),
+        "copied by Shakespeare": shakespeare.copied_fraction(wanted),
+    }
 
 
 SUMS_RATES = {"lora": 2e-3, "all": 2e-4}
@@ -139,8 +142,8 @@ VOICE = Task(
     "voice",
     "Shakespeare",
     ".txt",
-    lambda part: [voice.part(part)[: voice.TESTED if part == "test" else None]],
-    lambda: [Question(opening, False, rest) for opening, rest in voice.openings()],
+    lambda part: [shakespeare.part(part)[: shakespeare.TESTED if part == "test" else None]],
+    lambda: [Question(opening, False, rest) for opening, rest in shakespeare.openings()],
     score_voice,
     48,
     temperature=0.8,

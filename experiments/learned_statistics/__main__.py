@@ -3,7 +3,7 @@
     python -m experiments.learned_statistics              trains a GPT, takes it apart, measures
     python -m experiments.learned_statistics --quick      a smaller form of the same
     python -m experiments.learned_statistics --model RUN  takes apart the model of a run folder or checkpoint
-    python -m experiments.learned_statistics --model smollm2      one that others trained, as `real.py` says; so with
+    python -m experiments.learned_statistics --model smollm2      one that others trained, as `pretrained.py` says; so with
                                                           a folder in Hugging Face's form or a GGUF file
 
 Finished results are stored in the output folder, and are not computed again.
@@ -13,8 +13,8 @@ import sys
 
 from tqdm import tqdm
 
-from experiments.learned_statistics import real, report
-from experiments.learned_statistics.blocks import Bench, Job, Rows, attention_of
+from experiments.learned_statistics import pretrained, report
+from experiments.learned_statistics.blocks import Job, Rows, VariantEvaluator, attention_of
 from experiments.learned_statistics.study import (
     FREE,
     QUICK,
@@ -24,9 +24,9 @@ from experiments.learned_statistics.study import (
     all_rows,
     check,
     job_of,
+    load_frozen_model,
     measure,
-    new_bench,
-    new_subject,
+    new_evaluator,
 )
 from experiments.shared.program import Outcome, run_study
 from tricycle_cli.flags import run_main
@@ -34,8 +34,8 @@ from tricycle_cli.flags import run_main
 
 def main() -> int:
     """Run the command line, and return the exit status."""
-    if real.names_pretrained_model(sys.argv[1:]):
-        return real.main()
+    if pretrained.names_pretrained_model(sys.argv[1:]):
+        return pretrained.main()
     return run_study(Settings, study, __doc__, QUICK, check)
 
 
@@ -45,28 +45,28 @@ def study(settings: Settings) -> Outcome:
     files: list[str] = []
     rows = []
     for number in range(settings.models):
-        subject, held_out = new_subject(settings, number)
-        bench = new_bench(subject, number, settings)
+        frozen, held_out = load_frozen_model(settings, number)
+        evaluator = new_evaluator(frozen, number, settings)
         for row in tqdm(all_rows(settings), desc=f"model {number}", unit="row", dynamic_ncols=True):
             wanted = {"model": number, **row}
             if record.row(wanted) is None:
-                record.add(wanted, measure(bench, job_of(settings, **row), held_out, settings))
+                record.add(wanted, measure(evaluator, job_of(settings, **row), held_out, settings))
             rows.append(record.row(wanted))
-        files = files or show(bench, record, settings)
+        files = files or show(evaluator, record, settings)
     return report.tables(rows, record["attention"]), ["results.json", *files]
 
 
-def show(bench: Bench, record: Rows, settings: Settings) -> list[str]:
+def show(evaluator: VariantEvaluator, record: Rows, settings: Settings) -> list[str]:
     """Draw the attention of a few texts, whole and in blocks; return the files' names."""
-    subject, folder, few = bench.subject, settings.output, min(settings.blocks)
-    texts = subject.rows("", "test", SEEN_WINDOWS)[:, :-1]
-    bench.prepare(Job("whole"))
-    whole = attention_of(subject.model, texts)
+    frozen, folder, few = evaluator.frozen, settings.output, min(settings.blocks)
+    texts = frozen.rows("", "test", SEEN_WINDOWS)[:, :-1]
+    evaluator.prepare(Job("whole"))
+    whole = attention_of(frozen.model, texts)
     attention, drawn = {"whole": about_maps(whole, whole)}, {"whole": whole}
     for n in settings.blocks:
         for kind, name in report.SHOWN.items():
-            bench.prepare(job_of(settings, kind, n))
-            maps = attention_of(subject.model, texts)
+            evaluator.prepare(job_of(settings, kind, n))
+            maps = attention_of(frozen.model, texts)
             label = f"{n} blocks, {name}"
             attention[label] = about_maps(maps, whole)
             if n == few and kind in report.DRAWN:
@@ -74,11 +74,11 @@ def show(bench: Bench, record: Rows, settings: Settings) -> list[str]:
     record["attention"] = attention
     record.save()
     one = {label: {layer: weights[0] for layer, weights in maps.items()} for label, maps in drawn.items()}
-    tokens = [subject.tokeniser.decode([token]) for token in texts[0].tolist()]
+    tokens = [frozen.tokeniser.decode([token]) for token in texts[0].tolist()]
     files = report.draw_maps(one, attention[f"{few} blocks, learned"]["distance"], tokens, folder)
     report.plot_spikiness(attention, settings.blocks, folder / "spikiness.png")
-    learned = [bench.scales(job_of(settings, "learned", few, seed))[0] for seed in range(settings.seeds)]
-    report.plot_scales(learned, bench.scales(job_of(settings, "measured", few))[0], folder / "scales.png")
+    learned = [evaluator.scales(job_of(settings, "learned", few, seed))[0] for seed in range(settings.seeds)]
+    report.plot_scales(learned, evaluator.scales(job_of(settings, "measured", few))[0], folder / "scales.png")
     return [*files, "spikiness.png", "scales.png"]
 
 

@@ -62,7 +62,7 @@ class Rows(Record):
         self.save()
 
 
-class Subject(NamedTuple):
+class FrozenModel(NamedTuple):
     """A frozen model and its texts.
 
     Attributes:
@@ -127,7 +127,7 @@ def first_scales(job: Job, n_layers: int, n_heads: int, window: int) -> list[np.
 
 
 def train_scales(
-    subject: Subject, job: Job, steps: int, batch_size: int, first: Sequence[np.ndarray]
+    frozen: FrozenModel, job: Job, steps: int, batch_size: int, first: Sequence[np.ndarray]
 ) -> tuple[list[np.ndarray], list[float]]:
     """Train the scales of block softmax on next-token prediction, with all other weights frozen.
 
@@ -140,10 +140,10 @@ def train_scales(
     Raises:
         RuntimeError: anything but scales changed.
     """
-    model = subject.model
+    model = frozen.model
     before = digest(model)
     scales = use_block_softmax(model, job, first)
-    rows = subject.rows(job.text, "train", 4 * steps * batch_size)
+    rows = frozen.rows(job.text, "train", 4 * steps * batch_size)
     chosen = np.random.default_rng(job.seed).permutation(len(rows))[: steps * batch_size].reshape(steps, -1)
     optimiser = AdamW(WarmupCosine(job.rate, 0.0, 0, steps), weight_decay=0.0)
     losses = []
@@ -173,17 +173,17 @@ class Shares(NamedTuple):
     square: dict[int, np.ndarray]  # the mean of their squares
 
 
-def exact_shares(subject: Subject, rows: np.ndarray, blocks: Sequence[int]) -> Shares:
+def exact_shares(frozen: FrozenModel, rows: np.ndarray, blocks: Sequence[int]) -> Shares:
     """Return the exact softmax statistics of each block for rows of tokens (N, W + 1), as FlashAttention has them."""
-    use_block_softmax(subject.model, Job("whole"))
+    use_block_softmax(frozen.model, Job("whole"))
     mean: dict[int, Any] = dict.fromkeys(blocks, 0.0)
     square: dict[int, Any] = dict.fromkeys(blocks, 0.0)
     for row in tqdm(rows, desc="exact shares", unit="window", position=1, leave=False, dynamic_ncols=True):
-        weights = attention_of(subject.model, row[None, :-1]).values()
+        weights = attention_of(frozen.model, row[None, :-1]).values()
         for n in blocks:
-            edges = block_starts(n, subject.window)
+            edges = block_starts(n, frozen.window)
             here = np.stack([np.add.reduceat(array[0], edges, axis=-1) for array in weights])
-            shares = np.zeros((*here.shape[:2], n, subject.window))  # some blocks may have no keys
+            shares = np.zeros((*here.shape[:2], n, frozen.window))  # some blocks may have no keys
             shares[:, :, : len(edges)] = here.swapaxes(2, 3)
             mean[n] = mean[n] + shares / len(rows)
             square[n] = square[n] + shares**2 / len(rows)
@@ -210,8 +210,8 @@ def average_scales(mean: np.ndarray, grain: str) -> np.ndarray:
     return mean if per_head else mean.mean(axis=1)
 
 
-# -------------------------------------------------------------------- the bench
-class Bench:
+# -------------------------------------------------------------------- the evaluator
+class VariantEvaluator:
     """A model and its softmax in all variants. Scales are stored in files once they are found.
 
     Args:
@@ -222,16 +222,16 @@ class Bench:
     """
 
     def __init__(
-        self, subject: Subject, folder: Path, steps: int, batch_size: int, n_measured: int, blocks: Sequence[int]
+        self, frozen: FrozenModel, folder: Path, steps: int, batch_size: int, n_measured: int, blocks: Sequence[int]
     ) -> None:
-        self.subject, self.folder, self.blocks = subject, folder, tuple(dict.fromkeys(blocks))
+        self.frozen, self.folder, self.blocks = frozen, folder, tuple(dict.fromkeys(blocks))
         self.steps, self.batch_size, self.n_measured = steps, batch_size, n_measured
         self._shares: dict[str, Shares] = {}
 
     def prepare(self, job: Job) -> list[float]:
         """Give the model the softmax variant of a job; return the losses of training its scales."""
         arrays, losses = self.scales(job)
-        use_block_softmax(self.subject.model, job, arrays)
+        use_block_softmax(self.frozen.model, job, arrays)
         return losses
 
     def scales(self, job: Job) -> tuple[list[np.ndarray], list[float]]:
@@ -244,7 +244,7 @@ class Bench:
             return list(average_scales(self.shares(job.text).mean[job.blocks], job.grain)), []
         path = self.folder / f"{job.file_name}.npz"
         if not path.exists():
-            arrays, losses = train_scales(self.subject, job, self.steps, self.batch_size, self.first(job))
+            arrays, losses = train_scales(self.frozen, job, self.steps, self.batch_size, self.first(job))
             with atomic_write(path) as file:
                 np.savez(file, np.array(losses), *arrays)
         with np.load(path, allow_pickle=False) as file:
@@ -255,16 +255,16 @@ class Bench:
         """Return the first scales of each layer."""
         if job.start == "mean":
             return self.scales(Job("mean", job.blocks, job.grain, job.text))[0]
-        config = self.subject.model.config
-        return first_scales(job, config.n_layers, config.n_heads, self.subject.window)
+        config = self.frozen.model.config
+        return first_scales(job, config.n_layers, config.n_heads, self.frozen.window)
 
     def shares(self, text: str) -> Shares:
         """Return the shares of a training text, from their file if there is one."""
         if text not in self._shares:
             path = self.folder / f"shares-{text}-{'-'.join(map(str, self.blocks))}.npz"
             if not path.exists():
-                rows = self.subject.rows(text, "train", self.n_measured)
-                shares = exact_shares(self.subject, rows, self.blocks)._asdict()
+                rows = self.frozen.rows(text, "train", self.n_measured)
+                shares = exact_shares(self.frozen, rows, self.blocks)._asdict()
                 with atomic_write(path) as file:
                     np.savez(file, **{f"{part}-{n}": array for part in shares for n, array in shares[part].items()})
             with np.load(path, allow_pickle=False) as file:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from experiments.learned_statistics.blocks import Bench, Job, Subject
+from experiments.learned_statistics.blocks import FrozenModel, Job, VariantEvaluator
 from experiments.shared.program import check_minimum, words
 from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
@@ -79,7 +79,7 @@ def check(settings: Settings) -> None:
 
 
 # -------------------------------------------------------------------- the model
-def new_subject(settings: Settings, seed: int) -> tuple[Subject, HeldOut]:
+def load_frozen_model(settings: Settings, seed: int) -> tuple[FrozenModel, HeldOut]:
     """Return the model that --model names, or one that is trained here, frozen.
 
     Raises:
@@ -105,7 +105,7 @@ def new_subject(settings: Settings, seed: int) -> tuple[Subject, HeldOut]:
     tokens = np.concatenate([[corpus.tokeniser.end_of_text], corpus.validation])
     parts, window = {"train": corpus.train, "test": tokens}, model.config.context_window
     rows = lambda text, part, n: spread_windows(parts[part], n, window)
-    return Subject(model, corpus.tokeniser, window, rows), HeldOut(tokens, len(corpus.validation_bytes))
+    return FrozenModel(model, corpus.tokeniser, window, rows), HeldOut(tokens, len(corpus.validation_bytes))
 
 
 def spread_windows(tokens: Any, n_rows: int, window: int) -> np.ndarray:
@@ -184,19 +184,21 @@ def all_rows(settings: Settings) -> list[dict[str, Any]]:
     return rows
 
 
-def new_bench(subject: Subject, number: int, settings: Settings) -> Bench:
+def new_evaluator(frozen: FrozenModel, number: int, settings: Settings) -> VariantEvaluator:
     """Return the measurements of a model with its batches and scale files."""
     folder = settings.output / "scales" / str(number)
-    return Bench(subject, folder, settings.scale_steps, settings.batch_size, MEASURED_WINDOWS, settings.blocks)
+    return VariantEvaluator(
+        frozen, folder, settings.scale_steps, settings.batch_size, MEASURED_WINDOWS, settings.blocks
+    )
 
 
-def measure(bench: Bench, job: Job, held_out: HeldOut, settings: Settings) -> dict[str, Any]:
+def measure(evaluator: VariantEvaluator, job: Job, held_out: HeldOut, settings: Settings) -> dict[str, Any]:
     """Return the held-out loss in nats a token, in windows of the full context window, which need all scales."""
     started = time.perf_counter()
-    bench.prepare(job)
+    evaluator.prepare(job)
     prepared = time.perf_counter()
     n_batches = -(-settings.windows // settings.batch_size)
-    loss, _ = evaluate(bench.subject.model, held_out.tokens, settings.batch_size, n_batches)
+    loss, _ = evaluate(evaluator.frozen.model, held_out.tokens, settings.batch_size, n_batches)
     seconds = {"seconds_of_learning": prepared - started, "seconds": time.perf_counter() - started}
     return {"loss": loss, "perplexity": math.exp(loss), **{name: round(s, 1) for name, s in seconds.items()}}
 

@@ -3,7 +3,7 @@
     python -m experiments.max_retrieval             three trainings as in seed 001's notebook, all measured
     python -m experiments.max_retrieval --quick     half a minute
     python -m experiments.max_retrieval --paper     the longer training of Velickovic et al. 2024
-    python -m experiments.max_retrieval --model smollm2    the same question to a language model (see real.py)
+    python -m experiments.max_retrieval --model smollm2    the same question to a language model (see pretrained.py)
 
 Where the values come from. Batches of 128, 5 to 16 items, width 128, GeLU, Adam at 1e-3 and an L2 term of 1e-3: the
 notebook, which took them from appendix A.4 of the paper. 5,000 steps: the notebook. --paper: 100,000 steps, which is
@@ -31,9 +31,9 @@ def main() -> int:
     """Run the command line, and return the exit status."""
     words = sys.argv[1:]
     if any(word.partition("=")[0] == "--model" for word in words):
-        from experiments.max_retrieval import real  # here, for it needs more than this experiment does
+        from experiments.max_retrieval import pretrained  # here, for it needs more than this experiment does
 
-        return real.main()
+        return pretrained.main()
     if {"--quick", "--paper"} <= set(words):
         raise ValueError("expected --quick or --paper, got both")
     return run_study(Settings, study, __doc__, QUICK, check, PAPER if "--paper" in words else None)

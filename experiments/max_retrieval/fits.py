@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments.max_retrieval.prompts import Prompt
-from experiments.max_retrieval.tempering import Betas, use_temperature
+from experiments.max_retrieval.temperatures import Betas, use_temperature
 from tricycle import kernels
 from tricycle.attention import KeyValueCache, scores_and_weights
 from tricycle.devices import to_cpu

@@ -7,7 +7,7 @@ import numpy as np
 from experiments.names.study import Settings
 from experiments.shared.classification import MODELS, Outcome, Problem, model_cells
 from experiments.shared.figures import drawing, plot_folds, plot_training
-from experiments.shared.looked_at import new_items, paint, spread, write_page
+from experiments.shared.pooling_weights import new_items, paint, spread, write_page
 from experiments.shared.results import Runs, distinct, of, select
 from experiments.shared.tables import cell, markdown
 
@@ -96,5 +96,5 @@ def draw(problem: Problem, outcome: Outcome, runs: Runs, matrices: Matrices, set
     gaps = lambda number: [""] * len(problem.tokens[number])
     shown = new_items(problem, outcome, gaps, settings.shown, settings.seed)
     paint(folder / "letters.png", problem.classes, spread(shown, 12), n_columns=24, n_blocks=3)
-    write_page(folder / "looked_at.html", "Surnames: what the models looked at", NOTE, problem.classes, shown)
-    return ["balanced.png", "confusion.png", "training.png", "letters.png", "looked_at.html"]
+    write_page(folder / "pooling_weights.html", "Surnames: what the models looked at", NOTE, problem.classes, shown)
+    return ["balanced.png", "confusion.png", "training.png", "letters.png", "pooling_weights.html"]

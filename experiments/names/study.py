@@ -40,7 +40,7 @@ class Settings(FoldSettings):
     """treat every line of the files as a separate name: duplicates may be in training and test"""
     shown: int = 3
     """names on the page for each language: this many that all models have right, where they differ, all wrong"""
-    output: Path = Path("runs/names")  # where results.json, the plots and looked_at.html are written
+    output: Path = Path("runs/names")  # where results.json, the plots and pooling_weights.html are written
 
 
 def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:

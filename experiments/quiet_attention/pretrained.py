@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.quiet_attention.eight_bits import MATRICES, MORE_WAYS, WAYS, Way, simulate_int8
-from experiments.quiet_attention.inside import attention_maps, look_inside, weight_outliers
-from experiments.quiet_attention.teaching import Lesson, Variant, teach, use_softmax
+from experiments.quiet_attention.continued_training import Lesson, Variant, teach, use_softmax
+from experiments.quiet_attention.int8_simulation import MATRICES, MORE_WAYS, WAYS, Way, simulate_int8
+from experiments.quiet_attention.outliers import attention_maps, look_inside, weight_outliers
 from experiments.shared.language_models import (
     TEXTS,
     Windows,

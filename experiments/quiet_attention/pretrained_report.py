@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.quiet_attention.eight_bits import MORE_WAYS, WAYS
+from experiments.quiet_attention.int8_simulation import MORE_WAYS, WAYS
 from experiments.quiet_attention.pretrained import Settings, maps
 from experiments.shared.figures import drawing
 from experiments.shared.language_models import TEXTS

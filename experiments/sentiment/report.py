@@ -3,7 +3,7 @@
 from experiments.sentiment.study import Settings, gaps
 from experiments.shared.classification import MODELS, Outcome, Problem, model_cells
 from experiments.shared.figures import plot_folds, plot_training
-from experiments.shared.looked_at import new_items, paint, spread, write_page
+from experiments.shared.pooling_weights import new_items, paint, spread, write_page
 from experiments.shared.results import Runs, distinct, of, select
 from experiments.shared.tables import cell, grid, markdown
 
@@ -59,5 +59,5 @@ def draw(texts: list[str], problem: Problem, outcome: Outcome, runs: Runs, setti
     plot_folds(values, folder / "accuracy.png", "accuracy on the test fold, %", title, KIM)
     plot_training(runs, folder / "training.png")
     paint(folder / "words.png", problem.classes, spread(shown, 4))
-    write_page(folder / "looked_at.html", "Film reviews: what the models looked at", NOTE, problem.classes, shown)
-    return ["accuracy.png", "training.png", "words.png", "looked_at.html"]
+    write_page(folder / "pooling_weights.html", "Film reviews: what the models looked at", NOTE, problem.classes, shown)
+    return ["accuracy.png", "training.png", "words.png", "pooling_weights.html"]

@@ -57,7 +57,7 @@ class Settings(FoldSettings):
     """What a run does."""
 
     sentences: int = 5331  # of each class, at most
-    output: Path = Path("runs/sentiment")  # where results.json, the plots and looked_at.html are written
+    output: Path = Path("runs/sentiment")  # where results.json, the plots and pooling_weights.html are written
 
 
 def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:

@@ -293,7 +293,7 @@ class FoldSettings:
     shown: int = 15
     """texts on the page for each class: this many that all models have right, as many where they differ, all wrong"""
     quick: bool = False  # at most three minutes: two folds, few epochs
-    output: Path = Path("runs")  # where results.json, the plots and looked_at.html are written
+    output: Path = Path("runs")  # where results.json, the plots and pooling_weights.html are written
 
 
 def check_folds(settings: Any, **lowest: int) -> None:

@@ -40,8 +40,8 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
     import numpy as np  # after the cores are chosen
 
     from experiments.shared.results import rounded
-    from experiments.ten_minutes.clock import Budget
     from experiments.ten_minutes.data import held_out, load
+    from experiments.ten_minutes.time_budget import Budget
     from tricycle.configs import GPTConfig
     from tricycle.evaluation import evaluate
     from tricycle.training_state import new_state, train_step

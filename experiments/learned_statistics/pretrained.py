@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from experiments.learned_statistics import real_report
+from experiments.learned_statistics import pretrained_report
 from experiments.learned_statistics.blocks import STARTS, Rows, digest, job_of
-from experiments.learned_statistics.real_report import Results
-from experiments.learned_statistics.real_study import (
+from experiments.learned_statistics.pretrained_report import Results
+from experiments.learned_statistics.pretrained_study import (
     FREE,
-    RealBench,
-    RealSettings,
+    PretrainedEvaluator,
+    PretrainedSettings,
     all_jobs,
     compare,
     learned,
@@ -34,7 +34,7 @@ from experiments.shared.pages import write_page
 from experiments.shared.program import Outcome, check_choices, check_minimum, run_study, words
 from tricycle.pretrained.hf_folder import INDEX, WEIGHTS
 
-PAGE = Path(__file__).with_name("real_page.html")
+PAGE = Path(__file__).with_name("pretrained_page.html")
 LEAST, MOST = -0.25, 1.25  # scales that are shown; others count as these
 QUICK: dict[str, Any] = {
     "blocks": (2, 4),
@@ -61,21 +61,21 @@ def names_pretrained_model(line: Sequence[str]) -> bool:
 
 def main() -> int:
     """Run the command line, and return the exit status."""
-    return run_study(RealSettings, study, __doc__, QUICK, check)
+    return run_study(PretrainedSettings, study, __doc__, QUICK, check)
 
 
-def study(settings: RealSettings) -> Outcome:
+def study(settings: PretrainedSettings) -> Outcome:
     """Run the study, and return its tables and the names of its files."""
     record = Rows(settings, FREE, rows=[])
-    bench = RealBench(settings)
+    evaluator = PretrainedEvaluator(settings)
     for job in tqdm(all_jobs(settings), desc=settings.model, unit="row", dynamic_ncols=True):
         if record.row(job._asdict()) is None:
-            record.add(job._asdict(), bench.measure(job))
-    complete_record(bench, record)
-    return show(bench, record)
+            record.add(job._asdict(), evaluator.measure(job))
+    complete_record(evaluator, record)
+    return show(evaluator, record)
 
 
-def check(settings: RealSettings) -> None:
+def check(settings: PretrainedSettings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
     least = {"seeds": 1, "steps": 1, "batch_size": 1, "test_windows": 1, "measured_windows": 1, "prompts": 1}
     check_minimum(settings, **least, n_written=1, window=4)
@@ -91,35 +91,37 @@ def check(settings: RealSettings) -> None:
         raise ValueError(f"expected --n-written of at most a quarter of --window, got {settings.n_written}")
 
 
-def complete_record(bench: RealBench, record: Rows) -> None:
+def complete_record(evaluator: PretrainedEvaluator, record: Rows) -> None:
     """Compute the results that are not rows: the explained variance of means, and generated texts."""
-    tokeniser = bench.subject.tokeniser
+    tokeniser = evaluator.frozen.tokeniser
     if "explained" not in record:
-        record["explained"] = bench.explained()
+        record["explained"] = evaluator.explained()
         record.save()
     written = record.setdefault("written", [])
     done = {job_of(way) for way in written}
-    jobs = [job for job in written_jobs(bench.settings) if job not in done]
+    jobs = [job for job in written_jobs(evaluator.settings) if job not in done]
     for job in tqdm(jobs, desc="writing", unit="way", dynamic_ncols=True):
-        written.append(bench.write(job))
+        written.append(evaluator.write(job))
         record.save()
     record["written"] = [{**way, **compared} for way, compared in zip(written, compare(written, tokeniser))]
-    record["prompts"] = [tokeniser.decode(prompt) for prompt in bench.prompts]
-    record["unchanged"] = digest(bench.subject.model) == bench.digest
+    record["prompts"] = [tokeniser.decode(prompt) for prompt in evaluator.prompts]
+    record["unchanged"] = digest(evaluator.frozen.model) == evaluator.digest
     record.save()
 
 
-def show(bench: RealBench, record: Rows) -> Outcome:
+def show(evaluator: PretrainedEvaluator, record: Rows) -> Outcome:
     """Draw the figures and write the page; return tables and the names of the files."""
-    settings = bench.settings
+    settings = evaluator.settings
     results, folder = Results(record, settings), settings.output
-    scales = {"mean shares": bench.scales(mean(settings))[0]}
-    scales |= {real_report.learned_from(start): bench.scales(learned(settings, start=start))[0] for start in STARTS}
-    real_report.plot(results, scales, folder)
+    scales = {"mean shares": evaluator.scales(mean(settings))[0]}
+    scales |= {
+        pretrained_report.learned_from(start): evaluator.scales(learned(settings, start=start))[0] for start in STARTS
+    }
+    pretrained_report.plot(results, scales, folder)
     write_page(PAGE, folder / "page.html", page_data(record, scales))
     print("its own weights are what they were" if record["unchanged"] else "ITS WEIGHTS CHANGED")
-    pictures = [f"{name}.png" for name in real_report.PICTURES]
-    return real_report.tables(results), ["results.json", *pictures, "page.html"]
+    pictures = [f"{name}.png" for name in pretrained_report.PICTURES]
+    return pretrained_report.tables(results), ["results.json", *pictures, "page.html"]
 
 
 def page_data(results: Mapping[str, Any], scales: Mapping[str, Sequence[np.ndarray]]) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def page_data(results: Mapping[str, Any], scales: Mapping[str, Sequence[np.ndarr
         scales: by the way's name, those of each layer, (n, W).
     """
     written = [
-        {"name": real_report.name_of(job_of(way)), **{key: way[key] for key in ("texts", "same", "repeated")}}
+        {"name": pretrained_report.name_of(job_of(way)), **{key: way[key] for key in ("texts", "same", "repeated")}}
         for way in results["written"]
     ]
     n, window = next(iter(scales.values()))[0].shape

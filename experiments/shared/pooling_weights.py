@@ -11,7 +11,7 @@ from experiments.shared.classification import Outcome, Problem
 from experiments.shared.figures import drawing
 from tricycle import kernels
 
-PAGE = Path(__file__).with_name("looked_at.html")
+PAGE = Path(__file__).with_name("pooling_weights.html")
 ACCENT, GOOD, BAD = "#f0962d", "#006b4e", "#a8320a"
 RIGHT, WRONG = "✓", "✗"
 LABEL = 28  # characters of the column that says which model

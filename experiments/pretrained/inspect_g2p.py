@@ -1,8 +1,8 @@
 """Inspect the network of `g2p.py`, which has no attention: input attributions of its sounds, and its hidden state.
 
-    python -m experiments.pretrained.look_g2p                              as in the README
-    python -m experiments.pretrained.look_g2p --words tricycle gradient    maps of words of your own
-    python -m experiments.pretrained.look_g2p --quick                      200 words for the averages
+    python -m experiments.pretrained.inspect_g2p                              as in the README
+    python -m experiments.pretrained.inspect_g2p --words tricycle gradient    maps of words of your own
+    python -m experiments.pretrained.inspect_g2p --quick                      200 words for the averages
 
 Averages are over words of the Python language reference, which comes with Python; its text differs a little from one
 version to the next.

@@ -1,7 +1,7 @@
 """Measure the fraction of generated Python functions that `ast.parse` accepts.
 
-    python -m experiments.ten_minutes.parses RUN                  RUN: a run folder of train_smol_gpt.py
-    python -m experiments.ten_minutes.parses RUN --samples 20     fewer of them
+    python -m experiments.ten_minutes.syntax_check RUN                  RUN: a run folder of train_smol_gpt.py
+    python -m experiments.ten_minutes.syntax_check RUN --samples 20     fewer of them
 
 Plain: the model begins with "def" alone, the same each time. Constrained: it is given the signature and the docstring
 of a function in a held-out file, which it has never seen, and the indentation of the body. A function ends before

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.learned_statistics.blocks import GRAINS, STARTS, Job, Rows, block_starts, job_of
-from experiments.learned_statistics.real_study import RealSettings, learned, mean
+from experiments.learned_statistics.pretrained_study import PretrainedSettings, learned, mean
 from experiments.learned_statistics.report import rows_with_seed_figures
 from experiments.shared.figures import drawing
 from experiments.shared.language_models import TEXTS
@@ -27,7 +27,7 @@ GRAIN_WORDS = {
 class Results:
     """The rows of a record, by their jobs."""
 
-    def __init__(self, record: Rows, settings: RealSettings) -> None:
+    def __init__(self, record: Rows, settings: PretrainedSettings) -> None:
         self.settings, self.other = settings, record
         self.rows = {job_of(row): row for row in record["rows"]}
 
@@ -56,7 +56,7 @@ class Results:
         return 100 * (none - np.log(self.perplexities(job, text))) / (none - whole)
 
 
-def ways(settings: RealSettings, blocks: int) -> dict[str, Job]:
+def ways(settings: PretrainedSettings, blocks: int) -> dict[str, Job]:
     """Return the jobs to compare for a number of blocks, by name."""
     return {
         "none": Job("none", blocks),

@@ -18,7 +18,7 @@ from studies import check_files, run_study
 from tables import wrong_flags
 
 from experiments.learned_statistics import __main__ as program
-from experiments.learned_statistics import blocks, random_opt, real, real_report, real_study
+from experiments.learned_statistics import blocks, pretrained, pretrained_report, pretrained_study, random_opt
 from experiments.learned_statistics.blocks import (
     GRAINS,
     Job,
@@ -31,16 +31,16 @@ from experiments.learned_statistics.blocks import (
     train_scales,
     use_block_softmax,
 )
-from experiments.learned_statistics.real_study import (
+from experiments.learned_statistics.pretrained_study import (
     FREE,
-    RealBench,
-    RealSettings,
+    PretrainedEvaluator,
+    PretrainedSettings,
     all_jobs,
     expand_scales,
     explained,
     learned,
+    load_frozen_model,
     mean,
-    new_subject,
     repeated,
     same_beginning,
     written_jobs,
@@ -53,7 +53,7 @@ WINDOW = 22  # blocks of 6, of which the last is shorter
 SHAPE = random_opt.Settings(Path(), width=16, layers=2, heads=4, context_window=40, vocabulary=300)
 TEXTS = {
     (text, part): " ".join(random.Random(f"{text} {part}").choices(f"{text} </script> one two three".split(), k=900))
-    for text in real.TEXTS
+    for text in pretrained.TEXTS
     for part in ("train", "test")
 }
 
@@ -65,7 +65,7 @@ def text_of(text: str, part: str) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def _texts():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(real_study, "text_of", text_of)
+        patch.setattr(pretrained_study, "text_of", text_of)
         patch.setattr(random_opt, "text_of", text_of)
         yield
 
@@ -82,23 +82,25 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def settings(folder, tmp_path) -> RealSettings:
+def settings(folder, tmp_path) -> PretrainedSettings:
     few = {"steps": 3, "batch_size": 2, "test_windows": 3, "measured_windows": 2, "prompts": 1, "n_written": 5}
-    return RealSettings(str(folder), blocks=(2, 4), window=WINDOW, seeds=2, rate=0.5, output=tmp_path / "out", **few)
+    return PretrainedSettings(
+        str(folder), blocks=(2, 4), window=WINDOW, seeds=2, rate=0.5, output=tmp_path / "out", **few
+    )
 
 
 @pytest.fixture
-def subject(settings):
+def frozen(settings):
     """With attention that differs from place to place, which that of first weights hardly does."""
-    subject = new_subject(settings)
-    for block in subject.model.blocks:
+    frozen = load_frozen_model(settings)
+    for block in frozen.model.blocks:
         block.attention.qkv.weights.array *= 40
         block.attention.projection.weights.array *= 40
-    return subject
+    return frozen
 
 
-def rows_of(subject, text: str) -> np.ndarray:
-    return subject.rows(text, "test", 3)
+def rows_of(frozen, text: str) -> np.ndarray:
+    return frozen.rows(text, "test", 3)
 
 
 # -------------------------------------------------------------------- the model
@@ -113,47 +115,47 @@ def test_the_model_has_opts_architecture(folder):
     )
 
 
-def test_blocks_are_parts_of_the_window(settings, subject):
+def test_blocks_are_parts_of_the_window(settings, frozen):
     use_block_softmax(
-        subject.model, Job("learned", 4, "position"), first_scales(Job("learned", 4, "position"), 2, 4, WINDOW)
+        frozen.model, Job("learned", 4, "position"), first_scales(Job("learned", 4, "position"), 2, 4, WINDOW)
     )
-    (scales, *_) = (block.attention.softmax_scales for block in subject.model.blocks)
+    (scales, *_) = (block.attention.softmax_scales for block in frozen.model.blocks)
     assert scales.shape == (4, WINDOW)
-    bench = RealBench(settings, subject)
-    assert [rows.shape for rows in bench.tests.values()] == [(3, WINDOW + 1)] * 3
-    assert [len(prompt) for prompt in bench.prompts] == [16] * 3
+    evaluator = PretrainedEvaluator(settings, frozen)
+    assert [rows.shape for rows in evaluator.tests.values()] == [(3, WINDOW + 1)] * 3
+    assert [len(prompt) for prompt in evaluator.prompts] == [16] * 3
     with pytest.raises(ValueError, match=r"--window.*40, got 41"):
-        new_subject(dataclasses.replace(settings, window=41))
+        load_frozen_model(dataclasses.replace(settings, window=41))
 
 
 # -------------------------------------------------------------------- scales
 @pytest.mark.parametrize("grain", GRAINS)
-def test_nothing_but_scales_changes(subject, settings, grain):
+def test_nothing_but_scales_changes(frozen, settings, grain):
     job = learned(settings, grain=grain)
-    before = digest(subject.model)
+    before = digest(frozen.model)
     first = first_scales(job, 2, 4, WINDOW)
-    scales, losses = train_scales(subject, job, 3, 2, first)
-    assert digest(subject.model) == before
+    scales, losses = train_scales(frozen, job, 3, 2, first)
+    assert digest(frozen.model) == before
     per_head, per_position = GRAINS[grain]
     shape = (*[4] * per_head, 4, WINDOW if per_position else 4)
     assert [array.shape for array in (*scales, *first)] == [shape] * 4
     assert all(abs(a - b).max() > 0.05 for a, b in zip(scales, first))
     assert len(losses) == settings.steps
-    again, _ = train_scales(subject, job, 3, 2, first)
-    other, _ = train_scales(subject, job._replace(seed=1), 3, 2, first)
+    again, _ = train_scales(frozen, job, 3, 2, first)
+    other, _ = train_scales(frozen, job._replace(seed=1), 3, 2, first)
     for a, b, c in zip(scales, again, other):
         np.testing.assert_array_equal(a, b)
         assert abs(a - c).max() > 0
 
 
-def test_weights_that_change_are_noticed(subject, settings, monkeypatch):
+def test_weights_that_change_are_noticed(frozen, settings, monkeypatch):
     def careless(model, *args):
         model.norm.gain.array[0] += 1
         return 1.0
 
     monkeypatch.setattr(blocks, "train_on_batch", careless)
     with pytest.raises(RuntimeError, match="weights"):
-        train_scales(subject, learned(settings), 3, 2, first_scales(learned(settings), 2, 4, WINDOW))
+        train_scales(frozen, learned(settings), 3, 2, first_scales(learned(settings), 2, 4, WINDOW))
 
 
 def test_where_scales_begin():
@@ -167,25 +169,25 @@ def test_where_scales_begin():
 
 
 # -------------------------------------------------------------------- shares
-def test_mean_shares_of_one_row_are_exact(subject):
+def test_mean_shares_of_one_row_are_exact(frozen):
     """With one row, its mean is exact: so attention is the whole softmax again."""
-    row = rows_of(subject, "code")[:1]
-    shares = exact_shares(subject, row, (4,))
-    whole = read(subject.model, row)
+    row = rows_of(frozen, "code")[:1]
+    shares = exact_shares(frozen, row, (4,))
+    whole = read(frozen.model, row)
     begun = np.arange(WINDOW) >= np.arange(0, WINDOW, 6)[:, None]
     np.testing.assert_allclose(shares.mean[4].sum(axis=2), 1, rtol=1e-5)
     assert (shares.mean[4][..., ~begun] == 0).all()
-    use_block_softmax(subject.model, Job("none", 4))
-    assert abs(read(subject.model, row).losses - whole.losses).max() > 0.1
+    use_block_softmax(frozen.model, Job("none", 4))
+    assert abs(read(frozen.model, row).losses - whole.losses).max() > 0.1
     means = average_scales(shares.mean[4], "head and position")
     for job, arrays in ((Job("mean", 4, "head and position"), means), (Job("exact", 4), ())):
-        use_block_softmax(subject.model, job, list(arrays))
-        np.testing.assert_allclose(read(subject.model, row).losses, whole.losses, rtol=1e-4)
+        use_block_softmax(frozen.model, job, list(arrays))
+        np.testing.assert_allclose(read(frozen.model, row).losses, whole.losses, rtol=1e-4)
     assert explained(shares, 4, "head and position") == pytest.approx(1, abs=1e-5)
 
 
-def test_means_of_coarser_scales(subject):
-    shares = exact_shares(subject, rows_of(subject, "code"), (2, 4))
+def test_means_of_coarser_scales(frozen):
+    shares = exact_shares(frozen, rows_of(frozen, "code"), (2, 4))
     mean = shares.mean[4]
     np.testing.assert_allclose(mean[:, :, 0] + mean[:, :, 1] + mean[:, :, 2] + mean[:, :, 3], 1, rtol=1e-5)
     np.testing.assert_allclose(average_scales(mean, "position"), mean.mean(axis=1), rtol=1e-6)
@@ -198,19 +200,19 @@ def test_means_of_coarser_scales(subject):
     assert known["layer"] < min(known["head"], known["position"])
     assert max(known["head"], known["position"]) < known["head and position"] < 1
     # by the definition, over all rows of each window by itself
-    each = np.stack([exact_shares(subject, row[None], (4,)).mean[4] for row in rows_of(subject, "code")])
+    each = np.stack([exact_shares(frozen, row[None], (4,)).mean[4] for row in rows_of(frozen, "code")])
     equal = np.where(np.arange(WINDOW) >= np.arange(0, WINDOW, 6)[:, None], 1 / (np.arange(WINDOW) // 6 + 1), 0)
     distances = [((each - scales) ** 2)[..., 6:].sum() for scales in (expand_scales(mean, "position"), equal)]
     assert known["position"] == pytest.approx(1 - distances[0] / distances[1], rel=1e-4)
 
 
 # -------------------------------------------------------------------- measuring
-def test_losses_and_likeliest_tokens(subject):
-    rows = rows_of(subject, "captions")
-    found = read(subject.model, rows, 2)
-    means = [evaluate(subject.model, row, 1)[0] for row in rows]
+def test_losses_and_likeliest_tokens(frozen):
+    rows = rows_of(frozen, "captions")
+    found = read(frozen.model, rows, 2)
+    means = [evaluate(frozen.model, row, 1)[0] for row in rows]
     np.testing.assert_allclose(found.losses.mean(axis=1), means, rtol=1e-5)
-    logits = subject.model(rows[:, :-1]).array
+    logits = frozen.model(rows[:, :-1]).array
     assert (found.likeliest == logits.argmax(axis=-1)).mean() > 0.99  # but for ties
 
 
@@ -222,25 +224,25 @@ def test_what_texts_have_in_common():
 
 
 def test_jobs():
-    jobs = all_jobs(RealSettings())
+    jobs = all_jobs(PretrainedSettings())
     assert len(set(jobs)) == len(jobs)
     assert len({job.file_name for job in jobs}) == len(jobs)
-    assert set(written_jobs(RealSettings())) <= set(jobs)
+    assert set(written_jobs(PretrainedSettings())) <= set(jobs)
     middle = {(job.grain, job.start) for job in jobs if job.kind == "learned" and job.blocks == 4}
     assert middle == {("position", "1"), ("position", "mean"), *((grain, "1 / k") for grain in GRAINS)}
-    assert {job.text for job in jobs if job.kind == "learned"} == set(real.TEXTS)
+    assert {job.text for job in jobs if job.kind == "learned"} == set(pretrained.TEXTS)
     assert {job.blocks for job in jobs if job.start == "1 / k"} == {1, 2, 4, 8, 16}
 
 
-def test_a_row_is_measured_once(subject, settings):
-    bench, record, job = RealBench(settings, subject), Rows(settings, FREE, rows=[]), learned(settings)
+def test_a_row_is_measured_once(frozen, settings):
+    evaluator, record, job = PretrainedEvaluator(settings, frozen), Rows(settings, FREE, rows=[]), learned(settings)
     for one in (Job("whole"), job, mean(settings)):
-        record.add(one._asdict(), bench.measure(one))
+        record.add(one._asdict(), evaluator.measure(one))
     again = Rows(dataclasses.replace(settings, seeds=5), FREE)
     assert again.row(job._asdict()) == record.row(job._asdict()) and not again.row(job._replace(seed=1)._asdict())
-    for a, b in zip(bench.first(job._replace(start="mean")), bench.scales(mean(settings))[0]):
+    for a, b in zip(evaluator.first(job._replace(start="mean")), evaluator.scales(mean(settings))[0]):
         np.testing.assert_array_equal(a, b)
-    assert bench.measure(job)["texts"] == record.row(job._asdict())["texts"]  # with scales from their file
+    assert evaluator.measure(job)["texts"] == record.row(job._asdict())["texts"]  # with scales from their file
     assert record.row(Job("whole")._asdict())["texts"]["code"]["same"] == 1
     with pytest.raises(ValueError, match=r"steps 3.*6.*--output"):
         Rows(dataclasses.replace(settings, steps=6), FREE)
@@ -258,7 +260,7 @@ def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch):
     out = run_study(program.main, *words)
     check_files(output, {"results.json", "page.html", "scales", *PICTURES}, 200)
     results = json.loads((output / "results.json").read_text())
-    asked = RealSettings(str(folder), blocks=(2, 4), seeds=2)
+    asked = PretrainedSettings(str(folder), blocks=(2, 4), seeds=2)
     assert [job_of(row) for row in results["rows"]] == all_jobs(asked)
     assert [job_of(way) for way in results["written"]] == written_jobs(asked)
     assert results["unchanged"] is True and "its own weights are what they were" in out
@@ -273,8 +275,8 @@ def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch):
         raise AssertionError("done again")
 
     monkeypatch.setattr(blocks, "train_scales", never)
-    monkeypatch.setattr(RealBench, "measure", never)
-    monkeypatch.setattr(real_report, "plot", lambda *args: None)  # which takes long
+    monkeypatch.setattr(PretrainedEvaluator, "measure", never)
+    monkeypatch.setattr(pretrained_report, "plot", lambda *args: None)  # which takes long
     assert run_study(program.main, *words) == out
 
 
@@ -292,7 +294,10 @@ def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch):
     ],
 )
 def test_pretrained_model_names_are_recognized(folder, words, is_pretrained):
-    assert real.names_pretrained_model([word.replace("FOLDER", str(folder)) for word in words.split()]) == is_pretrained
+    assert (
+        pretrained.names_pretrained_model([word.replace("FOLDER", str(folder)) for word in words.split()])
+        == is_pretrained
+    )
 
 
 OF_SMOLLM2 = ["--model", "smollm2"]
@@ -313,4 +318,4 @@ def test_a_folder_that_is_no_model(folder, tmp_path, monkeypatch):
     for path in broken.glob("token*"):
         path.unlink()
     with pytest.raises(ValueError, match="tokeniser"):
-        new_subject(RealSettings(str(broken), window=WINDOW))
+        load_frozen_model(PretrainedSettings(str(broken), window=WINDOW))

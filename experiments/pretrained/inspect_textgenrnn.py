@@ -1,8 +1,8 @@
 """Inspect the attention of `textgenrnn.py` over the last 40 characters, and measure the loss without it.
 
-python -m experiments.pretrained.look_textgenrnn                       as in the README
-python -m experiments.pretrained.look_textgenrnn --titles "My cat ate my homework"
-python -m experiments.pretrained.look_textgenrnn --quick               three titles, and no other text
+python -m experiments.pretrained.inspect_textgenrnn                       as in the README
+python -m experiments.pretrained.inspect_textgenrnn --titles "My cat ate my homework"
+python -m experiments.pretrained.inspect_textgenrnn --quick               three titles, and no other text
 """
 
 import codecs
@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments.pretrained.textgenrnn import MARK, TITLES, WINDOW, CharacterModel, load, windows
 from experiments.shared.figures import drawing
-from experiments.shared.looked_at import Answer, Item, write_page
+from experiments.shared.pooling_weights import Answer, Item, write_page
 from experiments.shared.program import Outcome, run_study
 from experiments.shared.results import save
 from experiments.shared.tables import grid, markdown

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.max_retrieval import fits, real_report
+from experiments.max_retrieval import fits, pretrained_report
 from experiments.max_retrieval.prompts import TASKS, Prompt, Prompter
-from experiments.max_retrieval.tempering import Betas, LogN, Temperature, use_temperature
+from experiments.max_retrieval.temperatures import Betas, LogN, Temperature, use_temperature
 from experiments.shared.language_models import TEXTS, load_model, text_of, token_losses, windows
 from experiments.shared.program import Outcome, check_minimum, run_study
 from experiments.shared.results import check_same_settings, read, save, settings_without_paths, write_json
@@ -58,7 +58,7 @@ NAMES = (
 
 
 @dataclass(frozen=True)
-class RealSettings:
+class PretrainedSettings:
     """What is asked of a model, and how often."""
 
     model: str = "smollm2"  # a model for `tricycle.pretrained.load`
@@ -78,27 +78,27 @@ QUICK: dict[str, Any] = {"seeds": 1, "largest_size": 16, "steps": 3, "length": 5
 
 def main() -> int:
     """Run the command line, and return the exit status."""
-    return run_study(RealSettings, study, __doc__, QUICK, check)
+    return run_study(PretrainedSettings, study, __doc__, QUICK, check)
 
 
-def check(settings: RealSettings) -> None:
+def check(settings: PretrainedSettings) -> None:
     """Raise ValueError for settings with which nothing could be measured."""
     check_minimum(settings, seeds=1, texts=1, largest_size=4, steps=1, length=64, beyond=0)
 
 
-def study(settings: RealSettings) -> Outcome:
+def study(settings: PretrainedSettings) -> Outcome:
     """Run the study, and return its tables and the names of its files."""
     if not settings.report:
         Study(settings).run()
     results = results_in(settings.output / "parts")
     save(settings.output / "results.json", settings, **results)
-    return real_report.report(settings.output, results)
+    return pretrained_report.report(settings.output, results)
 
 
 class Study:
     """The parts of the experiment, each computed once and stored in a file."""
 
-    def __init__(self, settings: RealSettings) -> None:
+    def __init__(self, settings: PretrainedSettings) -> None:
         self.settings = settings
         self.folder = settings.output / "parts"
         loaded = load_model(settings.model)

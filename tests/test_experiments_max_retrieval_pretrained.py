@@ -10,9 +10,9 @@ import pytest
 from studies import run_study
 from tiny_models import TEXT, lively_model, tiny_tokeniser, write_folder
 
-from experiments.max_retrieval import fits, real, real_report
+from experiments.max_retrieval import fits, pretrained, pretrained_report
 from experiments.max_retrieval.prompts import TASKS, Prompt, Prompter, new_prompt, words_of
-from experiments.max_retrieval.tempering import MIDDLE, Betas, LogN, use_temperature
+from experiments.max_retrieval.temperatures import MIDDLE, Betas, LogN, use_temperature
 from tricycle.models import GPT
 from tricycle.softmaxes import AdaptiveSoftmax
 from tricycle.tensor import no_grad
@@ -200,44 +200,44 @@ def test_costs_of_rows_are_those_of_the_model(model, batch):
 # -------------------------------------------------------------------- measuring
 def test_entropies_at_lengths(model):
     ids = np.random.default_rng(1).integers(0, 400, (1, 64))
-    with Probe(model) as probe, real.Listening(model, [16, 64]) as heard, no_grad():
+    with Probe(model) as probe, pretrained.Listening(model, [16, 64]) as heard, no_grad():
         model(ids)
     table = heard.table()
     for layer, weights in enumerate(probe.weights.values()):
         for i, n in enumerate((16, 64)):
-            ends = np.linspace(3 * n // 4 + real.TOGETHER, n, real.GROUPS).astype(int)
-            rows = weights[0][:, [q for end in ends for q in range(end - real.TOGETHER, end)]]
+            ends = np.linspace(3 * n // 4 + pretrained.TOGETHER, n, pretrained.GROUPS).astype(int)
+            rows = weights[0][:, [q for end in ends for q in range(end - pretrained.TOGETHER, end)]]
             np.testing.assert_allclose(table["entropy"][i][layer], entropy(rows).mean(axis=-1), atol=1e-3)
             np.testing.assert_allclose(table["first"][i][layer], rows[..., 0].mean(axis=-1), atol=1e-3)
 
 
 def test_few_heads_are_those_that_promise_most():
     levels = Betas(np.array([[0.5, 0.5], [-1.0, 0.1]]))
-    chosen = real.few_heads(levels, np.array([[-1.0, -3.0], [2.0, -9.0]]), 2)
+    chosen = pretrained.few_heads(levels, np.array([[-1.0, -3.0], [2.0, -9.0]]), 2)
     np.testing.assert_allclose([row.array for row in chosen.levels], [[0, 0.5], [-1, 0]])
 
 
 def test_growth_of_entropy():
     lengths = [64, 128, 256]
     entropies = np.log(lengths)[:, None, None] * np.array([[0.0, 1.0, 0.25]]) + 0.3
-    np.testing.assert_allclose(real_report.growth(lengths, entropies), [[0, 1, 0.25]], atol=1e-9)
+    np.testing.assert_allclose(pretrained_report.growth(lengths, entropies), [[0, 1, 0.25]], atol=1e-9)
 
 
 def test_a_model_reads_beyond_its_window():
     model = lively_model(context_window=8)
     with pytest.raises(ValueError, match="context_window=8"):
         logits(model)
-    real.widen(model, 32)
+    pretrained.widen(model, 32)
     assert np.isfinite(logits(model)).all()
 
 
 @pytest.mark.nightly
 def test_a_tiny_run_and_its_going_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(real, "text_of", lambda name, part: f"{name} {part} {TEXT * 3}")
+    monkeypatch.setattr(pretrained, "text_of", lambda name, part: f"{name} {part} {TEXT * 3}")
     monkeypatch.setattr(fits, "TRIED", (1.0, 2.0))
     folder = write_folder(tmp_path / "model")
     words = ["--model", str(folder), *RUN, "--output", str(tmp_path / "out")]
-    printed = run_study(real.main, *words)
+    printed = run_study(pretrained.main, *words)
     left = {path.name for path in (tmp_path / "out").iterdir()}
     pictures = {"accuracy.png", "nats.png", "positions.png", "entropy.png", "heads.png"}
     assert left == {"parts", "results.json", "tables.md", "heads.html", *pictures}
@@ -246,11 +246,11 @@ def test_a_tiny_run_and_its_going_on(tmp_path, monkeypatch):
     assert "__DATA__" not in page and "http" not in page
     first = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     assert first["beyond"]["softmax, shakespeare"]["lengths"] == [64, 128]
-    assert "tasks, ln n, 0: " not in run_study(real.main, *words)  # nothing is computed again
+    assert "tasks, ln n, 0: " not in run_study(pretrained.main, *words)  # nothing is computed again
     for path in (tmp_path / "out" / "parts").glob("tasks-*"):
         path.unlink()
-    printed = run_study(real.main, *words, "--report")  # of what is there
+    printed = run_study(pretrained.main, *words, "--report")  # of what is there
     assert "left out, for this part is not there: 'tasks'" in printed and "| code, 1 to 64 |" in printed
     words[words.index("--steps") + 1] = "4"
     with pytest.raises(ValueError, match=r"steps 3.*4"):
-        run_study(real.main, *words)
+        run_study(pretrained.main, *words)

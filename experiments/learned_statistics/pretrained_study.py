@@ -16,10 +16,10 @@ import numpy as np
 from experiments.learned_statistics.blocks import (
     GRAINS,
     STARTS,
-    Bench,
+    FrozenModel,
     Job,
     Shares,
-    Subject,
+    VariantEvaluator,
     average_scales,
     block_starts,
     digest,
@@ -35,7 +35,7 @@ REPEATED = 4  # tokens, whose second appearance counts as a repetition
 
 
 @dataclass(frozen=True)
-class RealSettings:
+class PretrainedSettings:
     """The model, the training of the scales, and the test texts."""
 
     model: str = "smollm2"
@@ -58,7 +58,7 @@ class RealSettings:
     output: Path = Path("runs/learned_statistics_real")  # the output folder
 
 
-def new_subject(settings: RealSettings) -> Subject:
+def load_frozen_model(settings: PretrainedSettings) -> FrozenModel:
     """Return the model, frozen and narrowed to the window, so that blocks are parts of the window.
 
     Raises:
@@ -78,7 +78,7 @@ def new_subject(settings: RealSettings) -> Subject:
     first = loaded.tokeniser.encode("")[:1]  # which begins every window, where the tokeniser begins texts with it
     first = first[0] if first else None
     rows = lambda text, part, n: windows(loaded.tokeniser, text_of(text, part), n, window, first).ids
-    return Subject(model, loaded.tokeniser, window, rows)
+    return FrozenModel(model, loaded.tokeniser, window, rows)
 
 
 def expand_scales(mean: np.ndarray, grain: str) -> np.ndarray:
@@ -112,9 +112,9 @@ def explained(shares: Shares, n: int, grain: str) -> float:
 
 
 # -------------------------------------------------------------------- what is measured
-def write(subject: Subject, prompts: list[np.ndarray], n_tokens: int) -> list[list[int]]:
+def write(frozen: FrozenModel, prompts: list[np.ndarray], n_tokens: int) -> list[list[int]]:
     """Return greedy continuations of each prompt with the model's current softmax."""
-    return generate_batch(subject.model, prompts, n_tokens, temperature=0)
+    return generate_batch(frozen.model, prompts, n_tokens, temperature=0)
 
 
 def repeated(tokens: Sequence[int], size: int = REPEATED) -> float:
@@ -140,18 +140,18 @@ DIGITS = 5
 
 
 # -------------------------------------------------------------------- jobs
-def learned(settings: RealSettings, **changes: Any) -> Job:
+def learned(settings: PretrainedSettings, **changes: Any) -> Job:
     """Return the job of the seed document's kind of scale, with changes."""
     job = Job("learned", settings.middle, "position", settings.text, "1 / k", settings.rate)
     return job._replace(**changes)
 
 
-def mean(settings: RealSettings, **changes: Any) -> Job:
+def mean(settings: PretrainedSettings, **changes: Any) -> Job:
     """Return the job of mean scales, with changes."""
     return Job("mean", settings.middle, "position", settings.text)._replace(**changes)
 
 
-def all_jobs(settings: RealSettings) -> list[Job]:
+def all_jobs(settings: PretrainedSettings) -> list[Job]:
     """Return all jobs, the most informative first: all kinds at `middle` blocks, then variations of one setting."""
     middle = settings.middle
     others = [text for text in TEXTS if text != settings.text]
@@ -173,7 +173,7 @@ def all_jobs(settings: RealSettings) -> list[Job]:
     return list(dict.fromkeys(jobs))
 
 
-def written_jobs(settings: RealSettings) -> list[Job]:
+def written_jobs(settings: PretrainedSettings) -> list[Job]:
     """Return the jobs whose models continue the prompts."""
     middle, most = settings.middle, max(settings.blocks)
     jobs = [Job("whole"), Job("none", middle), Job("1 / k", middle), mean(settings), mean(settings, grain="head")]
@@ -182,8 +182,8 @@ def written_jobs(settings: RealSettings) -> list[Job]:
     return jobs
 
 
-# -------------------------------------------------------------------- the bench
-class RealBench(Bench):
+# -------------------------------------------------------------------- the evaluator
+class PretrainedEvaluator(VariantEvaluator):
     """A pretrained model, and the measurements of its softmax variants.
 
     Attributes:
@@ -192,14 +192,14 @@ class RealBench(Bench):
         prompts: the beginnings of some of them.
     """
 
-    def __init__(self, settings: RealSettings, subject: Subject | None = None) -> None:
-        subject = subject or new_subject(settings)
+    def __init__(self, settings: PretrainedSettings, frozen: FrozenModel | None = None) -> None:
+        frozen = frozen or load_frozen_model(settings)
         blocks = (settings.middle, *settings.blocks)
         folder = settings.output / "scales"
-        super().__init__(subject, folder, settings.steps, settings.batch_size, settings.measured_windows, blocks)
-        self.settings, self.digest = settings, digest(subject.model)
-        self.tests = {text: subject.rows(text, "test", settings.test_windows) for text in TEXTS}
-        n_read = subject.window * 3 // 4
+        super().__init__(frozen, folder, settings.steps, settings.batch_size, settings.measured_windows, blocks)
+        self.settings, self.digest = settings, digest(frozen.model)
+        self.tests = {text: frozen.rows(text, "test", settings.test_windows) for text in TEXTS}
+        n_read = frozen.window * 3 // 4
         self.prompts = [row[:n_read] for rows in self.tests.values() for row in rows[: settings.prompts]]
 
     def measure(self, job: Job) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class RealBench(Bench):
         seconds = {"seconds_of_learning": prepared - started}
         texts = {}
         for text, rows in self.tests.items():
-            found = read(self.subject.model, rows, 4)
+            found = read(self.frozen.model, rows, 4)
             same = float((found.likeliest == self._likeliest(text, job, found.likeliest)).mean())
             each = found.losses.mean(axis=1)
             texts[text] = {
@@ -238,7 +238,7 @@ class RealBench(Bench):
         """Return the continuations of the prompts with a job's softmax and with the full softmax."""
         self.prepare(job)
         started = time.perf_counter()
-        tokens = write(self.subject, self.prompts, self.settings.n_written)
+        tokens = write(self.frozen, self.prompts, self.settings.n_written)
         return {**job._asdict(), "tokens": tokens, "seconds": round(time.perf_counter() - started, 1)}
 
     def _likeliest(self, text: str, job: Job, found: np.ndarray) -> np.ndarray:
