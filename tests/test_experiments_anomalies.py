@@ -86,16 +86,16 @@ def test_windows_in_units_of_the_training_series():
 # -------------------------------------------------------------------- methods
 def test_what_simple_methods_expect(rng):
     train = np.array([np.sin(2 * np.pi * (np.arange(40) / 10 + phase)) for phase in rng.random(50)])
-    asked = np.array([np.sin(2 * np.pi * (np.arange(40) / 10 + 0.123))])
+    inputs = np.array([np.sin(2 * np.pi * (np.arange(40) / 10 + 0.123))])
     for method in (methods.linear_prediction(train), methods.pca(train, 2)):
-        np.testing.assert_allclose(method(asked), asked, atol=1e-6)
-    broken = asked.copy()
+        np.testing.assert_allclose(method(inputs), inputs, atol=1e-6)
+    broken = inputs.copy()
     broken[0, 30] += 1
     assert scores(methods.linear_prediction(train), broken)[0] > 0.02
     np.testing.assert_array_equal(methods.nearest(train)(train[7:9]), train[7:9])
-    np.testing.assert_allclose(methods.mean(train)(asked), train.mean())
-    average = methods.moving_average(train)(asked)[0]
-    np.testing.assert_allclose([average[20], average[0]], [asked[0, 4:37].mean(), asked[0, :17].mean()])
+    np.testing.assert_allclose(methods.mean(train)(inputs), train.mean())
+    average = methods.moving_average(train)(inputs)[0]
+    np.testing.assert_allclose([average[20], average[0]], [inputs[0, 4:37].mean(), inputs[0, :17].mean()])
 
 
 def test_a_training_keeps_the_best_weights_and_repeats(rng):
@@ -106,8 +106,8 @@ def test_a_training_keeps_the_best_weights_and_repeats(rng):
         batches = (x[generator.integers(0, 200, 32)].astype(np.float32) for _ in range(150))
         validate = lambda model=model: float(model.loss(x.astype(np.float32)))
         batch_loss = lambda batch, factor, model=model: model.loss(batch) * factor
-        expect = methods.autoencoder_reconstruction(train_best(model, batch_loss, batches, 150, 0.01, validate, ""))
-        made.append(expect(x))
+        predict = methods.autoencoder_reconstruction(train_best(model, batch_loss, batches, 150, 0.01, validate, ""))
+        made.append(predict(x))
     np.testing.assert_array_equal(*made)
     assert ((made[0] - x) ** 2).mean() < 0.1 * (x**2).mean()
     broken = [np.full((4, 32), np.nan, np.float32)] * 2

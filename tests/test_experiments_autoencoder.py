@@ -137,7 +137,7 @@ def test_unexplained_variance(digits):
 
 def test_the_bound_is_one(digits):
     """Where the decoder is linear and the encoder the exact posterior, the bound is the likelihood itself."""
-    model = Study(digits, TINY, 0).trained("dense", 4, 0.0, 0.3)
+    model = Study(digits, TINY, 0).get_trained("dense", 4, 0.0, 0.3)
     images = digits.test.images[:50]
     whole, divergence = negative_elbo(model, images)
     with model.evaluating():
@@ -159,9 +159,9 @@ def test_codes_that_tell_digits_apart_and_codes_that_do_not(digits, rng, monkeyp
     monkeypatch.setattr(study, "CLASSIFIER_STEPS", 100)
     noise = lambda part: rng.standard_normal((len(part.labels), 10))
     parts = [(np.eye(10)[part.labels] + 0.1 * noise(part), part.labels) for part in digits]
-    assert study.classify(*parts, seed=0) > 0.95
+    assert study.linear_probe_accuracy(*parts, seed=0) > 0.95
     parts = [(noise(part), part.labels) for part in digits]
-    assert study.classify(*parts, seed=0) < 0.2
+    assert study.linear_probe_accuracy(*parts, seed=0) < 0.2
     rows = study.balanced_subset(digits.train, 30, seed=0)
     assert (np.bincount(digits.train.labels[rows]) == 3).all() and len(set(rows)) == 30
 
@@ -176,7 +176,7 @@ def test_a_training_pays_repeats_and_can_beat_pca(digits):
     fresh = study.new_model("dense", digits.shape, 2, stream(study.TRAINING, 0, 0))
     again = study.train(fresh, digits, settings, 0, "")
     for name, array in again.state_dict().items():
-        np.testing.assert_array_equal(array, one.trained("dense", 2).state_dict()[name])
+        np.testing.assert_array_equal(array, one.get_trained("dense", 2).state_dict()[name])
 
 
 # -------------------------------------------------------------------- the program

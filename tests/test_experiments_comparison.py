@@ -13,7 +13,7 @@ from experiments.comparison.chains import Chains, count_operations, longest_path
 from experiments.comparison.layers import LAYERS
 from experiments.comparison.recall import BODIES, MOST_BEFORE, N_CLASSES, N_LAYERS, QUESTION, new_batch, new_model
 from experiments.comparison.settings import TEST, VALIDATION, Settings
-from experiments.comparison.study import best_of, examine, gradient_norms, new_recaller, train
+from experiments.comparison.study import evaluate_recall, gradient_norms, new_recall_model, train, train_with_best_rate
 from experiments.shared.results import read
 from experiments.shared.training import stream
 from tricycle.devices import ARRAY_MODULES
@@ -187,10 +187,10 @@ def test_norms_of_known_jacobians():
 def test_what_can_reach_learns_and_what_cannot_does_not():
     settings = dataclasses.replace(TINY, updates=120, farthest=12)
     near, learned = train("CNN, k = 3", 4, 1e-2, settings, 0)
-    assert examine(near, 4, TEST, 200)[0] > 0.99
+    assert evaluate_recall(near, 4, TEST, 200)[0] > 0.99
     assert learned is not None and learned % 6 == 0
     far, never = train("CNN, k = 3", 12, 1e-2, settings, 0)
-    assert examine(far, 12, TEST, 200)[0] < 0.25
+    assert evaluate_recall(far, 12, TEST, 200)[0] < 0.25
     assert never is None
 
 
@@ -205,22 +205,22 @@ def test_the_rate_is_chosen_on_validation_data(monkeypatch):
         return (accuracies[model], 1 - accuracies[model]) if which == VALIDATION else (0.1, 2.0)
 
     monkeypatch.setattr(study, "train", fake_train)
-    monkeypatch.setattr(study, "examine", fake_examine)
+    monkeypatch.setattr(study, "evaluate_recall", fake_examine)
     settings = dataclasses.replace(TINY, rates=tuple(accuracies))
     bar = study.tqdm(disable=True)
-    model, record = best_of("RNN", 4, settings, 0, bar)
+    model, record = train_with_best_rate("RNN", 4, settings, 0, bar)
     assert (model, record["rate"], record["accuracy"], record["loss"]) == (1e-2, 1e-2, 0.1, 2.0)
     assert asked == [1e-3, 1e-2, 1e-1]
     asked.clear()
     accuracies[1e-3] = 0.995
-    assert best_of("RNN", 4, settings, 0, bar)[0] == 1e-3
+    assert train_with_best_rate("RNN", 4, settings, 0, bar)[0] == 1e-3
     assert asked == [1e-3]
 
 
 def test_batches_of_a_stream_do_not_meet_those_of_another():
-    model = new_recaller("CNN, k = 3", TINY, 0, 4)
-    assert examine(model, 4, TEST, 300) == examine(model, 4, TEST, 300)
-    assert examine(model, 4, TEST, 300) != examine(model, 4, VALIDATION, 300)
+    model = new_recall_model("CNN, k = 3", TINY, 0, 4)
+    assert evaluate_recall(model, 4, TEST, 300) == evaluate_recall(model, 4, TEST, 300)
+    assert evaluate_recall(model, 4, TEST, 300) != evaluate_recall(model, 4, VALIDATION, 300)
 
 
 # -------------------------------------------------------------------- the program

@@ -167,7 +167,7 @@ def test_no_date_is_in_two_parts():
     for part, days in (("validation", validation), ("test", test)):
         texts = study.held_out(part, 20, (0, 64))
         assert {date.fromisoformat(one.iso) for one in texts.examples} <= days
-    assert {date.fromisoformat(one.iso) for one in study.pool(40, 0).examples} <= training
+    assert {date.fromisoformat(one.iso) for one in study.training_texts(40, 0).examples} <= training
 
 
 def test_targets_come_back():
@@ -179,7 +179,7 @@ def test_targets_come_back():
 
 
 def test_several_dates():
-    drawn = data.several(data.split()[2], 50, (2, 4), np.random.default_rng(0))
+    drawn = data.multiple_date_examples(data.split()[2], 50, (2, 4), np.random.default_rng(0))
     assert {len(one.iso) // 10 for one in drawn} == {2, 3, 4}
     for one in drawn:
         parts = one.source.split(data.BETWEEN)
@@ -195,7 +195,9 @@ def test_several_dates():
 
 # -------------------------------------------------------------------- models
 def trained(name: str, settings: Settings):
-    return train(name, settings, 0, study.pool(settings.examples, 0), study.held_out("validation", 4, (0, 64)))
+    return train(
+        name, settings, 0, study.training_texts(settings.examples, 0), study.held_out("validation", 4, (0, 64))
+    )
 
 
 @pytest.mark.nightly
@@ -250,7 +252,7 @@ def test_sight_and_even_weights():
 
 
 def test_rewards_are_compared_with_those_before():
-    critic = study.Critic()
+    critic = study.RunningMeanReward()
     np.testing.assert_array_equal(critic(np.array([[1.0, 3.0], [3.0, 5.0]])), [2, 4])
     np.testing.assert_allclose(critic(np.array([[12.0, 14.0]])), [2, 4])
     np.testing.assert_allclose(critic(np.array([[0.0, 0.0]])), [2.1, 4.1])
@@ -286,20 +288,20 @@ def test_several_dates_are_measured(monkeypatch, tmp_path):
     results = read(tmp_path / "several.json")
     assert results["counts"] == [1, 3] and results["settings"]["max_tokens"] == 512
     assert len(results["runs"][0]["whole"]) == len(results["runs"][0]["each"]) == 2
-    assert report.several_table(results["runs"]) in out
+    assert report.multiple_dates_table(results["runs"]) in out
 
 
 def test_an_answer_of_several_dates_is_learnt_to_its_end():
     """Places after the end of a shorter answer count neither in the loss nor in its mean."""
     model = new_model("Luong general", 6000, np.random.default_rng(0))
     generator = np.random.default_rng(1)
-    texts = study.texts([*(data.several(data.split()[0], 1, (n, n), generator)[0] for n in (1, 3))])
+    texts = study.texts([*(data.multiple_date_examples(data.split()[0], 1, (n, n), generator)[0] for n in (1, 3))])
     source, lengths = pad(texts.sources)
-    whole, _ = study.batch_loss(model, source, texts.targets, lengths, study.Critic())
+    whole, _ = study.batch_loss(model, source, texts.targets, lengths, study.RunningMeanReward())
     parts = []
     for i, one in enumerate(texts.examples):
         row = texts.targets[i : i + 1, : len(one.iso) + 2]
-        part, _ = study.batch_loss(model, source[i : i + 1], row, lengths[i : i + 1], study.Critic())
+        part, _ = study.batch_loss(model, source[i : i + 1], row, lengths[i : i + 1], study.RunningMeanReward())
         parts.append(float(part) * (len(one.iso) + 1))
     assert float(whole) == pytest.approx(sum(parts) / (11 + 31), rel=1e-5)
 

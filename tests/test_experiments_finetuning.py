@@ -17,7 +17,7 @@ from tiny_models import tiny_tokeniser, write_folder
 
 from experiments.finetuning import docstrings, report, shakespeare, study, sums, tasks
 from experiments.finetuning.__main__ import main
-from experiments.finetuning.sums import Sum, in_words, last_number
+from experiments.finetuning.sums import Sum, last_number, number_in_words
 from experiments.shared.results import read
 from tricycle import training
 from tricycle_datasets.examples import ExampleEncoder, read_records
@@ -34,14 +34,14 @@ def no_downloads():
         patch.setattr(shakespeare, "plays", lambda: PLAYS)
         patch.setattr(study, "captions", lambda: "two dogs run over the grass.\n" * 9)
         patch.setattr(study, "reviews", lambda: "a quick film, and a lazy one.\n" * 9)
-        shakespeare.known_runs.cache_clear()
+        shakespeare.training_n_grams.cache_clear()
         yield
-    shakespeare.known_runs.cache_clear()
+    shakespeare.training_n_grams.cache_clear()
 
 
 # -------------------------------------------------------------------- sums
 def test_numbers_in_words_and_back():
-    assert [in_words(n) for n in (0, 13, 20, 42, 100, 119, 342)] == [
+    assert [number_in_words(n) for n in (0, 13, 20, 42, 100, 119, 342)] == [
         "zero",
         "thirteen",
         "twenty",
@@ -50,9 +50,9 @@ def test_numbers_in_words_and_back():
         "one hundred nineteen",
         "three hundred forty-two",
     ]
-    assert all(last_number(f"Seven, no: {in_words(n).capitalize()}.") == n for n in range(1000))
+    assert all(last_number(f"Seven, no: {number_in_words(n).capitalize()}.") == n for n in range(1000))
     with pytest.raises(ValueError, match="999, got 1000"):
-        in_words(1000)
+        number_in_words(1000)
 
 
 @pytest.mark.parametrize(

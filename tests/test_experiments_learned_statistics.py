@@ -15,7 +15,7 @@ from experiments.learned_statistics.__main__ import main
 from experiments.learned_statistics.blocks import (
     FrozenModel,
     Job,
-    Rows,
+    ResultRows,
     attention_of,
     average_scales,
     block_starts,
@@ -26,10 +26,10 @@ from experiments.learned_statistics.blocks import (
 from experiments.learned_statistics.study import (
     FREE,
     Settings,
-    about_maps,
     all_rows,
     find_checkpoint,
     job_of,
+    map_statistics,
     measure,
     new_evaluator,
     spread_windows,
@@ -128,28 +128,28 @@ def test_numbers_of_maps(frozen):
     use_block_softmax(frozen.model, Job("none", 2))
     none = attention_of(frozen.model, rows)
     assert [w.shape for w in none.values()] == [(4, 2, 13, 13)] * 2
-    assert about_maps(whole, whole)["distance"] == [0, 0]
+    assert map_statistics(whole, whole)["distance"] == [0, 0]
     # rows of the second block sum to 2, those of the first to 1: 6 of 13 are at least 1 away
-    assert all(6 / 13 - 1e-5 <= distance < 3 * 6 / 13 for distance in about_maps(none, whole)["distance"])
-    assert all(0 < value < 1 for value in about_maps(none, whole)["spikiness"])
+    assert all(6 / 13 - 1e-5 <= distance < 3 * 6 / 13 for distance in map_statistics(none, whole)["distance"])
+    assert all(0 < value < 1 for value in map_statistics(none, whole)["spikiness"])
 
 
 # -------------------------------------------------------------------- rows
 def test_a_row_is_measured_once(frozen, tmp_path):
     settings = dataclasses.replace(SETTINGS, output=tmp_path)
-    record, evaluator = Rows(settings, FREE, rows=[]), new_evaluator(frozen, 0, settings)
+    record, evaluator = ResultRows(settings, FREE, rows=[]), new_evaluator(frozen, 0, settings)
     row = {"model": 0, "kind": "learned", "blocks": 2, "seed": 1}
     assert record.row(row) is None
     job = job_of(settings, "learned", 2, 1)
     record.add(row, measure(evaluator, job, HELD_OUT, settings))
-    again = Rows(dataclasses.replace(settings, seeds=5, blocks=(2,)), FREE)
+    again = ResultRows(dataclasses.replace(settings, seeds=5, blocks=(2,)), FREE)
     assert again.row(row) and not again.row({**row, "seed": 0}) and not again.row({**row, "model": 1})
     (path,) = (tmp_path / "scales" / "0").iterdir()
     assert path.name == f"{job.file_name}.npz"
     for a, b in zip(evaluator.scales(job)[0], new_evaluator(frozen, 0, settings).scales(job)[0], strict=True):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match=r"scale_steps 5.*6"):
-        Rows(dataclasses.replace(settings, scale_steps=6), FREE)
+        ResultRows(dataclasses.replace(settings, scale_steps=6), FREE)
 
 
 def row(kind: str, perplexity: float, blocks: int = 2, seed: int = 0) -> dict:
@@ -160,7 +160,7 @@ def test_tables():
     rows = [row("whole", 4.0, 1), row("none", 8.0), row("learned", 5.0), row("learned", 4.6, seed=1)]
     rows += [row(kind, 4.0) for kind in ("1 / k", "measured", "measured per head", "learned per head", "exact")]
     np.testing.assert_allclose(report.recovered_loss(rows, "learned", 2, 0), [75, 85])
-    table = report.won_back_table(rows).splitlines()
+    table = report.recovered_loss_table(rows).splitlines()
     assert table[0] == "| model | blocks | 1 / k | measured | measured per head | learned | learned per head | exact |"
     assert table[2] == "| 0 | 2 | 100.0 | 100.0 | 100.0 | 80.0 ± 7.1 | 100.0 | 100.0 |"
     values = "4.000 | 8.000 | 4.000 | 4.000 | 4.000 | 4.800 ± 0.283 | 4.000 | 4.000"

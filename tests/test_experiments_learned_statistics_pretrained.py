@@ -22,7 +22,7 @@ from experiments.learned_statistics import blocks, pretrained, pretrained_report
 from experiments.learned_statistics.blocks import (
     GRAINS,
     Job,
-    Rows,
+    ResultRows,
     average_scales,
     digest,
     exact_shares,
@@ -36,14 +36,14 @@ from experiments.learned_statistics.pretrained_study import (
     PretrainedEvaluator,
     PretrainedSettings,
     all_jobs,
+    common_prefix_length,
     expand_scales,
     explained,
-    learned,
+    generation_jobs,
+    learned_job,
     load_frozen_model,
-    mean,
-    repeated,
-    same_beginning,
-    written_jobs,
+    mean_job,
+    repeated_fraction,
 )
 from experiments.shared.language_models import read
 from tricycle.evaluation import evaluate
@@ -131,7 +131,7 @@ def test_blocks_are_parts_of_the_window(settings, frozen):
 # -------------------------------------------------------------------- scales
 @pytest.mark.parametrize("grain", GRAINS)
 def test_nothing_but_scales_changes(frozen, settings, grain):
-    job = learned(settings, grain=grain)
+    job = learned_job(settings, grain=grain)
     before = digest(frozen.model)
     first = first_scales(job, 2, 4, WINDOW)
     scales, losses = train_scales(frozen, job, 3, 2, first)
@@ -155,7 +155,7 @@ def test_weights_that_change_are_noticed(frozen, settings, monkeypatch):
 
     monkeypatch.setattr(blocks, "train_on_batch", careless)
     with pytest.raises(RuntimeError, match="weights"):
-        train_scales(frozen, learned(settings), 3, 2, first_scales(learned(settings), 2, 4, WINDOW))
+        train_scales(frozen, learned_job(settings), 3, 2, first_scales(learned_job(settings), 2, 4, WINDOW))
 
 
 def test_where_scales_begin():
@@ -217,17 +217,17 @@ def test_losses_and_likeliest_tokens(frozen):
 
 
 def test_what_texts_have_in_common():
-    assert repeated([1, 2, 3, 4, 5, 6]) == 0
-    assert repeated([1, 2, 1, 2, 1, 2], 2) == pytest.approx(3 / 5)
-    assert repeated([1, 2]) == 0
-    assert same_beginning([1, 2, 3], [1, 2, 4]) == 2 == same_beginning([1, 2], [1, 2, 4])
+    assert repeated_fraction([1, 2, 3, 4, 5, 6]) == 0
+    assert repeated_fraction([1, 2, 1, 2, 1, 2], 2) == pytest.approx(3 / 5)
+    assert repeated_fraction([1, 2]) == 0
+    assert common_prefix_length([1, 2, 3], [1, 2, 4]) == 2 == common_prefix_length([1, 2], [1, 2, 4])
 
 
 def test_jobs():
     jobs = all_jobs(PretrainedSettings())
     assert len(set(jobs)) == len(jobs)
     assert len({job.file_name for job in jobs}) == len(jobs)
-    assert set(written_jobs(PretrainedSettings())) <= set(jobs)
+    assert set(generation_jobs(PretrainedSettings())) <= set(jobs)
     middle = {(job.grain, job.start) for job in jobs if job.kind == "learned" and job.blocks == 4}
     assert middle == {("position", "1"), ("position", "mean"), *((grain, "1 / k") for grain in GRAINS)}
     assert {job.text for job in jobs if job.kind == "learned"} == set(pretrained.TEXTS)
@@ -235,17 +235,21 @@ def test_jobs():
 
 
 def test_a_row_is_measured_once(frozen, settings):
-    evaluator, record, job = PretrainedEvaluator(settings, frozen), Rows(settings, FREE, rows=[]), learned(settings)
-    for one in (Job("whole"), job, mean(settings)):
+    evaluator, record, job = (
+        PretrainedEvaluator(settings, frozen),
+        ResultRows(settings, FREE, rows=[]),
+        learned_job(settings),
+    )
+    for one in (Job("whole"), job, mean_job(settings)):
         record.add(one._asdict(), evaluator.measure(one))
-    again = Rows(dataclasses.replace(settings, seeds=5), FREE)
+    again = ResultRows(dataclasses.replace(settings, seeds=5), FREE)
     assert again.row(job._asdict()) == record.row(job._asdict()) and not again.row(job._replace(seed=1)._asdict())
-    for a, b in zip(evaluator.first(job._replace(start="mean")), evaluator.scales(mean(settings))[0]):
+    for a, b in zip(evaluator.first(job._replace(start="mean")), evaluator.scales(mean_job(settings))[0]):
         np.testing.assert_array_equal(a, b)
     assert evaluator.measure(job)["texts"] == record.row(job._asdict())["texts"]  # with scales from their file
     assert record.row(Job("whole")._asdict())["texts"]["code"]["same"] == 1
     with pytest.raises(ValueError, match=r"steps 3.*6.*--output"):
-        Rows(dataclasses.replace(settings, steps=6), FREE)
+        ResultRows(dataclasses.replace(settings, steps=6), FREE)
 
 
 # -------------------------------------------------------------------- the program
@@ -262,8 +266,8 @@ def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch):
     results = json.loads((output / "results.json").read_text())
     asked = PretrainedSettings(str(folder), blocks=(2, 4), seeds=2)
     assert [job_of(row) for row in results["rows"]] == all_jobs(asked)
-    assert [job_of(way) for way in results["written"]] == written_jobs(asked)
-    assert results["unchanged"] is True and "its own weights are what they were" in out
+    assert [job_of(variant) for variant in results["written"]] == generation_jobs(asked)
+    assert results["unchanged"] is True and "own weights are unchanged" in out
     assert results["written"][0]["same"] == 1 and results["written"][0]["until"] == 4
     page = (output / "page.html").read_text(encoding="utf-8")
     assert page.count("</script>") == 1  # that of the prompts does not end the page's own

@@ -77,7 +77,7 @@ def test_the_softmax_in_the_experiment_is_that_of_the_model(model, name):
     np.testing.assert_array_equal(wrong, errors(logits, batch.targets))
     query, keys, values = model.project(batch)
     mixed = Tensor(softmax.row_softmax(scores_of(query, keys))[:, None] @ values.array)
-    np.testing.assert_allclose(model.finish(mixed), logits, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(model.project_to_logits(mixed), logits, rtol=1e-4, atol=1e-5)
 
 
 def test_gradient_of_the_loss_with_its_squares():

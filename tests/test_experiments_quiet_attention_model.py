@@ -14,9 +14,9 @@ from tiny_models import TEXT, lively_model, write_folder
 
 from experiments.quiet_attention import __main__ as program
 from experiments.quiet_attention import pretrained
-from experiments.quiet_attention.continued_training import Lesson, Variant, teach, use_softmax
-from experiments.quiet_attention.int8_simulation import MORE_WAYS, WAYS, Way, rounded, simulate_int8
-from experiments.quiet_attention.outliers import look_inside, massive_tokens, weight_outliers
+from experiments.quiet_attention.continued_training import TrainingPlan, Variant, train_variant, use_softmax
+from experiments.quiet_attention.int8_simulation import MORE_ROUNDINGS, ROUNDINGS, Rounding, rounded, simulate_int8
+from experiments.quiet_attention.outliers import massive_tokens, measure_outliers, weight_outliers
 from experiments.quiet_attention.pretrained import FREE, Settings, variants_of
 from experiments.quiet_attention.pretrained_report import grouped, report
 from experiments.shared import language_models
@@ -54,8 +54,8 @@ def test_rounding_one_model_for_a_while(ids):
     plain = token_losses(model, ids, n_rows=1)
     weights = {name: p.array.copy() for name, p in model.named_parameters()}
     losses = {}
-    for name, way in {**WAYS, **MORE_WAYS, "nothing": Way()}.items():
-        with simulate_int8(model, way):
+    for name, rounding in {**ROUNDINGS, **MORE_ROUNDINGS, "nothing": Rounding()}.items():
+        with simulate_int8(model, rounding):
             losses[name] = token_losses(model, ids, n_rows=1)
     assert all(np.array_equal(p.array, weights[name]) for name, p in model.named_parameters())
     np.testing.assert_array_equal(token_losses(model, ids, n_rows=1), plain)
@@ -72,7 +72,7 @@ def test_an_outlier_costs_where_there_is_one_scale(ids):
     plain = token_losses(model, ids, n_rows=1)
     off = {}
     for scales in ("tensor", "row"):
-        with simulate_int8(model, Way(scales)):
+        with simulate_int8(model, Rounding(scales)):
             off[scales] = abs(token_losses(model, ids, n_rows=1) - plain).mean()
     assert off["tensor"] > 5 * off["row"]
 
@@ -88,12 +88,12 @@ def test_massive_tokens():
 
 def test_look_inside(ids):
     model = lively_model()
-    inside = look_inside(model, ids[:, :-1])
+    inside = measure_outliers(model, ids[:, :-1])
     assert inside.first.shape == (2, 4)
     assert inside.kurtosis.shape == (2,)
     np.testing.assert_allclose(inside.nothing, 0, atol=1e-6)
     use_softmax(model, Variant("sink", "sinks", initial=50.0))
-    quiet = look_inside(model, ids[:, :-1])
+    quiet = measure_outliers(model, ids[:, :-1])
     assert quiet.nothing.min() > 0.99
     assert quiet.first.max() < 0.01
     json.dumps(inside.as_dict())
@@ -126,7 +126,7 @@ def test_only_parameters_of_the_method_change(variant, tmp_path):
     loaded = load_model(str(write_folder(tmp_path / "tiny")))
     before = {name: p.array.copy() for name, p in loaded.model.named_parameters()}
     text = loaded.tokeniser.encode_plain(TEXT).astype(np.int64)
-    losses = teach(loaded, variant, Lesson([text, text[::-1]], 3, 2, 16))
+    losses = train_variant(loaded, variant, TrainingPlan([text, text[::-1]], 3, 2, 16))
     assert len(losses) == 3
     assert all(map(math.isfinite, losses))
     after = dict(loaded.model.named_parameters())
@@ -147,7 +147,7 @@ def test_only_parameters_of_the_method_change(variant, tmp_path):
 def test_it_learns_a_text(tmp_path):
     loaded = load_model(str(write_folder(tmp_path / "tiny")))
     text = loaded.tokeniser.encode_plain(TEXT).astype(np.int64)
-    losses = teach(loaded, Variant("softmax1", "lora"), Lesson([text], 30, 2, 16))
+    losses = train_variant(loaded, Variant("softmax1", "lora"), TrainingPlan([text], 30, 2, 16))
     assert np.mean(losses[-5:]) < 0.92 * np.mean(losses[:5])
 
 
@@ -155,8 +155,8 @@ def test_it_learns_a_text(tmp_path):
 def test_the_first_seed_of_everything_comes_before_the_others():
     variants = variants_of(Settings("tiny", 3, 1), quick=False)
     assert len({variant.key for variant in variants}) == len(variants) == 20
-    taught = [variant.seed for variant in variants if variant.softmax != "sink"]
-    assert taught == sorted(taught)
+    trained = [variant.seed for variant in variants if variant.softmax != "sink"]
+    assert trained == sorted(trained)
 
 
 @pytest.mark.nightly

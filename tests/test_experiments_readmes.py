@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from studies import ROOT, readme
 
-from experiments.learned_statistics.blocks import Rows
+from experiments.learned_statistics.blocks import ResultRows
 from experiments.shared.results import read
 from tricycle_datasets.download import DownloadError
 
@@ -28,7 +28,9 @@ def all_tables(*keys: str) -> Callable[[str, Results], Iterator[str]]:
 
 def learned_statistics(name: str, results: Results) -> Iterator[str]:
     yield from report_of(name).tables(results["rows"], results["attention"]).values()
-    yield report_of(name).won_back_table(read(ROOT / "experiments" / name / "results" / "equal_start.json")["rows"])
+    yield report_of(name).recovered_loss_table(
+        read(ROOT / "experiments" / name / "results" / "equal_start.json")["rows"]
+    )
 
 
 def max_retrieval(name: str, results: Results) -> Iterator[str]:
@@ -40,7 +42,7 @@ def max_retrieval(name: str, results: Results) -> Iterator[str]:
 
 def dates(name: str, results: Results) -> Iterator[str]:
     yield from report_of(name).tables(results["runs"]).values()
-    yield report_of(name).several_table(read(ROOT / "experiments" / name / "results" / "several.json")["runs"])
+    yield report_of(name).multiple_dates_table(read(ROOT / "experiments" / name / "results" / "several.json")["runs"])
 
 
 TABLES: dict[str, Callable[[str, Results], Iterator[str]]] = {
@@ -84,20 +86,20 @@ def test_tables_of_scales_of_a_pretrained_model(tmp_path):
 
     shutil.copy(ROOT / "experiments" / "learned_statistics" / "results" / "pretrained" / "results.json", tmp_path)
     settings = PretrainedSettings(output=tmp_path)
-    tables = pretrained_report.tables(pretrained_report.Results(Rows(settings, FREE), settings))
+    tables = pretrained_report.tables(pretrained_report.Results(ResultRows(settings, FREE), settings))
     assert all(table in readme("learned_statistics") for table in tables.values())
 
 
 def test_tables_of_smollm2():
-    from experiments.max_retrieval import pretrained_report
-    from experiments.quiet_attention import pretrained_report
+    from experiments.max_retrieval import pretrained_report as max_retrieval_report
+    from experiments.quiet_attention import pretrained_report as quiet_attention_report
 
     found = read(ROOT / "experiments" / "quiet_attention" / "results" / "smollm2.json")
-    tables = pretrained_report.tables(found, pretrained_report.grouped(found["variants"]))
+    tables = quiet_attention_report.tables(found, quiet_attention_report.grouped(found["variants"]))
     del tables["Seconds"]
     assert all(table in readme("quiet_attention") for table in tables.values())
     found = read(ROOT / "experiments" / "max_retrieval" / "results" / "smollm2" / "results.json")
-    tables = pretrained_report.tables(found)
+    tables = max_retrieval_report.tables(found)
     del tables["The start of ln n"]
     assert len(tables) == 5 and all(table in readme("max_retrieval") for table in tables.values())
 

@@ -344,7 +344,7 @@ def test_scores_are_those_of_the_library(texts):
     state = new_state(replace(SMALL, **MODERN), tokens)
     trainer = pytorch_baseline.Trainer(state)
     expected, actual = (
-        evaluate(model, tokens, 2, stride=12) for model in (pytorch_baseline.Scored(trainer), state.model)
+        evaluate(model, tokens, 2, stride=12) for model in (pytorch_baseline.EvaluationAdapter(trainer), state.model)
     )
     assert expected[0] == pytest.approx(actual[0], rel=1e-5) and expected[1] == actual[1]
     assert torch.is_grad_enabled() and trainer.model.training
@@ -466,4 +466,4 @@ def test_a_model_is_examined(tmp_path):
         (syntax_check.CONSTRAINED, 3),
         (syntax_check.CONSTRAINED, 3),
     ]
-    assert report.parses_table(rows) in printed
+    assert report.syntax_table(rows) in printed

@@ -12,8 +12,18 @@ from studies import check_files, run_study
 
 from experiments.translation import __main__ as program
 from experiments.translation import report, study
-from experiments.translation.alignment import align
-from experiments.translation.study import RECIPES, Pairs, Plan, Recipe, Training, bleu, mean_loss, new_model, translate
+from experiments.translation.alignment import translate_with_attention
+from experiments.translation.study import (
+    RECIPES,
+    Pairs,
+    Recipe,
+    Training,
+    TrainingSettings,
+    bleu,
+    mean_loss,
+    new_model,
+    translate,
+)
 from tricycle.sequences.translators import Vocabulary, load_translator
 from tricycle_datasets import multi30k as module
 from tricycle_datasets.multi30k import SHA256, SPLITS, load_multi30k
@@ -43,7 +53,7 @@ def pairs() -> Pairs:
     return Pairs(Vocabulary.train(sources + targets, 330, progress=False), sources, targets)
 
 
-PLAN = Plan(
+PLAN = TrainingSettings(
     minutes=0,
     steps=4,
     label_smoothing=0.1,
@@ -57,8 +67,8 @@ PLAN = Plan(
 SMALL = Recipe("small", 16, 1, 3e-3, 0.1, 400, n_heads=2)
 
 
-def changed(plan: Plan, **values) -> Plan:
-    return Plan(**{**vars(plan), **values})
+def changed(plan: TrainingSettings, **values) -> TrainingSettings:
+    return TrainingSettings(**{**vars(plan), **values})
 
 
 # -------------------------------------------------------------------- data
@@ -172,7 +182,7 @@ def test_a_model_learns_the_language(pairs):
     with training.averaged_weights() as model:
         found = translate(model, pairs.vocabulary, test[0], beam_size=2, progress=False)
         assert mean_loss(model, Pairs(pairs.vocabulary, *test)) < 0.2
-        looked = align(model, pairs.vocabulary, "The dog sees the tree.")
+        looked = translate_with_attention(model, pairs.vocabulary, "The dog sees the tree.")
     assert np.mean([a == b for a, b in zip(found, test[1])]) > 0.7
     assert looked["translation"] == "der Hund den Baum sieht."
     (weights,) = looked["weights"].values()
@@ -219,7 +229,7 @@ def test_parameters_of_both_languages_are_shared():
 
 def test_each_transformer_layer_is_shown(pairs):
     model = new_model("transformer", Recipe("", 16, 2, 1e-3, 0.0, 400, n_heads=2), 330, np.random.default_rng(0)).eval()
-    shown = align(model, pairs.vocabulary, "The dog.")
+    shown = translate_with_attention(model, pairs.vocabulary, "The dog.")
     assert list(shown["weights"]) == ["layer 1", "layer 2"]
     n = len(shown["source"])
     flat, sharp = [[1 / n] * n], [[1.0] + [0.0] * (n - 1)]

@@ -311,7 +311,7 @@ def test_what_no_encoder_there_does(fields: dict[str, Any], message: str, tmp_pa
 # -------------------------------------------------------------------- the folder
 def test_its_files(tokeniser: BPETokeniser, tmp_path: Path) -> None:
     model = lively(EXPRESSED["Llama"][1])
-    card = {"bits a byte": 1.23456789, "text": 'a "quoted" | one\nand more'}
+    card = {"bits per byte": 1.23456789, "text": 'a "quoted" | one\nand more'}
     export_folder(model, tokeniser, tmp_path / "deep" / "model", card)
     folder = tmp_path / "deep" / "model"
     names = "README.md config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
@@ -322,7 +322,7 @@ def test_its_files(tokeniser: BPETokeniser, tmp_path: Path) -> None:
     assert fields["eos_token_id"] == tokeniser.end_of_text
     readme = (folder / "README.md").read_text()
     assert f"| parameters | {model.n_parameters:,} |" in readme
-    assert "| bits a byte | 1.235 |" in readme
+    assert "| bits per byte | 1.235 |" in readme
     assert "| text | a 'quoted' \\| one and more |" in readme
 
 

@@ -21,7 +21,7 @@ def study(settings: Settings) -> Outcome:
     for seed in tqdm(range(settings.seeds), desc="series", unit="series"):
         windows = new_windows(settings, seed)
         expectations, seconds = fit_methods(windows, settings, seed)
-        measured = {name: measure(expect, windows, settings.quantile) for name, expect in expectations.items()}
+        measured = {name: measure(predict, windows, settings.quantile) for name, predict in expectations.items()}
         told = {name: {**values, "seconds": seconds[name]} for name, values in measured.items()}
         runs.append({"seed": seed, "windows": len(windows.labels), "methods": rounded(told, 4)})
         if seed == 0:

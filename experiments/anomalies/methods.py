@@ -10,78 +10,78 @@ import numpy as np
 from tricycle.sequences.autoencoders import Autoencoder, RecurrentAutoencoder
 from tricycle.tensor import no_grad
 
-Expect = Callable[[np.ndarray], np.ndarray]  # windows (N, T) to what was to be expected, (N, T)
+Predictor = Callable[[np.ndarray], np.ndarray]  # windows (N, T) to what was to be expected, (N, T)
 CHUNK = 500  # windows at once
 AVERAGED = 33  # samples of a moving average: one more than a beat
 PAST = 16  # samples from which a linear prediction is made
 
 
-def mean(windows: np.ndarray) -> Expect:
+def mean(windows: np.ndarray) -> Predictor:
     """Return a predictor of the mean of all windows."""
     level = windows.mean()
-    return lambda asked: np.full(asked.shape, level)
+    return lambda inputs: np.full(inputs.shape, level)
 
 
-def moving_average(windows: np.ndarray) -> Expect:
+def moving_average(windows: np.ndarray) -> Predictor:
     """Return a predictor of each sample by the mean of its neighbors in the window."""
 
-    def expect(asked: np.ndarray) -> np.ndarray:
-        n, half = asked.shape[1], AVERAGED // 2
-        total = np.cumsum(np.pad(asked, ((0, 0), (1, 0))), axis=1)
+    def predict(inputs: np.ndarray) -> np.ndarray:
+        n, half = inputs.shape[1], AVERAGED // 2
+        total = np.cumsum(np.pad(inputs, ((0, 0), (1, 0))), axis=1)
         first, last = np.clip(np.arange(n) - half, 0, n), np.clip(np.arange(n) + half + 1, 0, n)
         return (total[:, last] - total[:, first]) / (last - first)
 
-    return expect
+    return predict
 
 
-def linear_prediction(windows: np.ndarray) -> Expect:
+def linear_prediction(windows: np.ndarray) -> Predictor:
     """Return a predictor of each sample from the previous ones, by least squares; the first are not predicted."""
 
-    def split(asked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        seen = np.lib.stride_tricks.sliding_window_view(asked, PAST + 1, axis=1).reshape(-1, PAST + 1)
+    def split(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        seen = np.lib.stride_tricks.sliding_window_view(inputs, PAST + 1, axis=1).reshape(-1, PAST + 1)
         return np.column_stack([seen[:, :-1], np.ones(len(seen))]), seen[:, -1]
 
     weights = np.linalg.lstsq(*split(windows), rcond=None)[0]
 
-    def expect(asked: np.ndarray) -> np.ndarray:
-        made = (split(asked)[0] @ weights).reshape(len(asked), -1)
-        return np.concatenate([asked[:, :PAST], made], axis=1)
+    def predict(inputs: np.ndarray) -> np.ndarray:
+        made = (split(inputs)[0] @ weights).reshape(len(inputs), -1)
+        return np.concatenate([inputs[:, :PAST], made], axis=1)
 
-    return expect
+    return predict
 
 
-def pca(windows: np.ndarray, code_size: int) -> Expect:
+def pca(windows: np.ndarray, code_size: int) -> Predictor:
     """Return a predictor that projects a window onto the first principal components."""
     middle = windows.mean(axis=0)
     directions = np.linalg.svd(windows - middle, full_matrices=False)[2][:code_size]
-    return lambda asked: (asked - middle) @ directions.T @ directions + middle
+    return lambda inputs: (inputs - middle) @ directions.T @ directions + middle
 
 
-def nearest(windows: np.ndarray) -> Expect:
+def nearest(windows: np.ndarray) -> Predictor:
     """Return a predictor of a window by the most similar training window."""
     squares = (windows**2).sum(axis=1)
 
-    def expect(asked: np.ndarray) -> np.ndarray:
-        parts = [asked[i : i + CHUNK] for i in range(0, len(asked), CHUNK)]
+    def predict(inputs: np.ndarray) -> np.ndarray:
+        parts = [inputs[i : i + CHUNK] for i in range(0, len(inputs), CHUNK)]
         return np.concatenate([windows[(squares - 2 * part @ windows.T).argmin(axis=1)] for part in parts])
 
-    return expect
+    return predict
 
 
-def autoencoder_reconstruction(model: Autoencoder) -> Expect:
+def autoencoder_reconstruction(model: Autoencoder) -> Predictor:
     """Return a predictor that reconstructs a window with an autoencoder."""
 
-    def expect(asked: np.ndarray) -> np.ndarray:
-        x = shaped(model, asked)
+    def predict(inputs: np.ndarray) -> np.ndarray:
+        x = to_model_shape(model, inputs)
         model.eval()
         with no_grad():
             made = np.concatenate([model(x[i : i + CHUNK]).array for i in range(0, len(x), CHUNK)])
-        return made.reshape(asked.shape)
+        return made.reshape(inputs.shape)
 
-    return expect
+    return predict
 
 
-def shaped(model: Autoencoder, windows: np.ndarray) -> np.ndarray:
+def to_model_shape(model: Autoencoder, windows: np.ndarray) -> np.ndarray:
     """Return windows (N, T) as a model takes them: (N, T, 1) if it is recurrent."""
     x = windows.astype(np.float32)
     return x[..., None] if isinstance(model, RecurrentAutoencoder) else x

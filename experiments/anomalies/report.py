@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.anomalies.data import BEAT, KINDS, SLOT
-from experiments.anomalies.methods import Expect
+from experiments.anomalies.methods import Predictor
 from experiments.anomalies.study import RATES, Windows, scores
 from experiments.shared.figures import drawing
 from experiments.shared.results import Runs, of
@@ -22,11 +22,11 @@ def tables(runs: Runs) -> dict[str, str]:
     roc_area = lambda name, kind: of(runs, "methods", name, "area", kind)
     return {
         "Area under the ROC curve of windows, %": grid(list(runs[0]["methods"]), COLUMNS, roc_area, 1, 100),
-        "Events found at the threshold, %": found_table(runs),
+        "Detected events at the threshold, %": detection_table(runs),
     }
 
 
-def found_table(runs: Runs) -> str:
+def detection_table(runs: Runs) -> str:
     """Return the table of detection rates, false alarms, errors on normal windows, and seconds to fit."""
     rows = []
     for name in runs[0]["methods"]:
@@ -41,16 +41,23 @@ def plot_roc(runs: Runs, path: Path) -> None:
     """Plot the ROC curves at low false-positive rates, one panel for each kind of anomaly."""
     found = lambda name, kind: 100 * np.array(of(runs, "methods", name, "curve", kind))
     curves = {kind: {name: (100 * RATES, found(name, kind)) for name in DRAWN} for kind in COLUMNS}
-    plot_curves(curves, path, "false alarms, %", "windows found, %", "ROC curves of windows with an event", n_columns=4)
+    plot_curves(
+        curves,
+        path,
+        "false-positive rate, %",
+        "true-positive rate, %",
+        "ROC curves of windows with an event",
+        n_columns=4,
+    )
 
 
-def plot_series(windows: Windows, expect: Expect, threshold: float, path: Path) -> None:
+def plot_series(windows: Windows, predict: Predictor, threshold: float, path: Path) -> None:
     """Plot the first anomalies: the series with its prediction, and the score of each window with the threshold."""
     size, stride = windows.test.shape[1], windows.test.shape[1] // 4
     n_lines = 2
     length = SHOWN * SLOT // n_lines
-    errors = scores(expect, windows.test)
-    made = overlap_add(expect(windows.test), stride)
+    errors = scores(predict, windows.test)
+    made = overlap_add(predict(windows.test), stride)
     middles = stride * np.arange(len(errors)) + size / 2
     shown = errors[middles < n_lines * length]
     with drawing(path, (14, 4.2 * n_lines), dpi=90) as figure:
@@ -60,7 +67,7 @@ def plot_series(windows: Windows, expect: Expect, threshold: float, path: Path) 
             first, last = line * length, (line + 1) * length
             samples = np.arange(first, last)
             above.plot(samples, windows.series.values[first:last], color="black", linewidth=1, label="series")
-            above.plot(samples, made[first:last], color=COLOURS[1], linewidth=1, label="what is expected")
+            above.plot(samples, made[first:last], color=COLOURS[1], linewidth=1, label="prediction")
             seen = (middles >= first) & (middles < last)
             over = seen & (errors > threshold)
             below.plot(middles[seen], errors[seen], ".-", linewidth=1, markersize=4, label="error of a window")

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.anomalies import methods
 from experiments.anomalies.data import KINDS, SLOT, Series, labels_of, normal_series, series_with_events, windows_of
-from experiments.anomalies.methods import Expect
+from experiments.anomalies.methods import Predictor
 from experiments.shared.program import check_fractions, check_minimum
 from experiments.shared.training import stream, train_best
 from tricycle.sequences.autoencoders import Autoencoder, RecurrentAutoencoder
@@ -88,13 +88,13 @@ def new_windows(settings: Settings, seed: int) -> Windows:
     return Windows(*parts, windows_of(test.values, size, size // 4), labels_of(test, size, size // 4), test)
 
 
-def fit_methods(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, Expect], dict[str, float]]:
+def fit_methods(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, Predictor], dict[str, float]]:
     """Return the fitted methods by name, and the seconds that each took to fit."""
     train, size, code = windows.train, settings.window, settings.code_size
 
-    def learned(model: Autoencoder, steps: int, rate: float, name: str) -> Expect:
+    def learned(model: Autoencoder, steps: int, rate: float, name: str) -> Predictor:
         generator = stream(TRAINING, seed, 1)
-        x, validation = (methods.shaped(model, part) for part in (train, windows.validation))
+        x, validation = (methods.to_model_shape(model, part) for part in (train, windows.validation))
         batches = (x[generator.integers(0, len(x), settings.batch_size)] for _ in range(steps))
         batch_loss = lambda batch, factor: model.loss(batch) * factor
         validate = lambda: float(model.loss(validation))
@@ -102,11 +102,11 @@ def fit_methods(windows: Windows, settings: Settings, seed: int) -> tuple[dict[s
             train_best(model, batch_loss, batches, steps, rate, validate, f"seed {seed}, {name}", 1.0)
         )
 
-    def dense() -> Expect:
+    def dense() -> Predictor:
         model = Autoencoder.dense((size, 64, 32, code), generator=stream(TRAINING, seed, 0))
         return learned(model, settings.dense_steps, settings.dense_rate, "dense autoencoder")
 
-    def recurrent() -> Expect:
+    def recurrent() -> Predictor:
         model = RecurrentAutoencoder(1, settings.hidden_size, code, generator=stream(TRAINING, seed, 0))
         return learned(model, settings.steps, settings.rate, "recurrent autoencoder")
 
@@ -129,9 +129,9 @@ def fit_methods(windows: Windows, settings: Settings, seed: int) -> tuple[dict[s
 
 
 # -------------------------------------------------------------------- measures
-def scores(expect: Expect, windows: np.ndarray) -> np.ndarray:
+def scores(predict: Predictor, windows: np.ndarray) -> np.ndarray:
     """Return the mean squared prediction error of each window (N,)."""
-    return ((windows - expect(windows)) ** 2).mean(axis=1)
+    return ((windows - predict(windows)) ** 2).mean(axis=1)
 
 
 def roc_area(abnormal: np.ndarray, normal: np.ndarray) -> float:
@@ -147,15 +147,15 @@ def roc_curve(abnormal: np.ndarray, normal: np.ndarray) -> np.ndarray:
     return (abnormal[:, None] >= thresholds).mean(axis=0)
 
 
-def measure(expect: Expect, windows: Windows, quantile: float) -> dict[str, Any]:
+def measure(predict: Predictor, windows: Windows, quantile: float) -> dict[str, Any]:
     """Return ROC areas and curves by kind of anomaly, and the detection rates at a threshold.
 
     Returns:
         areas and curves by kind of event and of all windows with one; with the threshold that so many of the normal
         validation windows stay below, the share of events found by kind, and of false alarms among normal windows.
     """
-    errors, labels, events = scores(expect, windows.test), windows.labels, windows.series.events
-    normal, known = errors[labels == -1], scores(expect, windows.validation)
+    errors, labels, events = scores(predict, windows.test), windows.labels, windows.series.events
+    normal, known = errors[labels == -1], scores(predict, windows.validation)
     threshold = float(np.quantile(known, quantile))
     groups = {kind: np.array([i for i, event in enumerate(events) if event[0] == kind]) for kind in KINDS}
     groups["all"] = np.arange(len(events))

@@ -27,7 +27,7 @@ def study(settings: Settings) -> Outcome:
     runs: Runs = []
     for seed in tqdm(range(settings.seeds), desc=settings.data, unit="seed"):
         started, one = time.perf_counter(), Study(data, settings, seed)
-        measures = one.everything()
+        measures = one.measure_all()
         runs.append(rounded({**measures, "seconds": time.perf_counter() - started}))
         if seed == 0:
             files += report.plot_pictures(one, folder)

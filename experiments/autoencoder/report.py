@@ -37,12 +37,12 @@ def tables(runs: Runs, settings: dict[str, Any]) -> dict[str, str]:
         cleaned: grid(list(runs[0]["denoising"]), of_noises, by_place("denoising"), 1, 100),
         f"{accurate}, by the size of the code": grid(list(runs[0]["classification"]), of_sizes, accuracies),
         f"New digits from codes of {settings['variational_size']}; surprise and divergence in nats an image": (
-            drawing_table(runs)
+            generation_table(runs)
         ),
     }
 
 
-def drawing_table(runs: Runs) -> str:
+def generation_table(runs: Runs) -> str:
     """Return the table of generated images and log-likelihood bounds; PCA's likelihood is exact."""
     rows = []
     for name in runs[0]["drawing"]:
@@ -51,7 +51,7 @@ def drawing_table(runs: Runs) -> str:
         for key, scale in (("bound", 1), ("divergence", 1), ("missed", 100)):
             row.append(cell(of(runs, "variational", name, key), 1, scale) if key in known else "")
         rows.append(row)
-    titles = "precision, %;recall, %;surprise, at most;divergence;variance missed, %".split(";")
+    titles = "precision, %;recall, %;negative log-likelihood, upper bound;divergence;unexplained variance, %".split(";")
     return markdown(["", *titles], rows)
 
 
@@ -60,7 +60,7 @@ def plot_errors(runs: Runs, settings: dict[str, Any], path: Path) -> None:
     """Plot the reconstruction error and the classification accuracy against the code size."""
     sizes = settings["code_sizes"]
     lines = {name: (sizes, 100 * np.array(of(runs, "reconstruction", name))) for name in runs[0]["reconstruction"]}
-    curves: dict[str, Any] = {"variance missed, %": lines}
+    curves: dict[str, Any] = {"unexplained variance, %": lines}
     for labels, title in (("few", f"accuracy, %, {settings['few_labels']} labels"), ("all", "accuracy, %, all labels")):
         panel = curves[title] = {}
         for name, accuracies in runs[0]["classification"].items():
@@ -72,9 +72,9 @@ def plot_errors(runs: Runs, settings: dict[str, Any], path: Path) -> None:
 
 
 def plot_pictures(study: Study, folder: Path) -> list[str]:
-    """Draw reconstructions, noise removed, new digits, ways between digits and codes; return the files' names."""
+    """Draw reconstructions, noise removed, new digits, interpolations and codes; return the files' names."""
     data, settings = study.data, study.settings
-    images = first_of_each(data)
+    images = first_image_of_each_digit(data)
     rows = {"image": images}
     for size in sorted({min(settings.code_sizes), settings.variational_size}):
         rows |= {f"{name}, {size}": make(images) for name, make in study.reconstructors(size).items()}
@@ -87,7 +87,7 @@ def plot_pictures(study: Study, folder: Path) -> list[str]:
     rows = {"training images": data.train.images[:N_DRAWN]}
     rows |= {name: draw(N_DRAWN, stream(DRAWING, study.seed, 1)) for name, draw in study.generators().items()}
     draw_rows(rows, folder / "drawn.png", f"New digits, codes of {settings.variational_size}")
-    draw_rows(interpolations(study), folder / "between.png", "Straight ways from one test image to another")
+    draw_rows(interpolations(study), folder / "between.png", "Interpolations between test images")
     plot_latent(study, folder / "codes.png")
     plot_plane(study, folder / "plane.png")
     return [f"{name}.png" for name in ("reconstruction", "denoising", "drawn", "between", "codes", "plane")]
@@ -95,11 +95,11 @@ def plot_pictures(study: Study, folder: Path) -> list[str]:
 
 def interpolations(study: Study) -> dict[str, np.ndarray]:
     """Return interpolations between two digits: in pixels, and decoded from codes on the line between their codes."""
-    images = first_of_each(study.data)
+    images = first_image_of_each_digit(study.data)
     shares = np.linspace(0, 1, N_BETWEEN, dtype=np.float32)[:, None, None, None]
     size, rows = study.settings.variational_size, {}
-    plain = study.trained("dense", size)
-    variational = study.trained("dense", size, 0.0, study.best_output_std("dense"))
+    plain = study.get_trained("dense", size)
+    variational = study.get_trained("dense", size, 0.0, study.best_output_std("dense"))
     for a, b in ((0, 1), (3, 8), (4, 9)):
         rows[f"{a} to {b}, pixels"] = (1 - shares) * images[a] + shares * images[b]
         for name, model in (("plain", plain), ("variational", variational)):
@@ -109,7 +109,7 @@ def interpolations(study: Study) -> dict[str, np.ndarray]:
     return rows
 
 
-def first_of_each(data: Data) -> np.ndarray:
+def first_image_of_each_digit(data: Data) -> np.ndarray:
     """Return a test image of each digit, and a few more."""
     labels = data.test.labels
     first = [int(np.flatnonzero(labels == digit)[0]) for digit in range(10)]
@@ -150,7 +150,7 @@ def plot_latent(study: Study, path: Path) -> None:
     """Plot test images as points in the code space, colored by digit, for each model with codes of two numbers."""
     deviation = study.settings.deviations[-1]
     codes = {name: make(study.data.test.images) for name, make in study.encoders(2).items() if name != "untrained"}
-    codes["variational, dense"] = encode(study.trained("dense", 2, 0.0, deviation), study.data.test.images)
+    codes["variational, dense"] = encode(study.get_trained("dense", 2, 0.0, deviation), study.data.test.images)
     title = "Codes of two numbers of test images, which saw no labels"
     with drawing(path, (4 * len(codes), 4.3), title, dpi=100) as figure:
         panels = figure.subplots(1, len(codes))
@@ -168,7 +168,7 @@ def plot_plane(study: Study, path: Path, n: int = 16) -> None:
     """Draw the images that a variational autoencoder decodes from a grid of two-dimensional codes."""
     from statistics import NormalDist
 
-    model = study.trained("dense", 2, 0.0, study.settings.deviations[-1])
+    model = study.get_trained("dense", 2, 0.0, study.settings.deviations[-1])
     places = np.array([NormalDist().inv_cdf((i + 0.5) / n) for i in range(n)], np.float32)
     codes = np.stack(np.meshgrid(places, places[::-1]), axis=-1).reshape(-1, 2)
     images = model.eval().decode(codes).numpy().reshape(n, n, *study.data.shape)

@@ -80,7 +80,7 @@ def check(settings: Settings) -> None:
 
 
 Measures = dict[str, Any]
-Make = Callable[[np.ndarray], np.ndarray]  # images to images
+ImageFn = Callable[[np.ndarray], np.ndarray]  # images to images
 
 
 def in_chunks(function: Callable[[np.ndarray], Any], images: np.ndarray) -> np.ndarray:
@@ -134,15 +134,15 @@ def unexplained_variance(made: np.ndarray, images: np.ndarray, data: Data) -> fl
     return float(((made.clip(0, 1) - images) ** 2).mean() / around)
 
 
-def classify(train_part: tuple, chosen_by: tuple, asked: tuple, seed: int) -> float:
+def linear_probe_accuracy(train_part: tuple, validation_part: tuple, test_part: tuple, seed: int) -> float:
     """Return the accuracy of a linear classifier on features, with the best weight decay on validation images.
 
     Args:
-        train_part, chosen_by, asked: features (N, Z) and labels (N,).
+        train_part, validation_part, test_part: features (N, Z) and labels (N,).
     """
     mean, deviation = train_part[0].mean(axis=0), train_part[0].std(axis=0) + 1e-6
     x, seen, wanted = (
-        ((features - mean) / deviation).astype(np.float32) for features, _ in (train_part, chosen_by, asked)
+        ((features - mean) / deviation).astype(np.float32) for features, _ in (train_part, validation_part, test_part)
     )
     labels, tried = train_part[1], []
     for decay in DECAYS:
@@ -157,8 +157,8 @@ def classify(train_part: tuple, chosen_by: tuple, asked: tuple, seed: int) -> fl
             rows = generator.permutation(len(x))[:CLASSIFIER_BATCH] if len(x) > CLASSIFIER_BATCH else slice(None)
             train_on_batch(layer, optimiser, batch_loss, rows)
         with layer.evaluating():
-            cost = float(CrossEntropy()(chosen_by[1], layer(seen)))
-            right = float((layer(wanted).array.argmax(axis=1) == asked[1]).mean())
+            cost = float(CrossEntropy()(validation_part[1], layer(seen)))
+            right = float((layer(wanted).array.argmax(axis=1) == test_part[1]).mean())
         tried.append((cost, right))
     return min(tried)[1]
 
@@ -222,10 +222,10 @@ class Study:
 
     def __init__(self, data: Data, settings: Settings, seed: int, part: str = "test") -> None:
         self.data, self.settings, self.seed = data, settings, seed
-        self.asked: Part = getattr(data, part)
+        self.test_part: Part = getattr(data, part)
         self.models: dict[tuple, Any] = {}  # and what else is found out once
 
-    def trained(self, kind: str, size: int, noise: float = 0.0, deviation: float | None = None) -> Autoencoder:
+    def get_trained(self, kind: str, size: int, noise: float = 0.0, deviation: float | None = None) -> Autoencoder:
         """Return a trained autoencoder, trained at the first call."""
         key = kind, size, noise, deviation
         if key not in self.models:
@@ -242,20 +242,20 @@ class Study:
             self.models[key] = PCA(self.data.train.images, size)
         return self.models[key]
 
-    def reconstructors(self, size: int) -> dict[str, Make]:
+    def reconstructors(self, size: int) -> dict[str, ImageFn]:
         """Return the reconstruction functions of all models with a code size, by name."""
-        makes: dict[str, Make] = {"PCA": self.pca_reconstructor(size)}
+        makes: dict[str, ImageFn] = {"PCA": self.pca_reconstructor(size)}
         for kind in KINDS:
-            makes[kind] = lambda images, kind=kind: reconstruct(self.trained(kind, size), images)
+            makes[kind] = lambda images, kind=kind: reconstruct(self.get_trained(kind, size), images)
         return makes
 
-    def encoders(self, size: int) -> dict[str, Make]:
+    def encoders(self, size: int) -> dict[str, ImageFn]:
         """Return the encoders to compare, by name."""
-        makes: dict[str, Make] = {"PCA": self.pca(size).encode}
+        makes: dict[str, ImageFn] = {"PCA": self.pca(size).encode}
         untrained = new_model("dense", self.data.shape, size, stream(TRAINING, self.seed, 0))
         makes["untrained"] = lambda images: encode(untrained, images)
         for kind in KINDS:
-            makes[kind] = lambda images, kind=kind: encode(self.trained(kind, size), images)
+            makes[kind] = lambda images, kind=kind: encode(self.get_trained(kind, size), images)
         return makes
 
     # ---------------------------------------------------------------- how much is lost
@@ -265,31 +265,31 @@ class Study:
         made = {size: self.reconstructors(size) for size in sizes}
         return {
             name: [
-                unexplained_variance(made[size][name](self.asked.images), self.asked.images, self.data)
+                unexplained_variance(made[size][name](self.test_part.images), self.test_part.images, self.data)
                 for size in sizes
             ]
             for name in made[sizes[0]]
         }
 
     # ---------------------------------------------------------------- noise
-    def denoisers(self, noise: float) -> dict[str, Make]:
+    def denoisers(self, noise: float) -> dict[str, ImageFn]:
         """Return the denoising functions by name; PCA's number of components is chosen on validation images."""
         size, train_images = self.settings.denoising_size, self.data.train.images
         seen, clean = self.noisy("validation", noise), self.data.validation.images
         projections = [self.pca_reconstructor(n) for n in (*self.settings.code_sizes, 64) if n < clean[0].size]
         best = min(projections, key=lambda make: unexplained_variance(make(seen), clean, self.data))
-        makes: dict[str, Make] = {
+        makes: dict[str, ImageFn] = {
             "as it is": lambda images: images,
             "PCA": best,
             "linear filter": LinearFilter(train_images, noise),
             "dense, not trained for it": self.reconstructors(size)["dense"],
         }
         for kind in KINDS:
-            model = self.trained(kind, size, noise)
+            model = self.get_trained(kind, size, noise)
             makes[kind] = lambda images, model=model: reconstruct(model, images)
         return makes
 
-    def pca_reconstructor(self, size: int) -> Make:
+    def pca_reconstructor(self, size: int) -> ImageFn:
         """Return PCA's reconstruction function."""
         pca = self.pca(size)
         return lambda images: pca.decode(pca.encode(images))
@@ -302,9 +302,9 @@ class Study:
         """Return the fraction of unexplained variance of the clean images by noise and model."""
         shares: Measures = {}
         for noise in self.settings.noises:
-            images = add_noise(self.asked.images, noise, stream(NOISE, 1))
+            images = add_noise(self.test_part.images, noise, stream(NOISE, 1))
             for name, make in self.denoisers(noise).items():
-                shares.setdefault(name, []).append(unexplained_variance(make(images), self.asked.images, self.data))
+                shares.setdefault(name, []).append(unexplained_variance(make(images), self.test_part.images, self.data))
         return shares
 
     # ---------------------------------------------------------------- codes as features
@@ -316,29 +316,31 @@ class Study:
                 accuracies.setdefault(name, []).append(self.accuracies(make))
         return accuracies
 
-    def accuracies(self, make: Make) -> dict[str, float]:
+    def accuracies(self, make: ImageFn) -> dict[str, float]:
         """Return the classification accuracies with few and with all labels."""
-        train_part, chosen_by, asked = (
-            (make(part.images), part.labels) for part in (self.data.train, self.data.validation, self.asked)
+        train_part, validation_part, test_part = (
+            (make(part.images), part.labels) for part in (self.data.train, self.data.validation, self.test_part)
         )
         rows = balanced_subset(self.data.train, self.settings.few_labels, self.seed)
         few = tuple(array[rows] for array in train_part)
         return {
-            "few": classify(few, chosen_by, asked, self.seed),
-            "all": classify(train_part, chosen_by, asked, self.seed),
+            "few": linear_probe_accuracy(few, validation_part, test_part, self.seed),
+            "all": linear_probe_accuracy(train_part, validation_part, test_part, self.seed),
         }
 
     # ---------------------------------------------------------------- new digits
     def best_output_std(self, kind: str) -> float:
         """Return the output standard deviation with the lowest bound on validation images."""
         size, images = self.settings.variational_size, self.data.validation.images
-        return min(self.settings.deviations, key=lambda d: negative_elbo(self.trained(kind, size, 0.0, d), images)[0])
+        return min(
+            self.settings.deviations, key=lambda d: negative_elbo(self.get_trained(kind, size, 0.0, d), images)[0]
+        )
 
     def variational_models(self) -> dict[str, VariationalAutoencoder]:
         """Return the trained variational autoencoders, by name."""
         size = self.settings.variational_size
         return {
-            f"variational, {kind}, {deviation:g}": self.trained(kind, size, 0.0, deviation)
+            f"variational, {kind}, {deviation:g}": self.get_trained(kind, size, 0.0, deviation)
             for kind in KINDS
             for deviation in self.settings.deviations
         }
@@ -356,39 +358,41 @@ class Study:
 
     def generate_from_normal_fit(self, kind: str, n: int, generator: np.random.Generator) -> np.ndarray:
         """Generate images from a plain autoencoder, with codes from a normal fit of the training codes."""
-        model = self.trained(kind, self.settings.variational_size)
+        model = self.get_trained(kind, self.settings.variational_size)
         codes = encode(model, self.data.train.images)
         drawn = generator.multivariate_normal(codes.mean(axis=0), np.cov(codes.T), n)
         return in_chunks(model.decode, drawn.astype(np.float32))
 
     def variational(self) -> Measures:
         """Return the bounds on test and validation images, the divergence and the reconstruction error by model."""
-        asked, size = self.asked.images, self.settings.variational_size
+        test_part, size = self.test_part.images, self.settings.variational_size
         pca = self.pca(size)
         measures: Measures = {
             "PCA": {
-                "bound": pca.negative_log_likelihood(asked),
-                "missed": unexplained_variance(pca.decode(pca.encode(asked)), asked, self.data),
+                "bound": pca.negative_log_likelihood(test_part),
+                "missed": unexplained_variance(pca.decode(pca.encode(test_part)), test_part, self.data),
             }
         }
         for kind in KINDS:
             measures[kind] = {
-                "missed": unexplained_variance(reconstruct(self.trained(kind, size), asked), asked, self.data)
+                "missed": unexplained_variance(
+                    reconstruct(self.get_trained(kind, size), test_part), test_part, self.data
+                )
             }
         for name, model in self.variational_models().items():
-            whole, divergence = negative_elbo(model, asked)
+            whole, divergence = negative_elbo(model, test_part)
             measures[name] = {
                 "validation": negative_elbo(model, self.data.validation.images)[0],
                 "bound": whole,
                 "divergence": divergence,
-                "missed": unexplained_variance(reconstruct(model, asked), asked, self.data),
+                "missed": unexplained_variance(reconstruct(model, test_part), test_part, self.data),
             }
         return measures
 
     def drawing(self) -> Measures:
         """Return precision and recall of generated images, and of real images for comparison."""
         real, n = self.data.train.images, min(len(self.data.train.images), MOST_COMPARED)
-        others = self.asked.images
+        others = self.test_part.images
         measures = {
             "real images": (precision_and_recall(real, others, others)[0], precision_and_recall(real, real, others)[1])
         }
@@ -396,7 +400,7 @@ class Study:
             measures[name] = precision_and_recall(real, draw(n, stream(DRAWING, self.seed)).clip(0, 1), others)
         return measures
 
-    def everything(self) -> Measures:
+    def measure_all(self) -> Measures:
         """Return all measurements."""
         parts = self.reconstruction, self.denoising, self.classification, self.variational, self.drawing
         return {"seed": self.seed, **{part.__name__: part() for part in parts}}

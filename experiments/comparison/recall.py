@@ -98,7 +98,7 @@ BODIES: dict[str, Callable[[int, int, np.random.Generator], Layer]] = {
 }
 
 
-class Recaller(Layer):
+class RecallModel(Layer):
     """An embedding, a body, and an output layer at the position of the question."""
 
     def __init__(self, kind: str, width: int, window: int, generator: np.random.Generator) -> None:
@@ -111,16 +111,16 @@ class Recaller(Layer):
         return self.output(self.body(self.embedding(tokens))[:, -1])
 
 
-def new_model(kind: str, parameters: int, window: int, generator: np.random.Generator) -> Recaller:
+def new_model(kind: str, parameters: int, window: int, generator: np.random.Generator) -> RecallModel:
     """Return the widest model of a kind within a number of parameters; widths are multiples of N_HEADS.
 
     Raises:
         ValueError: there is none.
     """
-    size = lambda width: Recaller(kind, width, window, np.random.default_rng(0)).n_parameters
+    size = lambda width: RecallModel(kind, width, window, np.random.default_rng(0)).n_parameters
     width = N_HEADS * max(1, int(math.sqrt(parameters) / N_HEADS))  # no body has fewer than width^2
     while width > 0 and size(width) > parameters:
         width -= N_HEADS
     if not width:
         raise ValueError(f"expected --parameters to be at least {size(N_HEADS)} for {kind}, got {parameters}")
-    return Recaller(kind, width, window, generator)
+    return RecallModel(kind, width, window, generator)

@@ -44,9 +44,9 @@ def lecture_table(sizes: list[int], distances: list[int], costs: Measures, paths
         "work",
         f"multiplications, n = {n:,}",
         "sequential",
-        f"products in a row, n = {n:,}",
+        f"sequential products, n = {n:,}",
         "path",
-        f"layers from token to token, {far} apart",
+        f"layers between tokens {far} apart",
         f"products on the path, {far} apart",
     ]
     rows = []
@@ -60,7 +60,12 @@ def lecture_table(sizes: list[int], distances: list[int], costs: Measures, paths
 
 def exponent_table(costs: Measures) -> str:
     """Return the table of measured exponents p of n^p."""
-    keys = {"time": "cpu", "memory": "memory", "multiplications": "multiplications", "products in a row": "sequential"}
+    keys = {
+        "time": "cpu",
+        "memory": "memory",
+        "multiplications": "multiplications",
+        "sequential products": "sequential",
+    }
     return grid(list(costs), keys, lambda kind, key: costs[kind]["exponents"][key], corner="exponent of")
 
 
@@ -70,13 +75,13 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     costs = results["costs"]
     seeds = f"{results['settings']['seeds']} seed(s)"
     return {
-        "The lecture's table, and what was counted": lecture_table(sizes, distances, costs, results["paths"]),
+        "The lecture's complexities and operation counts": lecture_table(sizes, distances, costs, results["paths"]),
         "Exponents p of n^p over the upper half": exponent_table(costs),
-        "Milliseconds of the processor, forward and backward": cost_table(sizes, costs, "cpu"),
+        "CPU milliseconds, forward and backward": cost_table(sizes, costs, "cpu"),
         "Peak memory in MiB": cost_table(sizes, costs, "memory"),
         f"Accuracy in %, {seeds}; chance is {100 / N_CLASSES:.0f}": recall_table(distances, runs),
         "Updates until learned": updates_table(distances, runs),
-        "Norm of the gradient that comes back": gradient_table(distances, runs),
+        "Norm of the gradient at the distant token": gradient_table(distances, runs),
     }
 
 
@@ -146,7 +151,7 @@ def plot_recall(distances: list[int], runs: Runs, path: Path) -> None:
         kind: (distances, 100 * measured(runs, kind, "accuracy")) for kind in distinct(runs, "kind")
     }
     curves = panels(lines, {"chance": (distances, np.full(len(distances), 100 / N_CLASSES))})
-    plot_curves(curves, path, "distance, tokens", "accuracy, %", "Remembering a token over a distance", log="x")
+    plot_curves(curves, path, "distance, tokens", "accuracy, %", "Accuracy of recall against the distance", log="x")
 
 
 def plot_gradients(distances: list[int], runs: Runs, path: Path) -> None:
@@ -162,4 +167,4 @@ def plot_gradients(distances: list[int], runs: Runs, path: Path) -> None:
         parts = panels(lines, {"handed on as it is": (np.arange(last + 1), np.zeros(last + 1))})
         curves |= {f"{group}, {title}": part for group, part in parts.items()}
     ylabel = "log₁₀ of the gradient's norm"
-    plot_curves(curves, path, "distance, tokens", ylabel, "What comes back from the question", n_columns=2)
+    plot_curves(curves, path, "distance, tokens", ylabel, "Gradient norm at the distant token", n_columns=2)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from experiments.comparison.recall import MOST_BEFORE, Recaller, new_batch, new_model
+from experiments.comparison.recall import MOST_BEFORE, RecallModel, new_batch, new_model
 from experiments.comparison.settings import GRADIENTS, TEST, TRAINING, VALIDATION, WEIGHTS, Settings
 from experiments.shared.results import rounded
 from experiments.shared.training import stream
@@ -24,12 +24,12 @@ CHECKS = 20  # how often a training is looked at
 CHECKED = 200  # sequences of such a look
 
 
-def train(kind: str, distance: int, rate: float, settings: Settings, seed: int) -> tuple[Recaller, int | None]:
+def train(kind: str, distance: int, rate: float, settings: Settings, seed: int) -> tuple[RecallModel, int | None]:
     """Train a model, and return it with the update at which it had learned the task, if any.
 
     All kinds see the same sequences, and weights are drawn anew for each distance.
     """
-    model = new_recaller(kind, settings, seed, distance)
+    model = new_recall_model(kind, settings, seed, distance)
     generator = stream(TRAINING, seed, distance)
     schedule = WarmupCosine(rate, 0.0, settings.updates // 20, settings.updates)
     optimiser, learned = AdamW(schedule, weight_decay=0.0), None
@@ -38,18 +38,18 @@ def train(kind: str, distance: int, rate: float, settings: Settings, seed: int) 
         batch = new_batch(distance, settings.batch_size, generator)
         train_on_batch(model, optimiser, supervised_loss(model, CrossEntropy()), batch, MAX_NORM)
         if learned is None and step % interval == 0:
-            accuracy, _ = examine(model, distance, VALIDATION, CHECKED)
+            accuracy, _ = evaluate_recall(model, distance, VALIDATION, CHECKED)
             learned = step if accuracy >= LEARNED else None
     return model, learned
 
 
-def new_recaller(kind: str, settings: Settings, seed: int, distance: int) -> Recaller:
+def new_recall_model(kind: str, settings: Settings, seed: int, distance: int) -> RecallModel:
     """Return a new model for a distance."""
     window = settings.farthest + MOST_BEFORE + 1
     return new_model(kind, settings.parameters, window, stream(WEIGHTS, seed, distance))
 
 
-def examine(model: Recaller, distance: int, which: int, n: int) -> tuple[float, float]:
+def evaluate_recall(model: RecallModel, distance: int, which: int, n: int) -> tuple[float, float]:
     """Return accuracy and loss on n sequences of the random stream `which`."""
     logits, targets = [], []
     with model.evaluating():
@@ -61,7 +61,9 @@ def examine(model: Recaller, distance: int, which: int, n: int) -> tuple[float, 
         return float((scores.argmax(axis=-1) == wanted).mean()), float(CrossEntropy()(wanted, Tensor(scores)))
 
 
-def best_of(kind: str, distance: int, settings: Settings, seed: int, bar: tqdm) -> tuple[Recaller, dict[str, Any]]:
+def train_with_best_rate(
+    kind: str, distance: int, settings: Settings, seed: int, bar: tqdm
+) -> tuple[RecallModel, dict[str, Any]]:
     """Train with each learning rate, and return the model with the lowest validation loss and its test results.
 
     Learning rates are tried in turn until one has learned: each kind gets as many chances as it needs.
@@ -70,13 +72,13 @@ def best_of(kind: str, distance: int, settings: Settings, seed: int, bar: tqdm) 
     for rate in settings.rates:
         started = time.process_time()
         model, learned = train(kind, distance, rate, settings, seed)
-        accuracy, loss = examine(model, distance, VALIDATION, settings.tested)
+        accuracy, loss = evaluate_recall(model, distance, VALIDATION, settings.tested)
         tried.append((loss, rate, model, learned, time.process_time() - started))
         if accuracy >= LEARNED:
             break
     bar.update()
     loss, rate, model, learned, _ = min(tried, key=lambda trial: trial[:2])
-    accuracy, test_loss = examine(model, distance, TEST, settings.tested)
+    accuracy, test_loss = evaluate_recall(model, distance, TEST, settings.tested)
     return model, {
         "accuracy": accuracy,
         "loss": rounded(test_loss),
@@ -99,9 +101,9 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
         for kind in settings.kinds:
             for seed in range(settings.seeds):
                 bar.set_postfix_str(f"{kind}, seed {seed}")
-                trained = [best_of(kind, distance, settings, seed, bar) for distance in settings.distances]
+                trained = [train_with_best_rate(kind, distance, settings, seed, bar) for distance in settings.distances]
                 last = trained[-1][0]
-                fresh = new_recaller(kind, settings, seed, settings.farthest)
+                fresh = new_recall_model(kind, settings, seed, settings.farthest)
                 run = {"kind": kind, "seed": seed, "parameters": last.n_parameters}
                 run |= {key: [values[key] for _, values in trained] for key in trained[0][1]}
                 run |= {key: gradient_norms(m, settings.farthest) for key, m in (("before", fresh), ("after", last))}
@@ -109,7 +111,7 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
     return runs
 
 
-def gradient_norms(model: Recaller, distance: int) -> list[float]:
+def gradient_norms(model: RecallModel, distance: int) -> list[float]:
     """Return the norm of the gradient of the state at the question by the embedding `distance` tokens before.
 
     The root mean square over sequences of the Jacobian's Frobenius norm, divided by the root of the width: 1 where what

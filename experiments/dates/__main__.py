@@ -39,10 +39,17 @@ def main() -> int:
     if "--several" in sys.argv[1:]:
         quick = SEVERAL | QUICK | {"models": SEVERAL["models"]}
         default = Settings(**SEVERAL)
-    return run_study(Settings, lambda s: (several_dates if s.several else one_date)(s), __doc__, quick, check, default)
+    return run_study(
+        Settings,
+        lambda s: (study_multiple_dates if s.several else study_single_dates)(s),
+        __doc__,
+        quick,
+        check,
+        default,
+    )
 
 
-def one_date(settings: Settings) -> Outcome:
+def study_single_dates(settings: Settings) -> Outcome:
     """Train and measure every model on texts with one date."""
     examples, folder = study.plotted_examples(), settings.output
     runs: Runs = []
@@ -50,7 +57,7 @@ def one_date(settings: Settings) -> Outcome:
     for name in settings.models:
         for seed in range(settings.seeds):
             seen = study.held_out("validation", settings.validated, (0, study.TRAINED))
-            model, history = study.train(name, settings, seed, study.pool(settings.examples, seed), seen)
+            model, history = study.train(name, settings, seed, study.training_texts(settings.examples, seed), seen)
             runs.append({"model": name, "seed": seed, "parameters": model.n_parameters, **thin_history(history)})
             runs[-1] |= study.measure(model, settings)
             if seed == 0 and "share" in runs[-1]:
@@ -70,7 +77,7 @@ def one_date(settings: Settings) -> Outcome:
     return report.tables(runs), files
 
 
-def several_dates(settings: Settings) -> Outcome:
+def study_multiple_dates(settings: Settings) -> Outcome:
     """Train and measure every model on texts with several dates."""
     runs: Runs = []
     for name in settings.models:
@@ -80,9 +87,9 @@ def several_dates(settings: Settings) -> Outcome:
                 {"model": name, "seed": seed, "parameters": model.n_parameters, **thin_history(history), **measured}
             )
             save(settings.output / "several.json", settings, runs=runs, counts=multiple_dates.COUNTS)
-    report.plot_several(runs, settings.output / "several.png")
+    report.plot_multiple_dates(runs, settings.output / "several.png")
     title = "Answers right to the last character, and dates right in their place, in %, by dates of the text"
-    return {title: report.several_table(runs)}, ["several.json", "several.png"]
+    return {title: report.multiple_dates_table(runs)}, ["several.json", "several.png"]
 
 
 def check(settings: Settings) -> None:

@@ -132,7 +132,7 @@ def ordinal(language: str, day: int) -> str:
 
 
 @cache
-def pieces(form: str) -> list[tuple[str, str]]:
+def split_form(form: str) -> list[tuple[str, str]]:
     """Return a form as pairs of a text and the name of the field that follows it, "" at the end."""
     return [(text, name or "") for text, name, _, _ in string.Formatter().parse(form)]
 
@@ -147,7 +147,7 @@ def write(day: date, language: str, form: str) -> tuple[str, list[int]]:
     if "{ordinal}" in form:
         texts["ordinal"] = ordinal(language, day.day)
     source, fields = "", []
-    for text, name in pieces(form):
+    for text, name in split_form(form):
         part = texts[name] if name else ""
         source += text + part
         fields += [NOTHING] * len(text) + [PARTS.get(name, NOTHING)] * len(part)
@@ -221,7 +221,9 @@ def examples(days: Sequence[date], n: int, lengths: tuple[int, int], generator: 
     return made
 
 
-def several(days: Sequence[date], n: int, counts: tuple[int, int], generator: np.random.Generator) -> list[Example]:
+def multiple_date_examples(
+    days: Sequence[date], n: int, counts: tuple[int, int], generator: np.random.Generator
+) -> list[Example]:
     """Return texts of several dates in random languages, joined by BETWEEN.
 
     Args:

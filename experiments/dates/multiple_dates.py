@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.dates import data as dates
-from experiments.dates.study import Settings, Texts, answers, rounded, texts, train
+from experiments.dates.study import Settings, Texts, greedy_answers, rounded, texts, train
 from tricycle.sequences.seq2seq import EncoderDecoder
 
 TRAINED = 4  # the most dates of a text in training
@@ -15,25 +15,25 @@ LETTERS = len("1998-03-03")
 POOL, VALIDATION, TEST = 11, 12, 13  # streams that share no number with others
 
 
-def pool(n: int, seed: int) -> Texts:
+def training_texts(n: int, seed: int) -> Texts:
     """Return the training texts."""
     training, _, _ = dates.split()
     generator = np.random.default_rng((POOL, seed))
     days = [training[i] for i in generator.permutation(len(training))]
-    return texts(dates.several(days, n, (1, TRAINED), generator))
+    return texts(dates.multiple_date_examples(days, n, (1, TRAINED), generator))
 
 
 def held_out(part: str, n: int, counts: tuple[int, int]) -> Texts:
     """Return texts of unseen dates, from "validation" or "test", the same for all models and seeds."""
     _, validation, test = dates.split()
     number, days = (VALIDATION, validation) if part == "validation" else (TEST, test)
-    return texts(dates.several(days, n, counts, np.random.default_rng((number, *counts))))
+    return texts(dates.multiple_date_examples(days, n, counts, np.random.default_rng((number, *counts))))
 
 
 def run(name: str, settings: Settings, seed: int) -> tuple[EncoderDecoder, dict[str, Any], dict[str, Any]]:
     """Train a model and measure it; returns it, how training went, and "whole" and "each" of `measure`."""
     seen = held_out("validation", settings.validated, (1, TRAINED))
-    model, history = train(name, settings, seed, pool(settings.examples, seed), seen)
+    model, history = train(name, settings, seed, training_texts(settings.examples, seed), seen)
     return model, history, measure(model, settings.tested)
 
 
@@ -47,7 +47,7 @@ def measure(model: EncoderDecoder, n: int) -> dict[str, Any]:
     whole, each = [], []
     for count in COUNTS:
         data = held_out("test", n, (count, count))
-        written = answers(model, data)
+        written = greedy_answers(model, data)
         whole.append(rounded(mean([text == one.iso for text, one in zip(written, data.examples)])))
         each.append(
             rounded(mean([fraction_of_right_dates(text, one.iso) for text, one in zip(written, data.examples)]))

@@ -25,7 +25,9 @@ def title_of(lengths: tuple[int, int]) -> str:
 # -------------------------------------------------------------------- tables
 def main_table(runs: Runs) -> str:
     """Return the table of models: size, cost, accuracy, and the fraction of attention on the right field."""
-    titles = "model;parameters;steps;seconds;exact, %;beyond, %;on the field, %;most on the field, %".split(";")
+    titles = "model;parameters;steps;seconds;exact, %;longer texts, %;on the field, %;maximum on the field, %".split(
+        ";"
+    )
     rows = []
     for name in distinct(runs):
         mine = select(runs, model=name)
@@ -39,7 +41,7 @@ def main_table(runs: Runs) -> str:
             best = [cell([np.mean(run["of_best"][key]) for run in mine], 1, 100) for key in ("share", "top")]
             rows.append([f"{name}, best head", "", "", "", "", "", *best])
     even = cell(np.mean(runs[0]["even"]), 1, 100)
-    return markdown(titles, [*rows, ["even weights", "", "", "", "", "", even, ""]])
+    return markdown(titles, [*rows, ["uniform weights", "", "", "", "", "", even, ""]])
 
 
 def length_table(runs: Runs) -> str:
@@ -56,7 +58,7 @@ def field_table(runs: Runs) -> str:
         mine = select(runs, model=name)
         rows |= {name: mine, f"{name}, best head": [run.get("of_best", {}) for run in mine]}
     rows = {name: mine for name, mine in rows.items() if "share" in mine[0]}
-    rows["even weights"] = [{"share": runs[0]["even"]}]
+    rows["uniform weights"] = [{"share": runs[0]["even"]}]
     keys = (("share", ""), ("top", ", most"))
     columns = {f"{field}{end}": (key, i) for key, end in keys for i, field in enumerate(FIELD_COLOURS)}
     return grid(rows, columns, lambda mine, column: of(mine, *column) if column[0] in mine[0] else [], 1, 100)
@@ -71,14 +73,14 @@ def language_table(runs: Runs) -> str:
 def tables(runs: Runs) -> dict[str, str]:
     """Return all tables by title."""
     return {
-        "Exact answers to unseen dates, and where models look": main_table(runs),
+        "Accuracy on unseen dates, and attention on the right field": main_table(runs),
         "Exact answers in %, by characters of the text": length_table(runs),
         "Weight on the characters of the right field, in %": field_table(runs),
         "Exact answers in %, by language": language_table(runs),
     }
 
 
-def several_table(runs: Runs) -> str:
+def multiple_dates_table(runs: Runs) -> str:
     """Return the table of models and measures against the number of dates."""
     kinds = {"whole": "whole", "each date": "each"}
     rows = {f"{name}, {title}": (name, key) for name in distinct(runs) for title, key in kinds.items()}
@@ -126,7 +128,7 @@ def plot_lengths(runs: Runs, path: Path) -> None:
         panels[1].legend(frameon=False, fontsize=8)
 
 
-def plot_several(runs: Runs, path: Path) -> None:
+def plot_multiple_dates(runs: Runs, path: Path) -> None:
     """Plot the accuracy against the number of dates."""
     titles = {f"whole answers right, % (1 to {TRAINED_DATES} dates in training)": "whole", "dates right, %": "each"}
     right = lambda name, key: 100 * np.array(of(select(runs, model=name), key))

@@ -71,7 +71,7 @@ def texts(examples: list[Example]) -> Texts:
 
 
 @cache
-def pool(n: int, seed: int) -> Texts:
+def training_texts(n: int, seed: int) -> Texts:
     """Return the training texts."""
     training, _, _ = dates.split()
     generator = np.random.default_rng((POOL, seed))
@@ -109,7 +109,7 @@ def train(name: str, settings: Settings, seed: int, data: Texts, seen: Texts) ->
     rate = settings.transformer_rate if isinstance(model, Transformer) else settings.learning_rate
     n_steps = settings.steps * SLOW.get(name, 1)
     schedule = WarmupCosine(rate, rate / 100, min(100, n_steps), n_steps)
-    optimiser, critic = AdamW(schedule, betas=(0.9, 0.98), weight_decay=0.01), Critic()
+    optimiser, critic = AdamW(schedule, betas=(0.9, 0.98), weight_decay=0.01), RunningMeanReward()
     losses: list[float] = []
     checks, seconds = [], 0.0
 
@@ -131,7 +131,7 @@ def train(name: str, settings: Settings, seed: int, data: Texts, seen: Texts) ->
     return model, {"losses": losses, "checks": checks, "seconds": seconds}
 
 
-class Critic:
+class RunningMeanReward:
     """What reward to expect at each place of a target: a running mean."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class Critic:
 
 
 def batch_loss(
-    model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths: np.ndarray, critic: Critic
+    model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths: np.ndarray, critic: RunningMeanReward
 ) -> tuple[Tensor, float]:
     """Return the training loss of a batch, and its cross-entropy part.
 
@@ -165,7 +165,7 @@ def batch_loss(
 
 
 # -------------------------------------------------------------------- measuring
-def answers(model: EncoderDecoder, data: Texts) -> list[str]:
+def greedy_answers(model: EncoderDecoder, data: Texts) -> list[str]:
     """Return the greedy outputs of a model."""
     said, most = [""] * len(data.sources), data.targets.shape[1] - 1
     for chosen in batches(data.sources):
@@ -178,7 +178,7 @@ def answers(model: EncoderDecoder, data: Texts) -> list[str]:
 
 def exact_accuracy(model: EncoderDecoder, data: Texts) -> float:
     """Return the fraction of exactly correct outputs."""
-    return float(np.mean([text == one.iso for text, one in zip(answers(model, data), data.examples)]))
+    return float(np.mean([text == one.iso for text, one in zip(greedy_answers(model, data), data.examples)]))
 
 
 def attention_weights(model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -199,7 +199,7 @@ def attention_weights(model: EncoderDecoder, source: np.ndarray, target: np.ndar
     return nowhere if weights is None else weights.array[:, None]
 
 
-class Sight(NamedTuple):
+class FieldAttention(NamedTuple):
     """Where the tokens of each field look, of each of A heads: (A, 3) for year, month and day."""
 
     share: np.ndarray  # the attention on the characters of the same field
@@ -207,7 +207,7 @@ class Sight(NamedTuple):
     even: np.ndarray  # (3,), the attention on the field with uniform weights
 
 
-def measure_attention(model: EncoderDecoder, data: Texts) -> Sight:
+def measure_attention(model: EncoderDecoder, data: Texts) -> FieldAttention:
     """Return the attention on the right field, as means over all examples and the digits of a field."""
     rows: list[tuple[np.ndarray, ...]] = []
     for chosen in batches(data.sources):
@@ -216,7 +216,7 @@ def measure_attention(model: EncoderDecoder, data: Texts) -> Sight:
         weights = attention_weights(model, source, data.targets[chosen], lengths)
         even = [(fields == field).sum(axis=1) / lengths for field in FIELDS.values()]
         rows.append((*attention_on_fields(weights, fields), np.stack(even, axis=-1)))
-    return Sight(*(np.concatenate(parts).mean(axis=0) for parts in zip(*rows)))
+    return FieldAttention(*(np.concatenate(parts).mean(axis=0) for parts in zip(*rows)))
 
 
 def attention_on_fields(weights: np.ndarray, fields: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -243,11 +243,11 @@ def measure(model: EncoderDecoder, settings: Settings) -> dict[str, Any]:
 
     Returns:
         "exact" on texts as in training, and by language; "lengths", the same at each of LENGTHS; "share" and "top" of
-        year, month and day (`Sight`) of texts as in training, and "share_at_lengths", the mean of the three: of the
-        mean of all heads, and with several "of_best" head, the one with the largest share on validation dates.
+        year, month and day (`FieldAttention`) of texts as in training, and "share_at_lengths", the mean of the three:
+        of the mean of all heads, and with several "of_best" head, the one with the largest share on validation dates.
     """
     data = held_out("test", 4 * settings.tested, (0, TRAINED))
-    right = np.array([text == one.iso for text, one in zip(answers(model, data), data.examples)])
+    right = np.array([text == one.iso for text, one in zip(greedy_answers(model, data), data.examples)])
     languages = np.array([one.language for one in data.examples])
     measures: dict[str, Any] = {"exact": rounded(right.mean())}
     measures["languages"] = {name: rounded(right[languages == name].mean()) for name in LANGUAGES}
@@ -265,7 +265,7 @@ def measure(model: EncoderDecoder, settings: Settings) -> dict[str, Any]:
     return measures
 
 
-def mean_over_heads(seen: Sight, sights: list[Sight], heads: slice) -> dict[str, Any]:
+def mean_over_heads(seen: FieldAttention, sights: list[FieldAttention], heads: slice) -> dict[str, Any]:
     """Return the mean measurements of some heads."""
     share, top = ([rounded(value) for value in values[heads].mean(axis=0)] for values in (seen.share, seen.top))
     return {"share": share, "top": top, "share_at_lengths": [rounded(one.share[heads].mean()) for one in sights]}

@@ -1,6 +1,6 @@
 """Fine-tune SmolLM2-135M-Instruct on three tasks, with LoRA and with all weights, on a laptop.
 
-    python -m experiments.finetuning                         every task in both ways, sums three times each
+    python -m experiments.finetuning                         all tasks with both methods, sums with three seeds
     python -m experiments.finetuning --quick                 within three minutes: sums by LoRA, twenty updates
     python -m experiments.finetuning --tasks sums --seeds 1  one of them
 

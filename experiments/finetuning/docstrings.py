@@ -48,7 +48,7 @@ def functions() -> dict[str, list[Function]]:
         ValueError: this Python has no source files.
     """
     parts: dict[str, list[Function]] = {"train": [], "validation": [], "test": []}
-    for one in sorted(library(), key=lambda one: hashlib.sha256("\n".join(one).encode()).digest()):
+    for one in sorted(documented_functions(), key=lambda one: hashlib.sha256("\n".join(one).encode()).digest()):
         parts[part_of_module(one.module)].append(one)
     if not all(parts.values()):
         raise ValueError("functions: expected the standard library's .py files, found too few of them")
@@ -68,7 +68,7 @@ def part_of_module(module: str) -> str:
     return PARTS.get(int(hashlib.sha256(module.encode()).hexdigest(), 16) % 10, "train")
 
 
-def library() -> Iterator[Function]:
+def documented_functions() -> Iterator[Function]:
     """Yield the documented functions of the standard library."""
     for name in python_files():
         module = name.split("/")[0].removesuffix(".py").strip("_").removeprefix("py")  # _pydecimal is decimal

@@ -24,18 +24,18 @@ SCORES = {  # what the table shows of a task, in percent
 TEXTS = (*TASKS, "captions", "reviews", OWN_ANSWERS)
 
 
-def results_of(results: Results, task: str, way: str) -> list[Results]:
+def results_of(results: Results, task: str, method: str) -> list[Results]:
     """Return the results of a task before fine-tuning, or after a method with each seed."""
-    return [results["before"]] if way == "before" else select(results["runs"], task=task, method=way)
+    return [results["before"]] if method == "before" else select(results["runs"], task=task, method=method)
 
 
 def pairs(results: Results) -> list[tuple[str, str]]:
     """Return the pairs of task and method that have results, before fine-tuning first."""
     return [
-        (task, way)
+        (task, method)
         for task in TASKS
-        for way in WAYS
-        if results_of(results, task, way) and any(run["task"] == task for run in results["runs"])
+        for method in WAYS
+        if results_of(results, task, method) and any(run["task"] == task for run in results["runs"])
     ]
 
 
@@ -43,14 +43,14 @@ def pairs(results: Results) -> list[tuple[str, str]]:
 def main_table(results: Results) -> str:
     """Return the table of held-out scores before and after, and of costs, by task."""
     rows = []
-    for task, way in pairs(results):
-        mine = results_of(results, task, way)
-        row = [f"{TASKS[task].title}, {WAYS[way]}", cell(of(mine, "bits", task), 3)]
+    for task, method in pairs(results):
+        mine = results_of(results, task, method)
+        row = [f"{TASKS[task].title}, {WAYS[method]}", cell(of(mine, "bits", task), 3)]
         scores = [score(mine, task, name) for name in SCORES[task][:2]]
         row += [*scores, ""][:2]
-        row += ["", "", ""] if way == "before" else times(mine)
+        row += ["", "", ""] if method == "before" else times(mine)
         rows.append(row)
-    return markdown(["", "held out, bits a byte", "answers, %", "", "updates", "minutes", "processor minutes"], rows)
+    return markdown(["", "held-out bits per byte", "answers, %", "", "updates", "minutes", "CPU minutes"], rows)
 
 
 def score(runs: list[Results], task: str, name: str) -> str:
@@ -60,8 +60,8 @@ def score(runs: list[Results], task: str, name: str) -> str:
 
 def sums_table(results: Results) -> str:
     """Return the table of correct sums in percent."""
-    ways = {WAYS[way]: results_of(results, "sums", way) for task, way in pairs(results) if task == "sums"}
-    return grid(ways, SCORES["sums"], lambda mine, name: of(mine, "scores", "sums", name), 1, 100)
+    methods = {WAYS[method]: results_of(results, "sums", method) for task, method in pairs(results) if task == "sums"}
+    return grid(methods, SCORES["sums"], lambda mine, name: of(mine, "scores", "sums", name), 1, 100)
 
 
 def times(runs: list[Results]) -> list[str]:
@@ -71,15 +71,15 @@ def times(runs: list[Results]) -> list[str]:
     return ["-".join(map(str, updates)), *minutes]
 
 
-def forgotten_table(results: Results) -> str:
+def forgetting_table(results: Results) -> str:
     """Return the table of bits per byte of all texts before and after each training."""
     rows = []
     rows.append(["before", *(cell(results["before"]["bits"][text], 3) for text in TEXTS)])
-    for task, way in pairs(results):
-        if way != "before":
-            cells = [cell(of(results_of(results, task, way), "bits", text), 3) for text in TEXTS]
+    for task, method in pairs(results):
+        if method != "before":
+            cells = [cell(of(results_of(results, task, method), "bits", text), 3) for text in TEXTS]
             cells = [f"*{value}*" if text == task else value for text, value in zip(TEXTS, cells)]
-            rows.append([f"{TASKS[task].title}, {WAYS[way]}", *cells])
+            rows.append([f"{TASKS[task].title}, {WAYS[method]}", *cells])
     return markdown(["", *map(title_of, TEXTS)], rows)
 
 
@@ -90,10 +90,10 @@ def title_of(text: str) -> str:
 
 def tables(results: Results) -> dict[str, str]:
     """Return all tables by title."""
-    titled = {"What is held out, before and after": main_table(results)}
+    titled = {"Held-out scores before and after fine-tuning": main_table(results)}
     if any(task == "sums" for task, _ in pairs(results)):
-        titled["Sums that are right, in %"] = sums_table(results)
-    return titled | {"Bits a byte of other texts (in italics: what was learnt)": forgotten_table(results)}
+        titled["Correct sums, %"] = sums_table(results)
+    return titled | {"Bits per byte of other texts (training tasks in italics)": forgetting_table(results)}
 
 
 # -------------------------------------------------------------------- the picture
@@ -102,20 +102,20 @@ def plot(results: Results, path: Path) -> None:
     with drawing(path, (12, 4.6)) as figure:
         left, middle, right = figure.subplots(1, 3, width_ratios=(3, 2, 5))
         tasks = [task for task in TASKS if any(run["task"] == task for run in results["runs"])]
-        for number, (way, label) in enumerate(WAYS.items()):
-            there = [(place, task) for place, task in enumerate(tasks) if results_of(results, task, way)]
-            values = [[run["bits"][task] for run in results_of(results, task, way)] for _, task in there]
+        for number, (method, label) in enumerate(WAYS.items()):
+            there = [(place, task) for place, task in enumerate(tasks) if results_of(results, task, method)]
+            values = [[run["bits"][task] for run in results_of(results, task, method)] for _, task in there]
             bars(left, [place for place, _ in there], values, number, label)
         left.set_xticks(range(len(tasks)), [TASKS[task].title.replace(" ", "\n", 1) for task in tasks])
-        left.set(ylabel="bits a byte", title="what is held out")
+        left.set(ylabel="bits per byte", title="held-out texts")
         if "sums" in tasks:
             names = SCORES["sums"][:1] + SCORES["sums"][2:]
-            for number, way in enumerate(WAYS):
-                mine = results_of(results, "sums", way)
+            for number, method in enumerate(WAYS):
+                mine = results_of(results, "sums", method)
                 values = [[100 * run["scores"]["sums"][name] for run in mine] for name in names]
                 bars(middle, list(range(len(names))), values if mine else [], number)
             middle.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names])
-        middle.set(ylabel="%", title="sums that are right", ylim=(0, 100))
+        middle.set(ylabel="%", title="correct sums", ylim=(0, 100))
         plot_forgetting(right, results)
         for axes in (left, middle, right):
             axes.grid(alpha=0.25, axis="y")
@@ -137,21 +137,21 @@ def bars(axes: Any, places: list[int], groups: list[list[float]], number: int, l
 
 def plot_forgetting(axes: Any, results: Results) -> None:
     """Plot the increase of bits per byte on other texts, in percent."""
-    ways = [(task, way) for task, way in pairs(results) if way != "before"]
+    methods = [(task, method) for task, method in pairs(results) if method != "before"]
     markers = dict(zip(TASKS, "os^"))
-    for number, (task, way) in enumerate(ways):
+    for number, (task, method) in enumerate(methods):
         texts = [(place, text) for place, text in enumerate(TEXTS) if text != task]
         before = results["before"]["bits"]
-        mine = results_of(results, task, way)
+        mine = results_of(results, task, method)
         after = {text: np.mean([run["bits"][text] for run in mine]) for _, text in texts}
         changes = [100 * (after[text] / before[text] - 1) for _, text in texts]
-        x = [place + 0.1 * (number - (len(ways) - 1) / 2) for place, _ in texts]
-        colour = COLOURS[list(WAYS).index(way)]
+        x = [place + 0.1 * (number - (len(methods) - 1) / 2) for place, _ in texts]
+        colour = COLOURS[list(WAYS).index(method)]
         axes.plot(x, changes, markers[task], color=colour, markersize=7)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(TEXTS)), [title_of(text).replace(" ", "\n", 1) for text in TEXTS])
-    axes.set(ylabel="more bits than before, %", title="what was forgotten")
-    for task in dict.fromkeys(task for task, _ in ways):
+    axes.set(ylabel="increase of bits per byte, %", title="forgetting")
+    for task in dict.fromkeys(task for task, _ in methods):
         axes.plot([], [], markers[task], color="grey", markersize=7, label=f"after {TASKS[task].title}")
 
 
@@ -172,12 +172,12 @@ def write_page(results: Results, path: Path) -> None:
     there = pairs(results)
     parts = []
     for task in dict.fromkeys(name for name, _ in there):
-        ways = [way for name, way in there if name == task]
+        methods = [method for name, method in there if name == task]
         parts.append(f"<h2>{escape(TASKS[task].title)}</h2>")
-        parts.append(page_table(results, task, task, ways))
-        parts.append("<p>The same models, asked something else:</p>")
-        parts.append(page_table(results, task, "general", ways))
-    title = "What a small model said before and after"
+        parts.append(page_table(results, task, task, methods))
+        parts.append("<p>Answers of the same models to other questions:</p>")
+        parts.append(page_table(results, task, "general", methods))
+    title = "Answers of a small model before and after fine-tuning"
     with atomic_write(path, text=True) as file:
         file.write(f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n')
         file.write(f"<style>{STYLE}</style>\n<h1>{title}</h1>\n")
@@ -185,15 +185,15 @@ def write_page(results: Results, path: Path) -> None:
         file.write("\n</html>\n")
 
 
-def page_table(results: Results, task: str, kind: str, ways: list[str]) -> str:
+def page_table(results: Results, task: str, kind: str, methods: list[str]) -> str:
     """Return the HTML table of questions and answers.
 
     Args:
         kind: the task, or "general".
     """
-    every = [results_of(results, task, way)[0]["samples"][kind] for way in ways]
+    every = [results_of(results, task, method)[0]["samples"][kind] for method in methods]
     judged = any(wanted for _, wanted, _ in every[0])
-    heads = ["asked", *(["right"] if judged else []), *(WAYS[way] for way in ways)]
+    heads = ["question", *(["reference"] if judged else []), *(WAYS[method] for method in methods)]
     rows = ["".join(f"<th>{escape(head)}</th>" for head in heads)]
     for samples in zip(*every):
         question, wanted, _ = samples[0]

@@ -45,19 +45,19 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"[a-z']+", text.lower())
 
 
-def runs_of(text: str) -> list[tuple[str, ...]]:
+def n_grams(text: str) -> list[tuple[str, ...]]:
     """Return all runs of RUN words."""
     words = words_of(text)
     return [tuple(words[i : i + RUN]) for i in range(len(words) - RUN + 1)]
 
 
 @cache
-def known_runs() -> frozenset[tuple[str, ...]]:
+def training_n_grams() -> frozenset[tuple[str, ...]]:
     """Return all runs of RUN words in the training text."""
-    return frozenset(runs_of(part("train")))
+    return frozenset(n_grams(part("train")))
 
 
 def copied_fraction(texts: list[str]) -> float:
     """Return the fraction of runs of RUN words that occur in the training text."""
-    rows = [row for text in texts for row in runs_of(text)]
-    return sum(row in known_runs() for row in rows) / max(1, len(rows))
+    rows = [row for text in texts for row in n_grams(text)]
+    return sum(row in training_n_grams() for row in rows) / max(1, len(rows))

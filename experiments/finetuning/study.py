@@ -249,8 +249,8 @@ def generate_answers(
     drawn: list[list[int]] = []
     with loaded.model.evaluating():
         for first in range(0, len(prompts), AT_ONCE):
-            ways = [sampling.for_text(first + i) for i in range(len(prompts[first : first + AT_ONCE]))]
-            drawn += generate_batch(loaded.model, prompts[first : first + AT_ONCE], n_tokens, ways)
+            methods = [sampling.for_text(first + i) for i in range(len(prompts[first : first + AT_ONCE]))]
+            drawn += generate_batch(loaded.model, prompts[first : first + AT_ONCE], n_tokens, methods)
     return list(zip(prompts, drawn))
 
 
@@ -274,7 +274,7 @@ def decode_answers(loaded: Pretrained, answers: Sequence[tuple[list[int], list[i
     return [loaded.tokeniser.decode([token for token in drawn if token not in stops]) for _, drawn in answers]
 
 
-# -------------------------------------------------------------------- bits a byte
+# -------------------------------------------------------------------- bits per byte
 def bits(loaded: Pretrained, examples: list[Example], settings: Settings) -> float:
     """Return the bits per byte of the tokens that count in examples."""
     dataset = PackedDataset(examples, ROWS, settings.context_window, 0, supports_packing(loaded.model))

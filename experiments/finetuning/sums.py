@@ -58,10 +58,10 @@ class Sum(NamedTuple):
 
     def answer(self) -> str:
         """Return the answer: the steps and the result in words."""
-        return " ".join([*self.working(), f"{in_words(self.values()[-1]).capitalize()}."])
+        return " ".join([*self.working(), f"{number_in_words(self.values()[-1]).capitalize()}."])
 
 
-def in_words(number: int) -> str:
+def number_in_words(number: int) -> str:
     """Raise ValueError: a number that is not from 0 to 999."""
     if not 0 <= number <= 999:
         raise ValueError(f"in_words: expected a number from 0 to 999, got {number}")
@@ -71,10 +71,10 @@ def in_words(number: int) -> str:
         tens, ones = divmod(number, 10)
         return TENS[tens - 2] + (f"-{ONES[ones]}" if ones else "")
     hundreds, rest = divmod(number, 100)
-    return f"{ONES[hundreds]} hundred" + (f" {in_words(rest)}" if rest else "")
+    return f"{ONES[hundreds]} hundred" + (f" {number_in_words(rest)}" if rest else "")
 
 
-NUMBERS = {in_words(number).replace("-", " "): number for number in range(1000)}
+NUMBERS = {number_in_words(number).replace("-", " "): number for number in range(1000)}
 _WORD = f"(?:{'|'.join(sorted([*ONES, *TENS], key=len, reverse=True))})"
 _PHRASE = re.compile(rf"\b{_WORD}\b(?:[- ](?:hundred|and|{_WORD})\b)*|\d[\d,]*")
 
@@ -113,19 +113,19 @@ def new_sum(generator: np.random.Generator) -> Sum:
 def story(problem: Sum, generator: np.random.Generator) -> str:
     """Return a sum as a story in the form of the training data."""
     name, items = choose(NAMES, generator), choose(ITEMS, generator)
-    text = START.format(name=name, n=in_words(problem.start), items=items)
+    text = START.format(name=name, n=number_in_words(problem.start), items=items)
     for step in problem.steps:
         kind = PLUS if step > 0 else MINUS if step < 0 else TWICE
-        text += f"{name} {choose(kind, generator).format(n=in_words(abs(step)))}. "
+        text += f"{name} {choose(kind, generator).format(n=number_in_words(abs(step)))}. "
     return text + QUESTION.format(name=name, items=items) + ASK
 
 
 def bus_story(problem: Sum, generator: np.random.Generator) -> str:
     """Return a sum as a story in another form."""
-    text = BUS_START.format(n=in_words(problem.start))
+    text = BUS_START.format(n=number_in_words(problem.start))
     for step in problem.steps:
         kind = BUS_PLUS if step > 0 else BUS_MINUS if step < 0 else BUS_TWICE
-        text += choose(kind, generator).format(n=in_words(abs(step)))
+        text += choose(kind, generator).format(n=number_in_words(abs(step)))
     return text + BUS_QUESTION + ASK
 
 

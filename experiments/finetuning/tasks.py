@@ -89,13 +89,13 @@ def score_sums(questions: Sequence[Question], answers: Sequence[str]) -> dict[st
     whole = np.array([answer.strip() == question.wanted for question, answer in zip(questions, answers)])
     groups = np.array([question.group for question in questions])
     usual = groups != OTHER
-    scores = {"right": share(right[usual]), "to the letter": share(whole[usual])}
+    scores = {"right": fraction_true(right[usual]), "to the letter": fraction_true(whole[usual])}
     for group in (NEW, OTHER):
-        scores[group] = share(right[groups == group])
+        scores[group] = fraction_true(right[groups == group])
     return scores
 
 
-def share(flags: np.ndarray) -> float:
+def fraction_true(flags: np.ndarray) -> float:
     """Return the fraction of True values; NaN if there are none."""
     return float(flags.mean()) if len(flags) else float("nan")
 
@@ -114,11 +114,11 @@ def score_lines(questions: Sequence[Question], answers: Sequence[str]) -> dict[s
     lines = [docstrings.first_line(answer) for answer in answers]
     overlaps = [docstrings.rouge1_f1(line, question.wanted) for question, line in zip(questions, lines)]
     same = [docstrings.same(line, question.wanted) for question, line in zip(questions, lines)]
-    return {"overlap": float(np.mean(overlaps)), "the same": share(np.array(same))}
+    return {"overlap": float(np.mean(overlaps)), "the same": fraction_true(np.array(same))}
 
 
 # -------------------------------------------------------------------- the voice
-def score_voice(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
+def score_continuations(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
     """Return the fraction of copied text in generated texts, and in Shakespeare's own continuations."""
     wanted = [question.wanted for question in questions]
     return {
@@ -144,7 +144,7 @@ VOICE = Task(
     ".txt",
     lambda part: [shakespeare.part(part)[: shakespeare.TESTED if part == "test" else None]],
     lambda: [Question(opening, False, rest) for opening, rest in shakespeare.openings()],
-    score_voice,
+    score_continuations,
     48,
     temperature=0.8,
 )

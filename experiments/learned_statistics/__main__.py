@@ -1,10 +1,10 @@
 """Evaluate block softmax with learned scales in a frozen GPT.
 
-    python -m experiments.learned_statistics              trains a GPT, takes it apart, measures
-    python -m experiments.learned_statistics --quick      a smaller form of the same
-    python -m experiments.learned_statistics --model RUN  takes apart the model of a run folder or checkpoint
-    python -m experiments.learned_statistics --model smollm2      one that others trained, as `pretrained.py` says; so with
-                                                          a folder in Hugging Face's form or a GGUF file
+    python -m experiments.learned_statistics                  train a GPT, and measure it with block softmax
+    python -m experiments.learned_statistics --quick          a smaller model, within three minutes
+    python -m experiments.learned_statistics --model RUN      measure the model of a run folder or checkpoint
+    python -m experiments.learned_statistics --model smollm2  measure a pretrained model (see `pretrained.py`): SmolLM2,
+                                                              a folder in Hugging Face's format or a GGUF file
 
 Finished results are stored in the output folder, and are not computed again.
 """
@@ -14,17 +14,17 @@ import sys
 from tqdm import tqdm
 
 from experiments.learned_statistics import pretrained, report
-from experiments.learned_statistics.blocks import Job, Rows, VariantEvaluator, attention_of
+from experiments.learned_statistics.blocks import Job, ResultRows, VariantEvaluator, attention_of
 from experiments.learned_statistics.study import (
     FREE,
     QUICK,
     SEEN_WINDOWS,
     Settings,
-    about_maps,
     all_rows,
     check,
     job_of,
     load_frozen_model,
+    map_statistics,
     measure,
     new_evaluator,
 )
@@ -41,7 +41,7 @@ def main() -> int:
 
 def study(settings: Settings) -> Outcome:
     """Run the study, and return its tables and the names of its files."""
-    record = Rows(settings, FREE, rows=[], attention={})
+    record = ResultRows(settings, FREE, rows=[], attention={})
     files: list[str] = []
     rows = []
     for number in range(settings.models):
@@ -56,19 +56,19 @@ def study(settings: Settings) -> Outcome:
     return report.tables(rows, record["attention"]), ["results.json", *files]
 
 
-def show(evaluator: VariantEvaluator, record: Rows, settings: Settings) -> list[str]:
+def show(evaluator: VariantEvaluator, record: ResultRows, settings: Settings) -> list[str]:
     """Draw the attention of a few texts, whole and in blocks; return the files' names."""
     frozen, folder, few = evaluator.frozen, settings.output, min(settings.blocks)
     texts = frozen.rows("", "test", SEEN_WINDOWS)[:, :-1]
     evaluator.prepare(Job("whole"))
     whole = attention_of(frozen.model, texts)
-    attention, drawn = {"whole": about_maps(whole, whole)}, {"whole": whole}
+    attention, drawn = {"whole": map_statistics(whole, whole)}, {"whole": whole}
     for n in settings.blocks:
         for kind, name in report.SHOWN.items():
             evaluator.prepare(job_of(settings, kind, n))
             maps = attention_of(frozen.model, texts)
             label = f"{n} blocks, {name}"
-            attention[label] = about_maps(maps, whole)
+            attention[label] = map_statistics(maps, whole)
             if n == few and kind in report.DRAWN:
                 drawn[label] = maps
     record["attention"] = attention

@@ -49,7 +49,7 @@ def job_of(row: dict[str, Any]) -> Job:
     return Job(**{name: row[name] for name in Job._fields})
 
 
-class Rows(Record):
+class ResultRows(Record):
     """results.json with a row for each job that is finished."""
 
     def row(self, wanted: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """Evaluate block softmax with learned scales in a pretrained model.
 
-    python -m experiments.learned_statistics --model smollm2           all of it
-    python -m experiments.learned_statistics --model smollm2 --quick   a smaller form of the same
-    python -m experiments.learned_statistics --model FOLDER            any decoder in Hugging Face's form, such as OPT
+    python -m experiments.learned_statistics --model smollm2           the complete study
+    python -m experiments.learned_statistics --model smollm2 --quick   within three minutes
+    python -m experiments.learned_statistics --model FOLDER            a decoder in Hugging Face's format, such as OPT
 
 Finished results are stored in the output folder, and are not computed again.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.learned_statistics import pretrained_report
-from experiments.learned_statistics.blocks import STARTS, Rows, digest, job_of
+from experiments.learned_statistics.blocks import STARTS, ResultRows, digest, job_of
 from experiments.learned_statistics.pretrained_report import Results
 from experiments.learned_statistics.pretrained_study import (
     FREE,
@@ -25,9 +25,9 @@ from experiments.learned_statistics.pretrained_study import (
     PretrainedSettings,
     all_jobs,
     compare,
-    learned,
-    mean,
-    written_jobs,
+    generation_jobs,
+    learned_job,
+    mean_job,
 )
 from experiments.shared.language_models import TEXTS
 from experiments.shared.pages import write_page
@@ -66,7 +66,7 @@ def main() -> int:
 
 def study(settings: PretrainedSettings) -> Outcome:
     """Run the study, and return its tables and the names of its files."""
-    record = Rows(settings, FREE, rows=[])
+    record = ResultRows(settings, FREE, rows=[])
     evaluator = PretrainedEvaluator(settings)
     for job in tqdm(all_jobs(settings), desc=settings.model, unit="row", dynamic_ncols=True):
         if record.row(job._asdict()) is None:
@@ -91,35 +91,36 @@ def check(settings: PretrainedSettings) -> None:
         raise ValueError(f"expected --n-written of at most a quarter of --window, got {settings.n_written}")
 
 
-def complete_record(evaluator: PretrainedEvaluator, record: Rows) -> None:
+def complete_record(evaluator: PretrainedEvaluator, record: ResultRows) -> None:
     """Compute the results that are not rows: the explained variance of means, and generated texts."""
     tokeniser = evaluator.frozen.tokeniser
     if "explained" not in record:
         record["explained"] = evaluator.explained()
         record.save()
     written = record.setdefault("written", [])
-    done = {job_of(way) for way in written}
-    jobs = [job for job in written_jobs(evaluator.settings) if job not in done]
-    for job in tqdm(jobs, desc="writing", unit="way", dynamic_ncols=True):
+    done = {job_of(variant) for variant in written}
+    jobs = [job for job in generation_jobs(evaluator.settings) if job not in done]
+    for job in tqdm(jobs, desc="writing", unit="variant", dynamic_ncols=True):
         written.append(evaluator.write(job))
         record.save()
-    record["written"] = [{**way, **compared} for way, compared in zip(written, compare(written, tokeniser))]
+    record["written"] = [{**variant, **compared} for variant, compared in zip(written, compare(written, tokeniser))]
     record["prompts"] = [tokeniser.decode(prompt) for prompt in evaluator.prompts]
     record["unchanged"] = digest(evaluator.frozen.model) == evaluator.digest
     record.save()
 
 
-def show(evaluator: PretrainedEvaluator, record: Rows) -> Outcome:
+def show(evaluator: PretrainedEvaluator, record: ResultRows) -> Outcome:
     """Draw the figures and write the page; return tables and the names of the files."""
     settings = evaluator.settings
     results, folder = Results(record, settings), settings.output
-    scales = {"mean shares": evaluator.scales(mean(settings))[0]}
+    scales = {"mean shares": evaluator.scales(mean_job(settings))[0]}
     scales |= {
-        pretrained_report.learned_from(start): evaluator.scales(learned(settings, start=start))[0] for start in STARTS
+        pretrained_report.start_label(start): evaluator.scales(learned_job(settings, start=start))[0]
+        for start in STARTS
     }
     pretrained_report.plot(results, scales, folder)
     write_page(PAGE, folder / "page.html", page_data(record, scales))
-    print("its own weights are what they were" if record["unchanged"] else "ITS WEIGHTS CHANGED")
+    print("the model's own weights are unchanged" if record["unchanged"] else "THE MODEL'S OWN WEIGHTS CHANGED")
     pictures = [f"{name}.png" for name in pretrained_report.PICTURES]
     return pretrained_report.tables(results), ["results.json", *pictures, "page.html"]
 
@@ -129,11 +130,14 @@ def page_data(results: Mapping[str, Any], scales: Mapping[str, Sequence[np.ndarr
 
     Args:
         results: of which "prompts" and "written" are shown.
-        scales: by the way's name, those of each layer, (n, W).
+        scales: of each layer, by the variant's name, (n, W).
     """
     written = [
-        {"name": pretrained_report.name_of(job_of(way)), **{key: way[key] for key in ("texts", "same", "repeated")}}
-        for way in results["written"]
+        {
+            "name": pretrained_report.job_label(job_of(variant)),
+            **{key: variant[key] for key in ("texts", "same", "repeated")},
+        }
+        for variant in results["written"]
     ]
     n, window = next(iter(scales.values()))[0].shape
     return {

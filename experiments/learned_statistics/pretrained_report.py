@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.learned_statistics.blocks import GRAINS, STARTS, Job, Rows, block_starts, job_of
-from experiments.learned_statistics.pretrained_study import PretrainedSettings, learned, mean
+from experiments.learned_statistics.blocks import GRAINS, STARTS, Job, ResultRows, block_starts, job_of
+from experiments.learned_statistics.pretrained_study import PretrainedSettings, learned_job, mean_job
 from experiments.learned_statistics.report import rows_with_seed_figures
 from experiments.shared.figures import drawing
 from experiments.shared.language_models import TEXTS
@@ -27,7 +27,7 @@ GRAIN_WORDS = {
 class Results:
     """The rows of a record, by their jobs."""
 
-    def __init__(self, record: Rows, settings: PretrainedSettings) -> None:
+    def __init__(self, record: ResultRows, settings: PretrainedSettings) -> None:
         self.settings, self.other = settings, record
         self.rows = {job_of(row): row for row in record["rows"]}
 
@@ -56,14 +56,14 @@ class Results:
         return 100 * (none - np.log(self.perplexities(job, text))) / (none - whole)
 
 
-def ways(settings: PretrainedSettings, blocks: int) -> dict[str, Job]:
+def variants(settings: PretrainedSettings, blocks: int) -> dict[str, Job]:
     """Return the jobs to compare for a number of blocks, by name."""
     return {
         "none": Job("none", blocks),
         "1 / k": Job("1 / k", blocks),
-        "mean shares": mean(settings, blocks=blocks),
-        "learned from 1": learned(settings, blocks=blocks, start="1"),
-        "learned from 1 / k": learned(settings, blocks=blocks),
+        "mean shares": mean_job(settings, blocks=blocks),
+        "learned from 1": learned_job(settings, blocks=blocks, start="1"),
+        "learned from 1 / k": learned_job(settings, blocks=blocks),
     }
 
 
@@ -71,30 +71,30 @@ def ways(settings: PretrainedSettings, blocks: int) -> dict[str, Job]:
 def tables(results: Results) -> dict[str, str]:
     """Return all tables by title."""
     return {f"Perplexity, {text}": perplexity_table(results, text) for text in TEXTS} | {
-        "Share of the lost nats a token that is won back, %": won_back_table(results),
+        "Recovered loss, % of the loss that blocks add": recovered_loss_table(results),
         f"All kinds of scales, {results.settings.middle} blocks": grain_table(results),
-        "From one text to another": transfer_table(results),
+        "Transfer between texts": transfer_table(results),
         "Learning rates": rate_table(results),
-        "What means know of the exact shares, %": explained_table(results),
-        "What is left in generation": written_table(results),
-        "Beside seed document 002 (on Wikitext-2)": seed_table(results),
+        "Variance of exact shares that their means explain, %": explained_table(results),
+        "Generated text": generation_table(results),
+        "Comparison with seed document 002 (on Wikitext-2)": seed_table(results),
     }
 
 
 def perplexity_table(results: Results, text: str) -> str:
     """Return the table of perplexities against the number of blocks."""
-    jobs = {n: {"whole": WHOLE, **ways(results.settings, n)} for n in results.settings.blocks}
+    jobs = {n: {"whole": WHOLE, **variants(results.settings, n)} for n in results.settings.blocks}
     names = list(next(iter(jobs.values())))
     return grid(list(jobs), names, lambda n, name: results.perplexities(jobs[n][name], text), corner="blocks")
 
 
-def won_back_table(results: Results) -> str:
+def recovered_loss_table(results: Results) -> str:
     """Return the table of recovered loss: 0% as without correction, 100% as with full softmax."""
-    names = list(ways(results.settings, 2))[1:]
+    names = list(variants(results.settings, 2))[1:]
     lines = []
     for text in TEXTS:
         for n in results.settings.blocks:
-            jobs = ways(results.settings, n)
+            jobs = variants(results.settings, n)
             lines.append([text, str(n), *(cell(results.recovered_loss(jobs[name], text), 1) for name in names)])
     return markdown(["text", "blocks", *names], lines)
 
@@ -105,15 +105,15 @@ def grain_table(results: Results) -> str:
     jobs = {"whole": WHOLE, "exact shares": Job("exact", settings.middle), "none": Job("none", settings.middle)}
     jobs["1 / k"] = Job("1 / k", settings.middle)
     for grain, words in GRAIN_WORDS.items():
-        jobs[f"mean shares, one for {words}"] = mean(settings, grain=grain)
+        jobs[f"mean shares, one for {words}"] = mean_job(settings, grain=grain)
         for start in reversed(STARTS):
-            jobs[f"{learned_from(start)}, one for {words}"] = learned(settings, grain=grain, start=start)
+            jobs[f"{start_label(start)}, one for {words}"] = learned_job(settings, grain=grain, start=start)
     return _texts_table(results, jobs)
 
 
 def _texts_table(results: Results, jobs: dict[str, Job]) -> str:
     """Return a table with a row for each job and two columns for each text."""
-    titles = ["scales", *TEXTS, *(f"same, {text}, %" for text in TEXTS)]
+    titles = ["scales", *TEXTS, *(f"top-1 agreement, {text}, %" for text in TEXTS)]
     lines = []
     for name, job in jobs.items():
         if results.has(job):
@@ -127,9 +127,9 @@ def transfer_table(results: Results) -> str:
     settings = results.settings
     middle = settings.middle
     jobs = {"whole": WHOLE, "1 / k": Job("1 / k", middle)}
-    jobs |= {f"mean shares of {text}": mean(settings, text=text) for text in TEXTS}
-    jobs |= {f"learned on {text}": learned(settings, text=text) for text in TEXTS}
-    jobs[f"nothing cut, one scale a position learned on {settings.text}"] = learned(settings, blocks=1)
+    jobs |= {f"mean shares of {text}": mean_job(settings, text=text) for text in TEXTS}
+    jobs |= {f"learned on {text}": learned_job(settings, text=text) for text in TEXTS}
+    jobs[f"nothing cut, one scale a position learned on {settings.text}"] = learned_job(settings, blocks=1)
     return _texts_table(results, jobs)
 
 
@@ -137,7 +137,7 @@ def rate_table(results: Results) -> str:
     """Return the table of learning rates."""
     settings = results.settings
     jobs = {
-        f"{learned_from(start)} at {rate}": learned(settings, start=start, rate=rate)
+        f"{start_label(start)} at {rate}": learned_job(settings, start=start, rate=rate)
         for start in STARTS
         for rate in sorted({settings.rate, *settings.other_rates})
     }
@@ -151,21 +151,21 @@ def explained_table(results: Results) -> str:
     return grid(list(found), columns, lambda n, grain: found[n][grain], 1, 100, "blocks")
 
 
-def written_table(results: Results) -> str:
+def generation_table(results: Results) -> str:
     """Return the table of generated tokens that equal those with the full softmax."""
     lines = []
-    for way in results.other["written"]:
-        job = job_of(way)
+    for variant in results.other["written"]:
+        job = job_of(variant)
         same = np.mean([results.same(job, text) for text in TEXTS]) if results.has(job) else np.nan
-        numbers = [f"{100 * same:.1f}", f"{100 * way['same']:.1f}", f"{way['until']:.1f}"]
-        lines.append([name_of(job), *numbers, f"{100 * way['repeated']:.1f}"])
-    titles = ["softmax", "same token after the same text, %", "same token in its place, %"]
-    return markdown([*titles, "tokens until the first other", "repeated runs of 4, %"], lines)
+        numbers = [f"{100 * same:.1f}", f"{100 * variant['same']:.1f}", f"{variant['until']:.1f}"]
+        lines.append([job_label(job), *numbers, f"{100 * variant['repeated']:.1f}"])
+    titles = ["softmax", "top-1 agreement on the same text, %", "equal tokens at the same position, %"]
+    return markdown([*titles, "tokens before the first difference", "repeated 4-grams, %"], lines)
 
 
 def seed_table(results: Results) -> str:
     """Return the table of the seed document's figures and these results (two blocks, one scale per position)."""
-    jobs = {start: learned(results.settings, blocks=2, start=start) for start in STARTS}
+    jobs = {start: learned_job(results.settings, blocks=2, start=start) for start in STARTS}
     ours = {
         f"{results.settings.model}, {text}, from {start}": (
             results.perplexities(WHOLE, text)[0],
@@ -178,16 +178,16 @@ def seed_table(results: Results) -> str:
     return rows_with_seed_figures(ours, 2)
 
 
-def name_of(job: Job) -> str:
+def job_label(job: Job) -> str:
     """Return a short description of a job."""
     if job.kind in ("whole", "none", "1 / k", "exact"):
         return job.kind if job.kind == "whole" else f"{job.blocks} blocks, {job.kind}"
-    kind = "mean shares" if job.kind == "mean" else learned_from(job.start)
+    kind = "mean shares" if job.kind == "mean" else start_label(job.start)
     grain = "" if job.grain == "position" else f", one for {GRAIN_WORDS[job.grain]}"
     return f"{job.blocks} blocks, {kind}{grain}"
 
 
-def learned_from(start: str) -> str:
+def start_label(start: str) -> str:
     """Return the description of a start of learning."""
     return f"learned from {'mean shares' if start == 'mean' else start}"
 
@@ -202,12 +202,12 @@ def plot(results: Results, scales: dict[str, Sequence[np.ndarray]], folder: Path
     settings, paths = results.settings, {name: folder / f"{name}.png" for name in PICTURES}
     title = f"Perplexity of {settings.model} with its softmax in blocks; scales from {settings.text}"
     plot_curves(by_blocks(results), paths["blocks"], "blocks", "perplexity", title, log="xy")
-    title = f"{settings.middle} blocks: loss beside that of the whole softmax"
-    plot_curves(by_position(results), paths["positions"], "position of the token", "nats a token more", title)
+    title = f"{settings.middle} blocks: loss compared with the full softmax"
+    plot_curves(by_position(results), paths["positions"], "position of the token", "added loss, nats per token", title)
     plot_grains(results, paths["grains"])
-    title = f"Loss while scales learn, {settings.middle} blocks where no number stands"
-    plot_curves(losses(results), paths["learning"], "update", "nats a token", title)
-    title = f"Scales of {settings.middle} blocks: the mean of the exact shares, and what was learned"
+    title = f"Training loss of the scales, {settings.middle} blocks unless stated"
+    plot_curves(losses(results), paths["learning"], "update", "nats per token", title)
+    title = f"Scales of {settings.middle} blocks: mean of the exact shares, and learned scales"
     plot_scales(scales, paths["scales"], title)
 
 
@@ -217,8 +217,8 @@ def by_blocks(results: Results) -> Panels:
     for text in TEXTS:
         whole = results.perplexities(WHOLE, text)[0]
         lines = panels[text] = {"whole": (list(settings.blocks), [whole] * len(settings.blocks))}
-        for name in ways(settings, 2):
-            jobs = {n: ways(settings, n)[name] for n in settings.blocks}
+        for name in variants(settings, 2):
+            jobs = {n: variants(settings, n)[name] for n in settings.blocks}
             there = {n: results.perplexities(job, text).mean() for n, job in jobs.items() if results.has(job)}
             if there:
                 lines[name] = list(there), list(there.values())
@@ -231,7 +231,9 @@ def by_position(results: Results) -> Panels:
     for text in TEXTS:
         whole = results.positions(WHOLE, text)
         middles = (np.arange(len(whole)) + 0.5) * results.settings.window / len(whole)
-        jobs = {name: job for name, job in ways(results.settings, results.settings.middle).items() if results.has(job)}
+        jobs = {
+            name: job for name, job in variants(results.settings, results.settings.middle).items() if results.has(job)
+        }
         panels[text] = {name: (middles, results.positions(job, text) - whole) for name, job in jobs.items()}
     return panels
 
@@ -240,10 +242,10 @@ def plot_grains(results: Results, path: Path) -> None:
     """Plot the perplexity of each kind of scale at `middle` blocks as bars, one panel for each text."""
     settings = results.settings
     kinds = {
-        "mean shares": {grain: mean(settings, grain=grain) for grain in GRAINS},
-        "learned from 1 / k": {grain: learned(settings, grain=grain) for grain in GRAINS},
+        "mean shares": {grain: mean_job(settings, grain=grain) for grain in GRAINS},
+        "learned from 1 / k": {grain: learned_job(settings, grain=grain) for grain in GRAINS},
     }
-    with drawing(path, (11, 4.2), f"{settings.middle} blocks: what each scale belongs to in a layer") as figure:
+    with drawing(path, (11, 4.2), f"{settings.middle} blocks: granularity of the scales") as figure:
         for axes, text in zip(figure.subplots(1, len(TEXTS)), TEXTS):
             for i, (kind, jobs) in enumerate(kinds.items()):
                 values = [results.perplexities(job, text) for job in jobs.values()]
@@ -264,11 +266,11 @@ def losses(results: Results) -> Panels:
     """Plot the training loss of the scales, one panel for each start."""
     settings, panels = results.settings, Panels()
     for start in STARTS:
-        jobs = {grain: learned(settings, grain=grain, start=start) for grain in GRAINS}
+        jobs = {grain: learned_job(settings, grain=grain, start=start) for grain in GRAINS}
         others = [n for n in settings.blocks if n != settings.middle]
-        jobs |= {f"position, {n} blocks": learned(settings, blocks=n, start=start) for n in others}
+        jobs |= {f"position, {n} blocks": learned_job(settings, blocks=n, start=start) for n in others}
         found = {name: results.rows[job]["losses"] for name, job in jobs.items() if results.has(job)}
-        panels[learned_from(start)] = {name: (np.arange(1, len(ys) + 1), ys) for name, ys in found.items()}
+        panels[start_label(start)] = {name: (np.arange(1, len(ys) + 1), ys) for name, ys in found.items()}
     return panels
 
 
@@ -276,7 +278,7 @@ def plot_scales(scales: dict[str, Sequence[np.ndarray]], path: Path, title: str)
     """Plot the scales (n, W) of each layer as heat maps, one row for each job and one column for each block.
 
     Args:
-        scales: by the way's name, those of each layer.
+        scales: of each layer, by the variant's name.
     """
     n, window = next(iter(scales.values()))[0].shape
     with drawing(path, (2.9 * n + 1, 2.3 * len(scales) + 0.8), title, 100) as figure:

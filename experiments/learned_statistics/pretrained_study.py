@@ -117,19 +117,19 @@ def write(frozen: FrozenModel, prompts: list[np.ndarray], n_tokens: int) -> list
     return generate_batch(frozen.model, prompts, n_tokens, temperature=0)
 
 
-def repeated(tokens: Sequence[int], size: int = REPEATED) -> float:
+def repeated_fraction(tokens: Sequence[int], size: int = REPEATED) -> float:
     """Return the fraction of n-grams of this size that occurred before."""
     runs = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-def same_beginning(tokens: Sequence[int], others: Sequence[int]) -> int:
+def common_prefix_length(tokens: Sequence[int], others: Sequence[int]) -> int:
     """Return the number of equal tokens before the first difference."""
     pairs = list(zip(tokens, others))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
-def in_bins(losses: np.ndarray) -> list[float]:
+def mean_in_bins(losses: np.ndarray) -> list[float]:
     """Return mean losses of (N, W) in bins of the window of about equal length."""
     return [float(part.mean()) for part in np.array_split(losses, min(BINS, losses.shape[1]), axis=1)]
 
@@ -140,13 +140,13 @@ DIGITS = 5
 
 
 # -------------------------------------------------------------------- jobs
-def learned(settings: PretrainedSettings, **changes: Any) -> Job:
+def learned_job(settings: PretrainedSettings, **changes: Any) -> Job:
     """Return the job of the seed document's kind of scale, with changes."""
     job = Job("learned", settings.middle, "position", settings.text, "1 / k", settings.rate)
     return job._replace(**changes)
 
 
-def mean(settings: PretrainedSettings, **changes: Any) -> Job:
+def mean_job(settings: PretrainedSettings, **changes: Any) -> Job:
     """Return the job of mean scales, with changes."""
     return Job("mean", settings.middle, "position", settings.text)._replace(**changes)
 
@@ -157,28 +157,34 @@ def all_jobs(settings: PretrainedSettings) -> list[Job]:
     others = [text for text in TEXTS if text != settings.text]
     jobs = [Job("whole"), *(Job(kind, n) for n in settings.blocks for kind in ("none", "1 / k"))]
     jobs += [Job("exact", middle)]
-    jobs += [mean(settings, blocks=n) for n in settings.blocks]
-    jobs += [mean(settings, grain=grain) for grain in GRAINS if grain != "position"]
-    jobs += [mean(settings, text=text) for text in others]
-    jobs += [learned(settings, start=start) for start in STARTS]
-    jobs += [learned(settings, blocks=2, start=start) for start in ("1", "1 / k")]
-    jobs += [learned(settings, grain=grain) for grain in GRAINS if grain != "position"]
-    jobs += [learned(settings, blocks=n) for n in settings.blocks if n not in (2, middle)]
+    jobs += [mean_job(settings, blocks=n) for n in settings.blocks]
+    jobs += [mean_job(settings, grain=grain) for grain in GRAINS if grain != "position"]
+    jobs += [mean_job(settings, text=text) for text in others]
+    jobs += [learned_job(settings, start=start) for start in STARTS]
+    jobs += [learned_job(settings, blocks=2, start=start) for start in ("1", "1 / k")]
+    jobs += [learned_job(settings, grain=grain) for grain in GRAINS if grain != "position"]
+    jobs += [learned_job(settings, blocks=n) for n in settings.blocks if n not in (2, middle)]
     if not settings.quick:
-        jobs += [learned(settings, text=text) for text in others]
-        jobs += [learned(settings, blocks=1)]  # nothing is cut: what scales can do beside putting blocks together
-        jobs += [learned(settings, rate=rate) for rate in settings.other_rates]
-        jobs += [learned(settings, rate=max(settings.other_rates), start="1")]
-    jobs += [learned(settings, seed=seed) for seed in range(1, settings.seeds)]
+        jobs += [learned_job(settings, text=text) for text in others]
+        jobs += [learned_job(settings, blocks=1)]  # nothing is cut: what scales can do beside putting blocks together
+        jobs += [learned_job(settings, rate=rate) for rate in settings.other_rates]
+        jobs += [learned_job(settings, rate=max(settings.other_rates), start="1")]
+    jobs += [learned_job(settings, seed=seed) for seed in range(1, settings.seeds)]
     return list(dict.fromkeys(jobs))
 
 
-def written_jobs(settings: PretrainedSettings) -> list[Job]:
+def generation_jobs(settings: PretrainedSettings) -> list[Job]:
     """Return the jobs whose models continue the prompts."""
     middle, most = settings.middle, max(settings.blocks)
-    jobs = [Job("whole"), Job("none", middle), Job("1 / k", middle), mean(settings), mean(settings, grain="head")]
-    jobs += [learned(settings, start=start) for start in STARTS]
-    jobs += [learned(settings, blocks=n) for n in dict.fromkeys((min(settings.blocks), most)) if n != middle]
+    jobs = [
+        Job("whole"),
+        Job("none", middle),
+        Job("1 / k", middle),
+        mean_job(settings),
+        mean_job(settings, grain="head"),
+    ]
+    jobs += [learned_job(settings, start=start) for start in STARTS]
+    jobs += [learned_job(settings, blocks=n) for n in dict.fromkeys((min(settings.blocks), most)) if n != middle]
     return jobs
 
 
@@ -217,7 +223,7 @@ class PretrainedEvaluator(VariantEvaluator):
                 "perplexity": round(math.exp(each.mean()), DIGITS),
                 "same": round(same, DIGITS),
                 "windows": [round(float(loss), DIGITS) for loss in each],
-                "positions": [round(loss, DIGITS) for loss in in_bins(found.losses)],
+                "positions": [round(loss, DIGITS) for loss in mean_in_bins(found.losses)],
             }
         seconds["seconds"] = time.perf_counter() - started
         return {
@@ -254,12 +260,12 @@ class PretrainedEvaluator(VariantEvaluator):
 def compare(written: list[dict[str, Any]], tokeniser: Any) -> Iterator[dict[str, Any]]:
     """Compare the generated texts of each softmax variant with those of the full softmax, which comes first."""
     whole = written[0]["tokens"]
-    for way in written:
-        pairs = list(zip(way["tokens"], whole))
+    for variant in written:
+        pairs = list(zip(variant["tokens"], whole))
         yield {
-            **{name: way[name] for name in Job._fields},
+            **{name: variant[name] for name in Job._fields},
             "same": float(np.mean([np.mean([a == b for a, b in zip(*pair)]) for pair in pairs])),
-            "until": float(np.mean([same_beginning(*pair) for pair in pairs])),
-            "repeated": float(np.mean([repeated(tokens) for tokens in way["tokens"]])),
-            "texts": [tokeniser.decode(tokens) for tokens in way["tokens"]],
+            "until": float(np.mean([common_prefix_length(*pair) for pair in pairs])),
+            "repeated": float(np.mean([repeated_fraction(tokens) for tokens in variant["tokens"]])),
+            "texts": [tokeniser.decode(tokens) for tokens in variant["tokens"]],
         }

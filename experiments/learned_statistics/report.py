@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.learned_statistics.blocks import block_starts
-from experiments.learned_statistics.study import WAYS
+from experiments.learned_statistics.study import VARIANTS
 from experiments.shared.results import Runs, of, select
 from experiments.shared.tables import cell, grid, markdown
 from tricycle_lab.plot import plot_attention, plot_curves, write_attention_page
@@ -38,16 +38,16 @@ def tables(rows: Runs, attention: Mapping[str, Mapping[str, list[float]]]) -> di
     """Return all tables by title."""
     titled = {
         "Perplexity on held-out text": perplexity_table(rows),
-        "Share of the lost perplexity that is won back, %": won_back_table(rows),
-        "Beside seed document 002 (on Wikitext-2)": seed_table(rows),
+        "Recovered perplexity, % of the increase due to blocks": recovered_loss_table(rows),
+        "Comparison with seed document 002 (on Wikitext-2)": seed_table(rows),
     }
     for what, title in {
         "spikiness": "Spikiness of the attention maps",
-        "distance": "Their distance from those of the whole softmax",
+        "distance": "Distance from the attention maps of the full softmax",
     }.items():
         layers = {f"layer {i}": i for i in range(len(attention["whole"][what]) if attention else 0)}
         titled[title] = grid(
-            list(attention), layers, lambda way, i, what=what: attention[way][what][i], 3, 1, "softmax"
+            list(attention), layers, lambda variant, i, what=what: attention[variant][what][i], 3, 1, "softmax"
         )
     return titled
 
@@ -61,14 +61,14 @@ def perplexity_table(rows: Runs) -> str:
     """Return the table of perplexities."""
     lines = []
     for model, blocks in cases(rows):
-        values = [find(rows, "whole", 1, model), *(find(rows, kind, blocks, model) for kind in WAYS)]
+        values = [find(rows, "whole", 1, model), *(find(rows, kind, blocks, model) for kind in VARIANTS)]
         lines.append([str(model), str(blocks), *(cell(value, 3) for value in values)])
-    return markdown(["model", "blocks", "whole", *WAYS], lines)
+    return markdown(["model", "blocks", "whole", *VARIANTS], lines)
 
 
-def won_back_table(rows: Runs) -> str:
+def recovered_loss_table(rows: Runs) -> str:
     """Return the table of recovered loss: 0% as without correction, 100% as with full softmax."""
-    kinds = list(WAYS)[1:]
+    kinds = list(VARIANTS)[1:]
     lines = [
         [str(model), str(blocks), *(cell(recovered_loss(rows, kind, blocks, model), 1) for kind in kinds)]
         for model, blocks in cases(rows)
@@ -104,7 +104,7 @@ def plot_spikiness(attention: Mapping[str, Mapping[str, list[float]]], blocks: S
         lines |= {name.split(", ")[1]: found for name, found in attention.items() if name.startswith(f"{n} blocks, ")}
         layers = [str(i) for i in range(len(attention["whole"]["spikiness"]))]
         panels[f"{n} blocks"] = {name: (layers, found["spikiness"]) for name, found in lines.items()}
-    plot_curves(panels, path, "layer", "spikiness, 0 to 1", "How spiky attention is")
+    plot_curves(panels, path, "layer", "spikiness, 0 to 1", "Spikiness of attention")
 
 
 def plot_scales(learned: Sequence[list[np.ndarray]], measured: list[np.ndarray], path: Path) -> None:

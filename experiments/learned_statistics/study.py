@@ -155,7 +155,7 @@ def train_model(config: GPTConfig, corpus: Corpus, path: Path, on_gpu: bool) -> 
 
 
 # -------------------------------------------------------------------- measuring
-WAYS = {  # of blocks to be put together, by their names in tables
+VARIANTS = {  # of blocks to be put together, by their names in tables
     "none": Job("none"),
     "1 / k": Job("1 / k"),
     "measured": Job("mean", grain="position"),
@@ -167,8 +167,8 @@ WAYS = {  # of blocks to be put together, by their names in tables
 
 
 def job_of(settings: Settings, kind: str, blocks: int = 1, seed: int = 0) -> Job:
-    """Return the job of a kind in WAYS, or "whole"."""
-    job = WAYS.get(kind, Job(kind))._replace(blocks=blocks)
+    """Return the job of a kind in VARIANTS, or "whole"."""
+    job = VARIANTS.get(kind, Job(kind))._replace(blocks=blocks)
     if job.kind != "learned":
         return job
     return job._replace(start="1 / k" if settings.equal_start else "1", rate=settings.scale_rate, seed=seed)
@@ -178,7 +178,7 @@ def all_rows(settings: Settings) -> list[dict[str, Any]]:
     """Return the rows to be measured of a model: the arguments of `job_of`."""
     rows = [{"kind": "whole", "blocks": 1, "seed": 0}]
     for n in settings.blocks:
-        for kind, job in WAYS.items():
+        for kind, job in VARIANTS.items():
             n_seeds = settings.seeds if job.kind == "learned" else 1
             rows += [{"kind": kind, "blocks": n, "seed": seed} for seed in range(n_seeds)]
     return rows
@@ -193,7 +193,7 @@ def new_evaluator(frozen: FrozenModel, number: int, settings: Settings) -> Varia
 
 
 def measure(evaluator: VariantEvaluator, job: Job, held_out: HeldOut, settings: Settings) -> dict[str, Any]:
-    """Return the held-out loss in nats a token, in windows of the full context window, which need all scales."""
+    """Return the held-out loss in nats per token, in windows of the full context window, which need all scales."""
     started = time.perf_counter()
     evaluator.prepare(job)
     prepared = time.perf_counter()
@@ -203,7 +203,7 @@ def measure(evaluator: VariantEvaluator, job: Job, held_out: HeldOut, settings: 
     return {"loss": loss, "perplexity": math.exp(loss), **{name: round(s, 1) for name, s in seconds.items()}}
 
 
-def about_maps(maps: dict[str, np.ndarray], whole: dict[str, np.ndarray]) -> dict[str, list[float]]:
+def map_statistics(maps: dict[str, np.ndarray], whole: dict[str, np.ndarray]) -> dict[str, list[float]]:
     """Return statistics of attention maps for each layer, as means over rows, heads and texts.
 
     Returns:

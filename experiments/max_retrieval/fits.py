@@ -62,7 +62,7 @@ def loss_of_text(model: GPT, ids: np.ndarray) -> Tensor:
     return model.loss(ids[:, :-1], ids[:, 1:])
 
 
-def grade(model: GPT, prompts: Sequence[Prompt]) -> tuple[list[bool], list[float]]:
+def grade_answers(model: GPT, prompts: Sequence[Prompt]) -> tuple[list[bool], list[float]]:
     """Return for each question whether the greedy tokens equal the answer, and -log of its probability."""
     with no_grad():
         logits, labels = answer_logits(model, prompts)
@@ -107,7 +107,7 @@ def beta_gradients(model: GPT, batches: Sequence[Any], loss_of: Callable[[GPT, A
     return np.array(rows, float)
 
 
-# -------------------------------------------------------------------- the paper's way
+# -------------------------------------------------------------------- polynomial temperature
 def fit_polynomial(model: GPT, prompts: Sequence[Prompt], tried: Sequence[float] = TRIED) -> AdaptiveSoftmax:
     """Fit the polynomial from entropy to inverse temperature that minimizes the loss of the answers' first tokens.
 
@@ -147,7 +147,7 @@ def _cases_of(model: GPT, prompt: Prompt) -> list[Case]:
         model.hidden_states(prompt.ids[None, at - 1 : at], caches)
         for remove_hook in undo:
             remove_hook()
-    _forget_last(caches)
+    _drop_last_token(caches)
 
     def cost_of(layer: int) -> Callable[[np.ndarray], float]:
         return lambda weights: _loss_with(model, caches, layer, streams[layer], weights, answer)
@@ -171,10 +171,10 @@ def _loss_with(
             x = block(x, cache, None)
         remove_hook()
         logits = model.logits(x)
-    _forget_last(caches[layer:])
+    _drop_last_token(caches[layer:])
     return float(-kernels.log_softmax(logits.array[0, -1])[answer])
 
 
-def _forget_last(caches: list[KeyValueCache]) -> None:
+def _drop_last_token(caches: list[KeyValueCache]) -> None:
     for cache in caches:
         cache.truncate(cache.length - 1)

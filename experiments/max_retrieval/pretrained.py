@@ -140,7 +140,7 @@ class Study:
                 if name != CONTROL:
                     self.part(f"text, {name}, {text}", partial(self.listen, temperature, text, length))
         if self.settings.beyond:
-            widen(self.model, self.settings.beyond)
+            extend_context_window(self.model, self.settings.beyond)
             for name in (PLAIN, "ln n"):
                 work = partial(self.listen, temperatures[name], "shakespeare", self.settings.beyond)
                 self.part(f"beyond, {name}, shakespeare", work)
@@ -166,7 +166,7 @@ class Study:
             "paper's polynomial": AdaptiveSoftmax(),
             "fitted polynomial": AdaptiveSoftmax(coefficients),
             "ln n": LogN(start),
-            f"{BEST} heads": few_heads(fitted["heads, tasks"], gains, BEST),
+            f"{BEST} heads": keep_best_heads(fitted["heads, tasks"], gains, BEST),
             **fitted,
         }
 
@@ -241,7 +241,7 @@ class Study:
                 with use_temperature(self.model, temperature):
                     together = max(1, TOKENS_AT_ONCE // max(len(prompt.ids) for prompt in prompts))
                     for start in range(0, len(prompts), together):
-                        graded = fits.grade(self.model, prompts[start : start + together])
+                        graded = fits.grade_answers(self.model, prompts[start : start + together])
                         for all_rows, rows in zip((right, nats), graded):
                             all_rows.extend(rows)
                 numbers = {"accuracy": float(np.mean(right)), "nats": round(float(np.mean(nats)), 4)}
@@ -259,7 +259,7 @@ class Study:
         """Return the loss by position and the entropy of each head by length, on a held-out text."""
         ids = windows(self.tokeniser, text_of(text, "test"), 1, n_tokens).ids
         lengths = [2**i for i in range(6, 20) if 2**i <= n_tokens]
-        with use_temperature(self.model, temperature), Listening(self.model, lengths) as heard:
+        with use_temperature(self.model, temperature), EntropyRecorder(self.model, lengths) as heard:
             losses = token_losses(self.model, ids)[0]
         edges = [0, *lengths]
         nats = [float(losses[low:high].mean()) for low, high in pairwise(edges)]
@@ -285,7 +285,7 @@ def results_in(folder: Path) -> dict[str, Any]:
     return kinds
 
 
-def few_heads(betas: Betas, gains: np.ndarray, count: int) -> Betas:
+def keep_best_heads(betas: Betas, gains: np.ndarray, count: int) -> Betas:
     """Return inverse temperatures for the `count` heads with the largest expected gain, and 1 for all others.
 
     Args:
@@ -297,14 +297,14 @@ def few_heads(betas: Betas, gains: np.ndarray, count: int) -> Betas:
     return Betas(np.where(chosen, levels, 0))
 
 
-def widen(model: GPT, n_tokens: int) -> None:
+def extend_context_window(model: GPT, n_tokens: int) -> None:
     """Allow a model with rotary positions to process texts longer than its context window."""
     model.config = dataclasses.replace(model.config, context_window=max(n_tokens, model.config.context_window))
     for block in model.blocks:
         block.attention.context_window = model.config.context_window
 
 
-class Listening:
+class EntropyRecorder:
     """Within its block the entropy of each head is kept, of queries in the last quarter before each length.
 
     Attributes:
@@ -317,15 +317,15 @@ class Listening:
         self.entropies: list[np.ndarray] = []
         self.first: list[np.ndarray] = []
 
-    def __enter__(self) -> Listening:
-        self.undo = [add_hook(block.attention.attention, "observers", self._hear) for block in self.model.blocks]
+    def __enter__(self) -> EntropyRecorder:
+        self.undo = [add_hook(block.attention.attention, "observers", self._record) for block in self.model.blocks]
         return self
 
     def __exit__(self, *error: object) -> None:
         for leave in self.undo:
             leave()
 
-    def _hear(self, op: Attention, out: Tensor, query: Tensor, key: Tensor, *rest: Any) -> None:
+    def _record(self, op: Attention, out: Tensor, query: Tensor, key: Tensor, *rest: Any) -> None:
         entropies, first = [], []
         for n in self.lengths:
             ends = np.linspace(3 * n // 4 + TOGETHER, n, GROUPS).astype(int)

@@ -89,17 +89,17 @@ def layers(results: dict[str, Any], key: str, text: str = "shakespeare") -> tupl
     return value["lengths"], np.array(value[key])
 
 
-def growth(lengths: list[int], entropies: np.ndarray) -> np.ndarray:
+def entropy_slopes(lengths: list[int], entropies: np.ndarray) -> np.ndarray:
     """Return the slope of the entropy against ln(length), (L, H): 1 for uniform attention, 0 for constant sharpness."""
     x = np.log(np.array(lengths))
     x = x - x.mean()
     return np.einsum("n,nlh->lh", x, entropies - entropies.mean(axis=0)) / max(x @ x, 1e-9)  # 0 of one length
 
 
-def growth_within(results: dict[str, Any]) -> np.ndarray:
+def entropy_slopes_within_window(results: dict[str, Any]) -> np.ndarray:
     """Return the growth of entropy for lengths up to the model's context window."""
     value = results["text"][f"{PLAIN}, shakespeare"]
-    return growth(value["lengths"], np.array(value["entropy"]))
+    return entropy_slopes(value["lengths"], np.array(value["entropy"]))
 
 
 # -------------------------------------------------------------------- tables
@@ -141,7 +141,7 @@ def entropy_table(results: dict[str, Any]) -> str:
         spread = entropies[i].mean() / np.log(n)
         shares = [f"{value:.2f}" for value in (np.log(n), entropies[i].mean(), *quarters, spread, first[i].mean())]
         rows.append([f"{n:,}", *shares])
-    titles = ["length", "ln n", "mean", "lowest tenth below", "median", "highest tenth above", "mean / ln n"]
+    titles = ["length", "ln n", "mean", "10th percentile", "median", "90th percentile", "mean / ln n"]
     return markdown([*titles, "on the first token"], rows)
 
 
@@ -149,7 +149,7 @@ def head_table(results: dict[str, Any]) -> str:
     """Return the table of the heads with the steepest loss gradient."""
     beta_gradients = {name: np.array(rows) for name, rows in results["fit"]["slopes"].items()}
     tasks, text = beta_gradients["tasks"].mean(axis=0), beta_gradients["text"].mean(axis=0)
-    grows = growth_within(results)
+    grows = entropy_slopes_within_window(results)
     fitted = [name for name in ("heads, tasks", "heads, text") if name in results["fit"]]
     betas = {name: np.exp(results["fit"][name]["levels"]) for name in fitted}
     rows = []
@@ -164,7 +164,7 @@ def head_table(results: dict[str, Any]) -> str:
         others = [f"{beta[at]:.2f}" for beta in betas.values()]
         rows.append([f"{layer}.{head}", signs, f"{text[at]:+.4f}", *others, f"{grows[at]:.2f}"])
     names = [f"beta, {name.partition(', ')[2]}" for name in betas]
-    titles = ["head", "slope, tasks", "slope, text", *names, "entropy by ln n"]
+    titles = ["head", "slope, tasks", "slope, text", *names, "entropy / ln n"]
     return markdown(titles, rows)
 
 
@@ -202,7 +202,7 @@ def plot_texts(results: dict[str, Any], path: Path) -> None:
             shift = np.array(value["nats"]) - np.array(plain["nats"])
             panels.setdefault(text, {})[temperature] = np.array(value["lengths"]), shift
     if panels:
-        plot_curves(panels, path, "up to token", "nats more than with softmax", log="x")
+        plot_curves(panels, path, "up to token", "added loss, nats per token", log="x")
 
 
 def plot_entropies(results: dict[str, Any], path: Path) -> None:
@@ -211,7 +211,7 @@ def plot_entropies(results: dict[str, Any], path: Path) -> None:
     first = layers(results, "first")[1]
     with drawing(path, (12, 4.8), dpi=90) as figure:
         left, right = figure.subplots(1, 2)
-        grows = growth_within(results).ravel()
+        grows = entropy_slopes_within_window(results).ravel()
         import matplotlib
 
         shades = matplotlib.colormaps["viridis"](np.clip(grows, 0, 1))
@@ -230,14 +230,14 @@ def plot_entropies(results: dict[str, Any], path: Path) -> None:
         right.set_ylabel("share of weight on the first token")
         left.legend(frameon=False)
         scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, 1), "viridis")
-        figure.colorbar(scale, ax=right, label="entropy by ln n")
+        figure.colorbar(scale, ax=right, label="entropy / ln n")
 
 
 def plot_heads(results: dict[str, Any], path: Path) -> None:
     """Plot four maps of all heads, one column for each layer."""
     fit = results["fit"]
     maps: dict[str, Any] = {
-        "entropy by ln n (0 stays sharp, 1 spreads)": (growth_within(results), "viridis", 0, 1),
+        "entropy / ln n (0 stays sharp, 1 spreads)": (entropy_slopes_within_window(results), "viridis", 0, 1),
         "slope of the answers' loss by ln beta (blue: sharper is better)": (_mean(fit["slopes"]["tasks"]), "coolwarm"),
         "slope of the texts' loss by ln beta": (_mean(fit["slopes"]["text"]), "coolwarm"),
     }
@@ -264,7 +264,7 @@ def page_data(results: dict[str, Any]) -> dict[str, Any]:
     fit = results["fit"]
     lengths = layers(results, "entropy")[0]
     heads = {
-        "growth": np.round(growth_within(results), 3).tolist(),
+        "growth": np.round(entropy_slopes_within_window(results), 3).tolist(),
         "slope, tasks": np.round(_mean(fit["slopes"]["tasks"]), 5).tolist(),
         "slope, text": np.round(_mean(fit["slopes"]["text"]), 5).tolist(),
     }

@@ -80,7 +80,7 @@ def plot_accuracy(sizes: list[int], runs: Runs, path: Path) -> None:
         left.text(2, 10.8, "chance", color="#636363")
         left.set(ylabel="accuracy, %", ylim=(0, 102), title=f"Max retrieval, training seeds: {len(runs)}")
         left.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 0.12))
-        right.set(ylabel="points of accuracy", title="Gained over the plain softmax")
+        right.set(ylabel="percentage points", title="Accuracy gain over the plain softmax")
 
 
 def plot_weights(sizes: list[int], weights: dict[str, np.ndarray], path: Path) -> None:

@@ -81,7 +81,7 @@ class MaxRetrieval(Layer):
         items, query = self.read_items(batch.items), self.read_query(batch.query)
         return self.attention.query(query), self.attention.key(items), self.attention.value(items)
 
-    def finish(self, mixed: Tensor) -> np.ndarray:
+    def project_to_logits(self, mixed: Tensor) -> np.ndarray:
         """Return the logits (B, N_CLASSES) of the attention output (B, 1, C)."""
         return self.answer(self.attention.projection(mixed)[:, 0]).array
 
@@ -190,7 +190,7 @@ def fit(model: MaxRetrieval, settings: Settings, seed: int, cost: Callable) -> A
     def costs(i: int, weights: np.ndarray) -> np.ndarray:
         _, values, targets = read(i)
         bar.update()
-        return cost(model.finish(Tensor(weights[:, None] @ values)), targets)
+        return cost(model.project_to_logits(Tensor(weights[:, None] @ values)), targets)
 
     bar = tqdm(total=len(parts) * len(BETAS), desc=f"seed {seed}: fitting to {cost.__name__}")
     # threads of BLAS slow products of a matrix and one row down, on a machine with other work a hundredfold
@@ -269,7 +269,7 @@ def per_example_errors(model: MaxRetrieval, batch: Batch, softmaxes: dict[str, R
         query, keys, values = model.project(batch)
         parts = [one_head(part) for part in (query, keys, values)]
         mixed = [Attention(softmax, causal=False)(*parts)[:, :, 0] for softmax in softmaxes.values()]
-        logits = [model.finish(mixture) for mixture in mixed]
+        logits = [model.project_to_logits(mixture) for mixture in mixed]
         scores = scores_of(query, keys)
     best = batch.items[np.arange(len(scores)), scores.argmax(axis=1), 1:].argmax(axis=1)
     wrong, loss = (np.stack([cost(found, batch.targets) for found in logits]) for cost in (errors, cross_entropy))

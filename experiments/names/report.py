@@ -96,5 +96,7 @@ def draw(problem: Problem, outcome: Outcome, runs: Runs, matrices: Matrices, set
     gaps = lambda number: [""] * len(problem.tokens[number])
     shown = new_items(problem, outcome, gaps, settings.shown, settings.seed)
     paint(folder / "letters.png", problem.classes, spread(shown, 12), n_columns=24, n_blocks=3)
-    write_page(folder / "pooling_weights.html", "Surnames: what the models looked at", NOTE, problem.classes, shown)
+    write_page(
+        folder / "pooling_weights.html", "Surnames: attention weights of the models", NOTE, problem.classes, shown
+    )
     return ["balanced.png", "confusion.png", "training.png", "letters.png", "pooling_weights.html"]

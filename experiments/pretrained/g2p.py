@@ -78,11 +78,13 @@ def load(path: Path | None = None) -> Speller:
     except DAMAGED as error:
         raise ValueError(f"checkpoint20.npz of {G2P.requirement}: damaged ({error})") from error
     model = Speller(theirs["enc_emb"].shape[-1] if "enc_emb" in theirs else 1)
-    model.load_state_dict({ours: array for name, array in theirs.items() for ours, array in _ours(name, array)})
+    model.load_state_dict(
+        {ours: array for name, array in theirs.items() for ours, array in _converted_arrays(name, array)}
+    )
     return model.eval()
 
 
-def _ours(name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
+def _converted_arrays(name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
     """Return Tricycle's name and layout of an array; g2p-en has (out, in) and PyTorch's order of gates."""
     names = {"enc_emb": "letters.weights", "dec_emb": "sounds.weights", "fc_w": "output.weights", "fc_b": "output.bias"}
     parts = {"w_ih": "input_weights", "w_hh": "hidden_weights", "b_ih": "input_bias", "b_hh": "hidden_bias"}
@@ -126,7 +128,7 @@ class Settings:
     quick: bool = False  # skip the accuracy on the package's word list
 
 
-def listed(path: Path | None = None) -> dict[str, set[str]]:
+def heteronyms(path: Path | None = None) -> dict[str, set[str]]:
     """Return the words with two pronunciations in g2p-en's list, with both pronunciations."""
     words = {}
     for line in G2P.read("homographs.en", path).decode("utf-8").splitlines():
@@ -147,10 +149,10 @@ def main() -> int:
         print(f"{word:<20}{' '.join(sounds)}")
     if settings.quick:
         return 0
-    both = listed(settings.path)
+    both = heteronyms(settings.path)
     spoken = pronounce(model, list(both), settings.beam_size)
     right = sum(" ".join(sounds) in both[word] for word, sounds in zip(both, spoken))
-    print(f"\nof {len(both)} words that are spoken in two ways, {right} as one of these ({right / len(both):.1%})")
+    print(f"\nof {len(both)} words with two pronunciations, {right} match one of them ({right / len(both):.1%})")
     return 0
 
 

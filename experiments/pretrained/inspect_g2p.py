@@ -108,7 +108,7 @@ def greedy_sounds(model: Speller, hidden: np.ndarray) -> list[list[str]]:
 
 
 # -------------------------------------------------------------------- is it like an alignment?
-def sure_pairs(word: str, sounds: Sequence[str]) -> list[tuple[int, int]]:
+def unambiguous_pairs(word: str, sounds: Sequence[str]) -> list[tuple[int, int]]:
     """Return pairs (sound, letter) that must belong together, because each occurs once in the word."""
     pairs = []
     for letter, names in SURE.items():
@@ -118,7 +118,7 @@ def sure_pairs(word: str, sounds: Sequence[str]) -> list[tuple[int, int]]:
     return pairs
 
 
-def in_order(places: np.ndarray) -> tuple[int, int]:
+def count_ordered_pairs(places: np.ndarray) -> tuple[int, int]:
     """Return how many pairs of sounds from different letters are in the letters' order, and the number of pairs."""
     signs = np.sign(np.subtract.outer(places, places))[np.tril_indices(len(places), -1)]
     return int((signs > 0).sum()), int((signs != 0).sum())
@@ -134,11 +134,11 @@ def alignment(maps: Sequence[dict[str, np.ndarray]], words: Sequence[str], spoke
                 largest = of_word[view].argmax(axis=1)[: len(sounds)]
             else:
                 largest = np.arange(len(sounds)) * len(word) // max(len(sounds), 1)
-            pairs = sure_pairs(word, sounds)
+            pairs = unambiguous_pairs(word, sounds)
             hits += sum(largest[j] == i for j, i in pairs)
             near += sum(abs(largest[j] - i) <= 1 for j, i in pairs)
             n_pairs += len(pairs)
-            forward, different = in_order(largest)
+            forward, different = count_ordered_pairs(largest)
             ordered, n_ordered = ordered + forward, n_ordered + different
         shares = {"hit": hits / max(n_pairs, 1), "near": near / max(n_pairs, 1)}
         measured[view] = {**shares, "in order": ordered / max(n_ordered, 1), "pairs": n_pairs}
@@ -164,7 +164,7 @@ def recognition_delays(model: Speller, words: Sequence[str], spoken: Sequence[li
             if sounds
             else []
         )
-        late += [int(rise[j].argmax()) - i for j, i in sure_pairs(word, sounds)]
+        late += [int(rise[j].argmax()) - i for j, i in unambiguous_pairs(word, sounds)]
     return late
 
 
@@ -281,7 +281,7 @@ def draw_maps(path: Path, model: Speller, words: Sequence[str]) -> None:
             axes.set_title(title, fontsize=9)
 
 
-def draw_memory(path: Path, mean: np.ndarray, delay: Sequence[int], held: dict, errors: dict) -> None:
+def plot_state_contents(path: Path, mean: np.ndarray, delay: Sequence[int], held: dict, errors: dict) -> None:
     """Plot the mean map, when sounds become known, which letters the state holds, and errors by length."""
     with drawing(path, (12, 8)) as figure:
         (place, when), (memory, lost) = figure.subplots(2, 2)
@@ -359,7 +359,7 @@ def look(model: Speller, settings: Settings) -> dict[str, Any]:
     delay = recognition_delays(model, words, spoken)
     draw_maps(settings.output / "g2p-maps.png", model, settings.words)
     mean = mean_map([of_word[VIEWS[0]][:-1] for of_word in maps])
-    draw_memory(settings.output / "g2p-memory.png", mean, delay, held, errors)
+    plot_state_contents(settings.output / "g2p-memory.png", mean, delay, held, errors)
     return {
         "words": len(words),
         "alignment": alignment(maps, words, spoken),
@@ -399,7 +399,7 @@ def main() -> int:
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the tables of the README."""
     views, shares = results["alignment"], results["delay"]
-    columns = {"the right letter": "hit", "it or a neighbour": "near", "pairs in order": "in order"}
+    columns = {"the right letter": "hit", "that letter or a neighbor": "near", "pairs in order": "in order"}
     late = ", ".join(f"{n}: {100 * share:.1f}" for n, share in shares.items() if share >= 0.005)
     held = {}
     for name, of_lengths in results["letters held"].items():
@@ -424,8 +424,8 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
             grid(list(views), columns, lambda view, key: views[view][key], 1, 100)
         ),
         f"Letters after its own at which a sound's probability rises most, %: {late}; without the mark of the end, "
-        f"{same} are said the same": grid(held, places, mean_at, 0, 100, "letters read from the last state, %"),
-        "What goes missing": markdown([*titles, "sounds of the first, %", "of the second, %"], rows),
+        f"{same} are said the same": grid(held, places, mean_at, 0, 100, "letters decoded from the last state, %"),
+        "Missed consonants": markdown([*titles, "sounds of the first, %", "of the second, %"], rows),
     }
 
 

@@ -71,10 +71,10 @@ def read(model: CharacterModel, vocabulary: dict[str, int], texts: Sequence[str]
     """Return the texts with the label after each character, including the end mark."""
     tokens = np.concatenate([windows(vocabulary, list(text)) for text in texts])
     labels = [[*(vocabulary.get(character, 0) for character in text), vocabulary[MARK]] for text in texts]
-    return _read(model, tokens, np.concatenate(labels))
+    return _read_windows(model, tokens, np.concatenate(labels))
 
 
-def _read(model: CharacterModel, tokens: np.ndarray, labels: np.ndarray) -> Read:
+def _read_windows(model: CharacterModel, tokens: np.ndarray, labels: np.ndarray) -> Read:
     with model.evaluating():
         states = model.states(model.embedding(to_tensor(tokens, dtype=int)))
         _, weights = model.attend(states)
@@ -83,7 +83,7 @@ def _read(model: CharacterModel, tokens: np.ndarray, labels: np.ndarray) -> Read
 
 
 # -------------------------------------------------------------------- does it matter?
-def other_weights(weights: np.ndarray, seed: int = 0) -> dict[str, np.ndarray]:
+def replacement_weights(weights: np.ndarray, seed: int = 0) -> dict[str, np.ndarray]:
     """Return replacements of the attention weights (N, 40), by name."""
     last, largest = np.zeros_like(weights), np.zeros_like(weights)
     last[:, -1] = 1
@@ -113,7 +113,7 @@ def bits_by_visible(model: CharacterModel, reading: Read, n_visible: Sequence[in
     costs = []
     for n in n_visible:
         tokens = np.where(np.arange(WINDOW) >= WINDOW - n, reading.tokens, 0)
-        part = _read(model, tokens, reading.labels)
+        part = _read_windows(model, tokens, reading.labels)
         costs.append(bits(model, part.states, part.weights, part.labels))
     return costs
 
@@ -124,7 +124,7 @@ def other_windows(model: CharacterModel, vocabulary: dict[str, int], text: str, 
     asked = np.arange(max(sizes), len(ids))
     rows = []
     for size in sizes:
-        part = _read(model, ids[asked[:, None] - np.arange(size, 0, -1)], ids[asked])
+        part = _read_windows(model, ids[asked[:, None] - np.arange(size, 0, -1)], ids[asked])
         last = np.eye(size, dtype=np.float32)[-1:].repeat(len(asked), axis=0)
         cost = {"attention": bits(model, part.states, part.weights, part.labels)}
         cost["the last alone"] = bits(model, part.states, last, part.labels)
@@ -142,7 +142,7 @@ def gradient_shares(model: CharacterModel, reading: Read) -> np.ndarray:
     return norms / norms.sum(axis=1, keepdims=True)
 
 
-def kind_of(character: str | None) -> str:
+def character_kind(character: str | None) -> str:
     """Return the kind of a character, in KINDS; None for padding and unknown characters."""
     if character is None:
         return KINDS[6]
@@ -154,7 +154,7 @@ def kind_of(character: str | None) -> str:
 
 def by_kind(reading: Read, gradient: np.ndarray, characters: Mapping[int, str]) -> dict[str, dict[str, float]]:
     """Return for each kind of character its fractions of positions, attention and gradient."""
-    kinds = {number: kind_of(characters.get(number)) for number in np.unique(reading.tokens).tolist()}
+    kinds = {number: character_kind(characters.get(number)) for number in np.unique(reading.tokens).tolist()}
     of_tokens = np.vectorize(kinds.get)(reading.tokens)
     table = {}
     for kind in (kind for kind in KINDS if (of_tokens == kind).any()):
@@ -216,7 +216,7 @@ def draw_title(path: Path, text: str, shares: Mapping[str, np.ndarray]) -> None:
             style = {"fontsize": 7, "family": "monospace"}
             axes.set_xticks(range(len(columns)), [visible(character) for character in columns], **style)
             axes.set_yticks(range(len(rows)), [visible(character) for character in rows], **style)
-            axes.set(title=title, xlabel="looked at", ylabel="to be written")
+            axes.set(title=title, xlabel="attended character", ylabel="next character")
         figure.colorbar(image, ax=figure.axes, label="share", aspect=30)
 
 
@@ -232,7 +232,7 @@ def draw_averages(path: Path, reading: Read, gradient: np.ndarray, seen: Sequenc
         back = np.arange(WINDOW, 0, -1)
         for (label, array), colour in zip({"attention": reading.weights, "gradient": gradient}.items(), COLOURS):
             shares.semilogy(back, 100 * array.mean(axis=0), color=colour, label=label)
-        shares.set(title="who is looked at", ylabel="share, %", ylim=(1e-4, 120))
+        shares.set(title="attention by distance", ylabel="share, %", ylim=(1e-4, 120))
         shares.yaxis.set_major_formatter("{x:g}")
         low, mean, high = (np.quantile(reading.scores, q, axis=0) for q in (0.05, 0.5, 0.95))
         scores.plot(back, mean, color=COLOURS[0], label="median")
@@ -240,7 +240,7 @@ def draw_averages(path: Path, reading: Read, gradient: np.ndarray, seen: Sequenc
         scores.set(title="the attention's score", ylabel="score before the softmax")
         costs.plot(VISIBLE, seen, color=COLOURS[0], marker="o", label="the others are zeros")
         costs.axhline(least, color=COLOURS[1], linestyle="--", label="attention replaced by the last state")
-        costs.set(title="what seeing fewer costs", xlabel="last characters seen", ylabel="bits a character")
+        costs.set(title="what seeing fewer costs", xlabel="last characters seen", ylabel="bits per character")
         for axes in (shares, scores):
             axes.set_xlabel("characters back")
             axes.invert_xaxis()
@@ -249,7 +249,7 @@ def draw_averages(path: Path, reading: Read, gradient: np.ndarray, seen: Sequenc
             axes.legend(frameon=False, fontsize=8)
 
 
-def write_looked_at(
+def write_weights_page(
     path: Path, model: CharacterModel, reading: Read, gradient: np.ndarray, characters: Mapping[int, str]
 ) -> None:
     """Write the page of windows with characters colored by attention and by gradient."""
@@ -265,7 +265,7 @@ def write_looked_at(
         answer = numbers.index(int(q.argmax()))
         seen = {"attention": Answer(ours, answer, q.max()), "gradient": Answer(theirs, answer, q.max())}
         items.append(Item(texts, [""] * WINDOW, [False] * WINDOW, numbers.index(int(label)), seen))
-    write_page(path, "Titles: what the attention looked at", NOTE, classes, items)
+    write_page(path, "Titles: attention weights", NOTE, classes, items)
 
 
 # -------------------------------------------------------------------- the program
@@ -293,7 +293,9 @@ def look(model: CharacterModel, vocabulary: dict[str, int], settings: Settings) 
     texts = {"titles": settings.titles} | ({} if settings.quick else {"Zen of Python": zen()})
     readings = {name: read(model, vocabulary, of) for name, of in texts.items()}
     costs = {
-        name: {way: bits(model, r.states, w, r.labels) for way, w in other_weights(r.weights, settings.seed).items()}
+        name: {
+            way: bits(model, r.states, w, r.labels) for way, w in replacement_weights(r.weights, settings.seed).items()
+        }
         for name, r in readings.items()
     }
     titles = readings["titles"]
@@ -309,7 +311,7 @@ def look(model: CharacterModel, vocabulary: dict[str, int], settings: Settings) 
     draw_averages(path, titles, gradient, seen, costs["titles"]["the last alone"])
     shown = sum(len(title) + 1 for title in settings.titles[:3])
     part = Read(*(array[:shown] for array in titles))
-    write_looked_at(settings.output / "textgenrnn.html", model, part, gradient[:shown], characters)
+    write_weights_page(settings.output / "textgenrnn.html", model, part, gradient[:shown], characters)
     return {
         "characters": {name: len(r.labels) for name, r in readings.items()},
         "bits": costs,
@@ -354,14 +356,14 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     of_kinds = {"of the places": "places", "of the attention": "attention", "of the gradient": "gradient"}
     of_kinds["weight where it is last"] = "where last"
     words = sorted(results["by word"].items(), key=lambda row: -row[1])
-    listed = lambda some: ", ".join(f"{word} {times:.1f}" for word, times in some)
+    format_words = lambda some: ", ".join(f"{word} {times:.1f}" for word, times in some)
     least = [[repr(end), f"{weight:.2f}", repr(most)] for end, (weight, most) in results["least on the last"].items()]
     windows = [
         [str(row["size"]), f"{100 * row['weight on the last']:.1f}"]
         + [f"{row[way]:.2f}" for way in ("attention", "the last alone")]
         for row in results["windows"]
     ]
-    titles = ["window", "weight on the last, %", "bits by attention", "by the last alone"]
+    titles = ["window", "weight on the last, %", "bits with attention", "by the last alone"]
     return {
         "Bits a character by how the states are weighed": (
             grid(list(next(iter(costs.values()))), of_texts, lambda way, name: costs[name][way], 3)
@@ -371,7 +373,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         ),
         "Kinds of characters": grid(list(kinds), of_kinds, lambda kind, key: kinds[kind].get(key, []), 1, 100, "%"),
         "Words by the gradient, times what is due so far back": (
-            markdown(["", "words"], [["most", listed(words[:10])], ["least", listed(words[-10:])]])
+            markdown(["", "words"], [["most", format_words(words[:10])], ["least", format_words(words[-10:])]])
         ),
         "Least weight on the last": markdown(["end", "weight", "most on"], least),
         "Windows of other sizes": markdown(titles, windows),

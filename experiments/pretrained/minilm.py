@@ -65,7 +65,7 @@ def load(path: Path | None = None) -> SentenceEncoder:
         return load_sentence_encoder(folder)
 
 
-def library() -> dict[str, str]:
+def first_paragraphs() -> dict[str, str]:
     """Return the first docstring paragraph of each file in tricycle/."""
     root = Path(tricycle.__file__).parent
     paragraphs = {}
@@ -76,7 +76,9 @@ def library() -> dict[str, str]:
     return paragraphs
 
 
-def answers(model: SentenceEncoder, questions: tuple[str, ...], texts: dict[str, str]) -> list[list[tuple[str, float]]]:
+def rank_texts(
+    model: SentenceEncoder, questions: tuple[str, ...], texts: dict[str, str]
+) -> list[list[tuple[str, float]]]:
     """Return for each question the names of all texts with cosine similarities, the most similar first."""
     cosines = model.encode(questions) @ model.encode(list(texts.values())).T
     names = list(texts)
@@ -105,7 +107,7 @@ def main() -> int:
     if settings.texts:
         print(f"{table(model, settings.texts)}\n")
     if settings.ask:
-        for question, ranked in zip(settings.ask, answers(model, settings.ask, library())):
+        for question, ranked in zip(settings.ask, rank_texts(model, settings.ask, first_paragraphs())):
             print(question)
             for name, cosine in ranked[: settings.shown]:
                 print(f"    {cosine:.2f}  {name}")

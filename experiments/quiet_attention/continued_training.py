@@ -22,7 +22,7 @@ MAX_NORM = 1.0
 
 
 class Variant(NamedTuple):
-    """One way to change a model.
+    """A softmax variant and a method of training it.
 
     Attributes:
         softmax: "softmax", "softmax1" or "sink".
@@ -50,7 +50,7 @@ class Variant(NamedTuple):
         return f"{self.title}, seed {self.seed}" if self.method else self.title
 
 
-class Lesson(NamedTuple):
+class TrainingPlan(NamedTuple):
     """The settings of the training.
 
     Attributes:
@@ -82,8 +82,8 @@ def use_softmax(model: GPT, variant: Variant) -> list[tuple[str, Tensor]]:
     return [(name, p) for name, p in model.named_parameters() if name.endswith("softmax_scales")]
 
 
-def teach(loaded: Pretrained, variant: Variant, lesson: Lesson) -> list[float]:
-    """Change the model; returns the loss of each update, nats a token. An adapter is merged at the end."""
+def train_variant(loaded: Pretrained, variant: Variant, plan: TrainingPlan) -> list[float]:
+    """Train a model with a softmax variant, merge its adapter, and return the loss of each update in nats per token."""
     model = loaded.model
     sinks = use_softmax(model, variant)
     if not variant.method:
@@ -97,25 +97,25 @@ def teach(loaded: Pretrained, variant: Variant, lesson: Lesson) -> list[float]:
         adapter = new_adapter(loaded, seed=variant.seed)
     for _, sink in sinks:
         sink.requires_grad = True
-    losses = _learn(model.train(), sinks, variant, lesson)
+    losses = _train(model.train(), sinks, variant, plan)
     if adapter is not None:
         adapter.merge()
     model.eval()
     return losses
 
 
-def _learn(model: Any, sinks: list[tuple[str, Tensor]], variant: Variant, lesson: Lesson) -> list[float]:
+def _train(model: Any, sinks: list[tuple[str, Tensor]], variant: Variant, plan: TrainingPlan) -> list[float]:
     generator = np.random.default_rng((variant.seed, 23))
-    optimiser = AdamW(_schedule(RATES.get(variant.method, 0.0), lesson.steps), weight_decay=0.0)
-    of_sinks = AdamW(_schedule(SINK_RATE, lesson.steps), weight_decay=0.0)
+    optimiser = AdamW(_schedule(RATES.get(variant.method, 0.0), plan.steps), weight_decay=0.0)
+    of_sinks = AdamW(_schedule(SINK_RATE, plan.steps), weight_decay=0.0)
 
     def batch_loss(rows: np.ndarray, scale: Any) -> Tensor:
         loss: Tensor = model.loss(model.place(rows[:, :-1]), model.place(rows[:, 1:]), None, scale)
         return loss
 
     losses = []
-    for step in range(lesson.steps):
-        grads = compute_gradients(model, batch_loss, [lesson.batch(generator, step)])
+    for step in range(plan.steps):
+        grads = compute_gradients(model, batch_loss, [plan.batch(generator, step)])
         losses.append(float(grads.loss))
         of_sinks.update(sinks)
         for _, sink in sinks:

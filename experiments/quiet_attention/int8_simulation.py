@@ -19,8 +19,8 @@ LEVELS = 127
 MATRICES = "attention.qkv", "attention.projection", "mlp.up", "mlp.projection"
 
 
-class Way(NamedTuple):
-    """What is rounded, and how many scales there are.
+class Rounding(NamedTuple):
+    """The arrays that are rounded to 8 bits, and the granularity of the scales.
 
     Attributes:
         weights, activations: of the products within blocks: "tensor" for one scale, "row" for one for each column of a
@@ -37,16 +37,16 @@ class Way(NamedTuple):
     only: str = ""
 
 
-WAYS = {
-    "weights, a scale a tensor": Way("tensor"),
-    "weights and activations, a scale a tensor": Way("tensor", "tensor"),
-    "weights and activations, a scale a row": Way("row", "row"),
+ROUNDINGS = {
+    "weights, a scale a tensor": Rounding("tensor"),
+    "weights and activations, a scale a tensor": Rounding("tensor", "tensor"),
+    "weights and activations, a scale a row": Rounding("row", "row"),
 }
-MORE_WAYS = {  # of models as they are: what is to be gained at all
-    "the same without the first token's activations": Way("tensor", "tensor", first=False),
-    "weights, activations and stream, a scale a tensor": Way("tensor", "tensor", True),
-    "activations, a scale a tensor": Way("", "tensor"),
-    "weights, a scale a row": Way("row"),
+MORE_ROUNDINGS = {  # only measured for models without training
+    "the same without the first token's activations": Rounding("tensor", "tensor", first=False),
+    "weights, activations and stream, a scale a tensor": Rounding("tensor", "tensor", True),
+    "activations, a scale a tensor": Rounding("", "tensor"),
+    "weights, a scale a row": Rounding("row"),
 }
 
 
@@ -62,7 +62,7 @@ def rounded(x: np.ndarray, scales: str, axis: int = -1) -> np.ndarray:
 
 
 @contextmanager
-def simulate_int8(model: GPT, way: Way) -> Iterator[None]:
+def simulate_int8(model: GPT, rounding: Rounding) -> Iterator[None]:
     """Return a context manager in which the blocks' matrices and their inputs are rounded; without gradients.
 
     Activations have a scale for what comes together: give rows one at a time.
@@ -70,26 +70,26 @@ def simulate_int8(model: GPT, way: Way) -> Iterator[None]:
     with ExitStack() as undo:
         for block in model.blocks:
             for name, layer in block.named_layers():
-                if isinstance(layer, Dense) and way.only in ("", name):
+                if isinstance(layer, Dense) and rounding.only in ("", name):
                     undo.callback(setattr, layer.weights, "array", layer.weights.array)
-                    if way.weights:
-                        layer.weights.array = rounded(layer.weights.array, way.weights, axis=0)
-                    if way.activations:
-                        undo.callback(add_hook(layer, "substitutions", _rounds_input(way)))
-            if way.stream:
+                    if rounding.weights:
+                        layer.weights.array = rounded(layer.weights.array, rounding.weights, axis=0)
+                    if rounding.activations:
+                        undo.callback(add_hook(layer, "substitutions", _rounds_input(rounding)))
+            if rounding.stream:
                 undo.callback(
                     add_hook(block, "changes", lambda out, *args: Tensor(rounded(out.array, "tensor"), False))
                 )
         yield
 
 
-def _rounds_input(way: Way) -> Any:
+def _rounds_input(rounding: Rounding) -> Any:
     def substitute(layer: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         x, *rest = args
-        if way.first:
-            new = rounded(x.array, way.activations)
+        if rounding.first:
+            new = rounded(x.array, rounding.activations)
         else:
-            new = np.concatenate([x.array[:, :1], rounded(x.array[:, 1:], way.activations)], axis=1)
+            new = np.concatenate([x.array[:, :1], rounded(x.array[:, 1:], rounding.activations)], axis=1)
         return layer, (Tensor(new, False), *rest)
 
     return substitute

@@ -15,7 +15,7 @@ FIRST_QUERY = 16  # queries before it see so few keys that each gets much
 MASSIVE = 0.1  # a token is massive where it reaches this share of the largest value of the stream
 
 
-class Inside(NamedTuple):
+class OutlierMeasurements(NamedTuple):
     """Of texts of one length, means over texts and over queries from FIRST_QUERY on.
 
     Attributes:
@@ -25,7 +25,7 @@ class Inside(NamedTuple):
         largest_first: largest value of the stream at the first token, behind each block (L,), median over texts.
         largest_later: the same at all tokens from the second on, that are not massive.
         kurtosis: excess kurtosis of the stream behind each block, (L,), median over texts.
-        later_kurtosis: the same without massive tokens and the first.
+        later_kurtosis: kurtosis without massive tokens and the first.
         tokens: of the massive tokens: text, place, id.
     """
 
@@ -44,13 +44,13 @@ class Inside(NamedTuple):
         return {name: np.round(value, 4).tolist() for name, value in arrays.items()} | {"tokens": self.tokens}
 
 
-def look_inside(model: GPT, ids: np.ndarray) -> Inside:
+def measure_outliers(model: GPT, ids: np.ndarray) -> OutlierMeasurements:
     """Measure a model on texts.
 
     Args:
         ids: whole numbers (N, T), T above FIRST_QUERY.
     """
-    found: dict[str, list[Any]] = {name: [] for name in Inside._fields if name != "tokens"}
+    found: dict[str, list[Any]] = {name: [] for name in OutlierMeasurements._fields if name != "tokens"}
     tokens = []
     for number, row in enumerate(ids):
         streams, weights = _run(model, row)
@@ -68,7 +68,7 @@ def look_inside(model: GPT, ids: np.ndarray) -> Inside:
         found["later_kurtosis"].append([excess_kurtosis(stream[is_later]) for stream in streams])
     shares = {name: np.mean(found[name], axis=0) for name in ("first", "massive", "nothing")}
     sizes = {name: np.median(values, axis=0) for name, values in found.items() if name not in shares}
-    return Inside(**shares, **sizes, tokens=tokens)
+    return OutlierMeasurements(**shares, **sizes, tokens=tokens)
 
 
 def _run(model: GPT, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.quiet_attention.continued_training import Lesson, Variant, teach, use_softmax
-from experiments.quiet_attention.int8_simulation import MATRICES, MORE_WAYS, WAYS, Way, simulate_int8
-from experiments.quiet_attention.outliers import attention_maps, look_inside, weight_outliers
+from experiments.quiet_attention.continued_training import TrainingPlan, Variant, train_variant, use_softmax
+from experiments.quiet_attention.int8_simulation import MATRICES, MORE_ROUNDINGS, ROUNDINGS, Rounding, simulate_int8
+from experiments.quiet_attention.outliers import attention_maps, measure_outliers, weight_outliers
 from experiments.shared.language_models import (
     TEXTS,
     Windows,
@@ -75,62 +75,64 @@ def measure(settings: Settings, quick: bool = False) -> Record:
     pieces = {
         name: windows(loaded.tokeniser, text_of(name, "test"), settings.tested, settings.tokens) for name in TEXTS
     }
-    lesson: Lesson | None = None
+    plan: TrainingPlan | None = None
     if "before" not in results:
-        results["before"] = survey(loaded, settings)
+        results["before"] = survey_outliers(loaded, settings)
         results.save()
     for variant in variants_of(settings, quick):
         if variant.key in results["variants"]:
             continue
         print(f"=== {variant.key}", flush=True)
-        if lesson is None:
+        if plan is None:
             texts = [loaded.tokeniser.encode_plain(text_of(name, "train")[:LEARNT_CHARACTERS]) for name in TEXTS]
             ids = [text.astype(np.int64) for text in texts]
-            lesson = Lesson(ids, settings.steps, settings.rows, settings.tokens)
+            plan = TrainingPlan(ids, settings.steps, settings.rows, settings.tokens)
         loaded = load_model(settings.model)
         started = clock.awake_seconds()
-        losses = teach(loaded, variant, lesson)
-        taught = clock.awake_seconds()
-        result = look(loaded, pieces, settings, WAYS if variant.method else WAYS | MORE_WAYS)
-        seconds = {"teaching": round(taught - started, 1), "looking": round(clock.awake_seconds() - taught, 1)}
+        losses = train_variant(loaded, variant, plan)
+        trained = clock.awake_seconds()
+        result = measure_model(loaded, pieces, settings, ROUNDINGS if variant.method else ROUNDINGS | MORE_ROUNDINGS)
+        seconds = {"teaching": round(trained - started, 1), "looking": round(clock.awake_seconds() - trained, 1)}
         about = {"variant": variant._asdict(), "title": variant.title, "losses": np.round(losses, 4).tolist()}
         results["variants"][variant.key] = {**about, "seconds": seconds, **result}
         results.save()
     if "places" not in results:
-        results["places"] = places(load_model(settings.model), pieces, settings)
+        results["places"] = input_effects(load_model(settings.model), pieces, settings)
         results["positions"] = cost_by_position(load_model(settings.model), pieces)
         results.save()
     return results
 
 
 # -------------------------------------------------------------------- what is measured
-def look(loaded: Pretrained, pieces: dict[str, Windows], settings: Settings, ways: dict[str, Way]) -> dict[str, Any]:
+def measure_model(
+    loaded: Pretrained, pieces: dict[str, Windows], settings: Settings, roundings: dict[str, Rounding]
+) -> dict[str, Any]:
     """Return bits per byte and perplexity of each text, also with 8 bits, and the outlier measurements."""
     model = loaded.model
     result: dict[str, Any] = {"texts": {}}
     for name, some in pieces.items():
         losses = token_losses(model, some.ids, n_rows=1)
         few = Windows(some.ids[: settings.rounded], some.n_bytes[: settings.rounded])
-        found: dict[str, Any] = {"all": figures(losses, some.n_bytes)}
-        found["same pieces"] = figures(losses[: settings.rounded], few.n_bytes)
-        for way_name, way in ways.items():
-            with simulate_int8(model, way):
-                found[way_name] = figures(token_losses(model, few.ids, n_rows=1), few.n_bytes)
+        found: dict[str, Any] = {"all": perplexity_and_bits(losses, some.n_bytes)}
+        found["same pieces"] = perplexity_and_bits(losses[: settings.rounded], few.n_bytes)
+        for way_name, rounding in roundings.items():
+            with simulate_int8(model, rounding):
+                found[way_name] = perplexity_and_bits(token_losses(model, few.ids, n_rows=1), few.n_bytes)
         result["texts"][name] = found
     rows = np.concatenate([some.ids[: settings.inside, :-1] for some in pieces.values()])
-    result["inside"] = look_inside(model, rows).as_dict()
+    result["inside"] = measure_outliers(model, rows).as_dict()
     sinks = [p.numpy().round(3).tolist() for name, p in model.named_parameters() if name.endswith("softmax_scales")]
     return result | ({"sinks": sinks} if sinks else {})
 
 
-def places(loaded: Pretrained, pieces: dict[str, Windows], settings: Settings) -> dict[str, list[float]]:
+def input_effects(loaded: Pretrained, pieces: dict[str, Windows], settings: Settings) -> dict[str, list[float]]:
     """Return the effect on perplexity of rounding the input of one kind of matrix, and its largest outliers."""
     found = {}
     for name in MATRICES:
         logs = []
         for some in pieces.values():
             ids = some.ids[: settings.rounded]
-            with simulate_int8(loaded.model, Way("", "tensor", only=name)):
+            with simulate_int8(loaded.model, Rounding("", "tensor", only=name)):
                 rounded = token_losses(loaded.model, ids, n_rows=1)
             logs.append(rounded.mean() - token_losses(loaded.model, ids, n_rows=1).mean())
         largest = largest_inputs(loaded.model, next(iter(pieces.values())).ids[0, :-1], name)
@@ -164,12 +166,12 @@ def largest_inputs(model: GPT, row: np.ndarray, name: str) -> tuple[float, float
     return max(found, key=lambda one: one[1])
 
 
-def figures(losses: np.ndarray, n_bytes: np.ndarray) -> list[float]:
+def perplexity_and_bits(losses: np.ndarray, n_bytes: np.ndarray) -> list[float]:
     """Return the perplexity per token and the bits per byte."""
     return [round(perplexity(losses), 4), round(bits_per_byte(losses, n_bytes), 5)]
 
 
-def survey(loaded: Pretrained, settings: Settings) -> dict[str, Any]:
+def survey_outliers(loaded: Pretrained, settings: Settings) -> dict[str, Any]:
     """Return the outliers of the model's weights, and which tokens are massive in many texts.
 
     Returns:
@@ -180,7 +182,7 @@ def survey(loaded: Pretrained, settings: Settings) -> dict[str, Any]:
     result: dict[str, Any] = {"weights": weight_outliers(loaded.model), "texts": {}}
     for name in TEXTS:
         ids = windows(loaded.tokeniser, text_of(name, "test"), settings.survey, settings.tokens).ids[:, :-1]
-        inside = look_inside(loaded.model, ids)
+        inside = measure_outliers(loaded.model, ids)
         firsts = [number for number, place, _ in inside.tokens if place == 0]
         others = [(place, loaded.tokeniser.decode([token])) for _, place, token in inside.tokens if place]
         result["texts"][name] = {
@@ -199,7 +201,7 @@ def first_token_effects(loaded: Pretrained, settings: Settings) -> dict[str, lis
     found = {}
     for token in BEGINNINGS:
         ids = loaded.tokeniser.encode(token, add_special_tokens=False)[:1]
-        inside = look_inside(loaded.model, np.array([[*ids, *text[:-1]]]))
+        inside = measure_outliers(loaded.model, np.array([[*ids, *text[:-1]]]))
         found[token] = [round(float(inside.largest_first.max()), 1), round(float(inside.first.mean()), 4)]
     return found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.quiet_attention.int8_simulation import MORE_WAYS, WAYS
+from experiments.quiet_attention.int8_simulation import MORE_ROUNDINGS, ROUNDINGS
 from experiments.quiet_attention.pretrained import Settings, maps
 from experiments.shared.figures import drawing
 from experiments.shared.language_models import TEXTS
@@ -41,18 +41,18 @@ def report(settings: Settings, results: dict[str, Any]) -> None:
 def tables(results: dict[str, Any], groups: Groups) -> dict[str, str]:
     """Return all tables by title."""
     before = results["before"]
-    untaught = {title: some for title, some in groups.items() if not some[0]["variant"]["method"]}
+    untrained = {title: some for title, some in groups.items() if not some[0]["variant"]["method"]}
     return {
-        "Where attention goes, as it is": sink_table(before),
-        "What begins a text": beginning_table(before),
+        "Attention sinks of the original model": sink_table(before),
+        "First tokens": first_token_table(before),
         "Outliers of the weights": weight_table(before),
-        "Perplexity a token": perplexity_table(groups),
-        "Inside": inside_table(groups),
-        "8 bits: perplexity is multiplied by": eight_bits_table(groups, list(WAYS)),
-        "8 bits, models as they are": eight_bits_table(untaught, [*MORE_WAYS]),
-        "8 bits, one kind of input alone, a scale a tensor": place_table(results["places"]),
-        "Nats a token that softmax1 adds, untrained": position_table(results["positions"]),
-        "8 bits: perplexity itself, weights and activations, a scale a tensor": rounded_perplexities(groups),
+        "Perplexity per token": perplexity_table(groups),
+        "Inside": outlier_table(groups),
+        "8 bits: perplexity is multiplied by": eight_bits_table(groups, list(ROUNDINGS)),
+        "8 bits, models without training": eight_bits_table(untrained, [*MORE_ROUNDINGS]),
+        "8 bits, one kind of input only, per-tensor scale": input_table(results["places"]),
+        "Added loss of softmax1 without training, nats per token": position_table(results["positions"]),
+        "8 bits: perplexity, weights and activations, per-tensor scale": rounded_perplexities(groups),
         "What the sinks learned": learned_sinks(groups),
         "Seconds": time_table(groups),
     }
@@ -99,15 +99,15 @@ def sink_table(before: Result) -> str:
         "highest head",
         "heads above 50%",
     ]
-    return markdown([*titles, "first token is massive, % of texts", "others that are"], rows)
+    return markdown([*titles, "first token is massive, % of texts", "other tokens that are massive, %"], rows)
 
 
-def beginning_table(before: Result) -> str:
+def first_token_table(before: Result) -> str:
     """Return the table of first tokens."""
     rows = [
         [f"`{token!r}`", f"{size:,.0f}", f"{100 * share:.0f}"] for token, (size, share) in before["beginnings"].items()
     ]
-    return markdown(["first token", "largest value of the stream there", "% of weight that it gets"], rows)
+    return markdown(["first token", "largest residual-stream value there", "attention weight, %"], rows)
 
 
 def weight_table(before: Result) -> str:
@@ -134,20 +134,20 @@ def perplexity_table(groups: Groups) -> str:
         cells = [cell(of(some, "texts", name, "all", 0)) for name in TEXTS]
         bits = np.mean([of(some, "texts", name, "all", 1) for name in TEXTS], axis=0)
         rows.append([title, *cells, cell(bits, 4)])
-    return markdown(["", *TEXTS, "bits a byte, mean of texts"], rows)
+    return markdown(["", *TEXTS, "bits per byte, mean of texts"], rows)
 
 
 INSIDE: dict[str, tuple[Callable[[Result], float], int]] = {
     "% to the first token": (lambda inside: 100 * float(np.mean(inside["first"])), 1),
-    "% to nothing": (lambda inside: 100 * float(np.mean(inside["nothing"])), 1),
+    "unassigned weight, %": (lambda inside: 100 * float(np.mean(inside["nothing"])), 1),
     "largest value, first token": (lambda inside: max(inside["largest_first"]), 0),
     "largest value, other tokens": (lambda inside: max(inside["largest_later"]), 0),
     "kurtosis of the stream": (lambda inside: float(np.median(inside["kurtosis"])), 0),
-    "the same without massive tokens": (lambda inside: float(np.median(inside["later_kurtosis"])), 0),
+    "kurtosis without massive tokens": (lambda inside: float(np.median(inside["later_kurtosis"])), 0),
 }
 
 
-def inside_table(groups: Groups) -> str:
+def outlier_table(groups: Groups) -> str:
     """Return the table of sinks and outliers: fractions are means of heads, values the largest of layers."""
     rows = []
     for title, some in groups.items():
@@ -156,26 +156,32 @@ def inside_table(groups: Groups) -> str:
     return markdown(["", *INSIDE], rows)
 
 
-def perplexity_ratio(result: Result, way: str) -> float:
+def perplexity_ratio(result: Result, rounding: str) -> float:
     """Return the ratio of perplexities with and without rounding, the geometric mean of the texts."""
-    logs = [math.log(found[way][0] / found["same pieces"][0]) for found in result["texts"].values()]
+    logs = [math.log(found[rounding][0] / found["same pieces"][0]) for found in result["texts"].values()]
     return math.exp(float(np.mean(logs)))
 
 
-def eight_bits_table(groups: Groups, ways: Sequence[str]) -> str:
+def eight_bits_table(groups: Groups, roundings: Sequence[str]) -> str:
     """Return the table of the 8-bit perplexity ratios."""
-    return grid(groups, ways, lambda some, way: [perplexity_ratio(one, way) for one in some], 3)
+    columns = {rounding_label(rounding): rounding for rounding in roundings}
+    return grid(groups, columns, lambda some, rounding: [perplexity_ratio(one, rounding) for one in some], 3)
+
+
+def rounding_label(rounding: str) -> str:
+    """Return the label of a key of ROUNDINGS or MORE_ROUNDINGS."""
+    return rounding.replace("a scale a tensor", "per-tensor scale").replace("a scale a row", "per-row scale")
 
 
 def rounded_perplexities(groups: Groups) -> str:
     """Return the table of 8-bit perplexities by text."""
-    way = list(WAYS)[1]
-    return grid(groups, TEXTS, lambda some, name: of(some, "texts", name, way, 0))
+    rounding = list(ROUNDINGS)[1]
+    return grid(groups, TEXTS, lambda some, name: of(some, "texts", name, rounding, 0))
 
 
-def place_table(places: Result) -> str:
+def input_table(places: Result) -> str:
     """Return the table of the most sensitive matrix inputs."""
-    titles = ["input of", "perplexity times", "largest", "times the median token's", "in layer"]
+    titles = ["input of", "perplexity ratio", "largest", "ratio to the median token's", "in layer"]
     rows = [
         [name, f"{ratio:.3f}", f"{largest:,.0f}", f"{token_ratio:,.0f}", str(layer)]
         for name, (ratio, largest, token_ratio, layer) in places.items()
@@ -197,7 +203,7 @@ def learned_sinks(groups: Groups) -> str:
             sinks = np.array([one["sinks"] for one in some])
             figures = (sinks.min(axis=(1, 2)), np.median(sinks, axis=(1, 2)), sinks.max(axis=(1, 2)))
             rows.append([title, *(cell(figure) for figure in figures), cell((sinks > 0).mean(axis=(1, 2)), 0, 100)])
-    return markdown(["b of all heads", "lowest", "median", "highest", "% above 0"], rows)
+    return markdown(["sink logit b of all heads", "lowest", "median", "highest", "% above 0"], rows)
 
 
 def time_table(groups: Groups) -> str:
@@ -207,7 +213,7 @@ def time_table(groups: Groups) -> str:
         times = [[one["seconds"][what] for one in some] for what in ("teaching", "looking")]
         rows.append([title, *(cell(values, 0) for values in times)])
     total = sum(sum(one["seconds"].values()) for some in groups.values() for one in some)
-    return markdown(["", "teaching", "looking"], [*rows, ["all together", f"{total:,.0f}", ""]])
+    return markdown(["", "training", "measurement"], [*rows, ["total", f"{total:,.0f}", ""]])
 
 
 # -------------------------------------------------------------------- the picture
@@ -231,7 +237,7 @@ def draw(path: Path, groups: Groups, before: Result) -> None:
         stream.set(yscale="log", xlabel="layer", title="Largest value of the residual stream behind each block")
         stream.yaxis.set_major_formatter("{x:,.0f}")
         stream.legend(frameon=False, fontsize=8)
-        share.set(xlabel="layer", ylim=(0, None), title="Weight that goes to the first token, %, mean of heads")
+        share.set(xlabel="layer", ylim=(0, None), title="Attention weight on the first token, %, mean of heads")
         _draw_bars(bars, groups)
         for axes in (stream, share):
             axes.grid(alpha=0.25)
@@ -240,21 +246,28 @@ def draw(path: Path, groups: Groups, before: Result) -> None:
 def _draw_heads(figure: Any, axes: Any, before: Result) -> None:
     shares = np.mean([found["first_share"] for found in before["texts"].values()], axis=0)
     image = axes.imshow(100 * shares.T, aspect="auto", cmap="viridis", vmin=0)
-    axes.set(xlabel="layer", ylabel="head", title="Weight that goes to the first token, %, model as it is")
+    axes.set(xlabel="layer", ylabel="head", title="Attention weight on the first token, %, model as it is")
     figure.colorbar(image, ax=axes)
 
 
 def _draw_bars(axes: Any, groups: Groups) -> None:
-    ways = list(WAYS)[:3]
-    height = 0.8 / len(ways)
-    for i, way in enumerate(ways):
-        values = [[perplexity_ratio(one, way) for one in some] for some in groups.values()]
+    roundings = list(ROUNDINGS)[:3]
+    height = 0.8 / len(roundings)
+    for i, rounding in enumerate(roundings):
+        values = [[perplexity_ratio(one, rounding) for one in some] for some in groups.values()]
         places = np.arange(len(groups)) + i * height
-        axes.barh(places, [np.mean(value) - 1 for value in values], height, left=1, color=COLOURS[3 + i], label=way)
+        axes.barh(
+            places,
+            [np.mean(value) - 1 for value in values],
+            height,
+            left=1,
+            color=COLOURS[3 + i],
+            label=rounding_label(rounding),
+        )
         for place, value in zip(places, values):
             axes.plot(value, [place] * len(value), ".", color="black", markersize=4)
     axes.set_yticks(np.arange(len(groups)) + height, list(groups))
     axes.invert_yaxis()
-    axes.set(xlabel="times", title="8 bits: what perplexity is multiplied by")
+    axes.set(xlabel="ratio", title="Ratio of perplexities with and without 8-bit rounding")
     axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     axes.grid(alpha=0.25, axis="x")

@@ -30,8 +30,8 @@ def streams(row: Row, key: str) -> list[float]:
 
 # What is said of a run in one number.
 FIGURES: dict[str, tuple[Callable[[Row], float], int]] = {
-    "perplexity (a byte)": (lambda row: row["perplexity"], 3),
-    "bits a byte": (lambda row: row["bits_per_byte"], 3),
+    "perplexity per byte": (lambda row: row["perplexity"], 3),
+    "bits per byte": (lambda row: row["bits_per_byte"], 3),
     "kurtosis of weights, all matrices": (mean_of("weight_kurtosis", ".weights"), 2),
     "kurtosis of weights, q k v": (mean_of("weight_kurtosis", "qkv.weights"), 2),
     "kurtosis of weights, attention's projection": (mean_of("weight_kurtosis", "attention.projection.weights"), 2),
@@ -93,7 +93,7 @@ def draw(path: Path, runs: Runs) -> None:
     """Plot the measurements during training."""
     curves: dict[str, dict[str, Any]] = {}
     for name, (figure, _) in FIGURES.items():
-        if name != "bits a byte":
+        if name != "bits per byte":
             for variant, found in runs.items():
                 start = 1 if name.startswith("perplexity") else 0  # untrained, it is off any scale
                 steps = [row["step"] for row in found[0][start:]]

@@ -25,14 +25,14 @@ def main_table(runs: Runs) -> str:
     return markdown(["", "parameters", "seconds", "validation, %", "test, %"], rows)
 
 
-def hidden_table(runs: Runs) -> str:
+def masking_table(runs: Runs) -> str:
     """Return the table of answers that change when one word is masked, in percent."""
-    kinds = {"most looked at": "most", "at random": "random", "least looked at": "least"}
+    kinds = {"largest weight": "most", "random": "random", "smallest weight": "least"}
     names = [name for name in distinct(runs) if name in MODELS]
     return grid(names, kinds, lambda name, kind: of(select(runs, model=name), kind), 1, 100)
 
 
-def favourites_table(words: dict[str, list[tuple[str, float, int]]], n: int = 12) -> str:
+def top_words_table(words: dict[str, list[tuple[str, float, int]]], n: int = 12) -> str:
     """Return the table of words with the largest mean weight relative to uniform weights."""
     rows = []
     for i in range(min(n, min(map(len, words.values())))):
@@ -44,8 +44,8 @@ def tables(runs: Runs, words: dict[str, list[tuple[str, float, int]]]) -> dict[s
     """Return all tables by title."""
     return {
         "Accuracy": main_table(runs),
-        "Answers that change when one word is made unknown, in %": hidden_table(runs),
-        "Words most looked at, and how many times an even share they get": favourites_table(words),
+        "Answers that change when one word is masked, %": masking_table(runs),
+        "Words with the largest weights, relative to uniform weights": top_words_table(words),
     }
 
 
@@ -59,5 +59,7 @@ def draw(texts: list[str], problem: Problem, outcome: Outcome, runs: Runs, setti
     plot_folds(values, folder / "accuracy.png", "accuracy on the test fold, %", title, KIM)
     plot_training(runs, folder / "training.png")
     paint(folder / "words.png", problem.classes, spread(shown, 4))
-    write_page(folder / "pooling_weights.html", "Film reviews: what the models looked at", NOTE, problem.classes, shown)
+    write_page(
+        folder / "pooling_weights.html", "Film reviews: attention weights of the models", NOTE, problem.classes, shown
+    )
     return ["accuracy.png", "training.png", "words.png", "pooling_weights.html"]

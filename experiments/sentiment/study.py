@@ -64,10 +64,10 @@ def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:
     """Return a record for each model and fold, and all predictions."""
     right = lambda logits, parts: {"test": shared.loss_and_accuracy(logits, parts.test.labels)[1]}
     bayes = lambda parts: {name: shared.naive_bayes(problem, parts, most) for name, most in BAYES.items()}
-    return shared.cross_validate(problem, settings, RECIPES, changed, right, bayes)
+    return shared.cross_validate(problem, settings, RECIPES, changed_answers, right, bayes)
 
 
-def changed(model: Classifier, parts: Parts, predicted: Predicted, key: tuple[int, ...]) -> dict[str, float]:
+def changed_answers(model: Classifier, parts: Parts, predicted: Predicted, key: tuple[int, ...]) -> dict[str, float]:
     """Return the fraction of changed answers if one word is masked: of the largest or least weight, or random."""
     answers, generator = predicted.logits.argmax(axis=1), np.random.default_rng((PLACES, *key))
     places = {

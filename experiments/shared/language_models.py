@@ -174,6 +174,6 @@ def bits_per_byte(losses: np.ndarray, n_bytes: np.ndarray) -> float:
     """Return the total loss in bits divided by the number of bytes, independent of the vocabulary.
 
     Args:
-        losses: nats a token. n_bytes: that the same tokens stand for.
+        losses: nats per token. n_bytes: that the same tokens stand for.
     """
     return float(losses.sum(dtype=np.float64)) / math.log(2) / max(1, int(n_bytes.sum()))

@@ -81,7 +81,7 @@ def main() -> int:
     save(settings.file, settings, torch=torch.__version__, result=result)
     for name, bits in sorted({**result["compressed"], "PyTorch": result["bits"]}.items(), key=lambda item: -item[1]):
         print(f"  {name:<12}{bits:6.3f}")
-    speed = f"{result['steps']} steps, {result['tokens_per_second']:,} tokens a second"
+    speed = f"{result['steps']} steps, {result['tokens_per_second']:,} tokens per second"
     print(f"{speed}, {result['parameters']:,} parameters, {result['minutes']:.2f} minutes in all")
     print(settings.file)
     return 0
@@ -174,7 +174,7 @@ class Trainer:
         return total
 
 
-class Scored:
+class EvaluationAdapter:
     """A model of PyTorch as `tricycle.evaluation.evaluate` takes one."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -210,8 +210,8 @@ def measure(settings: Settings, started: float) -> dict[str, Any]:
     """Train until the minutes since `started` are over, but for the time of the measurement at the end.
 
     Returns:
-        "bits" (a byte of the text that was scored), "loss", "steps", "tokens_per_second", "parameters", "minutes" (of
-        everything), "training_minutes", and "compressed": bits a byte of others.
+        "bits" (per byte of the scored text), "loss", "steps", "tokens_per_second", "parameters", "minutes" (of
+        everything), "training_minutes", and "compressed": bits per byte of standard compressors.
     """
     config = settings.config
     corpus = load(settings.data, settings.part, config.vocab_size, settings.files)
@@ -232,7 +232,7 @@ def measure(settings: Settings, started: float) -> dict[str, Any]:
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             bar.update()
     trained = time.perf_counter() - begun
-    scored: Any = Scored(trainer)
+    scored: Any = EvaluationAdapter(trainer)
     loss, _ = evaluate(scored, text.tokens, config.batch_size, stride=max(1, config.context_window // OVERLAP))
     return {
         "bits": text.bits_per_byte(loss),

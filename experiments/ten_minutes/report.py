@@ -54,7 +54,7 @@ def format_signed(values: Sequence[float]) -> str:
 def table(trials: Runs) -> str:
     """Return the table of variants."""
     by_name = by_variant(trials)
-    titles = ["", "bits a byte", "against the recipe", "seeds", "parameters", "updates", "tokens a second"]
+    titles = ["", "bits per byte", "change from the recipe", "seeds", "parameters", "updates", "tokens per second"]
     rows = []
     for name, runs in by_name.items():
         bits = cell(of(runs, "bits"), 3)
@@ -70,7 +70,7 @@ def table(trials: Runs) -> str:
 
 def baseline_table(baselines: Sequence[dict[str, Any]]) -> str:
     """Return the table of PyTorch baselines."""
-    titles = ["PyTorch", "text", "bits a byte", "parameters", "updates", "tokens a second", "minutes"]
+    titles = ["PyTorch", "text", "bits per byte", "parameters", "updates", "tokens per second", "minutes"]
     rows = []
     for run in baselines:
         settings, result = run["settings"], run["result"]
@@ -82,9 +82,9 @@ def baseline_table(baselines: Sequence[dict[str, Any]]) -> str:
     return markdown(titles, rows)
 
 
-def parses_table(rows: Sequence[dict[str, Any]]) -> str:
+def syntax_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of the fractions of complete functions and of all that parse."""
-    titles = ["prompt", "temperature", "functions", "distinct", "ended", "of these parse, %", "of all, %"]
+    titles = ["prompt", "temperature", "functions", "distinct", "ended", "parsed, % of complete", "of all, %"]
     lines = []
     for row in rows:
         share, of_all = (100 * row["parsed"] / max(1, row[key]) for key in ("finished", "samples"))
@@ -99,13 +99,13 @@ def tables(folder: Path) -> dict[str, str]:
     if trials := trials_in(folder):
         settings = read(folder / "results.json")["settings"]
         text = f"{settings['data']}, {settings['part']} text; {compressors(trials)}"
-        titled[f"{settings['config']['minutes']:g} processor minutes each ({text})"] = table(trials)
+        titled[f"{settings['config']['minutes']:g} CPU minutes each ({text})"] = table(trials)
     if baselines := [read(path) for path in sorted(folder.glob("pytorch-*.json"))]:
         titled["PyTorch"] = baseline_table(baselines)
     for path in sorted(folder.glob("parses*.json")):
         parsed = read(path)
         sampling = ", ".join(f"{name} {parsed['settings'][name]}" for name in ("min_p", "no_repeat_ngram_size"))
-        titled[f"Functions that parse ({path.stem}: {sampling})"] = parses_table(parsed["rows"])
+        titled[f"Functions that parse ({path.stem}: {sampling})"] = syntax_table(parsed["rows"])
     return titled
 
 
@@ -143,6 +143,6 @@ def plot(trials: Runs, path: Path) -> None:
         axes.set_yticks(places, list(values), fontsize=8)
         axes.margins(x=0.12)
         mean = np.mean([run["bits"] for run in recipe])
-        axes.set(xlabel="bits a byte lost (positive) or gained", ylim=(len(values) - 0.4, -0.6))
-        axes.set_title(f"One lever at a time, against the recipe's {mean:.3f} bits a byte", fontsize=11)
+        axes.set(xlabel="change of the loss, bits per byte", ylim=(len(values) - 0.4, -0.6))
+        axes.set_title(f"Ablations of the recipe ({mean:.3f} bits per byte)", fontsize=11)
         axes.grid(alpha=0.25, axis="x")

@@ -21,7 +21,7 @@ from tricycle.configs import PRESETS, GPTConfig
 
 ONE_THREAD = dict.fromkeys("TRICYCLE_NUM_THREADS OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS".split(), "1")
 ROOT = Path(__file__).resolve().parents[2]
-BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:.1f}/{total:.1f} processor minutes [{elapsed}<{remaining}]"
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:.1f}/{total:.1f} CPU minutes [{elapsed}<{remaining}]"
 # All else in a config is the recipe.
 PASSING = {"seed", "minutes", "steps", "eval_interval", "eval_batches", "sample_interval"}
 
@@ -146,7 +146,7 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
                     bar.write(failures[-1])
                     continue
                 record.add({**about, **result})
-                bar.write(f"{title}: {result['bits']:.4f} bits a byte")
+                bar.write(f"{title}: {result['bits']:.4f} bits per byte")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from experiments.shared.program import check_minimum
 from experiments.shared.results import save
 from experiments.shared.texts import python_files, python_root
-from experiments.ten_minutes.report import parses_table
+from experiments.ten_minutes.report import syntax_table
 from tricycle.checkpoint import load_checkpoint
 from tricycle.decoding.batch import GenerationBatch
 from tricycle.decoding.penalties import PenalizedSamplingParams
@@ -70,7 +70,7 @@ def main() -> int:
     if tokeniser is None:
         raise ValueError(f"{path}: expected a checkpoint with its tokeniser, got none")
     rows = measure(model, tokeniser, settings)
-    print(f"\n{parses_table(rows)}")
+    print(f"\n{syntax_table(rows)}")
     output = settings.output or path.parent / "parses.json"
     save(output, settings, rows=rows)
     print(f"\n{output}")

@@ -53,7 +53,7 @@ class Norm(nn.Module):
         return F.rms_norm(x, self.size, self.gain, eps=EPS)
 
 
-class Shift(nn.Module):
+class TokenShift(nn.Module):
     """x_t + mix * x_(t-1)."""
 
     def __init__(self, size: int) -> None:
@@ -86,7 +86,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config, size = config, config.embedding_dim
-        self.shift = Shift(size) if getattr(config, "token_shift", False) else None
+        self.shift = TokenShift(size) if getattr(config, "token_shift", False) else None
         self.qkv = Dense(size, 3 * size, config.bias)
         self.key_shift = KeyShift(config.n_heads, size // config.n_heads) if config.key_shift else None
         self.projection = Dense(size, size, config.bias)
@@ -97,7 +97,7 @@ class Attention(nn.Module):
             self.register_buffer("cos", angles.cos().float(), persistent=False)
             self.register_buffer("sin", angles.sin().float(), persistent=False)
 
-    def turn(self, x: torch.Tensor) -> torch.Tensor:
+    def apply_rope(self, x: torch.Tensor) -> torch.Tensor:
         """Apply RoPE to x (B, H, T, D): channels i and i + R/2 of the first R form a pair."""
         cos, sin = (table[: x.shape[-2]] for table in (self.cos, self.sin))
         half = cos.shape[-1]
@@ -115,7 +115,7 @@ class Attention(nn.Module):
         if self.config.qk_norm:
             q, k = (F.rms_norm(heads, heads.shape[-1:], eps=QK_EPS) for heads in (q, k))
         if self.config.positions == "rotary":
-            q, k = self.turn(q).to(v.dtype), self.turn(k).to(v.dtype)
+            q, k = self.apply_rope(q).to(v.dtype), self.apply_rope(k).to(v.dtype)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.config.score_scale or None)
         return F.dropout(self.projection(mixed.transpose(1, 2).reshape(x.shape)), self.config.dropout, self.training)
 
@@ -160,7 +160,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Table(nn.Module):
+class EmbeddingTable(nn.Module):
     """An embedding table."""
 
     def __init__(self, n: int, size: int) -> None:
@@ -180,8 +180,8 @@ class TorchGPT(nn.Module):
         if config.softmax != "softmax":
             raise ValueError(f"TorchGPT: expected softmax to be softmax, got {config.softmax}")
         self.config, size = config, config.embedding_dim
-        self.token_embedding = Table(config.vocab_size, size)
-        self.position_embedding = Table(config.context_window, size) if config.positions == "learned" else None
+        self.token_embedding = EmbeddingTable(config.vocab_size, size)
+        self.position_embedding = EmbeddingTable(config.context_window, size) if config.positions == "learned" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = Norm(config)
         self.head = None if config.tied else Dense(size, config.vocab_size, False)

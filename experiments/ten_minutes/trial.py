@@ -34,8 +34,9 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
         say: called with the seconds used now and then.
 
     Returns:
-        "bits" (a byte of the text that was scored), "loss" (nats a token), "train_bits" (of the last tenth of the
-        updates), "steps", "tokens_per_second", "seconds" (used), "parameters", and "compressed": bits a byte of others.
+        "bits" (per byte of the scored text), "loss" (nats per token), "train_bits" (of the last tenth of the
+        updates), "steps", "tokens_per_second", "seconds" (used), "parameters", and "compressed": bits per byte of
+        standard compressors.
     """
     import numpy as np  # after the cores are chosen
 

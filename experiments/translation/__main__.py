@@ -23,14 +23,14 @@ import numpy as np
 from experiments.shared.program import check_choices, check_minimum, flag, print_tables
 from experiments.shared.results import about, rounded, write_json
 from experiments.translation import report
-from experiments.translation.alignment import SHOWN, align
+from experiments.translation.alignment import SHOWN, translate_with_attention
 from experiments.translation.study import (
     CONTEXT_WINDOW,
     RECIPES,
     Pairs,
-    Plan,
     Recipe,
     Training,
+    TrainingSettings,
     bleu,
     bleu_metric,
     mean_loss,
@@ -48,7 +48,7 @@ RANGES = ((1, 8), (9, 10), (11, 12), (13, 15), (16, 19), (20, 99))  # words of a
 
 
 @dataclass(frozen=True)
-class Settings(Plan):
+class Settings(TrainingSettings):
     """What is not given here is in RECIPES, for each model."""
 
     model: str = "all"  # fixed, bahdanau, luong, transformer or all
@@ -145,7 +145,9 @@ def load_data(settings: Settings) -> tuple[Pairs, Pairs, list[tuple[str, str]]]:
 
 def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list[tuple[str, str]]) -> None:
     """Train one model, and write its results."""
-    plan = Plan(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(Plan)})
+    plan = TrainingSettings(
+        **{field.name: getattr(settings, field.name) for field in dataclasses.fields(TrainingSettings)}
+    )
     plan = dataclasses.replace(plan, minutes=0.0) if settings.steps else plan
     clock = time.process_time if settings.processor_time else time.perf_counter
     training = Training(name, recipe_of(settings, name), plan, pairs, held_out, clock)
@@ -162,7 +164,7 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
         greedy = translate(model, pairs.vocabulary, sources)
         beam = translate(model, pairs.vocabulary, sources, settings.beam, settings.length_penalty)
         shown = [held_out.texts[i][0] for i in SHOWN if i < len(held_out)]
-        alignments = [align(model, pairs.vocabulary, sentence, settings.beam) for sentence in shown]
+        alignments = [translate_with_attention(model, pairs.vocabulary, sentence, settings.beam) for sentence in shown]
     score, signature = bleu(beam, references)
     result = {
         "settings": {key: value for key, value in vars(settings).items() if key not in NOT_OF_A_RUN},

@@ -12,7 +12,9 @@ from tricycle_lab.probe import Probe
 SHOWN = (867, 774, 504)
 
 
-def align(model: EncoderDecoder, vocabulary: Vocabulary, sentence: str, beam_size: int = 5) -> dict[str, Any]:
+def translate_with_attention(
+    model: EncoderDecoder, vocabulary: Vocabulary, sentence: str, beam_size: int = 5
+) -> dict[str, Any]:
     """Return a translation with the attention weights of each token.
 
     Returns:

@@ -96,7 +96,10 @@ def draw(runs: dict[tuple[str, str], list[Run]], folder: Path) -> list[str]:
 
 
 def _curves(chosen: dict[str, list[Run]]) -> dict[str, Any]:
-    panels = {"validation_loss": "validation loss, nats a token", "bleu": "BLEU of part of the validation data, greedy"}
+    panels = {
+        "validation_loss": "validation loss, nats per token",
+        "bleu": "BLEU of part of the validation data, greedy",
+    }
     curves: dict[str, Any] = {title: {} for title in panels.values()}
     for name, of_model in chosen.items():
         n = min(len(run["curve"]) for run in of_model)
@@ -130,8 +133,8 @@ def plot_alignments(runs: dict[str, Run], path: Path) -> None:
                 axes.set_xticks(range(len(shown["source"])), _labels(shown["source"]), rotation=90, fontsize=8)
                 axes.set_yticks(range(len(shown["target"])), _labels(shown["target"]), fontsize=8)
                 axes.set_title(name if layer == "attention" else f"{name}, {layer}, mean of heads", fontsize=10)
-        figure.supxlabel("English: what is attended to", fontsize=10)
-        figure.supylabel("translation: what is being said", fontsize=10)
+        figure.supxlabel("source (English)", fontsize=10)
+        figure.supylabel("translation", fontsize=10)
         figure.colorbar(image, ax=grid, label="attention weight", shrink=0.5, aspect=40)
 
 

@@ -116,7 +116,7 @@ def new_model(name: str, recipe: Recipe, n_vocab: int, generator: np.random.Gene
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingSettings:
     """How to train, whatever the model. With the flags of the study their help and defaults."""
 
     minutes: float = 25.0  # of training for each model, by the clock; the learning rate falls to 0 in that time
@@ -141,7 +141,7 @@ class Training:
         self,
         name: str,
         recipe: Recipe,
-        plan: Plan,
+        plan: TrainingSettings,
         pairs: Pairs,
         held_out: Pairs,
         clock: Callable[[], float] = time.perf_counter,

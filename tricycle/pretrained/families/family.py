@@ -121,7 +121,7 @@ class TensorMapping:
 
     def is_transposed(self, name: str) -> bool:
         """Return whether a parameter (in, out) is (out, in) in the checkpoint."""
-        role = role_of(self.parameters[name])
+        role = declared_role(self.parameters[name])
         return role == "head" or (role == "matrix" and not self.family.fan_in_fan_out)
 
     def is_interleaved(self, name: str) -> bool:
@@ -155,8 +155,8 @@ class TensorMapping:
         return np.moveaxis(ours, (-2, -3, -1), (0, 1, 2)), theirs
 
 
-def role_of(parameter: Tensor) -> str | None:
-    """Return the role of a parameter, one of `tensor.ROLES`; None for other tensors."""
+def declared_role(parameter: Tensor) -> str | None:
+    """Return the role that a `Parameter` was created with, one of `tensor.ROLES`; None for other tensors."""
     return parameter.role if isinstance(parameter, Parameter) else None
 
 
@@ -186,9 +186,9 @@ def load_weights(model: Layer, family: Family, source: StoredModel, weights: str
         if kind == "blocks":
             read = [tensor.read_blocks() for tensor in theirs if tensor.read_blocks is not None]
             values, scales = (parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*read))
-            parameter.array = QuantizedMatrix(values, scales, role_of(parameter) != "embedding")
+            parameter.array = QuantizedMatrix(values, scales, declared_role(parameter) != "embedding")
         elif kind == "float32":
-            if role_of(parameter) in ("matrix", "head"):
+            if declared_role(parameter) in ("matrix", "head"):
                 # Decoding reads this order fastest: see `weights.set_memory_order`.
                 parameter.array = np.empty(parameter.shape, np.float32, order="F")
             _copy_tensors(mapping, name, hf_tensors, theirs, parameter.array)
@@ -199,7 +199,7 @@ def load_weights(model: Layer, family: Family, source: StoredModel, weights: str
 
 def _storage_format(mapping: TensorMapping, name: str, theirs: list[StoredTensor], weights: str) -> str:
     """Return how to store a parameter: "float32", a dtype of `QuantizedMatrix`, or "blocks" for Q8_0 as in the file."""
-    if weights == "float32" or role_of(mapping.parameters[name]) not in QUANTIZED_ROLES:
+    if weights == "float32" or declared_role(mapping.parameters[name]) not in QUANTIZED_ROLES:
         return "float32"
     if (
         weights in ("stored", "int8")
@@ -228,7 +228,7 @@ def _read_quantized(
 ) -> QuantizedMatrix:
     """Return a parameter as a quantized matrix of a dtype; int8 is computed from float32, 16 bits are copied."""
     # A QuantizedMatrix is stored transposed, except for an embedding.
-    transposed = role_of(mapping.parameters[name]) != "embedding"
+    transposed = declared_role(mapping.parameters[name]) != "embedding"
     shape = mapping.parameters[name].shape
     rows = np.empty(shape[::-1] if transposed else shape, np.float32 if kind == "int8" else quantized_dtype(kind))
     with np.errstate(over="ignore"):
