@@ -1,1 +1,1 @@
-"""Training is killed, starved and lied to, and must end as if nothing had happened. See docs/reliability.md."""
+"""Fault-injection tests: training with kills, disk faults and NaN must give the results of a run without faults."""

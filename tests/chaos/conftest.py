@@ -1,16 +1,16 @@
-"""What the tests of one file share: a bench, and on it a run that is left alone."""
+"""Fixtures: a workspace for each test file, and its uninterrupted reference run."""
 
 import pytest
 
-from .runs import Bench, Case
+from .runs import TrainingRun, Workspace
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("chaos"))
+def workspace(tmp_path_factory) -> Workspace:
+    return Workspace(tmp_path_factory.mktemp("chaos"))
 
 
 @pytest.fixture(scope="module")
-def whole(bench) -> Case:
-    """It has not begun."""
-    return bench.case("whole")
+def reference(workspace) -> TrainingRun:
+    """Return the reference run, which is not started yet."""
+    return workspace.new_run("reference")

@@ -1,15 +1,15 @@
-"""Disks that fail: every call of a training that writes is failed, and every moment of it has a power cut.
+"""Disk faults and power cuts: inject a fault into every writing call of a training run, and cut power after each.
 
-python -m tests.chaos.disks --seed 0      all of it, in about a quarter of an hour on two cores
-python -m tests.chaos.disks --short       a sample of it
+python -m tests.chaos.disks --seed 0      all trials, about 15 minutes on two cores
+python -m tests.chaos.disks --short       a sample of the trials
 
-1. Faults. A run is made whose calls that write (opening, writing, syncing, renaming, ...) are counted. Then it is made
-   again and again, and each time another call fails in another way. Each must end in an ordinary way (status 0, or 1
-   and one line), leave whole files, and go on to the end that a run left alone has.
-2. Power cuts. The calls are recorded with their data, and what a disk may hold after the first of them, the first two
-   and so on is laid out in new folders: what was not synced may be there, or not, or in parts, and names may come in
-   another order (Pillai et al. 2014, "All File Systems Are Not Created Equal", section 3). From each of them a run must
-   go on to the same end, and no checkpoint that was saved may be gone.
+1. Faults. The writing calls of a run (open, write, sync, rename, ...) are counted. Then the run is repeated for each
+   call and each kind of fault. Each run must exit with status 0, or with 1 and one line, leave undamaged files, and
+   give the results of an uninterrupted run after it is resumed.
+2. Power cuts. The calls are recorded with their data. For each prefix of the calls, possible disk contents are written
+   to new folders: data that was not synced may be complete, missing or partial, and names may change in another order
+   (Pillai et al. 2014, "All File Systems Are Not Created Equal", section 3). From each of them a resumed run must give
+   the same results, and no saved checkpoint may be lost.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from typing import Any
 from tricycle.checkpoint import load_checkpoint
 from tricycle.system.files import atomic_write
 
-from .runs import Bench, Case, Outcome, differences
+from .runs import Outcome, TrainingRun, Workspace, differences
 
-# The ways in which each kind of call fails.
+# The faults of each kind of call.
 ERRORS = ("ENOSPC", "EIO", "EROFS")
-WAYS = {
+EFFECTS = {
     "create": ERRORS,
     "open": ERRORS,
     "write": (*ERRORS, "short", "half"),
@@ -60,64 +60,64 @@ WAYS = {
     "rmdir": ("EIO",),
     "close": ("EIO", "ENOSPC"),
 }
-NEED_ROOM = ("create", "write", "mkdir")
-N_PAUSED = 3  # calls that find no room before there is some again
+ALLOCATING_CALLS = ("create", "write", "mkdir")
+N_PAUSED_CALLS = 3  # calls that fail before there is space again
 IMPORTED = (
     "matplotlib.backends.backend_agg matplotlib.figure tqdm tyro tricycle_cli.train tricycle_datasets.text".split()
 )
 # A small checkpoint is written in few calls.
 SMALL = "--embedding-dim 8 --n-layers 1 --n-heads 1 --vocab-size 272 --context-window 16 --eval-batches 2".split()
-MAX_BUFFERED_LINES = 3  # of metrics, so that they are written in the middle of a short run too
+MAX_BUFFERED_LINES = 3  # of metrics, so that a short run writes them before its end, too
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What befalls one call, counted from 0.
+    """A fault of one call, counted from 0.
 
     Attributes:
-        way: the name of an error; "short": half is written, then there is no room; "half": half is written, and all
-            is well; "full": from here on there is no room; "pause": for some calls there is none.
+        effect: the name of an error; "short": half is written, then the disk is full; "half": half is written, without
+            an error; "full": the disk is full from this call on; "pause": it is full for some calls.
     """
 
     call: int
-    way: str
+    effect: str
 
 
 # -------------------------------------------------------------------- the wrapper
-class Disk:
-    """Counts, records and fails the calls of this process that write below a folder.
+class FaultInjector:
+    """Counts and records the calls of this process that write below a folder, and makes one of them fail.
 
     Attributes:
         calls: (kind, path) of each, the path from the folder.
-        log: what each did, with its data, for `FileSystem`.
-        unseen: what Python itself says was opened, renamed or removed there past this wrapper.
+        log: each call with its data, for `FileSystem`.
+        unintercepted: audit events of writes in the folder that bypassed this wrapper.
     """
 
     def __init__(self, folder: Path, fault: Fault | None = None, record: bool = False) -> None:
         self.folder, self.fault, self.record = os.path.realpath(folder), fault, record
         self.calls: list[tuple[str, str]] = []
         self.log: list[tuple[Any, ...]] = []
-        self.unseen: list[str] = []
+        self.unintercepted: list[str] = []
         self._inside = False
-        self._cut: set[int] = set()  # files whose next write finds no room
+        self._cut: set[int] = set()  # files whose next write fails with ENOSPC
         self._inodes: dict[str, int] = {}
         self._files: dict[int, int] = {}  # file descriptors and their inodes
         self._next = 0
 
     def install(self) -> None:
-        """For the rest of this process."""
-        self._usual = {name: getattr(os, name) for name in OS_CALLS}
+        """Replace the functions of `os` and `io` for the rest of this process."""
+        self._originals = {name: getattr(os, name) for name in OS_CALLS}
         self._open = io.open
         for place in sorted(Path(self.folder).rglob("*")):
             if place.is_file():
                 self._new_inode(str(place))
-        builtins.open = io.open = self._opened  # type: ignore[assignment]
+        builtins.open = io.open = self._io_open  # type: ignore[assignment]
         for name in OS_CALLS:
             setattr(os, name, getattr(self, f"_os_{name}"))
         sys.addaudithook(self._audit)
 
-    def mark(self, *what: Any) -> None:
-        """Put something into the log that is no call."""
+    def log_event(self, *what: Any) -> None:
+        """Add an event to the log that is not a call."""
         self.log.append(what)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
@@ -125,7 +125,7 @@ class Disk:
             return
         reads = event == "open" and not (isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
         if not reads and isinstance(args[0], (str, os.PathLike)) and self._watches(args[0]):
-            self.unseen.append(f"{event} {args[0]}\n{''.join(traceback.format_stack()[-6:])}")
+            self.unintercepted.append(f"{event} {args[0]}\n{''.join(traceback.format_stack()[-6:])}")
 
     def _watches(self, path: Any, dir_fd: int | None = None) -> bool:
         return self._path(path, dir_fd).startswith(self.folder + os.sep)
@@ -141,14 +141,14 @@ class Disk:
         self._next += 1
         return self._inodes[path]
 
-    def call(self, kind: str, path: str, act: Callable[[], Any], *event: Any) -> Any:
-        """Do it, unless it is to fail."""
+    def call(self, kind: str, path: str, action: Callable[[], Any], *event: Any) -> Any:
+        """Count and log a call, and run it unless it must fail."""
         number = len(self.calls)
         self.calls.append((kind, os.path.relpath(path, self.folder)))
         self._fail(kind, number, path)
         before, self._inside = self._inside, True
         try:
-            result = act()
+            result = action()
         finally:
             self._inside = before
         if self.record and event:
@@ -159,15 +159,15 @@ class Disk:
         fault = self.fault
         if fault is None or number < fault.call:
             return
-        lasting = fault.way == "full" or (fault.way == "pause" and number < fault.call + N_PAUSED)
-        if lasting and kind in NEED_ROOM:
+        lasting = fault.effect == "full" or (fault.effect == "pause" and number < fault.call + N_PAUSED_CALLS)
+        if lasting and kind in ALLOCATING_CALLS:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *([path] if kind != "write" else []))
-        if number == fault.call and hasattr(errno, fault.way) and kind != "close":
-            value = getattr(errno, fault.way)
+        if number == fault.call and hasattr(errno, fault.effect) and kind != "close":
+            value = getattr(errno, fault.effect)
             raise OSError(value, os.strerror(value), *([path] if kind not in ("write", "sync", "sync folder") else []))
 
     # ---------------------------------------------------------------- files
-    def _opened(self, file: Any, mode: str = "r", buffering: int = -1, *args: Any, **how: Any) -> Any:
+    def _io_open(self, file: Any, mode: str = "r", buffering: int = -1, *args: Any, **how: Any) -> Any:
         if isinstance(file, int) or not set(mode) & set("wax+") or not self._watches(file):
             return self._open(file, mode, buffering, *args, **how)
         raw = _Raw(self, self._path(file), mode)
@@ -176,97 +176,97 @@ class Disk:
         buffer = (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw)  # type: ignore[arg-type]
         return buffer if "b" in mode else io.TextIOWrapper(buffer, *args, **how)
 
-    def opening(self, path: str, mode: str, act: Callable[[], Any]) -> int:
-        """Open a file with `act`; returns its inode."""
+    def open_file(self, path: str, mode: str, action: Callable[[], Any]) -> int:
+        """Open a file with `action`, and return its inode."""
         if not os.path.exists(path):
-            self.call("create", path, act, "create", path, self._next)
+            self.call("create", path, action, "create", path, self._next)
             return self._new_inode(path)
         inode = self._inodes[path]
-        self.call("open", path, act, *(("truncate", inode, 0) if "w" in mode else ()))
+        self.call("open", path, action, *(("truncate", inode, 0) if "w" in mode else ()))
         return inode
 
-    def writing(self, path: str, inode: int, offset: int, data: bytes, act: Callable[[bytes], int]) -> int:
-        """Write with `act`; returns how many bytes were."""
+    def write_data(self, path: str, inode: int, offset: int, data: bytes, action: Callable[[bytes], int]) -> int:
+        """Write with `action`, and return the number of written bytes."""
         fault, number = self.fault, len(self.calls)
         if inode in self._cut:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if fault is not None and fault.call == number and fault.way in ("short", "half") and len(data) > 1:
+        if fault is not None and fault.call == number and fault.effect in ("short", "half") and len(data) > 1:
             data = data[: len(data) // 2]
-            if fault.way == "short":
+            if fault.effect == "short":
                 self._cut.add(inode)
-        return int(self.call("write", path, lambda: act(data), "write", inode, offset, data))
+        return int(self.call("write", path, lambda: action(data), "write", inode, offset, data))
 
-    def closing(self, path: str, act: Callable[[], Any]) -> None:
-        """Close a file with `act`; it is closed even where that fails."""
+    def close_file(self, path: str, action: Callable[[], Any]) -> None:
+        """Close a file with `action`; it is closed even if the fault raises an error."""
         number = len(self.calls)
-        self.call("close", path, act)
+        self.call("close", path, action)
         fault = self.fault
-        if fault is not None and number == fault.call and hasattr(errno, fault.way):
-            value = getattr(errno, fault.way)
+        if fault is not None and number == fault.call and hasattr(errno, fault.effect):
+            value = getattr(errno, fault.effect)
             raise OSError(value, os.strerror(value))
 
-    # ---------------------------------------------------------------- calls of the system
-    def _open_fd(self, path: str, flags: int, act: Callable[[], int]) -> int:
+    # ---------------------------------------------------------------- system calls
+    def _open_fd(self, path: str, flags: int, action: Callable[[], int]) -> int:
         kept: list[int] = []
         mode = "w" if flags & os.O_TRUNC else "a"
-        inode = self.opening(path, mode, lambda: kept.append(act()))
+        inode = self.open_file(path, mode, lambda: kept.append(action()))
         self._files[kept[0]] = inode
         return kept[0]
 
     def _os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        def act() -> int:
-            return int(self._usual["open"](path, flags, mode, dir_fd=dir_fd))
+        def action() -> int:
+            return int(self._originals["open"](path, flags, mode, dir_fd=dir_fd))
 
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         if not writes or not self._watches(path, dir_fd):
-            return act()
-        return self._open_fd(self._path(path, dir_fd), flags, act)
+            return action()
+        return self._open_fd(self._path(path, dir_fd), flags, action)
 
     def _os_write(self, handle: int, data: bytes) -> int:
-        usual = self._usual["write"]
+        original = self._originals["write"]
         if handle not in self._files:
-            return int(usual(handle, data))
+            return int(original(handle, data))
         offset = os.lseek(handle, 0, os.SEEK_CUR)
         path = os.readlink(f"/proc/self/fd/{handle}")
-        return self.writing(path, self._files[handle], offset, bytes(data), lambda part: usual(handle, part))
+        return self.write_data(path, self._files[handle], offset, bytes(data), lambda part: original(handle, part))
 
     def _os_ftruncate(self, handle: int, size: int) -> None:
-        usual = self._usual["ftruncate"]
+        original = self._originals["ftruncate"]
         if handle not in self._files:
-            return usual(handle, size)
+            return original(handle, size)
         path = os.readlink(f"/proc/self/fd/{handle}")
-        return self.call("truncate", path, lambda: usual(handle, size), "truncate", self._files[handle], size)
+        return self.call("truncate", path, lambda: original(handle, size), "truncate", self._files[handle], size)
 
     def _os_close(self, handle: int) -> None:
-        usual = self._usual["close"]
+        original = self._originals["close"]
         if handle not in self._files:
-            return usual(handle)
+            return original(handle)
         path = os.readlink(f"/proc/self/fd/{handle}")
         del self._files[handle]
-        return self.closing(path, lambda: usual(handle))
+        return self.close_file(path, lambda: original(handle))
 
     def _os_fsync(self, handle: int) -> None:
-        usual = self._usual["fsync"]
+        original = self._originals["fsync"]
         path = os.readlink(f"/proc/self/fd/{handle}")
         if not (path + os.sep).startswith(self.folder + os.sep):
-            return usual(handle)
-        if os.path.isdir(path):  # nothing is synced in truth: that would take time and say nothing
+            return original(handle)
+        if os.path.isdir(path):  # not synced really, because that takes time and has no effect on the test
             return self.call("sync folder", path, lambda: None, "sync folder", path)
         return self.call("sync", path, lambda: None, "sync", self._inodes[path])
 
     def _os_truncate(self, path: Any, size: int) -> None:
-        usual = self._usual["truncate"]
+        original = self._originals["truncate"]
         if not self._watches(path):
-            return usual(path, size)
+            return original(path, size)
         place = self._path(path)
-        return self.call("truncate", place, lambda: usual(path, size), "truncate", self._inodes[place], size)
+        return self.call("truncate", place, lambda: original(path, size), "truncate", self._inodes[place], size)
 
     def _rename_with(self, name: str, src: Any, dst: Any) -> None:
-        usual = self._usual[name]
+        original = self._originals[name]
         if not self._watches(dst):
-            return usual(src, dst)
+            return original(src, dst)
         a, b = self._path(src), self._path(dst)
-        self.call("rename", b, lambda: usual(src, dst), "rename", a, b)
+        self.call("rename", b, lambda: original(src, dst), "rename", a, b)
         self._inodes[b] = self._inodes.pop(a)
         return None
 
@@ -274,13 +274,13 @@ class Disk:
     _os_rename = partialmethod(_rename_with, "rename")
 
     def _remove_with(self, name: str, kind: str, path: Any, *, dir_fd: int | None = None) -> None:
-        usual = self._usual[name]
+        original = self._originals[name]
         if not self._watches(path, dir_fd):
-            return usual(path, dir_fd=dir_fd)
+            return original(path, dir_fd=dir_fd)
         place = self._path(path, dir_fd)
-        there = os.path.lexists(place)  # what is not there fails by itself
+        there = os.path.lexists(place)  # a missing file raises an error itself
         event = (kind, place) if there else ()
-        self.call(kind, place, lambda: usual(path, dir_fd=dir_fd), *event)
+        self.call(kind, place, lambda: original(path, dir_fd=dir_fd), *event)
         self._inodes.pop(place, None)
         return None
 
@@ -289,13 +289,13 @@ class Disk:
     _os_rmdir = partialmethod(_remove_with, "rmdir", "rmdir")
 
     def _os_mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        usual = self._usual["mkdir"]
+        original = self._originals["mkdir"]
         if not self._watches(path, dir_fd):
-            return usual(path, mode, dir_fd=dir_fd)
+            return original(path, mode, dir_fd=dir_fd)
         if os.path.isdir(self._path(path, dir_fd)):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         place = self._path(path, dir_fd)
-        return self.call("mkdir", place, lambda: usual(path, mode, dir_fd=dir_fd), "mkdir", place)
+        return self.call("mkdir", place, lambda: original(path, mode, dir_fd=dir_fd), "mkdir", place)
 
 
 OS_CALLS = "open write ftruncate close fsync truncate replace rename unlink remove rmdir mkdir".split()
@@ -304,32 +304,32 @@ OS_CALLS = "open write ftruncate close fsync truncate replace rename unlink remo
 class _Raw(io.FileIO):
     """An open file below the watched folder."""
 
-    def __init__(self, disk: Disk, path: str, mode: str) -> None:
+    def __init__(self, disk: FaultInjector, path: str, mode: str) -> None:
         self.disk, self.path = disk, path
         self.appends = "a" in mode
         bare = mode.replace("b", "").replace("t", "")
-        self.inode = disk.opening(path, bare, lambda: super(_Raw, self).__init__(path, bare))
+        self.inode = disk.open_file(path, bare, lambda: super(_Raw, self).__init__(path, bare))
 
     def write(self, data: Any) -> int:  # type: ignore[override]
         offset = os.fstat(self.fileno()).st_size if self.appends else self.tell()
-        return self.disk.writing(self.path, self.inode, offset, bytes(data), super().write)
+        return self.disk.write_data(self.path, self.inode, offset, bytes(data), super().write)
 
     def truncate(self, size: int | None = None) -> int:
         end = self.tell() if size is None else size
-        usual = super().truncate
-        return int(self.disk.call("truncate", self.path, lambda: usual(end), "truncate", self.inode, end))
+        original = super().truncate
+        return int(self.disk.call("truncate", self.path, lambda: original(end), "truncate", self.inode, end))
 
     def close(self) -> None:
         if not self.closed:
-            self.disk.closing(self.path, super().close)
+            self.disk.close_file(self.path, super().close)
 
 
-# -------------------------------------------------------------------- what a disk may hold after a power cut
+# -------------------------------------------------------------------- possible contents of a disk after a power cut
 Image = dict[str, bytes | None]  # by path from the folder: a file's content, or None for a folder
 
 
 class FileSystem:
-    """What a log did, and what of it is durable.
+    """The state of a file system after a log of calls, and its durable part.
 
     Attributes:
         names, durable: paths of files and folders with their inodes, as a program sees them and as a disk holds them at
@@ -354,10 +354,10 @@ class FileSystem:
         self.step = -1
 
     def apply(self, kind: str, *args: Any) -> None:
-        """One entry of the log, paths counted from the folder."""
+        """Apply an entry of the log, with paths relative to the folder."""
         if kind in ("write", "truncate"):
             inode = args[0]
-            self.data[inode] = _written(self.data[inode], kind, *args[1:])
+            self.data[inode] = _apply_write(self.data[inode], kind, *args[1:])
             self.writes.setdefault(inode, []).append((kind, *args[1:]))
         elif kind == "sync":
             self.synced[args[0]] = self.data[args[0]]
@@ -376,9 +376,15 @@ class FileSystem:
             self.pending.append(change)
 
     def images(self, generator: random.Random) -> Iterator[Image]:
-        """What the disk may hold if the power goes now."""
-        halves = {inode: _parts(self.synced[inode], writes, generator, torn=True) for inode, writes in self._open()}
-        holes = {inode: _parts(self.synced[inode], writes, generator, torn=False) for inode, writes in self._open()}
+        """Yield possible contents of the disk after a power cut now."""
+        halves = {
+            inode: _partially_applied(self.synced[inode], writes, generator, torn=True)
+            for inode, writes in self._open()
+        }
+        holes = {
+            inode: _partially_applied(self.synced[inode], writes, generator, torn=False)
+            for inode, writes in self._open()
+        }
         zeros = {inode: self.synced[inode].ljust(len(self.data[inode]), b"\0") for inode, _ in self._open()}
         yield _image(self.names, self.data)
         yield _image(self.durable, self.synced)
@@ -397,15 +403,17 @@ class FileSystem:
         return sorted(self.writes.items())
 
 
-def _written(content: bytes, kind: str, *args: Any) -> bytes:
+def _apply_write(content: bytes, kind: str, *args: Any) -> bytes:
     if kind == "truncate":
         return content[: args[0]].ljust(args[0], b"\0")
     offset, data = args
     return content[:offset].ljust(offset, b"\0") + data + content[offset + len(data) :]
 
 
-def _parts(content: bytes, writes: Sequence[tuple[Any, ...]], generator: random.Random, torn: bool) -> bytes:
-    """A file where some writes got to the disk, or the last of them in part."""
+def _partially_applied(
+    content: bytes, writes: Sequence[tuple[Any, ...]], generator: random.Random, torn: bool
+) -> bytes:
+    """Return the content of a file after some of its writes; if `torn`, after a prefix with a partial last write."""
     if not torn:
         writes = [write for write in writes if generator.random() < 0.5]
     else:
@@ -415,12 +423,12 @@ def _parts(content: bytes, writes: Sequence[tuple[Any, ...]], generator: random.
             args[1] = args[1][: generator.randrange(len(args[1]) + 1)]
         writes = [*whole, (kind, *args)]
     for write in writes:
-        content = _written(content, *write)
+        content = _apply_write(content, *write)
     return content
 
 
 def _folders_of(change: tuple[Any, ...]) -> set[str]:
-    """The folders whose names a change is about."""
+    """Return the folders whose entries a change modifies."""
     return {os.path.dirname(path) for path in change[1:] if isinstance(path, str)}
 
 
@@ -442,7 +450,7 @@ def _image(names: dict[str, int], data: dict[int, bytes]) -> Image:
     for path in sorted(names, key=len):
         parent = os.path.dirname(path)
         if parent and image.get(parent, b"") is not None:
-            continue  # the folder itself did not get to the disk
+            continue  # the folder itself was not written
         image[path] = None if names[path] < 0 else data[names[path]]
     return image
 
@@ -463,19 +471,21 @@ def write_image(folder: Path, image: Image) -> None:
 
 
 def _relative(event: tuple[Any, ...], folder: str) -> tuple[Any, ...]:
-    """An entry of a log with its paths counted from the folder, which is ""."""
+    """Return an entry of the log with paths relative to the folder, which is ""."""
     return tuple(
         "" if part == folder else part.removeprefix(folder + os.sep) if i and isinstance(part, str) else part
         for i, part in enumerate(event)
     )
 
 
-def cuts(start: Image, log: Sequence[tuple[Any, ...]], folder: Path, seed: int) -> dict[bytes, tuple[int, int, Image]]:
-    """All that a disk may hold, each once: the number of calls made, the step that was saved, and the image."""
+def power_cut_images(
+    start: Image, log: Sequence[tuple[Any, ...]], folder: Path, seed: int
+) -> dict[bytes, tuple[int, int, Image]]:
+    """Return all distinct disk contents: the number of calls, the step of the last saved checkpoint, and the image."""
     generator = random.Random(seed)
     system = FileSystem(start)
     hashes: dict[int, bytes] = {}
-    kept: list[bytes] = []  # so that no id comes twice
+    kept: list[bytes] = []  # keeps the objects alive, so that ids are unique
 
     def hash_of(content: bytes) -> bytes:
         if id(content) not in hashes:
@@ -495,9 +505,9 @@ def cuts(start: Image, log: Sequence[tuple[Any, ...]], folder: Path, seed: int) 
     return images
 
 
-# -------------------------------------------------------------------- programs, in processes of their own
-def in_child(act: Callable[[], Any]) -> tuple[int, int]:
-    """Begin something in a forked process; its process id, and where its answer can be read."""
+# -------------------------------------------------------------------- programs in forked processes
+def fork_task(action: Callable[[], Any]) -> tuple[int, int]:
+    """Run a function in a forked process; return the process id, and the file descriptor of the pickled result."""
     reading, writing = os.pipe()
     child = os.fork()
     if child:
@@ -505,7 +515,7 @@ def in_child(act: Callable[[], Any]) -> tuple[int, int]:
         return child, reading
     os.close(reading)
     try:
-        answer = act()
+        answer = action()
     except BaseException:
         answer = traceback.format_exc()
     with os.fdopen(writing, "wb") as file:
@@ -513,35 +523,37 @@ def in_child(act: Callable[[], Any]) -> tuple[int, int]:
     os._exit(0)
 
 
-def answer_of(child: tuple[int, int]) -> Any:
+def wait_for_result(child: tuple[int, int]) -> Any:
     with os.fdopen(child[1], "rb") as file:
         content = file.read()
     os.waitpid(child[0], 0)
-    return pickle.loads(content) if content else "it ended without an answer"
+    return pickle.loads(content) if content else "the process exited without a result"
 
 
-def in_children(tasks: Sequence[Callable[[], Any]], n_jobs: int, say: Callable[[int], None]) -> list[Any]:
-    """The answers of all tasks, so many of which run at once."""
+def run_in_processes(tasks: Sequence[Callable[[], Any]], n_jobs: int, on_progress: Callable[[int], None]) -> list[Any]:
+    """Return the results of all tasks, which run in at most `n_jobs` processes at a time."""
     answers: list[Any] = []
     running: list[tuple[int, int]] = []
     for task in tasks:
         if len(running) == n_jobs:
-            answers.append(answer_of(running.pop(0)))
-            say(len(answers))
-        running.append(in_child(task))
-    return answers + [answer_of(child) for child in running]
+            answers.append(wait_for_result(running.pop(0)))
+            on_progress(len(answers))
+        running.append(fork_task(task))
+    return answers + [wait_for_result(child) for child in running]
 
 
-def program(case: Case, words: Sequence[str], disk: Disk | None = None, keep: Path | None = None) -> Outcome:
-    """Train in a forked process, as a user would with these flags.
+def train_in_child(
+    case: TrainingRun, words: Sequence[str], disk: FaultInjector | None = None, keep: Path | None = None
+) -> Outcome:
+    """Run training with these flags in a forked process, and return the outcome.
 
     Args:
-        keep: where to leave the disk's calls, log and what it did not see.
+        keep: file for the calls, the log and the unintercepted events.
     """
     case.folder.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp())
 
-    def act() -> None:
+    def action() -> None:
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(place / name, os.O_WRONLY | os.O_CREAT), number)
         status: Any = 70
@@ -553,16 +565,16 @@ def program(case: Case, words: Sequence[str], disk: Disk | None = None, keep: Pa
         sys.stderr.flush()
         (place / "status").write_text(str(status))
         if keep is not None and disk is not None:
-            keep.write_bytes(pickle.dumps((disk.calls, disk.log, disk.unseen)))
+            keep.write_bytes(pickle.dumps((disk.calls, disk.log, disk.unintercepted)))
         os._exit(0)
 
-    answer_of(in_child(act))
+    wait_for_result(fork_task(action))
     texts = {path.name: path.read_text(encoding="utf-8", errors="replace") for path in place.iterdir()}
     shutil.rmtree(place)
     return Outcome(int(texts["status"]) if "status" in texts else None, texts["out"], texts["err"])
 
 
-def _run(case: Case, words: Sequence[str], disk: Disk | None) -> int:
+def _run(case: TrainingRun, words: Sequence[str], disk: FaultInjector | None) -> int:
     from tricycle.training_state import TrainingState
     from tricycle_cli import full_disk, run
     from tricycle_cli.flags import run_main
@@ -571,14 +583,14 @@ def _run(case: Case, words: Sequence[str], disk: Disk | None) -> int:
     os.environ.update(case.environment(), TRICYCLE_TUNE_HOST="0")
     sys.argv = ["train_smol_gpt.py", *words]
     run.MAX_BUFFERED_LINES, full_disk.MAX_RETRY_SECONDS = MAX_BUFFERED_LINES, 0.01
-    make_quick_and_repeatable()
+    make_fast_and_deterministic()
     if disk is not None:
-        usual = TrainingState.save
+        original = TrainingState.save
 
         def save(state: TrainingState, path: Path, tokeniser: Any, *memory: Any) -> None:
-            usual(state, path, tokeniser, *memory)
+            original(state, path, tokeniser, *memory)
             if path.name == "last.safetensors":
-                disk.mark("saved", state.step)
+                disk.log_event("saved", state.step)
 
         TrainingState.save = save  # type: ignore[method-assign]
         disk.install()
@@ -588,8 +600,8 @@ def _run(case: Case, words: Sequence[str], disk: Disk | None) -> int:
         return int(leaving.code or 0)
 
 
-def make_quick_and_repeatable() -> None:
-    """For the rest of this process: no true disk, no picture, a clock that counts how often it was asked."""
+def make_fast_and_deterministic() -> None:
+    """Disable syncing and plots, and replace clocks by counters, for the rest of this process."""
     from tricycle_cli import text_task
 
     def draw(metrics: Any, path: Path, *rest: Any, **settings: Any) -> Path:
@@ -605,93 +617,96 @@ def make_quick_and_repeatable() -> None:
     text_task.compressor_bits_per_byte = lambda content: {}
 
 
-def go_on(case: Case) -> Outcome:
-    """Go on with a run as a user would: begin again where the program says so."""
-    done = program(case, case.resuming)
+def resume_or_restart(case: TrainingRun) -> Outcome:
+    """Resume a run as a user would, or start it again if the program says so."""
+    done = train_in_child(case, case.resume_args)
     if done.status and "start again without --resume" in done.err:
-        return program(case, case.words)
+        return train_in_child(case, case.start_args)
     return done
 
 
 # -------------------------------------------------------------------- trials
 @dataclass(frozen=True)
-class Bed:
-    """What the trials need.
+class Setup:
+    """The reference run and the initial state of the trials.
 
     Attributes:
-        whole: a run that was left alone.
-        begun: what the folder of a run holds that was killed in the middle.
+        reference: an uninterrupted run.
+        interrupted: the content of the folder of a killed run.
     """
 
-    bench: Bench
-    whole: Case
-    begun: Image
+    workspace: Workspace
+    reference: TrainingRun
+    interrupted: Image
 
-    def trial(self, name: str) -> Case:
-        return self.bench.case(name, *SMALL)
+    def trial(self, name: str) -> TrainingRun:
+        return self.workspace.new_run(name, *SMALL)
 
 
-def make_bed(folder: Path) -> Bed:
-    """
+def new_setup(folder: Path) -> Setup:
+    """Make the reference run and the killed run.
+
     Raises:
-        RuntimeError: a run that is left alone fails.
+        RuntimeError: the reference run fails.
     """
-    bench = Bench(folder)
-    whole = bench.case("whole", *SMALL)
-    done = program(whole, whole.words)
+    workspace = Workspace(folder)
+    reference = workspace.new_run("reference", *SMALL)
+    done = train_in_child(reference, reference.start_args)
     if done.status != 0:
-        raise RuntimeError(f"a run that was left alone failed: {done.err}")
-    killed = bench.case("killed", *SMALL)
+        raise RuntimeError(f"the reference run failed: {done.err}")
+    killed = workspace.new_run("killed", *SMALL)
     process = killed.start(prelude=KILLED)
     process.communicate()
-    begun = read_image(killed.folder)
-    killed.forget()
-    return Bed(bench, whole, begun)
+    interrupted = read_image(killed.folder)
+    killed.remove()
+    return Setup(workspace, reference, interrupted)
 
 
-# After a sample, with lines of metrics that are to be forgotten.
+# Kills the run after a sample, with metrics lines that the resumed run must discard.
 KILLED = """
 import signal
 from tricycle_cli import run, updates
 run.MAX_BUFFERED_LINES = 1
-usual = updates.RunSession.batches
+original = updates.RunSession.batches
 def batches(session, source):
     if session.step == 7:
         os.kill(os.getpid(), signal.SIGKILL)
-    return usual(session, source)
+    return original(session, source)
 updates.RunSession.batches = batches
 """
 
 
-def calls_of(bed: Bed, resumed: bool, record: bool = False) -> tuple[Case, Image, list[Any], list[Any]]:
-    """A run that is watched: its folder, what that held before, the calls, and the log.
+def record_calls(setup: Setup, resumed: bool, record: bool = False) -> tuple[TrainingRun, Image, list[Any], list[Any]]:
+    """Record the writing calls of a run; return its folder, the initial image, the calls and the log.
 
     Raises:
-        RuntimeError: it fails, or writes in a way that is not seen.
+        RuntimeError: the run fails, or some of its writes are not intercepted.
     """
-    case = bed.trial(f"watched-{resumed}")
-    case.forget()
-    start = bed.begun if resumed else {}
+    case = setup.trial(f"watched-{resumed}")
+    case.remove()
+    start = setup.interrupted if resumed else {}
     write_image(case.folder, start)
-    keep = bed.bench.folder / "watched.pkl"
-    disk = Disk(case.folder, record=record)
-    done = program(case, case.resuming if resumed else case.words, disk, keep)
-    calls, log, unseen = pickle.loads(keep.read_bytes())
-    problems = [*unseen, *differences(case.run, bed.whole.run)] if done.status == 0 else [done.err]
-    case.forget()
+    keep = setup.workspace.folder / "watched.pkl"
+    disk = FaultInjector(case.folder, record=record)
+    done = train_in_child(case, case.resume_args if resumed else case.start_args, disk, keep)
+    calls, log, unintercepted = pickle.loads(keep.read_bytes())
+    problems = (
+        [*unintercepted, *differences(case.run_folder, setup.reference.run_folder)] if done.status == 0 else [done.err]
+    )
+    case.remove()
     if problems:
-        raise RuntimeError(f"a run that was watched: {problems}")
+        raise RuntimeError(f"the recorded run failed: {problems}")
     return case, start, calls, log
 
 
 @dataclass
 class Result:
-    """How a trial ended.
+    """The outcome of a trial.
 
     Attributes:
-        end: in a word.
-        problems: what is wrong; nothing where all is well.
-        new: no trial before had left the same folder.
+        end: a short description.
+        problems: descriptions of all failed checks.
+        new: whether no earlier trial left an equal folder.
     """
 
     name: str
@@ -700,30 +715,36 @@ class Result:
     new: bool = True
 
 
-def try_fault(bed: Bed, fault: Fault, resumed: bool, policy: str) -> Result:
-    """One call fails; the program must end well, and the run go on to the same end."""
-    name = f"{'resumed' if resumed else 'begun'}-{policy}-{fault.call}-{fault.way}"
-    case = bed.trial(name)
-    write_image(case.folder, bed.begun if resumed else {})
-    words = [*(case.resuming if resumed else case.words), "--on-full-disk", policy]
-    done = program(case, words, Disk(case.folder, fault))
-    result = Result(name, {0: "went on", 1: "ended"}.get(done.status or 0, str(done.status)))
+def run_fault_trial(setup: Setup, fault: Fault, resumed: bool, policy: str) -> Result:
+    """Make one call fail, check the exit and the files, and compare the resumed run with the reference."""
+    name = f"{'resumed' if resumed else 'begun'}-{policy}-{fault.call}-{fault.effect}"
+    case = setup.trial(name)
+    write_image(case.folder, setup.interrupted if resumed else {})
+    words = [*(case.resume_args if resumed else case.start_args), "--on-full-disk", policy]
+    done = train_in_child(case, words, FaultInjector(case.folder, fault))
+    result = Result(name, {0: "continued", 1: "stopped"}.get(done.status or 0, str(done.status)))
     if done.status not in (0, 1) or "Traceback" in done.err or len(done.error_lines) != done.status:
         result.problems.append(f"ended with status {done.status}: {done.err[-2000:]}")
     if done.status == 1 and str(case.folder) not in done.err:
         result.problems.append(f"names no file: {done.err}")
-    result.problems += unsound(case.run)
+    result.problems += find_damage(case.run_folder)
     with contextlib.suppress(OSError):
-        (case.run / ".lock").unlink()  # that of a process which is no more, and could not remove it
-    if done.status == 0 and (case.run / "loss.png").exists() and differences(case.run, bed.whole.run):
-        result.problems += [f"at once: {difference}" for difference in differences(case.run, bed.whole.run)]
-    return end_of(bed, case, result)
+        (case.run_folder / ".lock").unlink()  # of the exited process, which could not remove it
+    if (
+        done.status == 0
+        and (case.run_folder / "loss.png").exists()
+        and differences(case.run_folder, setup.reference.run_folder)
+    ):
+        result.problems += [
+            f"at once: {difference}" for difference in differences(case.run_folder, setup.reference.run_folder)
+        ]
+    return resume_and_compare(setup, case, result)
 
 
-def end_of(bed: Bed, case: Case, result: Result) -> Result:
-    """Go on with a run to its end and compare; once for all folders that hold the same.
+def resume_and_compare(setup: Setup, case: TrainingRun, result: Result) -> Result:
+    """Resume a run to its end, and compare it with the reference; only once for equal folders.
 
-    Of files that nobody reads, for they are only removed, it counts whether there is something in them.
+    Temporary files are removed without being read, so of their content only its existence is compared.
     """
     digest = hashlib.sha256()
     for path, content in read_image(case.folder).items():
@@ -731,22 +752,22 @@ def end_of(bed: Bed, case: Case, result: Result) -> Result:
         digest.update(re.sub(r"\d+-\d+\.part$|(?<=\.build-)\w+", "", path).encode())
         digest.update(b"/" if content is None else b":" + hashlib.sha256(content[:1] if unread else content).digest())
     try:
-        (bed.bench.folder / f"seen-{digest.hexdigest()}").touch(exist_ok=False)
+        (setup.workspace.folder / f"seen-{digest.hexdigest()}").touch(exist_ok=False)
     except FileExistsError:
         result.new = False
     else:
-        done = go_on(case)
+        done = resume_or_restart(case)
         if done.status != 0:
-            result.problems.append(f"could not go on: {done.err[-2000:]}")
+            result.problems.append(f"could not be resumed: {done.err[-2000:]}")
         else:
-            result.problems += differences(case.run, bed.whole.run)
+            result.problems += differences(case.run_folder, setup.reference.run_folder)
     if not result.problems:
-        case.forget()
+        case.remove()
     return result
 
 
-def unsound(run: Path) -> list[str]:
-    """What is wrong in a run folder: a checkpoint or a JSON file that is not whole, half a line."""
+def find_damage(run: Path) -> list[str]:
+    """Return the damaged files of a run folder: incomplete checkpoints, JSON files and lines."""
     problems = []
     for path in sorted(run.glob("*")) if run.exists() else []:
         try:
@@ -761,12 +782,12 @@ def unsound(run: Path) -> list[str]:
     return problems
 
 
-def try_cut(bed: Bed, number: int, step: int, image: Image, title: str) -> Result:
-    """The power went; the run must go on to the same end, and from no earlier than the last checkpoint."""
-    result = Result(f"{title}-{number}", "went on")
-    case = bed.trial(f"{title}-{number}-{os.getpid()}")
+def run_power_cut_trial(setup: Setup, number: int, step: int, image: Image, title: str) -> Result:
+    """Check that the last checkpoint survived a power cut, and compare the resumed run with the reference."""
+    result = Result(f"{title}-{number}", "continued")
+    case = setup.trial(f"{title}-{number}-{os.getpid()}")
     write_image(case.folder, image)
-    last = case.run / "last.safetensors"
+    last = case.run_folder / "last.safetensors"
     if last.exists():
         try:
             saved = load_checkpoint(last).about["progress"]["step"]
@@ -776,14 +797,14 @@ def try_cut(bed: Bed, number: int, step: int, image: Image, title: str) -> Resul
         saved = -1
     if saved < step:
         result.problems.append(f"the checkpoint of step {step} was saved, there is one of {saved}")
-    return end_of(bed, case, result)
+    return resume_and_compare(setup, case, result)
 
 
 def all_faults(calls: Sequence[tuple[str, str]]) -> list[tuple[Fault, str]]:
-    """Every call in every way, and each policy for full disks."""
-    faults = [(Fault(i, way), "stop") for i, (kind, _) in enumerate(calls) for way in WAYS[kind]]
-    full = [(Fault(i, "full"), "stop") for i, (kind, _) in enumerate(calls) if kind in NEED_ROOM]
-    pause = [(Fault(i, "pause"), "wait") for i, (kind, _) in enumerate(calls) if kind in NEED_ROOM]
+    """Return each call with each of its faults, and each policy for full disks."""
+    faults = [(Fault(i, effect), "stop") for i, (kind, _) in enumerate(calls) for effect in EFFECTS[kind]]
+    full = [(Fault(i, "full"), "stop") for i, (kind, _) in enumerate(calls) if kind in ALLOCATING_CALLS]
+    pause = [(Fault(i, "pause"), "wait") for i, (kind, _) in enumerate(calls) if kind in ALLOCATING_CALLS]
     return faults + full + pause
 
 
@@ -794,28 +815,28 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--only", choices=["faults", "cuts"])
     arguments = parser.parse_args()
-    import_once()
+    import_dependencies()
     folder = Path(tempfile.mkdtemp(prefix="disks-"))
     n_bad = 0
     try:
-        bed = make_bed(folder)
+        setup = new_setup(folder)
         generator = random.Random(arguments.seed)
         for resumed in (False, True):
-            title = "a run that goes on" if resumed else "a run"
-            case, start, calls, log = calls_of(bed, resumed, record=True)
-            print(f"{title}: {len(calls)} calls that write ({_table(kind for kind, _ in calls)})", flush=True)
+            title = "resumed run" if resumed else "new run"
+            case, start, calls, log = record_calls(setup, resumed, record=True)
+            print(f"{title}: {len(calls)} writing calls ({_table(kind for kind, _ in calls)})", flush=True)
             if arguments.only != "cuts":
                 faults = all_faults(calls)
                 if arguments.short:
                     faults = generator.sample(faults, 3)
-                tasks = [_task(try_fault, bed, fault, resumed, policy) for fault, policy in faults]
+                tasks = [_task(run_fault_trial, setup, fault, resumed, policy) for fault, policy in faults]
                 n_bad += _report("faults", tasks, arguments.jobs)
             if arguments.only != "faults":
-                images = list(cuts(start, log, case.folder, arguments.seed).values())
+                images = list(power_cut_images(start, log, case.folder, arguments.seed).values())
                 print(f"  power cuts: {len(log) + 1} prefixes, {len(images)} different disks")
                 if arguments.short:
                     images = generator.sample(images, 3)
-                tasks = [_task(try_cut, bed, *image, f"cut-{resumed}") for image in images]
+                tasks = [_task(run_power_cut_trial, setup, *image, f"cut-{resumed}") for image in images]
                 n_bad += _report("power cuts", tasks, arguments.jobs)
     finally:
         if not n_bad:
@@ -823,8 +844,8 @@ def main() -> int:
     return 1 if n_bad else 0
 
 
-def import_once() -> None:
-    """What each process would import by itself, and Numba's loops, which are compiled then, where Numba is."""
+def import_dependencies() -> None:
+    """Import the modules that each forked process needs, and compile Numba's loops if Numba is installed."""
     for module in IMPORTED:
         importlib.import_module(module)
     if importlib.util.find_spec("numba"):
@@ -836,20 +857,22 @@ def _task(trial: Callable[..., Result], *args: Any) -> Callable[[], Result]:
 
 
 def _report(title: str, tasks: Sequence[Callable[[], Any]], n_jobs: int) -> int:
-    """Run trials and print what came of them; returns how many went wrong."""
+    """Run trials, print a summary, and return the number of failed ones."""
     begun = time.monotonic()
 
-    def say(n_done: int) -> None:
+    def on_progress(n_done: int) -> None:
         if n_done % 100 == 0:
             print(f"  {title}: {n_done} of {len(tasks)} after {time.monotonic() - begun:.0f} s", flush=True)
 
-    answers = in_children(tasks, n_jobs, say)
+    answers = run_in_processes(tasks, n_jobs, on_progress)
     results = [answer if isinstance(answer, Result) else Result("?", "?", [str(answer)]) for answer in answers]
     bad = [result for result in results if result.problems]
     ends = _table(result.end for result in results)
     n_new = sum(result.new for result in results)
     seconds = time.monotonic() - begun
-    print(f"  {title}: {len(results)} tried ({ends}), {n_new} different folders, {len(bad)} lost, in {seconds:.0f} s")
+    print(
+        f"  {title}: {len(results)} trials ({ends}), {n_new} different folders, {len(bad)} failed, in {seconds:.0f} s"
+    )
     for result in bad:
         print(f"    {result.name}: {'; '.join(result.problems)}")
     return len(bad)

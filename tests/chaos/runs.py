@@ -1,14 +1,14 @@
-"""Tiny runs of training, each a program of its own, and the comparison of two of them bit for bit.
+"""Tiny training runs in separate processes, and bit-for-bit comparison of run folders.
 
-bench = Bench(folder)
-whole = bench.case("whole")
-assert whole.train().status == 0
-case = bench.case("killed")
+workspace = Workspace(folder)
+reference = workspace.new_run("reference")
+assert reference.train().status == 0
+case = workspace.new_run("killed")
 process = case.start()
 process.kill()
 ...
 assert case.resume().status == 0
-assert differences(case.run, whole.run) == []
+assert differences(case.run_folder, reference.run_folder) == []
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from safetensors.numpy import load_file
 from tricycle.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-# A second or so on one core: every phase of a run, and most of them more than once.
+# About a second on one core, with every phase of a run, most of them several times.
 TINY = shlex.split(
     "--preset debug --steps 12 --eval-interval 4 --sample-interval 6 --accumulation-steps 2 --dropout 0.1 --data text"
 )
 WORDS = "the quick brown fox jumps over lazy dogs while seven small birds sing of rain".split()
-TIMEOUT = 120.0  # seconds for one program; one that hangs is a failure
+TIMEOUT = 120.0  # seconds for one program
 PROGRESS_BAR = re.compile(r"\d+%\||[\d.]+\w*B? \[|(it|step|merges|B)/s")
 
-# The function that a phase of training is.
+# The function that implements each phase of training.
 PHASES = {
     "run": "tricycle_cli.train:main",
     "tokeniser training": "tricycle.tokeniser:BPETokeniser.train",
@@ -57,7 +57,7 @@ PHASES = {
     "plot": "tricycle_cli.text_task:plot_losses",
 }
 
-# What a program is: a few lines that change what it uses, and then the program as a user starts it.
+# The code of a process: a prelude that patches modules, and then the program as a user starts it.
 PROGRAM = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
@@ -71,10 +71,10 @@ run_main(main)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """The result of a program.
 
     Attributes:
-        status: its exit status, negative for the signal that ended it; None where it had to be ended.
+        status: the exit status, negative for the signal that terminated it; None after a timeout.
     """
 
     status: int | None
@@ -83,22 +83,22 @@ class Outcome:
 
     @property
     def error_lines(self) -> list[str]:
-        """Lines on its standard error, without progress bars."""
+        """The lines of standard error, without progress bars."""
         parts = [part.strip() for part in re.split(r"[\r\n]|\x1b\[A", self.err)]
         return [part for part in parts if part and not PROGRESS_BAR.search(part)]
 
 
 @dataclass(frozen=True)
-class Case:
-    """One run: its own cache and its own run folder.
+class TrainingRun:
+    """A training run with its own cache and run folder.
 
     Attributes:
-        folder: holds both.
-        text: what it trains on.
-        flags: further ones, for `train`.
-        launcher: what starts the program, where something does, such as mpiexec and its flags.
+        folder: contains the cache and the run folder.
+        text: the training text.
+        flags: further flags of `train`.
+        launcher: a command that starts the program, such as mpiexec with its flags.
         name, module: of the program.
-        phases: the function that each is.
+        phases: the function that implements each phase.
     """
 
     folder: Path
@@ -110,91 +110,93 @@ class Case:
     phases: ClassVar[dict[str, str]] = PHASES
 
     @property
-    def run(self) -> Path:
+    def run_folder(self) -> Path:
         return self.folder / "run"
 
     @property
-    def words(self) -> list[str]:
-        """The flags that begin the run."""
-        return [*TINY, "--files", str(self.text), "--run-folder", str(self.run), *self.flags]
+    def start_args(self) -> list[str]:
+        """The flags that start the run."""
+        return [*TINY, "--files", str(self.text), "--run-folder", str(self.run_folder), *self.flags]
 
     @property
-    def resuming(self) -> list[str]:
-        """The flags that go on with it; it begins where nothing was left to go on with."""
-        return ["--resume", str(self.run)] if (self.run / "config.json").is_file() else self.words
+    def resume_args(self) -> list[str]:
+        """The flags that resume the run, or start it if there is no run folder yet."""
+        return ["--resume", str(self.run_folder)] if (self.run_folder / "config.json").is_file() else self.start_args
 
     def environment(self) -> dict[str, str]:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         quiet = {"COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", "TRICYCLE_CACHE": str(self.folder / "cache")}
         return {**os.environ, **threads, **quiet}
 
-    def start(self, words: Sequence[str] | None = None, prelude: str = "", **how: Any) -> subprocess.Popen[str]:
-        """Begin a program; `finish` waits for it.
+    def start(
+        self, words: Sequence[str] | None = None, prelude: str = "", **popen_options: Any
+    ) -> subprocess.Popen[str]:
+        """Start the program; `finish` waits for its exit.
 
         Args:
-            words: its flags; those that begin the run if None.
-            prelude: lines of Python that run before it.
-            how: for `subprocess.Popen`.
+            words: its flags; `start_args` if None.
+            prelude: Python code that runs first.
+            popen_options: for `subprocess.Popen`.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         program = PROGRAM.format(root=str(ROOT), name=self.name, module=self.module, prelude=prelude)
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         pipes |= {"encoding": "utf-8", "errors": "replace", "env": self.environment()}
-        command = [*self.launcher, sys.executable, "-c", program, *(self.words if words is None else words)]
-        return subprocess.Popen(command, cwd=ROOT, **{**pipes, **how})
+        command = [*self.launcher, sys.executable, "-c", program, *(self.start_args if words is None else words)]
+        return subprocess.Popen(command, cwd=ROOT, **{**pipes, **popen_options})
 
     def train(self, prelude: str = "") -> Outcome:
-        """Begin the run and wait for its end."""
+        """Start the run, wait for its exit, and return the outcome."""
         return finish(self.start(prelude=prelude))
 
     def resume(self, prelude: str = "") -> Outcome:
-        """Go on with it and wait for its end."""
-        return finish(self.start(self.resuming, prelude))
+        """Resume the run, wait for its exit, and return the outcome."""
+        return finish(self.start(self.resume_args, prelude))
 
-    def forget(self) -> None:
-        """Remove all that it left."""
+    def remove(self) -> None:
+        """Remove the folder of the run."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
-class Bench:
-    """A folder with a text, and a folder for each case."""
+class Workspace:
+    """A folder with a training text, and a folder for each run."""
 
     folder: Path
 
-    def case(self, name: str, *flags: str) -> Case:
+    def new_run(self, name: str, *flags: str) -> TrainingRun:
         text = self.folder / "text.txt"
         if not text.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             write_text(text)
-        return Case(self.folder / name, text, flags)
+        return TrainingRun(self.folder / name, text, flags)
 
 
 @contextmanager
-def temporary_bench(folder: Path | None) -> Iterator[Bench]:
-    """In a folder that is gone afterwards; within another one, where this is named."""
+def temporary_workspace(folder: Path | None) -> Iterator[Workspace]:
+    """Yield a workspace in a temporary folder, which is created in `folder` if given."""
     with tempfile.TemporaryDirectory(prefix="chaos-", dir=folder) as name:
-        yield Bench(Path(name))
+        yield Workspace(Path(name))
 
 
-def parser_of(docstring: str | None, jobs: int) -> argparse.ArgumentParser:
-    """What each of these programs asks; `jobs` unless others are named."""
+def new_parser(docstring: str | None, jobs: int) -> argparse.ArgumentParser:
+    """Return a parser of the flags that the programs of tests/chaos share; `jobs` is the default of --jobs."""
     parser = argparse.ArgumentParser(description=(docstring or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=jobs, help="runs at the same time")
-    parser.add_argument("--folder", type=Path, help="where runs are; one in memory leaves a slow disk out of the times")
+    parser.add_argument("--folder", type=Path, help="folder of the runs, such as one in memory")
     return parser
 
 
 def write_text(path: Path, n_lines: int = 300, seed: int = 0) -> None:
-    """Words in random order, about 45 bytes a line."""
+    """Write lines of random words, about 45 bytes each."""
     generator = random.Random(seed)
     lines = (" ".join(generator.choices(WORDS, k=9)) for _ in range(n_lines))
     path.write_text("".join(f"{line}.\n" for line in lines), encoding="utf-8")
 
 
 def finish(process: subprocess.Popen[str], timeout: float = TIMEOUT) -> Outcome:
-    """Wait for a program; one that takes too long is ended, and its status is None."""
+    """Wait for the exit of a program; kill it after a timeout, and return status None."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -204,9 +206,9 @@ def finish(process: subprocess.Popen[str], timeout: float = TIMEOUT) -> Outcome:
     return Outcome(process.returncode, out or "", err or "")
 
 
-# -------------------------------------------------------------------- two runs
+# -------------------------------------------------------------------- comparison of two runs
 def differences(run: Path, other: Path) -> list[str]:
-    """In what two finished run folders differ, timings apart; nothing where they are equal bit for bit."""
+    """Return the differences of two finished run folders, without timings; empty if they are equal bit for bit."""
     names, others = (
         sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         for folder in (run, other)
@@ -224,7 +226,7 @@ def differences(run: Path, other: Path) -> list[str]:
 
 
 def checkpoint_differences(path: Path, other: Path) -> list[str]:
-    """Weights, moments, generators, position and progress."""
+    """Return the differences in weights, moments, generators, data position and progress."""
     tensors, others = load_file(path), load_file(other)
     if tensors.keys() != others.keys():
         return [f"{path.name}: tensors {sorted(tensors.keys() ^ others.keys())}"]
@@ -237,7 +239,7 @@ def checkpoint_differences(path: Path, other: Path) -> list[str]:
 
 
 def metrics_differences(path: Path, other: Path) -> list[str]:
-    """All lines, without the speed."""
+    """Return the differences of all metrics lines, without the speed."""
     both = []
     for file in (path, other):
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -245,10 +247,10 @@ def metrics_differences(path: Path, other: Path) -> list[str]:
     if both[0] == both[1]:
         return []
     differing = [(a, b) for a, b in zip(*both) if a != b]
-    first = f"{differing[0][0]} and {differing[0][1]}" if differing else "one ends sooner"
+    first = f"{differing[0][0]} and {differing[0][1]}" if differing else "one has fewer lines"
     return [f"{path.name}: {len(both[0])} and {len(both[1])} lines; {first}"]
 
 
 def content_differences(path: Path, other: Path) -> list[str]:
-    """Bytes."""
+    """Return the name of a file if its bytes differ."""
     return [] if path.read_bytes() == other.read_bytes() else [f"{path.name}: its content"]

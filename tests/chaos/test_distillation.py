@@ -1,4 +1,4 @@
-"""`tricycle distill` is killed and interrupted in every phase, and goes on as if nothing had happened."""
+"""Kill and interrupt `tricycle distill` in its phases, resume it, and compare it with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ pytest.importorskip("jinja2")
 
 from tiny_models import write_folder
 
-from .kills import Trial, perform, profile_of
-from .runs import PHASES, TINY, Case, write_text
+from .kills import Trial, measure_phases, run_trial
+from .runs import PHASES, TINY, TrainingRun, write_text
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(os.name != "posix", reason="POSIX signals")]
-PATIENT = 30.0  # seconds: machines that test many things at once are slow
+PATIENT = 30.0  # seconds: machines that run many tests at once are slow
 
 
-class Distillation(Case):
+class Distillation(TrainingRun):
     """A run of `tricycle distill`. `text` is a folder with the teacher and the text."""
 
     name: ClassVar[str] = "tricycle distill"
@@ -33,9 +33,9 @@ class Distillation(Case):
     }
 
     @property
-    def words(self) -> list[str]:
+    def start_args(self) -> list[str]:
         tiny = ["--student-preset" if word == "--preset" else word for word in TINY]
-        files = ["--files", str(self.text / "text.txt"), "--run-folder", str(self.run)]
+        files = ["--files", str(self.text / "text.txt"), "--run-folder", str(self.run_folder)]
         return [str(self.text / "model"), *tiny, *files, *self.flags]
 
 
@@ -48,11 +48,11 @@ def place(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(place) -> Distillation:
-    """A run that is left alone."""
-    case = Distillation(place / "whole", place)
+def reference(place) -> Distillation:
+    """Return a finished, uninterrupted run."""
+    case = Distillation(place / "reference", place)
     assert {"teacher", "update", "evaluation", "checkpoint"} <= {
-        phase for phase, times in profile_of(case).seconds.items() if times
+        phase for phase, times in measure_phases(case).seconds.items() if times
     }
     return case
 
@@ -66,8 +66,8 @@ def whole(place) -> Distillation:
         (signal.SIGINT, [("evaluation", 1, 0.0)]),
     ],
 )
-def test_a_run_that_is_ended_goes_on_bit_for_bit(number, moments, place, whole):
+def test_resumed_run_is_equal_bit_for_bit(number, moments, place, reference):
     trial = Trial(f"{number} in {moments[0][0]} {len(moments)}", number, moments, limit=PATIENT)
     name = trial.name.replace(" ", "-")
-    assert perform(trial, Distillation(place / name, place), whole.run).trouble == []
-    assert trial.hits  # else nothing was tried
+    assert run_trial(trial, Distillation(place / name, place), reference.run_folder).problems == []
+    assert trial.n_delivered  # at least one signal was delivered

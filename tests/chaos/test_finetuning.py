@@ -1,5 +1,7 @@
-"""`tricycle finetune` is killed in every phase, and goes on as if nothing had happened: LoRA with dropout, preferences
-with all weights, and texts side by side."""
+"""Kill `tricycle finetune` in every phase, resume it, and compare it with an uninterrupted run.
+
+The kinds of runs are LoRA with dropout, preference optimization with LoRA, and preference optimization of all weights.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ pytest.importorskip("jinja2")
 
 from tiny_models import write_folder
 
-from .kills import SIGNALS, Trial, perform, profile_of
-from .runs import WORDS, Case
+from .kills import SIGNALS, Trial, measure_phases, run_trial
+from .runs import WORDS, TrainingRun
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(os.name != "posix", reason="POSIX signals")]
-PATIENT = 30.0  # seconds: machines that test many things at once are slow
+PATIENT = 30.0  # seconds: machines that run many tests at once are slow
 QUICK = "--rank 3 --steps 8 --eval-interval 4 --learning-rate 0.01 --sample-tokens 4 --context-window 60"
 KINDS = {
     "lora": "--lora-dropout 0.2 --accumulation-steps 2",
@@ -31,7 +33,7 @@ KINDS = {
 }
 
 
-class Tuning(Case):
+class Tuning(TrainingRun):
     """A run of `tricycle finetune`. `text` is a folder with the model and the data."""
 
     name: ClassVar[str] = "tricycle finetune"
@@ -52,9 +54,9 @@ class Tuning(Case):
     }
 
     @property
-    def words(self) -> list[str]:
+    def start_args(self) -> list[str]:
         data = self.text / ("pairs.jsonl" if "dpo" in self.flags else "chat.jsonl")
-        own = [str(self.text / "model"), "--data", str(data), "--run-folder", str(self.run)]
+        own = [str(self.text / "model"), "--data", str(data), "--run-folder", str(self.run_folder)]
         return [*own, *shlex.split(QUICK), *self.flags]
 
 
@@ -66,12 +68,12 @@ def place(tmp_path_factory) -> Path:
     conversations, pairs = [], []
     for _ in range(60):
         first, second, third = generator.sample(WORDS, 3)
-        asked = {"role": "user", "content": f"{first} {second}"}
+        question = {"role": "user", "content": f"{first} {second}"}
         good, bad = (
             {"role": "assistant", "content": " ".join([word] * generator.randint(1, 6))} for word in (first, third)
         )
-        conversations.append({"messages": [asked, good]})
-        pairs.append({"prompt": [asked], "chosen": [good], "rejected": [bad]})
+        conversations.append({"messages": [question, good]})
+        pairs.append({"prompt": [question], "chosen": [good], "rejected": [bad]})
     for name, values in (("chat", conversations), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(value) + "\n" for value in values))
     return folder
@@ -82,32 +84,32 @@ def case_of(place: Path, kind: str, name: str) -> Tuning:
 
 
 @pytest.fixture(scope="module")
-def whole(place):
-    """Of each kind a run that is left alone, when it is first asked for, and its phases."""
+def reference(place):
+    """Return a function from a kind to its uninterrupted run, started at the first call, and the phases of the run."""
     runs: dict[str, tuple[Tuning, set[str]]] = {}
 
     def run(kind: str) -> tuple[Tuning, set[str]]:
         if kind not in runs:
-            case = case_of(place, kind, f"whole {kind}")
-            runs[kind] = case, {phase for phase, times in profile_of(case).seconds.items() if times}
+            case = case_of(place, kind, f"reference {kind}")
+            runs[kind] = case, {phase for phase, times in measure_phases(case).seconds.items() if times}
         return runs[kind]
 
     return run
 
 
-def check(trial: Trial, place: Path, whole, kind: str) -> None:
-    alone, phases = whole(kind)
+def check(trial: Trial, place: Path, reference, kind: str) -> None:
+    alone, phases = reference(kind)
     assert {phase for phase, *_ in trial.moments} <= phases
     trial.limit = PATIENT
-    assert perform(trial, case_of(place, kind, f"{trial.name} {kind}"), alone.run).trouble == []
-    assert trial.hits  # else nothing was tried
+    assert run_trial(trial, case_of(place, kind, f"{trial.name} {kind}"), alone.run_folder).problems == []
+    assert trial.n_delivered  # at least one signal was delivered
 
 
 @pytest.mark.parametrize(
     "kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "lora")]
 )
-def test_a_run_that_is_killed_twice(kind, place, whole):
-    check(Trial("twice", signal.SIGKILL, [("update", 3, 0.0), ("update", 3, 0.002)]), place, whole, kind)
+def test_two_kills(kind, place, reference):
+    check(Trial("twice", signal.SIGKILL, [("update", 3, 0.0), ("update", 3, 0.002)]), place, reference, kind)
 
 
 @pytest.mark.parametrize(
@@ -123,18 +125,18 @@ def test_a_run_that_is_killed_twice(kind, place, whole):
         ("SIGTERM", "plot", "dpo"),
     ],
 )
-def test_a_signal_in_a_phase(name, phase, kind, place, whole):
-    check(Trial(f"{name} in {phase}", getattr(signal, name), [(phase, 1, 0.0)]), place, whole, kind)
+def test_signal_in_a_phase(name, phase, kind, place, reference):
+    check(Trial(f"{name} in {phase}", getattr(signal, name), [(phase, 1, 0.0)]), place, reference, kind)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", Tuning.phases)
-def test_every_signal_in_every_phase(phase, kind, place, whole):
-    if phase not in whole(kind)[1]:
-        pytest.skip("comes in other runs")
+def test_every_signal_in_every_phase(phase, kind, place, reference):
+    if phase not in reference(kind)[1]:
+        pytest.skip("phase of other kinds of runs")
     for number in (signal.SIGKILL, *SIGNALS):
         for delay in (0.0, 0.003):
             trial = Trial(f"{signal.Signals(number).name} in {phase} after {delay}", number, [(phase, 1, delay)] * 2)
-            check(trial, place, whole, kind)
+            check(trial, place, reference, kind)

@@ -1,4 +1,4 @@
-"""What a run folder says of a run counts: its text, and what is done where something is not finite."""
+"""A resumed run verifies its training text, and keeps its NaN policy."""
 
 import json
 import os
@@ -6,24 +6,24 @@ import signal
 
 import pytest
 
-from .kills import Watched
+from .kills import MonitoredProcess
 from .runs import differences, finish
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(os.name != "posix", reason="POSIX signals")]
 
 
 @pytest.fixture(scope="module")
-def whole(bench):
-    case = bench.case("whole", "--on-nan", "rollback")
+def reference(workspace):
+    case = workspace.new_run("reference", "--on-nan", "rollback")
     assert case.train().status == 0
     return case
 
 
-def test_a_text_that_has_changed(bench, whole):
-    """By one letter, so that there are as many tokens as before."""
-    case = bench.case("changed", "--on-nan", "rollback")
-    program = Watched(case, case.words)
-    assert program.wait_for("update", 6)
+def test_a_text_that_has_changed(workspace, reference):
+    """Change one letter, so that the number of tokens stays the same."""
+    case = workspace.new_run("changed", "--on-nan", "rollback")
+    program = MonitoredProcess(case, case.start_args)
+    assert program.wait_for_phase("update", 6)
     program.process.send_signal(signal.SIGTERM)
     assert program.finish().status == 0
     content = case.text.read_bytes()
@@ -34,27 +34,27 @@ def test_a_text_that_has_changed(bench, whole):
     (line,) = done.error_lines
     assert "changed text" in line and "--init-from" in line
     assert case.resume().status == 0
-    assert differences(case.run, whole.run) == []
+    assert differences(case.run_folder, reference.run_folder) == []
 
 
-def test_nan_policy_persists_until_another_is_named(whole):
+def test_nan_policy_persists_until_another_is_named(reference):
     def on_nan() -> str:
-        return json.loads((whole.run / "data.json").read_text())["on_nan"]
+        return json.loads((reference.run_folder / "data.json").read_text())["on_nan"]
 
     assert on_nan() == "rollback"
-    assert whole.resume().status == 0
+    assert reference.resume().status == 0
     assert on_nan() == "rollback"
-    assert finish(whole.start([*whole.resuming, "--on-nan", "stop"])).status == 0
+    assert finish(reference.start([*reference.resume_args, "--on-nan", "stop"])).status == 0
     assert on_nan() == "stop"
-    assert finish(whole.start([*whole.resuming, "--on-nan", "rollback"])).status == 0
+    assert finish(reference.start([*reference.resume_args, "--on-nan", "rollback"])).status == 0
 
 
 @pytest.mark.parametrize("value", ['"never"', "3", "null"])
-def test_folder_with_an_invalid_nan_policy(whole, value):
-    path = whole.run / "data.json"
+def test_folder_with_an_invalid_nan_policy(reference, value):
+    path = reference.run_folder / "data.json"
     content = path.read_text()
     path.write_text(content.replace('"rollback"', value))
-    done = whole.resume()
+    done = reference.resume()
     path.write_text(content)
     assert done.status == 1
     assert "expected data and files" in done.error_lines[0]

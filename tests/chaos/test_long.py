@@ -1,12 +1,12 @@
-"""Long runs leave nothing behind: a short one here, and python -m tests.chaos.long for the figures."""
+"""Memory, open files and folder sizes of runs; `python -m tests.chaos.long` measures long runs."""
 
 import os
 import sys
 
 import pytest
 
-from .long import MOST_SLOPE, Measures, generate_long, train_long
-from .runs import Bench
+from .long import MAX_SLOPE, ResourceUsage, generate_long, train_long
+from .runs import Workspace
 
 pytestmark = [
     pytest.mark.nightly,
@@ -14,36 +14,36 @@ pytestmark = [
 ]
 
 
-def flat(measures: Measures) -> bool:
-    first = len(measures.at) // 5
-    return measures.slope(measures.memory) < MOST_SLOPE and len(set(measures.files[first:])) == 1
+def is_flat(usage: ResourceUsage) -> bool:
+    first = len(usage.at) // 5
+    return usage.slope(usage.memory) < MAX_SLOPE and len(set(usage.files[first:])) == 1
 
 
 @pytest.mark.slow
 def test_a_run_of_some_length(tmp_path):
-    """No file stays open; memory is measured over longer runs, where its first growth counts for little."""
-    case = Bench(tmp_path).case("long")
-    measures, largest = train_long(case, 150)
-    assert len(measures.at) == 150
-    assert len(set(measures.files[15:])) == 1
-    checkpoint = (case.run / "last.safetensors").stat().st_size / 1e6
+    """Check that no file stays open; memory is only meaningful in longer runs."""
+    case = Workspace(tmp_path).new_run("long")
+    usage, largest = train_long(case, 150)
+    assert len(usage.at) == 150
+    assert len(set(usage.files[15:])) == 1
+    checkpoint = (case.run_folder / "last.safetensors").stat().st_size / 1e6
     assert 2 * checkpoint < largest < 3 * checkpoint + 0.2
-    measures = generate_long(case, 30)
-    assert len(set(measures.files[3:])) == 1
+    usage = generate_long(case, 30)
+    assert len(set(usage.files[3:])) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 def test_a_long_run(tmp_path):
-    case = Bench(tmp_path).case("long")
-    measures, _ = train_long(case, 5000)
-    assert flat(measures)
-    assert flat(generate_long(case, 1200))
+    case = Workspace(tmp_path).new_run("long")
+    usage, _ = train_long(case, 5000)
+    assert is_flat(usage)
+    assert is_flat(generate_long(case, 1200))
 
 
 def test_what_grows_is_seen():
-    measures = Measures(list(range(0, 1000, 10)), [50 + step / 500 for step in range(0, 1000, 10)], [5] * 100)
-    assert measures.slope(measures.memory) == pytest.approx(2)
-    assert not flat(measures)
-    assert flat(Measures(measures.at, [50.0] * 100, [5] * 100))
-    assert not flat(Measures(measures.at, [50.0] * 100, [*[5] * 99, 6]))
+    usage = ResourceUsage(list(range(0, 1000, 10)), [50 + step / 500 for step in range(0, 1000, 10)], [5] * 100)
+    assert usage.slope(usage.memory) == pytest.approx(2)
+    assert not is_flat(usage)
+    assert is_flat(ResourceUsage(usage.at, [50.0] * 100, [5] * 100))
+    assert not is_flat(ResourceUsage(usage.at, [50.0] * 100, [*[5] * 99, 6]))

@@ -1,4 +1,4 @@
-"""What is not finite: in a batch, a gradient, a weight, a moment. It never gets into a checkpoint."""
+"""NaN and infinity in a batch, gradient, weight or optimizer moment: the NaN policies, and finite checkpoints."""
 
 import json
 from dataclasses import replace
@@ -20,8 +20,8 @@ BAD_STEP = 8
 WEIGHT = "blocks.0.mlp.up.weights"
 
 
-class Poison:
-    """Spoils something at a step, or with a batch; counts in how many updates it did."""
+class NaNInjector:
+    """Inserts NaN or large values at a step or for a batch, and counts the affected updates."""
 
     def __init__(self, kind: str, monkeypatch) -> None:
         self.kind, self.count = kind, 0
@@ -36,29 +36,29 @@ class Poison:
             state = session.state
             self.state, self.counted = state, False
             if kind in ("weight", "moment") and state.step == BAD_STEP - 1 and self.left:
-                self.take()
+                self.count_update()
                 parameter = dict(state.model.named_parameters())[WEIGHT]
                 arrays = {"weight": parameter.array, "moment": state.optimiser.state_of(parameter)[1]["first"]}
                 arrays[kind][0, 0] = np.nan
             return usual_batches(session, source)
 
         def supervised_loss(model, loss_fn):
-            usual = usual_loss(model, loss_fn)
+            original = usual_loss(model, loss_fn)
             factor = {"batch": np.nan, "always": np.nan, "spike": 1e6}.get(kind, 1.0)
 
             def batch_loss(batch, share):
-                # a batch is known by its position: the same one is bad whenever it comes
+                # a batch is identified by its position, and is bad whenever it is used
                 is_bad = self.state.dataset.position == BAD_STEP * CONFIG.batch_size or kind == "always"
                 if is_bad and factor != 1.0:
-                    self.take()
-                    return usual(batch, share) * factor
-                return usual(batch, share)
+                    self.count_update()
+                    return original(batch, share) * factor
+                return original(batch, share)
 
             return batch_loss
 
         def gradient_norm(model):
             if kind == "gradient" and self.state.step == BAD_STEP - 1 and self.left:
-                self.take()
+                self.count_update()
                 dict(model.named_parameters())[WEIGHT].grad.array[0, 0] = np.inf
             return usual_norm(model)
 
@@ -66,8 +66,8 @@ class Poison:
         monkeypatch.setattr(training, "supervised_loss", supervised_loss)
         monkeypatch.setattr(training, "gradient_norm", gradient_norm)
 
-    def take(self) -> None:
-        if not self.counted:  # a loss that is bad is computed again, for what is bad in it to be named
+    def count_update(self) -> None:
+        if not self.counted:  # a bad loss is computed again, to name its cause
             self.left -= 1
             self.count += 1
         self.counted = True
@@ -75,12 +75,12 @@ class Poison:
 
 @pytest.fixture
 def saved(monkeypatch) -> list:
-    """All that is written as a checkpoint is finite."""
+    """Check that all saved checkpoints are finite, and return a list of their names and steps."""
     files = []
-    usual = training_state.save_checkpoint
+    original = training_state.save_checkpoint
 
     def save(path, model, tokeniser, optimiser, *args):
-        usual(path, model, tokeniser, optimiser, *args)
+        original(path, model, tokeniser, optimiser, *args)
         checkpoint = load_checkpoint(path)
         assert all(np.isfinite(array).all() for array in checkpoint.tensors.values())
         files.append((path.name, checkpoint.about["progress"]["step"]))
@@ -107,31 +107,31 @@ def lines(run: Run) -> list:
     return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_metrics(run.metrics)]
 
 
-# -------------------------------------------------------------------- three ways to go on
+# -------------------------------------------------------------------- policies
 @pytest.mark.parametrize("kind", ["batch", "gradient", "weight", "moment"])
 def test_stop(tmp_path, monkeypatch, saved, kind):
-    Poison(kind, monkeypatch)
+    NaNInjector(kind, monkeypatch)
     printed = []
     run, state = new_run(tmp_path, on_nan="stop", print_line=printed.append), new_state(CONFIG, TOKENS)
-    bad_step = BAD_STEP + (kind == "moment")  # the update after it meets weights that it spoilt
+    bad_step = BAD_STEP + (kind == "moment")  # a bad moment changes weights, which the next update detects
     with pytest.raises(NonFiniteError, match=f"step {bad_step}: "):
         train(state, run)
     assert events(run) == [(bad_step, "stop")]
     assert any("the run stops" in line for line in printed)
     assert resume_state(run.last, TOKENS).step == 5
     run = new_run(tmp_path, on_nan="stop")
-    if kind != "batch":  # which would come again
+    if kind != "batch":  # the same batch would be used again
         assert train(resume_state(run.last, TOKENS), run) is True
-        assert events(run) == []  # nothing of that is left of the run
+        assert events(run) == []  # the resumed run has no such event
 
 
 @pytest.mark.parametrize("kind", ["batch", "gradient"])
 def test_skip(tmp_path, monkeypatch, saved, kind):
-    poison = Poison(kind, monkeypatch)
+    injector = NaNInjector(kind, monkeypatch)
     printed = []
     run, state = new_run(tmp_path, on_nan="skip", print_line=printed.append), new_state(CONFIG, TOKENS)
     assert train(state, run) is True
-    assert poison.count == 1
+    assert injector.count == 1
     assert events(run) == [(BAD_STEP, "skip")]
     assert steps(run) == [step for step in range(1, 21) if step != BAD_STEP]
     assert any(line.startswith(f"step {BAD_STEP}: the ") and "skipped" in line for line in printed)
@@ -140,8 +140,8 @@ def test_skip(tmp_path, monkeypatch, saved, kind):
 
 
 @pytest.mark.parametrize("kind", ["weight", "moment"])
-def test_skipping_mends_no_weights(tmp_path, monkeypatch, saved, kind):
-    Poison(kind, monkeypatch)
+def test_skip_stops_for_bad_weights(tmp_path, monkeypatch, saved, kind):
+    NaNInjector(kind, monkeypatch)
     run = new_run(tmp_path, on_nan="skip")
     with pytest.raises(NonFiniteError, match=WEIGHT):
         train(new_state(CONFIG, TOKENS), run)
@@ -150,66 +150,66 @@ def test_skipping_mends_no_weights(tmp_path, monkeypatch, saved, kind):
 
 @pytest.mark.parametrize("kind", ["batch", "gradient", "weight", "moment"])
 def test_rollback(tmp_path, monkeypatch, saved, kind):
-    poison = Poison(kind, monkeypatch)
+    injector = NaNInjector(kind, monkeypatch)
     run, state = new_run(tmp_path, on_nan="rollback"), new_state(CONFIG, TOKENS)
     assert train(state, run) is True
-    assert poison.count == 1
+    assert injector.count == 1
     assert events(run) == [(5, "rollback")]
     (event,) = [line for line in read_metrics(run.metrics) if "on_nan" in line]
     bad_step = BAD_STEP + (kind == "moment")
     assert event["bad_step"] == bad_step and event["rollback"] == 1 and event["not_finite"]
     assert steps(run) == list(range(1, 21))
     assert not state.first_nonfinite()
-    assert state.dataset.position == (20 + bad_step - 5) * CONFIG.batch_size  # no batch came twice
+    assert state.dataset.position == (20 + bad_step - 5) * CONFIG.batch_size  # no batch was used twice
     assert run.samples.read_text().count("--- sample at step 10") == 1
     held_out = [line["step"] for line in read_metrics(run.metrics) if "held_out_loss" in line]
     assert held_out == [5, 10, 15]
 
 
-def test_a_moment_that_spoils_weights_before_a_checkpoint_is_not_saved(tmp_path, monkeypatch, saved):
-    """The update returns normally; the checkpoint after it finds what it did."""
+def test_bad_moment_before_a_checkpoint_is_not_saved(tmp_path, monkeypatch, saved):
+    """The update returns normally; the check before the next checkpoint detects the NaN."""
     monkeypatch.setattr(f"{__name__}.BAD_STEP", 10)
-    Poison("moment", monkeypatch)
+    NaNInjector("moment", monkeypatch)
     run, state = new_run(tmp_path, on_nan="rollback"), new_state(CONFIG, TOKENS)
     assert train(state, run) is True
     assert events(run) == [(5, "rollback")]
     assert steps(run) == list(range(1, 21))
 
 
-# -------------------------------------------------------------------- what does not pass
-def test_skipping_ends(tmp_path, monkeypatch, saved):
-    poison = Poison("always", monkeypatch)
+# -------------------------------------------------------------------- persistent NaN
+def test_skip_stops_after_ten_updates(tmp_path, monkeypatch, saved):
+    injector = NaNInjector("always", monkeypatch)
     run = new_run(tmp_path, on_nan="skip")
     with pytest.raises(NonFiniteError, match=r"step 11: .*10 skipped"):
         train(new_state(CONFIG, TOKENS), run)
-    assert poison.count == 11
-    assert {step for _, step in saved} == {0}  # nothing is saved while it is unsure whether weights are sound
+    assert injector.count == 11
+    assert {step for _, step in saved} == {0}  # no checkpoint is saved while weights may be bad
     assert events(run) == [(step, "skip") for step in range(1, 11)] + [(11, "stop")]
 
 
-def test_going_back_ends(tmp_path, monkeypatch, saved):
-    poison = Poison("always", monkeypatch)
+def test_rollback_stops_after_three_rollbacks(tmp_path, monkeypatch, saved):
+    injector = NaNInjector("always", monkeypatch)
     run = new_run(tmp_path, on_nan="rollback")
     with pytest.raises(NonFiniteError, match=r"step 1: .*3 rollbacks"):
         train(new_state(CONFIG, TOKENS), run)
-    assert poison.count == 4
+    assert injector.count == 4
     assert [action for _, action in events(run)] == ["rollback"] * 4 + ["stop"]
 
 
-def test_a_spike_ends_nothing(tmp_path, monkeypatch, saved):
-    poison = Poison("spike", monkeypatch)
+def test_loss_spike_is_accepted(tmp_path, monkeypatch, saved):
+    injector = NaNInjector("spike", monkeypatch)
     run, state = new_run(tmp_path, on_nan="stop"), new_state(CONFIG, TOKENS)
     assert train(state, run) is True
-    assert poison.count == 1
+    assert injector.count == 1
     assert events(run) == []
     losses = {line["step"]: line["loss"] for line in read_metrics(run.metrics) if "loss" in line}
     assert losses[BAD_STEP] > 1e6 > 10 > losses[20]
 
 
-def test_a_held_out_loss_that_is_not_finite_is_said(tmp_path, monkeypatch, saved):
-    usual = text_task.evaluate
+def test_nonfinite_held_out_loss_is_logged(tmp_path, monkeypatch, saved):
+    original = text_task.evaluate
     losses = iter([np.nan, np.inf])
-    monkeypatch.setattr(text_task, "evaluate", lambda *args, **more: (next(losses, usual(*args)[0]), 99))
+    monkeypatch.setattr(text_task, "evaluate", lambda *args, **more: (next(losses, original(*args)[0]), 99))
     run, state = new_run(tmp_path), new_state(CONFIG, TOKENS)
     assert train(state, run) is True
     first, second = (line for line in read_metrics(run.metrics) if "not_finite" in line)
@@ -220,15 +220,15 @@ def test_a_held_out_loss_that_is_not_finite_is_said(tmp_path, monkeypatch, saved
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-# -------------------------------------------------------------------- killed in between
+# -------------------------------------------------------------------- kills after NaN
 @pytest.mark.slow_except(5)
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 @pytest.mark.parametrize("at", [6, BAD_STEP, 9, 12, 19])
-def test_a_run_that_met_nan_and_was_killed_goes_on_alike(tmp_path, monkeypatch, saved, policy, at):
-    """Where a batch is bad whenever it comes."""
-    Poison("batch", monkeypatch)
-    whole, run = new_run(tmp_path / "whole", on_nan=policy), new_run(tmp_path / "run", on_nan=policy)
-    train(new_state(CONFIG, TOKENS), whole)
+def test_resumed_run_after_nan_is_equal(tmp_path, monkeypatch, saved, policy, at):
+    """The same batch is bad whenever it is used."""
+    NaNInjector("batch", monkeypatch)
+    reference, run = new_run(tmp_path / "reference", on_nan=policy), new_run(tmp_path / "run", on_nan=policy)
+    train(new_state(CONFIG, TOKENS), reference)
     state = new_state(CONFIG, TOKENS)
     calls = []
 
@@ -243,26 +243,26 @@ def test_a_run_that_met_nan_and_was_killed_goes_on_alike(tmp_path, monkeypatch, 
         train(state, run)
     run = new_run(tmp_path / "run", on_nan=policy)
     assert train(resume_state(run.last, TOKENS), run) is True
-    assert lines(run) == lines(whole)
+    assert lines(run) == lines(reference)
     for name in ("last", "best"):
-        one, other = (load_checkpoint(folder / f"{name}.safetensors") for folder in (run.folder, whole.folder))
+        one, other = (load_checkpoint(folder / f"{name}.safetensors") for folder in (run.folder, reference.folder))
         assert all(one.tensors[key].tobytes() == other.tensors[key].tobytes() for key in other.tensors)
         for about in (one.about, other.about):
             del about["progress"]["seconds"]
         assert one.about == other.about
-    assert run.samples.read_bytes() == whole.samples.read_bytes()
+    assert run.samples.read_bytes() == reference.samples.read_bytes()
 
 
-def test_a_kill_between_the_message_and_the_checkpoint(tmp_path, monkeypatch, saved):
-    """The line about going back is there, the checkpoint that it speaks of is not: the line comes once."""
-    Poison("batch", monkeypatch)
+def test_kill_between_event_and_checkpoint(tmp_path, monkeypatch, saved):
+    """After a kill between the rollback event and its checkpoint, the resumed run logs the event only once."""
+    NaNInjector("batch", monkeypatch)
     run = new_run(tmp_path, on_nan="rollback")
-    usual = Run.save
+    original = Run.save
 
     def save(run, state, path):
         if state.n_rollbacks:
             raise KeyboardInterrupt
-        usual(run, state, path)
+        original(run, state, path)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Run, "save", save)
@@ -276,7 +276,7 @@ def test_a_kill_between_the_message_and_the_checkpoint(tmp_path, monkeypatch, sa
 # -------------------------------------------------------------------- checkpoints
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("part", ["weight", "moment"])
-def test_neither_saved_nor_loaded(tmp_path, monkeypatch, part, value):
+def test_nonfinite_checkpoints_are_rejected(tmp_path, monkeypatch, part, value):
     state = new_state(replace(CONFIG, steps=3), TOKENS)
     for _ in range(2):
         training_state.train_step(state)
@@ -290,7 +290,7 @@ def test_neither_saved_nor_loaded(tmp_path, monkeypatch, part, value):
         state.save(tmp_path / "c", None)
     assert (tmp_path / "c").read_bytes() == content
     monkeypatch.setattr("tricycle.checkpoint._check_finite", lambda *args: None)
-    state.save(tmp_path / "c", None)  # as a program of before, or of others, may have
+    state.save(tmp_path / "c", None)  # as another program may have
     monkeypatch.undo()
     with pytest.raises(ValueError, match=f"{WEIGHT}.*NaN"):
         resume_state(tmp_path / "c", TOKENS)

@@ -1,4 +1,4 @@
-"""Some kills of ranks of those that `python -m tests.chaos.ranks` tries. Left out without mpi4py and an mpiexec."""
+"""Trials of tests/chaos/ranks.py; skipped without mpi4py and mpiexec."""
 
 import importlib.util
 import os
@@ -12,7 +12,16 @@ import pytest
 from benchmarks.ranks import mpiexec
 
 from .kills import SIGNALS
-from .ranks import FAILURES, TARGETS, RankTrial, fail, perform, profile_of, rough_differences, trials_of
+from .ranks import (
+    FAILURES,
+    TARGETS,
+    RankTrial,
+    approximate_differences,
+    measure_phases,
+    new_trials,
+    run_failure,
+    run_trial,
+)
 from .runs import PHASES
 
 pytestmark = [
@@ -25,13 +34,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def profile(whole):
-    return profile_of(whole)
+def phase_times(reference):
+    return measure_phases(reference)
 
 
-def test_all_phases_are_seen(profile):
-    """Whoever is first prepares the text; the rest rank 0 has all, and rank 1 what they do together."""
-    seen = {phase for phase, times in profile.seconds.items() if times}
+def test_all_phases_are_reported(phase_times):
+    """One of the ranks prepares the text; rank 0 has all other phases, and rank 1 the common ones."""
+    seen = {phase for phase, times in phase_times.seconds.items() if times}
     assert {phase.partition(":")[2] for phase in seen} == set(PHASES)
     assert {f"0:{phase}" for phase in PHASES if phase not in ("tokeniser training", "dataset building")} <= seen
     assert {"1:run", "1:update", "1:evaluation"} <= seen and "1:checkpoint" not in seen
@@ -44,33 +53,35 @@ def test_all_phases_are_seen(profile):
         ("SIGTERM", "mpiexec", [("0:evaluation", 2, 0.0)], 1),
     ],
 )
-def test_a_signal_in_one_of_them(bench, whole, profile, name, target, moments, n_after):
+def test_signal_to_one_process(workspace, reference, phase_times, name, target, moments, n_after):
     trial = RankTrial(name, getattr(signal, name), moments, target=target, n_after=n_after)
-    assert perform(trial, bench.case(f"{name} to {target}"), whole.run).trouble == []
-    assert trial.hits == len(moments)
+    assert run_trial(trial, workspace.new_run(f"{name} to {target}"), reference.run_folder).problems == []
+    assert trial.n_delivered == len(moments)
 
 
-def test_the_end_of_ranks_of_which_one_fails(bench):
-    """Within 10 s, with one message that says which and why."""
-    failure = fail("meets NaN (--on-nan stop)", bench.case("failing"), None, rank=1, step=3)
-    assert failure.trouble == []
+def test_failure_of_one_rank(workspace):
+    """All exit within 10 s, with one message that names the rank and the reason."""
+    failure = run_failure("meets NaN (--on-nan stop)", workspace.new_run("failing"), None, rank=1, step=3)
+    assert failure.problems == []
 
 
-def test_what_differs_more_than_by_rounding_is_seen(bench, whole, profile):
-    case = bench.case("seed", "--seed", "5")
+def test_differences_beyond_rounding_are_reported(workspace, reference, phase_times):
+    case = workspace.new_run("seed", "--seed", "5")
     assert case.train().status == 0
-    assert any("last.safetensors: model." in line for line in rough_differences(case.run, whole.run))
-    assert rough_differences(whole.run, whole.run) == []
+    assert any(
+        "last.safetensors: model." in line for line in approximate_differences(case.run_folder, reference.run_folder)
+    )
+    assert approximate_differences(reference.run_folder, reference.run_folder) == []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, *SIGNALS])
-def test_every_signal_to_each(bench, profile, whole, number, target):
-    for i, trial in enumerate(trials_of(random.Random(7), profile, 2, 0, [number])):
+def test_every_signal_to_every_target(workspace, phase_times, reference, number, target):
+    for i, trial in enumerate(new_trials(random.Random(7), phase_times, 2, 0, [number])):
         if trial.target == target:
-            assert perform(trial, bench.case(f"{trial.name}-{i}"), whole.run).trouble == []
+            assert run_trial(trial, workspace.new_run(f"{trial.name}-{i}"), reference.run_folder).problems == []
 
 
 LONG = pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
@@ -81,14 +92,14 @@ IN_RANKS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rank"), IN_RANKS)
-def test_every_way_to_fail(bench, profile, whole, name, rank):
-    case = bench.case(f"failure {list(FAILURES).index(name)} {rank}")
-    assert fail(name, case, whole.run, rank, step=6).trouble == []
+def test_every_failure(workspace, phase_times, reference, name, rank):
+    case = workspace.new_run(f"failure {list(FAILURES).index(name)} {rank}")
+    assert run_failure(name, case, reference.run_folder, rank, step=6).problems == []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
-def test_the_long_form():
+def test_command():
     words = "--n 0 --phases 0 --failures 1 --seed 3".split()
     done = subprocess.run([sys.executable, "-m", "tests.chaos.ranks", *words], capture_output=True, text=True)
     assert done.returncode == 0 and "| meets NaN (--on-nan stop) | 1 | 0 |" in done.stdout, done.stdout + done.stderr

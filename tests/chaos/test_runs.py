@@ -1,4 +1,4 @@
-"""The harness itself: two runs alike are equal, and what is not equal is named."""
+"""The comparison of runs: equal runs have no differences, and differences are named."""
 
 import json
 
@@ -10,20 +10,20 @@ pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
-def pair(bench):
-    cases = [bench.case(name) for name in ("one", "other")]
+def pair(workspace):
+    cases = [workspace.new_run(name) for name in ("one", "other")]
     for case in cases:
         done = case.train()
         assert done.status == 0, done.err
-    return [case.run for case in cases]
+    return [case.run_folder for case in cases]
 
 
-def test_two_runs_alike_are_equal(pair):
+def test_equal_runs(pair):
     assert differences(*pair) == []
 
 
 @pytest.mark.parametrize("name", ["samples.txt", "loss.png", "config.json"])
-def test_another_byte_is_seen(pair, name):
+def test_other_bytes_are_reported(pair, name):
     run, other = pair
     content = (run / name).read_bytes()
     (run / name).write_bytes(content + b" ")
@@ -46,7 +46,7 @@ def test_different_losses_are_reported_and_speeds_are_not(pair):
     path.write_text(content)
 
 
-def test_a_file_too_many_is_seen(pair):
+def test_additional_files_are_reported(pair):
     run, other = pair
     (run / ".last.safetensors.1-1.part").touch()
     (difference,) = differences(run, other)
@@ -54,10 +54,10 @@ def test_a_file_too_many_is_seen(pair):
     (run / ".last.safetensors.1-1.part").unlink()
 
 
-def test_other_weights_are_seen(bench, pair):
-    case = bench.case("seed", "--seed", "5")
+def test_other_weights_are_reported(workspace, pair):
+    case = workspace.new_run("seed", "--seed", "5")
     assert case.train().status == 0
-    difference = differences(case.run, pair[0])
+    difference = differences(case.run_folder, pair[0])
     assert any("last.safetensors: model." in line for line in difference)
     assert any("last.safetensors: optimiser." in line for line in difference)
     assert any("last.safetensors: generator" in line for line in difference)
