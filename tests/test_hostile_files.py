@@ -1,6 +1,6 @@
-"""Damaged and hostile files of every kind that is read: each gives a model, or one clear line.
+"""Damaged and hostile files of all kinds: each is loaded, or rejected with a one-line error.
 
-Some hundred here; `PYTHONPATH=tests python -m hostile` tries thousands and prints a table.
+`PYTHONPATH=tests python -m hostile` runs thousands of cases and prints a table.
 """
 
 import json
@@ -12,15 +12,15 @@ import pytest
 pytest.importorskip("tokenizers")
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="processes are watched as Linux has it"),
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux"),
 ]
 
 from hostile import corpus  # noqa: E402
 from hostile.kinds import KINDS  # noqa: E402
-from hostile.mutations import FORMS, damaged  # noqa: E402
+from hostile.mutations import MUTATIONS_BY_FORMAT, mutate  # noqa: E402
 
-# What was answered badly once: the kind of file, the file, and what stands in its place.
-FOUND = {
+# Earlier failures: the kind of file, the file, and its replacement.
+REGRESSIONS = {
     "a line of 100,000 characters": ("config of a run", "data.json", '{"data": "' + "x" * 100_000 + '", "files": []}'),
     "thousands of unknown fields": (
         "config of a run",
@@ -58,7 +58,7 @@ FOUND = {
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile")
-    corpus.good_files(folder / "good")
+    corpus.write_valid_files(folder / "good")
     return folder
 
 
@@ -71,19 +71,19 @@ def environment(monkeypatch):
 
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
 def test_good_files_are_read(root, kind):
-    outcome = corpus.tried_with(root, kind)
+    outcome = corpus.run_with_damage(root, kind)
     assert outcome.kind == "model", outcome
 
 
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
 def test_damaged_files_give_a_model_or_one_line(root, kind):
-    for case, outcome in corpus.tried(root, seed=1, n_cases=3, only=kind):
-        assert outcome.good, (str(case), outcome)
+    for case, outcome in corpus.run_cases(root, seed=1, n_cases=3, only=kind):
+        assert outcome.is_acceptable, (str(case), outcome)
 
 
-@pytest.mark.parametrize("title", FOUND)
+@pytest.mark.parametrize("title", REGRESSIONS)
 def test_regressions(root, title):
-    name, target, content = FOUND[title]
+    name, target, content = REGRESSIONS[title]
     victim = root / "victim"
     victim.write_text("mine\n", encoding="utf-8")
 
@@ -94,8 +94,8 @@ def test_regressions(root, title):
         else:
             content(path)
 
-    outcome = corpus.tried_with(root, name, lambda folder: damage(folder / target))
-    assert outcome.good, outcome
+    outcome = corpus.run_with_damage(root, name, lambda folder: damage(folder / target))
+    assert outcome.is_acceptable, outcome
     assert outcome.message.isprintable()
     assert victim.read_text(encoding="utf-8") == "mine\n"
     assert sorted(path.name for path in root.iterdir()) == ["good", "victim"]
@@ -103,17 +103,17 @@ def test_regressions(root, title):
 
 @pytest.mark.slow
 def test_many_damaged_files(root):
-    results = list(corpus.tried(root, seed=2, n_cases=15))
-    assert [(str(case), outcome) for case, outcome in results if not outcome.good] == []
+    results = list(corpus.run_cases(root, seed=2, n_cases=15))
+    assert [(str(case), outcome) for case, outcome in results if not outcome.is_acceptable] == []
     assert sum(outcome.kind == "refused" for _, outcome in results) > len(results) / 3
 
 
 def test_the_same_seed_gives_the_same_damage():
     content = b'{"a": [1, 2, {"b": "c"}], "d": null}'
     for name in ("x.json", "x.jsonl", "x.bin", "x.http"):
-        results = [damaged(content, name, random.Random(seed)) for seed in [*range(90), *range(90)]]
+        results = [mutate(content, name, random.Random(seed)) for seed in [*range(90), *range(90)]]
         assert results[:90] == results[90:]
         assert len({result for _, result in results}) > 30
         assert {damage for damage, _ in results} >= {
-            damage.__name__ for damage in FORMS[name.split(".")[1].replace("bin", "bytes")]
+            damage.__name__ for damage in MUTATIONS_BY_FORMAT[name.split(".")[1].replace("bin", "bytes")]
         }

@@ -1,4 +1,4 @@
-"""Pickles made to harm: none runs anything, crashes or takes more than it may."""
+"""Malicious pickles: none runs code, crashes, or exceeds the limits of time and memory."""
 
 import functools
 import os
@@ -12,7 +12,7 @@ from hostile import pickles
 from tricycle.models import GPT
 from tricycle_cli.pickles import load_pickled_model
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="processes are watched as Linux has it")
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 KINDS = ("command", "instruction", "numpy", "bomb", "damage")
 
 
@@ -23,24 +23,24 @@ def attempt():
     return attempt
 
 
-def test_there_are_many():
+def test_number_of_attacks():
     assert len(pickles.all_attacks()) > 250
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
-def test_none_does_anything(tmp_path, attempt, kind):
+def test_all_attacks_are_rejected(tmp_path, attempt, kind):
     path = tmp_path / "model.pkl"
     read = functools.partial(load_pickled_model, path)
     for title, content in pickles.all_attacks(kind).items():
         path.write_bytes(content)
         outcome = attempt(read, tmp_path, len(content))
-        assert outcome.good, (title, outcome)
+        assert outcome.is_acceptable, (title, outcome)
         assert outcome.kind == "refused" or kind == "damage", title
         assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pkl"], title
 
 
-def test_a_good_one_is_read(tmp_path, attempt):
+def test_valid_pickle_is_loaded(tmp_path, attempt):
     path = tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps(GPT(pickles.CONFIG)))
     assert attempt(lambda: load_pickled_model(path), tmp_path, 0).kind == "model"
@@ -48,8 +48,8 @@ def test_a_good_one_is_read(tmp_path, attempt):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("title", ["os.system", "exec", "open", "subprocess"])
-def test_with_python_itself_they_do(tmp_path, attempt, title):
-    """So that the tests above can fail: what watches sees it."""
+def test_python_executes_them(tmp_path, attempt, title):
+    """Check that the monitor detects these pickles in Python's own `pickle`."""
     content = pickles.all_attacks("command")[f"command: REDUCE {title}"]
     outcome = attempt(lambda: pickle.loads(content), tmp_path, len(content))
     assert outcome.kind == "escaped" or (tmp_path / pickles.MARKER).exists()
@@ -69,7 +69,7 @@ def test_with_python_itself_they_do(tmp_path, attempt, title):
         ("status", lambda: os._exit(9)),
     ],
 )
-def test_what_must_not_be_is_seen(tmp_path, attempt, monkeypatch, kind, action):
-    monkeypatch.setattr("hostile.worker.MOST_SECONDS", 0.3)
+def test_failures_are_detected(tmp_path, attempt, monkeypatch, kind, action):
+    monkeypatch.setattr("hostile.worker.MAX_SECONDS", 0.3)
     outcome = attempt(action, tmp_path, 0)
     assert outcome.kind == kind, outcome

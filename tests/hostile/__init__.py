@@ -1,4 +1,4 @@
-"""Files from strangers: damaged and hostile ones by seeded mutation, tried in processes that are watched.
+"""Damaged and hostile files by seeded mutation, loaded in monitored processes.
 
-From the root of the repository, `PYTHONPATH=tests python -m hostile --seed 0` tries some thousands and prints a table.
+From the root of the repository, `PYTHONPATH=tests python -m hostile --seed 0` runs thousands of cases and prints a table.
 """

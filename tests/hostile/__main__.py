@@ -1,4 +1,4 @@
-"""Try some thousands of damaged and hostile files, and print what came of them."""
+"""Load some thousands of damaged and hostile files, and print a table of the outcomes."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hostile.corpus import good_files, table, tried
+from hostile.corpus import run_cases, table, write_valid_files
 from hostile.kinds import KINDS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="hostile", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=150, help="of each kind")
-    parser.add_argument("--kind", default="", choices=["", *(kind.name for kind in KINDS)], help="only this one")
-    parser.add_argument("--one", type=int, help="only the case of this number, with what it says")
+    parser.add_argument("--cases", type=int, default=150, help="cases of each kind")
+    parser.add_argument("--kind", default="", choices=["", *(kind.name for kind in KINDS)], help="only this kind")
+    parser.add_argument("--one", type=int, help="only the case of this number, with its messages")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        good_files(root / "good")
-        results = tried(root, arguments.seed, arguments.cases, arguments.kind, arguments.one)
+        write_valid_files(root / "good")
+        results = run_cases(root, arguments.seed, arguments.cases, arguments.kind, arguments.one)
         rows = []
-        with contextlib.suppress(KeyboardInterrupt):  # then the table is of those that were tried
+        with contextlib.suppress(KeyboardInterrupt):  # print the table of the finished cases
             for case, outcome in results:
                 rows.append((case, outcome))
-                if arguments.one is not None or not outcome.good:
+                if arguments.one is not None or not outcome.is_acceptable:
                     print(f"{case}: {outcome.kind}: {outcome.message} ({outcome.seconds:.1f} s)", file=sys.stderr)
     print(table(rows))
-    return 0 if all(outcome.good for _, outcome in rows) else 1
+    return 0 if all(outcome.is_acceptable for _, outcome in rows) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The kinds of files that are read: good ones to begin with, and the programs that read them as a user would."""
+"""The kinds of files: how to write valid ones, and the programs that load them."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 @dataclass(frozen=True)
 class Kind:
-    """
+    """A kind of file.
+
     Attributes:
         name: in tables.
-        folder: of `make_all` that holds the good files.
-        targets: those of them that are damaged, one at a time.
-        read: what reads them, in that folder.
-        network: whether it may open connections.
-        things: whether other things than files may stand in their place.
+        folder: the folder of the valid files, written by `write_all_files`.
+        targets: the files to damage, one at a time.
+        load: loads the files in the working directory.
+        network: whether `load` may open connections.
+        replaceable: whether a case may replace the file by a folder, link, pipe and so on.
     """
 
     name: str
     folder: str
     targets: tuple[str, ...]
-    read: Callable[[], object]
+    load: Callable[[], object]
     network: bool = False
-    things: bool = True
+    replaceable: bool = True
 
 
 def program(name: str, *words: str) -> Callable[[], object]:
-    """A program's `main` with these words."""
+    """Return a function that runs a program with these arguments."""
 
     def run() -> object:
         return importlib.import_module(f"tricycle_cli.{name}").main(list(words))
@@ -58,7 +59,7 @@ def read_sentences() -> None:
 
 
 def download() -> None:
-    """From a server, a thread of this process, that answers with the bytes of a file."""
+    """Download from a server in a thread of this process, which responds with the bytes of a file."""
     from tricycle_datasets import download
 
     download.MOST_BYTES = 2**22
@@ -119,17 +120,17 @@ KINDS = [
     Kind("texts to train on", "texts", ("texts/a.txt", "texts/b.txt"), program("train", *TRAIN)),
     Kind("texts to evaluate", "texts", ("texts/a.txt",), program("evaluate", *EVALUATE)),
     Kind("cache of texts", "cached", CACHE, RESUME),
-    Kind("downloads", "downloads", DOWNLOADS, download, network=True, things=False),
+    Kind("downloads", "downloads", DOWNLOADS, download, network=True, replaceable=False),
 ]
 
 
-# -------------------------------------------------------------------- good files
-def make_all(root: Path) -> None:
-    """Write the good files of all kinds. Trains a tiny model, so better in a process of its own."""
+# -------------------------------------------------------------------- valid files
+def write_all_files(root: Path) -> None:
+    """Write the valid files of all kinds, which includes the training of a tiny model."""
     root.mkdir(parents=True, exist_ok=True)
-    make_run(root)
-    make_others(root)
-    make_sentences(root)
+    write_run_files(root)
+    write_model_folders(root)
+    write_sentence_encoder(root)
     (root / "downloads" / "cache" / "d").mkdir(parents=True)
     (root / "downloads" / "cache" / "d" / "input.txt").write_bytes(BODY[:-1])
     (root / "downloads" / "cache" / "d" / "input.txt.part").write_bytes(BODY[:5000])
@@ -137,7 +138,7 @@ def make_all(root: Path) -> None:
     (root / "downloads" / "response.http").write_bytes(head + BODY)
     (root / "texts" / "texts").mkdir(parents=True)
     for name in "ab":
-        (root / "texts" / "texts" / f"{name}.txt").write_text(some_text(40 if name == "a" else 400), encoding="utf-8")
+        (root / "texts" / "texts" / f"{name}.txt").write_text(random_text(40 if name == "a" else 400), encoding="utf-8")
     shutil.copyfile(root / "run" / "best.safetensors", root / "texts" / "best.safetensors")
     (root / "cached").mkdir()
     for name in ("config.json", "data.json", "last.safetensors", "best.safetensors", "metrics.jsonl", "text.txt"):
@@ -149,18 +150,18 @@ def make_all(root: Path) -> None:
             path.symlink_to(f"../../../{path.name}")
 
 
-def some_text(n_lines: int) -> str:
+def random_text(n_lines: int) -> str:
     rng = np.random.default_rng(n_lines)
     return "".join(" ".join(rng.choice(WORDS, 9)) + ".\n" for _ in range(n_lines))
 
 
-def make_run(root: Path) -> None:
+def write_run_files(root: Path) -> None:
     from tricycle.checkpoint import load_checkpoint
     from tricycle_cli.train import main
 
     folder = root / "run"
     folder.mkdir()
-    (folder / "text.txt").write_text(some_text(300), encoding="utf-8")
+    (folder / "text.txt").write_text(random_text(300), encoding="utf-8")
     words = (
         "--preset debug --steps 2 --eval-interval 2 --eval-batches 1 --sample-interval 2 --vocab-size 260 --n-layers 1"
     )
@@ -174,7 +175,7 @@ def make_run(root: Path) -> None:
     (folder / "model.pkl").write_bytes(pickle.dumps(checkpoint.model()))
 
 
-def make_others(root: Path) -> None:
+def write_model_folders(root: Path) -> None:
     from safetensors.numpy import load_file, save_file
     from tiny_models import lively_model, tiny_tokeniser, write_folder
 
@@ -214,7 +215,7 @@ def make_others(root: Path) -> None:
     (two / "merges.txt").write_text(f"#version: 0.2\n{merges}\n", encoding="utf-8")
 
 
-def make_sentences(root: Path) -> None:
+def write_sentence_encoder(root: Path) -> None:
     from tricycle.configs.encoder import EncoderConfig
     from tricycle.pretrained.export import export_folder
     from tricycle.sequences.text_encoder import TextEncoder
@@ -245,7 +246,7 @@ tricycle_cli.evaluate tricycle_cli.export tricycle_cli.generate tricycle_cli.tra
 
 
 def import_all() -> None:
-    """What the programs import when they need it, so that forked processes need not."""
+    """Import the modules that the programs import lazily, so that forked processes need not."""
     for name in IMPORTED:
         with contextlib.suppress(ModuleNotFoundError):  # some are extras
             importlib.import_module(name)

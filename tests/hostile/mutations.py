@@ -1,4 +1,4 @@
-"""Damage, drawn by a seeded generator: of any bytes, and of the structure of each form of file."""
+"""Seeded mutations of files: of any bytes, and of the structure of each file format."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Damage = Callable[[bytes, random.Random], bytes]
+Mutation = Callable[[bytes, random.Random], bytes]
 
 _SIZES_OF_TYPES = [2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**64 - 1]
-ABSURD_NUMBERS = [0, 1, 2, 3, 7, 127, 128, 255, 256, 65_535, *_SIZES_OF_TYPES]
+EXTREME_INTEGERS = [0, 1, 2, 3, 7, 127, 128, 255, 256, 65_535, *_SIZES_OF_TYPES]
 _PATHS = ["../../../../etc/passwd", "/dev/zero", "..", "a\0b"]
 _TEXTS = ["", "x", "x" * 100_000, *_PATHS, "\ud800", "{{ 7 * 7 }}", "%s%n", "1", "NaN"]
 _INTEGERS = [-1, 0, 1, 3, 2**31, 2**63, 2**64, -(2**63), 10**400]
 _FLOATS = [0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"), -float("inf")]
 _CONTAINERS: list[Any] = [[], {}, [1, 2, 3], [[]], {"a": 1}, [None] * 10_000, [0] * 1000]
-ODD_VALUES: list[Any] = [None, True, False, *_TEXTS, *_INTEGERS, *_FLOATS, *_CONTAINERS]
+UNUSUAL_VALUES: list[Any] = [None, True, False, *_TEXTS, *_INTEGERS, *_FLOATS, *_CONTAINERS]
 
 
 # -------------------------------------------------------------------- any bytes
@@ -44,24 +44,24 @@ def set_bytes(content: bytes, rng: random.Random) -> bytes:
     return bytes(damaged)
 
 
-def absurd_number(content: bytes, rng: random.Random) -> bytes:
-    """Somewhere near the beginning, where sizes stand."""
+def extreme_integer(content: bytes, rng: random.Random) -> bytes:
+    """Overwrite 4 or 8 bytes near the beginning, where sizes are stored."""
     start = rng.randrange(min(len(content), rng.choice([16, 64, 1024, 8192])) or 1)
     length = rng.choice([4, 8])
-    number = rng.choice(ABSURD_NUMBERS) % 2 ** (8 * length)
+    number = rng.choice(EXTREME_INTEGERS) % 2 ** (8 * length)
     return content[:start] + number.to_bytes(length, "little") + content[start + length :]
 
 
-def cut(content: bytes, rng: random.Random) -> bytes:
+def truncate(content: bytes, rng: random.Random) -> bytes:
     return content[: rng.randrange(min(len(content), rng.choice([16, 256, 8192, len(content) + 1])) + 1)]
 
 
-def longer(content: bytes, rng: random.Random) -> bytes:
+def append_bytes(content: bytes, rng: random.Random) -> bytes:
     return content + rng.choice([b"\0", b"more", content, bytes(4096), b"\xff\xfe", b"\n"])
 
 
-def repeat(content: bytes, rng: random.Random) -> bytes:
-    """A part twice, or not at all, or another in its place."""
+def repeat_range(content: bytes, rng: random.Random) -> bytes:
+    """Repeat, remove or replace a range."""
     first, last = sorted(rng.randrange(len(content) + 1) for _ in range(2))
     last = min(last, first + rng.choice([1, 16, 1024]))
     place = rng.randrange(len(content) + 1)
@@ -72,15 +72,15 @@ def repeat(content: bytes, rng: random.Random) -> bytes:
     )
 
 
-def zeros(content: bytes, rng: random.Random) -> bytes:
-    """A part that a disk lost."""
+def zero_range(content: bytes, rng: random.Random) -> bytes:
+    """Overwrite a range with zeros, as after a disk error."""
     start = rng.randrange(len(content) + 1) // 512 * 512
     length = min(rng.choice([16, 512, 4096]), len(content) - start)
     return content[:start] + bytes(length) + content[start + length :]
 
 
-def no_text(content: bytes, rng: random.Random) -> bytes:
-    """Bytes that are no UTF-8, other encodings, and characters that text should not have."""
+def invalid_text(content: bytes, rng: random.Random) -> bytes:
+    """Insert invalid UTF-8 or control characters, or change the encoding."""
     text = content.decode("utf-8", "replace")
     odd = rng.choice(
         [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80", b"\0", b"\x1b[2J", b"\r", b"\xe2\x80\xa8"]
@@ -98,7 +98,7 @@ def no_text(content: bytes, rng: random.Random) -> bytes:
     )
 
 
-def something_else(content: bytes, rng: random.Random) -> bytes:
+def replace_content(content: bytes, rng: random.Random) -> bytes:
     return rng.choice(
         [
             b"",
@@ -120,32 +120,42 @@ def something_else(content: bytes, rng: random.Random) -> bytes:
     )
 
 
-ANY: list[Damage] = [flip_bits, set_bytes, absurd_number, cut, longer, repeat, zeros, no_text, something_else]
+GENERIC_MUTATIONS: list[Mutation] = [
+    flip_bits,
+    set_bytes,
+    extreme_integer,
+    truncate,
+    append_bytes,
+    repeat_range,
+    zero_range,
+    invalid_text,
+    replace_content,
+]
 
 
 # -------------------------------------------------------------------- JSON
-def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Every container in a value with every key or index of it."""
+def _container_keys(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return all containers in a JSON value, each with all its keys or indices."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in list(pairs)[:200]:
         found.append((value, key))
-        _places(part, found)
+        _container_keys(part, found)
     return found
 
 
-def damaged_value(value: Any, rng: random.Random) -> Any:
-    """The same with one to three parts that are odd, missing, renamed or doubled."""
+def mutate_value(value: Any, rng: random.Random) -> Any:
+    """Replace, remove, rename or copy one to three parts of a JSON value."""
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        places = _places(value, [])
+        places = _container_keys(value, [])
         if not places:
-            return copy.deepcopy(rng.choice(ODD_VALUES))
+            return copy.deepcopy(rng.choice(UNUSUAL_VALUES))
         holder, key = rng.choice(places)
-        how = rng.randrange(8)
-        if how < 5:
-            holder[key] = copy.deepcopy(rng.choice(ODD_VALUES))
-        elif how == 5:
+        choice = rng.randrange(8)
+        if choice < 5:
+            holder[key] = copy.deepcopy(rng.choice(UNUSUAL_VALUES))
+        elif choice == 5:
             del holder[key]
-        elif how == 6 and isinstance(holder, dict):
+        elif choice == 6 and isinstance(holder, dict):
             holder[rng.choice(["__class__", "", "x" * 5000, f"{key} ", str(key).upper(), "\ud800", "__metadata__"])] = (
                 holder.pop(key)
             )
@@ -155,23 +165,23 @@ def damaged_value(value: Any, rng: random.Random) -> Any:
     return value
 
 
-def json_value(content: bytes, rng: random.Random) -> bytes:
+def mutate_json(content: bytes, rng: random.Random) -> bytes:
     try:
         value = json.loads(content)
     except ValueError:
         return flip_bits(content, rng)
-    return as_json(damaged_value(value, rng))
+    return encode_json(mutate_value(value, rng))
 
 
-def as_json(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     try:
         return json.dumps(value).encode("utf-8", "surrogatepass")
-    except ValueError:  # a value that now holds itself
+    except ValueError:  # a value that now contains itself
         return b'{"itself": NaN}'
 
 
-def json_text(content: bytes, rng: random.Random) -> bytes:
-    """What JSON's writers never write."""
+def write_invalid_json(content: bytes, rng: random.Random) -> bytes:
+    """Write invalid, deeply nested or very large JSON."""
     text = content.decode("utf-8", "replace")
     deep = rng.choice([500, 5000, 100_000])
     key = rng.choice(re.findall(r'"\w+": ', text) or ['"a": '])
@@ -205,41 +215,41 @@ def json_text(content: bytes, rng: random.Random) -> bytes:
     ).encode("utf-8", "replace")
 
 
-def json_line(content: bytes, rng: random.Random) -> bytes:
-    """One line of several."""
+def mutate_json_line(content: bytes, rng: random.Random) -> bytes:
+    """Mutate one line of a JSON-lines file."""
     lines = content.split(b"\n")
     i = rng.randrange(len(lines))
-    lines[i] = rng.choice([json_value, json_text, json_value, flip_bits, cut])(lines[i], rng)
+    lines[i] = rng.choice([mutate_json, write_invalid_json, mutate_json, flip_bits, truncate])(lines[i], rng)
     return b"\n".join(lines)
 
 
 # -------------------------------------------------------------------- safetensors
-def safetensors_header(content: bytes, rng: random.Random) -> bytes:
-    """The header with odd parts, but of the right length, so that it is read."""
+def mutate_safetensors_header(content: bytes, rng: random.Random) -> bytes:
+    """Mutate the header, and adjust its length so that it is parsed."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     inner = header.get("__metadata__", {})
-    how = rng.randrange(10)
-    if "tricycle" in inner and how < 5:
+    choice = rng.randrange(10)
+    if "tricycle" in inner and choice < 5:
         text = inner["tricycle"].encode()
-        if rng.random() < 0.7:  # as older files have none, so that the rest is read
+        if rng.random() < 0.7:  # older files have no checksum, so the rest is parsed
             inner.pop("crc32", None)
-        inner["tricycle"] = rng.choice([json_value, json_value, json_value, json_text])(text, rng).decode(
+        inner["tricycle"] = rng.choice([mutate_json, mutate_json, mutate_json, write_invalid_json])(text, rng).decode(
             "utf-8", "surrogatepass"
         )
-    elif how < 8:
-        header = damaged_value(header, rng)
+    elif choice < 8:
+        header = mutate_value(header, rng)
     else:
-        return _framed(json_text(content[8 : 8 + length], rng), content[8 + length :])
-    return _framed(as_json(header), content[8 + length :])
+        return _framed(write_invalid_json(content[8 : 8 + length], rng), content[8 + length :])
+    return _framed(encode_json(header), content[8 + length :])
 
 
 def _framed(header: bytes, rest: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + rest
 
 
-def safetensors_cut(content: bytes, rng: random.Random) -> bytes:
-    """At the edges of its structures, or a byte beside."""
+def truncate_safetensors(content: bytes, rng: random.Random) -> bytes:
+    """Truncate at the boundary of a structure, or one byte next to it."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
@@ -247,8 +257,8 @@ def safetensors_cut(content: bytes, rng: random.Random) -> bytes:
     return content[: max(0, rng.choice(edges) + rng.choice([-1, 0, 1]))]
 
 
-def odd_numbers(content: bytes, rng: random.Random) -> bytes:
-    """Values that are NaN, infinite or huge."""
+def insert_nonfinite_values(content: bytes, rng: random.Random) -> bytes:
+    """Overwrite values with NaN, infinity and extreme numbers."""
     length = int.from_bytes(content[:8], "little") + 8
     damaged = bytearray(content)
     for _ in range(rng.choice([1, 50])):
@@ -261,8 +271,8 @@ def odd_numbers(content: bytes, rng: random.Random) -> bytes:
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
-def gguf_places(content: bytes) -> list[tuple[int, int]]:
-    """Where each field of the header begins, and how many bytes it has."""
+def gguf_fields(content: bytes) -> list[tuple[int, int]]:
+    """Return the start and the length in bytes of each field of the header."""
     places = [(0, 4), (4, 4), (8, 8), (16, 8)]
     _, _, n_tensors, n_pairs = struct.unpack_from("<4sIQQ", content)
     at = 24
@@ -295,33 +305,33 @@ def gguf_places(content: bytes) -> list[tuple[int, int]]:
     return places
 
 
-def gguf_field(content: bytes, rng: random.Random) -> bytes:
-    places = gguf_places(content)
+def overwrite_gguf_field(content: bytes, rng: random.Random) -> bytes:
+    places = gguf_fields(content)
     damaged = bytearray(content)
     for _ in range(rng.choice([1, 1, 2])):
-        # those of tokens are many and alike
+        # most fields are tokens, so the first and last fields are chosen more often
         start, length = rng.choice(rng.choice([places, places[:60], places[-40:]]))
-        number = rng.choice([*ABSURD_NUMBERS, *range(40)])
+        number = rng.choice([*EXTREME_INTEGERS, *range(40)])
         damaged[start : start + length] = (
             (number % 2 ** (8 * length)).to_bytes(length, "little") if length in (4, 8) else rng.randbytes(length)
         )
     return bytes(damaged)
 
 
-def gguf_cut(content: bytes, rng: random.Random) -> bytes:
-    start, length = rng.choice(gguf_places(content))
+def truncate_gguf(content: bytes, rng: random.Random) -> bytes:
+    start, length = rng.choice(gguf_fields(content))
     return content[: start + rng.choice([0, 1, length])]
 
 
-def gguf_moved(content: bytes, rng: random.Random) -> bytes:
-    """A field left out, or twice."""
-    start, length = rng.choice(gguf_places(content)[4:60])
+def drop_or_repeat_gguf_field(content: bytes, rng: random.Random) -> bytes:
+    """Remove or repeat a field."""
+    start, length = rng.choice(gguf_fields(content)[4:60])
     return content[: start + rng.choice([0, length])] + content[start + rng.choice([0, length]) :]
 
 
 # -------------------------------------------------------------------- pickles
-def pickle_instruction(content: bytes, rng: random.Random) -> bytes:
-    """An instruction left out, twice, cut off, or another in its place."""
+def mutate_pickle_opcode(content: bytes, rng: random.Random) -> bytes:
+    """Remove, repeat, truncate or replace an instruction."""
     places = [place for _, _, place in pickletools.genops(content)] + [len(content)]
     i = rng.randrange(len(places) - 1)
     first, last = places[i], places[i + 1]
@@ -336,13 +346,13 @@ def pickle_instruction(content: bytes, rng: random.Random) -> bytes:
             content[:first] + other + content[last:],
             content[:first] + code + content[first + 1 :],
             content[:first] + code + content[last:],
-            content[: first + 1] + rng.choice(ABSURD_NUMBERS).to_bytes(8, "little") + content[last:],
+            content[: first + 1] + rng.choice(EXTREME_INTEGERS).to_bytes(8, "little") + content[last:],
         ]
     )
 
 
-def pickle_text(content: bytes, rng: random.Random) -> bytes:
-    """A name or a text that is another of the same length."""
+def replace_pickle_string(content: bytes, rng: random.Random) -> bytes:
+    """Replace a string by another one."""
     texts = [(place, arg) for code, arg, place in pickletools.genops(content) if code.name == "SHORT_BINUNICODE"]
     place, text = rng.choice(texts)
     raw = str(text).encode()
@@ -353,9 +363,9 @@ def pickle_text(content: bytes, rng: random.Random) -> bytes:
     return content[: place + 1] + replaced + content[place + 2 + len(raw) :]
 
 
-# -------------------------------------------------------------------- answers of a server
-def answer(content: bytes, rng: random.Random) -> bytes:
-    """Another status, other headers, or none of HTTP's."""
+# -------------------------------------------------------------------- HTTP responses
+def mutate_http_response(content: bytes, rng: random.Random) -> bytes:
+    """Change the status, the headers or the body of a response."""
     head, _, body = content.partition(b"\r\n\r\n")
     status = rng.choice(
         [b"206 Partial", b"301 Moved", b"302 Found", b"404 Not", b"416 Range", b"500 Error", b"999 X", b"x"]
@@ -387,20 +397,32 @@ def answer(content: bytes, rng: random.Random) -> bytes:
             re.sub(rb"Content-Length: \d+", length, head) + b"\r\n\r\n" + body,
             b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + packed,
             b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n" + body,
-            b"HTTP/1.1 200 Fine\r\n\r\n",  # and zeros without end
+            b"HTTP/1.1 200 Fine\r\n\r\n",  # the server adds endless zeros
             b"HTTP/1.1 200 OK\r\n\r\n" + body + b"more",
             head,
         ]
     )
 
 
-FORMS: dict[str, list[Damage]] = {
-    "json": [json_value, json_value, json_value, json_value, json_text, json_text],
-    "jsonl": [json_line, json_line, json_line, json_text],
-    "safetensors": [safetensors_header, safetensors_header, safetensors_header, safetensors_cut, odd_numbers],
-    "gguf": [gguf_field, gguf_field, gguf_field, gguf_cut, gguf_moved],
-    "pickle": [pickle_instruction, pickle_instruction, pickle_text, pickle_text],
-    "http": [answer],
+MUTATIONS_BY_FORMAT: dict[str, list[Mutation]] = {
+    "json": [mutate_json, mutate_json, mutate_json, mutate_json, write_invalid_json, write_invalid_json],
+    "jsonl": [mutate_json_line, mutate_json_line, mutate_json_line, write_invalid_json],
+    "safetensors": [
+        mutate_safetensors_header,
+        mutate_safetensors_header,
+        mutate_safetensors_header,
+        truncate_safetensors,
+        insert_nonfinite_values,
+    ],
+    "gguf": [
+        overwrite_gguf_field,
+        overwrite_gguf_field,
+        overwrite_gguf_field,
+        truncate_gguf,
+        drop_or_repeat_gguf_field,
+    ],
+    "pickle": [mutate_pickle_opcode, mutate_pickle_opcode, replace_pickle_string, replace_pickle_string],
+    "http": [mutate_http_response],
     "bytes": [],
 }
 _SUFFIXES = {
@@ -413,16 +435,16 @@ _SUFFIXES = {
 }
 
 
-def damaged(content: bytes, name: str, rng: random.Random) -> tuple[str, bytes]:
-    """A file's bytes damaged in a way that suits its name; what was done, and the result."""
-    own = FORMS[_SUFFIXES.get(Path(name).suffix, "bytes")]
-    damage = rng.choice(own) if own and rng.random() < 0.65 else rng.choice(ANY)
+def mutate(content: bytes, name: str, rng: random.Random) -> tuple[str, bytes]:
+    """Apply a random mutation for the format of a file; return its name and the mutated content."""
+    own = MUTATIONS_BY_FORMAT[_SUFFIXES.get(Path(name).suffix, "bytes")]
+    damage = rng.choice(own) if own and rng.random() < 0.65 else rng.choice(GENERIC_MUTATIONS)
     return damage.__name__, damage(content, rng)
 
 
-# -------------------------------------------------------------------- what stands in a file's place
-def another_thing(path: Path, rng: random.Random) -> str:
-    """Put something else in the place of a file: a folder, a pipe, a link, a device, a huge hole, nothing."""
+# -------------------------------------------------------------------- replacement of files
+def replace_file(path: Path, rng: random.Random) -> str:
+    """Replace a file by a folder, pipe, link, device, sparse file or nothing, and return which."""
     kinds: dict[str, Callable[[], Any]] = {
         "nothing": lambda: None,
         "folder": path.mkdir,
@@ -434,7 +456,7 @@ def another_thing(path: Path, rng: random.Random) -> str:
         "link to random bytes": lambda: path.symlink_to("/dev/urandom"),
         "link to its folder": lambda: path.symlink_to("."),
         "link to another file": lambda: path.symlink_to("/etc/passwd"),
-        "terabyte of nothing": lambda: _hole(path),
+        "terabyte of nothing": lambda: _make_sparse_file(path),
     }
     name = rng.choice([*kinds])
     path.unlink()
@@ -442,6 +464,6 @@ def another_thing(path: Path, rng: random.Random) -> str:
     return name
 
 
-def _hole(path: Path) -> None:
+def _make_sparse_file(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(2**40)

@@ -1,7 +1,7 @@
-"""One attempt at reading something hostile: in a process of its own, watched and limited.
+"""Run the loading of a hostile file in a forked process with limits and an audit hook.
 
-The process is forked from one that has imported everything, so that an attempt costs a hundredth of a second and its
-memory is counted from there. It runs what a user runs, a program's `main` by way of `run_main`.
+The process is forked from one that has imported everything, so that an attempt takes a hundredth of a second, and only
+its own memory counts. It runs a program's `main` with `run_main`, as a user does.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from programs import lines_without_progress_bars
 
 from tricycle.pretrained import template_process
 
-MOST_SECONDS = 5.0  # of a processor; others may be at work beside us
-MOST_WAIT = 40.0  # seconds by the clock, after which it counts as hanging
-MOST_MEMORY = 200e6  # bytes, beside twice the size of the files
-MOST_ADDRESSES = 6 * 2**30  # beyond that, memory is refused: what asks for it gives no clear line
-MOST_WRITTEN = 2**27  # bytes of one file
-# What a program must not do because of a file.
-FORBIDDEN = set(
+MAX_SECONDS = 5.0  # of CPU time
+MAX_WAIT_SECONDS = 40.0  # wall-clock seconds after which the process is killed
+MAX_MEMORY = 200e6  # bytes, in addition to twice the size of the files
+MAX_ADDRESS_SPACE = 6 * 2**30  # bytes; allocations beyond it fail
+MAX_FILE_BYTES = 2**27  # of a written file
+# Audit events that no file may cause.
+FORBIDDEN_EVENTS = set(
     """
     os.system subprocess.Popen os.exec os.fork os.forkpty os.posix_spawn os.spawn pty.spawn
     webbrowser.open os.kill
     """.split()
 )
-CHANGES = set("os.remove os.rename os.mkdir os.rmdir os.link os.symlink os.truncate os.chmod os.chown".split())
-SENDS = ("socket.connect", "socket.bind")
+FILE_EVENTS = set("os.remove os.rename os.mkdir os.rmdir os.link os.symlink os.truncate os.chmod os.chown".split())
+NETWORK_EVENTS = ("socket.connect", "socket.bind")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an attempt.
+    """The outcome of an attempt.
 
     Attributes:
-        kind: "model" (status 0), "refused" (one line, and status 1 or 2), or what must not be: "traceback", "lines",
+        kind: "model" (status 0), "refused" (one line, and status 1 or 2), or a failure: "traceback", "lines",
             "status", "crashed", "hang", "slow", "memory", "escaped".
-        message: what was printed as an error, or more about what must not be.
-        seconds: of a processor.
-        memory: bytes at its highest, beyond those that the process began with.
+        message: the error message, or details of the failure.
+        seconds: CPU time.
+        memory: peak memory of the attempt in bytes.
     """
 
     kind: str
@@ -57,16 +57,16 @@ class Outcome:
     memory: float
 
     @property
-    def good(self) -> bool:
+    def is_acceptable(self) -> bool:
         return self.kind in ("model", "refused")
 
 
 def attempt(action: Callable[[], object], folder: Path, size: int, network: bool = False) -> Outcome:
-    """Run an action in a process of its own, with a folder as the only place that it may write to.
+    """Run an action in a forked process, which may write only to a folder, and return the outcome.
 
     Args:
-        size: bytes of what it reads.
-        network: whether it may open connections.
+        size: of the loaded files in bytes.
+        network: whether the action may open connections.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -74,23 +74,23 @@ def attempt(action: Callable[[], object], folder: Path, size: int, network: bool
     started = time.monotonic()
     process = os.fork()
     if not process:
-        _be_the_child(action, folder, network, (out, err, about))
+        _run_child(action, folder, network, (out, err, about))
     status, usage, waited = _wait(process, started)
-    texts = [_content(handle) for handle in (err, about)]
+    texts = [_read_all(handle) for handle in (err, about)]
     for handle in (out, err, about):
         os.close(handle)
-    return _judged(status, usage, waited, texts[0], texts[1], size)
+    return _classify(status, usage, waited, texts[0], texts[1], size)
 
 
 def _wait(process: int, started: float) -> tuple[int | None, resource.struct_rusage, float]:
-    """The status, None where it had to be ended; what it used; seconds by the clock."""
+    """Wait for a process; return its status (None if it was killed), resource usage and wall-clock seconds."""
     pause = 0.001
     while True:
         done, status, usage = os.wait4(process, os.WNOHANG)
         waited = time.monotonic() - started
         if done:
             return status, usage, waited
-        if waited > MOST_WAIT or usage.ru_utime > 4 * MOST_SECONDS:
+        if waited > MAX_WAIT_SECONDS or usage.ru_utime > 4 * MAX_SECONDS:
             os.kill(process, signal.SIGKILL)
             _, _, usage = os.wait4(process, 0)
             return None, usage, waited
@@ -98,7 +98,7 @@ def _wait(process: int, started: float) -> tuple[int | None, resource.struct_rus
         pause = min(0.02, pause * 1.3)
 
 
-def _judged(
+def _classify(
     status: int | None, usage: resource.struct_rusage, waited: float, err: str, about: str, size: int
 ) -> Outcome:
     seconds = usage.ru_utime + usage.ru_stime
@@ -110,16 +110,16 @@ def _judged(
         return Outcome(kind, message, seconds, memory)
 
     if status is None:
-        return outcome("hang", f"after {waited:.0f} s, {seconds:.0f} s of a processor: {' / '.join(lines)[-200:]}")
+        return outcome("hang", f"after {waited:.0f} s, {seconds:.0f} s of CPU time: {' / '.join(lines)[-200:]}")
     if facts["escapes"]:
         return outcome("escaped", "; ".join(facts["escapes"][:3]))
     if os.WIFSIGNALED(status):
         return outcome("crashed", f"signal {signal.Signals(os.WTERMSIG(status)).name}: {err[-300:]}")
     if "Traceback (most recent call last)" in err:
         return outcome("traceback", err[-2500:])
-    if memory > 2 * size + MOST_MEMORY:
+    if memory > 2 * size + MAX_MEMORY:
         return outcome("memory", f"{memory / 1e6:.0f} MB for a file of {size / 1e6:.3f} MB: {' / '.join(lines)[-200:]}")
-    if seconds > MOST_SECONDS:
+    if seconds > MAX_SECONDS:
         return outcome("slow", f"{seconds:.1f} s: {' / '.join(lines)[-200:]}")
     code = os.WEXITSTATUS(status)
     if code == 0:
@@ -133,15 +133,15 @@ def _judged(
     return outcome("refused", lines[0])
 
 
-def _content(handle: int) -> str:
+def _read_all(handle: int) -> str:
     os.lseek(handle, 0, os.SEEK_SET)
     with open(handle, "rb", closefd=False) as file:
         return file.read(2**20).decode("utf-8", "replace")
 
 
-# -------------------------------------------------------------------- in the child
-def _be_the_child(action: Callable[[], object], folder: Path, network: bool, handles: tuple[int, int, int]) -> None:
-    """Never returns."""
+# -------------------------------------------------------------------- in the forked process
+def _run_child(action: Callable[[], object], folder: Path, network: bool, handles: tuple[int, int, int]) -> None:
+    """Run the action with limits, write its results to `handles`, and exit."""
     code = 71
     faulthandler.disable()
     try:
@@ -151,14 +151,14 @@ def _be_the_child(action: Callable[[], object], folder: Path, network: bool, han
         for stream, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
             setattr(sys, stream, os.fdopen(number, mode, encoding="utf-8", closefd=False))
         os.chdir(folder)
-        for what, most in ((resource.RLIMIT_AS, MOST_ADDRESSES), (resource.RLIMIT_FSIZE, MOST_WRITTEN)):
+        for what, most in ((resource.RLIMIT_AS, MAX_ADDRESS_SPACE), (resource.RLIMIT_FSIZE, MAX_FILE_BYTES)):
             resource.setrlimit(what, (most, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         escapes: list[str] = []
-        before = _start_counting()
-        _watch(folder, network, escapes)
-        code = _status_of(action)
-        facts = {"memory": _highest() - before, "escapes": escapes}
+        before = _reset_memory_peak()
+        _install_audit_hook(folder, network, escapes)
+        code = _exit_status(action)
+        facts = {"memory": _peak_memory() - before, "escapes": escapes}
         os.write(handles[2], json.dumps(facts).encode())
     except BaseException:
         traceback.print_exc()
@@ -169,7 +169,7 @@ def _be_the_child(action: Callable[[], object], folder: Path, network: bool, han
         os._exit(code)
 
 
-def _status_of(action: Callable[[], object]) -> int:
+def _exit_status(action: Callable[[], object]) -> int:
     from tricycle_cli.flags import run_main
 
     try:
@@ -182,18 +182,18 @@ def _status_of(action: Callable[[], object]) -> int:
     return 0
 
 
-def _start_counting() -> float:
+def _reset_memory_peak() -> float:
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
         file.write("5")
-    return _memory("VmRSS")
+    return _read_memory("VmRSS")
 
 
-def _highest() -> float:
-    return _memory("VmHWM")
+def _peak_memory() -> float:
+    return _read_memory("VmHWM")
 
 
-def _memory(name: str) -> float:
-    """Bytes."""
+def _read_memory(name: str) -> float:
+    """Return a field of /proc/self/status in bytes."""
     with open("/proc/self/status") as file:
         for line in file:
             if line.startswith(name):
@@ -201,15 +201,15 @@ def _memory(name: str) -> float:
     return 0.0
 
 
-def _watch(folder: Path, network: bool, escapes: list[str]) -> None:
-    """Write down what must not happen, before it does; it happens nonetheless."""
+def _install_audit_hook(folder: Path, network: bool, escapes: list[str]) -> None:
+    """Record forbidden audit events in `escapes`; the events are not prevented."""
     home = os.path.realpath(folder)
 
     def inside(path: object) -> bool:
         if isinstance(path, int) or path is None:
             return True
         full = os.path.realpath(os.fsdecode(path))  # type: ignore[arg-type]
-        if "__pycache__" in full:  # what Python and Numba compile is kept beside the sources
+        if "__pycache__" in full:  # caches of Python and Numba
             return True
         return full.startswith(home + os.sep) or full == home or full == os.devnull
 
@@ -220,11 +220,11 @@ def _watch(folder: Path, network: bool, escapes: list[str]) -> None:
             if writes and not inside(path):
                 escapes.append(f"it writes to {path!r}")
             return
-        forbidden = event in FORBIDDEN or (event in SENDS and not network)
-        if event in CHANGES:
+        forbidden = event in FORBIDDEN_EVENTS or (event in NETWORK_EVENTS and not network)
+        if event in FILE_EVENTS:
             names = [os.fsdecode(path) for path in args if isinstance(path, (str, bytes, Path))]
             names = [name for name in names if "__pycache__" not in name]
-            # a link itself may be taken away, or another file may take its name
+            # a link itself may be removed or replaced
             forbidden = not all(inside(os.path.dirname(name) or ".") for name in names)
         if event == "subprocess.Popen" and args[1] == [sys.executable, "-I", template_process.__file__]:
             forbidden = False  # the process that renders an untrusted chat template
