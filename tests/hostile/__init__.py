@@ -1,4 +1,4 @@
 """Damaged and hostile files by seeded mutation, loaded in monitored processes.
 
-From the root of the repository, `PYTHONPATH=tests python -m hostile --seed 0` runs thousands of cases and prints a table.
+In the repository, `PYTHONPATH=tests python -m hostile --seed 0` runs thousands of cases and prints a table.
 """
