@@ -1,4 +1,4 @@
-"""Small models of transformers as llama.cpp's converter would write them, by the tables of the `gguf` package.
+"""Small transformers models converted to GGUF like llama.cpp's converter, with the tables of the `gguf` package.
 
 What the converter does to names comes from that package's own map; what it does to values is said here once more,
 from its source, and not taken from what is tested.
@@ -27,7 +27,7 @@ KNOWN = {
 
 
 def new_model(name: str) -> Any:
-    """A model of transformers with random weights, of which every part counts."""
+    """Return a transformers model with random weights, large enough that each part affects the logits."""
     import transformers
 
     family = FAMILIES[name]
@@ -41,7 +41,7 @@ def new_model(name: str) -> Any:
 
 
 def new_bert() -> Any:
-    """A small BERT without a pooler, as llama.cpp writes it."""
+    """Return a small BERT without a pooler, as llama.cpp converts it."""
     import transformers
 
     config = transformers.BertConfig(
@@ -57,8 +57,8 @@ def new_bert() -> Any:
 
 
 # -------------------------------------------------------------------- writing
-def converted(architecture: str, model: Any) -> dict[str, np.ndarray]:
-    """A model's tensors under llama.cpp's names, with the values that its converter writes."""
+def convert_tensors(architecture: str, model: Any) -> dict[str, np.ndarray]:
+    """Return the tensors of a model with llama.cpp's names and converted values."""
     config = model.config
     kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
@@ -68,11 +68,11 @@ def converted(architecture: str, model: Any) -> dict[str, np.ndarray]:
             continue
         name = names.get_name(full.replace("embed_out", "lm_head"), try_suffixes=(".weight", ".bias"))
         assert name, full
-        tensors[name] = _changed(architecture, name, values.numpy(), config)
+        tensors[name] = _convert_values(architecture, name, values.numpy(), config)
     return tensors
 
 
-def _changed(architecture: str, name: str, values: np.ndarray, config: Any) -> np.ndarray:
+def _convert_values(architecture: str, name: str, values: np.ndarray, config: Any) -> np.ndarray:
     n_heads = config.num_attention_heads
     layer = name.split(".")[-2]
     if architecture == "llama" and layer in ("attn_q", "attn_k"):
@@ -113,8 +113,8 @@ def write(
     return path
 
 
-def keys_of(architecture: str, config: Any) -> dict[str, Any]:
-    """What the converter says about a model."""
+def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
+    """Return the metadata that the converter writes for a model."""
     hidden = config.intermediate_size if hasattr(config, "intermediate_size") else 4 * config.hidden_size
     keys = {
         "vocab_size": config.vocab_size,
@@ -131,7 +131,7 @@ def keys_of(architecture: str, config: Any) -> dict[str, Any]:
     if hasattr(config, "num_key_value_heads"):
         keys["attention.head_count_kv"] = config.num_key_value_heads
     if architecture not in ("gpt2", "bert"):
-        keys |= _rotary_keys(architecture, config)
+        keys |= _rope_metadata(architecture, config)
     if architecture == "gptneox":
         keys["use_parallel_residual"] = config.use_parallel_residual
     if architecture in ("gemma2", "gemma3"):
@@ -142,7 +142,7 @@ def keys_of(architecture: str, config: Any) -> dict[str, Any]:
     return keys
 
 
-def _rotary_keys(architecture: str, config: Any) -> dict[str, Any]:
+def _rope_metadata(architecture: str, config: Any) -> dict[str, Any]:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
     keys: dict[str, Any] = {}
@@ -160,7 +160,7 @@ def _rotary_keys(architecture: str, config: Any) -> dict[str, Any]:
 
 
 def llama3_divisors(size: int, base: float, scaling: dict[str, Any]) -> np.ndarray:
-    """As the converter makes the tensor rope_freqs."""
+    """Return the tensor rope_freqs of the converter."""
     window = scaling["original_max_position_embeddings"]
     low, high, factor = (scaling[key] for key in ("low_freq_factor", "high_freq_factor", "factor"))
     divisors = []
@@ -177,11 +177,11 @@ def llama3_divisors(size: int, base: float, scaling: dict[str, Any]) -> np.ndarr
 
 
 def write_model(path: Path, name: str, model: Any, kind: str = "F32", keys: dict[str, Any] | None = None) -> Path:
-    """One of the models above."""
+    """Write a model to a GGUF file, and return the path."""
     architecture = ARCHITECTURES.get(name, "bert")
-    tensors = converted(architecture, model)
+    tensors = convert_tensors(architecture, model)
     if name == "Llama 3":
         rope = model.config.rope_parameters
         assert rope["rope_type"] == LLAMA3_SCALING["rope_type"]
         tensors["rope_freqs.weight"] = llama3_divisors(model.config.head_dim, rope["rope_theta"], rope)
-    return write(path, architecture, keys_of(architecture, model.config) | (keys or {}), tensors, kind)
+    return write(path, architecture, metadata_of(architecture, model.config) | (keys or {}), tensors, kind)

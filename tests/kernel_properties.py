@@ -1,4 +1,4 @@
-"""How to draw the arguments of each kernel that has faster versions: what test_kernel_properties.py runs on."""
+"""Hypothesis strategies for the arguments of kernels with several implementations, for test_kernel_properties.py."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Draw = Callable[[st.SearchStrategy], Any]
 
 
 class Arguments(NamedTuple):
-    """Of one call.
+    """The arguments of a kernel call.
 
     Attributes:
         values: floats as float64.
-        written: the places of those that the kernel writes; what it returns counts where there are none.
+        written: the positions of output arguments; the return value is the output if there are none.
     """
 
     values: list[Any]
@@ -32,17 +32,17 @@ class Arguments(NamedTuple):
 
 ARGUMENTS: dict[str, Callable[[Draw], Arguments]] = {}
 LENGTHS = st.sampled_from([0, 1, 2, 3, 5, 7, 16, 17, 33, 70])
-LEAST_1 = st.sampled_from([1, 2, 3, 5, 7, 16, 17, 33, 70])
+POSITIVE_LENGTHS = st.sampled_from([1, 2, 3, 5, 7, 16, 17, 33, 70])
 FEW = st.integers(1, 3)
 
 
-def of(*names: str) -> Callable[[Callable], Callable]:
-    def enter(draw_arguments: Callable[..., Arguments]) -> Callable[..., Arguments]:
+def register(*names: str) -> Callable[[Callable], Callable]:
+    def add_to_table(draw_arguments: Callable[..., Arguments]) -> Callable[..., Arguments]:
         for name in names:
             ARGUMENTS[name] = partial(draw_arguments, name=name) if len(names) > 1 else draw_arguments
         return draw_arguments
 
-    return enter
+    return add_to_table
 
 
 def generator(draw: Draw) -> np.random.Generator:
@@ -50,104 +50,104 @@ def generator(draw: Draw) -> np.random.Generator:
 
 
 def any_shape(draw: Draw, least_axes: int = 0) -> tuple[int, ...]:
-    """Of a few thousand elements at most."""
+    """Draw a shape with at most 5000 elements."""
     shape = draw(st.lists(LENGTHS, min_size=least_axes, max_size=3))
     while np.prod(shape) > 5000:
         shape[shape.index(max(shape))] = 3
     return tuple(shape)
 
 
-def poison(*shape: int) -> np.ndarray:
+def nan_array(*shape: int) -> np.ndarray:
     return np.full(shape, np.nan)
 
 
-# -------------------------------------------------------------------- by the builders of test_kernels
+# -------------------------------------------------------------------- arguments from the builders of test_kernels
 def shape_of(draw: Draw, *sizes: st.SearchStrategy) -> tuple[int, ...]:
     return tuple(map(draw, sizes))
 
 
-def twice_as_wide(shape: tuple[int, ...]) -> tuple[int, ...]:
+def double_last_axis(shape: tuple[int, ...]) -> tuple[int, ...]:
     return *shape[:-1], 2 * shape[-1]
 
 
-SWITCH = st.booleans()
-GATES_AND_KEPT = {"rnn": (1, 1), "gru": (3, 2), "lstm": (4, 3)}
-STATES_AND_GRADS = {"rnn": (1, 1), "gru": (1, 2), "lstm": (2, 1)}
+BOOLEANS = st.booleans()
+N_GATES_AND_SAVED = {"rnn": (1, 1), "gru": (3, 2), "lstm": (4, 3)}
+N_STATES_AND_GRADS = {"rnn": (1, 1), "gru": (1, 2), "lstm": (2, 1)}
 
 
-def _few_bits(draw: Draw) -> tuple[Any, ...]:
+def _quantized_matmul(draw: Draw) -> tuple[Any, ...]:
     kinds = ["int8", "float16"] + ["bfloat16"] * (find_spec("ml_dtypes") is not None)
     sizes = st.sampled_from([1, 2, 7, 33, 64, 576])
-    return draw(LENGTHS), draw(sizes), draw(sizes), draw(st.sampled_from(kinds)), draw(SWITCH), draw(SWITCH)
+    return draw(LENGTHS), draw(sizes), draw(sizes), draw(st.sampled_from(kinds)), draw(BOOLEANS), draw(BOOLEANS)
 
 
 def _recurrence(draw: Draw, name: str) -> tuple[Any, ...]:
-    sizes = draw(st.integers(0, 4)), draw(st.integers(0, 34)), draw(FEW), draw(SWITCH), draw(SWITCH)
-    return *GATES_AND_KEPT[name], *sizes, *([draw(SWITCH)] if name == "rnn" else [])
+    sizes = draw(st.integers(0, 4)), draw(st.integers(0, 34)), draw(FEW), draw(BOOLEANS), draw(BOOLEANS)
+    return *N_GATES_AND_SAVED[name], *sizes, *([draw(BOOLEANS)] if name == "rnn" else [])
 
 
 def _recurrence_backward(draw: Draw, name: str) -> tuple[Any, ...]:
     n_gates, n_kept, *sizes = _recurrence(draw, name)
-    n_states, n_grads = STATES_AND_GRADS[name]
+    n_states, n_grads = N_STATES_AND_GRADS[name]
     return name, n_gates, n_states, n_kept, n_grads, *sizes
 
 
-# name -> what follows the generator in the arguments of its builder
+# by kernel: draws the arguments of its builder after the generator
 SIZES: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     **dict.fromkeys(
         ("gelu", "gelu_with_derivative", "relu_squared", "sum_squares", "add"), lambda draw: (any_shape(draw),)
     ),
     "gelu_backward": lambda draw: (any_shape(draw), draw(st.sampled_from(["x", "slope"]))),
-    "swiglu": lambda draw: (twice_as_wide(any_shape(draw, 1)),),
+    "swiglu": lambda draw: (double_last_axis(any_shape(draw, 1)),),
     "swiglu_backward": lambda draw: (any_shape(draw), draw(LENGTHS)),
     "apply_rope": lambda draw: (draw(LENGTHS), draw(LENGTHS), draw(FEW), 2 * draw(FEW)),
     "sum_rows": lambda draw: (shape_of(draw, LENGTHS, LENGTHS),),
     **dict.fromkeys(
         ("matmul_operand", "matmul_operand_and_sums"), lambda draw: (shape_of(draw, LENGTHS, LENGTHS), "float32")
     ),
-    "embedding_backward": lambda draw: (draw(LENGTHS), draw(LEAST_1), draw(LENGTHS)),
-    "layer_norm": lambda draw: ((*any_shape(draw), draw(LEAST_1)), draw(SWITCH), draw(SWITCH)),
-    "layer_norm_backward": lambda draw: ((*any_shape(draw), draw(LEAST_1)), draw(SWITCH)),
+    "embedding_backward": lambda draw: (draw(LENGTHS), draw(POSITIVE_LENGTHS), draw(LENGTHS)),
+    "layer_norm": lambda draw: ((*any_shape(draw), draw(POSITIVE_LENGTHS)), draw(BOOLEANS), draw(BOOLEANS)),
+    "layer_norm_backward": lambda draw: ((*any_shape(draw), draw(POSITIVE_LENGTHS)), draw(BOOLEANS)),
     "batched_matmul": lambda draw: (
         (*draw(st.lists(st.integers(0, 5), max_size=2)), draw(LENGTHS)),
         draw(LENGTHS),
         draw(LENGTHS),
     ),
-    "project": lambda draw: (shape_of(draw, LENGTHS, LENGTHS, LENGTHS), draw(LENGTHS), draw(SWITCH)),
-    "quantized_matmul": _few_bits,
-    "orthogonalize": lambda draw: (shape_of(draw, st.integers(0, 5), LEAST_1, LEAST_1),),
-    **{name: partial(_recurrence, name=name) for name in GATES_AND_KEPT},
-    **{f"{name}_backward": partial(_recurrence_backward, name=name) for name in GATES_AND_KEPT},
+    "project": lambda draw: (shape_of(draw, LENGTHS, LENGTHS, LENGTHS), draw(LENGTHS), draw(BOOLEANS)),
+    "quantized_matmul": _quantized_matmul,
+    "orthogonalize": lambda draw: (shape_of(draw, st.integers(0, 5), POSITIVE_LENGTHS, POSITIVE_LENGTHS),),
+    **{name: partial(_recurrence, name=name) for name in N_GATES_AND_SAVED},
+    **{f"{name}_backward": partial(_recurrence_backward, name=name) for name in N_GATES_AND_SAVED},
 }
 
 
-@of(*SIZES)
-def _built(draw, name):
+@register(*SIZES)
+def _build_arguments(draw, name):
     values = list(CASES[name][0](generator(draw), *SIZES[name](draw)))
     return Arguments(values, tuple(range(len(values)))[IN_PLACE.get(name, slice(0))])
 
 
-@of("multiply")
+@register("multiply")
 def _multiply(draw):
     shape, rng = any_shape(draw), generator(draw)
     return Arguments([rng.standard_normal(shape), rng.standard_normal(draw(st.sampled_from([shape, shape, ()])))])
 
 
-@of("cross_entropy")
+@register("cross_entropy")
 def _cross_entropy(draw):
-    sizes = draw(LEAST_1), draw(LEAST_1), draw(st.sampled_from([0.0, 0.1]))
+    sizes = draw(POSITIVE_LENGTHS), draw(POSITIVE_LENGTHS), draw(st.sampled_from([0.0, 0.1]))
     logits, *others = CASES["cross_entropy"][0](generator(draw), *sizes)
     return Arguments([logits * draw(st.sampled_from([0.2, 1, 20])), *others])
 
 
-@of("matmul")
+@register("matmul")
 def _matmul(draw):
     n, k, m = draw(LENGTHS), draw(LENGTHS), draw(LENGTHS)
-    values = CASES["matmul"][0](generator(draw), n, k, m, draw(SWITCH))
-    return Arguments([*values, poison(n, m)], (3,)) if draw(SWITCH) else Arguments([*values])
+    values = CASES["matmul"][0](generator(draw), n, k, m, draw(BOOLEANS))
+    return Arguments([*values, nan_array(n, m)], (3,)) if draw(BOOLEANS) else Arguments([*values])
 
 
-@of("adamw")
+@register("adamw")
 def _adamw(draw):
     sizes = any_shape(draw), draw(st.sampled_from([1, 5, 1000])), draw(st.sampled_from([0.0, 0.1]))
     factor = draw(st.sampled_from([None, 0.5, 0.0, 1.0]))
@@ -156,7 +156,7 @@ def _adamw(draw):
 
 # -------------------------------------------------------------------- attention
 def _attention_inputs(draw: Draw) -> tuple[list[np.ndarray], ScoreOptions, np.ndarray | None, np.random.Generator]:
-    """q, k, v; score_options; a mask that hides some rows whole."""
+    """Draw q, k and v, score options, a mask that hides some rows completely, and a generator."""
     items, queries, keys = draw(st.integers(0, 3)), draw(LENGTHS), draw(LENGTHS)
     key_heads, shared, size, rng = draw(FEW), draw(FEW), draw(FEW), generator(draw)
     value_size = draw(st.sampled_from([size, size, 4]))
@@ -172,23 +172,23 @@ def _attention_inputs(draw: Draw) -> tuple[list[np.ndarray], ScoreOptions, np.nd
     return [rng.standard_normal((items, *shape)) for shape in shapes], score_options, mask, rng
 
 
-@of("attention", "attention_backward")
+@register("attention", "attention_backward")
 def _attention(draw, name):
     (q, k, v), score_options, mask, rng = _attention_inputs(draw)
     off_by_one = draw(st.booleans())
     if name == "attention":
         return Arguments([q, k, v, score_options, off_by_one, mask])
     out, logsumexp = kernels.attention.reference(q, k, v, score_options, off_by_one, mask)
-    room = [poison(*x.shape) for x in (q, k, v)]
-    values = [rng.standard_normal(out.shape), q, k, v, out, logsumexp, score_options, *room, mask]
+    outputs = [nan_array(*x.shape) for x in (q, k, v)]
+    values = [rng.standard_normal(out.shape), q, k, v, out, logsumexp, score_options, *outputs, mask]
     return Arguments(values, (7, 8, 9))
 
 
-@of("row_attention", "row_attention_backward")
+@register("row_attention", "row_attention_backward")
 def _row_attention(draw, name):
     (q, k, v), score_options, mask, rng = _attention_inputs(draw)
     if name == "row_attention":
         return Arguments([q, k, v, score_options, cubes, mask])
     grad = rng.standard_normal((*q.shape[:3], v.shape[3]))
-    room = [poison(*x.shape) for x in (q, k, v)]
-    return Arguments([grad, q, k, v, score_options, cubes, cubes_backward, *room, mask], (7, 8, 9))
+    outputs = [nan_array(*x.shape) for x in (q, k, v)]
+    return Arguments([grad, q, k, v, score_options, cubes, cubes_backward, *outputs, mask], (7, 8, 9))

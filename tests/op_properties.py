@@ -1,7 +1,7 @@
-"""How to draw a call of each op of the registry, and of layers: what the tests of test_properties.py run on.
+"""Hypothesis strategies for calls of each op of the registry and of layers, for test_properties.py.
 
-Hypothesis draws what a call looks like (shapes with 0 and 1, options, axes); the values come from a seed, distinct and
-away from kinks and poles. Beside each stands the same call in PyTorch, on tensors of float64.
+Hypothesis draws shapes (with sizes 0 and 1), options and axes; the values are generated from a seed, distinct and at a
+distance from kinks and poles. Each call has an equivalent in PyTorch, on float64 tensors.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ class Call(NamedTuple):
 
     Attributes:
         run: takes a Tensor for each input.
-        inputs: float64 arrays; whole numbers for labels.
+        inputs: float64 arrays; integers for labels.
         torch: the same call; takes the module, then a tensor of float64 for each input.
-        whole: whether its floats may also be whole numbers or booleans, which count as float32.
-        narrow: whether it may get float16, without losing more than rounding to it does.
+        accepts_integers: whether its inputs may also be integers or booleans, which are converted to float32.
+        accepts_float16: whether float16 inputs cause no larger error than their rounding.
         batched: per input, the flag `is_batched`; all False if it is empty.
-        leading: so many of the inputs decide the dtype of the result; all where it is None.
+        n_dtype_inputs: the number of first inputs that determine the dtype of the result; None for all.
     """
 
     run: Callable[..., Tensor]
     inputs: tuple[np.ndarray, ...]
     torch: Callable[..., Any]
-    whole: bool = False
-    narrow: bool = True
+    accepts_integers: bool = False
+    accepts_float16: bool = True
     batched: tuple[bool, ...] = ()
-    leading: int | None = None
+    n_dtype_inputs: int | None = None
 
 
 PROPERTIES: dict[str, Callable[[Draw], Call]] = {}  # of ops
 LAYERS: dict[str, Callable[[Draw], Call]] = {}
 
 
-def of(
+def register(
     name: str, table: dict[str, Callable[[Draw], Call]] = PROPERTIES
 ) -> Callable[[Callable[[Draw], Call]], Callable[[Draw], Call]]:
-    def enter(draw_call: Callable[[Draw], Call]) -> Callable[[Draw], Call]:
+    def add_to_table(draw_call: Callable[[Draw], Call]) -> Callable[[Draw], Call]:
         table[name] = draw_call
         return draw_call
 
-    return enter
+    return add_to_table
 
 
 # -------------------------------------------------------------------- values and shapes
@@ -75,7 +75,7 @@ SOME = st.integers(1, 4)
 
 
 def signed(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
-    """Distinct, of both signs, from 0.5 to 1.5 away from 0."""
+    """Return distinct values of both signs, with absolute values from 0.5 to 1.5."""
     size = int(np.prod(shape))
     order = np.random.default_rng(draw(SEEDS)).permutation(size)
     return np.where(order % 2, 1, -1).reshape(shape) * (0.5 + order.reshape(shape) / max(size, 1))
@@ -85,14 +85,14 @@ def normal(draw: Draw, *shape: int) -> np.ndarray:
     return np.random.default_rng(draw(SEEDS)).standard_normal(shape)
 
 
-def shapes_together(draw: Draw, n: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes that broadcast."""
+def broadcastable_shapes(draw: Draw, n: int) -> tuple[tuple[int, ...], ...]:
+    """Draw n shapes that broadcast."""
     return draw(hnp.mutually_broadcastable_shapes(num_shapes=n, max_dims=4, min_side=0, max_side=3)).input_shapes
 
 
 # -------------------------------------------------------------------- elementwise
 ELEMENTWISE = {name: (op, make is samples.positive, torch_op) for name, op, make, _, torch_op in samples.UNARY}
-WHOLE = {"exp", "sin", "cos", "tanh", "sigmoid", "Sigmoid", "Tanh", "ReLUSquared", "ExactGeLU", "Swish"}
+ACCEPT_INTEGERS = {"exp", "sin", "cos", "tanh", "sigmoid", "Sigmoid", "Tanh", "ReLUSquared", "ExactGeLU", "Swish"}
 
 
 def _elementwise(name: str) -> Callable[[Draw], Call]:
@@ -100,7 +100,7 @@ def _elementwise(name: str) -> Callable[[Draw], Call]:
 
     def draw_call(draw: Draw) -> Call:
         x = signed(draw, draw(SHAPES)) * draw(st.sampled_from([1, 4]))
-        return Call(op, (np.abs(x) if is_positive else x,), torch_op, whole=name in WHOLE)
+        return Call(op, (np.abs(x) if is_positive else x,), torch_op, accepts_integers=name in ACCEPT_INTEGERS)
 
     return draw_call
 
@@ -109,14 +109,14 @@ for _name in ELEMENTWISE:
     PROPERTIES[_name] = _elementwise(_name)
 
 
-@of("GeLU")
+@register("GeLU")
 def _gelu(draw):
     approximate, x = draw(st.booleans()), signed(draw, draw(SHAPES)) * draw(st.sampled_from([1, 4]))
     torch_op = lambda torch, x: torch.nn.functional.gelu(x, approximate="tanh" if approximate else "none")
-    return Call(activation.GeLU(approximate), (x,), torch_op, whole=True)
+    return Call(activation.GeLU(approximate), (x,), torch_op, accepts_integers=True)
 
 
-@of("softcap")
+@register("softcap")
 def _soft_cap(draw):
     cap = draw(st.sampled_from([0.5, 1.5, 30.0]))
     return Call(
@@ -124,7 +124,7 @@ def _soft_cap(draw):
     )
 
 
-@of("to_compute_dtype")
+@register("to_compute_dtype")
 def _to_compute_dtype(draw):
     x = signed(draw, draw(SHAPES))
     return Call(lambda x: functions.to_compute_dtype(x, "float32") * 2, (x,), lambda torch, x: x * 2)
@@ -138,7 +138,7 @@ def _binary(name: str) -> Callable[[Draw], Call]:
 
     def draw_call(draw: Draw) -> Call:
         side = draw(st.sampled_from(["both", "both", "left", "right"]))
-        arrays = [signed(draw, shape) for shape in shapes_together(draw, 2)]
+        arrays = [signed(draw, shape) for shape in broadcastable_shapes(draw, 2)]
         if name == "pow":
             arrays = [np.abs(array) for array in arrays]
         if side == "both":
@@ -160,9 +160,9 @@ for _name, *_ in samples.BINARY:
     PROPERTIES[_name] = _binary(_name)
 
 
-@of("where")
+@register("where")
 def _where(draw):
-    mask_shape, *shapes = shapes_together(draw, 3)
+    mask_shape, *shapes = broadcastable_shapes(draw, 3)
     condition = normal(draw, *mask_shape) > 0
     inputs = tuple(signed(draw, shape) for shape in shapes)
     torch_where = lambda torch, x, y: torch.where(torch.tensor(condition), x, y)
@@ -170,7 +170,7 @@ def _where(draw):
 
 
 # -------------------------------------------------------------------- joining, shapes, indexing
-@of("concatenate")
+@register("concatenate")
 def _concatenate(draw):
     shape = draw(hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=3))
     axis = draw(st.integers(-len(shape), len(shape) - 1))
@@ -182,7 +182,7 @@ def _concatenate(draw):
     return Call(lambda *xs: extra_ops.concatenate(xs, axis), tuple(inputs), lambda torch, *xs: torch.cat(xs, axis))
 
 
-@of("stack")
+@register("stack")
 def _stack(draw):
     shape = draw(SHAPES)
     axis = draw(st.integers(-len(shape) - 1, len(shape)))
@@ -190,7 +190,7 @@ def _stack(draw):
     return Call(lambda *xs: extra_ops.stack(xs, axis), inputs, lambda torch, *xs: torch.stack(xs, axis))
 
 
-@of("reshape")
+@register("reshape")
 def _reshape(draw):
     x = signed(draw, draw(SHAPES))
     new = list(draw(st.permutations(x.shape)))
@@ -200,7 +200,7 @@ def _reshape(draw):
     return Call(lambda x: ops.reshape(x, *new), (x,), lambda torch, x: x.reshape(new))
 
 
-@of("split_heads")
+@register("split_heads")
 def _split_heads(draw):
     n_heads, size = draw(SOME), draw(SOME)
     x = signed(draw, (draw(SMALL), draw(SMALL), 2 * n_heads * size))
@@ -216,7 +216,7 @@ def _split_heads(draw):
     return Call(run, (x,), torch_run)
 
 
-@of("transpose")
+@register("transpose")
 def _transpose(draw):
     x = signed(draw, draw(SHAPES))
     order = draw(st.permutations(range(x.ndim)))
@@ -234,9 +234,9 @@ def _index(draw: Draw, shape: tuple[int, ...]) -> Any:
     return draw(hnp.integer_array_indices(shape, result_shape=results))
 
 
-@of("getitem")
+@register("getitem")
 def _getitem(draw):
-    """PyTorch takes the same elements by their places: it has no negative steps, nor NumPy's rules for arrays."""
+    """Select the elements by flat index in PyTorch, which lacks negative steps and NumPy's indexing rules."""
     x = signed(draw, draw(SHAPES))
     index = _index(draw, x.shape)
     places = np.asarray(np.arange(x.size).reshape(x.shape)[index])
@@ -267,7 +267,7 @@ for _name, _torch_name in {"sum": "sum", "mean": "mean", "max": "amax", "min": "
 
 
 # -------------------------------------------------------------------- products
-@of("matmul")
+@register("matmul")
 def _matmul(draw):
     drawn = hnp.mutually_broadcastable_shapes(signature=np.matmul.signature, max_dims=2, min_side=0, max_side=4)
     inputs = tuple(signed(draw, shape) for shape in draw(drawn).input_shapes)
@@ -275,7 +275,7 @@ def _matmul(draw):
 
 
 def draw_terms(draw: Draw) -> tuple[list[str], list[tuple[int, ...]]]:
-    """The terms of an einsum and shapes of inputs that fit them: repeats, "..." that broadcasts, sizes from 0."""
+    """Draw terms of an einsum and matching shapes, with repeated axes, a broadcast "...", and sizes from 0."""
     sizes = {letter: draw(st.integers(0 if letter == "d" else 1, 3)) for letter in "abcd"}
     hidden = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
     terms, shapes = [], []
@@ -291,7 +291,7 @@ def draw_terms(draw: Draw) -> tuple[list[str], list[tuple[int, ...]]]:
 
 
 def _subscripts(draw: Draw) -> tuple[list[str], str, list[tuple[int, ...]]]:
-    """Terms, output and shapes."""
+    """Draw terms, output and shapes of an einsum."""
     terms, shapes = draw_terms(draw)
     present = sorted(set("".join(terms)) - {"."})
     output = draw(st.permutations(present))[: draw(st.integers(0, len(present)))]
@@ -300,9 +300,9 @@ def _subscripts(draw: Draw) -> tuple[list[str], str, list[tuple[int, ...]]]:
     return terms, "".join(output), shapes
 
 
-@of("Einsum")
+@register("Einsum")
 def _einsum(draw):
-    """With a batch the subscripts describe one item; PyTorch is told of the batch."""
+    """Draw an einsum; for batched inputs, only PyTorch's subscripts contain the batch axis."""
     terms, output, shapes = _subscripts(draw)
     batched = [draw(st.booleans()) for _ in terms]
     shapes = [(2, *shape) if flag else shape for shape, flag in zip(shapes, batched)]
@@ -319,13 +319,13 @@ def _einsum(draw):
     return Call(op, inputs, torch_einsum, batched=tuple(batched))
 
 
-@of("linear")
+@register("linear")
 def _linear(draw):
     lead = draw(hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=4))
     from_size, to_size = draw(SMALL), draw(SMALL)
     shapes = [(*lead, from_size), (from_size, to_size)] + [(to_size,)] * draw(st.booleans())
     inputs = tuple(signed(draw, shape) for shape in shapes)
-    return Call(functions.linear, inputs, lambda torch, x, w, *b: x @ w + (b[0] if b else 0), leading=2)
+    return Call(functions.linear, inputs, lambda torch, x, w, *b: x @ w + (b[0] if b else 0), n_dtype_inputs=2)
 
 
 # -------------------------------------------------------------------- softmax and its kin, gates
@@ -336,29 +336,29 @@ def torch_adaptive(torch: Any, x: Any) -> Any:
     return (x * torch.where((entropy > 0.5) & (beta > 1), beta, 1)).softmax(-1)
 
 
-def _rows(name: str, op: Callable, torch_op: Callable) -> None:
+def _register_row_op(name: str, op: Callable, torch_op: Callable) -> None:
     def draw_call(draw: Draw) -> Call:
         x = normal(draw, *draw(ROWS)) * draw(st.sampled_from([1, 5]))
-        return Call(op, (x,), torch_op, narrow=name != "AdaptiveSoftmax")
+        return Call(op, (x,), torch_op, accepts_float16=name != "AdaptiveSoftmax")
 
     PROPERTIES[name] = draw_call
 
 
-_rows("Softmax", functions.Softmax(), lambda torch, x: x.softmax(-1))
-_rows("Softmax1", functions.Softmax1(), samples.torch_softmax1)
-_rows("LogSoftmax", functions.LogSoftmax(), lambda torch, x: x.log_softmax(-1))
-_rows("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), torch_adaptive)
+_register_row_op("Softmax", functions.Softmax(), lambda torch, x: x.softmax(-1))
+_register_row_op("Softmax1", functions.Softmax1(), samples.torch_softmax1)
+_register_row_op("LogSoftmax", functions.LogSoftmax(), lambda torch, x: x.log_softmax(-1))
+_register_row_op("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), torch_adaptive)
 
 
-@of("SinkSoftmax")
+@register("SinkSoftmax")
 def _sink_softmax(draw):
     x = normal(draw, *draw(hnp.array_shapes(min_dims=2, max_dims=4, min_side=1, max_side=6)))
     sinks = normal(draw, *x.shape[:-2]) * draw(st.sampled_from([1, 5]))
 
-    return Call(softmaxes.SinkSoftmax(), (x, sinks), samples.torch_sink_softmax, narrow=False)
+    return Call(softmaxes.SinkSoftmax(), (x, sinks), samples.torch_sink_softmax, accepts_float16=False)
 
 
-@of("BlockSoftmax")
+@register("BlockSoftmax")
 def _block_softmax(draw):
     n_blocks, correction = draw(SOME), draw(st.sampled_from(["learned", "none", "exact"]))
     x = normal(draw, *draw(hnp.array_shapes(min_dims=2, max_dims=3, min_side=1, max_side=6)))
@@ -369,10 +369,10 @@ def _block_softmax(draw):
             return x.softmax(-1)
         return samples.torch_block_softmax(torch, x, *(scales or [torch.ones(n_blocks, x.shape[-2])]))
 
-    return Call(softmaxes.BlockSoftmax(n_blocks, correction), tuple(inputs), torch_op, narrow=False)
+    return Call(softmaxes.BlockSoftmax(n_blocks, correction), tuple(inputs), torch_op, accepts_float16=False)
 
 
-def _gate(name: str, make: Callable[[], Callable], torch_gate: Callable) -> None:
+def _register_gate(name: str, make: Callable[[], Callable], torch_gate: Callable) -> None:
     def draw_call(draw: Draw) -> Call:
         *lead, half = draw(ROWS)
         x = signed(draw, (*lead, 2 * half))
@@ -382,13 +382,13 @@ def _gate(name: str, make: Callable[[], Callable], torch_gate: Callable) -> None
     PROPERTIES[name] = draw_call
 
 
-_gate("GLU", activation.GLU, lambda torch, x: x.sigmoid())
-_gate("SwiGLU", activation.SwiGLU, lambda torch, x: torch.nn.functional.silu(x))
-_gate("Gated", lambda: activation.Gated(ReLUSquared()), lambda torch, x: x.relu() ** 2)
+_register_gate("GLU", activation.GLU, lambda torch, x: x.sigmoid())
+_register_gate("SwiGLU", activation.SwiGLU, lambda torch, x: torch.nn.functional.silu(x))
+_register_gate("Gated", lambda: activation.Gated(ReLUSquared()), lambda torch, x: x.relu() ** 2)
 
 
 # -------------------------------------------------------------------- losses
-@of("CrossEntropy")
+@register("CrossEntropy")
 def _cross_entropy(draw):
     lead, n_classes = draw(FULL), draw(SOME)
     labels = np.random.default_rng(draw(SEEDS)).integers(0, n_classes, lead)
@@ -406,7 +406,7 @@ def _cross_entropy(draw):
     return Call(loss.CrossEntropy(ignored, smoothing), (labels, logits), torch_op)
 
 
-@of("MeanSquaredError")
+@register("MeanSquaredError")
 def _mean_squared_error(draw):
     shape = draw(FULL)
     inputs = signed(draw, shape), normal(draw, *shape)
@@ -415,7 +415,7 @@ def _mean_squared_error(draw):
 
 # -------------------------------------------------------------------- attention
 def torch_attention(torch: Any, tensors: Any, op: attention.Attention, mask: np.ndarray | None) -> Any:
-    """With all its scores in memory: heads that share keys, a window, a cap, a mask, weights of any kind."""
+    """Compute attention in plain PyTorch: grouped heads, window, soft-cap, mask, and any softmax."""
     q, k, v = (x.transpose(1, 2) for x in tensors)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if op.scale is None else op.scale)
@@ -437,7 +437,7 @@ def torch_attention(torch: Any, tensors: Any, op: attention.Attention, mask: np.
     return (torch.where(any_seen, weights, 0) @ v).transpose(1, 2)
 
 
-@of("Attention")
+@register("Attention")
 def _attention(draw):
     causal = draw(st.booleans())
     op = attention.Attention(
@@ -459,10 +459,10 @@ def _attention(draw):
         normal(draw, n_items, n_keys, key_heads, draw(st.sampled_from([size, value_size]))),
     )
     torch_op = lambda torch, *xs: torch_attention(torch, xs, op, mask)
-    return Call(lambda *tensors: op(*tensors, mask=mask), inputs, torch_op, leading=1)
+    return Call(lambda *tensors: op(*tensors, mask=mask), inputs, torch_op, n_dtype_inputs=1)
 
 
-@of("Rotary")
+@register("Rotary")
 def _rotary(draw):
     shape = draw(SMALL), draw(SMALL), draw(SOME), 2 * draw(SOME)
     offset, base = draw(st.sampled_from([0, 7])), draw(st.sampled_from([100.0, 10_000.0]))
@@ -478,7 +478,7 @@ def _rotary(draw):
 
 
 # -------------------------------------------------------------------- recurrence
-@of("recurrence")
+@register("recurrence")
 def _recurrence(draw):
     cell = draw(st.sampled_from(list(recurrent.CELLS)))
     kind = recurrent.CELLS[cell]
@@ -488,18 +488,20 @@ def _recurrence(draw):
     shapes = [(n_steps, n_items, channels), (kind.n_states, n_items, size), (channels, columns), (size, columns)]
     inputs = tuple(normal(draw, *shape) for shape in shapes + [(columns,)] * (2 * draw(st.booleans())))
     run = lambda x, *others: recurrent.recurrence(x, *others, cell=cell, active=active)
-    return Call(run, inputs, lambda torch, *xs: samples.torch_recurrence(torch, cell, active, *xs), narrow=False)
+    return Call(
+        run, inputs, lambda torch, *xs: samples.torch_recurrence(torch, cell, active, *xs), accepts_float16=False
+    )
 
 
 # -------------------------------------------------------------------- convolution
-def _how(draw: Draw) -> tuple[tuple[int, ...], ...]:
+def _draw_window(draw: Draw) -> tuple[tuple[int, ...], ...]:
     kernel, stride, padding = ((draw(SOME), draw(SOME)) for _ in range(3))
     return kernel, stride, tuple(p - 1 for p in padding)
 
 
-@of("unfold")
+@register("unfold")
 def _unfold(draw):
-    kernel, stride, padding = _how(draw)
+    kernel, stride, padding = _draw_window(draw)
     sizes = tuple(max(1, k - 2 * p) + draw(SMALL) for k, p in zip(kernel, padding))
     x = signed(draw, (draw(SOME), *sizes, draw(SOME)))
 
@@ -507,9 +509,9 @@ def _unfold(draw):
     return Call(lambda x: convolution.unfold(x, kernel, stride, padding), (x,), torch_op)
 
 
-@of("fold")
+@register("fold")
 def _fold(draw):
-    kernel, stride, padding = _how(draw)
+    kernel, stride, padding = _draw_window(draw)
     sizes = tuple(max(1, k - 2 * p) + draw(SMALL) for k, p in zip(kernel, padding))
     places = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(sizes, kernel, stride, padding)]
     columns = signed(draw, (draw(SOME), *places, draw(SOME) * kernel[0] * kernel[1]))
@@ -518,8 +520,8 @@ def _fold(draw):
 
 
 # -------------------------------------------------------------------- layers
-def _with(layer: Any, *names: str) -> Callable[..., Tensor]:
-    """The layer as a function of its input and the parameters of these names."""
+def _call_with_parameters(layer: Any, *names: str) -> Callable[..., Tensor]:
+    """Return a function of a layer's input and the named parameters."""
 
     def run(x: Tensor, *parameters: Tensor) -> Tensor:
         for name, parameter in zip(names, parameters):
@@ -542,8 +544,8 @@ def _norm(subtract_mean: bool) -> Callable[[Draw], Call]:
             x = x - x.mean(-1, keepdim=True) if subtract_mean else x
             return x / ((x * x).mean(-1, keepdim=True) + 1e-5).sqrt() * gain + bias
 
-        run = _with(layer, "gain", "bias")
-        return Call(run, (x, *parameters), torch_op, narrow=False, leading=1)
+        run = _call_with_parameters(layer, "gain", "bias")
+        return Call(run, (x, *parameters), torch_op, accepts_float16=False, n_dtype_inputs=1)
 
     return draw_call
 
@@ -551,30 +553,30 @@ def _norm(subtract_mean: bool) -> Callable[[Draw], Call]:
 LAYERS |= {"LayerNorm": _norm(True), "RMSNorm": _norm(False)}
 
 
-@of("Embedding", LAYERS)
+@register("Embedding", LAYERS)
 def _embedding(draw):
     n_ids, size = draw(SOME), draw(SOME)
     ids = np.random.default_rng(draw(SEEDS)).integers(0, n_ids, draw(SHAPES))
-    run = _with(layers.Embedding(n_ids, size), "weights")
+    run = _call_with_parameters(layers.Embedding(n_ids, size), "weights")
     flat = lambda torch, ids, table: table[ids.reshape(-1)].reshape(*ids.shape, size)
-    return Call(run, (ids, signed(draw, (n_ids, size))), flat, narrow=False)
+    return Call(run, (ids, signed(draw, (n_ids, size))), flat, accepts_float16=False)
 
 
-@of("Dense", LAYERS)
+@register("Dense", LAYERS)
 def _dense(draw):
     from_size, to_size = draw(SOME), draw(SOME)
     x = signed(draw, (*draw(hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=4)), from_size))
-    run = _with(layers.Dense(from_size, to_size), "weights", "bias")
+    run = _call_with_parameters(layers.Dense(from_size, to_size), "weights", "bias")
     inputs = x, signed(draw, (from_size, to_size)), signed(draw, (to_size,))
-    return Call(run, inputs, lambda torch, x, w, b: x @ w + b, leading=2)
+    return Call(run, inputs, lambda torch, x, w, b: x @ w + b, n_dtype_inputs=2)
 
 
-@of("Conv2d", LAYERS)
+@register("Conv2d", LAYERS)
 def _conv2d(draw):
-    kernel, stride, padding = _how(draw)
+    kernel, stride, padding = _draw_window(draw)
     sizes = tuple(max(1, k - 2 * p) + draw(SMALL) for k, p in zip(kernel, padding))
     from_size, to_size = draw(SOME), draw(SOME)
-    run = _with(convolution.Conv2d(from_size, to_size, kernel, stride, padding), "weights", "bias")
+    run = _call_with_parameters(convolution.Conv2d(from_size, to_size, kernel, stride, padding), "weights", "bias")
     n_under = kernel[0] * kernel[1]
     shapes = (draw(SMALL), *sizes, from_size), (n_under * from_size, to_size), (to_size,)
 
@@ -582,12 +584,12 @@ def _conv2d(draw):
         w = w.reshape(*kernel, from_size, to_size).permute(3, 2, 0, 1).contiguous()
         return torch.nn.functional.conv2d(x.permute(0, 3, 1, 2), w, b, stride, padding).permute(0, 2, 3, 1)
 
-    return Call(run, tuple(signed(draw, shape) for shape in shapes), torch_op, narrow=False, leading=2)
+    return Call(run, tuple(signed(draw, shape) for shape in shapes), torch_op, accepts_float16=False, n_dtype_inputs=2)
 
 
-@of("ConvTranspose2d", LAYERS)
+@register("ConvTranspose2d", LAYERS)
 def _conv_transpose2d(draw):
-    kernel, stride, padding = _how(draw)
+    kernel, stride, padding = _draw_window(draw)
     sizes = tuple(draw(SOME) + 2 * p for p in padding)  # so that something is left
     from_size, to_size = draw(SOME), draw(SOME)
     layer = convolution.ConvTranspose2d(from_size, to_size, kernel, stride, padding)
@@ -599,5 +601,5 @@ def _conv_transpose2d(draw):
         x = x.permute(0, 3, 1, 2)
         return torch.nn.functional.conv_transpose2d(x, w, b, stride, padding).permute(0, 2, 3, 1)
 
-    run = _with(layer, "weights", "bias")
-    return Call(run, tuple(signed(draw, shape) for shape in shapes), torch_op, narrow=False)
+    run = _call_with_parameters(layer, "weights", "bias")
+    return Call(run, tuple(signed(draw, shape) for shape in shapes), torch_op, accepts_float16=False)

@@ -1,7 +1,7 @@
-"""Sample inputs for every op in the registry: what the generic tests of test_registry.py run on.
+"""Sample inputs of every op in the registry, for the generic tests of test_registry.py.
 
-An op that stands in `tricycle.ops.OPS` and not here fails a test. To add one, give it a row in a table
-below (or a call of `add`), with inputs that keep clear of kinks, and the PyTorch function if there is one.
+An op of `tricycle.ops.OPS` without a sample fails a test. To add one, add a row to a table below, or a call of `add`,
+with inputs at a distance from kinks, and the PyTorch function if there is one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sample(NamedTuple):
     Attributes:
         op: the name in the registry.
         call: takes a Tensor for each input.
-        inputs: float64 arrays (whole numbers for labels), read-only.
+        inputs: float64 arrays (integers for labels), read-only.
         torch: the same call in PyTorch; takes the module, then its tensors.
         batched: per input, the flag `is_batched`.
     """
@@ -42,7 +42,7 @@ class Sample(NamedTuple):
     batched: tuple[bool, ...]
 
     def tensors(self, dtype: Any = np.float64, change: Callable = lambda array: array) -> list[Tensor]:
-        """The inputs as Tensors, floats in `dtype`, after `change`."""
+        """Return the inputs as Tensors with `change` applied; floats have `dtype`."""
         return [
             to_tensor(change(a), dtype=a.dtype if a.dtype.kind in "biu" else dtype, is_batched=flag)
             for a, flag in zip(self.inputs, self.batched)
@@ -56,14 +56,14 @@ SAMPLES: dict[str, list[Sample]] = {}
 _rng = np.random.default_rng(42)
 
 
-class Whole(list):
-    """Labels and indices: an input of whole numbers."""
+class IntegerInput(list):
+    """An integer input, such as labels and indices."""
 
 
 def add(op: str, call: Callable, *inputs: Any, torch: Callable | None = None, batched: tuple[bool, ...] = ()) -> None:
     arrays = []
     for x in inputs:
-        array = np.array(x, dtype=np.int64 if isinstance(x, Whole) else np.float64)
+        array = np.array(x, dtype=np.int64 if isinstance(x, IntegerInput) else np.float64)
         array.flags.writeable = False
         arrays.append(array)
     flags = batched or (False,) * len(arrays)
@@ -84,17 +84,17 @@ def positive(*shape: int) -> np.ndarray:
 
 
 def nonzero(*shape: int) -> np.ndarray:
-    """Both signs, at least 0.3 from 0."""
+    """Return values of both signs, with absolute values of at least 0.3."""
     return _rng.choice([-1, 1], shape) * _rng.uniform(0.3, 2, shape)
 
 
 def distinct(*shape: int, offset: float = 0.0) -> np.ndarray:
-    """No two values closer than 0.5, nor closer than 0.25 to those of another offset of 0.25."""
+    """Return values at least 0.5 apart, and at least 0.25 from the values with an offset of 0.25."""
     size = int(np.prod(shape))
     return (_rng.permutation(size) - size // 2).reshape(shape) * 0.5 + offset
 
 
-def distinct_too(*shape: int) -> np.ndarray:
+def distinct_with_offset(*shape: int) -> np.ndarray:
     return distinct(*shape, offset=0.25)
 
 
@@ -138,8 +138,8 @@ BINARY = [
     ("mul", ops.multiply, normal, normal, lambda torch, x, y: x * y),
     ("div", extra_ops.divide, normal, nonzero, lambda torch, x, y: x / y),
     ("pow", extra_ops.power, positive, normal, lambda torch, x, y: x**y),
-    ("maximum", extra_ops.maximum, distinct, distinct_too, lambda torch, x, y: torch.maximum(x, y)),
-    ("minimum", extra_ops.minimum, distinct, distinct_too, lambda torch, x, y: torch.minimum(x, y)),
+    ("maximum", extra_ops.maximum, distinct, distinct_with_offset, lambda torch, x, y: torch.maximum(x, y)),
+    ("minimum", extra_ops.minimum, distinct, distinct_with_offset, lambda torch, x, y: torch.minimum(x, y)),
 ]
 for _name, _op, _left, _right, _torch in BINARY:
     for _a, _b in SHAPE_PAIRS:
@@ -154,7 +154,7 @@ for _exponent in (0, 1, 2, 3, -1, -2, 0.5, 2.5):
     _base = nonzero(4) if isinstance(_exponent, int) else positive(4)
     add("pow", lambda x, n=_exponent: x**n, _base, torch=lambda torch, x, n=_exponent: x**n)
 # a Tensor of whole numbers
-add("pow", extra_ops.power, [-2.0, -1.5, 0.5, 3.0], Whole([2, 3, 2, -1]), torch=lambda torch, x, n: x**n)
+add("pow", extra_ops.power, [-2.0, -1.5, 0.5, 3.0], IntegerInput([2, 3, 2, -1]), torch=lambda torch, x, n: x**n)
 
 # -------------------------------------------------------------------- choosing, joining
 for _condition, _a, _b in [
@@ -210,7 +210,7 @@ for _index in INDICES:
 for _index in (slice(None, None, -1), (2, slice(3, None, -2)), (0, ..., [1, 1])):  # PyTorch has none or means another
     add("getitem", lambda x, index=_index: x[index], normal(3, 4))
 add("getitem", lambda x: x[()], normal(2), batched=(True,))
-add("getitem", lambda x, ids: x[ids], normal(4, 2), Whole([[3, 0], [3, 3]]), torch=lambda torch, x, ids: x[ids])
+add("getitem", lambda x, ids: x[ids], normal(4, 2), IntegerInput([[3, 0], [3, 3]]), torch=lambda torch, x, ids: x[ids])
 
 # -------------------------------------------------------------------- products
 _PRODUCTS = [((2, 3), (3, 4)), ((3,), (3,)), ((2, 3), (3,)), ((3,), (3, 2)), ((5, 2, 3), (3, 4)), ((2, 3), (5, 3, 4))]
@@ -218,7 +218,11 @@ _PRODUCTS += [((4, 1, 2, 3), (5, 3, 1)), ((1, 1), (1, 1)), ((2, 0), (0, 3)), ((0
 for _a, _b in _PRODUCTS:
     add("matmul", einsum.matmul, *normals(_a, _b), torch=lambda torch, x, y: x @ y)
 add(
-    "matmul", einsum.matmul, normal(2, 3), Whole([[1, 0], [2, -1], [0, 3]]), torch=lambda torch, x, y: x @ y.to(x.dtype)
+    "matmul",
+    einsum.matmul,
+    normal(2, 3),
+    IntegerInput([[1, 0], [2, -1], [0, 3]]),
+    torch=lambda torch, x, y: x @ y.to(x.dtype),
 )
 
 # subscripts, shapes; None where PyTorch's einsum has no such notation
@@ -284,25 +288,25 @@ _op = lambda x: functions.to_compute_dtype(x, "bfloat16") * 2
 add("to_compute_dtype", _op, normal(2, 3), torch=lambda torch, x: x * 2)
 
 
-def _of_three(q, k, v):
+def _combine(q, k, v):
     return q * k + v
 
 
 add(
     "split_heads",
-    lambda x: _of_three(*ops.split_heads(x, (2, 1, 1), 3)),
+    lambda x: _combine(*ops.split_heads(x, (2, 1, 1), 3)),
     normal(2, 3, 12),
-    torch=lambda torch, x: _of_three(*x.reshape(2, 3, 4, 3).split((2, 1, 1), dim=2)),
+    torch=lambda torch, x: _combine(*x.reshape(2, 3, 4, 3).split((2, 1, 1), dim=2)),
 )
 
 
-# -------------------------------------------------------------------- softmax and its kin, gates
+# -------------------------------------------------------------------- softmax variants, gates
 def torch_softmax1(torch, x):
-    """A further score of 0 takes part, and is then dropped."""
+    """Compute softmax with an additional score of 0, whose weight is dropped."""
     return torch.cat([x, torch.zeros_like(x[..., :1])], -1).softmax(-1)[..., :-1] if x.shape[-1] else x
 
 
-def _rows(name, op, torch, shapes):
+def _add_row_op(name, op, torch, shapes):
     for shape in shapes:
         add(name, op, normal(*shape), torch=torch)
     add(name, op, normal(2, shapes[0][-1]), torch=torch, batched=(True,))
@@ -310,11 +314,11 @@ def _rows(name, op, torch, shapes):
 
 
 ROWS = [(4,), (1,), (2, 3), (2, 1, 5), (0, 3)]
-_rows("Softmax", functions.Softmax(), lambda torch, x: x.softmax(-1), [*ROWS, (2, 0)])
-_rows("Softmax1", functions.Softmax1(), torch_softmax1, ROWS)
+_add_row_op("Softmax", functions.Softmax(), lambda torch, x: x.softmax(-1), [*ROWS, (2, 0)])
+_add_row_op("Softmax1", functions.Softmax1(), torch_softmax1, ROWS)
 # entropies on both sides of the threshold, and betas on both sides of 1
-_rows("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), None, [*ROWS, (2, 40)])
-_rows("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax((0.5, 1.5), threshold=0.1), None, ROWS)
+_add_row_op("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), None, [*ROWS, (2, 40)])
+_add_row_op("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax((0.5, 1.5), threshold=0.1), None, ROWS)
 add("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), 8 * normal(3, 12))
 
 
@@ -325,8 +329,8 @@ def torch_block_softmax(torch, x, scales):
 
 for _shape, _scales in [((4, 6), (2, 4)), ((3, 4, 5), (2, 4)), ((2, 3, 4, 7), (3, 2, 4)), ((1, 2), (2, 1))]:
     add("BlockSoftmax", softmaxes.BlockSoftmax(2), normal(*_shape), normal(*_scales), torch=torch_block_softmax)
-_rows("BlockSoftmax", softmaxes.BlockSoftmax(3, "none"), None, ROWS)
-_rows("BlockSoftmax", softmaxes.BlockSoftmax(3, "exact"), lambda torch, x: x.softmax(-1), ROWS)
+_add_row_op("BlockSoftmax", softmaxes.BlockSoftmax(3, "none"), None, ROWS)
+_add_row_op("BlockSoftmax", softmaxes.BlockSoftmax(3, "exact"), lambda torch, x: x.softmax(-1), ROWS)
 
 
 def torch_sink_softmax(torch, x, sinks):
@@ -336,13 +340,13 @@ def torch_sink_softmax(torch, x, sinks):
 
 for _shape, _sinks in [((4,), ()), ((4, 6), ()), ((3, 4, 5), (3,)), ((2, 3, 4, 7), (3,)), ((2, 3, 4, 1), (2, 1))]:
     add("SinkSoftmax", softmaxes.SinkSoftmax(), normal(*_shape), normal(*_sinks), torch=torch_sink_softmax)
-_rows("SinkSoftmax", softmaxes.SinkSoftmax(), torch_softmax1, ROWS)
-_rows("LogSoftmax", functions.LogSoftmax(), lambda torch, x: x.log_softmax(-1), ROWS)
+_add_row_op("SinkSoftmax", softmaxes.SinkSoftmax(), torch_softmax1, ROWS)
+_add_row_op("LogSoftmax", functions.LogSoftmax(), lambda torch, x: x.log_softmax(-1), ROWS)
 PAIRED_ROWS = [(4,), (2, 6), (2, 1, 2), (0, 4), (2, 0)]
 for _gate in (activation.GeLU(), activation.GeLU(False), ReLUSquared(), functions.Tanh()):
-    _rows("Gated", activation.Gated(_gate), None, PAIRED_ROWS)
-_rows("GLU", activation.GLU(), lambda torch, x: torch.nn.functional.glu(x) if x.shape[-1] else x, PAIRED_ROWS)
-_rows(
+    _add_row_op("Gated", activation.Gated(_gate), None, PAIRED_ROWS)
+_add_row_op("GLU", activation.GLU(), lambda torch, x: torch.nn.functional.glu(x) if x.shape[-1] else x, PAIRED_ROWS)
+_add_row_op(
     "SwiGLU",
     activation.SwiGLU(),
     lambda torch, x: x.chunk(2, -1)[0] * torch.nn.functional.silu(x.chunk(2, -1)[1]),
@@ -360,13 +364,15 @@ def _torch_cross_entropy(torch, labels, logits, ignore=-100, smoothing=0.0):
 _cross_entropy = loss.CrossEntropy()
 for _labels, _classes in [([1, 0, 2], 3), ([2], 4), ([[0, 1], [1, 1], [0, 0]], 2), ([0, 0], 1)]:
     _logits = normal(*np.shape(_labels), _classes)
-    add("CrossEntropy", _cross_entropy, Whole(_labels), _logits, torch=_torch_cross_entropy)
-add("CrossEntropy", _cross_entropy, Whole([1, 0]), [[50, -50, 0], [0, 0, 0]], torch=_torch_cross_entropy)
-add("CrossEntropy", _cross_entropy, Whole([1, 0]), normal(2, 3), torch=_torch_cross_entropy, batched=(True, True))
+    add("CrossEntropy", _cross_entropy, IntegerInput(_labels), _logits, torch=_torch_cross_entropy)
+add("CrossEntropy", _cross_entropy, IntegerInput([1, 0]), [[50, -50, 0], [0, 0, 0]], torch=_torch_cross_entropy)
+add(
+    "CrossEntropy", _cross_entropy, IntegerInput([1, 0]), normal(2, 3), torch=_torch_cross_entropy, batched=(True, True)
+)
 for _smoothing in (0.0, 0.1, 0.5):
     _op = loss.CrossEntropy(ignore_index=-1, label_smoothing=_smoothing)
     _torch = lambda torch, *xs, e=_smoothing: _torch_cross_entropy(torch, *xs, ignore=-1, smoothing=e)
-    add("CrossEntropy", _op, Whole([[1, -1], [-1, 3]]), normal(2, 2, 4), torch=_torch)
+    add("CrossEntropy", _op, IntegerInput([[1, -1], [-1, 3]]), normal(2, 2, 4), torch=_torch)
 for _shape in [(), (3,), (2, 3), (1, 1)]:
     _torch = lambda torch, x, y: torch.nn.functional.mse_loss(y, x)
     add("MeanSquaredError", loss.MeanSquaredError(), *normals(_shape, _shape), torch=_torch)
@@ -473,7 +479,7 @@ for _fraction in (0.25, 0.5, 0.75):
 
 # -------------------------------------------------------------------- recurrence
 def torch_recurrence(torch, cell, active, x, initial, *weights):
-    """PyTorch's cells, one step after another."""
+    """Run PyTorch's recurrent cell for each step."""
     name = {"tanh": "rnn_tanh_cell", "relu": "rnn_relu_cell", "gru": "gru_cell", "lstm": "lstm_cell"}[cell]
     weights = [w.mT if w.ndim == 2 else w for w in weights]
     states = [initial]
@@ -503,7 +509,7 @@ for _cell, _kind in recurrent.CELLS.items():
 
 # -------------------------------------------------------------------- convolution
 def torch_unfold(torch, x, kernel, stride, padding):
-    """(B, C, H, W) patches of PyTorch, C slowest, in Tricycle's order: C fastest."""
+    """Return PyTorch's patches of (B, H, W, C) in Tricycle's order, with channels last."""
     n_items, *_, channels = x.shape
     sizes = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(x.shape[1:], kernel, stride, padding)]
     columns = torch.nn.functional.unfold(x.permute(0, 3, 1, 2), kernel, padding=padding, stride=stride)
@@ -524,11 +530,11 @@ for _sizes, _kernel, _stride, _padding in [
     ((6, 3), (2, 1), (3, 2), (2, 0)),
     ((1, 1), (1, 1), (1, 1), (0, 0)),
 ]:
-    _how = _kernel, _stride, _padding
-    _places = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(_sizes, *_how)]
-    _torch = lambda torch, x, how=_how: torch_unfold(torch, x, *how)
-    add("unfold", lambda x, how=_how: convolution.unfold(x, *how), normal(2, *_sizes, 3), torch=_torch)
-    _torch = lambda torch, x, how=(_sizes, *_how): torch_fold(torch, x, *how)
+    _options = _kernel, _stride, _padding
+    _places = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(_sizes, *_options)]
+    _torch = lambda torch, x, options=_options: torch_unfold(torch, x, *options)
+    add("unfold", lambda x, options=_options: convolution.unfold(x, *options), normal(2, *_sizes, 3), torch=_torch)
+    _torch = lambda torch, x, options=(_sizes, *_options): torch_fold(torch, x, *options)
     _columns = normal(2, *_places, 3 * _kernel[0] * _kernel[1])
-    add("fold", lambda x, how=(_sizes, *_how): convolution.fold(x, *how), _columns, torch=_torch)
+    add("fold", lambda x, options=(_sizes, *_options): convolution.fold(x, *options), _columns, torch=_torch)
 add("unfold", lambda x: convolution.unfold(x, (3,), (2,), (1,)), normal(2, 6, 2))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from transformers_families import FAMILIES, VOCABULARY, Family, difference, enliven
+from transformers_families import FAMILIES, VOCABULARY, Family, difference, randomize_weights
 
 from tricycle.finetuning.lora import AdaptedDense, LoRAConfig
 from tricycle.loss import CrossEntropy
@@ -39,7 +39,7 @@ def new_hf_model(family: Family) -> Any:
     config = transformers.AutoConfig.for_model(family.model_type, **family.hf_fields)
     config.architectures = None
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    enliven(model)
+    randomize_weights(model)
     return model
 
 

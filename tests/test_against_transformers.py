@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers_families import FAMILIES, SMOLLM2, VOCABULARY, Family, difference, enliven
+from transformers_families import FAMILIES, SMOLLM2, VOCABULARY, Family, difference, randomize_weights
 
 from tricycle.configs import ModelConfig
 from tricycle.loss import CrossEntropy
@@ -40,7 +40,7 @@ def new_hf_model(family: Family, lively: bool = True) -> Any:
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(family.model_type, **family.hf_fields)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    enliven(model, lively)
+    randomize_weights(model, lively)
     return model
 
 

@@ -126,7 +126,11 @@ def test_blocks_are_read(tmp_path, kind):
     )
     model = transformers.LlamaForCausalLM(config).eval()
     path = gguf_models.write(
-        tmp_path / "a.gguf", "llama", gguf_models.keys_of("llama", config), gguf_models.converted("llama", model), kind
+        tmp_path / "a.gguf",
+        "llama",
+        gguf_models.metadata_of("llama", config),
+        gguf_models.convert_tensors("llama", model),
+        kind,
     )
     state = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).state_dict()
     source = read_gguf(path)
@@ -137,8 +141,8 @@ def test_blocks_are_read(tmp_path, kind):
 
 def test_an_output_layer_of_its_own_and_a_copy(files, tmp_path):
     _, model = files["GPT-2"]
-    tensors = gguf_models.converted("gpt2", model)
-    keys = gguf_models.keys_of("gpt2", model.config)
+    tensors = gguf_models.convert_tensors("gpt2", model)
+    keys = gguf_models.metadata_of("gpt2", model.config)
     copied = read_gguf(
         gguf_models.write(tmp_path / "a.gguf", "gpt2", keys, tensors | {"output.weight": tensors["token_embd.weight"]})
     )
@@ -154,13 +158,13 @@ def test_an_output_layer_of_its_own_and_a_copy(files, tmp_path):
 
 def test_queries_keys_and_values_in_one_matrix(files, tmp_path):
     _, model = files["Phi"]
-    tensors = gguf_models.converted("phi2", model)
+    tensors = gguf_models.convert_tensors("phi2", model)
     for block in range(2):
         for suffix in ("weight", "bias"):
             parts = [tensors.pop(f"blk.{block}.attn_{part}.{suffix}") for part in "qkv"]
             tensors[f"blk.{block}.attn_qkv.{suffix}"] = np.concatenate(parts)
     source = read_gguf(
-        gguf_models.write(tmp_path / "a.gguf", "phi2", gguf_models.keys_of("phi2", model.config), tensors)
+        gguf_models.write(tmp_path / "a.gguf", "phi2", gguf_models.metadata_of("phi2", model.config), tensors)
     )
     for key, expected in model.state_dict().items():
         assert source.tensors[key].shape == expected.shape
@@ -178,8 +182,10 @@ def test_a_window_makes_it_mistral(files, tmp_path):
 def test_biases_of_queries_keys_and_values_alone(files, tmp_path):
     """Hugging Face's Llama cannot have them, its Qwen2 can, which is the same otherwise."""
     _, model = files["Qwen2"]
-    keys = gguf_models.keys_of("llama", model.config)
-    source = read_gguf(gguf_models.write(tmp_path / "a.gguf", "llama", keys, gguf_models.converted("llama", model)))
+    keys = gguf_models.metadata_of("llama", model.config)
+    source = read_gguf(
+        gguf_models.write(tmp_path / "a.gguf", "llama", keys, gguf_models.convert_tensors("llama", model))
+    )
     assert source.fields["model_type"] == "qwen2"
     for key, tensor in source.tensors.items():
         np.testing.assert_array_equal(tensor.read(), model.state_dict()[key].numpy(), err_msg=key)
@@ -271,9 +277,9 @@ WRONG_KEYS = {
 def test_wrong_keys(files, tmp_path, name):
     _, model = files["Llama"]
     wrong, why = WRONG_KEYS[name]
-    keys = gguf_models.keys_of("llama", model.config) | wrong
+    keys = gguf_models.metadata_of("llama", model.config) | wrong
     keys = {key: value for key, value in keys.items() if value is not REMOVED}
-    path = gguf_models.write(tmp_path / "a.gguf", "llama", keys, gguf_models.converted("llama", model))
+    path = gguf_models.write(tmp_path / "a.gguf", "llama", keys, gguf_models.convert_tensors("llama", model))
     refused(path, why)
 
 
@@ -286,8 +292,8 @@ def refused(path: Path, why: str) -> None:
 
 def test_wrong_tensors(files, tmp_path):
     _, model = files["Llama"]
-    tensors = gguf_models.converted("llama", model)
-    keys = gguf_models.keys_of("llama", model.config)
+    tensors = gguf_models.convert_tensors("llama", model)
+    keys = gguf_models.metadata_of("llama", model.config)
     vector = np.zeros(32, np.float32)
     wrong = {
         "blk.0.attn_sinks.weight": r"'blk\.0\.attn_sinks\.weight'.*unknown.*llama",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers_families import GEMMA3_ROPE, LLAMA3_SCALING, difference, enliven
+from transformers_families import GEMMA3_ROPE, LLAMA3_SCALING, difference, randomize_weights
 
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
@@ -124,7 +124,7 @@ def new_hf_model(case: tuple[str, dict[str, Any]]) -> Any:
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(model_type, **fields)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    enliven(model)
+    randomize_weights(model)
     model.generation_config.eos_token_id = None
     return model
 

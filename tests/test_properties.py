@@ -109,10 +109,10 @@ class How(NamedTuple):
 
 def draw_how(draw: Callable, call: Call) -> How:
     n = len(call.inputs)
-    dtypes = ["float32", "float64"] + ["float16"] * call.narrow
+    dtypes = ["float32", "float64"] + ["float16"] * call.accepts_float16
     one = draw(st.sampled_from(dtypes))
     mixed = draw(st.sampled_from([False, False, True]))
-    if call.whole and draw(st.sampled_from([False, False, False, True])):
+    if call.accepts_integers and draw(st.sampled_from([False, False, False, True])):
         one = draw(st.sampled_from(["int32", "uint8", "bool"]))
     return How(
         [draw(st.sampled_from(dtypes)) if mixed else one for _ in range(n)],
@@ -222,7 +222,7 @@ def check(name: str, call: Call, how: How) -> None:
     floats = {t.dtype.name for t in tensors if t.dtype.kind == "f"} or {"float32"}
     unit = max(UNITS[dtype] for dtype in floats)
     if floats <= {"float32", "float64"}:
-        deciding = {t.dtype.name for t in tensors[: call.leading] if t.dtype.kind == "f"} or {"float32"}
+        deciding = {t.dtype.name for t in tensors[: call.n_dtype_inputs] if t.dtype.kind == "f"} or {"float32"}
         assert output.dtype == np.result_type(*deciding)
     assert output.requires_grad == any(tensor.requires_grad for tensor in tensors)
     if output.requires_grad:

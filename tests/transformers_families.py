@@ -42,7 +42,7 @@ TRICYCLE_SIZES = {"vocab_size": VOCABULARY, "context_window": LONGEST, "embeddin
 
 
 def hf_llama_fields(**fields: Any) -> dict[str, Any]:
-    """Fields of a config in transformers, of Llama and its kin."""
+    """Return config fields in transformers of the Llama family."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "rms_norm_eps": 1e-5}
     # a padding token's embedding would get no gradient
     tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True}
@@ -56,7 +56,7 @@ def llama_config(**fields: Any) -> ModelConfig:
 
 
 def llama(rope: dict[str, Any], **rotary: Any) -> Family:
-    """Llama with heads as SmolLM2 has them."""
+    """Return a Llama with the attention heads of SmolLM2."""
     heads = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
     hf_fields = hf_llama_fields(**heads, rope_parameters={"rope_theta": 100_000.0, **rope}, max_position_embeddings=512)
     config = llama_config(
@@ -66,7 +66,7 @@ def llama(rope: dict[str, Any], **rotary: Any) -> Family:
 
 
 def mistral() -> Family:
-    """A window in every layer."""
+    """Return a Mistral, with a sliding window in every layer."""
     rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
     hf_fields = hf_llama_fields(sliding_window=7, rope_parameters=rope, tie_word_embeddings=False, rms_norm_eps=1e-4)
     config = llama_config(window=7, rotary_base=1_000_000.0, tied=False, norm_eps=1e-4)
@@ -74,7 +74,7 @@ def mistral() -> Family:
 
 
 def qwen2() -> Family:
-    """Biases of queries, keys and values alone; a window in the second half of the layers."""
+    """Return a Qwen2: biases of queries, keys and values only; a sliding window in the second half of the layers."""
     layers = {"num_hidden_layers": 3, "max_window_layers": 2, "use_sliding_window": True, "sliding_window": 5}
     hf_fields = hf_llama_fields(**layers, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
     config = llama_config(n_layers=3, window=5, full_layers=(0, 1), qkv_bias=True)
@@ -82,7 +82,7 @@ def qwen2() -> Family:
 
 
 def qwen3() -> Family:
-    """Norms of queries and keys, and heads whose channels are more than the model's."""
+    """Return a Qwen3: norms of queries and keys, and more channels of all heads than of the model."""
     rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
     hf_fields = hf_llama_fields(head_dim=16, rms_norm_eps=1e-2, rope_parameters=rope)
     config = llama_config(
@@ -92,7 +92,7 @@ def qwen3() -> Family:
 
 
 def olmo2() -> Family:
-    """Norms on the outputs of a block's parts, and of queries and keys over all heads together."""
+    """Return an OLMo2: norms after attention and MLP, and of queries and keys over all heads together."""
     hf_fields = hf_llama_fields(rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})
     norms = {"norm_placement": "output", "qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": 1e-5}
     config = llama_config(rotary_base=500_000.0, qk_norm_per_head=False, **norms)
@@ -104,14 +104,14 @@ def hf_gemma_fields(**fields: Any) -> dict[str, Any]:
 
 
 def gemma_config(**fields: Any) -> ModelConfig:
-    """What Gemma 2 and 3 have in common."""
+    """Return the `ModelConfig` fields that Gemma 2 and 3 share."""
     norms = {"norm_eps": 1e-3, "norm_unit_offset": True, "norm_placement": "both"}
     common = {"head_size": 8, "activation": "gelu", "window": 5, "score_scale": 11**-0.5, "embedding_scale": 24**0.5}
     return llama_config(**norms, **common, **fields)
 
 
 def gemma2() -> Family:
-    """Norms on both sides, caps of scores and logits, and a window in every other layer."""
+    """Return a Gemma 2: norms before and after, soft-caps of scores and logits, and a window in every other layer."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     hf_fields = hf_gemma_fields(attn_logit_softcapping=1.5, final_logit_softcapping=2.5, rope_parameters=rope)
     config = gemma_config(full_layers=(1,), score_cap=1.5, logit_cap=2.5)
@@ -125,7 +125,7 @@ GEMMA3_ROPE = {
 
 
 def gemma3() -> Family:
-    """Norms of queries and keys; each third layer sees all, and turns slower, and slower still by a factor."""
+    """Return a Gemma 3: norms of queries and keys; every third layer has full attention, and scaled RoPE."""
     hf_fields = hf_gemma_fields(num_hidden_layers=3, sliding_window_pattern=3, rope_parameters=GEMMA3_ROPE)
     rotary = {"rotary_base": 1_000_000.0, "rotary_local_base": 10_000.0, "rotary_scaling": "linear"}
     norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": 1e-3}
@@ -134,7 +134,7 @@ def gemma3() -> Family:
 
 
 def neox(parallel: bool) -> Family:
-    """GPT-NeoX, whose best known models are Pythia's."""
+    """Return a GPT-NeoX, the architecture of Pythia."""
     hf_fields = HF_SIZES | {
         "hidden_size": 48,
         "intermediate_size": 56,
@@ -150,7 +150,7 @@ def neox(parallel: bool) -> Family:
 
 
 def opt(before: bool, embedding_size: int = 0) -> Family:
-    """OPT; of 350 million parameters it has its norms after each part, and narrow embeddings."""
+    """Return an OPT; OPT-350M has post-norms and narrow embeddings."""
     hf_fields = HF_SIZES | {
         "ffn_dim": 40,
         "num_attention_heads": 3,
@@ -165,7 +165,7 @@ def opt(before: bool, embedding_size: int = 0) -> Family:
 
 
 def gpt2() -> Family:
-    """Our defaults."""
+    """Return a GPT-2, with the default config of Tricycle."""
     sizes = {"vocab_size": VOCABULARY, "n_positions": LONGEST, "n_embd": 24, "n_layer": N_LAYERS, "n_head": 3}
     hf_fields = {**sizes, "bos_token_id": 1, "eos_token_id": 2}
     config = ModelConfig(**TRICYCLE_SIZES, n_heads=3)
@@ -173,7 +173,7 @@ def gpt2() -> Family:
 
 
 def phi() -> Family:
-    """Attention and MLP side by side, behind one norm."""
+    """Return a Phi: attention and MLP in parallel, after one norm."""
     hf_fields = hf_llama_fields(
         num_attention_heads=3,
         num_key_value_heads=3,
@@ -249,8 +249,8 @@ SMOLLM2 = Family(
 
 
 # -------------------------------------------------------------------- weights and differences
-def enliven(hf_model: Any, lively: bool = True) -> None:
-    """Random weights for a model of transformers: so large, if `lively`, that every part shows in the logits."""
+def randomize_weights(hf_model: Any, lively: bool = True) -> None:
+    """Draw random weights of a transformers model; if `lively`, large enough that each part affects the logits."""
     import torch
 
     generator = torch.Generator().manual_seed(4)
@@ -264,7 +264,7 @@ def enliven(hf_model: Any, lively: bool = True) -> None:
 
 
 def difference(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference, relative to the largest element: by itself an element has no relative precision."""
+    """Return the largest difference relative to the largest element."""
     assert actual.shape == expected.shape
     largest = np.abs(expected).max()
     assert largest > 0

@@ -1,4 +1,4 @@
-"""The CUDA kernels compiled for the CPU by g++ and launched on NumPy arrays: `launch` in place of launch.launch."""
+"""Compile the CUDA kernels for the CPU with g++, and launch them on NumPy arrays in place of `launch.launch`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FLAGS = "-std=c++17 -O1 -shared -fPIC -fno-strict-aliasing -ffp-contract=off -w"
 
 
 def problem() -> str | None:
-    """Why nothing can be emulated here, in one line; None where it can."""
+    """Return why kernels cannot be emulated on this machine; None if they can."""
     if not sys.platform.startswith("linux"):
         return "the emulator of CUDA is written for Linux"
     return None if shutil.which("g++") else "no g++ to compile the kernels for the CPU with"
 
 
 def program(file: str) -> str:
-    """A file of kernels as C++, with a table of all of its kernels.
+    """Return a file of kernels as C++, with a table of its kernels.
 
     Dynamic shared memory, which has no name in C++, becomes a pointer to where the emulator keeps it.
     """
@@ -82,7 +82,7 @@ class Emulator:
             raise ValueError(f"{file}.cu: no {template_name(kernel, template)} in the table")
         plan.check()
         self.launched.append((kernel, template))
-        held = [_held(argument) for argument in arguments]
+        held = [_argument_bytes(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(each) for each in held))
         grid, block = ((ctypes.c_uint * 2)(*pair) for pair in (plan.grid, plan.block))
         which = template_names(file).index(template_name(kernel, template))
@@ -93,8 +93,8 @@ class Emulator:
             raise RuntimeError(f"{template_name(kernel, template)} with {plan}: {error.decode()}")
 
 
-def _held(argument: Any) -> ctypes.Array:
-    """The bytes of an argument: those of a number or a struct, or the address of an array."""
+def _argument_bytes(argument: Any) -> ctypes.Array:
+    """Return the bytes of an argument: of a number or struct, or of the address of an array."""
     if argument is None:
         given = np.uint64(0).tobytes()
     elif isinstance(argument, np.generic) or argument.dtype.names:
