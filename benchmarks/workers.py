@@ -25,8 +25,10 @@ from tricycle import kernels
 from tricycle.configs import GPTConfig
 from tricycle.softmaxes import SOFTMAXES
 
-# Some build machines pin OpenBLAS to old kernels. Users' machines do not, so workers run without these variables.
-BLAS_PIN_VARIABLES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+# Some build machines pin OpenBLAS to old kernels. Users' machines do not, so workers run without these variables, but
+# where a benchmark asks for the pin (`benchmarks.avx2`).
+KEEP_BLAS_PINS = "TRICYCLE_KEEP_BLAS_PINS"
+BLAS_PIN_VARIABLES = () if KEEP_BLAS_PINS in os.environ else ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 
 class Worker:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 CPUINFO = Path("/proc/cpuinfo")  # of Linux
+# Names of NumPy's features that include instruction sets, and names of those by Linux.
+NUMPY_FEATURES = {"X86_V3": "avx2", "AVX2": "avx2", "X86_V4": "avx512f", "AVX512F": "avx512f", "ASIMD": "asimd"}
 
 
 def parse_cpuinfo(cpuinfo: str) -> dict[str, str]:
@@ -15,14 +20,24 @@ def parse_cpuinfo(cpuinfo: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in lines}
 
 
-# Cache: valid for the life of the process: depends on the processor alone.
+# Cache: valid for the life of the process: depends on the processor and on NPY_DISABLE_CPU_FEATURES alone.
 @cache
 def vendor_and_features() -> tuple[str, frozenset[str]]:
-    """Return the processor's vendor and features by Linux's names; an empty string and set if unknown."""
+    """Return the processor's vendor and features by Linux's names; an empty string and set if unknown.
+
+    Without AVX-512 and AMX where NPY_DISABLE_CPU_FEATURES names X86_V4 or AVX512F. Elsewhere than on Linux the
+    features are those of `NUMPY_FEATURES` that NumPy uses.
+    """
     if not CPUINFO.exists():
-        return platform.processor(), frozenset()  # of Windows: "Intel64 Family 6 Model 143, GenuineIntel"
+        simd = (np.show_config(mode="dicts") or {}).get("SIMD Extensions", {})
+        used = {*simd.get("baseline", ()), *simd.get("found", ())} & NUMPY_FEATURES.keys()
+        # Windows gives "Intel64 Family 6 Model 143, GenuineIntel".
+        return platform.processor(), frozenset(NUMPY_FEATURES[name] for name in used)
     fields = parse_cpuinfo(CPUINFO.read_text(encoding="utf-8", errors="replace"))
-    return fields.get("vendor_id", ""), frozenset(fields.get("flags", "").split())
+    features = frozenset(fields.get("flags", fields.get("Features", "")).split())  # of x86 and of ARM
+    if not {"X86_V4", "AVX512F"}.isdisjoint(os.environ.get("NPY_DISABLE_CPU_FEATURES", "").replace(",", " ").split()):
+        features = frozenset(name for name in features if not name.startswith(("avx512", "amx")))
+    return fields.get("vendor_id", ""), features
 
 
 def is_intel() -> bool:
