@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 import threading
 import time
 import tracemalloc
@@ -91,13 +92,16 @@ class _Arena:
 
     def reserve(self, size: int) -> bool:
         """Map another memory range of 1 GiB or more and add it to the free list; return False if the system refuses."""
+        if sys.platform == "win32":
+            return False
         n_pages = -(-max(size, RANGE_BYTES) // mmap.PAGESIZE) + 1
         try:
             memory = mmap.mmap(-1, n_pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (AttributeError, OSError):  # on Windows; a limit on addresses
+        except OSError:  # a limit on addresses
             return False
-        with suppress(AttributeError, OSError):  # not every system has huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        if sys.platform == "linux":
+            with suppress(AttributeError, OSError):  # not every kernel has huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
         usable = np.ndarray.__new__(_Bytes, (n_pages - 1) * mmap.PAGESIZE, np.uint8, memory)
         insort(self.ranges, _Range(usable.ctypes.data, usable, memory), key=lambda each: each.start)
         self.insert(usable.ctypes.data, usable.size)
@@ -148,7 +152,7 @@ class _Arena:
             whole = self.range_of(start)
             first, last = start - whole.start, start - whole.start + size
             first, last = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
-            if first < last:
+            if first < last and sys.platform != "win32":
                 whole.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 

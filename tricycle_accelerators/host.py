@@ -6,6 +6,7 @@ The library leaves the process as it is. The programs own theirs and call `tune_
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
 from functools import cache
@@ -66,25 +67,25 @@ def _keep_memory() -> bool:
     Returns:
         Whether it is so now.
     """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if libc is None or not hasattr(libc, "mallopt"):
+    if sys.platform != "linux":
+        return False
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):  # musl's C library
         return False
     m_trim_threshold = -1
     m_mmap_max = -4
     kept = libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, -1)
     if kept:
-        _reserve_huge_pages(libc)
+        _reserve_huge_pages(libc, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2)
     return bool(kept)
 
 
-def _reserve_huge_pages(libc: ctypes.CDLL) -> None:
-    """Allocate half of the machine's memory as addresses, mark them for huge pages, and free them to malloc."""
+def _reserve_huge_pages(libc: ctypes.CDLL, size: int) -> None:
+    """Allocate `size` bytes of addresses, mark them for huge pages, and free them to malloc."""
     madv_hugepage = 14
-    page = 4096
-    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     libc.malloc.restype = ctypes.c_void_p
     block = libc.malloc(ctypes.c_size_t(size))
     if block:
-        start = -(-block // page) * page
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - page), madv_hugepage)
+        start = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - mmap.PAGESIZE), madv_hugepage)
         libc.free(ctypes.c_void_p(block))

@@ -116,7 +116,7 @@ def multiply_vector(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
         return None
     with threads.pool_lock, threads.blas_limit.lock:
         if threads.blas_limit.n_holders > threads.blas_limit.is_permanent:
-            return None  # somebody counts on one thread
+            return None  # a caller has limited BLAS to one thread
         before = blas.get()
         try:
             blas.set(threads.n_threads())

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -89,7 +90,9 @@ class Signals:
         """Send a signal again whose exception Python could not raise, for example in a `__del__`."""
         if isinstance(lost.exc_value, Interrupted):
             self.number, self._raised = 0, False
-            threading.Timer(RESEND_SECONDS, os.kill, (os.getpid(), lost.exc_value.number)).start()
+            # On Windows `os.kill` ends the process; elsewhere it also wakes a main thread that waits for the system.
+            send = signal.raise_signal if sys.platform == "win32" else partial(os.kill, os.getpid())
+            threading.Timer(RESEND_SECONDS, send, (lost.exc_value.number,)).start()
         elif self._hook is not None:
             self._hook(lost)
 

@@ -6,6 +6,7 @@ Fields and tensors have the names that Hugging Face's transformers gives them.
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,5 +66,5 @@ def release_pages(array: np.ndarray) -> None:
     owner: Any = array
     while owner is not None and not isinstance(owner, mmap.mmap):
         owner = getattr(owner, "base", None) if not isinstance(owner, memoryview) else owner.obj
-    if owner is not None and hasattr(mmap, "MADV_DONTNEED"):
+    if owner is not None and sys.platform != "win32":
         owner.madvise(mmap.MADV_DONTNEED)

@@ -239,7 +239,7 @@ def _limit_memory(n_bytes: int) -> None:
 
 def _set_alarm(seconds: float) -> None:
     """Let the system end this process after a number of seconds; 0 cancels this."""
-    if hasattr(signal, "setitimer"):
+    if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 

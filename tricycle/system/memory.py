@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 # The environment variable that overrides the amount of free memory, in GB.
@@ -70,18 +71,20 @@ def _free_on_machine() -> int | None:
     kilobytes = _read_number(_MEMINFO, "MemAvailable:")
     if kilobytes is not None:
         return kilobytes * 1024
+    if sys.platform == "win32":
+        return None
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Windows does not have sysconf
+    except (ValueError, OSError):
         return None
 
 
 def _free_address_space() -> int | None:
     """Return the rest of the limit of `ulimit -v`, or None without a limit."""
-    try:
-        import resource
-    except ImportError:  # Windows
+    if sys.platform == "win32":
         return None
+    import resource
+
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     kilobytes = _read_number(_STATUS, "VmSize:")
     if limit == resource.RLIM_INFINITY or kilobytes is None:
