@@ -126,7 +126,7 @@ def load_inspectable(arguments: Arguments, source: str, is_second: bool = False)
 
 
 def load_translator(paths: Sequence[Path], source: str, arguments: Arguments) -> InspectableModel:
-    """Load the one encoder-decoder of `paths` for the inspection page; raise if several, or if flags do not apply.
+    """Load the one encoder-decoder file (`paths`) found at the path `source`; raise if several or flags do not apply.
 
     Raises:
         ValueError: several files, or flags that do not apply to encoder-decoders.
