@@ -200,7 +200,7 @@ class BlockSoftmax(RowSoftmax):
             batched.run_over_batch(q, work)
             if scales is None:
                 return None
-            return self._of_parameter(xp.stack([by_start[start] for start in sorted(by_start)]).sum(axis=0))
+            return self._of_parameter(xp.stack([by_start[first] for first in sorted(by_start)]).sum(axis=0))
 
         return out, backward
 
