@@ -640,3 +640,12 @@ def test_loops_that_are_compiled_for_older_processors(name, lanes, tmp_path):
         [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, timeout=600
     )
     assert run.stdout.rstrip().endswith(f"\n{lanes} 0"), run.stdout
+
+
+def test_numba_libraries_that_cannot_be_loaded(monkeypatch):
+    def fail(name):
+        raise OSError("Could not find/load shared object file 'libllvmlite.so'. This could mean anything.")
+
+    monkeypatch.setattr("tricycle_accelerators.compiled.loader.import_module", fail)
+    with pytest.raises(RuntimeError, match=r"libllvmlite\.so'\): .*memory.*TRICYCLE_KERNELS=-numba"):
+        load_loops("no_such_loops")

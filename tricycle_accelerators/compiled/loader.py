@@ -10,5 +10,13 @@ from typing import Any
 # Cache: valid for the life of the process: modules.
 @cache
 def load_loops(name: str) -> Any:
-    """Import and return a module of compiled loops in this folder, such as "loops" or "training_loops"."""
-    return import_module(f"{__package__}.{name}")
+    """Import and return a module of compiled loops in this folder, such as "loops" or "training_loops".
+
+    Raises:
+        RuntimeError: Numba's libraries cannot be loaded, for example under a low memory limit.
+    """
+    try:
+        return import_module(f"{__package__}.{name}")
+    except OSError as error:
+        problem = str(error).partition(". ")[0]
+        raise RuntimeError(f"Numba failed ({problem}): free some memory, or set TRICYCLE_KERNELS=-numba") from error
