@@ -1,4 +1,4 @@
-"""What Linux, or Python elsewhere, tells of the processor."""
+"""Vendor and features of the processor, from Linux's cpuinfo or from NumPy."""
 
 import pytest
 
@@ -13,7 +13,7 @@ flags\t\t: fpu avx2 avx512f avx512_bf16
 
 @pytest.fixture
 def set_cpuinfo(monkeypatch, tmp_path):
-    """A function that has the system tell this."""
+    """Return a function that sets the text of cpuinfo (None: no such file) and the name that Python gives."""
     path = tmp_path / "cpuinfo"
 
     def tell(text: str | None, python: str = "") -> None:
@@ -62,3 +62,33 @@ def test_without_linux(set_cpuinfo):
     assert processor.is_intel() and not processor.has_amx_bfloat16()
     set_cpuinfo(None, "arm")
     assert not processor.is_intel()
+
+
+def test_features_of_arm(set_cpuinfo):
+    set_cpuinfo("processor\t: 0\nFeatures\t: fp asimd atomics\nCPU implementer\t: 0x41\n")
+    assert processor.vendor_and_features() == ("", {"fp", "asimd", "atomics"})
+
+
+@pytest.mark.parametrize("disabled", ["X86_V4 AVX512_ICL", "AVX512_ICL,AVX512F"])
+def test_numpy_setting_disables_avx512(set_cpuinfo, disabled, monkeypatch):
+    monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", disabled)
+    set_cpuinfo(EMERALD_RAPIDS.replace("avx512_bf16", "avx512_bf16 amx_bf16"))
+    assert processor.vendor_and_features()[1] == {"fpu", "avx2"}
+    monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "AVX512_ICL")
+    set_cpuinfo(EMERALD_RAPIDS)
+    assert "avx512f" in processor.vendor_and_features()[1]
+
+
+@pytest.mark.parametrize(
+    "baseline, found, expected",
+    [
+        (["X86_V2"], ["X86_V3", "X86_V4"], {"avx2", "avx512f"}),
+        (["SSE", "SSE2", "SSE3"], ["AVX2"], {"avx2"}),
+        (["NEON", "ASIMD"], [], {"asimd"}),
+    ],
+)
+def test_features_from_numpy(set_cpuinfo, baseline, found, expected, monkeypatch):
+    simd = {"baseline": baseline, "found": found, "not found": []}
+    monkeypatch.setattr("numpy.show_config", lambda mode: {"SIMD Extensions": simd})
+    set_cpuinfo(None, "some processor")
+    assert processor.vendor_and_features() == ("some processor", expected)
