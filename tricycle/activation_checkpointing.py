@@ -1,4 +1,4 @@
-"""Activation (gradient) checkpointing: recompute the activations of a layer in the backward pass to save memory.
+"""Gradient checkpointing: recompute the activations of a layer in the backward pass to save memory.
 
 A model whose attribute `recompute` is `checkpoint_activations` recomputes each of its blocks. Only the inputs of the
 blocks, and the activations of one block at a time, are stored, at the cost of one more forward pass.
