@@ -22,9 +22,10 @@ from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.families import required_memory
-from tricycle.system import memory
+from tricycle.system import cgroups, memory
 from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 from tricycle.training_state import TrainingState, new_optimiser, train_step, training_bytes
+from tricycle_accelerators import threads
 from tricycle_cli.main import MODULE, main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,8 +44,8 @@ def system(tmp_path, monkeypatch):
     """Files of a system of our own."""
     monkeypatch.delenv(memory.MEMORY_VARIABLE, raising=False)
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(cgroups, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroups, "_CGROUPS", tmp_path / "groups")
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree: 10 kB\nMemAvailable:  4000 kB\n")
     (tmp_path / "groups" / "a" / "b").mkdir(parents=True)
     return tmp_path
@@ -70,6 +71,29 @@ def test_cgroup_v2_limits(system):
     assert free_memory() == 60_000
     (group / "memory.current").write_text("900000\n")
     assert free_memory() == 0
+
+
+@pytest.mark.parametrize(
+    "own, parent, quota",
+    [("max 100000", "150000 100000", 1.5), ("50000 100000", "max 100000", 0.5), ("", "max 1", None)],
+)
+def test_cpu_quota_v2(system, own, parent, quota):
+    (system / "cgroup").write_text("0::/a/b\n")
+    (system / "groups" / "a" / "cpu.max").write_text(parent + "\n")
+    (system / "groups" / "a" / "b" / "cpu.max").write_text(own + "\n")
+    assert cgroups.cpu_quota() == quota
+
+
+def test_cpu_quota_v1(system, monkeypatch):
+    (system / "cgroup").write_text("3:cpu,cpuacct:/a\n0::/\n")
+    assert cgroups.cpu_quota() is None
+    folder = system / "groups" / "cpu" / "a"
+    folder.mkdir(parents=True)
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: range(8), raising=False)
+    for microseconds, quota, n_processors in [(-1, None, 8), (250_000, 2.5, 3), (10_000, 0.1, 1)]:
+        (folder / "cpu.cfs_quota_us").write_text(f"{microseconds}\n")
+        assert cgroups.cpu_quota() == quota and threads._n_processors() == n_processors
 
 
 def test_cgroup_v1_limits(system):

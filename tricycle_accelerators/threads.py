@@ -15,6 +15,7 @@ another number of threads, which belongs to the whole process; so what calls it 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -24,6 +25,8 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from functools import cache, partial
 from typing import Any
+
+from tricycle.system.cgroups import cpu_quota
 
 # -------------------------------------------------------------------- how many threads
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
@@ -96,7 +99,7 @@ def _count_threads() -> tuple[int, bool]:
     if omp.isdecimal() and int(omp) > 0:
         return int(omp), True
     most = max(blas_limit.unlimited_threads(library) for library in blas_libraries())
-    return most, most >= _most_blas_threads()
+    return min(most, _n_processors()), most >= _most_blas_threads()
 
 
 def _most_blas_threads() -> int:
@@ -106,8 +109,10 @@ def _most_blas_threads() -> int:
 
 
 def _n_processors() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return how many processors this process may use: by its affinity, and by the CPU quota of its cgroups."""
+    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return number if quota is None else min(number, max(1, math.ceil(quota)))
 
 
 # -------------------------------------------------------------------- what a thread knows of itself

@@ -6,12 +6,12 @@ import os
 import sys
 from pathlib import Path
 
+from tricycle.system.cgroups import cgroup_folders, read_text
+
 # The environment variable that overrides the amount of free memory, in GB.
 MEMORY_VARIABLE = "TRICYCLE_MEMORY_GB"
 _MEMINFO = Path("/proc/meminfo")
 _STATUS = Path("/proc/self/status")
-_CGROUP = Path("/proc/self/cgroup")
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_memory() -> int | None:
@@ -95,36 +95,19 @@ def _free_address_space() -> int | None:
 def _free_in_cgroups() -> list[int]:
     """Return the rest of the limits of this process's cgroup and of its parents, in cgroups v1 and v2."""
     free = []
-    for line in _read_text(_CGROUP).splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        is_v1 = bool(controllers)
-        top = _CGROUPS / "memory" if is_v1 else _CGROUPS
+    for folder, is_v1 in cgroup_folders("memory"):
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
-        own = top / path.strip("/")
-        for folder in [own, *own.parents]:
-            if not folder.is_relative_to(top):
-                break
-            limit, used = (_read_text(folder / name).strip() for name in names)
-            if limit.isdigit() and used.isdigit():
-                reclaimable = _read_number(folder / "memory.stat", "inactive_file") or 0  # the page cache of files
-                free.append(max(0, int(limit) - max(0, int(used) - reclaimable)))
+        limit, used = (read_text(folder / name).strip() for name in names)
+        if limit.isdigit() and used.isdigit():
+            reclaimable = _read_number(folder / "memory.stat", "inactive_file") or 0  # the page cache of files
+            free.append(max(0, int(limit) - max(0, int(used) - reclaimable)))
     return free
 
 
 def _read_number(path: Path, name: str) -> int | None:
     """Return the number that follows a name at the beginning of a line, or None."""
-    for line in _read_text(path).splitlines():
+    for line in read_text(path).splitlines():
         words = line.split()
         if len(words) > 1 and words[0] == name and words[1].isdigit():
             return int(words[1])
     return None
-
-
-def _read_text(path: Path) -> str:
-    """Return the text of a small file, or "" if it cannot be read."""
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
