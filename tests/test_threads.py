@@ -642,3 +642,72 @@ for _ in range(3):
 def test_concurrently_trained_models_are_bit_identical_to_separate_ones(n):
     result = run_with(AT_ONCE, TRICYCLE_NUM_THREADS=n)
     assert result.stdout.splitlines() == ["gpt, other gpt", "gpt, translator"] * 3, result.stderr
+
+
+TRAIN_GENERATE_SERVE = """
+import asyncio, hashlib, threading
+import numpy as np
+from tricycle import to_tensor
+from tricycle.configs import GPTConfig
+from tricycle.decoding.penalties import PenalizedSamplingParams
+from tricycle.generate import generate
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW
+from tricycle.sampling import SamplingParams
+from tricycle.tokeniser import BPETokeniser
+from tricycle_serve.completion_requests import SequenceRequest
+from tricycle_serve.engine import EngineLimits, GenerationEngine
+
+def new_model(**options):
+    return GPT(GPTConfig(vocab_size=257, context_window=128, embedding_dim=128, n_heads=2, n_layers=2, **options))
+
+def train():
+    model, optimiser, rng = new_model(), AdamW(1e-3), np.random.default_rng(1)
+    for _ in range(6):
+        inputs, labels = (to_tensor(ids, dtype=int) for ids in rng.integers(0, 257, (2, 8, 64)))
+        model.loss(inputs, labels).backward()
+        model.update(optimiser)
+    return hashlib.sha256(b"".join(p.numpy().tobytes() for p in model.parameters())).hexdigest()
+
+def write():
+    return [*generate(new_model(n_key_heads=1, positions="rotary"), [1, 2, 3], 100, SamplingParams(seed=5))]
+
+def serve():
+    engine = GenerationEngine(new_model(), BPETokeniser(257), EngineLimits())
+
+    async def complete(token):
+        request = SequenceRequest([token, 2, 3], 60, PenalizedSamplingParams(temperature=0.0))
+        deltas = [delta async for some in engine.submit([request], 60).outputs() for delta in some]
+        return "".join(delta.text for delta in deltas)
+
+    async def complete_all():
+        return await asyncio.gather(*map(complete, range(4)))
+
+    engine.start()
+    try:
+        return asyncio.run(complete_all())
+    finally:
+        engine.close()
+        engine.join(60)
+
+def run(i, found):
+    found[i] = JOBS[i]()
+
+JOBS = [train, write, serve, train, write, serve]
+alone = [job() for job in JOBS]
+for _ in range(3):
+    found = [None] * len(JOBS)
+    workers = [threading.Thread(target=run, args=(i, found)) for i in range(len(JOBS))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    print(*("equal" if ours == other else job.__name__ for job, ours, other in zip(JOBS, found, alone)))
+"""
+
+
+@pytest.mark.slow
+def test_threads_that_train_generate_and_serve_give_the_results_of_separate_ones():
+    pytest.importorskip("starlette")
+    result = run_with(TRAIN_GENERATE_SERVE, TRICYCLE_NUM_THREADS="2")
+    assert result.stdout.splitlines() == [" ".join(["equal"] * 6)] * 3, result.stderr
