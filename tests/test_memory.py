@@ -25,7 +25,6 @@ from tricycle.pretrained.families import required_memory
 from tricycle.system import cgroups, memory
 from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 from tricycle.training_state import TrainingState, new_optimiser, train_step, training_bytes
-from tricycle_accelerators import threads
 from tricycle_cli.main import MODULE, main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,29 +70,6 @@ def test_cgroup_v2_limits(system):
     assert free_memory() == 60_000
     (group / "memory.current").write_text("900000\n")
     assert free_memory() == 0
-
-
-@pytest.mark.parametrize(
-    "own, parent, quota",
-    [("max 100000", "150000 100000", 1.5), ("50000 100000", "max 100000", 0.5), ("", "max 1", None)],
-)
-def test_cpu_quota_v2(system, own, parent, quota):
-    (system / "cgroup").write_text("0::/a/b\n")
-    (system / "groups" / "a" / "cpu.max").write_text(parent + "\n")
-    (system / "groups" / "a" / "b" / "cpu.max").write_text(own + "\n")
-    assert cgroups.cpu_quota() == quota
-
-
-def test_cpu_quota_v1(system, monkeypatch):
-    (system / "cgroup").write_text("3:cpu,cpuacct:/a\n0::/\n")
-    assert cgroups.cpu_quota() is None
-    folder = system / "groups" / "cpu" / "a"
-    folder.mkdir(parents=True)
-    (folder / "cpu.cfs_period_us").write_text("100000\n")
-    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: range(8), raising=False)
-    for microseconds, quota, n_processors in [(-1, None, 8), (250_000, 2.5, 3), (10_000, 0.1, 1)]:
-        (folder / "cpu.cfs_quota_us").write_text(f"{microseconds}\n")
-        assert cgroups.cpu_quota() == quota and threads._n_processors() == n_processors
 
 
 def test_cgroup_v1_limits(system):

@@ -18,7 +18,7 @@ def cgroup_folders(controller: str) -> Iterator[tuple[Path, bool]]:
     Args:
         controller: "memory" or "cpu".
     """
-    for line in read_text(_CGROUP).splitlines():
+    for line in read_system_file(_CGROUP).splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and controller not in controllers.split(","):
             continue
@@ -36,15 +36,15 @@ def cpu_quota() -> float | None:
     quotas = []
     for folder, is_v1 in cgroup_folders("cpu"):
         if is_v1:
-            words = [read_text(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+            words = [read_system_file(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
         else:
-            words = read_text(folder / "cpu.max").split()
+            words = read_system_file(folder / "cpu.max").split()
         if len(words) == 2 and all(word.isdigit() and int(word) for word in words):  # without a limit "-1" or "max"
             quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
 
 
-def read_text(path: Path) -> str:
+def read_system_file(path: Path) -> str:
     """Return the text of a small file of the system, or "" if it cannot be read."""
     try:
         return path.read_text(encoding="ascii", errors="replace")

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from tricycle.system.cgroups import cgroup_folders, read_text
+from tricycle.system.cgroups import cgroup_folders, read_system_file
 
 # The environment variable that overrides the amount of free memory, in GB.
 MEMORY_VARIABLE = "TRICYCLE_MEMORY_GB"
@@ -97,7 +97,7 @@ def _free_in_cgroups() -> list[int]:
     free = []
     for folder, is_v1 in cgroup_folders("memory"):
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
-        limit, used = (read_text(folder / name).strip() for name in names)
+        limit, used = (read_system_file(folder / name).strip() for name in names)
         if limit.isdigit() and used.isdigit():
             reclaimable = _read_number(folder / "memory.stat", "inactive_file") or 0  # the page cache of files
             free.append(max(0, int(limit) - max(0, int(used) - reclaimable)))
@@ -106,7 +106,7 @@ def _free_in_cgroups() -> list[int]:
 
 def _read_number(path: Path, name: str) -> int | None:
     """Return the number that follows a name at the beginning of a line, or None."""
-    for line in read_text(path).splitlines():
+    for line in read_system_file(path).splitlines():
         words = line.split()
         if len(words) > 1 and words[0] == name and words[1].isdigit():
             return int(words[1])
