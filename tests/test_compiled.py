@@ -13,6 +13,7 @@ from attention_cases import Sizes
 from implementations import registered_by
 from test_onednn import distance
 
+from benchmarks.avx2 import HASWELL
 from tricycle import kernels
 from tricycle.kernels import ScoreOptions
 from tricycle_accelerators import compiled, matmul_plan, registry, threads
@@ -617,7 +618,7 @@ def test_norms_of_16_bits(subtract_mean):
 
 # -------------------------------------------------------------------- other processors
 OLDER = {
-    "AVX2": ("haswell", "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt"),
+    "AVX2": ("haswell", HASWELL),
     "SSE2": ("x86-64", "+sse,+sse2"),
 }
 AS_OLDER = """

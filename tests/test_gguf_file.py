@@ -176,7 +176,7 @@ HUGE = 2**60
 CRAFTED = {
     "version 1": (start(0, 0, 1), "version 2 or 3"),
     "big-endian": (b"GGUF" + struct.pack(">I", 3) + bytes(16), "version 2 or 3.*little-endian"),
-    "so many tensors": (start(HUGE, 0) + bytes(64), f"cut off.*{HUGE} tensors"),
+    "more tensors than bytes": (start(HUGE, 0) + bytes(64), f"cut off.*{HUGE} tensors"),
     "so many keys": (start(0, HUGE) + bytes(64), f"{HUGE} keys at byte 24"),
     "most tensors": (start(2**64 - 1, 0) + bytes(64), "cut off or damaged"),
     "a long key": (start(0, 1) + u64(HUGE) + bytes(64), f"{HUGE} bytes of a key"),

@@ -66,9 +66,10 @@ _n_threads: int | None = None
 def n_threads() -> int:
     """Return the number of threads: TRICYCLE_NUM_THREADS, else OMP_NUM_THREADS, else BLAS's; 1 if none is found.
 
-    What BLAS uses is what it has outside of our own holds. While that is less than the machine offers, as inside of a
-    user's `threadpool_limits(1)`, it counts for the moment alone; once it is not, it is kept. Without the first, one
-    where nothing can hold BLAS to one thread a worker (but not on macOS, whose BLAS has no threads to hold).
+    BLAS's number is what it has outside of our own holds, at most the processors of the affinity and the CPU quota.
+    While that is less than the machine offers, as inside of a user's `threadpool_limits(1)`, it counts for the moment
+    alone; once it is not, it is kept. Without the first, one where nothing can hold BLAS to one thread a worker (but
+    not on macOS, whose BLAS has no threads to hold).
 
     Raises:
         ValueError: TRICYCLE_NUM_THREADS is no whole number above 0.

@@ -210,11 +210,7 @@ def kernel_report() -> str:
     KERNELS["matmul"].implementations_for(np.ndarray)  # all providers register their kernels
     providers = {name: [*map(provider_name, kernel.registered.get(np.ndarray, ()))] for name, kernel in KERNELS.items()}
     width = max(map(len, providers))
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = [
-        f"CPU: {describe_processor(cpuinfo.read_text(encoding='utf-8', errors='replace') if cpuinfo.exists() else '')}",
-        "",
-    ]
+    lines = [f"CPU: {describe_processor(read_cpuinfo())}", ""]
     lines += [
         f"{name:<{width}}  {', '.join(dict.fromkeys([*names, PLAIN]))}" for name, names in sorted(providers.items())
     ]
