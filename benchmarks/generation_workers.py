@@ -157,7 +157,8 @@ def main() -> None:
     for line in sys.stdin:
         command, *numbers = line.split()
         if command == "generate":
-            answer: Any = time_generation(next_token, reset, *map(int, numbers), int(n_vocab))
+            n_prompt, n_new = map(int, numbers)
+            answer: Any = time_generation(next_token, reset, n_prompt, n_new, int(n_vocab))
         else:
             answer = {"memory": peak_memory_mb, "bandwidth": memory_bandwidth}[command]()
         print(json.dumps(answer), flush=True)

@@ -118,7 +118,9 @@ class Report:
     """Results of all parts, written to results.json and report.md in a folder after each part."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.results, self.sections = folder, {}, []
+        self.folder = folder
+        self.results: dict[str, Any] = {}
+        self.sections: list[str] = []
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, part: str, result: Any, text: str) -> None:

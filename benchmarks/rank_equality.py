@@ -91,7 +91,7 @@ def initial_state(job: Job, folder: Path, processes: ProcessGroup) -> TrainingSt
     tokens = np.random.default_rng(0).integers(0, DebugConfig().vocab_size, 20_000)
     if job.start:
         return resume_state(folder / job.start, tokens, False, processes, job.sharded)
-    settings = {"batch_size": 2, "accumulation_steps": N_BATCHES, "dropout": 0.1, "steps": job.n_steps}
+    settings: dict[str, Any] = {"batch_size": 2, "accumulation_steps": N_BATCHES, "dropout": 0.1, "steps": job.n_steps}
     settings |= {"optimiser": job.optimiser, "warmup_steps": 10}
     precision = "float32" if job.precision == "float64" else job.precision
     config = GPTConfig.from_dict(DebugConfig().to_dict() | settings | {"precision": precision})

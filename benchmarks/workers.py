@@ -201,7 +201,8 @@ SIDES: dict[str, Callable] = {
     "torch-compile": partial(torch_step, compiled=True),
     "matmul": matmul_step,
     "torch-matmul": torch_matmul_step,
-} | {name: partial(tricycle_step, softmax=name) for name in SOFTMAXES if name != "softmax"}
+}
+SIDES |= {name: partial(tricycle_step, softmax=name) for name in SOFTMAXES if name != "softmax"}
 
 
 def matmul_rate(side: str, precision: str = "float32", repeats: int = 5) -> float:
