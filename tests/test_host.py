@@ -66,7 +66,7 @@ def memory_use(first: str = "", last: str = "", **variables: str) -> tuple[float
     return most - before, after - before
 
 
-def gives_memory_back(n: str) -> bool:
+def returns_memory(n: str) -> bool:
     # where something small lies at the end of the C library's heap, it keeps what is free before it until it is asked
     asked = (
         "import ctypes; from tricycle_accelerators import buffers; buffers.release(); ctypes.CDLL(None).malloc_trim(0)"
@@ -79,15 +79,15 @@ def gives_memory_back(n: str) -> bool:
 @pytest.mark.nightly
 @on_linux
 @pytest.mark.parametrize("n", ["1", "2", "3"])
-def test_a_process_that_used_the_library_gives_its_memory_back(n):
+def test_training_as_a_library_returns_memory_to_the_system(n):
     """In one of three runs, for something small may stay in each of many pages."""
-    assert any(gives_memory_back(n) for _ in range(3))
+    assert any(returns_memory(n) for _ in range(3))
 
 
 @pytest.mark.slow_except(3)
 @on_linux
 @pytest.mark.parametrize("n", ["1", "2", "3"])
-def test_the_library_leaves_processors_and_blas_alone(n):
+def test_library_does_not_change_cpu_affinity_or_blas_threads(n):
     code = """
 usual = blas_threads()
 mine = os.sched_getaffinity(0)
@@ -101,7 +101,7 @@ print(n_helpers, set(processors().values()) == {frozenset(mine)}, blas_threads()
 # -------------------------------------------------------------------- tuned
 @pytest.mark.slow
 @on_linux
-def test_a_tuned_process_keeps_its_memory():
+def test_tuned_process_keeps_freed_memory():
     """Or the test above could not fail."""
     if python(LOOK + "print(host.tune_host().keeps_memory)") == ["False"]:
         pytest.skip("another C library than glibc")
@@ -111,7 +111,7 @@ def test_a_tuned_process_keeps_its_memory():
 
 @pytest.mark.slow
 @on_linux
-def test_one_variable_switches_all_of_it_off(tmp_path):
+def test_tune_host_0_disables_all_tuning(tmp_path):
     code = """
 usual = blas_threads()
 print(host.tune_host() == host.Tuning(), blas_threads() == usual)
@@ -124,13 +124,13 @@ print(len(set(processors().values())), host._tune.cache_info().misses)
 
 
 @pytest.mark.parametrize("value", ["no", "2", "off"])
-def test_another_value_of_the_variable_is_refused(monkeypatch, value):
+def test_invalid_tune_host_value_raises(monkeypatch, value):
     monkeypatch.setenv("TRICYCLE_TUNE_HOST", value)
     with pytest.raises(ValueError, match=f"TRICYCLE_TUNE_HOST: .*'{value}'"):
         host.tune_host()
 
 
-def test_a_program_holds_blas_to_one_thread():
+def test_tune_host_limits_blas_to_one_thread():
     code = "tuned = host.tune_host()\nprint(tuned.holds_blas, *blas_threads())\nprint(host.tune_host() == tuned)"
     held, *numbers, same = python(LOOK + code, TRICYCLE_NUM_THREADS="2")
     assert held == same == "True" and set(numbers) == {"1"}

@@ -70,19 +70,19 @@ def environment(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
-def test_good_files_are_read(root, kind):
+def test_valid_files_load(root, kind):
     outcome = corpus.run_with_damage(root, kind)
     assert outcome.kind == "model", outcome
 
 
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
-def test_damaged_files_give_a_model_or_one_line(root, kind):
+def test_damaged_files_give_a_model_or_a_one_line_error(root, kind):
     for case, outcome in corpus.run_cases(root, seed=1, n_cases=3, only=kind):
         assert outcome.is_acceptable, (str(case), outcome)
 
 
 @pytest.mark.parametrize("title", REGRESSIONS)
-def test_regressions(root, title):
+def test_previously_mishandled_files_give_an_acceptable_outcome(root, title):
     name, target, content = REGRESSIONS[title]
     victim = root / "victim"
     victim.write_text("mine\n", encoding="utf-8")
@@ -102,13 +102,13 @@ def test_regressions(root, title):
 
 
 @pytest.mark.slow
-def test_many_damaged_files(root):
+def test_many_damaged_files_give_a_model_or_a_one_line_error(root):
     results = list(corpus.run_cases(root, seed=2, n_cases=15))
     assert [(str(case), outcome) for case, outcome in results if not outcome.is_acceptable] == []
     assert sum(outcome.kind == "refused" for _, outcome in results) > len(results) / 3
 
 
-def test_the_same_seed_gives_the_same_damage():
+def test_mutations_are_determined_by_the_seed():
     content = b'{"a": [1, 2, {"b": "c"}], "d": null}'
     for name in ("x.json", "x.jsonl", "x.bin", "x.http"):
         results = [mutate(content, name, random.Random(seed)) for seed in [*range(90), *range(90)]]

@@ -23,7 +23,7 @@ def attempt():
     return attempt
 
 
-def test_number_of_attacks():
+def test_there_are_more_than_250_attack_pickles():
     assert len(pickles.all_attacks()) > 250
 
 
@@ -48,7 +48,7 @@ def test_valid_pickle_is_loaded(tmp_path, attempt):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("title", ["os.system", "exec", "open", "subprocess"])
-def test_python_executes_them(tmp_path, attempt, title):
+def test_monitor_detects_attacks_executed_by_the_pickle_module(tmp_path, attempt, title):
     """Check that the monitor detects these pickles in Python's own `pickle`."""
     content = pickles.all_attacks("command")[f"command: REDUCE {title}"]
     outcome = attempt(lambda: pickle.loads(content), tmp_path, len(content))
@@ -69,7 +69,7 @@ def test_python_executes_them(tmp_path, attempt, title):
         ("status", lambda: os._exit(9)),
     ],
 )
-def test_failures_are_detected(tmp_path, attempt, monkeypatch, kind, action):
+def test_monitor_classifies_each_failure(tmp_path, attempt, monkeypatch, kind, action):
     monkeypatch.setattr("hostile.worker.MAX_SECONDS", 0.3)
     outcome = attempt(action, tmp_path, 0)
     assert outcome.kind == kind, outcome

@@ -87,7 +87,7 @@ CASES: dict[str, tuple[Callable[[Probe], Any], Callable[[GPT], GPT]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_changes_equal_changed_weights(case: str) -> None:
+def test_interventions_equal_edited_weights(case: str) -> None:
     change, change_weights = CASES[case]
     model, edited = lively(TINY), lively(TINY)
     unchanged = model(IDS).array
@@ -124,7 +124,7 @@ def test_ablated_parts_receive_no_gradient() -> None:
 
 @pytest.mark.parametrize("cap", [0.0, 1.5])
 @pytest.mark.parametrize("softmax", SOFTMAXES)
-def test_softmax_and_temperature(softmax: str, cap: float) -> None:
+def test_change_softmax_replaces_softmax_and_scales_scores(softmax: str, cap: float) -> None:
     config = replace(TINY, score_cap=cap)
     model, other = lively(config), lively(config)
     other.use_softmax(softmax)
@@ -143,7 +143,7 @@ def test_softmax_and_temperature(softmax: str, cap: float) -> None:
     assert model.blocks[0].attention.softmax_scales is None
 
 
-def test_changes_at_positions() -> None:
+def test_ablation_at_positions_leaves_other_positions_unchanged() -> None:
     model = lively(TINY)
     with Probe(model, "*") as probe, no_grad():
         model(IDS)
@@ -168,7 +168,7 @@ def test_changes_at_positions() -> None:
     np.testing.assert_allclose(one[:, 3:], plain[""][:, 3:], rtol=1e-5, atol=1e-6)
 
 
-def test_activation_patching() -> None:
+def test_patched_activations_give_the_logits_of_their_source() -> None:
     model = lively(TINY)
     other = (IDS + 1) % TINY.vocab_size
     with Probe(model, "blocks.0", "") as probe, no_grad():
@@ -184,7 +184,7 @@ def test_activation_patching() -> None:
     assert abs(patched[:, 5:] - logits[:, 5:]).max() > 1e-3
 
 
-def test_replacement_by_a_function_and_order_of_changes() -> None:
+def test_replacement_functions_apply_in_order_of_registration() -> None:
     model = lively(TINY)
     with Probe(model, "blocks.0", "blocks.0.attention") as probe, no_grad():
         model(IDS)
@@ -213,7 +213,7 @@ def test_gradients_flow_into_a_replacement(rng: np.random.Generator) -> None:
     gradcheck(patched, rng.standard_normal((2, 3, 4)), rng.standard_normal((3, 5)))
 
 
-def test_generation_uses_the_changes() -> None:
+def test_generation_applies_interventions() -> None:
     """The faster decoding path is not used while a hook is active."""
     model, other = lively(TINY), remove_mlp(lively(TINY), 0)
     plain = list(generate(model, [1, 2, 3], 8, temperature=0))
@@ -224,7 +224,7 @@ def test_generation_uses_the_changes() -> None:
     assert plain != expected
 
 
-def test_a_loss_computed_in_chunks_uses_the_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_loss_applies_interventions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tricycle.models.MAX_LOGITS", 2 * TINY.vocab_size)
     model = lively(TINY)
     with Probe(model, "blocks.0") as probe, no_grad():
@@ -234,7 +234,7 @@ def test_a_loss_computed_in_chunks_uses_the_changes(monkeypatch: pytest.MonkeyPa
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_cross_attention(rng: np.random.Generator) -> None:
+def test_interventions_apply_to_cross_attention(rng: np.random.Generator) -> None:
     model = Transformer(9, 9, 8, 2, 2, 16, dropout=0.0, generator=0).eval()
     source, target = rng.integers(0, 9, (1, 6)), rng.integers(0, 9, (1, 4))
     with Probe(model) as probe, no_grad():
@@ -251,7 +251,7 @@ def test_cross_attention(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("order", ["inner first", "outer first"])
-def test_changes_end_in_any_order(order: str) -> None:
+def test_probes_can_close_in_any_order(order: str) -> None:
     model = lively(TINY)
     plain = model(IDS).array
     first, second = Probe(model, "blocks.0"), Probe(model, "*.attention")
@@ -268,7 +268,7 @@ def test_changes_end_in_any_order(order: str) -> None:
     assert not hooked_layers(model)
 
 
-def test_an_error_undoes_all_changes() -> None:
+def test_an_error_removes_all_interventions() -> None:
     model = lively(TINY)
     with pytest.raises(ValueError, match="-13 to 12, got 13"), Probe(model) as probe:
         probe.change_softmax(temperature=2)

@@ -67,7 +67,7 @@ def three_threads(monkeypatch):
 # -------------------------------------------------------------------- the plain kernels
 @pytest.mark.parametrize("sizes", [Sizes(1, 3, 7, 6, 2, 4), Sizes(2, 6, 4, 2, 2, 3), Sizes(1, 4, 4, 3, 1, 2)], ids=str)
 @pytest.mark.parametrize("axes", MASKS[:1] + MASKS[3:])
-def test_the_reference_is_a_loop(sizes, axes, rng):
+def test_reference_matches_an_explicit_loop(sizes, axes, rng):
     q, k, v = qkv(rng, sizes)
     mask = new_mask(rng, sizes, axes)
     for score_options, off_by_one in product(scorings(sizes), (True, False)):
@@ -88,7 +88,7 @@ def directional(function, arrays: list[np.ndarray], directions: list[np.ndarray]
 
 @pytest.mark.parametrize("sizes", [Sizes(1, 3, 7, 6, 2, 4), Sizes(2, 6, 4, 2, 2, 3), Sizes(1, 4, 4, 3, 1, 2)], ids=str)
 @pytest.mark.parametrize("axes", MASKS[:1] + MASKS[3:])
-def test_gradients_of_the_reference_are_slopes(sizes, axes, rng):
+def test_reference_gradients_match_finite_differences(sizes, axes, rng):
     arrays, mask = list(qkv(rng, sizes)), new_mask(rng, sizes, axes)
     grad = rng.standard_normal(arrays[0].shape)
     directions = [rng.standard_normal(array.shape) for array in arrays]
@@ -114,7 +114,7 @@ def hidden(n_queries: int, n_keys: int, score_options: ScoreOptions) -> np.ndarr
     return np.isneginf(reference.attention_scores(q, k, score_options)[0, 0])
 
 
-def test_hidden_keys():
+def test_causal_and_window_masks_hide_the_expected_keys():
     last = [[False, False, True], [False, False, False]]
     assert hidden(2, 3, ScoreOptions(1.0, 1)).tolist() == last
     window = [[True, False, True], [True, True, False]]
@@ -122,7 +122,7 @@ def test_hidden_keys():
     assert not hidden(2, 3, ScoreOptions(1.0)).any()
 
 
-def test_which_keys_and_queries_see_each_other():
+def test_visible_ranges_agree_with_the_mask():
     """Ranges of visible keys agree with the mask that the score options imply."""
     for n_queries, n_keys, offset, window in product((0, 1, 3, 5), (0, 1, 4, 6), (None, -7, -2, 0, 3, 9), (None, 1, 3)):
         score_options = ScoreOptions(1.0, offset, None if offset is None else window)
@@ -142,7 +142,7 @@ def test_which_keys_and_queries_see_each_other():
 @pytest.mark.slow_except(4)
 @pytest.mark.parametrize("axes", MASKS, ids=str)
 @pytest.mark.parametrize("sizes", [*SHARED, Sizes(2, 37, 37, 2, 2, 3), Sizes(1, 70, 45, 3, 3, 2)], ids=str)
-def test_threads_do_as_the_reference(sizes, axes, three_threads, rng):
+def test_multithreaded_attention_matches_the_reference(sizes, axes, three_threads, rng):
     """Every offset, window and cap; blocks so small that bands and edges fall in all places."""
     q, k, v = qkv(rng, sizes)
     grad, mask = rng.standard_normal(q.shape), new_mask(rng, sizes, axes)
@@ -157,7 +157,7 @@ def test_threads_do_as_the_reference(sizes, axes, three_threads, rng):
         assert_all_close(actual, row_gradients_of(reference, grad, q, k, v, score_options, mask))
 
 
-def test_values_of_another_size(three_threads, rng):
+def test_value_size_may_differ_from_key_size(three_threads, rng):
     q, k, _ = qkv(rng, Sizes(2, 50, 60, 4, 2, 3))
     v, grad = rng.standard_normal((2, 60, 2, 5)), rng.standard_normal((2, 50, 4, 5))
     for score_options in (ScoreOptions(0.5, 10), ScoreOptions(0.5, 10, 20, 2.0)):
@@ -175,7 +175,7 @@ def test_values_of_another_size(three_threads, rng):
         assert_all_close(row_gradients_of(row_kernels, grad, q, k, v, score_options, None), expected_gradients)
 
 
-def test_queries_that_see_no_key_give_zeros(rng):
+def test_queries_without_visible_keys_give_zeros(rng):
     """The first ones, whose offset is negative, and the last ones, whose window lies behind the keys."""
     q, k, v = qkv(rng, Sizes(2, 40, 20, 2, 1, 3))
     score_options = ScoreOptions(1.0, -3, 5)
@@ -189,7 +189,7 @@ def test_queries_that_see_no_key_give_zeros(rng):
 
 
 @pytest.mark.parametrize("n_queries", [1, 40])
-def test_keys_that_no_query_sees_are_not_read(n_queries, rng):
+def test_keys_outside_all_windows_are_not_read(n_queries, rng):
     """A cache holds many more keys than a window."""
     q, k, v = qkv(rng, Sizes(1, n_queries, 700, 4, 2, 3))
     score_options, first = ScoreOptions(0.5, 600, 16), 600 - 16 + 1
@@ -222,7 +222,7 @@ def peak_memory(n_tokens: int, score_options: ScoreOptions, rng) -> int:
     [ScoreOptions(0.5, 0, 50), ScoreOptions(0.5, 0, None, 20.0), ScoreOptions(0.5, 0, 50, 20.0)],
     ids=str,
 )
-def test_memory_grows_with_tokens(score_options, monkeypatch, rng):
+def test_attention_memory_grows_linearly_with_tokens(score_options, monkeypatch, rng):
     """Four times the tokens take at most about four times the memory: a matrix of scores would take sixteen times.
 
     In one thread: how many threads have a block at once depends on how busy the machine is.
@@ -233,7 +233,7 @@ def test_memory_grows_with_tokens(score_options, monkeypatch, rng):
     assert many < 6000 * 6000
 
 
-def test_a_window_makes_less_work(monkeypatch, rng):
+def test_sliding_window_computes_fewer_scores(monkeypatch, rng):
     """Of 2,048 tokens with a window of 64: causal attention makes 1,088 scores a token, here 128 + 63 suffice."""
     made = []
     plain = cpu_attention._Heads.softcapped_scores
@@ -257,7 +257,7 @@ def test_a_window_makes_less_work(monkeypatch, rng):
 # -------------------------------------------------------------------- as PyTorch, and at the ends of the numbers
 
 
-def test_a_cap_and_a_window_as_gemma(rng):
+def test_softcap_and_sliding_window_match_gemma2(rng):
     """Gemma 2's own attention: eager, with a sliding window, a soft cap and shared key heads."""
     torch = pytest.importorskip("torch")
     gemma = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
@@ -275,7 +275,7 @@ def test_a_cap_and_a_window_as_gemma(rng):
 
 
 @pytest.mark.parametrize("n_queries", [5, 40])
-def test_gradients_go_into_a_packed_array(n_queries, rng):
+def test_gradients_are_written_into_slices_of_a_packed_array(n_queries, rng):
     """dq, dk and dv as slices of one poisoned array, as SelfAttention passes them; the rest of it stays as it is."""
     q, k, v = qkv(rng, Sizes(2, n_queries, n_queries, 6, 2, 4))
     score_options = ScoreOptions(0.5, 0, 9)
@@ -292,7 +292,7 @@ def test_gradients_go_into_a_packed_array(n_queries, rng):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("off_by_one", [True, False])
 @pytest.mark.parametrize("cap", [None, 30.0, 1000.0])
-def test_attention_with_scores_of_any_size(n_tokens, dtype, off_by_one, cap, rng):
+def test_attention_is_finite_for_very_large_scores(n_tokens, dtype, off_by_one, cap, rng):
     q, k, v = (array.astype(dtype) for array in qkv(rng, Sizes(1, n_tokens, n_tokens, 1, 1, 2)))
     score_options = ScoreOptions(0.7, 0, 3, cap)
     found = kernels.attention(q * dtype(1e6), k * dtype(1e6), v, score_options, off_by_one)
@@ -309,7 +309,7 @@ def test_attention_with_scores_of_any_size(n_tokens, dtype, off_by_one, cap, rng
 )
 @pytest.mark.parametrize("off_by_one", [True, False])
 @pytest.mark.parametrize("window", [None, 200])
-def test_attention_where_exponentials_must_be_shifted(sizes, factor, off_by_one, window, rng):
+def test_attention_matches_the_reference_for_large_scores(sizes, factor, off_by_one, window, rng):
     """Some blocks need the largest score taken off, others do not."""
     q, k, v = qkv(rng, sizes)
     q[:, sizes.queries // 2 :] *= factor
@@ -348,7 +348,7 @@ def test_half_precision_is_computed_in_float32(sizes, rng):
         np.testing.assert_allclose(result, expected_value, 5e-3, 0.02)
 
 
-def test_short_sequences_go_several_at_a_time(monkeypatch, rng):
+def test_short_sequences_are_batched_per_chunk(monkeypatch, rng):
     monkeypatch.setattr(threads, "n_threads", lambda: 2)
     monkeypatch.setattr(chunks, "CHUNK_SIZE", 2 * 20 * 20 * 2)
     q, k, v = qkv(rng, Sizes(9, 20, 20, 2, 1, 3))
@@ -366,7 +366,7 @@ def test_short_sequences_go_several_at_a_time(monkeypatch, rng):
         assert_all_close(gradients_of(kernels, q, q, k, v, actual, score_options, mask), expected_gradients)
 
 
-def test_no_item_no_query_and_no_key(rng):
+def test_empty_batch_queries_or_keys_give_zeros(rng):
     for sizes in (Sizes(0, 20, 20, 2, 1, 3), Sizes(2, 0, 20, 2, 1, 3), Sizes(2, 20, 0, 2, 1, 3)):
         q, k, v = qkv(rng, sizes)
         for module, score_options in product((reference, kernels), (ScoreOptions(1.0), ScoreOptions(1.0, 0, 3, 5.0))):

@@ -127,7 +127,7 @@ def run_property(version: tuple[str, int], data: Any, layout: str | None = None)
 
 
 # -------------------------------------------------------------------- tests
-def test_every_kernel_with_providers_has_a_property():
+def test_every_kernel_with_providers_has_a_property_test():
     assert set(FASTER) - NOT_OPS <= set(ARGUMENTS) <= set(KERNELS)
 
 

@@ -60,7 +60,7 @@ def test_lock_names_its_owner_and_is_released_after_the_block(tmp_path, kind):
         pass
 
 
-def test_a_folder_in_which_nothing_was_done_goes(tmp_path, kind):
+def test_unlock_removes_the_empty_folder_that_the_lock_created(tmp_path, kind):
     with pytest.raises(ZeroDivisionError), FolderLock(tmp_path / "a" / "run"):
         raise ZeroDivisionError
     assert not (tmp_path / "a" / "run").exists()
@@ -70,7 +70,7 @@ def test_a_folder_in_which_nothing_was_done_goes(tmp_path, kind):
     assert (tmp_path / "empty").is_dir()  # it was there before
 
 
-def test_another_process_is_named_and_leaves_no_lock_when_it_is_killed(tmp_path, holder):
+def test_lock_error_names_the_process_and_kill_releases_the_lock(tmp_path, holder):
     with pytest.raises(LockedError, match=f"process {holder.pid} on "):
         FolderLock(tmp_path / "run").__enter__()
     holder.kill()
@@ -82,13 +82,13 @@ def test_another_process_is_named_and_leaves_no_lock_when_it_is_killed(tmp_path,
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
-def test_a_process_that_was_stopped_still_holds_it(tmp_path, holder):
+def test_suspended_process_keeps_its_lock(tmp_path, holder):
     holder.send_signal(signal.SIGSTOP)
     with pytest.raises(LockedError):
         FolderLock(tmp_path / "run").__enter__()
 
 
-def test_waiting(tmp_path, holder):
+def test_wait_blocks_until_the_lock_is_released(tmp_path, holder):
     threading.Timer(0.3, holder.kill).start()
     started = time.monotonic()
     threading.Timer(0.4, holder.wait).start()
@@ -103,14 +103,14 @@ def write_lock(folder, **changes) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="Linux tells when a process began")
-def test_a_number_that_another_process_has_today_is_no_holder(tmp_path, kind):
+def test_reused_process_id_does_not_keep_the_lock(tmp_path, kind):
     write_lock(tmp_path / "run")
     with FolderLock(tmp_path / "run"):
         pass
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": "1"}', '{"pid": -1}', "[" * 100_000, "\ud800"])
-def test_empty_lock_file_is_free_where_the_system_has_locks(tmp_path, text):
+def test_invalid_lock_file_is_ignored_with_system_locks(tmp_path, text):
     (tmp_path / locks.LOCK_NAME).write_bytes(text.encode("utf-8", "surrogatepass"))
     with FolderLock(tmp_path):
         pass
@@ -138,7 +138,7 @@ def test_owner_that_exits_while_locking_leaves_no_stale_lock(tmp_path, kind, mon
         assert json.loads(lock.path.read_text())["pid"] == os.getpid()
 
 
-def test_of_many_at_once_one_has_it(tmp_path, kind):
+def test_only_one_of_concurrent_threads_holds_the_lock(tmp_path, kind):
     """Threads stand for processes: each opens the file for itself."""
     write_lock(tmp_path / "run", pid=2**22 + 1)  # a dead one's
     at_work, most, rounds = [], [], []
@@ -164,7 +164,7 @@ def test_of_many_at_once_one_has_it(tmp_path, kind):
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_windows_own_locks(tmp_path, monkeypatch, refused):
+def test_windows_locks_one_byte_with_msvcrt(tmp_path, monkeypatch, refused):
     """A byte far behind the text, by the module that is there instead of fcntl."""
     asked = []
 

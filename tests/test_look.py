@@ -223,7 +223,7 @@ def test_positions_before_an_edit_are_reused(kind: str, case: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("kind", ["decoder", "transformer", "additive, before"])
-def test_a_text_of_one_token(kind: str) -> None:
+def test_one_token_text_gives_one_prediction_and_valid_json(kind: str) -> None:
     inspectable = new_inspectable() if kind == "decoder" else new_encoder_decoder(encoder_decoders()[kind])
     trace = inspectable.run(inspectable.encode_input("a =>")[:1], Interventions())
     assert len(trace.summary()["predictions"]["logProbs"]) == 1
@@ -296,7 +296,7 @@ def new_encoder_decoder(model: Any) -> InspectableEncoderDecoder:
 
 
 @pytest.mark.parametrize("kind", encoder_decoders())
-def test_alignment_of_encoder_decoders(kind: str) -> None:
+def test_encoder_decoder_trace_matches_the_model(kind: str) -> None:
     model = encoder_decoders()[kind]
     inspectable = new_encoder_decoder(model)
     trace = run(inspectable, "the cat => and the dog")
@@ -328,7 +328,7 @@ def test_alignment_of_encoder_decoders(kind: str) -> None:
     np.testing.assert_array_equal(again.predictions.log_probs, trace.predictions.log_probs)
 
 
-def test_unsupported_interventions_on_a_recurrent_model() -> None:
+def test_unsupported_interventions_on_a_recurrent_model_raise() -> None:
     inspectable = new_encoder_decoder(encoder_decoders()["additive, after"])
     ids = inspectable.encode_input("the cat => and")
     for interventions in (Interventions(ablated_heads=(("attention", 0),)), Interventions(softmax="blocks")):
@@ -337,7 +337,7 @@ def test_unsupported_interventions_on_a_recurrent_model() -> None:
 
 
 @pytest.mark.parametrize("weights", ["int8", "bfloat16"])
-def test_quantized_weights(weights: str) -> None:
+def test_quantized_model_can_be_traced_and_reused(weights: str) -> None:
     pytest.importorskip("ml_dtypes")
     model = lively(CONFIG).eval()
     quantize(model, weights)
@@ -350,7 +350,7 @@ def test_quantized_weights(weights: str) -> None:
     np.testing.assert_allclose(other.predictions.log_probs[:-1], fresh.predictions.log_probs[:-1], atol=0.1)
 
 
-def test_generated_target() -> None:
+def test_missing_target_is_generated() -> None:
     inspectable = new_encoder_decoder(encoder_decoders()["transformer"])
     ids = inspectable.encode_input("the cat")
     assert ids[0] == inspectable.begin
@@ -464,7 +464,7 @@ def ask(server: LookServer, request: str, **fields: Any) -> tuple[int, Any]:
     return call(server, f"/{server.token}/{request}", fields)
 
 
-def test_page_and_requests(server: LookServer) -> None:
+def test_server_returns_the_page_and_answers_each_request(server: LookServer) -> None:
     assert server.address.startswith("http://127.0.0.1:")
     status, text = call(server, f"/{server.token}/")
     assert status == 200
@@ -581,7 +581,7 @@ def test_the_trace_without_interventions_is_kept_longest(server: LookServer) -> 
     assert status == 400 and "trace was deleted" in answer["error"]
 
 
-def test_a_port_in_use(server: LookServer) -> None:
+def test_used_or_invalid_port_raises(server: LookServer) -> None:
     port = server.server_address[1]
     with pytest.raises(ValueError, match=f"port {port} is in use.*--port"):
         LookServer(server.service, port)
@@ -619,7 +619,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_standalone_pages_of_one_and_two_models(
+def test_command_writes_standalone_pages_of_one_and_two_models(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "look.html"
@@ -630,7 +630,9 @@ def test_standalone_pages_of_one_and_two_models(
     assert len(out.read_text(encoding="utf-8")) > len(one)
 
 
-def test_serving(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_serves_and_opens_the_browser(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     opened: list[str] = []
 
     def stop(self: LookServer) -> None:
@@ -646,18 +648,18 @@ def test_serving(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert len(opened) == 1
 
 
-def test_default_text() -> None:
+def test_default_text_contains_dog() -> None:
     assert "dog" in look.EXAMPLE
     assert isinstance(lively(CONFIG), GPT)
 
 
 @pytest.mark.parametrize("source", ["nowhere.safetensors", "/nowhere/at/all"])
-def test_missing_model_file(source: str) -> None:
+def test_missing_model_file_raises(source: str) -> None:
     with pytest.raises(FileNotFoundError, match="there is no such"):
         look.main([source])
 
 
-def test_invalid_texts(checkpoint: Path) -> None:
+def test_empty_or_too_long_text_raises(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=r"text.*at least one character"):
         look.main([str(checkpoint), ""])
     with pytest.raises(ValueError, match=r"1 to 40 tokens.*got 101"):

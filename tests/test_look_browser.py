@@ -86,13 +86,13 @@ def test_served_page_is_accessible(browser: Browser, server: LookServer, display
     browser.screenshot(f"served, {display}")
 
 
-def test_a_narrow_window(browser: Browser, file: str) -> None:
+def test_file_fits_a_320_pixel_window(browser: Browser, file: str) -> None:
     browser.open(file, (320, 640))
     assert browser.fits()
 
 
 # -------------------------------------------------------------------- standalone file
-def test_content_of_a_file(browser: Browser, file: str) -> None:
+def test_standalone_file_shows_predictions_lens_and_maps(browser: Browser, file: str) -> None:
     browser.open(file)
     assert not browser.find("#form").is_displayed()
     assert "tricycle look" in browser.find("#static").text
@@ -123,7 +123,7 @@ def test_content_of_a_file(browser: Browser, file: str) -> None:
     assert browser.errors() == []
 
 
-def test_a_file_by_keyboard(browser: Browser, file: str) -> None:
+def test_standalone_file_is_navigable_by_keyboard(browser: Browser, file: str) -> None:
     from selenium.webdriver.common.keys import Keys
 
     browser.open(file)
@@ -149,7 +149,7 @@ def wait_for_interventions(browser: Browser) -> str:
     return browser.until(f"const s = (() => {{ {STATUS} }})(); return s.includes('without interventions') && s")
 
 
-def test_interventions(browser: Browser, server: LookServer) -> None:
+def test_interventions_are_applied_and_reset_on_the_page(browser: Browser, server: LookServer) -> None:
     browser.open(server.address)
     status = browser.run(STATUS)
     assert status.startswith("Loss ")
@@ -173,7 +173,7 @@ def test_interventions(browser: Browser, server: LookServer) -> None:
     assert browser.errors() == []
 
 
-def test_edits_of_tokens_and_texts(browser: Browser, server: LookServer) -> None:
+def test_edited_tokens_and_texts_rerun_the_model(browser: Browser, server: LookServer) -> None:
     browser.open(server.address)
     tokens = "return [...document.querySelectorAll('[role=option]')].map((e) => e.textContent)"
     before = browser.run(tokens)
@@ -197,7 +197,7 @@ def test_edits_of_tokens_and_texts(browser: Browser, server: LookServer) -> None
     assert all("400" in line for line in browser.errors())  # the browser logs the rejected requests
 
 
-def test_two_models_side_by_side(browser: Browser) -> None:
+def test_two_models_are_shown_side_by_side(browser: Browser) -> None:
     served = start_server(
         ViewerService(
             [new_inspectable(), new_encoder_decoder(encoder_decoders()["norm first, tied"])], "the cat => the dog"
@@ -218,7 +218,7 @@ def test_two_models_side_by_side(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("kind", ["transformer", "additive, before"])
-def test_cross_attention(browser: Browser, kind: str) -> None:
+def test_cross_attention_is_shown_with_source_tokens(browser: Browser, kind: str) -> None:
     served = start_server(ViewerService([new_encoder_decoder(encoder_decoders()[kind])], "the cat => the dog"))
     browser.open(served.address)
     names = browser.run("return [...document.querySelectorAll('.heads .name')].map((e) => e.textContent)")
@@ -257,7 +257,7 @@ def test_map_has_token_labels_if_there_is_room(browser: Browser, server: LookSer
     assert browser.errors() == []
 
 
-def test_the_server_stops_while_the_page_is_open(browser: Browser, tmp_path: Path) -> None:
+def test_page_reports_a_stopped_server_and_keeps_its_results(browser: Browser, tmp_path: Path) -> None:
     checkpoint = tmp_path / "best.safetensors"
     save_checkpoint(checkpoint, new_inspectable().model, TOKENISER)
     words = [sys.executable, "-m", "tricycle", "look", str(checkpoint), TEXT, "--no-browser"]
@@ -293,7 +293,7 @@ def test_graph_is_accessible(browser: Browser, graph: str, display: str) -> None
     browser.screenshot(f"graph, {display}")
 
 
-def test_steps_of_the_backward_pass(browser: Browser, graph: str) -> None:
+def test_backward_pass_can_be_stepped_through(browser: Browser, graph: str) -> None:
     from selenium.webdriver.common.keys import Keys
 
     browser.open(graph)
@@ -344,7 +344,7 @@ def test_softmax_comparison_is_accessible(browser: Browser, tmp_path: Path, disp
 
 
 @pytest.mark.slow
-def test_the_benchmark_prints_its_table(browser: Browser, tmp_path: Path) -> None:
+def test_look_benchmark_prints_its_table(browser: Browser, tmp_path: Path) -> None:
     model = new_inspectable(replace(CONFIG, context_window=600)).model
     save_checkpoint(tmp_path / "best.safetensors", model, TOKENISER)
     words = ["-m", "benchmarks.look", str(tmp_path / "best.safetensors"), "--tokens", "60", "--times", "2"]
@@ -359,7 +359,7 @@ SENTENCE = "The keys to the old cabinet in the kitchen were on the table, becaus
 
 
 @pytest.mark.slow
-def test_smollm2_with_screenshots(browser: Browser) -> None:
+def test_smollm2_page_shows_all_heads_and_fits_a_phone(browser: Browser) -> None:
     pytest.importorskip("gguf")
     path = str(smollm2_file())
     model = look.load_inspectable(look.Arguments(path), path)
@@ -386,7 +386,7 @@ def test_smollm2_with_screenshots(browser: Browser) -> None:
 
 
 @pytest.mark.slow
-def test_translator_with_a_screenshot(browser: Browser) -> None:
+def test_translator_page_shows_cross_attention_over_the_source(browser: Browser) -> None:
     """Use TRICYCLE_TRANSLATOR, or the result of `python -m experiments.translation --model transformer`."""
     paths = find_translators(os.environ.get("TRICYCLE_TRANSLATOR", "runs/translation"))
     if not paths:

@@ -63,13 +63,13 @@ def test_gradients_are_complete_before_their_step() -> None:
     assert len(sums) == 2
 
 
-def test_the_same_input_twice_in_one_operation() -> None:
+def test_input_used_twice_in_one_operation_gets_both_contributions() -> None:
     graph = build_graph_from_spec("x * x", "x=3")
     assert [one["sumLabel"] for one in graph["steps"][0]["contributions"]] == ["3", "6"]
     assert [one["edge"] for one in graph["steps"][0]["contributions"]] == [0, 1]
 
 
-def test_indexing_and_constants() -> None:
+def test_indexed_inputs_get_gradients_and_constants_do_not() -> None:
     graph = build_graph_from_spec("x[1] * x[0] + x[1] * c", "x=[2, 5, 7], c=3")
     sums = final_gradients(graph)
     (x,) = [i for i, node in enumerate(graph["nodes"]) if node["name"] == "x"]
@@ -91,7 +91,7 @@ def test_indexing_and_constants() -> None:
         ("maximum(x, y)", "the larger"),
     ],
 )
-def test_formulas(text: str, expected: str) -> None:
+def test_derivative_formula_of_each_operation(text: str, expected: str) -> None:
     result = next(node for node in build_graph_from_spec(text)["nodes"] if node["kind"] == "result")
     assert expected in result["formula"]
 
@@ -104,7 +104,7 @@ def test_formulas_belong_to_existing_operations() -> None:
 
 
 # -------------------------------------------------------------------- functions and formulas
-def test_a_function_in_a_python_file(tmp_path: Path) -> None:
+def test_graph_of_a_function_in_a_python_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def cube(x, times=1):\n    '''Compute a cube.'''\n    return x * x * x * times\n")
     graph = build_graph_from_spec(f"{path}:cube", "x=2")
@@ -126,7 +126,7 @@ def test_invalid_and_unsafe_formulas_are_rejected(text: str) -> None:
         parse_formula(text)
 
 
-def test_the_value_of_a_formula() -> None:
+def test_formula_is_evaluated_and_its_size_is_limited() -> None:
     function, names = parse_formula("-sum(x[0] * 2 ** 3, 0) / mean(y @ y) + max(x)")
     assert names == ["x", "y"]
     x, y = to_tensor([[1.0, 2.0], [3.0, 4.0]]), to_tensor([[1.0, 0.0], [0.0, 2.0]])
@@ -138,7 +138,7 @@ def test_the_value_of_a_formula() -> None:
         build_graph_from_spec("+".join("x" * 450))
 
 
-def test_values() -> None:
+def test_input_values_are_parsed() -> None:
     assert parse_values("") == {}
     assert parse_values("x=2, y=[1, 2.5]") == {"x": 2, "y": [1, 2.5]}
     assert [node["label"] for node in build_graph_from_spec("x - y + z")["nodes"]][:2] == ["2", "3"]
@@ -181,7 +181,7 @@ def add_many_times(x: Tensor) -> Tensor:
     return x
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_graph_command_writes_a_page_or_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "graph.html"
     look.main(["--graph", "x * y", "x=2, y=5", "--out", str(out)])
     assert str(out) in capsys.readouterr().out
@@ -227,7 +227,7 @@ def test_a_planar_graph_has_no_crossings() -> None:
     assert [lower[node] for node in upper] == sorted((3, 4, 5), key=lambda node: layout.centers[node][0])
 
 
-def test_cyclic_empty_and_deep_graphs() -> None:
+def test_layout_rejects_cycles_and_handles_empty_and_deep_graphs() -> None:
     with pytest.raises(ValueError, match="without a cycle"):
         layout_graph([(1, 1)] * 2, [(0, 1), (1, 0)])
     assert layout_graph([], []).centers == []

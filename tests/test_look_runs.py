@@ -52,7 +52,7 @@ def compare_folders(folders: list[Path]) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------- data of the page
-def test_curves_summary_and_differences(two: list[Path]) -> None:
+def test_curves_summary_and_differences_match_the_run_folders(two: list[Path]) -> None:
     data = compare_folders(two)
     a, b = data["runs"]
     assert (a["name"], b["name"]) == ("a", "b")
@@ -95,7 +95,7 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_real_runs(tmp_path: Path) -> None:
+def test_folders_written_by_training_can_be_compared(tmp_path: Path) -> None:
     """Compare run folders that training wrote."""
     folders = []
     for name, step in (("complete", 20), ("partial", 9)):
@@ -130,7 +130,7 @@ def test_damaged_lines_are_skipped_and_reported(two: list[Path]) -> None:
     json.dumps(data, allow_nan=False)
 
 
-def test_runs_with_missing_files(two: list[Path]) -> None:
+def test_runs_with_missing_files_are_shown_with_notes(two: list[Path]) -> None:
     for name in ("metrics.jsonl", "samples.txt", "tokeniser.json"):
         (two[0] / name).unlink()
     data = compare_folders(two)
@@ -176,13 +176,15 @@ def test_long_curves_are_downsampled() -> None:
     assert abs(np.mean(curve["loss"]) - 0.5) < 0.1
 
 
-def test_differences_of_configs() -> None:
+def test_config_differences_list_fields_that_differ() -> None:
     found = config_differences([{"a": 1, "b": 0.1, "c": "x"}, {"a": 1, "b": 0.1 + 1e-12, "d": True}])
     assert found == [{"field": "c", "values": ["x", ""]}, {"field": "d", "values": ["", "True"]}]
 
 
 # -------------------------------------------------------------------- the command
-def test_which_arguments_are_run_folders(two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_are_runs_recognizes_run_folders_in_arguments(
+    two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert are_runs(["a", "b"])
     assert are_runs(["a", "--out", "x.html", "b", "--no-browser"])
@@ -206,7 +208,9 @@ def test_short_names_are_unique(tmp_path: Path) -> None:
     assert short_names([tmp_path / "run", tmp_path / "run"])[1].endswith("(2)")
 
 
-def test_the_command_writes_a_file(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_command_writes_an_escaped_standalone_page(
+    two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     out = tmp_path / "runs.html"
     look.main([str(two[0]), str(two[1]), "--out", str(out)])
     page = out.read_text(encoding="utf-8")
@@ -223,7 +227,7 @@ def test_a_served_page_is_rendered_from_the_current_files(two: list[Path]) -> No
     assert runs.page() != before
 
 
-def test_invalid_folders(two: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_runs_or_an_invalid_config_raise(two: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "MAX_RUNS", 1)
     with pytest.raises(ValueError, match=r"at most 1 .*got 2"):
         Runs(two)

@@ -41,7 +41,7 @@ def file(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @each_display
-def test_accessibility_on_each_display(browser: Browser, file: str, display: str) -> None:
+def test_runs_page_is_accessible(browser: Browser, file: str, display: str) -> None:
     browser.open(file, *DISPLAYS[display])
     assert browser.errors() == []
     assert browser.run("return performance.getEntriesByType('resource').length") == 0
@@ -50,12 +50,12 @@ def test_accessibility_on_each_display(browser: Browser, file: str, display: str
     browser.screenshot(f"runs, {display}", 1500 if "phone" not in display else 2300)
 
 
-def test_a_narrow_window(browser: Browser, file: str) -> None:
+def test_runs_page_fits_a_320_pixel_window(browser: Browser, file: str) -> None:
     browser.open(file, (320, 640))
     assert browser.fits()
 
 
-def test_content(browser: Browser, file: str) -> None:
+def test_page_shows_notes_curves_summary_and_samples(browser: Browser, file: str) -> None:
     browser.open(file)
     notes = browser.find("#notes").text
     assert "bits/byte" in notes
@@ -71,7 +71,7 @@ def test_content(browser: Browser, file: str) -> None:
     assert "return <b>10</b>" in browser.find("#samples pre").text
 
 
-def test_axes_units_and_smoothing(browser: Browser, file: str) -> None:
+def test_axes_units_and_smoothing_change_the_chart(browser: Browser, file: str) -> None:
     browser.open(file)
     assert browser.run("return document.getElementById('smoothing').value") == "0.5"  # the runs are short
     readout = browser.run(READOUT)
@@ -102,7 +102,7 @@ def test_axes_units_and_smoothing(browser: Browser, file: str) -> None:
     assert browser.errors() == []
 
 
-def test_cursor_by_keyboard_and_pointer(browser: Browser, file: str) -> None:
+def test_cursor_moves_by_keyboard_and_pointer(browser: Browser, file: str) -> None:
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.keys import Keys
 

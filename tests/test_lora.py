@@ -34,14 +34,14 @@ def expected_output(layer: AdaptedDense, x: np.ndarray) -> np.ndarray:
     return x @ layer.weights.array + layer.bias.array + np.concatenate(updates, axis=-1)
 
 
-def test_each_target_adds_to_its_columns():
+def test_each_target_updates_only_its_columns():
     layer = small_layer()
     x = np.random.default_rng(1).normal(size=(2, 3, 4))
     np.testing.assert_allclose(layer(to_tensor(x, dtype=np.float64)).array, expected_output(layer, x), rtol=1e-12)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_gradients(dropout):
+def test_gradients_match_finite_differences(dropout):
     layer = small_layer(dropout)
     low_rank = layer.low_rank
 
@@ -55,7 +55,7 @@ def test_gradients(dropout):
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_sixteen_bits(precision):
+def test_16_bit_outputs_and_gradients_are_near_float32(precision):
     layer = small_layer(dtype=np.float32).use_precision(precision)
     x = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
     given = to_tensor(x)
@@ -67,7 +67,7 @@ def test_sixteen_bits(precision):
     np.testing.assert_allclose(given.grad.numpy(), ones @ weights.T, rtol=0.05, atol=0.1)
 
 
-def test_delta_weights():
+def test_delta_weights_equal_the_low_rank_update():
     layer = small_layer(dtype=np.float32)
     x = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
     expected = x @ (layer.weights.array + layer.low_rank.delta_weights()) + layer.bias.array
@@ -75,7 +75,7 @@ def test_delta_weights():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_dora_magnitudes(dropout):
+def test_dora_magnitudes_scale_target_columns(dropout):
     """A new DoRA layer computes what it did before; its magnitudes then scale the columns of its targets."""
     layer = small_layer(dropout, np.float32)
     x = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
@@ -100,7 +100,7 @@ def test_dora_magnitudes(dropout):
     assert all(np.abs(parameter.grad.numpy()).max() > 0 for parameter in layer.low_rank.parameters())
 
 
-def test_the_parameters_of_an_adapter_are_its_matrices():
+def test_adapter_trains_only_its_low_rank_matrices():
     model = GPT(CONFIG)
     low_rank = LowRankUpdate(8, 24, [LoRATarget("qkv", 0, 24, 2, 1.0)], 0.0, np.random.default_rng(0))
     names = [name for name, _ in model.named_parameters()]
@@ -134,7 +134,7 @@ def logits_of(model: GPT) -> np.ndarray:
         return model(to_tensor([[1, 2, 3]], dtype=int)).array
 
 
-def test_column_norms_follow_changes_of_the_weights():
+def test_cached_column_norms_are_recomputed_for_changed_weights():
     """The cached norms are not used for other weights."""
     expected = logits_of(adapted(0)[0])
     loaded, copied, replaced, quantized = (adapted(1)[0] for _ in range(4))
@@ -154,7 +154,7 @@ def test_column_norms_follow_changes_of_the_weights():
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_an_adapter_is_merged_once(dora):
+def test_merge_keeps_the_logits_and_cannot_be_repeated(dora):
     model, adapter = adapted(0, dora)
     expected = logits_of(model)
     adapter.merge()
@@ -177,7 +177,7 @@ def test_generation_does_not_use_dropout_in_training_mode():
     assert model.training and low_rank.dropout.training
 
 
-def test_invalid_arguments():
+def test_invalid_adapter_arguments_raise():
     with pytest.raises(ValueError, match=r"Dense layer.*'norm'"):
         Adapter(GPT(CONFIG), {"norm": LowRankUpdate(8, 8, TARGETS, 0.0, np.random.default_rng(0))}, LoRAConfig())
     with pytest.raises(ValueError, match=r"dropout.*got 1"):

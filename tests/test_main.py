@@ -45,7 +45,7 @@ def no_variables(monkeypatch):
 
 # -------------------------------------------------------------------- the program
 @pytest.mark.slow
-def test_the_report_fits_on_a_screen(monkeypatch):
+def test_machine_report_has_all_rows_in_24_lines(monkeypatch):
     monkeypatch.delenv("TRICYCLE_NUM_THREADS", raising=False)
     out = good(call("-m", "tricycle"))
     assert len(out.splitlines()) <= 24
@@ -60,7 +60,7 @@ def test_the_report_fits_on_a_screen(monkeypatch):
 
 
 @pytest.mark.slow
-def test_numpy_alone_is_enough(monkeypatch):
+def test_machine_report_works_with_numpy_alone(monkeypatch):
     monkeypatch.delenv("TRICYCLE_NUM_THREADS", raising=False)
     rows = rows_of(good(call("-c", NUMPY_ALONE)))
     assert [*rows] == [*ROWS, "faster"]
@@ -71,7 +71,7 @@ def test_numpy_alone_is_enough(monkeypatch):
     assert "pip install threadpoolctl" in rows["faster"]
 
 
-def test_a_wrong_number_of_threads_is_one_line(monkeypatch):
+def test_invalid_thread_count_gives_a_one_line_error(monkeypatch):
     monkeypatch.setenv("TRICYCLE_NUM_THREADS", "many")
     done = call("-m", "tricycle")
     assert done.returncode == 1
@@ -80,7 +80,7 @@ def test_a_wrong_number_of_threads_is_one_line(monkeypatch):
 
 
 # -------------------------------------------------------------------- its rows
-def test_changes_of_the_process_are_reported(monkeypatch):
+def test_host_tuning_is_reported(monkeypatch):
     monkeypatch.delenv("TRICYCLE_NUM_THREADS", raising=False)
     monkeypatch.delenv("TRICYCLE_TUNE_HOST", raising=False)
     row = host_row()
@@ -105,14 +105,14 @@ def test_kernels_are_listed_with_their_providers(monkeypatch):
     assert any("TRICYCLE_KERNELS=-numba" in line for line in lines)
 
 
-def test_instructions_from_linux():
+def test_instruction_sets_are_read_from_cpuinfo():
     text = "".join(f"processor\t: {i}\nmodel name\t: A CPU\nflags\t\t: fpu avx2 avx512f amx_bf16\n\n" for i in (0, 1))
     assert machine.describe_processor(text).startswith("A CPU, ")
     assert machine.describe_processor(text).endswith("; AVX2, AVX-512, no AVX-512 bf16, AMX bf16")
 
 
 @pytest.mark.parametrize("text", ["", "Features\t: fp asimd bf16\n"], ids=["no such file", "ARM"])
-def test_instructions_elsewhere(text):
+def test_bf16_and_amx_are_unknown_without_x86_cpuinfo(text):
     assert "bf16 and AMX unknown; NumPy uses " in machine.describe_processor(text)
 
 
@@ -124,7 +124,7 @@ def test_a_pinned_blas_is_reported(monkeypatch, no_variables):
     assert machine.advice([], None)[0].startswith("unset OPENBLAS_CORETYPE: ")
 
 
-def test_which_variable_sets_the_threads(monkeypatch, no_variables):
+def test_variable_that_sets_the_threads_is_reported(monkeypatch, no_variables):
     assert machine.thread_variable() is None
     assert "the default (set TRICYCLE_NUM_THREADS" in machine.thread_report()
     monkeypatch.setenv("OMP_NUM_THREADS", "all")  # no number: no library uses it
@@ -156,7 +156,9 @@ def test_mkl_is_suggested_on_intel_processors(monkeypatch, no_variables):
 @pytest.mark.parametrize("lacks_onednn", [True, False])
 @pytest.mark.parametrize("has_numba", [True, False])
 @pytest.mark.parametrize("has_instructions", [True, False])
-def test_the_extra_for_16_bits_is_named_once(monkeypatch, no_variables, lacks_onednn, has_numba, has_instructions):
+def test_bf16_extra_is_suggested_only_if_fast_extra_is_not(
+    monkeypatch, no_variables, lacks_onednn, has_numba, has_instructions
+):
     problem = f"onednn-cpu-gomp is not installed ({machine.onednn.EXTRA})" if lacks_onednn else None
     monkeypatch.setattr(machine.onednn, "unavailable_reason", lambda: problem)
     monkeypatch.setattr(machine, "installed", lambda *packages: [x for x in packages if has_numba or x != "numba"])
@@ -166,7 +168,7 @@ def test_the_extra_for_16_bits_is_named_once(monkeypatch, no_variables, lacks_on
     assert any("[bf16]" in line for line in lines) == (lacks_onednn and has_numba and has_instructions)
 
 
-def test_providers_that_a_variable_excludes_are_named(monkeypatch, no_variables):
+def test_providers_excluded_by_a_variable_are_reported(monkeypatch, no_variables):
     monkeypatch.setattr(machine, "installed", lambda *packages: [x for x in packages if x != "onednn-cpu-gomp"])
     monkeypatch.setenv("TRICYCLE_KERNELS", "numba")
     (line,) = [line for line in machine.advice([], "no GPU") if "TRICYCLE_KERNELS=numba" in line]
@@ -189,7 +191,7 @@ def test_an_unused_gpu_is_reported(monkeypatch, no_variables):
     assert "GPU 0: H200" in line and "CuPy" in line
 
 
-def test_gpus_that_the_driver_shows(monkeypatch):
+def test_gpu_names_are_read_from_nvidia_smi(monkeypatch):
     shown = "GPU 0: NVIDIA H200 (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n"
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     assert machine.gpu_names() == []
@@ -221,7 +223,7 @@ def test_a_used_gpu_is_reported(monkeypatch):
 
 
 # -------------------------------------------------------------------- the cost of importing
-def test_importing_tricycle_loads_numpy_and_the_standard_library_alone():
+def test_import_loads_only_numpy_and_the_standard_library():
     program = """
 import sys
 before = {*sys.modules}

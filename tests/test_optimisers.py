@@ -173,7 +173,7 @@ def test_updates_are_in_place_and_keep_the_dtype(make: Callable) -> None:
 
 
 @each_optimiser
-def test_update_of_a_strided_parameter(make: Callable) -> None:
+def test_strided_parameter_is_updated_like_a_contiguous_one(make: Callable) -> None:
     plain, strided = Weights(), Weights()
     strided.matrix.array = np.asfortranarray(strided.matrix.array)
     optimisers = make(0.1, weight_decay=0.1), make(0.1, weight_decay=0.1)
@@ -311,7 +311,7 @@ class Trace(Rule):
         weights -= step.learning_rate / step.number * state["sum"]
 
 
-def test_user_rule() -> None:
+def test_user_defined_rule_updates_parameters() -> None:
     model, optimiser = Weights(), Optimiser(0.5, Trace(), weight_decay=0.1)
     model.receive(1.0, 2.0).update(optimiser)
     model.receive(3.0, 4.0).update(optimiser)
