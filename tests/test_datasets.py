@@ -81,7 +81,7 @@ def server():
         thread.join()
 
 
-def test_downloaded_once(server, folders):
+def test_file_is_downloaded_once_and_cached(server, folders):
     path = fetch("file.bin", server.url, SHA256, "things")
     assert path == folders.cache / "things" / "file.bin"
     assert path.read_bytes() == CONTENT
@@ -90,7 +90,7 @@ def test_downloaded_once(server, folders):
     assert [file.name for file in path.parent.iterdir()] == ["file.bin"]
 
 
-def test_files_put_there_by_hand_come_first(server, folders):
+def test_files_under_tricycle_data_take_precedence_and_are_verified(server, folders):
     path = folders.data / "things" / "file.bin"
     path.parent.mkdir(parents=True)
     path.write_bytes(CONTENT)
@@ -121,14 +121,14 @@ def test_an_interrupted_download_is_resumed_later(server, folders):
     assert [file.name for file in (folders.cache / "things").iterdir()] == ["file.bin"]
 
 
-def test_a_server_without_range_requests(server):
+def test_download_resumes_without_range_requests(server):
     server.takes_ranges = False
     server.drop_after = [100_000]
     assert fetch("file.bin", server.url, SHA256, "things").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("part", [CONTENT, CONTENT + b"more", b"of another file", b""])
-def test_complete_or_damaged_partial_files(server, folders, part):
+def test_complete_and_damaged_partial_files_give_the_content(server, folders, part):
     path = folders.cache / "things" / "file.bin.part"
     path.parent.mkdir(parents=True)
     path.write_bytes(part)
@@ -159,7 +159,7 @@ def test_offline_error_names_the_paths(server, folders):
         assert "\n" not in message
 
 
-def test_offline_without_a_folder_for_data(monkeypatch):
+def test_offline_error_names_tricycle_data_when_unset(monkeypatch):
     monkeypatch.delenv("TRICYCLE_DATA")
     with pytest.raises(DownloadError, match=r"\$TRICYCLE_DATA.things.file.bin"):
         fetch("file.bin", "http://127.0.0.1:9/file", SHA256, "things")
@@ -178,7 +178,7 @@ def cached_files(folders) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()}
 
 
-def test_tokens_are_the_documents_with_separators():
+def test_corpus_tokens_decode_to_separated_documents():
     corpus = make()
     assert corpus.vocab_size == corpus.tokeniser.vocab_size == 300
     for tokens, held_out in ((corpus.train, False), (corpus.validation, True)):
@@ -201,18 +201,18 @@ def test_a_corpus_is_a_sequence_of_training_tokens():
         corpus.train[0] = 1
 
 
-def test_the_tokeniser_sees_training_text_only():
+def test_tokeniser_is_trained_on_training_text_only():
     held_out = [(b"zyzzyva " * 50, True), (b"plain words, plain words", False)]
     corpus = make(held_out)
     assert corpus.tokeniser == BPETokeniser(300).train(b"plain words, plain words", progress=False)
 
 
-def test_empty_documents_leave_no_trace():
+def test_empty_documents_are_ignored():
     with_empty = [(b"", False), *DOCUMENTS, (b"", True), (b"", False)]
     assert make(with_empty).train.tolist() == make().train.tolist()
 
 
-def test_a_corpus_is_built_once(folders, monkeypatch):
+def test_corpus_is_built_once_and_cached(folders, monkeypatch):
     first = make()
     monkeypatch.setattr(Corpus, "_write", None)  # to write again would be an error
     second = make()
@@ -221,7 +221,7 @@ def test_a_corpus_is_built_once(folders, monkeypatch):
     assert set(cached_files(folders)) == {*names.split()}
 
 
-def test_other_texts_or_settings_are_another_corpus(folders):
+def test_cache_depends_on_texts_and_settings(folders):
     other_tokeniser = BPETokeniser(300).train("something else entirely, something", progress=False)
     corpora = [
         make(),
@@ -238,7 +238,7 @@ def test_other_texts_or_settings_are_another_corpus(folders):
     assert corpora[4].tokeniser.to_dict()["split"] == "gpt2"
 
 
-def test_a_ready_tokeniser():
+def test_given_tokeniser_determines_the_vocabulary():
     tokeniser = BPETokeniser(70_000)
     corpus = make(vocab_size=None, tokeniser=tokeniser)
     assert corpus.vocab_size == 70_000 and corpus.train.dtype == np.uint32
@@ -280,7 +280,7 @@ def test_a_failed_build_leaves_no_valid_cache(folders):
 
 
 @pytest.mark.slow
-def test_built_by_several_processes_at_once(folders):
+def test_concurrent_builds_give_equal_corpora(folders):
     code = """if True:
         import sys
         from tricycle_datasets.corpus import Corpus
@@ -312,7 +312,7 @@ def test_built_by_several_processes_at_once(folders):
         ([(b"some text", False)], "text held out"),
     ],
 )
-def test_nothing_to_train_on_or_held_out(documents, what):
+def test_corpus_without_training_or_held_out_text_is_rejected(documents, what):
     with pytest.raises(ValueError, match=what):
         make(documents)
     if documents and documents[0][1]:
@@ -320,7 +320,7 @@ def test_nothing_to_train_on_or_held_out(documents, what):
             make(documents, tokeniser=BPETokeniser(300))
 
 
-def test_the_tokeniser_learns_from_a_sample_of_a_large_corpus(monkeypatch):
+def test_tokeniser_is_trained_on_a_sample_of_a_large_corpus(monkeypatch):
     monkeypatch.setattr(corpus_module, "SAMPLE_BYTES", 1000)
     monkeypatch.setattr(corpus_module, "_BLOCK", 50)
     read = []
@@ -335,7 +335,7 @@ def test_the_tokeniser_learns_from_a_sample_of_a_large_corpus(monkeypatch):
     assert b"".join(read) == documents[0][0] + documents[1][0]
 
 
-def test_small_corpora_train_the_tokeniser_completely():
+def test_tokeniser_is_trained_on_all_of_a_small_corpus():
     assert make().tokeniser == BPETokeniser(300).train([text for text, out in DOCUMENTS if not out], progress=False)
 
 
@@ -351,7 +351,7 @@ def shakespeare_text(monkeypatch) -> bytes:
     return path.read_bytes()
 
 
-def test_shakespeare(shakespeare_text):
+def test_shakespeare_holds_out_the_last_tenth(shakespeare_text):
     corpus = Shakespeare(vocab_size=512, progress=False)
     cut = len(shakespeare_text) - len(shakespeare_text) // 10
     assert corpus.tokeniser.decode_bytes(corpus.train) == shakespeare_text[:cut]
@@ -360,7 +360,7 @@ def test_shakespeare(shakespeare_text):
     assert corpus.tokeniser == BPETokeniser(512).train(shakespeare_text[:cut], progress=False)
 
 
-def test_gpt2_offline(folders):
+def test_gpt2_file_with_wrong_hash_is_rejected(folders):
     path = folders.data / "gpt2" / "vocab.bpe"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"#version: 0.2\n")
@@ -389,7 +389,7 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-def test_python_code(library):
+def test_python_code_excludes_tests_and_installed_packages(library):
     corpus = PythonCode(vocab_size=300, progress=False)
     names = sorted([*(f"module{i}.py" for i in range(200)), "json/decoder.py", "json/test.py"])
     held_out = [n for n in names if int(hashlib.sha256(n.encode()).hexdigest(), 16) % 20 == 0]
@@ -401,13 +401,13 @@ def test_python_code(library):
     assert b"never" not in text
 
 
-def test_python_without_sources(tmp_path, monkeypatch):
+def test_python_code_without_sources_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(ValueError, match=r"standard library.*\.py"):
         PythonCode(300)
 
 
-def test_text_files_of_a_folder(tmp_path):
+def test_text_files_of_a_folder_are_read_and_split_by_name(tmp_path):
     for i in range(100):
         write(tmp_path / "texts" / f"part{i % 3}" / f"{i}.txt", f"This is text {i}.\n".encode())
     write(tmp_path / "texts" / "picture.png", b"\x89PNG\0\0")
@@ -422,14 +422,14 @@ def test_text_files_of_a_folder(tmp_path):
     assert b"PNG" not in corpus.tokeniser.decode_bytes(corpus.train)
 
 
-def test_a_few_text_files(tmp_path):
+def test_few_text_files_hold_out_the_end_of_each(tmp_path):
     first, second = write(tmp_path / "b.txt", b"0123456789" * 10), write(tmp_path / "a.txt", b"abcdefghij" * 20)
     corpus = TextFiles([str(first), second, tmp_path], 300, progress=False)  # the folder brings nothing new
     assert corpus.validation_bytes == b"0123456789" + b"abcdefghij" * 2
     assert corpus.tokeniser.decode(corpus.train) == "0123456789" * 9 + "<|endoftext|>" + "abcdefghij" * 18
 
 
-def test_text_files_that_are_not_there(tmp_path):
+def test_missing_binary_and_empty_text_files_are_rejected(tmp_path):
     binary = write(tmp_path / "folder" / "binary.dat", b"a\0b")
     for paths, expected in [
         (tmp_path / "absent", "expected a file or a folder, but there is none at .*absent"),
@@ -457,7 +457,7 @@ def hub(monkeypatch):
     return calls
 
 
-def test_streamed_corpora(hub):
+def test_streamed_corpus_is_split_and_cached(hub):
     corpus = CodeParrot(300, n_documents=100, progress=False)
     texts = [f"code {i}\n" * 5 for i in range(100)]
     assert corpus.validation_bytes.decode() == "".join(texts[::20])
@@ -474,7 +474,7 @@ def test_streamed_corpora(hub):
     assert hub[-1][1]["revision"] == "abc"
 
 
-def test_limits_of_streamed_corpora(hub):
+def test_streamed_corpora_stop_at_their_limits(hub):
     page = len(b"page 1\n" * 5)
     corpus = FineWeb(300, max_bytes=page * 10, progress=False)
     assert hub[0][0] == "HuggingFaceFW/fineweb" and hub[0][1]["name"] == "sample-10BT"
@@ -487,19 +487,19 @@ def test_limits_of_streamed_corpora(hub):
 @pytest.mark.parametrize(
     "limits", [{"max_bytes": 0}, {"n_documents": -1}, {"max_bytes": 1e9}, {"held_out_bytes": None}]
 )
-def test_bad_limits_of_streamed_corpora(limits):
+def test_bad_limits_of_streamed_corpora_are_rejected(limits):
     (name,) = limits
     with pytest.raises(ValueError, match=f"CodeParrot: .*{name}"):
         CodeParrot(300, **limits)
 
 
-def test_streaming_needs_an_extra(monkeypatch):
+def test_streaming_without_datasets_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r'pip install "tricycle-gpt\[datasets\]"'):
         FineWeb(300, progress=False)
 
 
-def test_importing_is_light():
+def test_importing_datasets_imports_no_heavy_modules():
     names = "shakespeare, python_code, text, codeparrot, fineweb, download"
     heavy = "{'tiktoken', 'tqdm', 'urllib.request', 'datasets'}"
     code = f"import sys; from tricycle_datasets import {names}; print(*{heavy} & set(sys.modules))"

@@ -85,7 +85,7 @@ def test_gpu_problem_messages(monkeypatch, driver, count, message):
     assert (problem is None) if message is None else re.match(message, problem)
 
 
-def test_missing_or_broken_cupy(monkeypatch):
+def test_missing_or_broken_cupy_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert devices.gpu_problem.__wrapped__().startswith("CuPy is not installed")
 
@@ -110,7 +110,7 @@ def test_gpu_problem_is_one_line():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_dropout_mask_values(dtype):
+def test_dropout_mask_is_0_or_scaled_1(dtype):
     like = np.ones((), dtype)
     masks = [kernels.dropout_mask(like, (200, 50), 0.8, np.random.default_rng(7)) for _ in range(2)]
     np.testing.assert_array_equal(*masks)

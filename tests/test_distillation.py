@@ -41,7 +41,7 @@ def log_softmax(x):
 
 
 @pytest.mark.parametrize(("temperature", "hard_weight"), [(2.0, 0.0), (1.0, 0.3), (4.0, 1.0)])
-def test_the_loss(temperature, hard_weight):
+def test_loss_mixes_soft_and_hard_targets(temperature, hard_weight):
     student, teacher = GPT(CONFIG), spread(GPT(TEACHER))
     (batch,) = batches(1)
     loss = float(distillation_loss(student, teacher, temperature, hard_weight)(batch, 0.5))
@@ -53,7 +53,7 @@ def test_the_loss(temperature, hard_weight):
     assert soft > 0.1
 
 
-def test_the_loss_is_zero_for_equal_predictions():
+def test_loss_and_gradient_are_zero_for_equal_predictions():
     teacher = spread(GPT(CONFIG))
     student = GPT(CONFIG)
     student.load_state_dict(teacher.state_dict())
@@ -63,7 +63,7 @@ def test_the_loss_is_zero_for_equal_predictions():
     assert max(np.abs(parameter.grad.array).max() for _, parameter in student.named_parameters()) < 1e-5
 
 
-def test_gradients_are_those_of_finite_differences():
+def test_soft_loss_gradients_match_finite_differences():
     generator = np.random.default_rng(3)
     logits, target = generator.standard_normal((2, 2, 3, 7)) * 3
     gradcheck(lambda x: _soft_loss(x, target, 2.5, 0.7), [logits])
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_finite_differences():
         (DebugConfig(vocab_size=60, context_window=13), (2.0, 0.1)),
     ],
 )
-def test_invalid_arguments(student, numbers):
+def test_invalid_loss_arguments_are_rejected(student, numbers):
     with pytest.raises(ValueError, match="distillation_loss"):
         distillation_loss(GPT(student), GPT(TEACHER), *numbers)
 
@@ -103,7 +103,7 @@ def distilled(teacher, tmp_path_factory):
     return folder / "run", words
 
 
-def test_a_student_has_the_teachers_tokens_and_learns(distilled, teacher):
+def test_student_uses_the_teachers_tokeniser_and_its_loss_falls(distilled, teacher):
     folder, _ = distilled
     data = json.loads((folder / "data.json").read_text())
     assert (data["command"], data["distill"]["teacher"]) == ("distill", str(teacher.resolve()))
@@ -114,12 +114,12 @@ def test_a_student_has_the_teachers_tokens_and_learns(distilled, teacher):
     assert len(losses) == 12 and losses[-1] < losses[0]
 
 
-def test_a_distillation_is_not_resumed_as_a_training(distilled):
+def test_train_rejects_resuming_a_distillation(distilled):
     with pytest.raises(ValueError, match=r"tricycle train.*'distill'"):
         train(["--resume", str(distilled[0])])
 
 
-def test_a_finished_distillation_is_resumed_and_reports_again(distilled, capsys):
+def test_finished_distillation_resumes_without_error(distilled, capsys):
     assert distill(["--resume", str(distilled[0])]) == 0
     assert "resuming after step 12" in capsys.readouterr().out
 
@@ -140,7 +140,7 @@ def test_wrong_flags_are_refused(distilled, tmp_path, flags, message):
     assert not (tmp_path / "run" / "last.safetensors").exists()
 
 
-def test_another_teacher_is_refused(distilled, tmp_path):
+def test_resuming_with_another_teacher_is_rejected(distilled, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(distilled[0], folder)
     data = json.loads((folder / "data.json").read_text())
@@ -151,7 +151,7 @@ def test_another_teacher_is_refused(distilled, tmp_path):
 
 
 @pytest.mark.parametrize("own", [None, [], {"teacher": 3, "temperature": 2.0, "hard_weight": 0.1}])
-def test_a_folder_without_the_facts_is_refused(distilled, tmp_path, own):
+def test_resuming_with_invalid_distill_settings_is_rejected(distilled, tmp_path, own):
     folder = tmp_path / "run"
     shutil.copytree(distilled[0], folder)
     data = json.loads((folder / "data.json").read_text())

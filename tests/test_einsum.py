@@ -94,7 +94,7 @@ def test_einsum_op_is_reusable_for_other_shapes():
     assert repr(op) == "Einsum(' ij, jk -> ik ')"
 
 
-def test_einsum_method():
+def test_einsum_method_transposes_and_names_the_tensor():
     assert str(to_tensor([[1, 2], [3, 4]]).einsum("ij->ji")) == "Tensor([[1. 3.], [2. 4.]], name=einsum ij->ji)"
 
 
@@ -128,7 +128,7 @@ def test_contract_broadcasts_and_repeats():
         ("ij;jk->ik", "expected letters"),
     ],
 )
-def test_bad_subscripts(subscripts, message):
+def test_bad_subscripts_are_rejected(subscripts, message):
     with pytest.raises(ValueError, match=message) as caught:
         Einsum(subscripts)
     assert str(caught.value).startswith(f"Einsum({subscripts!r}): ") and "\n" not in str(caught.value)
@@ -150,7 +150,7 @@ def test_bad_subscripts(subscripts, message):
         ("i,i->i", [(2, 3), (4, 3)], True, "batch.* 2 .* 4"),
     ],
 )
-def test_bad_inputs(subscripts, shapes, batched, message):
+def test_bad_inputs_are_rejected(subscripts, shapes, batched, message):
     with pytest.raises(ValueError, match=message) as caught:
         Einsum(subscripts)(*(to_tensor(np.ones(shape), is_batched=batched) for shape in shapes))
     assert str(caught.value).startswith(f"Einsum({subscripts!r}): ") and "\n" not in str(caught.value)
@@ -167,6 +167,6 @@ def test_bad_inputs(subscripts, shapes, batched, message):
         ((2,), (), "at least one axis"),
     ],
 )
-def test_bad_matmul(x, y, message):
+def test_bad_matmul_shapes_are_rejected(x, y, message):
     with pytest.raises(ValueError, match=message):
         to_tensor(np.ones(x)) @ to_tensor(np.ones(y))

@@ -33,7 +33,7 @@ def brute_force(model: GPT, tokens: np.ndarray, stride: int) -> float:
 
 @settings(max_examples=25)
 @given(st.integers(2, 40), st.integers(0, 9), st.integers(1, 4), st.integers(0, 3))
-def test_every_token_is_predicted_once(n_tokens, stride, batch_size, seed):
+def test_loss_matches_brute_force_over_each_token(n_tokens, stride, batch_size, seed):
     model = GPT(GPTConfig(vocab_size=11, context_window=6, embedding_dim=4, n_heads=1, n_layers=1, dropout=0.5)).eval()
     for parameter in model.parameters():
         parameter.array[...] = np.random.default_rng(seed).normal(0, 1, parameter.shape)
@@ -57,7 +57,7 @@ def test_windows_cover_each_token_once(n_pairs, length, stride):
     assert counted == list(range(n_pairs))
 
 
-def test_an_estimate_reads_a_few_batches_spread_evenly(monkeypatch):
+def test_estimate_uses_evenly_spaced_batches(monkeypatch):
     model = GPT(replace(CONFIG, dropout=0.0))
     seen = []
     forward = model.forward
@@ -70,12 +70,12 @@ def test_an_estimate_reads_a_few_batches_spread_evenly(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [[], [1]])
-def test_too_few_tokens_to_evaluate(tokens):
+def test_fewer_than_two_tokens_raise(tokens):
     with pytest.raises(ValueError, match=f"2 tokens, got {len(tokens)}"):
         evaluate(GPT(CONFIG), np.array(tokens, int), 2)
 
 
-def test_ids_outside_the_vocabulary_are_named_and_the_mode_comes_back():
+def test_ids_outside_the_vocabulary_raise_and_keep_training_mode():
     model = GPT(CONFIG).train()
     with pytest.raises(ValueError, match="0 to 256, got 257"):
         evaluate(model, np.array([1, 257, 1]), 2)
@@ -86,11 +86,11 @@ def test_ids_outside_the_vocabulary_are_named_and_the_mode_comes_back():
     ("n_tokens", "n_bytes", "nats", "bits"),
     [(101, 100, math.log(2), 1.0), (101, 400, math.log(2), 0.25), (51, 100, math.log(256), 4.0), (11, 10, 0.0, 0.0)],
 )
-def test_bits_a_byte(n_tokens, n_bytes, nats, bits):
+def test_bits_per_byte_examples(n_tokens, n_bytes, nats, bits):
     assert HeldOut(np.zeros(n_tokens, int), n_bytes).bits_per_byte(nats) == pytest.approx(bits)
 
 
-def test_bits_a_byte_do_not_depend_on_the_vocabulary():
+def test_bits_per_byte_of_a_uniform_byte_model_is_8():
     """A uniform model over bytes needs eight bits for each, whatever the text."""
     model = GPT(replace(CONFIG, vocab_size=256))
     model.norm.gain.array[...] = 0

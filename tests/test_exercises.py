@@ -63,7 +63,7 @@ def test_every_exercise_has_an_answer_and_an_op():
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_a_correct_answer_passes(name):
+def test_correct_answers_pass(name):
     assert grade(name, ANSWERS[name]) == (name, CORRECT, f"Tricycle's implementation: {find_exercise(name).location}")
 
 
@@ -73,7 +73,7 @@ MISTAKES = [(one.name, mistaken, message) for one in EXERCISES for mistaken, mes
 @pytest.mark.parametrize(
     ("name", "mistaken", "message"), MISTAKES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_common_mistake_is_named(name, mistaken, message):
+def test_common_mistakes_get_their_own_message(name, mistaken, message):
     if name == "matmul":  # the mistake has the correct shape only for square matrices
         assert "transposed" in grade(name, lambda grad, a, b, y: (grad @ b.T, (a.T @ grad).T)).message
         return
@@ -100,14 +100,14 @@ def test_a_common_mistake_is_named(name, mistaken, message):
         ("attention", lambda *all: (*attention(*all)[:2], 2 * attention(*all)[2]), "gradient of v: .*2 times"),
     ],
 )
-def test_messages_of_other_mistakes(name, function, message):
+def test_messages_for_other_wrong_answers(name, function, message):
     name, verdict, line = grade(name, function)
     assert verdict == INCORRECT
     assert re.search(message, line)
     assert "\n" not in line
 
 
-def test_finite_differences_are_checked():
+def test_answer_equal_to_a_wrong_tricycle_gradient_fails():
     """An answer that is wrong in the same way as Tricycle's gradient does not pass."""
     from dataclasses import replace
 
@@ -122,7 +122,7 @@ def test_finite_differences_are_checked():
     assert "finite differences give" in verdict.message
 
 
-def test_write_and_grade_a_file(tmp_path, capsys):
+def test_sheet_is_written_and_graded(tmp_path, capsys):
     sheet = tmp_path / "mine.py"
     assert main([str(sheet), "--write"]) == 0
     assert main([str(sheet), "--write"]) == 1  # an existing file is not overwritten
@@ -141,7 +141,7 @@ def test_write_and_grade_a_file(tmp_path, capsys):
     assert "SyntaxError" in capsys.readouterr().err
 
 
-def test_the_program(tmp_path):
+def test_module_runs_as_a_program(tmp_path):
     assert call("-m", "tricycle_lab.exercises", tmp_path / "mine.py", "--write").returncode == 0
     done = call("-m", "tricycle_lab.exercises", tmp_path / "mine.py")
     assert done.returncode == 1

@@ -26,7 +26,7 @@ def series() -> Series:
 
 
 # -------------------------------------------------------------------- data
-def test_a_normal_series():
+def test_normal_series_has_the_beat_period_and_repeats_by_seed():
     values, events = normal_series(20_000, np.random.default_rng(0))
     assert events == [] and len(values) == 20_000
     assert 0.8 < np.quantile(values, 0.99) < 1.5
@@ -37,7 +37,7 @@ def test_a_normal_series():
     assert (other != values).mean() > 0.99
 
 
-def test_events_lie_one_in_a_slot(series):
+def test_each_slot_contains_one_event(series):
     assert len(series.values) == 60 * SLOT
     assert [first // SLOT for _, first, _ in series.events] == list(range(60))
     assert all(first // SLOT == (last - 1) // SLOT for _, first, last in series.events)
@@ -62,7 +62,7 @@ def test_events_have_the_documented_shape(series):
         assert 4 <= rises <= 7 and last - first == pytest.approx(3 * BEAT, abs=1)
 
 
-def test_labels_by_hand():
+def test_window_labels_match_event_overlap():
     values = np.zeros(400)
     made = Series(values, [("spike", 70, 71), ("level shift", 200, 300)])
     labels = labels_of(made, 64, 16)
@@ -74,7 +74,7 @@ def test_labels_by_hand():
         assert label == expected
 
 
-def test_windows_in_units_of_the_training_series():
+def test_windows_are_standardized_by_the_training_series():
     windows = new_windows(TINY, 0)
     assert windows.train.shape == ((1500 - 64) // 8 + 1, 64) and windows.validation.shape == ((1500 - 64) // 16 + 1, 64)
     assert abs(windows.train.mean()) < 0.1 and abs(windows.train.std() - 1) < 0.1
@@ -84,7 +84,7 @@ def test_windows_in_units_of_the_training_series():
 
 
 # -------------------------------------------------------------------- methods
-def test_what_simple_methods_expect(rng):
+def test_baseline_methods_reconstruct_known_inputs(rng):
     train = np.array([np.sin(2 * np.pi * (np.arange(40) / 10 + phase)) for phase in rng.random(50)])
     inputs = np.array([np.sin(2 * np.pi * (np.arange(40) / 10 + 0.123))])
     for method in (methods.linear_prediction(train), methods.pca(train, 2)):
@@ -98,7 +98,7 @@ def test_what_simple_methods_expect(rng):
     np.testing.assert_allclose([average[20], average[0]], [inputs[0, 4:37].mean(), inputs[0, :17].mean()])
 
 
-def test_a_training_keeps_the_best_weights_and_repeats(rng):
+def test_train_best_is_deterministic_and_rejects_nan_losses(rng):
     x = rng.standard_normal((200, 1)) * np.sin(np.arange(32) / 5)
     made = []
     for _ in range(2):
@@ -116,7 +116,7 @@ def test_a_training_keeps_the_best_weights_and_repeats(rng):
 
 
 # -------------------------------------------------------------------- measures
-def test_area_is_that_of_scikit_learn(rng):
+def test_roc_area_matches_scikit_learn(rng):
     metrics = pytest.importorskip("sklearn.metrics")
     normal, other = rng.integers(0, 20, 300) / 7.0, rng.integers(5, 25, 100) / 7.0
     truth = np.repeat([0, 1], [300, 100])
@@ -126,13 +126,13 @@ def test_area_is_that_of_scikit_learn(rng):
     assert roc_area(np.array([2.0]), np.array([0.0, 1, 2, 3])) == pytest.approx(2.5 / 4)
 
 
-def test_a_curve(rng):
+def test_roc_curve_of_chance_and_perfect_scores(rng):
     normal = rng.random(20_000)
     np.testing.assert_allclose(roc_curve(rng.random(20_000), normal), RATES, atol=0.02)
     np.testing.assert_array_equal(roc_curve(2 + rng.random(10), normal), 1)
 
 
-def test_measuring_what_sees_all_and_what_sees_nothing():
+def test_measure_of_a_perfect_and_a_chance_detector():
     windows = new_windows(TINY, 0)
     shows = (windows.labels >= 0)[:, None]
     oracle = lambda x: x - 3 * (shows if len(x) == len(shows) else 0)
@@ -142,14 +142,14 @@ def test_measuring_what_sees_all_and_what_sees_nothing():
     assert set(blind["area"].values()) == {0.5} and set(blind["found"].values()) == {0.0}
 
 
-def test_windows_laid_over_each_other_are_the_series():
+def test_overlap_add_inverts_windows_of():
     values = np.arange(100.0)
     np.testing.assert_allclose(report.overlap_add(study.windows_of(values, 20, 5), 5), values)
 
 
 # -------------------------------------------------------------------- the program
 @pytest.mark.nightly
-def test_what_a_run_leaves(tmp_path):
+def test_run_writes_results_plots_and_tables(tmp_path):
     out = run_study(main, *WORDS, "--output", tmp_path / "a run")
     check_files(tmp_path / "a run", ["results.json", "roc.png", "series.png"], 300)
     results = read(tmp_path / "a run" / "results.json")

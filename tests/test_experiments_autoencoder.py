@@ -34,7 +34,7 @@ def short_classifiers(monkeypatch):
 
 
 # -------------------------------------------------------------------- data
-def test_parts_of_the_digits(digits):
+def test_digits_are_split_completely_and_reproducibly(digits):
     assert [part.images.shape for part in digits] == [(1197, 8, 8, 1), (300, 8, 8, 1), (300, 8, 8, 1)]
     for part in digits:
         assert part.images.dtype == np.float32 and part.images.min() == 0 and part.images.max() == 1
@@ -68,7 +68,7 @@ def made_up(tmp_path, monkeypatch, rng):
     return arrays, folder
 
 
-def test_mnist_from_files_packed_and_not(made_up, monkeypatch):
+def test_mnist_loads_plain_and_gzipped_files(made_up, monkeypatch):
     arrays, folder = made_up
     for split, begin in mnist.SPLITS.items():
         images, labels = mnist.load_mnist(split)
@@ -93,7 +93,7 @@ def test_mnist_from_files_packed_and_not(made_up, monkeypatch):
         (b"\0\0\x08\x02\0\0\0\x02\0\0\0\x03\x01\x02", r"6 elements.*\(2, 3\).*got 2"),
     ],
 )
-def test_other_files_are_refused(content, message):
+def test_invalid_idx_files_and_splits_are_rejected(content, message):
     with pytest.raises(ValueError, match=message):
         mnist.read_idx(content)
     with pytest.raises(ValueError, match=r"split.*'validation'"):
@@ -101,7 +101,7 @@ def test_other_files_are_refused(content, message):
 
 
 # -------------------------------------------------------------------- linear answers and measures
-def test_pca_is_a_normal_distribution(digits):
+def test_pca_likelihood_and_samples_match_a_normal_distribution(digits):
     from scipy.stats import multivariate_normal
 
     pca = PCA(digits.train.images, 5)
@@ -117,7 +117,7 @@ def test_pca_is_a_normal_distribution(digits):
 
 
 @pytest.mark.nightly
-def test_no_linear_map_removes_noise_better(digits, rng):
+def test_linear_filter_matches_least_squares_denoising(digits, rng):
     clean = digits.train.images.repeat(40, axis=0)
     noisy = clean + 0.5 * rng.standard_normal(clean.shape)
     x, y = ((images - digits.train.images.mean(axis=0)).reshape(-1, 64) for images in (noisy, clean))
@@ -126,7 +126,7 @@ def test_no_linear_map_removes_noise_better(digits, rng):
     assert unexplained_variance(LinearFilter(digits.train.images, 0.5)(noisy), clean, digits) < 0.55
 
 
-def test_unexplained_variance(digits):
+def test_unexplained_variance_is_0_for_exact_and_1_for_mean_images(digits):
     images, mean = digits.test.images, digits.train.images.mean(axis=0)
     assert unexplained_variance(images, images, digits) == 0
     assert unexplained_variance(np.broadcast_to(mean, images.shape), images, digits) == pytest.approx(1, rel=1e-5)
@@ -135,8 +135,8 @@ def test_unexplained_variance(digits):
     )  # cut to paper and ink
 
 
-def test_the_bound_is_one(digits):
-    """Where the decoder is linear and the encoder the exact posterior, the bound is the likelihood itself."""
+def test_negative_elbo_is_at_least_the_loss_and_repeats(digits):
+    """Each draw of the code costs at least the loss at its mean, up to sampling error."""
     model = Study(digits, TINY, 0).get_trained("dense", 4, 0.0, 0.3)
     images = digits.test.images[:50]
     whole, divergence = negative_elbo(model, images)
@@ -146,7 +146,7 @@ def test_the_bound_is_one(digits):
     assert whole == negative_elbo(model, images)[0] and 0 < divergence < whole - constant
 
 
-def test_likeness(rng):
+def test_precision_and_recall_of_known_distributions(rng):
     real, others = rng.standard_normal((300, 2)), rng.standard_normal((200, 2))
     precision, recall = precision_and_recall(real, rng.standard_normal((300, 2)), others)
     assert precision > 0.9 < recall
@@ -155,7 +155,7 @@ def test_likeness(rng):
     assert narrow[0] == 1 and narrow[1] < 0.2
 
 
-def test_codes_that_tell_digits_apart_and_codes_that_do_not(digits, rng, monkeypatch):
+def test_linear_probe_accuracy_of_separable_and_random_codes(digits, rng, monkeypatch):
     monkeypatch.setattr(study, "CLASSIFIER_STEPS", 100)
     noise = lambda part: rng.standard_normal((len(part.labels), 10))
     parts = [(np.eye(10)[part.labels] + 0.1 * noise(part), part.labels) for part in digits]
@@ -168,7 +168,7 @@ def test_codes_that_tell_digits_apart_and_codes_that_do_not(digits, rng, monkeyp
 
 # -------------------------------------------------------------------- training
 @pytest.mark.nightly
-def test_a_training_pays_repeats_and_can_beat_pca(digits):
+def test_dense_autoencoder_beats_pca_and_training_repeats(digits):
     settings = Settings(steps=400, code_sizes=(2,))
     one = Study(digits, settings, 0, "validation")
     shares = one.reconstruction()
@@ -181,7 +181,7 @@ def test_a_training_pays_repeats_and_can_beat_pca(digits):
 
 # -------------------------------------------------------------------- the program
 @pytest.mark.nightly
-def test_what_a_run_leaves(tmp_path):
+def test_run_writes_results_plots_and_tables(tmp_path):
     out = run_study(main, *WORDS, "--output", tmp_path / "a run")
     pictures = ["between", "codes", "denoising", "drawn", "errors", "plane", "reconstruction"]
     check_files(tmp_path / "a run", ["results.json", *(f"{name}.png" for name in pictures)], 150)

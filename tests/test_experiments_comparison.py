@@ -27,7 +27,7 @@ TINY = Settings(farthest=8, updates=40, parameters=2000, tested=100, rates=(1e-2
 
 
 # -------------------------------------------------------------------- chains
-def test_what_adds_to_a_chain():
+def test_chain_length_of_each_operation():
     with count_operations(np.maximum, 0) as rule:
         a, b = (np.full((3, 3), n, np.float32).view(Chains) for n in (2, 5))
         for result, expected in (
@@ -70,14 +70,14 @@ def test_table_of_the_lecture_equals_the_counts(n, d):
         assert longest_path(LAYERS[name](d, n, stream(0)), n, d) == expected_values, name
 
 
-def test_dense_layers_are_a_chain_of_their_own():
+def test_dense_layers_form_no_path_between_tokens():
     stack = lambda: Sequential(*(Dense(4, 4, generator=0) for _ in range(3)))
     assert longest_path(stack(), 2, 4) == (3, 3 * 2 * 16)
     assert shortest_path(stack(), 1, 4) == 3
     assert shortest_path(stack(), 2, 4) == np.inf  # from one token to another there is no way
 
 
-def test_paths():
+def test_path_lengths_of_each_layer():
     distances = [4, 6, 13]
     counts = costs.paths(distances)
     for k in (3, 7):
@@ -90,7 +90,7 @@ def test_paths():
 
 
 # -------------------------------------------------------------------- costs
-def test_both_attentions_are_the_same_mathematics():
+def test_fused_and_plain_self_attention_agree():
     fused, plain = (LAYERS[f"self-attention{end}"](8, 5, stream(0)) for end in ("", ", all weights at once"))
     fused.qkv.weights.array[...] = np.concatenate([part.weights.array for part in plain.parts], axis=1)
     fused.projection.weights.array[...] = plain.projection.weights.array
@@ -98,7 +98,7 @@ def test_both_attentions_are_the_same_mathematics():
     np.testing.assert_allclose(fused(Tensor(x)).array, plain(Tensor(x)).array, rtol=1e-4, atol=1e-6)
 
 
-def test_all_layers_keep_the_shape_and_the_causal_ones_do_not_look_ahead():
+def test_layers_keep_the_shape_and_all_but_attention_are_causal():
     x = stream(1).standard_normal((2, 9, 4), dtype=np.float32)
     changed = x.copy()
     changed[:, 5:] += 1
@@ -109,14 +109,14 @@ def test_all_layers_keep_the_shape_and_the_causal_ones_do_not_look_ahead():
         assert np.array_equal(first[:, :5], second[:, :5]) == (not name.startswith("self-attention")), name
 
 
-def test_exponents():
+def test_fitted_exponents_of_power_laws():
     sizes = [64, 128, 256, 512]
     rows = [[0, 0, 3 * n**1.5, 3 * (2 * n) ** 1.5] for n in (256,)] + [[1, 1, 7, 7]]
     assert costs.exponents(sizes, rows) == pytest.approx([1.5, 0], abs=1e-3)
     assert costs.exponents([64], [3.0]) == []
 
 
-def test_memory_of_all_weights_is_quadratic():
+def test_memory_of_unfused_attention_is_quadratic():
     def mib(name: str, n: int) -> float:
         return costs.peak_memory(*costs.new_case(name, n, 16)) / 2**20
 
@@ -132,7 +132,7 @@ def test_memory_of_all_weights_is_quadratic():
 
 # -------------------------------------------------------------------- remembering
 @pytest.mark.parametrize("distance", [1, 4, 16])
-def test_data(distance):
+def test_recall_batches_contain_the_target_once(distance):
     generator, lengths = stream(0), set()
     for _ in range(40):
         tokens, targets = new_batch(distance, 50, generator)
@@ -147,7 +147,7 @@ def test_data(distance):
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_models_are_as_wide_as_allowed(kind):
+def test_models_use_the_parameter_budget(kind):
     model = new_model(kind, 20_000, 40, stream(0))
     assert 16_000 < model.n_parameters <= 20_000
     tokens, _ = new_batch(8, 3, stream(1))
@@ -161,7 +161,7 @@ def test_models_are_as_wide_as_allowed(kind):
 
 
 @pytest.mark.parametrize("k", [3, 7])
-def test_nothing_comes_from_beyond_a_cnn(k):
+def test_cnn_gradients_are_zero_beyond_the_receptive_field(k):
     reach = N_LAYERS * (k - 1)
     model = new_model(f"CNN, k = {k}", 2000, 64, stream(0))
     norms = gradient_norms(model, reach + 3)
@@ -170,7 +170,7 @@ def test_nothing_comes_from_beyond_a_cnn(k):
     assert norms[reach + 1 :] == [0, 0, 0]
 
 
-def test_norms_of_known_jacobians():
+def test_gradient_norms_match_known_jacobians():
     model = new_model("CNN, k = 3", 10_000, 64, stream(0))
     model.body = Sequential()
     first, *others = gradient_norms(model, 5)
@@ -184,7 +184,7 @@ def test_norms_of_known_jacobians():
 
 
 @pytest.mark.nightly
-def test_what_can_reach_learns_and_what_cannot_does_not():
+def test_cnn_learns_recall_only_within_its_receptive_field():
     settings = dataclasses.replace(TINY, updates=120, farthest=12)
     near, learned = train("CNN, k = 3", 4, 1e-2, settings, 0)
     assert evaluate_recall(near, 4, TEST, 200)[0] > 0.99
@@ -194,7 +194,7 @@ def test_what_can_reach_learns_and_what_cannot_does_not():
     assert never is None
 
 
-def test_the_rate_is_chosen_on_validation_data(monkeypatch):
+def test_learning_rate_is_chosen_on_validation_data(monkeypatch):
     accuracies, asked = {1e-3: 0.5, 1e-2: 0.6, 1e-1: 0.4}, []
 
     def fake_train(kind, distance, rate, settings, seed):
@@ -217,7 +217,7 @@ def test_the_rate_is_chosen_on_validation_data(monkeypatch):
     assert asked == [1e-3]
 
 
-def test_batches_of_a_stream_do_not_meet_those_of_another():
+def test_test_and_validation_streams_differ_and_repeat():
     model = new_recall_model("CNN, k = 3", TINY, 0, 4)
     assert evaluate_recall(model, 4, TEST, 300) == evaluate_recall(model, 4, TEST, 300)
     assert evaluate_recall(model, 4, TEST, 300) != evaluate_recall(model, 4, VALIDATION, 300)
@@ -225,7 +225,7 @@ def test_batches_of_a_stream_do_not_meet_those_of_another():
 
 # -------------------------------------------------------------------- the program
 @pytest.mark.nightly
-def test_what_a_run_leaves(tmp_path):
+def test_run_writes_results_plots_and_tables(tmp_path):
     folder = tmp_path / "a run"
     out = run_study(main, *WORDS, "--output", folder)
     check_files(folder, ["costs.png", "gradients.png", "recall.png", "results.json"], 300)
@@ -253,7 +253,7 @@ test_wrong_flags_are_refused = wrong_flags(
 )
 
 
-def test_tables():
+def test_update_and_gradient_tables():
     assert report.lecture_complexity("LSTM, open") == report.lecture_complexity("RNN")
     runs = [{"kind": "RNN", "seed": s, "learned": [20, None, 40 + 20 * s][s:] + [None] * s} for s in range(2)]
     (row,) = report.updates_table([4, 8, 16], runs).splitlines()[2:]

@@ -70,21 +70,21 @@ def many() -> list[data.Example]:
     return examples(data.split()[0], 6000, (0, 64), np.random.default_rng(0))
 
 
-def test_no_date_is_read_in_two_ways(many):
+def test_every_source_has_exactly_one_reading(many):
     for one in many:
         kept = [place for place, field in enumerate(one.fields) if field != NOTHING]
         first = kept[0] - (one.source[kept[0] - 1] == "'" if kept[0] else 0)
         assert all_readings(one.source[first : kept[-1] + 1]) == {date.fromisoformat(one.iso)}, one.source
 
 
-def test_the_reader_of_this_test_does_find_two():
+def test_reference_reader_finds_all_readings_of_ambiguous_dates():
     assert len(all_readings("03/04/1998")) == 2
     assert len(all_readings("10 11 12")) == 3
     assert len(all_readings("3 March 12")) == 2  # the 12th of March 2003, too
     assert len(all_readings("3 March '12")) == len(all_readings("25.12.98")) == len(all_readings("1998-03-04")) == 1
 
 
-def test_numbers_alone():
+def test_possible_dates_of_numeric_forms():
     assert possible_dates("03", "04", "1998") == {date(1998, 4, 3), date(1998, 3, 4)}
     assert possible_dates("25", "12", "98") == {date(1998, 12, 25)}
     assert possible_dates("30", "02", "01") == {date(2030, 2, 1)}
@@ -113,7 +113,7 @@ def test_fields_have_the_documented_positions(many):
         assert not any(c.isdigit() for c in outside)
 
 
-def test_every_form_and_language_comes(many):
+def test_examples_cover_all_forms_and_languages(many):
     assert {one.language for one in many} == set(LANGUAGES)
     counts = Counter(one.language for one in many)
     assert min(counts.values()) > 0.22 * len(many)
@@ -127,7 +127,7 @@ def test_every_form_and_language_comes(many):
             assert all(character in data.NUMBER for character in source.replace("_", "/").upper())
 
 
-def test_known_dates():
+def test_dates_are_written_as_expected_in_each_language():
     day = date(1998, 3, 1)
     assert write(day, "English", "{weekday}, the {ordinal} of {month}, {yyyy}")[0] == "Sunday, the 1st of March, 1998"
     assert write(day, "German", "{weekday}, den {d}. {month} {yyyy}")[0] == "Sonntag, den 1. März 1998"
@@ -138,7 +138,7 @@ def test_known_dates():
     )
 
 
-def test_words_around_a_date_name_none():
+def test_filler_words_contain_no_month_or_weekday():
     lists = [words for language in LANGUAGES.values() for words in language[:4]]
     known = {plain(word).strip(".") for words in lists for word in words}
     for language in LANGUAGES.values():
@@ -154,12 +154,12 @@ def test_words_around_a_date_name_none():
 
 
 @pytest.mark.parametrize(("lengths", "least", "most"), [((0, 0), 6, 40), ((0, 64), 6, 64), ((193, 256), 193, 256)])
-def test_lengths(lengths, least, most):
+def test_source_lengths_are_within_the_range(lengths, least, most):
     sizes = [len(one.source) for one in examples(data.split()[2], 300, lengths, np.random.default_rng(0))]
     assert least <= min(sizes) <= max(sizes) <= most
 
 
-def test_no_date_is_in_two_parts():
+def test_no_date_is_in_two_splits():
     training, validation, test = map(set, data.split())
     assert not training & validation and not training & test and not validation & test
     assert len(training | validation | test) == 36_525
@@ -170,7 +170,7 @@ def test_no_date_is_in_two_parts():
     assert {date.fromisoformat(one.iso) for one in study.training_texts(40, 0).examples} <= training
 
 
-def test_targets_come_back():
+def test_targets_decode_to_the_iso_date():
     drawn = examples(data.split()[2], 5, (0, 0), np.random.default_rng(0))
     rows = data.targets(drawn)
     assert rows.shape == (5, 12)
@@ -178,7 +178,7 @@ def test_targets_come_back():
     assert set(rows[:, 0]) == {data.BEGIN} and set(rows[:, -1]) == {data.END}
 
 
-def test_several_dates():
+def test_multiple_date_examples_have_padded_targets():
     drawn = data.multiple_date_examples(data.split()[2], 50, (2, 4), np.random.default_rng(0))
     assert {len(one.iso) // 10 for one in drawn} == {2, 3, 4}
     for one in drawn:
@@ -202,7 +202,7 @@ def trained(name: str, settings: Settings):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
-def test_models_train_and_repeat(name):
+def test_models_train_deterministically_with_valid_attention(name):
     (model, history), (again, _) = (trained(name, TINY) for _ in range(2))
     assert abs(model.n_parameters / TINY.parameters - 1) < 0.35
     assert len(history["losses"]) == 10 * study.SLOW.get(name, 1) and history["losses"][-1] < history["losses"][0]
@@ -218,13 +218,13 @@ def test_models_train_and_repeat(name):
         assert (row[..., length:] == 0).all()
 
 
-def test_sizes_are_alike():
+def test_models_have_similar_parameter_counts():
     sizes = [new_model(name, 100_000, np.random.default_rng(0)).n_parameters for name in MODELS]
     assert max(abs(size / 100_000 - 1) for size in sizes) < 0.08
 
 
 @pytest.mark.nightly
-def test_attention_learns_dates_that_it_never_saw():
+def test_attention_generalizes_to_unseen_dates():
     settings = Settings(steps=160, parameters=25_000, max_tokens=1024, learning_rate=1.2e-2)
     days, generator = data.split()[0], np.random.default_rng(0)
     seen, unseen = study.texts(examples(days, 2000, (0, 0), generator)), study.held_out("validation", 200, (0, 0))
@@ -233,7 +233,7 @@ def test_attention_learns_dates_that_it_never_saw():
     assert exact_accuracy(model, unseen) > 0.4
 
 
-def test_weights_on_fields():
+def test_attention_on_fields_of_known_weights():
     fields = np.array([[NOTHING, DAY, MONTH, MONTH, YEAR, NOTHING]])
     weights = np.zeros((1, 2, 11, 6))
     weights[0, 0, np.arange(11), [4, 4, 4, 5, 0, 2, 3, 0, 1, 0, 0]] = 1  # one digit of the year and of the day miss
@@ -243,7 +243,7 @@ def test_weights_on_fields():
     np.testing.assert_allclose(top[0, 0], [0.75, 1, 0.5])
 
 
-def test_sight_and_even_weights():
+def test_equal_scores_give_uniform_attention_on_fields():
     model = new_model("Luong general", 6000, np.random.default_rng(0))
     model.attention.key.weights.array[:] = 0  # all scores are equal
     seen = measure_attention(model, study.held_out("test", 40, (0, 64)))
@@ -251,7 +251,7 @@ def test_sight_and_even_weights():
     np.testing.assert_allclose(seen.share[0], seen.even, rtol=1e-5)
 
 
-def test_rewards_are_compared_with_those_before():
+def test_reward_baseline_is_the_running_mean():
     critic = study.RunningMeanReward()
     np.testing.assert_array_equal(critic(np.array([[1.0, 3.0], [3.0, 5.0]])), [2, 4])
     np.testing.assert_allclose(critic(np.array([[12.0, 14.0]])), [2, 4])
@@ -260,7 +260,7 @@ def test_rewards_are_compared_with_those_before():
 
 # -------------------------------------------------------------------- the program
 @pytest.mark.nightly
-def test_what_a_run_leaves(tmp_path):
+def test_run_writes_results_plots_and_tables(tmp_path):
     folder = tmp_path / "a run"
     models = "--models", "fixed context", "Transformer"
     out = run_study(main, "--quick", *models, *WORDS, "--output", folder)
@@ -279,7 +279,7 @@ def test_what_a_run_leaves(tmp_path):
 
 
 @pytest.mark.nightly
-def test_several_dates_are_measured(monkeypatch, tmp_path):
+def test_several_flag_writes_multiple_date_results(monkeypatch, tmp_path):
     words = [*WORDS, "--seeds", "1", "--models", "fixed context", "--output", tmp_path]
     monkeypatch.setattr(multiple_dates, "COUNTS", (1, 3))
     monkeypatch.setattr(report, "COUNTS", (1, 3))
@@ -291,7 +291,7 @@ def test_several_dates_are_measured(monkeypatch, tmp_path):
     assert report.multiple_dates_table(results["runs"]) in out
 
 
-def test_an_answer_of_several_dates_is_learnt_to_its_end():
+def test_loss_ignores_padding_after_shorter_answers():
     """Places after the end of a shorter answer count neither in the loss nor in its mean."""
     model = new_model("Luong general", 6000, np.random.default_rng(0))
     generator = np.random.default_rng(1)

@@ -40,7 +40,7 @@ def no_downloads():
 
 
 # -------------------------------------------------------------------- sums
-def test_numbers_in_words_and_back():
+def test_numbers_in_words_round_trip():
     assert [number_in_words(n) for n in (0, 13, 20, 42, 100, 119, 342)] == [
         "zero",
         "thirteen",
@@ -67,17 +67,17 @@ def test_numbers_in_words_and_back():
         ("", None),
     ],
 )
-def test_the_last_number(text, number):
+def test_last_number_of_a_text(text, number):
     assert last_number(text) == number
 
 
-def test_a_sum_by_hand():
+def test_sum_has_the_expected_values_and_answer():
     one = Sum(34, (17, 0, -9))
     assert one.values() == [34, 51, 102, 93]
     assert one.answer() == "34 + 17 = 51. 51 * 2 = 102. 102 - 9 = 93. Ninety-three."
 
 
-def test_stories_say_their_sums():
+def test_stories_contain_the_numbers_of_their_sums():
     """The numbers of a story, in their order, are those of its sum; and no sum is in two parts."""
     parts = sums.sums(300)
     assert {name: len(part) for name, part in parts.items()} == {"test": 400, "validation": 200, "train": 300}
@@ -94,7 +94,7 @@ def test_stories_say_their_sums():
         assert all(eval(line.rstrip(".").replace("=", "==")) for line in equations)
 
 
-def test_a_reworded_story_is_new():
+def test_bus_stories_share_no_sentence_with_training_stories():
     generator = np.random.default_rng(0)
     parts = sums.sums(200)
     known = {sentence for one in parts["train"] for sentence in sums.story(one, generator).split(". ")}
@@ -102,12 +102,12 @@ def test_a_reworded_story_is_new():
         assert not known & set(sums.bus_story(one, generator).removesuffix(sums.ASK).strip().split(". "))
 
 
-def test_steps_that_were_never_done():
+def test_unseen_steps_are_those_absent_from_training():
     trained = [Sum(10, (5, 7))]  # 10 + 5, 15 + 7
     assert sums.unseen_steps([Sum(10, (5, 3)), Sum(15, (7, 0)), Sum(10, (6, 5))], trained) == [False, False, True]
 
 
-def test_judging_sums():
+def test_score_sums_by_question_group():
     questions = [
         tasks.Question("", True, "1 + 1 = 2. Two.", tasks.KNOWN),
         tasks.Question("", True, "3 + 4 = 7. Seven.", tasks.NEW),
@@ -119,7 +119,7 @@ def test_judging_sums():
 
 # -------------------------------------------------------------------- docstrings
 @pytest.mark.nightly
-def test_no_module_is_in_two_parts():
+def test_no_module_is_in_two_splits():
     parts = docstrings.functions()
     modules = {name: {one.module for one in part} for name, part in parts.items()}
     assert not modules["train"] & modules["test"]
@@ -132,12 +132,12 @@ def test_no_module_is_in_two_parts():
 
 
 @pytest.mark.nightly
-def test_no_function_gives_its_line_away():
+def test_no_function_contains_its_docstring_line():
     for part in docstrings.functions().values():
         assert not any(one.line in one.code for one in part)
 
 
-def test_functions_without_their_docstrings():
+def test_functions_in_removes_docstrings():
     source = '''
 class Box:
     @property
@@ -160,7 +160,7 @@ class Box:
     )
 
 
-def test_words_in_common():
+def test_docstring_overlap_scores():
     assert docstrings.rouge1_f1("Return the size.", "return the whole size") == pytest.approx(6 / 7)
     assert docstrings.rouge1_f1("", "") == 0
     assert docstrings.rouge1_f1("the the", "the size") == 0.5
@@ -171,7 +171,7 @@ def test_words_in_common():
 
 
 # -------------------------------------------------------------------- the voice
-def test_plays_in_tenths():
+def test_shakespeare_splits_cover_the_text():
     assert "".join(shakespeare.part(name) for name in ("train", "validation", "test")) == PLAYS
     assert all(shakespeare.part(name).endswith("\n") for name in ("train", "validation"))
     openings = shakespeare.openings(5)
@@ -228,7 +228,7 @@ def quicker(task: tasks.Task) -> tasks.Task:
 
 
 @pytest.mark.nightly
-def test_what_a_run_leaves(finished):
+def test_run_writes_results_plots_and_tables(finished):
     folder, before, _ = finished
     results = read(folder / "results.json")
     assert results["before"] == before["before"]
@@ -249,7 +249,7 @@ def test_what_a_run_leaves(finished):
 
 
 @pytest.mark.nightly
-def test_nothing_is_done_twice(finished, monkeypatch):
+def test_finished_runs_are_skipped(finished, monkeypatch):
     folder, _, words = finished
     monkeypatch.setattr(study, "finetune", None)
     printed = run_study(main, *words)
@@ -261,7 +261,7 @@ def test_nothing_is_done_twice(finished, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_stopped_training_is_not_measured(finished, monkeypatch, tmp_path):
+def test_stopped_finetuning_raises_keyboard_interrupt(finished, monkeypatch, tmp_path):
     """`finetune` returns when it is stopped."""
     settings = study.Settings(output=tmp_path)
     monkeypatch.setattr(study, "finetune", lambda words: 0)
@@ -281,7 +281,7 @@ def test_page_escapes_samples(finished, tmp_path):
     assert "Rosa" in text or "books" in text or "How many" in text
 
 
-def test_records_are_read_by_the_command(tmp_path):
+def test_written_records_are_read_by_read_records(tmp_path):
     encoder = ExampleEncoder(tiny_tokeniser(), 2000)
     for task in tasks.TASKS.values():
         path = tasks.write_records(task, "test", tmp_path)
@@ -290,7 +290,7 @@ def test_records_are_read_by_the_command(tmp_path):
         assert encoder.encode(records[0])[0].n_labels > 3
 
 
-def test_questions_evenly_spread():
+def test_chosen_questions_are_evenly_spaced():
     questions = [tasks.Question(str(i), True, "") for i in range(10)]
     assert [one.text for one in study.chosen(questions, 4)] == ["0", "3", "6", "9"]
     assert study.chosen(questions, 99) == questions

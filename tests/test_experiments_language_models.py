@@ -29,7 +29,7 @@ def tokeniser():
     return tiny_tokeniser()
 
 
-def test_losses_of_tokens_have_the_mean_of_evaluate():
+def test_token_losses_average_to_the_evaluated_loss():
     model, ids = lively_model(), np.random.default_rng(0).integers(0, 400, (5, 33))
     losses = token_losses(model, ids, n_rows=2)
     assert losses.shape == (5, 32)
@@ -43,7 +43,7 @@ def test_losses_of_tokens_have_the_mean_of_evaluate():
         assert abs(token_losses(model, ids) - losses).max() > 1e-3
 
 
-def test_windows_say_how_many_bytes_their_tokens_have(tokeniser):
+def test_windows_count_the_bytes_of_their_tokens(tokeniser):
     text = TEXT + "é € 3 °\n" + TEXT
     rows = windows(tokeniser, text, 3, 20)
     assert rows.ids.shape == (3, 21)
@@ -60,7 +60,7 @@ def test_windows_say_how_many_bytes_their_tokens_have(tokeniser):
         windows(tokeniser, text, 1, 10**6)
 
 
-def test_bits():
+def test_bits_per_byte_of_known_losses():
     losses = np.full((2, 8), math.log(4))
     assert bits_per_byte(losses, np.full((2, 8), 2)) == pytest.approx(1)
 
@@ -79,7 +79,7 @@ def test_held_out_texts_are_in_no_other_split(monkeypatch):
         text_of("news", "train")
 
 
-def test_a_model_from_a_folder(tmp_path):
+def test_load_model_from_a_folder_has_contiguous_weights(tmp_path):
     from tiny_models import write_folder
 
     loaded = load_model(str(write_folder(tmp_path / "tiny")))

@@ -71,7 +71,7 @@ def learned(frozen: FrozenModel, kind: str, folder: Path, seed: int = 0, **chang
 
 # -------------------------------------------------------------------- blocks and scales
 @pytest.mark.parametrize("kind", ["learned", "learned per head"])
-def test_nothing_but_scales_changes(frozen, kind, tmp_path):
+def test_only_softmax_scales_change(frozen, kind, tmp_path):
     before = {name: p.array.tobytes() for name, p in frozen.model.named_parameters()}
     scales = learned(frozen, kind, tmp_path)
     after = dict(frozen.model.named_parameters())
@@ -88,7 +88,7 @@ def test_nothing_but_scales_changes(frozen, kind, tmp_path):
         np.testing.assert_allclose(array, np.broadcast_to(equal_shares(3, 13), array.shape), rtol=1e-5)
 
 
-def test_scales_learn_other_things_from_other_batches(frozen, tmp_path):
+def test_learned_scales_repeat_and_depend_on_the_batches(frozen, tmp_path):
     first, again, other = (learned(frozen, "learned", tmp_path / str(i), i // 2) for i in range(3))
     for a, b, c in zip(first, again, other):
         np.testing.assert_array_equal(a, b)
@@ -96,7 +96,7 @@ def test_scales_learn_other_things_from_other_batches(frozen, tmp_path):
 
 
 @pytest.mark.parametrize("n_blocks", [2, 3, 8])
-def test_exact_statistics_give_the_whole_softmax(frozen, n_blocks):
+def test_exact_statistics_give_the_full_softmax(frozen, n_blocks):
     evaluator = new_evaluator(frozen, 0, SETTINGS)
     whole, exact, none = (
         measure(evaluator, Job(kind, n_blocks), HELD_OUT, SETTINGS)["loss"] for kind in ("whole", "exact", "none")
@@ -105,13 +105,13 @@ def test_exact_statistics_give_the_whole_softmax(frozen, n_blocks):
     assert none != pytest.approx(whole, rel=1e-4)
 
 
-def test_equal_shares():
+def test_equal_shares_are_1_over_visible_blocks():
     np.testing.assert_allclose(equal_shares(2, 5), np.tile([1, 1, 1, 1 / 2, 1 / 2], (2, 1)))
     np.testing.assert_allclose(equal_shares(3, 6)[0], [1, 1, 1 / 2, 1 / 2, 1 / 3, 1 / 3], rtol=1e-6)
 
 
 @pytest.mark.parametrize("n_blocks", [2, 3, 5])
-def test_measured_shares(frozen, n_blocks):
+def test_measured_shares_sum_to_1_over_visible_blocks(frozen, n_blocks):
     shares = exact_shares(frozen, frozen.rows("", "train", 8), (n_blocks,)).mean[n_blocks]
     assert shares.shape == (2, 2, n_blocks, 13)
     np.testing.assert_allclose(shares.sum(axis=2), 1, rtol=1e-5)
@@ -121,7 +121,7 @@ def test_measured_shares(frozen, n_blocks):
         assert (shares[:, :, i, start:] > 0).all()
 
 
-def test_numbers_of_maps(frozen):
+def test_map_statistics_of_full_and_unscaled_softmax(frozen):
     rows = frozen.rows("", "test", 4)[:, :-1]
     use_block_softmax(frozen.model, Job("whole"))
     whole = attention_of(frozen.model, rows)
@@ -135,7 +135,7 @@ def test_numbers_of_maps(frozen):
 
 
 # -------------------------------------------------------------------- rows
-def test_a_row_is_measured_once(frozen, tmp_path):
+def test_result_rows_and_scales_are_stored_and_reused(frozen, tmp_path):
     settings = dataclasses.replace(SETTINGS, output=tmp_path)
     record, evaluator = ResultRows(settings, FREE, rows=[]), new_evaluator(frozen, 0, settings)
     row = {"model": 0, "kind": "learned", "blocks": 2, "seed": 1}
@@ -156,7 +156,7 @@ def row(kind: str, perplexity: float, blocks: int = 2, seed: int = 0) -> dict:
     return {"model": 0, "kind": kind, "blocks": blocks, "seed": seed, "perplexity": perplexity}
 
 
-def test_tables():
+def test_tables_of_perplexity_recovered_loss_and_seeds():
     rows = [row("whole", 4.0, 1), row("none", 8.0), row("learned", 5.0), row("learned", 4.6, seed=1)]
     rows += [row(kind, 4.0) for kind in ("1 / k", "measured", "measured per head", "learned per head", "exact")]
     np.testing.assert_allclose(report.recovered_loss(rows, "learned", 2, 0), [75, 85])
@@ -190,7 +190,7 @@ PICTURES = {"attention-best.png", "attention-worst.png", "spikiness.png", "scale
 
 
 @pytest.mark.nightly
-def test_what_a_run_leaves(finished):
+def test_run_writes_results_plots_and_tables(finished):
     folder, _, out = finished
     check_files(folder, {"results.json", "model-0.safetensors", "scales", "attention.html", *PICTURES}, 300)
     results = read(folder / "results.json")
@@ -214,7 +214,7 @@ def test_finished_runs_are_skipped(finished):
 
 
 @pytest.mark.nightly
-def test_a_model_of_a_run_folder(finished, text, tmp_path):
+def test_model_flag_accepts_a_run_folder(finished, text, tmp_path):
     run = tmp_path / "a run of its own"
     save_checkpoint(run / "last.safetensors", GPT(dataclasses.replace(CONFIG, vocab_size=300)), BPETokeniser(257))
     assert find_checkpoint(run) == run / "last.safetensors"
@@ -225,7 +225,7 @@ def test_a_model_of_a_run_folder(finished, text, tmp_path):
 
 
 @pytest.mark.nightly
-def test_another_softmax_and_other_tokens_are_refused(text, tmp_path):
+def test_models_with_another_softmax_or_vocabulary_are_rejected(text, tmp_path):
     for config, tokeniser, message in (
         (dataclasses.replace(CONFIG, softmax="softmax1"), None, "expected a model that learned with a plain softmax"),
         (dataclasses.replace(CONFIG, vocab_size=256), None, "expected a tokeniser of at most 256 tokens"),
@@ -247,7 +247,7 @@ test_wrong_flags_are_refused = wrong_flags(
 
 
 @pytest.mark.nightly
-def test_a_missing_model_is_named(tmp_path):
+def test_missing_model_prints_a_one_line_error(tmp_path):
     done = call("-m", "experiments.learned_statistics", "--model", tmp_path / "no", "--output", tmp_path / "out")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1

@@ -104,7 +104,7 @@ def rows_of(frozen, text: str) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- the model
-def test_the_model_has_opts_architecture(folder):
+def test_exported_model_has_the_opt_architecture(folder):
     fields = json.loads((folder / "config.json").read_text())
     assert (fields["model_type"], fields["architectures"]) == ("opt", ["OPTForCausalLM"])
     assert (fields["num_hidden_layers"], fields["hidden_size"], fields["activation_function"]) == (2, 16, "relu")
@@ -115,7 +115,7 @@ def test_the_model_has_opts_architecture(folder):
     )
 
 
-def test_blocks_are_parts_of_the_window(settings, frozen):
+def test_scales_and_rows_have_the_size_of_the_window(settings, frozen):
     use_block_softmax(
         frozen.model, Job("learned", 4, "position"), first_scales(Job("learned", 4, "position"), 2, 4, WINDOW)
     )
@@ -130,7 +130,7 @@ def test_blocks_are_parts_of_the_window(settings, frozen):
 
 # -------------------------------------------------------------------- scales
 @pytest.mark.parametrize("grain", GRAINS)
-def test_nothing_but_scales_changes(frozen, settings, grain):
+def test_training_changes_only_softmax_scales(frozen, settings, grain):
     job = learned_job(settings, grain=grain)
     before = digest(frozen.model)
     first = first_scales(job, 2, 4, WINDOW)
@@ -148,7 +148,7 @@ def test_nothing_but_scales_changes(frozen, settings, grain):
         assert abs(a - c).max() > 0
 
 
-def test_weights_that_change_are_noticed(frozen, settings, monkeypatch):
+def test_training_that_changes_weights_raises(frozen, settings, monkeypatch):
     def careless(model, *args):
         model.norm.gain.array[0] += 1
         return 1.0
@@ -158,7 +158,7 @@ def test_weights_that_change_are_noticed(frozen, settings, monkeypatch):
         train_scales(frozen, learned_job(settings), 3, 2, first_scales(learned_job(settings), 2, 4, WINDOW))
 
 
-def test_where_scales_begin():
+def test_initial_scales_of_each_start():
     job = Job("learned", 4, "position", start="1 / k")
     (array,) = first_scales(job, 1, 3, WINDOW)
     assert array[:, 0].tolist() == [1] * 4 and array[:, -1].tolist() == [0.25] * 4
@@ -169,7 +169,7 @@ def test_where_scales_begin():
 
 
 # -------------------------------------------------------------------- shares
-def test_mean_shares_of_one_row_are_exact(frozen):
+def test_mean_shares_of_one_row_give_the_full_softmax(frozen):
     """With one row, its mean is exact: so attention is the whole softmax again."""
     row = rows_of(frozen, "code")[:1]
     shares = exact_shares(frozen, row, (4,))
@@ -186,7 +186,7 @@ def test_mean_shares_of_one_row_are_exact(frozen):
     assert explained(shares, 4, "head and position") == pytest.approx(1, abs=1e-5)
 
 
-def test_means_of_coarser_scales(frozen):
+def test_average_scales_of_coarser_grains(frozen):
     shares = exact_shares(frozen, rows_of(frozen, "code"), (2, 4))
     mean = shares.mean[4]
     np.testing.assert_allclose(mean[:, :, 0] + mean[:, :, 1] + mean[:, :, 2] + mean[:, :, 3], 1, rtol=1e-5)
@@ -207,7 +207,7 @@ def test_means_of_coarser_scales(frozen):
 
 
 # -------------------------------------------------------------------- measuring
-def test_losses_and_likeliest_tokens(frozen):
+def test_losses_and_most_likely_tokens_match_the_model(frozen):
     rows = rows_of(frozen, "captions")
     found = read(frozen.model, rows, 2)
     means = [evaluate(frozen.model, row, 1)[0] for row in rows]
@@ -216,14 +216,14 @@ def test_losses_and_likeliest_tokens(frozen):
     assert (found.likeliest == logits.argmax(axis=-1)).mean() > 0.99  # but for ties
 
 
-def test_what_texts_have_in_common():
+def test_repeated_fraction_and_common_prefix_length():
     assert repeated_fraction([1, 2, 3, 4, 5, 6]) == 0
     assert repeated_fraction([1, 2, 1, 2, 1, 2], 2) == pytest.approx(3 / 5)
     assert repeated_fraction([1, 2]) == 0
     assert common_prefix_length([1, 2, 3], [1, 2, 4]) == 2 == common_prefix_length([1, 2], [1, 2, 4])
 
 
-def test_jobs():
+def test_jobs_are_unique_and_cover_all_settings():
     jobs = all_jobs(PretrainedSettings())
     assert len(set(jobs)) == len(jobs)
     assert len({job.file_name for job in jobs}) == len(jobs)
@@ -234,7 +234,7 @@ def test_jobs():
     assert {job.blocks for job in jobs if job.start == "1 / k"} == {1, 2, 4, 8, 16}
 
 
-def test_a_row_is_measured_once(frozen, settings):
+def test_result_rows_and_scales_are_stored_and_reused(frozen, settings):
     evaluator, record, job = (
         PretrainedEvaluator(settings, frozen),
         ResultRows(settings, FREE, rows=[]),
@@ -257,7 +257,7 @@ PICTURES = {"blocks.png", "positions.png", "grains.png", "learning.png", "scales
 
 
 @pytest.mark.nightly
-def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch):
+def test_run_writes_results_and_resumes_without_recomputing(folder, tmp_path, monkeypatch):
     output = tmp_path / "a run"
     words = ["--model", folder, "--output", output, "--window", WINDOW, "--steps", 2, "--batch-size", 1, "--seeds", 2]
     words += ["--test-windows", 2, "--measured-windows", 1, "--prompts", 1, "--n-written", 4, "--blocks", 2, 4]
@@ -316,7 +316,7 @@ test_wrong_flags_are_refused = wrong_flags(
 )
 
 
-def test_a_folder_that_is_no_model(folder, tmp_path, monkeypatch):
+def test_folder_without_a_tokeniser_is_rejected(folder, tmp_path, monkeypatch):
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     for path in broken.glob("token*"):

@@ -40,7 +40,7 @@ def model() -> MaxRetrieval:
 
 
 # -------------------------------------------------------------------- data and model
-def test_data():
+def test_batches_target_the_item_with_the_highest_priority():
     items, query, targets = new_batch(64, 500, np.random.default_rng(0))
     priorities, classes = items[..., 0], items[..., 1:]
     assert (items.shape, query.shape, targets.shape) == ((500, 64, 1 + N_CLASSES), (500, 1, 1), (500,))
@@ -56,7 +56,7 @@ def test_data():
         assert max(example.tolist())[1 + target] == 1  # the row with the highest priority
 
 
-def test_shapes_of_the_model():
+def test_model_output_shape_and_parameter_count():
     model = MaxRetrieval(np.random.default_rng(0))
     batch = new_batch(7, 3, np.random.default_rng(1))
     assert model(batch.items, batch.query).shape == (3, N_CLASSES)
@@ -66,7 +66,7 @@ def test_shapes_of_the_model():
 
 
 @pytest.mark.parametrize("name", ["softmax", "adaptive"])
-def test_the_softmax_in_the_experiment_is_that_of_the_model(model, name):
+def test_errors_match_the_model_with_each_softmax(model, name):
     batch = new_batch(20, 3, np.random.default_rng(0))
     softmax = Softmax() if name == "softmax" else AdaptiveSoftmax()
     with no_grad():
@@ -80,7 +80,7 @@ def test_the_softmax_in_the_experiment_is_that_of_the_model(model, name):
     np.testing.assert_allclose(model.project_to_logits(mixed), logits, rtol=1e-4, atol=1e-5)
 
 
-def test_gradient_of_the_loss_with_its_squares():
+def test_loss_with_weight_decay_passes_gradcheck():
     model = MaxRetrieval(np.random.default_rng(0), width=3)
     batch = new_batch(5, 4, np.random.default_rng(1))
     names, parameters = zip(*model.named_parameters())
@@ -109,7 +109,7 @@ def test_the_same_seed_gives_the_same_model(model):
     assert any((array != other[name]).any() for name, array in model.state_dict().items())
 
 
-def test_parts_of_the_data_are_all_of_it(monkeypatch):
+def test_split_chunks_cover_all_samples(monkeypatch):
     monkeypatch.setattr(study, "CHUNK", 100)
     assert study.split(16, 14) == [(0, 6), (1, 6), (2, 2)]
     assert study.split(4096, 2) == [(0, 1), (1, 1)]
@@ -117,7 +117,7 @@ def test_parts_of_the_data_are_all_of_it(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_fit_that_pays():
+def test_fitted_adaptive_softmax_improves_accuracy():
     settings = dataclasses.replace(TINY, steps=200, batch_size=64, width=32, samples=200, largest=64, fit_rows=200)
     model, _ = train(settings, 0)
     softmax = fit(model, settings, 0, errors)
@@ -127,7 +127,7 @@ def test_a_fit_that_pays():
     assert accuracy["fit"][-1] > accuracy["plain"][-1] + 0.01
 
 
-def test_measuring(model):
+def test_measure_repeats_and_gives_valid_values(model):
     softmaxes = {"plain": Softmax(), "adaptive": AdaptiveSoftmax([1.0])}
     found = measure(model, softmaxes, TINY, 0)
     assert found == measure(model, softmaxes, TINY, 0)
@@ -139,7 +139,7 @@ def test_measuring(model):
         assert 0 <= low <= mean <= high <= np.log(n) + 1e-3
 
 
-def test_weights_of_the_largest_items(model):
+def test_top_weights_are_padded_and_sum_to_at_most_1(model):
     weights = top_weights(model, {"plain": Softmax()}, TINY)["plain"]
     assert weights.shape == (5, study.N_PAINTED, 16)
     for values, n in zip(weights, TINY.sizes):
@@ -158,7 +158,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.nightly
-def test_what_a_run_leaves(finished):
+def test_run_writes_results_plots_and_tables(finished):
     folder, out = finished
     check_files(folder, ["accuracy.png", "results.json", "weights.png"], 300)
     results = read(folder / "results.json")
@@ -173,7 +173,7 @@ def test_what_a_run_leaves(finished):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("preset", ["--quick", "--paper"])
-def test_presets_are_overridden_and_a_run_repeats(finished, tmp_path, preset):
+def test_flags_override_presets_and_runs_repeat(finished, tmp_path, preset):
     run_study(main, preset, *WORDS, "--output", tmp_path)
     first, again = (read(folder / "results.json") for folder in (finished[0], tmp_path))
     assert again["settings"]["decay"] == (preset == "--paper")

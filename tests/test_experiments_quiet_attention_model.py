@@ -38,7 +38,7 @@ def texts(monkeypatch):
 
 
 # -------------------------------------------------------------------- 8 bits
-def test_rounding():
+def test_int8_rounding_by_tensor_row_and_column():
     x = np.array([[1, -127, 0.4], [10, 5, 0]], np.float32)
     assert rounded(x, "tensor").tolist() == [[1, -127, 0], [10, 5, 0]]
     by_row = rounded(x, "row")
@@ -49,7 +49,7 @@ def test_rounding():
     assert rounded(np.zeros((2, 3), np.float32), "tensor").tolist() == np.zeros((2, 3)).tolist()
 
 
-def test_rounding_one_model_for_a_while(ids):
+def test_simulate_int8_restores_the_weights(ids):
     model = lively_model()
     plain = token_losses(model, ids, n_rows=1)
     weights = {name: p.array.copy() for name, p in model.named_parameters()}
@@ -65,7 +65,7 @@ def test_rounding_one_model_for_a_while(ids):
     assert off["weights and activations, a scale a row"] < off["weights and activations, a scale a tensor"]
 
 
-def test_an_outlier_costs_where_there_is_one_scale(ids):
+def test_outliers_cost_more_with_one_scale_per_tensor(ids):
     model = lively_model()
     for block in model.blocks:
         block.mlp.up.weights.array[0, 0] = 500.0
@@ -78,7 +78,7 @@ def test_an_outlier_costs_where_there_is_one_scale(ids):
 
 
 # -------------------------------------------------------------------- inside
-def test_massive_tokens():
+def test_massive_tokens_are_found():
     streams = np.random.default_rng(0).standard_normal((3, 20, 8))
     assert not massive_tokens(streams).any()
     streams[1, [0, 7], 3] = 5000, -900
@@ -86,7 +86,7 @@ def test_massive_tokens():
     assert np.flatnonzero(massive_tokens(streams)).tolist() == [0, 7]
 
 
-def test_look_inside(ids):
+def test_measure_outliers_with_and_without_sinks(ids):
     model = lively_model()
     inside = measure_outliers(model, ids[:, :-1])
     assert inside.first.shape == (2, 4)
@@ -99,7 +99,7 @@ def test_look_inside(ids):
     json.dumps(inside.as_dict())
 
 
-def test_outliers_of_weights():
+def test_weight_outliers_locate_the_head_and_matrix():
     model = lively_model()
     model.blocks[1].attention.qkv.weights.array[3, 8] = 50.0  # of the second head's queries
     found = weight_outliers(model)
@@ -144,7 +144,7 @@ def test_only_parameters_of_the_method_change(variant, tmp_path):
         assert changed == before.keys()
 
 
-def test_it_learns_a_text(tmp_path):
+def test_lora_training_lowers_the_loss(tmp_path):
     loaded = load_model(str(write_folder(tmp_path / "tiny")))
     text = loaded.tokeniser.encode_plain(TEXT).astype(np.int64)
     losses = train_variant(loaded, Variant("softmax1", "lora"), TrainingPlan([text], 30, 2, 16))
@@ -152,7 +152,7 @@ def test_it_learns_a_text(tmp_path):
 
 
 # -------------------------------------------------------------------- all of it
-def test_the_first_seed_of_everything_comes_before_the_others():
+def test_variants_are_unique_and_ordered_by_seed():
     variants = variants_of(Settings("tiny", 3, 1), quick=False)
     assert len({variant.key for variant in variants}) == len(variants) == 20
     trained = [variant.seed for variant in variants if variant.softmax != "sink"]
@@ -160,7 +160,7 @@ def test_the_first_seed_of_everything_comes_before_the_others():
 
 
 @pytest.mark.nightly
-def test_a_run_leaves_all_and_goes_on(tmp_path, texts, monkeypatch, capsys):
+def test_run_writes_results_and_resumes_without_recomputing(tmp_path, texts, monkeypatch, capsys):
     folder = write_folder(tmp_path / "tiny")
     settings = Settings(str(folder), 1, output=tmp_path / "out", **SMALL)
     monkeypatch.setattr(pretrained, "BEGINNINGS", ("the", "\n"))
@@ -181,7 +181,7 @@ def test_a_run_leaves_all_and_goes_on(tmp_path, texts, monkeypatch, capsys):
     assert list(grouped(results["variants"])) == ["softmax, as it is", "sink, LoRA"]
 
 
-def test_the_flag(tmp_path, monkeypatch):
+def test_model_flag_selects_the_pretrained_study(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(program, "measure_model", lambda settings, quick: asked.append((settings, quick)))
     monkeypatch.setattr(program, "report_model", lambda settings, results: None)

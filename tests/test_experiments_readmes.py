@@ -59,7 +59,7 @@ TABLES: dict[str, Callable[[str, Results], Iterator[str]]] = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_tables(name):
+def test_tables_of_results_are_in_the_readme(name):
     results = read(ROOT / "experiments" / name / "results" / "results.json")
     assert not results["settings"].get("quick")
     text, tables = readme(name), list(TABLES[name](name, results))
@@ -67,20 +67,20 @@ def test_tables(name):
 
 
 @pytest.mark.parametrize(("name", "n_tables"), [("ten_minutes", 4), ("translation", 4)])
-def test_tables_of_a_folder(name, n_tables):
+def test_tables_of_result_folders_are_in_the_readme(name, n_tables):
     folder, report = ROOT / "experiments" / name / "results", report_of(name)
     tables = report.tables(folder) if name == "ten_minutes" else report.tables(report.load_runs(folder))
     assert len(tables) == n_tables and all(table in readme(name) for table in tables.values())
 
 
 @pytest.mark.parametrize("name", ["names", "sentiment"])
-def test_recipes(name):
+def test_stored_recipes_equal_the_code(name):
     study = importlib.import_module(f"experiments.{name}.study")
     recipes = json.loads(json.dumps({model: vars(recipe) for model, recipe in study.RECIPES.items()}))
     assert read(ROOT / "experiments" / name / "results" / "results.json")["recipes"] == recipes
 
 
-def test_tables_of_scales_of_a_pretrained_model(tmp_path):
+def test_tables_of_pretrained_scales_are_in_the_readme(tmp_path):
     from experiments.learned_statistics import pretrained_report
     from experiments.learned_statistics.pretrained_study import FREE, PretrainedSettings
 
@@ -90,7 +90,7 @@ def test_tables_of_scales_of_a_pretrained_model(tmp_path):
     assert all(table in readme("learned_statistics") for table in tables.values())
 
 
-def test_tables_of_smollm2():
+def test_tables_of_smollm2_are_in_the_readmes():
     from experiments.max_retrieval import pretrained_report as max_retrieval_report
     from experiments.quiet_attention import pretrained_report as quiet_attention_report
 
@@ -105,7 +105,7 @@ def test_tables_of_smollm2():
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_every_result_is_shown_or_needed(name):
+def test_every_result_file_is_documented_or_json(name):
     """A file of results is named by a page of the documentation, or is JSON, of which tables are made."""
     pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
     text = "\n".join([*pages, readme(name)])
@@ -122,7 +122,7 @@ def test_every_result_is_shown_or_needed(name):
         ("mnist", "train", "train-images-idx3"),
     ],
 )
-def test_without_the_files(tmp_path, monkeypatch, dataset, word, file):
+def test_missing_and_wrong_dataset_files_raise(tmp_path, monkeypatch, dataset, word, file):
     for name in ("TRICYCLE_DATA", "TRICYCLE_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / name))
     module = importlib.import_module(f"tricycle_datasets.{dataset}")

@@ -46,7 +46,7 @@ def problem(monkeypatch) -> Problem:
 
 
 # -------------------------------------------------------------------- data
-def test_words():
+def test_words_splits_contractions_and_punctuation():
     assert study.words("It's n't what I'd call \"good\", Amélie-like; doesn't") == (
         ["it", "'s", "n't", "what", "i", "'d", "call", '"', "good", '"', ",", "amélie", "-", "like", ";", "does", "n't"]
     )
@@ -54,14 +54,14 @@ def test_words():
 
 
 @pytest.mark.parametrize("text", ["Doesn't it ?", "  a--b'c  É x", "", "can't 'n' won't"])
-def test_words_and_gaps_are_the_text(text):
+def test_words_and_gaps_join_to_the_text(text):
     words, gaps = study.words(text), study.gaps(text)
     assert len(words) == len(gaps)
     assert "".join(gap + word for gap, word in zip(gaps, words)) == text.rstrip().lower()
 
 
 @NEEDS_DATA
-def test_the_sentences():
+def test_rt_polarity_has_the_published_sentences():
     texts, labels = load_rt_polarity()
     assert (len(texts), sum(labels), labels[0], labels[-1]) == (10_662, 5331, 0, 1)
     assert texts[0] == "simplistic , silly and tedious ."
@@ -74,7 +74,7 @@ def test_the_sentences():
 
 
 # -------------------------------------------------------------------- folds
-def test_folds_share_out_every_stratum():
+def test_folds_are_stratified_and_repeat_by_seed():
     strata = np.array([0] * 25 + [1] * 13 + [2] * 2)
     folds = shared.stratified_folds(strata, 5, (0,))
     assert sorted(np.bincount(folds)) == [8] * 5
@@ -85,7 +85,7 @@ def test_folds_share_out_every_stratum():
     np.testing.assert_array_equal(folds, shared.stratified_folds(strata, 5, (0,)))
 
 
-def test_parts_of_the_data():
+def test_splits_are_disjoint_and_keep_groups_together():
     """Every text is tested once; nothing is in two parts; texts of a group stay together."""
     generator = np.random.default_rng(0)
     labels, groups = generator.integers(0, 3, 200), generator.permutation(np.arange(200) // 2)
@@ -104,7 +104,7 @@ def test_parts_of_the_data():
     assert sorted(tested) == list(range(200))
 
 
-def test_a_vocabulary():
+def test_vocabulary_omits_rare_tokens():
     vocabulary = shared.new_vocabulary(["bab", "ac", "cd"], least=2)
     assert vocabulary == {"a": 2, "b": 3, "c": 4}
     assert shared.encode(["abd"], vocabulary) == [[2, 3, UNKNOWN]]
@@ -116,7 +116,7 @@ TINY = Recipe(embedding=16, size=8, heads=2, dropout=0.1, learning_rate=0.02, ep
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
-def test_models_find_the_words_that_tell(problem, name):
+def test_models_classify_and_weight_the_sentiment_words(problem, name):
     parts = shared.split(problem, 4, 0, 0)
     (model, predicted, record), (_, again, _) = (shared.one_fold(problem, parts, name, TINY, (0, 0)) for _ in range(2))
     assert record["test"] > 0.9
@@ -137,7 +137,7 @@ def test_models_find_the_words_that_tell(problem, name):
     assert set(words[:6]) & set(GOOD + BAD)
 
 
-def test_the_epoch_that_is_kept(problem, monkeypatch):
+def test_train_keeps_the_epoch_with_the_best_validation(problem, monkeypatch):
     judged = iter([(0.5, 0.6), (0.4, 0.9), (0.3, 0.9), (0.2, 0.8)])
     states = []
     predict = shared.predict
@@ -156,18 +156,18 @@ def test_the_epoch_that_is_kept(problem, monkeypatch):
     assert any((array != states[3][name]).any() for name, array in model.state_dict().items())
 
 
-def test_hidden_words():
+def test_mask_tokens_replaces_with_unknown():
     assert shared.mask_tokens([[5, 6, 7], [8]], [1, 0]) == [[5, UNKNOWN, 7], [UNKNOWN]]
 
 
-def test_measures_by_hand():
+def test_loss_accuracy_and_mean_logits_of_known_values():
     loss, accuracy = shared.loss_and_accuracy(np.log([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]]) + 7, np.array([1, 1]))
     assert (loss, accuracy) == (pytest.approx(-np.log(0.25 * 0.8) / 2), 0.5)
     mean = shared.mean_logits({"a": Predicted(np.log([[0.2, 0.8]]) + 5, []), "b": Predicted(np.log([[0.8, 0.2]]), [])})
     np.testing.assert_allclose(mean, np.log([[0.4, 0.4]]))
 
 
-def test_naive_bayes_by_hand():
+def test_naive_bayes_of_known_counts():
     tokens = [["good", "good"], ["good", "film"], ["bad", "film"], ["film", "good", "new"]]
     problem = Problem(tokens, np.array([1, 1, 0, 1]), ("-", "+"), np.arange(4))
     nothing = shared.Texts([], np.zeros(0, int))
@@ -210,7 +210,7 @@ def nasty_item(label: int = 0) -> Item:
     return Item(NASTY, [" "] * 8, [False] * 7 + [True], label, seen)
 
 
-def test_no_text_breaks_the_page(tmp_path):
+def test_page_escapes_special_characters(tmp_path):
     path = tmp_path / "a folder" / "page.html"
     pooling_weights.write_page(path, "<title>", "a & b", ("<i>", "+"), [nasty_item(), nasty_item(1)])
     text = path.read_text(encoding="utf-8")
@@ -227,13 +227,13 @@ def test_no_text_breaks_the_page(tmp_path):
     ("items", "message"),
     [([], "at least one text"), ([nasty_item()._replace(tokens=["a"])], "1 weights of one.*got 8")],
 )
-def test_pages_that_cannot_be(tmp_path, items, message):
+def test_invalid_page_items_are_rejected(tmp_path, items, message):
     with pytest.raises(ValueError, match=f"write_page: .*{message}"):
         pooling_weights.write_page(tmp_path / "page.html", "", "", ("-", "+"), items)
     assert not list(tmp_path.iterdir())
 
 
-def test_choice_of_sentences():
+def test_choose_selects_by_agreement_and_label():
     labels = np.array([0, 1] * 20)
     right = np.zeros((2, 40), bool)
     right[:, :20], right[0, 20:30] = True, True
@@ -243,7 +243,7 @@ def test_choice_of_sentences():
     assert [i // 10 for i in chosen[6:]] == [2] * 6 + [3] * 6 and max(chosen[:6]) < 20
 
 
-def test_lines_of_a_picture(tmp_path):
+def test_wrap_breaks_lines_and_paint_writes_an_image(tmp_path):
     rows = pooling_weights.wrap(["aa", "bbb", "c", "dddddd"], ["", " ", "", " "], np.array([0.25, 0, 0.75, 0]), 6)
     assert [[(x, token) for x, token, _ in row] for row in rows] == [
         [(0, "aa"), (3, "bbb")],
@@ -256,7 +256,7 @@ def test_lines_of_a_picture(tmp_path):
     assert min(imread(tmp_path / "words.png").shape[:2]) > 40
 
 
-def test_folds_are_drawn(tmp_path):
+def test_plot_folds_writes_an_image(tmp_path):
     figures.plot_folds({"a": [1.0, 2.0], "b": [3.0]}, tmp_path / "folds.png", "x", "title", ("line", 2.5))
     assert imread(tmp_path / "folds.png").shape[1] > 600
 
@@ -266,7 +266,7 @@ WORDS = "--folds 4 --tested 2 --epochs 2 --shown 2".split()
 
 
 @pytest.mark.nightly
-def test_what_a_run_leaves(problem, tmp_path):
+def test_run_writes_results_plots_and_tables(problem, tmp_path):
     folder, again = tmp_path / "a run", tmp_path / "again"
     out = run_study(main, "--quick", *WORDS, "--output", folder)
     check_files(folder, ["accuracy.png", "pooling_weights.html", "results.json", "training.png", "words.png"])

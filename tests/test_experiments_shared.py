@@ -24,7 +24,7 @@ class Settings:
     output: Path = Path("out")
 
 
-def test_values_at_their_limits_are_taken():
+def test_checks_accept_limits_and_reject_values_beyond():
     check_minimum(Settings(), n=1)
     check_fractions(Settings(), "rate", "rates")
     check_choices(Settings(), models=("a", "b, c", "d"))
@@ -42,7 +42,7 @@ def test_flags_override_the_preset():
     assert run(main, "--quick", "--n", 7) == "\ntitle\n\n7 0.2\n\nout: file\n"
 
 
-def test_rounding():
+def test_rounded_keeps_types_and_significant_digits():
     value = {"a": [1.234567, 3, True], "b": (np.float32(0.1), "x", None)}
     assert rounded(value) == {"a": [1.2346, 3, True], "b": [0.1, "x", None]}
     assert rounded(123456.7, 3) == 123000
@@ -57,7 +57,7 @@ def test_results_of_other_settings_are_refused(tmp_path):
         Record(Settings(output=tmp_path, n=2), ("rate",))
 
 
-def test_gradients_are_clipped(monkeypatch):
+def test_train_best_passes_the_gradient_norm_limit(monkeypatch):
     norms, model = [], Dense(1, 1)
     monkeypatch.setattr(training, "train_on_batch", lambda *args: norms.append(args[-1]))
     train_best(model, None, [0] * 3, 3, 0.1, lambda: 1.0, "", 0.25)

@@ -71,7 +71,7 @@ def texts(tmp_path_factory) -> Path:
 
 
 # -------------------------------------------------------------------- the texts
-def test_python_without_the_held_out_files():
+def test_python_documents_exclude_the_held_out_files():
     names = data.python_files()
     kept = [name for name in names if not is_held_out(name)]
     chosen = [name for name in kept if data.is_for_validation(name)]
@@ -82,12 +82,12 @@ def test_python_without_the_held_out_files():
     assert not any(is_held_out(name) and data.is_for_validation(name) for name in names)
 
 
-def test_one_text_in_tenths():
+def test_hold_out_tenth_before_last_splits_a_text():
     text = bytes(range(100))
     assert list(data.hold_out_tenth_before_last(text)) == [(text[:80], False), (text[80:90], True)]
 
 
-def test_own_files_without_the_held_out_ones(texts, tmp_path):
+def test_text_documents_exclude_the_held_out_files(texts, tmp_path):
     official = TextFiles(texts, 300, progress=False)
     documents = list(data.text_documents([texts]))
     held_out = official.validation_bytes
@@ -111,7 +111,7 @@ def test_unknown_texts_are_refused():
 
 
 # -------------------------------------------------------------------- the clock
-def test_a_budget_is_used_up():
+def test_budget_predicts_the_number_of_steps():
     now = [0.0]
     budget = Budget(100, lambda: now[0], spent=10, reserve=2)
     found = []
@@ -126,12 +126,12 @@ def test_a_budget_is_used_up():
     assert np.abs(np.array(found[8:]) - left).max() <= 3
 
 
-def test_a_budget_that_is_spent_ends_at_once():
+def test_spent_budget_allows_one_step():
     assert Budget(1, lambda: 0.0, spent=2).total_steps() == 1
 
 
 # -------------------------------------------------------------------- variants
-def test_every_variant_changes_one_thing_of_the_preset():
+def test_every_variant_differs_from_the_recipe():
     recipe = GPTConfig.from_dict(PRESETS["laptop"]().to_dict())
     found = configs(recipe)
     assert next(iter(found)) == RECIPE and found[RECIPE] == recipe
@@ -143,7 +143,7 @@ def test_every_variant_changes_one_thing_of_the_preset():
     assert set(PLAIN) <= ablations.FIELDS | {"token_shift"}
 
 
-def test_variants_of_a_small_recipe():
+def test_variants_and_also_flags_of_a_small_recipe():
     found = configs(replace(SMALL, **MODERN), ("adamw", "vocabulary-1024", "gelu", "gelu"))
     assert list(found) == [RECIPE, "adamw", "vocabulary-1024", "gelu"]
     assert found["vocabulary-1024"].vocab_size == 1024
@@ -167,7 +167,7 @@ def finished(texts, tmp_path_factory):
 
 
 @pytest.mark.nightly
-def test_what_a_run_leaves(finished):
+def test_run_writes_results_plots_and_tables(finished):
     folder, _, out = finished
     check_files(folder, ["ablations.png", "results.json"], 200)
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
@@ -197,7 +197,7 @@ def test_finished_runs_are_skipped(finished, monkeypatch):
         run_study(program.main, *words, "--n-layers", 2)
 
 
-def test_a_training_that_fails_does_not_take_the_others_along(monkeypatch, tmp_path):
+def test_failed_training_keeps_the_other_results(monkeypatch, tmp_path):
     def fake(settings, config, cores, bar):
         if config.activation == "swiglu":
             raise RuntimeError("broken")
@@ -240,7 +240,7 @@ test_wrong_flags_of_the_baseline_are_refused = wrong_flags(
     (["--files", "a"], "--files.*got --data python"),
 )
 
-test_wrong_flags_of_parses_are_refused = wrong_flags(
+test_wrong_flags_of_syntax_check_are_refused = wrong_flags(
     syntax_check.main,
     (["nowhere"], "run folder or.*checkpoint.*nowhere"),
     ([".", "--samples", "0"], "--samples.*got 0"),
@@ -251,7 +251,7 @@ test_wrong_flags_of_parses_are_refused = wrong_flags(
 )
 
 
-def test_tables():
+def test_table_of_variants_and_their_losses():
     def trial(variant, seed, bits):
         about = {"parameters": 1000, "steps": 10, "tokens_per_second": 50, "label": variant}
         return {"variant": variant, "seed": seed, "bits": bits, **about}
@@ -276,7 +276,7 @@ TWINS = {
 
 
 @pytest.mark.parametrize("config", TWINS.values(), ids=TWINS)
-def test_pytorch_begins_and_trains_as_we_do(config):
+def test_pytorch_baseline_matches_loss_gradients_and_updates(config):
     torch = pytest.importorskip("torch")
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -316,7 +316,7 @@ def test_pytorch_begins_and_trains_as_we_do(config):
         torch.set_num_threads(n_threads)
 
 
-def test_a_run_of_the_baseline(texts, tmp_path):
+def test_baseline_run_writes_comparable_results(texts, tmp_path):
     torch = pytest.importorskip("torch")
     n_threads = torch.get_num_threads()
     words = ["--data", "text", "--files", str(texts), "--part", "validation", "--threads", "1"]
@@ -336,7 +336,7 @@ def test_a_run_of_the_baseline(texts, tmp_path):
     assert "| GPT-2's model, AdamW, float32 | text, validation |" in table
 
 
-def test_scores_are_those_of_the_library(texts):
+def test_baseline_evaluation_matches_the_library(texts):
     torch = pytest.importorskip("torch")
     from tricycle.evaluation import evaluate
 
@@ -351,7 +351,7 @@ def test_scores_are_those_of_the_library(texts):
 
 
 # -------------------------------------------------------------------- functions that parse
-def test_where_a_function_ends():
+def test_is_complete_detects_the_end_of_a_function():
     assert not syntax_check.is_complete(b"\n\ndef f(\n    a,\n) -> int:\n\n    return 1\n\n")
     assert syntax_check.is_complete(b"\n\ndef f():\n    return 1\nx")
     assert syntax_check.is_complete(b"def f():\n    return 1\n\n\n# a remark")
@@ -371,11 +371,11 @@ def test_where_a_function_ends():
         "def f():\n  return " + "(" * 5000: False,
     }.items(),
 )
-def test_is_python(text, expected):
+def test_is_python_accepts_only_valid_functions(text, expected):
     assert syntax_check.is_python(text) is expected
 
 
-def test_beginnings_of_functions():
+def test_function_signatures_include_the_docstring():
     source = b'''@decorated
 def f(a,
       b=1):
@@ -433,7 +433,7 @@ class Parrot:
 TEXT = b"\n\ndef f(x):\n  return x\n\n\nx = 1\n"
 
 
-def test_functions_are_written_up_to_their_ends(monkeypatch):
+def test_generated_functions_end_with_the_function(monkeypatch):
     tokeniser = BPETokeniser(300)
     prompts = [b"\n\ndef", b"\n\ndef f("]
     with monkeypatch.context() as patch:
@@ -454,7 +454,7 @@ def test_functions_are_written_up_to_their_ends(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_model_is_examined(tmp_path):
+def test_syntax_check_writes_a_row_for_each_setting(tmp_path):
     tokeniser = BPETokeniser(300)
     save_checkpoint(tmp_path / "best.safetensors", GPT(replace(SMALL, context_window=250)), tokeniser)
     words = ["--samples", "3", "--temperatures", "0", "1", "--batch", "2"]

@@ -72,7 +72,7 @@ def changed(plan: TrainingSettings, **values) -> TrainingSettings:
 
 
 # -------------------------------------------------------------------- data
-def test_text_comes_back(pairs):
+def test_vocabulary_round_trip(pairs):
     vocabulary = pairs.vocabulary
     assert len({vocabulary.pad, vocabulary.begin, vocabulary.end}) == 3
     for text in ["The dog sees the man.", "der Hund <end> \xfc", "x"]:
@@ -84,7 +84,7 @@ def test_text_comes_back(pairs):
     assert first == later
 
 
-def test_a_batch(pairs):
+def test_batch_is_padded_and_labels_are_shifted(pairs):
     vocabulary = pairs.vocabulary
     short, long = np.argsort(pairs.lengths.sum(axis=1))[[0, -1]]
     batch = pairs.batch([short, long])
@@ -98,7 +98,7 @@ def test_a_batch(pairs):
     assert vocabulary.decode(batch.labels[1]) == pairs.texts[long][1]
 
 
-def test_long_pairs_are_left_out_on_request(pairs):
+def test_pairs_longer_than_the_limit_are_omitted(pairs):
     sources, targets = map(list, zip(*pairs.texts))
     kept = Pairs(pairs.vocabulary, sources, targets, longest=10)
     assert 0 < len(kept) < len(pairs)
@@ -109,7 +109,7 @@ def test_long_pairs_are_left_out_on_request(pairs):
         Pairs(pairs.vocabulary, sources, targets[:1])
 
 
-def test_bleu():
+def test_bleu_scores_and_signature():
     pytest.importorskip("sacrebleu")
     score, signature = bleu(["A man rides a brown horse."], ["A man rides a brown horse."])
     assert score == pytest.approx(100) and "case:mixed" in signature and "tok:13a" in signature
@@ -117,13 +117,13 @@ def test_bleu():
     assert 0 < lower < 90
 
 
-def test_bleu_without_its_package(monkeypatch):
+def test_bleu_without_sacrebleu_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
     with pytest.raises(ImportError, match="pip install sacrebleu"):
         bleu(["a"], ["a"])
 
 
-def test_multi30k_of_made_up_files(monkeypatch, tmp_path):
+def test_multi30k_reads_lines_and_rejects_unknown_splits(monkeypatch, tmp_path):
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress("Ein Hund. \nZwei\u2028 \xa0Hunde.\n".encode()))
     asked = []
@@ -140,7 +140,7 @@ def test_multi30k_of_made_up_files(monkeypatch, tmp_path):
 @pytest.mark.skipif(
     not Path(os.environ.get("TRICYCLE_DATA", "-"), "multi30k").is_dir(), reason="no multi30k under TRICYCLE_DATA"
 )
-def test_multi30k():
+def test_multi30k_has_the_published_sentences():
     for split, n in zip(SPLITS, (29_000, 1_014, 1_000)):
         for language in ("en", "de", "fr"):
             assert len(load_multi30k(split, language)) == n
@@ -152,7 +152,7 @@ def test_multi30k():
 
 # -------------------------------------------------------------------- models and training
 @pytest.mark.parametrize("name", RECIPES)
-def test_training_repeats_and_goes_on_where_it_stopped(pairs, name, tmp_path):
+def test_resumed_training_equals_uninterrupted_training(pairs, name, tmp_path):
     pytest.importorskip("sacrebleu")
     plan = changed(PLAN, measurements=1)
     whole, cut = (Training(name, SMALL, plan, pairs, pairs) for _ in range(2))
@@ -174,7 +174,7 @@ def test_training_repeats_and_goes_on_where_it_stopped(pairs, name, tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_model_learns_the_language(pairs):
+def test_transformer_learns_a_synthetic_language(pairs):
     plan = changed(PLAN, steps=200, measurements=0, label_smoothing=0.0)
     training = Training("transformer", Recipe("", 32, 1, 1e-2, 0.0, 1500, n_heads=2), plan, pairs, pairs)
     training.run()
@@ -190,7 +190,7 @@ def test_a_model_learns_the_language(pairs):
     np.testing.assert_allclose(np.sum(weights, axis=1), 1, atol=0.02)
 
 
-def test_rate_and_mean_of_weights(pairs):
+def test_learning_rate_schedule_and_averaged_weights(pairs):
     training = Training("fixed", SMALL, changed(PLAN, steps=100), pairs, pairs)
     rates = []
     for step in range(100):
@@ -212,14 +212,14 @@ def test_rate_and_mean_of_weights(pairs):
     assert training.model.training
 
 
-def test_time_is_what_the_clock_says(pairs):
+def test_training_time_is_measured_by_the_given_clock(pairs):
     ticks = iter(range(1000))
     training = Training("fixed", SMALL, changed(PLAN, minutes=0.1, measurements=0), pairs, pairs, lambda: next(ticks))
     training.run()
     assert training.seconds == 6 and training.step == 6
 
 
-def test_parameters_of_both_languages_are_shared():
+def test_embeddings_of_both_languages_are_shared():
     for name in RECIPES:
         model = new_model(name, SMALL, 300, np.random.default_rng(0))
         assert sum(p.shape == (300, 16) for p in model.parameters()) == 1
@@ -227,7 +227,7 @@ def test_parameters_of_both_languages_are_shared():
         new_model("cnn", SMALL, 300, np.random.default_rng(0))
 
 
-def test_each_transformer_layer_is_shown(pairs):
+def test_attention_of_each_transformer_layer_is_returned(pairs):
     model = new_model("transformer", Recipe("", 16, 2, 1e-3, 0.0, 400, n_heads=2), 330, np.random.default_rng(0)).eval()
     shown = translate_with_attention(model, pairs.vocabulary, "The dog.")
     assert list(shown["weights"]) == ["layer 1", "layer 2"]
@@ -236,14 +236,14 @@ def test_each_transformer_layer_is_shown(pairs):
     assert report.sharpest_layer([{"weights": {"a": flat, "b": sharp}}, {"weights": {"a": flat, "b": flat}}]) == "b"
 
 
-def test_sentences_that_cannot_be_translated(pairs):
+def test_empty_and_overlong_sentences_are_rejected(pairs):
     model = new_model("transformer", SMALL, 330, np.random.default_rng(0))
     for sentence, got in [(" ", "got 0: ' '"), ("dog tree " * 100, r"got \d{3}: 'dog tree")]:
         with pytest.raises(ValueError, match=f"128 tokens, {got}"):
             translate(model, pairs.vocabulary, ["The dog.", sentence])
 
 
-def test_labels_of_tokens():
+def test_token_labels_mark_continuations():
     tokens = [" Kin", "d", ", ", "das", " $", "5", " \x16", "<end>"]
     assert report._labels(tokens) == ["Kin", "-d", ",", "das", "$", "5", "·", "<end>"]
 
@@ -266,7 +266,7 @@ def made_up(monkeypatch):
     monkeypatch.setattr(program, "SHOWN", (1,))
 
 
-def test_what_a_run_leaves(made_up, monkeypatch, tmp_path):
+def test_run_writes_results_plots_and_tables(made_up, monkeypatch, tmp_path):
     pytest.importorskip("sacrebleu")
     out = call(tmp_path, *WORDS)
     names = {f"{name}-de-0.{ending}" for name in RECIPES for ending in ("json", "safetensors")}
@@ -326,7 +326,7 @@ def test_a_table_of_one_run_has_no_spread():
     assert row == f"| {RECIPES['luong'].title} | 2.5 M | 1.5 | 3 | 2.000 | 10.0 | 20.0 | 21.0 |"
 
 
-def test_models_have_a_row_and_a_title_each():
+def test_recipes_have_unique_titles():
     assert len({recipe.title for recipe in RECIPES.values()}) == len(RECIPES)
     assert json.dumps([vars(recipe) for recipe in RECIPES.values()])
     assert study.CONTEXT_WINDOW >= 100

@@ -19,7 +19,7 @@ def names(folder) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_it_writes_bytes_and_text(tmp_path):
+def test_atomic_write_of_bytes_and_text(tmp_path):
     with atomic_write(tmp_path / "new" / "folder" / "bytes") as file:
         file.write(b"\r\n\xff")
     assert (tmp_path / "new" / "folder" / "bytes").read_bytes() == b"\r\n\xff"
@@ -28,7 +28,7 @@ def test_it_writes_bytes_and_text(tmp_path):
     assert (tmp_path / "text").read_bytes() == "zwölf\n".encode()
 
 
-def test_the_old_file_stands_until_the_block_ends(tmp_path):
+def test_old_file_is_readable_until_the_block_ends(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
     with atomic_write(path, text=True) as file:
@@ -39,7 +39,7 @@ def test_the_old_file_stands_until_the_block_ends(tmp_path):
     assert names(tmp_path) == ["file"]
 
 
-def test_the_bytes_are_on_the_disk_before_the_rename(tmp_path, monkeypatch):
+def test_fsync_precedes_the_rename(tmp_path, monkeypatch):
     order = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda handle: (order.append("fsync"), fsync(handle)))
@@ -77,7 +77,7 @@ def test_an_error_in_the_block_leaves_the_old_file(tmp_path, error):
     assert names(tmp_path) == ["file"]
 
 
-def test_a_folder_in_the_place_is_an_error(tmp_path):
+def test_atomic_write_to_a_folder_raises(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError), atomic_write(tmp_path / "folder") as file:
         file.write(b"new")
@@ -105,7 +105,7 @@ with atomic_write(sys.argv[1]) as file:
 
 @POSIX_ONLY
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_permissions_are_those_of_any_new_file(tmp_path, umask, mode):
+def test_permissions_follow_the_umask(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         with atomic_write(tmp_path / "file") as file:
@@ -118,7 +118,7 @@ def test_permissions_are_those_of_any_new_file(tmp_path, umask, mode):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Unix alone has named pipes")
 @pytest.mark.parametrize("name", ["pipe", "link"])
-def test_a_pipe_keeps_its_name(tmp_path, name):
+def test_atomic_write_rejects_and_keeps_a_pipe(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     before = sorted(tmp_path.iterdir())
@@ -129,7 +129,7 @@ def test_a_pipe_keeps_its_name(tmp_path, name):
 
 
 # -------------------------------------------------------------------- lines
-def test_lines_are_added(tmp_path):
+def test_append_lines_appends_utf8_lines(tmp_path):
     path = tmp_path / "lines"
     for i in range(3):
         append_lines(path, f"zwölf {i}\nand more\n")
@@ -140,7 +140,7 @@ def test_lines_are_added(tmp_path):
 
 @pytest.mark.parametrize("length", [0, 1, 3, 4095, 4096, 4097, 9000])
 @pytest.mark.parametrize("before", ["", "whole\n", "whole\n" * 3000])
-def test_a_line_that_was_cut_off_is_dropped(tmp_path, before, length):
+def test_incomplete_last_line_is_removed_before_appending(tmp_path, before, length):
     path = tmp_path / "lines"
     path.write_text(before + "x" * length)
     append_lines(path, "new\n")
@@ -172,7 +172,7 @@ class Disk:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("n_bytes", [0, 1, 7, 100])
-def test_lines_are_added_whole_or_not_at_all(tmp_path, monkeypatch, n_bytes, number):
+def test_append_lines_is_atomic_on_disk_errors(tmp_path, monkeypatch, n_bytes, number):
     path, text, usual = tmp_path / "lines", "new line\n" * 3, Path.open
     path.write_text("old\n")
     with monkeypatch.context() as patch:
@@ -203,7 +203,7 @@ def test_errors_name_the_file(tmp_path, monkeypatch, function):
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EACCES])
-def test_folders_that_cannot_be_synced_are_left(tmp_path, monkeypatch, number):
+def test_folder_sync_errors_are_ignored(tmp_path, monkeypatch, number):
     """Some file systems cannot, and some folders may be written but not read."""
     usual = os.fsync
 
@@ -218,7 +218,7 @@ def test_folders_that_cannot_be_synced_are_left(tmp_path, monkeypatch, number):
     assert (tmp_path / "file").read_bytes() == b"new"
 
 
-def test_folders_are_synced_that_get_a_new_name(tmp_path, monkeypatch):
+def test_folders_with_new_entries_are_synced(tmp_path, monkeypatch):
     synced, usual = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), usual(handle)))
     with atomic_write(tmp_path / "a" / "b" / "file") as file:

@@ -86,7 +86,7 @@ def tune(base_folder: Path, data: Path, folder: Path, *words: str) -> int:
 
 
 # -------------------------------------------------------------------- whole runs
-def test_an_adapter_helps_and_others_take_it(base_folder, data, tmp_path, capsys):
+def test_adapter_lowers_the_loss_and_loads_in_other_commands(base_folder, data, tmp_path, capsys):
     run = tmp_path / "run"
     assert tune(base_folder, data, run, "--steps", "40", "--eval-interval", "20") == 0
     out = capsys.readouterr().out
@@ -161,7 +161,7 @@ def test_resuming_is_bit_exact(method, loss, base_folder, data, tmp_path, monkey
     assert timeless[0] == timeless[1]
 
 
-def test_all_weights_are_a_checkpoint(base_folder, data, tmp_path):
+def test_full_finetuning_saves_a_loadable_checkpoint(base_folder, data, tmp_path):
     tune(base_folder, data, tmp_path / "run", "--method", "full", "--learning-rate", "0.003")
     loaded = load(tmp_path / "run")
     assert loaded.model.config.context_window == 100
@@ -171,7 +171,7 @@ def test_all_weights_are_a_checkpoint(base_folder, data, tmp_path):
 
 
 @pytest.mark.parametrize("n_steps", [1, 2])
-def test_every_update_has_a_rate(n_steps, base_folder, data, tmp_path, capsys):
+def test_short_runs_update_and_evaluate_every_step(n_steps, base_folder, data, tmp_path, capsys):
     words = ["--steps", str(n_steps), "--learning-rate", "0.1", "--eval-interval", "1"]
     tune(base_folder, data, tmp_path / "run", *words)
     output = capsys.readouterr().out
@@ -186,7 +186,7 @@ def test_every_update_has_a_rate(n_steps, base_folder, data, tmp_path, capsys):
 
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("words", ["--weights int8", "--weights bfloat16", "--dora --weights int8", "--dora"])
-def test_adapters_on_quantized_weights(words, base_folder, data, tmp_path):
+def test_adapters_on_quantized_weights_lower_the_loss(words, base_folder, data, tmp_path):
     tune(base_folder, data, tmp_path / "run", *words.split())
     losses = [
         line["held_out_loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in line
@@ -194,7 +194,7 @@ def test_adapters_on_quantized_weights(words, base_folder, data, tmp_path):
     assert losses[-1] < json.loads((tmp_path / "run" / "data.json").read_text())["before"]["loss"]
 
 
-def test_early_stopping(base_folder, data, tmp_path, capsys):
+def test_early_stopping_ends_the_run_after_patience(base_folder, data, tmp_path, capsys):
     words = ["--steps", "60", "--eval-interval", "1", "--patience", "2", "--learning-rate", "3"]
     tune(base_folder, data, tmp_path / "run", *words)
     assert "early stopping (--patience 2)" in capsys.readouterr().out
@@ -204,7 +204,7 @@ def test_early_stopping(base_folder, data, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("shape", ["text", "pair", "plain"])
-def test_other_shapes(shape, base_folder, tmp_path):
+def test_text_and_pair_and_folder_data_lower_the_loss(shape, base_folder, tmp_path):
     rng = np.random.default_rng(0)
     texts = [" ".join(rng.choice(WORDS, rng.integers(4, 60))) for _ in range(30)]
     if shape == "text":
@@ -246,7 +246,7 @@ def test_chosen_answers_become_likelier_than_rejected_ones(chat, method, base_fo
     assert (run / "loss.png").stat().st_size > 1000
 
 
-def test_tokens_that_count_in_a_preference():
+def test_preference_loss_mask_covers_only_the_answers():
     tokeniser = tiny_tokeniser()
     user, good, bad = (
         {"role": r, "content": c} for r, c in (("user", "a?"), ("assistant", "fox"), ("assistant", "rain"))
@@ -272,7 +272,7 @@ def test_tokens_that_count_in_a_preference():
 
 
 # -------------------------------------------------------------------- what counts
-def test_only_answers_count_up_to_their_end():
+def test_chat_loss_mask_covers_answers_and_end_tokens():
     tokeniser = tiny_tokeniser()
     messages = [
         {"role": "user", "content": "small birds <|im_end|>"},
@@ -299,7 +299,7 @@ def record(kind, value):
     return Record("here", kind, value)
 
 
-def test_plain_chatml_is_as_the_template_writes_it():
+def test_chat_parts_equal_the_chat_template():
     tokeniser = tiny_tokeniser()
     messages = conversations(1)[0]["messages"]
     joined = [token for ids, _ in tokeniser.chat_parts(messages) for token in ids]
@@ -331,7 +331,7 @@ def test_equal_records_are_held_out_together(tmp_path):
     assert len(examples.train) + len(examples.held_out) == 100
 
 
-def test_files_with_windows_line_endings(base_folder, data, tmp_path):
+def test_records_with_bom_and_windows_line_endings_are_read(base_folder, data, tmp_path):
     data.write_bytes(b"\xef\xbb\xbf" + data.read_bytes().replace(b"\n", b"\r\n"))
     assert len(read_records([data])) == 60
 
@@ -440,7 +440,7 @@ def test_estimated_memory_is_a_lower_bound(words, base_folder, data, tmp_path, m
     assert estimates[0] < peak < 6 * estimates[0]
 
 
-def test_other_bad_input(base_folder, data, tmp_path):
+def test_invalid_flags_data_and_run_folders_are_rejected(base_folder, data, tmp_path):
     run = tmp_path / "run"
     silent = write_folder(tmp_path / "silent", chat_template=None)
     with pytest.raises(ValueError, match=r"line 1: .*chat template"):

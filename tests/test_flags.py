@@ -60,7 +60,7 @@ def program(monkeypatch):
         (["--on"], Outer()),
     ],
 )
-def test_values(words, expected):
+def test_flag_values_are_parsed(words, expected):
     assert parse(Outer, args=words) == expected
 
 

@@ -28,7 +28,7 @@ def gguf():
 
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
-def test_sizes(kind, gguf):
+def test_block_sizes_equal_gguf(kind, gguf):
     sizes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     assert (BLOCK_FORMATS[kind].n_values, BLOCK_FORMATS[kind].n_bytes) == sizes
 
@@ -48,7 +48,7 @@ def test_dequantize_blocks_equals_gguf(kind, scales, shape, gguf):
 
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
-def test_rows_of_blocks_are_rows_of_values(kind):
+def test_permuted_rows_dequantize_to_permuted_values(kind):
     """Rows can be permuted before they are dequantized."""
     packed = random_blocks(kind, (9, 2), scales="finite")
     order = np.random.default_rng(1).permutation(9)
@@ -75,7 +75,7 @@ def test_halves_are_rounded_away_from_zero(gguf):
     assert packed[0, 2:].view(np.int8)[:7].tolist() == [127, 1, 2, 3, -1, -3, 0]
 
 
-def test_q8_0_is_near():
+def test_q8_0_error_is_bounded_and_requantization_is_exact():
     values = np.random.default_rng(3).standard_normal((64, 96)).astype(np.float32)
     again = dequantize_blocks(quantize_blocks(values, "Q8_0"), "Q8_0")
     largest = np.abs(values.reshape(64, 3, 32)).max(-1, keepdims=True)

@@ -37,7 +37,7 @@ def files(tmp_path_factory) -> dict[str, tuple[Path, object]]:
 
 # -------------------------------------------------------------------- models
 @each_model
-def test_tensors_are_those_of_transformers(files, name):
+def test_tensors_equal_transformers(files, name):
     path, model = files[name]
     source = read_gguf(path)
     expected = {key: value.numpy() for key, value in model.state_dict().items()}
@@ -55,7 +55,7 @@ def test_tensors_are_those_of_transformers(files, name):
 
 
 @each_model
-def test_fields_are_those_of_transformers(files, name):
+def test_config_fields_equal_transformers(files, name):
     """Each field means the same in transformers: its config made from these fields is the config of the model."""
     path, model = files[name]
     fields = read_gguf(path).fields
@@ -85,7 +85,7 @@ def _near(actual, expected) -> bool:
 
 
 @pytest.mark.parametrize("name", gguf_models.ARCHITECTURES)
-def test_logits_are_those_of_transformers(files, name):
+def test_logits_match_transformers(files, name):
     path, model = files[name]
     tokens = np.random.default_rng(7).integers(0, 61, (2, 24))
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_logits_are_those_of_transformers(files, name):
 
 @each_model
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
-def test_16_bits_stay_16_bits(files, tmp_path, name, kind):
+def test_16_bit_tensors_keep_their_dtype(files, tmp_path, name, kind):
     _, model = files[name]
     source = read_gguf(gguf_models.write_model(tmp_path / "a.gguf", name, model, kind))
     dtype = np.dtype({"F16": "float16", "BF16": "bfloat16"}[kind])  # ml_dtypes gives NumPy the second
@@ -112,7 +112,7 @@ def test_16_bits_stay_16_bits(files, tmp_path, name, kind):
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
-def test_blocks_are_read(tmp_path, kind):
+def test_quantized_blocks_dequantize_as_in_transformers(tmp_path, kind):
     """Also where rows change places: a row of queries is a row of whole blocks."""
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -139,7 +139,7 @@ def test_blocks_are_read(tmp_path, kind):
         np.testing.assert_array_equal(tensor.read(), state[key].numpy(), err_msg=key)
 
 
-def test_an_output_layer_of_its_own_and_a_copy(files, tmp_path):
+def test_output_layer_equal_to_the_embedding_is_tied(files, tmp_path):
     _, model = files["GPT-2"]
     tensors = gguf_models.convert_tensors("gpt2", model)
     keys = gguf_models.metadata_of("gpt2", model.config)
@@ -156,7 +156,7 @@ def test_an_output_layer_of_its_own_and_a_copy(files, tmp_path):
     np.testing.assert_array_equal(own.tensors["lm_head.weight"].read(), 2 * tensors["token_embd.weight"])
 
 
-def test_queries_keys_and_values_in_one_matrix(files, tmp_path):
+def test_fused_qkv_matrix_is_split(files, tmp_path):
     _, model = files["Phi"]
     tensors = gguf_models.convert_tensors("phi2", model)
     for block in range(2):
@@ -171,7 +171,7 @@ def test_queries_keys_and_values_in_one_matrix(files, tmp_path):
         np.testing.assert_array_equal(source.tensors[key].read(), expected.numpy())
 
 
-def test_a_window_makes_it_mistral(files, tmp_path):
+def test_llama_with_sliding_window_becomes_mistral(files, tmp_path):
     _, model = files["Llama"]
     fields = read_gguf(
         gguf_models.write_model(tmp_path / "a.gguf", "Llama", model, keys={"attention.sliding_window": 7})
@@ -179,7 +179,7 @@ def test_a_window_makes_it_mistral(files, tmp_path):
     assert (fields["model_type"], fields["sliding_window"]) == ("mistral", 7)
 
 
-def test_biases_of_queries_keys_and_values_alone(files, tmp_path):
+def test_llama_with_only_qkv_biases_becomes_qwen2(files, tmp_path):
     """Hugging Face's Llama cannot have them, its Qwen2 can, which is the same otherwise."""
     _, model = files["Qwen2"]
     keys = gguf_models.metadata_of("llama", model.config)
@@ -192,7 +192,7 @@ def test_biases_of_queries_keys_and_values_alone(files, tmp_path):
     build_model(source)
 
 
-def test_special_tokens_and_sampling(files, tmp_path):
+def test_special_tokens_and_sampling_settings_are_read(files, tmp_path):
     _, model = files["Llama"]
     keys = {f":tokenizer.ggml.{name}_token_id": i for i, name in enumerate(["bos", "eos", "eot", "padding"], 1)}
     keys |= {":general.sampling.temp": 0.5, ":general.sampling.top_k": 20, ":tokenizer.ggml.eom_token_id": 2**31}
@@ -202,7 +202,7 @@ def test_special_tokens_and_sampling(files, tmp_path):
     assert source.generation == {"eos_token_id": [2, 3], "temperature": 0.5, "top_k": 20, "do_sample": True}
 
 
-def test_layers_counted_by_lists(files, tmp_path):
+def test_per_layer_values_must_be_equal(files, tmp_path):
     """A key may be a list with a value for each layer: equal ones are one."""
     _, model = files["Llama"]
     fields = read_gguf(
@@ -236,7 +236,7 @@ def test_llama3_scaling_is_recovered(tmp_path, case):
     np.testing.assert_allclose(gguf_models.llama3_divisors(size, base, fields), divisors, rtol=1e-5)
 
 
-def test_other_divisors(tmp_path):
+def test_other_rope_divisors_are_recovered_or_rejected(tmp_path):
     keys = ModelMetadata(GGUFFile(tmp_path, {}, {}), "llama")
     assert llama3_scaling(keys, np.ones(32, np.float32)) == {}
     linear = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
@@ -274,7 +274,7 @@ WRONG_KEYS = {
 
 
 @pytest.mark.parametrize("name", WRONG_KEYS)
-def test_wrong_keys(files, tmp_path, name):
+def test_invalid_metadata_is_rejected(files, tmp_path, name):
     _, model = files["Llama"]
     wrong, why = WRONG_KEYS[name]
     keys = gguf_models.metadata_of("llama", model.config) | wrong
@@ -290,7 +290,7 @@ def refused(path: Path, why: str) -> None:
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
 
 
-def test_wrong_tensors(files, tmp_path):
+def test_unknown_and_missing_tensors_are_rejected(files, tmp_path):
     _, model = files["Llama"]
     tensors = gguf_models.convert_tensors("llama", model)
     keys = gguf_models.metadata_of("llama", model.config)

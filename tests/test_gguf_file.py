@@ -112,7 +112,7 @@ def refused(path: Path, why: str) -> None:
 
 # -------------------------------------------------------------------- what is there
 @pytest.mark.parametrize("version", [2, 3])
-def test_every_kind_of_value(tmp_path, version):
+def test_metadata_and_tensors_of_every_type_are_read(tmp_path, version):
     content = whole_file()
     path = written(tmp_path, content[:4] + u32(version) + content[8:])
     assert read_metadata(path) == METADATA
@@ -127,20 +127,20 @@ def test_every_kind_of_value(tmp_path, version):
     np.testing.assert_array_equal(file.read(second, slice(2, 4)), [-7, -6.5])
 
 
-def test_the_package_of_its_authors_reads_the_same(tmp_path):
+def test_gguf_package_reads_equal_metadata(tmp_path):
     gguf = pytest.importorskip("gguf")
     reader = gguf.GGUFReader(written(tmp_path, whole_file()))
     expected = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     assert expected == METADATA
 
 
-def test_floats_are_a_view_of_the_file(tmp_path):
+def test_float_tensors_are_memory_mapped(tmp_path):
     file = read_gguf_header(written(tmp_path, whole_file()))
     values = file.read(file.tensors["first"])
     assert not values.flags.owndata and not values.flags.writeable
 
 
-def test_another_alignment(tmp_path):
+def test_tensors_with_other_alignments_are_read(tmp_path):
     for alignment in (1, 2, 8, 64):
         header = start(1, 1) + pair("general.alignment", U32, u32(alignment)) + entry("x", (3,))
         path = written(tmp_path, padded(header, alignment) + np.arange(3, dtype="<f4").tobytes())
@@ -148,7 +148,7 @@ def test_another_alignment(tmp_path):
         assert values.tolist() == [0, 1, 2] and values.flags.aligned
 
 
-def test_a_file_that_shrinks_while_it_is_read(tmp_path):
+def test_file_truncated_after_opening_raises(tmp_path):
     path = written(tmp_path, whole_file())
     file = read_gguf_header(path)
     path.write_bytes(whole_file()[:-60])
@@ -157,7 +157,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path):
 
 
 # -------------------------------------------------------------------- what is refused
-def test_no_gguf_file(tmp_path):
+def test_files_that_are_not_gguf_are_rejected(tmp_path):
     for content in (b"", b"GGUF", b"PK\x03\x04" + bytes(100), b"FUGG" + bytes(100)):
         refused(written(tmp_path, content), "begins with GGUF")
     with pytest.raises(FileNotFoundError):
@@ -166,7 +166,7 @@ def test_no_gguf_file(tmp_path):
         read_gguf_header(tmp_path)
 
 
-def test_cut_off_at_every_byte(tmp_path):
+def test_truncation_at_every_byte_is_rejected(tmp_path):
     content = whole_file()
     for length in range(len(content)):
         refused(written(tmp_path, content[:length]), "GGUF file|cut off")
@@ -234,7 +234,7 @@ CRAFTED = {
 
 
 @pytest.mark.parametrize("name", CRAFTED)
-def test_crafted(tmp_path, name):
+def test_crafted_headers_are_rejected_with_little_memory_and_time(tmp_path, name):
     content, why = CRAFTED[name]
     path = written(tmp_path, content)
     tracemalloc.start()
@@ -246,7 +246,7 @@ def test_crafted(tmp_path, name):
 
 
 # -------------------------------------------------------------------- a model's keys
-def test_no_model_that_is_known(tmp_path):
+def test_unknown_architecture_is_rejected(tmp_path):
     path = written(tmp_path, padded(start(0, 1) + pair("general.architecture", STRING, text("mamba"))))
     with pytest.raises(ValueError, match=r"general\.architecture.*llama, qwen2, .*'mamba'"):
         read_gguf(path)

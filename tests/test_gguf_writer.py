@@ -77,7 +77,7 @@ TOKENS = np.random.default_rng(1).integers(0, VOCABULARY, (2, 40))
 
 # -------------------------------------------------------------------- there and back
 @each_model
-def test_the_same_model_comes_back(tmp_path, name):
+def test_exported_model_round_trips(tmp_path, name):
     architecture, _ = MODELS[name]
     model = new_model(name)
     assert export_gguf(model, bpe_tokeniser(), tmp_path / "a.gguf") == architecture
@@ -97,7 +97,7 @@ def test_the_same_model_comes_back(tmp_path, name):
 
 @pytest.mark.parametrize("window", [16, 64, 8192])
 @pytest.mark.parametrize("factor", [2.0, 8.0, 32.0])
-def test_small_heads_with_llama3s_scaling_come_back(tmp_path, factor, window):
+def test_llama3_scaling_of_small_heads_round_trips(tmp_path, factor, window):
     """Of their eight pairs at most one lies between the bounds."""
     scaling = {"rotary_scaling": "llama3", "rotary_factor": factor, "rotary_original_window": window}
     model = lively(GPT(ModelConfig(**{**LLAMA, **scaling})))
@@ -108,7 +108,7 @@ def test_small_heads_with_llama3s_scaling_come_back(tmp_path, factor, window):
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
 @each_model
-def test_fewer_bits(tmp_path, name, kind):
+def test_f16_and_q8_0_export_round_matrices_once(tmp_path, name, kind):
     """Matrices are rounded once; norms, biases and positions are as they were."""
     model = new_model(name)
     for bits in ("F32", kind):
@@ -143,7 +143,7 @@ READ_BY_TRANSFORMERS = {
 
 
 @pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
-def test_transformers_reads_it(tmp_path, name):
+def test_transformers_reads_exported_files(tmp_path, name):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = lively(GPT(ModelConfig(**READ_BY_TRANSFORMERS[name])))
@@ -156,7 +156,7 @@ def test_transformers_reads_it(tmp_path, name):
     np.testing.assert_allclose(logits(model, TOKENS), expected, rtol=0, atol=1e-4)
 
 
-def test_it_replaces_a_file_whole_or_not_at_all(tmp_path):
+def test_export_replaces_the_file_atomically(tmp_path):
     path = tmp_path / "a.gguf"
     path.write_bytes(b"what was there")
     model = new_model("llama")
@@ -233,7 +233,7 @@ def test_trained_tokeniser_is_exported(tmp_path):
         assert back.encode(text) == tokeniser.encode(text, allowed_special=True).tolist(), text
 
 
-def test_other_tokeniser_is_exported(tmp_path):
+def test_pretrained_tokeniser_is_exported(tmp_path):
     tokeniser = other_tokeniser()
     export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
     metadata = read_metadata(tmp_path / "a.gguf")
@@ -247,7 +247,7 @@ def test_other_tokeniser_is_exported(tmp_path):
     assert back.special == tokeniser.special and back.chat_templates == tokeniser.chat_templates
 
 
-def test_what_stands_before_a_text(tmp_path):
+def test_bos_token_of_the_post_processor_is_exported(tmp_path):
     around = {
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
@@ -261,7 +261,7 @@ def test_what_stands_before_a_text(tmp_path):
     assert load(tmp_path / "a.gguf").tokeniser.encode("in") == tokeniser.encode("in")
 
 
-def test_without_a_tokeniser(tmp_path):
+def test_export_without_a_tokeniser(tmp_path):
     export_gguf(new_model("gpt2"), None, tmp_path / "a.gguf")
     assert not [key for key in read_metadata(tmp_path / "a.gguf") if key.startswith("tokenizer.")]
     assert load(tmp_path / "a.gguf").tokeniser is None
@@ -270,7 +270,7 @@ def test_without_a_tokeniser(tmp_path):
 # -------------------------------------------------------------------- what is refused
 
 
-def test_a_damaged_file_is_a_model_or_one_line(tmp_path):
+def test_damaged_files_load_or_give_a_one_line_error(tmp_path):
     """Bytes flipped anywhere before the weights, from the container to the tokeniser."""
     path = tmp_path / "a.gguf"
     export_gguf(new_model("llama, biases"), other_tokeniser(), path, "Q8_0")
@@ -302,14 +302,14 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_unsupported_config_fields(tmp_path, name):
+def test_unsupported_config_fields_are_rejected(tmp_path, name):
     base, changes, why = FIELDS[name]
     with pytest.raises(ValueError, match=rf"^export_gguf: llama\.cpp cannot.*{why}"):
         export_gguf(GPT(ModelConfig(**{**base, **changes})), None, tmp_path / "a.gguf")
     assert not list(tmp_path.iterdir())
 
 
-def test_unsupported_tokenizers(tmp_path):
+def test_unsupported_tokenizers_are_rejected(tmp_path):
     document = json.loads(other_tokeniser().to_tokenizer_json())
     strange = {"type": "Split", "pattern": {"Regex": "x+"}, "behavior": "Isolated", "invert": False}
     lstrip = [{**token, "lstrip": True} for token in document["added_tokens"]]
@@ -338,7 +338,7 @@ def test_unsupported_tokenizers(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_other_arguments(tmp_path):
+def test_invalid_export_arguments_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"F32, F16, Q8_0.*'Q4_K'"):
         export_gguf(new_model("llama"), None, tmp_path / "a.gguf", "Q4_K")
     with pytest.raises(ValueError, match=r"^export_gguf: .*GPT.*dict"):
@@ -360,7 +360,7 @@ def greedy_of_llama_cpp(path: Path, prompt: list[int], n: int) -> list[int]:
 
 
 @each_model
-def test_llama_cpp_goes_on_alike(tmp_path, name):
+def test_llama_cpp_generates_equal_tokens(tmp_path, name):
     model = new_model(name)
     export_gguf(model, bpe_tokeniser(), tmp_path / "a.gguf")
     prompt = TOKENS[0, :8].tolist()
@@ -370,7 +370,7 @@ def test_llama_cpp_goes_on_alike(tmp_path, name):
 
 
 @pytest.mark.parametrize("of", ["bpe", "another", "learnt"])
-def test_llama_cpp_cuts_text_alike(tmp_path, of):
+def test_llama_cpp_tokenizes_equally(tmp_path, of):
     llama_cpp = pytest.importorskip("llama_cpp")
     made = {"bpe": bpe_tokeniser, "another": other_tokeniser, "learnt": learnt_tokeniser}
     tokeniser: Any = made[of]()

@@ -74,7 +74,7 @@ def loss_and_gradients(config: GPTConfig, on_gpu: bool) -> tuple[float, dict[str
 @pytest.mark.parametrize("plain", [False, True], ids=["kernels", "reference"])
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("changes", VARIANTS)
-def test_a_gpt_equals_the_one_on_the_cpu(changes, precision, plain):
+def test_gpt_loss_and_gradients_match_the_cpu(changes, precision, plain):
     config = replace(SMALL, **changes)
     expected, expected_gradients = loss_and_gradients(config, False)
     small = replace(config, precision=precision)
@@ -92,7 +92,7 @@ def test_a_gpt_equals_the_one_on_the_cpu(changes, precision, plain):
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
-def test_the_same_bits_in_every_run(precision):
+def test_training_on_the_gpu_is_deterministic(precision):
     config = replace(SMALL, precision=precision, dropout=0.1)
     found = []
     for _ in range(2):
@@ -111,7 +111,7 @@ def curve_of_float32() -> np.ndarray:
     return np.array(read_steps(state, [train_step(state) for _ in range(200)]))[:, 0]
 
 
-def test_float32_trains_as_on_the_cpu(curve_of_float32):
+def test_float32_losses_match_the_cpu(curve_of_float32):
     state = new_state(SMALL, text_tokens())
     losses = np.array([train_step(state)[0] for _ in range(20)])
     np.testing.assert_allclose(curve_of_float32[:20], losses, rtol=1e-3)
@@ -135,7 +135,7 @@ def test_every_variant_trains_in_bfloat16(changes):
     assert np.isfinite(losses).all() and losses[-5:].mean() < 0.8 * losses[0]
 
 
-def test_an_update_that_is_not_finite_changes_nothing():
+def test_non_finite_update_changes_no_weight():
     state = new_state(SMALL, text_tokens(), True)
     results = [train_step(state)]
     dict(state.model.named_parameters())["norm.gain"].array[0] = np.nan
@@ -149,7 +149,7 @@ def test_an_update_that_is_not_finite_changes_nothing():
 
 @pytest.mark.parametrize("devices", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_checkpoints_cross_devices(tmp_path, devices, precision):
+def test_checkpoints_resume_on_either_device(tmp_path, devices, precision):
     first, second = devices
     config = replace(SMALL, precision=precision)
     whole, state = (new_state(config, text_tokens(), first) for _ in range(2))
@@ -164,7 +164,7 @@ def test_checkpoints_cross_devices(tmp_path, devices, precision):
     np.testing.assert_allclose(np.array(losses[0])[:, 0], np.array(losses[1])[:, 0], rtol=1e-3)
 
 
-def test_too_little_memory_is_an_error_that_names_it():
+def test_exhausted_gpu_memory_raises_memory_error():
     with pytest.raises(MemoryError, match="Out of memory"):
         devices.to_gpu(np.zeros(1, np.float32)).repeat(2**42)
     free, total = gpu_memory()
@@ -173,7 +173,7 @@ def test_too_little_memory_is_an_error_that_names_it():
 
 # -------------------------------------------------------------------- using models
 @pytest.mark.parametrize("changes", VARIANTS)
-def test_generation_is_the_same(changes):
+def test_generation_and_evaluation_match_the_cpu(changes):
     model, host = GPT(replace(SMALL, **changes)).to_gpu(), GPT(replace(SMALL, **changes))
     for each in (model, host):
         found = [list(generate(each, [1, 2, 3], 40, temperature=0)) for _ in range(2)]
@@ -186,7 +186,7 @@ def test_generation_is_the_same(changes):
 
 
 @pytest.mark.parametrize("make", test_seq2seq.MODELS.values(), ids=test_seq2seq.MODELS)
-def test_encoder_decoders(make, rng):
+def test_encoder_decoders_match_the_cpu(make, rng):
     source, lengths = rng.integers(3, 7, (3, 6)), np.array([6, 2, 4])
     target = rng.integers(1, 7, (3, 5))
 
@@ -202,14 +202,14 @@ def test_encoder_decoders(make, rng):
 
 
 @pytest.mark.parametrize("make", test_classifiers.MAKERS.values(), ids=test_classifiers.MAKERS)
-def test_classifiers(make, rng):
+def test_classifiers_match_the_cpu(make, rng):
     tokens, lengths, labels = rng.integers(0, 9, (4, 7)), np.array([7, 1, 4, 2]), np.array([0, 1, 2, 1])
     batch_loss = lambda model: CrossEntropy()(model.place(labels), model(model.place(tokens), lengths))
     train_both(make, batch_loss, on_gpu=True)
 
 
 @pytest.mark.parametrize(("make", "shape"), test_autoencoders.MAKERS.values(), ids=test_autoencoders.MAKERS)
-def test_autoencoders(make, shape, rng):
+def test_autoencoders_match_the_cpu(make, shape, rng):
     x = rng.standard_normal((3, *shape)).astype(np.float32)
 
     def batch_loss(model):
@@ -221,7 +221,7 @@ def test_autoencoders(make, shape, rng):
 
 # -------------------------------------------------------------------- programs
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-def test_the_training_script_runs_resumes_and_generates(tmp_path, precision):
+def test_training_script_trains_resumes_and_generates(tmp_path, precision):
     pytest.importorskip("tyro")
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat and the dog sat on the log. " * 400, encoding="utf-8")
@@ -242,7 +242,7 @@ def test_the_training_script_runs_resumes_and_generates(tmp_path, precision):
 
 
 # -------------------------------------------------------------------- what is in use
-def test_the_fast_kernels_are_in_use():
+def test_gpu_kernels_of_tricycle_accelerators_are_registered():
     import cupy
 
     kernels.gelu(cupy.ones(3, cupy.float32))

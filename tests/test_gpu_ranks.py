@@ -183,7 +183,7 @@ def cuda(monkeypatch):
         ("host", HostTransport, True, "adamw"),
     ],
 )
-def test_gpu_ranks_train_like_one(cuda, monkeypatch, name, kind, shard, optimiser):
+def test_gpu_ranks_train_like_a_single_process(cuda, monkeypatch, name, kind, shard, optimiser):
     monkeypatch.setenv(TRANSPORT_VARIABLE, name)
     config = replace(CONFIG, batch_size=2, accumulation_steps=3, dropout=0.1, optimiser=optimiser)
 
@@ -230,7 +230,7 @@ def test_all_reduce_uses_a_separate_stream(cuda):
 @pytest.mark.parametrize(
     "cut", [lambda a: a, lambda a: a.T, lambda a: a[:, ::2], lambda a: a[1:3]], ids=["whole", "turned", "gaps", "rows"]
 )
-def test_arrays_of_any_memory_layout(cuda, monkeypatch, name, cut):
+def test_broadcast_of_any_memory_layout(cuda, monkeypatch, name, cut):
     monkeypatch.setenv(TRANSPORT_VARIABLE, name)
 
     def act(player):
@@ -246,7 +246,7 @@ def test_arrays_of_any_memory_layout(cuda, monkeypatch, name, cut):
     assert (first == 10 * expected).sum() == (cut(expected) > 0).sum() + 1  # and nothing beside it (zero is itself)
 
 
-def test_unsupported_dtypes_of_nccl(cuda):
+def test_unsupported_nccl_dtypes_raise(cuda):
     def act(player):
         with pytest.raises(TypeError, match=r"NCCL: .*float16, float32, float64.*int64"):
             GPURank(player).start_all_reduce(FakeArray(np.arange(3)))
@@ -262,7 +262,7 @@ def chosen(size=2):
     return play(size, act)
 
 
-def test_without_nccl_the_host_is_used(cuda, monkeypatch):
+def test_host_transport_is_used_without_nccl(cuda, monkeypatch):
     cuda(has_nccl=False)
     assert chosen() == [HostTransport] * 2
     monkeypatch.setenv(TRANSPORT_VARIABLE, "nccl")
@@ -270,7 +270,7 @@ def test_without_nccl_the_host_is_used(cuda, monkeypatch):
         chosen()
 
 
-def test_ranks_that_share_a_gpu(cuda, monkeypatch):
+def test_ranks_that_share_a_gpu_use_the_host_transport(cuda, monkeypatch):
     cuda(bus="00:7")
     assert chosen() == [HostTransport] * 2
     monkeypatch.setenv(TRANSPORT_VARIABLE, "nccl")
@@ -278,7 +278,7 @@ def test_ranks_that_share_a_gpu(cuda, monkeypatch):
         chosen()
 
 
-def test_unknown_transport(cuda, monkeypatch):
+def test_unknown_transport_is_rejected(cuda, monkeypatch):
     monkeypatch.setenv(TRANSPORT_VARIABLE, "pigeons")
     with pytest.raises(ValueError, match=r"TRICYCLE_MPI_GPU: .*nccl, mpi, host"):
         chosen()

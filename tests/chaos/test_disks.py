@@ -39,7 +39,7 @@ def watched_call(folder: Path, action, fault: Fault | None = None):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_sample_of_trials(tmp_path):
+def test_short_trials_pass_and_leave_no_files(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.chaos.disks", "--short", "--jobs", "2"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
@@ -51,7 +51,7 @@ def test_sample_of_trials(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes a quarter of an hour: TRICYCLE_LONG=1 runs it")
-def test_all_trials():
+def test_all_trials_pass():
     command = [sys.executable, "-m", "tests.chaos.disks", "--seed", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -96,7 +96,7 @@ def test_all_calls_are_intercepted_without_side_effects(tmp_path):
     assert expected in [image for _, _, image in images.values()]
 
 
-def test_unseen_calls_are_reported(tmp_path):
+def test_unintercepted_calls_are_reported(tmp_path):
     real = os.mkdir
     _, _, _, unintercepted = watched_call(tmp_path, lambda: real(tmp_path / "folder"))
     assert len(unintercepted) == 1 and unintercepted[0].startswith("os.mkdir")
@@ -104,7 +104,7 @@ def test_unseen_calls_are_reported(tmp_path):
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("effect", ["ENOSPC", "EIO", "EROFS"])
-def test_every_call_can_fail(tmp_path, effect):
+def test_error_is_injected_into_every_call(tmp_path, effect):
     _, calls, _, _ = watched_call(tmp_path, lambda: write_all(tmp_path / "folder"))
     for number, (kind, _) in enumerate(calls):
         folder = tmp_path / f"{effect}-{number}"
@@ -118,7 +118,7 @@ def test_every_call_can_fail(tmp_path, effect):
 @pytest.mark.parametrize(
     ("effect", "expected"), [("full", "ENOSPC"), ("pause", "ENOSPC"), ("short", "ENOSPC"), ("half", "done")]
 )
-def test_full_disk(tmp_path, effect, expected):
+def test_full_disk_gives_the_expected_outcome(tmp_path, effect, expected):
     """Fill the disk at the large file."""
     _, calls, _, _ = watched_call(tmp_path, lambda: write_all(tmp_path / "folder"))
     number = calls.index(("write", "folder/inner/file"))
@@ -168,7 +168,7 @@ def test_truncation_may_be_delayed():
     assert contents([*OLD, ("truncate", 9, 1)], "name") == {b"old", b"o"}
 
 
-def test_write_image(tmp_path):
+def test_write_image_creates_folders_and_files(tmp_path):
     write_image(tmp_path / "image", {"a/b": b"x", "a": None, "c": b""})
     assert (tmp_path / "image" / "a" / "b").read_bytes() == b"x"
     assert (tmp_path / "image" / "c").read_bytes() == b""

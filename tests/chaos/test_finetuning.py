@@ -108,7 +108,7 @@ def check(trial: Trial, place: Path, reference, kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "lora")]
 )
-def test_two_kills(kind, place, reference):
+def test_finetuning_resumes_equal_after_two_kills(kind, place, reference):
     check(Trial("twice", signal.SIGKILL, [("update", 3, 0.0), ("update", 3, 0.002)]), place, reference, kind)
 
 
@@ -125,7 +125,7 @@ def test_two_kills(kind, place, reference):
         ("SIGTERM", "plot", "dpo"),
     ],
 )
-def test_signal_in_a_phase(name, phase, kind, place, reference):
+def test_finetuning_resumes_equal_after_a_signal(name, phase, kind, place, reference):
     check(Trial(f"{name} in {phase}", getattr(signal, name), [(phase, 1, 0.0)]), place, reference, kind)
 
 
@@ -133,7 +133,7 @@ def test_signal_in_a_phase(name, phase, kind, place, reference):
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", Tuning.phases)
-def test_every_signal_in_every_phase(phase, kind, place, reference):
+def test_finetuning_resumes_equal_after_every_signal_and_phase(phase, kind, place, reference):
     if phase not in reference(kind)[1]:
         pytest.skip("phase of other kinds of runs")
     for number in (signal.SIGKILL, *SIGNALS):

@@ -19,7 +19,7 @@ def reference(workspace):
     return case
 
 
-def test_a_text_that_has_changed(workspace, reference):
+def test_resuming_with_changed_text_is_rejected(workspace, reference):
     """Change one letter, so that the number of tokens stays the same."""
     case = workspace.new_run("changed", "--on-nan", "rollback")
     program = MonitoredProcess(case, case.start_args)
@@ -50,7 +50,7 @@ def test_nan_policy_persists_until_another_is_named(reference):
 
 
 @pytest.mark.parametrize("value", ['"never"', "3", "null"])
-def test_folder_with_an_invalid_nan_policy(reference, value):
+def test_resuming_with_an_invalid_nan_policy_is_rejected(reference, value):
     path = reference.run_folder / "data.json"
     content = path.read_text()
     path.write_text(content.replace('"rollback"', value))

@@ -30,7 +30,7 @@ def test_all_phases_are_reported(phase_times):
     assert {phase for phase in PHASES if phase_times.seconds[phase]} == set(PHASES)
 
 
-def test_two_kills(workspace, phase_times, reference):
+def test_run_resumes_equal_after_two_kills(workspace, phase_times, reference):
     (_, trial) = random_kills(random.Random(1), phase_times, 2, signal.SIGKILL)
     trial.moments = [("update", 3, 0.0), ("evaluation", 1, 0.001)]
     check(trial, workspace.new_run("twice"), reference)
@@ -48,7 +48,7 @@ def test_two_kills(workspace, phase_times, reference):
         pytest.param("SIGTERM", "plot", marks=pytest.mark.slow),
     ],
 )
-def test_signal_in_a_phase(workspace, phase_times, reference, name, phase):
+def test_run_resumes_equal_after_a_signal(workspace, phase_times, reference, name, phase):
     number = getattr(signal, name)
     check(Trial(name, number, [(phase, 1, 0.0)]), workspace.new_run(f"{name} in {phase}"), reference)
 
@@ -56,7 +56,7 @@ def test_signal_in_a_phase(workspace, phase_times, reference, name, phase):
 @pytest.mark.slow
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 @pytest.mark.parametrize("phase", PHASES)
-def test_every_signal_in_every_phase(workspace, phase_times, reference, phase):
+def test_run_resumes_equal_after_every_signal_and_phase(workspace, phase_times, reference, phase):
     for trial in kills_by_phase(random.Random(phase), phase_times, 1, [signal.SIGKILL, *SIGNALS]):
         if trial.name.endswith(f" in {phase}"):
             trial.limit = PATIENT
@@ -64,7 +64,7 @@ def test_every_signal_in_every_phase(workspace, phase_times, reference, phase):
 
 
 # -------------------------------------------------------------------- closed terminals and pipes
-def test_closed_terminal(workspace, phase_times, reference):
+def test_run_saves_its_state_when_the_terminal_closes(workspace, phase_times, reference):
     """The run gets SIGHUP and cannot print; its state is saved, and it can be resumed."""
     import fcntl
     import pty
@@ -113,7 +113,7 @@ def test_ignored_signals_stay_ignored(workspace, reference):
 
 
 # -------------------------------------------------------------------- concurrent runs
-def test_a_second_trainer_is_refused(workspace, reference):
+def test_second_process_in_a_run_folder_is_rejected(workspace, reference):
     case = workspace.new_run("two")
     program = MonitoredProcess(case, case.start_args)
     assert program.wait_for_phase("update", 3)
@@ -131,7 +131,7 @@ def test_a_second_trainer_is_refused(workspace, reference):
     assert differences(case.run_folder, reference.run_folder) == []
 
 
-def test_concurrent_starts(workspace, reference):
+def test_one_of_two_concurrent_starts_is_rejected(workspace, reference):
     """One process trains; the other exits with an error."""
     case = workspace.new_run("race")
     outcomes = [finish(process) for process in [case.start(), case.start()]]
@@ -141,7 +141,7 @@ def test_concurrent_starts(workspace, reference):
 
 # -------------------------------------------------------------------- the command
 @pytest.mark.slow
-def test_command():
+def test_kills_command_prints_a_table_of_trials():
     words = "--n 2 --signals 1 --phases 0 --large 0 --seed 3".split()
     done = subprocess.run([sys.executable, "-m", "tests.chaos.kills", *words], capture_output=True, text=True)
     assert "| SIGKILL | 2 |" in done.stdout, done.stderr

@@ -20,7 +20,7 @@ def is_flat(usage: ResourceUsage) -> bool:
 
 
 @pytest.mark.slow
-def test_a_run_of_some_length(tmp_path):
+def test_run_of_150_steps_leaves_no_files_open(tmp_path):
     """Check that no file stays open; memory is only meaningful in longer runs."""
     case = Workspace(tmp_path).new_run("long")
     usage, largest = train_long(case, 150)
@@ -34,14 +34,14 @@ def test_a_run_of_some_length(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
-def test_a_long_run(tmp_path):
+def test_memory_and_open_files_stay_constant_in_a_long_run(tmp_path):
     case = Workspace(tmp_path).new_run("long")
     usage, _ = train_long(case, 5000)
     assert is_flat(usage)
     assert is_flat(generate_long(case, 1200))
 
 
-def test_what_grows_is_seen():
+def test_growing_memory_and_open_files_are_detected():
     usage = ResourceUsage(list(range(0, 1000, 10)), [50 + step / 500 for step in range(0, 1000, 10)], [5] * 100)
     assert usage.slope(usage.memory) == pytest.approx(2)
     assert not is_flat(usage)

@@ -109,7 +109,7 @@ def lines(run: Run) -> list:
 
 # -------------------------------------------------------------------- policies
 @pytest.mark.parametrize("kind", ["batch", "gradient", "weight", "moment"])
-def test_stop(tmp_path, monkeypatch, saved, kind):
+def test_stop_policy_ends_the_run_with_an_error(tmp_path, monkeypatch, saved, kind):
     NaNInjector(kind, monkeypatch)
     printed = []
     run, state = new_run(tmp_path, on_nan="stop", print_line=printed.append), new_state(CONFIG, TOKENS)
@@ -126,7 +126,7 @@ def test_stop(tmp_path, monkeypatch, saved, kind):
 
 
 @pytest.mark.parametrize("kind", ["batch", "gradient"])
-def test_skip(tmp_path, monkeypatch, saved, kind):
+def test_skip_policy_skips_the_update_and_finishes(tmp_path, monkeypatch, saved, kind):
     injector = NaNInjector(kind, monkeypatch)
     printed = []
     run, state = new_run(tmp_path, on_nan="skip", print_line=printed.append), new_state(CONFIG, TOKENS)
@@ -140,7 +140,7 @@ def test_skip(tmp_path, monkeypatch, saved, kind):
 
 
 @pytest.mark.parametrize("kind", ["weight", "moment"])
-def test_skip_stops_for_bad_weights(tmp_path, monkeypatch, saved, kind):
+def test_skip_policy_stops_for_nonfinite_weights(tmp_path, monkeypatch, saved, kind):
     NaNInjector(kind, monkeypatch)
     run = new_run(tmp_path, on_nan="skip")
     with pytest.raises(NonFiniteError, match=WEIGHT):
@@ -149,7 +149,7 @@ def test_skip_stops_for_bad_weights(tmp_path, monkeypatch, saved, kind):
 
 
 @pytest.mark.parametrize("kind", ["batch", "gradient", "weight", "moment"])
-def test_rollback(tmp_path, monkeypatch, saved, kind):
+def test_rollback_policy_resumes_from_the_checkpoint_and_finishes(tmp_path, monkeypatch, saved, kind):
     injector = NaNInjector(kind, monkeypatch)
     run, state = new_run(tmp_path, on_nan="rollback"), new_state(CONFIG, TOKENS)
     assert train(state, run) is True
@@ -177,7 +177,7 @@ def test_bad_moment_before_a_checkpoint_is_not_saved(tmp_path, monkeypatch, save
 
 
 # -------------------------------------------------------------------- persistent NaN
-def test_skip_stops_after_ten_updates(tmp_path, monkeypatch, saved):
+def test_skip_policy_stops_after_ten_updates(tmp_path, monkeypatch, saved):
     injector = NaNInjector("always", monkeypatch)
     run = new_run(tmp_path, on_nan="skip")
     with pytest.raises(NonFiniteError, match=r"step 11: .*10 skipped"):
@@ -187,7 +187,7 @@ def test_skip_stops_after_ten_updates(tmp_path, monkeypatch, saved):
     assert events(run) == [(step, "skip") for step in range(1, 11)] + [(11, "stop")]
 
 
-def test_rollback_stops_after_three_rollbacks(tmp_path, monkeypatch, saved):
+def test_rollback_policy_stops_after_three_rollbacks(tmp_path, monkeypatch, saved):
     injector = NaNInjector("always", monkeypatch)
     run = new_run(tmp_path, on_nan="rollback")
     with pytest.raises(NonFiniteError, match=r"step 1: .*3 rollbacks"):

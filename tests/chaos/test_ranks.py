@@ -53,13 +53,13 @@ def test_all_phases_are_reported(phase_times):
         ("SIGTERM", "mpiexec", [("0:evaluation", 2, 0.0)], 1),
     ],
 )
-def test_signal_to_one_process(workspace, reference, phase_times, name, target, moments, n_after):
+def test_run_resumes_after_a_signal_to_one_process(workspace, reference, phase_times, name, target, moments, n_after):
     trial = RankTrial(name, getattr(signal, name), moments, target=target, n_after=n_after)
     assert run_trial(trial, workspace.new_run(f"{name} to {target}"), reference.run_folder).problems == []
     assert trial.n_delivered == len(moments)
 
 
-def test_failure_of_one_rank(workspace):
+def test_failure_of_one_rank_ends_all_with_one_message(workspace):
     """All exit within 10 s, with one message that names the rank and the reason."""
     failure = run_failure("meets NaN (--on-nan stop)", workspace.new_run("failing"), None, rank=1, step=3)
     assert failure.problems == []
@@ -78,7 +78,7 @@ def test_differences_beyond_rounding_are_reported(workspace, reference, phase_ti
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, *SIGNALS])
-def test_every_signal_to_every_target(workspace, phase_times, reference, number, target):
+def test_run_resumes_after_every_signal_and_target(workspace, phase_times, reference, number, target):
     for i, trial in enumerate(new_trials(random.Random(7), phase_times, 2, 0, [number])):
         if trial.target == target:
             assert run_trial(trial, workspace.new_run(f"{trial.name}-{i}"), reference.run_folder).problems == []
@@ -92,14 +92,14 @@ IN_RANKS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rank"), IN_RANKS)
-def test_every_failure(workspace, phase_times, reference, name, rank):
+def test_every_failure_of_a_rank_ends_all_ranks(workspace, phase_times, reference, name, rank):
     case = workspace.new_run(f"failure {list(FAILURES).index(name)} {rank}")
     assert run_failure(name, case, reference.run_folder, rank, step=6).problems == []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
-def test_command():
+def test_ranks_command_prints_a_table_of_failures():
     words = "--n 0 --phases 0 --failures 1 --seed 3".split()
     done = subprocess.run([sys.executable, "-m", "tests.chaos.ranks", *words], capture_output=True, text=True)
     assert done.returncode == 0 and "| meets NaN (--on-nan stop) | 1 | 0 |" in done.stdout, done.stdout + done.stderr

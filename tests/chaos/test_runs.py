@@ -18,12 +18,12 @@ def pair(workspace):
     return [case.run_folder for case in cases]
 
 
-def test_equal_runs(pair):
+def test_runs_with_equal_settings_are_equal(pair):
     assert differences(*pair) == []
 
 
 @pytest.mark.parametrize("name", ["samples.txt", "loss.png", "config.json"])
-def test_other_bytes_are_reported(pair, name):
+def test_different_bytes_are_reported(pair, name):
     run, other = pair
     content = (run / name).read_bytes()
     (run / name).write_bytes(content + b" ")
@@ -54,7 +54,7 @@ def test_additional_files_are_reported(pair):
     (run / ".last.safetensors.1-1.part").unlink()
 
 
-def test_other_weights_are_reported(workspace, pair):
+def test_different_weights_are_reported(workspace, pair):
     case = workspace.new_run("seed", "--seed", "5")
     assert case.train().status == 0
     difference = differences(case.run_folder, pair[0])
