@@ -8,7 +8,7 @@ import pytest
 
 from tricycle_accelerators import host
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells of a process")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 LOOK = """
 import gc, os, sys
@@ -50,16 +50,16 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def python(code: str, **variables: str) -> list[str]:
-    """The words that a program prints."""
+    """Return the words that a program prints."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment(**variables), timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
-# -------------------------------------------------------------------- as a library
+# -------------------------------------------------------------------- use as a library
 def memory_use(first: str = "", last: str = "", **variables: str) -> tuple[float, float]:
-    """How many MB training added, and how many of them are still there when the model is gone."""
+    """Return the MB that training added, and the MB of them that remain after the model is deleted."""
     code = "train(64, 1, 1); before = memory(); most = train(384, 6, 2); gc.collect()"
     code += f"\n{last}\nprint(before, most, memory())"
     before, most, after = map(float, python(f"{LOOK}\n{first}\n{code}", **variables))
@@ -67,11 +67,11 @@ def memory_use(first: str = "", last: str = "", **variables: str) -> tuple[float
 
 
 def returns_memory(n: str) -> bool:
-    # where something small lies at the end of the C library's heap, it keeps what is free before it until it is asked
-    asked = (
+    # A small allocation at the end of the C heap keeps the free memory before it until malloc_trim is called.
+    release_code = (
         "import ctypes; from tricycle_accelerators import buffers; buffers.release(); ctypes.CDLL(None).malloc_trim(0)"
     )
-    added, left = memory_use(last=asked, TRICYCLE_NUM_THREADS=n)
+    added, left = memory_use(last=release_code, TRICYCLE_NUM_THREADS=n)
     assert added > 150
     return left < added / 4
 
@@ -80,7 +80,7 @@ def returns_memory(n: str) -> bool:
 @on_linux
 @pytest.mark.parametrize("n", ["1", "2", "3"])
 def test_training_as_a_library_returns_memory_to_the_system(n):
-    """In one of three runs, for something small may stay in each of many pages."""
+    """Try three times: a small allocation can keep a page from being returned."""
     assert any(returns_memory(n) for _ in range(3))
 
 
@@ -90,21 +90,21 @@ def test_training_as_a_library_returns_memory_to_the_system(n):
 def test_library_does_not_change_cpu_affinity_or_blas_threads(n):
     code = """
 usual = blas_threads()
-mine = os.sched_getaffinity(0)
+affinity = os.sched_getaffinity(0)
 train(96, 2, 2)
 n_helpers = sum(thread.name == "tricycle" for thread in threads.threading.enumerate())
-print(n_helpers, set(processors().values()) == {frozenset(mine)}, blas_threads() == usual)
+print(n_helpers, set(processors().values()) == {frozenset(affinity)}, blas_threads() == usual)
 """
     assert python(LOOK + code, TRICYCLE_NUM_THREADS=n) == [str(int(n) - 1), "True", "True"]
 
 
-# -------------------------------------------------------------------- tuned
+# -------------------------------------------------------------------- tuned process
 @pytest.mark.slow
 @on_linux
 def test_tuned_process_keeps_freed_memory():
-    """Or the test above could not fail."""
+    """Check that the test of untuned processes can fail."""
     if python(LOOK + "print(host.tune_host().keeps_memory)") == ["False"]:
-        pytest.skip("another C library than glibc")
+        pytest.skip("the C library is not glibc")
     added, left = memory_use("host.tune_host()")
     assert left > added * 3 / 4
 

@@ -49,7 +49,7 @@ def test_valid_pickle_is_loaded(tmp_path, attempt):
 @pytest.mark.nightly
 @pytest.mark.parametrize("title", ["os.system", "exec", "open", "subprocess"])
 def test_monitor_detects_attacks_executed_by_the_pickle_module(tmp_path, attempt, title):
-    """Check that the monitor detects these pickles in Python's own `pickle`."""
+    """Load the attacks with Python's `pickle`, which executes them."""
     content = pickles.all_attacks("command")[f"command: REDUCE {title}"]
     outcome = attempt(lambda: pickle.loads(content), tmp_path, len(content))
     assert outcome.kind == "escaped" or (tmp_path / pickles.MARKER).exists()

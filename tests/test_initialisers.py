@@ -1,4 +1,4 @@
-"""First values of weights."""
+"""Initialization of weights."""
 
 from __future__ import annotations
 

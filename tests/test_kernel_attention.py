@@ -1,4 +1,4 @@
-"""Attention's kernels: the plain one against loops, and the faster ones against it; their memory and what they read."""
+"""Attention kernels: the reference against loops, the providers against the reference; memory use and skipped keys."""
 
 import tracemalloc
 from itertools import product
@@ -25,7 +25,7 @@ from tricycle.kernels.ranges import block_score_options, queries_with_keys, visi
 from tricycle_accelerators import attention_blocks, chunks, threads
 from tricycle_accelerators.cpu import attention as cpu_attention
 
-MASKS = [None, (1, 0, 0, 1), (0, 0, 1, 1), (1, 1, 1, 1)]  # which axes a mask has
+MASKS = [None, (1, 0, 0, 1), (0, 0, 1, 1), (1, 1, 1, 1)]  # 1 for each axis along which the mask varies
 
 
 def new_mask(rng, sizes: Sizes, axes) -> np.ndarray | None:
@@ -55,7 +55,7 @@ def assert_all_close(actual, expected, rtol=1e-9, atol=1e-11) -> None:
 
 @pytest.fixture
 def three_threads(monkeypatch):
-    """Whatever this machine has, and pieces so small that all of them get some."""
+    """Use three threads and blocks so small that every thread gets some."""
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     monkeypatch.setattr(cpu_attention, "MAX_BATCHED_SCORES", 0)
     monkeypatch.setattr(chunks, "CHUNK_SIZE", 64)
@@ -64,7 +64,7 @@ def three_threads(monkeypatch):
     yield
 
 
-# -------------------------------------------------------------------- the plain kernels
+# -------------------------------------------------------------------- reference kernels
 @pytest.mark.parametrize("sizes", [Sizes(1, 3, 7, 6, 2, 4), Sizes(2, 6, 4, 2, 2, 3), Sizes(1, 4, 4, 3, 1, 2)], ids=str)
 @pytest.mark.parametrize("axes", MASKS[:1] + MASKS[3:])
 def test_reference_matches_an_explicit_loop(sizes, axes, rng):
@@ -79,10 +79,10 @@ def test_reference_matches_an_explicit_loop(sizes, axes, rng):
 
 
 def directional(function, arrays: list[np.ndarray], directions: list[np.ndarray]) -> float:
-    """The slope of function(*arrays) along directions, by central differences."""
+    """Return the directional derivative of function(*arrays), by central differences."""
     step = 1e-6
-    ahead = function(*(array + step * way for array, way in zip(arrays, directions)))
-    behind = function(*(array - step * way for array, way in zip(arrays, directions)))
+    ahead = function(*(array + step * direction for array, direction in zip(arrays, directions)))
+    behind = function(*(array - step * direction for array, direction in zip(arrays, directions)))
     return (ahead - behind) / (2 * step)
 
 
@@ -109,7 +109,7 @@ def test_reference_gradients_match_finite_differences(sizes, axes, rng):
 
 
 def hidden(n_queries: int, n_keys: int, score_options: ScoreOptions) -> np.ndarray:
-    """(T, S) booleans: True where a query does not see a key."""
+    """Return (T, S) booleans: True where a key is hidden from a query."""
     q, k = np.zeros((1, n_queries, 1, 1)), np.zeros((1, n_keys, 1, 1))
     return np.isneginf(reference.attention_scores(q, k, score_options)[0, 0])
 
@@ -126,24 +126,24 @@ def test_visible_ranges_agree_with_the_mask():
     """Ranges of visible keys agree with the mask that the score options imply."""
     for n_queries, n_keys, offset, window in product((0, 1, 3, 5), (0, 1, 4, 6), (None, -7, -2, 0, 3, 9), (None, 1, 3)):
         score_options = ScoreOptions(1.0, offset, None if offset is None else window)
-        unseen = hidden(n_queries, n_keys, score_options)
-        seen = ~unseen
+        hidden_pairs = hidden(n_queries, n_keys, score_options)
+        is_visible = ~hidden_pairs
         queries = queries_with_keys(score_options, n_queries, n_keys)
-        assert list(range(n_queries)[queries]) == np.flatnonzero(seen.any(axis=1)).tolist()
+        assert list(range(n_queries)[queries]) == np.flatnonzero(is_visible.any(axis=1)).tolist()
         if queries.start < queries.stop:
             keys = visible_keys(score_options, queries, n_keys)
-            assert list(range(n_keys)[keys]) == np.flatnonzero(seen.any(axis=0)).tolist()
-            scoring_of_these = block_score_options(score_options, queries.start, keys.start)
-            part = hidden(n_queries - queries.start, n_keys - keys.start, scoring_of_these)
-            assert (part == unseen[queries.start :, keys.start :]).all()
+            assert list(range(n_keys)[keys]) == np.flatnonzero(is_visible.any(axis=0)).tolist()
+            block_options = block_score_options(score_options, queries.start, keys.start)
+            part = hidden(n_queries - queries.start, n_keys - keys.start, block_options)
+            assert (part == hidden_pairs[queries.start :, keys.start :]).all()
 
 
-# -------------------------------------------------------------------- the CPU's kernels
+# -------------------------------------------------------------------- CPU kernels
 @pytest.mark.slow_except(4)
 @pytest.mark.parametrize("axes", MASKS, ids=str)
 @pytest.mark.parametrize("sizes", [*SHARED, Sizes(2, 37, 37, 2, 2, 3), Sizes(1, 70, 45, 3, 3, 2)], ids=str)
 def test_multithreaded_attention_matches_the_reference(sizes, axes, three_threads, rng):
-    """Every offset, window and cap; blocks so small that bands and edges fall in all places."""
+    """Test every offset, window and softcap, with blocks so small that mask edges fall anywhere in them."""
     q, k, v = qkv(rng, sizes)
     grad, mask = rng.standard_normal(q.shape), new_mask(rng, sizes, axes)
     for i, score_options in enumerate(scorings(sizes)):
@@ -176,7 +176,7 @@ def test_value_size_may_differ_from_key_size(three_threads, rng):
 
 
 def test_queries_without_visible_keys_give_zeros(rng):
-    """The first ones, whose offset is negative, and the last ones, whose window lies behind the keys."""
+    """The first queries have negative positions; the windows of the last ones start after the last key."""
     q, k, v = qkv(rng, Sizes(2, 40, 20, 2, 1, 3))
     score_options = ScoreOptions(1.0, -3, 5)
     for module, off_by_one in product((reference, kernels), (True, False)):
@@ -190,7 +190,7 @@ def test_queries_without_visible_keys_give_zeros(rng):
 
 @pytest.mark.parametrize("n_queries", [1, 40])
 def test_keys_outside_all_windows_are_not_read(n_queries, rng):
-    """A cache holds many more keys than a window."""
+    """A KV cache holds many more keys than a window; the keys outside are NaN here."""
     q, k, v = qkv(rng, Sizes(1, n_queries, 700, 4, 2, 3))
     score_options, first = ScoreOptions(0.5, 600, 16), 600 - 16 + 1
     stop = 600 + n_queries
@@ -207,7 +207,7 @@ def test_keys_outside_all_windows_are_not_read(n_queries, rng):
 
 
 def peak_memory(n_tokens: int, score_options: ScoreOptions, rng) -> int:
-    """Of forward and backward, in bytes."""
+    """Return the peak memory of forward and backward, in bytes."""
     q, k, v = (array.astype(np.float32) for array in qkv(rng, Sizes(1, n_tokens, n_tokens, 2, 1, 8)))
     tracemalloc.start()
     found = kernels.attention(q, k, v, score_options, False)
@@ -225,7 +225,7 @@ def peak_memory(n_tokens: int, score_options: ScoreOptions, rng) -> int:
 def test_attention_memory_grows_linearly_with_tokens(score_options, monkeypatch, rng):
     """Four times the tokens take at most about four times the memory: a matrix of scores would take sixteen times.
 
-    In one thread: how many threads have a block at once depends on how busy the machine is.
+    Uses one thread: the number of blocks held at once depends on the load of the machine.
     """
     monkeypatch.setattr(threads, "n_threads", lambda: 1)
     few, many = (peak_memory(n_tokens, score_options, rng) for n_tokens in (1500, 6000))
@@ -234,49 +234,49 @@ def test_attention_memory_grows_linearly_with_tokens(score_options, monkeypatch,
 
 
 def test_sliding_window_computes_fewer_scores(monkeypatch, rng):
-    """Of 2,048 tokens with a window of 64: causal attention makes 1,088 scores a token, here 128 + 63 suffice."""
-    made = []
-    plain = cpu_attention._Heads.softcapped_scores
+    """With 2,048 tokens, causal attention computes 1,088 scores per token; with a window of 64, 128 + 63 suffice."""
+    score_counts = []
+    original = cpu_attention._Heads.softcapped_scores
 
-    def counted(heads, block, seen):
-        scores = plain(heads, block, seen)
-        made.append(scores.size)
+    def counted(heads, block, is_visible):
+        scores = original(heads, block, is_visible)
+        score_counts.append(scores.size)
         return scores
 
     monkeypatch.setattr(cpu_attention._Heads, "softcapped_scores", counted)
     q, k, v = qkv(rng, Sizes(1, 2048, 2048, 2, 2, 2))
     numbers = []
     for window in (None, 64):
-        made.clear()
+        score_counts.clear()
         found = kernels.attention(q, k, v, ScoreOptions(1.0, 0, window), False)
         gradients_of(kernels, q, q, k, v, found, ScoreOptions(1.0, 0, window), None)
-        numbers.append(sum(made))
+        numbers.append(sum(score_counts))
     assert numbers[1] * 5 < numbers[0]
 
 
-# -------------------------------------------------------------------- as PyTorch, and at the ends of the numbers
+# -------------------------------------------------------------------- against PyTorch, and extreme values
 
 
 def test_softcap_and_sliding_window_match_gemma2(rng):
-    """Gemma 2's own attention: eager, with a sliding window, a soft cap and shared key heads."""
+    """Compare with Gemma 2's eager attention with a sliding window, a softcap and shared key heads."""
     torch = pytest.importorskip("torch")
     gemma = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
     q, k, v = qkv(rng, Sizes(2, 30, 30, 4, 2, 8))
     module = torch.nn.Module()
     module.num_key_value_groups, module.layer_idx = 2, 0
-    here = np.arange(30)
-    seen = (here <= here[:, None]) & (here > here[:, None] - 7)
-    mask = torch.tensor(np.where(seen, 0, -np.inf))[None, None]
+    positions = np.arange(30)
+    is_visible = (positions <= positions[:, None]) & (positions > positions[:, None] - 7)
+    mask = torch.tensor(np.where(is_visible, 0, -np.inf))[None, None]
     tensors = [torch.tensor(a.transpose(0, 2, 1, 3)) for a in (q, k, v)]
     expected, _ = gemma.eager_attention_forward(module.eval(), *tensors, mask, scaling=0.3, softcap=2.0)
     for kernel in (kernels.attention, reference.attention):
         actual, _ = kernel(q, k, v, ScoreOptions(0.3, 0, 7, 2.0), False)
-        np.testing.assert_allclose(actual, expected.numpy(), 1e-6, 1e-7)  # their softmax is of float32
+        np.testing.assert_allclose(actual, expected.numpy(), 1e-6, 1e-7)  # their softmax computes in float32
 
 
 @pytest.mark.parametrize("n_queries", [5, 40])
 def test_gradients_are_written_into_slices_of_a_packed_array(n_queries, rng):
-    """dq, dk and dv as slices of one poisoned array, as SelfAttention passes them; the rest of it stays as it is."""
+    """Pass dq, dk and dv as slices of one NaN array, as SelfAttention does; the rest of it is unchanged."""
     q, k, v = qkv(rng, Sizes(2, n_queries, n_queries, 6, 2, 4))
     score_options = ScoreOptions(0.5, 0, 9)
     found = kernels.attention(q, k, v, score_options, False)
@@ -310,7 +310,7 @@ def test_attention_is_finite_for_very_large_scores(n_tokens, dtype, off_by_one, 
 @pytest.mark.parametrize("off_by_one", [True, False])
 @pytest.mark.parametrize("window", [None, 200])
 def test_attention_matches_the_reference_for_large_scores(sizes, factor, off_by_one, window, rng):
-    """Some blocks need the largest score taken off, others do not."""
+    """Only some blocks must subtract the largest score before exponentiation."""
     q, k, v = qkv(rng, sizes)
     q[:, sizes.queries // 2 :] *= factor
     score_options = ScoreOptions(0.5, sizes.keys - sizes.queries, window)
@@ -329,7 +329,7 @@ def test_attention_matches_the_reference_for_large_scores(sizes, factor, off_by_
     "sizes", [Sizes(1, 40, 40, 2, 2, 4), Sizes(1, 3, 50, 4, 2, 4), Sizes(1, 60, 60, 2, 1, 4)], ids=str
 )
 def test_half_precision_is_computed_in_float32(sizes, rng):
-    """e^12 is more than float16 holds, and sums of scores need more than its 11 bits."""
+    """e^12 overflows float16, and sums of scores need more than its 11 bits."""
     q, k, v = (array.astype(np.float16) for array in qkv(rng, sizes))
     q[...], k[...] = 3.75, 2.5
     score_options = ScoreOptions(0.5, sizes.keys - sizes.queries, 30)
@@ -353,14 +353,16 @@ def test_short_sequences_are_batched_per_chunk(monkeypatch, rng):
     monkeypatch.setattr(chunks, "CHUNK_SIZE", 2 * 20 * 20 * 2)
     q, k, v = qkv(rng, Sizes(9, 20, 20, 2, 1, 3))
     whole_mask = np.where(rng.random((9, 1, 1, 20)) < 0.3, -np.inf, 0)
-    called, plain = [], reference.attention
-    monkeypatch.setattr(kernels.attention, "reference", lambda q, *others: called.append(len(q)) or plain(q, *others))
+    batch_sizes, original = [], reference.attention
+    monkeypatch.setattr(
+        kernels.attention, "reference", lambda q, *others: batch_sizes.append(len(q)) or original(q, *others)
+    )
     score_options = ScoreOptions(0.5, 0)
     for mask in (None, whole_mask, whole_mask[:1]):
-        called.clear()
+        batch_sizes.clear()
         actual = kernels.attention(q, k, v, score_options, False, mask)
-        assert sorted(called) == [1, 2, 2, 2, 2]
-        expected = plain(q, k, v, score_options, False, mask)
+        assert sorted(batch_sizes) == [1, 2, 2, 2, 2]
+        expected = original(q, k, v, score_options, False, mask)
         assert_all_close(actual, expected, 1e-12, 1e-14)
         expected_gradients = gradients_of(reference, q, q, k, v, expected, score_options, mask)
         assert_all_close(gradients_of(kernels, q, q, k, v, actual, score_options, mask), expected_gradients)

@@ -1,7 +1,7 @@
-"""Every faster version of a kernel on arguments that Hypothesis draws, in 1, 2, 3 and 7 threads, against the plain one.
+"""Every kernel provider against the reference, on arguments from Hypothesis, with 1, 2, 3 and 7 threads.
 
-Odd shapes, any memory layout, two inputs that are one array, pieces so small that all threads get some. The same cases
-come every time. A longer form, from a seed of one's own:
+Covers odd shapes, any memory layout, aliased inputs, and chunks so small that every thread gets some. The cases are the
+same in every run. To run more cases, or with another seed:
 
     TRICYCLE_EXAMPLES=500 TRICYCLE_SEED=7 python -m pytest -m slow -s tests/test_kernel_properties.py
 """
@@ -26,7 +26,7 @@ from test_properties import LAYOUTS
 from tricycle.kernels import KERNELS
 from tricycle_accelerators import attention_blocks, chunks, cpu, matmul_plan, registry, threads
 
-FASTER = registered_by(registry.register_numpy)  # oneDNN's where it can be used, and the threads'
+FASTER = registered_by(registry.register_numpy)  # from oneDNN, where available, and from the multithreaded provider
 VERSIONS = [(name, i) for name in sorted(set(FASTER) - NOT_OPS) for i in range(len(FASTER[name]))]
 WRITABLE = sorted(set(LAYOUTS) - {"read-only", "repeated"})
 RETURNED_AS_THEY_CAME = {"matmul_operand", "matmul_operand_and_sums"}  # an input may come back itself
@@ -37,7 +37,7 @@ CASES: Counter[str] = Counter()
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 7], ids=lambda n: f"{n} threads")
 def n_threads(request) -> Iterator[int]:
-    """As many threads as that, whatever this machine has, and everything shared."""
+    """Use this number of threads on any machine, and split all work between them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads, "n_threads", lambda: request.param)
         patch.setattr(matmul_plan, "MIN_SHARED_WORK", 0)
@@ -49,7 +49,7 @@ def n_threads(request) -> Iterator[int]:
 
 # -------------------------------------------------------------------- one case
 def laid_out(drawn: Arguments, dtype: type, layouts: list[str], share: bool) -> list[Any]:
-    """The arguments in memory; two inputs of one shape are one array where that is asked for."""
+    """Lay out the arguments in memory; with `share`, two inputs of equal shape become one array."""
     values: list[Any] = []
     for place, (value, layout) in enumerate(zip(drawn.values, layouts)):
         if isinstance(value, np.ndarray | np.float64):
@@ -72,14 +72,14 @@ def _alike(x: np.ndarray, y: np.ndarray) -> bool:
 
 
 def fresh(values: list[Any], dtype: type | None = None) -> list[Any]:
-    """Copies, floats in float64 where a dtype is given."""
+    """Copy the arguments; convert floats to `dtype` if it is given."""
     return [
         np.array(x, dtype=dtype if x.dtype.kind == "f" else None) if isinstance(x, np.ndarray) else x for x in values
     ]
 
 
 def call(kernel: Callable, values: list[Any], written: tuple[int, ...]) -> list[np.ndarray] | None:
-    """What it returned or wrote; None where it declined. What it only reads must stay as it was."""
+    """Return the outputs of a kernel, or None if it declined; check that its inputs are unchanged."""
     before = fresh(values)
     result = kernel(*values)
     if result is NotImplemented:
@@ -123,7 +123,7 @@ def run_property(version: tuple[str, int], data: Any, layout: str | None = None)
         for one, other in [*itertools.product(outputs, inputs), *itertools.combinations(outputs, 2)]:
             assert not np.shares_memory(one, other)
     for result, reference in zip(call(FASTER[name][i], again, drawn.written) or [], results):
-        np.testing.assert_array_equal(result, reference)  # the same bits every time
+        np.testing.assert_array_equal(result, reference)  # results are bit-identical
 
 
 # -------------------------------------------------------------------- tests
@@ -147,7 +147,7 @@ def test_provider_matches_reference(n_threads, version, data):
 @QUICK
 @given(data=st.data())
 def test_providers_accept_read_only_inputs(version, data):
-    """As files that are mapped into memory are."""
+    """Memory-mapped files are read-only."""
     run_property(version, data, "read-only")
 
 
@@ -162,6 +162,6 @@ def test_provider_matches_reference_with_many_examples(n_threads, version, data)
 
 @pytest.mark.nightly
 def test_print_number_of_cases():
-    """Says how many cases were run before; seen with -s."""
+    """Print the number of cases that were run (use -s)."""
     n_declined = CASES.pop("declined", 0)
     print(f"\n{sum(CASES.values()):,} cases of {len(CASES)} kernels, {n_declined:,} declined, seed {SEED}")

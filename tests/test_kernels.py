@@ -1,4 +1,4 @@
-"""Every kernel against the plain one in float64: odd shapes, strided inputs, poisoned outputs."""
+"""Every kernel against the reference in float64: odd shapes, strided inputs, outputs filled with NaN."""
 
 import itertools
 import math
@@ -88,7 +88,7 @@ def _adamw(rng, shape, step, decay):
 
 
 def _recurrence(rng, n_gates, n_kept, steps, items, size, bias, masked, *options):
-    """What the layers hand over: poison where the states will be."""
+    """Return the arguments that the layers pass, with NaN in place of the states."""
     gates = rng.standard_normal((steps, items, n_gates * size))
     states = np.full((n_kept, steps + 1, items, size), np.nan)
     states[:, 0] = rng.standard_normal((n_kept, items, size))
@@ -218,13 +218,13 @@ all_cases = pytest.mark.parametrize(
 )
 
 
-# -------------------------------------------------------------------- running one
+# -------------------------------------------------------------------- running a kernel
 def contiguous(array: np.ndarray) -> np.ndarray:
     return np.array(array, order="C")
 
 
 def strided(array: np.ndarray) -> np.ndarray:
-    """The same values with gaps between elements and rows in reverse; NaN in the gaps."""
+    """Return the same values with NaN-filled gaps between elements and rows in reverse order."""
     if not array.ndim:
         return array.copy()
     memory = np.full((*array.shape[:-1], 2 * array.shape[-1]), np.nan if array.dtype.kind == "f" else 10**9).astype(
@@ -249,7 +249,7 @@ def _as_array(argument):
 
 
 def outputs(name: str, kernel, arguments: list) -> list[np.ndarray]:
-    """What the kernel returns or writes; inputs that it only reads must stay as they are."""
+    """Return the outputs of the kernel; check that its other inputs are unchanged."""
     written = arguments[IN_PLACE[name]] if name in IN_PLACE else []
     read = [(a, a.copy()) for a in arguments if isinstance(a, np.ndarray) and not any(a is w for w in written)]
     result = kernel(*arguments)
@@ -290,7 +290,7 @@ def test_providers_match_the_reference_in_float64(name, size):
 
 @pytest.mark.parametrize("name", sorted(set(FASTER) - NOT_OPS))
 def test_results_do_not_depend_on_the_number_of_threads(name, monkeypatch):
-    """Three threads, whatever this machine has, and pieces so small that all of them get some."""
+    """Compare with three threads and chunks so small that every thread gets some."""
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     monkeypatch.setattr(chunks, "CHUNK_SIZE", 64)
     monkeypatch.setattr(attention_blocks, "KEY_BLOCK", 96)
@@ -398,7 +398,7 @@ def test_batch_parallel_runs_steps_in_order(two_threads, n_items, plain):
             np.ones((20, n_items, 1)), pieces, lambda piece: done.append(("first", piece[0].start)), then
         )
     for name in ("first", "then"):
-        assert [number for what, number in done if what == name] == list(range(20))
+        assert [number for step, number in done if step == name] == list(range(20))
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -425,7 +425,7 @@ def test_matmul_writes_to_out(shape, with_bias, monkeypatch, rng):
         np.testing.assert_allclose(out, a @ b + (0 if bias is None else bias), 1e-10, 1e-10)
 
 
-# -------------------------------------------------------------------- what versions for the CPU leave to others
+# -------------------------------------------------------------------- arguments that CPU providers decline
 X, EMPTY, HALF = np.ones((4, 6)), np.ones((0, 6)), np.ones((4, 6), np.float16)
 WEIGHTS = QuantizedMatrix.quantize(X, "float16", True)
 STEP = (1, 0.1, (0.9, 0.99), 1e-8, 0.0)
@@ -470,7 +470,7 @@ def test_cpu_providers_decline_with_a_reason(version, arguments, reason, two_thr
         assert version(*arguments) is NotImplemented
 
 
-# -------------------------------------------------------------------- numbers at the ends
+# -------------------------------------------------------------------- extreme values
 # not those between e^-104 and e^-87, whose sigmoids are denormal: faster versions take them for 0
 ENDS = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 3e38, -3e38, 1e-45, 86.0, -86.0, 200.0, -1e5]
 ACTIVATIONS = {
@@ -492,7 +492,7 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_providers_match_the_reference_on_extreme_values(name, dtype, n_copies):
-    """On infinity and NaN, on what overflows, and on zeros: large arrays go through compiled loops."""
+    """Test infinity, NaN, overflow and zeros; large arrays use compiled loops."""
     pytest.importorskip("ml_dtypes")
     with np.errstate(all="ignore"):
         pairs = np.array([*itertools.product(ENDS, ENDS)] * n_copies).astype(np.dtype(dtype))

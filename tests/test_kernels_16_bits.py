@@ -1,4 +1,4 @@
-"""Kernels given floats of 16 bits: what the plain ones give, and near what these give in float64."""
+"""Kernels with 16-bit floats: near the reference, and near the reference in float64."""
 
 import numpy as np
 import pytest
@@ -16,20 +16,20 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def narrow(name: str, size: tuple, dtype: np.dtype, layout) -> list:
-    """The arguments of a case, floats rounded to 16 bits."""
+    """Return the arguments of a case, with floats rounded to 16 bits."""
     arguments = draw(name, size, np.float64)
     is_float = lambda a: isinstance(a, np.ndarray) and a.dtype == np.float64
     return [layout(a.astype(dtype)) if is_float(a) else a for a in arguments]
 
 
 def exact(arguments: list) -> list:
-    """The same values as float64."""
+    """Return the same values in float64."""
     is_16_bit = lambda a: isinstance(a, np.ndarray) and a.dtype in DTYPES
     return [a.astype(np.float64) if is_16_bit(a) else a for a in arguments]
 
 
 def assert_near(actual: list, expected: list, dtype: np.dtype, name: str = "") -> None:
-    """A unit in the last place and a share of the largest value, of the dtype that each result has."""
+    """Compare with a tolerance of one ulp of each result's dtype, relative and to the largest value."""
     for result, reference in zip(actual, expected, strict=True):
         if result is None:  # a derivative that is found again from x
             continue
@@ -160,7 +160,7 @@ def test_norm_gradients_over_70000_rows_do_not_overflow(dtype, rng):
     assert_near(list(actual), list(expected), dtype)
 
 
-# -------------------------------------------------------------------- some narrow, some wide
+# -------------------------------------------------------------------- mixed dtypes
 @each_dtype
 def test_mixed_16_bit_input_and_float32_gradient(dtype, rng):
     x, gain = rng.standard_normal((9, 40)).astype(dtype), rng.standard_normal(40).astype(np.float32)

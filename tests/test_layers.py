@@ -1,4 +1,4 @@
-"""Layers: the walk over parameters, training, state, printing, and the gradient of each layer."""
+"""Layers: traversal of parameters, training, state, printing, and the gradient of each layer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def put(layer: Layer, name: str, tensor: Tensor) -> None:
 
 
 class Zoo(Layer):
-    """A parameter in every kind of container, and one Dense under two names."""
+    """Have a parameter in every kind of container, and one Dense layer under two names."""
 
     def __init__(self) -> None:
         shared = Dense(2, 2, generator=0)
@@ -85,7 +85,7 @@ def layer_and_input(name: str, rng: np.random.Generator) -> tuple[Layer, np.ndar
     return make(), rng.standard_normal(shape)
 
 
-# -------------------------------------------------------------------- the walk
+# -------------------------------------------------------------------- traversal
 def test_parameters_in_containers_are_found_and_shared_ones_listed_once() -> None:
     zoo = Zoo()
     assert [(name, p.shape) for name, p in zoo.named_parameters()] == [
@@ -160,43 +160,43 @@ def test_evaluating_restores_the_mode_of_each_layer() -> None:
     assert not kept.training
 
 
-# -------------------------------------------------------------------- layers that hold each other
-def in_a_circle() -> tuple[Sequential, Dense]:
-    """A layer whose part holds it."""
-    part = Dense(2, 3, generator=0)
-    whole = Sequential(part)
-    part.owner = whole
-    return whole, part
+# -------------------------------------------------------------------- cyclic layers
+def cyclic_layers() -> tuple[Sequential, Dense]:
+    """Return a layer and its child, which refers back to its parent."""
+    child = Dense(2, 3, generator=0)
+    parent = Sequential(child)
+    child.owner = parent
+    return parent, child
 
 
 def test_cyclic_layers_list_each_parameter_once() -> None:
-    whole, part = in_a_circle()
-    assert [name for name, _ in whole.named_parameters()] == ["steps.0.weights", "steps.0.bias"]
-    assert [name for name, _ in part.named_parameters()] == ["weights", "bias"]
-    assert whole.n_parameters == part.n_parameters == 9
-    assert set(whole.state_dict()) == {"steps.0.weights", "steps.0.bias"}
+    parent, child = cyclic_layers()
+    assert [name for name, _ in parent.named_parameters()] == ["steps.0.weights", "steps.0.bias"]
+    assert [name for name, _ in child.named_parameters()] == ["weights", "bias"]
+    assert parent.n_parameters == child.n_parameters == 9
+    assert set(parent.state_dict()) == {"steps.0.weights", "steps.0.bias"}
 
 
 def test_cyclic_layers_can_be_printed() -> None:
-    whole, part = in_a_circle()
-    assert repr(whole).splitlines() == [
+    parent, child = cyclic_layers()
+    assert repr(parent).splitlines() == [
         "Sequential: 9 parameters",
         "  steps.0 Dense: 9 parameters",
         "    weights (2, 3)",
         "    bias (3,)",
         "    owner Sequential: see above",
     ]
-    assert repr(part).splitlines()[-2:] == ["  owner Sequential: 9 parameters", "    steps.0 Dense: see above"]
+    assert repr(child).splitlines()[-2:] == ["  owner Sequential: 9 parameters", "    steps.0 Dense: see above"]
 
 
 def test_cyclic_layers_train_and_can_be_copied() -> None:
-    whole, part = in_a_circle()
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(whole)))
+    parent, child = cyclic_layers()
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(parent)))
     assert twin.steps[0].owner is twin
-    for parameter in whole.parameters():
+    for parameter in parent.parameters():
         parameter.grad = to_tensor(np.ones(parameter.shape))
-    whole.update(StochasticGradientDescent(1.0))
-    np.testing.assert_allclose(part.bias.array, -1)
+    parent.update(StochasticGradientDescent(1.0))
+    np.testing.assert_allclose(child.bias.array, -1)
     np.testing.assert_allclose(twin.steps[0].bias.array, 0)
 
 
@@ -348,7 +348,7 @@ def test_layer_gradients_match_finite_differences(name: str, rng: np.random.Gene
     check_layer_gradients(*layer_and_input(name, rng))
 
 
-# -------------------------------------------------------------------- each layer by itself
+# -------------------------------------------------------------------- single layers
 def test_dense_matches_formula(rng: np.random.Generator) -> None:
     layer, x = Dense(3, 2, generator=1), rng.standard_normal((4, 5, 3)).astype(np.float32)
     layer.bias.array[...] = [1, -1]
@@ -513,14 +513,14 @@ def test_layer_without_forward_raises() -> None:
 @pytest.mark.parametrize("first", ["embedding", "head"])
 @pytest.mark.parametrize("n_rows", [5, 200])
 def test_embedding_table_used_twice_gets_both_gradients(first, n_rows, rng):
-    """With more rows than ids, too, where only the rows that were taken are added to what has come before."""
+    """With more rows than ids, only the rows that were looked up are added to the existing gradient."""
     embedding = Embedding(n_rows, 4)
     ids = rng.integers(0, n_rows, (6, 7))
     factors = rng.standard_normal((n_rows, 4)).astype(np.float32)
-    taken = (embedding(ids) * 2).sum()
+    embedded = (embedding(ids) * 2).sum()
     used = (embedding.weights * factors).sum()
     shared = used + (embedding.weights * 3).sum() if n_rows > 5 else used  # gradients that one array holds, and a sum
-    loss = taken + shared if first == "head" else shared + taken
+    loss = embedded + shared if first == "head" else shared + embedded
     loss.backward()
     expected = factors + 2 * np.bincount(ids.ravel(), minlength=n_rows)[:, None] + (3 if n_rows > 5 else 0)
     np.testing.assert_allclose(embedding.weights.grad.array, expected, 1e-5)

@@ -38,7 +38,7 @@ def kind(request, monkeypatch):
 
 @pytest.fixture
 def holder(tmp_path, kind):
-    """Another process that holds the folder until it is killed."""
+    """Start another process that holds the lock until it is killed."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run"), kind], stdout=subprocess.PIPE)
     assert process.stdout.readline().strip() == b"held"
     yield process
@@ -67,7 +67,7 @@ def test_unlock_removes_the_empty_folder_that_the_lock_created(tmp_path, kind):
     (tmp_path / "empty").mkdir()
     with FolderLock(tmp_path / "empty"):
         pass
-    assert (tmp_path / "empty").is_dir()  # it was there before
+    assert (tmp_path / "empty").is_dir()  # it existed before
 
 
 def test_lock_error_names_the_process_and_kill_releases_the_lock(tmp_path, holder):
@@ -102,7 +102,7 @@ def write_lock(folder, **changes) -> None:
     (folder / locks.LOCK_NAME).write_text(json.dumps({**owner, **changes}))
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="Linux tells when a process began")
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="reads process start times from /proc")
 def test_reused_process_id_does_not_keep_the_lock(tmp_path, kind):
     write_lock(tmp_path / "run")
     with FolderLock(tmp_path / "run"):
@@ -139,37 +139,37 @@ def test_owner_that_exits_while_locking_leaves_no_stale_lock(tmp_path, kind, mon
 
 
 def test_only_one_of_concurrent_threads_holds_the_lock(tmp_path, kind):
-    """Threads stand for processes: each opens the file for itself."""
-    write_lock(tmp_path / "run", pid=2**22 + 1)  # a dead one's
-    at_work, most, rounds = [], [], []
+    """Threads behave like processes here: each opens the file itself."""
+    write_lock(tmp_path / "run", pid=2**22 + 1)  # a process that has exited
+    holders, n_holders, rejections = [], [], []
 
     def work() -> None:
         for _ in range(20):
             try:
                 with FolderLock(tmp_path / "run"):
-                    at_work.append(1)
-                    most.append(len(at_work))
+                    holders.append(1)
+                    n_holders.append(len(holders))
                     time.sleep(0.0005)
-                    at_work.pop()
+                    holders.pop()
             except LockedError:
-                rounds.append(1)
+                rejections.append(1)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(most) == {1}
-    assert rounds
+    assert set(n_holders) == {1}
+    assert rejections
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_windows_locks_one_byte_with_msvcrt(tmp_path, monkeypatch, refused):
-    """A byte far behind the text, by the module that is there instead of fcntl."""
-    asked = []
+    """One byte far past the text is locked with msvcrt, which replaces fcntl on Windows."""
+    calls = []
 
     def locking(handle, how, n_bytes):
-        asked.append((os.lseek(handle, 0, os.SEEK_CUR), how, n_bytes))
+        calls.append((os.lseek(handle, 0, os.SEEK_CUR), how, n_bytes))
         if refused:
             raise PermissionError(13, "Permission denied")
 
@@ -181,4 +181,4 @@ def test_windows_locks_one_byte_with_msvcrt(tmp_path, monkeypatch, refused):
     else:
         with FolderLock(tmp_path) as lock:
             assert json.loads(lock.path.read_text())["pid"] == os.getpid()
-    assert asked == [(locks.LOCKED_BYTE, 2, 1)]
+    assert calls == [(locks.LOCKED_BYTE, 2, 1)]

@@ -200,16 +200,16 @@ def test_positions_before_an_edit_are_reused(kind: str, case: str, monkeypatch: 
     inspectable = new_inspectable(KINDS[kind])
     interventions = Interventions(ablated_heads=(("blocks.1.attention", 0),), temperature=0.5)
     before = run(inspectable, ablated_heads=interventions.ablated_heads, temperature=0.5)
-    ids, stay = EDITS[case][0](before.ids), EDITS[case][1](len(before.ids))
+    ids, n_reusable = EDITS[case][0](before.ids), EDITS[case][1](len(before.ids))
     fresh = inspectable.run(ids, interventions)
-    asked: list[int] = []
+    n_computed: list[int] = []
     with monkeypatch.context() as patch:
         hidden = inspectable.model.hidden_states
         patch.setattr(
-            inspectable.model, "hidden_states", lambda t, *more: asked.append(t.shape[-1]) or hidden(t, *more)
+            inspectable.model, "hidden_states", lambda t, *more: n_computed.append(t.shape[-1]) or hidden(t, *more)
         )
         trace = inspectable.run(ids, interventions, before)
-    assert asked == [len(ids) - stay]
+    assert n_computed == [len(ids) - n_reusable]
     again = inspectable.run(ids, interventions, inspectable.run(before.ids, interventions, trace))
     for other in (trace, again):
         assert other.ids == ids
@@ -357,7 +357,7 @@ def test_missing_target_is_generated() -> None:
     assert 1 <= len(ids) <= 2 * len(inspectable.source_ids) + 11
 
 
-# -------------------------------------------------------------------- refusals
+# -------------------------------------------------------------------- invalid input
 INSPECTABLE = new_inspectable()
 
 

@@ -58,13 +58,13 @@ def test_gradients_match_finite_differences(dropout):
 def test_16_bit_outputs_and_gradients_are_near_float32(precision):
     layer = small_layer(dtype=np.float32).use_precision(precision)
     x = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
-    given = to_tensor(x)
-    y = layer(given)
+    x_tensor = to_tensor(x)
+    y = layer(x_tensor)
     np.testing.assert_allclose(y.numpy().astype(np.float32), expected_output(layer, x), rtol=0.05, atol=0.1)
     y.sum().backward()
     ones = np.ones((40, 7), np.float32)
     weights = layer.weights.array + layer.low_rank.delta_weights()
-    np.testing.assert_allclose(given.grad.numpy(), ones @ weights.T, rtol=0.05, atol=0.1)
+    np.testing.assert_allclose(x_tensor.grad.numpy(), ones @ weights.T, rtol=0.05, atol=0.1)
 
 
 def test_delta_weights_equal_the_low_rank_update():
@@ -76,7 +76,7 @@ def test_delta_weights_equal_the_low_rank_update():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_dora_magnitudes_scale_target_columns(dropout):
-    """A new DoRA layer computes what it did before; its magnitudes then scale the columns of its targets."""
+    """A new DoRA layer does not change the output; its magnitudes then scale the columns of its targets."""
     layer = small_layer(dropout, np.float32)
     x = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
     layer.low_rank.eval()
@@ -105,10 +105,10 @@ def test_adapter_trains_only_its_low_rank_matrices():
     low_rank = LowRankUpdate(8, 24, [LoRATarget("qkv", 0, 24, 2, 1.0)], 0.0, np.random.default_rng(0))
     names = [name for name, _ in model.named_parameters()]
     adapter = Adapter(model, {"blocks.0.attention.qkv": low_rank}, LoRAConfig(rank=2)).attach()
-    own = [name for name, _ in adapter.named_parameters()]
-    assert own == [f"low_ranks.blocks.0.attention.qkv.{name}" for name in ("down", "ups.0")]
-    learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert learning == [f"blocks.0.attention.qkv.low_rank.{name}" for name in ("down", "ups.0")]
+    adapter_names = [name for name, _ in adapter.named_parameters()]
+    assert adapter_names == [f"low_ranks.blocks.0.attention.qkv.{name}" for name in ("down", "ups.0")]
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trainable == [f"blocks.0.attention.qkv.low_rank.{name}" for name in ("down", "ups.0")]
     assert [name for name, _ in model.named_parameters() if "low_rank" not in name] == names
     adapter.detach()
     assert [name for name, _ in model.named_parameters()] == names
@@ -116,7 +116,7 @@ def test_adapter_trains_only_its_low_rank_matrices():
 
 
 def adapted(seed: int, dora: bool = True) -> tuple[GPT, Adapter]:
-    """A model with an adapter whose matrices are not zero."""
+    """Return a model with an adapter whose matrices are not zero."""
     generator = np.random.default_rng(seed)
     model = GPT(CONFIG)
     for parameter in model.parameters():
@@ -135,7 +135,7 @@ def logits_of(model: GPT) -> np.ndarray:
 
 
 def test_cached_column_norms_are_recomputed_for_changed_weights():
-    """The cached norms are not used for other weights."""
+    """The cache is invalidated when weights are loaded, replaced or quantized."""
     expected = logits_of(adapted(0)[0])
     loaded, copied, replaced, quantized = (adapted(1)[0] for _ in range(4))
     for model in (loaded, copied, replaced, quantized):
@@ -145,8 +145,8 @@ def test_cached_column_norms_are_recomputed_for_changed_weights():
     for twin in (copy.deepcopy(copied), pickle.loads(pickle.dumps(copied))):
         twin.load_state_dict(adapted(0)[0].state_dict())
         np.testing.assert_array_equal(logits_of(twin), expected)
-    for own, other in zip(replaced.parameters(), adapted(0)[0].parameters()):
-        own.array = other.array
+    for parameter, source in zip(replaced.parameters(), adapted(0)[0].parameters()):
+        parameter.array = source.array
     np.testing.assert_array_equal(logits_of(replaced), expected)
     layer = quantized.blocks[0].attention.qkv
     layer.weights.array = QuantizedMatrix.quantize(layer.weights.array * 3, "int8", transposed=True)

@@ -126,7 +126,7 @@ def test_bad_label_smoothing_is_rejected(share):
 
 
 def test_loss_scale_applies_before_rounding(rng):
-    """In float16 the gradients of most of many classes would be lost without."""
+    """Without a loss scale, most gradients of many classes underflow in float16."""
     values, labels = rng.standard_normal((4096, 200)) / 4, rng.integers(0, 200, 4096)
     exact, small = to_tensor(values, dtype=float), to_tensor(values, dtype=np.float16)
     CrossEntropy()(labels, exact).backward()

@@ -1,4 +1,4 @@
-"""python -m tricycle tells what there is; and what `import tricycle` loads."""
+"""The report of `python -m tricycle machine`, and the modules that `import tricycle` loads."""
 
 import os
 import re
@@ -20,7 +20,7 @@ class OnlyNumPy:
     def find_spec(self, name, path=None, target=None):
         top = name.split(".")[0]
         if top not in {*sys.stdlib_module_names, "numpy", "tricycle", "tricycle_cli", "tricycle_accelerators"}:
-            raise ImportError(f"{name} is not there")
+            raise ImportError(f"{name} is not available")
 
 sys.meta_path.insert(0, OnlyNumPy())
 PathFinder.find_distributions = lambda *words: iter(())
@@ -79,7 +79,7 @@ def test_invalid_thread_count_gives_a_one_line_error(monkeypatch):
     assert "TRICYCLE_NUM_THREADS" in done.stderr
 
 
-# -------------------------------------------------------------------- its rows
+# -------------------------------------------------------------------- rows of the report
 def test_host_tuning_is_reported(monkeypatch):
     monkeypatch.delenv("TRICYCLE_NUM_THREADS", raising=False)
     monkeypatch.delenv("TRICYCLE_TUNE_HOST", raising=False)
@@ -90,7 +90,7 @@ def test_host_tuning_is_reported(monkeypatch):
 
 
 def host_row() -> str:
-    """Of another process, for it changes that."""
+    """Return the row from another process, because tuning changes the process."""
     program = "from tricycle_cli.machine import host_report; print(host_report())"
     return good(call("-c", program)).strip()
 
@@ -99,9 +99,9 @@ def test_kernels_are_listed_with_their_providers(monkeypatch):
     monkeypatch.setenv("TRICYCLE_KERNELS", "-numba")
     lines = good(call("-m", "tricycle", "machine", "--kernels")).splitlines()
     assert lines[0].startswith("CPU: ")
-    asked = {words[0]: words[1:] for line in lines[2:] if (words := line.replace(",", " ").split())}
-    assert asked["matmul"][-2:] == ["numpy", "plain"] and asked["log_softmax"] == ["plain"]
-    assert {"lstm", "quantized_matmul", "orthogonalize"} <= set(asked)
+    providers = {words[0]: words[1:] for line in lines[2:] if (words := line.replace(",", " ").split())}
+    assert providers["matmul"][-2:] == ["numpy", "plain"] and providers["log_softmax"] == ["plain"]
+    assert {"lstm", "quantized_matmul", "orthogonalize"} <= set(providers)
     assert any("TRICYCLE_KERNELS=-numba" in line for line in lines)
 
 
@@ -127,7 +127,7 @@ def test_a_pinned_blas_is_reported(monkeypatch, no_variables):
 def test_variable_that_sets_the_threads_is_reported(monkeypatch, no_variables):
     assert machine.thread_variable() is None
     assert "the default (set TRICYCLE_NUM_THREADS" in machine.thread_report()
-    monkeypatch.setenv("OMP_NUM_THREADS", "all")  # no number: no library uses it
+    monkeypatch.setenv("OMP_NUM_THREADS", "all")  # not a number: no library uses it
     assert machine.thread_variable() is None
     monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
     assert machine.thread_variable() == "OMP_NUM_THREADS"
@@ -138,7 +138,7 @@ def test_variable_that_sets_the_threads_is_reported(monkeypatch, no_variables):
 def test_idle_cores_are_reported(monkeypatch, no_variables):
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
     monkeypatch.setattr(machine.threads, "n_threads", lambda: 2)
-    assert not any("64" in line for line in machine.advice([], None))  # without a variable it was the BLAS's choice
+    assert not any("64" in line for line in machine.advice([], None))  # without a variable, BLAS chose the number
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert any("OMP_NUM_THREADS" in line and "2 of 64" in line for line in machine.advice([], None))
 
@@ -164,7 +164,7 @@ def test_bf16_extra_is_suggested_only_if_fast_extra_is_not(
     monkeypatch.setattr(machine, "installed", lambda *packages: [x for x in packages if has_numba or x != "numba"])
     monkeypatch.setattr(machine.processor_facts, "has_fast_bfloat16", lambda: has_instructions)
     lines = machine.advice([], "no GPU")
-    assert any("[fast]" in line for line in lines) == (not has_numba)  # it holds the other
+    assert any("[fast]" in line for line in lines) == (not has_numba)  # [fast] includes [bf16]
     assert any("[bf16]" in line for line in lines) == (lacks_onednn and has_numba and has_instructions)
 
 
@@ -192,11 +192,11 @@ def test_an_unused_gpu_is_reported(monkeypatch, no_variables):
 
 
 def test_gpu_names_are_read_from_nvidia_smi(monkeypatch):
-    shown = "GPU 0: NVIDIA H200 (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n"
+    output = "GPU 0: NVIDIA H200 (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n"
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     assert machine.gpu_names() == []
     monkeypatch.setattr(machine.shutil, "which", lambda name: name)
-    monkeypatch.setattr(machine.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, shown))
+    monkeypatch.setattr(machine.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, output))
     assert machine.gpu_names() == ["GPU 0: NVIDIA H200", "GPU 1: NVIDIA H200"]
 
     def hang(command, **_):
@@ -215,14 +215,14 @@ def test_a_used_gpu_is_reported(monkeypatch):
     monkeypatch.setattr(machine.gemm, "version_text", lambda: "cuBLASLt 13.0.2")
     monkeypatch.setattr(machine.cudnn, "unavailable_reason", lambda: "no cuDNN")
     rows = rows_of(machine.report())
-    shown = machine.report().partition("\nGPU")[2].partition("\nCPU")[0].split()
-    assert re.search(r"GPU 0: H200.*580\.159\.03.*cuBLASLt 13\.0\.2.*no cuDNN", " ".join(shown))
+    gpu_row = machine.report().partition("\nGPU")[2].partition("\nCPU")[0].split()
+    assert re.search(r"GPU 0: H200.*580\.159\.03.*cuBLASLt 13\.0\.2.*no cuDNN", " ".join(gpu_row))
     assert "no cuDNN" in rows["faster"]
     assert "; on a GPU " in rows["arrays"]
     assert rows["matmul"].startswith("1,234 GFLOP/s")
 
 
-# -------------------------------------------------------------------- the cost of importing
+# -------------------------------------------------------------------- imports
 def test_import_loads_only_numpy_and_the_standard_library():
     program = """
 import sys

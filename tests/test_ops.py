@@ -14,14 +14,14 @@ SEEDS = st.integers(0, 2**16)
 
 
 def values(seed: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Distinct, none near 0."""
+    """Return distinct values, none near 0."""
     size = int(np.prod(shape))
     order = np.random.default_rng(seed).permutation(size)
     return np.where(order % 2, 1, -1).reshape(shape) * (0.5 + order.reshape(shape) / max(size, 1))
 
 
 def check(fn, numpy_fn, *arrays) -> None:
-    """Values as NumPy's, gradient as finite differences'."""
+    """Compare values with NumPy and gradients with finite differences."""
     actual = fn(*(to_tensor(a, dtype=np.float64) for a in arrays))
     expected = numpy_fn(*arrays)
     assert actual.shape == np.shape(expected)

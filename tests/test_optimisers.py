@@ -1,4 +1,4 @@
-"""Optimisers: each rule against its formula, steps, decay, memory, clipping."""
+"""Optimizers: each rule against its formula, steps, weight decay, optimizer state, gradient clipping."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ each_optimiser = pytest.mark.parametrize("make", OPTIMISERS.values(), ids=OPTIMI
 
 
 class Weights(Layer):
-    """One matrix and one vector, and nothing to compute."""
+    """Have one matrix and one vector, and no forward pass."""
 
     def __init__(self) -> None:
         self.matrix = to_tensor([[1.0, -2.0], [3.0, 0.5]])
@@ -109,7 +109,7 @@ def test_lion_matches_algorithm_2() -> None:
 
 @pytest.mark.parametrize("relative_step", [False, True])
 def test_adafactor_matches_algorithms_4_and_5(relative_step: bool, rng: np.random.Generator) -> None:
-    """As written in the paper, in float64, with the second moment of a matrix made whole."""
+    """Compare with the algorithm in the paper, in float64, with the full second moment of a matrix."""
     model, optimiser = (
         Weights(),
         Adafactor(0.1, -0.8, clip_threshold=0.9, weight_decay=0.2, relative_step=relative_step),
@@ -244,7 +244,7 @@ def test_user_weight_decay_predicate(make: Callable) -> None:
     assert np.array_equal(model.matrix.array, Weights().matrix.array)
 
 
-# -------------------------------------------------------------------- what a parameter is
+# -------------------------------------------------------------------- parameter roles
 def test_parameter_roles_of_a_gpt() -> None:
     changes: dict[str, Any] = {"tied": False, "n_layers": 1, "softmax": "blocks"}
     roles = {name: role_of(p) for name, p in GPT(DebugConfig(**changes)).named_parameters()}
@@ -258,7 +258,7 @@ def test_parameter_roles_of_a_gpt() -> None:
 
 
 class Named(Layer):
-    """Matrices whose names say what they are not."""
+    """Have matrices with misleading names."""
 
     def __init__(self) -> None:
         self.decomposition = Dense(2, 2, bias=False, generator=0)
@@ -299,9 +299,9 @@ def test_unknown_role_is_rejected() -> None:
         Parameter([1.0], "weights")
 
 
-# -------------------------------------------------------------------- rules of one's own, and factors
+# -------------------------------------------------------------------- user-defined rules, and factors
 class Trace(Rule):
-    """As a user would write it: one array of state, nothing about devices or factors."""
+    """Behave like a rule that a user writes: one state array, no code for devices or factors."""
 
     state_names = ("sum",)
 
@@ -370,7 +370,7 @@ def test_non_positive_factor_changes_nothing(make: Callable, factor: Any) -> Non
         assert all(array.tobytes() == state[name].tobytes() for name, array in optimiser.state_of(parameter)[1].items())
 
 
-# -------------------------------------------------------------------- what is left alone
+# -------------------------------------------------------------------- unchanged parameters
 @each_optimiser
 def test_parameter_without_gradient_is_unchanged(make: Callable) -> None:
     model, optimiser = Weights(), make(0.1, weight_decay=0.1)
@@ -394,7 +394,7 @@ def test_frozen_parameter_is_unchanged(make: Callable) -> None:
     assert not np.array_equal(model.vector.array, Weights().vector.array)
 
 
-# -------------------------------------------------------------------- memory
+# -------------------------------------------------------------------- optimizer state
 def test_optimizer_state_can_be_read_and_set() -> None:
     model, optimiser = Weights(), AdamW(0.1)
     assert optimiser.state_of(model.matrix)[0] == 0
@@ -476,7 +476,7 @@ def test_gradient_norm_is_global() -> None:
 
 @pytest.fixture
 def twins(rng: np.random.Generator) -> list[Layer]:
-    """Two equal layers of enough weights for several threads, with gradients."""
+    """Return two equal layers with gradients and enough weights for several threads."""
     sizes = [(600, 500), (3, 700), (400, 400), (50, 60)]
     pair = [Sequential(*(Dense(*shape, generator=0) for shape in sizes)) for _ in range(2)]
     for parameters in zip(*(layer.parameters() for layer in pair), strict=True):
@@ -490,26 +490,26 @@ def twins(rng: np.random.Generator) -> list[Layer]:
 def test_parallel_updates_are_bit_identical(
     make: Callable, twins: list[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one after the other, whichever are worth all threads."""
+    """Compare with sequential updates, whichever parameters are updated by all threads."""
     monkeypatch.setattr(cpu_optimisers, "LARGE", 200_000)
-    together, alone = twins
-    shared: list[int] = []
+    parallel_model, sequential_model = twins
+    n_shared: list[int] = []
     parallel = threads.parallel_for
 
-    def seen(work: Callable[[Any], None], items: Any) -> None:
+    def record_parallel(work: Callable[[Any], None], items: Any) -> None:
         if work.__qualname__.startswith("run_independent."):
-            shared.append(len(items))
+            n_shared.append(len(items))
         parallel(work, items)
 
-    monkeypatch.setattr(threads, "parallel_for", seen)
-    norm = gradient_norm(together)
-    together.update(make(0.1, weight_decay=0.1))
-    assert shared == [7, 8 if make is Muon else 7]  # all but the first matrix, unless it keeps one thread busy anyway
+    monkeypatch.setattr(threads, "parallel_for", record_parallel)
+    norm = gradient_norm(parallel_model)
+    parallel_model.update(make(0.1, weight_decay=0.1))
+    assert n_shared == [7, 8 if make is Muon else 7]  # all but the first matrix, unless it keeps one thread busy anyway
     monkeypatch.setattr(cpu_optimisers, "SMALL", math.inf)
-    assert gradient_norm(alone) == norm
-    alone.update(make(0.1, weight_decay=0.1))
-    assert len(shared) == 2
-    for actual, expected in zip(together.parameters(), alone.parameters(), strict=True):
+    assert gradient_norm(sequential_model) == norm
+    sequential_model.update(make(0.1, weight_decay=0.1))
+    assert len(n_shared) == 2
+    for actual, expected in zip(parallel_model.parameters(), sequential_model.parameters(), strict=True):
         np.testing.assert_array_equal(actual.array, expected.array)
 
 
@@ -605,7 +605,7 @@ def test_parameter_without_a_rule_raises() -> None:
 
 # -------------------------------------------------------------------- Muon
 def one_matrix(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Layer, np.ndarray, np.ndarray]:
-    """A layer with a matrix that has a gradient; the matrix and the gradient."""
+    """Return a layer with one matrix that has a gradient, the matrix, and the gradient."""
     layer, grad = Dense(*shape, bias=False, generator=0), rng.standard_normal(shape).astype(np.float32)
     layer.weights.grad = to_tensor(grad)
     return layer, layer.weights.array.copy(), grad
