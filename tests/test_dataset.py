@@ -1,4 +1,4 @@
-"""Windows, passes and positions: every batch is one that can be worked out by hand."""
+"""Windows, epochs and positions of datasets: every batch can be computed by hand."""
 
 import numpy as np
 import pytest

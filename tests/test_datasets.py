@@ -1,4 +1,4 @@
-"""Corpora and downloads, without a network: the server that drops connections is a local one."""
+"""Corpora and downloads without internet access: a local server drops connections."""
 
 import hashlib
 import os
@@ -35,7 +35,7 @@ DOCUMENTS = [
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
-    """An empty cache, and an empty folder for files put there by hand."""
+    """An empty cache and an empty TRICYCLE_DATA folder."""
     monkeypatch.setenv("TRICYCLE_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("TRICYCLE_CACHE", str(tmp_path / "cache"))
     return SimpleNamespace(data=tmp_path / "data", cache=tmp_path / "cache")
@@ -304,7 +304,7 @@ def test_concurrent_builds_give_equal_corpora(folders):
 
 
 @pytest.mark.parametrize(
-    ("documents", "what"),
+    ("documents", "message"),
     [
         ([], "text to train on"),
         ([(b"", False)], "text to train on"),
@@ -312,8 +312,8 @@ def test_concurrent_builds_give_equal_corpora(folders):
         ([(b"some text", False)], "text held out"),
     ],
 )
-def test_corpus_without_training_or_held_out_text_is_rejected(documents, what):
-    with pytest.raises(ValueError, match=what):
+def test_corpus_without_training_or_held_out_text_is_rejected(documents, message):
+    with pytest.raises(ValueError, match=message):
         make(documents)
     if documents and documents[0][1]:
         with pytest.raises(ValueError, match=r"test: .*text"):
@@ -329,7 +329,7 @@ def test_tokeniser_is_trained_on_a_sample_of_a_large_corpus(monkeypatch):
     make(documents)
     assert sum(map(len, read)) == 1000
     seen = {block[:1] for block in read}
-    assert seen == {text[:1] for text, out in documents if not out}  # something of every training document
+    assert seen == {text[:1] for text, out in documents if not out}  # a sample of every training document
     read.clear()
     make(documents, fingerprint="nobody counted the bytes")
     assert b"".join(read) == documents[0][0] + documents[1][0]
@@ -370,7 +370,7 @@ def test_gpt2_file_with_wrong_hash_is_rejected(folders):
 
 @pytest.fixture
 def library(tmp_path, monkeypatch) -> Path:
-    """A small standard library, with everything that is to be passed over."""
+    """A small standard library, with files that must be excluded."""
     root = tmp_path / "lib"
     for i in range(200):
         write(root / f"module{i}.py", f"def function{i}(x):\n    return x + {i}  # caf\xe9\n".encode("latin-1"))
@@ -446,7 +446,7 @@ def test_missing_binary_and_empty_text_files_are_rejected(tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Stands in for Hugging Face datasets."""
+    """Replace Hugging Face datasets by a fake."""
     calls = []
 
     def load_dataset(path, **options):

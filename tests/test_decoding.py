@@ -1,4 +1,4 @@
-"""Generation with a cache: against one pass over the whole text, for every family and every field of a config."""
+"""Decoding with a KV cache against one full pass, for every model family and config field."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -79,7 +79,7 @@ CONFIGS |= {f"family {name}": family.config for name, family in FAMILIES.items()
 
 
 def new_model(config: ModelConfig) -> GPT:
-    """With weights that make every part matter."""
+    """Return the model with random weights, so that every part affects the logits."""
     model = GPT(config)
     generator = np.random.default_rng(1)
     for parameter in model.parameters():
@@ -89,7 +89,7 @@ def new_model(config: ModelConfig) -> GPT:
 
 
 def all_at_once(model: GPT, tokens: list[int]) -> np.ndarray:
-    """The logits after each token (T, V), by the layers, without a cache."""
+    """Return the logits after each token (T, V) of one full pass without a cache."""
     with model.evaluating():
         return model(to_tensor([tokens], dtype=int)).array[0]
 
@@ -246,7 +246,7 @@ def assert_last_token_as_all_at_once(model):
 
 # -------------------------------------------------------------------- weights
 class Doubled(Dense):
-    """A matrix that this file has not heard of."""
+    """A user-defined subclass of Dense."""
 
     def forward(self, x):
         return super().forward(x) * 2
@@ -351,7 +351,7 @@ def test_overridden_methods_apply_in_training_and_generation(name, where, monkey
 
 
 class Whole(Layer):
-    """A block with none of the parts that the library's have."""
+    """A user-defined block without the library's attributes."""
 
     def forward(self, x, cache=None, mask=None):
         return x * 2
@@ -386,7 +386,7 @@ def test_probe_records_decoding_activations():
 
 
 class Backwards(MultiHeadSelfAttention):
-    """Attention to the same, turned round."""
+    """Attention with its output negated."""
 
     def forward(self, x, cache=None, mask=None):
         return -super().forward(x, cache, mask)

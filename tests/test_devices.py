@@ -1,4 +1,4 @@
-"""Which library holds an array, moves, and the mask that dropout draws."""
+"""Array modules, transfers between host and GPU, and dropout masks."""
 
 import re
 import subprocess

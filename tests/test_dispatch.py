@@ -1,4 +1,4 @@
-"""The door to the kernels: which version runs, who registers, and what happens where nobody does."""
+"""The kernel registry: order of providers, registration by entry points, and the reference kernels."""
 
 import inspect
 import os
@@ -24,13 +24,13 @@ from tricycle_accelerators import compiled, cpu, cuda, onednn, registry
 ROOT = Path(__file__).resolve().parents[1]
 
 
-# -------------------------------------------------------------------- which version runs
+# -------------------------------------------------------------------- order of providers
 class Box:
-    """An array of a library that nobody knows."""
+    """An array type without built-in kernels."""
 
 
 def scale(x, factor: float, shift: float = 0.0):
-    """The plain one."""
+    """Reference kernel."""
     return "plain", factor, shift
 
 
@@ -45,22 +45,22 @@ def test_reference_runs_without_providers(kernel):
 
 
 def test_providers_are_tried_in_registration_order(kernel):
-    asked = []
+    tried = []
 
     @kernel.register(Box)
     def for_large(x, factor: float, shift: float = 0.0):
-        asked.append("for large")
+        tried.append("for large")
         return ("large", factor, shift) if factor > 10 else NotImplemented
 
     @kernel.register(Box)
     def for_positive(x, factor: float, shift: float = 0.0):
-        asked.append("for positive")
+        tried.append("for positive")
         return ("positive", factor, shift) if factor > 0 else NotImplemented
 
     assert for_large(Box(), 0) is NotImplemented  # the decorator gives the function back
-    asked.clear()
+    tried.clear()
     assert [kernel(Box(), factor)[0] for factor in (11, 1, -1)] == ["large", "positive", "plain"]
-    assert asked == ["for large", "for large", "for positive", "for large", "for positive"]
+    assert tried == ["for large", "for large", "for positive", "for large", "for positive"]
     assert kernel("an array of another type", 11)[0] == "plain"
     with use_reference():
         assert kernel(Box(), 11)[0] == "plain"
@@ -97,7 +97,7 @@ def test_kernel_has_signature_and_docstring_of_its_function(kernel):
 # -------------------------------------------------------------------- who registers
 @pytest.fixture
 def entries(monkeypatch):
-    """What is installed, in this test."""
+    """Replace the installed entry points."""
     registered = []
     monkeypatch.setattr(
         metadata,
@@ -148,7 +148,7 @@ def test_other_import_errors_raise_on_every_call(kernel, entries):
 
 
 def test_concurrent_calls_wait_for_registration(kernel, entries):
-    """A second thread that comes meanwhile waits: what it computes must not depend on who was first."""
+    """A concurrent first call waits until registration is complete, so that it uses the same kernels."""
     array_type, begun, answers = new_array_type("boxes"), threading.Event(), []
 
     def register(array):
@@ -171,7 +171,7 @@ def test_concurrent_calls_wait_for_registration(kernel, entries):
 
 
 def test_installed_entry_points_match_the_project():
-    """Else everything is right, and slow: after a change of the entry points install again (pip install -e .)."""
+    """If they differ, fast kernels are silently unused: reinstall after a change (pip install -e .)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     expected = project["entry-points"][ENTRY_POINT_GROUP]
     assert {entry.name: entry.value for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)} == expected
@@ -187,7 +187,7 @@ def test_installed_entry_points_match_the_project():
     "name", ["kernels.sum_squares", "batched.run_over_batch", "muon.orthogonalize", "recurrent.prepare_matrix"]
 )
 def test_first_call_registers_providers_of_every_module(name):
-    """All modules' versions are registered then."""
+    """The first call of any kernel loads the entry points of its array type."""
     code = f"""
 import numpy as np
 from tricycle import kernels
@@ -284,7 +284,7 @@ print("trained and talked")
 
 
 def test_library_works_without_accelerators(tmp_path):
-    """A copy without the accelerators trains and generates on the plain kernels."""
+    """A copy without the accelerators trains and generates with the reference kernels."""
     shutil.copytree(ROOT / "tricycle", tmp_path / "tricycle", ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -76,7 +76,7 @@ def test_batched_einsum_equals_einsum_per_item(n_batched, rng):
 
 
 def test_gradient_equals_einsum_of_swapped_subscripts(rng):
-    """Seed 003's two examples."""
+    """The two examples of seed document 003."""
     a = to_tensor(rng.random((2, 3)))
     y = Einsum("ij->ji")(a)
     y.backward()
@@ -106,7 +106,7 @@ def test_einsum_of_many_inputs_and_axes():
 
 
 def test_contract_broadcasts_and_repeats():
-    """What a gradient needs beyond NumPy's einsum."""
+    """Operations of gradients that NumPy's einsum lacks."""
     x = np.array([1.0, 2.0])
     assert contract((x,), ("i",), "ii", {"i": 2}).tolist() == [[1, 0], [0, 2]]
     assert contract((x,), ("i",), "ji", {"i": 2, "j": 3}).tolist() == [[1, 2]] * 3

@@ -1,4 +1,4 @@
-"""The held-out loss: every token counts once, with the context that it should have."""
+"""The held-out loss: every token counts once, with the correct context."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tricycle.tensor import no_grad, to_tensor
 
 
 def brute_force(model: GPT, tokens: np.ndarray, stride: int) -> float:
-    """The loss of each token alone: after the window that predicts it, and no other."""
+    """Return the mean loss of all tokens, each computed alone from its window."""
     length = min(model.config.context_window, len(tokens) - 1)
     stride = min(stride or length, length)
     total = 0.0
@@ -59,13 +59,13 @@ def test_windows_cover_each_token_once(n_pairs, length, stride):
 
 def test_estimate_uses_evenly_spaced_batches(monkeypatch):
     model = GPT(replace(CONFIG, dropout=0.0))
-    seen = []
+    windows = []
     forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda x: (seen.append(x.array.copy()), forward(x))[1])
+    monkeypatch.setattr(model, "forward", lambda x: (windows.append(x.array.copy()), forward(x))[1])
     tokens = np.arange(241) % 257
     _, count = evaluate(model, tokens, 2, n_batches=3)
     assert count == 6 * 8
-    assert np.concatenate(seen)[:, 0].tolist() == [0, 40, 88, 136, 184, 232]
+    assert np.concatenate(windows)[:, 0].tolist() == [0, 40, 88, 136, 184, 232]
     assert evaluate(model, tokens, 2, n_batches=1000)[1] == 240
 
 

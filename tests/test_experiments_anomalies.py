@@ -1,4 +1,4 @@
-"""experiments/anomalies: events are what and where they should be, areas are right, a tiny run leaves all it should."""
+"""experiments/anomalies: events and labels, methods, ROC areas, and a small run."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""experiments/autoencoder: the linear answers are right, measures are what they say, a tiny run leaves all."""
+"""experiments/autoencoder: data, linear baselines, measures, and a small run."""
 
 import gzip
 

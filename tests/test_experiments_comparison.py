@@ -1,4 +1,4 @@
-"""experiments/comparison: chains are counted right, nothing reaches further than it can, a tiny run leaves all."""
+"""experiments/comparison: operation chains, costs, receptive fields, and a small run."""
 
 import dataclasses
 

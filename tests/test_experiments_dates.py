@@ -1,4 +1,4 @@
-"""experiments/dates: no date can be read in two ways, weights are counted where they lie, and a tiny run leaves all."""
+"""experiments/dates: unambiguous dates, attention on fields, and a small run."""
 
 import contextlib
 import re
@@ -292,7 +292,7 @@ def test_several_flag_writes_multiple_date_results(monkeypatch, tmp_path):
 
 
 def test_loss_ignores_padding_after_shorter_answers():
-    """Places after the end of a shorter answer count neither in the loss nor in its mean."""
+    """Positions after the end of a shorter answer count neither in the loss nor in its mean."""
     model = new_model("Luong general", 6000, np.random.default_rng(0))
     generator = np.random.default_rng(1)
     texts = study.texts([*(data.multiple_date_examples(data.split()[0], 1, (n, n), generator)[0] for n in (1, 3))])

@@ -1,4 +1,4 @@
-"""experiments/finetuning: sums are right, nothing held out is learnt, a tiny run leaves all and goes on."""
+"""experiments/finetuning: sums, docstrings, Shakespeare, and a small interrupted run."""
 
 import sys
 from dataclasses import replace
@@ -78,7 +78,7 @@ def test_sum_has_the_expected_values_and_answer():
 
 
 def test_stories_contain_the_numbers_of_their_sums():
-    """The numbers of a story, in their order, are those of its sum; and no sum is in two parts."""
+    """The numbers of a story are those of its sum, in order; no sum is in two splits."""
     parts = sums.sums(300)
     assert {name: len(part) for name, part in parts.items()} == {"test": 400, "validation": 200, "train": 300}
     every = [one for part in parts.values() for one in part]
@@ -195,7 +195,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(model, tmp_path_factory):
-    """A tiny run, cut off once; with what it left, and what it said at its end."""
+    """Interrupt a small run once and finish it; yield its folder, the first results and its flags."""
     folder = tmp_path_factory.mktemp("runs") / "a run"
     words = ["--quick", "--model", str(model), "--tasks", *tasks.TASKS, "--methods", "lora", "all"]
     words += ["--updates", "4", "--tested", "3"]

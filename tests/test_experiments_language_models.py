@@ -1,4 +1,4 @@
-"""Models that others trained: texts without what is held out, windows whose bytes are right, losses of tokens."""
+"""Pretrained language models: held-out texts, bytes per token, and token losses."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""experiments/learned_statistics: nothing frozen changes, exact is exact, and a tiny run leaves all it promises."""
+"""experiments/learned_statistics: frozen weights, exact statistics, and a small run."""
 
 import dataclasses
 import random

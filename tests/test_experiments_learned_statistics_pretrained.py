@@ -1,4 +1,4 @@
-"""experiments/learned_statistics with a model that others trained: a tiny one of OPT's architecture, no download."""
+"""experiments/learned_statistics with a small random model of OPT's architecture."""
 
 import dataclasses
 import json
@@ -170,7 +170,7 @@ def test_initial_scales_of_each_start():
 
 # -------------------------------------------------------------------- shares
 def test_mean_shares_of_one_row_give_the_full_softmax(frozen):
-    """With one row, its mean is exact: so attention is the whole softmax again."""
+    """The mean over one row is exact, so attention equals the full softmax."""
     row = rows_of(frozen, "code")[:1]
     shares = exact_shares(frozen, row, (4,))
     whole = read(frozen.model, row)

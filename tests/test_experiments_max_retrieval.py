@@ -1,4 +1,4 @@
-"""experiments/max_retrieval: the data and the loss are what they should be, and a tiny run leaves all it promises."""
+"""experiments/max_retrieval: data, model, loss, and a small run."""
 
 import dataclasses
 

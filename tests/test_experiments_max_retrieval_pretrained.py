@@ -1,4 +1,4 @@
-"""experiments/max_retrieval with a language model: texts, temperatures, fits and a tiny run."""
+"""experiments/max_retrieval with a language model: tasks, temperatures, fits, and a small run."""
 
 from __future__ import annotations
 

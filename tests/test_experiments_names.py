@@ -1,4 +1,4 @@
-"""experiments/names: names come once, measures are right by hand, and a tiny run leaves all it promises."""
+"""experiments/names: data splits, measures, and a small run."""
 
 import os
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_measures_match_scikit_learn(rng):
 
 
 def test_removing_the_prior_favors_rare_classes():
-    """What a model says of rare classes counts more once their rarity is taken out."""
+    """Subtracting the log prior raises the predictions of rare classes."""
     prior = np.log([0.9, 0.1])
     logits = np.log([[0.8, 0.2], [0.95, 0.05]])
     found = study.both(logits, np.array([1, 0]), prior)

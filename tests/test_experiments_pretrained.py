@@ -1,7 +1,7 @@
-"""experiments/pretrained: other people's models through our layers, against code that shares nothing with them.
+"""experiments/pretrained: pretrained models in Tricycle's layers against independent NumPy code.
 
-The files of these models are not ours to carry, so what needs them is skipped where they are not; the same code runs on
-random weights of the same layout everywhere.
+The files of these models are not part of the repository: tests that need them are skipped where they are missing. All
+other tests use random weights with the same layout.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ test_wrong_flags_of_g2p_are_refused = wrong_flags(
 )
 
 
-# -------------------------------------------------------------------- what the network of g2p-en looks at
+# -------------------------------------------------------------------- attributions of g2p-en
 SPOKEN = [4, 22, 30, inspect_g2p.END]  # four sounds
 
 
@@ -438,7 +438,7 @@ def test_textgenrnn_bits_of_known_probabilities(tmp_path):
 @pytest.mark.nightly
 @needs(packages.TEXTGENRNN)
 def test_pretrained_textgenrnn_reaches_its_known_bits():
-    """In the wrong layout it has 69 bits per character, and writes signs of all kinds."""
+    """With weights in the wrong layout it has 69 bits per character."""
     pytest.importorskip("h5py")
     model, vocabulary = textgenrnn.load()
     assert (len(vocabulary), model.n_parameters) == (464, 462_717)
@@ -504,7 +504,7 @@ test_wrong_flags_of_textgenrnn_are_refused = wrong_flags(
 )
 
 
-# -------------------------------------------------------------------- what the attention of textgenrnn looks at
+# -------------------------------------------------------------------- attention of textgenrnn
 def a_reading(folder: Path) -> tuple[textgenrnn.CharacterModel, inspect_textgenrnn.Read]:
     model, vocabulary = textgenrnn.load(made_up_textgenrnn(folder, random_lstms()))
     return model, inspect_textgenrnn.read(model, vocabulary, ("ab a", "ba"))

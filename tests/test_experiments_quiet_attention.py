@@ -1,4 +1,4 @@
-"""The experiment of softmax1: both runs begin alike, go on after a kill, and are measured rightly."""
+"""experiments/quiet_attention: equal initialization, resuming, measures, and a small run."""
 
 import json
 import math
@@ -62,7 +62,7 @@ def test_measure_matches_evaluation_and_kurtosis(tokens):
 
 
 def test_interrupted_run_resumes_with_equal_measurements(tokens, tmp_path, monkeypatch):
-    """Cut off after its fourth update, it measures and learns what a whole run does."""
+    """A run interrupted in its sixth update resumes, with the measurements of an uninterrupted run."""
     held_out = HeldOut(tokens, 2000)
     run(tiny(), tokens, held_out, tmp_path / "whole", 3, on_gpu=False)
     made = []
@@ -110,7 +110,7 @@ test_wrong_flags_are_refused = wrong_flags(
 )
 
 
-# -------------------------------------------------------------------- what experiments share
+# -------------------------------------------------------------------- shared code
 def test_table_cells_and_markdown():
     assert cell([2]) == "2.00"
     assert cell([1, 2, 3], 1, 100) == "200.0 ± 100.0"

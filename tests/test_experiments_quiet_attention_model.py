@@ -1,4 +1,4 @@
-"""The question of softmax1 asked of a model that others trained, here a tiny one: rounding, looking, teaching."""
+"""experiments/quiet_attention with a pretrained model: int8 rounding, outliers, and training."""
 
 import json
 import math
@@ -77,7 +77,7 @@ def test_outliers_cost_more_with_one_scale_per_tensor(ids):
     assert off["tensor"] > 5 * off["row"]
 
 
-# -------------------------------------------------------------------- inside
+# -------------------------------------------------------------------- outliers
 def test_massive_tokens_are_found():
     streams = np.random.default_rng(0).standard_normal((3, 20, 8))
     assert not massive_tokens(streams).any()
@@ -111,7 +111,7 @@ def test_weight_outliers_locate_the_head_and_matrix():
     assert largest > found["matrices"]["attention.qkv"][0][1]
 
 
-# -------------------------------------------------------------------- teaching
+# -------------------------------------------------------------------- training
 @pytest.mark.parametrize(
     "variant",
     [
@@ -151,7 +151,7 @@ def test_lora_training_lowers_the_loss(tmp_path):
     assert np.mean(losses[-5:]) < 0.92 * np.mean(losses[:5])
 
 
-# -------------------------------------------------------------------- all of it
+# -------------------------------------------------------------------- the study
 def test_variants_are_unique_and_ordered_by_seed():
     variants = variants_of(Settings("tiny", 3, 1), quick=False)
     assert len({variant.key for variant in variants}) == len(variants) == 20

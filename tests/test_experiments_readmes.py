@@ -1,4 +1,4 @@
-"""The pages of each study show the tables of its results; a study without its data says where to put it."""
+"""The README of each study contains its tables; missing data gives an error that names the file."""
 
 import importlib
 import json
@@ -106,7 +106,7 @@ def test_tables_of_smollm2_are_in_the_readmes():
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_result_file_is_documented_or_json(name):
-    """A file of results is named by a page of the documentation, or is JSON, of which tables are made."""
+    """Each file of results is named in the documentation, or is JSON, from which tables are made."""
     pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
     text = "\n".join([*pages, readme(name)])
     for path in (ROOT / "experiments" / name / "results").rglob("*.*"):

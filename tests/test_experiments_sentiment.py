@@ -1,4 +1,4 @@
-"""experiments/sentiment and what it shares with experiments/names: folds, words, trainings, the page, the program."""
+"""experiments/sentiment and code shared with experiments/names: folds, training, page, and program."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def test_folds_are_stratified_and_repeat_by_seed():
 
 
 def test_splits_are_disjoint_and_keep_groups_together():
-    """Every text is tested once; nothing is in two parts; texts of a group stay together."""
+    """Every text is tested once, splits are disjoint, and texts of a group stay together."""
     generator = np.random.default_rng(0)
     labels, groups = generator.integers(0, 3, 200), generator.permutation(np.arange(200) // 2)
     problem = Problem([[f"{group}", "x"] for group in groups], labels, ("a", "b", "c"), groups)

@@ -1,4 +1,4 @@
-"""Code that several studies share: limits of flags, presets, rounding, resuming, training."""
+"""Code shared by studies: limits of flags, presets, rounding, resuming, and training."""
 
 from dataclasses import dataclass
 from pathlib import Path

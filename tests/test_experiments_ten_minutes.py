@@ -1,4 +1,4 @@
-"""experiments/ten_minutes: nothing held out is trained on, PyTorch's model equals Tricycle's, a tiny run leaves all."""
+"""experiments/ten_minutes: held-out data, variants, the PyTorch baseline, and a small run."""
 
 import json
 from dataclasses import replace
@@ -412,7 +412,7 @@ def last():
 
 
 class Parrot:
-    """Goes on with one text, whatever it is given, in the place of `Batch`."""
+    """A fake `GenerationBatch` that continues every prompt with TEXT."""
 
     def __init__(self, model):
         self.texts = []

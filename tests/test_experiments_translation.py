@@ -1,4 +1,4 @@
-"""experiments/translation on a made-up language: the data is right, models learn, a run leaves all it promises."""
+"""experiments/translation on a synthetic language: data, models, training, and a small run."""
 
 import gzip
 import json

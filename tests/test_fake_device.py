@@ -1,4 +1,4 @@
-"""Nothing mixes host and device: every op, and a model's training and generation, on a device that refuses it."""
+"""Every op, training and generation on a fake device that rejects operands on the host."""
 
 import math
 from dataclasses import replace
@@ -176,7 +176,7 @@ def test_each_precision_trains_and_generates(device, changes, precision):
 @pytest.mark.parametrize("precision", SMALL)
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_activations_and_gradients_have_16_bits(device, changes, precision, monkeypatch):
-    """Nothing grows to float32 on the way, which would cost memory and time and no test would fail."""
+    """A promotion to float32 would cost memory and time without failing other tests."""
     dtype = small_type(precision)
     model = GPT(replace(CONFIG, precision=precision, **changes)).to_gpu()
     ids = model.place(TOKENS[:64].reshape(2, 32))
@@ -374,7 +374,7 @@ def test_resumed_run_on_the_device_is_exact(device, tmp_path, precision):
 
 # -------------------------------------------------------------------- optimisers
 class Trace(Rule):
-    """A rule as a user writes it, who thinks of no device."""
+    """A user-defined update rule without device-specific code."""
 
     state_names = ("sum",)
 
@@ -384,7 +384,7 @@ class Trace(Rule):
 
 
 def test_user_optimizer_rule_trains_on_the_device(device):
-    """With clipping, a loss scale, and updates that are left out, which must not count."""
+    """With clipping and a loss scale; skipped updates must not count as steps."""
     wide = replace(HALF, precision="float32")
     model, host, first = GPT(HALF), GPT(wide), GPT(wide)
     states = [new_state(HALF, TOKENS, True, model), new_state(wide, TOKENS, False, host)]
@@ -403,7 +403,7 @@ def test_user_optimizer_rule_trains_on_the_device(device):
 
 
 def test_labels_are_counted_on_the_device(device):
-    """Uneven batches with padding, as one big one, and nothing is read."""
+    """Micro-batches with different padding give the loss of one large batch, without a synchronization."""
     rng = np.random.default_rng(0)
     labels, inputs = rng.integers(1, 64, (2, 3, 5)), rng.integers(0, 64, (2, 3, 5))
     labels[1, :, 1:] = 0

@@ -1,4 +1,4 @@
-"""A file is written whole or not at all, whatever fails and whenever."""
+"""Atomic writes and appends, also on disk errors and kills."""
 
 import errno
 import os
@@ -148,7 +148,7 @@ def test_incomplete_last_line_is_removed_before_appending(tmp_path, before, leng
 
 
 class Disk:
-    """Takes so many bytes, and each time half of what it is asked to take."""
+    """A file that accepts `n_bytes` bytes, at most half of each write, and then raises."""
 
     def __init__(self, file, n_bytes: int, number: int) -> None:
         self.file, self.left, self.number = file, n_bytes, number
@@ -187,7 +187,7 @@ def test_append_lines_is_atomic_on_disk_errors(tmp_path, monkeypatch, n_bytes, n
     assert path.read_text() == "old\n" + (text if n_bytes == 100 else "")
 
 
-# -------------------------------------------------------------------- what a disk says
+# -------------------------------------------------------------------- disk errors
 @pytest.mark.parametrize("function", ["fsync", "replace", "open"])
 def test_errors_name_the_file(tmp_path, monkeypatch, function):
     path = tmp_path / "folder" / "file"
@@ -204,7 +204,7 @@ def test_errors_name_the_file(tmp_path, monkeypatch, function):
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EACCES])
 def test_folder_sync_errors_are_ignored(tmp_path, monkeypatch, number):
-    """Some file systems cannot, and some folders may be written but not read."""
+    """Some file systems cannot sync folders, and some folders are writable but not readable."""
     usual = os.fsync
 
     def fsync(handle):

@@ -271,7 +271,7 @@ def test_preference_loss_mask_covers_only_the_answers():
     assert max(len(one.ids) for one in both) == 13
 
 
-# -------------------------------------------------------------------- what counts
+# -------------------------------------------------------------------- loss masks
 def test_chat_loss_mask_covers_answers_and_end_tokens():
     tokeniser = tiny_tokeniser()
     messages = [

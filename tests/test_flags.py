@@ -1,4 +1,4 @@
-"""Command lines from dataclasses: values, and errors on one line."""
+"""Command-line flags from dataclasses: values, and one-line errors."""
 
 import os
 import re
@@ -178,7 +178,7 @@ def test_run_main_exits_silently_on_a_closed_pipe():
 
 
 class PanicException(BaseException):
-    """As the Rust of a library raises it."""
+    """An exception like the panics of Rust libraries."""
 
 
 def test_a_panic_of_a_library_is_one_line(capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Softmax and its kin at the edges, the linear map, gradients computed together."""
+"""Softmax variants at extreme values, linear maps, and accumulated gradients."""
 
 import numpy as np
 import pytest
@@ -232,10 +232,10 @@ def test_fused_attention_equals_row_softmax_attention(softmax, score_options, rn
     np.testing.assert_allclose(out, expected, 1e-9, 1e-12)
     grad, slopes = rng.standard_normal(out.shape), [np.full(array.shape, np.nan) for array in (q, k, v)]
     backward(grad, *slopes)
-    ways = [1e-6 * rng.standard_normal(array.shape) for array in (q, k, v)]
-    ahead = rows(*(array + way for array, way in zip((q, k, v), ways)))
-    behind = rows(*(array - way for array, way in zip((q, k, v), ways)))
-    change = sum((slope * way).sum() for slope, way in zip(slopes, ways))
+    directions = [1e-6 * rng.standard_normal(array.shape) for array in (q, k, v)]
+    ahead = rows(*(array + direction for array, direction in zip((q, k, v), directions)))
+    behind = rows(*(array - direction for array, direction in zip((q, k, v), directions)))
+    change = sum((slope * direction).sum() for slope, direction in zip(slopes, directions))
     np.testing.assert_allclose(change, ((ahead - behind) * grad).sum() / 2, 1e-5, 1e-11)
 
 
@@ -326,7 +326,7 @@ def test_linear_rejects_bad_input(x, weights, bias, message):
 
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_linear_with_a_transposed_table(order, rng):
-    """As with the table turned by hand; and the gradient becomes the table's without a copy."""
+    """Equals a multiplication by the transposed table; the table gets its gradient without a copy."""
     x, table = (
         to_tensor(rng.standard_normal((2, 3, 4))),
         to_tensor(np.asarray(rng.standard_normal((5, 4)), order=order)),
@@ -346,7 +346,7 @@ def test_linear_with_a_transposed_table(order, rng):
 
 
 def test_gradients_of_a_tied_embedding_table_add_up(rng):
-    """Its gradients meet in one array, which nobody else is given."""
+    """Both gradients are added in one array, which is not shared."""
     table, x = to_tensor(rng.standard_normal((5, 4))), to_tensor(rng.standard_normal((3, 4)))
     places = np.array([1, 1, 4])
     both = linear(x + table[places], table, transposed=True)

@@ -1,4 +1,4 @@
-"""Random models in random modes: the fast kernels against the reference, and cached generation against full passes.
+"""Random models and modes: fast kernels against the reference, cached decoding against full passes.
 
 A sample runs each time, with a seed that is the date; what fails prints the seed. A longer run with a seed of choice:
 

@@ -1,4 +1,4 @@
-"""Sampling: against the model's own logits without a cache, and against counts."""
+"""Sampling and generation against logits of full passes and against expected frequencies."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def model() -> GPT:
 
 
 def full_logits(model: GPT, tokens: list[int]) -> np.ndarray:
-    """The logits after some tokens, all of them read at once."""
+    """Return the logits after the given tokens, computed by one full pass."""
     with no_grad():
         return model.eval()(to_tensor([tokens], dtype=int)).array[0, -1]
 
@@ -62,7 +62,7 @@ def test_greedy_equals_argmax_of_the_full_pass(positions, n_prompt):
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("window", [1, 2, 5, 12])
 def test_generation_continues_past_the_context_window(positions, window):
-    """When the window is full, its later half is read anew."""
+    """When the window is full, its second half is encoded again."""
     model = new_model(positions=positions, context_window=window)
     tokens = [3]
     drawn = list(generate(model, [3], 40, temperature=0))
@@ -106,7 +106,7 @@ def test_seed_determines_the_tokens(model):
 
 
 def test_sampling_matches_the_full_pass(model):
-    """Drawn one at a time from the full logits with the same generator, the tokens are the same."""
+    """Sampling from logits of full passes with the same generator gives the same tokens."""
     settings = {"temperature": 0.9, "top_k": 20, "top_p": 0.9}
     generator, tokens = np.random.default_rng(5), [4]
     for token in generate(model, [4], 11, SamplingParams(**settings, seed=5)):
@@ -328,9 +328,9 @@ def test_repetition_penalty_counts_prompt_and_completion(model):
     )
 
 
-# -------------------------------------------------------------------- what has been read already
+# -------------------------------------------------------------------- decoding state
 def count_reads(monkeypatch) -> list[list[int]]:
-    """How many tokens of each text are processed at a time."""
+    """Record the number of tokens of each forward pass."""
     reads: list[list[int]] = []
 
     def counted(model, tokens, caches, every=False):
@@ -407,7 +407,7 @@ def test_cache_grows_and_truncates():
 
 
 def test_sliding_window_cache_keeps_visible_tokens():
-    """Each token gets what it sees, in any pieces, and what is kept stays small."""
+    """Each token gets its visible keys, with any chunk size, and the cache stays small."""
     rng = np.random.default_rng(0)
     for window in (1, 7, 100, 400):
         cache = KeyValueCache(5000, window=window)
@@ -456,7 +456,7 @@ def test_sliding_window_cache_truncates_to_stored_tokens():
 @pytest.mark.parametrize("n_draft_tokens", [0, 5])
 @pytest.mark.parametrize("changes", [{}, {"full_layers": (1,)}, {"softmax": "softmax1"}, {"softmax": "blocks"}])
 def test_sliding_window_generation_matches_the_full_pass(changes, n_draft_tokens):
-    """A text of many windows, against all of it read at once; some of it in a second turn."""
+    """Generate several windows of text, part of it in a second call, and compare with full passes."""
     model = new_model(context_window=900, positions="rotary", window=9, **changes)
     state = SpeculativeState(model)
     prompt = list(np.random.default_rng(0).integers(0, 50, 300))
@@ -529,7 +529,7 @@ def test_texts_of_a_batch_have_independent_seeds(model):
     "changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}, {"key_shift": True}]
 )
 def test_texts_join_and_leave_a_batch(changes):
-    """Each with settings of its own; none notices the others."""
+    """Each text has other settings and gets the same tokens as alone."""
     model = new_model(**changes)
     batch = GenerationBatch(model)
     ways = [
@@ -708,7 +708,7 @@ def test_certain_tokens_are_stable_under_small_changes(seed, top_k, top_p, min_p
 
 @pytest.mark.slow
 def test_most_tokens_are_certain():
-    """Else nothing would be won."""
+    """If few tokens were certain, draft tokens would rarely be accepted."""
     logits = np.random.default_rng(0).normal(0, 4, (100, 50_000))
     for settings in ((0, 0, 1.0, 0.0), (0.8, 50, 0.95, 0.02)):
         sampling, numbers = SamplingParams(*settings), [np.random.default_rng(i).random() for i in range(100)]
@@ -726,7 +726,7 @@ def test_draft_tokens_stop_at_max_tokens(model, monkeypatch):
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("n_texts", [2, 5, 20])
 def test_batched_draft_tokens_change_nothing(settings, n_texts):
-    """Texts of different lengths, of which some repeat themselves; with 20 there is no room for draft tokens."""
+    """Texts of different lengths, some repetitive; a batch of 20 leaves no room for draft tokens."""
     model = new_model(context_window=30, positions="rotary", window=6)
     prompts = [[*range(i % 7), *[1, 2, 3, 4] * (i % 3), i] for i in range(n_texts)]
     ways = [PenalizedSamplingParams(**{**settings, "seed": i}) for i in range(n_texts)]
@@ -767,7 +767,7 @@ def test_batched_draft_tokens_change_nothing_despite_rounding(monkeypatch):
 # -------------------------------------------------------------------- candidates
 @given(st.integers(0, 10**6), st.integers(0, 12), st.floats(0.01, 1), st.floats(0, 1), st.floats(0.05, 3))
 def test_candidates_contain_every_token_that_can_be_sampled(seed, top_k, top_p, min_p, temperature):
-    """Against all tokens sorted."""
+    """Compare with a sort of all tokens."""
     logits = np.random.default_rng(seed).normal(0, 2, 40).round(1)
     order, probabilities = SamplingParams(temperature, top_k, top_p, min_p).candidates(logits)
     expected = np.argsort(-logits, kind="stable")[: top_k or None]

@@ -1,4 +1,4 @@
-"""Settings of other people's models, as their files say them."""
+"""Generation settings of pretrained models."""
 
 import pytest
 

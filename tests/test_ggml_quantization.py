@@ -1,4 +1,4 @@
-"""Quantized GGUF blocks against the package of llama.cpp's authors, bit for bit."""
+"""Quantized GGUF blocks against the gguf package, bit for bit."""
 
 import numpy as np
 import pytest

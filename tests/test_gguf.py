@@ -1,4 +1,4 @@
-"""Files of llama.cpp: the container, keys as fields, tensors by Hugging Face's names, and what is refused."""
+"""Models from GGUF files: config fields, tensors by Hugging Face's names, and rejected files."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_config_fields_equal_transformers(files, name):
 
 
 def _near(actual, expected) -> bool:
-    """Equal, but for rounding to 32 bits, and for what is all the same in llama3's scaling."""
+    """Compare up to rounding to 32 bits, and up to equivalent parameters of llama3's scaling."""
     if not isinstance(actual, dict):
         return actual == pytest.approx(expected) if isinstance(actual, float) else actual == expected
     if actual.get("rope_type") == "llama3":
@@ -113,7 +113,7 @@ def test_16_bit_tensors_keep_their_dtype(files, tmp_path, name, kind):
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
 def test_quantized_blocks_dequantize_as_in_transformers(tmp_path, kind):
-    """Also where rows change places: a row of queries is a row of whole blocks."""
+    """Rows of queries and keys are permuted as whole rows of blocks."""
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=64,
@@ -180,7 +180,7 @@ def test_llama_with_sliding_window_becomes_mistral(files, tmp_path):
 
 
 def test_llama_with_only_qkv_biases_becomes_qwen2(files, tmp_path):
-    """Hugging Face's Llama cannot have them, its Qwen2 can, which is the same otherwise."""
+    """Hugging Face's Llama has no biases of Q, K and V alone; its Qwen2 does, and is equal otherwise."""
     _, model = files["Qwen2"]
     keys = gguf_models.metadata_of("llama", model.config)
     source = read_gguf(
@@ -203,7 +203,7 @@ def test_special_tokens_and_sampling_settings_are_read(files, tmp_path):
 
 
 def test_per_layer_values_must_be_equal(files, tmp_path):
-    """A key may be a list with a value for each layer: equal ones are one."""
+    """A key may be a list with one value per layer; equal values are read as one."""
     _, model = files["Llama"]
     fields = read_gguf(
         gguf_models.write_model(tmp_path / "a.gguf", "Llama", model, keys={"attention.head_count_kv": [3, 3]})
@@ -284,7 +284,7 @@ def test_invalid_metadata_is_rejected(files, tmp_path, name):
 
 
 def refused(path: Path, why: str) -> None:
-    """In one line that begins with the path."""
+    """Check that the error is one line that begins with the path."""
     with pytest.raises(ValueError, match=why) as caught:
         read_gguf(path)
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)

@@ -48,7 +48,7 @@ def padded(header: bytes, alignment: int = 32) -> bytes:
 
 
 def whole_file() -> bytes:
-    """A header of every kind of value, and two tensors."""
+    """Return a file with metadata of every type and two tensors."""
     pairs = [
         pair("general.architecture", STRING, text("llama")),
         pair("a.u8", U8, struct.pack("<B", 200)),
@@ -103,14 +103,14 @@ def written(tmp_path: Path, content: bytes) -> Path:
 
 
 def refused(path: Path, why: str) -> None:
-    """In one line that begins with the path."""
+    """Check that the error is one line that begins with the path."""
     with pytest.raises(ValueError, match=why) as caught:
         read_gguf_header(path)
     message = str(caught.value)
     assert message.startswith(f"{path}: ") and "\n" not in message and len(message) < 300 + len(str(path))
 
 
-# -------------------------------------------------------------------- what is there
+# -------------------------------------------------------------------- valid files
 @pytest.mark.parametrize("version", [2, 3])
 def test_metadata_and_tensors_of_every_type_are_read(tmp_path, version):
     content = whole_file()
@@ -156,7 +156,7 @@ def test_file_truncated_after_opening_raises(tmp_path):
         file.read(file.tensors["second"])
 
 
-# -------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------- rejected files
 def test_files_that_are_not_gguf_are_rejected(tmp_path):
     for content in (b"", b"GGUF", b"PK\x03\x04" + bytes(100), b"FUGG" + bytes(100)):
         refused(written(tmp_path, content), "begins with GGUF")

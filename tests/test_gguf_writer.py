@@ -1,4 +1,4 @@
-"""Models as files of llama.cpp: what is read back, what transformers and llama.cpp make of them, what is refused."""
+"""Export to GGUF: round trips, reading by transformers and llama.cpp, and rejected models."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def new_model(name: str) -> GPT:
 
 
 def lively(model: GPT) -> GPT:
-    """With weights of which every part counts."""
+    """Return the model with random weights, so that every part affects the logits."""
     rng = np.random.default_rng(0)
     for parameter in model.parameters():
         parameter.array += rng.standard_normal(parameter.shape).astype(np.float32) * np.float32(0.15)
@@ -75,7 +75,7 @@ def logits(model: GPT, tokens: np.ndarray) -> np.ndarray:
 TOKENS = np.random.default_rng(1).integers(0, VOCABULARY, (2, 40))
 
 
-# -------------------------------------------------------------------- there and back
+# -------------------------------------------------------------------- round trips
 @each_model
 def test_exported_model_round_trips(tmp_path, name):
     architecture, _ = MODELS[name]
@@ -98,7 +98,7 @@ def test_exported_model_round_trips(tmp_path, name):
 @pytest.mark.parametrize("window", [16, 64, 8192])
 @pytest.mark.parametrize("factor", [2.0, 8.0, 32.0])
 def test_llama3_scaling_of_small_heads_round_trips(tmp_path, factor, window):
-    """Of their eight pairs at most one lies between the bounds."""
+    """At most one of the eight pairs of channels is between the frequency bounds."""
     scaling = {"rotary_scaling": "llama3", "rotary_factor": factor, "rotary_original_window": window}
     model = lively(GPT(ModelConfig(**{**LLAMA, **scaling})))
     export_gguf(model, None, tmp_path / "a.gguf")
@@ -109,7 +109,7 @@ def test_llama3_scaling_of_small_heads_round_trips(tmp_path, factor, window):
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
 @each_model
 def test_f16_and_q8_0_export_round_matrices_once(tmp_path, name, kind):
-    """Matrices are rounded once; norms, biases and positions are as they were."""
+    """Matrices are rounded once; norms, biases and positions are unchanged."""
     model = new_model(name)
     for bits in ("F32", kind):
         export_gguf(model, None, tmp_path / f"{bits}.gguf", bits)
@@ -173,7 +173,7 @@ def test_export_replaces_the_file_atomically(tmp_path):
 
 # -------------------------------------------------------------------- tokenisers
 def other_tokeniser(**changes: Any) -> PretrainedTokeniser:
-    """One as it comes with models, of the kind of SmolLM2: with a template, and tokens of its own."""
+    """Return a tokeniser like SmolLM2's, with a chat template and added tokens."""
     document = json.loads(PretrainedTokeniser(_bpe_document()).to_tokenizer_json())
     document["pre_tokenizer"] = {
         "type": "Sequence",
@@ -214,12 +214,12 @@ def test_bpe_tokeniser_is_exported(tmp_path):
 
 
 def learnt_tokeniser() -> BPETokeniser:
-    """With merges as a text teaches them, by GPT-2's pattern."""
+    """Return a BPE tokeniser trained on a text with GPT-2's pattern."""
     return BPETokeniser(400, split="gpt2").train(Path(argparse.__file__).read_text(encoding="utf-8"), progress=False)
 
 
 def runs_of_characters() -> list[str]:
-    """Where the order of merges decides most."""
+    """Return texts with repeated characters, which depend on the order of merges."""
     rng = np.random.default_rng(2)
     pieces = [*"a=- \n\t#_.1é", "the", "self"]
     return ["".join(str(rng.choice(pieces)) * rng.integers(1, 20) for _ in range(4)) for _ in range(300)]
@@ -267,7 +267,7 @@ def test_export_without_a_tokeniser(tmp_path):
     assert load(tmp_path / "a.gguf").tokeniser is None
 
 
-# -------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------- rejected files and models
 
 
 def test_damaged_files_load_or_give_a_one_line_error(tmp_path):
@@ -347,7 +347,7 @@ def test_invalid_export_arguments_are_rejected(tmp_path):
 
 # -------------------------------------------------------------------- llama.cpp itself
 def greedy_of_llama_cpp(path: Path, prompt: list[int], n: int) -> list[int]:
-    """In 32 bits throughout, its cache too."""
+    """Generate greedily with llama.cpp, with a KV cache in float32."""
     llama_cpp = pytest.importorskip("llama_cpp")
     model = llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, type_k=0, type_v=0, verbose=False)
     tokens = []

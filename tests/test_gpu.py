@@ -1,4 +1,4 @@
-"""Whole models on a GPU beside the same on the CPU, at every precision; training, resuming, generating, experiments.
+"""Models on a GPU against the same models on the CPU, at every precision.
 
 All of it is skipped where there is no GPU.
 """
@@ -51,7 +51,7 @@ TOLERANCES = {"float32": (1e-5, 1e-4), "tf32": (1e-3, 1e-2), "bfloat16": (1e-2, 
 
 
 def text_tokens() -> np.ndarray:
-    """Bytes of this repository's own sources: something that can be learnt."""
+    """Return bytes of this repository's sources."""
     content = b"".join(path.read_bytes() for path in sorted((ROOT / "tricycle").glob("*.py")))
     return np.frombuffer(content, np.uint8).astype(np.int64)
 
@@ -119,7 +119,7 @@ def test_float32_losses_match_the_cpu(curve_of_float32):
 
 @pytest.mark.parametrize("precision", ["tf32", "bfloat16", "float16"])
 def test_the_loss_curve_is_within_one_percent_of_float32(curve_of_float32, precision):
-    """Means of 20 updates, for each single one has another batch."""
+    """Compare means of 20 updates, because the losses of single batches vary."""
     state = new_state(replace(SMALL, precision=precision), text_tokens(), True)
     losses = np.array(read_steps(state, [train_step(state) for _ in range(200)]))[:, 0]
     assert losses[-20:].mean() < 0.6 * losses[0]
@@ -241,7 +241,7 @@ def test_training_script_trains_resumes_and_generates(tmp_path, precision):
     call("train_smol_gpt.py", "--resume", str(folder), "--device", "gpu")
 
 
-# -------------------------------------------------------------------- what is in use
+# -------------------------------------------------------------------- registered kernels
 def test_gpu_kernels_of_tricycle_accelerators_are_registered():
     import cupy
 

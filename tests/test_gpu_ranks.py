@@ -1,4 +1,4 @@
-"""Ranks that each have a GPU: on the device that refuses the host, with an NCCL and an MPI that look at what they get.
+"""Ranks with a GPU each, on the fake device, with fakes of NCCL and MPI that check their arguments.
 
 Ranks are played by threads. What the fake NCCL is given are addresses, numbers of elements and kinds, as the real one
 is: it adds up what lies there. Its streams note who waited for whom.
@@ -210,7 +210,7 @@ def test_gpu_ranks_train_like_a_single_process(cuda, monkeypatch, name, kind, sh
 
 
 def test_all_reduce_uses_a_separate_stream(cuda):
-    """The model's stream waits for them when they are needed, and not before."""
+    """The model's stream waits for the all-reduce only in `wait`."""
 
     def act(player):
         ranks = GPURank(player)
@@ -254,7 +254,7 @@ def test_unsupported_nccl_dtypes_raise(cuda):
     play(2, act)
 
 
-# -------------------------------------------------------------------- which way
+# -------------------------------------------------------------------- choice of the transport
 def chosen(size=2):
     def act(player):
         return type(select_gpu_transport(GPURank(player), Requests(), fake_module.cuda))
@@ -285,7 +285,7 @@ def test_unknown_transport_is_rejected(cuda, monkeypatch):
 
 
 class Told(ProcessGroup):
-    """A rank that knows what the others say."""
+    """A rank with given results of `all_gather`."""
 
     def __init__(self, rank, everybody):
         super().__init__()

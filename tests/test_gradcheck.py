@@ -1,4 +1,4 @@
-"""gradcheck itself: it passes what is right, and names what is wrong."""
+"""gradcheck passes correct gradients and names wrong ones."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from tricycle.tensor import record
 
 
 def op(value, gradient):
-    """An op with a gradient of one's own, right or wrong."""
+    """Return an op with a given gradient, correct or wrong."""
     return lambda x: record(value(x.array), (x,), lambda grad, needs_grad: (gradient(x.array, grad),), "mine")
 
 
