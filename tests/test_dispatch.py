@@ -89,7 +89,7 @@ def test_arguments_may_be_keywords(kernel):
 
 
 def test_kernel_has_signature_and_docstring_of_its_function(kernel):
-    assert kernel.__name__ == "scale" and kernel.__doc__ == "The plain one."
+    assert kernel.__name__ == "scale" and kernel.__doc__ == "Reference kernel."
     assert inspect.signature(kernel) == inspect.signature(scale)
     assert repr(kernel) == "<kernel scale>"
 
