@@ -167,7 +167,7 @@ def test_tables_of_perplexity_recovered_loss_and_seeds():
     assert report.perplexity_table(rows).splitlines()[2] == f"| 0 | 2 | {values} |"
     seeds = report.seed_table(rows).splitlines()
     assert seeds[3] == "| OPT-350M | 16.84 | 17.81 | +5.8% |"
-    assert seeds[-1] == "| ours, 0 | 4.000 | 4.800 ± 0.283 | +20.0% |"
+    assert seeds[-1] == "| this study, 0 | 4.000 | 4.800 ± 0.283 | +20.0% |"
 
 
 # -------------------------------------------------------------------- the program
@@ -221,7 +221,7 @@ def test_model_flag_accepts_a_run_folder(finished, text, tmp_path):
     words = [*TINY.split(), "--files", text, "--seeds", 1, "--model", run, "--output", tmp_path / "out"]
     out = run_study(main, *words)
     assert not list((tmp_path / "out").glob("*.safetensors"))
-    assert out.count("| ours, 0 |") == 1
+    assert out.count("| this study, 0 |") == 1
 
 
 @pytest.mark.nightly

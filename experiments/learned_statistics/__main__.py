@@ -48,34 +48,34 @@ def study(settings: Settings) -> Outcome:
         frozen, held_out = load_frozen_model(settings, number)
         evaluator = new_evaluator(frozen, number, settings)
         for row in tqdm(all_rows(settings), desc=f"model {number}", unit="row", dynamic_ncols=True):
-            wanted = {"model": number, **row}
-            if record.row(wanted) is None:
-                record.add(wanted, measure(evaluator, job_of(settings, **row), held_out, settings))
-            rows.append(record.row(wanted))
+            arguments = {"model": number, **row}
+            if record.row(arguments) is None:
+                record.add(arguments, measure(evaluator, job_of(settings, **row), held_out, settings))
+            rows.append(record.row(arguments))
         files = files or show(evaluator, record, settings)
     return report.tables(rows, record["attention"]), ["results.json", *files]
 
 
 def show(evaluator: VariantEvaluator, record: ResultRows, settings: Settings) -> list[str]:
-    """Draw the attention of a few texts, whole and in blocks; return the files' names."""
+    """Measure and draw the attention of the full softmax and of block softmax on a few texts; return the file names."""
     frozen, folder, few = evaluator.frozen, settings.output, min(settings.blocks)
     texts = frozen.rows("", "test", SEEN_WINDOWS)[:, :-1]
     evaluator.prepare(Job("whole"))
-    whole = attention_of(frozen.model, texts)
-    attention, drawn = {"whole": map_statistics(whole, whole)}, {"whole": whole}
+    full = attention_of(frozen.model, texts)
+    attention, drawn = {"whole": map_statistics(full, full)}, {report.LABELS["whole"]: full}
     for n in settings.blocks:
         for kind, name in report.SHOWN.items():
             evaluator.prepare(job_of(settings, kind, n))
             maps = attention_of(frozen.model, texts)
             label = f"{n} blocks, {name}"
-            attention[label] = map_statistics(maps, whole)
+            attention[label] = map_statistics(maps, full)
             if n == few and kind in report.DRAWN:
                 drawn[label] = maps
     record["attention"] = attention
     record.save()
-    one = {label: {layer: weights[0] for layer, weights in maps.items()} for label, maps in drawn.items()}
+    first_text = {label: {layer: weights[0] for layer, weights in maps.items()} for label, maps in drawn.items()}
     tokens = [frozen.tokeniser.decode([token]) for token in texts[0].tolist()]
-    files = report.draw_maps(one, attention[f"{few} blocks, learned"]["distance"], tokens, folder)
+    files = report.draw_maps(first_text, attention[f"{few} blocks, learned"]["distance"], tokens, folder)
     report.plot_spikiness(attention, settings.blocks, folder / "spikiness.png")
     learned = [evaluator.scales(job_of(settings, "learned", few, seed))[0] for seed in range(settings.seeds)]
     report.plot_scales(learned, evaluator.scales(job_of(settings, "measured", few))[0], folder / "scales.png")

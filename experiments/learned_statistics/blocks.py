@@ -50,15 +50,15 @@ def job_of(row: dict[str, Any]) -> Job:
 
 
 class ResultRows(Record):
-    """results.json with a row for each job that is finished."""
+    """The content of results.json, with a row for each finished job."""
 
-    def row(self, wanted: dict[str, Any]) -> dict[str, Any] | None:
+    def row(self, values: dict[str, Any]) -> dict[str, Any] | None:
         """Return the row with these values; None if there is none."""
-        return next((row for row in self["rows"] if wanted.items() <= row.items()), None)
+        return next((row for row in self["rows"] if values.items() <= row.items()), None)
 
-    def add(self, wanted: dict[str, Any], measured: dict[str, Any]) -> None:
+    def add(self, values: dict[str, Any], measured: dict[str, Any]) -> None:
         """Add a row of results, and save the file."""
-        self["rows"].append({**wanted, **measured})
+        self["rows"].append({**values, **measured})
         self.save()
 
 
@@ -87,13 +87,13 @@ def digest(model: GPT) -> str:
 
 # -------------------------------------------------------------------- blocks and their scales
 def use_block_softmax(model: GPT, job: Job, arrays: Sequence[np.ndarray] = ()) -> list[Tensor]:
-    """Give each layer the softmax variant of a job.
+    """Install the softmax variant of a job in every attention layer.
 
     Args:
-        arrays: the scales of each layer, of a job that has any.
+        arrays: the scales of each layer, if the job has scales.
 
     Returns:
-        the parameters that hold them.
+        the parameters that hold the scales.
     """
     per_head, per_position = GRAINS[job.grain or "position"]
     correction = job.kind if job.kind in ("none", "exact") else "learned"
@@ -107,18 +107,18 @@ def use_block_softmax(model: GPT, job: Job, arrays: Sequence[np.ndarray] = ()) -
 
 
 def block_starts(n_blocks: int, window: int) -> np.ndarray:
-    """Return where the blocks of keys begin, as `BlockSoftmax` cuts them."""
+    """Return the first key of each block, as `BlockSoftmax` divides the keys."""
     return np.arange(0, window, max(1, -(-window // n_blocks)))
 
 
 def equal_shares(n_blocks: int, window: int) -> np.ndarray:
-    """Return scales (n_blocks, W) that depend only on how many blocks a position sees: 1 / k for each of k."""
+    """Return scales (n_blocks, W) of 1 / k at each position, where k is the number of blocks visible to it."""
     n_seen = np.searchsorted(block_starts(n_blocks, window), np.arange(window), side="right")
     return np.tile(1 / n_seen, (n_blocks, 1)).astype(np.float32)
 
 
 def first_scales(job: Job, n_layers: int, n_heads: int, window: int) -> list[np.ndarray]:
-    """Return first scales without measuring: all at 1, or at 1 / k for each of the k blocks that a query sees."""
+    """Return initial scales: all 1, or 1 / k for each of the k blocks visible to a query."""
     per_head, per_position = GRAINS[job.grain or "position"]
     array = equal_shares(job.blocks, window if per_position else job.blocks)
     if job.start == "1":
@@ -167,7 +167,7 @@ def batch_loss(model: GPT) -> BatchLossFn:
 
 # -------------------------------------------------------------------- exact shares
 class Shares(NamedTuple):
-    """The share of all exponentials in each block, over windows of a text."""
+    """The exact softmax share of each block: sums and means over windows of a text."""
 
     mean: dict[int, np.ndarray]  # by the number of blocks, (L, H, n, W)
     square: dict[int, np.ndarray]  # the mean of their squares
@@ -229,13 +229,13 @@ class VariantEvaluator:
         self._shares: dict[str, Shares] = {}
 
     def prepare(self, job: Job) -> list[float]:
-        """Give the model the softmax variant of a job; return the losses of training its scales."""
+        """Install the softmax variant of a job with its scales; return the losses of training the scales."""
         arrays, losses = self.scales(job)
         use_block_softmax(self.frozen.model, job, arrays)
         return losses
 
     def scales(self, job: Job) -> tuple[list[np.ndarray], list[float]]:
-        """Return the scales of each layer, from their file if there is one, and the losses of their learning."""
+        """Return the scales of each layer, from their file if it exists, and the losses of training them."""
         if job.kind in ("whole", "none", "exact"):
             return [], []
         if job.kind == "1 / k":
@@ -252,14 +252,14 @@ class VariantEvaluator:
         return arrays, losses.tolist()
 
     def first(self, job: Job) -> list[np.ndarray]:
-        """Return the first scales of each layer."""
+        """Return the initial scales of each layer."""
         if job.start == "mean":
             return self.scales(Job("mean", job.blocks, job.grain, job.text))[0]
         config = self.frozen.model.config
         return first_scales(job, config.n_layers, config.n_heads, self.frozen.window)
 
     def shares(self, text: str) -> Shares:
-        """Return the shares of a training text, from their file if there is one."""
+        """Return the exact block shares of a training text, from their file if it exists."""
         if text not in self._shares:
             path = self.folder / f"shares-{text}-{'-'.join(map(str, self.blocks))}.npz"
             if not path.exists():

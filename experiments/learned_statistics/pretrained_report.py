@@ -8,13 +8,13 @@ import numpy as np
 
 from experiments.learned_statistics.blocks import GRAINS, STARTS, Job, ResultRows, block_starts, job_of
 from experiments.learned_statistics.pretrained_study import PretrainedSettings, learned_job, mean_job
-from experiments.learned_statistics.report import rows_with_seed_figures
+from experiments.learned_statistics.report import LABELS, rows_with_seed_figures
 from experiments.shared.figures import drawing
 from experiments.shared.language_models import TEXTS
 from experiments.shared.tables import cell, grid, markdown
 from tricycle_lab.plot import COLOURS, plot_curves
 
-WHOLE = Job("whole")
+FULL = Job("whole")
 # Scales in each layer, in words.
 GRAIN_WORDS = {
     "layer": "a pair of blocks",
@@ -25,7 +25,7 @@ GRAIN_WORDS = {
 
 
 class Results:
-    """The rows of a record, by their jobs."""
+    """The result rows of the study, looked up by job."""
 
     def __init__(self, record: ResultRows, settings: PretrainedSettings) -> None:
         self.settings, self.other = settings, record
@@ -36,30 +36,30 @@ class Results:
         return job in self.rows
 
     def perplexities(self, job: Job, text: str) -> np.ndarray:
-        """Return the perplexities of all seeds."""
+        """Return the perplexity of each seed for a job and a text."""
         seeds = range(self.settings.seeds if job.kind == "learned" else 1)
         rows = [self.rows[job._replace(seed=seed)] for seed in seeds if self.has(job._replace(seed=seed))]
         return np.array([row["texts"][text]["perplexity"] for row in rows])
 
     def same(self, job: Job, text: str) -> float:
-        """Return the fraction of tokens that equal those with the full softmax."""
+        """Return the fraction of most probable tokens that equal those with the full softmax (top-1 agreement)."""
         return float(self.rows[job]["texts"][text]["same"])
 
     def positions(self, job: Job, text: str) -> np.ndarray:
-        """Return the mean losses along the window."""
+        """Return the mean loss in each bin of positions in the window."""
         return np.array(self.rows[job]["texts"][text]["positions"])
 
     def recovered_loss(self, job: Job, text: str) -> np.ndarray:
         """Return the recovered part, in percent, of the loss that blocks without correction add."""
-        whole = np.log(self.perplexities(WHOLE, text)[0])
-        none = np.log(self.perplexities(Job("none", job.blocks), text)[0])
-        return 100 * (none - np.log(self.perplexities(job, text))) / (none - whole)
+        full = np.log(self.perplexities(FULL, text)[0])
+        uncorrected = np.log(self.perplexities(Job("none", job.blocks), text)[0])
+        return 100 * (uncorrected - np.log(self.perplexities(job, text))) / (uncorrected - full)
 
 
 def variants(settings: PretrainedSettings, blocks: int) -> dict[str, Job]:
     """Return the jobs to compare for a number of blocks, by name."""
     return {
-        "none": Job("none", blocks),
+        LABELS["none"]: Job("none", blocks),
         "1 / k": Job("1 / k", blocks),
         "mean shares": mean_job(settings, blocks=blocks),
         "learned from 1": learned_job(settings, blocks=blocks, start="1"),
@@ -83,7 +83,7 @@ def tables(results: Results) -> dict[str, str]:
 
 def perplexity_table(results: Results, text: str) -> str:
     """Return the table of perplexities against the number of blocks."""
-    jobs = {n: {"whole": WHOLE, **variants(results.settings, n)} for n in results.settings.blocks}
+    jobs = {n: {LABELS["whole"]: FULL, **variants(results.settings, n)} for n in results.settings.blocks}
     names = list(next(iter(jobs.values())))
     return grid(list(jobs), names, lambda n, name: results.perplexities(jobs[n][name], text), corner="blocks")
 
@@ -102,8 +102,8 @@ def recovered_loss_table(results: Results) -> str:
 def grain_table(results: Results) -> str:
     """Return the table of all kinds of scales at `middle` blocks: perplexity and top-1 agreement on each text."""
     settings = results.settings
-    jobs = {"whole": WHOLE, "exact shares": Job("exact", settings.middle), "none": Job("none", settings.middle)}
-    jobs["1 / k"] = Job("1 / k", settings.middle)
+    jobs = {LABELS["whole"]: FULL, "exact shares": Job("exact", settings.middle)}
+    jobs |= {LABELS["none"]: Job("none", settings.middle), "1 / k": Job("1 / k", settings.middle)}
     for grain, words in GRAIN_WORDS.items():
         jobs[f"mean shares, one for {words}"] = mean_job(settings, grain=grain)
         for start in reversed(STARTS):
@@ -126,15 +126,15 @@ def transfer_table(results: Results) -> str:
     """Return the table of scales trained on each text and evaluated on each text."""
     settings = results.settings
     middle = settings.middle
-    jobs = {"whole": WHOLE, "1 / k": Job("1 / k", middle)}
+    jobs = {LABELS["whole"]: FULL, "1 / k": Job("1 / k", middle)}
     jobs |= {f"mean shares of {text}": mean_job(settings, text=text) for text in TEXTS}
     jobs |= {f"learned on {text}": learned_job(settings, text=text) for text in TEXTS}
-    jobs[f"nothing cut, one scale a position learned on {settings.text}"] = learned_job(settings, blocks=1)
+    jobs[f"one block, one scale per position learned on {settings.text}"] = learned_job(settings, blocks=1)
     return _texts_table(results, jobs)
 
 
 def rate_table(results: Results) -> str:
-    """Return the table of learning rates."""
+    """Return the table of perplexity and top-1 agreement by initial value and learning rate."""
     settings = results.settings
     jobs = {
         f"{start_label(start)} at {rate}": learned_job(settings, start=start, rate=rate)
@@ -166,29 +166,30 @@ def generation_table(results: Results) -> str:
 def seed_table(results: Results) -> str:
     """Return the table of the seed document's figures and these results (two blocks, one scale per position)."""
     jobs = {start: learned_job(results.settings, blocks=2, start=start) for start in STARTS}
-    ours = {
+    measured = {
         f"{results.settings.model}, {text}, from {start}": (
-            results.perplexities(WHOLE, text)[0],
+            results.perplexities(FULL, text)[0],
             results.perplexities(job, text),
         )
         for text in TEXTS
         for start, job in jobs.items()
         if results.has(job)
     }
-    return rows_with_seed_figures(ours, 2)
+    return rows_with_seed_figures(measured, 2)
 
 
 def job_label(job: Job) -> str:
-    """Return a short description of a job."""
+    """Return the label of a job in tables, such as "4 blocks, mean shares"."""
     if job.kind in ("whole", "none", "1 / k", "exact"):
-        return job.kind if job.kind == "whole" else f"{job.blocks} blocks, {job.kind}"
+        label = LABELS.get(job.kind, job.kind)
+        return label if job.kind == "whole" else f"{job.blocks} blocks, {label}"
     kind = "mean shares" if job.kind == "mean" else start_label(job.start)
     grain = "" if job.grain == "position" else f", one for {GRAIN_WORDS[job.grain]}"
     return f"{job.blocks} blocks, {kind}{grain}"
 
 
 def start_label(start: str) -> str:
-    """Return the description of a start of learning."""
+    """Return the label of an initial value of learned scales, such as "learned from 1"."""
     return f"learned from {'mean shares' if start == 'mean' else start}"
 
 
@@ -198,7 +199,7 @@ Panels = dict[str, dict[str, tuple[Any, Any]]]
 
 
 def plot(results: Results, scales: dict[str, Sequence[np.ndarray]], folder: Path) -> None:
-    """Draw all PICTURES."""
+    """Write the five plots in PICTURES as PNG files."""
     settings, paths = results.settings, {name: folder / f"{name}.png" for name in PICTURES}
     title = f"Perplexity of {settings.model} with its softmax in blocks; scales from {settings.text}"
     plot_curves(by_blocks(results), paths["blocks"], "blocks", "perplexity", title, log="xy")
@@ -212,29 +213,29 @@ def plot(results: Results, scales: dict[str, Sequence[np.ndarray]], folder: Path
 
 
 def by_blocks(results: Results) -> Panels:
-    """Plot the perplexity against the number of blocks, one panel for each text."""
+    """Return the lines of perplexity against the number of blocks, one panel for each text."""
     settings, panels = results.settings, Panels()
     for text in TEXTS:
-        whole = results.perplexities(WHOLE, text)[0]
-        lines = panels[text] = {"whole": (list(settings.blocks), [whole] * len(settings.blocks))}
+        full = results.perplexities(FULL, text)[0]
+        lines = panels[text] = {LABELS["whole"]: (list(settings.blocks), [full] * len(settings.blocks))}
         for name in variants(settings, 2):
             jobs = {n: variants(settings, n)[name] for n in settings.blocks}
-            there = {n: results.perplexities(job, text).mean() for n, job in jobs.items() if results.has(job)}
-            if there:
-                lines[name] = list(there), list(there.values())
+            means = {n: results.perplexities(job, text).mean() for n, job in jobs.items() if results.has(job)}
+            if means:
+                lines[name] = list(means), list(means.values())
     return panels
 
 
 def by_position(results: Results) -> Panels:
-    """Plot the added loss along the window, one panel for each text."""
+    """Return the lines of added loss by position in the window, one panel for each text."""
     panels = Panels()
     for text in TEXTS:
-        whole = results.positions(WHOLE, text)
-        middles = (np.arange(len(whole)) + 0.5) * results.settings.window / len(whole)
+        full = results.positions(FULL, text)
+        middles = (np.arange(len(full)) + 0.5) * results.settings.window / len(full)
         jobs = {
             name: job for name, job in variants(results.settings, results.settings.middle).items() if results.has(job)
         }
-        panels[text] = {name: (middles, results.positions(job, text) - whole) for name, job in jobs.items()}
+        panels[text] = {name: (middles, results.positions(job, text) - full) for name, job in jobs.items()}
     return panels
 
 
@@ -251,7 +252,7 @@ def plot_grains(results: Results, path: Path) -> None:
                 values = [results.perplexities(job, text) for job in jobs.values()]
                 heights = [value.mean() if value.size else np.nan for value in values]
                 axes.bar(np.arange(len(GRAINS)) + 0.4 * (i - 0.5), heights, 0.37, color=COLOURS[i], label=kind)
-            axes.axhline(results.perplexities(WHOLE, text)[0], color="black", linewidth=1, label="whole")
+            axes.axhline(results.perplexities(FULL, text)[0], color="black", linewidth=1, label=LABELS["whole"])
             equal = results.perplexities(Job("1 / k", settings.middle), text)[0]
             axes.axhline(equal, color="grey", linewidth=1, linestyle="--", label="1 / k")
             axes.set_xticks(range(len(GRAINS)), [grain.replace(" and ", "\nand ") for grain in GRAINS], fontsize=8)
@@ -263,7 +264,7 @@ def plot_grains(results: Results, path: Path) -> None:
 
 
 def losses(results: Results) -> Panels:
-    """Plot the training loss of the scales, one panel for each start."""
+    """Return the lines of the scales' training loss, one panel for each initial value."""
     settings, panels = results.settings, Panels()
     for start in STARTS:
         jobs = {grain: learned_job(settings, grain=grain, start=start) for grain in GRAINS}
@@ -286,7 +287,7 @@ def plot_scales(scales: dict[str, Sequence[np.ndarray]], path: Path, title: str)
         for row, (name, arrays) in enumerate(scales.items()):
             for i, axes in enumerate(grid[row]):
                 values = np.stack([array[i] for array in arrays]).astype(float)
-                values[:, : block_starts(n, window)[i]] = np.nan  # which do not see the block
+                values[:, : block_starts(n, window)[i]] = np.nan  # these positions cannot attend to the block
                 image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
                 if i == 0:
                     axes.set_ylabel(f"{name}\nlayer", fontsize=8)

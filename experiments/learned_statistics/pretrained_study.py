@@ -103,17 +103,17 @@ def explained(shares: Shares, n: int, grain: str) -> float:
     begun = block_starts(n, window)[:, None] <= np.arange(window)
     equal = np.zeros((n, window))
     equal[: len(begun)] = np.where(begun, equal_shares(n, window)[: len(begun)], 0)
-    seen = np.arange(window) >= -(-window // n)
+    visible = np.arange(window) >= -(-window // n)
 
     def distance(scales: np.ndarray) -> float:
-        return float((square - 2 * scales * mean + scales**2)[..., seen].sum())
+        return float((square - 2 * scales * mean + scales**2)[..., visible].sum())
 
     return 1 - distance(expand_scales(mean, grain)) / distance(equal)
 
 
 # -------------------------------------------------------------------- what is measured
 def write(frozen: FrozenModel, prompts: list[np.ndarray], n_tokens: int) -> list[list[int]]:
-    """Return greedy continuations of each prompt with the model's current softmax."""
+    """Return a greedy continuation of each prompt with the model's current softmax."""
     return generate_batch(frozen.model, prompts, n_tokens, temperature=0)
 
 
@@ -259,9 +259,9 @@ class PretrainedEvaluator(VariantEvaluator):
 
 def compare(written: list[dict[str, Any]], tokeniser: Any) -> Iterator[dict[str, Any]]:
     """Compare the generated texts of each softmax variant with those of the full softmax, which comes first."""
-    whole = written[0]["tokens"]
+    full = written[0]["tokens"]
     for variant in written:
-        pairs = list(zip(variant["tokens"], whole))
+        pairs = list(zip(variant["tokens"], full))
         yield {
             **{name: variant[name] for name in Job._fields},
             "same": float(np.mean([np.mean([a == b for a, b in zip(*pair)]) for pair in pairs])),

@@ -16,21 +16,23 @@ Maps = Mapping[str, np.ndarray]
 
 # Perplexity on Wikitext-2 in seed document 002: of the model as it is, and of 2 blocks with learned scales.
 SEED_TABLE = {"OPT-125M": (26, 22.36), "OPT-350M": (16.84, 17.81), "OPT-1.3B": (11.78, 12.63), "OPT-2.7B": (11, 12.56)}
-# Whose attention is looked at beside the whole softmax's, its name in tables and pictures, and what is drawn as maps.
-SHOWN = {"none": "no correction", **{name: name for name in ("measured", "learned", "learned per head")}}
+# Names in tables and plots of the kinds whose keys in results.json are shorter.
+LABELS = {"whole": "full softmax", "none": "no correction"}
+# The kinds whose attention is compared with the full softmax, with their names in tables, and those drawn as maps.
+SHOWN = {kind: LABELS.get(kind, kind) for kind in ("none", "measured", "learned", "learned per head")}
 DRAWN = ("none", "learned")
 PAGE_BYTES = 1_400_000  # of weights on the page; as many layers as fit
 
 
 def find(rows: Runs, kind: str, blocks: int, model: int) -> np.ndarray:
-    """Return the perplexities of all seeds."""
+    """Return the perplexity of each seed for a kind of scales, a number of blocks and a model."""
     return np.array(of(select(rows, kind=kind, blocks=blocks, model=model), "perplexity"))
 
 
 def recovered_loss(rows: Runs, kind: str, blocks: int, model: int) -> np.ndarray:
-    """Return the share of the perplexity that blocks without correction lose that comes back, in percent."""
-    (whole,), (none,) = find(rows, "whole", 1, model), find(rows, "none", blocks, model)
-    return 100 * (none - find(rows, kind, blocks, model)) / (none - whole)
+    """Return for each seed the percentage of the uncorrected blocks' added perplexity that scales remove."""
+    (full,), (uncorrected,) = find(rows, "whole", 1, model), find(rows, "none", blocks, model)
+    return 100 * (uncorrected - find(rows, kind, blocks, model)) / (uncorrected - full)
 
 
 # -------------------------------------------------------------------- tables
@@ -41,29 +43,28 @@ def tables(rows: Runs, attention: Mapping[str, Mapping[str, list[float]]]) -> di
         "Recovered perplexity, % of the increase due to blocks": recovered_loss_table(rows),
         "Comparison with seed document 002 (on Wikitext-2)": seed_table(rows),
     }
-    for what, title in {
+    for statistic, title in {
         "spikiness": "Spikiness of the attention maps",
         "distance": "Distance from the attention maps of the full softmax",
     }.items():
-        layers = {f"layer {i}": i for i in range(len(attention["whole"][what]) if attention else 0)}
-        titled[title] = grid(
-            list(attention), layers, lambda variant, i, what=what: attention[variant][what][i], 3, 1, "softmax"
-        )
+        layers = {f"layer {i}": i for i in range(len(attention["whole"][statistic]) if attention else 0)}
+        variants = {LABELS.get(name, name): found[statistic] for name, found in attention.items()}
+        titled[title] = grid(variants, layers, lambda values, i: values[i], 3, 1, "softmax")
     return titled
 
 
 def cases(rows: Runs) -> list[tuple[int, int]]:
-    """Return models and numbers of blocks, in order."""
+    """Return the sorted pairs of a model and a number of blocks that have results."""
     return sorted({(row["model"], row["blocks"]) for row in rows if row["kind"] != "whole"})
 
 
 def perplexity_table(rows: Runs) -> str:
-    """Return the table of perplexities."""
+    """Return the table of perplexities by model and number of blocks, with one column for each kind of scales."""
     lines = []
     for model, blocks in cases(rows):
         values = [find(rows, "whole", 1, model), *(find(rows, kind, blocks, model) for kind in VARIANTS)]
         lines.append([str(model), str(blocks), *(cell(value, 3) for value in values)])
-    return markdown(["model", "blocks", "whole", *VARIANTS], lines)
+    return markdown(["model", "blocks", *(LABELS.get(kind, kind) for kind in ("whole", *VARIANTS))], lines)
 
 
 def recovered_loss_table(rows: Runs) -> str:
@@ -78,29 +79,29 @@ def recovered_loss_table(rows: Runs) -> str:
 
 def seed_table(rows: Runs) -> str:
     """Return the table of the seed document's figures and these results (two blocks, one scale per position)."""
-    ours = {
-        f"ours, {model}": (find(rows, "whole", 1, model)[0], find(rows, "learned", 2, model))
+    measured = {
+        f"this study, {model}": (find(rows, "whole", 1, model)[0], find(rows, "learned", 2, model))
         for model, blocks in cases(rows)
         if blocks == 2
     }
-    return rows_with_seed_figures(ours, 3)
+    return rows_with_seed_figures(measured, 3)
 
 
-def rows_with_seed_figures(ours: Mapping[str, tuple[float, np.ndarray]], digits: int) -> str:
-    """Return a table of perplexities of the whole softmax and of 2 blocks with learned scales."""
+def rows_with_seed_figures(measured: Mapping[str, tuple[float, np.ndarray]], digits: int) -> str:
+    """Return a table of perplexities with the full softmax and with 2 blocks and learned scales."""
     lines = []
-    for name, (whole, found) in {**SEED_TABLE, **ours}.items():
+    for name, (full, learned) in {**SEED_TABLE, **measured}.items():
         n = 2 if name in SEED_TABLE else digits
-        lines.append([name, f"{whole:.{n}f}", cell(found, n), f"{100 * (np.mean(found) / whole - 1):+.1f}%"])
-    return markdown(["model", "perplexity, whole", "2 blocks, learned scales", "change"], lines)
+        lines.append([name, f"{full:.{n}f}", cell(learned, n), f"{100 * (np.mean(learned) / full - 1):+.1f}%"])
+    return markdown(["model", "perplexity, full softmax", "2 blocks, learned scales", "change"], lines)
 
 
 # -------------------------------------------------------------------- pictures
 def plot_spikiness(attention: Mapping[str, Mapping[str, list[float]]], blocks: Sequence[int], path: Path) -> None:
-    """Plot the largest attention weights, one panel for each number of blocks."""
+    """Plot the spikiness of attention (1 - normalized entropy) by layer, one panel for each number of blocks."""
     panels = {}
     for n in blocks:
-        lines = {"whole": attention["whole"]}
+        lines = {LABELS["whole"]: attention["whole"]}
         lines |= {name.split(", ")[1]: found for name, found in attention.items() if name.startswith(f"{n} blocks, ")}
         layers = [str(i) for i in range(len(attention["whole"]["spikiness"]))]
         panels[f"{n} blocks"] = {name: (layers, found["spikiness"]) for name, found in lines.items()}
@@ -114,9 +115,9 @@ def plot_scales(learned: Sequence[list[np.ndarray]], measured: list[np.ndarray],
         n_blocks, window = mean.shape
         lines = panels[f"layer {layer}"] = {}
         for i, start in enumerate(block_starts(n_blocks, window)):
-            seen = np.arange(start, window)  # the other positions do not see this block
-            lines[f"block {i}, learned"] = seen, np.stack([scales[layer][i, seen] for scales in learned])
-            lines[f"block {i}, measured"] = seen, mean[i, seen]
+            positions = np.arange(start, window)  # earlier positions cannot attend to this block
+            lines[f"block {i}, learned"] = positions, np.stack([scales[layer][i, positions] for scales in learned])
+            lines[f"block {i}, measured"] = positions, mean[i, positions]
     title = "Learned scales, and the mean of the exact statistics on training text"
     plot_curves(panels, path, "position of the query", "scale", title, n_columns=2)
 
@@ -126,7 +127,7 @@ def draw_maps(maps: Mapping[str, Maps], distances: Sequence[float], tokens: Sequ
 
     Args:
         maps: by variant and layer, (H, T, T).
-        distances: of each layer, how far its weights with learned scales are from those of the whole softmax.
+        distances: of each layer, the L1 distance of its weights with learned scales from those of the full softmax.
 
     Returns:
         the files' names.
@@ -140,5 +141,7 @@ def draw_maps(maps: Mapping[str, Maps], distances: Sequence[float], tokens: Sequ
     size = sum(4 * found[layers[0]].size // 3 for found in maps.values())
     fitting = [layers[i] for i in [order[-1], *order[:-1]]][: max(1, PAGE_BYTES // size)]
     shown = {variant: {layer: found[layer] for layer in layers if layer in fitting} for variant, found in maps.items()}
-    write_attention_page(folder / "attention.html", shown, tokens, "Attention: whole, in blocks, with learned scales")
+    write_attention_page(
+        folder / "attention.html", shown, tokens, "Attention: full softmax, uncorrected blocks, learned scales"
+    )
     return ["attention-best.png", "attention-worst.png", "attention.html"]

@@ -68,7 +68,7 @@ QUICK: dict[str, Any] = {
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for settings with which nothing could be measured."""
+    """Raise ValueError for invalid settings."""
     check_minimum(settings, seeds=1, models=1, steps=1, scale_steps=1, batch_size=1, layers=1, windows=0)
     if not settings.scale_rate > 0:
         raise ValueError(f"expected --scale-rate to be above 0, got {settings.scale_rate}")
@@ -115,7 +115,7 @@ def spread_windows(tokens: Any, n_rows: int, window: int) -> np.ndarray:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the path itself if it is a checkpoint; for a run folder its best, else its last checkpoint."""
+    """Return `path` if it is a checkpoint; for a run folder the path of its best, else of its last checkpoint."""
     best = path / "best.safetensors"
     return path if not path.is_dir() else best if best.exists() else path / "last.safetensors"
 
@@ -140,7 +140,7 @@ def new_config(settings: Settings, seed: int) -> GPTConfig:
 
 
 def train_model(config: GPTConfig, corpus: Corpus, path: Path, on_gpu: bool) -> GPT:
-    """Train, going on from the checkpoint at `path` if there is one, to its end if it has come there."""
+    """Train the small GPT, resuming from the checkpoint at `path` if it exists, and return the model."""
     state = resume_state(path, corpus.train, on_gpu) if path.exists() else new_state(config, corpus.train, on_gpu)
     if state.config != config:
         raise ValueError(f"{path}: expected a model with these settings, found another; name another --output")
@@ -155,7 +155,7 @@ def train_model(config: GPTConfig, corpus: Corpus, path: Path, on_gpu: bool) -> 
 
 
 # -------------------------------------------------------------------- measuring
-VARIANTS = {  # of blocks to be put together, by their names in tables
+VARIANTS = {  # ways to scale the blocks, by their keys in results.json
     "none": Job("none"),
     "1 / k": Job("1 / k"),
     "measured": Job("mean", grain="position"),
@@ -175,7 +175,7 @@ def job_of(settings: Settings, kind: str, blocks: int = 1, seed: int = 0) -> Job
 
 
 def all_rows(settings: Settings) -> list[dict[str, Any]]:
-    """Return the rows to be measured of a model: the arguments of `job_of`."""
+    """Return the arguments of `job_of` for each row of results of a model."""
     rows = [{"kind": "whole", "blocks": 1, "seed": 0}]
     for n in settings.blocks:
         for kind, job in VARIANTS.items():
@@ -185,7 +185,7 @@ def all_rows(settings: Settings) -> list[dict[str, Any]]:
 
 
 def new_evaluator(frozen: FrozenModel, number: int, settings: Settings) -> VariantEvaluator:
-    """Return the measurements of a model with its batches and scale files."""
+    """Return a VariantEvaluator for a model, which stores its scales in the output folder."""
     folder = settings.output / "scales" / str(number)
     return VariantEvaluator(
         frozen, folder, settings.scale_steps, settings.batch_size, MEASURED_WINDOWS, settings.blocks
@@ -193,7 +193,7 @@ def new_evaluator(frozen: FrozenModel, number: int, settings: Settings) -> Varia
 
 
 def measure(evaluator: VariantEvaluator, job: Job, held_out: HeldOut, settings: Settings) -> dict[str, Any]:
-    """Return the held-out loss in nats per token, in windows of the full context window, which need all scales."""
+    """Return the held-out loss (nats per token), perplexity and durations of a softmax variant, in full windows."""
     started = time.perf_counter()
     evaluator.prepare(job)
     prepared = time.perf_counter()
@@ -203,13 +203,13 @@ def measure(evaluator: VariantEvaluator, job: Job, held_out: HeldOut, settings: 
     return {"loss": loss, "perplexity": math.exp(loss), **{name: round(s, 1) for name, s in seconds.items()}}
 
 
-def map_statistics(maps: dict[str, np.ndarray], whole: dict[str, np.ndarray]) -> dict[str, list[float]]:
-    """Return statistics of attention maps for each layer, as means over rows, heads and texts.
+def map_statistics(maps: dict[str, np.ndarray], full: dict[str, np.ndarray]) -> dict[str, list[float]]:
+    """Return the spikiness of attention maps and their distance from the full softmax's, a mean for each layer.
 
     Returns:
-        "spikiness": of rows divided by their sum. "distance": the sum of |weight - weight of the whole softmax|.
+        "spikiness": of rows divided by their sum. "distance": the sum of |weight - weight of the full softmax|.
     """
     return {
         "spikiness": [float(np.nanmean(spikiness(weights))) for weights in maps.values()],
-        "distance": [float(abs(maps[name] - whole[name]).sum(axis=-1).mean()) for name in whole],
+        "distance": [float(abs(maps[name] - full[name]).sum(axis=-1).mean()) for name in full],
     }
