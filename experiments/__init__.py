@@ -1,1 +1,1 @@
-"""Questions, each with the program that answers it and a table of what came out."""
+"""Studies, each with a program that runs it and a README with its results."""

@@ -252,7 +252,7 @@ def test_wrap_breaks_lines_and_paint_writes_an_image(tmp_path):
     ]
     assert rows[0][0][2] == 0.5
     clean = nasty_item()._replace(tokens=[token.strip() or "_" for token in NASTY])
-    pooling_weights.paint(tmp_path / "words.png", ("-", "+"), [clean] * 3, n_blocks=2)
+    pooling_weights.plot_texts(tmp_path / "words.png", ("-", "+"), [clean] * 3, n_blocks=2)
     assert min(imread(tmp_path / "words.png").shape[:2]) > 40
 
 

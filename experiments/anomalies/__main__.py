@@ -22,8 +22,8 @@ def study(settings: Settings) -> Outcome:
         windows = new_windows(settings, seed)
         expectations, seconds = fit_methods(windows, settings, seed)
         measured = {name: measure(predict, windows, settings.quantile) for name, predict in expectations.items()}
-        told = {name: {**values, "seconds": seconds[name]} for name, values in measured.items()}
-        runs.append({"seed": seed, "windows": len(windows.labels), "methods": rounded(told, 4)})
+        results = {name: {**values, "seconds": seconds[name]} for name, values in measured.items()}
+        runs.append({"seed": seed, "windows": len(windows.labels), "methods": rounded(results, 4)})
         if seed == 0:
             name = "recurrent autoencoder"
             report.plot_series(windows, expectations[name], measured[name]["threshold"], settings.output / "series.png")

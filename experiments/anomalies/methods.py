@@ -38,8 +38,8 @@ def linear_prediction(windows: np.ndarray) -> Predictor:
     """Return a predictor of each sample from the previous ones, by least squares; the first are not predicted."""
 
     def split(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        seen = np.lib.stride_tricks.sliding_window_view(inputs, PAST + 1, axis=1).reshape(-1, PAST + 1)
-        return np.column_stack([seen[:, :-1], np.ones(len(seen))]), seen[:, -1]
+        runs = np.lib.stride_tricks.sliding_window_view(inputs, PAST + 1, axis=1).reshape(-1, PAST + 1)
+        return np.column_stack([runs[:, :-1], np.ones(len(runs))]), runs[:, -1]
 
     weights = np.linalg.lstsq(*split(windows), rcond=None)[0]
 

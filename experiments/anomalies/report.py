@@ -68,9 +68,9 @@ def plot_series(windows: Windows, predict: Predictor, threshold: float, path: Pa
             samples = np.arange(first, last)
             above.plot(samples, windows.series.values[first:last], color="black", linewidth=1, label="series")
             above.plot(samples, made[first:last], color=COLOURS[1], linewidth=1, label="prediction")
-            seen = (middles >= first) & (middles < last)
-            over = seen & (errors > threshold)
-            below.plot(middles[seen], errors[seen], ".-", linewidth=1, markersize=4, label="error of a window")
+            in_panel = (middles >= first) & (middles < last)
+            over = in_panel & (errors > threshold)
+            below.plot(middles[in_panel], errors[in_panel], ".-", linewidth=1, markersize=4, label="error of a window")
             below.plot(middles[over], errors[over], "o", color=COLOURS[1], markersize=5, label="found")
             below.axhline(threshold, color="black", linestyle="--", linewidth=1, label="threshold")
             for kind, begin, end in windows.series.events:

@@ -23,7 +23,7 @@ RATES = np.linspace(0, 0.3, 61)  # shares of false alarms at which curves are ke
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run does."""
+    """The command-line settings of the anomaly study."""
 
     seeds: int = 3  # number of series; separate models are trained for each
     train_samples: int = 20_000  # of the normal series to train on
@@ -46,7 +46,7 @@ QUICK: dict[str, Any] = {"seeds": 1, "each": 10, "steps": 600, "dense_steps": 20
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for settings with which nothing could be measured."""
+    """Raise ValueError for invalid settings."""
     check_minimum(
         settings, seeds=1, each=1, window=20, code_size=1, hidden_size=1, steps=1, dense_steps=1, batch_size=1
     )

@@ -11,7 +11,7 @@ HELD_OUT_MNIST = 5_000  # of the 60,000 training images, the last; the test has 
 
 
 class Part(NamedTuple):
-    """Images (N, height, width, 1) and labels (N,)."""
+    """One part of a dataset: images (N, height, width, 1) and labels (N,)."""
 
     images: np.ndarray  # (N, height, width, 1), float32 from 0 (paper) to 1 (ink)
     labels: np.ndarray  # (N,), the digits

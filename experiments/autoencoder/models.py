@@ -12,7 +12,7 @@ from tricycle.sequences.autoencoders import Autoencoder, Reshape, VariationalAut
 
 
 class PCA:
-    """Codes are coordinates along the directions of the largest variance, the best linear code for squared errors.
+    """Principal component analysis of images: the linear code with the smallest squared error.
 
     With normal codes and noise of one variance it is a probabilistic model (Tipping and Bishop 1999), of which images
     have a likelihood and from which new ones can be drawn.
@@ -37,7 +37,7 @@ class PCA:
         return self.fitted.inverse_transform(codes).reshape(-1, *self.shape)
 
     def draw(self, n: int, generator: np.random.Generator) -> np.ndarray:
-        """Sample new images from PCA's normal distribution, without pixel noise."""
+        """Sample n images from the normal distribution that PCA fits, without pixel noise."""
         deviations = np.sqrt((self.fitted.explained_variance_ - self.fitted.noise_variance_).clip(0))
         return self.decode(generator.standard_normal((n, len(deviations))) * deviations)
 
@@ -47,7 +47,7 @@ class PCA:
 
 
 class LinearFilter:
-    """Of all linear maps of an image with noise the one that comes closest to the clean one (Wiener 1949).
+    """The linear denoising filter with the smallest squared error (Wiener 1949).
 
     Args:
         images: (N, height, width, 1), clean ones to fit to.

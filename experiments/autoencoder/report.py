@@ -104,8 +104,8 @@ def interpolations(study: Study) -> dict[str, np.ndarray]:
         rows[f"{a} to {b}, pixels"] = (1 - shares) * images[a] + shares * images[b]
         for name, model in (("plain", plain), ("variational", variational)):
             codes = encode(model, images[[a, b]])
-            way = (1 - shares[:, 0, 0]) * codes[0] + shares[:, 0, 0] * codes[1]
-            rows[f"{a} to {b}, {name}"] = model.decode(way).numpy()
+            codes_between = (1 - shares[:, 0, 0]) * codes[0] + shares[:, 0, 0] * codes[1]
+            rows[f"{a} to {b}, {name}"] = model.decode(codes_between).numpy()
     return rows
 
 
@@ -156,11 +156,11 @@ def plot_latent(study: Study, path: Path) -> None:
         panels = figure.subplots(1, len(codes))
         for axes, (name, points) in zip(panels, codes.items()):
             axes.set_title(name)
-            seen = points[:3000]
-            low, high = np.quantile(seen, (0.002, 0.998), axis=0)
+            shown = points[:3000]
+            low, high = np.quantile(shown, (0.002, 0.998), axis=0)
             margin = 0.08 * (high - low)
             axes.set(xlim=(low[0] - margin[0], high[0] + margin[0]), ylim=(low[1] - margin[1], high[1] + margin[1]))
-            dots = axes.scatter(*seen.T, c=study.data.test.labels[:3000], cmap="tab10", s=14, vmin=-0.5, vmax=9.5)
+            dots = axes.scatter(*shown.T, c=study.data.test.labels[:3000], cmap="tab10", s=14, vmin=-0.5, vmax=9.5)
         figure.colorbar(dots, ax=panels, ticks=range(10), label="digit")
 
 

@@ -35,7 +35,7 @@ MOST_COMPARED = 3000  # images whose distances to each other are taken
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run does."""
+    """The command-line settings of the autoencoder study."""
 
     data: str = "digits"  # "digits" (8 x 8, comes with scikit-learn) or "mnist" (28 x 28, downloaded)
     code_sizes: tuple[int, ...] = (2, 4, 8, 16, 32)  # the code sizes, in increasing order
@@ -65,14 +65,14 @@ MOST = 63  # numbers in a code: a small digit has 64 pixels
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for settings with which nothing could be measured."""
+    """Raise ValueError for invalid settings."""
     check_choices(settings, data=("digits", "mnist"))
     check_minimum(settings, seeds=1, steps=1, batch_size=1, few_labels=10, denoising_size=1, variational_size=2)
     for name, most in (("code_sizes", MOST), ("noises", np.inf), ("deviations", np.inf)):
         values = getattr(settings, name)
         if not values or min(values) <= 0 or max(values) > most:
-            wanted = f"numbers from 1 to {most}" if most == MOST else "numbers above 0"
-            raise ValueError(f"expected {flag(name)} to be {wanted}, got {words(values)}")
+            expected = f"numbers from 1 to {most}" if most == MOST else "numbers above 0"
+            raise ValueError(f"expected {flag(name)} to be {expected}, got {words(values)}")
     for name in ("variational_size", "denoising_size"):
         if getattr(settings, name) > MOST:
             raise ValueError(f"expected {flag(name)} to be at most {MOST}, got {getattr(settings, name)}")
@@ -107,7 +107,7 @@ def train(model: Autoencoder, data: Data, settings: Settings, seed: int, name: s
         noise: standard deviation of what is added to an image, anew each time; the clean one is to come out.
     """
     generator, images = stream(TRAINING, seed, 1), data.train.images
-    seen = add_noise(data.validation.images, noise, stream(NOISE, 0))
+    noisy = add_noise(data.validation.images, noise, stream(NOISE, 0))
 
     def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         while True:
@@ -115,7 +115,7 @@ def train(model: Autoencoder, data: Data, settings: Settings, seed: int, name: s
             yield add_noise(clean, noise, generator), clean
 
     batch_loss = lambda batch, factor: model.loss(*batch) * factor
-    validate = lambda: float(model.loss(seen, data.validation.images))
+    validate = lambda: float(model.loss(noisy, data.validation.images))
     title = f"seed {seed}, {name}"
     return train_best(model, batch_loss, batches(), settings.steps, settings.learning_rate, validate, title)
 
@@ -141,7 +141,7 @@ def linear_probe_accuracy(train_part: tuple, validation_part: tuple, test_part: 
         train_part, validation_part, test_part: features (N, Z) and labels (N,).
     """
     mean, deviation = train_part[0].mean(axis=0), train_part[0].std(axis=0) + 1e-6
-    x, seen, wanted = (
+    x, validation_x, test_x = (
         ((features - mean) / deviation).astype(np.float32) for features, _ in (train_part, validation_part, test_part)
     )
     labels, tried = train_part[1], []
@@ -157,8 +157,8 @@ def linear_probe_accuracy(train_part: tuple, validation_part: tuple, test_part: 
             rows = generator.permutation(len(x))[:CLASSIFIER_BATCH] if len(x) > CLASSIFIER_BATCH else slice(None)
             train_on_batch(layer, optimiser, batch_loss, rows)
         with layer.evaluating():
-            cost = float(CrossEntropy()(validation_part[1], layer(seen)))
-            right = float((layer(wanted).array.argmax(axis=1) == test_part[1]).mean())
+            cost = float(CrossEntropy()(validation_part[1], layer(validation_x)))
+            right = float((layer(test_x).array.argmax(axis=1) == test_part[1]).mean())
         tried.append((cost, right))
     return min(tried)[1]
 
@@ -214,16 +214,16 @@ def neighbor_radius(images: np.ndarray) -> np.ndarray:
 
 # -------------------------------------------------------------------- the questions
 class Study:
-    """One seed's models.
+    """The models of one seed, each trained when first needed, and their measurements.
 
     Args:
-        part: what is measured on; "validation" where settings are to be chosen.
+        part: the part to measure on; "validation" to choose settings.
     """
 
     def __init__(self, data: Data, settings: Settings, seed: int, part: str = "test") -> None:
         self.data, self.settings, self.seed = data, settings, seed
         self.test_part: Part = getattr(data, part)
-        self.models: dict[tuple, Any] = {}  # and what else is found out once
+        self.models: dict[tuple, Any] = {}  # cached models and other results
 
     def get_trained(self, kind: str, size: int, noise: float = 0.0, deviation: float | None = None) -> Autoencoder:
         """Return a trained autoencoder, trained at the first call."""
@@ -275,9 +275,9 @@ class Study:
     def denoisers(self, noise: float) -> dict[str, ImageFn]:
         """Return the denoising functions by name; PCA's number of components is chosen on validation images."""
         size, train_images = self.settings.denoising_size, self.data.train.images
-        seen, clean = self.noisy("validation", noise), self.data.validation.images
+        noisy, clean = self.noisy("validation", noise), self.data.validation.images
         projections = [self.pca_reconstructor(n) for n in (*self.settings.code_sizes, 64) if n < clean[0].size]
-        best = min(projections, key=lambda make: unexplained_variance(make(seen), clean, self.data))
+        best = min(projections, key=lambda make: unexplained_variance(make(noisy), clean, self.data))
         makes: dict[str, ImageFn] = {
             "as it is": lambda images: images,
             "PCA": best,
@@ -290,12 +290,12 @@ class Study:
         return makes
 
     def pca_reconstructor(self, size: int) -> ImageFn:
-        """Return PCA's reconstruction function."""
+        """Return a function that reconstructs images with PCA of this code size."""
         pca = self.pca(size)
         return lambda images: pca.decode(pca.encode(images))
 
     def noisy(self, part: str, noise: float) -> np.ndarray:
-        """Return the images of a part with noise."""
+        """Return the images of a part with normal noise of this standard deviation."""
         return add_noise(getattr(self.data, part).images, noise, stream(NOISE, 0))
 
     def denoising(self) -> Measures:
@@ -401,6 +401,6 @@ class Study:
         return measures
 
     def measure_all(self) -> Measures:
-        """Return all measurements."""
+        """Return the measurements of every question, by its name."""
         parts = self.reconstruction, self.denoising, self.classification, self.variational, self.drawing
         return {"seed": self.seed, **{part.__name__: part() for part in parts}}

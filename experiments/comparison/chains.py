@@ -43,7 +43,7 @@ _rule: ContextVar[Rule] = ContextVar("rule")
 
 
 class Chains(np.ndarray):
-    """In place of each number the length of a chain. Only within a block of `counting` can they be computed with."""
+    """An array that holds, for each number, the length of its chain of products; used within `count_operations`."""
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
         rule = _rule.get()

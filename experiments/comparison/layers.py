@@ -18,7 +18,7 @@ from tricycle.tensor import Tensor
 
 
 class CausalConvolution(Layer):
-    """Each place sees itself and the k - 1 before it, so that T places come out of T."""
+    """A causal convolution of kernel size k: each output depends on its position and the k - 1 before it."""
 
     def __init__(self, size: int, kernel_size: int, generator: np.random.Generator) -> None:
         self.room = kernel_size - 1
@@ -31,7 +31,7 @@ class CausalConvolution(Layer):
 
 
 class Recurrence(Layer):
-    """The outputs of a recurrent layer, without its last states."""
+    """A recurrent layer that returns only its outputs, not its final state."""
 
     def __init__(self, cell: str, size: int, generator: np.random.Generator, **options: Any) -> None:
         self.run = new_recurrent(cell, size, size, generator=generator, **options)

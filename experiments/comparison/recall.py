@@ -44,7 +44,7 @@ def orthogonal(shape: tuple[int, ...], generator: np.random.Generator) -> np.nda
 
 
 class Residual(Layer):
-    """x + max(layer(x), 0)."""
+    """A residual connection around a layer with ReLU: x + max(layer(x), 0)."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer

@@ -31,7 +31,7 @@ def lecture_complexity(kind: str) -> tuple[str, str, str]:
 
 
 def measured(runs: Runs, kind: str, key: str) -> np.ndarray:
-    """Return the measurements of a kind of model, (seeds, distances)."""
+    """Return one measurement of a kind of model as an array (seeds, distances)."""
     return np.array(of(select(runs, kind=kind), key), float)
 
 

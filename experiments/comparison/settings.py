@@ -14,7 +14,7 @@ SHORTEST, NEAREST = 64, 4  # where the sequences to time and the distances to re
 
 @dataclass(frozen=True)
 class Settings:
-    """Costs first, then memory."""
+    """The command-line settings of the comparison: of the cost measurements, then of the recall task."""
 
     width: int = 128  # channels d of the layers whose costs are measured
     longest: int = 4096  # the most tokens: costs are measured at n = 64, 128, ... up to it
@@ -59,7 +59,7 @@ QUICK: dict[str, Any] = {
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for settings with which nothing could be measured."""
+    """Raise ValueError for invalid settings."""
     check_minimum(settings, width=1, longest=SHORTEST, rounds=1)
     check_minimum(settings, farthest=NEAREST, updates=1, batch_size=1, seeds=1, tested=1)
     check_fractions(settings, "rates")

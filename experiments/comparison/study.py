@@ -25,7 +25,7 @@ CHECKED = 200  # sequences of such a look
 
 
 def train(kind: str, distance: int, rate: float, settings: Settings, seed: int) -> tuple[RecallModel, int | None]:
-    """Train a model, and return it with the update at which it had learned the task, if any.
+    """Train a model; return it with the number of updates until it learned the task, None if it did not.
 
     All kinds see the same sequences, and weights are drawn anew for each distance.
     """
@@ -57,8 +57,8 @@ def evaluate_recall(model: RecallModel, distance: int, which: int, n: int) -> tu
             tokens, answers = new_batch(distance, min(CHUNK, n - start), stream(which, distance, start))
             logits.append(model(tokens).array)
             targets.append(answers)
-        scores, wanted = np.concatenate(logits), np.concatenate(targets)
-        return float((scores.argmax(axis=-1) == wanted).mean()), float(CrossEntropy()(wanted, Tensor(scores)))
+        scores, labels = np.concatenate(logits), np.concatenate(targets)
+        return float((scores.argmax(axis=-1) == labels).mean()), float(CrossEntropy()(labels, Tensor(scores)))
 
 
 def train_with_best_rate(
@@ -89,7 +89,7 @@ def train_with_best_rate(
 
 
 def measure(settings: Settings) -> list[dict[str, Any]]:
-    """Return the results of each kind and seed.
+    """Return the recall results of each kind of model and seed.
 
     Returns:
         "kind", "seed", "parameters"; over the distances "accuracy", "loss", "rate", "learned" and "seconds" (of the
@@ -97,7 +97,7 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
     """
     runs = []
     total = len(settings.kinds) * settings.seeds * len(settings.distances)
-    with tqdm(total=total, desc="remembering", unit="task") as bar:
+    with tqdm(total=total, desc="recall task", unit="task") as bar:
         for kind in settings.kinds:
             for seed in range(settings.seeds):
                 bar.set_postfix_str(f"{kind}, seed {seed}")

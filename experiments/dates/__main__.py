@@ -56,8 +56,10 @@ def study_single_dates(settings: Settings) -> Outcome:
     maps: dict[str, list[np.ndarray]] = {}
     for name in settings.models:
         for seed in range(settings.seeds):
-            seen = study.held_out("validation", settings.validated, (0, study.TRAINED))
-            model, history = study.train(name, settings, seed, study.training_texts(settings.examples, seed), seen)
+            validation = study.held_out("validation", settings.validated, (0, study.TRAINED))
+            model, history = study.train(
+                name, settings, seed, study.training_texts(settings.examples, seed), validation
+            )
             runs.append({"model": name, "seed": seed, "parameters": model.n_parameters, **thin_history(history)})
             runs[-1] |= study.measure(model, settings)
             if seed == 0 and "share" in runs[-1]:
@@ -93,7 +95,7 @@ def study_multiple_dates(settings: Settings) -> Outcome:
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for settings with which nothing could be measured."""
+    """Raise ValueError for invalid settings."""
     check_minimum(settings, seeds=1, steps=study.CHECKS, examples=1, validated=1, tested=1, max_tokens=128)
     check_choices(settings, models=MODELS)
     if settings.several and "hard" in settings.models:

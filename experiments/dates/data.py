@@ -27,7 +27,7 @@ from tricycle.dataset import pad
 
 FIRST, LAST = date(1950, 1, 1), date(2049, 12, 31)
 N_VALIDATION, N_TEST = 1000, 2000  # dates of their own
-NOTHING, DAY, MONTH, YEAR = range(4)  # what a character belongs to
+NOTHING, DAY, MONTH, YEAR = range(4)  # the date field of a character
 FIELDS = {"year": YEAR, "month": MONTH, "day": DAY}
 ISO_FIELDS = np.array([YEAR] * 4 + [NOTHING] + [MONTH] * 2 + [NOTHING] + [DAY] * 2 + [NOTHING])  # (T,): 1998-03-03, end
 ISO_ALPHABET = "0123456789-"
@@ -97,7 +97,7 @@ def full_year(two_digits: int) -> int:
 
 
 def is_unambiguous(form: str, day: date) -> bool:
-    """Return whether a form leaves only one reading of a date."""
+    """Return whether a date written in this form can be read in only one way."""
     if form.count("_") == 2 and not form.startswith("{yyyy}"):
         return len(possible_dates(*(part.format(**numbers(day)) for part in form.split("_")))) == 1
     bare_year = "{yy}" in form and "'" not in form

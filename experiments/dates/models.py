@@ -20,7 +20,7 @@ WINDOW = 512  # the most characters it could read
 
 
 class ProjectedDotProduct(ScaledDotProductAttention):
-    """q W_q . k W_k / sqrt(H): the Transformer's score, for a recurrent decoder's queries (H) and keys (2 H)."""
+    """Scaled dot-product scores q W_q . k W_k / sqrt(H), for a recurrent decoder's queries (H) and keys (2 H)."""
 
     def __init__(self, query_size: int, key_size: int, generator: np.random.Generator) -> None:
         super().__init__()

@@ -31,9 +31,9 @@ def held_out(part: str, n: int, counts: tuple[int, int]) -> Texts:
 
 
 def run(name: str, settings: Settings, seed: int) -> tuple[EncoderDecoder, dict[str, Any], dict[str, Any]]:
-    """Train a model and measure it; returns it, how training went, and "whole" and "each" of `measure`."""
-    seen = held_out("validation", settings.validated, (1, TRAINED))
-    model, history = train(name, settings, seed, training_texts(settings.examples, seed), seen)
+    """Train a model and measure it; return the model, its training history and the results of `measure`."""
+    validation = held_out("validation", settings.validated, (1, TRAINED))
+    model, history = train(name, settings, seed, training_texts(settings.examples, seed), validation)
     return model, history, measure(model, settings.tested)
 
 
@@ -41,8 +41,8 @@ def measure(model: EncoderDecoder, n: int) -> dict[str, Any]:
     """Return the accuracies on n texts with each number of dates in COUNTS.
 
     Returns:
-        "whole", the share of answers that are right to the last character; "each", the share of dates that are right
-        and in their place.
+        "whole", the fraction of exactly correct answers; "each", the fraction of dates that are correct and in
+        their position.
     """
     whole, each = [], []
     for count in COUNTS:

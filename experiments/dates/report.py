@@ -14,7 +14,7 @@ from experiments.shared.tables import cell, grid, markdown
 from tricycle_lab.plot import COLOURS, plot_curves
 
 BEYOND = [i for i, (least, _) in enumerate(LENGTHS) if least > TRAINED]
-FIELD_COLOURS = dict(zip(("year", "month", "day"), (COLOURS[1], COLOURS[0], COLOURS[2])))
+FIELD_COLORS = dict(zip(("year", "month", "day"), (COLOURS[1], COLOURS[0], COLOURS[2])))
 
 
 def title_of(lengths: tuple[int, int]) -> str:
@@ -30,15 +30,22 @@ def main_table(runs: Runs) -> str:
     )
     rows = []
     for name in distinct(runs):
-        mine = select(runs, model=name)
-        beyond = [np.mean([run["lengths"][i] for i in BEYOND]) for run in mine]
-        row = [name, f"{mine[0]['parameters']:,}", f"{mine[0]['steps']:,}", cell(of(mine, "seconds"), 0)]
-        row += [cell(of(mine, "exact"), 2, 100), cell(beyond, 1, 100)]
-        seen = "share" in mine[0]
-        row += [cell([np.mean(run[key]) for run in mine], 1, 100) if seen else "" for key in ("share", "top")]
+        model_runs = select(runs, model=name)
+        beyond = [np.mean([run["lengths"][i] for i in BEYOND]) for run in model_runs]
+        row = [
+            name,
+            f"{model_runs[0]['parameters']:,}",
+            f"{model_runs[0]['steps']:,}",
+            cell(of(model_runs, "seconds"), 0),
+        ]
+        row += [cell(of(model_runs, "exact"), 2, 100), cell(beyond, 1, 100)]
+        has_attention = "share" in model_runs[0]
+        row += [
+            cell([np.mean(run[key]) for run in model_runs], 1, 100) if has_attention else "" for key in ("share", "top")
+        ]
         rows.append(row)
-        if "of_best" in mine[0]:
-            best = [cell([np.mean(run["of_best"][key]) for run in mine], 1, 100) for key in ("share", "top")]
+        if "of_best" in model_runs[0]:
+            best = [cell([np.mean(run["of_best"][key]) for run in model_runs], 1, 100) for key in ("share", "top")]
             rows.append([f"{name}, best head", "", "", "", "", "", *best])
     even = cell(np.mean(runs[0]["even"]), 1, 100)
     return markdown(titles, [*rows, ["uniform weights", "", "", "", "", "", even, ""]])
@@ -55,13 +62,15 @@ def field_table(runs: Runs) -> str:
     """Return the table of year, month and day: the attention on the field, and how often it has the maximum."""
     rows: dict[str, Runs] = {}
     for name in distinct(runs):
-        mine = select(runs, model=name)
-        rows |= {name: mine, f"{name}, best head": [run.get("of_best", {}) for run in mine]}
-    rows = {name: mine for name, mine in rows.items() if "share" in mine[0]}
+        model_runs = select(runs, model=name)
+        rows |= {name: model_runs, f"{name}, best head": [run.get("of_best", {}) for run in model_runs]}
+    rows = {name: model_runs for name, model_runs in rows.items() if "share" in model_runs[0]}
     rows["uniform weights"] = [{"share": runs[0]["even"]}]
     keys = (("share", ""), ("top", ", most"))
-    columns = {f"{field}{end}": (key, i) for key, end in keys for i, field in enumerate(FIELD_COLOURS)}
-    return grid(rows, columns, lambda mine, column: of(mine, *column) if column[0] in mine[0] else [], 1, 100)
+    columns = {f"{field}{end}": (key, i) for key, end in keys for i, field in enumerate(FIELD_COLORS)}
+    return grid(
+        rows, columns, lambda model_runs, column: of(model_runs, *column) if column[0] in model_runs[0] else [], 1, 100
+    )
 
 
 def language_table(runs: Runs) -> str:
@@ -93,10 +102,10 @@ def plot_training(runs: Runs, path: Path) -> None:
     """Plot losses and accuracies during training."""
     losses, checks = {}, {}
     for name in distinct(runs):
-        mine = select(runs, model=name)
-        losses[name] = mine[0]["loss_steps"], of(mine, "losses")
-        steps = [step for step, _ in mine[0]["checks"]]
-        checks[name] = steps, [[100 * value for _, value in run["checks"]] for run in mine]
+        model_runs = select(runs, model=name)
+        losses[name] = model_runs[0]["loss_steps"], of(model_runs, "losses")
+        steps = [step for step, _ in model_runs[0]["checks"]]
+        checks[name] = steps, [[100 * value for _, value in run["checks"]] for run in model_runs]
     curves = {"cross entropy in training, nats": losses, "validation dates exactly right, %": checks}
     plot_curves(curves, path, "step", "", share_y=False, n_columns=2)
 
@@ -107,22 +116,22 @@ def plot_lengths(runs: Runs, path: Path) -> None:
         panels = figure.subplots(1, 2)
         places = range(len(LENGTHS))
         for number, name in enumerate(distinct(runs)):
-            mine = select(runs, model=name)
-            colour, marker = COLOURS[number % len(COLOURS)], "os^vDPX*"[number % 8]
-            style = {"color": colour, "marker": marker, "markersize": 5, "label": name}
+            model_runs = select(runs, model=name)
+            color, marker = COLOURS[number % len(COLOURS)], "os^vDPX*"[number % 8]
+            style = {"color": color, "marker": marker, "markersize": 5, "label": name}
             for axes, key in zip(panels, ("lengths", "share_at_lengths")):
-                if key in mine[0]:
-                    values = 100 * np.array([run[key] for run in mine])
+                if key in model_runs[0]:
+                    values = 100 * np.array([run[key] for run in model_runs])
                     axes.plot(places, values.mean(axis=0), **style)
                     low, high = values.min(axis=0), values.max(axis=0)
                     axes.fill_between(places, low, high, color=style["color"], alpha=0.15, linewidth=0)
-            if "of_best" in mine[0]:
-                values = 100 * np.array([run["of_best"]["share_at_lengths"] for run in mine]).mean(axis=0)
+            if "of_best" in model_runs[0]:
+                values = 100 * np.array([run["of_best"]["share_at_lengths"] for run in model_runs]).mean(axis=0)
                 panels[1].plot(places, values, "--", color=style["color"], label=f"{name}, best head")
-        for axes, what in zip(panels, ("exactly right, %", "weight on the characters of the right field, %")):
+        for axes, label in zip(panels, ("exactly right, %", "weight on the characters of the right field, %")):
             axes.axvspan(-0.4, BEYOND[0] - 0.5, color="#f0f0f0", zorder=0)
             axes.set_xticks(places, map(title_of, LENGTHS), rotation=30)
-            axes.set(xlabel="characters of the text (grey: in training)", ylabel=what, ylim=(-2, 102))
+            axes.set(xlabel="characters of the text (grey: in training)", ylabel=label, ylim=(-2, 102))
             axes.grid(alpha=0.25)
         panels[0].legend(frameon=False)
         panels[1].legend(frameon=False, fontsize=8)
@@ -139,7 +148,7 @@ def plot_multiple_dates(runs: Runs, path: Path) -> None:
 def plot_alignments(examples: list[Example], maps: dict[str, list[np.ndarray]], path: Path, n_columns: int = 1) -> None:
     """Plot heat maps of attention: text characters as columns, ISO characters as rows.
 
-    Letters, and frames of where the weight should be, have the colour of their field.
+    Letters, and frames of where the weight should be, have the color of their field.
 
     Args:
         maps: by model, for each example weights (T, S).
@@ -154,7 +163,7 @@ def plot_alignments(examples: list[Example], maps: dict[str, list[np.ndarray]], 
         grid = figure.subplots(n_rows, n_columns, squeeze=False)
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
-        colours = ["black", *(FIELD_COLOURS[field] for field in ("day", "month", "year"))]
+        colors = ["black", *(FIELD_COLORS[field] for field in ("day", "month", "year"))]
         for axes, (title, one, values) in zip(grid.flat, panels):
             image = axes.imshow(values[: len(one.iso)], cmap="Greys", vmin=0, vmax=1, aspect="auto")
             axes.set_title(title, fontsize=10, loc="left")
@@ -162,14 +171,14 @@ def plot_alignments(examples: list[Example], maps: dict[str, list[np.ndarray]], 
             axes.set_yticks(range(len(one.iso)), one.iso, family="monospace", fontsize=9)
             axes.tick_params(length=0)
             for label, field in zip(axes.get_xticklabels(), one.fields):
-                label.set_color(colours[field])
+                label.set_color(colors[field])
             for field, (first, last) in {3: (0, 3), 2: (5, 6), 1: (8, 9)}.items():
                 for row in range(first, last + 1):
-                    axes.get_yticklabels()[row].set_color(colours[field])
+                    axes.get_yticklabels()[row].set_color(colors[field])
                 columns = np.flatnonzero(np.array(one.fields) == field)
                 corner = columns[0] - 0.5, first - 0.5
                 size = columns[-1] - columns[0] + 1, last - first + 1
                 axes.add_patch(
-                    Rectangle(corner, *size, fill=False, edgecolor=colours[field], linewidth=1.2, clip_on=False)
+                    Rectangle(corner, *size, fill=False, edgecolor=colors[field], linewidth=1.2, clip_on=False)
                 )
         figure.colorbar(image, ax=grid, label="attention weight", shrink=0.6 if n_rows > 1 else 1, aspect=30)

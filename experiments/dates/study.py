@@ -40,7 +40,7 @@ MOST = 10_000  # characters that go through a model at once when it is measured
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run does."""
+    """The command-line settings of the study of dates."""
 
     models: tuple[str, ...] = tuple(MODELS)  # the models, by their names in the table
     seeds: int = 3  # trainings of each model, with other initial weights and texts
@@ -92,15 +92,17 @@ def batches(sources: list[list[int]]) -> Iterator[np.ndarray]:
 
 
 # -------------------------------------------------------------------- training
-def train(name: str, settings: Settings, seed: int, data: Texts, seen: Texts) -> tuple[EncoderDecoder, dict[str, Any]]:
-    """Train a model, and return it with the record of its training.
+def train(
+    name: str, settings: Settings, seed: int, data: Texts, validation: Texts
+) -> tuple[EncoderDecoder, dict[str, Any]]:
+    """Train a model; return it with its losses, validation accuracies and training time.
 
     Args:
-        data: to learn from. seen: to look at on the way, which changes nothing.
+        data: the training texts. validation: the texts for evaluations during training.
 
     Returns:
-        the model; "losses" of all steps, "checks" as pairs of a step and the share of `seen` that was right then, and
-        "seconds" of computing, of all threads together, without the checks.
+        the model; "losses" of all steps, "checks" as pairs of a step and the fraction of `validation`
+        that was right, and "seconds" of computing, of all threads together, without the checks.
     """
     number = list(MODELS).index(name)
     model = new_model(name, settings.parameters, np.random.default_rng((WEIGHTS, seed, number)))
@@ -113,7 +115,7 @@ def train(name: str, settings: Settings, seed: int, data: Texts, seen: Texts) ->
     losses: list[float] = []
     checks, seconds = [], 0.0
 
-    def weighed(chosen: Any, factor: Any) -> Tensor:
+    def scaled_loss(chosen: Any, factor: Any) -> Tensor:
         source, lengths = pad([data.sources[i] for i in chosen])
         loss, entropy = batch_loss(model, source, data.targets[chosen], lengths, critic)
         losses.append(entropy)
@@ -123,16 +125,16 @@ def train(name: str, settings: Settings, seed: int, data: Texts, seen: Texts) ->
         for step in bar:
             started = time.process_time()
             chosen = next(order)
-            train_on_batch(model, optimiser, weighed, chosen, max_norm=1.0)
+            train_on_batch(model, optimiser, scaled_loss, chosen, max_norm=1.0)
             seconds += time.process_time() - started
             if step % (n_steps // CHECKS) == 0:
-                checks.append((step, exact_accuracy(model, seen)))
+                checks.append((step, exact_accuracy(model, validation)))
                 bar.set_postfix(loss=f"{losses[-1]:.3f}", exact=f"{checks[-1][1]:.1%}")
     return model, {"losses": losses, "checks": checks, "seconds": seconds}
 
 
 class RunningMeanReward:
-    """What reward to expect at each place of a target: a running mean."""
+    """The running mean of the rewards at each target position, a baseline for REINFORCE."""
 
     def __init__(self) -> None:
         self.expected: np.ndarray | None = None
@@ -166,14 +168,14 @@ def batch_loss(
 
 # -------------------------------------------------------------------- measuring
 def greedy_answers(model: EncoderDecoder, data: Texts) -> list[str]:
-    """Return the greedy outputs of a model."""
-    said, most = [""] * len(data.sources), data.targets.shape[1] - 1
+    """Return the greedily decoded output for each text."""
+    answers, max_length = [""] * len(data.sources), data.targets.shape[1] - 1
     for chosen in batches(data.sources):
         source, lengths = pad([data.sources[i] for i in chosen])
-        written = beam_search(model, source, lengths, begin=BEGIN, end=END, max_length=most)
+        written = beam_search(model, source, lengths, begin=BEGIN, end=END, max_length=max_length)
         for i, tokens in zip(chosen, written):
-            said[i] = dates.decode(tokens)
-    return said
+            answers[i] = dates.decode(tokens)
+    return answers
 
 
 def exact_accuracy(model: EncoderDecoder, data: Texts) -> float:
@@ -200,7 +202,7 @@ def attention_weights(model: EncoderDecoder, source: np.ndarray, target: np.ndar
 
 
 class FieldAttention(NamedTuple):
-    """Where the tokens of each field look, of each of A heads: (A, 3) for year, month and day."""
+    """The attention from year, month and day in the output to the same field in the text: (A, 3) for A heads."""
 
     share: np.ndarray  # the attention on the characters of the same field
     top: np.ndarray  # how often the maximum is on the field
@@ -223,7 +225,7 @@ def attention_on_fields(weights: np.ndarray, fields: np.ndarray) -> tuple[np.nda
     """Return the attention of each example and head on year, month and day, (B, A, 3).
 
     Args:
-        weights: (B, A, T, S). fields: (B, S), what each character belongs to.
+        weights: (B, A, T, S). fields: (B, S), the date field of each character.
 
     Returns:
         the share of the weight that is on the field's characters, and how often the most weight is.
@@ -239,7 +241,7 @@ def attention_on_fields(weights: np.ndarray, fields: np.ndarray) -> tuple[np.nda
 
 
 def measure(model: EncoderDecoder, settings: Settings) -> dict[str, Any]:
-    """Return the results of a model on unseen dates.
+    """Return the accuracies and attention measurements of a model on unseen dates.
 
     Returns:
         "exact" on texts as in training, and by language; "lengths", the same at each of LENGTHS; "share" and "top" of
@@ -253,22 +255,30 @@ def measure(model: EncoderDecoder, settings: Settings) -> dict[str, Any]:
     measures["languages"] = {name: rounded(right[languages == name].mean()) for name in LANGUAGES}
     tests = [held_out("test", settings.tested, lengths) for lengths in LENGTHS]
     measures["lengths"] = [rounded(exact_accuracy(model, test)) for test in tests]
-    seen = measure_attention(model, data)
-    n_heads = len(seen.share)
+    attention = measure_attention(model, data)
+    n_heads = len(attention.share)
     if n_heads:
-        sights = [measure_attention(model, test) for test in tests]
-        measures |= mean_over_heads(seen, sights, slice(None))
+        attention_by_length = [measure_attention(model, test) for test in tests]
+        measures |= mean_over_heads(attention, attention_by_length, slice(None))
     if n_heads > 1:
         best = best_head(model, settings.validated)
-        measures["of_best"] = {"head": best, **mean_over_heads(seen, sights, slice(best, best + 1))}
-    measures["even"] = [rounded(value) for value in seen.even]
+        measures["of_best"] = {"head": best, **mean_over_heads(attention, attention_by_length, slice(best, best + 1))}
+    measures["even"] = [rounded(value) for value in attention.even]
     return measures
 
 
-def mean_over_heads(seen: FieldAttention, sights: list[FieldAttention], heads: slice) -> dict[str, Any]:
-    """Return the mean measurements of some heads."""
-    share, top = ([rounded(value) for value in values[heads].mean(axis=0)] for values in (seen.share, seen.top))
-    return {"share": share, "top": top, "share_at_lengths": [rounded(one.share[heads].mean()) for one in sights]}
+def mean_over_heads(
+    attention: FieldAttention, attention_by_length: list[FieldAttention], heads: slice
+) -> dict[str, Any]:
+    """Return the attention measurements averaged over some heads."""
+    share, top = (
+        [rounded(value) for value in values[heads].mean(axis=0)] for values in (attention.share, attention.top)
+    )
+    return {
+        "share": share,
+        "top": top,
+        "share_at_lengths": [rounded(one.share[heads].mean()) for one in attention_by_length],
+    }
 
 
 def best_head(model: EncoderDecoder, n: int) -> int:

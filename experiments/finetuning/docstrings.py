@@ -16,7 +16,7 @@ from typing import NamedTuple
 from experiments.shared.texts import python_files, python_root
 
 CODE = 60, 700  # characters of a function, at least and at most
-LINE = 12, 100  # characters of what is said about it
+LINE = 12, 100  # characters of its first docstring sentence
 PARTS = {0: "test", 1: "validation"}  # of the numbers of modules modulo 10
 ASK = "What does this Python function do? Answer in one line.\n\n"
 
@@ -87,17 +87,17 @@ def functions_in(tree: ast.AST, lines: list[str], module: str) -> Iterator[Funct
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
             continue
-        said = summary(ast.get_docstring(node) or "")
+        sentence = summary(ast.get_docstring(node) or "")
         doc = node.body[0]
-        if not LINE[0] <= len(said) <= LINE[1] or " " not in said or not isinstance(doc, ast.Expr):
+        if not LINE[0] <= len(sentence) <= LINE[1] or " " not in sentence or not isinstance(doc, ast.Expr):
             continue
         if node.body[1].lineno <= (doc.end_lineno or 0):
             continue
         first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
         kept = lines[first - 1 : doc.lineno - 1] + lines[doc.end_lineno : node.end_lineno]
         code = dedent_lines(kept)
-        if CODE[0] <= len(code) <= CODE[1] and said not in code:
-            yield Function(module, node.name, code, said)
+        if CODE[0] <= len(code) <= CODE[1] and sentence not in code:
+            yield Function(module, node.name, code, sentence)
 
 
 def summary(docstring: str) -> str:
@@ -125,13 +125,13 @@ def words_of(line: str) -> Counter[str]:
     return Counter(re.findall(r"[a-z0-9]+", line.lower()))
 
 
-def rouge1_f1(answer: str, wanted: str) -> float:
+def rouge1_f1(answer: str, reference: str) -> float:
     """Return the F1 score of common words of two lines (ROUGE-1, Lin 2004)."""
-    ours, theirs = words_of(answer), words_of(wanted)
-    n_all = ours.total() + theirs.total()
-    return 2 * (ours & theirs).total() / n_all if n_all else 0.0
+    answer_words, reference_words = words_of(answer), words_of(reference)
+    n_all = answer_words.total() + reference_words.total()
+    return 2 * (answer_words & reference_words).total() / n_all if n_all else 0.0
 
 
-def same(answer: str, wanted: str) -> bool:
+def same(answer: str, reference: str) -> bool:
     """Return whether two lines have the same words in the same order."""
-    return re.findall(r"[a-z0-9]+", answer.lower()) == re.findall(r"[a-z0-9]+", wanted.lower())
+    return re.findall(r"[a-z0-9]+", answer.lower()) == re.findall(r"[a-z0-9]+", reference.lower())

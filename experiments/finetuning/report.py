@@ -15,7 +15,7 @@ from tricycle.system.files import atomic_write
 from tricycle_lab.plot import COLOURS
 
 Results = dict[str, Any]
-WAYS = {"before": "before", "lora": "LoRA", "all": "all weights"}
+METHOD_LABELS = {"before": "before", "lora": "LoRA", "all": "all weights"}
 SCORES = {  # what the table shows of a task, in percent
     "sums": ("right", "to the letter", "new steps", "told otherwise"),
     "docstrings": ("overlap", "the same"),
@@ -34,7 +34,7 @@ def pairs(results: Results) -> list[tuple[str, str]]:
     return [
         (task, method)
         for task in TASKS
-        for method in WAYS
+        for method in METHOD_LABELS
         if results_of(results, task, method) and any(run["task"] == task for run in results["runs"])
     ]
 
@@ -44,28 +44,30 @@ def main_table(results: Results) -> str:
     """Return the table of held-out scores before and after, and of costs, by task."""
     rows = []
     for task, method in pairs(results):
-        mine = results_of(results, task, method)
-        row = [f"{TASKS[task].title}, {WAYS[method]}", cell(of(mine, "bits", task), 3)]
-        scores = [score(mine, task, name) for name in SCORES[task][:2]]
+        method_runs = results_of(results, task, method)
+        row = [f"{TASKS[task].title}, {METHOD_LABELS[method]}", cell(of(method_runs, "bits", task), 3)]
+        scores = [score(method_runs, task, name) for name in SCORES[task][:2]]
         row += [*scores, ""][:2]
-        row += ["", "", ""] if method == "before" else times(mine)
+        row += ["", "", ""] if method == "before" else times(method_runs)
         rows.append(row)
     return markdown(["", "held-out bits per byte", "answers, %", "", "updates", "minutes", "CPU minutes"], rows)
 
 
 def score(runs: list[Results], task: str, name: str) -> str:
-    """Return the text of one score."""
+    """Return one score of the runs as a table cell."""
     return f"{name} {cell(of(runs, 'scores', task, name), 1, 100)}"
 
 
 def sums_table(results: Results) -> str:
     """Return the table of correct sums in percent."""
-    methods = {WAYS[method]: results_of(results, "sums", method) for task, method in pairs(results) if task == "sums"}
-    return grid(methods, SCORES["sums"], lambda mine, name: of(mine, "scores", "sums", name), 1, 100)
+    methods = {
+        METHOD_LABELS[method]: results_of(results, "sums", method) for task, method in pairs(results) if task == "sums"
+    }
+    return grid(methods, SCORES["sums"], lambda method_runs, name: of(method_runs, "scores", "sums", name), 1, 100)
 
 
 def times(runs: list[Results]) -> list[str]:
-    """Return the number of updates, their minutes, and the CPU minutes of the whole command."""
+    """Return the table cells of updates, their minutes, and CPU minutes of the whole command."""
     updates = sorted({run["updates"] for run in runs})
     minutes = [cell([run[name] / 60 for run in runs], 1) for name in ("training_seconds", "cpu_seconds")]
     return ["-".join(map(str, updates)), *minutes]
@@ -79,12 +81,12 @@ def forgetting_table(results: Results) -> str:
         if method != "before":
             cells = [cell(of(results_of(results, task, method), "bits", text), 3) for text in TEXTS]
             cells = [f"*{value}*" if text == task else value for text, value in zip(TEXTS, cells)]
-            rows.append([f"{TASKS[task].title}, {WAYS[method]}", *cells])
+            rows.append([f"{TASKS[task].title}, {METHOD_LABELS[method]}", *cells])
     return markdown(["", *map(title_of, TEXTS)], rows)
 
 
 def title_of(text: str) -> str:
-    """Return the title of a text."""
+    """Return the title of a text for tables and plots."""
     return TASKS[text].title if text in TASKS else text
 
 
@@ -102,7 +104,7 @@ def plot(results: Results, path: Path) -> None:
     with drawing(path, (12, 4.6)) as figure:
         left, middle, right = figure.subplots(1, 3, width_ratios=(3, 2, 5))
         tasks = [task for task in TASKS if any(run["task"] == task for run in results["runs"])]
-        for number, (method, label) in enumerate(WAYS.items()):
+        for number, (method, label) in enumerate(METHOD_LABELS.items()):
             there = [(place, task) for place, task in enumerate(tasks) if results_of(results, task, method)]
             values = [[run["bits"][task] for run in results_of(results, task, method)] for _, task in there]
             bars(left, [place for place, _ in there], values, number, label)
@@ -110,10 +112,10 @@ def plot(results: Results, path: Path) -> None:
         left.set(ylabel="bits per byte", title="held-out texts")
         if "sums" in tasks:
             names = SCORES["sums"][:1] + SCORES["sums"][2:]
-            for number, method in enumerate(WAYS):
-                mine = results_of(results, "sums", method)
-                values = [[100 * run["scores"]["sums"][name] for run in mine] for name in names]
-                bars(middle, list(range(len(names))), values if mine else [], number)
+            for number, method in enumerate(METHOD_LABELS):
+                method_runs = results_of(results, "sums", method)
+                values = [[100 * run["scores"]["sums"][name] for run in method_runs] for name in names]
+                bars(middle, list(range(len(names))), values if method_runs else [], number)
             middle.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names])
         middle.set(ylabel="%", title="correct sums", ylim=(0, 100))
         plot_forgetting(right, results)
@@ -142,12 +144,12 @@ def plot_forgetting(axes: Any, results: Results) -> None:
     for number, (task, method) in enumerate(methods):
         texts = [(place, text) for place, text in enumerate(TEXTS) if text != task]
         before = results["before"]["bits"]
-        mine = results_of(results, task, method)
-        after = {text: np.mean([run["bits"][text] for run in mine]) for _, text in texts}
+        method_runs = results_of(results, task, method)
+        after = {text: np.mean([run["bits"][text] for run in method_runs]) for _, text in texts}
         changes = [100 * (after[text] / before[text] - 1) for _, text in texts]
         x = [place + 0.1 * (number - (len(methods) - 1) / 2) for place, _ in texts]
-        colour = COLOURS[list(WAYS).index(method)]
-        axes.plot(x, changes, markers[task], color=colour, markersize=7)
+        color = COLOURS[list(METHOD_LABELS).index(method)]
+        axes.plot(x, changes, markers[task], color=color, markersize=7)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(TEXTS)), [title_of(text).replace(" ", "\n", 1) for text in TEXTS])
     axes.set(ylabel="increase of bits per byte, %", title="forgetting")
@@ -163,7 +165,7 @@ th, td { border-top: 1px solid #ccc; padding: .5em .7em; text-align: left; verti
 td { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.4 ui-monospace, monospace; }
 td:first-child { background: #f6f6f6; }
 th:first-child { width: 30%; }
-td.wanted { color: #006b4e; }
+td.reference { color: #006b4e; }
 """
 
 
@@ -192,13 +194,13 @@ def page_table(results: Results, task: str, kind: str, methods: list[str]) -> st
         kind: the task, or "general".
     """
     every = [results_of(results, task, method)[0]["samples"][kind] for method in methods]
-    judged = any(wanted for _, wanted, _ in every[0])
-    heads = ["question", *(["reference"] if judged else []), *(WAYS[method] for method in methods)]
+    judged = any(reference for _, reference, _ in every[0])
+    heads = ["question", *(["reference"] if judged else []), *(METHOD_LABELS[method] for method in methods)]
     rows = ["".join(f"<th>{escape(head)}</th>" for head in heads)]
     for samples in zip(*every):
-        question, wanted, _ = samples[0]
+        question, reference, _ = samples[0]
         cells = [f"<td>{escape(question)}</td>"]
-        cells += [f'<td class="wanted">{escape(wanted)}</td>'] if judged else []
+        cells += [f'<td class="reference">{escape(reference)}</td>'] if judged else []
         cells += [f"<td>{escape(answer.strip())}</td>" for _, _, answer in samples]
         rows.append("".join(cells))
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"

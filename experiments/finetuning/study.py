@@ -51,7 +51,7 @@ GENERAL = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The tasks, methods and seeds of the study."""
+    """The command-line settings of the fine-tuning study: tasks, methods and seeds."""
 
     model: str = "smollm2"  # a model with a chat template, as `tricycle finetune` takes it
     tasks: tuple[str, ...] = tuple(TASKS)  # sums, docstrings, voice
@@ -73,18 +73,18 @@ QUICK: dict[str, Any] = {"tasks": ("sums",), "methods": ("lora",), "seeds": 1, "
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for settings with which nothing could be measured."""
+    """Raise ValueError for invalid settings."""
     check_minimum(settings, seeds=1, updates=0, batch_size=1, context_window=128, tested=1)
     check_choices(settings, tasks=TASKS, methods=METHODS, precision=("bfloat16", "float32"))
 
 
 # -------------------------------------------------------------------- all of it
 def measure(settings: Settings) -> Record:
-    """Return all results, including those of earlier calls.
+    """Measure and fine-tune as the settings say; return all results, including stored ones.
 
     Raises:
-        ValueError: results of other settings lie there.
-        KeyboardInterrupt: a training was stopped; the next call goes on with it.
+        ValueError: the folder holds results of other settings.
+        KeyboardInterrupt: a training was stopped; the next call resumes it.
     """
     results = Record(settings, FREE, runs=[])
     folder = settings.output / "data"
@@ -107,7 +107,7 @@ def measure(settings: Settings) -> Record:
 
 
 def trainings(settings: Settings) -> list[tuple[Task, str, int]]:
-    """Return all trainings, those with the first seed first."""
+    """Return all (task, method, seed) to train, those with the first seed first."""
     every = []
     for seed in range(settings.seeds):
         for name in settings.tasks:
@@ -116,7 +116,7 @@ def trainings(settings: Settings) -> list[tuple[Task, str, int]]:
     return every
 
 
-# -------------------------------------------------------------------- teaching
+# -------------------------------------------------------------------- training
 def finetune_and_measure(task: Task, method: str, seed: int, settings: Settings, own: list[Any]) -> dict[str, Any]:
     """Fine-tune the model with one method and seed, and return its results."""
     folder = settings.output / "runs" / f"{task.name}-{method}-{seed}"
@@ -215,7 +215,7 @@ def measure_model(
 
 def sample_rows(questions: Sequence[Question], answers: Sequence[str]) -> list[list[str]]:
     """Return the first questions with the right and the given answers."""
-    return [[question.text, question.wanted, answer] for question, answer in zip(questions, answers)][:N_SHOWN]
+    return [[question.text, question.reference, answer] for question, answer in zip(questions, answers)][:N_SHOWN]
 
 
 def texts_to_score(loaded: Pretrained, settings: Settings, own: list[Any]) -> dict[str, list[Example]]:
@@ -230,7 +230,7 @@ def texts_to_score(loaded: Pretrained, settings: Settings, own: list[Any]) -> di
 
 
 def chosen(questions: list[Question], n: int) -> list[Question]:
-    """Return at most n questions, evenly spaced."""
+    """Return at most n items of a list, evenly spaced."""
     places = np.linspace(0, len(questions) - 1, min(n, len(questions))).round().astype(int)
     return [questions[place] for place in places]
 
@@ -276,7 +276,7 @@ def decode_answers(loaded: Pretrained, answers: Sequence[tuple[list[int], list[i
 
 # -------------------------------------------------------------------- bits per byte
 def bits(loaded: Pretrained, examples: list[Example], settings: Settings) -> float:
-    """Return the bits per byte of the tokens that count in examples."""
+    """Return the bits per byte of the tokens of examples that have a loss."""
     dataset = PackedDataset(examples, ROWS, settings.context_window, 0, supports_packing(loaded.model))
     rows = HeldOutRows.from_dataset(dataset, dataset.n_items, loaded.tokeniser)
     return rounded(rows.measure(loaded.model)["bits_per_byte"])

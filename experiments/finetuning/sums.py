@@ -130,16 +130,16 @@ def bus_story(problem: Sum, generator: np.random.Generator) -> str:
 
 
 def choose(values: tuple[str, ...] | list[str], generator: np.random.Generator) -> str:
-    """Return a random element."""
+    """Return a random element of a sequence."""
     return values[int(generator.integers(len(values)))]
 
 
 def sums(n_train: int) -> dict[str, list[Sum]]:
-    """Return the disjoint parts "train", "validation" and "test"."""
+    """Return different random sums, split into "train", "validation" and "test"."""
     generator = np.random.default_rng(20)
-    wanted = N_TEST + N_VALIDATION + n_train
+    n_sums = N_TEST + N_VALIDATION + n_train
     different: dict[Sum, None] = {}
-    while len(different) < wanted:
+    while len(different) < n_sums:
         different[new_sum(generator)] = None
     every = list(different)
     first = N_TEST + N_VALIDATION
@@ -148,5 +148,5 @@ def sums(n_train: int) -> dict[str, list[Sum]]:
 
 def unseen_steps(tested: list[Sum], trained: list[Sum]) -> list[bool]:
     """Return for each sum whether no step of it, such as 34 + 17, occurs in training."""
-    seen = {line for one in trained for line in one.working()}
-    return [not any(line in seen for line in one.working()) for one in tested]
+    trained_steps = {line for one in trained for line in one.working()}
+    return [not any(line in trained_steps for line in one.working()) for one in tested]

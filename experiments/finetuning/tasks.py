@@ -20,22 +20,22 @@ ORDER = {"train": TRAINING, "validation": VALIDATION, "test": TEST}
 
 @dataclass(frozen=True)
 class Question:
-    """What a model is to answer."""
+    """A test question, with the reference for scoring the answer."""
 
     text: str  # the question
     is_chat: bool  # whether the text is a chat message or a text to continue
-    wanted: Any  # the right answer, or the reference for scoring
+    reference: Any  # the right answer, or the reference for scoring
     group: str = ""  # the group for scores
 
 
 @dataclass(frozen=True)
 class Task:
-    """A fine-tuning task.
+    """A fine-tuning task: its records, test questions, scoring and training settings.
 
     Attributes:
         suffix: of its files: .jsonl, or .txt for plain text.
         records: of "train", "validation" or "test": an object for each line, or texts.
-        questions: that are asked before and after.
+        questions: the test questions before and after fine-tuning.
         judge: shares by name, of the questions and the answers.
         n_tokens: the most of an answer.
         temperature: of answers.
@@ -72,11 +72,11 @@ def message(role: str, content: str) -> dict[str, str]:
 def story_questions() -> list[Question]:
     """Return the test questions: seen steps, unseen steps, and stories in another form."""
     parts = sums.sums(N_STORIES)
-    asked = [record["messages"] for record in story_records("test")]
+    stories = [record["messages"] for record in story_records("test")]
     unseen = sums.unseen_steps(parts["test"], parts["train"])
     questions = [
         Question(user["content"], True, assistant["content"], NEW if new else KNOWN)
-        for (user, assistant), new in zip(asked, unseen)
+        for (user, assistant), new in zip(stories, unseen)
     ]
     generator = np.random.default_rng((OTHERWISE, 0))
     others = parts["test"][: sums.N_TEST // 2]
@@ -85,11 +85,11 @@ def story_questions() -> list[Question]:
 
 def score_sums(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
     """Return the scores of answers to sums: an answer is right if its last number is right, in words or digits."""
-    right = np.array([sums.last_number(a) == sums.last_number(q.wanted) for q, a in zip(questions, answers)])
-    whole = np.array([answer.strip() == question.wanted for question, answer in zip(questions, answers)])
+    right = np.array([sums.last_number(a) == sums.last_number(q.reference) for q, a in zip(questions, answers)])
+    exact = np.array([answer.strip() == question.reference for question, answer in zip(questions, answers)])
     groups = np.array([question.group for question in questions])
     usual = groups != OTHER
-    scores = {"right": fraction_true(right[usual]), "to the letter": fraction_true(whole[usual])}
+    scores = {"right": fraction_true(right[usual]), "to the letter": fraction_true(exact[usual])}
     for group in (NEW, OTHER):
         scores[group] = fraction_true(right[groups == group])
     return scores
@@ -112,18 +112,18 @@ def function_records(part: str) -> list[Any]:
 def score_lines(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
     """Return the word overlap with the author's line, and the fraction of exact matches."""
     lines = [docstrings.first_line(answer) for answer in answers]
-    overlaps = [docstrings.rouge1_f1(line, question.wanted) for question, line in zip(questions, lines)]
-    same = [docstrings.same(line, question.wanted) for question, line in zip(questions, lines)]
+    overlaps = [docstrings.rouge1_f1(line, question.reference) for question, line in zip(questions, lines)]
+    same = [docstrings.same(line, question.reference) for question, line in zip(questions, lines)]
     return {"overlap": float(np.mean(overlaps)), "the same": fraction_true(np.array(same))}
 
 
 # -------------------------------------------------------------------- the voice
 def score_continuations(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
     """Return the fraction of copied text in generated texts, and in Shakespeare's own continuations."""
-    wanted = [question.wanted for question in questions]
+    references = [question.reference for question in questions]
     return {
         "copied": shakespeare.copied_fraction(list(answers)),
-        "copied by Shakespeare": shakespeare.copied_fraction(wanted),
+        "copied by Shakespeare": shakespeare.copied_fraction(references),
     }
 
 

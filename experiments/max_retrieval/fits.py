@@ -78,7 +78,7 @@ def grade_answers(model: GPT, prompts: Sequence[Prompt]) -> tuple[list[bool], li
 def fit_betas(
     model: GPT, betas: Betas, batches: Sequence[Any], loss_of: Callable[[GPT, Any], Tensor], rate: float = 0.03
 ) -> list[float]:
-    """Change the inverse temperatures by Adam, one update for each batch; the model is frozen. Returns the losses."""
+    """Fit the inverse temperatures by Adam, one update per batch, with a frozen model; return the losses."""
     optimiser = AdamW(rate, weight_decay=0)
     losses = []
     with use_temperature(model, betas):

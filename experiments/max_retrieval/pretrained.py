@@ -59,7 +59,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class PretrainedSettings:
-    """What is asked of a model, and how often."""
+    """The command-line settings of the study: the model, the sizes of tasks and texts, and the fits."""
 
     model: str = "smollm2"  # a model for `tricycle.pretrained.load`
     quick: bool = False  # three minutes: one seed, small lists, short texts, few updates
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def check(settings: PretrainedSettings) -> None:
-    """Raise ValueError for settings with which nothing could be measured."""
+    """Raise ValueError for invalid settings."""
     check_minimum(settings, seeds=1, texts=1, largest_size=4, steps=1, length=64, beyond=0)
 
 
@@ -96,7 +96,7 @@ def study(settings: PretrainedSettings) -> Outcome:
 
 
 class Study:
-    """The parts of the experiment, each computed once and stored in a file."""
+    """The experiment in parts, each computed once and stored in a file."""
 
     def __init__(self, settings: PretrainedSettings) -> None:
         self.settings = settings
@@ -131,18 +131,18 @@ class Study:
         quarter = max(64, self.settings.length // 4)
         lengths = {"shakespeare": self.settings.length, "code": quarter, "captions": quarter}
         for text, length in lengths.items():
-            self.part(f"text, {PLAIN}, {text}", partial(self.listen, None, text, length))
+            self.part(f"text, {PLAIN}, {text}", partial(self.measure_text, None, text, length))
         for seed in range(self.settings.seeds):
             for name, temperature in temperatures.items():
                 self.part(f"tasks, {name}, {seed}", partial(self.grade_tasks, temperature, seed))
         for text, length in reversed(lengths.items()):
             for name, temperature in temperatures.items():
                 if name != CONTROL:
-                    self.part(f"text, {name}, {text}", partial(self.listen, temperature, text, length))
+                    self.part(f"text, {name}, {text}", partial(self.measure_text, temperature, text, length))
         if self.settings.beyond:
             extend_context_window(self.model, self.settings.beyond)
             for name in (PLAIN, "ln n"):
-                work = partial(self.listen, temperatures[name], "shakespeare", self.settings.beyond)
+                work = partial(self.measure_text, temperatures[name], "shakespeare", self.settings.beyond)
                 self.part(f"beyond, {name}, shakespeare", work)
 
     # ---------------------------------------------------------------- temperatures
@@ -259,11 +259,11 @@ class Study:
         """Return the loss by position and the entropy of each head by length, on a held-out text."""
         ids = windows(self.tokeniser, text_of(text, "test"), 1, n_tokens).ids
         lengths = [2**i for i in range(6, 20) if 2**i <= n_tokens]
-        with use_temperature(self.model, temperature), EntropyRecorder(self.model, lengths) as heard:
+        with use_temperature(self.model, temperature), EntropyRecorder(self.model, lengths) as recorder:
             losses = token_losses(self.model, ids)[0]
         edges = [0, *lengths]
         nats = [float(losses[low:high].mean()) for low, high in pairwise(edges)]
-        heads = heard.table()
+        heads = recorder.table()
         mean = [round(float(np.mean(rows)), 3) for rows in heads["entropy"]]
         of_heads = heads if temperature is None else {}  # of other temperatures the mean says enough
         return {"lengths": lengths, "nats": np.round(nats, 4).tolist(), "mean entropy": mean, **of_heads}
@@ -305,7 +305,7 @@ def extend_context_window(model: GPT, n_tokens: int) -> None:
 
 
 class EntropyRecorder:
-    """Within its block the entropy of each head is kept, of queries in the last quarter before each length.
+    """A context manager that records each head's entropy for the queries in the last quarter before each length.
 
     Attributes:
         entropies, first: by layer, (lengths, H): of the weights, in nats, and their share on the first token.

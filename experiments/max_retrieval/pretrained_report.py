@@ -244,10 +244,10 @@ def plot_heads(results: dict[str, Any], path: Path) -> None:
     if "heads, tasks" in fit:
         maps["beta fitted to tasks"] = np.exp(fit["heads, tasks"]["levels"]), "coolwarm_r", 0.5, 1.5
     with drawing(path, (11, 2.25 * len(maps)), dpi=100) as figure:
-        for axes, (title, (values, colours, *limits)) in zip(figure.subplots(len(maps), 1), maps.items()):
+        for axes, (title, (values, color_map, *limits)) in zip(figure.subplots(len(maps), 1), maps.items()):
             extent = np.percentile(abs(values), 98) or 1
             low, high = limits or (-extent, extent)
-            image = axes.imshow(np.array(values).T, cmap=colours, vmin=low, vmax=high, aspect="auto")
+            image = axes.imshow(np.array(values).T, cmap=color_map, vmin=low, vmax=high, aspect="auto")
             axes.set_title(title, fontsize=10)
             axes.set_ylabel("head")
             figure.colorbar(image, ax=axes)

@@ -61,8 +61,8 @@ def largest_number_task(n: int, words: Sequence[str], generator: np.random.Gener
     The examples before it have four numbers each.
     """
     lists = [_numbers(4, generator) for _ in range(N_EXAMPLES)] + [_numbers(n, generator)]
-    asked = [f"Numbers: {', '.join(map(str, numbers))}\nThe largest number is" for numbers in lists]
-    return Text("", [(text, f" {max(numbers)}\n\n") for text, numbers in zip(asked, lists)], N_EXAMPLES)
+    questions = [f"Numbers: {', '.join(map(str, numbers))}\nThe largest number is" for numbers in lists]
+    return Text("", [(text, f" {max(numbers)}\n\n") for text, numbers in zip(questions, lists)], N_EXAMPLES)
 
 
 def _numbers(n: int, generator: np.random.Generator) -> list[int]:
@@ -71,22 +71,22 @@ def _numbers(n: int, generator: np.random.Generator) -> list[int]:
 
 
 def name(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
-    """Return the text of a task: names of a captain, a doctor and so on, n other lines, then questions."""
+    """Return the text of a task: recall the names of a captain, a doctor and so on after n other lines."""
     n_examples = 2
     names = generator.permutation(NAMES)
     people = [(f"The {role} is called", f" {who}.\n") for role, who in zip(generator.permutation(ROLES)[:8], names)]
     others = names[len(people) :]
     lines = [f"{generator.choice(others)} {generator.choice(DEEDS)}.\n" for _ in range(n)]
-    asked = [people[i] for i in generator.permutation(len(people))]
-    return Text("".join(question + answer for question, answer in people) + "".join(lines), asked, n_examples)
+    questions = [people[i] for i in generator.permutation(len(people))]
+    return Text("".join(question + answer for question, answer in people) + "".join(lines), questions, n_examples)
 
 
 def table(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
     """Return the text of a task: look up words in a table of n words and names."""
     rows = [(f"{key}:", f" {generator.choice(NAMES)}\n") for key in generator.choice(words, n, replace=False)]
-    asked = [rows[i] for i in generator.permutation(n)[: N_EXAMPLES + N_QUESTIONS]]
+    questions = [rows[i] for i in generator.permutation(n)[: N_EXAMPLES + N_QUESTIONS]]
     listed = "".join(key + value for key, value in rows)
-    return Text(f"{listed}\nLook up:\n", asked, min(N_EXAMPLES, n // 2))
+    return Text(f"{listed}\nLook up:\n", questions, min(N_EXAMPLES, n // 2))
 
 
 TASKS: dict[str, Callable[[int, Sequence[str], np.random.Generator], Text]] = {
@@ -102,17 +102,17 @@ def new_prompt(tokeniser: Any, text: Text) -> Prompt:
     places = []
     for i, (question, answer) in enumerate(text.questions):
         ids += tokeniser.encode(question)
-        said = answer.rstrip(".\n")
-        tokens = list(tokeniser.encode(said))
+        trimmed = answer.rstrip(".\n")
+        tokens = list(tokeniser.encode(trimmed))
         if i >= text.n_examples:
             places.append(slice(len(ids), len(ids) + len(tokens)))
         ids += tokens
-        ids += tokeniser.encode(answer[len(said) :])
+        ids += tokeniser.encode(answer[len(trimmed) :])
     return Prompt(np.array(ids, np.int64), places)
 
 
 class Prompter:
-    """Makes texts of the tasks for one tokeniser."""
+    """A generator of tokenized prompts of the tasks, for one tokeniser."""
 
     def __init__(self, tokeniser: Any) -> None:
         self.tokeniser = tokeniser

@@ -14,7 +14,7 @@ NOTEBOOK = {
     "adaptive": [100, 98.86, 96.59, 95.74, 90.62, 80.11, 76.14, 59.94],
 }
 NOTEBOOK_EXAMPLES = 352
-COLOURS = {
+COLORS = {
     "plain": "#3182bd",
     "adaptive": "#e6550d",
     "fit to loss": "#756bb1",
@@ -34,10 +34,10 @@ def accuracy_table(sizes: list[int], runs: Runs) -> str:
     titles = ["items", "notebook, plain", "notebook, adaptive", *names, "highest score", "entropy"]
     rows = []
     for i, n in enumerate(sizes):
-        theirs = [f"{column[i]:.1f}" if i < len(column) else "" for column in NOTEBOOK.values()]
-        ours = [cell(gather(runs, "accuracy", name)[:, i], 1, 100) for name in names]
+        notebook = [f"{column[i]:.1f}" if i < len(column) else "" for column in NOTEBOOK.values()]
+        measured = [cell(gather(runs, "accuracy", name)[:, i], 1, 100) for name in names]
         entropy = f"{gather(runs, 'entropy')[:, i, 1].mean():.2f}"
-        rows.append([f"{n:,}", *theirs, *ours, cell(gather(runs, "found")[:, i], 1, 100), entropy])
+        rows.append([f"{n:,}", *notebook, *measured, cell(gather(runs, "found")[:, i], 1, 100), entropy])
     return markdown(titles, rows)
 
 
@@ -57,12 +57,12 @@ def plot_accuracy(sizes: list[int], runs: Runs, path: Path) -> None:
         plain = 100 * gather(runs, "accuracy", "plain")
         for name in runs[0]["accuracy"]:
             values = 100 * gather(runs, "accuracy", name)
-            style = {"color": COLOURS[name], "linestyle": "--" if name == "constant" else "-", "label": name}
+            style = {"color": COLORS[name], "linestyle": "--" if name == "constant" else "-", "label": name}
             for axes, found in ((left, values), (right, values - plain)):
                 axes.plot(sizes, found.mean(axis=0), "o", markersize=3.5, **style)
                 if name in ("plain", "fit to errors") or (axes is right and name != "constant"):
                     low, high = found.min(axis=0), found.max(axis=0)
-                    axes.fill_between(sizes, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
+                    axes.fill_between(sizes, low, high, color=COLORS[name], alpha=0.15, linewidth=0)
         found = 100 * gather(runs, "found")
         for axes, values in ((left, found), (right, found - plain)):
             axes.plot(sizes, values.mean(axis=0), ":", color="black", label="class of the highest score")
@@ -72,10 +72,10 @@ def plot_accuracy(sizes: list[int], runs: Runs, path: Path) -> None:
             axes.set_xlabel("items (grey: in training)")
             axes.grid(alpha=0.25)
         for name, shift in {"plain": 0.94, "adaptive": 1.06}.items():
-            theirs = np.array(NOTEBOOK[name])[: len(sizes)]
-            noise = np.sqrt(theirs * (100 - theirs) / NOTEBOOK_EXAMPLES)
-            places = np.array(sizes[: len(theirs)]) * shift
-            left.errorbar(places, theirs, noise, fmt="x", color=COLOURS[name], capsize=2, label=f"notebook, {name}")
+            notebook = np.array(NOTEBOOK[name])[: len(sizes)]
+            noise = np.sqrt(notebook * (100 - notebook) / NOTEBOOK_EXAMPLES)
+            places = np.array(sizes[: len(notebook)]) * shift
+            left.errorbar(places, notebook, noise, fmt="x", color=COLORS[name], capsize=2, label=f"notebook, {name}")
         left.axhline(10, color="#636363", linewidth=0.8)
         left.text(2, 10.8, "chance", color="#636363")
         left.set(ylabel="accuracy, %", ylim=(0, 102), title=f"Max retrieval, training seeds: {len(runs)}")

@@ -107,7 +107,7 @@ CONSTANT = 8.0  # a control: as sharp as the fitted polynomial about is, whateve
 
 @dataclass(frozen=True)
 class Settings:
-    """Where no preset is named, training is that of seed 001's notebook."""
+    """The command-line settings of the study; the defaults train as seed 001's notebook does."""
 
     steps: int = 5_000  # training steps; the notebook's
     batch_size: int = 128  # examples of a step; the notebook's and the paper's
@@ -131,7 +131,7 @@ class Settings:
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for settings with which nothing could be measured."""
+    """Raise ValueError for invalid settings."""
     check_minimum(settings, steps=1, batch_size=1, width=1, seeds=1, data_seeds=1, samples=1, fit_rows=1, largest=16)
 
 
@@ -142,13 +142,13 @@ def train(settings: Settings, seed: int) -> tuple[MaxRetrieval, float]:
     model = MaxRetrieval(generator, settings.width)
     falling = WarmupCosine(settings.learning_rate, 0.0, 0, settings.steps)
     optimiser = AdamW(falling if settings.decay else settings.learning_rate, weight_decay=0)  # without decay: Adam
-    weighed = lambda batch, factor: batch_loss(model, batch, settings.l2) * factor
+    scaled_loss = lambda batch, factor: batch_loss(model, batch, settings.l2) * factor
     losses = []
     with tqdm(range(settings.steps), desc=f"seed {seed}: training", unit="step") as bar:
         for step in bar:
             n_items = int(generator.integers(FEWEST, MOST + 1))
             batch = new_batch(n_items, settings.batch_size, generator)
-            losses.append(train_on_batch(model, optimiser, weighed, batch))
+            losses.append(train_on_batch(model, optimiser, scaled_loss, batch))
             if step % 100 == 0:
                 bar.set_postfix(loss=f"{losses[-1]:.3f}")
     return model, float(np.mean(losses[-100:]))
@@ -161,7 +161,7 @@ def cross_entropy(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
 
 def errors(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return 1 for each wrong prediction, else 0."""
+    """Return an array with 1 for each wrong prediction and 0 for each right one."""
     return (logits.argmax(axis=-1) != targets).astype(logits.dtype)
 
 
@@ -302,7 +302,7 @@ def top_weights(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings:
 
 
 def train_and_fit(settings: Settings, seed: int) -> tuple[MaxRetrieval, dict[str, RowSoftmax], float, float]:
-    """Train once and fit twice.
+    """Train a model, and fit its temperature to the loss and to the errors.
 
     Returns:
         the model, the softmaxes to measure it with, its last loss, and the seconds that training took.

@@ -26,7 +26,7 @@ MIDDLE = 256  # visible keys at which what grows with their number counts 0
 
 
 class Betas:
-    """exp(levels) + growth ln(visible keys / MIDDLE), one of each for a head, and never below `least`.
+    """Inverse temperatures exp(level) + growth ln(visible keys / MIDDLE) per head, at least `least`.
 
     Args:
         levels, growth: (L, H). growth None: it is the same for all lengths.
@@ -53,7 +53,7 @@ class Betas:
         return extra_ops.maximum(beta, self.least)[:, :, None]
 
     def table(self) -> dict[str, list[list[float]]]:
-        """Return the numbers for a JSON file."""
+        """Return the parameters as lists for a JSON file."""
         kinds = {"levels": self.levels, "growth": self.growth or []}
         return {kind: [np.round(row.array.astype(float), 4).tolist() for row in rows] for kind, rows in kinds.items()}
 
@@ -64,7 +64,7 @@ class Betas:
 
 
 class LogN:
-    """max(1, ln(visible keys) / ln(start)): from a length on, sharper as the highest entropy there can be grows.
+    """The inverse temperature max(1, ln(visible keys) / ln(start)), the same for all heads.
 
     Sources: Su 2021 (kexue.fm/archives/8823), who scales all rows by ln n; Bai et al. 2023, "Qwen technical report",
     from the length of training on; Nakanishi 2025, "Scalable-Softmax", where the factor of ln n is learned.

@@ -7,7 +7,7 @@ import numpy as np
 from experiments.names.study import Settings
 from experiments.shared.classification import MODELS, Outcome, Problem, model_cells
 from experiments.shared.figures import drawing, plot_folds, plot_training
-from experiments.shared.pooling_weights import new_items, paint, spread, write_page
+from experiments.shared.pooling_weights import evenly_spaced, new_items, plot_texts, write_page
 from experiments.shared.results import Runs, distinct, of, select
 from experiments.shared.tables import cell, markdown
 
@@ -26,12 +26,12 @@ Matrices = dict[str, dict[str, list[list[int]]]]
 def main_table(runs: Runs) -> str:
     """Return the table of measures in percent, mean and standard deviation over folds; balanced ones on the right."""
     titles = ["", "parameters", "seconds", "validation"]
-    titles += [f"{what}{end}" for end in ("", ", even") for what in ("accuracy", "balanced", "F1")]
+    titles += [f"{measure}{end}" for end in ("", ", even") for measure in ("accuracy", "balanced", "F1")]
     rows = []
     for name in distinct(runs):
-        mine = select(runs, model=name)
-        found = [cell(of(mine, kind, key), 1, 100) for kind in KINDS for key in mine[0][kind]]
-        rows.append([name, *model_cells(mine), *found])
+        model_runs = select(runs, model=name)
+        found = [cell(of(model_runs, kind, key), 1, 100) for kind in KINDS for key in model_runs[0][kind]]
+        rows.append([name, *model_cells(model_runs), *found])
     return markdown(titles, rows)
 
 
@@ -72,8 +72,8 @@ def plot_confusion(classes: tuple[str, ...], matrices: dict[str, list[list[int]]
             shares = 100 * np.array(counts) / np.maximum(there, 1)[:, None]
             image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100)
             for i, j in np.argwhere(shares >= 1):
-                colour = "white" if shares[i, j] > 55 else "black"
-                axes.text(j, i, f"{shares[i, j]:.0f}", ha="center", va="center", fontsize=8, color=colour)
+                color = "white" if shares[i, j] > 55 else "black"
+                axes.text(j, i, f"{shares[i, j]:.0f}", ha="center", va="center", fontsize=8, color=color)
             axes.set_xticks(range(len(classes)), classes, rotation=90)
             axes.set_yticks(range(len(classes)), [f"{name} ({n:,})" for name, n in zip(classes, there)])
             axes.set(title=KINDS[kind], xlabel="answer", ylabel="truth")
@@ -95,7 +95,7 @@ def draw(problem: Problem, outcome: Outcome, runs: Runs, matrices: Matrices, set
     plot_training(runs, folder / "training.png")
     gaps = lambda number: [""] * len(problem.tokens[number])
     shown = new_items(problem, outcome, gaps, settings.shown, settings.seed)
-    paint(folder / "letters.png", problem.classes, spread(shown, 12), n_columns=24, n_blocks=3)
+    plot_texts(folder / "letters.png", problem.classes, evenly_spaced(shown, 12), n_columns=24, n_blocks=3)
     write_page(
         folder / "pooling_weights.html", "Surnames: attention weights of the models", NOTE, problem.classes, shown
     )

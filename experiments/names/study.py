@@ -1,4 +1,4 @@
-"""Cross validation of every model, as the languages come and as if all came alike."""
+"""Cross-validate every model, with the languages' own frequencies and with a uniform prior."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ QUICK: dict[str, Any] = {"tested": 2, "epochs": 4}
 
 @dataclass(frozen=True)
 class Settings(FoldSettings):
-    """What a run does."""
+    """The command-line settings of the surname study."""
 
     folds: int = 5  # the number of folds
     tested: int = 5  # the number of folds to test; every model is trained for each
@@ -61,7 +61,7 @@ def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:
 
 
 def both(logits: np.ndarray, labels: np.ndarray, prior: np.ndarray) -> dict[str, Any]:
-    """Return the measures of the plain answers, and of answers with a uniform prior over languages."""
+    """Return the measures of the predictions as they are, and with a uniform prior over languages."""
     return {
         kind: measures(confusion(labels, (logits - shift).argmax(axis=1), len(prior)))
         for kind, shift in (("plain", 0), ("even", prior))

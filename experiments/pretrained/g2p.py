@@ -36,7 +36,7 @@ MOST_SOUNDS = 20  # of a word, as g2p-en has it
 
 
 class Speller(EncoderDecoder):
-    """One GRU reads letters to their end; another, from where that one stopped, gives sounds (Cho et al. 2014).
+    """A GRU encoder of letters and a GRU decoder of phonemes that starts from its last state (Cho et al. 2014).
 
     Args:
         size: of embeddings and of both states.
@@ -74,12 +74,12 @@ def load(path: Path | None = None) -> Speller:
     content = io.BytesIO(G2P.read("checkpoint20.npz", path))
     try:
         with np.load(content, allow_pickle=False) as arrays:
-            theirs = {name: arrays[name] for name in arrays.files}
+            source = {name: arrays[name] for name in arrays.files}
     except DAMAGED as error:
         raise ValueError(f"checkpoint20.npz of {G2P.requirement}: damaged ({error})") from error
-    model = Speller(theirs["enc_emb"].shape[-1] if "enc_emb" in theirs else 1)
+    model = Speller(source["enc_emb"].shape[-1] if "enc_emb" in source else 1)
     model.load_state_dict(
-        {ours: array for name, array in theirs.items() for ours, array in _converted_arrays(name, array)}
+        {target: array for name, array in source.items() for target, array in _converted_arrays(name, array)}
     )
     return model.eval()
 
@@ -120,7 +120,7 @@ def pronounce(model: Speller, words: list[str], beam_size: int = 1) -> list[list
 # -------------------------------------------------------------------- the program
 @dataclass(frozen=True)
 class Settings:
-    """What to pronounce."""
+    """The command-line settings: the words to pronounce, and the search."""
 
     words: tuple[str, ...] = ("transformer", "tricycle", "gradient", "softmax", "backpropagation")  # words to pronounce
     path: Path | None = None  # the wheel of g2p-en, or its folder g2p_en; found automatically if not given

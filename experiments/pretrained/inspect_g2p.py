@@ -125,7 +125,7 @@ def count_ordered_pairs(places: np.ndarray) -> tuple[int, int]:
 
 
 def alignment(maps: Sequence[dict[str, np.ndarray]], words: Sequence[str], spoken: Sequence[list[str]]) -> dict:
-    """Return how well the row maxima match the sure pairs, for each view and for the diagonal."""
+    """Return the fraction of unambiguous pairs that the row maxima of each view, and the diagonal, match."""
     measured = {}
     for view in (*VIEWS, "by its place alone"):
         hits, near, n_pairs, ordered, n_ordered = 0, 0, 0, 0, 0
@@ -168,7 +168,7 @@ def recognition_delays(model: Speller, words: Sequence[str], spoken: Sequence[li
     return late
 
 
-# -------------------------------------------------------------------- what does the state hold?
+# -------------------------------------------------------------------- letters in the state
 def letter_readout(states: np.ndarray, words: Sequence[str], seed: int, penalty: float = 1.0) -> dict[int, list[float]]:
     """Return by word length the fraction of words whose letters a linear map reads from the state.
 
@@ -224,15 +224,15 @@ def missed_in_pairs(joined: Sequence[str], apart: Sequence[list[str]], together:
     """Return by the length of two joined words the fractions of missed sounds of the first and the second.
 
     Args:
-        apart: what is said for the first word, for the second, and so on. Stress does not count.
+        apart: the sounds of the first word alone, of the second, and so on. Stress does not count.
     """
     counts = []
     for first, second, sounds in zip(apart[::2], apart[1::2], together):
-        wanted, said = ([sound.rstrip("012") for sound in sequence] for sequence in (first + second, sounds))
-        blocks = SequenceMatcher(None, wanted, said, autojunk=False).get_matching_blocks()
-        there = [i for block in blocks for i in range(block.a, block.a + block.size)]
-        n_first = sum(i < len(first) for i in there)
-        counts.append((len(first) - n_first, len(first), len(second) - len(there) + n_first, len(second)))
+        expected, predicted = ([sound.rstrip("012") for sound in sequence] for sequence in (first + second, sounds))
+        blocks = SequenceMatcher(None, expected, predicted, autojunk=False).get_matching_blocks()
+        matched = [i for block in blocks for i in range(block.a, block.a + block.size)]
+        n_first = sum(i < len(first) for i in matched)
+        counts.append((len(first) - n_first, len(first), len(second) - len(matched) + n_first, len(second)))
     rows = by_length(joined, counts)
     return {label: [share([row[:2] for row in of]), share([row[2:] for row in of])] for label, of in rows.items()}
 
@@ -320,7 +320,7 @@ def plot_state_contents(path: Path, mean: np.ndarray, delay: Sequence[int], held
 # -------------------------------------------------------------------- the program
 @dataclass(frozen=True)
 class Settings:
-    """The settings of the inspection."""
+    """The command-line settings of the inspection."""
 
     words: tuple[str, ...] = ("softmax", "transformer", "transformation")  # words whose maps are drawn
     path: Path | None = None  # see `g2p.py`
@@ -342,8 +342,8 @@ def reference_words(most: int) -> list[str]:
     return words[:: -(-len(words) // most)]
 
 
-def look(model: Speller, settings: Settings) -> dict[str, Any]:
-    """Return all measurements, and draw the two plots."""
+def measure_and_plot(model: Speller, settings: Settings) -> dict[str, Any]:
+    """Measure attributions and the hidden state; draw the two plots; return the measurements."""
     words = reference_words(200 if settings.quick else settings.most)
     last = np.array([states_of(model, word)[-2:] for word in words])  # after the last letter, and after the end
     spoken, unended = greedy_sounds(model, last[:, 1]), greedy_sounds(model, last[:, 0])
@@ -372,7 +372,7 @@ def look(model: Speller, settings: Settings) -> dict[str, Any]:
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for settings with which nothing could be measured."""
+    """Raise ValueError for invalid settings."""
     check_minimum(settings, most=50, seed=0)
     if not settings.words or not all(word.isalpha() for word in settings.words):
         raise ValueError(f"expected --words with a word or more, of letters alone, got {' '.join(settings.words)}")
@@ -382,11 +382,11 @@ def study(settings: Settings) -> Outcome:
     """Run the study, and return its tables and the names of its files."""
     model = load(settings.path)
     for word in settings.words:
-        print(f"\n{word}: what is said if reading ends after some letters, without the mark of the end; then with it")
-        said = greedy_sounds(model, states_of(model, word)[1:])
-        for prefix, sounds in zip([*(word[: i + 1] for i in range(len(word))), f"{word}."], said):
+        print(f"\n{word}: phonemes after each prefix without the end mark, then with it")
+        decoded = greedy_sounds(model, states_of(model, word)[1:])
+        for prefix, sounds in zip([*(word[: i + 1] for i in range(len(word))), f"{word}."], decoded):
             print(f"  {prefix:<22}{' '.join(sounds)}")
-    results = look(model, settings)
+    results = measure_and_plot(model, settings)
     save(settings.output / "g2p.json", settings, **results)
     return tables(results), ["g2p.json", "g2p-maps.png", "g2p-memory.png"]
 

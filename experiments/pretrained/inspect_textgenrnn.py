@@ -53,10 +53,10 @@ VISIBLE = (1, 2, 3, 5, 8, 12, 16, 20, 25, 30, 35, 40)  # last characters that ar
 
 
 class Read(NamedTuple):
-    """What the network made of texts, character by character.
+    """The network's inputs, states, scores and attention weights at each character of texts.
 
     Attributes:
-        tokens: (N, 40) what it saw. labels: (N,) what came.
+        tokens: (N, 40), the window. labels: (N,), the next character.
         states: (N, 40, W). scores, weights: (N, 40).
     """
 
@@ -68,7 +68,7 @@ class Read(NamedTuple):
 
 
 def read(model: CharacterModel, vocabulary: dict[str, int], texts: Sequence[str]) -> Read:
-    """Return the texts with the label after each character, including the end mark."""
+    """Run the network over texts; return its inputs, states, scores and attention weights at each character."""
     tokens = np.concatenate([windows(vocabulary, list(text)) for text in texts])
     labels = [[*(vocabulary.get(character, 0) for character in text), vocabulary[MARK]] for text in texts]
     return _read_windows(model, tokens, np.concatenate(labels))
@@ -82,7 +82,7 @@ def _read_windows(model: CharacterModel, tokens: np.ndarray, labels: np.ndarray)
     return Read(tokens, labels, states.array, scores, weights.array)
 
 
-# -------------------------------------------------------------------- does it matter?
+# -------------------------------------------------------------------- loss without attention
 def replacement_weights(weights: np.ndarray, seed: int = 0) -> dict[str, np.ndarray]:
     """Return replacements of the attention weights (N, 40), by name."""
     last, largest = np.zeros_like(weights), np.zeros_like(weights)
@@ -121,18 +121,18 @@ def bits_by_visible(model: CharacterModel, reading: Read, n_visible: Sequence[in
 def other_windows(model: CharacterModel, vocabulary: dict[str, int], text: str, sizes: Sequence[int]) -> list[dict]:
     """Return the bits per character with other window sizes than 40, for the same characters."""
     ids = np.array([vocabulary.get(character, 0) for character in text])
-    asked = np.arange(max(sizes), len(ids))
+    positions = np.arange(max(sizes), len(ids))
     rows = []
     for size in sizes:
-        part = _read_windows(model, ids[asked[:, None] - np.arange(size, 0, -1)], ids[asked])
-        last = np.eye(size, dtype=np.float32)[-1:].repeat(len(asked), axis=0)
+        part = _read_windows(model, ids[positions[:, None] - np.arange(size, 0, -1)], ids[positions])
+        last = np.eye(size, dtype=np.float32)[-1:].repeat(len(positions), axis=0)
         cost = {"attention": bits(model, part.states, part.weights, part.labels)}
         cost["the last alone"] = bits(model, part.states, last, part.labels)
         rows.append({"size": size, "weight on the last": float(part.weights[:, -1].mean()), **cost})
     return rows
 
 
-# -------------------------------------------------------------------- what is looked at?
+# -------------------------------------------------------------------- attention and gradient shares
 def gradient_shares(model: CharacterModel, reading: Read) -> np.ndarray:
     """Return (N, 40): fractions of the gradient norm of each label's log probability by character."""
     embedded = to_tensor(model.embedding(reading.tokens).array)
@@ -225,20 +225,20 @@ def visible(character: str) -> str:
     return SHOWN.get(character, character)
 
 
-def draw_averages(path: Path, reading: Read, gradient: np.ndarray, seen: Sequence[float], least: float) -> None:
+def draw_averages(path: Path, reading: Read, gradient: np.ndarray, bits_visible: Sequence[float], least: float) -> None:
     """Plot attention, scores and the loss with fewer visible characters by distance."""
     with drawing(path, (12, 3.6)) as figure:
         shares, scores, costs = figure.subplots(1, 3)
         back = np.arange(WINDOW, 0, -1)
-        for (label, array), colour in zip({"attention": reading.weights, "gradient": gradient}.items(), COLOURS):
-            shares.semilogy(back, 100 * array.mean(axis=0), color=colour, label=label)
+        for (label, array), color in zip({"attention": reading.weights, "gradient": gradient}.items(), COLOURS):
+            shares.semilogy(back, 100 * array.mean(axis=0), color=color, label=label)
         shares.set(title="attention by distance", ylabel="share, %", ylim=(1e-4, 120))
         shares.yaxis.set_major_formatter("{x:g}")
         low, mean, high = (np.quantile(reading.scores, q, axis=0) for q in (0.05, 0.5, 0.95))
         scores.plot(back, mean, color=COLOURS[0], label="median")
         scores.fill_between(back, low, high, color=COLOURS[0], alpha=0.25, linewidth=0, label="nine of ten")
         scores.set(title="the attention's score", ylabel="score before the softmax")
-        costs.plot(VISIBLE, seen, color=COLOURS[0], marker="o", label="the others are zeros")
+        costs.plot(VISIBLE, bits_visible, color=COLOURS[0], marker="o", label="the others are zeros")
         costs.axhline(least, color=COLOURS[1], linestyle="--", label="attention replaced by the last state")
         costs.set(title="what seeing fewer costs", xlabel="last characters seen", ylabel="bits per character")
         for axes in (shares, scores):
@@ -259,19 +259,19 @@ def write_weights_page(
     numbers = sorted({*reading.labels.tolist(), *p.argmax(axis=1).tolist()})
     classes = [SHOWN.get(characters.get(number, "·"), characters.get(number, "·")) for number in numbers]
     items = []
-    for row, label, ours, theirs, q in zip(reading.tokens.tolist(), reading.labels, reading.weights, gradient, p):
+    for row, label, attention, shares, q in zip(reading.tokens.tolist(), reading.labels, reading.weights, gradient, p):
         texts = [characters.get(token, "·") for token in row]
         texts = [{MARK: SHOWN[MARK], " ": "\N{NO-BREAK SPACE}"}.get(text, text) for text in texts]  # else it may vanish
         answer = numbers.index(int(q.argmax()))
-        seen = {"attention": Answer(ours, answer, q.max()), "gradient": Answer(theirs, answer, q.max())}
-        items.append(Item(texts, [""] * WINDOW, [False] * WINDOW, numbers.index(int(label)), seen))
+        answers = {"attention": Answer(attention, answer, q.max()), "gradient": Answer(shares, answer, q.max())}
+        items.append(Item(texts, [""] * WINDOW, [False] * WINDOW, numbers.index(int(label)), answers))
     write_page(path, "Titles: attention weights", NOTE, classes, items)
 
 
 # -------------------------------------------------------------------- the program
 @dataclass(frozen=True)
 class Settings:
-    """The settings of the inspection."""
+    """The command-line settings of the inspection."""
 
     titles: tuple[str, ...] = TITLES + MORE_TITLES  # the first is drawn, the first three are on the page
     path: Path | None = None  # see `textgenrnn.py`
@@ -287,20 +287,21 @@ def zen() -> tuple[str, ...]:
     return tuple(line for line in codecs.decode(this.s, "rot13").splitlines() if line)
 
 
-def look(model: CharacterModel, vocabulary: dict[str, int], settings: Settings) -> dict[str, Any]:
-    """Return all measurements, and write the plots and the page."""
+def measure_and_plot(model: CharacterModel, vocabulary: dict[str, int], settings: Settings) -> dict[str, Any]:
+    """Measure attention, gradients and losses; write the plots and the page; return the measurements."""
     characters = {number: character for character, number in vocabulary.items()}
     texts = {"titles": settings.titles} | ({} if settings.quick else {"Zen of Python": zen()})
     readings = {name: read(model, vocabulary, of) for name, of in texts.items()}
     costs = {
         name: {
-            way: bits(model, r.states, w, r.labels) for way, w in replacement_weights(r.weights, settings.seed).items()
+            method: bits(model, r.states, w, r.labels)
+            for method, w in replacement_weights(r.weights, settings.seed).items()
         }
         for name, r in readings.items()
     }
     titles = readings["titles"]
     gradient = gradient_shares(model, titles)
-    seen = bits_by_visible(model, titles)
+    bits_visible = bits_by_visible(model, titles)
     first = slice(len(settings.titles[0]) + 1)
     draw_title(
         settings.output / "textgenrnn-title.png",
@@ -308,7 +309,7 @@ def look(model: CharacterModel, vocabulary: dict[str, int], settings: Settings) 
         {"attention's weights": titles.weights[first], "gradient's shares": gradient[first]},
     )
     path = settings.output / "textgenrnn-averages.png"
-    draw_averages(path, titles, gradient, seen, costs["titles"]["the last alone"])
+    draw_averages(path, titles, gradient, bits_visible, costs["titles"]["the last alone"])
     shown = sum(len(title) + 1 for title in settings.titles[:3])
     part = Read(*(array[:shown] for array in titles))
     write_weights_page(settings.output / "textgenrnn.html", model, part, gradient[:shown], characters)
@@ -323,13 +324,13 @@ def look(model: CharacterModel, vocabulary: dict[str, int], settings: Settings) 
         "by kind": by_kind(titles, gradient, characters),
         "by word": by_word(gradient, settings.titles),
         "least on the last": least_on_last(titles, characters),
-        "visible": dict(zip(map(str, VISIBLE), seen)),
+        "visible": dict(zip(map(str, VISIBLE), bits_visible)),
         "windows": other_windows(model, vocabulary, " ".join(settings.titles), (10, 20, 30, 40, 50, 60, 80)),
     }
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for settings with which nothing could be measured."""
+    """Raise ValueError for invalid settings."""
     if sum(map(len, settings.titles)) < 100 or not settings.titles[0]:
         raise ValueError("expected --titles with 100 characters or more")
 
@@ -337,7 +338,7 @@ def check(settings: Settings) -> None:
 def study(settings: Settings) -> Outcome:
     """Run the study, and return its tables and the names of its files."""
     model, vocabulary = load(settings.path)
-    results = look(model, vocabulary, settings)
+    results = measure_and_plot(model, vocabulary, settings)
     save(settings.output / "textgenrnn.json", settings, **results)
     files = ["textgenrnn.json", "textgenrnn-title.png", "textgenrnn-averages.png", "textgenrnn.html"]
     return tables(results), files
@@ -360,13 +361,13 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     least = [[repr(end), f"{weight:.2f}", repr(most)] for end, (weight, most) in results["least on the last"].items()]
     windows = [
         [str(row["size"]), f"{100 * row['weight on the last']:.1f}"]
-        + [f"{row[way]:.2f}" for way in ("attention", "the last alone")]
+        + [f"{row[method]:.2f}" for method in ("attention", "the last alone")]
         for row in results["windows"]
     ]
     titles = ["window", "weight on the last, %", "bits with attention", "by the last alone"]
     return {
         "Bits a character by how the states are weighed": (
-            grid(list(next(iter(costs.values()))), of_texts, lambda way, name: costs[name][way], 3)
+            grid(list(next(iter(costs.values()))), of_texts, lambda method, name: costs[name][method], 3)
         ),
         f"The last has the largest weight in {100 * results['last has the most']:.1f}% of the windows": (
             grid(back, distances, lambda row, part: sum(row[part]), 1, 100, "characters back, share in %")

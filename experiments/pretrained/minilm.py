@@ -88,7 +88,7 @@ def rank_texts(
 # -------------------------------------------------------------------- the program
 @dataclass(frozen=True)
 class Settings:
-    """What to compare."""
+    """The command-line settings: the texts to compare."""
 
     texts: tuple[str, ...] = TEXTS  # texts to compare pairwise
     ask: tuple[str, ...] = QUESTIONS  # questions for which files of tricycle/ are searched

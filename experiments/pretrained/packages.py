@@ -27,7 +27,7 @@ DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError)  # what reading a broken zi
 
 @dataclass(frozen=True)
 class Package:
-    """A file of the index."""
+    """A wheel or source archive of the Python package index, and the module in it."""
 
     requirement: str  # the requirement for `pip`
     module: str  # the import name, and the folder in the archive
@@ -82,26 +82,26 @@ class Package:
             if not (path / name).is_file():
                 raise ValueError(f"{path}: expected a folder with {name} of {self.requirement}")
             return (path / name).read_bytes()
-        wanted = f"{self.module}/{name}"
+        file_name = f"{self.module}/{name}"
         try:
-            content = _from_zip(path, wanted) if zipfile.is_zipfile(path) else _from_tar(path, wanted)
+            content = _from_zip(path, file_name) if zipfile.is_zipfile(path) else _from_tar(path, file_name)
         except (*DAMAGED, tarfile.TarError) as error:
             raise ValueError(f"{path}: expected a wheel, a source archive or a folder ({error})") from error
         if content is None:
-            raise ValueError(f"{path}: expected a file {wanted} in it, as {self.file} of the package index has")
+            raise ValueError(f"{path}: expected a file {file_name} in it, as {self.file} of the package index has")
         return content
 
 
-def _from_zip(path: Path, wanted: str) -> bytes | None:
+def _from_zip(path: Path, file_name: str) -> bytes | None:
     with zipfile.ZipFile(path) as archive:
-        return archive.read(wanted) if wanted in archive.namelist() else None
+        return archive.read(file_name) if file_name in archive.namelist() else None
 
 
-def _from_tar(path: Path, wanted: str) -> bytes | None:
+def _from_tar(path: Path, file_name: str) -> bytes | None:
     """Return a file of a source archive, whose files are in a folder with the package's name and version."""
     with tarfile.open(path) as archive:
         for member in archive:
-            if member.isfile() and member.name.partition("/")[2] == wanted:
+            if member.isfile() and member.name.partition("/")[2] == file_name:
                 content = archive.extractfile(member)
                 return content.read() if content else None
     return None
@@ -130,7 +130,7 @@ SMALL = (G2P, TEXTGENRNN)
 
 @dataclass(frozen=True)
 class Settings:
-    """Which files to fetch."""
+    """The command-line settings: the packages to fetch."""
 
     all: bool = False  # include the large package
 

@@ -40,7 +40,7 @@ TITLES = (  # how well does it know what people ask?
 
 
 class CharacterModel(Layer):
-    """Two LSTMs one on the other; then attention, with one learned query, to all that came of each character.
+    """Two stacked LSTMs, then attention with one learned query over embeddings and outputs of all characters.
 
     Args:
         n_characters: V.
@@ -95,14 +95,14 @@ def load(path: Path | None = None) -> tuple[CharacterModel, dict[str, int]]:
         "output.weights": arrays["output/kernel"],
         "output.bias": arrays["output/bias"],
     }
-    for ours, theirs in {"first": "rnn_1", "second": "rnn_2"}.items():
-        kernel, recurrent, bias = (arrays[f"{theirs}/{part}"] for part in ("kernel", "recurrent_kernel", "bias"))
+    for layer, source_layer in {"first": "rnn_1", "second": "rnn_2"}.items():
+        kernel, recurrent, bias = (arrays[f"{source_layer}/{part}"] for part in ("kernel", "recurrent_kernel", "bias"))
         input_bias, hidden_bias = np.split(bias, 2)
         state |= {
-            f"{ours}.runs.0.0.input_weights": from_cudnn(kernel),
-            f"{ours}.runs.0.0.hidden_weights": from_cudnn(recurrent),
-            f"{ours}.runs.0.0.input_bias": input_bias,
-            f"{ours}.runs.0.0.hidden_bias": hidden_bias,
+            f"{layer}.runs.0.0.input_weights": from_cudnn(kernel),
+            f"{layer}.runs.0.0.hidden_weights": from_cudnn(recurrent),
+            f"{layer}.runs.0.0.input_bias": input_bias,
+            f"{layer}.runs.0.0.hidden_bias": hidden_bias,
         }
     model.load_state_dict(state)
     return model.eval(), vocabulary
@@ -174,7 +174,7 @@ def write(
 # -------------------------------------------------------------------- the program
 @dataclass(frozen=True)
 class Settings:
-    """What to write."""
+    """The command-line settings: how to generate."""
 
     begin: str = ""  # the beginning of generated texts
     temperatures: tuple[float, ...] = (0.0, 0.2, 0.5, 1.0)  # of sampling; 0 for greedy decoding

@@ -22,7 +22,7 @@ MAX_NORM = 1.0
 
 
 class Variant(NamedTuple):
-    """A softmax variant and a method of training it.
+    """A training run: a softmax variant and a training method.
 
     Attributes:
         softmax: "softmax", "softmax1" or "sink".

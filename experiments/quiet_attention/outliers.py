@@ -16,7 +16,7 @@ MASSIVE = 0.1  # a token is massive where it reaches this share of the largest v
 
 
 class OutlierMeasurements(NamedTuple):
-    """Of texts of one length, means over texts and over queries from FIRST_QUERY on.
+    """Outliers and attention sinks of a model: means over texts of one length and queries from FIRST_QUERY on.
 
     Attributes:
         first: share of the weight that goes to the first token, (L, H).

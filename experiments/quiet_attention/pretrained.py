@@ -65,10 +65,10 @@ def variants_of(settings: Settings, quick: bool) -> list[Variant]:
 
 
 def measure(settings: Settings, quick: bool = False) -> Record:
-    """Return all results; those of earlier calls are not computed again.
+    """Train and measure every variant that has no stored result; return all results.
 
     Raises:
-        ValueError: results of other settings lie there.
+        ValueError: the folder holds results of other settings.
     """
     results = Record(settings, FREE, variants={})
     loaded = load_model(settings.model)

@@ -210,7 +210,7 @@ def time_table(groups: Groups) -> str:
     """Return the table of durations."""
     rows = []
     for title, some in groups.items():
-        times = [[one["seconds"][what] for one in some] for what in ("teaching", "looking")]
+        times = [[one["seconds"][stage] for one in some] for stage in ("teaching", "looking")]
         rows.append([title, *(cell(values, 0) for values in times)])
     total = sum(sum(one["seconds"].values()) for some in groups.values() for one in some)
     return markdown(["", "training", "measurement"], [*rows, ["total", f"{total:,.0f}", ""]])
@@ -218,7 +218,7 @@ def time_table(groups: Groups) -> str:
 
 # -------------------------------------------------------------------- the picture
 STYLES = {"": ":", "sinks": "-.", "lora": "--", "all": "-"}
-SOFTMAX_COLOURS = dict(zip(("softmax", "softmax1", "sink"), COLOURS))
+SOFTMAX_COLORS = dict(zip(("softmax", "softmax1", "sink"), COLOURS))
 
 
 def draw(path: Path, groups: Groups, before: Result) -> None:
@@ -228,7 +228,7 @@ def draw(path: Path, groups: Groups, before: Result) -> None:
         _draw_heads(figure, heads, before)
         for title, some in groups.items():
             variant = some[0]["variant"]
-            style = {"color": SOFTMAX_COLOURS[variant["softmax"]], "linestyle": STYLES[variant["method"]]}
+            style = {"color": SOFTMAX_COLORS[variant["softmax"]], "linestyle": STYLES[variant["method"]]}
             largest = np.mean(
                 [np.maximum(one["inside"]["largest_first"], one["inside"]["largest_later"]) for one in some], 0
             )

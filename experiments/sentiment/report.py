@@ -3,7 +3,7 @@
 from experiments.sentiment.study import Settings, gaps
 from experiments.shared.classification import MODELS, Outcome, Problem, model_cells
 from experiments.shared.figures import plot_folds, plot_training
-from experiments.shared.pooling_weights import new_items, paint, spread, write_page
+from experiments.shared.pooling_weights import evenly_spaced, new_items, plot_texts, write_page
 from experiments.shared.results import Runs, distinct, of, select
 from experiments.shared.tables import cell, grid, markdown
 
@@ -20,7 +20,9 @@ NOTE = (
 def main_table(runs: Runs) -> str:
     """Return the table of accuracies in percent: mean and standard deviation over folds."""
     by_name = {name: select(runs, model=name) for name in distinct(runs)}
-    rows = [[name, *model_cells(mine), cell(of(mine, "test"), 1, 100)] for name, mine in by_name.items()]
+    rows = [
+        [name, *model_cells(model_runs), cell(of(model_runs, "test"), 1, 100)] for name, model_runs in by_name.items()
+    ]
     rows.append([KIM[0], "", "", "", f"{KIM[1]}"])
     return markdown(["", "parameters", "seconds", "validation, %", "test, %"], rows)
 
@@ -58,7 +60,7 @@ def draw(texts: list[str], problem: Problem, outcome: Outcome, runs: Runs, setti
     title = f"Film reviews, folds: {len(next(iter(values.values())))}"
     plot_folds(values, folder / "accuracy.png", "accuracy on the test fold, %", title, KIM)
     plot_training(runs, folder / "training.png")
-    paint(folder / "words.png", problem.classes, spread(shown, 4))
+    plot_texts(folder / "words.png", problem.classes, evenly_spaced(shown, 4))
     write_page(
         folder / "pooling_weights.html", "Film reviews: attention weights of the models", NOTE, problem.classes, shown
     )

@@ -54,7 +54,7 @@ QUICK: dict[str, Any] = {"tested": 2, "epochs": 3}
 
 @dataclass(frozen=True)
 class Settings(FoldSettings):
-    """What a run does."""
+    """The command-line settings of the sentiment study."""
 
     sentences: int = 5331  # of each class, at most
     output: Path = Path("runs/sentiment")  # where results.json, the plots and pooling_weights.html are written
@@ -68,13 +68,15 @@ def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:
 
 
 def changed_answers(model: Classifier, parts: Parts, predicted: Predicted, key: tuple[int, ...]) -> dict[str, float]:
-    """Return the fraction of changed answers if one word is masked: of the largest or least weight, or random."""
+    """Return the fraction of changed predictions when the word of largest, smallest or random weight is masked."""
     answers, generator = predicted.logits.argmax(axis=1), np.random.default_rng((PLACES, *key))
     places = {
         "most": [int(row.argmax()) for row in predicted.weights],
         "random": [int(generator.integers(len(row))) for row in predicted.weights],
         "least": [int(row.argmin()) for row in predicted.weights],
     }
-    hidden = {what: shared.mask_tokens(parts.test.sequences, places_of) for what, places_of in places.items()}
-    said = {what: shared.predict(model, sequences).logits.argmax(axis=1) for what, sequences in hidden.items()}
-    return {what: float((other != answers).mean()) for what, other in said.items()}
+    masked = {kind: shared.mask_tokens(parts.test.sequences, places_of) for kind, places_of in places.items()}
+    masked_answers = {
+        kind: shared.predict(model, sequences).logits.argmax(axis=1) for kind, sequences in masked.items()
+    }
+    return {kind: float((changed != answers).mean()) for kind, changed in masked_answers.items()}

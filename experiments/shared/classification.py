@@ -36,7 +36,7 @@ MOST = 10_000  # tokens that go through a model at once when nothing is learnt
 
 # -------------------------------------------------------------------- data
 class Problem(NamedTuple):
-    """Texts to classify."""
+    """A text classification problem: tokenized texts with labels, class names and groups."""
 
     tokens: list[list[str]]  # of N texts
     labels: np.ndarray  # (N,) class indices
@@ -125,7 +125,7 @@ def encode(texts: Sequence[Sequence[str]], vocabulary: dict[str, int]) -> list[l
 # -------------------------------------------------------------------- models
 @dataclass(frozen=True)
 class Recipe:
-    """A model and how it is trained.
+    """The hyperparameters of a classifier and of its training.
 
     Attributes:
         embedding: channels of a token.
@@ -283,7 +283,7 @@ TOGETHER = "all together"
 
 @dataclass(frozen=True)
 class FoldSettings:
-    """What a run does."""
+    """The command-line settings that all classification studies share."""
 
     models: tuple[str, ...] = ("convolution", "recurrent", "Transformer")  # the models, by their names in the table
     folds: int = 10  # the number of folds
@@ -297,7 +297,7 @@ class FoldSettings:
 
 
 def check_folds(settings: Any, **lowest: int) -> None:
-    """Raise ValueError for settings with which nothing could be measured."""
+    """Raise ValueError for invalid settings."""
     check_minimum(settings, folds=3, tested=1, epochs=0, shown=1, seed=0, **lowest)
     check_choices(settings, models=MODELS)
     if settings.tested > settings.folds:
@@ -316,21 +316,21 @@ def cross_validate(
 
     Args:
         of_model, of_logits: return measures of a trained model, and of logits of the test texts.
-        others: returns logits of what needs no training, by name.
+        others: returns the logits of predictors without training, by name.
     """
     runs: Runs = []
     folds: list[tuple[Parts, dict[str, Predicted]]] = []
     for fold in range(settings.tested):
         parts, key = split(problem, settings.folds, fold, settings.seed), (settings.seed, fold)
-        said: dict[str, Predicted] = {}
+        predicted: dict[str, Predicted] = {}
         for name in settings.models:
             recipe = replace(recipes[name], epochs=settings.epochs or recipes[name].epochs)
-            model, said[name], record = one_fold(problem, parts, name, recipe, key)
-            runs.append({**record, **of_model(model, parts, said[name], key)})
-        untrained = {TOGETHER: mean_logits(said)} if len(said) > 1 else {}
+            model, predicted[name], record = one_fold(problem, parts, name, recipe, key)
+            runs.append({**record, **of_model(model, parts, predicted[name], key)})
+        untrained = {TOGETHER: mean_logits(predicted)} if len(predicted) > 1 else {}
         for name, logits in {**untrained, **others(parts)}.items():
             runs.append({"model": name, "fold": fold, **of_logits(logits, parts)})
-        folds.append((parts, said))
+        folds.append((parts, predicted))
     return runs, concatenate_folds(problem, folds)
 
 
@@ -354,13 +354,13 @@ class Outcome(NamedTuple):
 def one_fold(
     problem: Problem, parts: Parts, name: str, recipe: Recipe, key: tuple[int, ...]
 ) -> tuple[Classifier, Predicted, dict[str, Any]]:
-    """Train a model and let it answer the test texts.
+    """Train a model on one fold and predict the classes of the test texts.
 
     Args:
         key: seed and fold.
 
     Returns:
-        the model; what it says; and a record of the training.
+        the model, its predictions, and a record of the training.
     """
     title, key = f"fold {key[1]}, {name}", (*key, list(MODELS).index(name))
     model, history = train(name, recipe, parts, len(problem.classes), problem.longest, key, title)
@@ -381,7 +381,7 @@ def one_fold(
 
 
 def concatenate_folds(problem: Problem, folds: list[tuple[Parts, dict[str, Predicted]]]) -> Outcome:
-    """Return the concatenated predictions of all folds."""
+    """Return the predictions of all folds as one Outcome."""
     known, priors, names = [], [], list(folds[0][1])
     for parts, _ in folds:
         known += [np.array(sequence) != UNKNOWN for sequence in parts.test.sequences]
@@ -440,6 +440,6 @@ def naive_bayes(problem: Problem, parts: Parts, most: int) -> np.ndarray:
 
 
 def log_prior(labels: np.ndarray, n_classes: int) -> np.ndarray:
-    """Return the log class frequencies (K,) with add-one smoothing."""
+    """Return the log relative frequency (K,) of each class, with add-one smoothing."""
     counts = 1 + np.bincount(labels, minlength=n_classes)
     return np.log(counts / counts.sum())

@@ -76,7 +76,7 @@ READERS: dict[str, Callable[[bool], str]] = {"code": _code, "shakespeare": _play
 
 
 class Windows(NamedTuple):
-    """Pieces of one length of a text."""
+    """Excerpts of equal length from a text: token ids, and the bytes of each token."""
 
     ids: np.ndarray  # integers (N, T + 1); the first token of a row has no loss
     n_bytes: np.ndarray  # the bytes of each token but the first, (N, T)
@@ -88,7 +88,7 @@ def windows(tokeniser: Any, text: str, n_windows: int, n_tokens: int, first: int
     Args:
         tokeniser: byte-level, as that of SmolLM2.
         n_tokens: T.
-        first: an id to begin every piece with, such as that of a text's beginning; without, it is what stands there.
+        first: an id to begin every piece with, such as that of a text's beginning; None for the text's own token.
 
     Raises:
         ValueError: a text that is too short, or a tokeniser of another kind.
@@ -110,10 +110,10 @@ def token_bytes(tokeniser: Any, ids: np.ndarray, text: str) -> np.ndarray:
     """Return the number of bytes of each token id, (V,).
 
     Args:
-        ids, text: by which that is checked.
+        ids, text: a text and its tokens, to check the numbers.
 
     Raises:
-        ValueError: so it is not.
+        ValueError: the tokens' bytes do not add up to those of the text.
     """
     sizes = np.zeros(tokeniser.n_vocab, np.int64)
     for token in np.unique(ids):

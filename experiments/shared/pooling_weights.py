@@ -22,7 +22,7 @@ Line = tuple[str, list[tuple[int, str, float]]]  # a label, and tokens with thei
 
 
 class Answer(NamedTuple):
-    """What a model made of a text: weights of its tokens, the class that it gives, and how probable it finds that."""
+    """A model's prediction for a text: pooling weights of the tokens, the predicted class and its probability."""
 
     weights: np.ndarray
     answer: int
@@ -36,16 +36,16 @@ class Item(NamedTuple):
     gaps: Sequence[str]  # the text before each token
     unknown: Sequence[bool]  # a mask of unknown tokens
     label: int  # the true class
-    seen: dict[str, Answer]  # the answer of each model, by name
+    answers: dict[str, Answer]  # the answer of each model, by name
 
 
 def choose(right: np.ndarray, labels: np.ndarray, each: int, generator: np.random.Generator) -> list[int]:
-    """Return indices of texts to show: first all models right, then some, then none.
+    """Return random indices of texts that all models classify correctly, then of those some do, then none.
 
     Args:
         right: (M, N) whether each of M models is right.
         labels: (N,).
-        each: how many of each class and kind, where there are so many.
+        each: the most of each class and kind.
     """
     kinds = np.where(right.all(axis=0), 0, np.where(right.any(axis=0), 1, 2))
     chosen: list[int] = []
@@ -59,24 +59,24 @@ def choose(right: np.ndarray, labels: np.ndarray, each: int, generator: np.rando
 def new_items(
     problem: Problem, outcome: Outcome, gaps: Callable[[int], Sequence[str]], each: int, seed: int
 ) -> list[Item]:
-    """Return randomly selected test texts, with the answers of all models.
+    """Return randomly selected test texts with the predictions of all models.
 
     Args:
-        gaps: what stands before each token, from the number of a text in the problem.
+        gaps: returns the text before each token of the text with this index in the problem.
         each: as of `choose`.
     """
     labels = problem.labels[outcome.where]
-    answers = {name: predicted.logits.argmax(axis=1) for name, predicted in outcome.predicted.items()}
-    right = np.array([answer == labels for answer in answers.values()])
+    predictions = {name: predicted.logits.argmax(axis=1) for name, predicted in outcome.predicted.items()}
+    right = np.array([answer == labels for answer in predictions.values()])
     items = []
     for i in choose(right, labels, each, np.random.default_rng((CHOSEN, seed))):
-        seen = {}
+        answers = {}
         for name, predicted in outcome.predicted.items():
-            answer = int(answers[name][i])
+            answer = int(predictions[name][i])
             probability = float(np.exp(kernels.log_softmax(predicted.logits[i])[answer]))
-            seen[name] = Answer(predicted.weights[i], answer, probability)
+            answers[name] = Answer(predicted.weights[i], answer, probability)
         number = int(outcome.where[i])
-        items.append(Item(problem.tokens[number], gaps(number), (~outcome.known[i]).tolist(), int(labels[i]), seen))
+        items.append(Item(problem.tokens[number], gaps(number), (~outcome.known[i]).tolist(), int(labels[i]), answers))
     return items
 
 
@@ -88,15 +88,15 @@ def write_page(path: Path, title: str, note: str, classes: Sequence[str], items:
     """
     if not items:
         raise ValueError("write_page: expected at least one text")
-    models, packed = list(items[0].seen), []
+    models, packed = list(items[0].answers), []
     for item in items:
-        seen: list[dict[str, Any]] = []
+        answers: list[dict[str, Any]] = []
         for name in models:
-            weights, answer, probability = item.seen[name]
+            weights, answer, probability = item.answers[name]
             if len(weights) != len(item.tokens):
                 raise ValueError(f"write_page: expected {len(item.tokens)} weights of {name}, got {len(weights)}")
             rounded = [round(float(weight), 4) for weight in weights]
-            seen.append({"weights": rounded, "answer": int(answer), "probability": round(float(probability), 4)})
+            answers.append({"weights": rounded, "answer": int(answer), "probability": round(float(probability), 4)})
         unknown = [int(flag) for flag in item.unknown]
         packed.append(
             {
@@ -104,7 +104,7 @@ def write_page(path: Path, title: str, note: str, classes: Sequence[str], items:
                 "gaps": list(item.gaps),
                 "unknown": unknown,
                 "label": int(item.label),
-                "seen": seen,
+                "seen": answers,
             }
         )
     page = {"title": title, "note": note, "classes": list(classes), "models": models, "items": packed}
@@ -112,13 +112,15 @@ def write_page(path: Path, title: str, note: str, classes: Sequence[str], items:
 
 
 # -------------------------------------------------------------------- the picture
-def spread(items: Sequence[Item], n: int) -> list[Item]:
-    """Return n items from all over a list."""
+def evenly_spaced(items: Sequence[Item], n: int) -> list[Item]:
+    """Return n evenly spaced items of a list, with the first and the last."""
     return [items[i * (len(items) - 1) // (n - 1)] for i in range(n)]
 
 
-def paint(path: Path, classes: Sequence[str], items: Sequence[Item], n_columns: int = 92, n_blocks: int = 1) -> None:
-    """Draw texts with coloured words as a PNG: each with a line or more for each model.
+def plot_texts(
+    path: Path, classes: Sequence[str], items: Sequence[Item], n_columns: int = 92, n_blocks: int = 1
+) -> None:
+    """Draw texts with colored words as a PNG: each with a line or more for each model.
 
     Args:
         n_columns: characters of a line.
@@ -138,9 +140,9 @@ def paint(path: Path, classes: Sequence[str], items: Sequence[Item], n_columns: 
         axes.set_axis_off()
         for block, lines in enumerate(blocks):
             for y, (label, row) in enumerate(lines):
-                x, colour = block * width, BAD if label.startswith(WRONG) else GOOD if row else "black"
+                x, color = block * width, BAD if label.startswith(WRONG) else GOOD if row else "black"
                 weight = "normal" if row else "bold"
-                axes.text(x, y + 0.5, label, fontsize=0.88 * size, va="center", color=colour, weight=weight)
+                axes.text(x, y + 0.5, label, fontsize=0.88 * size, va="center", color=color, weight=weight)
                 for column, token, shade in row:
                     corner = x + LABEL + column, y + 0.06
                     axes.add_patch(Rectangle(corner, len(token), 0.88, color=ACCENT, alpha=shade, linewidth=0))
@@ -150,7 +152,7 @@ def paint(path: Path, classes: Sequence[str], items: Sequence[Item], n_columns: 
 def item_lines(item: Item, classes: Sequence[str], n_columns: int) -> list[Line]:
     """Return the lines of an item: the label, each model's answer and weights, and an empty line."""
     lines: list[Line] = [(classes[item.label], [])]
-    for name, (weights, answer, probability) in item.seen.items():
+    for name, (weights, answer, probability) in item.answers.items():
         mark = RIGHT if answer == item.label else WRONG
         verdict = f"{mark} {name}: {classes[answer]} ({probability:.0%})"
         for i, row in enumerate(wrap(item.tokens, item.gaps, weights, n_columns)):

@@ -23,7 +23,7 @@ def settings_without_paths(settings: Any) -> dict[str, Any]:
 
 
 def about() -> dict[str, str]:
-    """Return the date and the machine of results."""
+    """Return the date and the machine, to be stored with results."""
     return {"date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
 
 
@@ -47,7 +47,7 @@ def read(path: Path) -> Any:
 
 
 def rounded(value: Any, digits: int = 5) -> Any:
-    """Return a value of JSON, or of NumPy's scalars, with significant digits enough for a reader."""
+    """Return a JSON value with its floats rounded to a number of significant digits."""
     if isinstance(value, Mapping):
         return {key: rounded(inner, digits) for key, inner in value.items()}
     if isinstance(value, (list, tuple, np.ndarray)):
@@ -91,9 +91,9 @@ def check_same_settings(path: Path, there: Mapping[str, Any], here: Mapping[str,
 
 
 # -------------------------------------------------------------------- selecting
-def select(runs: Iterable[dict[str, Any]], **wanted: Any) -> Runs:
-    """Return the runs with these values."""
-    return [run for run in runs if wanted.items() <= run.items()]
+def select(runs: Iterable[dict[str, Any]], **values: Any) -> Runs:
+    """Return the runs whose fields have these values."""
+    return [run for run in runs if values.items() <= run.items()]
 
 
 def distinct(runs: Iterable[Mapping[str, Any]], key: str = "model") -> list[Any]:

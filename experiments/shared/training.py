@@ -18,7 +18,7 @@ WARMUP = 100  # updates in which the learning rate rises; it falls to 0 along ha
 
 
 def stream(*key: int) -> np.random.Generator:
-    """Return the random numbers of a stream: streams with different keys share none."""
+    """Return a random generator for a key; different keys give independent streams."""
     return np.random.default_rng(key)
 
 

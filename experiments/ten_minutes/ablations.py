@@ -113,7 +113,7 @@ def configs(recipe: GPTConfig, names: Sequence[str] = (), also: Sequence[str] = 
     """Return the config of each variant, the recipe first.
 
     Args:
-        names: of the variants wanted; all that change anything if there are none.
+        names: of the variants; empty for all that change the recipe.
 
     Raises:
         ValueError: a name that no variant has, or a config that cannot be.
@@ -122,9 +122,9 @@ def configs(recipe: GPTConfig, names: Sequence[str] = (), also: Sequence[str] = 
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"expected --variants among {', '.join(known)}; got {', '.join(unknown)}")
-    wanted = dict.fromkeys([RECIPE, *names]) if names else known
+    selected = dict.fromkeys([RECIPE, *names]) if names else known
     chosen = {}
-    for name in wanted:
+    for name in selected:
         try:
             config = known[name].of(recipe)
         except ValueError as error:

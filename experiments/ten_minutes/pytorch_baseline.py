@@ -41,7 +41,7 @@ LAST_SECONDS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train and for how long. Flags of the recipe itself start from its values; --precision is of autocast."""
+    """The command-line settings of the baseline; the recipe's flags start from its values."""
 
     recipe: Literal["laptop", "gpt2"] = "laptop"
     """laptop: the preset of train_smol_gpt.py; gpt2: the GPT-2 architecture with AdamW"""
@@ -93,7 +93,7 @@ def comparable_fields(config: GPTConfig) -> GPTConfig:
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for settings with which nothing could be measured."""
+    """Raise ValueError for invalid settings."""
     check_minimum(settings, threads=1)
     check_recipe(settings)
     if settings.config.precision not in ("float32", "bfloat16"):
@@ -102,10 +102,10 @@ def check(settings: Settings) -> None:
 
 # -------------------------------------------------------------------- training
 class Trainer:
-    """A model in PyTorch that begins as ours does, with its optimisers.
+    """The training of a PyTorch model, with the initial weights, data and schedule of a Tricycle training.
 
     Args:
-        state: of our training: its first weights, its data and its schedule are taken, its model is not trained.
+        state: of the Tricycle training, whose model is not trained.
     """
 
     def __init__(self, state: TrainingState, compiled: bool = False) -> None:
@@ -114,15 +114,19 @@ class Trainer:
         from experiments.ten_minutes.torch_gpt import Muon, TorchGPT
 
         self.state, self.config, config = state, state.config, state.config
-        ours = dict(state.model.named_parameters())
+        parameters = dict(state.model.named_parameters())
         self.model = TorchGPT(config)
-        self.model.load_state_dict({name: torch.tensor(p.array) for name, p in ours.items()})
+        self.model.load_state_dict({name: torch.tensor(p.array) for name, p in parameters.items()})
         self.run: Any = torch.compile(self.model) if compiled else self.model
-        theirs = dict(self.model.named_parameters())
-        matrices = [name for name, p in ours.items() if config.optimiser == "muon" and is_hidden_matrix(p)]
+        torch_parameters = dict(self.model.named_parameters())
+        matrices = [name for name, p in parameters.items() if config.optimiser == "muon" and is_hidden_matrix(p)]
         groups = [
             {
-                "params": [theirs[name] for name in ours if name not in matrices and decays(ours[name]) == decayed],
+                "params": [
+                    torch_parameters[name]
+                    for name in parameters
+                    if name not in matrices and decays(parameters[name]) == decayed
+                ],
                 "weight_decay": decay,
             }
             for decayed, decay in ((True, config.weight_decay), (False, 0.0))
@@ -130,7 +134,7 @@ class Trainer:
         betas = (config.beta1, config.beta2)
         self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], 0.0, betas, 1e-8, fused=True)
         low = config.precision == "bfloat16"
-        chosen = [theirs[name] for name in matrices]
+        chosen = [torch_parameters[name] for name in matrices]
         self.muon = Muon(chosen, 0.0, config.weight_decay, low=low) if chosen else None
 
     def autocast(self) -> AbstractContextManager:
@@ -175,7 +179,7 @@ class Trainer:
 
 
 class EvaluationAdapter:
-    """A model of PyTorch as `tricycle.evaluation.evaluate` takes one."""
+    """A wrapper with which `tricycle.evaluation.evaluate` takes a PyTorch model."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.config = trainer, trainer.config

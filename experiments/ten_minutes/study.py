@@ -28,7 +28,7 @@ PASSING = {"seed", "minutes", "steps", "eval_interval", "eval_batches", "sample_
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train, for how long, and how often. Flags of the recipe itself start from its preset."""
+    """The command-line settings of the ablation study; the recipe's own flags start from its preset."""
 
     variants: tuple[str, ...] = ()  # which to train beside the recipe; all that change something if none is named
     also: tuple[str, ...] = ()  # further variants, each as "name: field=value, field=value"
@@ -49,19 +49,19 @@ class Settings:
 
 
 def preset() -> GPTConfig:
-    """Return the recipe that is the default."""
+    """Return the config of the ten-minute recipe, which is the default."""
     return GPTConfig.from_dict(PRESETS["laptop"]().to_dict())
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for settings with which nothing could be measured."""
+    """Raise ValueError for invalid settings."""
     check_minimum(settings, seeds=1, jobs=1, batches=0)
     check_recipe(settings)
     configs(settings.config, settings.variants, settings.also)
 
 
 def check_recipe(settings: Any) -> None:
-    """Raise ValueError for settings with which nothing could be trained."""
+    """Raise ValueError if --minutes is not positive or --files does not fit --data."""
     if settings.config.minutes <= 0:
         raise ValueError(f"expected --minutes above 0, got {settings.config.minutes}")
     if (settings.data == "text") != bool(settings.files):
@@ -69,7 +69,7 @@ def check_recipe(settings: Any) -> None:
 
 
 class Trials(Record):
-    """The trials that are finished, in results.json.
+    """The finished trials, stored in results.json.
 
     Raises:
         ValueError: the folder holds results of another recipe or text.
@@ -90,8 +90,8 @@ class Trials(Record):
 
     def has(self, name: str, config: GPTConfig) -> bool:
         """Return whether a trial of this variant and config is stored."""
-        mine = select(self["trials"], variant=name)
-        return any(GPTConfig.from_dict(trial["config"]) == config for trial in mine)
+        trials = select(self["trials"], variant=name)
+        return any(GPTConfig.from_dict(trial["config"]) == config for trial in trials)
 
     def add(self, trial: dict[str, Any]) -> None:
         """Add a trial, and save the file."""
@@ -188,11 +188,11 @@ def run_trial(settings: Settings, config: GPTConfig, cores: queue.Queue[int | No
         with process:
             try:
                 for line in process.stdout or []:
-                    said = parse_json_object(line)
-                    result = said.get("result", result)
-                    other = other if said else line.strip() or other
-                    if "used" in said:
-                        now = min(said["used"] / 60, config.minutes)
+                    message = parse_json_object(line)
+                    result = message.get("result", result)
+                    other = other if message else line.strip() or other
+                    if "used" in message:
+                        now = min(message["used"] / 60, config.minutes)
                         bar.update(now - used)
                         used = now
             except BaseException:

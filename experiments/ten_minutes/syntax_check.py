@@ -43,7 +43,7 @@ END = re.compile(rb"\n(?=[^ \t\r\n\f)\]}])")
 
 @dataclass(frozen=True)
 class Settings:
-    """Which model, and how many functions."""
+    """The command-line settings: the model, the prompts and the sampling."""
 
     run: tyro.conf.Positional[Path]  # a run folder of train_smol_gpt.py on Python code, or a checkpoint
     samples: int = 200
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for settings with which nothing could be measured."""
+    """Raise ValueError for invalid settings."""
     check_minimum(settings, samples=1, tokens=16, batch=1, seed=0)
     if not settings.temperatures:
         raise ValueError("expected --temperatures of 0 or more, got none")
@@ -89,7 +89,7 @@ def check(settings: Settings) -> None:
 
 
 def sampling_of(settings: Settings, temperature: float) -> SamplingParams:
-    """Return how tokens are drawn; raise ValueError for a setting out of range."""
+    """Return the sampling parameters; raise ValueError for one out of range."""
     n_gram = settings.no_repeat_ngram_size
     return PenalizedSamplingParams(temperature, top_p=settings.top_p, min_p=settings.min_p, no_repeat_ngram_size=n_gram)
 
@@ -193,7 +193,7 @@ def function_signatures(source: bytes) -> Iterator[bytes]:
 def write(
     model: GPT, tokeniser: BPETokeniser, prompts: Sequence[bytes], settings: Settings, temperature: float, seed: int
 ) -> list[tuple[str, bool]]:
-    """Write functions that begin with some prompts, all at a time.
+    """Generate functions that begin with the prompts, in one batch.
 
     Returns:
         for each the text from its "def" on, and whether it came to an end.

@@ -7,7 +7,7 @@ from tricycle_cli.updates import UNTIMED_STEPS
 
 
 class Budget:
-    """Seconds to train for, and how many updates that will be.
+    """A time budget of a training, which estimates the number of updates that fit into it.
 
     Args:
         seconds: of the clock.

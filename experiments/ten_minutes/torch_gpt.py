@@ -54,7 +54,7 @@ class Norm(nn.Module):
 
 
 class TokenShift(nn.Module):
-    """x_t + mix * x_(t-1)."""
+    """A learned mix of each token with the one before it: x_t + mix * x_(t-1)."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class TokenShift(nn.Module):
 
 
 class KeyShift(nn.Module):
-    """k_t + mix * (k_(t-1) - k_t)."""
+    """A learned interpolation of each key with the one before it: k_t + mix * (k_(t-1) - k_t)."""
 
     def __init__(self, n_heads: int, head_size: int) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class EmbeddingTable(nn.Module):
 
 
 class TorchGPT(nn.Module):
-    """Tokens (B, T) to logits (B, T, V).
+    """A GPT from tokens (B, T) to logits (B, T, V).
 
     Raises:
         ValueError: a softmax of attention that PyTorch has no fused kernel for.
@@ -200,7 +200,7 @@ class TorchGPT(nn.Module):
 
 # -------------------------------------------------------------------- Muon
 class Muon(torch.optim.Optimizer):
-    """Momentum as Nesterov does it, with all singular values of an update brought near 1 (Jordan et al. 2024).
+    """The Muon optimizer: Nesterov momentum with orthogonalized updates (Jordan et al. 2024).
 
     A matrix that is made of square ones side by side is taken as these.
 

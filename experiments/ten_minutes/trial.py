@@ -13,7 +13,7 @@ from typing import Any
 
 from tricycle_accelerators.host import tune_host
 
-LINES = 200  # how often to say how far it is
+LINES = 200  # progress reports during a training
 
 
 def main() -> int:
@@ -26,12 +26,12 @@ def main() -> int:
     return 0
 
 
-def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any]:
-    """Train for some seconds of the processor, then score.
+def run(task: dict[str, Any], report: Any = lambda **values: None) -> dict[str, Any]:
+    """Train for a number of CPU seconds, and return the results with the score.
 
     Args:
         task: "config" (a dict), "seconds", "data", "files", "part", "batches" (to be scored on; 0 for all).
-        say: called with the seconds used now and then.
+        report: called with the seconds used, the loss and the step, LINES times.
 
     Returns:
         "bits" (per byte of the scored text), "loss" (nats per token), "train_bits" (of the last tenth of the
@@ -52,15 +52,15 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
     corpus = load(task["data"], task["part"], config.vocab_size, task["files"])
     state = new_state(config, corpus.train)
     state.total_steps = 0
-    losses, said = [], 0.0
+    losses, last_report = [], 0.0
     budget = Budget(task["seconds"], time.process_time)
     while state.step != state.total_steps or not state.step:
         losses.append(float(train_step(state)[0]))
         state.total_steps = budget.total_steps()
         used = budget.used
-        if used - said > task["seconds"] / LINES:
-            say(used=used, loss=losses[-1], step=state.step)
-            said = used
+        if used - last_report > task["seconds"] / LINES:
+            report(used=used, loss=losses[-1], step=state.step)
+            last_report = used
     used = budget.used
     text = held_out(corpus)
     stride = 0 if task["batches"] else max(1, config.context_window // OVERLAP)

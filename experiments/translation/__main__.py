@@ -49,7 +49,7 @@ RANGES = ((1, 8), (9, 10), (11, 12), (13, 15), (16, 19), (20, 99))  # words of a
 
 @dataclass(frozen=True)
 class Settings(TrainingSettings):
-    """What is not given here is in RECIPES, for each model."""
+    """The command-line settings of the study; other settings are in RECIPES, for each model."""
 
     model: str = "all"  # fixed, bahdanau, luong, transformer or all
     target: str = "de"  # translate English to de (German) or fr (French)
@@ -100,7 +100,7 @@ def main() -> int:
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for settings with which nothing could be trained or measured."""
+    """Raise ValueError for invalid settings."""
     check_choices(settings, model=("all", *RECIPES), target=[language for language in LANGUAGES if language != "en"])
     if settings.steps == 0 and not 0 < settings.minutes < float("inf"):
         raise ValueError(f"expected --minutes to be above 0, got {settings.minutes}")
@@ -159,8 +159,11 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
     sources, references = map(list, zip(*test))
     with training.averaged_weights() as model:
         texts = held_out.texts[: settings.tested or None]
-        said = translate(model, pairs.vocabulary, [source for source, _ in texts])
-        validation = {"loss": mean_loss(model, held_out), "greedy": bleu(said, [target for _, target in texts])[0]}
+        translations = translate(model, pairs.vocabulary, [source for source, _ in texts])
+        validation = {
+            "loss": mean_loss(model, held_out),
+            "greedy": bleu(translations, [target for _, target in texts])[0],
+        }
         greedy = translate(model, pairs.vocabulary, sources)
         beam = translate(model, pairs.vocabulary, sources, settings.beam, settings.length_penalty)
         shown = [held_out.texts[i][0] for i in SHOWN if i < len(held_out)]
@@ -191,14 +194,14 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
     print(f"{name}: BLEU {scores}; {signature}")
 
 
-def by_length(sources: list[str], references: list[str], said: list[str]) -> list[dict[str, Any]]:
+def by_length(sources: list[str], references: list[str], translations: list[str]) -> list[dict[str, Any]]:
     """Return BLEU by the number of words of the source."""
     words = np.array([len(source.split()) for source in sources])
     parts = []
     for low, high in RANGES:
         chosen = np.flatnonzero((low <= words) & (words <= high))
         if len(chosen):
-            score, _ = bleu([said[i] for i in chosen], [references[i] for i in chosen])
+            score, _ = bleu([translations[i] for i in chosen], [references[i] for i in chosen])
             title = f"{low} to {high}" if high != RANGES[-1][1] else f"{low} and more"
             mean = float(words[chosen].mean())
             parts.append({"words": title, "sentences": len(chosen), "mean_words": mean, "bleu": score})

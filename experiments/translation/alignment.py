@@ -21,8 +21,8 @@ def translate_with_attention(
         source: S texts of tokens. target: T of them, <end> last. weights: by the name of a layer (T, S) lists, the mean
         of its heads; none for a model without attention.
     """
-    (said,) = translate(model, vocabulary, [sentence], beam_size, progress=False)
-    batch = vocabulary.batch([vocabulary.encode(sentence)], [vocabulary.encode(said)])
+    (translation,) = translate(model, vocabulary, [sentence], beam_size, progress=False)
+    batch = vocabulary.batch([vocabulary.encode(sentence)], [vocabulary.encode(translation)])
     weights = {}
     with no_grad():
         state = model.start_decoding(batch.source, batch.lengths)
@@ -35,7 +35,7 @@ def translate_with_attention(
             weights = {"attention": state["weights"].array[0]}
     return {
         "sentence": sentence,
-        "translation": said,
+        "translation": translation,
         "source": vocabulary.texts(batch.source[0]),
         "target": [*vocabulary.texts(batch.labels[0][:-1]), "<end>"],
         "weights": {name: [[round(float(x), 3) for x in row] for row in array] for name, array in weights.items()},

@@ -56,9 +56,9 @@ def table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
         "beam": (("test", "beam"), 1, 1),
     }
     rows = []
-    for name, mine in of_target(runs, target).items():
-        cells = [cell(of(mine, *keys), digits, scale) for keys, digits, scale in columns.values()]
-        rows.append([RECIPES[name].title, f"{mine[0]['parameters'] / 1e6:.1f} M", *cells])
+    for name, model_runs in of_target(runs, target).items():
+        cells = [cell(of(model_runs, *keys), digits, scale) for keys, digits, scale in columns.values()]
+        rows.append([RECIPES[name].title, f"{model_runs[0]['parameters'] / 1e6:.1f} M", *cells])
     return markdown(["model", "parameters", *columns], rows)
 
 
@@ -67,14 +67,14 @@ def length_table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
     chosen = of_target(runs, target)
     rows = []
     for i, part in enumerate(next(iter(chosen.values()))[0]["by_length"]):
-        scores = [cell(of(mine, "by_length", i, "bleu"), 1) for mine in chosen.values()]
+        scores = [cell(of(model_runs, "by_length", i, "bleu"), 1) for model_runs in chosen.values()]
         rows.append([part["words"], str(part["sentences"]), *scores])
     return markdown(["words of the source", "sentences", *chosen], rows)
 
 
 def of_target(runs: dict[tuple[str, str], list[Run]], target: str) -> dict[str, list[Run]]:
     """Return the runs of a target language, by model."""
-    return {name: mine for (language, name), mine in runs.items() if language == target}
+    return {name: model_runs for (language, name), model_runs in runs.items() if language == target}
 
 
 # -------------------------------------------------------------------- pictures

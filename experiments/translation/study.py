@@ -117,7 +117,7 @@ def new_model(name: str, recipe: Recipe, n_vocab: int, generator: np.random.Gene
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How to train, whatever the model. With the flags of the study their help and defaults."""
+    """The training settings common to all models, with the help and defaults of their flags."""
 
     minutes: float = 25.0  # of training for each model, by the clock; the learning rate falls to 0 in that time
     steps: int = 0  # train for this many steps instead, for reproducible results
@@ -264,10 +264,10 @@ class Training:
             ValueError: a run with other settings, or no run at all.
         """
         tensors, about = read(path)
-        mine = {"name": self.name, "recipe": vars(self.recipe), "plan": vars(self.plan)}
-        for what, value in mine.items():
-            if about[what] != value:
-                raise ValueError(f"{path}: expected a run whose {what} is {value}, got {about[what]}")
+        expected = {"name": self.name, "recipe": vars(self.recipe), "plan": vars(self.plan)}
+        for field, value in expected.items():
+            if about[field] != value:
+                raise ValueError(f"{path}: expected a run whose {field} is {value}, got {about[field]}")
         if about["tokeniser"] != self.vocabulary.tokeniser.to_dict():
             raise ValueError(f"{path}: expected a run with the vocabulary of this data, got another")
         self.model.load_state_dict(part(tensors, "model"))
@@ -333,8 +333,8 @@ def translate(
     numbers = [vocabulary.encode(sentence) for sentence in sentences]
     for sentence, ids in zip(sentences, numbers):
         if not sentence.strip() or len(ids) > CONTEXT_WINDOW:
-            wanted = f"expected a sentence of 1 to {CONTEXT_WINDOW} tokens"
-            raise ValueError(f"{wanted}, got {len(ids) if sentence.strip() else 0}: {sentence[:40]!r}")
+            expected = f"expected a sentence of 1 to {CONTEXT_WINDOW} tokens"
+            raise ValueError(f"{expected}, got {len(ids) if sentence.strip() else 0}: {sentence[:40]!r}")
     order = sorted(range(len(sentences)), key=lambda i: len(numbers[i]))
     translations = [""] * len(sentences)
     step = max(1, rows // beam_size)
