@@ -68,10 +68,10 @@ def enliven_adapter(adapter: Any) -> None:
             magnitude.array *= generator.uniform(0.7, 1.4, magnitude.shape).astype(np.float32)
 
 
-# -------------------------------------------------------------------- files, both ways
+# -------------------------------------------------------------------- adapter files of PEFT and Tricycle
 @each_family
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-def test_peft_computes_the_same_with_a_saved_adapter(name, dora, tmp_path):
+def test_saved_adapter_gives_equal_logits_in_peft(name, dora, tmp_path):
     hf_model, loaded = both(name, tmp_path / "base")
     before = loaded.model(some_tokens()).numpy()
     adapter = new_adapter(loaded, LoRAConfig(rank=3, alpha=5, dora=dora), seed=1)
@@ -128,7 +128,7 @@ def test_peft_adapters_load(name, kind, tmp_path):
     assert difference(hf_logits(again, some_tokens()), expected) < AGREED
 
 
-def test_adapters_are_switched(tmp_path):
+def test_switching_adapters_restores_their_logits(tmp_path):
     loaded = both("Llama", tmp_path)[1]
     first = new_adapter(loaded, LoRAConfig(rank=2), seed=1)
     enliven_adapter(first)
@@ -146,7 +146,7 @@ def test_adapters_are_switched(tmp_path):
 
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("kind", ["int8", "bfloat16"])
-def test_few_bits_stay_and_gradients_flow_through_them(kind, dora, tmp_path):
+def test_gradients_over_low_precision_weights_match_float32(kind, dora, tmp_path):
     hf_model = new_hf_model(FAMILIES["Llama"])
     hf_model.save_pretrained(tmp_path)
     loaded = load(tmp_path, weights=kind)
@@ -164,7 +164,7 @@ def test_few_bits_stay_and_gradients_flow_through_them(kind, dora, tmp_path):
     with_twin.load_state_dict(adapter.state_dict())
     compute_gradients(other, supervised_loss(other, CrossEntropy()), [(tokens[:, :-1], tokens[:, 1:])])
     for name, tensor in with_twin.named_parameters():
-        assert difference(got[name], tensor.grad.numpy()) < 2e-3  # products of int8 round what they take
+        assert difference(got[name], tensor.grad.numpy()) < 2e-3  # products with int8 weights round the activations
     assert loaded.model.blocks[0].attention.qkv.weights.array.dtype.itemsize < 4
 
 
@@ -192,7 +192,7 @@ def tricycle_step(model: GPT, optimiser: AdamW, tokens: np.ndarray) -> tuple[flo
     ("name", "dora"),
     [("Llama", False), ("Qwen2", False), ("Pythia", False), ("GPT-2", False), ("Llama", True), ("GPT-2", True)],
 )
-def test_twenty_updates_are_those_of_peft(name, dora, tmp_path):
+def test_twenty_updates_match_peft(name, dora, tmp_path):
     hf_model, loaded = both(name, tmp_path / "base")
     adapter = new_adapter(loaded, LoRAConfig(rank=4, alpha=8, dora=dora), seed=1)
     save_adapter(adapter, loaded, tmp_path / "adapter")
@@ -240,8 +240,8 @@ def peft_gradients(model: Any) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA", "all weights"])
-def test_every_gradient_is_that_of_peft(kind, tmp_path):
-    """Of each tensor the largest difference over the largest gradient, after no update, one, several and twenty."""
+def test_all_gradients_match_peft(kind, tmp_path):
+    """Compare the largest difference of each tensor with its largest gradient, after 0, 1, 5 and 20 updates."""
     hf_model, loaded = both("Llama", tmp_path / "base")
     adapter, rate = None, 1e-3
     if kind == "all weights":
@@ -275,7 +275,7 @@ def test_every_gradient_is_that_of_peft(kind, tmp_path):
         optimiser.step()
 
 
-# -------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------- rejected input
 def rewrite(folder: Path, **fields: Any) -> None:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
@@ -294,7 +294,7 @@ def rewrite(folder: Path, **fields: Any) -> None:
         ({"alpha_pattern": {"(a+)+$": 3}}, "alpha_pattern"),
     ],
 )
-def test_kinds_that_are_not_known(fields, message, tmp_path):
+def test_unsupported_adapter_configs_are_rejected(fields, message, tmp_path):
     loaded = both("Llama", tmp_path / "base")[1]
     adapter = new_adapter(loaded)
     save_adapter(adapter, loaded, tmp_path / "adapter")
@@ -306,7 +306,7 @@ def test_kinds_that_are_not_known(fields, message, tmp_path):
     assert not any(isinstance(layer, AdaptedDense) for layer in loaded.model.layers())
 
 
-def test_an_adapter_of_another_model(tmp_path):
+def test_adapter_of_another_model_is_rejected(tmp_path):
     loaded = both("Llama", tmp_path / "llama")[1]
     save_adapter(new_adapter(loaded), loaded, tmp_path / "adapter")
     other = both("GPT-2", tmp_path / "gpt2")[1]
@@ -317,7 +317,7 @@ def test_an_adapter_of_another_model(tmp_path):
         load_adapter(deeper, tmp_path / "adapter")
 
 
-def test_wrong_targets_and_files(tmp_path):
+def test_bad_targets_rank_and_missing_file_raise(tmp_path):
     loaded = both("Llama", tmp_path / "llama")[1]
     with pytest.raises(ValueError, match=r"targets.*q_proj.*'c_attn'"):
         new_adapter(loaded, LoRAConfig(targets=("c_attn",)))
@@ -327,7 +327,7 @@ def test_wrong_targets_and_files(tmp_path):
         load_adapter(loaded, tmp_path / "nothing")
 
 
-def test_dropout_is_drawn_in_training_alone(tmp_path):
+def test_dropout_is_applied_only_in_training(tmp_path):
     loaded = both("Llama", tmp_path)[1]
     enliven_adapter(new_adapter(loaded, LoRAConfig(dropout=0.5)))
     model = loaded.model

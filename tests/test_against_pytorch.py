@@ -184,7 +184,7 @@ def test_loss_and_every_gradient_agree_at_step_0(config: GPTConfig) -> None:
 
 @each_config
 def test_twenty_steps_of_training_agree(config: GPTConfig) -> None:
-    """AdamW with the same rule of decay, a schedule and clipping, as training does it."""
+    """Use AdamW with the decay rule, the schedule and the gradient clipping of training."""
     model, torch_model = a_pair(config)
     schedule = WarmupCosine(config.max_learning_rate, config.min_learning_rate, config.warmup_steps, STEPS)
     optimiser = AdamW(schedule, (config.beta1, config.beta2), weight_decay=config.weight_decay)
@@ -291,7 +291,7 @@ def test_sgd_with_decay_agrees(rng: np.random.Generator) -> None:
     both_ways(StochasticGradientDescent(1e-3, weight_decay=0.5), make, rng)
 
 
-def test_sgd_with_momentum_and_decay_agrees_where_torch_decays_beside_the_gradient(rng: np.random.Generator) -> None:
+def test_sgd_with_momentum_and_decoupled_decay_agrees(rng: np.random.Generator) -> None:
     class Decoupled(torch.optim.SGD):
         def step(self) -> None:
             with torch.no_grad():

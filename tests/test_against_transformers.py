@@ -119,12 +119,12 @@ def test_converted_configs_are_equivalent(family: Family) -> None:
 
 
 @each_family
-def test_every_field_of_a_config_shows_in_the_logits(family: Family) -> None:
-    """So the agreement above says something about each of them."""
+def test_each_config_field_changes_the_logits(family: Family) -> None:
+    """Otherwise equal logits would not test every field."""
     model, _ = a_pair(family)
     tokens = some_tokens()[0, :, :-1]
     expected = model(tokens).array
-    unseen = []
+    without_effect = []
     for name in telling_fields(family.config):
         try:
             other = GPT(replace(family.config, **{name: getattr(ModelConfig(), name)}))
@@ -132,8 +132,8 @@ def test_every_field_of_a_config_shows_in_the_logits(family: Family) -> None:
         except ValueError:  # another shape: seen before anything is computed
             continue
         if difference(other(tokens).array, expected) < 5 * AGREED:
-            unseen.append(name)
-    assert unseen == []
+            without_effect.append(name)
+    assert without_effect == []
 
 
 def telling_fields(config: ModelConfig) -> Iterable[str]:
@@ -168,11 +168,11 @@ def train_both(model: GPT, hf_model: Any, batches: np.ndarray, learning_rate: fl
     return tricycle_losses, hf_losses
 
 
-# -------------------------------------------------------------------- what every model here can do
+# -------------------------------------------------------------------- probes and precision
 
 
 @each_family
-def test_a_probe_sees_weights_and_windows(family: Family) -> None:
+def test_probe_records_attention_weights_within_the_window(family: Family) -> None:
     config = family.config
     model, _ = a_pair(family)
     tokens = some_tokens()[0, :, :-1]
@@ -183,13 +183,13 @@ def test_a_probe_sees_weights_and_windows(family: Family) -> None:
         assert weights.shape == (BATCH, config.n_heads, TOKENS, TOKENS)
         np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
         age = np.subtract.outer(np.arange(TOKENS), np.arange(TOKENS))
-        seen = (age >= 0) & (age < (config.window_size(layer) or TOKENS))
-        assert np.array_equal((weights > 0).any(axis=(0, 1)), seen)
+        visible = (age >= 0) & (age < (config.window_size(layer) or TOKENS))
+        assert np.array_equal((weights > 0).any(axis=(0, 1)), visible)
         assert probe.activations[f"blocks.{layer}"].shape == (BATCH, TOKENS, config.embedding_dim)
 
 
 @each_family
-def test_16_bits_are_near(family: Family) -> None:
+def test_bfloat16_logits_are_close_to_float32(family: Family) -> None:
     model, _ = a_pair(family)
     tokens = some_tokens()[0]
     expected = model(tokens[:, :-1]).array
@@ -203,8 +203,8 @@ def test_16_bits_are_near(family: Family) -> None:
 
 # -------------------------------------------------------------------- a whole model
 @nightly
-def test_smollm2(capsys: pytest.CaptureFixture) -> None:
-    """At full size: logits, gradients and twenty steps."""
+def test_smollm2_logits_gradients_and_training_agree(capsys: pytest.CaptureFixture) -> None:
+    """Compare logits, gradients and twenty training steps at full size."""
     torch.set_num_threads(os.cpu_count() or 1)
     model, hf_model = a_pair(SMOLLM2, lively=False)
     assert model.n_parameters == 134_515_008

@@ -25,7 +25,7 @@ each = pytest.mark.parametrize(("make", "shape"), MAKERS.values(), ids=MAKERS)
 
 
 @each
-def test_shapes(make, shape, rng):
+def test_output_code_and_loss_shapes(make, shape, rng):
     model, x = make().eval(), rng.standard_normal((3, *shape))
     assert model(x).shape == (3, *shape)
     assert model.encode(x).shape == (3, 2)
@@ -49,7 +49,7 @@ def test_every_parameter_learns_and_the_loss_falls(make, shape, rng):
 
 
 @each
-def test_gradients(make, shape, rng):
+def test_gradients_match_finite_differences(make, shape, rng):
     model, x = make().eval(), rng.standard_normal((2, *shape))
     for p in model.parameters():
         p.array = p.array.astype(np.float64) + 0.1 * rng.standard_normal(p.shape)  # away from the kinks of ReLU
@@ -57,15 +57,15 @@ def test_gradients(make, shape, rng):
     gradcheck(lambda x, *_: model(x), x, *model.parameters())
 
 
-def test_the_plain_loss_and_its_target(rng):
+def test_loss_is_mean_squared_error_to_input_or_target(rng):
     model, x, clean = Autoencoder.dense((4, 2), generator=0), rng.standard_normal((3, 4)), rng.standard_normal((3, 4))
     decoded = model(x).array
     assert model.loss(x).close_to(((decoded - x) ** 2).mean(), 1e-5)
     assert model.loss(x, clean).close_to(((decoded - clean) ** 2).mean(), 1e-5)
 
 
-def test_the_variational_loss_is_that_of_the_paper(rng):
-    """Kingma and Welling 2014, appendix B and C.2, with the mean for the draw."""
+def test_variational_loss_matches_formula_of_the_paper(rng):
+    """Kingma and Welling 2014, appendices B and C.2; in evaluation the posterior mean replaces the sample."""
     model, x = VariationalAutoencoder.dense((6, 5, 2), generator=0, output_std=0.4).eval(), rng.standard_normal((3, 6))
     mean, log_variance = (t.array for t in model.posterior(x))
     divergence = -0.5 * (1 + log_variance - mean**2 - np.exp(log_variance)).sum(axis=1)
@@ -84,7 +84,7 @@ def test_sampled_codes_have_the_posterior_moments():
     assert model.eval().sample_code(mean, log_variance) is mean
 
 
-def test_pytorch_agrees_on_a_convolutional_one(rng):
+def test_convolutional_autoencoder_matches_pytorch(rng):
     torch = pytest.importorskip("torch")
     autoencoder = Autoencoder.convolutional((5, 4, 1), (3,), 2, generator=0)
     nn = torch.nn
@@ -115,7 +115,7 @@ def test_pytorch_agrees_on_a_convolutional_one(rng):
     np.testing.assert_allclose(dense.weights.grad.array, to_code.weight.grad.numpy().T, 1e-3, 1e-6)
 
 
-def test_steps_after_the_length_do_not_matter(rng):
+def test_steps_beyond_the_sequence_length_are_ignored(rng):
     model, x = RecurrentAutoencoder(2, 4, 3, generator=0), rng.standard_normal((2, 6, 2))
     codes = model.encode(x, lengths=[3, 6]).array
     x[0, 3:] = 7

@@ -40,7 +40,7 @@ def score(model: GPT, prompt: list[int], tokens: tuple[int, ...], n_vocab: int) 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
-def test_a_wide_beam_finds_the_optimum(changes, length_penalty):
+def test_wide_beam_finds_the_best_sequence(changes, length_penalty):
     model = new_model(**changes)
     stops, n_vocab = [2, 4], 5
     going_on = [token for token in range(n_vocab) if token not in stops]
@@ -53,7 +53,7 @@ def test_a_wide_beam_finds_the_optimum(changes, length_penalty):
 
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("stop", [(), 3, [3, 5]])
-def test_a_beam_of_one_is_greedy(changes, stop):
+def test_beam_of_one_equals_greedy_decoding(changes, stop):
     model = new_model(**changes)
     greedy = [list(generate(model, prompt, 9, SamplingParams(0, stop_tokens=stop))) for prompt in PROMPTS]
     assert generate_beam_search(model, PROMPTS, 9, 1, stop_tokens=stop) == greedy
@@ -69,7 +69,7 @@ def test_batches_equal_single_prompts_and_beat_greedy(changes):
         assert score(model, prompt, tuple(tokens), 6) >= score(model, prompt, greedy, 6) - 1e-4
 
 
-def test_invalid_settings_and_empty_input():
+def test_empty_inputs_are_accepted_and_invalid_settings_raise():
     model = new_model()
     assert generate_beam_search(model, [], 3) == []
     assert generate_beam_search(model, [[1], [2]], 0) == [[], []]

@@ -1,4 +1,4 @@
-"""`tricycle bench --softmax`: a softmax of one's own beside the built-in ones."""
+"""`tricycle bench --softmax`: a softmax of one's softmax_file beside the built-in ones."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Sigmoid(RowSoftmax):
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def softmax_file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(GOOD)
     return path
 
 
-def test_the_page_has_every_softmax_on_the_same_seeds(
-    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_page_lists_each_softmax_with_losses_of_two_seeds(
+    softmax_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "N_BYTES", 30_000)
     out = tmp_path / "softmax.html"
-    words = ["--softmax", str(own), "--steps", "3", "--against", "softmax", "softmax1", "--out", str(out)]
+    words = ["--softmax", str(softmax_file), "--steps", "3", "--against", "softmax", "softmax1", "--out", str(out)]
     before = dict(SOFTMAXES)
     bench.main(words)
     assert before == SOFTMAXES
@@ -60,7 +60,7 @@ def test_the_page_has_every_softmax_on_the_same_seeds(
 
 
 def test_a_copy_of_a_built_in_softmax_gives_equal_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and batches are those of the seed, whatever the softmax."""
+    """Weights and batches depend on the seed, not on the softmax."""
     monkeypatch.setattr(bench, "N_BYTES", 30_000)
     path = tmp_path / "again.py"
     path.write_text(
@@ -73,9 +73,9 @@ def test_a_copy_of_a_built_in_softmax_gives_equal_results(tmp_path: Path, monkey
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
-def test_a_name_that_the_file_enters_itself(own: Path) -> None:
-    own.write_text(GOOD + '\n\nfrom tricycle.softmaxes import SOFTMAXES\n\nSOFTMAXES["s"] = Sigmoid\n')
-    with bench.register_softmax(own) as name:
+def test_name_registered_by_the_file_is_used_and_removed(softmax_file: Path) -> None:
+    softmax_file.write_text(GOOD + '\n\nfrom tricycle.softmaxes import SOFTMAXES\n\nSOFTMAXES["s"] = Sigmoid\n')
+    with bench.register_softmax(softmax_file) as name:
         assert name == "s"
     assert "s" not in SOFTMAXES
 
@@ -93,7 +93,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_softmax_is_refused_before_it_trains(tmp_path: Path, case: str) -> None:
+def test_wrong_softmax_is_rejected_before_training(tmp_path: Path, case: str) -> None:
     text, message = WRONG[case]
     path = tmp_path / "mine.py"
     path.write_text(text)
@@ -104,16 +104,16 @@ def test_a_wrong_softmax_is_refused_before_it_trains(tmp_path: Path, case: str) 
     assert before == SOFTMAXES
 
 
-def test_wrong_flags(own: Path, tmp_path: Path) -> None:
+def test_bad_flags_are_rejected(softmax_file: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such file"):
         bench.main(["--softmax", str(tmp_path / "none.py")])
     with pytest.raises(ValueError, match=r"--against.*softmax1.*'hard'"):
-        bench.main(["--softmax", str(own), "--against", "hard"])
+        bench.main(["--softmax", str(softmax_file), "--against", "hard"])
     with pytest.raises(ValueError, match=r"steps.*got 0"):
-        bench.main(["--softmax", str(own), "--steps", "0"])
+        bench.main(["--softmax", str(softmax_file), "--steps", "0"])
 
 
-def test_evaluation_steps() -> None:
+def test_evaluation_steps_are_spread_evenly() -> None:
     assert bench.evaluation_steps(300) == list(range(30, 301, 30))
     assert bench.evaluation_steps(3) == [1, 2, 3]
     assert bench.evaluation_steps(1) == [1]

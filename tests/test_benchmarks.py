@@ -243,7 +243,7 @@ def test_shapes_are_valid(name):
         assert GPT(config).n_parameters < 100_000
 
 
-def test_operations_per_token():
+def test_flops_per_token_match_formula():
     """GPT-2 needs six operations for each weight of a matrix product, and those of attention."""
     config = GPTConfig()
     weights = 12 * 12 * 768**2 + 50_257 * 768

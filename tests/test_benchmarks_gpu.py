@@ -99,7 +99,7 @@ def test_side_that_exceeds_the_deadline_is_killed(arguments):
 
 
 @pytest.mark.nightly
-def test_commands_that_are_missing_or_exceed_the_deadline(arguments):
+def test_missing_or_slow_commands_return_status_minus_1(arguments):
     status, text = gpu.run_command(["no-such-program"], time.monotonic() + 9)
     assert status == -1 and "no-such-program" in text
     status, text = gpu.run_command([sys.executable, "-c", "import time; time.sleep(60)"], time.monotonic() + 0.1)
@@ -107,7 +107,7 @@ def test_commands_that_are_missing_or_exceed_the_deadline(arguments):
     assert gpu.run_command([sys.executable, "-c", "print(1)"], time.monotonic() + 60) == (0, "1\n")
 
 
-def test_tables():
+def test_markdown_table_aligns_columns():
     assert gpu.markdown_table(["a", "long"], [[1.5, "x"], [12345.6, ""]]).splitlines() == [
         "|      a | long |",
         "|-------:|-----:|",
@@ -116,7 +116,7 @@ def test_tables():
     ]
 
 
-def test_products_are_those_of_a_step():
+def test_matmul_shapes_are_those_of_a_training_step():
     shapes = gpu_workers.matmul_shapes(gpu.TINY)
     assert len(shapes) == 15 and shapes[0] == ("qkv", 64, 32, 96) and shapes[2] == ("qkv dw", 32, 64, 96)
     for name, n, k, m in shapes:
@@ -124,11 +124,11 @@ def test_products_are_those_of_a_step():
         assert (a @ b).shape == (n, m) and (a @ b).flat[0] == k
 
 
-def test_lower_bounds_have_names_of_kernels():
+def test_lower_bounds_are_named_after_kernels():
     assert set(gpu.LOWER_BOUNDS) <= set(kernels.KERNELS)
 
 
-def test_both_sides_start_with_the_same_parameter_count_and_the_loss_of_a_uniform_prediction():
+def test_both_sides_have_equal_sizes_and_start_at_uniform_loss():
     torch = pytest.importorskip("torch")
     torch.set_num_threads(1)
     for config in gpu.QUICK_CASES.values():

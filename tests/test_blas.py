@@ -18,7 +18,7 @@ rng = np.random.default_rng(0)
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """MKL is looked for anew."""
+    """Clear the cached result of the search for MKL."""
     blas._mkl.cache_clear()
     yield
     blas._mkl.cache_clear()
@@ -33,21 +33,21 @@ def intel(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
 
 
-def matrix(address: int, shape: tuple[int, int], turned: bool, stride: int, dtype=np.float32) -> np.ndarray:
-    """What BLAS reads there: rows of `stride` numbers each, of which the first are the matrix's."""
-    n_rows, n_columns = shape[::-1] if turned else shape
+def matrix(address: int, shape: tuple[int, int], transposed: bool, stride: int, dtype=np.float32) -> np.ndarray:
+    """Return the matrix that BLAS reads at an address: the first elements of rows of `stride` elements."""
+    n_rows, n_columns = shape[::-1] if transposed else shape
     size = np.dtype(dtype).itemsize
     assert stride >= n_columns
     n_bytes = size * ((n_rows - 1) * stride + n_columns)
     flat = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_ubyte)), (n_bytes,)).view(dtype)
     rows = np.lib.stride_tricks.as_strided(flat, (n_rows, n_columns), (size * stride, size))
-    return rows.T if turned else rows
+    return rows.T if transposed else rows
 
 
-def cblas_sgemm(order, turn_a, turn_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, dtype=np.float32):
-    """By the text of the standard, so that what we call it with is checked where there is no MKL."""
+def cblas_sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, dtype=np.float32):
+    """Follow the BLAS standard, so that the arguments are also checked where MKL is not installed."""
     assert (order, alpha, beta) == (101, 1.0, 0.0)
-    left, right = matrix(a, (m, k), turn_a == 112, lda, dtype), matrix(b, (k, n), turn_b == 112, ldb, dtype)
+    left, right = matrix(a, (m, k), trans_a == 112, lda, dtype), matrix(b, (k, n), trans_b == 112, ldb, dtype)
     matrix(c, (m, n), False, ldc)[...] = left.astype(np.float32) @ right.astype(np.float32)
 
 
@@ -57,7 +57,7 @@ def cblas_gemm_bf16bf16f32(*arguments):
 
 def draw(shape: tuple[int, int], layout: str) -> np.ndarray:
     n_rows, n_columns = shape
-    if layout == "turned":
+    if layout == "transposed":
         return draw((n_columns, n_rows), "plain").T
     if layout == "part":
         return rng.standard_normal((n_rows + 1, n_columns + 5)).astype(np.float32)[1:, 2 : n_columns + 2]
@@ -68,23 +68,23 @@ def draw(shape: tuple[int, int], layout: str) -> np.ndarray:
 
 @pytest.mark.parametrize("standard", [False, True], ids=["this install's", "by the text"])
 @pytest.mark.parametrize("shape", [(2, 3, 4), (1, 5, 3), (5, 1, 3), (5, 3, 1), (33, 70, 18)], ids=str)
-@pytest.mark.parametrize("left", ["plain", "turned", "part", "every second"])
-@pytest.mark.parametrize("right", ["plain", "turned", "part", "every second"])
-def test_products(monkeypatch, standard, shape, left, right):
+@pytest.mark.parametrize("left", ["plain", "transposed", "part", "every second"])
+@pytest.mark.parametrize("right", ["plain", "transposed", "part", "every second"])
+def test_float32_products_match_float64(monkeypatch, standard, shape, left, right):
     if standard:
         monkeypatch.setattr(blas, "_mkl", lambda: blas._Mkl(cblas_sgemm, None))
     n_rows, n_inner, n_columns = shape
     a, b = draw((n_rows, n_inner), left), draw((n_inner, n_columns), right)
     expected = a.astype(np.float64) @ b
     np.testing.assert_allclose(blas.multiply(a, b), expected, 1e-4, 1e-5)
-    for layout in ("plain", "turned", "part", "every second"):
+    for layout in ("plain", "transposed", "part", "every second"):
         out = draw((n_rows, n_columns), layout)
-        out[...] = np.nan  # nothing of what was there is added
+        out[...] = np.nan  # the previous content must not be added
         assert blas.multiply(a, b, out) is out
         np.testing.assert_allclose(out, expected, 1e-4, 1e-5)
 
 
-def test_other_dtypes_are_numpys(monkeypatch):
+def test_other_dtypes_use_numpy(monkeypatch):
     monkeypatch.setattr(blas, "_mkl", lambda: blas._Mkl(None, None))  # a call of these would raise
     a, b = rng.standard_normal((4, 3)), rng.standard_normal((3, 5))
     np.testing.assert_array_equal(blas.multiply(a, b), a @ b)
@@ -92,8 +92,8 @@ def test_other_dtypes_are_numpys(monkeypatch):
     np.testing.assert_array_equal(blas.multiply(a, narrow), a @ narrow)
 
 
-def test_why_it_is_not_called(intel, monkeypatch, tmp_path):
-    def why() -> str | None:
+def test_unavailable_reason_names_the_cause(intel, monkeypatch, tmp_path):
+    def reason() -> str | None:
         blas._mkl.cache_clear()
         return blas.unavailable_reason()
 
@@ -101,26 +101,26 @@ def test_why_it_is_not_called(intel, monkeypatch, tmp_path):
         raise metadata.PackageNotFoundError(distribution)
 
     monkeypatch.setattr(libraries, "find_distribution_file", missing)
-    assert "tricycle-gpt[mkl]" in why()
+    assert "tricycle-gpt[mkl]" in reason()
     monkeypatch.setattr(libraries, "find_distribution_file", lambda distribution, name: None)
-    assert "libmkl_rt.so" in why()
+    assert "libmkl_rt.so" in reason()
     broken = tmp_path / "libmkl_rt.so.9"
     broken.write_bytes(b"no library")
     monkeypatch.setattr(libraries, "find_distribution_file", lambda distribution, name: broken)
-    assert why().startswith("libmkl_rt.so.9 ")
+    assert reason().startswith("libmkl_rt.so.9 ")
     monkeypatch.setattr(threads, "blas_libraries", lambda: (SimpleNamespace(internal_api="mkl"),))
-    assert "NumPy" in why()
+    assert "NumPy" in reason()
     monkeypatch.setattr(processor, "is_intel", lambda: False)
-    assert "Intel" in why()
+    assert "Intel" in reason()
 
 
-def test_elsewhere_than_on_linux(intel, monkeypatch):
+def test_unavailable_on_32_bit_x86(intel, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "i686")
     assert "x86-64" in blas.unavailable_reason()
 
 
 @pytest.mark.skipif(blas.unavailable_reason() is not None, reason=str(blas.unavailable_reason()))
-def test_the_same_bits_wherever_arrays_lie():
+def test_results_are_bit_identical_for_any_alignment():
     a, b = draw((130, 257), "plain"), draw((257, 96), "plain")
     expected = blas.multiply(a, b)
     for skip in range(1, 16):
@@ -131,7 +131,7 @@ def test_the_same_bits_wherever_arrays_lie():
 
 # -------------------------------------------------------------------- bfloat16
 def installed_mkl() -> blas._Mkl | None:
-    """Return that of this environment, whatever the processor; it computes in 16 bits everywhere, though slowly."""
+    """Return the MKL of this environment or None; its bfloat16 products run on every processor, though slowly."""
     try:
         path = libraries.find_distribution_file(blas.DISTRIBUTION, blas.LIBRARY)
     except metadata.PackageNotFoundError:
@@ -152,9 +152,9 @@ def amx(monkeypatch, request):
 
 
 @pytest.mark.parametrize("shape", [(17, 20, 33), (1100, 40, 65), (48, 64, 1601), (65, 2000, 17)], ids=str)
-@pytest.mark.parametrize("left", ["plain", "turned", "part", "every second"])
-@pytest.mark.parametrize("right", ["plain", "turned", "part", "every second"])
-def test_products_of_bfloat16(amx, shape, left, right):
+@pytest.mark.parametrize("left", ["plain", "transposed", "part", "every second"])
+@pytest.mark.parametrize("right", ["plain", "transposed", "part", "every second"])
+def test_bfloat16_products_match_float64(amx, shape, left, right):
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     assert mkl.unavailable_reason() is None
     n_rows, _, n_columns = shape
@@ -170,8 +170,8 @@ def test_products_of_bfloat16(amx, shape, left, right):
 
 
 def _narrow(x: np.ndarray, layout: str, dtype) -> np.ndarray:
-    """In the same layout."""
-    if layout == "turned":
+    """Cast a matrix and keep its layout."""
+    if layout == "transposed":
         return np.ascontiguousarray(x.T).astype(dtype).T
     wide = np.zeros((len(x), 2 * x.shape[1] + 3), dtype)
     view = {"plain": wide[:, : x.shape[1]].copy(), "part": wide[:, 3 : 3 + x.shape[1]]}.get(layout)
@@ -180,7 +180,7 @@ def _narrow(x: np.ndarray, layout: str, dtype) -> np.ndarray:
     return view
 
 
-def test_what_the_provider_declines():
+def test_provider_declines_unsupported_operands():
     narrow = np.zeros((64, 64), pytest.importorskip("ml_dtypes").bfloat16)
     decline_reason = mkl.matrices.matmul.decline_reason
     assert decline_reason(narrow, narrow) is None
@@ -190,7 +190,7 @@ def test_what_the_provider_declines():
     assert re.search("results.*got bfloat16", decline_reason(narrow, narrow, None, None, narrow.dtype))
 
 
-def test_the_provider_is_for_processors_with_amx(intel, monkeypatch):
+def test_provider_requires_amx(intel, monkeypatch):
     monkeypatch.setattr(blas, "_mkl", lambda: blas._Mkl(None, None))
     machine = matmul_plan.Machine("GenuineIntel", frozenset({"avx512f"}), "openblas", frozenset())
     monkeypatch.setattr(matmul_plan, "this_machine", lambda: machine)

@@ -94,7 +94,7 @@ def test_each_input_line_is_a_message(folder):
     assert done.stdout.decode("utf-8") == "".join(f"{text}\n" for text in answers(folder, questions, 12))
 
 
-def test_a_system_message(folder):
+def test_system_message_changes_the_answers(folder):
     questions = ["the quick", "brown"]
     done = talk(folder, "\n".join(questions), "--length", "9", "--system", "small birds")
     expected = answers(folder, questions, 9, "small birds")
@@ -102,7 +102,7 @@ def test_a_system_message(folder):
     assert expected != answers(folder, questions, 9)
 
 
-def test_commands(folder, tmp_path):
+def test_slash_commands_save_and_reset_the_conversation(folder, tmp_path):
     words = ["the quick", "/save one.json", "/save deep/two.txt", "/reset", "the quick", "/save three.json"]
     words += ["/what", "/help", "/save", "", "   ", "//reset"]
     done = talk(folder, "\n".join(words), "--length", "5", cwd=tmp_path)
@@ -122,7 +122,7 @@ def test_commands(folder, tmp_path):
     assert done.returncode == 0
 
 
-def test_a_file_that_cannot_be_written(folder, tmp_path):
+def test_save_to_a_folder_is_reported(folder, tmp_path):
     (tmp_path / "folder").mkdir()
     done = talk(folder, "/save folder\n", cwd=tmp_path)
     assert done.returncode == 0
@@ -152,7 +152,7 @@ def test_save_does_not_replace_special_files(folder, tmp_path):
         (["--colour"], "--colour"),
     ],
 )
-def test_wrong_words(folder, words, message):
+def test_bad_arguments_are_rejected_in_one_line(folder, words, message):
     done = talk(folder, "hi", *words)
     assert done.returncode in (1, 2)
     (line,) = done.stderr.splitlines()
@@ -162,14 +162,14 @@ def test_wrong_words(folder, words, message):
 
 def test_models_without_a_chat_template_are_rejected(tmp_path):
     plain = write_folder(tmp_path / "plain", chat_template=None)
-    own = tmp_path / "best.safetensors"
-    save_checkpoint(own, GPT(DebugConfig(vocab_size=257)), BPETokeniser(257))
+    checkpoint_path = tmp_path / "best.safetensors"
+    save_checkpoint(checkpoint_path, GPT(DebugConfig(vocab_size=257)), BPETokeniser(257))
     refusing = write_folder(tmp_path / "refusing", "{{ raise_exception('no system') if messages[0].role == 'system' }}")
     large = write_folder(tmp_path / "large", "{% set a = ('a' * 4000000)|list %}" * 10)
     for folder, words, message in (
         (large, [], "4,194,304 characters"),
         (plain, [], "model with a chat template"),
-        (own, [], "model with a chat template"),
+        (checkpoint_path, [], "model with a chat template"),
         (refusing, ["--system", "x"], "chat template, line 1: no system"),
         (tmp_path / "gone.gguf", [], r"gone\.gguf: .*no such file"),
     ):
@@ -220,7 +220,7 @@ def test_overflow_error_rejects_the_message(small):
 
 
 @pytest.mark.parametrize("cache", ["float16", "bfloat16"])
-def test_16_bit_kv_cache(small, cache):
+def test_kv_cache_dtype_sets_the_dtype_of_the_cache(small, cache):
     loaded = load(small)
     one = Conversation(loaded, None, 20, default_sampling(loaded), DecodingFlags(kv_cache_dtype=cache))
     handle_line(one, "the quick brown fox")

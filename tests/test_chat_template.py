@@ -53,7 +53,7 @@ def reference(template: str, messages: list, add_generation_prompt: bool, **vari
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("form", FORMS)
-def test_texts_are_those_of_transformers(form, conversation, prompt, tools):
+def test_rendered_texts_match_transformers(form, conversation, prompt, tools):
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     messages = CONVERSATIONS[conversation]
     expected = outcome(lambda: reference(FORMS[form], messages, prompt, tools=tools, **names))
@@ -62,20 +62,20 @@ def test_texts_are_those_of_transformers(form, conversation, prompt, tools):
     assert expected
 
 
-def test_a_text_is_as_expected():
+def test_chatml_text_matches_literal():
     text = ChatTemplate(CHATML).render(messages=HELLO, add_generation_prompt=True)
     content = "  Hello! <b>é</b> 你好 \n"
     start = "<|im_start|>"
     assert text == f"{start}system\nBe kind.<|im_end|>\n{start}user\n{content}<|im_end|>\n{start}assistant\n"
 
 
-def test_a_conversation_is_not_changed():
+def test_rendering_does_not_modify_messages():
     messages = [{"role": "user", "content": ["a", {"b": 1}]}]
     ChatTemplate("{% set x = messages[0].content %}{{ x }}").render(messages=messages)
     assert messages == [{"role": "user", "content": ["a", {"b": 1}]}]
 
 
-# -------------------------------------------------------------------- templates that mean no good
+# -------------------------------------------------------------------- hostile templates
 GROW = "{{% set ns = namespace(x={}) %}}{{% for i in range(60) %}}{{% set ns.x = {} %}}{{% endfor %}}{{{{ ns.x }}}}"
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LEVELS = "{% macro f(n) %}x{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
@@ -128,7 +128,7 @@ HOSTILE = {
 
 @pytest.mark.slow_except(4)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_it_is_refused_in_one_line_and_soon(name):
+def test_hostile_templates_are_rejected_quickly_in_one_line(name):
     source, reason = HOSTILE[name]
     started = time.perf_counter()
     with pytest.raises(ValueError, match=rf"^chat template, line \d+: .*({reason})") as caught:
@@ -140,17 +140,17 @@ def test_it_is_refused_in_one_line_and_soon(name):
 @pytest.mark.parametrize(
     "source", ["{{ " + "(" * 5000 + ")" * 5000 + " }}", "{{ " + "-" * 5000 + "1 }}", "{{" + "[" * 999]
 )
-def test_it_nests_deeply(source):
+def test_deeply_nested_templates_are_rejected(source):
     with pytest.raises(ValueError, match=r"^chat template(, line 1)?: \S"):
         ChatTemplate(source).render()
 
 
-def test_a_long_one():
+def test_template_longer_than_1_mib_is_rejected():
     with pytest.raises(ValueError, match=r"1,048,576.*1,048,577"):
         ChatTemplate("a" * (2**20 + 1))
 
 
-def test_a_slow_one(monkeypatch):
+def test_rendering_beyond_the_time_limit_raises(monkeypatch):
     monkeypatch.setattr(chat_template, "MAX_SECONDS", -1)
     with pytest.raises(ValueError, match="-1 seconds"):
         ChatTemplate("{% for i in range(1000) %}{{ i }}{% endfor %}").render()
@@ -285,7 +285,7 @@ def test_generated_templates_keep_the_limits(seed, children):
 
 @pytest.mark.nightly
 def test_more_generated_templates_keep_the_limits(children):
-    """With the true limits, 200 of them and the list above."""
+    """Render 200 generated templates and those of EVERY with the default time limit."""
     sources = [*map(generated, range(100, 300)), *EVERY.values()]
     n_threads = threading.active_count()
     reasons = [within_limits(source, 5.0, children) for source in sources]
@@ -295,7 +295,7 @@ def test_more_generated_templates_keep_the_limits(children):
 
 
 @pytest.mark.slow
-def test_a_child_serves_many_renderings_and_is_replaced_after_a_limit():
+def test_child_process_serves_many_renderings_and_restarts_after_limit():
     source = (
         "{% if messages[0].content == 'slow' %}{{ ('a' * 4000000)|wordwrap(1) }}{% endif %}{{ messages[0].content }}"
     )
@@ -334,7 +334,7 @@ def test_known_templates_stay_in_the_process(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
-def test_a_forked_process_has_a_child_of_its_own():
+def test_forked_process_starts_a_separate_child():
     template = UntrustedTemplate("{{ x }}")
     parents = template._process.pid
     child = os.fork()
@@ -362,7 +362,7 @@ def test_errors_name_the_line(source, line, reason):
         ChatTemplate(source).render(messages=HELLO)
 
 
-def test_odd_objects_are_refused():
+def test_unsupported_objects_are_rejected():
     with pytest.raises(ValueError, match=r"conversation, got a (Posix|Windows)Path"):
         ChatTemplate("{{ messages }}").render(messages=[{"role": "user", "content": ROOT}])
 
@@ -372,5 +372,5 @@ class Loud(str):
         raise AssertionError
 
 
-def test_texts_of_other_classes_are_just_texts():
+def test_str_subclasses_render_as_plain_strings():
     assert ChatTemplate("{{ x }} {{ x.shout is defined }}").render(x=Loud("a")) == "a False"

@@ -83,12 +83,12 @@ def in_float64(model: Classifier) -> Classifier:
 
 @pytest.mark.slow_except(2)
 @each_model
-def test_gradients(make, batch):
+def test_gradients_match_finite_differences(make, batch):
     model, (tokens, lengths) = in_float64(make()).eval(), batch
     gradcheck(lambda *_: model(tokens, lengths), *model.parameters())
 
 
-def test_pooling_by_hand():
+def test_pooling_matches_values_computed_by_hand():
     x = to_tensor([[[1, 5], [3, 2], [9, 9]]])
     pooled, weights = MaxPooling()(x, np.array([[True, True, False]]))
     assert pooled.array.tolist() == [[3, 5]]
@@ -103,7 +103,7 @@ def test_pooling_by_hand():
     np.testing.assert_allclose(pooling(x)[0].array, x.array.mean(axis=1), 1e-6)
 
 
-def test_even_and_odd_widths_keep_the_length():
+def test_even_and_odd_kernel_sizes_keep_the_length():
     encoder = ConvolutionalEncoder(V, 4, 2, (1, 2, 3, 4, 5), generator=0)
     assert encoder(np.array([[1, 2, 3]])).shape == (1, 3, 10)
     assert encoder(np.array([[1]])).shape == (1, 1, 10)

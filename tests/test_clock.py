@@ -14,25 +14,25 @@ from tricycle_cli import clock, updates
 
 
 def test_the_clock_is_independent_of_the_date(monkeypatch):
-    monkeypatch.setattr(time, "time", lambda: pytest.fail("somebody may set that clock"))
+    monkeypatch.setattr(time, "time", lambda: pytest.fail("time.time can be set and must not be called"))
     first = clock.awake_seconds()
     time.sleep(0.02)
     assert 0.015 < clock.awake_seconds() - first < 10
 
 
-def test_windows_own_clock(monkeypatch):
+def test_windows_uses_unbiased_interrupt_time(monkeypatch):
     """Interrupt time without sleep, in 100 nanoseconds."""
 
-    def tell(pointer) -> None:
+    def write_time(pointer) -> None:
         pointer._obj.value = 3 * 10**7
 
-    kernel = types.SimpleNamespace(QueryUnbiasedInterruptTimePrecise=tell)
+    kernel = types.SimpleNamespace(QueryUnbiasedInterruptTimePrecise=write_time)
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(ctypes, "WinDLL", lambda name: {"kernelbase": kernel}[name], raising=False)
     assert clock.awake_seconds() == pytest.approx(3.0)
 
 
-def test_the_mac_s_own_clock(monkeypatch):
+def test_macos_uses_the_uptime_clock(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(time, "CLOCK_UPTIME_RAW", 8, raising=False)
     monkeypatch.setattr(time, "clock_gettime", {8: 5.0}.__getitem__, raising=False)
@@ -44,18 +44,18 @@ def test_the_mac_s_own_clock(monkeypatch):
     [
         (3600.0, [1.0] * 5, 1.0),
         (3600.0, [1.0, 2.0, 1.5, 900.0, 1.2], 1.5),
-        (3600.0, [1.0] * 3, 3600.0),  # too few to know
+        (3600.0, [1.0] * 3, 3600.0),  # too few steps for a median
         (3600.0, [], 3600.0),
         (9.0, [0.001] * 9, 9.0),  # too short to matter
-        (3600.0, [400.0] * 9, 3600.0),  # slow, and no standstill
+        (3600.0, [400.0] * 9, 3600.0),  # slow steps, no pause
     ],
 )
-def test_exclude_pause(seconds, before, counted):
+def test_exclude_pause_replaces_only_long_outliers(seconds, before, counted):
     assert clock.exclude_pause(seconds, before) == counted
 
 
 def steps_made(folder, monkeypatch, jumps: dict[int, float]) -> int:
-    """How many updates a run of five minutes makes whose updates take a second each, with a clock that jumps."""
+    """Return the number of updates of a five-minute run with one-second updates on a clock that jumps."""
     now, calls = [0.0], [0]
 
     def tick() -> float:
@@ -73,8 +73,8 @@ def steps_made(folder, monkeypatch, jumps: dict[int, float]) -> int:
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("call", [12, 40, 200])
-def test_a_run_paused_for_a_day_uses_its_minutes(tmp_path, monkeypatch, call):
-    """As by Ctrl-Z, or in a virtual machine that was paused."""
+def test_pause_of_a_day_does_not_count_toward_minutes(tmp_path, monkeypatch, call):
+    """Such as a pause by Ctrl-Z or of a virtual machine."""
     usual = steps_made(tmp_path / "usual", monkeypatch, {})
     assert 200 < usual < 290
     assert steps_made(tmp_path / "stopped", monkeypatch, {call: 86_400.0}) == usual

@@ -83,7 +83,7 @@ def texts(tmp_path_factory) -> Path:
 
 
 # -------------------------------------------------------------------- the command itself
-def test_overview():
+def test_help_lists_commands_and_unknown_command_fails():
     for words in (["--help"], ["-h"], ["help"]):
         out = good(call(*words))
         for name, summary in COMMANDS.items():
@@ -97,11 +97,11 @@ def test_overview():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_each(command):
+def test_each_command_prints_its_usage(command):
     assert f"usage: python -m tricycle {command}" in good(call(command, "--help"))
 
 
-def test_the_installed_command():
+def test_installed_script_runs_the_cli():
     assert "usage: tricycle COMMAND" in good(run_here(main, "/bin/tricycle", ()))
     out = good(run_here(main, "/bin/tricycle", ("generate", "--help")))
     assert "usage: tricycle generate" in out
@@ -140,7 +140,7 @@ def test_flags_override_generation_settings(tmp_path):
         assert out == text.replace("<|im_end|>", "") + "\n", flags
 
 
-def test_a_new_text_starts_with_the_start_token(pretrained_folder, run_folder):
+def test_empty_prompt_starts_with_the_start_token(pretrained_folder, run_folder):
     loaded = load(pretrained_folder)
     tokens = [*generate(loaded.model, [1], 10, SamplingParams(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
     expected = loaded.tokeniser.decode([token for token in tokens if token != 2])
@@ -157,8 +157,8 @@ def test_prompt_lookup_is_imported_only_with_draft_tokens():
     assert not {"tricycle.decoding.prompt_lookup", "tricycle.decoding.speculative"} & {*modules}
 
 
-def test_context_overflow(pretrained_folder):
-    """It has a context of 100 tokens."""
+def test_overflow_option_continues_or_raises(pretrained_folder):
+    """The model has a context window of 100 tokens."""
     words = [
         "generate",
         pretrained_folder,
@@ -176,7 +176,7 @@ def test_context_overflow(pretrained_folder):
 
 
 @pytest.mark.parametrize("softmax", ["softmax1", "adaptive", "blocks"])
-def test_other_softmaxes_on_pretrained_models(pretrained_folder, softmax):
+def test_softmax_option_replaces_the_softmax_of_a_model(pretrained_folder, softmax):
     loaded = load(pretrained_folder)
     prompt = "the quick brown fox jumps, " * 9  # "blocks" cuts the context, so beyond its middle it differs
     ids = loaded.tokeniser.encode(prompt)
@@ -190,7 +190,7 @@ def test_other_softmaxes_on_pretrained_models(pretrained_folder, softmax):
     assert good(call("generate", *words)) == text + "\n"
 
 
-def test_sources_that_are_no_models(tmp_path, pretrained_folder, texts):
+def test_invalid_model_sources_and_prompts_are_rejected(tmp_path, pretrained_folder, texts):
     (tmp_path / "empty").mkdir()
     (tmp_path / "model.npz").write_bytes(b"x")
     for source, message in (
@@ -206,12 +206,12 @@ def test_sources_that_are_no_models(tmp_path, pretrained_folder, texts):
 
 # -------------------------------------------------------------------- evaluate
 def nats(model, ids: np.ndarray) -> float:
-    """The sum over a text that fits into the window."""
+    """Return the summed loss of a text that fits into the context window."""
     logits = model(ids[None, :-1])
     return float(CrossEntropy()(model.place(ids[None, 1:]), logits)) * (len(ids) - 1)
 
 
-def test_evaluation_of_a_short_text(pretrained_folder, texts):
+def test_evaluate_reports_loss_perplexity_and_bits_per_byte(pretrained_folder, texts):
     loaded = load(pretrained_folder)
     text = (texts / "odd.txt").read_bytes()
     ids = loaded.tokeniser.encode_plain(text)
@@ -225,8 +225,8 @@ def test_evaluation_of_a_short_text(pretrained_folder, texts):
     assert score["bits_per_byte"] == pytest.approx(total / math.log(2) / n_bytes, rel=1e-5)
 
 
-def test_evaluation_of_a_run_folder(run_folder, texts):
-    """Each byte counts: the end of another text stands before the first."""
+def test_evaluate_of_a_run_folder_matches_the_library_function(run_folder, texts):
+    """All bytes are scored, because an end-of-text token precedes each text."""
     checkpoint = load_checkpoint(run_folder / "best.safetensors")
     tokeniser = checkpoint.tokeniser()
     report = json.loads(good(call("evaluate", run_folder, texts / "odd.txt", texts / "long.txt", "--json")))
@@ -244,7 +244,7 @@ def test_evaluation_of_a_run_folder(run_folder, texts):
     assert report["model"] == str(run_folder)
 
 
-def test_what_evaluation_prints(pretrained_folder, texts):
+def test_evaluate_prints_a_line_per_file_and_a_total(pretrained_folder, texts):
     out = good(
         call(
             "evaluate", pretrained_folder, texts / "long.txt", texts / "odd.txt", "--window", "50", "--batch-size", "3"
@@ -267,7 +267,7 @@ def test_what_evaluation_prints(pretrained_folder, texts):
         (["long.txt", "--window", "101"], "--window.*1 to 100.*got 101"),
     ],
 )
-def test_texts_that_cannot_be_evaluated(pretrained_folder, texts, words, message):
+def test_evaluate_rejects_bad_files_and_windows(pretrained_folder, texts, words, message):
     refused(call("evaluate", pretrained_folder, *words, folder=texts), message)
 
 
@@ -298,7 +298,7 @@ def tuned(tmp_path_factory, pretrained_folder, texts) -> tuple[Path, str]:
     return folder, good(call(*start(pretrained_folder, texts, folder)))
 
 
-def test_training_initialized_from_a_model(tuned, pretrained_folder):
+def test_init_from_keeps_tokeniser_and_architecture(tuned, pretrained_folder):
     folder, out = tuned
     assert json.loads((folder / "data.json").read_text())["init_from"] == str(pretrained_folder)
     checkpoint = load_checkpoint(folder / "best.safetensors")
@@ -317,18 +317,18 @@ def test_training_initialized_from_a_model(tuned, pretrained_folder):
     assert output.startswith("the quick")
 
 
-def test_the_first_loss_equals_the_loss_of_the_model(tuned, pretrained_folder, texts):
-    """So its weights have been taken, and its tokeniser."""
+def test_first_training_loss_equals_the_loss_of_the_model(tuned, pretrained_folder, texts):
+    """Training starts from the weights and the tokeniser of the model."""
     score = json.loads(good(call("evaluate", pretrained_folder, texts / "long.txt", "--window", "24", "--json")))[
         "total"
     ]
     metrics = [json.loads(line) for line in (tuned[0] / "metrics.jsonl").read_text().splitlines()]
     assert metrics[0]["loss"] == pytest.approx(score["loss"], rel=0.1)
-    assert math.log(420) * 1.2 < metrics[0]["loss"]  # this model knows nothing of it, and is sure
+    assert math.log(420) * 1.2 < metrics[0]["loss"]  # the untrained model is confident and wrong
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
-def test_a_run_with_init_from_resumes(tuned, pretrained_folder, texts, tmp_path, monkeypatch):
+def test_run_with_init_from_resumes_bit_exactly(tuned, pretrained_folder, texts, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     log = updates.RunSession.log
 
@@ -364,27 +364,27 @@ def test_a_run_with_init_from_resumes(tuned, pretrained_folder, texts, tmp_path,
         ("--tokeniser gpt2", "no --tokeniser.*--init-from.*gpt2"),
     ],
 )
-def test_flags_that_contradict_the_model(pretrained_folder, texts, tmp_path, words, message):
+def test_flags_that_contradict_the_model_are_rejected(pretrained_folder, texts, tmp_path, words, message):
     refused(call(*start(pretrained_folder, texts, tmp_path / "run"), *shlex.split(words)), message)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("softmax", ["softmax", "softmax1"])
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_a_smaller_window(positions, softmax):
-    """With learned positions it is that of the first ones."""
-    own = GPT(DebugConfig(positions=positions, qk_norm=False, precision="float32"))
-    config = GPTConfig.from_dict({**own.config.to_dict(), "context_window": 10, "softmax": softmax, "dropout": 0.5})
-    started = init_from.initialize_from(own, config)
+def test_smaller_context_window_keeps_the_logits(positions, softmax):
+    """Of learned positions the first ones are kept."""
+    model = GPT(DebugConfig(positions=positions, qk_norm=False, precision="float32"))
+    config = GPTConfig.from_dict({**model.config.to_dict(), "context_window": 10, "softmax": softmax, "dropout": 0.5})
+    started = init_from.initialize_from(model, config)
     assert started.config == config
     assert started.dropout.probability == 0.5 if hasattr(started.dropout, "probability") else True
     tokens = np.random.default_rng(0).integers(0, 300, (2, 10))
-    own.use_softmax(softmax)
-    np.testing.assert_allclose(started.eval()(tokens).array, own.eval()(tokens).array, atol=1e-5)
+    model.use_softmax(softmax)
+    np.testing.assert_allclose(started.eval()(tokens).array, model.eval()(tokens).array, atol=1e-5)
 
 
 # -------------------------------------------------------------------- export
-def test_export_of_a_run_folder(tuned, tmp_path):
+def test_exported_run_folder_gives_equal_logits(tuned, tmp_path):
     folder = tmp_path / "out"
     out = good(call("export", tuned[0], folder))
     assert out == f"{folder}: model type llama, {load(folder).model.n_parameters:,} parameters in float32\n"
@@ -399,7 +399,7 @@ def test_export_of_a_run_folder(tuned, tmp_path):
     refused(call("export", tuned[0]), "output folder or --gguf")
 
 
-def test_a_gguf_file(pretrained_folder, tmp_path):
+def test_exported_gguf_gives_equal_logits(pretrained_folder, tmp_path):
     pytest.importorskip("tricycle.pretrained.gguf_writer")
     path = tmp_path / "model.gguf"
     good(call("export", pretrained_folder, "--gguf", path, "--type", "F32"))
@@ -410,9 +410,9 @@ def test_a_gguf_file(pretrained_folder, tmp_path):
     refused(call("export", pretrained_folder, "--gguf", path), r"model\.gguf: .*new file.*exists")
 
 
-# -------------------------------------------------------------------- weights of few bits
+# -------------------------------------------------------------------- quantized weights
 @pytest.mark.parametrize("weights", ["int8", "float16", "stored"])
-def test_generation_and_evaluation_with_fewer_bits(weights, run_folder, pretrained_folder, tmp_path):
+def test_generate_and_evaluate_with_quantized_weights(weights, run_folder, pretrained_folder, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 3)
     for source in (run_folder, pretrained_folder):

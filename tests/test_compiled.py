@@ -39,7 +39,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 FEW_QUERIES = normal(1, 2, 4, 8), normal(1, 5, 2, 8), normal(1, 5, 2, 8)
 
 
-def test_needs_compilation(tmp_path, monkeypatch):
+def test_needs_compilation_only_without_cached_loops(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "__file__", str(tmp_path / "nowhere" / "__init__.py"))
     assert not compiled.needs_compilation()  # there is no place for it
     monkeypatch.setattr(compiled, "__file__", str(tmp_path / "__init__.py"))
@@ -51,7 +51,7 @@ def test_needs_compilation(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("factor", [None, 0.3, 0.0, np.float32(np.nan)])
-def test_adamw(factor):
+def test_adamw_matches_reference(factor):
     """Large enough to be asked, and not a multiple of anything."""
     arrays = [normal(70_001, seed=i) for i in range(3)]
     arrays.append(np.abs(normal(70_001, seed=4)) * 1e-3)
@@ -67,7 +67,7 @@ def test_adamw(factor):
     assert optimisers.adamw(*(a[::-1] for a in arrays), *numbers) is NotImplemented
 
 
-def test_cross_entropy_of_logits_that_are_ruled_out():
+def test_cross_entropy_with_minus_infinity_logits_matches_reference():
     """Minus infinity has no weight, and a row that does not count may cost infinitely much."""
     logits, labels = normal(300, 400), np.arange(300) % 200
     logits[:, 200:] = -np.inf
@@ -86,7 +86,7 @@ def test_cross_entropy_of_logits_that_are_ruled_out():
     assert losses.cross_entropy(logits, labels, weights) is NotImplemented
 
 
-def test_exponents_far_apart():
+def test_large_exponents_match_reference():
     pairs = np.concatenate([normal(3, 300), np.linspace(-200, 200, 900, dtype=np.float32).reshape(3, 300)], 1)
     with np.errstate(over="ignore"):
         np.testing.assert_allclose(elementwise.swiglu(pairs), kernels.swiglu.reference(pairs), 1e-5, 1e-6)
@@ -98,7 +98,7 @@ def test_exponents_far_apart():
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("nothing", [False, True])
-def test_few_queries_of_a_cache(dtype, window, nothing):
+def test_attention_of_few_queries_on_a_cache_matches_reference(dtype, window, nothing):
     """The last of 4 queries is at the last of 9 keys, which are in a cache with room for more."""
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes")
@@ -139,7 +139,7 @@ def test_non_finite_values_propagate(bad):
 
 
 @pytest.mark.parametrize("n_rows", [1, 5])
-def test_halves_of_8_bits_are_the_number(n_rows):
+def test_int8_halves_add_up_to_the_value(n_rows):
     x = normal(n_rows, 70) * np.geomspace(1e-20, 1e20, n_rows, dtype=np.float32)[:, None]
     halves = np.empty((2 * n_rows, 70), np.int8)
     steps = np.empty(n_rows, np.float32)
@@ -150,7 +150,7 @@ def test_halves_of_8_bits_are_the_number(n_rows):
     assert (np.abs(x).max(axis=1) / steps <= 32_512.01).all()
 
 
-def test_halves_of_16_bits_are_the_number():
+def test_bfloat16_halves_add_up_to_the_value():
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = normal(3, 70)
     halves = np.empty((6, 70), ml_dtypes.bfloat16)
@@ -159,7 +159,7 @@ def test_halves_of_16_bits_are_the_number():
     np.testing.assert_allclose(halves[:3].astype(np.float32) + halves[3:].astype(np.float32), x, 2**-16)
 
 
-def test_nothing_is_imported_before_it_is_needed():
+def test_numba_is_imported_only_when_a_kernel_needs_it():
     program = """
 import sys
 import numpy as np
@@ -188,7 +188,7 @@ def attended(
 @pytest.mark.parametrize("window", [None, 1, 20, 64, 100])
 @pytest.mark.parametrize("nothing", [False, True])
 @pytest.mark.parametrize("factor", [1, 8])
-def test_sums_of_exponentials_over_many_blocks(window, nothing, factor):
+def test_attention_over_many_key_blocks_matches_reference(window, nothing, factor):
     """Scores up to some hundred, whose largest may come in any block of keys."""
     q, k, v = factor * normal(2, 140, 4, 8), factor * normal(2, 180, 2, 8, seed=1), normal(2, 180, 2, 8, seed=2)
     score_options = ScoreOptions(0.5, 40, window)
@@ -197,7 +197,7 @@ def test_sums_of_exponentials_over_many_blocks(window, nothing, factor):
         np.testing.assert_allclose(result, reference, 1e-3, 1e-4 * np.abs(reference).max() + 1e-4)
 
 
-def test_a_broken_score_is_not_hidden():
+def test_nan_key_affects_only_its_head_and_later_queries():
     q, k, v = normal(1, 40, 2, 8), normal(1, 40, 2, 8), normal(1, 40, 2, 8)
     k[0, 3, 1, 0] = np.nan
     results = attended(q, k, v, ScoreOptions(0.5, 0), False, plain=False)
@@ -210,7 +210,7 @@ def test_a_broken_score_is_not_hidden():
 # -------------------------------------------------------------------- products and recurrent layers
 @pytest.mark.parametrize("n_rows", [1, 5, 6, 12, 13, 32])
 @pytest.mark.parametrize(("n_terms", "n_columns"), [(1, 1), (7, 31), (50, 33), (300, 64)])
-def test_products_of_panels(n_rows, n_terms, n_columns):
+def test_packed_products_match_float64(n_rows, n_terms, n_columns):
     from tricycle_accelerators.compiled import packed_matmul
 
     x, matrix = normal(n_rows, n_terms), normal(n_terms, n_columns, seed=1)
@@ -241,7 +241,7 @@ def large(monkeypatch):
 @pytest.mark.parametrize("shape", [(4, 1, 16), (8, 70, 48), (132, 769, 1040), (260, 1537, 64), (4096, 20, 384)])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_large_products(large, shape, transposed, with_bias):
+def test_tiled_products_match_float64(large, shape, transposed, with_bias):
     n_rows, n_inner, n_columns = shape
     left, right = normal(n_rows, n_inner + 3)[:, 1:-2], normal(n_inner, n_columns, seed=1)
     bias = normal(n_columns, seed=2) if with_bias else None
@@ -254,7 +254,7 @@ def test_large_products(large, shape, transposed, with_bias):
     assert np.isnan(wide[:, -1]).all()
 
 
-def test_threads_of_large_products_give_the_same_bits(large, monkeypatch):
+def test_tiled_products_are_bit_identical_for_any_number_of_threads(large, monkeypatch):
     left, right = normal(300, 1000), normal(1000, 448, seed=1)
     products = []
     for n_threads in (1, 2, 4, 5, 7, 16):
@@ -263,7 +263,7 @@ def test_threads_of_large_products_give_the_same_bits(large, monkeypatch):
     assert all((product == products[0]).all() for product in products)
 
 
-def test_which_large_products_are_left_to_blas(large):
+def test_tiled_matmul_declines_unsupported_operands(large):
     left, right = normal(8, 32), normal(32, 48)
     assert large(left, right) is not NotImplemented
     assert large(np.asfortranarray(left), right) is NotImplemented
@@ -371,7 +371,7 @@ def locked(array: np.ndarray) -> np.ndarray:
         (tiled_matmul.matmul, (LEFT, RIGHT.astype(np.float64)), "float32.*got float32 and float64"),
     ],
 )
-def test_decline_reasons(large, version, arguments, phrase):
+def test_decline_reasons_name_the_cause(large, version, arguments, phrase):
     why = version.decline_reason(*arguments)
     assert why is None if phrase is None else re.search(phrase, why)
     if phrase is not None:
@@ -438,7 +438,7 @@ def attend_both(qkv, score_options, nothing, mask=None, narrow=False):
 
 @pytest.mark.parametrize(("sizes", "score_options", "nothing"), ATTENTION + LEFT_TO_OTHERS, ids=str)
 @pytest.mark.parametrize("narrow", [False, True])
-def test_attention(sizes, score_options, nothing, narrow, monkeypatch):
+def test_attention_matches_reference(sizes, score_options, nothing, narrow, monkeypatch):
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     qkv = heads(np.random.default_rng(6), sizes)
     actual, expected = attend_both(qkv, score_options, nothing, None, narrow)
@@ -451,7 +451,7 @@ def test_attention(sizes, score_options, nothing, narrow, monkeypatch):
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-def test_attention_of_rows_that_are_not_in_one_piece(narrow):
+def test_attention_of_non_contiguous_rows_is_bit_identical(narrow):
     sizes, score_options = Sizes(1, 70, 70, 4, 2, 24), ScoreOptions(0.2, 0)
     qkv = heads(np.random.default_rng(8), sizes)
     if not narrow:
@@ -464,7 +464,7 @@ def test_attention_of_rows_that_are_not_in_one_piece(narrow):
     assert attention.attention_backward(result[0], *qkv, *result, score_options, *places) is NotImplemented
 
 
-def test_which_attention_is_taken():
+def test_attention_cases_are_accepted_or_declined_as_listed():
     """So that the test above tests what it should."""
     for taken, cases in ((True, [case for case in ATTENTION if case[0].queries >= 16]), (False, LEFT_TO_OTHERS)):
         for sizes, score_options, _ in cases:
@@ -474,7 +474,7 @@ def test_which_attention_is_taken():
 
 @pytest.mark.parametrize("scale", [1e-3, 30.0, 1e4])
 @pytest.mark.parametrize(("n_key_heads", "window"), [(4, None), (1, 20)])
-def test_attention_with_scores_of_any_size(scale, n_key_heads, window):
+def test_attention_with_tiny_and_huge_scores_matches_reference(scale, n_key_heads, window):
     qkv = heads(np.random.default_rng(7), Sizes(1, 150, 150, 4, n_key_heads, 16), scale)
     actual, expected = attend_both(qkv, ScoreOptions(0.25, 0, window), False)
     for result, reference in zip(actual, expected):
@@ -482,7 +482,7 @@ def test_attention_with_scores_of_any_size(scale, n_key_heads, window):
         assert distance(result, reference) < 5e-3 or np.abs(reference).max() < 1e-6
 
 
-def test_attention_with_a_mask():
+def test_masked_attention_matches_reference():
     rng = np.random.default_rng(8)
     mask = np.where(rng.random((2, 1, 1, 40)) < 0.5, 0, -np.inf)
     actual, expected = attend_both(
@@ -492,7 +492,7 @@ def test_attention_with_a_mask():
         assert distance(result, reference) < 5e-3
 
 
-def test_keys_that_no_query_sees_have_no_gradient():
+def test_keys_visible_to_no_query_get_zero_gradients():
     found, _ = attend_both(
         heads(np.random.default_rng(9), Sizes(1, 50, 90, 2, 1, 16)), ScoreOptions(0.25, 20, 5), False
     )
@@ -507,7 +507,7 @@ def test_keys_that_no_query_sees_have_no_gradient():
 @pytest.mark.parametrize("shape", [(4, 16, 1), (64, 64, 64), (12, 48, 7), (8, 112, 33)])
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
-def test_tiles(shape, add, turned):
+def test_tile_products_match_float64(shape, add, turned):
     """Of numbers, and of pairs where the processor has them: of an odd number of steps, too."""
     import numba
 
@@ -540,7 +540,7 @@ def test_tiles(shape, add, turned):
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (16, 16), (70, 33)])
-def test_turned_operands(shape):
+def test_pack_right_transposed_matches_numpy_transpose(shape):
     import numba
 
     from tricycle_accelerators.compiled import tiles
@@ -556,7 +556,7 @@ def test_turned_operands(shape):
     np.testing.assert_array_equal(out[: shape[1], : shape[0]], x.T)
 
 
-def test_operands_of_16_bits_as_float32():
+def test_bfloat16_operands_are_packed_as_float32():
     """As they are where the processor has no products of pairs, or slow ones."""
     import numba
 
@@ -577,7 +577,7 @@ def test_operands_of_16_bits_as_float32():
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_backward", "layer_norm", "layer_norm_backward"])
-def test_numpys_versions_agree(name):
+def test_registered_numpy_versions_agree(name):
     """The tests of the kernels see the faster ones here: these are the others, in float32."""
     rng = np.random.default_rng(4)
     x, grad = rng.standard_normal((2, 1100, 64)).astype(np.float32)
@@ -596,7 +596,7 @@ def test_numpys_versions_agree(name):
 
 
 @pytest.mark.parametrize("subtract_mean", [False, True])
-def test_norms_of_16_bits(subtract_mean):
+def test_bfloat16_norms_match_float64(subtract_mean):
     """From float32 to bfloat16, and from a gradient of that back; those that are not centred of bfloat16 alone, too."""
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     x, grad, gain = normal(1100, 64), normal(1100, 64, seed=1), normal(64, seed=2)
@@ -631,7 +631,7 @@ print(registers.LANES, int(pytest.main(["-q", "-p", "no:cacheprovider", "-x", *F
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names processors of x86-64")
 @pytest.mark.parametrize(("name", "lanes"), [("AVX2", 8), ("SSE2", 4)])
-def test_loops_that_are_compiled_for_older_processors(name, lanes, tmp_path):
+def test_loops_compiled_for_older_processors_pass_their_tests(name, lanes, tmp_path):
     """The tests of attention and of matrices by rows, with what Numba compiles for a processor without AVX-512."""
     cpu, features = OLDER[name]
     files = [str(Path(__file__).with_name(file)) for file in ("test_kernel_attention.py", "test_vectors.py")]
@@ -643,7 +643,7 @@ def test_loops_that_are_compiled_for_older_processors(name, lanes, tmp_path):
     assert run.stdout.rstrip().endswith(f"\n{lanes} 0"), run.stdout
 
 
-def test_numba_libraries_that_cannot_be_loaded(monkeypatch):
+def test_unloadable_numba_libraries_raise_with_advice(monkeypatch):
     def fail(name):
         raise OSError("Could not find/load shared object file 'libllvmlite.so'. This could mean anything.")
 

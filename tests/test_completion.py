@@ -108,7 +108,7 @@ _tricycle
 
 @pytest.mark.skipif(shutil.which("bash") is None or sys.platform == "win32", reason="needs bash")
 @pytest.mark.parametrize("line", CASES)
-def test_bash(scripts, line):
+def test_bash_completes_each_line(scripts, line):
     assert sorted(bash_offers(line, scripts / "tricycle.bash")) == sorted(CASES[line])
 
 
@@ -125,7 +125,7 @@ def test_bash_registers_the_function_and_completes_after_an_equals_sign(scripts)
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
 @pytest.mark.parametrize("line", CASES)
-def test_fish(scripts, line, tmp_path):
+def test_fish_completes_each_line(scripts, line, tmp_path):
     """Without a dash fish offers no flags, and files where a word is to come that may be one."""
     environment = {**os.environ, "HOME": str(tmp_path)}
     asked = f'source "{scripts / "tricycle.fish"}"; complete -C "{line}"'
@@ -161,7 +161,7 @@ _tricycle
 @pytest.mark.slow_except(10)
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
 @pytest.mark.parametrize("line", CASES)
-def test_zsh(scripts, line):
+def test_zsh_completes_each_line(scripts, line):
     assert sorted(zsh_offers(line, scripts / "tricycle.zsh").split()) == sorted(CASES[line])
 
 

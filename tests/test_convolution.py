@@ -28,7 +28,7 @@ def torch_weights(layer, transposed: bool = False) -> np.ndarray:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", [Conv1d, Conv2d, ConvTranspose2d])
-def test_pytorch_agrees(kind, options, rng):
+def test_outputs_and_gradients_match_pytorch(kind, options, rng):
     torch = pytest.importorskip("torch")
     transposed = kind is ConvTranspose2d
     options = dict(options, **({"output_padding": 1} if transposed and options.get("stride", 1) > 1 else {}))
@@ -52,7 +52,7 @@ def test_pytorch_agrees(kind, options, rng):
     np.testing.assert_allclose(torch_weights(tricycle_layer, transposed), torch_layer.weight.grad.numpy(), 1e-4, 1e-4)
 
 
-def test_a_convolution_by_hand():
+def test_convolutions_match_values_computed_by_hand():
     layer = Conv1d(1, 1, 2, bias=False)
     layer.weights.array[...] = [[1], [10]]
     assert layer(to_tensor([[[1], [2], [3]]])).array.ravel().tolist() == [21, 32]
@@ -65,7 +65,7 @@ def test_a_convolution_by_hand():
 
 
 @pytest.mark.parametrize("kind", [Conv1d, Conv2d, ConvTranspose2d])
-def test_gradients(kind, rng):
+def test_gradients_match_finite_differences(kind, rng):
     layer = kind(2, 3, 3, stride=2, padding=1, generator=0)
     for p in layer.parameters():
         p.array = p.array.astype(np.float64)
@@ -74,7 +74,7 @@ def test_gradients(kind, rng):
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, 8])
-def test_a_transpose_gives_any_size_back(size):
+def test_conv_transpose_restores_any_input_size(size):
     x = to_tensor(np.ones((1, size, size, 2)))
     halved = Conv2d(2, 3, 3, stride=2, padding=1)(x)
     extra = size - (2 * halved.shape[1] - 1)
@@ -91,7 +91,7 @@ def test_fold_is_the_adjoint_of_unfold(rng):
     np.testing.assert_allclose((columns.array * y).sum(), (x.array * folded).sum())
 
 
-def test_even_kernels_and_strides_for_each_axis():
+def test_kernel_size_and_stride_per_axis_give_the_right_shape():
     assert Conv2d(1, 1, (1, 3), stride=(2, 1), padding=(0, 1))(np.ones((1, 4, 6, 1))).shape == (1, 2, 6, 1)
 
 

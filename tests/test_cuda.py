@@ -167,7 +167,7 @@ each_type = pytest.mark.parametrize(
 
 # -------------------------------------------------------------------- on the emulator: the cases of all kernels
 @each_type
-def test_agrees_with_the_reference_in_float64(name, dtype, emulated):
+def test_emulated_kernels_match_reference_in_float64(name, dtype, emulated):
     """In float32 every size in both layouts; in 16 bits the sizes and the layouts in turn."""
     sizes = CASES[name][1]
     if dtype == np.float32:
@@ -182,7 +182,7 @@ def test_agrees_with_the_reference_in_float64(name, dtype, emulated):
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("name", TESTED)
-def test_the_order_of_threads_changes_no_bit(name, emulated):
+def test_emulated_results_do_not_depend_on_thread_order(name, emulated):
     for size in CASES[name][1]:
         results = []
         for emulated.order in (0, 1, 7):
@@ -205,7 +205,7 @@ def device(request) -> Device:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(5, 64), (3, 776), (2, 2056), (1, 9000), (2, 40_000), (9, 129)], ids=str)
 @pytest.mark.parametrize("name", ["softmax", "softmax1", "log_softmax", "softmax_backward"])
-def test_rows(name, shape, dtype, device, rng):
+def test_softmax_kernels_match_reference_for_all_row_sizes(name, shape, dtype, device, rng):
     arrays = [(rng.standard_normal(shape) * 5).astype(dtype)]
     if name == "softmax_backward":
         arrays.append(kernels.softmax.reference(rng.standard_normal(shape)).astype(dtype))
@@ -215,7 +215,7 @@ def test_rows(name, shape, dtype, device, rng):
         assert_near([found], [kernel.reference(*map(wide, arrays), *options)], CLOSE[dtype.name])
 
 
-def test_rows_without_an_ordinary_value(device):
+def test_softmax_handles_rows_of_infinities_and_nan(device):
     x = np.array([[-np.inf] * 5, [-np.inf, 0, 1, 2, 3], [1, np.nan, 2, 3, 4], [-1e30, 80, 88, -np.inf, 80]], np.float32)
     found = to_host(kernels.softmax(device(x)))
     assert (found[0] == 0).all() and np.isnan(found[2]).all()
@@ -229,7 +229,7 @@ def test_rows_without_an_ordinary_value(device):
     "shape",
     [(1, 8), (7, 64), (4, 200), (6, 264), (5, 520), (3, 776), (2, 1000), (2, 2048), (3, 4096), (2, 8192), (2, 8200)],
 )
-def test_norms(shape, subtract_mean, dtype, device, rng):
+def test_layer_norm_kernels_match_reference(shape, subtract_mean, dtype, device, rng):
     x, grad = ((rng.standard_normal(shape) * 3 + 1).astype(dtype) for _ in range(2))
     gain, bias = (rng.standard_normal(shape[-1]).astype(np.float32) for _ in range(2))
     expected = kernels.layer_norm.reference(wide(x), wide(gain), wide(bias), 1e-5, subtract_mean)
@@ -244,7 +244,7 @@ def test_norms(shape, subtract_mean, dtype, device, rng):
         assert_near(list(actual), list(slopes), CLOSE[dtype.name])
 
 
-def test_a_norm_of_many_rows(device, rng):
+def test_layer_norm_backward_of_many_rows_matches_reference(device, rng):
     """More rows than blocks have teams."""
     x, grad = (rng.standard_normal((4 * launch.NORM_BLOCKS + 5, 16)).astype(np.float32) for _ in range(2))
     gain = rng.standard_normal(16).astype(np.float32)
@@ -258,7 +258,7 @@ def test_a_norm_of_many_rows(device, rng):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2049, 24), (5000, 5), (3, 4104), (40_000, 8), (300, 1000)], ids=str)
-def test_sums(shape, dtype, device, rng):
+def test_sum_kernels_match_float64(shape, dtype, device, rng):
     x = rng.standard_normal(shape).astype(dtype)
     for layout in (contiguous, offset_by_one):
         sums = kernels.sum_rows(device(x, layout))
@@ -273,7 +273,7 @@ def test_sums(shape, dtype, device, rng):
 @pytest.mark.parametrize(
     ("n_tokens", "n_rows", "size"), [(3000, 7, 40), (600, 3, 1032), (1500, 2000, 5), (513, 4, 2056), (1, 5, 8)]
 )
-def test_tables_with_tokens_that_come_often(n_tokens, n_rows, size, dtype, device, rng):
+def test_embedding_backward_with_repeated_tokens_matches_reference(n_tokens, n_rows, size, dtype, device, rng):
     grad = rng.standard_normal((n_tokens, size)).astype(dtype)
     ids = np.minimum(rng.geometric(0.3, n_tokens) - 1, n_rows - 1)
     found = kernels.embedding_backward(device(grad), device(ids), n_rows)
@@ -285,7 +285,7 @@ def test_tables_with_tokens_that_come_often(n_tokens, n_rows, size, dtype, devic
     assert_near([apart], [to_host(found)], 1e-6)
 
 
-def test_ids_that_are_none_of_a_table_are_left_out(device):
+def test_embedding_backward_ignores_ids_outside_the_table(device):
     grad, ids = np.ones((4, 2), np.float32), np.array([0, -1, 2, 7])
     found = to_host(kernels.embedding_backward(device(grad), device(ids), 3))
     assert found.tolist() == [[1, 1], [0, 0], [1, 1]]
@@ -294,7 +294,7 @@ def test_ids_that_are_none_of_a_table_are_left_out(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [8, 131, 4099])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_cross_entropy_and_its_slope(size, smoothing, dtype, device, rng):
+def test_cross_entropy_and_its_gradient_match_reference(size, smoothing, dtype, device, rng):
     logits, labels = (rng.standard_normal((9, size)) * 5).astype(dtype), rng.integers(0, size, 9)
     weights = (rng.random(9) * (np.arange(9) % 3 != 0)).astype(np.float32)
     expected = kernels.cross_entropy.reference(wide(logits), labels, wide(weights), smoothing)
@@ -303,7 +303,7 @@ def test_cross_entropy_and_its_slope(size, smoothing, dtype, device, rng):
     assert_near([loss, slope], list(expected), CLOSE[dtype.name])
 
 
-def test_rows_that_do_not_count_may_hold_anything(device):
+def test_cross_entropy_ignores_non_finite_rows_of_weight_zero(device):
     logits = np.array([[np.nan, 1, np.inf], [0, 1, 2], [-np.inf, 0, 1]], np.float32)
     labels, weights = np.array([0, 2, 0]), np.array([0, 1, 0], np.float32)
     loss, slope = kernels.cross_entropy(device(logits), device(labels), device(weights))
@@ -368,7 +368,7 @@ KINDS = [*((size, dtype) for dtype in DTYPES for size in (32, 64, 128)), (100, D
     ],
     ids=str,
 )
-def test_attention(size, dtype, shape, device, rng):
+def test_attention_matches_reference(size, dtype, shape, device, rng):
     packed, grad, score_options, nothing, mask = attention_arguments(rng, size, dtype, shape)
     sizes, parts, tolerance = shape[0], split(packed, shape[0]), CLOSE[dtype.name]
     on_device = None if mask is None else device(mask)
@@ -392,7 +392,7 @@ def test_attention(size, dtype, shape, device, rng):
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_attention_gives_the_same_bits_in_any_order(dtype, emulated, rng):
+def test_attention_is_bit_identical_for_any_thread_order(dtype, emulated, rng):
     for shape in SHAPES[1:4]:
         packed, grad, score_options, nothing, mask = attention_arguments(rng, 64, dtype, shape)
         q, k, v = split(packed, shape[0])
@@ -406,7 +406,7 @@ def test_attention_gives_the_same_bits_in_any_order(dtype, emulated, rng):
         assert results[0] == results[1] == results[2]
 
 
-def test_attention_of_rows_that_do_not_lie_as_tensor_cores_want(device, rng):
+def test_attention_of_unaligned_rows_matches_reference(device, rng):
     """One element off 16 bytes: a copy is made, and gradients come back to where they belong."""
     sizes, score_options = (1, 20, 20, 2, 1), ScoreOptions(0.2, 0)
     packed, grad, *_ = attention_arguments(rng, 32, BFLOAT16, (sizes, score_options, False, None))
@@ -426,7 +426,7 @@ def test_attention_of_rows_that_do_not_lie_as_tensor_cores_want(device, rng):
 
 # -------------------------------------------------------------------- the other kernels
 @pytest.mark.parametrize("small", ["float16", "bfloat16"])
-def test_casts(small, device):
+def test_casts_to_16_bits_match_numpy(small, device):
     dtype = DTYPES[1] if small == "float16" else BFLOAT16
     odd = [0, -0.0, 1, 1.00390625, 1.01171875, 65519, 65520, 1e-8, -3e-5, np.inf, -np.inf, np.nan, 1e38]
     x = np.concatenate([odd, np.arange(1000) / 3]).astype(np.float32)
@@ -445,7 +445,7 @@ def test_casts(small, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_number_of_the_device_times_an_array(dtype, device, rng):
+def test_multiply_by_device_scalar_matches_numpy(dtype, device, rng):
     x = rng.standard_normal(1001).astype(dtype)
     for factor in (np.array(0.25, np.float32), np.array(0.25, dtype)):
         found = kernels.multiply(device(x), device(factor))
@@ -472,7 +472,7 @@ def philox(seed: int, n: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_random_masks(dtype, device):
+def test_dropout_masks_match_philox(dtype, device):
     generator, again = np.random.default_rng(3), np.random.default_rng(3)
     found = to_host(kernels.dropout_mask(device(np.zeros(1, dtype)), (7, 1001), 0.8, generator))
     uniform = (philox(int(again.integers(2**63)), 7007) >> np.uint64(8)) / 2**24
@@ -482,7 +482,7 @@ def test_random_masks(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rotations_of_one_part_of_a_packed_array(dtype, device, rng):
+def test_rope_on_a_slice_of_packed_qkv_matches_reference(dtype, device, rng):
     packed, angles = rng.standard_normal((2, 5, 3, 4, 16)).astype(dtype), rng.standard_normal((5, 8))
     cos, sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
     for part in range(3):
@@ -494,7 +494,7 @@ def test_rotations_of_one_part_of_a_packed_array(dtype, device, rng):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("shape", [(1003,), (16, 8)])
-def test_updates_with_numbers_of_the_device(shape, where, dtype, device, rng):
+def test_adamw_with_host_or_device_scalars_matches_reference(shape, where, dtype, device, rng):
     weights, first = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
     second, grad = rng.random(shape).astype(np.float32), rng.standard_normal(shape).astype(dtype)
     numbers = (7, 0.01) if where == "host" else (device(np.array(7, np.float32)), device(np.array(0.01, np.float32)))
@@ -511,7 +511,7 @@ def test_updates_with_numbers_of_the_device(shape, where, dtype, device, rng):
                 assert to_host(array).tobytes() == before.tobytes()
 
 
-def test_updates_of_a_transposed_matrix(device, rng):
+def test_adamw_on_transposed_matrix_matches_reference(device, rng):
     start = [rng.random((6, 10)).astype(np.float32) for _ in range(4)]
     expected, turned = [wide(a) for a in start], [device(np.ascontiguousarray(a.T)).T for a in start]
     kernels.adamw.reference(*expected, 1, 0.1, (0.9, 0.999), 1e-8, 0.1)
@@ -520,7 +520,7 @@ def test_updates_of_a_transposed_matrix(device, rng):
 
 
 @pytest.mark.parametrize("steps", [1, 100_000])
-def test_the_first_and_a_late_update(steps, device):
+def test_adamw_bias_correction_is_exact_at_first_and_late_steps(steps, device):
     """1 - beta^step must lose no digits for a beta close to 1."""
     start = [np.full(4, value) for value in (1.0, 0.3, 0.2, 0.1)]
     expected, actual = [a.copy() for a in start], [device(a.astype(np.float32)) for a in start]
@@ -533,14 +533,14 @@ def test_the_first_and_a_late_update(steps, device):
 @pytest.mark.gpu
 @each_type
 @pytest.mark.parametrize("layout", [contiguous, strided, offset_by_one])
-def test_a_gpu_agrees_with_the_reference_in_float64(name, layout, dtype, no_cudnn):
+def test_gpu_kernels_match_reference_in_float64(name, layout, dtype, no_cudnn):
     for size in CASES[name][1]:
         check_case(name, size, dtype, layout, to_cupy)
 
 
 @pytest.mark.gpu
 @each_type
-def test_a_gpu_gives_the_same_bits_twice(name, dtype, no_cudnn):
+def test_gpu_results_are_bit_reproducible(name, dtype, no_cudnn):
     for size in CASES[name][1]:
         results = []
         for _ in range(2):
@@ -550,7 +550,7 @@ def test_a_gpu_gives_the_same_bits_twice(name, dtype, no_cudnn):
 
 
 @pytest.mark.gpu
-def test_arrays_beyond_32_bits():
+def test_arrays_of_more_than_2_to_the_31_elements():
     """2^31 elements and more: places are counted in 64 bits."""
     import cupy
 
@@ -567,7 +567,7 @@ def test_arrays_beyond_32_bits():
 
 
 # -------------------------------------------------------------------- the table and its plans
-def test_every_kernel_of_the_sources_is_in_the_table():
+def test_every_kernel_of_the_sources_is_listed():
     assert [path.stem for path in FILES] == sorted(KERNELS)
     for path in FILES:
         text = path.read_text(encoding="utf-8")
@@ -598,7 +598,7 @@ def test_every_kernel_has_run_on_the_emulator(request):
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("size", [1, 7, 8, 768, 1024, 1025, 4096, 50_257, 10**6])
 @pytest.mark.parametrize("n_rows", [1, 3, 2048, 2049, 32_768, 2**31 - 5])
-def test_plans_cover_what_they_are_for(n_rows, size, itemsize):
+def test_launch_plans_cover_all_elements(n_rows, size, itemsize):
     pack = launch.elements_per_16_bytes(itemsize)
     plan = launch.plan_rows(n_rows, size, itemsize)
     assert plan.grid[0] * plan.block[1] >= n_rows > (plan.grid[0] - 1) * plan.block[1]
@@ -673,7 +673,7 @@ def test_launch_errors_name_the_argument(monkeypatch):
         launch.launch("adamw", "adamw", ("float",), plan, *arrays)
 
 
-def test_a_kernel_runs_where_its_arrays_lie(monkeypatch):
+def test_kernel_runs_on_the_device_of_its_arrays(monkeypatch):
     """On the second device, though the first is the current one; afterwards that is as before."""
     current = [0]
     launched = []
@@ -702,7 +702,7 @@ def test_a_kernel_runs_where_its_arrays_lie(monkeypatch):
     assert launched == modules == [1, 0] and current == [0]
 
 
-def test_launch_arguments(monkeypatch):
+def test_launch_passes_null_pointers_and_shared_memory_size(monkeypatch):
     """Null pointers have a type, and large shared memory is asked for."""
     calls = []
 
@@ -800,7 +800,7 @@ WHY_NOT = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "why"), WHY_NOT)
-def test_decline_reasons(name, arguments, why):
+def test_decline_reasons_name_the_cause(name, arguments, why):
     (version,) = CUDA[name]
     found = version.decline_reason(*arguments)
     assert found is None if why is None else re.search(why, found), found
@@ -815,7 +815,7 @@ def test_every_declining_version_has_a_reason():
 
 
 # -------------------------------------------------------------------- the door
-def test_they_register_when_the_first_cupy_array_comes(monkeypatch):
+def test_cuda_kernels_register_at_the_first_cupy_array(monkeypatch):
     """By an array type that says it is CuPy's."""
     made = type("ndarray", (np.ndarray,), {"__module__": "cupy"})
     monkeypatch.setitem(ARRAY_MODULES, made, np)
@@ -868,7 +868,7 @@ def most_threads(file: str, name: str) -> int:
 
 
 @needs_nvrtc
-def test_the_compilers_words_are_shown(monkeypatch):
+def test_compiler_errors_are_shown(monkeypatch):
     monkeypatch.setattr(nvrtc, "read_source", lambda file: "__global__ void adamw() { nonsense; }")
     monkeypatch.setattr(nvrtc, "template_names", lambda file: ("adamw",))
     with pytest.raises(RuntimeError, match=r'adamw\.cu for sm_90: .*\n.*"nonsense" is undefined'):
@@ -884,7 +884,7 @@ ptxas info : Compiling entry function '_Z1g' for 'sm_90'
 ptxas info : Used 16 registers"""
 
 
-def test_the_assemblers_words_are_read():
+def test_ptxas_usage_output_is_parsed():
     usages = list(nvrtc.parse_usages(LOG, {"_Z1f": "f<float>", "_Z1g": "g"}, "sm_90"))
     assert usages == [
         nvrtc.KernelUsage("f<float>", "sm_90", 40, 128, 8, 16),
@@ -907,12 +907,12 @@ __global__ void reverse(const float* x, float* y) {
 
 
 @pytest.mark.parametrize(("barrier", "differs"), [("", True), ("__syncthreads();", False)])
-def test_the_emulator_shows_a_missing_barrier(barrier, differs, tmp_path, monkeypatch):
+def test_emulator_results_show_a_missing_barrier(barrier, differs, tmp_path, monkeypatch):
     results = run_on_emulator(RACE.replace("BARRIER", barrier), tmp_path, monkeypatch)
     assert (results[0] != results[1]) == differs
 
 
-def test_the_emulator_finds_threads_that_wait_for_ever(tmp_path, monkeypatch):
+def test_emulator_reports_threads_that_wait_forever(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=r"reverse with .*63 of 64 threads"):
         run_on_emulator(RACE.replace("BARRIER", "if (threadIdx.x) __syncthreads();"), tmp_path, monkeypatch)
 
@@ -932,7 +932,7 @@ def run_on_emulator(text: str, folder: Path, monkeypatch) -> list[bytes]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_the_emulators_floats_of_16_bits(dtype, emulated, rng):
+def test_emulator_casts_of_16_bit_floats_match_numpy(dtype, emulated, rng):
     """All of them to float32, and halves between two of them back to even."""
     every = np.arange(2**16, dtype=np.uint16).view(dtype)
     to_float32 = cast(every, np.dtype(np.float32))
@@ -947,7 +947,7 @@ def test_the_emulators_floats_of_16_bits(dtype, emulated, rng):
 # -------------------------------------------------------------------- a whole model
 @pytest.mark.parametrize("softmax", ["softmax", "softmax1"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("float16", 2e-2), ("bfloat16", 6e-2)])
-def test_a_model_learns_through_the_table(precision, tolerance, softmax, emulated, monkeypatch):
+def test_training_step_matches_cpu_kernels(precision, tolerance, softmax, emulated, monkeypatch):
     """Loss, gradients and an update, as with the CPU's kernels in float32; the head size is one of tensor cores."""
     results = {}
     for where, versions in (("cpu", registered_by(registry.register_numpy)), ("cuda", CUDA)):

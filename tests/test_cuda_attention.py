@@ -28,7 +28,7 @@ def packed_heads(rng, dtype, n_tokens: int = T, size: int = D):
 
 # -------------------------------------------------------------------- which shapes
 @pytest.mark.parametrize("score_options", [ScoreOptions(0.25, 0), ScoreOptions(0.1)], ids=str)
-def test_the_shape_of_packed_heads(rng, score_options):
+def test_packed_heads_give_a_supported_shape(rng, score_options):
     q, k, v = packed_heads(rng, np.float16)
     shape = supported_shape(q, score_options, k, v)
     assert shape == AttentionShape(B, T, H, D, score_options.offset == 0, score_options.scale, "float16", (PACKED,) * 3)
@@ -223,7 +223,7 @@ def stand_in(monkeypatch):
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 @pytest.mark.parametrize("score_options", [ScoreOptions(0.25, 0), ScoreOptions(0.1)], ids=str)
 @pytest.mark.parametrize("off_by_one", [True, False])
-def test_it_equals_the_plain_attention(stand_in, rng, kind, score_options, off_by_one):
+def test_cudnn_attention_matches_reference(stand_in, rng, kind, score_options, off_by_one):
     dtype = dtype_of(kind)
     for _ in range(2):
         q, k, v = packed_heads(rng, dtype)
@@ -246,7 +246,7 @@ def test_it_equals_the_plain_attention(stand_in, rng, kind, score_options, off_b
     assert FakeGraph.built == 2 and set(stand_in.streams) == {5}
 
 
-def test_what_cudnn_does_not_take_is_left_to_others(stand_in, rng):
+def test_cudnn_declines_masks_odd_lengths_and_unsupported_graphs(stand_in, rng):
     q, k, v = packed_heads(rng, np.float16)
     mask = on_device(np.zeros((1, 1, 1, T), np.float16))
     assert cudnn.attention_forward(q, k, v, CAUSAL, False, mask) is None
@@ -272,7 +272,7 @@ def test_library_failure_is_reported_once(stand_in, rng, monkeypatch):
     assert cudnn.attention_forward(q, k, v, CAUSAL, False, None) is None
 
 
-def test_graphs_do_not_pile_up(stand_in, rng, monkeypatch):
+def test_number_of_cached_graphs_is_bounded(stand_in, rng, monkeypatch):
     monkeypatch.setattr(cudnn, "MAX_GRAPHS", 2)
     for n_tokens in (64, 128, 192, 64):
         assert cudnn.attention_forward(*packed_heads(rng, np.float16, n_tokens), CAUSAL, False, None) is not None

@@ -34,16 +34,16 @@ SHAPES = [(1, 1, 1), (2, 3, 4), (1, 5, 3), (5, 1, 3), (5, 3, 1), (64, 48, 32), (
         ((2, 3), (4, 4), None),
     ],
 )
-def test_how_a_matrix_lies(shape, strides, lies):
+def test_matrix_layout_from_shape_and_strides(shape, strides, lies):
     assert gemm.matrix_layout(shape, strides, 4) == lies
 
 
 @pytest.mark.parametrize(("address", "expected"), [(0, 256), (1, 1), (12, 4), (256, 256), (4096, 256), (48, 16)])
-def test_alignment(address, expected):
+def test_address_alignment_is_a_power_of_two_up_to_256(address, expected):
     assert gemm.address_alignment(address) == expected
 
 
-def test_the_dtype_of_the_result():
+def test_result_dtype_follows_operands_and_arguments():
     half, single, double = (np.dtype(name) for name in ("float16", "float32", "float64"))
     assert gemm.result_type(half, None, None) == single
     assert gemm.result_type(half, np.float16, None) == half
@@ -76,7 +76,7 @@ def test_plans_are_accepted_by_the_library(kinds, with_bias):
     assert gemm.version_text().count(".") == 2
 
 
-def test_a_library_that_is_not_there_is_one_line(monkeypatch):
+def test_missing_library_is_reported_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
     monkeypatch.setattr(gemm, "load_cublaslt", gemm.load_cublaslt.__wrapped__)
     problem = gemm.unavailable_reason.__wrapped__()
@@ -218,7 +218,7 @@ def dtype_of(name: str) -> np.dtype:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS if "rows" in (a, b) or a == b])
-def test_products_equal_the_plain_ones(stand_in, rng, shape, kind, layouts):
+def test_products_match_reference(stand_in, rng, shape, kind, layouts):
     n_rows, n_inner, n_columns = shape
     dtype = dtype_of(kind)
     a, b = rng.standard_normal((n_rows, n_inner)).astype(dtype), rng.standard_normal((n_inner, n_columns)).astype(dtype)
@@ -250,7 +250,7 @@ def test_products_are_written_to_out(stand_in, rng, kind, layout):
         np.testing.assert_allclose(out.astype(float), exact, 1e-2, 1e-1 if out_dtype.itemsize == 2 else 1e-4)
 
 
-def test_a_product_into_a_view_touches_nothing_beside_it(stand_in, rng):
+def test_product_into_a_view_leaves_the_rest_unchanged(stand_in, rng):
     whole = on_device(np.full((6, 9), 7, np.float32))
     a, b = (on_device(rng.standard_normal(shape).astype(np.float32)) for shape in ((6, 5), (5, 4)))
     gemm.matmul(a, b, None, whole[:, 2:6])
@@ -259,7 +259,7 @@ def test_a_product_into_a_view_touches_nothing_beside_it(stand_in, rng):
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 2), (2, 0, 3), (2, 3, 0)])
-def test_empty_products(stand_in, shape):
+def test_empty_products_do_not_call_the_library(stand_in, shape):
     n_rows, n_inner, n_columns = shape
     a, b = (on_device(np.ones(s, np.float32)) for s in ((n_rows, n_inner), (n_inner, n_columns)))
     bias = on_device(np.ones(n_columns, np.float32))
@@ -267,7 +267,7 @@ def test_empty_products(stand_in, shape):
     assert stand_in.products == 0
 
 
-def test_what_the_library_does_not_know_is_left_to_cupy(stand_in, rng):
+def test_products_without_an_algorithm_use_cupy(stand_in, rng):
     stand_in.knows_a_way = False
     for kind in ("float32", "bfloat16", "float64"):
         a, b = (on_device(rng.standard_normal(shape).astype(dtype_of(kind))) for shape in ((6, 5), (5, 4)))
@@ -278,7 +278,7 @@ def test_what_the_library_does_not_know_is_left_to_cupy(stand_in, rng):
     assert stand_in.products == 0
 
 
-def test_operands_of_two_kinds_meet_in_float32(stand_in, rng):
+def test_mixed_dtypes_are_multiplied_in_float32(stand_in, rng):
     a = on_device(rng.standard_normal((6, 5)).astype(np.float16))
     b = on_device(rng.standard_normal((5, 4)).astype(np.float32))
     found = gemm.matmul(a, b)
@@ -286,7 +286,7 @@ def test_operands_of_two_kinds_meet_in_float32(stand_in, rng):
     assert found.dtype == np.float32
 
 
-def test_plans_are_made_once_and_given_back(stand_in, rng, monkeypatch):
+def test_plans_are_cached_and_their_number_is_bounded(stand_in, rng, monkeypatch):
     monkeypatch.setattr(gemm, "MAX_PLANS", 3)
     for n_rows in (2, 2, 3, 4, 2, 5, 6):
         a, b = (on_device(rng.standard_normal(shape).astype(np.float32)) for shape in ((n_rows, 5), (5, 4)))
@@ -302,7 +302,7 @@ def test_only_tf32_rounds_float32(stand_in, rng):
     assert [product.tf32 for _, product in gemm._plans] == [False, True]
 
 
-def test_errors_of_the_library_are_named(stand_in, monkeypatch, rng):
+def test_library_errors_name_the_function_and_status(stand_in, monkeypatch, rng):
     stand_in.cublasLtMatmul = lambda *arguments: 13
     a = on_device(rng.standard_normal((4, 4)).astype(np.float32))
     with pytest.raises(RuntimeError, match=r"cublasLtMatmul.*status 13"):
