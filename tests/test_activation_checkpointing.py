@@ -92,7 +92,7 @@ def test_gradients_are_bit_identical(changes):
     assert results[0][2] == results[1][2]
 
 
-# -------------------------------------------------------------------- what no gradient needs
+# -------------------------------------------------------------------- freed activations
 def batch_loss(model) -> tuple[dict[str, np.ndarray], int]:
     """Gradients, and how many numbers can be seen on the way to the loss."""
     model.zero_grad()
@@ -178,14 +178,14 @@ def test_library_gradient_functions_capture_arrays_not_tensors():
 
 
 def test_probes_see_intermediate_activations():
-    seen = []
+    inputs = []
     model = GPT(CONFIG)
     block = model.blocks[1]
     before = block.mlp.forward
-    block.mlp.forward = lambda x: seen.append(x) or before(x)
+    block.mlp.forward = lambda x: inputs.append(x) or before(x)
     with free_activations():
         model(to_tensor(TOKENS[0], dtype=int))
-    assert np.isfinite(seen[0].array).all()
+    assert np.isfinite(inputs[0].array).all()
 
 
 def test_training_runs_are_identical_and_resume(tmp_path):
@@ -344,7 +344,7 @@ def test_unused_inputs_get_no_gradient():
     assert leaf_gradients(x.detach(), np.ones(2), [x]) == [None]
 
 
-# -------------------------------------------------------------------- the loss in pieces
+# -------------------------------------------------------------------- chunked loss
 LABELS = np.array([[1, 4, 0], [3, 3, 6]])
 LOSSES = {
     "plain": CrossEntropy(),

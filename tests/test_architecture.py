@@ -152,11 +152,13 @@ def test_training_step_calls_the_quoted_functions_in_order():
 
 def test_matmul_providers_are_listed_in_dispatch_order():
     kernels.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))
-    asked = [f"{version.__module__.replace('.', '/')}.py:matmul" for version in kernels.matmul.registered[np.ndarray]]
+    providers = [
+        f"{version.__module__.replace('.', '/')}.py:matmul" for version in kernels.matmul.registered[np.ndarray]
+    ]
     (text,) = (text for *_, name, text in STOPS if name == "Kernel.__call__")
     named = re.findall(r"`(tricycle_accelerators/(?!cuda)\w+/\w+\.py:matmul)`", text)
-    assert [place for place in named if place in asked] == asked
-    assert named[-1] == asked[-1]
+    assert [place for place in named if place in providers] == providers
+    assert named[-1] == providers[-1]
 
 
 def test_provider_table_matches_a_training_step(monkeypatch):

@@ -367,7 +367,7 @@ def test_rejected_append_leaves_cache_unchanged() -> None:
     assert cache.length == 2
 
 
-# -------------------------------------------------------------------- scores of their own
+# -------------------------------------------------------------------- scored attention
 SCORED: dict[str, Callable[[], ScaledDotProductAttention]] = {
     "scaled dot product": lambda: ScaledDotProductAttention(),
     "additive": lambda: AdditiveAttention(6, 6, 5, generator=0),

@@ -150,7 +150,7 @@ def test_too_few_gradients_raise():
         record(a.array, (a, b), lambda grad, needs_grad: (grad,), "mine").backward()
 
 
-# -------------------------------------------------------------------- parts
+# -------------------------------------------------------------------- graph and backward pass
 def test_gradients_of_several_slices_are_summed():
     """Taking a sequence apart costs as much as its length, not as its square."""
     x = to_tensor(np.arange(12.0).reshape(3, 4), dtype=np.float64)

@@ -235,7 +235,7 @@ def test_rank_equality_prints_its_table(monkeypatch, capsys):
     assert 0.4 * float(state) < float(shard) < 0.7 * float(state)
 
 
-def test_difference_is_reported(tmp_path):
+def test_unequal_losses_are_reported_as_not_equal(tmp_path):
     for kind, loss in {"replicated": 1.0, "repeated": 1.0, "sharded": 1.0 + 1e-9}.items():
         for n in (1, 2):
             result = {"losses": [loss], "weights": [2.0], "n_bytes": [8, 4], "n_copies": 1}

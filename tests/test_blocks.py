@@ -38,7 +38,7 @@ def test_gradients_of_the_transformer_block(norm: str, activation: str, rotary: 
     check_layer_gradients(block, rng.standard_normal((2, 3, 4)))
 
 
-# -------------------------------------------------------------------- what they compute
+# -------------------------------------------------------------------- layers and blocks
 def test_block_accepts_unbatched_sequence(rng: np.random.Generator) -> None:
     block, x = GPT2TransformerBlock(8, 2, 24, generator=0), rng.standard_normal((5, 8))
     np.testing.assert_allclose(block(x).array, block(x[None]).array[0], rtol=1e-4, atol=1e-5)
@@ -136,8 +136,8 @@ def test_block_softmax_scales_get_gradients(per_head: bool, rng: np.random.Gener
 
 
 @pytest.mark.parametrize("per_head", [True, False])
-def test_scale_per_pair_of_blocks(per_head: bool, rng: np.random.Generator) -> None:
-    """It is what all positions of a block have in common: the same values, and the sum of their gradients."""
+def test_scale_per_block_pair_equals_repeated_scales(per_head: bool, rng: np.random.Generator) -> None:
+    """All positions of a block share one scale: equal outputs, and its gradient is the sum of theirs."""
     layer = MultiHeadSelfAttention(8, 2, 24, softmax=BlockSoftmax(3, per_head=per_head), generator=0)
     x = rng.standard_normal((2, 21, 8))
     pairs = rng.random((2, 3, 3) if per_head else (3, 3))

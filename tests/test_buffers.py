@@ -145,7 +145,7 @@ def test_arrays_in_reference_cycles_are_released(arena):
     assert address(some(2)) == place
 
 
-# -------------------------------------------------------------------- where there is none
+# -------------------------------------------------------------------- without address space or at a fork
 def test_falls_back_to_numpy_without_address_space(arena, monkeypatch):
     def refuse(*_, **__):
         raise OSError("Cannot allocate memory")

@@ -247,7 +247,7 @@ else:
     assert os.listdir(tmp_path) == [path.name]
 
 
-# -------------------------------------------------------------------- bits that turn over
+# -------------------------------------------------------------------- bit flips
 def test_every_bit_flip_is_detected(saved):
     """Wherever it is in the file; but for one in the name of the checksum, which leaves all else as it was."""
     content = saved.read_bytes()
@@ -298,7 +298,7 @@ def test_all_dtypes_round_trip(tmp_path, dtype):
         checkpoint_module._write(tmp_path / "file", {"a": np.ones(1, np.complex64)}, "{}")
 
 
-# -------------------------------------------------------------------- odd files
+# -------------------------------------------------------------------- invalid files
 @pytest.mark.parametrize("load", [load_checkpoint, load_pickled_model])
 @pytest.mark.parametrize("name", ["missing", "."])
 def test_missing_file_is_reported(tmp_path, load, name):

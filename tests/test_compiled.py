@@ -41,7 +41,7 @@ FEW_QUERIES = normal(1, 2, 4, 8), normal(1, 5, 2, 8), normal(1, 5, 2, 8)
 
 def test_needs_compilation_only_without_cached_loops(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "__file__", str(tmp_path / "nowhere" / "__init__.py"))
-    assert not compiled.needs_compilation()  # there is no place for it
+    assert not compiled.needs_compilation()  # the cache folder cannot be created
     monkeypatch.setattr(compiled, "__file__", str(tmp_path / "__init__.py"))
     assert compiled.needs_compilation()
     kept = tmp_path / "__pycache__"
@@ -52,7 +52,7 @@ def test_needs_compilation_only_without_cached_loops(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("factor", [None, 0.3, 0.0, np.float32(np.nan)])
 def test_adamw_matches_reference(factor):
-    """Large enough to be asked, and not a multiple of anything."""
+    """The arrays exceed the minimum size, and their size is not a multiple of the vector length."""
     arrays = [normal(70_001, seed=i) for i in range(3)]
     arrays.append(np.abs(normal(70_001, seed=4)) * 1e-3)
     arrays[1][:5] = 0
@@ -68,7 +68,7 @@ def test_adamw_matches_reference(factor):
 
 
 def test_cross_entropy_with_minus_infinity_logits_matches_reference():
-    """Minus infinity has no weight, and a row that does not count may cost infinitely much."""
+    """Logits of minus infinity get no probability; a row of weight 0 may have infinite loss."""
     logits, labels = normal(300, 400), np.arange(300) % 200
     logits[:, 200:] = -np.inf
     labels[7] = 399
@@ -79,9 +79,9 @@ def test_cross_entropy_with_minus_infinity_logits_matches_reference():
     np.testing.assert_allclose(loss, expected, 1e-5)
     np.testing.assert_allclose(slope, slopes, 1e-5, 1e-8)
     assert (slope[:, 200:] == 0).all()
-    alone, nothing = losses.cross_entropy(logits, labels, weights, 0.0, False)
-    np.testing.assert_allclose(alone, expected, 1e-5)
-    assert nothing is None
+    loss_only, no_gradient = losses.cross_entropy(logits, labels, weights, 0.0, False)
+    np.testing.assert_allclose(loss_only, expected, 1e-5)
+    assert no_gradient is None
     labels[0] = 400
     assert losses.cross_entropy(logits, labels, weights) is NotImplemented
 
@@ -97,23 +97,23 @@ def test_large_exponents_match_reference():
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("nothing", [False, True])
-def test_attention_of_few_queries_on_a_cache_matches_reference(dtype, window, nothing):
-    """The last of 4 queries is at the last of 9 keys, which are in a cache with room for more."""
+@pytest.mark.parametrize("off_by_one", [False, True])
+def test_attention_of_few_queries_on_a_cache_matches_reference(dtype, window, off_by_one):
+    """The last of 4 queries is at the position of the last of 9 keys; the cache has capacity for 20."""
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes")
     cached = normal(2, 1, 20, 2, 8, seed=1).astype(np.dtype(dtype))
     q, k, v = 3 * normal(1, 4, 6, 8), cached[0][:, :9], cached[1][:, :9]
     score_options = ScoreOptions(0.4, 5, window)
-    found = attention.attention(q, k, v, score_options, nothing)
+    found = attention.attention(q, k, v, score_options, off_by_one)
     expected = kernels.attention.reference(
-        q.astype(np.float64), k.astype(np.float64), v.astype(np.float64), score_options, nothing
+        q.astype(np.float64), k.astype(np.float64), v.astype(np.float64), score_options, off_by_one
     )
     for actual, reference in zip(found, expected):
         np.testing.assert_allclose(actual, reference, 1e-5, 1e-6)
     one_by_one = [
         attention.attention(
-            q[:, t : t + 1], k[:, : 6 + t], v[:, : 6 + t], score_options._replace(offset=5 + t), nothing
+            q[:, t : t + 1], k[:, : 6 + t], v[:, : 6 + t], score_options._replace(offset=5 + t), off_by_one
         )[0]
         for t in range(4)
     ]
@@ -122,7 +122,7 @@ def test_attention_of_few_queries_on_a_cache_matches_reference(dtype, window, no
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_non_finite_values_propagate(bad):
-    """Broken weights are noticed by who draws tokens: here nothing may hide them."""
+    """Sampling detects broken weights by logits that are not finite, so no kernel may hide them."""
     x = normal(1, 64)
     x[0, 37] = bad
     gain = np.ones(64, np.float32)
@@ -173,34 +173,36 @@ assert "numba" in sys.modules
 
 
 # -------------------------------------------------------------------- attention
-def attended(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, nothing: bool, plain: bool
+def attention_results(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, off_by_one: bool, plain: bool
 ) -> list:
-    """The result, the logs of sums, and the gradients of q, k and v."""
+    """Return the output, the logsumexp, and the gradients of q, k and v."""
     forward = kernels.attention.reference if plain else attention.attention
     backward = kernels.attention_backward.reference if plain else attention.attention_backward
-    out, logs = forward(q, k, v, score_options, nothing)
+    out, logs = forward(q, k, v, score_options, off_by_one)
     gradients = [np.empty_like(array) for array in (q, k, v)]
     assert backward(np.cos(out), q, k, v, out, logs, score_options, *gradients) is not NotImplemented
     return [out, logs, *gradients]
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 64, 100])
-@pytest.mark.parametrize("nothing", [False, True])
+@pytest.mark.parametrize("off_by_one", [False, True])
 @pytest.mark.parametrize("factor", [1, 8])
-def test_attention_over_many_key_blocks_matches_reference(window, nothing, factor):
-    """Scores up to some hundred, whose largest may come in any block of keys."""
+def test_attention_over_many_key_blocks_matches_reference(window, off_by_one, factor):
+    """Scores reach some hundreds, and the largest may be in any block of keys."""
     q, k, v = factor * normal(2, 140, 4, 8), factor * normal(2, 180, 2, 8, seed=1), normal(2, 180, 2, 8, seed=2)
     score_options = ScoreOptions(0.5, 40, window)
-    expected = attended(*(array.astype(np.float64) for array in (q, k, v)), score_options, nothing, plain=True)
-    for result, reference in zip(attended(q, k, v, score_options, nothing, plain=False), expected):
+    expected = attention_results(
+        *(array.astype(np.float64) for array in (q, k, v)), score_options, off_by_one, plain=True
+    )
+    for result, reference in zip(attention_results(q, k, v, score_options, off_by_one, plain=False), expected):
         np.testing.assert_allclose(result, reference, 1e-3, 1e-4 * np.abs(reference).max() + 1e-4)
 
 
 def test_nan_key_affects_only_its_head_and_later_queries():
     q, k, v = normal(1, 40, 2, 8), normal(1, 40, 2, 8), normal(1, 40, 2, 8)
     k[0, 3, 1, 0] = np.nan
-    results = attended(q, k, v, ScoreOptions(0.5, 0), False, plain=False)
+    results = attention_results(q, k, v, ScoreOptions(0.5, 0), False, plain=False)
     for result in results:
         assert not np.isfinite(result).all()
     assert np.isfinite(results[0][:, :3]).all()  # queries before the key
@@ -228,7 +230,7 @@ def test_packed_products_match_float64(n_rows, n_terms, n_columns):
 # -------------------------------------------------------------------- large products
 @pytest.fixture
 def large(monkeypatch):
-    """The version itself, whatever this machine's BLAS is, for products however small, by three threads."""
+    """Return tiled_matmul.matmul with three threads, without minimum sizes, whatever BLAS is installed."""
     from tricycle_accelerators.compiled import matrix_loops
 
     monkeypatch.setattr(tiled_matmul, "_loops", lambda: matrix_loops)
@@ -275,7 +277,7 @@ def test_tiled_matmul_declines_unsupported_operands(large):
     assert large(left, right, out=np.empty((8, 48), np.float32, "F")) is NotImplemented
 
 
-BIG = normal(300, 400)  # as many as are worth it
+BIG = normal(300, 400)  # above the minimum sizes
 IDS = np.zeros(300, np.int64)
 GATES, STATES, WEIGHTS = normal(4, 6, 20), normal(3, 5, 6, 5, seed=1), normal(5, 20, seed=2)
 LEFT, RIGHT = normal(8, 32), normal(32, 48)
@@ -372,14 +374,14 @@ def locked(array: np.ndarray) -> np.ndarray:
     ],
 )
 def test_decline_reasons_name_the_cause(large, version, arguments, phrase):
-    why = version.decline_reason(*arguments)
-    assert why is None if phrase is None else re.search(phrase, why)
+    reason = version.decline_reason(*arguments)
+    assert reason is None if phrase is None else re.search(phrase, reason)
     if phrase is not None:
         assert version(*arguments) is NotImplemented
 
 
 # -------------------------------------------------------------------- attention of bfloat16
-# items, queries, keys, heads, key heads, head size; how it is scored; whether there is nothing to attend to
+# items, queries, keys, heads, key heads, head size; score options; whether softmax1
 ATTENTION = [
     (Sizes(2, 256, 256, 3, 3, 64), ScoreOptions(0.125, 0), False),
     (Sizes(1, 200, 333, 2, 2, 32), ScoreOptions(0.2, 133), True),
@@ -400,7 +402,7 @@ ATTENTION = [
     (Sizes(1, 150, 70, 2, 2, 16), ScoreOptions(0.25, 100, 200), True),
     (Sizes(1, 130, 64, 4, 2, 16), ScoreOptions(0.25, 64, 2**62), False),
 ]
-LEFT_TO_OTHERS = [
+DECLINED_ATTENTION = [
     (Sizes(1, 40, 40, 2, 1, 16), ScoreOptions(0.25, 0, None, 2.0), False),
     (Sizes(1, 40, 40, 2, 2, 16), ScoreOptions(0.25, -3), False),
     (Sizes(1, 40, 20, 2, 2, 16), ScoreOptions(0.25, 0, 5), False),
@@ -418,7 +420,7 @@ def heads(rng, sizes: Sizes, scale: float = 1.0) -> list[np.ndarray]:
     return [packed[:, :queries, :n_heads], k, v]
 
 
-def attend_both(qkv, score_options, nothing, mask=None, narrow=False):
+def attend_both(qkv, score_options, off_by_one, mask=None, narrow=False):
     """Results, logs and gradients of the compiled kernel and of the reference in float64.
 
     Args:
@@ -427,8 +429,8 @@ def attend_both(qkv, score_options, nothing, mask=None, narrow=False):
     grad = np.random.default_rng(5).standard_normal(qkv[0].shape)
     dtype = qkv[0].dtype if narrow else np.dtype(np.float32)
     exact = [array.astype(np.float64) for array in qkv]
-    actual = kernels.attention(*qkv, score_options, nothing, mask, dtype)
-    expected = kernels.attention.reference(*exact, score_options, nothing, mask)
+    actual = kernels.attention(*qkv, score_options, off_by_one, mask, dtype)
+    expected = kernels.attention.reference(*exact, score_options, off_by_one, mask)
     poisoned = [np.full(array.shape, np.nan, dtype) for array in qkv]
     kernels.attention_backward(grad.astype(dtype), *qkv, *actual, score_options, *poisoned, mask)
     expected_gradients = [np.full(array.shape, np.nan) for array in qkv]
@@ -436,18 +438,18 @@ def attend_both(qkv, score_options, nothing, mask=None, narrow=False):
     return [*actual, *poisoned], [*expected, *expected_gradients]
 
 
-@pytest.mark.parametrize(("sizes", "score_options", "nothing"), ATTENTION + LEFT_TO_OTHERS, ids=str)
+@pytest.mark.parametrize(("sizes", "score_options", "off_by_one"), ATTENTION + DECLINED_ATTENTION, ids=str)
 @pytest.mark.parametrize("narrow", [False, True])
-def test_attention_matches_reference(sizes, score_options, nothing, narrow, monkeypatch):
+def test_attention_matches_reference(sizes, score_options, off_by_one, narrow, monkeypatch):
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     qkv = heads(np.random.default_rng(6), sizes)
-    actual, expected = attend_both(qkv, score_options, nothing, None, narrow)
+    actual, expected = attend_both(qkv, score_options, off_by_one, None, narrow)
     for i, (result, reference) in enumerate(zip(actual, expected)):
         assert result.dtype == (qkv[0].dtype if narrow and i != 1 else np.float32)
         result = result.astype(np.float64)
-        seen = np.isfinite(reference)
-        assert (np.isneginf(result) == ~seen).all()
-        assert distance(result[seen], reference[seen]) < (1e-2 if narrow else 5e-3)
+        finite = np.isfinite(reference)
+        assert (np.isneginf(result) == ~finite).all()
+        assert distance(result[finite], reference[finite]) < (1e-2 if narrow else 5e-3)
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -465,11 +467,11 @@ def test_attention_of_non_contiguous_rows_is_bit_identical(narrow):
 
 
 def test_attention_cases_are_accepted_or_declined_as_listed():
-    """So that the test above tests what it should."""
-    for taken, cases in ((True, [case for case in ATTENTION if case[0].queries >= 16]), (False, LEFT_TO_OTHERS)):
+    """Otherwise test_attention_matches_reference would not test the intended kernel."""
+    for accepted, cases in ((True, [case for case in ATTENTION if case[0].queries >= 16]), (False, DECLINED_ATTENTION)):
         for sizes, score_options, _ in cases:
-            why = attention.attention.decline_reason(*heads(np.random.default_rng(6), sizes), score_options, False)
-            assert (why is None) is taken
+            reason = attention.attention.decline_reason(*heads(np.random.default_rng(6), sizes), score_options, False)
+            assert (reason is None) is accepted
 
 
 @pytest.mark.parametrize("scale", [1e-3, 30.0, 1e4])
@@ -502,13 +504,13 @@ def test_keys_visible_to_no_query_get_zero_gradients():
         assert gradient[:, 16:70].all()
 
 
-# -------------------------------------------------------------------- products of tiles
+# -------------------------------------------------------------------- tile products
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("shape", [(4, 16, 1), (64, 64, 64), (12, 48, 7), (8, 112, 33)])
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("turned", [False, True])
-def test_tile_products_match_float64(shape, add, turned):
-    """Of numbers, and of pairs where the processor has them: of an odd number of steps, too."""
+@pytest.mark.parametrize("transposed", [False, True])
+def test_tile_products_match_float64(shape, add, transposed):
+    """Multiply tiles of float32, and of bfloat16 pairs where the processor has them, also for an odd inner size."""
     import numba
 
     from tricycle_accelerators.compiled import tiles
@@ -518,11 +520,11 @@ def test_tile_products_match_float64(shape, add, turned):
         tiles.multiply(left, right, out, add)
 
     n_rows, n_columns, n_inner = shape
-    a, b, before = normal(n_rows, n_inner), normal(n_inner, n_columns, seed=1), normal(n_rows, n_columns, seed=2)
-    left, out = np.asarray(a, order="F" if turned else "C"), before.copy()
-    multiply(left.T.copy().T if turned else left, b, out, add)
-    np.testing.assert_allclose(out, a.astype(np.float64) @ b + add * before, 1e-4, 1e-5)
-    if not tiles.HAS_BFLOAT or turned:
+    a, b, initial = normal(n_rows, n_inner), normal(n_inner, n_columns, seed=1), normal(n_rows, n_columns, seed=2)
+    left, out = np.asarray(a, order="F" if transposed else "C"), initial.copy()
+    multiply(left.T.copy().T if transposed else left, b, out, add)
+    np.testing.assert_allclose(out, a.astype(np.float64) @ b + add * initial, 1e-4, 1e-5)
+    if not tiles.HAS_BFLOAT or transposed:
         return
 
     @numba.njit
@@ -531,11 +533,11 @@ def test_tile_products_match_float64(shape, add, turned):
         tiles.pack_right(b, right)
         tiles.multiply(left, right, out, add)
 
-    n_steps, out = (n_inner + 1) // 2, before.copy()
+    n_steps, out = (n_inner + 1) // 2, initial.copy()
     left, right = np.zeros((n_rows, n_steps), np.uint32), np.zeros((n_steps, n_columns), np.uint32)
     multiply_pairs(a, b, left, right, out, add)
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
-    expected = a.astype(bfloat16).astype(np.float64) @ b.astype(bfloat16).astype(np.float64) + add * before
+    expected = a.astype(bfloat16).astype(np.float64) @ b.astype(bfloat16).astype(np.float64) + add * initial
     np.testing.assert_allclose(out, expected, 1e-4, 1e-5)
 
 
@@ -546,39 +548,43 @@ def test_pack_right_transposed_matches_numpy_transpose(shape):
     from tricycle_accelerators.compiled import tiles
 
     @numba.njit
-    def turn(x, scratch, out):
+    def pack(x, scratch, out):
         tiles.pack_right_transposed(x, scratch, out)
 
     x = normal(*shape)
     wide, long = (-(-n // tiles.LANES) * tiles.LANES for n in shape[::-1])
     out = np.zeros((wide, long), np.float32)
-    turn(x, np.zeros((tiles.LANES, wide), np.float32), out)
+    pack(x, np.zeros((tiles.LANES, wide), np.float32), out)
     np.testing.assert_array_equal(out[: shape[1], : shape[0]], x.T)
 
 
 def test_bfloat16_operands_are_packed_as_float32():
-    """As they are where the processor has no products of pairs, or slow ones."""
+    """This is the packing for processors without fast products of bfloat16 pairs."""
     import numba
 
     from tricycle_accelerators.compiled import tiles
 
     @numba.njit
-    def lay_out(x, left, right, turned, scratch):
+    def pack(x, left, right, right_transposed, scratch):
         tiles.pack_left(x, left)
         tiles.pack_right(x, right)
-        tiles.pack_right_transposed(x, scratch, turned)
+        tiles.pack_right_transposed(x, scratch, right_transposed)
 
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     x = normal(32, 48).astype(bfloat16)
-    left, right, turned = np.zeros((32, 48), np.float32), np.zeros((32, 48), np.float32), np.zeros((48, 32), np.float32)
-    lay_out(x.view(np.uint16), left, right, turned, np.zeros((tiles.LANES, 48), np.float32))
-    for found in (left, right, turned.T):
+    left, right, right_transposed = (
+        np.zeros((32, 48), np.float32),
+        np.zeros((32, 48), np.float32),
+        np.zeros((48, 32), np.float32),
+    )
+    pack(x.view(np.uint16), left, right, right_transposed, np.zeros((tiles.LANES, 48), np.float32))
+    for found in (left, right, right_transposed.T):
         np.testing.assert_array_equal(found, x.astype(np.float32))
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_backward", "layer_norm", "layer_norm_backward"])
 def test_registered_numpy_versions_agree(name):
-    """The tests of the kernels see the faster ones here: these are the others, in float32."""
+    """The kernel tests reach only the fastest version; compare the other one with it in float32."""
     rng = np.random.default_rng(4)
     x, grad = rng.standard_normal((2, 1100, 64)).astype(np.float32)
     gain, bias = rng.standard_normal((2, 64)).astype(np.float32)
@@ -597,7 +603,7 @@ def test_registered_numpy_versions_agree(name):
 
 @pytest.mark.parametrize("subtract_mean", [False, True])
 def test_bfloat16_norms_match_float64(subtract_mean):
-    """From float32 to bfloat16, and from a gradient of that back; those that are not centred of bfloat16 alone, too."""
+    """Float32 rows with bfloat16 results and gradients; without mean subtraction also bfloat16 rows."""
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     x, grad, gain = normal(1100, 64), normal(1100, 64, seed=1), normal(64, seed=2)
     versions = registered_by(registry.register_numpy)
@@ -632,7 +638,7 @@ print(registers.LANES, int(pytest.main(["-q", "-p", "no:cacheprovider", "-x", *F
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names processors of x86-64")
 @pytest.mark.parametrize(("name", "lanes"), [("AVX2", 8), ("SSE2", 4)])
 def test_loops_compiled_for_older_processors_pass_their_tests(name, lanes, tmp_path):
-    """The tests of attention and of matrices by rows, with what Numba compiles for a processor without AVX-512."""
+    """Run the tests of attention and of matrix-vector products with code compiled for processors without AVX-512."""
     cpu, features = OLDER[name]
     files = [str(Path(__file__).with_name(file)) for file in ("test_kernel_attention.py", "test_vectors.py")]
     variables = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}

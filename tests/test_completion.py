@@ -51,7 +51,7 @@ CASES = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_completed_flags_equal_the_flags_of_the_help(command, monkeypatch, capsys):
-    """No flag is missing, and none is made up."""
+    """Completion offers no more and no fewer flags than the help lists."""
     monkeypatch.setenv("COLUMNS", "200")
     every = "--help-all" if command in ("train", "distill", "sweep") else "--help"
     lines = [[command, every]] + (
@@ -90,7 +90,7 @@ def test_help_fits_on_two_screens(command, monkeypatch, capsys):
 
 
 def bash_offers(line: str, path: Path) -> list[str]:
-    """What bash would offer for a line, by the function that it calls at the key."""
+    """Return the completions of the bash function for a command line."""
     program = """
 source "$1"
 COMP_LINE=$2
@@ -115,8 +115,8 @@ def test_bash_completes_each_line(scripts, line):
 @pytest.mark.skipif(shutil.which("bash") is None or sys.platform == "win32", reason="needs bash")
 def test_bash_registers_the_function_and_completes_after_an_equals_sign(scripts):
     path = scripts / "tricycle.bash"
-    asked = f'source "{path}"; complete -p tricycle'
-    registered = subprocess.run(["bash", "-c", asked], capture_output=True, text=True)
+    program = f'source "{path}"; complete -p tricycle'
+    registered = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
     assert "-F _tricycle tricycle" in registered.stdout
     # bash cuts words at "="
     assert bash_offers("tricycle train --preset = la", path) == ["laptop"]
@@ -126,10 +126,10 @@ def test_bash_registers_the_function_and_completes_after_an_equals_sign(scripts)
 @pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
 @pytest.mark.parametrize("line", CASES)
 def test_fish_completes_each_line(scripts, line, tmp_path):
-    """Without a dash fish offers no flags, and files where a word is to come that may be one."""
+    """Without a dash fish offers no flags; it offers files where an argument may be a file name."""
     environment = {**os.environ, "HOME": str(tmp_path)}
-    asked = f'source "{scripts / "tricycle.fish"}"; complete -C "{line}"'
-    done = subprocess.run(["fish", "-c", asked], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    program = f'source "{scripts / "tricycle.fish"}"; complete -C "{line}"'
+    done = subprocess.run(["fish", "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     offered = {entry.split("\t")[0] for entry in done.stdout.splitlines()}
     assert offered == {word for word in CASES[line] if "-" in line.split()[-1] or not word.startswith("--")}
@@ -168,7 +168,7 @@ def test_zsh_completes_each_line(scripts, line):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
 def test_zsh_completes_a_partial_word(scripts):
-    """In a shell with a terminal, at the key itself."""
+    """Press the key in an interactive shell with a terminal."""
     import pty
 
     process, terminal = pty.fork()

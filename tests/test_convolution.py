@@ -18,7 +18,7 @@ OPTIONS = [
 
 
 def torch_weights(layer, transposed: bool = False) -> np.ndarray:
-    """Ours are (K * C_in, C_out), or (C_in, K * C_out); PyTorch's (C_out, C_in, *kernel), or (C_in, C_out, *kernel)."""
+    """Convert weights (K * C_in, C_out) to (C_out, C_in, *kernel), or (C_in, K * C_out) to (C_in, C_out, *kernel)."""
     if transposed:
         shaped = layer.weights.array.reshape(layer.from_size, *layer.kernel, layer.to_size)
         return np.moveaxis(shaped, -1, 1)
@@ -83,11 +83,11 @@ def test_conv_transpose_restores_any_input_size(size):
 
 def test_fold_is_the_adjoint_of_unfold(rng):
     """<unfold(x), y> = <x, fold(y)>."""
-    how = (3, 2), (2, 1), (1, 0)
+    geometry = (3, 2), (2, 1), (1, 0)
     x = to_tensor(rng.standard_normal((2, 6, 5, 3)), dtype=np.float64)
-    columns = unfold(x, *how)
+    columns = unfold(x, *geometry)
     y = rng.standard_normal(columns.shape)
-    folded = fold(to_tensor(y, dtype=float), (6, 5), *how).array
+    folded = fold(to_tensor(y, dtype=float), (6, 5), *geometry).array
     np.testing.assert_allclose((columns.array * y).sum(), (x.array * folded).sum())
 
 

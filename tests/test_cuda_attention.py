@@ -26,7 +26,7 @@ def packed_heads(rng, dtype, n_tokens: int = T, size: int = D):
     return [packed[:, :, i] for i in range(3)]
 
 
-# -------------------------------------------------------------------- which shapes
+# -------------------------------------------------------------------- supported shapes
 @pytest.mark.parametrize("score_options", [ScoreOptions(0.25, 0), ScoreOptions(0.1)], ids=str)
 def test_packed_heads_give_a_supported_shape(rng, score_options):
     q, k, v = packed_heads(rng, np.float16)

@@ -14,9 +14,9 @@ from tricycle_accelerators.cuda.gemm import MatmulSpec, MatrixLayout
 SHAPES = [(1, 1, 1), (2, 3, 4), (1, 5, 3), (5, 1, 3), (5, 3, 1), (64, 48, 32), (33, 65, 17)]
 
 
-# -------------------------------------------------------------------- how a matrix lies
+# -------------------------------------------------------------------- layout, alignment and dtype
 @pytest.mark.parametrize(
-    ("shape", "strides", "lies"),
+    ("shape", "strides", "layout"),
     [
         ((2, 3), (12, 4), MatrixLayout(False, 3)),
         ((2, 3), (40, 4), MatrixLayout(False, 10)),
@@ -34,8 +34,8 @@ SHAPES = [(1, 1, 1), (2, 3, 4), (1, 5, 3), (5, 1, 3), (5, 3, 1), (64, 48, 32), (
         ((2, 3), (4, 4), None),
     ],
 )
-def test_matrix_layout_from_shape_and_strides(shape, strides, lies):
-    assert gemm.matrix_layout(shape, strides, 4) == lies
+def test_matrix_layout_from_shape_and_strides(shape, strides, layout):
+    assert gemm.matrix_layout(shape, strides, 4) == layout
 
 
 @pytest.mark.parametrize(("address", "expected"), [(0, 256), (1, 1), (12, 4), (256, 256), (4096, 256), (48, 16)])
@@ -85,7 +85,7 @@ def test_missing_library_is_reported_in_one_line(monkeypatch):
 
 # -------------------------------------------------------------------- a stand-in for the library
 class Device(np.ndarray):
-    """A NumPy array that tells its address as CuPy's do."""
+    """A NumPy array that exposes its address as CuPy arrays do."""
 
     device = SimpleNamespace(id=0)
 
@@ -106,8 +106,8 @@ def pointed(pointer, kind=ctypes.c_void_p):
 class Library:
     """What cuBLASLt does, as its reference says: column-major, D = op(A) op(B) + bias, one bias a row of D."""
 
-    def __init__(self, dtypes: dict[int, np.dtype], knows_a_way: bool = True) -> None:
-        self.dtypes, self.knows_a_way = dtypes, knows_a_way
+    def __init__(self, dtypes: dict[int, np.dtype], has_algorithm: bool = True) -> None:
+        self.dtypes, self.has_algorithm = dtypes, has_algorithm
         self.held: dict[int, dict] = {}
         self.products = 0
 
@@ -142,7 +142,7 @@ class Library:
 
     def cublasLtMatmulAlgoGetHeuristic(self, handle, description, a, b, c, d, preference, n_requested, found, number):
         assert n_requested == 1 and self.held[preference.value] == {}
-        ctypes.cast(number, ctypes.POINTER(ctypes.c_int)).contents.value = int(self.knows_a_way)
+        ctypes.cast(number, ctypes.POINTER(ctypes.c_int)).contents.value = int(self.has_algorithm)
         return 0
 
     def _destroy(self, thing):
@@ -268,7 +268,7 @@ def test_empty_products_do_not_call_the_library(stand_in, shape):
 
 
 def test_products_without_an_algorithm_use_cupy(stand_in, rng):
-    stand_in.knows_a_way = False
+    stand_in.has_algorithm = False
     for kind in ("float32", "bfloat16", "float64"):
         a, b = (on_device(rng.standard_normal(shape).astype(dtype_of(kind))) for shape in ((6, 5), (5, 4)))
         for _ in range(2):
