@@ -101,7 +101,7 @@ def test_settings(folder: Path) -> None:
         refuse(folder, name)
 
 
-def test_a_tokeniser_comes_along_and_rows_beyond_it_are_never_drawn(tmp_path: Path) -> None:
+def test_load_reads_the_tokeniser_and_never_samples_rows_beyond_it(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     tokeniser = BPETokeniser(300).train("some text of very few words, some text " * 9, progress=False)
     assert tokeniser.n_vocab < 300
@@ -138,7 +138,7 @@ def test_a_run_folder_and_a_checkpoint(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- 16 bits, and memory
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_16_bits_stay_so_where_asked(dtype: str, config: ModelConfig, tmp_path: Path) -> None:
+def test_16_bit_weights_are_kept_on_request(dtype: str, config: ModelConfig, tmp_path: Path) -> None:
     a_folder(tmp_path / "model", config, dtype=dtype)
     wide, stored = load(tmp_path / "model").model, load(tmp_path / "model", weights="stored").model
     assert {p.dtype.itemsize for p in wide.parameters()} == {4}
@@ -155,7 +155,7 @@ def test_16_bits_stay_so_where_asked(dtype: str, config: ModelConfig, tmp_path: 
         stored.unfreeze()
 
 
-def test_what_dtypes_there_are(folder: Path) -> None:
+def test_unknown_weights_dtype_raises(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"weights.*bfloat16.*'int4'"):
         load(folder, weights="int4")
 
@@ -433,12 +433,12 @@ def test_files_that_are_refused(shards: Path) -> None:
 
 
 # -------------------------------------------------------------------- names
-def test_no_such_place(tmp_path: Path) -> None:
+def test_missing_path_raises(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", "./nowhere", "../a/b/c.gguf", "a b"):
         refuse(path, "there is no such folder or file", FileNotFoundError)
 
 
-def test_a_name_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_name_without_huggingface_hub_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModuleNotFoundError, match=r"no such folder or file.*tricycle-gpt\[pretrained\]"):
         load("owner/some-model")

@@ -124,7 +124,7 @@ EXPRESSED: dict[str, tuple[str, ModelConfig]] = {
 
 
 @pytest.mark.parametrize("name", EXPRESSED)
-def test_transformers_loads_what_we_wrote(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
+def test_transformers_loads_exported_folder(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
     model_type, config = EXPRESSED[name]
     model = lively(config)
     assert export_folder(model, tokeniser, tmp_path / "model") == model_type
@@ -133,7 +133,7 @@ def test_transformers_loads_what_we_wrote(name: str, tokeniser: BPETokeniser, tm
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_comes_back(name: str, tmp_path: Path) -> None:
+def test_every_family_round_trips(name: str, tmp_path: Path) -> None:
     """Export a model of each family and load it with transformers."""
     family = FAMILIES[name]
     model = lively(family.config)
@@ -221,7 +221,7 @@ def test_settings_and_unknown_ids(tokeniser: BPETokeniser, tmp_path: Path) -> No
         export_folder(smaller_model, smaller, tmp_path / "other")
 
 
-def test_a_tokeniser_that_transformers_would_read_as_qwens(tokeniser: BPETokeniser) -> None:
+def test_export_of_tokeniser_that_transformers_would_read_as_qwens(tokeniser: BPETokeniser) -> None:
     """Beside a model of type qwen2 it makes one of Qwen's kind of anything: so another type is taken, or none."""
     config = ModelConfig(**LLAMA, qkv_bias=True)
     assert find_export_family(config)[1]["model_type"] == "qwen2"
@@ -302,7 +302,7 @@ def test_encoders(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
         ({"token_types": 0}, "type_vocab_size"),
     ],
 )
-def test_what_no_encoder_there_does(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_encoder_without_transformers_family_raises(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     model = TextEncoder(replace(SMALL_ENCODER, **fields))
     with pytest.raises(ValueError, match=f"no family of transformers.*{message}"):
         export_folder(model, None, tmp_path / "model")
@@ -326,7 +326,7 @@ def test_its_files(tokeniser: BPETokeniser, tmp_path: Path) -> None:
     assert "| text | a 'quoted' \\| one and more |" in readme
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_export_overwrites_nothing(tmp_path: Path) -> None:
     model = lively(EXPRESSED["Llama"][1])
     (tmp_path / "empty").mkdir()
     export_folder(model, None, tmp_path / "empty")
@@ -339,7 +339,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         export_folder(model, None, tmp_path / "file")
 
 
-def test_a_broken_model_leaves_nothing(tmp_path: Path) -> None:
+def test_export_of_nan_weights_writes_no_file(tmp_path: Path) -> None:
     model = lively(EXPRESSED["Llama"][1])
     model.norm.gain.array[3] = np.nan
     with pytest.raises(ValueError, match=r"finite weights.*norm\.gain.*NaN"):

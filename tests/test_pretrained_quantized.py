@@ -39,7 +39,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
 
 @each_model
 @pytest.mark.parametrize("weights", ["int8", "stored"])
-def test_blocks_are_used_as_they_lie_in_the_file(name: str, weights: str, tmp_path: Path) -> None:
+def test_quantized_blocks_are_used_without_conversion(name: str, weights: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     export_gguf(new_model(name), None, path, "Q8_0")
     wide, narrow = load(path).model, load(path, weights=weights).model
@@ -56,7 +56,7 @@ def test_blocks_are_used_as_they_lie_in_the_file(name: str, weights: str, tmp_pa
     assert distance(logits(narrow), logits(wide)) < 0.05
 
 
-def test_a_model_in_8_bits_goes_into_a_file_and_comes_out_of_it(tmp_path: Path) -> None:
+def test_int8_model_round_trips_through_a_file(tmp_path: Path) -> None:
     model = new_model("llama")
     export_gguf(model, None, tmp_path / "a.gguf", "Q8_0")
     narrow = load(tmp_path / "a.gguf", weights="int8").model

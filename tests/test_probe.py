@@ -213,7 +213,7 @@ def fails(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("case", ["well", "in the block", "in a layer", "on entering a second probe"])
-def test_the_model_is_as_before(case: str) -> None:
+def test_probe_restores_the_model(case: str) -> None:
     model = lively(TINY)
     before, state = attributes(model), model.state_dict()
     with ExitStack() as ends:
@@ -264,7 +264,7 @@ def test_one_probe_entered_twice_records_once_more_and_ends() -> None:
     assert attributes(model) == before
 
 
-def test_a_forward_that_was_there_comes_back() -> None:
+def test_probe_restores_an_instance_forward() -> None:
     layer = Dense(2, 2, generator=0)
     layer.forward = own = lambda x: Tensor(np.ones(3))  # type: ignore[method-assign]
     with Probe(layer, "") as probe:
@@ -273,7 +273,7 @@ def test_a_forward_that_was_there_comes_back() -> None:
     assert probe.activations[""].tolist() == [1, 1, 1]
 
 
-def test_another_softmax_during_a_probe_stays() -> None:
+def test_softmax_changed_during_a_probe_is_kept() -> None:
     model = lively(TINY)
     with Probe(model), no_grad():
         model.use_softmax("softmax1")

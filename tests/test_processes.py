@@ -98,7 +98,7 @@ def trained(processes, config, n_steps=3, bucket_bytes=10_000):
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_several_processes_train_like_one(size, optimiser):
+def test_several_processes_train_as_one_process(size, optimiser):
     config = replace(CONFIG, batch_size=2, accumulation_steps=4, dropout=0.1, optimiser=optimiser)
     results, weights, state = trained(ProcessGroup(), config)
     for others, other_weights, other in play(size, lambda processes: trained(processes, config)):
@@ -183,7 +183,7 @@ def test_nonfinite_gradients_are_reported_on_all_ranks():
     assert play(2, act) == [None, None]
 
 
-def test_no_labels_at_all():
+def test_batch_without_labels_raises():
     def act(processes):
         with pytest.raises(ValueError, match="label"):
             compute_gradients(Dense(2, 2), lambda x, factor: None, [1], [0], processes.reducer)

@@ -74,7 +74,7 @@ def finished(tmp_path_factory, cache, text) -> tuple[Path, subprocess.CompletedP
 
 
 # -------------------------------------------------------------------- a run
-def test_a_run_folder_has_everything(finished):
+def test_run_folder_has_all_files(finished):
     folder, _ = finished
     names = "best.safetensors config.json data.json last.safetensors loss.png metrics.jsonl samples.txt tokeniser.json"
     assert sorted(path.name for path in folder.iterdir()) == names.split()
@@ -108,7 +108,7 @@ def test_metrics_have_each_step_and_estimate_once(finished):
     assert bits_per_nat == {round(final["final_bits_per_byte"] / final["final_loss"], 4)}
 
 
-def test_what_a_run_says(finished, text):
+def test_output_of_a_training_run(finished, text):
     folder, done = finished
     out = done.stdout
     assert lines_without_progress_bars(done.stderr) == []
@@ -219,7 +219,7 @@ def same_run(folder: Path, other: Path) -> None:
         pytest.param("SIGKILL", 2, -9, marks=pytest.mark.slow),
     ],
 )
-def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, finished, text, name, step, status):
+def test_interrupted_run_resumes_with_equal_results(tmp_path, finished, text, name, step, status):
     folder = tmp_path / "run"
     words = [*QUICK, "--data", "text", "--files", text, "--run-folder", folder]
     done = call_with(f"after({step}, {send(name)})", *words)
@@ -496,24 +496,24 @@ INFER_WRONG = [
 
 
 @pytest.mark.parametrize(("line", "message"), TRAIN_WRONG)
-def test_wrong_training_is_refused_in_one_line(odd, line, message):
+def test_bad_training_arguments_fail_with_one_line(odd, line, message):
     one_line(call_here(TRAIN, "--preset", "debug", *shlex.split(line), folder=odd), message)
 
 
 @pytest.mark.parametrize(("line", "message"), RESUME_WRONG)
-def test_wrong_resuming_is_refused_in_one_line(odd, line, message):
+def test_bad_resume_arguments_fail_with_one_line(odd, line, message):
     one_line(call_here(TRAIN, *shlex.split(line), folder=odd), message)
 
 
 @pytest.mark.parametrize(("line", "message"), INFER_WRONG)
-def test_wrong_inference_is_refused_in_one_line(odd, finished, line, message):
+def test_bad_inference_arguments_fail_with_one_line(odd, finished, line, message):
     words = [str(finished[0]) if word == "good" else word for word in shlex.split(line)]
     one_line(call_here(INFER, *words, folder=odd), message)
     assert not (odd / "marker").exists()
 
 
 @pytest.mark.parametrize("words", [[TRAIN, "--preset", "debug"], [INFER, "good"]], ids=["train", "infer"])
-def test_a_gpu_that_is_not_there(odd, finished, words):
+def test_missing_gpu_fails_with_one_line(odd, finished, words):
     words = [str(finished[0]) if word == "good" else word for word in words]
     one_line(call_here(*words, "--device", "gpu", folder=odd), "--device gpu: .*no GPU")
 

@@ -67,7 +67,7 @@ def noting(version, ran):
     return noted
 
 
-def test_nothing_is_computed():
+def test_explain_computes_nothing():
     weights, grad, first, second = (np.ones(5, np.float32) for _ in range(4))
     kernels.explain(kernels.adamw, weights, grad, first, second, 1, 0.1, (0.9, 0.99), 1e-8, 0.1)
     assert all((array == 1).all() for array in (weights, grad, first, second))

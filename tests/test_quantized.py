@@ -51,7 +51,7 @@ def in_blocks(n_rows: int, n_blocks: int) -> QuantizedMatrix:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (70, 5), (0, 4), (4, 0), (1000, 700)])
-def test_numbers_are_as_near_as_the_kind_allows(kind, transposed, shape):
+def test_quantization_error_is_within_the_bound_of_each_kind(kind, transposed, shape):
     numbers, matrix = matrix_of(kind, shape, transposed)
     before = numbers.copy()
     assert matrix.shape == shape and matrix.size == numbers.size and matrix.ndim == 2
@@ -100,7 +100,7 @@ def test_bfloat16_without_ml_dtypes(monkeypatch):
         QuantizedMatrix.quantize(np.ones((2, 2)), "bfloat16")
 
 
-def test_blocks_have_scales_of_their_own():
+def test_each_block_has_a_separate_scale():
     matrix = in_blocks(5, 3)
     expected = matrix.values.reshape(5, 3, 32) * matrix.scales[:, :, None]
     np.testing.assert_array_equal(np.asarray(matrix), expected.reshape(5, 96).T)
@@ -128,7 +128,7 @@ def test_a_table_gives_rows_and_a_layers_matrix_does_not():
 @pytest.mark.parametrize("n_rows", [1, 2, 16, 17, 150])
 @pytest.mark.parametrize("shape", [(1, 1), (33, 65), (96, 500), (576, 130)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, "bfloat16"])
-def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape, dtype):
+def test_onednn_product_matches_the_reference(monkeypatch, kind, n_rows, shape, dtype):
     """Several times, for its buffers are used again; with OpenMP's threads and without, with Numba and without."""
     import ml_dtypes
 
@@ -210,7 +210,7 @@ def test_rows_of_any_size_and_non_finite_values(n_rows):
 
 
 @USABLE
-def test_a_matrix_of_which_several_threads_make_products_at_once():
+def test_several_threads_multiply_one_quantized_matrix():
     from concurrent.futures import ThreadPoolExecutor
 
     _, matrix = matrix_of("int8", (200, 300))
@@ -275,7 +275,7 @@ def test_logits_of_a_quantized_model_are_close(kind, tied, plain):
         np.testing.assert_allclose(twin(TOKENS).array, model(TOKENS).array, 0, 5e-3)
 
 
-def test_it_refuses_what_would_lose_or_change_weights(monkeypatch):
+def test_quantize_rejects_nan_and_unknown_kinds(monkeypatch):
     model = GPT(CONFIG)
     model.blocks[1].mlp.up.weights.array[0, 0] = np.nan
     with pytest.raises(ValueError, match="finite"):
@@ -291,7 +291,7 @@ def test_it_refuses_what_would_lose_or_change_weights(monkeypatch):
         model.to_gpu()
 
 
-def test_places_stay_as_they_are_and_shared_weights_are_one():
+def test_quantize_keeps_parameter_names_and_shared_weights():
     model = GPT(ModelConfig(**{**vars(CONFIG), "positions": "learned"}))
     quantize(model)
     assert model.position_embedding.weights.array.dtype == np.float32

@@ -44,7 +44,7 @@ def test_the_suggestion_is_at_most_a_tenth_of_the_divergence_rate() -> None:
     assert test.suggestion < test.steepest_rate
 
 
-def test_a_loss_that_becomes_nan_diverges_there() -> None:
+def test_nan_loss_counts_as_divergence() -> None:
     losses = curve(rise=9)[:120]
     losses[-1] = np.nan
     test = analyze_losses(RATES[:120], losses)
@@ -123,7 +123,7 @@ def test_invalid_ranges(settings: dict) -> None:
 
 
 # -------------------------------------------------------------------- the command
-def test_without_matplotlib_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_no_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r'--find-learning-rate.*matplotlib.*"tricycle-gpt\[plot\]"'):
         find_learning_rate(CONFIG, TOKENS, None, False, tmp_path / "rate")

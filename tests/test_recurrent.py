@@ -97,7 +97,7 @@ def test_gradients(kind, n_layers, bidirectional, lengths) -> None:
 
 
 @every_kind
-def test_one_layer_twice_in_one_graph(kind) -> None:
+def test_recurrent_layer_used_twice_in_one_graph(kind) -> None:
     """Its parameters get the sum of what both calls give; the second starts where the first ended."""
     layer, x, other = new_layer(kind, 2, True), new_input(), new_input()[:, :3] + 1
 
@@ -282,7 +282,7 @@ def test_batch_items_are_independent(kind, n_layers, bidirectional, lengths) -> 
             np.testing.assert_allclose(actual.array[:, i], expected.array[:, 0], 1e-12, 1e-14)
 
 
-def test_a_state_that_explodes_does_so_no_further_in_the_padding() -> None:
+def test_exploding_state_does_not_change_in_the_padding() -> None:
     """An RNN without a bound, which in the padding would reach infinity."""
     layer = RNN(1, 1, nonlinearity="relu")
     run = layer.runs[0][0]
@@ -294,7 +294,7 @@ def test_a_state_that_explodes_does_so_no_further_in_the_padding() -> None:
     assert np.isfinite(x.grad.array).all() and np.isfinite(run.hidden_weights.grad.array).all()
 
 
-def test_lengths_come_as_lists_arrays_and_tensors_and_full_ones_change_nothing() -> None:
+def test_lengths_accept_lists_arrays_and_tensors() -> None:
     layer, x = new_layer("LSTM", 2, True), new_input()
     expected = layer(x, [3, 5, 5, 2])[0].array
     for lengths in (np.array([3, 5, 5, 2], np.uint8), to_tensor([3, 5, 5, 2], dtype=int)):

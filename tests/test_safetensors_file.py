@@ -35,7 +35,7 @@ def test_round_trip(path):
     assert start % 8 == 0 and path.stat().st_size == start + 29
 
 
-def test_others_read_it_too(path):
+def test_safetensors_package_reads_the_file(path):
     with safe_open(path, framework="numpy") as file:
         assert file.metadata() == {"said": "so"}
         assert {name: file.get_tensor(name).shape for name in file.keys()} == {  # noqa: SIM118

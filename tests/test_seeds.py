@@ -81,7 +81,7 @@ def test_differentiating_through_attention(n_tokens: int) -> None:
     assert str(input.grad).startswith("Tensor([[[") and np.abs(input.grad.array).max() > 0
 
 
-def test_a_result_knows_its_inputs_and_their_gradient_functions() -> None:
+def test_result_has_args_and_back_fns() -> None:
     a, b = to_tensor([1, 2]), to_tensor([3, 4])
     c = a * b
     assert [id(arg) for arg in c.args] == [id(a), id(b)]
@@ -187,7 +187,7 @@ def test_iris(seed: int) -> None:
 
 
 # -------------------------------------------------------------------- batching
-def test_a_batch_at_once_gives_what_its_items_give() -> None:
+def test_batched_einsum_equals_einsum_of_each_item() -> None:
     inputs = to_tensor(np.random.random((16, 8, 8)))
     weights = to_tensor(np.random.random((8, 8)))
     one_by_one = [Einsum("ij,jk->ik")(inp, weights) for inp in inputs]
@@ -226,7 +226,7 @@ def test_xp_is_cupy_after_a_move() -> None:
 
 
 @pytest.mark.skipif(devices.gpu_problem() is None, reason="a GPU is there")
-def test_to_gpu_without_a_gpu_fails_and_changes_nothing() -> None:
+def test_to_gpu_without_a_gpu_raises_and_changes_nothing() -> None:
     tensor = to_tensor([1, 2, 3])
     with pytest.warns(UserWarning, match=r"^to_gpu: .*GPU.*CPU"):
         assert tensor.to_gpu() is tensor
@@ -296,7 +296,7 @@ def test_a_fused_op_of_a_user_runs_inside_a_graph(rng: np.random.Generator) -> N
         np.testing.assert_allclose(expected, actual, rtol=1e-4, atol=1e-6)
 
 
-def test_a_fused_op_of_a_user_as_the_last_and_as_the_first_op() -> None:
+def test_user_defined_fused_op_as_last_and_as_first_op() -> None:
     a = to_tensor([1, 2, 3])
     out = FusedSoftmax()(a)
     assert_prints(out, "Tensor([0.09003057 0.24472848 0.66524094], name=softmax)")

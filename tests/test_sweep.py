@@ -263,7 +263,7 @@ def test_trials_that_fail(tmp_path: Path, trainer: Trainer, capsys: pytest.Captu
         sweep(tmp_path / "c", "--trials", "1")
 
 
-def test_two_sweeps_in_one_folder(tmp_path: Path, trainer: Trainer) -> None:
+def test_second_sweep_in_one_folder_is_rejected(tmp_path: Path, trainer: Trainer) -> None:
     sweep(tmp_path / "a", "--trials", "1")
     with FolderLock(tmp_path / "a"):
         for words in (["--resume", str(tmp_path / "a")], [*OVER, "--run-folder", str(tmp_path / "a")]):

@@ -78,7 +78,7 @@ def test_the_documentation_lists_every_row(field: str, monkeypatch: Any) -> None
     assert f"\n.. table-entries:: {LISTED[field]}\n" in pages
 
 
-def test_the_page_about_softmax_names_what_there_is() -> None:
+def test_attention_page_lists_registered_softmaxes() -> None:
     page = (DOCS / "attention.md").read_text(encoding="utf-8")
     named = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
     assert len(named) == 5 and set(named) <= set(SOFTMAXES)

@@ -244,7 +244,7 @@ test_bad_input_is_refused = bad_input(
 )
 
 
-def test_each_model_takes_its_own_config() -> None:
+def test_config_of_another_model_raises() -> None:
     with pytest.raises(TypeError, match=r"^GPT: .*decoder.*EncoderConfig.*TextEncoder"):
         GPT(SMALL)
     with pytest.raises(TypeError, match=r"^TextEncoder: .*EncoderConfig.*ModelConfig\("):

@@ -76,7 +76,7 @@ HARM = {
 
 
 @pytest.mark.parametrize("case", HARM)
-def test_damaged_files_are_refused_in_one_line(tmp_path: Path, case: str) -> None:
+def test_damaged_files_fail_with_one_line(tmp_path: Path, case: str) -> None:
     path, (changed, message) = tmp_path / "odd.safetensors", HARM[case]
     write(path, **changed)
     with pytest.raises(ValueError, match=message) as caught:
@@ -87,7 +87,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path, case: str) -> Non
 
 # -------------------------------------------------------------------- the command
 @pytest.mark.parametrize("name", ["transformer", "luong", "bahdanau"])
-def test_the_command_opens_it(tmp_path: Path, name: str) -> None:
+def test_look_opens_a_translator(tmp_path: Path, name: str) -> None:
     write(tmp_path / "mine.safetensors", TranslatorConfig(name, len(VOCABULARY), 8, 1, n_heads=2))
     for source in (tmp_path, tmp_path / "mine.safetensors"):
         out = tmp_path / "look.html"
@@ -98,7 +98,7 @@ def test_the_command_opens_it(tmp_path: Path, name: str) -> None:
         out.unlink()
 
 
-def test_what_the_command_refuses(tmp_path: Path) -> None:
+def test_look_rejects_files_that_it_cannot_open(tmp_path: Path) -> None:
     write(tmp_path / "one.safetensors", TranslatorConfig("fixed", len(VOCABULARY), 8, 1))
     with pytest.raises(ValueError, match=r"one: .*attention.*Seq2Seq"):
         look.main([str(tmp_path), "the cat"])

@@ -97,7 +97,7 @@ def test_a_row_of_zeros_gives_zeros(team):
         assert not product_of(np.zeros((1, 256), np.float32), matrix_of(kind, (40, 256))).any()
 
 
-def test_a_read_only_matrix_is_multiplied_where_it_lies(team):
+def test_read_only_matrix_is_multiplied_without_a_copy(team):
     matrix = matrix_of("bfloat16", (64, 96))
     matrix.values.setflags(write=False)
     x = np.ones((1, 96), np.float32)
@@ -156,7 +156,7 @@ def test_helpers_that_keep_others_waiting_are_left_out_for_a_while(team, monkeyp
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_forked_process_has_helpers_of_its_own(team):
+def test_forked_process_starts_separate_helper_threads(team):
     matrix = matrix_of("int8", (900, 512))
     x = np.random.default_rng(7).standard_normal((1, 512)).astype(np.float32)
     expected = [product_of(x, matrix).tobytes() for _ in range(50)]
@@ -179,7 +179,7 @@ def test_unsupported_arguments_are_declined(team, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_say_why(team, monkeypatch, kind):
+def test_decline_reasons_of_vector_products(team, monkeypatch, kind):
     matrix, x = matrix_of(kind, (40, 64)), np.ones((1, 64), np.float32)
     decline_reason = (
         vector_matmul.quantized_matmul if isinstance(matrix, QuantizedMatrix) else vector_matmul.matmul

@@ -43,7 +43,7 @@ def test_a_pickle_gives_the_same_logits(name):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_training_goes_on(name, tokens):
+def test_former_checkpoint_resumes_training_with_equal_losses(name, tokens):
     state = resume_state(FOLDER / f"{name}.safetensors", tokens)
     results = read_steps(state, [train_step(state) for _ in range(4)])
     np.testing.assert_allclose([loss for loss, _ in results], EXPECTED[name]["losses"], rtol=1e-5)
