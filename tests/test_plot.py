@@ -69,7 +69,7 @@ REFERENCES = {"gzip -9": 2.0, "bz2 -9": 1.5, "xz -9": 1.4}
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("metrics", LOSSES.values(), ids=LOSSES)
-def test_a_png_that_opens(tmp_path, metrics):
+def test_png_is_a_valid_image(tmp_path, metrics):
     path = tmp_path / "loss.png"
     assert plot_losses(metrics, path, 0.5, REFERENCES, "a title") == path
     check_png(path)

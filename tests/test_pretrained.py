@@ -81,7 +81,7 @@ def test_exported_models_load(config: ModelConfig, tmp_path: Path) -> None:
     assert same_logits(by_file.model, model)
 
 
-def test_settings(folder: Path) -> None:
+def test_generation_settings_are_loaded_with_defaults(folder: Path) -> None:
     values = {"do_sample": True, "temperature": 0.6, "top_k": None, "top_p": 0.9, "eos_token_id": [2, 7]}
     (folder / "generation_config.json").write_text(json.dumps(values))
     assert load(folder).generation == GenerationSettings(True, 0.6, 50, 0.9, stop_tokens=(2, 7))
@@ -116,7 +116,7 @@ def test_load_reads_the_tokeniser_and_never_samples_rows_beyond_it(tmp_path: Pat
     refuse(tmp_path / "model", "of at most 300 tokens, the model's vocabulary, got 301")
 
 
-def test_a_run_folder_and_a_checkpoint(tmp_path: Path) -> None:
+def test_load_opens_run_folders_and_checkpoints(tmp_path: Path) -> None:
     tokeniser = BPETokeniser(300).train("some text of very few words, some text " * 9, progress=False)
     model = GPT(GPTConfig(**SIZES)).eval()
     (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
@@ -239,7 +239,7 @@ FIELDS: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), FIELDS)
-def test_fields_that_are_refused(name: str, value: Any, message: str, folder: Path) -> None:
+def test_unsupported_config_fields_raise(name: str, value: Any, message: str, folder: Path) -> None:
     edit(folder / "config.json", lambda fields: fields.update({name: value}))
     refuse(folder, message)
 
@@ -253,7 +253,7 @@ def test_fields_that_are_refused(name: str, value: Any, message: str, folder: Pa
         ("add_cross_attention", True, "add_cross_attention"),
     ],
 )
-def test_fields_of_gpt2_that_are_refused(name: str, value: Any, message: str, tmp_path: Path) -> None:
+def test_unsupported_gpt2_config_fields_raise(name: str, value: Any, message: str, tmp_path: Path) -> None:
     a_folder(tmp_path / "model", GPT2)
     edit(tmp_path / "model" / "config.json", lambda fields: fields.update({name: value}))
     refuse(tmp_path / "model", message)
@@ -265,7 +265,7 @@ def test_invalid_config_files(text: str, folder: Path) -> None:
     refuse(folder, "config.json: expected")
 
 
-def test_no_config(folder: Path) -> None:
+def test_missing_config_raises(folder: Path) -> None:
     (folder / "config.json").unlink()
     refuse(folder, "config.json: there is no such file", FileNotFoundError)
 
@@ -300,7 +300,7 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), HEADERS)
-def test_headers_that_are_refused(change: Callable[[dict[str, Any]], Any], message: str, folder: Path) -> None:
+def test_bad_safetensors_headers_raise(change: Callable[[dict[str, Any]], Any], message: str, folder: Path) -> None:
     rewrite(folder / "model.safetensors", change)
     refuse(folder, message)
 
@@ -313,7 +313,7 @@ def add(name: str, kind: str = "F32") -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def test_a_tensor_too_many(folder: Path) -> None:
+def test_unexpected_tensor_raises(folder: Path) -> None:
     rewrite(folder / "model.safetensors", add("model.layers.0.adapter.weight"), bytes(4))
     refuse(folder, "unexpected model.layers.0.adapter.weight")
 
@@ -327,7 +327,7 @@ def test_buffers_are_passed_over(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("n_bytes", [0, 4, 8, 20, 2000, -1])
-def test_a_file_that_is_cut_off(n_bytes: int, folder: Path) -> None:
+def test_truncated_file_raises(n_bytes: int, folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:n_bytes])
     refuse(folder, "cut off")
@@ -342,7 +342,7 @@ def test_invalid_headers(folder: Path) -> None:
         refuse(folder, "its header is no")
 
 
-def test_whatever_byte_of_a_header_is_wrong(folder: Path) -> None:
+def test_corrupted_header_loads_or_raises_one_line(folder: Path) -> None:
     """A file is read as it is, or refused in one line."""
     path = folder / "model.safetensors"
     content = path.read_bytes()
@@ -361,14 +361,14 @@ def test_whatever_byte_of_a_header_is_wrong(folder: Path) -> None:
     assert n_refused > 100
 
 
-def test_a_pickle_alone(folder: Path) -> None:
+def test_folder_with_only_a_pickle_raises(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     refuse(folder, "pickle, .*save_pretrained")
     (folder / "pytorch_model.bin").unlink()
     refuse(folder, "expected model.safetensors or model.safetensors.index.json", FileNotFoundError)
 
 
-def test_a_head_that_should_be_the_embedding(folder: Path) -> None:
+def test_tied_head_that_differs_from_the_embedding(folder: Path) -> None:
     """transformers writes it twice in some files; with other values the config contradicts the weights."""
     path = folder / "model.safetensors"
     tensors, _ = read_tensors(path)
@@ -399,7 +399,7 @@ def shards(folder: Path) -> Path:
     return folder
 
 
-def test_two_files(shards: Path) -> None:
+def test_sharded_weights_load(shards: Path) -> None:
     expected = load(shards).model(TOKENS).array
     (shards / "model.safetensors").unlink()
     assert np.array_equal(load(shards).model(TOKENS).array, expected)
@@ -408,7 +408,7 @@ def test_two_files(shards: Path) -> None:
 FIRST = "model-00001-of-00002.safetensors"
 
 
-def test_files_that_are_refused(shards: Path) -> None:
+def test_bad_model_folders_raise(shards: Path) -> None:
     (shards / "model.safetensors").unlink()
     index = shards / "model.safetensors.index.json"
     before = index.read_text()
@@ -458,12 +458,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def test_a_name_that_is_in_the_cache(cache: Path) -> None:
+def test_hub_name_is_read_from_the_cache(cache: Path) -> None:
     for name in ("owner/some-model", "owner/some-model@main"):
         assert load(name).source.path.parent == cache / "snapshots"
 
 
-def test_names_that_are_not(cache: Path) -> None:
+def test_hub_name_missing_from_the_cache_raises(cache: Path) -> None:
     refuse("owner/other-model", "HF_HUB_OFFLINE is set: .*run `hf download", FileNotFoundError)
     refuse("owner/some-model@v2", "HF_HUB_OFFLINE is set", FileNotFoundError)
     (cache / "refs" / "main").unlink()
@@ -511,7 +511,7 @@ def test_only_needed_files_are_downloaded() -> None:
 
 
 # -------------------------------------------------------------------- models that nobody drew
-def test_weights_that_are_not_drawn() -> None:
+def test_model_without_drawn_weights_has_zeros_and_ones() -> None:
     model = GPT(GPT2, draw_weights=False)
     assert {float(np.abs(p.array).max()) for p in model.parameters()} == {0.0, 1.0}
     with no_grad():

@@ -63,7 +63,7 @@ def compare(folder: Path, encoder: Any) -> None:
 
 
 @each_case
-def test_a_folder(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+def test_saved_folder_loads_with_equal_outputs(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
     model = a_model(kind, fields)
     model.save_pretrained(tmp_path)
     compare(tmp_path, model)
@@ -94,7 +94,7 @@ def test_norms_by_their_old_names(tmp_path: Path) -> None:
 
 
 @each_case
-def test_and_back(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+def test_exported_weights_give_equal_outputs_in_transformers(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
     """Our config as their fields, our weights as their tensors: transformers gives the same again."""
     model = a_model(kind, fields)
     model.save_pretrained(tmp_path)

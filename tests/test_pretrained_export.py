@@ -142,7 +142,7 @@ def test_every_family_round_trips(name: str, tmp_path: Path) -> None:
     compare(model, tmp_path / "model")
 
 
-def test_the_portable_preset(tmp_path: Path) -> None:
+def test_portable_preset_exports(tmp_path: Path) -> None:
     """It is there to be handed on, with a tokeniser that cuts text as GPT-2 does."""
     tokeniser = BPETokeniser(1024, split="gpt2").train(TEXT, progress=False)
     model = lively(PRESETS["portable"]())
@@ -151,7 +151,7 @@ def test_the_portable_preset(tmp_path: Path) -> None:
     same_ids(tokeniser, transformers.AutoTokenizer.from_pretrained(tmp_path / "model"))
 
 
-def test_a_run_of_the_portable_preset(tmp_path: Path) -> None:
+def test_run_of_portable_preset_exports(tmp_path: Path) -> None:
     """From a text to a folder that transformers loads, by two commands; and a resumed run keeps its tokeniser."""
     (tmp_path / "text.txt").write_text(TEXT * 30)
     small = "--preset portable --n-layers 1 --context-window 32 --batch-size 2 --steps 2 --eval-batches 1 --device cpu"
@@ -181,7 +181,7 @@ def command(*words: Any, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_in_16_bits(dtype: str, tmp_path: Path) -> None:
+def test_export_in_16_bits_stores_the_rounded_model(dtype: str, tmp_path: Path) -> None:
     """What is in the file is the rounded model."""
     model = lively(EXPRESSED["Llama"][1])
     export_folder(model, None, tmp_path / "model", dtype=dtype)
@@ -207,7 +207,7 @@ def same_ids(tokeniser: BPETokeniser, hf_tokenizer: Any) -> None:
     assert hf_tokenizer.eos_token_id == hf_tokenizer.bos_token_id == tokeniser.end_of_text
 
 
-def test_settings_and_unknown_ids(tokeniser: BPETokeniser, tmp_path: Path) -> None:
+def test_generation_settings_are_exported_and_unknown_ids_suppressed(tokeniser: BPETokeniser, tmp_path: Path) -> None:
     model = lively(replace(EXPRESSED["GPT-2"][1], vocab_size=320))
     settings = GenerationSettings(do_sample=True, temperature=0.7, top_k=0, min_p=0.1, stop_tokens=(3, 4))
     export_folder(model, tokeniser, tmp_path / "model", generation=settings)
@@ -254,7 +254,7 @@ def test_unsupported_field_is_named(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_models() -> None:
+def test_export_of_other_objects_raises() -> None:
     with pytest.raises(ValueError, match=r"export: .*GPT.*TextEncoder.*dict"):
         export_folder({}, None, "model")
 
@@ -272,7 +272,7 @@ ENCODERS = {
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_encoders(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
+def test_exported_encoders_load_in_transformers(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
     model = TextEncoder(ENCODERS[name]).eval()
     generator = np.random.default_rng(0)
     for p in model.parameters():
@@ -309,7 +309,7 @@ def test_encoder_without_transformers_family_raises(fields: dict[str, Any], mess
 
 
 # -------------------------------------------------------------------- the folder
-def test_its_files(tokeniser: BPETokeniser, tmp_path: Path) -> None:
+def test_exported_folder_has_the_expected_files(tokeniser: BPETokeniser, tmp_path: Path) -> None:
     model = lively(EXPRESSED["Llama"][1])
     card = {"bits per byte": 1.23456789, "text": 'a "quoted" | one\nand more'}
     export_folder(model, tokeniser, tmp_path / "deep" / "model", card)

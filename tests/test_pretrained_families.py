@@ -212,7 +212,7 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
-def test_the_spelling_of_transformers_4(spelling: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_config_fields_of_transformers_4(spelling: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     name, fields = spelling
     hf_model = new_hf_model(CASES[name])
     hf_model.save_pretrained(tmp_path)
@@ -235,7 +235,7 @@ def minimal(kind: str) -> dict[str, Any]:
     return {"model_type": kind, "text_config": {}} if kind == "gemma3" else {"model_type": kind}
 
 
-def test_the_text_part_of_a_model_with_pictures(tmp_path: Path) -> None:
+def test_text_part_of_an_image_model_loads(tmp_path: Path) -> None:
     hf_model = new_hf_model(CASES["gemma3"])
     hf_model.save_pretrained(tmp_path)
     tokens = some_tokens()
@@ -255,7 +255,7 @@ def test_the_text_part_of_a_model_with_pictures(tmp_path: Path) -> None:
 
 # -------------------------------------------------------------------- other files of the same
 @pytest.mark.parametrize("name", ["llama, grouped heads", "gpt2", "opt, 350m", "neox, parallel"])
-def test_files_of_the_model_without_its_head(name: str, tmp_path: Path) -> None:
+def test_folder_without_head_loads(name: str, tmp_path: Path) -> None:
     """As AutoModel writes it: names without the first part."""
     model_type, fields = CASES[name]
     hf_model = new_hf_model((model_type, {**fields, "tie_word_embeddings": True}))

@@ -95,7 +95,7 @@ def test_any_model_in_any_kind(weights: str, kind: str, name: str, tmp_path: Pat
     assert len(list(generate(narrow, [1, 2, 3], 5, temperature=0))) == 5
 
 
-def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+def test_nonfinite_weights_raise_with_their_name(tmp_path: Path) -> None:
     export_folder(new_model("llama"), None, tmp_path / "folder")
     path = tmp_path / "folder" / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -109,7 +109,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
         load(tmp_path / "folder", weights="int8")
 
 
-def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+def test_nonfinite_scales_raise(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     export_gguf(new_model("llama"), None, path, "Q8_0")
     entry = read_gguf_header(path).tensors["blk.0.ffn_up.weight"]

@@ -29,7 +29,7 @@ def set_cpuinfo(monkeypatch, tmp_path):
     processor.vendor_and_features.cache_clear()
 
 
-def test_intel(set_cpuinfo):
+def test_intel_features_are_detected(set_cpuinfo):
     set_cpuinfo(EMERALD_RAPIDS)
     assert processor.is_intel() and processor.has_slow_bfloat16() and not processor.has_amx_bfloat16()
     set_cpuinfo(EMERALD_RAPIDS.replace("avx512_bf16", "avx512_bf16 amx_bf16"))
@@ -50,14 +50,14 @@ def test_whether_bfloat16_is_faster(set_cpuinfo, vendor, flag, is_faster):
     assert processor.has_fast_bfloat16() == is_faster
 
 
-def test_others(set_cpuinfo):
+def test_other_processors_are_not_intel(set_cpuinfo):
     set_cpuinfo(EMERALD_RAPIDS.replace("GenuineIntel", "AuthenticAMD"))
     assert not processor.is_intel() and not processor.has_slow_bfloat16()
     set_cpuinfo("")
     assert not processor.is_intel() and not processor.has_amx_bfloat16()
 
 
-def test_without_linux(set_cpuinfo):
+def test_processor_features_without_linux(set_cpuinfo):
     set_cpuinfo(None, "Intel64 Family 6 Model 143 Stepping 8, GenuineIntel")
     assert processor.is_intel() and not processor.has_amx_bfloat16()
     set_cpuinfo(None, "arm")

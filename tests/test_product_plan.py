@@ -67,7 +67,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("product", "machine", "n_threads", "provider", "share"), TABLE)
-def test_the_plan(product, machine, n_threads, provider, share):
+def test_matmul_plan_of_each_processor(product, machine, n_threads, provider, share):
     assert plan_matmul(product, MACHINES[machine], n_threads) == MatmulPlan(provider, share)
 
 

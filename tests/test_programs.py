@@ -271,7 +271,7 @@ def test_training_survives_closed_streams(tmp_path, finished, text, closed):
 
 
 @pytest.mark.slow
-def test_a_folder_that_was_hardly_begun_is_begun_anew(tmp_path, finished, text):
+def test_run_folder_without_progress_is_started_again(tmp_path, finished, text):
     """As after a disk that filled up at its second file."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -283,7 +283,7 @@ def test_a_folder_that_was_hardly_begun_is_begun_anew(tmp_path, finished, text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["wait", "stop"])
-def test_a_full_disk(tmp_path, finished, text, policy):
+def test_full_disk_during_training(tmp_path, finished, text, policy):
     folder = tmp_path / "run"
     full = """
 import errno
@@ -309,7 +309,7 @@ training_state.save_checkpoint = save
 
 @pytest.mark.slow
 @POSIX_ONLY
-def test_a_second_interrupt_leaves_at_once(tmp_path, cache, text):
+def test_second_interrupt_ends_the_run_at_once(tmp_path, cache, text):
     words = [*QUICK, "--data", "text", "--files", text, "--run-folder", tmp_path / "run"]
     twice = "def twice():\n    for _ in range(2): os.kill(os.getpid(), signal.SIGINT)\nafter(6, twice)"
     done = call_with(twice, *words)
@@ -318,7 +318,7 @@ def test_a_second_interrupt_leaves_at_once(tmp_path, cache, text):
     assert load_checkpoint(tmp_path / "run" / "last.safetensors").about["progress"]["step"] == 4
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_not_its_checkpoints(tmp_path, cache, text):
+def test_nonfinite_loss_ends_the_run_and_keeps_checkpoints(tmp_path, cache, text):
     folder = tmp_path / "run"
     spoil = """
 init = training_state.new_state
@@ -371,7 +371,7 @@ def test_help_lists_every_field_with_its_default(preset):
 
 
 # -------------------------------------------------------------------- inference
-def test_generating(finished):
+def test_inference_generates_reproducible_text_from_a_seed(finished):
     folder, _ = finished
 
     def text_of(*words) -> str:

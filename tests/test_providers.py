@@ -30,7 +30,7 @@ def in_process(code: str, **variables: str) -> str:
 
 
 # -------------------------------------------------------------------- explain
-def test_the_first_that_takes_the_arguments_runs():
+def test_first_provider_that_supports_the_arguments_runs():
     explanation = kernels.explain(kernels.matmul, A, A.T)
     reasons = [answer.reason for answer in explanation.answers]
     assert explanation.kernel == "matmul" and None in reasons
@@ -73,7 +73,7 @@ def test_explain_computes_nothing():
     assert all((array == 1).all() for array in (weights, grad, first, second))
 
 
-def test_a_users_version_has_the_name_of_its_package():
+def test_explain_names_the_package_of_a_user_provider():
     class Array(np.ndarray):
         pass
 
@@ -117,7 +117,7 @@ def test_every_version_has_a_provider_by_its_name():
         ("numba,numpy,-numba", {"numpy"}),
     ],
 )
-def test_a_variable_selects_and_excludes(variable, expected):
+def test_environment_variable_selects_and_excludes_providers(variable, expected):
     code = """
 kernels.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))
 from tricycle.kernels.explanation import provider_name

@@ -87,7 +87,7 @@ def test_non_finite_weights_are_rejected(kind, bad):
         QuantizedMatrix.quantize(numbers, kind)
 
 
-def test_too_large_and_unknown_kinds_are_refused():
+def test_quantized_matrix_rejects_large_sizes_and_unknown_kinds():
     with pytest.raises(ValueError, match="too large"):
         QuantizedMatrix.quantize(np.full((2, 2), 1e6), "float16")
     with pytest.raises(ValueError, match=r"int8, bfloat16, float16.*'int4'"):
@@ -111,7 +111,7 @@ def test_each_block_has_a_separate_scale():
     assert (np.abs(np.asarray(once_more) - np.asarray(matrix)) <= step * 0.501).all()
 
 
-def test_a_table_gives_rows_and_a_layers_matrix_does_not():
+def test_rows_are_read_from_embeddings_only():
     _, matrix = matrix_of("int8", (9, 6), transposed=False)
     ids = np.array([[3, 8], [0, 3]])
     np.testing.assert_array_equal(matrix[ids], np.asarray(matrix)[ids])
@@ -175,7 +175,7 @@ print("all equal")
 @pytest.mark.slow_except(3)
 @USABLE
 @pytest.mark.parametrize("n_threads", ["3", "4", "7"])
-def test_a_process_with_several_threads(n_threads):
+def test_onednn_products_match_the_reference_with_threads(n_threads):
     """The layout that oneDNN likes best depends on their number: one that is asked for twice must be the same twice."""
     settings = {**os.environ, "OMP_NUM_THREADS": n_threads, "TRICYCLE_NUM_THREADS": n_threads}
     done = subprocess.run([sys.executable, "-c", WITH_THREADS], capture_output=True, text=True, env=settings)
@@ -236,7 +236,7 @@ def test_gradients_of_the_input_and_bias(kind, with_bias, plain):
     np.testing.assert_allclose(x.grad.array, np.full((4, 3), 2) @ np.asarray(matrix).T, 1e-3, 1e-4)
 
 
-def test_weights_of_few_bits_do_not_train():
+def test_quantized_weights_do_not_require_grad():
     layer = Dense(4, 3, generator=0)
     quantize(layer, "int8")
     assert not any(parameter.requires_grad for parameter in layer.parameters())

@@ -31,7 +31,7 @@ def curve(fall: float = -3, rise: float = -1, noise: float = 0.0) -> np.ndarray:
 
 # -------------------------------------------------------------------- analysis of a loss curve
 @pytest.mark.parametrize("noise", [0, 0.1])
-def test_a_curve_that_falls_and_rises(noise: float) -> None:
+def test_suggestion_of_a_curve_that_falls_and_rises(noise: float) -> None:
     test = analyze_losses(RATES, curve(noise=noise))
     assert -3.5 < np.log10(test.steepest_rate) < -2.5
     assert -1.5 < np.log10(test.divergence_rate) < -0.9
@@ -52,7 +52,7 @@ def test_nan_loss_counts_as_divergence() -> None:
     assert test.suggestion == pytest.approx(RATES[119] / 10, rel=0.05)
 
 
-def test_a_loss_that_never_rises() -> None:
+def test_suggestion_of_a_loss_that_never_rises() -> None:
     test = analyze_losses(RATES, curve(rise=9))
     assert test.divergence_rate is None
     assert test.suggestion == pytest.approx(test.steepest_rate, rel=0.05)
@@ -64,7 +64,7 @@ def test_a_loss_that_never_falls_has_no_suggestion(losses: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_loss_that_is_nan_at_once(n: int, tmp_path: Path) -> None:
+def test_range_test_of_a_loss_that_is_nan_at_once(n: int, tmp_path: Path) -> None:
     losses = np.full(n, 5.0)
     losses[-1] = np.nan
     test = analyze_losses(RATES[:n], losses)
@@ -152,7 +152,7 @@ def test_the_suggestion_is_a_good_rate(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_the_flag(tmp_path: Path, cache: Path, text: Path) -> None:  # noqa: F811
+def test_learning_rate_range_test_flag(tmp_path: Path, cache: Path, text: Path) -> None:  # noqa: F811
     folder = tmp_path / "rate"
     words = ["--preset", "debug", "--data", "text", "--files", text, "--run-folder", folder]
     out = good(call(TRAIN, *words, "--find-learning-rate", "--context-window", "16", "--batch-size", "4"))

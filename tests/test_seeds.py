@@ -128,7 +128,7 @@ def test_the_derivative_of_a_dense_layer_by_hand() -> None:
     assert Einsum("zxTW,bW->zxTb")(grad, weights).close_to(inputs.grad, rtol=1e-4)
 
 
-def test_weights_that_do_not_fit_their_inputs_are_refused() -> None:
+def test_weights_that_do_not_fit_their_inputs_raise() -> None:
     """The shapes as they were first written down: 2 features meet weights for 3."""
     with pytest.raises(ValueError, match=r"^Einsum\('zxTb,bW->zxTW'\): .*'b'.*2.*3"):
         Einsum("zxTb,bW->zxTW")(to_tensor(np.ones((5, 4, 3, 2))), to_tensor(np.ones((3, 6))))
@@ -329,7 +329,7 @@ def test_gradcheck_serves_a_user(rng: np.random.Generator) -> None:
         gradcheck(Wrong(), rng.standard_normal((3, 4)))
 
 
-def test_the_attention_that_was_spelt_out_agrees_with_ours(rng: np.random.Generator) -> None:
+def test_attention_written_in_einsums_equals_the_layer(rng: np.random.Generator) -> None:
     layer = MultiHeadSelfAttention(embedding_dim=12, n_heads=3, context_window=16)
     x = to_tensor(rng.standard_normal((2, 10, 12)), is_batched=True)
     spelt_out = layer.projection(AttentionScores(3)(layer.qkv(x)))

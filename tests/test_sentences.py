@@ -142,7 +142,7 @@ def test_wrong_calls(folder: Path) -> None:
         SentenceEncoder(other, model.tokeniser)
 
 
-def test_a_decoder_is_no_encoder(folder: Path, tmp_path: Path) -> None:
+def test_loading_a_decoder_as_an_encoder_raises(folder: Path, tmp_path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=30, n_embd=8, n_layer=1, n_head=2, n_positions=8)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt")
     with pytest.raises(ValueError, match=r"encoder.*GPT"):

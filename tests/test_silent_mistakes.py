@@ -88,7 +88,7 @@ def test_user_can_declare_a_changed_array():
         y.backward()
 
 
-def test_a_watched_array_may_not_change():
+def test_changing_an_array_used_by_the_graph_raises():
     """Where nobody says so, only a block that watches notices."""
     for change_result in (False, True):
         x = to_tensor([1.0, 2.0], name="x")
@@ -164,7 +164,7 @@ def test_blocks_may_end_in_any_order(block, is_usual):
     assert is_usual()
 
 
-def test_a_block_may_end_elsewhere():
+def test_no_grad_block_may_end_in_another_context():
     """A generator that is dropped in another context, such as another thread's, disturbs nobody there."""
     waiting = [inside(no_grad)]
     contextvars.copy_context().run(next, waiting[0])
