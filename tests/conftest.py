@@ -35,8 +35,6 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", f"error::{category}")
     # This warning occurred three times, for small products of finite numbers with unknown cause; it stays a warning.
     config.addinivalue_line("filterwarnings", "default:invalid value encountered in matmul:RuntimeWarning")
-    # A product divides nothing: OpenBLAS for ARM64 leaves the processor's flag set (seen under qemu).
-    config.addinivalue_line("filterwarnings", "default:divide by zero encountered in matmul:RuntimeWarning")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, for pytest -n

@@ -3,7 +3,8 @@
 #
 # FOLDER becomes the root of a Debian system for arm64, whose programs QEMU's user mode runs. Needs root on Debian with
 # the packages debootstrap, qemu-user-static and binfmt-support. A second call uses the same folder again. The emulator
-# shows the host's /proc/cpuinfo, so a file with the features of an ARM Neoverse N1 is mounted over it.
+# shows the host's /proc/cpuinfo, so a file with the features of an ARM Neoverse N1 is mounted over it. QEMU's default
+# processor has matrix instructions for which OpenBLAS 0.3.31 (in NumPy 2.4) computes wrong float32 products x @ x.T.
 set -euo pipefail
 root=$(realpath -m "$1")
 shift
@@ -29,7 +30,7 @@ for processor in $(seq 0 $(($(nproc) - 1))); do
 done > "$root/tmp/cpuinfo"
 mount --bind "$root/tmp/cpuinfo" "$root/proc/cpuinfo"
 
-HOME=/root LC_ALL=C.UTF-8 chroot "$root" bash -euo pipefail -c '
+QEMU_CPU=neoverse-n1 HOME=/root LC_ALL=C.UTF-8 chroot "$root" bash -euo pipefail -c '
     cd /tricycle
     [ -d /environment ] || python3 -m venv /environment
     . /environment/bin/activate
