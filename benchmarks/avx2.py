@@ -63,7 +63,7 @@ def child_processes(parent: int) -> list[int]:
 def seconds_since_start(pid: int) -> float:
     """Return the age of a process in seconds."""
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")  # type: ignore[attr-defined, unused-ignore]
 
 
 def uses_avx512(pid: int) -> bool:

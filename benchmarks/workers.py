@@ -218,10 +218,10 @@ def matmul_rate(side: str, precision: str = "float32", repeats: int = 5) -> floa
 
 def peak_memory_mb() -> float:
     """Return the peak memory of this process in MB, 0 if the system does not report it."""
-    try:
-        import resource
-    except ImportError:
+    if sys.platform == "win32":
         return 0.0
+    import resource
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
