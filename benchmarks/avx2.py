@@ -63,7 +63,8 @@ def child_processes(parent: int) -> list[int]:
 def seconds_since_start(pid: int) -> float:
     """Return the age of a process in seconds."""
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")  # type: ignore[attr-defined, unused-ignore]
+    ticks_per_second = os.sysconf("SC_CLK_TCK")  # type: ignore[attr-defined, unused-ignore]
+    return float(Path("/proc/uptime").read_text().split()[0]) - ticks / ticks_per_second
 
 
 def uses_avx512(pid: int) -> bool:

@@ -497,7 +497,7 @@ def test_user_head_receives_only_x(precision):
 
 
 class TwoHeads(GPT):
-    """Add the logits of a second head, which has a parameter of its own."""
+    """A GPT that adds the logits of a second head with one parameter."""
 
     def __init__(self, config):
         super().__init__(config)
