@@ -140,7 +140,7 @@ def test_tokens(loaded, hf_pair):
 
 # -------------------------------------------------------------------- handed on
 @slow
-def test_written_again(loaded, tmp_path):
+def test_exported_gguf_has_equal_weights_tokens_and_settings(loaded, tmp_path):
     """As a file of 32 bits: the same weights, tokens and settings."""
     export_gguf(loaded.model, loaded.tokeniser, tmp_path / "a.gguf")
     again = load(tmp_path / "a.gguf")

@@ -145,7 +145,7 @@ def test_16_bits_without_a_provider_are_explained(monkeypatch):
     assert speed.report(speeds, TINY, 32).endswith("\nno bfloat16: not installed")
 
 
-def test_the_flag_measures(monkeypatch, capsys):
+def test_speed_flag_prints_fraction_of_peak_and_advice(monkeypatch, capsys):
     speeds = [speed_of("float32", 1000, **dict.fromkeys([*speed.GROUPS, speed.REST], 0.2))]
     monkeypatch.setattr(speed, "measure_precisions", lambda config: speeds)
     monkeypatch.setattr(speed, "product_rate", lambda: 3e11)

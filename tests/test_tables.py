@@ -37,7 +37,7 @@ LISTED = {
 
 
 @pytest.mark.parametrize("field", TABLES)
-def test_a_row_is_enough_for_configs_and_flags(field: str, monkeypatch: Any, capsys: Any) -> None:
+def test_new_table_row_appears_in_configs_flags_and_help(field: str, monkeypatch: Any, capsys: Any) -> None:
     pytest.importorskip("tyro")
     from tricycle_cli.completion import flags_of
     from tricycle_cli.flags import parse

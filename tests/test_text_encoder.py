@@ -164,7 +164,7 @@ def test_padding_does_not_change_hidden_states() -> None:
     assert np.abs(model(tokens, token_type_ids=types).array[1, :6] - hidden[1, :6]).max() > 1e-3
 
 
-def test_every_token_sees_every_other() -> None:
+def test_every_token_attends_to_all_tokens_that_are_not_padding() -> None:
     model = TextEncoder(SMALL).eval()
     tokens, mask, _ = a_batch(SMALL)
     with Probe(model, "*.attention") as probe:

@@ -130,7 +130,7 @@ def test_an_unreachable_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 # -------------------------------------------------------------------- the programs
 @pytest.mark.slow
-def test_the_flag(tmp_path: Path, cache: Path, text: Path) -> None:  # noqa: F811
+def test_track_flag_adds_and_removes_trackers_of_a_run(tmp_path: Path, cache: Path, text: Path) -> None:  # noqa: F811
     """One run, without a tracker at first; it has one from --resume on, and then none any more."""
     has("tensorboard")
     folder = tmp_path / "run"
@@ -202,7 +202,7 @@ def test_every_tracker_is_an_extra_and_in_the_documentation() -> None:
     assert rows[: len(TRACKERS)] == [(name, tracker.storage) for name, tracker in TRACKERS.items()]
 
 
-def test_who_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logged_in_to_wandb_reads_key_and_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))

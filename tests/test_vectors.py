@@ -69,7 +69,7 @@ def test_a_product_is_that_of_float64(team, kind, shape):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_do_not_depend_on_who_helps(team, monkeypatch, kind):
+def test_results_are_bit_equal_with_any_number_of_helpers(team, monkeypatch, kind):
     matrix = matrix_of(kind, (1500, 576))
     x = np.random.default_rng(4).standard_normal((1, 576)).astype(np.float32)
     results, begin = set(), time.monotonic()
@@ -117,7 +117,7 @@ def test_several_matrices_in_turn(team, kind):
                 np.testing.assert_allclose(product_of(x, matrix), expected_of(x, matrix), rtol=1e-3, atol=2e-3)
 
 
-def test_other_work_finds_the_helpers_free(team):
+def test_parallel_for_gets_all_threads_between_products(team):
     matrix = matrix_of("float32", (500, 300))
     x = np.ones((1, 300), np.float32)
     for _ in range(20):

@@ -50,7 +50,7 @@ def test_former_checkpoint_resumes_training_with_equal_losses(name, tokens):
     assert state.step == state.optimiser.n_steps == 9
 
 
-def test_a_second_moment_that_muon_does_not_need_is_left_behind(tokens):
+def test_loading_drops_second_moments_of_muon_matrices(tokens):
     state = resume_state(FOLDER / "recipe.safetensors", tokens)
     for parameter in state.model.parameters():
         n_updates, moments = state.optimiser.state_of(parameter)
