@@ -337,8 +337,15 @@ class HuggingFace(Torch):
 
         Side.__init__(self, config, on_gpu)
         self.device, self.static = torch.device("cuda" if on_gpu else "cpu"), static
-        sizes = {"n_embd": config.embedding_dim, "n_layer": config.n_layers, "n_head": config.n_heads}
-        settings = GPT2Config(config.vocab_size, config.context_window, **sizes, bos_token_id=0, eos_token_id=None)
+        settings = GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.context_window,
+            n_embd=config.embedding_dim,
+            n_layer=config.n_layers,
+            n_head=config.n_heads,
+            bos_token_id=0,
+            eos_token_id=None,
+        )
         dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.precision, torch.float32)
         self.model = GPT2LMHeadModel(settings).to(self.device, dtype).eval()
 
