@@ -52,6 +52,8 @@ def on_device(function: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if function.__name__ in PRODUCTS:
             check_product(*args)
+        if args and isinstance(args[0], np.generic) and not isinstance(function, np.ufunc):
+            raise TypeError(f"{function.__name__}: a NumPy scalar in place of an array on the device")
         if UNSUPPORTED_ARGUMENTS & set(kwargs):
             raise TypeError(f"{function.__name__}: no such argument on the device: {kwargs}")
         return wrap(function(*map(unwrap, args), **{name: unwrap(value) for name, value in kwargs.items()}))

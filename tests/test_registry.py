@@ -202,4 +202,5 @@ def test_gpu_matches_cpu(sample):
     on_host = sample.tensors()
     expected = sample.call(*on_host)
     expected.backward()
-    assert_same((output.numpy(), gradients(tensors)), (expected.array, gradients(on_host)), 1e-9, 1e-11)
+    rtol = 1e-9 if output.dtype.itemsize > 2 else 1e-2  # only on a GPU are activations rounded to 16 bits
+    assert_same((output.numpy(), gradients(tensors)), (expected.array, gradients(on_host)), rtol, 1e-2 * rtol)

@@ -43,6 +43,13 @@ def on_gpu(array: Array) -> bool:
     return array_module(array) is not np
 
 
+# Cache: valid for the life of the process: one array for each device and dtype. It is a view, so no leaf keeps it.
+@cache
+def one(xp: ModuleType, device: str, dtype: np.dtype[Any]) -> Array:
+    """Return the array 1 of shape () of a device and a dtype: always the same one, so that `is` recognizes it."""
+    return xp.ones(1, dtype).reshape(())
+
+
 # Cache: valid for the life of the process; packages installed later are found after a restart.
 @cache
 def gpu_problem() -> str | None:

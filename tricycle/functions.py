@@ -90,8 +90,7 @@ class Softmax1(Softmax):
     name, off_by_one = "softmax1", True
 
 
-# Softmax variants by config name; `tricycle.softmaxes` adds more. The attribute `config_fields` of a variant names the
-# fields of the config that its constructor takes.
+# Softmax variants by config name (`tricycle.softmaxes` adds more); `config_fields`: fields that a constructor takes.
 SOFTMAXES: dict[str, Callable[..., RowSoftmax]] = {"softmax": Softmax, "softmax1": Softmax1}
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.autograd import NeedsGrad, grad_enabled_for
-from tricycle.devices import Array, on_gpu
-from tricycle.ops import Op, as_floating, as_tensor, check_device, check_range
+from tricycle.devices import Array, array_module, on_gpu, one
+from tricycle.ops import Op, as_floating, as_tensor, as_tensors, check_device, check_range
 from tricycle.tensor import Operand, Tensor, record
 
 
@@ -73,8 +73,8 @@ class CrossEntropy(Op):
 
 
 def scale_gradient(array: Array, grad: Array) -> Array:
-    """Multiply an array by a 0-d gradient; skip the product if it is 1 (not checked on a GPU, to avoid a sync)."""
-    return array if not on_gpu(grad) and grad == 1 else kernels.multiply(array, grad)
+    """Multiply an array by a 0-d gradient; skip the product for the gradient 1 that `Tensor.backward` begins with."""
+    return array if grad is one(array_module(grad), str(grad.device), grad.dtype) else kernels.multiply(array, grad)
 
 
 class MeanSquaredError(Op):
@@ -82,8 +82,7 @@ class MeanSquaredError(Op):
 
     def forward(self, y_true: Operand, y_pred: Operand) -> Tensor:
         """Compute the mean of (y_true - y_pred)^2 over all elements; raise a ValueError for unequal shapes."""
-        y_pred = as_tensor(y_pred)
-        y_true = as_tensor(y_true, y_pred)
+        y_true, y_pred = as_tensors(y_true, y_pred)
         if y_true.shape != y_pred.shape:
             raise ValueError(f"MeanSquaredError: expected two equal shapes, got {y_true.shape} and {y_pred.shape}")
         if y_pred.size == 0:

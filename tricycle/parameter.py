@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tricycle.tensor import Operand, Tensor, to_tensor
 
-# In order: a matrix between hidden layers, a table of token embeddings, a table of position embeddings, a factor and a
-# summand for each channel, any other factors, and the output matrix.
+# A hidden matrix, tables of tokens and positions, a factor and a summand for each channel, other factors, output matrix
 ROLES = ("matrix", "embedding", "position", "gain", "bias", "scale", "head")
 
 

@@ -115,8 +115,7 @@ class Tensor:
         if not self.requires_grad:
             rule = "a gradient is a constant: there are no gradients of gradients"
             raise RuntimeError(f"backward: this Tensor does not require a gradient ({rule})")
-        ones = self.xp.empty_like(self.array)
-        ones.fill(1)
+        ones = self.xp.ones_like(self.array) if self.ndim else devices.one(self.xp, str(self.array.device), self.dtype)
         sums = autograd.GradientSums()
         for leaf, grad in autograd.walk_backward(self, ones, sums, retain_graph):
             if grad.shape != leaf.array.shape:
@@ -131,7 +130,6 @@ class Tensor:
 
     if TYPE_CHECKING:  # attached by ops.py, extra_ops.py, einsum.py and tensor_methods.py
         back_fns: tuple[Callable[[Tensor], Array | Tensor], ...]
-
         close_to: Callable[..., bool]
         item: Callable[[], Any]
         to_gpu: Callable[..., Tensor]

@@ -23,8 +23,7 @@ from tricycle.models import GPT
 from tricycle.optimisers import Optimiser, gradient_norm
 from tricycle.tensor import Tensor
 
-# Called as batch_loss(batch, factor): returns the mean loss over the batch's labels times the factor, which is a number
-# or a 0-d array on the model's device.
+# batch_loss(batch, factor): the mean loss of the batch's labels times a factor, a number or a 0-d array on the device.
 BatchLossFn = Callable[[Any, Any], Tensor]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from tricycle.autograd import Mode, graph_mode
-from tricycle.devices import array_module
+from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
 from tricycle.tensor import Tensor
 
@@ -50,8 +52,15 @@ def free_activations_inside(result: Tensor, start: Tensor) -> None:
                 stack.append(arg)
     for key, tensor in inside.items():
         if key not in spared:
-            array = tensor.array
-            tensor.array = array_module(array).broadcast_to(array.dtype.type(np.nan), array.shape)
+            array, xp = tensor.array, array_module(tensor.array)
+            nan = _nan(xp, getattr(array.device, "id", None), array.dtype)
+            tensor.array = xp.broadcast_to(nan, array.shape)
+
+
+# Cache: valid for the life of the process: one scalar for each device and dtype.
+@cache
+def _nan(xp: ModuleType, device: int | None, dtype: np.dtype[Any]) -> Array:
+    return xp.full((), np.nan, dtype)
 
 
 def _holds_its_arrays(backward: Any) -> bool:

@@ -41,6 +41,7 @@ def register(array: type) -> None:
     kernels.gelu_backward.register(array)(elementwise.gelu_backward)
     activations.relu_squared.register(array)(elementwise.relu_squared)
     kernels.sigmoid.register(array)(elementwise.sigmoid)
+    kernels.add.register(array)(elementwise.add)
     kernels.multiply.register(array)(elementwise.multiply)
     kernels.dropout_mask.register(array)(elementwise.dropout_mask)
     kernels.apply_rope.register(array)(elementwise.apply_rope)

@@ -96,6 +96,7 @@ __device__ inline void along(const T* row, const T* other, i64 n, int first, int
     i64 head = (16 - (size_t)row % 16) % 16 / sizeof(T);
     if (head > n || ((size_t)row - (size_t)other) % 16 != 0) head = n;
     const i64 n_packs = (n - head) / N, n_single = n - n_packs * N;
+#pragma unroll 2
     for (i64 pack = first; pack < n_packs; pack += step) body(head + pack * N, Count<N>());
     for (i64 single = first; single < n_single; single += step)
         body(single < head ? single : single + n_packs * N, Count<1>());

@@ -22,20 +22,19 @@ template <class T> __global__ void gelu(const T* x, T* y, i64 n) {
     });
 }
 
-// The derivative is g + x g (1 - g) v'.
-template <class T> __global__ void gelu_with_derivative(const T* x, T* y, T* slope, i64 n) {
-    each<PACK<T>>(n, aligned(x) && aligned(y) && aligned(slope), [&](i64 i, auto count) {
+// dx = grad times the derivative, g + x g (1 - g) v', which costs less to compute again than to write and read.
+template <class T> __global__ void gelu_backward(const T* grad, const T* x, T* dx, i64 n) {
+    each<PACK<T>>(n, aligned(grad) && aligned(x) && aligned(dx), [&](i64 i, auto count) {
         constexpr int N = decltype(count)::value;
         float a[N], d[N];
         load(a, x + i);
+        load(d, grad + i);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             const float g = gelu_gate(a[k]), dv = 2 * SQRT_2_OVER_PI * (1 + 3 * CUBIC * a[k] * a[k]);
-            d[k] = g * (1 + a[k] * (1 - g) * dv);
-            a[k] *= g;
+            d[k] *= g * (1 + a[k] * (1 - g) * dv);
         }
-        store(y + i, a);
-        store(slope + i, d);
+        store(dx + i, d);
     });
 }
 
@@ -63,6 +62,19 @@ template <class T> __global__ void sigmoid(const T* x, T* y, i64 n) {
 #pragma unroll
         for (int k = 0; k < N; ++k) a[k] = logistic(a[k]);
         store(y + i, a);
+    });
+}
+
+// y may be a or b.
+template <class T> __global__ void add(const T* a, const T* b, T* y, i64 n) {
+    each<PACK<T>>(n, aligned(a) && aligned(b) && aligned(y), [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float left[N], right[N];
+        load(left, a + i);
+        load(right, b + i);
+#pragma unroll
+        for (int k = 0; k < N; ++k) left[k] += right[k];
+        store(y + i, left);
     });
 }
 

@@ -27,41 +27,58 @@ def gelu(x: Array) -> Array:
 
 
 @decline_when(arrays.array_decline_reason)
-def gelu_with_derivative(x: Array) -> tuple[Array, Array]:
-    """Compute GELU and its derivative with a CUDA kernel."""
-    return _elementwise("gelu_with_derivative", x, 2)
+def gelu_with_derivative(x: Array) -> tuple[Array, None]:
+    """Compute GELU with a CUDA kernel; `gelu_backward` recomputes the derivative from x."""
+    return _elementwise("gelu", x, 1), None
+
+
+def _pair_decline_reason(a: Array, b: Array) -> str | None:
+    if type(b) is not type(a):
+        return f"two arrays, got {type(a).__name__} and {type(b).__name__}"
+    if b.shape != a.shape or b.dtype != a.dtype:
+        return f"two arrays of one shape and dtype, got {a.shape} {a.dtype} and {b.shape} {b.dtype}"
+    return arrays.array_decline_reason(a)
+
+
+def _pairwise(name: str, a: Array, b: Array, out: Array | None = None) -> Array:
+    out = arrays.empty_like(a) if out is None else out
+    plan = launch.plan_elementwise(a.size, launch.elements_per_16_bytes(a.dtype.itemsize))
+    operands = arrays.contiguous(a), arrays.contiguous(b), out, i64(a.size)
+    launch.launch("elementwise", name, (arrays.cuda_type(a.dtype),), plan, *operands)
+    return out
+
+
+def _add_decline_reason(a: Array, b: Array, out: Array | None = None) -> str | None:
+    if out is not None and (out.shape != a.shape or out.dtype != a.dtype or not out.flags.c_contiguous):
+        return f"a contiguous output of shape {a.shape} and dtype {a.dtype}"
+    return _pair_decline_reason(a, b)
+
+
+@decline_when(_add_decline_reason)
+def add(a: Array, b: Array, out: Array | None = None) -> Array:
+    """Add two arrays of one shape and dtype with a CUDA kernel, into `out` if given, which may be a or b."""
+    return _pairwise("add", a, b, out)
 
 
 def _multiply_decline_reason(a: Array, b: Array) -> str | None:
-    if type(b) is not type(a):
-        return f"an array to multiply by, got {type(b).__name__}"
-    if b.ndim and (b.shape != a.shape or b.dtype != a.dtype):
-        return f"two arrays of one shape and dtype, got {a.shape} {a.dtype} and {b.shape} {b.dtype}"
-    return arrays.array_decline_reason(a)
+    is_scalar = type(b) is type(a) and b.ndim == 0
+    return arrays.array_decline_reason(a) if is_scalar else _pair_decline_reason(a, b)
 
 
 @decline_when(_multiply_decline_reason)
 def multiply(a: Array, b: Array) -> Array:
     """Multiply two arrays of one shape, or an array and a 0-d array, with a CUDA kernel."""
-    return _multiply(a, b)
-
-
-def _multiply(a: Array, b: Array) -> Array:
-    out, template = arrays.empty_like(a), (arrays.cuda_type(a.dtype),)
-    plan = launch.plan_elementwise(a.size, launch.elements_per_16_bytes(a.dtype.itemsize))
-    name, other = ("multiply", arrays.contiguous(b)) if b.ndim else ("scale", arrays.contiguous_float32(b))
-    launch.launch("elementwise", name, template, plan, arrays.contiguous(a), other, out, i64(a.size))
-    return out
+    return _pairwise("multiply", a, b) if b.ndim else _pairwise("scale", a, b.astype(f32, copy=False))
 
 
 def _gelu_backward_decline_reason(grad: Array, x: Array | None, slope: Array | None) -> str | None:
-    return "no slope kept by the forward" if slope is None else _multiply_decline_reason(grad, slope)
+    return "the input of the forward, got its derivative" if x is None else _pair_decline_reason(grad, x)
 
 
 @decline_when(_gelu_backward_decline_reason)
 def gelu_backward(grad: Array, x: Array | None, slope: Array | None) -> Array:
-    """Multiply the gradient by the kept derivative of GELU with a CUDA kernel."""
-    return _multiply(grad, slope)
+    """Multiply the gradient by the derivative of GELU at x with a CUDA kernel."""
+    return _pairwise("gelu_backward", grad, x)
 
 
 @decline_when(arrays.array_decline_reason)

@@ -70,7 +70,7 @@ def _reads(name: str) -> tuple[tuple[str, str], ...]:
 KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "elementwise": {
         **dict.fromkeys(
-            ("gelu", "gelu_with_derivative", "relu_squared", "sigmoid", "multiply", "scale", "rotate"), _ALL
+            ("gelu", "gelu_backward", "relu_squared", "sigmoid", "add", "multiply", "scale", "rotate"), _ALL
         ),
         "cast": _CASTS,
     },
@@ -190,15 +190,15 @@ def plan_elementwise(n: int, per_thread: int, threads: int = THREADS) -> LaunchP
     return LaunchPlan((ceil_div(n, per_thread * threads), 1), (threads, 1)).check()
 
 
-def plan_rows(n_rows: int, row_size: int, itemsize: int) -> LaunchPlan:
+def plan_rows(n_rows: int, row_size: int, itemsize: int, max_threads: int = MAX_THREADS) -> LaunchPlan:
     """Plan a launch with one group of threads per row: a warp for short rows, a block for long rows."""
     n_packs = ceil_div(row_size, elements_per_16_bytes(itemsize))
     if n_packs <= 4 * 32:
         return LaunchPlan((ceil_div(n_rows, 4), 1), (32, 4)).check()
-    return LaunchPlan((n_rows, 1), (min(MAX_THREADS, 32 * ceil_div(n_packs, 4 * 32)), 1)).check()
+    return LaunchPlan((n_rows, 1), (min(max_threads, 32 * ceil_div(n_packs, 4 * 32)), 1)).check()
 
 
-NORM_BLOCKS = 528  # four for each multiprocessor of a large GPU
+NORM_BLOCKS = 396  # three for each multiprocessor of an H100, as many as run at once
 # The longest rows by the elements that a thread reads at once, four times for each of the NORM_THREADS of norm.cu.
 LONGEST_NORM = {1: 4096, 4: 8192, 8: 8192}
 

@@ -9,6 +9,9 @@ from tricycle_accelerators.cuda import arrays, launch, sums
 from tricycle_accelerators.cuda.arrays import f32, i64
 from tricycle_accelerators.providers import decline_when
 
+# Two blocks at a time run on a multiprocessor, so that one reads while the other waits at a barrier.
+THREADS = 512
+
 
 def _cross_entropy_decline_reason(logits: Array, *_: Any, **__: Any) -> str | None:
     return arrays.array_decline_reason(logits)
@@ -32,6 +35,6 @@ def _cross_entropy(logits: Array, labels: Array, weights: Array, smoothing: floa
     ids = arrays.contiguous(labels.astype(i64, copy=False))
     operands = arrays.contiguous(logits), ids, arrays.contiguous_float32(weights)
     numbers = i64(n_rows), i64(size), f32(smoothing)
-    plan = launch.plan_rows(n_rows, size, logits.dtype.itemsize)
+    plan = launch.plan_rows(n_rows, size, logits.dtype.itemsize, THREADS)
     launch.launch("rows", "cross_entropy", (arrays.cuda_type(logits.dtype),), plan, *operands, costs, slope, *numbers)
     return sums.total_sum(costs, "float", "false")
