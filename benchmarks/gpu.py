@@ -28,6 +28,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ class Worker:
         )
 
     def request(self, do: str, **arguments: Any) -> Any:
-        """Call a method of the side, and return its result.
+        """Call the side's method `do`, and return its JSON result; SideError on failure or after the deadline.
 
         Raises:
             SideError: the method failed, the process ended, or the deadline has passed.
@@ -109,7 +110,7 @@ class Worker:
         raise SideError(f"{self.side} ended with status {self.process.wait()} (killed if the time was up)")
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kill the process, and wait until it has ended."""
         self.process.kill()
         self.process.communicate()
 
@@ -124,7 +125,7 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, part: str, result: Any, text: str) -> None:
-        """Add the result and the text of a part, and write both files."""
+        """Set the part's JSON result, append and print its Markdown text, and rewrite results.json and report.md."""
         self.results[part] = result
         self.sections.append(f"## {part}\n\n{text.rstrip()}\n")
         print(f"\n{self.sections[-1]}", flush=True)
@@ -135,7 +136,7 @@ class Report:
 
 
 def markdown_table(head: list[str], rows: list[list[Any]]) -> str:
-    """Return a Markdown table with aligned columns."""
+    """Return an aligned Markdown table; floats are shown with 3 digits, from 1,000 as integers, others by str()."""
     cells = [head, *([_cell(value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["| " + " | ".join(value.rjust(width) for value, width in zip(row, widths)) + " |" for row in cells]
@@ -151,7 +152,7 @@ def _cell(value: Any) -> str:
 # -------------------------------------------------------------------- parts
 # Each function of a part returns its result for results.json and its text for report.md.
 def report_environment(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
-    """Collect versions, hardware and the commit."""
+    """Return ({"python", "machine", "nvidia-smi", "commit": text}, the same as Markdown)."""
     from tricycle_cli.machine import report
 
     results = {"python": platform.python_version(), "machine": report()}
@@ -161,7 +162,7 @@ def report_environment(arguments: argparse.Namespace, deadline: float) -> tuple[
 
 
 def run_command(command: list[str], deadline: float) -> tuple[int, str]:
-    """Run a program, and return its exit status and output; status -1 if it is missing or exceeds the deadline."""
+    """Run a program; return (status, stdout and stderr), or (-1, message) if missing or late (`time.monotonic`)."""
     limit = max(1.0, deadline - time.monotonic())
     try:
         done = subprocess.run(
@@ -181,14 +182,14 @@ def run_command(command: list[str], deadline: float) -> tuple[int, str]:
 
 
 def compile_kernels(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
-    """Compile all CUDA kernels."""
+    """Compile all CUDA kernels, write compile.txt, and return ({"status", "log"}, Markdown), also on failure."""
     status, text = run_command([sys.executable, "-m", "tricycle_accelerators.cuda"], deadline)
     (arguments.output / "compile.txt").write_text(text, encoding="utf-8")
     return {"status": status, "log": text}, f"status {status}\n```\n{text[-6000:]}\n```"
 
 
 def run_gpu_tests(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
-    """Run the tests with the marker `gpu`."""
+    """Run `pytest -m gpu`, write pytest.txt, and return ({"status", "last": [last line]}, Markdown of the end)."""
     selected = ["-m", "gpu"] if arguments.device == "gpu" else ["tests/test_initialisers.py"]
     status, text = run_command([sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", *selected], deadline)
     (arguments.output / "pytest.txt").write_text(text, encoding="utf-8")
@@ -197,7 +198,7 @@ def run_gpu_tests(arguments: argparse.Namespace, deadline: float) -> tuple[Any, 
 
 
 def measure_matmuls(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
-    """Measure the matrix products of a GPT-2 step on each side."""
+    """Return ({case: {side: {product: TFLOP/s}}}, Markdown) of GPT-2 cases; errors of sides are in the text."""
     results, texts = {}, []
     for name, config in selected_cases(arguments).items():
         if name not in ("gpt2", "gpt2 tf32", "gpt2 float32"):
@@ -219,7 +220,7 @@ def measure_matmuls(arguments: argparse.Namespace, deadline: float) -> tuple[Any
 
 
 def measure_training(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
-    """Measure training of each case on each side."""
+    """Return ({case: result of `train_case`}, Markdown); errors and cases without time left are in the text."""
     results, rows, notes = {}, [], []
     for case, config in selected_cases(arguments).items():
         if deadline - time.monotonic() < MIN_SECONDS:
@@ -241,7 +242,7 @@ def measure_training(arguments: argparse.Namespace, deadline: float) -> tuple[An
 
 
 def train_case(config: GPTConfig, names: list[str], arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Measure the seconds of a step on each side: the median of interleaved bursts."""
+    """Return {side: {"seconds" per step (median burst), "bursts", "losses", "memory" in GB, ...} or with "error"}."""
     workers = {name: Worker(name, config, arguments.device, deadline) for name in names}
     results: dict[str, Any] = {name: {"bursts": [], "losses": []} for name in names}
 
@@ -275,7 +276,7 @@ def train_case(config: GPTConfig, names: list[str], arguments: argparse.Namespac
 
 
 def measure_timeline(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
-    """Measure the time of each kernel in a step."""
+    """Return ({"step": ms, "rows": [[kernel, calls, ms]]}, Markdown) of one training step; raise SideError."""
     cases = selected_cases(arguments)
     name = next((name for name in cases if name.startswith("gpt2")), next(iter(cases)))
     worker = Worker("tricycle", cases[name], arguments.device, deadline)
@@ -291,7 +292,7 @@ def measure_timeline(arguments: argparse.Namespace, deadline: float) -> tuple[An
 
 
 def measure_generation(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
-    """Measure generation on each side."""
+    """Return ({side: {batch size as str: tokens/s, "error" if it failed}}, Markdown table and the errors)."""
     config = next(iter(selected_cases(arguments).values()))
     results: dict[str, Any] = {}
     sides = ["tricycle", "transformers"] + ["transformers-compile"] * arguments.compile
@@ -312,7 +313,7 @@ def measure_generation(arguments: argparse.Namespace, deadline: float) -> tuple[
 
 
 def selected_cases(arguments: argparse.Namespace) -> dict[str, GPTConfig]:
-    """Return the configurations of the requested cases."""
+    """Return {name: config} of CASES (QUICK_CASES if `quick`) in `arguments.cases`, or all if that is empty."""
     cases = QUICK_CASES if arguments.quick else CASES
     return {name: config for name, config in cases.items() if not arguments.cases or name in arguments.cases}
 
@@ -334,7 +335,7 @@ PART_FUNCTIONS: dict[str, Callable[[argparse.Namespace, float], tuple[Any, str]]
 
 
 def main() -> int:
-    """Run the requested parts; return 1 if one failed."""
+    """Run the parts of sys.argv, and write results.json and report.md to --output; return 1 if one failed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu-report"), help="folder of results.json and report.md")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
@@ -357,6 +358,8 @@ def main() -> int:
 
         if gpu_problem():
             parser.error(f"no GPU can be used: {gpu_problem()} (--device cpu --quick tests this program)")
+    if not entry_points(group="tricycle.kernels"):
+        parser.error("Tricycle is not installed, so only reference kernels would run (pip install -e .)")
     end = time.monotonic() + 60 * arguments.minutes
     report, failed = Report(arguments.output), []
     os.environ.setdefault("PYTHONUNBUFFERED", "1")

@@ -422,14 +422,14 @@ def torch_attention(torch: Any, tensors: Any, op: attention.Attention, mask: np.
     if op.softcap is not None:
         scores = op.softcap * (scores / op.softcap).tanh()
     places = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2] - torch.arange(k.shape[2])
-    seen = torch.ones_like(places, dtype=torch.bool)
+    visible = torch.ones_like(places, dtype=torch.bool)
     if op.causal:
-        seen = (places >= 0) & (places < (op.window or 10**9))
+        visible = (places >= 0) & (places < (op.window or 10**9))
     if mask is not None:
-        seen = seen & torch.tensor(mask[(slice(None), *[None] * (4 - mask.ndim))])
-    seen = seen.expand(scores.shape)
-    any_seen = seen.any(-1, keepdim=True)
-    scores = torch.where(any_seen, torch.where(seen, scores, -torch.inf), 0)
+        visible = visible & torch.tensor(mask[(slice(None), *[None] * (4 - mask.ndim))])
+    visible = visible.expand(scores.shape)
+    any_seen = visible.any(-1, keepdim=True)
+    scores = torch.where(any_seen, torch.where(visible, scores, -torch.inf), 0)
     if op.softmax.name == "softmax1":
         weights = samples.torch_softmax1(torch, scores)
     else:

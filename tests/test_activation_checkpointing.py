@@ -134,14 +134,14 @@ def test_inputs_of_user_layers_are_not_freed():
     assert all(np.isfinite(grad).all() for grad in freed.values())
 
 
-@pytest.mark.parametrize("how", ["recorded", "set", "watched"])
-def test_arguments_of_user_functions_are_not_freed(how):
+@pytest.mark.parametrize("checked_by", ["recorded", "set", "watched"])
+def test_arguments_of_user_functions_are_not_freed(checked_by):
     start = to_tensor([1.0, 2.0])
     used = start * 3
     given = used + 1
-    with watch_arrays() if how == "watched" else nullcontext():
+    with watch_arrays() if checked_by == "watched" else nullcontext():
         squared = record(given.array**2, (given,), lambda grad, needs_grad: (grad * 2 * given.array,), "square")
-    if how == "set":
+    if checked_by == "set":
         squared.back_fns = (lambda grad: grad.array * 2 * given.array,)
     result = squared * 2
     free_activations_inside(result, start)
@@ -392,10 +392,10 @@ def test_chunked_loss_equals_full_loss(loss_fn, n_rows):
 
 
 def test_ignored_rows_are_not_computed():
-    seen = []
+    lengths = []
 
     def head(x):
-        seen.append(len(x))
+        lengths.append(len(x))
         return linear(x, table)
 
     table = to_tensor(RNG.standard_normal((5, 7)))
@@ -404,7 +404,7 @@ def test_ignored_rows_are_not_computed():
     hidden = to_tensor(RNG.standard_normal((50, 5)))
     loss = CrossEntropy(-100).from_hidden(labels, hidden, head, [table], 3)
     loss.backward()
-    assert seen == [2, 3]
+    assert lengths == [2, 3]
     assert np.flatnonzero(hidden.grad.array.any(axis=1)).tolist() == [3, 4, 5, 20, 30]
 
 

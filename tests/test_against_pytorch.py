@@ -158,13 +158,13 @@ def batches(config: GPTConfig) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(batch[:, :-1].copy(), batch[:, 1:].copy()) for batch in tokens]
 
 
-def assert_close(actual: np.ndarray, reference: torch.Tensor, what: str, tolerance: float = 1e-4) -> None:
+def assert_close(actual: np.ndarray, reference: torch.Tensor, title: str, tolerance: float = 1e-4) -> None:
     """Relative to the largest element: where terms cancel, an element by itself has no relative precision."""
     expected = reference.detach().numpy()
-    assert actual.shape == expected.shape, what
-    assert np.abs(expected).max() > 0, what
-    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max(), what
-    assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected), what
+    assert actual.shape == expected.shape, title
+    assert np.abs(expected).max() > 0, title
+    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max(), title
+    assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected), title
 
 
 # -------------------------------------------------------------------- whole models

@@ -238,11 +238,11 @@ def test_backward_order_is_depth_first():
     d = c.exp()
     e = extra_ops.stack([c, d, a, d, b])
     actual = topological_order(e + d)
-    expected, seen = [], set()
+    expected, visited = [], set()
 
     def walk(node):
-        if id(node) not in seen:
-            seen.add(id(node))
+        if id(node) not in visited:
+            visited.add(id(node))
             for arg in node.args:
                 walk(arg)
             expected.append(node)

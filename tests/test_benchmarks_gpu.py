@@ -53,6 +53,16 @@ def test_missing_gpu_is_an_error(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_missing_installation_is_an_error(monkeypatch, capsys):
+    """Without the entry points of an installed Tricycle, only reference kernels would be measured."""
+    monkeypatch.setattr("tricycle.devices.gpu_problem", lambda: None)
+    monkeypatch.setattr(gpu, "entry_points", lambda group: ())
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "not installed" in capsys.readouterr().err
+
+
 def test_failure_of_a_part_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     def fail(arguments, deadline):
         raise ZeroDivisionError("out of luck")

@@ -128,9 +128,9 @@ def test_block_softmax_scales_get_gradients(per_head: bool, rng: np.random.Gener
     layer(rng.standard_normal((2, 10, 8))).backward()
     gradient = scales.grad.array
     # 8 keys a block: 10 queries see the first, 2 of them the second, none the third; later positions did not occur
-    seen = np.zeros((3, 24), bool)
-    seen[0, :10] = seen[1, 8:10] = True
-    assert ((gradient != 0) == seen).all()
+    visible = np.zeros((3, 24), bool)
+    visible[0, :10] = visible[1, 8:10] = True
+    assert ((gradient != 0) == visible).all()
     layer.use_softmax("softmax")
     assert "softmax_scales" not in dict(layer.named_parameters())
 
@@ -167,8 +167,8 @@ def test_attention_accepts_a_user_softmax(rng: np.random.Generator) -> None:
 
     class Uniform(Softmax):
         def row_softmax(self, scores):
-            seen = (scores > -np.inf).astype(scores.dtype)
-            return seen / seen.sum(axis=-1, keepdims=True)
+            visible = (scores > -np.inf).astype(scores.dtype)
+            return visible / visible.sum(axis=-1, keepdims=True)
 
         def row_softmax_backward(self, grad, scores, weights):
             return np.zeros_like(scores)
@@ -293,7 +293,7 @@ def test_encoder_and_decoder_blocks_match_pytorch(decoder: bool, norm_first: boo
         put(torch_part.weight, tricycle_part.weights.array.T)
         put(torch_part.bias, tricycle_part.bias.array)
     x, memory = (rng.standard_normal((3, n, 8)).astype(np.float32) for n in (18, 7))
-    seen, memory_seen = length_mask([18, 5, 11], 18), length_mask([7, 2, 4], 7)
+    mask, memory_seen = length_mask([18, 5, 11], 18), length_mask([7, 2, 4], 7)
     tricycle_x, torch_x = to_tensor(x), torch.tensor(x, requires_grad=True)
     if decoder:
         out = tricycle_layer(tricycle_x, kv=tricycle_layer.cross.project_kv(memory), kv_mask=memory_seen)
@@ -301,8 +301,8 @@ def test_encoder_and_decoder_blocks_match_pytorch(decoder: bool, norm_first: boo
         padding = torch.where(torch.tensor(memory_seen), 0.0, -torch.inf)
         expected = torch_layer(torch_x, torch.tensor(memory), tgt_mask=later, memory_key_padding_mask=padding)
     else:
-        out = tricycle_layer(tricycle_x, mask=seen)
-        expected = torch_layer(torch_x, src_key_padding_mask=torch.where(torch.tensor(seen), 0.0, -torch.inf))
+        out = tricycle_layer(tricycle_x, mask=mask)
+        expected = torch_layer(torch_x, src_key_padding_mask=torch.where(torch.tensor(mask), 0.0, -torch.inf))
     np.testing.assert_allclose(out.array, expected.detach().numpy(), rtol=1e-3, atol=1e-5)
     grad = rng.standard_normal(out.shape).astype(np.float32)
     (out * grad).sum().backward()
@@ -317,10 +317,10 @@ def test_gradients_of_a_decoder_block(norm_first: bool, rng: np.random.Generator
     placement = "before" if norm_first else "after"
     config = ModelConfig(embedding_dim=8, n_heads=2, context_window=6, activation="swish", norm_placement=placement)
     block = DecoderBlock(config, generator=0)
-    seen = length_mask([3, 1], 4)
+    kv_mask = length_mask([3, 1], 4)
 
     def call(x, memory):
-        return block(x, kv=block.cross.project_kv(memory), kv_mask=seen)
+        return block(x, kv=block.cross.project_kv(memory), kv_mask=kv_mask)
 
     gradcheck(call, *(to_tensor(rng.standard_normal((2, n, 8)), dtype=float) for n in (5, 4)), elementwise_up_to=20)
 

@@ -202,11 +202,11 @@ del array
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells of a process")
-@pytest.mark.parametrize("how", ["buffers.release()", "time.sleep(1.0)"])
-def test_free_memory_is_returned_to_the_system(how):
+@pytest.mark.parametrize("statement", ["buffers.release()", "time.sleep(1.0)"])
+def test_free_memory_is_returned_to_the_system(statement):
     """When it is asked to, and by itself when nothing was taken for a while."""
     code = RESIDENT.replace("before =", "buffers.IDLE_SECONDS = 0.2; before =")
-    code += f"held = resident()\n{how}\nprint(held - before, resident() - before, kept.min())"
+    code += f"held = resident()\n{statement}\nprint(held - before, resident() - before, kept.min())"
     held, left, number = map(float, run_python(code))
     assert held > 60 and left < 20 and number == 2
 

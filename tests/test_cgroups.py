@@ -16,13 +16,13 @@ def system(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "own, parent, quota",
+    "own_quota, parent, quota",
     [("max 100000", "150000 100000", 1.5), ("50000 100000", "max 100000", 0.5), ("", "max 1", None)],
 )
-def test_cpu_quota_v2(system, own, parent, quota):
+def test_cpu_quota_v2(system, own_quota, parent, quota):
     (system / "cgroup").write_text("0::/a/b\n")
     (system / "groups" / "a" / "cpu.max").write_text(parent + "\n")
-    (system / "groups" / "a" / "b" / "cpu.max").write_text(own + "\n")
+    (system / "groups" / "a" / "b" / "cpu.max").write_text(own_quota + "\n")
     assert cgroups.cpu_quota() == quota
 
 

@@ -219,8 +219,8 @@ def test_machine_errors_are_not_reported_as_file_errors(saved, monkeypatch, erro
 @pytest.mark.slow_except(6)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory as Linux has them")
 @pytest.mark.parametrize("free", [20, 60, 100])
-@pytest.mark.parametrize("what", ["save_checkpoint(path, model)", "load_checkpoint(path)"])
-def test_insufficient_memory_raises_memory_error(tmp_path, what, free):
+@pytest.mark.parametrize("statement", ["save_checkpoint(path, model)", "load_checkpoint(path)"])
+def test_insufficient_memory_raises_memory_error(tmp_path, statement, free):
     """And neither an abort nor a damaged file; to save takes hardly more than the model has."""
     program = f"""
 import resource, sys
@@ -234,7 +234,7 @@ save_checkpoint(path, model)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + {free} * 2**20,) * 2)
 try:
-    {what}
+    {statement}
 except MemoryError:
     print("too little")
 else:
@@ -243,7 +243,7 @@ else:
     path = tmp_path / "large.safetensors"
     done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == ("enough\n" if what.startswith("save") and free > 50 else "too little\n")
+    assert done.stdout == ("enough\n" if statement.startswith("save") and free > 50 else "too little\n")
     assert os.listdir(tmp_path) == [path.name]
 
 
@@ -480,8 +480,8 @@ def named(module: str, name: str) -> bytes:
 
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a model"])
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
-@pytest.mark.parametrize("how", ["os.system", "eval", "exec", "runstring", "subprocess", "Path", "open"])
-def test_malicious_pickles_are_rejected_before_running(tmp_path, protocol, how, inside):
+@pytest.mark.parametrize("attack", ["os.system", "eval", "exec", "runstring", "subprocess", "Path", "open"])
+def test_malicious_pickles_are_rejected_before_running(tmp_path, protocol, attack, inside):
     marker = tmp_path / "marker"
     code = f"open({str(marker)!r}, 'w').close()"
     call = {
@@ -492,7 +492,7 @@ def test_malicious_pickles_are_rejected_before_running(tmp_path, protocol, how, 
         "subprocess": lambda: Call(subprocess.call, [sys.executable, "-c", code]),
         "Path": lambda: Call(Path.touch, marker),
         "open": lambda: Call(builtins.open, str(marker), "w"),
-    }[how]()
+    }[attack]()
     content = call
     if inside:
         content = GPT(CONFIG)
@@ -502,7 +502,7 @@ def test_malicious_pickles_are_rejected_before_running(tmp_path, protocol, how, 
     message = refused(path, load_pickled_model)
     assert "no model needs" in message
     assert not marker.exists()
-    if how != "Path":  # it is dangerous indeed: the pickle module itself would run it
+    if attack != "Path":  # it is dangerous indeed: the pickle module itself would run it
         pickle.loads(path.read_bytes())
         assert marker.exists()
 

@@ -105,7 +105,7 @@ def test_a_dropped_connection_is_resumed(server):
     server.drop_after = [100_000, 50_000]
     assert fetch("file.bin", server.url, SHA256, "things").read_bytes() == CONTENT
     assert server.ranges[0] is None
-    positions = [int(asked.removeprefix("bytes=").removesuffix("-")) for asked in server.ranges[1:]]
+    positions = [int(header.removeprefix("bytes=").removesuffix("-")) for header in server.ranges[1:]]
     assert len(positions) == 2 and 0 < positions[0] <= 100_000 and positions[0] < positions[1] <= 150_000
 
 
@@ -328,8 +328,8 @@ def test_tokeniser_is_trained_on_a_sample_of_a_large_corpus(monkeypatch):
     documents = [(bytes([65 + i % 26]) * 500, i % 5 == 4) for i in range(26)]
     make(documents)
     assert sum(map(len, read)) == 1000
-    seen = {block[:1] for block in read}
-    assert seen == {text[:1] for text, out in documents if not out}  # a sample of every training document
+    first_bytes = {block[:1] for block in read}
+    assert first_bytes == {text[:1] for text, out in documents if not out}  # a sample of every training document
     read.clear()
     make(documents, fingerprint="nobody counted the bytes")
     assert b"".join(read) == documents[0][0] + documents[1][0]

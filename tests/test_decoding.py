@@ -137,9 +137,9 @@ def test_batched_texts_are_independent(name):
     texts = [text_of(model, n_tokens, n_tokens) for n_tokens in (9, 1, 14, 6)]
     caches = [model.new_caches() for _ in texts]
     n_known = [4, 0, 13, 1]
-    for text, own, n in zip(texts, caches, n_known):
+    for text, cache, n in zip(texts, caches, n_known):
         if n:
-            next_logits(model, [text[:n]], [own])
+            next_logits(model, [text[:n]], [cache])
     logits = next_logits(model, [text[n:] for text, n in zip(texts, n_known)], caches)
     assert logits.shape == (4, model.config.vocab_size)
     for row, text in zip(logits, texts):

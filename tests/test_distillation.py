@@ -150,11 +150,11 @@ def test_resuming_with_another_teacher_is_rejected(distilled, tmp_path):
         distill(["--resume", str(folder)])
 
 
-@pytest.mark.parametrize("own", [None, [], {"teacher": 3, "temperature": 2.0, "hard_weight": 0.1}])
-def test_resuming_with_invalid_distill_settings_is_rejected(distilled, tmp_path, own):
+@pytest.mark.parametrize("settings", [None, [], {"teacher": 3, "temperature": 2.0, "hard_weight": 0.1}])
+def test_resuming_with_invalid_distill_settings_is_rejected(distilled, tmp_path, settings):
     folder = tmp_path / "run"
     shutil.copytree(distilled[0], folder)
     data = json.loads((folder / "data.json").read_text())
-    (folder / "data.json").write_text(json.dumps({**data, "distill": own}))
+    (folder / "data.json").write_text(json.dumps({**data, "distill": settings}))
     with pytest.raises(ValueError, match=r"expected (distill|teacher)"):
         distill(["--resume", str(folder)])

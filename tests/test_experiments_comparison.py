@@ -195,10 +195,10 @@ def test_cnn_learns_recall_only_within_its_receptive_field():
 
 
 def test_learning_rate_is_chosen_on_validation_data(monkeypatch):
-    accuracies, asked = {1e-3: 0.5, 1e-2: 0.6, 1e-1: 0.4}, []
+    accuracies, tried = {1e-3: 0.5, 1e-2: 0.6, 1e-1: 0.4}, []
 
     def fake_train(kind, distance, rate, settings, seed):
-        asked.append(rate)
+        tried.append(rate)
         return rate, None
 
     def fake_examine(model, distance, which, n):
@@ -210,11 +210,11 @@ def test_learning_rate_is_chosen_on_validation_data(monkeypatch):
     bar = study.tqdm(disable=True)
     model, record = train_with_best_rate("RNN", 4, settings, 0, bar)
     assert (model, record["rate"], record["accuracy"], record["loss"]) == (1e-2, 1e-2, 0.1, 2.0)
-    assert asked == [1e-3, 1e-2, 1e-1]
-    asked.clear()
+    assert tried == [1e-3, 1e-2, 1e-1]
+    tried.clear()
     accuracies[1e-3] = 0.995
     assert train_with_best_rate("RNN", 4, settings, 0, bar)[0] == 1e-3
-    assert asked == [1e-3]
+    assert tried == [1e-3]
 
 
 def test_test_and_validation_streams_differ_and_repeat():

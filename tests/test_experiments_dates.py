@@ -227,8 +227,8 @@ def test_models_have_similar_parameter_counts():
 def test_attention_generalizes_to_unseen_dates():
     settings = Settings(steps=160, parameters=25_000, max_tokens=1024, learning_rate=1.2e-2)
     days, generator = data.split()[0], np.random.default_rng(0)
-    seen, unseen = study.texts(examples(days, 2000, (0, 0), generator)), study.held_out("validation", 200, (0, 0))
-    model, history = train("Luong general", settings, 0, seen, study.held_out("validation", 4, (0, 0)))
+    known, unseen = study.texts(examples(days, 2000, (0, 0), generator)), study.held_out("validation", 200, (0, 0))
+    model, history = train("Luong general", settings, 0, known, study.held_out("validation", 4, (0, 0)))
     assert np.mean(history["losses"][-10:]) < 0.25
     assert exact_accuracy(model, unseen) > 0.4
 
@@ -246,9 +246,9 @@ def test_attention_on_fields_of_known_weights():
 def test_equal_scores_give_uniform_attention_on_fields():
     model = new_model("Luong general", 6000, np.random.default_rng(0))
     model.attention.key.weights.array[:] = 0  # all scores are equal
-    seen = measure_attention(model, study.held_out("test", 40, (0, 64)))
-    assert seen.share.shape == (1, 3)
-    np.testing.assert_allclose(seen.share[0], seen.even, rtol=1e-5)
+    alignment = measure_attention(model, study.held_out("test", 40, (0, 64)))
+    assert alignment.share.shape == (1, 3)
+    np.testing.assert_allclose(alignment.share[0], alignment.even, rtol=1e-5)
 
 
 def test_reward_baseline_is_the_running_mean():

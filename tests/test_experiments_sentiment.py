@@ -206,8 +206,8 @@ NASTY = ["</script><script>alert(1)</script>", "<b>", "&amp;", "\t", "\\", '"', 
 
 def nasty_item(label: int = 0) -> Item:
     weights = np.arange(8) / 28
-    seen = {"one": Answer(weights, 0, 0.75), "<two>": Answer(weights[::-1], 1, 0.5)}
-    return Item(NASTY, [" "] * 8, [False] * 7 + [True], label, seen)
+    answers = {"one": Answer(weights, 0, 0.75), "<two>": Answer(weights[::-1], 1, 0.5)}
+    return Item(NASTY, [" "] * 8, [False] * 7 + [True], label, answers)
 
 
 def test_page_escapes_special_characters(tmp_path):
@@ -281,8 +281,8 @@ def test_run_writes_results_plots_and_tables(problem, tmp_path):
     texts = [text.lower() for text in made_up()[0]]
     for item in shown["items"]:
         assert "".join(gap + token for gap, token in zip(item["gaps"], item["tokens"])) in texts
-        for seen in item["seen"]:
-            assert sum(seen["weights"]) == pytest.approx(1, abs=0.01) and 0.5 <= seen["probability"] <= 1
+        for answer in item["seen"]:
+            assert sum(answer["weights"]) == pytest.approx(1, abs=0.01) and 0.5 <= answer["probability"] <= 1
     run_study(main, *WORDS, "--models", "Transformer", "--output", again)
     first, second = (select(read(path / "results.json")["runs"], model="Transformer") for path in (folder, again))
     for run in first + second:

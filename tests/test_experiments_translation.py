@@ -126,10 +126,10 @@ def test_bleu_without_sacrebleu_names_the_package(monkeypatch):
 def test_multi30k_reads_lines_and_rejects_unknown_splits(monkeypatch, tmp_path):
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress("Ein Hund. \nZwei\u2028 \xa0Hunde.\n".encode()))
-    asked = []
-    monkeypatch.setattr(module, "fetch", lambda *words, **more: asked.append((words, more)) or path)
+    calls = []
+    monkeypatch.setattr(module, "fetch", lambda *words, **more: calls.append((words, more)) or path)
     assert load_multi30k("val", "de") == ["Ein Hund.", "Zwei\u2028 \xa0Hunde."]
-    (((name, url, sha256), more),) = asked
+    (((name, url, sha256), more),) = calls
     assert name == "val.de.gz" and url.endswith("/task1/raw/val.de.gz") and sha256 == SHA256[name]
     assert more == {"folder": "multi30k"}
     for words in [("test", "de"), ("val", "es")]:

@@ -503,9 +503,9 @@ def test_encoder_decoders_train_and_generate_on_the_device(device, make, rng):
         return CrossEntropy(0, 0.1)(model.place(target[:, 1:]), logits)
 
     models = train_both(make, batch_loss)
-    how = {"begin": 1, "end": 2, "max_length": 6}
+    options = {"begin": 1, "end": 2, "max_length": 6}
     for beam_size in (1, 3):
-        found = [beam_search(model, source, lengths, beam_size=beam_size, **how) for model in models]
+        found = [beam_search(model, source, lengths, beam_size=beam_size, **options) for model in models]
         assert found[0] == found[1]
 
 
@@ -568,8 +568,8 @@ def test_preference_losses_train_on_the_device(device, kind):
             new_adapter(loaded, LoRAConfig(rank=2, dora=kind == "DoRA"))
         pairs.compute_reference_log_probs(model)
         optimiser = AdamW(1e-2)
-        own = [train_on_batch(model, optimiser, dpo_loss(model, 0.3), next(pairs)) for _ in range(5)]
-        losses.append([loss.item() if on_gpu else loss for loss in own])
+        found = [train_on_batch(model, optimiser, dpo_loss(model, 0.3), next(pairs)) for _ in range(5)]
+        losses.append([loss.item() if on_gpu else loss for loss in found])
     np.testing.assert_allclose(*losses, rtol=1e-4)
     assert losses[0][0] == pytest.approx(np.log(2), rel=1e-5)
     assert np.ptp(losses[0]) > 1e-3

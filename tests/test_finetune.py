@@ -258,8 +258,8 @@ def test_preference_loss_mask_covers_only_the_answers():
     ):
         both = ExampleEncoder(tokeniser, 200).encode(_record("here", json.dumps(value).encode()))
         assert [tokeniser.decode(one.ids[one.loss_mask]) for one in both] == ["fox<|im_end|>", "rain<|im_end|>"]
-        asked = tokeniser.chat(earlier)
-        assert all(one.ids[: len(asked)].tolist() == asked for one in both)
+        prompt = tokeniser.chat(earlier)
+        assert all(one.ids[: len(prompt)].tolist() == prompt for one in both)
     encoder = ExampleEncoder(tokeniser, 12)
     assert encoder.encode(record("preference", ["x", "fox", "fox"])) == []
     assert encoder.encode(record("chat preference", [[user] * 9, [good], [bad]])) == []
@@ -315,8 +315,8 @@ def test_truncated_tokens_are_counted():
     assert tokeniser.decode(pair.ids[pair.loss_mask]) == "rain<|im_end|>"
     assert (encoder.n_cut, encoder.n_left_out) == (1, 0)
     assert encoder.n_cut_tokens == len(tokeniser.encode(long)) + len(tokeniser.encode("rain")) + 1 - 31
-    asked = [{"role": "user", "content": long}, {"role": "assistant", "content": "rain"}]
-    assert encoder.encode(record("messages", asked)) == []
+    messages = [{"role": "user", "content": long}, {"role": "assistant", "content": "rain"}]
+    assert encoder.encode(record("messages", messages)) == []
     assert (encoder.n_cut, encoder.n_left_out) == (2, 1)
     windows = encoder.encode(record("text", long))
     assert sum(example.n_labels for example in windows) == len(encoder.encode_text(long)) - 1

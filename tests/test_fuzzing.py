@@ -190,8 +190,8 @@ def check_generation(case: Case, data: Any) -> None:
         cached = data.draw(st.sampled_from([None, None, "float16", "bfloat16"]))
         tolerance = _tolerance(case, tokens, cached is not None)
 
-        def check(actual: np.ndarray, places: Any, what: str) -> None:
-            assert_close({what: actual}, {what: expected[places]}, tolerance)
+        def check(actual: np.ndarray, places: Any, title: str) -> None:
+            assert_close({title: actual}, {title: expected[places]}, tolerance)
 
         check(full_logits(model, tokens), slice(None), "full pass")
         states = [SpeculativeState(model, cached) for _ in range(2)]

@@ -311,12 +311,12 @@ def test_repetition_penalty_matches_transformers(penalty):
     processors = pytest.importorskip("transformers").generation.logits_process
     torch = pytest.importorskip("torch")
     generator = np.random.default_rng(0)
-    logits, seen = generator.normal(0, 2, 30), generator.integers(0, 30, 12)
+    logits, tokens = generator.normal(0, 2, 30), generator.integers(0, 30, 12)
     expected = processors.RepetitionPenaltyLogitsProcessor(penalty)(
-        torch.tensor(seen[None]), torch.tensor(logits[None])
+        torch.tensor(tokens[None]), torch.tensor(logits[None])
     )
     sampling = PenalizedSamplingParams(0, repetition_penalty=penalty)
-    order = [replace(sampling, suppress_tokens=range(i)).sample(logits, generator, seen) for i in range(30)]
+    order = [replace(sampling, suppress_tokens=range(i)).sample(logits, generator, tokens) for i in range(30)]
     assert order == [int(expected[0, i:].argmax()) + i for i in range(30)]
 
 
@@ -532,21 +532,21 @@ def test_texts_join_and_leave_a_batch(changes):
     """Each text has other settings and gets the same tokens as alone."""
     model = new_model(**changes)
     batch = GenerationBatch(model)
-    ways = [
+    all_params = [
         ([1, 2, 3], 9, {"temperature": 0}, 0),
         ([4], 30, {}, 1),
         ([5, 6], 4, {"top_k": 3, "repetition_penalty": 1.5}, 2),
         ([7] * 12, 5, {"min_p": 0.1, "no_repeat_ngram_size": 2}, 3),
         ([8], 0, {}, 4),
     ]
-    drawn = {number: [] for number in range(len(ways))}
+    drawn = {number: [] for number in range(len(all_params))}
 
     def steps(n: int) -> None:
         for _ in range(n):
             for number, token in batch.step():
                 drawn[number].append(token)
 
-    for number, (prompt, n_tokens, settings, seed) in enumerate(ways):
+    for number, (prompt, n_tokens, settings, seed) in enumerate(all_params):
         assert batch.add(prompt, n_tokens, PenalizedSamplingParams(**settings, seed=seed)) == number
         steps(number)
     assert len(batch) == 1  # the last had none to write
@@ -555,7 +555,7 @@ def test_texts_join_and_leave_a_batch(changes):
     n_of_removed = len(drawn[1])
     while len(batch):
         steps(1)
-    for number, (prompt, n_tokens, settings, seed) in enumerate(ways):
+    for number, (prompt, n_tokens, settings, seed) in enumerate(all_params):
         alone = list(generate(model, prompt, n_tokens, PenalizedSamplingParams(**settings, seed=seed)))
         assert drawn[number] == (alone[:n_of_removed] if number == 1 else alone)
     assert 6 < n_of_removed < 30
@@ -605,10 +605,10 @@ def test_forked_state_is_independent(changes):
 
 def test_frequency_presence_penalties_and_logit_bias():
     logits = np.array([1.0, 2.0, 3.0, 4.0, 5.0], np.float32)
-    seen = [4, 4, 3, 3, 3, 2]  # two of the prompt
+    tokens = [4, 4, 3, 3, 3, 2]  # two of the prompt
 
     def shifted(**settings):
-        return PenalizedSamplingParams(**settings).adjusted_logits(logits, seen, 2).tolist()
+        return PenalizedSamplingParams(**settings).adjusted_logits(logits, tokens, 2).tolist()
 
     assert shifted(presence_penalty=1.5) == [1, 2, 1.5, 2.5, 5]
     assert shifted(frequency_penalty=1) == [1, 2, 2, 1, 5]
@@ -675,11 +675,11 @@ def test_draft_tokens_change_nothing_despite_rounding(settings, monkeypatch):
             return super().recompute_logits(text)
 
     def same() -> bool:
-        prompt, ways = [1, 2, 3, 4] * 5, [PenalizedSamplingParams(**settings, seed=seed) for seed in range(10)]
-        expected = [list(generate(model, prompt, 60, way)) for way in ways]
+        prompt, all_params = [1, 2, 3, 4] * 5, [PenalizedSamplingParams(**settings, seed=seed) for seed in range(10)]
+        expected = [list(generate(model, prompt, 60, way)) for way in all_params]
         return expected == [
             list(generate_prompt_lookup(model, prompt, 60, way, state=Counting(model), n_draft_tokens=4))
-            for way in ways
+            for way in all_params
         ]
 
     error = 0.1
@@ -729,10 +729,10 @@ def test_batched_draft_tokens_change_nothing(settings, n_texts):
     """Texts of different lengths, some repetitive; a batch of 20 leaves no room for draft tokens."""
     model = new_model(context_window=30, positions="rotary", window=6)
     prompts = [[*range(i % 7), *[1, 2, 3, 4] * (i % 3), i] for i in range(n_texts)]
-    ways = [PenalizedSamplingParams(**{**settings, "seed": i}) for i in range(n_texts)]
-    alone = [list(generate(model, prompt, 50, way)) for prompt, way in zip(prompts, ways)]
+    all_params = [PenalizedSamplingParams(**{**settings, "seed": i}) for i in range(n_texts)]
+    alone = [list(generate(model, prompt, 50, way)) for prompt, way in zip(prompts, all_params)]
     for n_draft_tokens in (1, 4, 30):
-        assert generate_batch(model, prompts, 50, ways, n_draft_tokens=n_draft_tokens) == alone
+        assert generate_batch(model, prompts, 50, all_params, n_draft_tokens=n_draft_tokens) == alone
 
 
 def test_batched_draft_tokens_reduce_steps(monkeypatch):
@@ -755,13 +755,13 @@ def test_batched_draft_tokens_change_nothing_despite_rounding(monkeypatch):
             logits += noise.uniform(-0.09, 0.09, logits.shape) * np.abs(logits).max(-1, keepdims=True) * drafted
         return logits
 
-    prompts, ways = [[1, 2, 3, 4] * 5, [4, 3] * 4], [SamplingParams(seed=0), SamplingParams(0)]
-    expected = generate_batch(model, prompts, 60, ways)
+    prompts, all_params = [[1, 2, 3, 4] * 5, [4, 3] * 4], [SamplingParams(seed=0), SamplingParams(0)]
+    expected = generate_batch(model, prompts, 60, all_params)
     set_next_logits(monkeypatch, noisy)
     monkeypatch.setattr(prompt_lookup, "TOLERANCE", 0.0)
-    assert generate_batch(model, prompts, 60, ways, n_draft_tokens=4) != expected
+    assert generate_batch(model, prompts, 60, all_params, n_draft_tokens=4) != expected
     monkeypatch.setattr(prompt_lookup, "TOLERANCE", 0.1)
-    assert generate_batch(model, prompts, 60, ways, n_draft_tokens=4) == expected
+    assert generate_batch(model, prompts, 60, all_params, n_draft_tokens=4) == expected
 
 
 # -------------------------------------------------------------------- candidates

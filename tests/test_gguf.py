@@ -147,13 +147,13 @@ def test_output_layer_equal_to_the_embedding_is_tied(files, tmp_path):
         gguf_models.write(tmp_path / "a.gguf", "gpt2", keys, tensors | {"output.weight": tensors["token_embd.weight"]})
     )
     assert copied.fields["tie_word_embeddings"] and "lm_head.weight" not in copied.tensors
-    own = read_gguf(
+    converted = read_gguf(
         gguf_models.write(
             tmp_path / "b.gguf", "gpt2", keys, tensors | {"output.weight": 2 * tensors["token_embd.weight"]}
         )
     )
-    assert not own.fields["tie_word_embeddings"]
-    np.testing.assert_array_equal(own.tensors["lm_head.weight"].read(), 2 * tensors["token_embd.weight"])
+    assert not converted.fields["tie_word_embeddings"]
+    np.testing.assert_array_equal(converted.tensors["lm_head.weight"].read(), 2 * tensors["token_embd.weight"])
 
 
 def test_fused_qkv_matrix_is_split(files, tmp_path):
@@ -276,16 +276,16 @@ WRONG_KEYS = {
 @pytest.mark.parametrize("name", WRONG_KEYS)
 def test_invalid_metadata_is_rejected(files, tmp_path, name):
     _, model = files["Llama"]
-    wrong, why = WRONG_KEYS[name]
+    wrong, pattern = WRONG_KEYS[name]
     keys = gguf_models.metadata_of("llama", model.config) | wrong
     keys = {key: value for key, value in keys.items() if value is not REMOVED}
     path = gguf_models.write(tmp_path / "a.gguf", "llama", keys, gguf_models.convert_tensors("llama", model))
-    refused(path, why)
+    refused(path, pattern)
 
 
-def refused(path: Path, why: str) -> None:
+def refused(path: Path, pattern: str) -> None:
     """Check that the error is one line that begins with the path."""
-    with pytest.raises(ValueError, match=why) as caught:
+    with pytest.raises(ValueError, match=pattern) as caught:
         read_gguf(path)
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
 
@@ -301,8 +301,8 @@ def test_unknown_and_missing_tensors_are_rejected(files, tmp_path):
         "output.scale": r"'output\.scale'.*unknown",
         "rope_factors_long.weight": r"rope_factors_long\.weight.*longrope",
     }
-    for name, why in wrong.items():
-        refused(gguf_models.write(tmp_path / "a.gguf", "llama", keys, tensors | {name: vector}), why)
+    for name, pattern in wrong.items():
+        refused(gguf_models.write(tmp_path / "a.gguf", "llama", keys, tensors | {name: vector}), pattern)
     for name in ("token_embd.weight", "blk.0.ffn_up.weight"):
         fewer = {key: value for key, value in tensors.items() if key != name}
         refused(gguf_models.write(tmp_path / "a.gguf", "llama", keys, fewer), f"matrix {name}.*none")

@@ -102,9 +102,9 @@ def written(tmp_path: Path, content: bytes) -> Path:
     return path
 
 
-def refused(path: Path, why: str) -> None:
+def refused(path: Path, pattern: str) -> None:
     """Check that the error is one line that begins with the path."""
-    with pytest.raises(ValueError, match=why) as caught:
+    with pytest.raises(ValueError, match=pattern) as caught:
         read_gguf_header(path)
     message = str(caught.value)
     assert message.startswith(f"{path}: ") and "\n" not in message and len(message) < 300 + len(str(path))
@@ -235,11 +235,11 @@ CRAFTED = {
 
 @pytest.mark.parametrize("name", CRAFTED)
 def test_crafted_headers_are_rejected_with_little_memory_and_time(tmp_path, name):
-    content, why = CRAFTED[name]
+    content, pattern = CRAFTED[name]
     path = written(tmp_path, content)
     tracemalloc.start()
     begin = time.perf_counter()
-    refused(path, why)
+    refused(path, pattern)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2e5 and time.perf_counter() - begin < 1

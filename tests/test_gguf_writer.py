@@ -85,10 +85,10 @@ def test_exported_model_round_trips(tmp_path, name):
     back = load(tmp_path / "a.gguf").model
     neutral = {"qkv_bias", "output_bias", "mlp_bias"}  # what one part has another gets too, as 0
     assert set(differing_fields(model.config, back.config)) <= (neutral if "bias" in name else set())
-    own = dict(back.named_parameters())
+    expected = dict(back.named_parameters())
     for key, parameter in model.named_parameters():
-        np.testing.assert_array_equal(own.pop(key).numpy(), parameter.numpy(), err_msg=key)
-    assert all(not extra.numpy().any() for extra in own.values())
+        np.testing.assert_array_equal(expected.pop(key).numpy(), parameter.numpy(), err_msg=key)
+    assert all(not extra.numpy().any() for extra in expected.values())
     set_memory_order(back, "C")  # sums are made in the order in which matrices lie
     if name != "llama 3":
         np.testing.assert_array_equal(logits(back, TOKENS), logits(model, TOKENS))
@@ -303,8 +303,8 @@ FIELDS = {
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_unsupported_config_fields_are_rejected(tmp_path, name):
-    base, changes, why = FIELDS[name]
-    with pytest.raises(ValueError, match=rf"^export_gguf: llama\.cpp cannot.*{why}"):
+    base, changes, pattern = FIELDS[name]
+    with pytest.raises(ValueError, match=rf"^export_gguf: llama\.cpp cannot.*{pattern}"):
         export_gguf(GPT(ModelConfig(**{**base, **changes})), None, tmp_path / "a.gguf")
     assert not list(tmp_path.iterdir())
 
@@ -326,11 +326,11 @@ def test_unsupported_tokenizers_are_rejected(tmp_path):
         (BPETokeniser(257, ["<x>"]), r"tokeniser.*<\|endoftext\|>"),
         (object(), "BPETokeniser.*object"),
     ]
-    for tokeniser, why in cases:
+    for tokeniser, pattern in cases:
         with pytest.raises(ValueError) as caught:
             export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
         message = str(caught.value)
-        assert re.search(f"^export_gguf: .*llama.cpp.*{why}", message), message
+        assert re.search(f"^export_gguf: .*llama.cpp.*{pattern}", message), message
         assert "\n" not in message
     small = GPT(ModelConfig(**{**LLAMA, "vocab_size": 200}))
     with pytest.raises(ValueError, match=r"at most 200 tokens.*got 264"):

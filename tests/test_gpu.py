@@ -197,9 +197,9 @@ def test_encoder_decoders_match_the_cpu(make, rng):
         return CrossEntropy(0, 0.1)(model.place(target[:, 1:]), logits)
 
     models = train_both(make, batch_loss, on_gpu=True)
-    how = {"begin": 1, "end": 2, "max_length": 6}
+    options = {"begin": 1, "end": 2, "max_length": 6}
     for beam_size in (1, 3):
-        found = [beam_search(model, source, lengths, beam_size=beam_size, **how) for model in models]
+        found = [beam_search(model, source, lengths, beam_size=beam_size, **options) for model in models]
         assert found[0] == found[1]
 
 

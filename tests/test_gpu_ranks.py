@@ -77,9 +77,9 @@ class Communicator:
         return np.ctypeslib.as_array((KINDS[kind] * count).from_address(sendbuf))
 
     def _check(self, stream):
-        own = HERE.stream
-        assert stream == own.ptr != HERE.current.ptr
-        assert own.seen[HERE.current.ptr] == HERE.current.n_done, "the array may not be there yet"
+        own_stream = HERE.stream
+        assert stream == own_stream.ptr != HERE.current.ptr
+        assert own_stream.seen[HERE.current.ptr] == HERE.current.n_done, "the array may not be there yet"
 
     def allReduce(self, sendbuf, recvbuf, count, kind, op, stream):
         self._check(stream)
@@ -297,12 +297,12 @@ class Told(ProcessGroup):
 
 
 def test_each_rank_of_a_machine_has_a_gpu(monkeypatch):
-    seen = []
+    variables = []
     for rank in range(4):
         monkeypatch.setenv(VISIBLE, "3,5")
         share_gpus(Told(rank, [(True, ["3", "5"]), (False, ["3", "5"]), (True, ["3", "5"]), (True, ["3", "5"])]))
-        seen.append(os.environ[VISIBLE])
-    assert [seen[0], seen[2], seen[3]] == ["3", "5", "3"]
+        variables.append(os.environ[VISIBLE])
+    assert [variables[0], variables[2], variables[3]] == ["3", "5", "3"]
     monkeypatch.setenv(VISIBLE, "")
     share_gpus(Told(1, [(True, [])] * 2))
     assert os.environ[VISIBLE] == ""

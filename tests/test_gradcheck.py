@@ -72,10 +72,10 @@ def test_large_inputs_use_only_directional_derivatives():
 def test_inputs_are_unchanged():
     array = np.float32([1, 2])
     t = to_tensor(array, is_batched=True)
-    seen: list[Tensor] = []
-    gradcheck(lambda x, i: seen.append((x, i)) or ops.multiply(x, i), t, np.array([1, 2]))
+    arguments: list[Tensor] = []
+    gradcheck(lambda x, i: arguments.append((x, i)) or ops.multiply(x, i), t, np.array([1, 2]))
     assert array.tolist() == [1, 2] and t.grad is None
-    x, i = seen[0]
+    x, i = arguments[0]
     assert x.dtype == np.float64 and x.is_batched and i.dtype == int and not i.requires_grad
 
 

@@ -309,8 +309,8 @@ def finetune(request, line: str) -> None:
     folder = request.getfixturevalue("place")
     if not (folder / "tiny").exists():
         write_folder(folder / "tiny", context_window=100)
-    asked, answer = ({"role": role, "content": "the small birds"} for role in ("user", "assistant"))
-    lines = [json.dumps({"messages": [asked, answer | {"content": f"sing {i}"}]}) for i in range(30)]
+    question, answer = ({"role": role, "content": "the small birds"} for role in ("user", "assistant"))
+    lines = [json.dumps({"messages": [question, answer | {"content": f"sing {i}"}]}) for i in range(30)]
     (folder / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
     words = ["tiny" if word == "smollm2" else word for word in shlex.split(line)[1:]]
     if words[0] == "finetune":

@@ -50,7 +50,7 @@ def test_batches_hold_both_answers_of_each_pair():
     examples = some_pairs(5)
     dataset = PairDataset(examples, 2, 30, seed=3)
     dataset.reference_log_probs[...] = np.arange(10).reshape(5, 2)
-    seen = []
+    numbers = []
     for _ in range(5):
         batch = next(dataset)
         assert batch.n_labels == 2
@@ -61,8 +61,8 @@ def test_batches_hold_both_answers_of_each_pair():
                 ids, loss_mask = examples[2 * number + side]
                 row = batch.labels[2 * side + pair]
                 np.testing.assert_array_equal(row[row != IGNORED], ids[loss_mask])
-            seen.append(number)
-    assert sorted(seen) == sorted([*range(5)] * 2)
+            numbers.append(number)
+    assert sorted(numbers) == sorted([*range(5)] * 2)
     state = dataset.state()
     expected = next(dataset).tokens
     again = PairDataset(examples, 2, 30)

@@ -202,9 +202,9 @@ def test_loading_needs_the_memory_of_the_model(dtypes: str, tmp_path: Path) -> N
     done = subprocess.run(
         [sys.executable, "-c", PEAK, tmp_path / "model", dtype], capture_output=True, text=True, check=True
     )
-    own, peak = map(int, done.stdout.split())
-    assert own > (40e6 if dtype == "stored" else 80e6)
-    assert 0.9 * own < peak < 1.1 * own
+    memory, peak = map(int, done.stdout.split())
+    assert memory > (40e6 if dtype == "stored" else 80e6)
+    assert 0.9 * memory < peak < 1.1 * memory
 
 
 # -------------------------------------------------------------------- configs that are refused

@@ -266,10 +266,10 @@ def test_one_probe_entered_twice_records_once_more_and_ends() -> None:
 
 def test_probe_restores_an_instance_forward() -> None:
     layer = Dense(2, 2, generator=0)
-    layer.forward = own = lambda x: Tensor(np.ones(3))  # type: ignore[method-assign]
+    layer.forward = replacement = lambda x: Tensor(np.ones(3))  # type: ignore[method-assign]
     with Probe(layer, "") as probe:
         layer([1, 2])
-    assert vars(layer)["forward"] is own
+    assert vars(layer)["forward"] is replacement
     assert probe.activations[""].tolist() == [1, 1, 1]
 
 
@@ -322,8 +322,8 @@ def test_top_k_weight_and_unassigned_weight() -> None:
 
 
 def causal_uniform(n_rows: int, n_keys: int) -> np.ndarray:
-    seen = np.tri(n_rows, n_keys, n_keys - n_rows)
-    return seen / seen.sum(axis=-1, keepdims=True)
+    visible = np.tri(n_rows, n_keys, n_keys - n_rows)
+    return visible / visible.sum(axis=-1, keepdims=True)
 
 
 def test_spikiness_is_0_for_uniform_rows_and_1_for_single_keys() -> None:

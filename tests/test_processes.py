@@ -122,18 +122,18 @@ def test_all_reduce_overlaps_with_the_backward_pass():
     def act(processes):
         processes.bucket_bytes = 1
         state = new_state(config, TOKENS, processes=processes)
-        seen = []
+        queue_lengths = []
         usual = processes.start_all_reduce
         blocks = {id(p) for p in state.model.blocks[0].parameters()}
         waiting = lambda: sum(p.grad is None for p in state.model.parameters() if id(p) in blocks)
-        processes.start_all_reduce = lambda array: (seen.append(waiting()), usual(array))[1]
+        processes.start_all_reduce = lambda array: (queue_lengths.append(waiting()), usual(array))[1]
         train_step(state)
-        return seen, len(list(state.model.parameters()))
+        return queue_lengths, len(list(state.model.parameters()))
 
-    for seen, n_parameters in play(2, act):
-        assert len(seen) == n_parameters  # a bucket each
-        assert seen[0] > 0  # none of the first block's gradients was there yet
-        assert seen[-1] == 0
+    for queue_lengths, n_parameters in play(2, act):
+        assert len(queue_lengths) == n_parameters  # a bucket each
+        assert queue_lengths[0] > 0  # none of the first block's gradients was there yet
+        assert queue_lengths[-1] == 0
 
 
 def squares(layer):
@@ -147,8 +147,8 @@ def test_labels_have_equal_weight_in_all_processes():
 
     def act(processes):
         layer = Dense(3, 2, generator=0)
-        own = batches if processes.size == 1 else [batches[i] for i in ([0, 2], [1], [])[processes.rank]]
-        grads = compute_gradients(layer, squares(layer), own, [len(batch) for batch in own], processes.reducer)
+        own_batches = batches if processes.size == 1 else [batches[i] for i in ([0, 2], [1], [])[processes.rank]]
+        grads = compute_gradients(layer, squares(layer), own_batches, [*map(len, own_batches)], processes.reducer)
         return float(grads.loss), grads.n_labels, layer.weights.grad.array.copy()
 
     loss, n_labels, grad = act(SINGLE_PROCESS)

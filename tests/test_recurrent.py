@@ -317,14 +317,14 @@ def test_parameters_have_names_and_the_biases_start_at_0() -> None:
 
 
 def test_the_initialiser_sees_the_size_of_one_gate() -> None:
-    seen = []
+    shapes = []
 
     def ones(shape, generator) -> np.ndarray:
-        seen.append(shape)
+        shapes.append(shape)
         return np.ones(shape, np.float32)
 
     layer = LSTM(3, 5, initialiser=ones)
-    assert seen == [(3, 5)] * 4 + [(5, 5)] * 4
+    assert shapes == [(3, 5)] * 4 + [(5, 5)] * 4
     assert all((p.array == 1).all() for p in layer.parameters() if p.ndim == 2)
 
 

@@ -96,16 +96,16 @@ def test_a_signal_with_closed_stderr(monkeypatch):
 
 def test_no_handlers_outside_the_main_thread():
     before = signal.getsignal(signal.SIGTERM)
-    seen = []
+    handlers = []
 
     def work() -> None:
         with Signals() as signals:
-            seen.append((signals(), signal.getsignal(signal.SIGTERM)))
+            handlers.append((signals(), signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == [(False, before)]
+    assert handlers == [(False, before)]
 
 
 def test_exceptions_of_c_code_become_interrupted():

@@ -169,8 +169,8 @@ def test_every_token_attends_to_all_tokens_that_are_not_padding() -> None:
     tokens, mask, _ = a_batch(SMALL)
     with Probe(model, "*.attention") as probe:
         model(tokens, mask)
-    seen = probe.weights["blocks.1.attention"] > 0
-    assert np.array_equal(seen, np.broadcast_to(mask[:, None, None], seen.shape))
+    visible = probe.weights["blocks.1.attention"] > 0
+    assert np.array_equal(visible, np.broadcast_to(mask[:, None, None], visible.shape))
 
 
 def test_every_weight_gets_a_gradient_with_a_text_of_padding() -> None:

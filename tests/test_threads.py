@@ -57,9 +57,9 @@ def blas_threads() -> list[int]:
 
 @pytest.mark.parametrize("n_items", [0, 1, 2, 7, 100])
 def test_parallel_for_processes_every_item_once(n_workers, n_items):
-    seen = []
-    threads.parallel_for(seen.append, range(n_items))
-    assert sorted(seen) == list(range(n_items))
+    received = []
+    threads.parallel_for(received.append, range(n_items))
+    assert sorted(received) == list(range(n_items))
 
 
 def test_all_workers_run_concurrently(n_workers):
@@ -197,22 +197,22 @@ def test_errors_propagate_and_workers_survive(n_workers, bad):
     for _ in range(3):
         with pytest.raises(KeyError, match=str(bad)):
             threads.parallel_for(work, range(10))
-    seen = []
-    threads.parallel_for(seen.append, range(10))
-    assert sorted(seen) == list(range(10))
+    received = []
+    threads.parallel_for(received.append, range(10))
+    assert sorted(received) == list(range(10))
 
 
 def test_concurrent_callers(n_workers):
-    seen = []
+    received = []
     callers = [
-        threading.Thread(target=lambda: [threads.parallel_for(seen.append, range(10)) for _ in range(50)])
+        threading.Thread(target=lambda: [threads.parallel_for(received.append, range(10)) for _ in range(50)])
         for _ in range(2)
     ]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join()
-    assert sorted(seen) == sorted([*range(10)] * 100)
+    assert sorted(received) == sorted([*range(10)] * 100)
 
 
 def test_second_caller_waits(monkeypatch, n_workers):

@@ -471,12 +471,12 @@ def test_stream_continues_after_a_prefix(name):
 @pytest.mark.parametrize("name", ["gpt2", "llama2"])
 def test_stream_does_not_repeat_a_replacement_character(name):
     tokeniser = PretrainedTokeniser(kind(name).to_str(), NAMES)
-    seen, new = (tokeniser.encode(text, add_special_tokens=False) for text in ("a \ufffd", "b🚲"))
+    first, new = (tokeniser.encode(text, add_special_tokens=False) for text in ("a \ufffd", "b🚲"))
     for n_begun in (0, 1, 3):
-        begun = [*tokeniser.encode("a 🚲", add_special_tokens=False)[:-4], *new[-4 : n_begun - 4]] if n_begun else seen
+        begun = [*tokeniser.encode("a 🚲", add_special_tokens=False)[:-4], *new[-4 : n_begun - 4]] if n_begun else first
         stream = tokeniser.stream(begun)
         after = "".join(map(stream.push, new[n_begun - 4 :] if n_begun else new)) + stream.flush()
-        assert after == ("🚲" if n_begun else tokeniser.decode([*seen, *new]).removeprefix(tokeniser.decode(seen)))
+        assert after == ("🚲" if n_begun else tokeniser.decode([*first, *new]).removeprefix(tokeniser.decode(first)))
 
 
 def test_streaming_invalid_utf8(tokeniser):

@@ -46,10 +46,10 @@ def process(folder: Path, *words: str) -> subprocess.CompletedProcess:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     home = folder.parent / "home"
     home.mkdir(exist_ok=True)
-    own = {"HOME": str(home), "USERPROFILE": str(home), "TRACKIO_DIR": str(folder.parent / "trackio")}
+    folders = {"HOME": str(home), "USERPROFILE": str(home), "TRACKIO_DIR": str(folder.parent / "trackio")}
     return subprocess.run(
         [sys.executable, str(PROGRAM), words[0], str(folder), *words[1:]],
-        env={**clean, **own, "PYTHONPATH": str(PROGRAM.parent)},
+        env={**clean, **folders, "PYTHONPATH": str(PROGRAM.parent)},
         capture_output=True,
         text=True,
         timeout=240,

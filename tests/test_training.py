@@ -754,8 +754,8 @@ def test_run_waits_for_disk_space(tmp_path, monkeypatch, whole):
 def test_waiting_run_can_be_stopped(tmp_path, monkeypatch):
     FullDisk(monkeypatch, 10**9)
     run = new_run(tmp_path, on_full_disk="wait")
-    asked = iter([False] * 5)
-    run.stop = lambda: next(asked, True)
+    answers = iter([False] * 5)
+    run.stop = lambda: next(answers, True)
     with pytest.raises(OSError, match="No space left"):
         train(new_state(CONFIG, TOKENS), run)
 

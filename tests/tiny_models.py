@@ -26,8 +26,8 @@ LLAMA = ModelConfig(**SIZES, **LIKE_LLAMA, n_heads=4, n_key_heads=2)
 
 def tiny_tokeniser(chat_template: str | None = CHATML) -> PretrainedTokeniser:
     """Return a byte-level BPE tokenizer with learned merges, and special tokens with the first ids, as in SmolLM2."""
-    own = BPETokeniser(400).train(TEXT, progress=False)
-    document = json.loads(tokenizer_json.to_tokenizer_json(own))
+    tokeniser = BPETokeniser(400).train(TEXT, progress=False)
+    document = json.loads(tokenizer_json.to_tokenizer_json(tokeniser))
     special = ["<|endoftext|>", *NAMES.values()]
     vocab = {token: i + len(special) for token, i in document["model"]["vocab"].items()}
     vocab |= {token: i for i, token in enumerate(special)}

@@ -295,9 +295,9 @@ def large_text_trials(folder: Path, generator: random.Random, n: int, n_jobs: in
 
     def run_one(pair: tuple[int, Trial]) -> Trial:
         i, trial = pair
-        own = TrainingRun(folder / "large" / f"trial-{i}", case.text, case.flags)
-        interrupt(trial, own, trial.moments[0])
-        own.remove()
+        trial_run = TrainingRun(folder / "large" / f"trial-{i}", case.text, case.flags)
+        interrupt(trial, trial_run, trial.moments[0])
+        trial_run.remove()
         return trial
 
     with ThreadPoolExecutor(n_jobs) as pool:

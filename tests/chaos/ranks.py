@@ -100,10 +100,10 @@ class MonitoredRanks(MonitoredProcess):
         reader = threading.Thread(target=lambda: outcomes.append(finish(self.process, seconds + 30)))
         outcomes: list[Outcome] = []
         reader.start()
-        asked = time.monotonic()
-        until = asked + seconds
+        start = time.monotonic()
+        until = start + seconds
         ended: dict[str, float] = {}
-        now = asked
+        now = start
         standstill = 0.0
         while len(ended) < len(self.pids) and now < until + standstill:
             for name, pid in self.pids.items():
@@ -116,7 +116,7 @@ class MonitoredRanks(MonitoredProcess):
             if name not in ended and is_running(pid):
                 os.kill(pid, signal.SIGKILL)
                 ended[name] = time.monotonic()
-        self.late = [name for name, moment in ended.items() if moment > asked + MAX_SECONDS]
+        self.late = [name for name, moment in ended.items() if moment > start + MAX_SECONDS]
         reader.join()
         os.close(self._writing)
         self._reader.join(5)

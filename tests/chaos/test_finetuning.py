@@ -56,8 +56,8 @@ class Tuning(TrainingRun):
     @property
     def start_args(self) -> list[str]:
         data = self.text / ("pairs.jsonl" if "dpo" in self.flags else "chat.jsonl")
-        own = [str(self.text / "model"), "--data", str(data), "--run-folder", str(self.run_folder)]
-        return [*own, *shlex.split(QUICK), *self.flags]
+        arguments = [str(self.text / "model"), "--data", str(data), "--run-folder", str(self.run_folder)]
+        return [*arguments, *shlex.split(QUICK), *self.flags]
 
 
 @pytest.fixture(scope="module")

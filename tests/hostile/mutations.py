@@ -437,8 +437,8 @@ _SUFFIXES = {
 
 def mutate(content: bytes, name: str, rng: random.Random) -> tuple[str, bytes]:
     """Apply a random mutation for the format of a file; return its name and the mutated content."""
-    own = MUTATIONS_BY_FORMAT[_SUFFIXES.get(Path(name).suffix, "bytes")]
-    damage = rng.choice(own) if own and rng.random() < 0.65 else rng.choice(GENERIC_MUTATIONS)
+    mutations = MUTATIONS_BY_FORMAT[_SUFFIXES.get(Path(name).suffix, "bytes")]
+    damage = rng.choice(mutations) if mutations and rng.random() < 0.65 else rng.choice(GENERIC_MUTATIONS)
     return damage.__name__, damage(content, rng)
 
 

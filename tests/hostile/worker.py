@@ -151,8 +151,8 @@ def _run_child(action: Callable[[], object], folder: Path, network: bool, handle
         for stream, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
             setattr(sys, stream, os.fdopen(number, mode, encoding="utf-8", closefd=False))
         os.chdir(folder)
-        for what, most in ((resource.RLIMIT_AS, MAX_ADDRESS_SPACE), (resource.RLIMIT_FSIZE, MAX_FILE_BYTES)):
-            resource.setrlimit(what, (most, most))
+        for resource_kind, most in ((resource.RLIMIT_AS, MAX_ADDRESS_SPACE), (resource.RLIMIT_FSIZE, MAX_FILE_BYTES)):
+            resource.setrlimit(resource_kind, (most, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         escapes: list[str] = []
         before = _reset_memory_peak()
