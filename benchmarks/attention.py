@@ -35,7 +35,7 @@ Step = Callable[[], Any]  # returns the attention output and the gradient, as ar
 
 
 def tricycle_attention(n_items: int, length: int, precision: str = "float32") -> Step:
-    """Return a function that computes attention and its gradient with Tricycle."""
+    """Return a function of Tricycle's attention: output (N, T, WIDTH), gradient of the QKV (N, T, 3 WIDTH)."""
     from tricycle.attention import Attention
     from tricycle.extra_ops import split
     from tricycle.tensor import to_tensor
@@ -56,7 +56,7 @@ def tricycle_attention(n_items: int, length: int, precision: str = "float32") ->
 
 
 def torch_attention(n_items: int, length: int, precision: str = "float32") -> Step:
-    """Return a function that computes attention and its gradient with PyTorch."""
+    """Return a function of PyTorch's attention: output (N, T, WIDTH), gradient of the QKV (N, T, 3 WIDTH)."""
     import torch
     from torch.nn import functional as F
 
@@ -78,7 +78,7 @@ def torch_attention(n_items: int, length: int, precision: str = "float32") -> St
 
 
 def random_qkv(n_items: int, length: int) -> np.ndarray:
-    """Return random packed queries, keys and values of shape (n_items, length, 3 * WIDTH)."""
+    """Return random float32 packed queries, keys and values (n_items, length, 3 * WIDTH), the same at each call."""
     return np.random.default_rng(0).standard_normal((n_items, length, 3 * WIDTH), dtype=np.float32)
 
 
@@ -99,7 +99,7 @@ def gpt_config(length: int) -> GPTConfig:
 
 
 def serve_side(side: str, task: str, length: int, precision: str) -> None:
-    """Answer requests in the worker process of a side, for the task "training" or "attention"."""
+    """Answer stdin requests in a side's worker; task "training" times GPT steps, "attention" attention steps."""
     ATTENTION[side](1, WARMUP_LENGTH, precision)()
     before = peak_memory_mb()
     if task == "training":
@@ -110,7 +110,7 @@ def serve_side(side: str, task: str, length: int, precision: str) -> None:
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Parse sys.argv, measure each length, and print ms, MB and speed-up by side; with --serve, run as a worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a sequence")
     parser.add_argument("--train", type=int, metavar="T", help="measure training steps with a context of T tokens")

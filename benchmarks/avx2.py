@@ -61,7 +61,7 @@ def child_processes(parent: int) -> list[int]:
 
 
 def seconds_since_start(pid: int) -> float:
-    """Return the age of a process in seconds."""
+    """Return the age of a process in seconds; FileNotFoundError if it has ended."""
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     ticks_per_second = os.sysconf("SC_CLK_TCK")  # type: ignore[attr-defined, unused-ignore]
     return float(Path("/proc/uptime").read_text().split()[0]) - ticks / ticks_per_second
@@ -79,7 +79,7 @@ def uses_avx512(pid: int) -> bool:
 
 
 def run(command: list[str], environment: dict[str, str]) -> tuple[int, dict[int, str], int]:
-    """Run a command; return its exit status, its processes that used AVX-512 (id: command) and the number of all."""
+    """Run a command to its end; return (exit status, {id: command} of processes that used AVX-512, number of all)."""
     process = subprocess.Popen(command, env=environment)
     seen: set[int] = set()
     users: dict[int, str] = {}
@@ -97,7 +97,7 @@ def run(command: list[str], environment: dict[str, str]) -> tuple[int, dict[int,
 
 
 def main() -> int:
-    """Run the benchmark, print whether AVX-512 was used, and return the exit status."""
+    """Run the benchmark of sys.argv, and return its exit status, or 1 if that is 0 but a process used AVX-512."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmark", help="module of benchmarks/, such as train")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark")

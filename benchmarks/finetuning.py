@@ -46,7 +46,7 @@ class SideResult(NamedTuple):
 def measure_sides(
     folder: Path, method: str, precision: str, sides: list[str], options: argparse.Namespace
 ) -> list[SideResult]:
-    """Measure speed and memory of each side, in interleaved rounds."""
+    """Start a worker per side, and return its tokens/s, peak MB and last loss, in the order of `sides`."""
     shape = str(options.batch), str(options.tokens)
     flags = ["recompute"] * options.recompute
     weights = options.weights if method == "lora" and precision == "bfloat16" else "float32"
@@ -62,7 +62,7 @@ def measure_sides(
 
 
 def print_table(method: str, results: dict[tuple[str, str], SideResult]) -> None:
-    """Print a row for each side and precision.
+    """Print a row for each (side, precision): tokens/s, MB, their ratios to Tricycle's, and the last loss.
 
     Tricycle's speed and memory are divided by the row's of the same precision, and by the better ones of PyTorch's two
     precisions.
@@ -84,13 +84,13 @@ def print_table(method: str, results: dict[tuple[str, str], SideResult]) -> None
 
 
 def installed_sides(peer: str) -> list[str]:
-    """Return the sides to measure: Tricycle, and PyTorch if it is requested and installed."""
+    """Return ["tricycle"], and "torch" if `peer` is "torch" and torch, transformers and peft are installed."""
     installed = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft"))
     return ["tricycle", "torch"] if peer == "torch" and installed else ["tricycle"]
 
 
 def export_model(name: str, folder: Path) -> str:
-    """Export a model to a folder in Hugging Face format, and return its description for the report."""
+    """Load a model by name, write it to a folder in Hugging Face format, and return its description as text."""
     from tricycle.pretrained.export import export_folder
 
     model, tokeniser = load_model(name)
@@ -99,7 +99,7 @@ def export_model(name: str, folder: Path) -> str:
 
 
 def main() -> None:
-    """Measure and print the tables."""
+    """Parse sys.argv, measure all sides, and print a table of tokens/s, peak MB and loss for each method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="name for `pretrained.load`, gpt2 or a shape (random)")
     parser.add_argument(

@@ -26,7 +26,7 @@ Step = Callable[[], float]
 
 
 def random_batches(n_vocab: int, n_rows: int, n_tokens: int):
-    """Yield random inputs and labels of shape (n_rows, n_tokens), the same for all sides."""
+    """Yield endless (inputs, labels) of random tokens (n_rows, n_tokens); labels are the inputs one token on."""
     generator = np.random.default_rng(0)
     while True:
         tokens = generator.integers(0, n_vocab, (n_rows, n_tokens + 1))
@@ -36,7 +36,7 @@ def random_batches(n_vocab: int, n_rows: int, n_tokens: int):
 def tricycle_step(
     folder: Path, method: str, precision: str, shape: tuple[int, int], recompute: bool, weights: str = "float32"
 ) -> Step:
-    """Return a function that makes a fine-tuning step with Tricycle and returns the loss.
+    """Return a function that makes one fine-tuning update with Tricycle and returns the loss (nats per token).
 
     Args:
         folder: model in Hugging Face format.
@@ -77,7 +77,7 @@ def tricycle_step(
 def torch_step(
     folder: Path, method: str, precision: str, shape: tuple[int, int], recompute: bool, weights: str = "float32"
 ) -> Step:
-    """Return a function that makes a fine-tuning step with `transformers` and `peft` and returns the loss.
+    """Return a function that makes one update with `transformers` and `peft` and returns the loss (nats per token).
 
     It follows their guides: eager mode, autocast for bfloat16, fused AdamW. Arguments as in `tricycle_step`.
     """
@@ -118,7 +118,7 @@ STEPS: dict[str, Callable[..., Step]] = {"tricycle": tricycle_step, "torch": tor
 
 
 def main() -> None:
-    """Prepare a side and answer requests: a step's seconds, the peak memory, or the losses of all steps."""
+    """Prepare a side; answer stdin lines "step" (seconds), "memory" (peak MB) and "losses" (of all steps) as JSON."""
     side, folder, method, precision, n_rows, n_tokens, weights, *flags = sys.argv[1:]
     arguments = Path(folder), method, precision, (int(n_rows), int(n_tokens)), "recompute" in flags
     step = STEPS[side](*arguments, weights)

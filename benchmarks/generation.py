@@ -65,7 +65,7 @@ GPT2 = ModelConfig()
 
 
 def load_model(name: str) -> tuple[GPT, Any]:
-    """Load a pretrained model, or create one with random weights, with its tokenizer.
+    """Return (model, tokenizer or None): random weights for "gpt2" or a key of SHAPES, else a pretrained model.
 
     Models with random weights have a byte tokenizer, because llama.cpp requires one, or None if the vocabulary is too
     small.
@@ -81,7 +81,7 @@ def load_model(name: str) -> tuple[GPT, Any]:
 
 
 def installed_sides(arguments: argparse.Namespace) -> list[Side]:
-    """Return the requested sides whose libraries are installed."""
+    """Return the SIDES named in `arguments.sides` (None or empty: all) whose libraries are installed."""
     installed = {"tricycle": True, "transformers": importlib.util.find_spec("transformers") is not None}
     code = "import llama_cpp"
     installed["llama.cpp"] = not subprocess.run([arguments.llama_python, "-c", code], capture_output=True).returncode
@@ -90,7 +90,7 @@ def installed_sides(arguments: argparse.Namespace) -> list[Side]:
 
 
 def export_model(model: GPT, tokeniser: Any, folder: Path, sides: list[Side]) -> list[Side]:
-    """Export the model in the formats of the sides, and return the sides that support it."""
+    """Write the model to `folder` in each side's format; return the supported sides, print why others are not."""
     from tricycle.pretrained.export import export_folder
     from tricycle.pretrained.gguf_writer import export_gguf
 
@@ -113,7 +113,7 @@ def export_model(model: GPT, tokeniser: Any, folder: Path, sides: list[Side]) ->
 def measure_sides(
     workers: dict[str, Worker], bandwidth_worker: Worker, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure all sides and the memory bandwidth in interleaved rounds.
+    """Return lists by round: seconds of each prefill and per new token, bandwidth in bytes/s; and the tokens.
 
     Returns:
         lists over the rounds: the seconds of each prefill ("NAME N_PROMPT") and of a new token ("NAME token"), and
@@ -142,7 +142,7 @@ def n_common_prefix(left: list[int], right: list[int]) -> int:
 
 
 def cache_bytes_per_token(model: GPT) -> int:
-    """Return the bytes of the keys and values of a token in float32."""
+    """Return the bytes of the float32 keys and values of one token in all layers."""
     config = model.config
     return 2 * 4 * config.n_layers * config.key_heads * config.channels_per_head
 
@@ -150,7 +150,7 @@ def cache_bytes_per_token(model: GPT) -> int:
 def print_table(
     measured: dict[str, Any], sides: list[Side], memory: dict[str, Any], sizes: tuple[int, int], options: Any
 ) -> None:
-    """Print a row for each side.
+    """Print the bandwidth and a row per side: tokens/s, speed-ups, fraction of peak, equal tokens and MB.
 
     Columns: tokens/s of each prefill and of decoding after the first; speed-up of the first side over the row; speed-up
     of Tricycle with weights of the same size; peak tokens/s, fraction of peak, and peak with the KV cache; number of
@@ -185,14 +185,14 @@ def print_table(
 
 
 def has_16_bit_cache(name: str, cache: str) -> bool:
-    """Return whether a side's KV cache has 16 bits per number."""
+    """Return whether a side's KV cache has 16 bits per number; `cache` is Tricycle's --cache, else ignored."""
     if name.startswith("tricycle"):
         return cache in ("float16", "bfloat16")
     return name.startswith("llama.cpp") or name.endswith("bfloat16")
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Parse sys.argv, measure all sides, and print a table of tokens/s, fraction of peak, equal tokens and MB."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2", help="name for `pretrained.load`, gpt2 or a shape (random)")
     parser.add_argument("--sides", nargs="*", choices=[side.name for side in SIDES], help="default: all installed")

@@ -19,13 +19,13 @@ ResetFn = Callable[[], None]
 
 
 def n_threads() -> int:
-    """Return the number of threads that the benchmark sets for this process."""
+    """Return OMP_NUM_THREADS, which the benchmark sets for this process, as an integer; KeyError without it."""
     return int(os.environ["OMP_NUM_THREADS"])
 
 
 # -------------------------------------------------------------------- sides
 def tricycle_side(folder: Path, weights: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
-    """Return functions that decode with Tricycle and that clear the context.
+    """Return (next_token, reset) of Tricycle: append tokens and return the argmax token; clear the context.
 
     Args:
         folder: the exported models.
@@ -50,7 +50,7 @@ def tricycle_side(folder: Path, weights: str, cache: str | None) -> tuple[NextTo
 
 
 def transformers_side(folder: Path, weights: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
-    """Return functions that decode with transformers and that clear the context."""
+    """Return (next_token, reset) of transformers: append tokens and return the argmax token; clear the context."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
     from transformers.utils import logging
@@ -73,7 +73,7 @@ def transformers_side(folder: Path, weights: str, cache: str | None) -> tuple[Ne
 
 
 def llama_side(folder: Path, weights: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
-    """Return functions that decode with llama.cpp and that clear the context."""
+    """Return (next_token, reset) of llama.cpp: append tokens and return the argmax token; clear the context."""
     import llama_cpp
     import numpy as np
 
@@ -92,7 +92,7 @@ def llama_side(folder: Path, weights: str, cache: str | None) -> tuple[NextToken
 
 
 def bandwidth_side(folder: Path, weights: str, cache: str | None) -> tuple[NextTokenFn, ResetFn]:
-    """Return functions that do nothing, for a worker without a model that measures the memory bandwidth."""
+    """Return (next_token, reset) that return 0 and do nothing, for the worker that measures memory bandwidth."""
     return lambda tokens: 0, lambda: None
 
 
@@ -138,7 +138,7 @@ def peak_memory_mb() -> float:
 
 
 def time_generation(next_token: NextTokenFn, reset: ResetFn, n_prompt: int, n_new: int, n_vocab: int) -> dict[str, Any]:
-    """Return the seconds of the prefill, the seconds per new token, and the tokens."""
+    """Return {"prompt": prefill seconds, "token": seconds per new token, "tokens": n_new + 1 tokens}."""
     reset()
     prompt = [(7 + 7919 * i) % n_vocab for i in range(n_prompt)]  # arbitrary tokens, the same for all sides
     start = time.perf_counter()
@@ -151,7 +151,7 @@ def time_generation(next_token: NextTokenFn, reset: ResetFn, n_prompt: int, n_ne
 
 
 def main() -> None:
-    """Load a model and answer requests: arguments SIDE WEIGHTS FOLDER VOCAB_SIZE CACHE."""
+    """Load the model of sys.argv (SIDE WEIGHTS FOLDER VOCAB_SIZE CACHE), and answer each stdin line with JSON."""
     side, weights, folder, n_vocab, cache = sys.argv[1:6]
     next_token, reset = SIDES[side](Path(folder), weights, None if cache == "auto" else cache)
     for line in sys.stdin:

@@ -27,7 +27,7 @@ REPEATS, GROUPS = 10, 3  # timing of a product: the median of GROUPS means of RE
 
 
 def matmul_shapes(config: GPTConfig) -> list[tuple[str, int, int, int]]:
-    """Return the name and (N, K, M) of every kind of matrix product in a training step, except attention's."""
+    """Return (name, N, K, M) of each product (N, K) @ (K, M) of a step, except attention's; " dx", " dw": gradients."""
     n, c, v = config.batch_size * config.context_window, config.embedding_dim, config.vocab_size
     wide = round(c * config.expansion_ratio)
     shapes = []
@@ -37,7 +37,7 @@ def matmul_shapes(config: GPTConfig) -> list[tuple[str, int, int, int]]:
 
 
 def matmul_operands(name: str, n: int, k: int, m: int, draw: Callable[[int, int], Any]) -> tuple[Any, Any]:
-    """Return operands (N, K) and (K, M) with the memory layout of a step.
+    """Return operands (N, K) and (K, M), made by `draw(rows, columns)`, with the memory layout of a step.
 
     They are x and w, the gradient and w^T (" dx"), or x^T and the gradient (" dw").
     """
@@ -47,7 +47,7 @@ def matmul_operands(name: str, n: int, k: int, m: int, draw: Callable[[int, int]
 
 
 def random_tokens(config: GPTConfig) -> np.ndarray:
-    """Return random tokens for four batches."""
+    """Return random token ids (4 * batch_size * context_window + 1,), the same at each call."""
     n_tokens = 4 * config.batch_size * config.context_window + 1
     return np.random.default_rng(0).integers(0, config.vocab_size, n_tokens)
 
@@ -63,11 +63,11 @@ class Side:
         """Wait until the device has completed all work."""
 
     def steps(self, n: int) -> list[float]:
-        """Make n updates, and return their losses."""
+        """Make n training updates of the model, and return their n losses (nats per token)."""
         raise NotImplementedError
 
     def burst(self, n: int) -> dict[str, Any]:
-        """Make n steps, and return the seconds per step and the losses."""
+        """Make n training updates; return {"seconds": per step, "losses": n}, and append to `self.losses`."""
         self.wait()
         start = time.perf_counter()
         self.losses += self.steps(n)
@@ -75,7 +75,7 @@ class Side:
         return {"seconds": (time.perf_counter() - start) / n, "losses": self.losses[-n:]}
 
     def rates(self) -> list[tuple[str, float]]:
-        """Return the TFLOP/s of each kind of matrix product."""
+        """Return (name, TFLOP/s) of each product of `matmul_shapes`, from the median of several timings."""
         results = []
         for name, n, k, m in matmul_shapes(self.config):
             product = self.product(name, n, k, m)
@@ -92,11 +92,11 @@ class Side:
         return results
 
     def product(self, name: str, n: int, k: int, m: int) -> Callable[[], Any]:
-        """Return a function that computes a matrix product of operands with the memory layout of a step."""
+        """Return a function that multiplies (n, k) by (k, m); `name` of `matmul_shapes` sets their layout."""
         raise NotImplementedError
 
     def generate(self, batch: int, n_tokens: int) -> float:
-        """Return the seconds of greedy decoding of `n_tokens` tokens after a short prompt, with a KV cache."""
+        """Return the seconds to decode `n_tokens` greedily for `batch` prompts with a KV cache, after a warm-up."""
         prompt = np.random.default_rng(1).integers(0, self.config.vocab_size, (batch, PROMPT))
         self.decode(prompt, min(8, n_tokens))
         self.wait()
@@ -106,7 +106,7 @@ class Side:
         return time.perf_counter() - start
 
     def decode(self, prompt: np.ndarray, n_tokens: int) -> Any:
-        """Generate `n_tokens` tokens after a prompt of shape (batch, tokens)."""
+        """Generate `n_tokens` greedily after prompts (batch, tokens); the return value depends on the side."""
         raise NotImplementedError
 
     def memory(self) -> float:
@@ -131,13 +131,13 @@ class Tricycle(Side):
             cupy.cuda.runtime.deviceSynchronize()
 
     def steps(self, n: int) -> list[float]:
-        """Make n updates, and return their losses."""
+        """Make n training updates of the model, and return their n losses (nats per token)."""
         from tricycle.training_state import read_steps, train_step
 
         return [loss for loss, _ in read_steps(self.state, [train_step(self.state) for _ in range(n)])]
 
     def product(self, name: str, n: int, k: int, m: int) -> Callable[[], Any]:
-        """Return a function that computes a matrix product of operands with the memory layout of a step."""
+        """Return a function that multiplies (n, k) by (k, m); `name` of `matmul_shapes` sets their layout."""
         from tricycle import kernels
 
         xp, precision = self._xp(), self.config.precision
@@ -148,7 +148,7 @@ class Tricycle(Side):
         return lambda: kernels.matmul(a, b, None, None, out_dtype, precision)
 
     def decode(self, prompt: np.ndarray, n_tokens: int) -> Any:
-        """Generate `n_tokens` tokens after a prompt of shape (batch, tokens)."""
+        """Generate greedily after prompts (batch, tokens), and return a list of `n_tokens` arrays (batch, 1)."""
         from tricycle.tensor import Tensor
 
         model, xp, generated = self.state.model, self._xp(), []
@@ -161,7 +161,7 @@ class Tricycle(Side):
         return generated
 
     def timeline(self) -> dict[str, Any]:
-        """Return the milliseconds of one step by kernel; the time of a nested call belongs to the outer kernel."""
+        """Make 3 updates; return {"step": ms, "rows": [(kernel, calls, ms)]} of the last, slowest kernel first."""
         from tricycle import kernels
 
         events: list[tuple[str, Any, Any]] = []
@@ -208,7 +208,7 @@ class Tricycle(Side):
         return {"step": step_ms, "rows": sorted(rows, key=lambda row: -row[2])}
 
     def memory(self) -> float:
-        """Return the peak memory in GB."""
+        """Return the peak memory in GB: of CuPy's pool, or of the process if no GPU is used."""
         if not self.on_gpu:
             return super().memory()
         import cupy
@@ -218,7 +218,7 @@ class Tricycle(Side):
         )  # the pool does not return memory, so this is the peak
 
     def versions(self) -> str:
-        """Return the versions of the libraries."""
+        """Return one line of text with the versions of Tricycle and NumPy, or CuPy and the CUDA libraries."""
         import tricycle
 
         if not self.on_gpu:
@@ -280,7 +280,7 @@ class Torch(Side):
             torch.cuda.synchronize()
 
     def steps(self, n: int) -> list[float]:
-        """Make n updates, and return their losses."""
+        """Make n training updates of the model, and return their n losses (nats per token)."""
         import torch
         from torch.nn import functional as F
 
@@ -306,7 +306,7 @@ class Torch(Side):
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.on_gpu else tensor
 
     def product(self, name: str, n: int, k: int, m: int) -> Callable[[], Any]:
-        """Return a function that computes a matrix product of operands with the memory layout of a step."""
+        """Return a function that multiplies (n, k) by (k, m); `name` of `matmul_shapes` sets their layout."""
         import torch
 
         draw = lambda *shape: torch.randn(*shape, device=self.device, dtype=self.autocast_dtype or torch.float32)
@@ -314,7 +314,7 @@ class Torch(Side):
         return lambda: a @ b
 
     def memory(self) -> float:
-        """Return the peak memory in GB."""
+        """Return the peak memory in GB: reserved by PyTorch on the GPU, or of the process if no GPU is used."""
         if not self.on_gpu:
             return super().memory()
         import torch
@@ -322,7 +322,7 @@ class Torch(Side):
         return torch.cuda.max_memory_reserved() / 1e9
 
     def versions(self) -> str:
-        """Return the versions of the libraries."""
+        """Return one line of text with the versions of PyTorch, CUDA and cuDNN."""
         import torch
 
         return f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
@@ -350,7 +350,7 @@ class HuggingFace(Torch):
         self.model = GPT2LMHeadModel(settings).to(self.device, dtype).eval()
 
     def decode(self, prompt: np.ndarray, n_tokens: int) -> Any:
-        """Generate `n_tokens` tokens after a prompt of shape (batch, tokens)."""
+        """Generate greedily, and return prompts and new tokens as a tensor (batch, tokens + n_tokens)."""
         import torch
 
         ids = torch.from_numpy(prompt).to(self.device)
@@ -368,7 +368,7 @@ class HuggingFace(Torch):
 
 
 def torch_gpt(config: GPTConfig) -> Any:
-    """Return GPT-2 as a PyTorch module."""
+    """Return GPT-2 with random weights as a PyTorch module that maps token ids (B, T) to logits (B, T, V)."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -427,7 +427,7 @@ SIDES: dict[str, Callable[[GPTConfig, bool], Side]] = {
 
 
 def main() -> None:
-    """Answer requests: arguments SIDE DEVICE CONFIG."""
+    """Answer JSON lines {"do": method, ...} with "@" and {"answer"} or {"error"}: arguments SIDE DEVICE CONFIG."""
     name, device, fields = sys.argv[1:4]
     side: Side | None = None
     for line in sys.stdin:

@@ -35,7 +35,7 @@ class Schedule:
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
-        """Add the flags of a schedule to a parser."""
+        """Add --rounds, --seconds and --warmup to a parser, with the defaults of Schedule."""
         parser.add_argument("--rounds", "--turns", type=int, default=Schedule.rounds, help="rounds of each side")
         parser.add_argument("--seconds", type=float, default=Schedule.seconds, help="measured seconds of a round")
         parser.add_argument(
@@ -44,7 +44,7 @@ class Schedule:
 
     @staticmethod
     def from_arguments(arguments: argparse.Namespace) -> Schedule:
-        """Return the schedule that the flags specify."""
+        """Return the Schedule of the parsed flags that `add_flags` has added."""
         return Schedule(**{field.name: getattr(arguments, field.name) for field in fields(Schedule)})
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Schedule:
 
 
 def run_interleaved(sides: Sequence[Callable[[], T]], schedule: Schedule) -> list[list[T]]:
-    """Run the sides in alternating rounds, and return the results of the measured steps of each.
+    """Call the sides in interleaved rounds; return for each side the list of what its measured calls returned.
 
     Args:
         sides: functions that make one step; the first step of each, which may compile, is not measured.

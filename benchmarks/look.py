@@ -42,7 +42,7 @@ SUBMIT = "document.getElementById('form').requestSubmit()"
 
 
 def main() -> int:
-    """Measure and print the times."""
+    """Parse sys.argv, measure the page in headless Chromium, print the seconds of each action, and return 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="model of `tricycle look`")
     parser.add_argument("--weights", default="float32")
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def page_actions(n_layers: int, n_tokens: int, times: int) -> dict[str, list[str]]:
-    """Return the scripts of the measured actions by title; each repeat differs, so that no result is cached."""
+    """Return {title: `times` JavaScript actions}; each repeat differs, so that no result is cached."""
     layers = {"first": 0, "middle": n_layers // 2, "last": n_layers - 1}
     actions = {}
     for name, layer in layers.items():
@@ -85,7 +85,7 @@ def page_actions(n_layers: int, n_tokens: int, times: int) -> dict[str, list[str
 
 
 def time_action(driver: Any, action: str) -> float:
-    """Return the seconds until the page shows the result of an action, and undo it."""
+    """Return the seconds until the page shows an action's result, and undo it; ValueError for an error on it."""
     seconds = driver.execute_async_script(TIMED_ACTION.replace("ACT", action)) / 1000
     message = driver.execute_script("return document.getElementById('trouble').textContent")
     if message:
@@ -97,7 +97,7 @@ def time_action(driver: Any, action: str) -> float:
 
 @contextmanager
 def look_server(model: str, text: str, weights: str) -> Iterator[tuple[str, float]]:
-    """Run `tricycle look`, and yield the address of its page and the seconds until it was printed."""
+    """Run `tricycle look` in a context that yields (page address, seconds until printed) and then terminates it."""
     command = [sys.executable, "-m", "tricycle", "look", model, text, "--no-browser", "--weights", weights]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -113,7 +113,7 @@ def look_server(model: str, text: str, weights: str) -> Iterator[tuple[str, floa
 
 @contextmanager
 def headless_browser() -> Iterator[Any]:
-    """Run a headless Chromium, and yield its driver."""
+    """Run headless Chromium in a context that yields its selenium driver and then quits it."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -129,7 +129,7 @@ def headless_browser() -> Iterator[Any]:
 
 
 def wait_until(driver: Any, script: str, seconds: float = 60) -> Any:
-    """Run a script repeatedly until its value is true, and return the value.
+    """Run a JavaScript every 20 ms until its value is true, and return it; ValueError after `seconds`.
 
     Raises:
         ValueError: no true value within `seconds`.

@@ -32,7 +32,7 @@ Product = tuple[tuple[int, int, int], int]  # a layer, and an index into PASSES
 
 
 def operands(product: Product) -> tuple[np.ndarray, np.ndarray]:
-    """Return random float32 operands with the memory layout of that pass."""
+    """Return random float32 operands (a, b) of the product a @ b, with the memory layout of that pass."""
     (n_rows, n_inner, n_columns), pass_index = product
     rng = np.random.default_rng(0)
 
@@ -47,14 +47,14 @@ def operands(product: Product) -> tuple[np.ndarray, np.ndarray]:
 
 
 def tricycle_product(product: Product, precision: str) -> tuple[Callable[[], Any], str]:
-    """Return a function that computes a product with Tricycle, and the name of the provider."""
+    """Return (function that computes a product with Tricycle in `precision`, name of the provider)."""
     a, b = (kernels.matmul_operand(x.T, precision).T if x.flags.f_contiguous else x for x in operands(product))
     a, b = (kernels.matmul_operand(x, precision) for x in (a, b))
     return (lambda: kernels.matmul(a, b)), kernels.explain(kernels.matmul, a, b).provider
 
 
 def torch_product(product: Product, precision: str) -> tuple[Callable[[], Any], str]:
-    """Return a function that computes a product with PyTorch, and its version."""
+    """Return (function that computes a product with PyTorch in `precision`, "torch VERSION")."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -63,7 +63,7 @@ def torch_product(product: Product, precision: str) -> tuple[Callable[[], Any], 
 
 
 def serve(side: str, precision: str) -> None:
-    """Compute a product for each input line of JSON, and print the provider and the seconds."""
+    """Compute the product of each JSON line of stdin until it ends, and print JSON [provider, seconds]."""
     prepare = torch_product if side == "torch" else tricycle_product
     prepared: dict[str, tuple[Callable[[], Any], str]] = {}
     for line in sys.stdin:
@@ -78,7 +78,7 @@ def serve(side: str, precision: str) -> None:
 
 
 def start_workers(precision: str, n_threads: int, peer: str) -> list[Worker]:
-    """Start a worker for each side."""
+    """Start workers "tricycle", "-NAME" without each available provider, and "torch" if `peer` is "torch"."""
     from tricycle_accelerators import compiled, mkl, onednn
 
     usable = [provider.PROVIDER for provider in (compiled, mkl, onednn) if provider.unavailable_reason() is None]
@@ -95,7 +95,7 @@ def start_workers(precision: str, n_threads: int, peer: str) -> list[Worker]:
 def measure_rates(
     workers: list[Worker], layers: list[tuple[int, int, int]], schedule: Schedule
 ) -> Iterator[tuple[Product, list[tuple[str, float]]]]:
-    """Yield each product with the provider and the GFLOP/s of each side."""
+    """Yield (product, [(provider, GFLOP/s) of each worker]) for each layer and pass, from median times."""
     for layer in layers:
         for pass_index in range(len(PASSES)):
             line = json.dumps([layer, pass_index])
@@ -108,7 +108,7 @@ def measure_rates(
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Parse sys.argv, and print the GFLOP/s of each side by layer and pass; with --serve, run as a worker."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--precision", choices=["float32", "bfloat16"], default="float32", help="precision of the operands"

@@ -36,7 +36,7 @@ def multiply_add_chain(n_steps: int, x: Any, b: Any, c: Any) -> Any:
 # Each generator yields after the creation of its inputs, after the forward pass, and the gradients after the backward
 # pass.
 def tricycle(n_steps: int) -> Iterator[Any]:
-    """Run the chain with Tricycle."""
+    """Run the chain with Tricycle; yield after the setup, after forward, and the gradients [x, b, c] after backward."""
     from tricycle import to_tensor
 
     inputs: Any = [to_tensor([value]) for value in VALUES]
@@ -48,7 +48,7 @@ def tricycle(n_steps: int) -> Iterator[Any]:
 
 
 def torch(n_steps: int) -> Iterator[Any]:
-    """Run the chain with PyTorch on one thread."""
+    """Run it with PyTorch on one thread; yield after setup, after forward, and the gradients [x, b, c] at the end."""
     import torch
 
     torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def torch(n_steps: int) -> Iterator[Any]:
 
 
 def autograd(n_steps: int) -> Iterator[Any]:
-    """Run the chain with HIPS autograd, on NumPy arrays."""
+    """Run it with HIPS autograd; yield after the setup, after forward, and the gradients [x, b, c] after backward."""
     from autograd import make_vjp
 
     inputs = [np.array([value], np.float32) for value in VALUES]
@@ -73,7 +73,7 @@ def autograd(n_steps: int) -> Iterator[Any]:
 
 
 def micrograd(n_steps: int) -> Iterator[Any]:
-    """Run the chain with micrograd, on Python floats."""
+    """Run it with micrograd; yield after the setup, after forward, and the gradients [x, b, c] after backward."""
     from micrograd.engine import Value
 
     sys.setrecursionlimit(10 * n_steps + 1000)  # its topological sort is recursive
@@ -89,7 +89,7 @@ SIDES = {side.__name__: side for side in (tricycle, torch, autograd, micrograd)}
 
 
 def time_chain(side: str, n_steps: int, collector: bool) -> tuple[float, float, list[float]]:
-    """Return the seconds of a forward and a backward pass of a side, and the gradients of x, b and c.
+    """Return (forward seconds, backward seconds, gradients of x, b and c) of one run of a side in SIDES.
 
     Args:
         collector: keep Python's garbage collector enabled.
@@ -109,7 +109,7 @@ def time_chain(side: str, n_steps: int, collector: bool) -> tuple[float, float, 
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Parse sys.argv, measure all installed sides, and print microseconds per node, forward and backward."""
     parser = argparse.ArgumentParser(description=__doc__)
     peers = [side for side in SIDES if side != "tricycle"]
     parser.add_argument("--length", type=int, default=10_000, help="steps of the chain, with two operations each")

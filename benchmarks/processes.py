@@ -34,7 +34,7 @@ class Side(NamedTuple):
 
 
 def start_sides(shape: str, n_ranks: int, peer: str) -> dict[str, Side]:
-    """Start the workers, and return all sides by name."""
+    """Start the workers, and return {name: Side(worker, request)}, with DDP last if `peer` is "torch"."""
     ranks = ranks_worker(shape, n_ranks)
     one_process = ranks_worker(shape, 1, threads=n_ranks)
     sides = {
@@ -63,7 +63,7 @@ class CommunicationCosts(NamedTuple):
 
 
 def communication_costs(overlapped: float, late: float, no_reduce: float) -> CommunicationCosts:
-    """Return the costs, given the seconds of a step with overlapped all-reduces, late ones, and none."""
+    """Return the exposed and hidden fractions from the seconds of a step with overlapped, late and no all-reduces."""
     reduce_seconds = late - no_reduce
     hidden = (late - overlapped) / reduce_seconds if reduce_seconds > 0.05 * late else None
     return CommunicationCosts((overlapped - no_reduce) / overlapped, hidden)
@@ -72,7 +72,7 @@ def communication_costs(overlapped: float, late: float, no_reduce: float) -> Com
 def report(
     shape: str, n_ranks: int, schedule: Schedule, results: dict[str, list[Any]], all_reduce_seconds: float
 ) -> str:
-    """Return the table of a shape."""
+    """Return a text table of tokens/s and ms per step; `results` has the answers of `RankSteps.step` by side."""
     config = SHAPES[shape]
     n_tokens = n_ranks * config.batch_size * config.context_window
     medians = {name: statistics.median(step["seconds"] for step in steps) for name, steps in results.items()}
@@ -97,7 +97,7 @@ def report(
 
 
 def main() -> None:
-    """Measure and print a table for each shape."""
+    """Parse sys.argv, and print a table of tokens/s, speed-up and ms per step for each shape."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["S"], help="model shapes")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of one thread, and threads of the single process")

@@ -59,7 +59,7 @@ class Job:
 
 # -------------------------------------------------------------------- a rank
 def run_jobs(folder: Path) -> None:
-    """Run all jobs of `jobs.json` in this process, which may be one of several ranks."""
+    """Run the jobs of folder/jobs.json in this process, alone or as an MPI rank; rank 0 writes a NAME.npz for each."""
     processes: ProcessGroup = SINGLE_PROCESS
     if launch_info().size > 1:
         from tricycle_mpi.ranks import join_process_group
@@ -72,7 +72,7 @@ def run_jobs(folder: Path) -> None:
 
 
 def run_job(job: Job, folder: Path, processes: ProcessGroup) -> None:
-    """Make the updates of a job; rank 0 writes losses, weights, and the bytes of each rank's optimizer state."""
+    """Make a job's updates; rank 0 writes losses, weights, n_bytes and n_copies to folder/NAME.npz."""
     state = initial_state(job, folder, processes)
     losses = [train_step(state)[0] for _ in range(state.step, job.until)]
     weights = np.concatenate([parameter.array.ravel() for parameter in state.model.parameters()])
@@ -87,7 +87,7 @@ def run_job(job: Job, folder: Path, processes: ProcessGroup) -> None:
 
 
 def initial_state(job: Job, folder: Path, processes: ProcessGroup) -> TrainingState:
-    """Return the training state at the start of a job."""
+    """Return a job's first training state: new, or resumed from folder/job.start if that is not ""."""
     tokens = np.random.default_rng(0).integers(0, DebugConfig().vocab_size, 20_000)
     if job.start:
         return resume_state(folder / job.start, tokens, False, processes, job.sharded)
@@ -104,7 +104,7 @@ def initial_state(job: Job, folder: Path, processes: ProcessGroup) -> TrainingSt
 
 # -------------------------------------------------------------------- tables
 def run_ranks(n_ranks: int, jobs: list[Job], folder: Path) -> None:
-    """Run jobs in `n_ranks` new processes.
+    """Write the jobs to folder/jobs.json, and run them in `n_ranks` new processes; RuntimeError if a rank fails.
 
     Raises:
         RuntimeError: a rank fails; with the end of the error output.
@@ -136,13 +136,13 @@ class Result:
 
 
 def load_result(folder: Path, name: str) -> Result:
-    """Load the result of a job."""
+    """Load the result of a finished job from folder/NAME.npz."""
     with np.load(folder / f"{name}.npz") as file:
         return Result(file["losses"], file["weights"].tobytes(), file["n_bytes"].tolist(), int(file["n_copies"]))
 
 
 def equality_table(folder: Path, counts: list[int], n_steps: int) -> str:
-    """Run all jobs that compare numbers of ranks, and return the table.
+    """Run all jobs that compare numbers of ranks, which takes minutes, and return a Markdown table.
 
     Args:
         counts: numbers of ranks; the first is 1.
@@ -167,7 +167,7 @@ def equality_table(folder: Path, counts: list[int], n_steps: int) -> str:
 
 
 def equality_row(folder: Path, counts: list[int], precision: str, optimiser: str) -> str:
-    """Return a row: the largest differences of a loss from one process's, and which results are bit-exact."""
+    """Return a Markdown row of stored results: the largest loss difference by count, and which runs are bit-exact."""
 
     def result(n: int, kind: str) -> Result:
         return load_result(folder, f"{n}-{precision}-{optimiser}-{kind}")
@@ -185,12 +185,12 @@ def equality_row(folder: Path, counts: list[int], precision: str, optimiser: str
 
 
 def is_equal(a: Result, b: Result) -> bool:
-    """Return whether two results have equal bits in all ranks."""
+    """Return whether losses and weights of two results are bit-equal, also between the ranks of each."""
     return a.n_copies == b.n_copies == 1 and a.weights == b.weights and a.losses.tobytes() == b.losses.tobytes()
 
 
 def resume_table(folder: Path, n_steps: int) -> str:
-    """Run all jobs that resume with other numbers of ranks, and return the table."""
+    """Run all jobs that resume with other numbers of ranks, which takes minutes, and return a Markdown table."""
     half, later = n_steps // 2, 3 * n_steps // 4
     title = f"float32, saved after {half} and {later} of {n_steps} updates"
     rows = [f"| {title} | AdamW | AdamW, sharded | Muon, sharded |"]
@@ -223,7 +223,7 @@ def resume_table(folder: Path, n_steps: int) -> str:
 
 
 def resume_cell(folder: Path, n: int, kind: str) -> str:
-    """Return the largest difference of a loss from one process's; with 4 ranks also whether the run is bit-exact."""
+    """Return a table cell: the largest loss difference from one process; for n = 4 also whether it is bit-exact."""
     runs = [load_result(folder, f"{name}-{kind}") for name in ("first", f"resumed-{n}", f"last-{n}")]
     losses = np.concatenate([run.losses for run in runs])
     cell = f"{np.abs(losses - load_result(folder, f'single-{kind}').losses).max():.0e}"
@@ -235,7 +235,7 @@ def resume_cell(folder: Path, n: int, kind: str) -> str:
 
 
 def main() -> int:
-    """Print both tables; return 1 if results that should be bit-exact differ."""
+    """Parse sys.argv, run all jobs, and print both tables; return 1 if results that should be bit-exact differ."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100, help="number of updates")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], help="numbers of ranks")

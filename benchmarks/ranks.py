@@ -36,7 +36,7 @@ MPI_VARIABLES = {
 
 
 def mpiexec() -> str | None:
-    """Return the path of mpiexec: beside this interpreter or, if missing, the first on the search path."""
+    """Return the path of mpiexec: in this interpreter's folder, else the first on the search path, else None."""
     path = Path(sys.executable).parent / "mpiexec"
     return str(path) if path.is_file() else which("mpiexec")
 
@@ -59,7 +59,7 @@ def ranks_worker(shape: str, n_ranks: int, threads: int = 1) -> Worker:
 
 
 def stop_ranks(worker: Worker) -> None:
-    """Stop the ranks of a worker, if they run."""
+    """Ask a worker's ranks to end, and wait until they have; do nothing if they have already ended."""
     if worker.process.poll() is None:
         worker.process.communicate(END + "\n")
 
@@ -117,19 +117,19 @@ class InstrumentedGroup(ProcessGroup):
         self._link_free_time = 0.0
 
     def broadcast(self, value: T) -> T:
-        """Return rank zero's value."""
+        """Return the value that rank zero passed; all ranks must call it."""
         return self.inner.broadcast(value)
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all ranks."""
+        """Return the values of all ranks, in the order of the ranks."""
         return self.inner.all_gather(value)
 
     def all_reduce(self, numbers: Any) -> list[float]:
-        """Return the sums of the numbers over all ranks."""
+        """Return the sum of each number over all ranks."""
         return self.inner.all_reduce(numbers)
 
     def start_all_reduce(self, array: Any) -> Pending:
-        """Record and start an all-reduce of an array in place."""
+        """Record, and unless `reduces` is False start, an in-place sum over the ranks; call `wait` on the result."""
         now = time.perf_counter()
         self.records.append((now, array.nbytes))
         pending: Pending = self.inner.start_all_reduce(array) if self.reduces else CompletedReduce()
@@ -168,7 +168,7 @@ class RankSteps:
         link: Any = (0, 0),
         single_process: bool = False,
     ) -> Any:
-        """Make a training step in all ranks.
+        """Make a training step in all ranks; return "seconds", "waited", "backward" and "buckets", all in seconds.
 
         Args:
             n_batches: of this rank, accumulated.
@@ -201,7 +201,7 @@ class RankSteps:
         return {"seconds": seconds, "waited": waited, "backward": backward, "buckets": buckets}
 
     def all_reduce(self) -> Any:
-        """Reduce all buckets without computation, and return the seconds of the slowest rank."""
+        """Reduce all buckets without computation; return {"seconds": of the slowest rank, "n_buckets"}."""
         buckets = self.instrumented.gradient_reducer(self.model).buckets
         self.inner.all_reduce([0.0])
         start = time.perf_counter()
@@ -212,7 +212,7 @@ class RankSteps:
 
 
 def serve(shape: str) -> None:
-    """Execute the requests that rank 0 reads, in all ranks of Tricycle."""
+    """Execute the JSON requests that rank 0 reads from stdin, in all ranks; rank 0 prints the answers as JSON."""
     processes: ProcessGroup = SINGLE_PROCESS
     if launch_info().size > 1:
         from tricycle_mpi.ranks import join_process_group
@@ -230,7 +230,7 @@ def serve(shape: str) -> None:
 
 # -------------------------------------------------------------------- PyTorch
 def ddp_step(config: GPTConfig, rank: int, size: int, port: int) -> Callable[[], float]:
-    """Return a function that makes a step with PyTorch's DistributedDataParallel over gloo, with a batch per rank."""
+    """Join a gloo process group; return a function that makes a DistributedDataParallel step and returns the loss."""
     import torch.distributed
     from torch.nn.parallel import DistributedDataParallel
 
@@ -239,7 +239,7 @@ def ddp_step(config: GPTConfig, rank: int, size: int, port: int) -> Callable[[],
 
 
 def serve_ddp(shape: str, rank: int, size: int, port: int) -> None:
-    """Execute the requests that rank 0 reads, in all ranks of PyTorch; rank 0 starts the others.
+    """Make a DDP step in all ranks for each stdin line of rank 0, which starts the others and prints {"seconds"}.
 
     Args:
         port: of rank 0; ignored in rank 0, which chooses it.
@@ -264,7 +264,7 @@ def serve_ddp(shape: str, rank: int, size: int, port: int) -> None:
 
 
 def free_port() -> int:
-    """Return a free port of localhost."""
+    """Return a TCP port of localhost that is free now; it is not reserved."""
     from socket import socket
 
     with socket() as probe:
@@ -273,7 +273,7 @@ def free_port() -> int:
 
 
 def main() -> None:
-    """Answer requests: arguments `tricycle SHAPE`, or `ddp SHAPE RANK SIZE PORT`."""
+    """Answer the JSON requests on stdin until END: arguments `tricycle SHAPE`, or `ddp SHAPE RANK SIZE PORT`."""
     side, shape, *numbers = sys.argv[1:]
     if side == "ddp":
         serve_ddp(shape, *map(int, numbers))

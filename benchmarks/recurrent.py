@@ -24,7 +24,7 @@ Step = Callable[[], list[np.ndarray]]  # returns the outputs, then the gradients
 
 
 def random_arrays(cell: str, n_items: int, n_steps: int, width: int) -> list[np.ndarray]:
-    """Return a random input, then weights and biases in PyTorch's layout: for the input first, then for the state."""
+    """Return float32 input (N, T, C), then weights (G C, C) and biases (G C,), both for input and state; G gates."""
     rng, columns = np.random.default_rng(0), {"LSTM": 4, "GRU": 3, "RNN": 1}[cell] * width
     shapes = [(n_items, n_steps, width), (columns, width), (columns, width), (columns,), (columns,)]
     scales = [1.0] + [width**-0.5] * 4
@@ -32,7 +32,7 @@ def random_arrays(cell: str, n_items: int, n_steps: int, width: int) -> list[np.
 
 
 def tricycle_step(cell: str, *sizes: int) -> Step:
-    """Return a function that computes outputs and gradients with Tricycle, for (n_items, n_steps, width)."""
+    """Return a function of Tricycle: [outputs, gradients of input and parameters], for (n_items, n_steps, width)."""
     from tricycle.sequences import recurrent
     from tricycle.tensor import to_tensor
 
@@ -54,7 +54,7 @@ def tricycle_step(cell: str, *sizes: int) -> Step:
 
 
 def torch_step(cell: str, *sizes: int) -> Step:
-    """Return a function that computes outputs and gradients with PyTorch, for (n_items, n_steps, width)."""
+    """Return a function of PyTorch: [outputs, gradients of input and parameters], for (n_items, n_steps, width)."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -79,7 +79,7 @@ SIDES: dict[str, Callable[..., Step]] = {"tricycle": tricycle_step, "torch": tor
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Parse sys.argv, and print each cell's milliseconds by side, and the speed-up; with --serve, run as a worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", choices=CELLS, nargs="+", default=CELLS, help="recurrent cells to measure")
     parser.add_argument("--batch", type=int, default=32, help="sequences in a batch")

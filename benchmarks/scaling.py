@@ -54,7 +54,7 @@ def ring_cost(n: int, link: Link) -> ReduceCost:
 
 
 def tree_cost(n: int, link: Link) -> ReduceCost:
-    """Return the cost of a tree all-reduce: 2 log2(n) messages of the whole array (Thakur et al. 2005)."""
+    """Return the cost of a tree all-reduce: 2 log2(n) messages, each of the entire array (Thakur et al. 2005)."""
     depth = math.ceil(math.log2(n))
     return ReduceCost(2 * depth * link.latency, 2 * depth / link.bandwidth)
 
@@ -134,7 +134,7 @@ def min_tokens_to_hide_reduce(flops: float, bandwidth: float) -> float:
 
 # -------------------------------------------------------------------- measurements
 def fastest_profile(steps: Sequence[Any]) -> StepProfile:
-    """Return the profile of the fastest of several steps without all-reduces, which was disturbed least.
+    """Return the profile of the fastest step, the least disturbed, of `RankSteps.step` results without all-reduces.
 
     Args:
         steps: results of `RankSteps.step`.
@@ -146,7 +146,7 @@ def fastest_profile(steps: Sequence[Any]) -> StepProfile:
 
 
 def profile_step(worker: Worker, n_steps: int) -> StepProfile:
-    """Measure the profile of a step of a worker's ranks, while all of them compute."""
+    """Make n_steps + 1 steps without all-reduces in all ranks; return the profile of the fastest but the first."""
     steps = [worker.request('{"do": "step", "reduce": false}') for _ in range(n_steps + 1)]
     return fastest_profile(steps[1:])
 
@@ -161,12 +161,12 @@ class PredictionCheck(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The relative error of the prediction."""
+        """The relative error of the prediction: predicted / measured - 1."""
         return self.predicted / self.measured - 1
 
 
 def check_predictions(shape: str, counts: Sequence[int], n_steps: int) -> list[PredictionCheck]:
-    """Measure and predict steps over a slow link.
+    """Measure and predict steps over a slow link; return for each count the overlapped and the late case.
 
     If there are more ranks than processors, they slow each other down, which the model of the link does not include.
     The profile is therefore that of the same number of ranks without all-reduces, interleaved with the measured steps.
@@ -207,7 +207,7 @@ Efficiency = Callable[[int, Link, bool], float]
 
 
 def max_efficient_ranks(efficiency: Efficiency, link: Link, overlap: bool = True) -> int:
-    """Return the largest of COUNTS up to which the efficiency is at least MIN_EFFICIENCY."""
+    """Return the largest of COUNTS up to which all have an efficiency of MIN_EFFICIENCY; 1 if none has."""
     largest = 1
     for n in COUNTS:
         if efficiency(n, link, overlap) < MIN_EFFICIENCY:
@@ -217,7 +217,7 @@ def max_efficient_ranks(efficiency: Efficiency, link: Link, overlap: bool = True
 
 
 def efficiency_functions(profile: StepProfile, n_batches: int) -> dict[str, Efficiency]:
-    """Return the functions for weak and for strong scaling of a profile."""
+    """Return {"weak", "strong": function (n, link, overlap) to the efficiency} of a profile."""
     return {
         "weak": lambda n, link, overlap: weak_efficiency(profile, n, link, overlap),
         "strong": lambda n, link, overlap: strong_efficiency(profile, n, link, n_batches, overlap),
@@ -225,7 +225,7 @@ def efficiency_functions(profile: StepProfile, n_batches: int) -> dict[str, Effi
 
 
 def efficiency_table(profile: StepProfile, n_batches: int, n_tokens: int) -> str:
-    """Return a table with the largest efficient number of ranks for each link, and the tokens that hide a ring."""
+    """Return a text table: the largest efficient number of ranks by link, and the tokens that hide a ring."""
     lines = [
         f"{'ranks with an efficiency of ' + format(MIN_EFFICIENCY, '.0%'):<42}"
         + "".join(f"{name:>12}" for name in LINKS)
@@ -243,7 +243,7 @@ def efficiency_table(profile: StepProfile, n_batches: int, n_tokens: int) -> str
 
 
 def draw_efficiency(profile: StepProfile, factors: Sequence[float], n_batches: int, title: str, path: Path) -> None:
-    """Draw the efficiency over n: weak and strong scaling in rows, speeds of the ranks in columns."""
+    """Write an image of the efficiency over n: weak and strong scaling in rows, speeds of the ranks in columns."""
     figure = new_figure(9, 6.5)
     grid = figure.subplots(2, len(factors), sharex=True, sharey=True, squeeze=False)
     for column, factor in enumerate(factors):
@@ -272,7 +272,7 @@ def draw_efficiency(profile: StepProfile, factors: Sequence[float], n_batches: i
 
 
 def main() -> None:
-    """Measure a step, and print and draw the predictions."""
+    """Parse sys.argv, measure a step, print the predictions, and with --out also draw them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S", help="model and a rank's batch")
     parser.add_argument("--threads", type=int, default=1, help="threads of the measured rank")

@@ -119,7 +119,7 @@ class LoadGenerator:
         }
 
     def send(self, kind: str, prompt: str) -> RequestResult:
-        """Send a request, and check the response."""
+        """Send a request of a kind, wait, and check the response; an exception becomes the result's `error`."""
         start = time.monotonic()
         adverse: dict[str, Callable[[str], tuple[bool, int, str]]] = {
             "slow reader": self._read_slowly,
@@ -205,7 +205,7 @@ def _choice_text(choice: Any) -> str:
 
 
 def request_kinds(n: int, has_chat: bool, seed: int = 0) -> list[str]:
-    """Return the kinds of `n` requests in random order.
+    """Return `n` shuffled kinds: valid ones in equal numbers, and the fractions ADVERSE_FRACTIONS of others.
 
     Args:
         has_chat: include chat requests.
@@ -218,7 +218,7 @@ def request_kinds(n: int, has_chat: bool, seed: int = 0) -> list[str]:
 
 
 def send_requests(generator: LoadGenerator, kinds: list[str], n_clients: int) -> list[RequestResult]:
-    """Send requests of the given kinds from `n_clients` threads, and return their results."""
+    """Send a request of each kind from `n_clients` threads; return the results in the order of completion."""
     pending: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     prompts = generator.expected.prompts
     for i, kind in enumerate(kinds):
@@ -240,7 +240,7 @@ def send_requests(generator: LoadGenerator, kinds: list[str], n_clients: int) ->
 
 @contextlib.contextmanager
 def running_server(source: str, *arguments: str) -> Iterator[int]:
-    """Run a server, and yield its port.
+    """Run `tricycle serve` in a context that yields its port and then stops it; RuntimeError if it fails.
 
     Raises:
         RuntimeError: it does not start, exits with an error, or prints to standard error.
@@ -264,7 +264,7 @@ def running_server(source: str, *arguments: str) -> Iterator[int]:
 
 
 def result_table(results: list[RequestResult], seconds: float) -> str:
-    """Return a Markdown table of the results by kind of request.
+    """Return a Markdown table by kind of request: number sent and correct, median and slowest seconds.
 
     Args:
         seconds: duration of the whole test.
@@ -285,7 +285,7 @@ def result_table(results: list[RequestResult], seconds: float) -> str:
 
 
 def main() -> int:
-    """Run the load test, and print the table and the errors."""
+    """Parse sys.argv, run the load test, and print the table and errors; return 1 if a response was wrong, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--requests", type=int, default=200)

@@ -34,7 +34,7 @@ NETWORKS = {
 
 
 def random_data(n_rows: int, task: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return random inputs and targets; the time of a step does not depend on the values."""
+    """Return inputs (N, N_FEATURES) and targets: classes (N,) for "flowers", else float32 sums (N, 1)."""
     generator = np.random.default_rng(0)
     inputs = generator.standard_normal((n_rows, N_FEATURES)).astype(np.float32)
     if task == "flowers":
@@ -44,7 +44,7 @@ def random_data(n_rows: int, task: str) -> tuple[np.ndarray, np.ndarray]:
 
 # -------------------------------------------------------------------- the sides
 def tricycle_step(n_rows: int, width: int, task: str, optimiser_name: str) -> Callable[[], None]:
-    """Return a function that makes a training step with Tricycle."""
+    """Return a function that makes a training step with Tricycle; `optimiser_name` is "sgd", or else AdamW."""
     from tricycle import to_tensor
     from tricycle.activation import ReLU
     from tricycle.functions import Tanh
@@ -68,7 +68,7 @@ def tricycle_step(n_rows: int, width: int, task: str, optimiser_name: str) -> Ca
 
 
 def torch_step(n_rows: int, width: int, task: str, optimiser_name: str) -> Callable[[], None]:
-    """Return a function that makes a training step with PyTorch on one thread."""
+    """Return a function that makes a training step with PyTorch on one thread; "sgd", or else AdamW."""
     import torch
     from torch import nn
 
@@ -94,7 +94,7 @@ _steps: dict[tuple[str, str], Callable[[], None]] = {}
 
 
 def time_steps(side: str, network: str, n_steps: int) -> float:
-    """Return the seconds of `n_steps` training steps; the network of a side is built once per process."""
+    """Return the seconds of `n_steps` training steps in total; the network of a side is built once per process."""
     key = side, network
     if key not in _steps:
         _steps[key] = SIDES[side](*NETWORKS[network])
@@ -106,7 +106,7 @@ def time_steps(side: str, network: str, n_steps: int) -> float:
 
 
 def compare_steps(sides: list[str], n_steps: int, repeats: int) -> None:
-    """Measure the training steps of each network, and print a table."""
+    """Print a table of the milliseconds of `n_steps` training steps, with a process for each side."""
     spawn = multiprocessing.get_context("spawn")
     workers = {side: ProcessPoolExecutor(1, mp_context=spawn) for side in sides}
     print(f"milliseconds of {n_steps:,} steps, medians of {repeats} interleaved rounds")
@@ -127,7 +127,7 @@ def compare_steps(sides: list[str], n_steps: int, repeats: int) -> None:
 
 
 def time_import(module: str) -> float:
-    """Return the seconds of a new Python process that imports a module, with bytecode files as if installed."""
+    """Return the seconds of a new process that imports a module, with bytecode files; CalledProcessError on failure."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", f"import {module}"], check=True, env=environment)
@@ -135,7 +135,7 @@ def time_import(module: str) -> float:
 
 
 def compare_imports(modules: list[str], repeats: int) -> None:
-    """Measure the import time of each module, and print a table."""
+    """Print the median milliseconds to import each module, minus "numpy" too, which `modules` must contain."""
     times: dict[str, list[float]] = {module: [] for module in modules}
     for round_index in range(repeats + 1):
         for module in modules:
@@ -149,7 +149,7 @@ def compare_imports(modules: list[str], repeats: int) -> None:
 
 
 def main() -> None:
-    """Measure and print both tables."""
+    """Parse sys.argv, and print the milliseconds of training steps and of imports, by library."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="training steps of a round")
     parser.add_argument("--repeats", type=int, default=11, help="measured rounds")

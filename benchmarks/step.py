@@ -33,7 +33,7 @@ OTHER = "everything else"
 
 
 def kernel_times(shape: str, n_steps: int) -> dict[str, dict[str, float]]:
-    """Return the milliseconds of each kernel group with reference and with fast kernels, as medians over steps."""
+    """Return {"reference kernels" and "fast kernels": {group: ms per step}}, medians over `n_steps` steps."""
     step = tricycle_step(SHAPES[shape])
     times: dict[str, list[dict[str, float]]] = {"reference kernels": [], "fast kernels": []}
 
@@ -61,7 +61,7 @@ def kernel_times(shape: str, n_steps: int) -> dict[str, dict[str, float]]:
 
 
 def draw_bars(times: dict[str, dict[str, float]], title: str, path: Path) -> None:
-    """Draw a stacked bar for each set of kernels."""
+    """Write an image with a stacked bar for each set of kernels; `times` is the result of `kernel_times`."""
     figure = new_figure(9, 3.2)
     axes = figure.subplots()
     for i, group in enumerate([*KERNEL_GROUPS, OTHER]):
@@ -75,7 +75,7 @@ def draw_bars(times: dict[str, dict[str, float]], title: str, path: Path) -> Non
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Parse sys.argv, print the milliseconds of each kernel group, and with --out draw them as a PNG."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S", help="model and batch")
     parser.add_argument("--steps", type=int, default=8, help="timed steps with each set of kernels")

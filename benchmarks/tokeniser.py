@@ -29,13 +29,13 @@ from tricycle_datasets.shakespeare import SHA256, URL
 
 
 def shakespeare(n_bytes: int) -> list[str]:
-    """Return Tiny Shakespeare, at most `n_bytes` of it, as one document."""
+    """Return [the first `n_bytes` of Tiny Shakespeare], downloaded at the first call; DownloadError on failure."""
     path = fetch("input.txt", URL, SHA256, folder="tinyshakespeare")
     return [path.read_bytes()[:n_bytes].decode("utf-8", errors="ignore")]
 
 
 def standard_library_code(n_bytes: int) -> list[str]:
-    """Return files of the running Python's standard library, one document each, with `n_bytes` together."""
+    """Return texts of the running Python's standard library files, with at most `n_bytes` together."""
     root, texts, size = Path(sysconfig.get_path("stdlib")), [], 0
     for path in sorted(root.rglob("*.py")):
         if size < n_bytes and not SKIPPED_FOLDERS & {*path.relative_to(root).parts}:
@@ -49,12 +49,12 @@ TEXTS = {"shakespeare": shakespeare, "code": standard_library_code}
 
 
 def train_tricycle(texts: list[str], vocab_size: int) -> BPETokeniser:
-    """Train a tokenizer with Tricycle."""
+    """Train a new byte-level BPE tokenizer of Tricycle with `vocab_size` tokens on the texts, and return it."""
     return BPETokeniser(vocab_size).train(texts, progress=False)
 
 
 def train_tokenizers(texts: list[str], vocab_size: int) -> Any:
-    """Train a tokenizer with Hugging Face `tokenizers`."""
+    """Train a new byte-level BPE `tokenizers.Tokenizer` with `vocab_size` tokens on the texts, and return it."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer: Any = Tokenizer(models.BPE())
@@ -76,14 +76,14 @@ def train_tokenizers(texts: list[str], vocab_size: int) -> Any:
 
 
 def time_call(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    """Return the seconds of a call, and its result."""
+    """Return (seconds, result) of the call function(*arguments)."""
     start = time.perf_counter()
     result = function(*arguments)
     return time.perf_counter() - start, result
 
 
 def compare_training(texts: list[str], vocab_size: int, peer: bool, repeats: int) -> tuple[str, BPETokeniser]:
-    """Measure training, and return a row of the table and the trained tokenizer."""
+    """Return (table row of median seconds, with `tokenizers` if `peer`; the tokenizer trained by Tricycle)."""
     times, peer_times = [], []
     for _ in range(repeats):
         elapsed, tokeniser = time_call(train_tricycle, texts, vocab_size)
@@ -110,13 +110,13 @@ def shared_token_fraction(tokeniser: BPETokeniser, tokenizer: Any) -> float:
 
 
 def encode_all(encode: Callable[[str], Any], texts: list[str]) -> None:
-    """Encode each text."""
+    """Call `encode` with each text, and discard the results."""
     for text in texts:
         encode(text)
 
 
 def compare_encoding(texts: list[str], tokeniser: BPETokeniser, repeats: int) -> str:
-    """Measure encoding, and return a row of the table."""
+    """Return a table row of MB/s: Tricycle, tiktoken to array and to list; and Tricycle over the faster one."""
     n_ordinary = tokeniser.n_vocab - len(tokeniser.special_tokens)
     ranks = {tokeniser.token_bytes(i): i for i in range(n_ordinary)}
     # Without a special token, `encode_to_numpy` has half the speed.
@@ -138,7 +138,7 @@ def compare_encoding(texts: list[str], tokeniser: BPETokeniser, repeats: int) ->
 
 
 def main() -> None:
-    """Measure and print both tables."""
+    """Parse sys.argv, and print the seconds of training and the MB/s of encoding, by text and vocabulary size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", choices=TEXTS, nargs="+", default=[*TEXTS], help="texts to train on and to encode")
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[1024, 8192], help="sizes of the vocabulary")

@@ -20,7 +20,7 @@ from tricycle_cli.speed import flops_per_token
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Parse sys.argv, and print tokens/s, speed-up, fraction of peak and peak MB of each side."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S", help="model and batch")
     parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")

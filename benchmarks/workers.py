@@ -67,7 +67,7 @@ class Worker:
         )
 
     def request(self, command: str) -> Any:
-        """Send a line to the process, and return its decoded answer.
+        """Send a line to the process, wait, and return its JSON answer; RuntimeError if the process has ended.
 
         Raises:
             RuntimeError: the process has ended.
@@ -92,14 +92,14 @@ def time_steps(workers: Sequence[Worker], schedule: Schedule) -> list[float]:
 
 
 def random_batches(config: GPTConfig):
-    """Yield random inputs and labels of shape (2, batch, tokens), the same for all sides."""
+    """Yield endless arrays (2, batch, tokens): random inputs and labels, the same for all sides."""
     generator = np.random.default_rng(0)
     while True:
         yield generator.integers(0, config.vocab_size, (2, config.batch_size, config.context_window))
 
 
 def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = "softmax"):
-    """Return a function that makes a training step with Tricycle: forward pass, loss, backward pass and AdamW."""
+    """Return a function that makes a step with Tricycle (forward, loss, backward, AdamW) and returns the loss."""
     from tricycle.loss import CrossEntropy
     from tricycle.models import GPT
     from tricycle.optimisers import AdamW
@@ -118,7 +118,7 @@ def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = 
 def torch_step(
     config: GPTConfig, precision: str = "float32", compiled: bool = False, wrap: Callable = lambda model: model
 ):
-    """Return a function that makes a PyTorch training step of the same model, optionally compiled or wrapped (DDP)."""
+    """Return a function that makes a PyTorch step of the same model and returns the loss; `wrap` may add DDP."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -180,14 +180,14 @@ MATMUL_SIZE = 2048  # rows and columns of both matrices
 
 
 def matmul_step(config: GPTConfig | None, precision: str = "float32"):
-    """Return a function that computes a large matrix product with Tricycle, whose rate defines peak."""
+    """Return a function that squares a (MATMUL_SIZE, MATMUL_SIZE) matrix with Tricycle; `config` is ignored."""
     a = np.random.default_rng(0).standard_normal((MATMUL_SIZE, MATMUL_SIZE), dtype=np.float32)
     operand = kernels.matmul_operand(a, precision)
     return lambda: kernels.matmul(operand, operand)
 
 
 def torch_matmul_step(config: GPTConfig | None, precision: str = "float32"):
-    """Return a function that computes the same matrix product with PyTorch."""
+    """Return a function that squares a (MATMUL_SIZE, MATMUL_SIZE) matrix with PyTorch; `config` is ignored."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -227,7 +227,7 @@ def peak_memory_mb() -> float:
 
 
 def library_versions(side: str) -> str:
-    """Return the versions of the libraries that a side uses."""
+    """Return one line with the versions of PyTorch if `side` begins with "torch", else of Tricycle and NumPy."""
     if side.startswith("torch"):
         import torch
 
@@ -238,7 +238,7 @@ def library_versions(side: str) -> str:
 
 
 def blas_description() -> str:
-    """Return the name, kernels and number of threads of NumPy's BLAS."""
+    """Return the name, kernels and number of threads of NumPy's BLAS as text; needs threadpoolctl."""
     try:
         from threadpoolctl import threadpool_info
     except ImportError:
@@ -251,7 +251,7 @@ def blas_description() -> str:
 
 
 def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precision: str = "float32") -> None:
-    """Answer requests on standard input until it ends: time a step, or report memory, GEMM throughput or versions.
+    """Answer each stdin line with JSON: "step" (seconds), "memory" (peak MB), "matmul" (GFLOP/s) or "versions".
 
     The library runs as imported, without `tune_host`, which only programs call.
 
@@ -275,7 +275,7 @@ def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precis
 
 
 def main() -> None:
-    """Build a side's training step and answer requests: arguments SIDE SHAPE PRECISION."""
+    """Build a side's training step, and answer stdin requests (see `serve`): arguments SIDE SHAPE PRECISION."""
     side, shape, precision = sys.argv[1:4]
     serve(side, SIDES[side](SHAPES[shape], precision), precision=precision)
 

@@ -38,13 +38,13 @@ def n_lines(path: Path) -> int:
 
 
 def module_summary(path: Path) -> str:
-    """Return the first paragraph of a module's docstring in one line."""
+    """Return the first paragraph of a module's docstring in one line without the final period, or ""."""
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(doc.split("\n\n")[0].split()).rstrip(".")
 
 
 def table() -> str:
-    """Return the table in Markdown, its total in the last row."""
+    """Return a Markdown table of linked file, lines and module summary, in reading order, with a row for the total."""
     rows = ["| file in `tricycle/` | lines | what it provides |", "|:---|---:|:---|"]
     total = 0
     for name in READING_LIST:
@@ -64,7 +64,7 @@ def page_with_table(page: str) -> str:
 
 
 def main(args: list[str]) -> int:
-    """Write the table, or with `--check` compare it, and return the exit status."""
+    """Write the table and return 0; with `--check` only compare it, and return 1 if it is out of date, else 0."""
     page = PAGE.read_text(encoding="utf-8")
     updated = page_with_table(page)
     if "--check" in args:

@@ -34,7 +34,7 @@ EXTRA_SOURCE_FILES = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "S
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line: prepare a release, or by flag a dry run or a check; SystemExit with a message on errors."""
     arguments = _arguments()
     try:
         if arguments.check is not None:
@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def dry_run(folder: Path, version: str) -> None:
-    """Build a release in a copy of this checkout, and copy its archives to the folder."""
+    """Build a release in a temporary copy of this checkout, copy its archives to `folder`, and print their sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         for archive in prepare(copy_checkout(ROOT, Path(temporary) / "copy"), version):
@@ -75,7 +75,7 @@ def read_version(root: Path) -> str:
 
 
 def resolve_version(new: str, old: str) -> str:
-    """Return the new version; "next" stands for the next minor version.
+    """Return `new`, for "next" the next minor version; raise ValueError unless it is valid and later than `old`.
 
     Raises:
         ValueError: the version is not valid in both semver and PEP 440, or is not greater than the current one.
@@ -105,7 +105,7 @@ def copy_checkout(root: Path, folder: Path) -> Path:
 
 
 def prepare(root: Path, version: str) -> list[Path]:
-    """Write the version and the changelog, build both archives into dist/ and check them.
+    """Write version and changelog, rebuild dist/, check both archives and return their paths (wheel, source archive).
 
     Raises:
         ValueError: no changelog fragments, a file without its version, or an archive with missing or extra files.
@@ -124,7 +124,7 @@ def prepare(root: Path, version: str) -> list[Path]:
 
 
 def check(root: Path, folder: Path) -> list[Path]:
-    """Check the wheel and the source archive in a folder, and return their paths.
+    """Check the wheel and the source archive in a folder, and return their paths in this order; raise if one is bad.
 
     Raises:
         ValueError: an archive does not exist, or has missing or extra files.
@@ -140,12 +140,12 @@ def check(root: Path, folder: Path) -> list[Path]:
 
 
 def changelog_fragments(root: Path) -> list[Path]:
-    """Return the paths of the changelog fragments of the next version."""
+    """Return the sorted paths of the next version's changelog fragments; [] if there are none."""
     return sorted(path for path in (root / "changelog.d").glob("*.md") if path.name != "README.md")
 
 
 def check_archives(root: Path, wheel: Path, source: Path) -> None:
-    """Check that both archives contain the files of the packages, and no others.
+    """Raise ValueError unless both archives contain the files of the packages and no others.
 
     Raises:
         ValueError: an archive has missing or extra files.

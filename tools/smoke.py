@@ -37,11 +37,11 @@ class Installation:
         self.environment |= {"TRICYCLE_CACHE": str(folder / "cache"), "PYTHONUTF8": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def install(self, requirement: str) -> None:
-        """Install a package with pip."""
+        """Install a package into the environment with pip; raise SystemExit if this fails."""
         self.run("python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement)
 
     def run(self, program: str, *args: str, stdin: str = "", status: int = 0) -> str:
-        """Run a program of the environment, and return its standard output; standard error if `status` is not 0.
+        """Run a program; return stdout, or stderr if `status` is not 0; SystemExit unless it exits with `status`.
 
         Raises:
             SystemExit: the exit status is not `status`.
@@ -63,12 +63,12 @@ class Installation:
         return done.stdout if status == 0 else done.stderr
 
     def tricycle(self, *args: str, stdin: str = "", status: int = 0) -> str:
-        """Run the command `tricycle`, and return its output."""
+        """Run the command `tricycle`; return stdout, or stderr if `status` is not 0; SystemExit as for `run`."""
         return self.run("tricycle", *args, stdin=stdin, status=status)
 
 
 def main() -> None:
-    """Run the smoke test for an archive, or for all archives in a folder."""
+    """Run the smoke test for an archive, or for all archives in a folder; raise SystemExit at the first failure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("archive", type=Path, help="a wheel, a source archive, or a folder with both")
     path = parser.parse_args().archive.resolve(strict=True)
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def check_archive(archive: Path, folder: Path, briefly: bool) -> None:
-    """Install an archive, and run the checks; with `briefly` only training, version and package files."""
+    """Install an archive and run the checks, with `briefly` only training, version and files; SystemExit on failure."""
     start = time.monotonic()
     installation = Installation(folder)
     installation.install(str(archive))
@@ -101,7 +101,7 @@ def check_archive(archive: Path, folder: Path, briefly: bool) -> None:
 
 
 def check_training(installation: Installation) -> None:
-    """Train a tiny model for five steps, and check the run folder."""
+    """Train a tiny model for five steps into the folder run, and check its files; raise SystemExit on failure."""
     (installation.folder / "text.txt").write_text(TEXT * 300, encoding="utf-8")
     output = installation.tricycle("train", *TINY, "--files", "text.txt", "--steps", "5", "--run-folder", "run")
     expect("tricycle generate run" in output, "the command that generates", output)
@@ -111,7 +111,7 @@ def check_training(installation: Installation) -> None:
 
 
 def check_version(installation: Installation) -> None:
-    """Check that the command, the package and its metadata have the same version."""
+    """Raise SystemExit unless the command, the package and its metadata have the same version."""
     program = (
         "import importlib.metadata, tricycle; "
         "print(tricycle.__version__, importlib.metadata.version('tricycle-gpt'), tricycle.__file__)"
@@ -124,7 +124,7 @@ def check_version(installation: Installation) -> None:
 
 
 def check_package_files(installation: Installation) -> None:
-    """Check that the package contains its other files: py.typed, web pages, and CUDA sources."""
+    """Raise SystemExit unless the package contains py.typed, web pages, CUDA sources, and faster kernels."""
     program = """
 from importlib.resources import files
 print(files("tricycle").joinpath("py.typed").is_file())
@@ -143,7 +143,7 @@ print(any(kernel.registered.get(numpy.ndarray) for kernel in KERNELS.values()))
 
 
 def check_run_commands(installation: Installation) -> None:
-    """Check the commands generate, look, evaluate and chat on a run folder."""
+    """Check generate, look, evaluate and chat on the folder of `check_training`; raise SystemExit on failure."""
     output = installation.tricycle("generate", "run", "To be", "--length", "5", "--seed", "1")
     expect(output.startswith("To be") or len(output) > 1, "a text", output)
     installation.tricycle("look", "run", "To be", "--out", "page.html")
@@ -157,7 +157,7 @@ def check_run_commands(installation: Installation) -> None:
 
 
 def check_completion(installation: Installation) -> None:
-    """Check shell completion: run it in bash; only write the scripts for zsh and fish."""
+    """Check shell completion, in bash by running it, in zsh and fish only the script; raise SystemExit on failure."""
     for shell in ("zsh", "fish"):
         expect("laptop" in installation.tricycle("--print-completion", shell), f"presets for {shell}", "")
     bash = shutil.which("bash")
@@ -175,7 +175,10 @@ def check_completion(installation: Installation) -> None:
 
 
 def check_chat(installation: Installation) -> None:
-    """Check the command chat on a model exported to Hugging Face's format with a chat template."""
+    """Check the command chat on an exported model with a chat template; raise SystemExit on failure.
+
+    The format of the export is Hugging Face's.
+    """
     words = ("--tokeniser", "portable", "--files", "text.txt", "--steps", "2", "--run-folder", "portable")
     installation.tricycle("train", *TINY, *words)
     installation.tricycle("export", "portable", "model")
@@ -185,7 +188,7 @@ def check_chat(installation: Installation) -> None:
 
 
 def expect(condition: bool, expected: str, got: object) -> None:
-    """Exit with an error message if a condition is false.
+    """Raise SystemExit with a message of the expected and the actual value if a condition is false.
 
     Raises:
         SystemExit: the condition is false.

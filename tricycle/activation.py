@@ -17,7 +17,7 @@ class ReLU(Op):
     """The rectified linear unit max(x, 0), with a derivative of 0 at 0."""
 
     def forward(self, x: Operand) -> Tensor:
-        """Compute max(x, 0)."""
+        """Compute max(x, 0) elementwise, in the dtype of x."""
         x = as_tensor(x)
         y = x.xp.maximum(x.array, 0)
         return record(y, (x,), lambda grad, needs_grad: (grad * (y > 0),), "> 0")
@@ -51,7 +51,7 @@ class Swish(Op):
     """Swish or SiLU: x sigmoid(x) (Ramachandran et al. 2017)."""
 
     def forward(self, x: Operand) -> Tensor:
-        """Compute x sigmoid(x)."""
+        """Compute x sigmoid(x) elementwise, in the dtype of x (float32 for integers)."""
         x = as_tensor(x)
         array = as_floating(x.array)
         gate = kernels.sigmoid(array)
@@ -69,7 +69,7 @@ class Gated(Op):
         self.activation = activation
 
     def forward(self, x: Operand) -> Tensor:
-        """Compute a f(b) for x = [a, b] of shape (..., 2 C); return (..., C)."""
+        """Return a f(b), (..., C), for x = [a, b] of shape (..., 2 C); raise a ValueError for an odd last axis."""
         x = as_tensor(x)
         shape = x.array.shape
         if not shape or shape[-1] % 2:
@@ -106,7 +106,7 @@ ACTIVATIONS: dict[str, Callable[[], Activation]] = {"gelu": GeLU, "relu": ReLU, 
 
 
 def new_activation(name: str, gated: bool = False) -> Activation:
-    """Make an activation from its name in ACTIVATIONS; with `gated`, wrap it in `Gated` unless it is gated already."""
+    """Make an activation from its name in ACTIVATIONS, else ValueError; with `gated`, wrap it unless it is gated."""
     if name not in ACTIVATIONS:
         raise ValueError(f"new_activation: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
     activation = ACTIVATIONS["swiglu" if gated and name == "swish" else name]()

@@ -51,7 +51,7 @@ def checkpoint_activations(layer: Layer, x: Operand, *args: Any, **kwargs: Any) 
 
 @contextmanager
 def enable_grad() -> Iterator[None]:
-    """Enable graph building in this thread within a `with` block, regardless of enclosing blocks."""
+    """Enable graph building, and end `evaluation`, in this thread within a `with` block, regardless of outer blocks."""
     token = current_modes.set(())
     try:
         yield

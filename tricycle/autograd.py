@@ -73,7 +73,7 @@ def walk_backward(
 
 
 def topological_order(root: AnyNode) -> list[AnyNode]:
-    """Return the nodes behind `root` that require a gradient, args before results; RuntimeError if freed."""
+    """Return the nodes behind `root` that require a gradient, args before results, root last; RuntimeError if freed."""
     order: list[AnyNode] = []
     seen: set[AnyNode] = set()  # by identity, as Tensors are hashed
     stack: list[Any] = [root]  # no recursion: a chain of 100,000 operations exceeds Python's stack
@@ -121,7 +121,7 @@ class GradientSums:
         self.handed_out: dict[int, Array] = {}
 
     def add(self, args: Sequence[Node], needs_grad: NeedsGrad, gradients: Sequence[Any]) -> None:
-        """Add each gradient to the sum of its arg, in its dtype, if not None and needed; only collect sliced ones."""
+        """Add each gradient, if needed and not None, to its arg's sum, in the arg's dtype; only collect sliced ones."""
         arrays, owned = self.arrays, self.owned
         for arg, needs, grad in zip(args, needs_grad, gradients, strict=True):
             if not needs or grad is None:
@@ -209,7 +209,7 @@ n_changes = 0  # in-place changes so far; a Tensor's version is this count at it
 
 
 def increment_versions(tensors: Iterable[Node]) -> None:
-    """Record an in-place change of inputs or parameters: earlier results computed from them become stale."""
+    """Record an in-place change of inputs or parameters: `backward` through earlier results raises a RuntimeError."""
     global n_changes
     with _changing:
         n_changes += 1
@@ -226,7 +226,7 @@ def _check_unchanged(node: Node) -> None:
 
 
 def describe(node: Node) -> str:
-    """Return the name and shape of a Tensor, for error messages."""
+    """Return "NAME of shape SHAPE" for a Tensor (NAME is "a Tensor" if it has none), for error messages."""
     return f"{node.name or 'a Tensor'} of shape {node.array.shape}"
 
 

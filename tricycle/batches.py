@@ -30,13 +30,13 @@ class EndlessDataset:
         return self
 
     def shuffle(self, seed: int | None = None) -> Self:
-        """Shuffle the items in each epoch by a seed; return self."""
+        """Order each epoch by a permutation drawn from (seed, epoch), by default the seed set before; return self."""
         self.seed = self.seed if seed is None else seed
         self._is_shuffled, self._latest_order = True, (-1, ())
         return self
 
     def to_tensor(self) -> Self:
-        """Return Tensors instead of NumPy arrays from now on; integers stay integers; return self."""
+        """Return Tensors instead of arrays from now on, int64 for integers, float32 for floats; return self."""
         self._as_tensors = True
         return self
 
@@ -76,7 +76,7 @@ class EndlessDataset:
         return np.random.default_rng((self.seed, epoch)).permutation(self.n_items)
 
     def state(self) -> dict[str, int]:
-        """Return the position and seed, from which `load_state` continues with the same batches."""
+        """Return a dict of "position" (items so far), "seed" and "n_items", from which `load_state` continues."""
         return {"position": self.position, "seed": self.seed, "n_items": self.n_items}
 
     def load_state(self, state: dict[str, int]) -> None:

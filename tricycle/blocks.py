@@ -124,7 +124,7 @@ class MultiHeadSelfAttention(MultiHead):
 
     @takes_ragged
     def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None, dtype: Any = None) -> Tensor:
-        """Compute QKV, attention and output projection of x (B, T, C) or (T, C); return x's shape; extend the cache.
+        """Apply self-attention to x (B, T, C) or (T, C), in x's shape; extend the cache; `mask`: True for visible keys.
 
         Args:
             cache: the KV cache, for generation; without gradients.
@@ -277,7 +277,7 @@ class TransformerBlock(Layer):
 
     @takes_ragged
     def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None) -> Tensor:
-        """Apply attention and MLP with norms and residual connections to x (B, T, C); `mask` as in `additive_mask`."""
+        """Apply attention, MLP, norms and residuals to x (B, T, C); extend the cache; `mask`: True for visible keys."""
         x = as_tensor(x)
         if self.parallel:
             normal = self._normalize(self.attention_norm, self.attention, x)

@@ -69,10 +69,10 @@ class ByteLevelBPE:
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
     def train(self, text: Iterable[str], progress: bool = True) -> Self:
-        """Learn the merges of most frequent pairs from texts, replacing earlier merges; show progress; return self.
+        """Learn the merges of most frequent pairs, replacing earlier merges; return self; ValueError without text.
 
         Repeatedly merges the most frequent pair of adjacent tokens, or the one with the smallest ids among equally
-        frequent ones, while it occurs more than once. Raises a ValueError if there is no text.
+        frequent ones, while it occurs more than once. `progress` shows a progress bar.
         """
         from tqdm import tqdm
 
@@ -100,16 +100,16 @@ class ByteLevelBPE:
         return np.array(ids, self.dtype)
 
     def decode_bytes(self, ids: ArrayLike) -> bytes:
-        """Decode ids to bytes; a special token gives its name."""
+        """Decode ids of any shape, in order, to bytes; a special token gives its name in UTF-8."""
         return b"".join([self._tokens[token] for token in np.asarray(ids).ravel().tolist()])
 
     def decode(self, ids: ArrayLike) -> str:
-        """Decode ids to text, with U+FFFD for bytes that are not UTF-8."""
+        """Decode ids of any shape, in order, to text: special tokens to names, bytes that are not UTF-8 to U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
 def learn_merges(counts: Counter[str], n_merges: int) -> Iterator[tuple[int, int]]:
-    """Yield up to `n_merges` pairs of ids, each the most frequent after the earlier merges; pair i forms id 256 + i.
+    """Yield up to `n_merges` pairs of ids, each the most frequent left (at least twice); pair i forms id 256 + i.
 
     All pieces form one linked list of symbols, in which a merge replaces the left symbol of each occurrence and unlinks
     the right one. Later merges only remove occurrences, so counts in the heap are upper bounds, updated at the top.

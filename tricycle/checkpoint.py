@@ -50,7 +50,7 @@ def save_checkpoint(
     progress: dict[str, Any] | None = None,
     states: dict[Tensor, tuple[int, State]] | None = None,
 ) -> None:
-    """Write weights, config and the given training state to a safetensors file, atomically; raise if one is not finite.
+    """Write or replace a file of weights, config and training state, atomically; ValueError if a number is not finite.
 
     Args:
         tokeniser: saved with the model, so that the file is sufficient for generation.
@@ -156,7 +156,7 @@ class Checkpoint:
     about: dict[str, Any]
 
     def model(self) -> GPT:
-        """Return a new model with the saved weights, which must be finite, and its generator's saved state."""
+        """Make a model with the saved weights and generator state; ValueError if a weight is not finite or missing."""
         with wrap_content_errors(self.path, A_CHECKPOINT):
             prefix = "model."
             weights = {name.removeprefix(prefix): a for name, a in self.tensors.items() if name.startswith(prefix)}
@@ -167,7 +167,7 @@ class Checkpoint:
             return model
 
     def tokeniser(self) -> Tokeniser | None:
-        """Make the saved tokenizer; return None if there is none."""
+        """Make the saved tokenizer; return None if there is none; raise a ValueError if it is invalid."""
         # not at module level, because its package imports this module
         from tricycle.pretrained.tokenisers import tokeniser_from_dict
 
@@ -175,7 +175,7 @@ class Checkpoint:
             return tokeniser_from_dict(self.about["tokeniser"]) if self.about.get("tokeniser") else None
 
     def restore(self, model: GPT, optimiser: Optimiser, dataset: CausalLMDataset) -> dict[str, Any]:
-        """Load the saved state into `optimiser` (for the model's parameters) and `dataset`; return the saved progress.
+        """Restore `optimiser` and `dataset` in place, not weights; return the saved progress; ValueError for a misfit.
 
         Raises:
             ValueError: something is missing or does not fit, or an optimizer state is not finite.
@@ -196,10 +196,10 @@ class Checkpoint:
 
 
 def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
-    """Make a model from a config and its weights; check their number before allocating memory.
+    """Make a GPT with copies of the weights, by parameter name; raise a ValueError if they do not fit the config.
 
     Raises:
-        ValueError: the weights do not fit the config.
+        ValueError: the weights do not fit the config; their number is checked before memory is allocated.
     """
     whole = next((name for name, array in weights.items() if array.dtype.kind in "biu"), None)
     if whole is not None:
@@ -215,9 +215,10 @@ def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
 
 @contextmanager
 def wrap_content_errors(path: Path, expected: str) -> Iterator[None]:
-    """Check that a file exists; turn errors of a `with` block, but Memory- and OSError, into a ValueError naming it.
+    """Raise FileNotFoundError if `path` is no file; turn errors in the block, but Memory-, OSError, into ValueErrors.
 
-    MemoryError and OSError are not caused by the content, and stay unchanged.
+    The ValueError names the file and what was `expected`. MemoryError and OSError are not caused by the content, and
+    stay unchanged.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected {expected}, there is no such file")
@@ -234,7 +235,7 @@ def wrap_content_errors(path: Path, expected: str) -> Iterator[None]:
 
 
 def load_checkpoint(path: PathLike) -> Checkpoint:
-    """Read a checkpoint into a `Checkpoint`, after checking memory, checksum and format, without executing anything.
+    """Read a checkpoint, executing nothing; ValueError if damaged, MemoryError if too large, FileNotFoundError if none.
 
     Raises:
         FileNotFoundError: no such file.

@@ -35,7 +35,7 @@ class Dataset(EndlessDataset):
         self._begin(n_inputs, 0, seed)  # no batch size yet
 
     def batch(self, batch_size: int | None = None) -> Self:
-        """Return batches of `batch_size` items (by default, the size set before) from now on; return self."""
+        """Return batches of `batch_size` items (default: as set before, else ValueError) from now on; return self."""
         if batch_size is None and not self.batch_size:
             raise ValueError(f"{type(self).__name__}.batch: expected a batch size, got none")
         return super().batch(batch_size)
@@ -67,7 +67,7 @@ class InfiniteBatchDataset(Dataset):
 
 
 def pad(sequences: Sequence[Sequence[int]], value: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Pad integer sequences of different lengths with `value` to one array (B, T); also return the lengths (B,)."""
+    """Return integer sequences padded at the end with `value`, int64 (B, T), and their lengths before, int64 (B,)."""
     lengths = np.array([len(sequence) for sequence in sequences], np.int64)
     padded = np.full((len(lengths), lengths.max(initial=0)), value, np.int64)
     for row, sequence in zip(padded, sequences):
@@ -121,10 +121,10 @@ class Buckets:
         return self._batches[self.position - 1]
 
     def state(self) -> dict[str, int]:
-        """Return the epoch and position, from which `load_state` continues with the same batches."""
+        """Return a dict of "epoch" and "position" (batches given in it), from which `load_state` continues."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Restore the epoch and position that `state` returned, for the same lengths and seed."""
+        """Restore the epoch and position that `state` returned, unchecked; lengths and seed must be the same."""
         self.epoch, self.position = state["epoch"], state["position"]
         self._batches = self.batches(self.epoch)

@@ -17,7 +17,7 @@ from tricycle.tensor import Tensor
 
 @contextmanager
 def use_reference() -> Iterator[None]:
-    """Force all kernels to their reference implementations within a `with` block, to check a suspicious result."""
+    """Force this thread's kernels to their reference implementations within a `with` block, to check results."""
     block = object()
     reference_only.set((*reference_only.get(), block))
     try:

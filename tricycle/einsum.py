@@ -41,7 +41,7 @@ class Einsum(Op):
         return f"Einsum({self.subscripts!r})"
 
     def forward(self, *tensors: Operand) -> Tensor:
-        """Compute the einsum of Tensors, one for each input in the subscripts."""
+        """Compute the einsum of Tensors, one for each input in the subscripts; raise a ValueError for a misfit."""
         inputs = as_tensors(*tensors)
         labels, out, sizes = _resolve(self, tuple(t.shape for t in inputs), tuple(t.is_batched for t in inputs))
         return _record(inputs, labels, out, sizes, f"einsum {self.subscripts}")

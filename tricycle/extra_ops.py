@@ -135,7 +135,7 @@ def _joined(op: str, tensors: Sequence[Operand]) -> tuple[tuple[Tensor, ...], tu
 
 @register
 def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Concatenate Tensors along an existing axis."""
+    """Concatenate Tensors along an existing axis; raise a ValueError for none, or if their other axes differ."""
     tensors, arrays, xp = _joined("concatenate", tensors)
     try:
         z = xp.concatenate(arrays, axis=axis)
@@ -152,7 +152,7 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 @register
 def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Stack Tensors of equal shape along a new axis."""
+    """Stack Tensors of equal shape along a new axis; raise a ValueError for none, or for unequal shapes."""
     tensors, arrays, xp = _joined("stack", tensors)
     try:
         z = xp.stack(arrays, axis=axis)
@@ -187,7 +187,7 @@ def _restored(grad: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Arr
 
 @register
 def sum(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the sum over an axis, several axes, or all."""
+    """Return the sum over one axis, a tuple of axes, or all (None); `keepdims` keeps them with length 1."""
     x = as_tensor(x)
     axes, xp, shape = _axes("sum", x, axis), x.xp, x.shape
     y = x.array.sum(axis=axes, keepdims=keepdims)
@@ -197,7 +197,7 @@ def sum(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 @register
 def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the mean over an axis, several axes, or all."""
+    """Return the mean over one axis, a tuple, or all (None), float32 for integers; ValueError for no elements."""
     x = as_tensor(x)
     axes, xp, shape = _axes("mean", x, axis), x.xp, x.shape
     count = math.prod(shape[a] for a in axes)
@@ -226,20 +226,20 @@ def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
 
 @register
 def max(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the maximum over an axis, several axes, or all."""
+    """Return the maximum over one axis, a tuple of axes, or all (None); raise a ValueError for no elements."""
     return _extreme(x, axis, keepdims, "max")
 
 
 @register
 def min(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the minimum over an axis, several axes, or all."""
+    """Return the minimum over one axis, a tuple of axes, or all (None); raise a ValueError for no elements."""
     return _extreme(x, axis, keepdims, "min")
 
 
 # -------------------------------------------------------------------- shapes
 @register
 def transpose(x: Operand, *axes: int | Sequence[int]) -> Tensor:
-    """Permute the axes of a Tensor; reverse them if no order is given."""
+    """Return a view of x with its axes in this order (integers or one sequence), by default reversed."""
     x = as_tensor(x)
     order = _axes("transpose", x, unpack_arguments(axes)) or tuple(reversed(range(x.ndim)))
     if len(order) != x.ndim:
@@ -252,7 +252,7 @@ def transpose(x: Operand, *axes: int | Sequence[int]) -> Tensor:
 
 
 def split(x: Operand, n_splits: int, axis: int = -1) -> list[Tensor]:
-    """Split a Tensor into `n_splits` equal parts along an axis."""
+    """Return a list of `n_splits` equal views of x along an axis; raise a ValueError if they do not fit."""
     x = as_tensor(x)
     (axis,) = _axes("split", x, axis)
     if n_splits < 1 or x.shape[axis] % n_splits:
@@ -261,7 +261,7 @@ def split(x: Operand, n_splits: int, axis: int = -1) -> list[Tensor]:
 
 
 def split_sizes(x: Tensor, sizes: Sequence[int], axis: int = -1) -> list[Tensor]:
-    """Split a Tensor into consecutive views of these sizes along an axis; each passes its gradient to x."""
+    """Return consecutive views of x of these sizes along an axis; each passes its gradient to x."""
     array, ndim = x.array, x.array.ndim
     before, after = (slice(None),) * (axis % ndim), (slice(None),) * (ndim - 1 - axis % ndim)
     batched = x.is_batched and axis % ndim != 0

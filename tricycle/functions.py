@@ -39,7 +39,7 @@ class RowSoftmax(Op, is_base=True):
         return kernels.softmax_backward(grad, weights)
 
     def forward(self, x: Operand) -> Tensor:
-        """Normalize scores x along the last axis."""
+        """Return scores x normalized along the last axis to attention weights, in the same shape."""
         x = as_non_scalar(self, x)
         scores = as_floating(x.array)
         weights = self.row_softmax(scores)
@@ -65,13 +65,13 @@ class Softmax(RowSoftmax):
     name, fused, off_by_one = "softmax", True, False
 
     def row_softmax(self, scores: Array) -> Array:
-        """Return softmax (or softmax1) of scores over the last axis."""
+        """Return softmax (softmax1 if `off_by_one`) of scores over the last axis; zeros for a row of -inf."""
         return kernels.softmax(scores, self.off_by_one)
 
     def attend(
         self, q: Array, k: Array, v: Array, score_options: ScoreOptions, mask: Array | None = None, *, dtype: Any = None
     ) -> tuple[Array, AttendBackward]:
-        """Return the attention of queries (B, T, H, D) to keys and values (B, S, K, D), and its backward function.
+        """Return attention of q (B, T, H, D) to k, v (B, S, K, D), and its backward; add `mask` (0 or -inf) to scores.
 
         H is a multiple of K. The mask, 0 or -inf, (B or 1, H or 1, T or 1, S), is added to the scores. `dtype` is that
         of the result, by default the dtype of q.
@@ -95,7 +95,7 @@ SOFTMAXES: dict[str, Callable[..., RowSoftmax]] = {"softmax": Softmax, "softmax1
 
 
 def new_softmax(softmax: str | RowSoftmax, config: Any = None) -> RowSoftmax:
-    """Make a softmax variant from its name in SOFTMAXES and a config; return a RowSoftmax object unchanged."""
+    """Make a softmax variant from its name in SOFTMAXES, else ValueError, and a config; return an object unchanged."""
     if isinstance(softmax, RowSoftmax):
         return softmax
     if not isinstance(softmax, str):
@@ -110,7 +110,7 @@ class LogSoftmax(Op):
     """The logarithm of softmax over the last axis, more accurate than log(softmax(x))."""
 
     def forward(self, x: Operand) -> Tensor:
-        """Compute log softmax(x)."""
+        """Compute log softmax(x) over the last axis, in the shape of x; float32 for integers."""
         x = as_non_scalar(self, x)
         y, exp = kernels.log_softmax(as_floating(x.array)), x.xp.exp
         return record(y, (x,), lambda grad, _: (grad - exp(y) * grad.sum(axis=-1, keepdims=True),), "log_softmax")
@@ -193,7 +193,7 @@ def linear(
 
 @register
 def to_compute_dtype(x: Tensor, precision: str) -> Tensor:
-    """Convert x to the dtype of activations at a precision on its device; the gradient has the dtype of x."""
+    """Return x in the activation dtype of a precision on its device, or x itself; the gradient has the dtype of x."""
     array = kernels.to_compute_dtype(x.array, precision)
     if array is x.array:
         return x

@@ -23,7 +23,7 @@ class DecodingState:
         self.reset()
 
     def reset(self) -> None:
-        """Clear the caches."""
+        """Clear the caches and `tokens`, so that the next text is processed from its first token."""
         self.tokens: list[int] = []
         self.caches = self.model.new_caches(self.dtype)
 
@@ -36,7 +36,7 @@ class DecodingState:
         self.tokens = self.tokens[:length]
 
     def uncached_tokens(self, text: list[int], n_last: int = 1) -> list[int]:
-        """Truncate the caches to the prefix shared with a text, set `tokens` to [], return the rest (>= `n_last`)."""
+        """Truncate the caches to a prefix of `text`, set `tokens` to [], return the ids after it, at least `n_last`."""
         n_shared = min(common_prefix_length(self.tokens, text), len(text) - n_last)
         if n_shared == 0 or n_shared < len(self.tokens):
             self.truncate(n_shared)
@@ -45,7 +45,7 @@ class DecodingState:
         return text[n_cached:]
 
     def logits(self, text: Sequence[int]) -> np.ndarray:
-        """Return the logits (V,) after the last token of a text; process only tokens that are not cached."""
+        """Return the logits (V,) after the last token of a text; process only uncached tokens, and cache them."""
         text = list(text)
         logits: np.ndarray = next_logits(self.model, self.uncached_tokens(text), self.caches)[0]
         self.tokens = text
@@ -54,7 +54,7 @@ class DecodingState:
 
 @np.errstate(all="ignore")  # sampling reports non-finite logits
 def next_logits(model: GPT, tokens: Sequence[int], caches: list[KeyValueCache], every: bool = False) -> np.ndarray:
-    """Process further tokens (T,) of a text; return the logits after the last (1, V), or after `every` token (T, V)."""
+    """Append tokens (T,) of a text to `caches`; return logits after the last (1, V), or after `every` token (T, V)."""
     with model.evaluating():
         logits: np.ndarray = model(model.place(np.array([tokens], int)), caches, last=not every).numpy()[0]
     return logits
@@ -90,7 +90,7 @@ class Generation:
             yield self.append(self.state.logits(self.context()))
 
     def context(self) -> list[int]:
-        """Return the last tokens of the text, at most the context window; on overflow, its later half."""
+        """Return the last tokens, at most the context window; on overflow its later half, or raise a ValueError."""
         if len(self.tokens) - self.start > self.window:
             if self.overflow == "error":
                 raise ValueError(f"generate: the context window of {self.window} tokens is full")
@@ -98,14 +98,14 @@ class Generation:
         return self.tokens[self.start :]
 
     def append(self, logits: np.ndarray) -> int:
-        """Sample the next token from logits (V,), append it to the text, and return it."""
+        """Sample the next token from logits (V,), append it to `tokens`, update `done`, and return the token."""
         token = self.sample(logits)
         self.tokens.append(token)
         self.done = len(self.tokens) == self.max_length or self.sampling.is_stop_token(token)
         return token
 
     def sample(self, logits: np.ndarray) -> int:
-        """Sample a token from logits (V,) with the text's parameters and generator."""
+        """Sample a token from logits (V,) with the text's parameters and generator, without appending it."""
         return self.sampling.sample(logits, self.generator, self.tokens, self.n_prompt)
 
 
@@ -134,7 +134,7 @@ def generate(
 
 
 def resolve_sampling(sampling: SamplingParams | None, temperature: float | None) -> SamplingParams:
-    """Return the sampling parameters, made from a temperature if they are None."""
+    """Return `sampling`, or if None new parameters of the temperature (default 1); ValueError if both are given."""
     if not isinstance(sampling, SamplingParams | None):
         raise TypeError(f"expected a SamplingParams (or temperature=..., which is short for one), got {sampling!r}")
     if sampling is not None and temperature is not None:

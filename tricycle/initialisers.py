@@ -12,16 +12,16 @@ Initialiser = Callable[[tuple[int, ...], "np.random.Generator"], np.ndarray]
 
 
 def zeros(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
-    """Return zeros."""
+    """Return float32 zeros of this shape; the generator is not used."""
     return np.zeros(shape, np.float32)
 
 
 def normal(std: float) -> Initialiser:
-    """Return an initializer that draws from a normal distribution with mean 0 and this standard deviation."""
+    """Return an initializer that draws float32 from a normal distribution with mean 0 and this standard deviation."""
     return lambda shape, generator: generator.standard_normal(shape, dtype=np.float32) * np.float32(std)
 
 
 def xavier(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
-    """Draw uniformly from +-sqrt(6 / (from_size + to_size)) for shape (from_size, to_size) (Glorot and Bengio 2010)."""
+    """Draw float32 uniformly in +-sqrt(6 / (from_size + to_size)), shape (from_size, to_size) (Glorot, Bengio 2010)."""
     limit = math.sqrt(6 / (shape[0] + shape[-1]))
     return generator.uniform(-limit, limit, shape).astype(np.float32)

@@ -51,7 +51,7 @@ class Layer:
         vars(self)["training"] = training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # a Tensor, or several
-        """Compute the result; defined by subclasses."""
+        """Compute the result; raise a NotImplementedError unless a subclass defines it."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,13 +99,13 @@ class Layer:
         return sum(parameter.size for parameter in self.parameters())
 
     def train(self, training: bool = True) -> Layer:
-        """Enable dropout (or disable it with `training=False`); return self."""
+        """Enable dropout (disable it with `training=False`) in this layer and all inside; return self."""
         for layer in self.layers():
             layer.training = training
         return self
 
     def eval(self) -> Layer:
-        """Disable dropout; return self."""
+        """Disable dropout in this layer and all inside, but not graph building; return self."""
         return self.train(False)
 
     evaluating = staticmethod(evaluation)  # a context manager that disables dropout and graph building
@@ -116,14 +116,14 @@ class Layer:
             parameter.zero_grad()
 
     def update(self, optimiser: Any) -> None:
-        """Update all parameters with an optimizer, each once, and clear their gradients."""
+        """Update all parameters in place with an optimizer, each once, and set their gradients to None."""
         named_parameters = list(self.named_parameters())
         optimiser.update(named_parameters)
         for _, parameter in named_parameters:
             parameter.zero_grad()
 
     def use_precision(self, precision: str) -> Layer:
-        """Set the precision of matrix products, one of PRECISIONS, of all layers inside; return self."""
+        """Set the precision of matrix products, in PRECISIONS (else ValueError), of all layers inside; return self."""
         if precision not in PRECISIONS:
             raise ValueError(f"expected precision to be one of {', '.join(PRECISIONS)}, got {precision!r}")
         for layer in self.layers():
@@ -131,7 +131,7 @@ class Layer:
         return self
 
     def place(self, ids: Any) -> Tensor:
-        """Return integer ids as a Tensor on the device of the parameters."""
+        """Return ids on the parameters' device: arrays and lists as an int64 Tensor, a Tensor moved in place."""
         tensor, like = ids if isinstance(ids, Tensor) else to_tensor(ids, dtype=int), next(self.parameters())
         return tensor.to_gpu(like.array.device.id) if like.on_gpu else tensor
 
@@ -191,7 +191,7 @@ class Embedding(Layer):
         self.weights = Parameter(draw((from_size, to_size), new_generator(generator)), role)
 
     def forward(self, ids: Operand) -> Tensor:
-        """Return the rows (..., to_size) of integer ids (...), range-checked on a CPU only; float32 if of 16 bits."""
+        """Return rows (..., to_size) of integer ids (...), float32 if of 16 bits; ValueError out of range (on CPUs)."""
         ids = as_tensor(ids)
         table, index = self.weights.array, ids.array
         if index.dtype.kind not in "iu":
@@ -275,7 +275,7 @@ class Dropout(Layer):
         self.generator = new_generator(generator)
 
     def forward(self, x: Operand) -> Tensor:
-        """Apply dropout to x in training; return x unchanged in evaluation."""
+        """Apply dropout to x in training; return x itself in evaluation, or if the probability is 0."""
         x = as_tensor(x)
         if not self.training or self.probability == 0:
             return x

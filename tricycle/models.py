@@ -54,7 +54,7 @@ class BlockStack(Layer):
         return self
 
     def use_softmax(self, name: str, n_blocks: int = 2) -> None:
-        """Switch all blocks to a softmax variant of `functions.SOFTMAXES`; `n_blocks` is an option of "blocks"."""
+        """Switch all blocks, and the config, to a variant in `functions.SOFTMAXES`; `n_blocks` is for "blocks"."""
         self.config = _changed(self.config, softmax=name, softmax_blocks=n_blocks)
         for block in self.blocks:
             block.attention.use_softmax(new_softmax(name, self.config))
@@ -108,7 +108,7 @@ class GPT(BlockStack):
         positions: Array | None = None,
         output_fn: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Compute the next-token logits (B, T, V), or (T, V), extending caches; `output_fn` replaces norm and head.
+        """Return logits (B, T, V) or (T, V), of token t + 1 at t, extending caches; `output_fn` replaces norm and head.
 
         Args:
             tokens: integers (B, T), or (T,) for one sequence, T at most the context window.
@@ -130,7 +130,7 @@ class GPT(BlockStack):
     def hidden_states(
         self, tokens: Operand, caches: Sequence[KeyValueCache] | None = None, mask: Mask = None, positions: Any = None
     ) -> Tensor:
-        """Compute the last block's output (B, T, C), or (T, C), before the last norm. Arguments as of `forward`."""
+        """Return the last block's output (B, T, C) or (T, C), before the last norm; extend caches; see `forward`."""
         tokens = as_tensor(tokens)
         if caches and len(caches) != len(self.blocks):
             raise ValueError(f"GPT: expected a cache for each of {len(self.blocks)} blocks, got {len(caches)}")
@@ -173,7 +173,7 @@ class GPT(BlockStack):
         return softcap(logits, self.config.logit_cap) if self.config.logit_cap else logits
 
     def loss(self, tokens: Operand, labels: Operand, loss_fn: Any = None, scale: Any = 1.0, **options: Any) -> Tensor:
-        """Compute `loss_fn(labels, self(tokens, **options), scale)`, in chunks if there are many logits."""
+        """Return `loss_fn(labels, self(tokens, **options), scale)` (default: CrossEntropy), in chunks if large."""
         loss_fn = loss_fn or CrossEntropy()
         if not accepts_argument(self, "output_fn"):  # a custom `forward`, or that of a probe, must compute the logits
             loss: Tensor = loss_fn(labels, self(tokens, **options), scale)
@@ -196,7 +196,7 @@ class GPT(BlockStack):
         return loss_fn.from_hidden(labels, hidden, logits, self.parameters(), math.ceil(n_rows / n_parts), scale)
 
     def new_caches(self, dtype: DTypeLike | None = None) -> list[KeyValueCache]:
-        """Return a list with an empty KV cache for each block; `dtype` defaults to float32."""
+        """Return a list with an empty KV cache for each block; `dtype` defaults to that of the first keys."""
         windows = [_window_of(getattr(block, "attention", None)) for block in self.blocks]
         return [KeyValueCache(self.config.context_window, dtype, window) for window in windows]
 

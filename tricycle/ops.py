@@ -43,7 +43,7 @@ class Op:
             OPS[cls.__name__] = cls
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the operation; defined by subclasses."""
+        """Compute the operation; raise a NotImplementedError unless a subclass defines it."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -79,7 +79,7 @@ def as_floating(array: Array) -> Array:
 
 
 def promote_integers(*arrays: Array) -> tuple[Array, ...]:
-    """Convert integer arrays to the dtype of the first float array (NumPy would convert both to float64)."""
+    """Return arrays, integers cast to the dtype of the first float array (NumPy would use float64), if there is one."""
     floats = [a.dtype for a in arrays if a.dtype.kind not in "biu"]
     return tuple(a.astype(floats[0]) if floats and a.dtype.kind in "biu" else a for a in arrays)
 
@@ -204,7 +204,7 @@ def _beside_number(array: Array, number: Any) -> tuple[Array, Any]:
 
 
 def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
-    """Sum a gradient over the axes along which an input of this shape was broadcast."""
+    """Return a gradient summed to `shape`, over the axes along which an input of this shape was broadcast."""
     if grad.shape == shape:
         return grad
     added = grad.ndim - len(shape)
@@ -223,7 +223,7 @@ def unpack_arguments(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 @register
 def reshape(x: Operand, *shape: int | Sequence[int]) -> Tensor:
-    """Return x in another shape, given as integers or one sequence; one length may be -1 (inferred)."""
+    """Return x in another shape, integers or one sequence, one of them -1 (inferred); ValueError if it does not fit."""
     x = as_tensor(x)
     before = x.array.shape
     try:

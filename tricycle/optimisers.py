@@ -50,7 +50,7 @@ class Rule:
     is_single_threaded = False  # whether an update uses one thread, however large the parameter is
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the state arrays of a parameter of this shape; by default the same shape."""
+        """Return the shape of each state array by name for a parameter of this shape; by default the same."""
         return dict.fromkeys(self.state_names, shape)
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
@@ -101,7 +101,7 @@ class AdamWRule(Rule):
         self.betas, self.eps = (betas[0], betas[1]), eps
 
     def update(self, weights: Array, grad: Array, state: State, step: Step, factor: Any = None) -> None:
-        """Make one AdamW update in place, with `factor` times the gradient."""
+        """Make one AdamW update in place, with `factor` (None for 1) times the gradient; none if it is <= 0."""
         number, rate, decay = step
         kernels.adamw(weights, grad, state["first"], state["second"], number, rate, self.betas, self.eps, decay, factor)
 
@@ -136,7 +136,7 @@ class Optimiser:
             self.learning_rate = self.schedule(self.n_steps)
 
     def update(self, named_parameters: Iterable[tuple[str, Tensor]], factor: Any = None, n_skipped: Any = 0) -> None:
-        """Update each parameter that has a gradient by its rule with `factor` times the gradient; none if it is <= 0.
+        """Update in place each parameter with a gradient, by its rule and `factor` times it, none if <= 0; keep it.
 
         A 0-d factor on a GPU is not read; `n_skipped` is the number of earlier updates that it disabled.
         """
@@ -171,7 +171,7 @@ class Optimiser:
         raise ValueError(f"{type(self).__name__}: expected a rule that accepts {what}, got none")
 
     def state_of(self, parameter: Tensor, rule: Rule | None = None) -> tuple[int, State]:
-        """Return a parameter's number of updates and its state arrays, moved to its device; new arrays are zeros."""
+        """Return a parameter's number of updates and state arrays by name, on its device; new arrays are zeros."""
         n_updates, state = self.states.get(parameter, (0, {}))
         for name, shape in (rule or self.rule_of(parameter)).state_shapes(parameter.shape).items():
             if name not in state:
@@ -182,7 +182,7 @@ class Optimiser:
         return n_updates, state
 
     def set_state(self, parameter: Tensor, n_updates: int, state: State) -> None:
-        """Set the state arrays of a parameter; raise a ValueError if one is missing or has a wrong shape."""
+        """Set a parameter's update count and state arrays by name, uncopied; ValueError if missing or misshapen."""
         shapes = self.rule_of(parameter).state_shapes(parameter.shape)
         for name, shape in shapes.items():
             if (got := state[name].shape if name in state else "none") != shape:
@@ -225,7 +225,7 @@ def gradient_norm(model: Layer) -> Any:
 
 
 def clip_gradients(model: Layer, max_norm: float) -> Any:
-    """Scale all gradients in place to a global L2 norm of at most `max_norm`; return the norm before."""
+    """Scale gradients in place to a global L2 norm of at most `max_norm`, if it is finite; return the norm before."""
     if not max_norm > 0:
         raise ValueError(f"clip_gradients: expected a max_norm above 0, got {max_norm!r}")
     norm: Any = gradient_norm(model)

@@ -65,12 +65,12 @@ class SamplingParams:
     def sample(
         self, logits: np.ndarray, generator: np.random.Generator, seen: Sequence[int] = (), n_prompt: int = 0
     ) -> int:
-        """Sample a token from finite logits (V,); `seen`: the tokens so far, of which `n_prompt` are the prompt."""
+        """Sample a token from logits (V,), finite or ValueError; `seen`: tokens so far, `n_prompt` of the prompt."""
         adjusted = self.adjusted_logits(logits, seen, n_prompt)
         return self.token_at_quantile(adjusted, generator.random() if self.temperature else 0.0)
 
     def adjusted_logits(self, logits: np.ndarray, seen: Sequence[int], n_prompt: int) -> np.ndarray:
-        """Return the logits as float64; subclasses apply penalties that depend on the tokens so far."""
+        """Return logits of ids below `n_vocab` as float64, finite or ValueError; subclasses apply penalties."""
         logits = logits[: self.n_vocab].astype(np.float64)
         if not np.isfinite(logits).all():
             raise ValueError("SamplingParams: expected finite logits, got NaN or infinity: check the model's weights")
@@ -86,7 +86,7 @@ class SamplingParams:
         return int(order[by_id[(ends / ends[-1]).searchsorted(number, side="right")]])
 
     def candidates(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens that temperature, top_k, top_p and min_p keep, best first, and their probabilities."""
+        """Return the ids that temperature, top_k, top_p and min_p keep, best first, and their probabilities (sum 1)."""
         top_k, top_p, min_p = self.top_k, self.top_p, self.min_p
         # the shift prevents overflow at small temperatures
         weights = np.exp((logits - logits.max()) / max(self.temperature, 1e-6))

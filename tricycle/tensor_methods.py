@@ -33,28 +33,28 @@ def format_element(x: Tensor, spec: str) -> str:
 
 
 def item(x: Tensor) -> Any:
-    """Return the element of a one-element Tensor as a Python number."""
+    """Return the element of a one-element Tensor as a Python number; raise a ValueError for another size."""
     if x.size != 1:
         raise ValueError(f"item: expected a Tensor of one element, got shape {x.shape}")
     return x.array.item()
 
 
 def as_numpy(x: Tensor, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-    """Convert a Tensor to a NumPy array, for `numpy.array(x)` and `numpy.asarray(x)`."""
+    """Convert a Tensor to a NumPy array, for `numpy.asarray(x)`; raise a TypeError for a Tensor on a GPU."""
     if x.on_gpu:
         raise TypeError("numpy: expected a Tensor in host memory, got one on a GPU: call .numpy()")
     return np.array(x.array, dtype=dtype, copy=copy)
 
 
 def length(x: Tensor) -> int:
-    """Return the length of axis 0."""
+    """Return the length of axis 0; raise a TypeError if there are no axes."""
     if x.ndim == 0:
         raise TypeError("len: a Tensor without axes has no length")
     return x.shape[0]
 
 
 def to_bool(x: Tensor) -> bool:
-    """Return the truth value of a one-element Tensor."""
+    """Return the truth value of a one-element Tensor; raise a ValueError for another size."""
     if x.size == 1:
         return bool(x.item())
     instead = ".array.any(), .array.all() or close_to"
@@ -70,7 +70,7 @@ def close_to(x: Tensor, other: Operand, rtol: float = 1e-5, atol: float = 1e-8, 
 
 # -------------------------------------------------------------------- devices, copies
 def to_gpu(x: Tensor, device: int = 0) -> Tensor:
-    """Move the array (and gradient) of an input or parameter, not of a result, to a GPU in place; return x."""
+    """Move array and gradient of an input or parameter, RuntimeError for a result, to a GPU in place; return x."""
     if x.args:
         got = f"the result of {x.name or 'an operation'}"
         raise RuntimeError(f"to_gpu: expected a Tensor without a history, got {got}; move detach() or its inputs")
@@ -95,19 +95,19 @@ def detach(x: Tensor) -> Tensor:
 
 # Copies and pickles exclude the graph, which has functions. Arrays are pickled as NumPy arrays, which load anywhere.
 def get_state(x: Tensor) -> dict[str, Any]:
-    """Return the state for pickling: the array and the copied attributes."""
+    """Return a dict for pickling: "array" (NumPy) and the attributes in `_copied`, without graph and gradient."""
     return {"array": x.numpy(), **{name: getattr(x, name) for name in x._copied}}
 
 
 def set_state(x: Tensor, state: dict[str, Any]) -> None:
-    """Restore a Tensor from the state of `get_state`."""
+    """Restore a Tensor in place from the dict of `get_state`, without graph and gradient."""
     Tensor.__init__(x, state["array"])
     for name in x._copied:
         setattr(x, name, state[name])
 
 
 def deep_copy(x: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Return a Tensor with a copy of the array, on the same device."""
+    """Return a Tensor with a copy of the array, on the same device, without graph and gradient."""
     twin = type(x).__new__(type(x))
     set_state(twin, {"array": x.array.copy(), **{name: getattr(x, name) for name in x._copied}})
     return twin
@@ -115,7 +115,7 @@ def deep_copy(x: Tensor, memo: dict[int, Any]) -> Tensor:
 
 # -------------------------------------------------------------------- the batch
 def to_batched(x: Tensor) -> Tensor:
-    """Mark axis 0 as the batch axis, in place; return x."""
+    """Mark axis 0 as the batch axis, in place; return x; raise a ValueError if there are no axes."""
     if x.ndim == 0:
         raise ValueError("to_batched: a Tensor without axes has no batch axis")
     x.is_batched = True
@@ -130,7 +130,7 @@ def from_batched(x: Tensor) -> Tensor:
 
 # -------------------------------------------------------------------- single gradients
 def leaf_gradients(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> list[Array | None]:
-    """Return the gradients of leaves, given the gradient of a result, without changing `grad`; None without one.
+    """Return the gradient of each input, None if it has none, from that of a result; free the graph, keep `grad`.
 
     For operations whose backward function runs a separate backward pass: `grad` of no Tensor changes, and the graph is
     freed. The arrays may share memory.
@@ -157,7 +157,7 @@ def back_fn_of(x: Tensor, i: int) -> BackFn:
 
 
 def set_back_fns(x: Tensor, back_fns: tuple[BackFn, ...]) -> None:
-    """Replace the backward function of x by one function for each arg, called with the gradient of x (a Tensor)."""
+    """Replace, in place, the backward function of x by one per arg, called with the gradient of x (a Tensor)."""
 
     def call_back_fns(grad: Array, needs_grad: Sequence[bool]) -> list[Any]:
         incoming = Tensor(grad, False)

@@ -45,7 +45,7 @@ class TextStream(Protocol):
         """Decode one or several further ids; return the completed characters, possibly none."""
 
     def flush(self) -> str:
-        """End the text; return U+FFFD for incomplete bytes."""
+        """End the text; return U+FFFD for incomplete bytes, or an empty string."""
 
 
 class Tokeniser(Protocol):
@@ -95,7 +95,7 @@ class Tokeniser(Protocol):
         """Return the complete tokenizer as a dict of JSON-serializable values."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tokenizer to a JSON file, atomically."""
+        """Write the tokenizer to a JSON file, atomically; replace an existing file."""
 
 
 class BPETokeniser(ByteLevelBPE):
@@ -147,7 +147,7 @@ class BPETokeniser(ByteLevelBPE):
 
     @property
     def end_of_text(self) -> int:
-        """The id that separates documents."""
+        """The id that separates documents, of <|endoftext|>; ValueError if the tokenizer has none."""
         _expect(END_OF_TEXT in self.special_tokens, f"{END_OF_TEXT} among the special tokens", self._special_names)
         return self.special_tokens[END_OF_TEXT]
 
@@ -166,7 +166,7 @@ class BPETokeniser(ByteLevelBPE):
     # training, encoding and decoding
 
     def train(self, text: str | bytes | Iterable[str | bytes], progress: bool = True) -> Self:
-        """Learn the merges from one or several texts, replacing earlier ones; return self. Skip bytes not in UTF-8.
+        """Learn merges from texts (ValueError if none), replacing earlier ones; skip bytes not in UTF-8; return self.
 
         Raises:
             ValueError: there is no text.
@@ -218,7 +218,7 @@ class BPETokeniser(ByteLevelBPE):
         return Encoding("tricycle", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
     def encode_plain(self, text: str | bytes) -> np.ndarray:
-        """Encode a text like `encode`, without special tokens."""
+        """Encode a text to ids (T,), names of special tokens as ordinary text: the same as `encode(text)`."""
         return self.encode(text)
 
     def decode_bytes(self, ids: ArrayLike) -> bytes:
@@ -281,7 +281,7 @@ class BPETokeniser(ByteLevelBPE):
         return tokeniser
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tokenizer to a JSON file, atomically."""
+        """Write the tokenizer to a JSON file for `load`, atomically; replace an existing file."""
         with atomic_write(path, text=True) as file:
             json.dump(self.to_dict(), file)
 
@@ -376,7 +376,7 @@ class StreamDecoder:
         return self._decoder.decode(self.tokeniser.decode_bytes(ids))
 
     def flush(self) -> str:
-        """End the text; return U+FFFD for incomplete bytes."""
+        """End the text, so that another may follow; return U+FFFD for incomplete bytes, or an empty string."""
         return self._decoder.decode(b"", final=True)
 
 

@@ -48,29 +48,29 @@ class Session:
         self.step, self.n_steps = 0, n_steps  # updates made, and in total; the total may change during training
 
     def batches(self, source: Any) -> AbstractContextManager[tuple[Sequence[Any], Sequence[Any] | None]]:
-        """Return a context manager that gives the batches of an update, and the number of labels of each."""
+        """Return a context manager that gives the batches of an update, and the label count of each or None."""
         return nullcontext(([next(source)], None))
 
     def log(self, loss: Any, norm: Any) -> None:
-        """Log the mean loss of an update and the gradient norm before clipping."""
+        """Log the mean loss of an update and the gradient norm before clipping; by default do nothing."""
 
     def recover(self, error: NonFiniteError) -> None:
-        """Skip an update with a non-finite loss or gradient, or roll back to a checkpoint, or raise the error."""
+        """Return after a non-finite update, to skip it or after a rollback; raise the error, as by default."""
         raise error
 
     def should_stop(self) -> bool:
-        """Return whether to end training before the last step."""
+        """Return whether to end training before the last step; by default False."""
         return False
 
     def should_evaluate(self) -> bool:
-        """Return whether to save and evaluate the model now."""
+        """Return whether to save and evaluate the model now; by default False."""
         return False
 
     def evaluate(self) -> None:
-        """Evaluate the held-out loss, or generate samples."""
+        """Evaluate the held-out loss, or generate samples; by default do nothing."""
 
     def save(self) -> None:
-        """Save a checkpoint."""
+        """Save a checkpoint, before each evaluation and at the end; by default do nothing."""
 
 
 def train(
@@ -123,7 +123,7 @@ def compute_gradients(
     reducer: Callable[[Layer], Any] | None = None,
     loss_scale: Any = None,
 ) -> Gradients:
-    """Add the gradients of the mean loss over all labels of several batches to `grad`; return that loss too.
+    """Add the gradients of the mean loss over all labels of batches to `grad`; return that loss and the label count.
 
     They are added to existing gradients (gradient accumulation); with several processes, to rank 0's, for all.
 
@@ -201,7 +201,7 @@ def _all_finite(tensor: Tensor) -> bool:
 def apply_gradients(
     model: Layer, optimiser: Optimiser, grads: Gradients, max_norm: float = 0.0, loss_scale: Any = None
 ) -> Any:
-    """Clip the gradients to a global norm (0: no clipping), update the parameters, clear them; return the norm.
+    """Clip gradients to a global norm (0: not), update the parameters, clear the gradients; return the norm before.
 
     Returns the norm before clipping: a number, or for a model on a GPU an unread 0-d array, without synchronization.
 

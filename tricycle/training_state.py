@@ -116,7 +116,7 @@ class TrainingState:
     def save(
         self, path: Path, tokeniser: Tokeniser | None, states: dict[Tensor, tuple[int, State]] | None = None
     ) -> None:
-        """Write weights, tokenizer, optimizer, data position and progress to a checkpoint; raise if one is not finite.
+        """Atomically write weights, tokenizer, optimizer, data position, progress; ValueError if one is not finite.
 
         Args:
             states: the gathered optimizer state, if it is sharded.
@@ -138,7 +138,7 @@ class TrainingState:
         return self.config.batch_size * self.config.context_window * self.config.accumulation_steps
 
     def count_labels(self, batch: Any) -> Any:
-        """Count the labels of a batch."""
+        """Return the number of labels of a batch (inputs, labels)."""
         return count_labels(batch[1])
 
     def extra_metrics(self) -> dict[str, float]:
@@ -167,7 +167,7 @@ class TrainingState:
         return ""
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the optimizer, data position, loss scale and progress, but not the weights, from a checkpoint.
+        """Restore optimizer, data position, loss scale and progress in place, not weights; ValueError for a misfit.
 
         Raises:
             ValueError: something is missing, does not fit, or is not finite.
@@ -291,10 +291,10 @@ def resume_state(
     processes: ProcessGroup = SINGLE_PROCESS,
     shard_optimiser: bool = False,
 ) -> TrainingState:
-    """Restore a training state from a checkpoint of any number of processes, which rank 0 alone reads.
+    """Make a training state from a checkpoint, which rank 0 alone reads; ValueError if damaged or for other tokens.
 
     Args:
-        path: of the checkpoint; only rank 0 reads it.
+        path: of the checkpoint, saved by any number of processes; only rank 0 reads it.
         shard_optimiser: see `new_state`.
 
     Raises:
@@ -386,7 +386,7 @@ class _OneUpdate(StateSession):
 
 
 def train_step(state: TrainingState) -> tuple[Any, Any]:
-    """Make one update of a training state; return the mean loss and the gradient norm before clipping.
+    """Make one update of a state in place; return the mean loss in nats per token and the norm before clipping.
 
     Returns:
         the mean loss in nats per token, and the norm of the gradients before clipping: numbers, or for a model on a GPU
@@ -416,7 +416,7 @@ def read_steps(state: TrainingState, results: list[tuple[Any, Any]]) -> list[tup
 def read_steps_and_errors(
     state: TrainingState, results: list[tuple[Any, Any]]
 ) -> tuple[list[tuple[float, float]], dict[int, str]]:
-    """Convert the results of `train_step` to floats; also return the reasons of non-finite updates by step number."""
+    """Return the results of `train_step` as floats, and a dict of step numbers and reasons of non-finite updates."""
     if not results or isinstance(results[0][0], float):
         return results, {}
     values = devices.to_cpu(array_module(results[0][0]).stack([value for result in results for value in result]))

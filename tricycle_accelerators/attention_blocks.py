@@ -33,7 +33,7 @@ class QueryBlock(NamedTuple):
 
     @property
     def visible(self) -> slice:
-        """Return the range of all keys that the queries of this block see."""
+        """Return the slice of keys from the first to the last that any query of this block sees."""
         return slice(self.keys[0].start, self.keys[-1].stop)
 
 
@@ -78,7 +78,7 @@ class AttentionPlan(NamedTuple):
 
 
 def make_head_groups(q: np.ndarray, k: np.ndarray) -> tuple[list[HeadGroup], bool]:
-    """Partition heads into groups, several per thread; also return whether the heads that share a key head are split.
+    """Return head groups of q (B, T, H, D), k (B, S, K, D) for threads, and whether heads of one key head are split.
 
     Args: as of `plan_attention`.
 
@@ -96,7 +96,7 @@ def make_head_groups(q: np.ndarray, k: np.ndarray) -> tuple[list[HeadGroup], boo
 
 
 def plan_attention(q: np.ndarray, k: np.ndarray, score_options: ScoreOptions) -> AttentionPlan:
-    """Return head groups for threads, and query blocks with their visible keys whose scores fit into a core's cache.
+    """Plan attention of q (B, T, H, D), k (B, S, K, D): head groups and query blocks; each query must see a key.
 
     Args:
         q: (B, T, H, D), of queries that each see a key. k: (B, S, K, D).
@@ -155,12 +155,12 @@ def head_major(x: np.ndarray, item: int, heads: slice) -> np.ndarray:
 
 
 def stack_query_heads(rows: np.ndarray, n_key_heads: int) -> np.ndarray:
-    """Reshape (H, T, ...) to (K, H/K * T, ...): join the rows of the query heads that share a key head."""
+    """Reshape (H, T, D) to (K, H/K * T, D), K = `n_key_heads`: join the rows of query heads that share a key head."""
     n_heads, n_rows, size = rows.shape
     return rows.reshape(n_key_heads, n_heads // n_key_heads * n_rows, size)
 
 
 def unstack_query_heads(rows: np.ndarray, n_heads: int) -> np.ndarray:
-    """Reshape (K, H/K * T, ...) back to (H, T, ...): the inverse of `stack_query_heads`."""
+    """Reshape (K, H/K * T, D) back to (H, T, D), H = `n_heads`: the inverse of `stack_query_heads`."""
     n_key_heads, n_rows, size = rows.shape
     return rows.reshape(n_heads, n_rows * n_key_heads // n_heads, size)

@@ -60,7 +60,7 @@ def _mkl() -> _Mkl | str:
 
 
 def load_mkl(path: str) -> _Mkl:
-    """Load MKL from a path, set it to one thread and reproducible results, and return its float32 and bfloat16 GEMM.
+    """Load MKL for one thread, reproducible; return its (sgemm, gemm_bf16); OSError or AttributeError if it fails.
 
     Raises:
         OSError, AttributeError: no such library, or one without these functions.

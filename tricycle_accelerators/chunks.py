@@ -23,7 +23,7 @@ MAX_EXP = math.exp(SAFE_EXPONENT)
 
 
 def row_chunks(n_rows: int, row_size: int = 1) -> list[slice]:
-    """Return slices that divide `n_rows` rows into chunks of at most CHUNK_SIZE elements, equally many per thread."""
+    """Return slices of rows, at most CHUNK_SIZE elements each, equally many per thread; the last may pass `n_rows`."""
     most = max(1, CHUNK_SIZE // max(1, row_size))
     n_pieces = -(-n_rows // most)
     if n_pieces > 1:  # as many for each thread
@@ -33,7 +33,7 @@ def row_chunks(n_rows: int, row_size: int = 1) -> list[slice]:
 
 
 def flatten_alike(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -> list[np.ndarray] | None:
-    """Return the arrays as 1-D in one memory order (views, but `grad` copied if needed); None if the layouts differ.
+    """Flatten [weights, grad, *moments] in one order (views; `grad` may be copied); None if the others' layouts differ.
 
     Weights that were loaded lie column by column, and what is made like them does so too; gradients seldom do. None
     where weights and moments do not lie alike.
@@ -47,14 +47,14 @@ def flatten_alike(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -
 
 
 def thread_slices(n_rows: int, least: int) -> list[slice]:
-    """Return slices that divide `n_rows` rows evenly: two per thread if each has at least `least` rows, else one."""
+    """Return even slices of rows: two per thread if each has at least `least`, else one; the last may pass `n_rows`."""
     n_parts = threads.n_threads() * (2 if n_rows >= 2 * threads.n_threads() * least else 1)
     step = max(1, -(-n_rows // n_parts // 16) * 16)  # BLAS likes even blocks
     return [slice(start, start + step) for start in range(0, n_rows, step)]
 
 
 def sum_over_chunks(work: Callable[[slice], Any], pieces: list[slice]) -> Any:
-    """Call `work` for each chunk in several threads and return the sum of the results, added in chunk order."""
+    """Call `work` for each slice (one or more) in threads; return the sum of results, added to the first in order."""
     results: list[Any] = [None] * len(pieces)
 
     def keep(i: int) -> None:

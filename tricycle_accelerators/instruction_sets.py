@@ -40,5 +40,5 @@ BASELINE = InstructionSet((), 4, 16, 4, 2)  # SSE2, and what is not known
 
 
 def widest_instruction_set(features: Collection[str]) -> InstructionSet:
-    """Return the widest known instruction set of a processor with these features."""
+    """Return the first of INSTRUCTION_SETS with a name among `features` (LLVM's or Linux's names), else BASELINE."""
     return next((row for row in INSTRUCTION_SETS if any(name in features for name in row.names)), BASELINE)

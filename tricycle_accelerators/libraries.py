@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def find_distribution_file(distribution: str, name: str) -> Path | None:
-    """Return the path of an installed distribution's file whose name starts with `name`; None if there is none.
+    """Return a distribution's first file that starts with `name`, or None; PackageNotFoundError if not installed.
 
     Raises:
         PackageNotFoundError: the distribution is not installed.

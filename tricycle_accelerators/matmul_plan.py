@@ -80,7 +80,7 @@ class MatmulPlan(NamedTuple):
 
 
 def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> MatmulPlan:
-    """Return the provider (Numba, MKL, oneDNN, else NumPy) of a matrix product and the dimension that threads divide.
+    """Return the provider ("numba", "mkl" or "onednn" of `machine.providers`, else "numpy") and what threads divide.
 
     Operands are aligned and writable.
     """
@@ -110,7 +110,7 @@ def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> Matmul
 
 # -------------------------------------------------------------------- providers
 def vector_decline_reason(n_rows: int, n_bytes: int, right: str) -> str | None:
-    """Return why Numba's vector product declines: more than one row, a small matrix or one not by columns; else None.
+    """Return why Numba's vector product declines; None for 1 row and a right matrix by "columns" of 128 KiB or more.
 
     `n_bytes` is the size of the right matrix.
     """
@@ -122,7 +122,7 @@ def vector_decline_reason(n_rows: int, n_bytes: int, right: str) -> str | None:
 
 
 def tiled_decline_reason(shape: Shape, left: str) -> str | None:
-    """Return why Numba's tiled matmul declines: few rows, little work or a left matrix by columns; else None."""
+    """Return why Numba's tiled matmul declines (N, K, M): few rows, little work or `left` not "rows"; else None."""
     n_rows, n_inner, n_columns = shape
     if n_rows < MIN_TILED_ROWS:
         return f"fewer than {MIN_TILED_ROWS} rows"
@@ -155,7 +155,7 @@ def upcasts_bfloat16(machine: Machine) -> bool:
 
 
 def mkl_decline_reason(shape: Shape) -> str | None:
-    """Return why MKL declines a bfloat16 product of this shape; None if it accepts."""
+    """Return why MKL declines a bfloat16 product (N, K, M): N, K or M is at most FEW_ROWS; None if it accepts."""
     return None if min(shape) > FEW_ROWS else f"more than {FEW_ROWS} rows, columns and terms, got {shape}"
 
 
@@ -171,20 +171,21 @@ def few_rows_decline_reason(shape: Shape) -> str | None:
 
 # -------------------------------------------------------------------- sharing
 def longer_axis(shape: Shape) -> str:
-    """Return "rows" or "columns", whichever is the longer axis of a product's result."""
+    """Return "rows" or "columns", the longer axis of the result of a product (N, K, M); "rows" if both are equal."""
     return "rows" if shape[0] >= shape[2] else "columns"
 
 
 def inner_or_longer_axis(shape: Shape) -> str:
-    """Return "terms" if the inner dimension is much longer than the result's axes, else the longer axis."""
+    """Return "terms" if K of a shape (N, K, M) is at least twice N and M, else the longer of "rows" and "columns"."""
     n_rows, n_inner, n_columns = shape
     return "terms" if n_inner >= 2 * max(n_rows, n_columns) else longer_axis(shape)
 
 
 def blas_partition(shape: Shape, right: str, has_out: bool = False) -> str:
-    """Return what threads divide in a BLAS product: "rows", "columns", "pieces of columns", "terms" or "nothing".
+    """Return what threads divide: "rows", "columns", "pieces of columns", "terms", "nothing"; right: "rows"/"columns".
 
-    Where `has_out` the result has its place already, so that there are no partial sums to add up.
+    `right` is the order in which the right matrix is contiguous. Where `has_out` the result has its place already, so
+    that there are no partial sums to add up.
     """
     n_rows, n_inner, n_columns = shape
     work = n_rows * n_inner * n_columns

@@ -17,7 +17,7 @@ MIN_SLICE = 512  # rows, or columns, in each of two parts for a thread; of fewer
 def multiply_in_parallel(
     multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray
 ) -> None:
-    """Write a b + bias into `out`; threads divide the longer of the result's rows and columns."""
+    """Write a @ b + bias into `out` by `multiply(a, b, bias, out)` on slices of the result's longer axis in threads."""
     share_out = multiply_by_rows if longer_axis((*a.shape, b.shape[1])) == "rows" else multiply_by_columns
     share_out(multiply, a, b, bias, out)
 
@@ -25,14 +25,14 @@ def multiply_in_parallel(
 def multiply_by_rows(
     multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray
 ) -> None:
-    """Write a b + bias into `out`; threads divide the rows of the result."""
+    """Write a @ b + bias into `out` by `multiply(a, b, bias, out)` on slices of the rows, divided among threads."""
     threads.parallel_for(lambda part: multiply(a[part], b, bias, out[part]), chunks.thread_slices(len(a), MIN_SLICE))
 
 
 def multiply_by_columns(
     multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray
 ) -> None:
-    """Write a @ b plus bias into `out` by `multiply`, called for slices of the columns in several threads."""
+    """Write a @ b + bias into `out` by `multiply(a, b, bias, out)` on slices of the columns, divided among threads."""
 
     def work(part: slice) -> None:
         multiply(a, b[:, part], None if bias is None else bias[part], out[:, part])

@@ -39,7 +39,7 @@ def exclusion_reason(name: str) -> str | None:
 
 
 def register_kernels(array: type, *versions: tuple[ModuleType, Sequence[Kernel[..., Any]]]) -> None:
-    """Register the functions of modules that have the names of these kernels, for an array type."""
+    """For each (module, kernels), register for an array type the module's function with each kernel's name."""
     for module, kernels in versions:
         for kernel in kernels:
             kernel.register(array)(getattr(module, kernel.reference.__name__))

@@ -9,7 +9,7 @@ from tricycle_accelerators import compiled, cpu, mkl, onednn
 
 
 def register_numpy(array: type) -> None:
-    """Register the kernels of all NumPy providers, in order of priority.
+    """Register the kernels of numba, mkl, onednn and numpy, in order of priority; record in UNAVAILABLE why not.
 
     `tricycle.kernels` calls it when the first one comes (the entry point `numpy` in pyproject.toml).
     """
@@ -18,7 +18,7 @@ def register_numpy(array: type) -> None:
 
 
 def register_cupy(array: type) -> None:
-    """Register the CUDA kernels when the first CuPy array is used (the entry point `cupy`)."""
+    """Register the CUDA kernels for CuPy's array type, or record in UNAVAILABLE why they cannot be used."""
     from tricycle_accelerators import cuda  # here, for it takes a while to import
 
     _register(cuda, array)

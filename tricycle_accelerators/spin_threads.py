@@ -47,11 +47,11 @@ class SpinPolicy:
         return perf_counter() >= self.until and threads.n_threads() > 1 and not threads.in_worker()
 
     def record_seconds(self, seconds: float, n_bytes: int) -> None:
-        """Record how many seconds a product with a matrix of `n_bytes` bytes took."""
+        """Count a product by spinning threads as late or not for `n_bytes` bytes; two late ones rest the threads."""
         self.record(seconds >= LATE_SECONDS + n_bytes / LATE_BYTES_PER_SECOND)
 
     def record(self, is_late: bool) -> None:
-        """Count late products (punctual ones let it decay); at two, rest the threads, twice as long each time."""
+        """Count a late product, or let the count decay; at two, rest the threads for 0.1 s, doubling up to 2 s."""
         if not is_late:
             self.n_late *= LATE_DECAY
             if self.n_late < 0.01:

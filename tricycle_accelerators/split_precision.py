@@ -47,7 +47,7 @@ def row_max_abs(x: np.ndarray) -> np.ndarray | None:
 
 
 def split_int8(x: np.ndarray, largest: np.ndarray, out: np.ndarray) -> None:
-    """Split float32 rows (R, K) into low and high int8 parts, written into `out` (2, R, K)."""
+    """Split float32 x (R, K), with `row_max_abs(x)`, into low and high int8 parts, written into `out` (2, R, K)."""
     numbers = x * (MAX_STEPS / largest)
     numbers += OFFSET
     parts = numbers.astype("<u2", order="C").view(np.uint8).reshape(*x.shape, 2).transpose(2, 0, 1)
@@ -56,7 +56,7 @@ def split_int8(x: np.ndarray, largest: np.ndarray, out: np.ndarray) -> None:
 
 @Kernel
 def int8_split_matmul(x: np.ndarray, prepared: LowPrecisionMatmul) -> np.ndarray | None:
-    """Multiply a few float32 rows (R, K) by an int8 matrix, each as a low and a high int8 row; None for inf or NaN."""
+    """Return float32 rows (R, K) times an int8 matrix, (R, M), overwriting `prepared`; None for inf or NaN."""
     largest = row_max_abs(x)
     if largest is None:
         return None
@@ -71,7 +71,7 @@ def int8_split_matmul(x: np.ndarray, prepared: LowPrecisionMatmul) -> np.ndarray
 
 @Kernel
 def bfloat16_split_matmul(x: np.ndarray, prepared: LowPrecisionMatmul) -> np.ndarray | None:
-    """Multiply a few float32 rows (R, K) by a bfloat16 matrix, each as two bfloat16 rows; None for inf or NaN."""
+    """Return float32 rows (R, K) times a bfloat16 matrix, (R, M), overwriting `prepared`; None for inf or NaN."""
     import ml_dtypes
 
     if not np.isfinite(x).all():

@@ -335,7 +335,7 @@ _stop_serving: Callable[[bool], None] | None = None
 
 
 def start_serving(serve: Callable[[int], None], stop: Callable[[bool], None]) -> None:
-    """Start `serve(number)`, from 1, in idle worker threads; `stop(True)` ends them when `parallel_for` needs them.
+    """Start `serve(1)`, `serve(2)`, ... in idle workers until `stop(True)` is called; the caller holds `pool_lock`.
 
     It is called when other work comes. The caller holds `pool_lock`.
     """

@@ -93,12 +93,12 @@ class Conversation:
         self.sampling = replace(sampling, stop_tokens=self.stops)
 
     def reset(self) -> None:
-        """Start a new conversation, with the system message only."""
+        """Discard all messages and the KV cache, and start a new conversation, with the system message only."""
         self.messages: list[Message] = [*self.first_messages]
         self.state, self._generate = new_decoder(self.model, self.decoding)
 
     def ask(self, message: str) -> tuple[Iterator[str], int]:
-        """Add a user message; return the answer as a text iterator, and the number of old messages dropped to fit it.
+        """Add a user message; return a lazy iterator of the answer's text, and the number of old messages dropped.
 
         The conversation gets the part of the answer that the caller has consumed.
 
@@ -157,7 +157,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def read_lines(at_terminal: bool) -> Iterator[str]:
-    """Yield the lines of stdin until its end; at a terminal, prompt with `> `, and also end at Ctrl-C."""
+    """Yield the lines of stdin, without line ends, until its end; at a terminal, prompt with `> `; Ctrl-C also ends."""
     if not at_terminal:
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return

@@ -100,7 +100,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> RunData:
-    """Read the settings, metrics and samples of a run folder, in which files other than config.json may be missing.
+    """Read a run folder as `RunData` called `name`; missing files give empty values, a bad config.json a ValueError.
 
     Raises:
         ValueError: config.json cannot be read.
@@ -125,7 +125,7 @@ def read_run(folder: Path, name: str) -> RunData:
 
 
 def run_settings(config: GPTConfig, data: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run by name: from its data.json, its config, and the flags of fine-tuning."""
+    """Return a run's settings by name: from data.json, the config and the fine-tuning flags, the later overriding."""
     names = ("data", "tokeniser", "init_from", "on_nan")
     settings: dict[str, Any] = {name: data[name] for name in names if name in data}
     flags = data.get("arguments")
@@ -140,7 +140,7 @@ def count_lines(path: Path) -> int:
 
 
 def read_or_default(read: Callable[[], T], default: T) -> T:
-    """Return the result of a function that reads a file, or a default if the file is missing or damaged."""
+    """Return `read()`, or `default` if it raises OSError or ValueError, as for a missing or damaged file."""
     try:
         return read()
     except (OSError, ValueError):
@@ -148,13 +148,13 @@ def read_or_default(read: Callable[[], T], default: T) -> T:
 
 
 def count_weights(checkpoint: Path) -> int:
-    """Return the number of weights in a checkpoint, from its header."""
+    """Return the number of elements of all model weights in a checkpoint; only its header is read."""
     infos = read_header(checkpoint)[0]
     return sum(math.prod(info.shape) for name, info in infos.items() if name.startswith("model."))
 
 
 def read_samples(path: Path) -> list[tuple[str, str]]:
-    """Return the title and the text of each sample in samples.txt."""
+    """Return (title, text) of each sample in samples.txt, in the order of the file."""
     text = read_file(path, MAX_SAMPLES_BYTES).decode("utf-8", "replace")
     parts = ("\n" + text).split("\n--- ")[1:]
     return [(title, body.strip("\n")) for title, _, body in (part.partition("\n") for part in parts)]

@@ -32,7 +32,7 @@ class Flag(NamedTuple):
 
 
 def script(shell: str, commands: Mapping[str, str]) -> str:
-    """Return the completion script of `tricycle` for bash, zsh or fish; `commands` maps names to help texts.
+    """Return `tricycle`'s completion script for the shell "bash", "zsh" or "fish"; `commands` maps names to help texts.
 
     Args:
         shell: "bash", "zsh" or "fish".

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def sqlite_url(path: Path) -> str:
-    """Return the SQLAlchemy URL of a SQLite file with its path escaped; raise if SQLAlchemy is too old for that.
+    """Return the SQLAlchemy URL of a SQLite file, absolute and escaped; ValueError if SQLAlchemy is too old for that.
 
     Raises:
         ValueError: the path needs escapes, which SQLAlchemy supports from version 2.1.

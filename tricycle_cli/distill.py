@@ -60,7 +60,7 @@ N_ARRAYS = 5  # of the logits' size: both models' logits and log-softmaxes, and 
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run `tricycle distill` with a command line; by default that of this process."""
+    """Run `tricycle distill`: train a student in a run folder; `args` defaults to sys.argv[1:]; return 0."""
     words = sys.argv[1:] if args is None else list(args)
     with open_session(partial(new_task, words)) as session:
         session.finished = train(**session.state.train_arguments(), session=session)
@@ -89,7 +89,7 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> DistillTask:
 
 
 def parse_arguments(words: Sequence[str]) -> Arguments:
-    """Parse a command line; the preset that --student-preset names provides the defaults of the config."""
+    """Parse a command line, with config defaults of --student-preset; print an error and exit (2) if it is wrong."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--student-preset", "--student_preset", default=Arguments.preset)
     preset = first.parse_known_args(list(words))[0].student_preset
@@ -112,7 +112,7 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def read_distillation(folder: Path) -> tuple[Arguments, str]:
-    """Read a run folder of `tricycle distill`; return the arguments of its start and the digest of its text.
+    """Read a run folder of `tricycle distill`; return its arguments and its text's digest; raise if it is no such run.
 
     Raises:
         FileNotFoundError, ValueError: the folder is not of a run of `tricycle distill`.
@@ -142,23 +142,23 @@ class DistillTask(TrainTask):
 
     @property
     def name(self) -> str:
-        """Return the first part of the name of a new run folder."""
+        """Return the first part of a new run folder's name, the teacher's name and "-distilled"."""
         return f"{Path(self.arguments.teacher).stem}-distilled"
 
     def read(self, folder: Path) -> tuple[TrainArguments, str]:
-        """Return the arguments of a run folder and the digest of its text; store the digest of the teacher."""
+        """Return a run folder's arguments and the digest of its text; set `teacher_digest` from its data.json."""
         self.teacher_digest = read_json_object(folder / "data.json").get("base", "")
         return read_distillation(folder)
 
     def describe(self) -> dict[str, Any]:
-        """Return the entries of data.json except the digest of the text."""
+        """Return the content of data.json as a dict, without the digest of the text ("corpus")."""
         own = {name: getattr(self.arguments, name) for name in DISTILL_FLAGS}
         if Path(own["teacher"]).exists():
             own["teacher"] = str(Path(own["teacher"]).resolve())
         return {**super().describe(), "command": self.command, "distill": own, "base": self.teacher_digest}
 
     def prepare(self, run: Run) -> TrainingState:
-        """Load the teacher (unchanged if resumed), text and student; return the state with the distillation loss."""
+        """Load teacher, text and student; return the state with distillation loss; ValueError if teacher changed."""
         arguments = self.arguments
         self.teacher = self.teacher or load_model(arguments.teacher, device=arguments.device)
         print(f"teacher: {arguments.teacher}, {self.teacher.model.n_parameters:,} parameters")
@@ -183,5 +183,5 @@ class DistillTask(TrainTask):
         return super().first_tokeniser(run, has_last) if has_last else teacher.tokeniser
 
     def title(self, state: TrainingState) -> str:
-        """Return the title of the loss curve."""
+        """Return the title of the loss curve, which ends in "training: the distillation loss"."""
         return f"{super().title(state)}; training: the distillation loss"

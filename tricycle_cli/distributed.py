@@ -117,7 +117,7 @@ def _end_all(processes: Any, error: BaseException) -> None:
 
 # -------------------------------------------------------------------- one after another
 def on_rank_zero(processes: ProcessGroup, work: Callable[[], T]) -> T:
-    """Call a function on rank zero only, and return its result on all ranks."""
+    """Call a function on rank zero only, and return its broadcast result on all ranks; a collective call."""
     result: Any = work() if processes.is_rank_zero else None
     return processes.broadcast(result)
 
@@ -169,7 +169,7 @@ def _difference(own: Any, expected: Any) -> str:
 
 
 def common_properties() -> dict[str, Any]:
-    """Return properties that must be the same on all ranks: code, versions and the number of threads."""
+    """Return values that must be equal on all ranks, by description: code digest, versions and number of threads."""
     return {
         "version of Tricycle's code": code_digest(),
         "version of Python or NumPy": f"{platform.python_version()} and {np.__version__}",
@@ -205,7 +205,7 @@ def check_batches(processes: ProcessGroup, n_batches: int, batch_size: int) -> N
 
 # -------------------------------------------------------------------- threads
 def n_threads() -> int:
-    """Return the number of threads that this process computes with."""
+    """Return the number of threads that this process computes with; 1 without `tricycle_accelerators`."""
     try:
         from tricycle_accelerators import threads
     except ModuleNotFoundError:
@@ -214,7 +214,7 @@ def n_threads() -> int:
 
 
 def share_threads(processes: ProcessGroup) -> None:
-    """Set TRICYCLE_NUM_THREADS to this rank's share of the machine's processors, unless the user set it; print it.
+    """Set TRICYCLE_NUM_THREADS to this rank's share of processors, and print it; skip if it or OMP_NUM_THREADS is set.
 
     TRICYCLE_NUM_THREADS and OMP_NUM_THREADS of the user take precedence.
     """
@@ -236,7 +236,7 @@ def share_threads(processes: ProcessGroup) -> None:
 
 
 def share_gpus(processes: ProcessGroup) -> None:
-    """Assign each rank of a machine one of its visible GPUs, round-robin, by setting CUDA_VISIBLE_DEVICES.
+    """Set CUDA_VISIBLE_DEVICES so that each rank of a machine has one GPU, round-robin; call it before CUDA starts.
 
     Called before CUDA starts, because CUDA reads the variable once.
     """

@@ -98,7 +98,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def tokenize_text(tokeniser: Tokeniser, text: bytes, name: str = "evaluate") -> HeldOut:
-    """Return a text as `HeldOut` tokens with a byte count; the first token (start of text, if any) is not predicted.
+    """Return a text as `HeldOut` tokens, the first not predicted, and byte count; ValueError for fewer than two tokens.
 
     The first token is the tokenizer's start-of-text token. Without such a token, it is the first token of the text,
     whose bytes then do not count.

@@ -48,7 +48,7 @@ def find_learning_rate(
 
 
 def write_table(test: RangeTest, path: Path) -> None:
-    """Write learning rates, losses and smoothed losses as CSV; values that are not finite are empty."""
+    """Write a CSV file with the columns learning_rate, loss and smoothed; values that are not finite are empty."""
     with atomic_write(path, text=True) as file:
         file.write("learning_rate,loss,smoothed\n")
         for rate, loss, mean in zip(test.rates.tolist(), test.losses.tolist(), test.smoothed.tolist()):

@@ -148,7 +148,7 @@ class Arguments:
 
 # -------------------------------------------------------------------- the command
 def main(args: Sequence[str] | None = None) -> int:
-    """Run `tricycle finetune` with a command line; by default that of this process."""
+    """Run `tricycle finetune`: start or resume a run in a run folder; `args` defaults to sys.argv[1:]; return 0."""
     require_one_process("finetune")
     with open_session(partial(new_task, sys.argv[1:] if args is None else list(args))) as session:
         session.finished = train(**session.state.train_arguments(), session=session)
@@ -191,7 +191,7 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def read_arguments(folder: Path) -> Arguments:
-    """Read the flags that a run was started with from its data.json, and check names, types and choices.
+    """Read the flags that a run was started with from its data.json; raise if they are not of `tricycle finetune`.
 
     Raises:
         FileNotFoundError, ValueError: the folder is not of a run of `tricycle finetune`.
@@ -242,11 +242,11 @@ class FinetuneTask(Task):
 
     @property
     def name(self) -> str:
-        """Return the first part of the name of a new run folder."""
+        """Return the first part of a new run folder's name, the model's name and "-finetuned"."""
         return f"{Path(self.arguments.model).stem}-finetuned"
 
     def claim_folder(self, folder: Path, processes: ProcessGroup) -> None:
-        """Check that a new run's folder has no run; for a resumed run load `arguments` (but a new --track)."""
+        """Raise ValueError if a new run's folder has a run; if resumed, load its `arguments`, but keep new --track."""
         if self.arguments.resume is None:
             claim_new_folder(folder)
             return
@@ -357,12 +357,12 @@ class FinetuneTask(Task):
             )
 
     def tracked_settings(self, state: TrainingState) -> dict[str, Any]:
-        """Return the flags and the config of the run, which trackers record."""
+        """Return the flags except `track` and the config's fields in one dict by name, which trackers record."""
         flags = {name: value for name, value in _as_json(self.arguments).items() if name != "track"}
         return {**flags, **state.config.to_dict()}
 
     def memory_advice(self, config: GPTConfig, on_gpu: bool) -> str:
-        """Return the flags to change for less memory, with their present values, for the message of a MemoryError."""
+        """Return text that names the flags to change for less memory, with present values, for a MemoryError."""
         arguments = self.arguments
         advice = [] if arguments.recompute else ["use --recompute"]
         if arguments.batch_size > 1:
@@ -375,11 +375,11 @@ class FinetuneTask(Task):
         return ", or ".join(advice)
 
     def measure(self, state: TrainingState) -> dict[str, float]:
-        """Evaluate the model on the held-out examples; return the metrics by name."""
+        """Return held_out_loss (nats) of held-out data, and bits_per_byte or (DPO) reward_margin, reward_accuracy."""
         return self.held_out.measure(state.model)
 
     def format_metrics(self, metrics: Mapping[str, float]) -> str:
-        """Format the results of `measure` for printing."""
+        """Format the results of `measure` as one line of text with units; a missing metric is "nan"."""
         return self.held_out.format_metrics(metrics)
 
     def _write_samples(self, run: Run, title: str) -> None:
@@ -387,7 +387,7 @@ class FinetuneTask(Task):
             write_samples(self.loaded, run, title, self.prompts, self.arguments.sample_tokens)
 
     def report(self, state: Any, run: Run) -> None:
-        """Load the best checkpoint, write samples and loss.png, and print losses before and after training."""
+        """Load the best checkpoint into `state`, write samples and loss.png, print losses before and after training."""
         if state.evaluated_step != state.step:
             evaluate_and_record(state, run, self)
         checkpoint = load_checkpoint(run.best)
@@ -441,7 +441,7 @@ def check_record_kinds(loss: str, records: Sequence[Record]) -> None:
 
 
 def compute_reference_logprobs(model: GPT, datasets: Sequence[Any]) -> None:
-    """Compute the base model's log-probabilities of all answers, once, before training (DPO)."""
+    """Compute the base model's log-probabilities of all answers, and store them in the DPO `datasets`; print a note."""
     n_answers = sum(2 * pairs.n_items for pairs in datasets)
     print_line(f"computing the reference log-probabilities of {n_answers:,} answers")
     for pairs in datasets:
@@ -449,7 +449,7 @@ def compute_reference_logprobs(model: GPT, datasets: Sequence[Any]) -> None:
 
 
 def fingerprint(model: GPT) -> str:
-    """Return a SHA-256 of the name, shape and some rows of each weight, by which a run detects a changed model."""
+    """Return a hex SHA-256 of the name, shape and some rows of each weight, by which a run detects a changed model."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         array: Any = parameter.array
@@ -529,7 +529,7 @@ def _prompts(arguments: Arguments, examples: ExampleSplit) -> list[tuple[str, li
 
 
 def read_prompts(path: Path, description: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
-    """Return the pairs of text and ids in data.json's "prompts"; `path` is its path, for the error of a wrong pair.
+    """Return the (text, token ids) pairs of "prompts" in data.json, [] if absent; ValueError, naming `path`, if wrong.
 
     Raises:
         ValueError: data.json has no valid prompts.

@@ -119,7 +119,7 @@ def _present_name(kind: Any, name: str) -> str:
 
 
 def fail(message: str, status: int = 1) -> NoReturn:
-    """Print an error on one line, and exit with this status."""
+    """Print an error on one line of stderr, after the program's name, and exit with this status."""
     with contextlib.suppress(OSError):  # stderr may be closed
         print(f"{_program()}: {on_one_line(message)}", file=sys.stderr, flush=True)
     raise SystemExit(status)
@@ -144,7 +144,7 @@ def run_main(main: Callable[[], int | None]) -> None:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Tune the process for training; print an error within this context as one line on stderr, and exit.
+    """Tune the process for training; print an error in this context as one line on stderr, and exit with 1 or 130.
 
     With TRICYCLE_TRACEBACK set, errors keep their traceback.
     """

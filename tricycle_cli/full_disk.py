@@ -40,7 +40,7 @@ def max_folder_bytes(state: TrainingState, tokeniser: Tokeniser) -> int:
 
 
 def describe_disk_space(state: TrainingState, tokeniser: Tokeniser, folder: Path) -> str:
-    """Format the maximum size of a run folder for printing; with the free space, if it is not sufficient."""
+    """Return a run folder's maximum size as text, such as "up to 12 MB"; with the free space, if not sufficient."""
     size, free = max_folder_bytes(state, tokeniser), _free(folder)
     used = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     needed = f"up to {size / 1e6:,.0f} MB" if size >= 1e6 else "less than 1 MB"

@@ -23,7 +23,7 @@ DASHES = re.compile(r"^ +-{9,}$", re.MULTILINE)
 
 
 def format_help(text: str, show_all: bool) -> str:
-    """Sort the flags of tyro's help text into groups, wrap it for the terminal, and hide rare ones unless `show_all`.
+    """Return tyro's help text with its flags in groups, wrapped for the terminal, without rare ones unless `show_all`.
 
     Args:
         text: the text that tyro prints.

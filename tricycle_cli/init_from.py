@@ -33,7 +33,7 @@ def load_base_model(source: str) -> Pretrained:
 
 
 def default_config(model: GPT) -> GPTConfig:
-    """Return the default config: the model's shape, and training settings for a pretrained model."""
+    """Return a training config with the model's shape, settings for pretrained models, and a capped context window."""
     shape = model_fields(model.config.to_dict())
     window = min(model.config.context_window, MAX_DEFAULT_WINDOW)
     return GPTConfig.from_dict({**shape, **TRAINING, "context_window": window})

@@ -144,18 +144,18 @@ def nvidia_smi(*words: str) -> list[str]:
 
 
 def gpu_names() -> list[str]:
-    """Return the names of the GPUs that NVIDIA's driver lists, including GPUs that CuPy cannot use."""
+    """Return the names of the GPUs that nvidia-smi lists, including GPUs that CuPy cannot use; [] without a driver."""
     return [line.split(" (UUID")[0] for line in nvidia_smi("-L") if line.startswith("GPU")]
 
 
 def driver_version() -> str:
-    """Return the version of NVIDIA's driver as text."""
+    """Return the text "driver VERSION" for NVIDIA's driver, or "driver unknown"."""
     versions = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     return f"driver {versions[0].strip()}" if versions else "driver unknown"
 
 
 def gpu_libraries() -> dict[str, str | None]:
-    """Return the GPU libraries for matrix products and attention, each with its problem (None if it works)."""
+    """Return a dict of GPU libraries for matmul and attention: version to None if it works, else problem to problem."""
     found: dict[str, str | None] = {}
     for module in (gemm, cudnn):
         problem = module.unavailable_reason()
@@ -254,7 +254,7 @@ def report() -> str:
 
 
 def advice_lines(found: list[str]) -> list[str]:
-    """Return the lines of a report's last section, which lists suggestions."""
+    """Return the last section of a report as lines: a title and the indented suggestions, or "nothing to suggest"."""
     return ["", "Suggestions for more speed:", *(f"  {line}" for line in found or [NO_ADVICE])]
 
 

@@ -49,7 +49,7 @@ def main(program: str = PROGRAM) -> None:
 
 
 def print_completion() -> None:
-    """Print the completion script for the shell that the command line names."""
+    """Write the completion script for the shell that sys.argv[2:] names to stdout; ValueError for an unknown shell."""
     from tricycle_cli.completion import script
 
     sys.stdout.write(script(" ".join(sys.argv[2:]), COMMANDS))

@@ -240,5 +240,5 @@ def lacks_generation_settings(loaded: Pretrained) -> bool:
 
 
 def stop_tokens(loaded: Pretrained) -> list[int]:
-    """Return the ids of the tokens that end a text, in order."""
+    """Return the sorted ids of the tokens that end a text: those of the generation settings, else end-of-text."""
     return sorted({*loaded.generation.stop_tokens} or {loaded.tokeniser.end_of_text})

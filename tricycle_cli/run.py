@@ -96,7 +96,7 @@ class Run:
         return self.processes.broadcast(path.exists())
 
     def record(self, **values: Any) -> None:
-        """Append a line to metrics.jsonl; lines are buffered, and NaN and infinity become null."""
+        """Append a line to metrics.jsonl on rank zero, buffered until `flush` or a full buffer; non-finite is null."""
         if not self.processes.is_rank_zero:
             return
         self._log.append({name: _as_json(value) for name, value in values.items()})
@@ -125,7 +125,7 @@ class Run:
         self._log.clear()
 
     def save(self, state: TrainingState, path: Path) -> None:
-        """Flush the metrics and save a checkpoint on rank zero, a collective call; raise if a value is not finite.
+        """Save metrics and a checkpoint on rank zero (collective); on NaN raise NonFiniteError with state.step reduced.
 
         Raises:
             NonFiniteError: a weight or a value of the optimizer state is not finite; nothing is saved.

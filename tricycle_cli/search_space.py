@@ -34,11 +34,11 @@ class Range:
     is_integer: bool
 
     def ends(self) -> tuple[Any, ...]:
-        """Return the bounds."""
+        """Return the inclusive bounds, (low, high)."""
         return self.low, self.high
 
     def suggest(self, trial: Any, name: str) -> Any:
-        """Return the value that an Optuna trial suggests, rounded to six digits."""
+        """Return the value that an Optuna trial suggests: an int, or a float rounded to six significant digits."""
         if self.is_integer:
             return trial.suggest_int(name, self.low, self.high, log=self.log)
         return float(f"{trial.suggest_float(name, self.low, self.high, log=self.log):.6g}")
@@ -61,7 +61,7 @@ class Categorical:
         return self.values
 
     def suggest(self, trial: Any, name: str) -> Any:
-        """Return the value that an Optuna trial suggests."""
+        """Return the element of `values` that an Optuna trial suggests for this name."""
         return trial.suggest_categorical(name, self.values)
 
 
@@ -69,7 +69,7 @@ SearchSpace = dict[str, Range | Categorical]
 
 
 def parse_search_space(words: Sequence[str]) -> SearchSpace:
-    """Parse values of --over, such as FIELD=A,B or FIELD=LOW..HIGH, into choices and ranges by field name.
+    """Parse --over values such as FIELD=A,B or FIELD=LOW..HIGH into choices and ranges by field; ValueError if wrong.
 
     Raises:
         ValueError: a wrong value; the message names the first.
@@ -146,7 +146,7 @@ def _value(word: str, text: str, kind: Any) -> Any:
 
 # -------------------------------------------------------------------- configs of trials
 def apply_parameters(base: GPTConfig, params: Mapping[str, Any], set_fields: Sequence[str]) -> GPTConfig:
-    """Return the base config with a trial's values; min_learning_rate keeps its ratio to max unless it is set.
+    """Return the base config with a trial's values; min_learning_rate keeps its ratio to max unless it is set too.
 
     The minimum learning rate keeps its ratio to the maximum, unless the command line or the trial sets it.
 
@@ -186,7 +186,7 @@ def check_search_space(base: GPTConfig, over: SearchSpace, set_fields: Sequence[
 
 
 def grid_points(over: SearchSpace) -> list[dict[str, Any]]:
-    """Return the parameters of all points of the grid, the product of the fields' values; raise for a plain range.
+    """Return a dict of values by field for each grid point, the last field varying fastest; ValueError for a `Range`.
 
     Raises:
         ValueError: a range without a number of values.

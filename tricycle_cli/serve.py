@@ -118,7 +118,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def api_key(arguments: Arguments) -> str | None:
-    """Return the key of --api-key, else TRICYCLE_API_KEY, or None; raise if None with a host other than loopback.
+    """Return the key of --api-key, else TRICYCLE_API_KEY, or None; ValueError if None with a host other than loopback.
 
     Raises:
         ValueError: no key for an address that other machines can reach, or a key with other than printable ASCII
@@ -138,7 +138,7 @@ def api_key(arguments: Arguments) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address is a loopback address, which only this machine can reach."""
+    """Return whether a host is "localhost" or a loopback address; other names are not resolved: False."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -146,7 +146,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address(listener: socket.socket) -> str:
-    """Return the URL of a listening socket."""
+    """Return the http URL of a listening socket, with this machine's name for a wildcard address."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
@@ -189,7 +189,7 @@ def default_request_sampling(flags: SamplingFlags, loaded: Pretrained) -> Penali
 
 
 def published_name(source: str) -> str:
-    """Return the model name for requests: of a path only the last part, so that no folder names are published."""
+    """Return the model name for requests: the last part of an existing path, which hides its folders, else `source`."""
     path = Path(source)
     return path.resolve().name if path.exists() else source
 

@@ -86,18 +86,18 @@ def _run_task(task: Task, run: Run, signals: Signals, started: float) -> Iterato
 
 
 def new_folder(name: str) -> Path:
-    """Return the path of a new run folder in runs/."""
+    """Return the path of a new run folder, runs/NAME-DATE-TIME, which is not created."""
     return Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove partial files, which remain if the process was killed while it wrote them."""
+    """Delete partial files in the folder and its subfolders, which remain if a process was killed while writing."""
     for partial_file in folder.rglob(".*.part"):
         partial_file.unlink()
 
 
 def run_folder_lock(folder: Path, processes: ProcessGroup) -> contextlib.AbstractContextManager[Any]:
-    """Return the lock of a run folder as a context manager; only rank 0 acquires it."""
+    """Return a run folder's lock, a context manager that raises LockedError if held; a no-op except on rank zero."""
     return FolderLock(folder) if processes.is_rank_zero else contextlib.nullcontext()
 
 
@@ -135,13 +135,13 @@ def _tracked(run: Run) -> contextlib.AbstractContextManager[None]:
 
 
 def resume_command(task: Task, folder: Path) -> str:
-    """Return the command that resumes a run."""
+    """Return the command line, quoted for a shell, that resumes the run in this folder."""
     return f"{command_name(task.command, task.command)} --resume {shlex.quote(folder.as_posix())}"
 
 
 @contextlib.contextmanager
 def add_checkpoint_hint_to_errors(task: Task, run: Run, resume: str) -> Iterator[None]:
-    """Add a hint to errors within this context: to OSError how to resume, to NonFiniteError a lower learning rate."""
+    """Re-raise errors of this context with a hint: OSError how to resume, NonFiniteError a lower learning rate."""
     try:
         yield
     except NonFiniteError as error:

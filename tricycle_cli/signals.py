@@ -118,7 +118,7 @@ class Signals:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Defer signals within this context; the caller checks for them by calling the object, or with `check`."""
+        """Defer signals within this context; calling the object returns whether one has arrived, and `check` raises."""
         self._deferring += 1
         try:
             yield

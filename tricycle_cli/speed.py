@@ -91,7 +91,7 @@ def flops_per_token(config: GPTConfig) -> int:
 
 
 def product_benchmark(precision: str = "float32", n: int = PRODUCT_SIZE) -> tuple[Callable[[], object], str]:
-    """Return a function that multiplies an n x n matrix by itself, and the provider of its kernel."""
+    """Return a function that multiplies an n x n matrix by itself at each call, and its kernel's provider by name."""
     numbers = np.random.default_rng(0).standard_normal((n, n), dtype=np.float32)
     operand = kernels.matmul_operand(numbers, precision)
     provider = kernels.explain(kernels.matmul, operand, operand, precision=precision).provider
@@ -171,7 +171,7 @@ def time_repeatedly(work: Callable[[], object], min_seconds: float, clock: Calla
 
 
 def summarize(timing: PrecisionTiming, config: GPTConfig, n: int = PRODUCT_SIZE) -> Speed:
-    """Return rates, fraction of peak and shares of kernels of one precision, from the medians of its times.
+    """Return `Speed` from the medians of the measured times: FLOP/s, tokens/s, fraction of peak, and shares of kernels.
 
     Args:
         timing: the precision with its measured seconds.
@@ -226,13 +226,13 @@ def advice(speeds: Sequence[Speed]) -> list[str]:
 
 
 def show_progress(message: str) -> None:
-    """Overwrite the progress line on a terminal; print nothing to a file or pipe."""
+    """Overwrite the progress line on stderr if it is a terminal; else print nothing."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{message}", end="", file=sys.stderr, flush=True)
 
 
 def measure_precisions(config: GPTConfig, n: int = PRODUCT_SIZE, seconds: float = SECONDS) -> list[Speed]:
-    """Measure matmul and training speed in float32, and in bfloat16 if supported, with a progress line.
+    """Measure matmul and training speed, with a progress line; return a `Speed` for float32, and bfloat16 if supported.
 
     Args:
         config: the config of the GPT that is trained.

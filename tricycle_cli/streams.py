@@ -19,12 +19,12 @@ class TolerantStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write text; discard it after an error. Returns the length of the text."""
+        """Write text, or discard it if writing fails or has failed; return the length of the text in both cases."""
         self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream; discard buffered text after an error."""
+        """Flush the stream; on an error discard the buffered text, and raise nothing."""
         self._try(self._stream.flush)
 
     def _try(self, act: Callable[..., Any], *args: Any) -> None:

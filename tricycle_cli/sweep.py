@@ -117,7 +117,7 @@ class SweepConfig:
             raise ValueError(f"expected --sampler-seed of 0 or more, got {self.seed}")
 
     def write(self, folder: Path) -> None:
-        """Write sweep.json."""
+        """Write sweep.json to the folder atomically, replacing an existing one."""
         with atomic_write(folder / "sweep.json", text=True) as file:
             json.dump(asdict(self), file, indent=2)
 
@@ -141,7 +141,7 @@ class Sweep:
     study: Any
 
     def run_folder(self, number: int) -> Path:
-        """Return the run folder of a trial."""
+        """Return the path of a trial's run folder, trial-NNNN in the folder of the sweep."""
         return self.folder / f"trial-{number:04d}"
 
     def flags(self, params: dict[str, Any]) -> list[str]:
@@ -176,7 +176,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def fields_on_command_line(words: Sequence[str]) -> list[str]:
-    """Return the names of the config fields whose flags a command line contains."""
+    """Return the names of all --flags in a command line, with underscores and without "no-", as config fields have."""
     flags = [word.split("=")[0] for word in words if word.startswith("--")]
     return [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags]
 
@@ -238,7 +238,7 @@ def resume_sweep(folder: Path, arguments: SweepArguments, train_words: list[str]
 
 
 def read_sweep_config(folder: Path) -> SweepConfig:
-    """Read and check the sweep.json of a sweep's folder; raise if it is missing or has other fields.
+    """Read the sweep.json of a folder; FileNotFoundError if it is missing, ValueError if its fields are wrong.
 
     Raises:
         FileNotFoundError, ValueError: the folder is not of a sweep.
@@ -439,7 +439,7 @@ def held_out_losses(folder: Path, process: subprocess.Popen) -> Iterator[tuple[i
 
 
 def last_output_line(log: Path) -> str:
-    """Return the last line of a run's output, without the progress bar."""
+    """Return the last non-empty line of a run's output, without "tricycle train: "; "no output" if there is none."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4000))
         lines = file.read().decode("utf-8", "replace").replace("\r", "\n").splitlines()
@@ -449,7 +449,7 @@ def last_output_line(log: Path) -> str:
 
 # -------------------------------------------------------------------- results
 def trial_rows(sweep: Sweep) -> list[dict[str, Any]]:
-    """Return a dict for each finished trial: number, state, bits per byte, last estimate, seconds, parameters."""
+    """Return a dict per finished trial: trial, state, bits_per_byte, last_estimate, seconds, fields by name, folder."""
     rows = []
     for trial in sweep.study.get_trials(deepcopy=False):
         if not trial.state.is_finished():
@@ -468,7 +468,7 @@ def _short(value: Any) -> Any:
 
 
 def write_report(sweep: Sweep) -> list[dict[str, Any]]:
-    """Write sweep.csv and sweep.png, a row and a point for each finished trial; return the rows."""
+    """Write sweep.csv and sweep.png, with a row and a point per finished trial (at least one); return `trial_rows`."""
     rows = trial_rows(sweep)
     table = io.StringIO()
     writer = csv.DictWriter(table, rows[0].keys(), lineterminator="\n")
@@ -486,7 +486,7 @@ def write_report(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def report(sweep: Sweep) -> None:
-    """Write sweep.csv and sweep.png, print the trials, the best one and next commands; raise if none is complete."""
+    """Write sweep.csv and sweep.png, print trials, the best one and next commands; RuntimeError if none is complete."""
     rows = write_report(sweep)
     done = sorted((row for row in rows if row["bits_per_byte"] is not None), key=lambda row: row["bits_per_byte"])
     others = [row for row in rows if row["bits_per_byte"] is None]

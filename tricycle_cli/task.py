@@ -48,7 +48,7 @@ class Task:
     # -------------------------------------------------------------------- before training
     @property
     def name(self) -> str:
-        """Return the first part of the name of a new run folder."""
+        """Return the first part of a new run folder's name, before date and time; subclasses implement it."""
         raise NotImplementedError
 
     def claim_folder(self, folder: Path, processes: ProcessGroup) -> None:
@@ -68,11 +68,11 @@ class Task:
         raise NotImplementedError
 
     def tracked_settings(self, state: TrainingState) -> dict[str, Any]:
-        """Return the settings of the run that trackers record."""
+        """Return the settings that trackers record, by name: here the fields of the config."""
         return state.config.to_dict()
 
     def memory_advice(self, config: GPTConfig, on_gpu: bool) -> str:
-        """Return the flags to change for less memory, with their present values, for the message of a MemoryError."""
+        """Return text that names the flags to change for less memory, with present values, for a MemoryError."""
         advice = f"lower --batch-size (now {config.batch_size}; raise --accumulation-steps to compensate)"
         advice += f" or --context-window (now {config.context_window})"
         advice += f", or use a smaller model (now {min_n_weights(config):,} weights)"
@@ -86,14 +86,14 @@ class Task:
         raise NotImplementedError
 
     def format_metrics(self, metrics: Mapping[str, float]) -> str:
-        """Format the results of `measure` for printing."""
+        """Format the results of `measure` as one line of text with units; subclasses implement it."""
         raise NotImplementedError
 
     def sample(self, state: TrainingState, run: Run) -> None:
-        """Print samples and append them to samples.txt; called every `sample_interval` updates."""
+        """Print samples and append them to samples.txt, every `sample_interval` updates; by default do nothing."""
 
     def closing_seconds(self, seconds_per_batch: float, config: GPTConfig) -> float:
-        """Estimate the seconds that `report` takes, from the seconds of a forward pass of one batch."""
+        """Estimate the seconds of `report`, from the seconds of a forward pass of one batch; by default 0."""
         return 0.0
 
     # -------------------------------------------------------------------- afterwards
@@ -114,7 +114,7 @@ def command_name(name: str, current: str) -> str:
 
 
 def contains_run(folder: Path) -> bool:
-    """Return whether a folder contains a run that can be resumed."""
+    """Return whether a folder has a run to resume: config.json and data.json, or last.safetensors."""
     is_described = (folder / "config.json").exists() and (folder / "data.json").exists()
     return is_described or (folder / "last.safetensors").exists()
 
@@ -131,7 +131,7 @@ def claim_new_folder(folder: Path) -> None:
 
 
 def present_flags(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of an older run folder with their present names and values."""
+    """Return a copy of an older run folder's flags with their present names and values; other flags are unchanged."""
     named = {FORMER_FLAGS.get(name, name): value for name, value in stored.items()}
     return {
         name: FORMER_VALUES.get((name, value), value) if isinstance(value, str) else value
@@ -140,7 +140,7 @@ def present_flags(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_stored_flags(path: Path, key: str, defaults: Any, names: Collection[str]) -> dict[str, Any]:
-    """Return the flags under `key` in data.json; raise if a name is unknown or a type is not that of its default.
+    """Return the flags under `key` in data.json; ValueError if a name is not in `names` or a type not its default's.
 
     Raises:
         ValueError: no flags, an unknown flag, or a value of another type.
@@ -163,7 +163,7 @@ def read_stored_flags(path: Path, key: str, defaults: Any, names: Collection[str
 
 
 def write_run_description(folder: Path, config: GPTConfig, description: Mapping[str, Any], tokeniser: Any) -> None:
-    """Write data.json, config.json and tokeniser.json, which describe a run."""
+    """Write data.json (`description`), config.json and tokeniser.json to a run folder, replacing existing ones."""
     for name, content in {"data": description, "config": config.to_dict()}.items():  # config.json is the last
         with atomic_write(folder / f"{name}.json", text=True) as file:
             json.dump(content, file, indent=2)

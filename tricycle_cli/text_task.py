@@ -47,7 +47,7 @@ class TextTask(Task):
     prompts: tuple[str, ...] = ("",)
 
     def measure(self, state: TrainingState) -> dict[str, float]:
-        """Evaluate on `eval_batches` batches of windows, always the same, spread evenly over the held-out text."""
+        """Evaluate `eval_batches` fixed batches of held-out text; return "held_out_loss" (nats) and "bits_per_byte"."""
         loss, _ = self._evaluate(state, state.model, state.config.eval_batches)
         return {"held_out_loss": loss, "bits_per_byte": self.held_out.bits_per_byte(loss)}
 
@@ -58,7 +58,7 @@ class TextTask(Task):
         return evaluate(model, tokens, size, n_batches, stride, processes=state.processes)
 
     def format_metrics(self, metrics: Mapping[str, float]) -> str:
-        """Format the held-out loss for printing."""
+        """Format "held_out_loss" and "bits_per_byte" as text such as "1.2345 nats/token, 0.678 bits/byte"."""
         return f"{metrics['held_out_loss']:.4f} nats/token, {metrics['bits_per_byte']:.3f} bits/byte"
 
     def closing_seconds(self, seconds_per_batch: float, config: GPTConfig) -> float:
@@ -71,11 +71,11 @@ class TextTask(Task):
         write_sample(state, run)
 
     def title(self, state: TrainingState) -> str:
-        """Return the title of the loss curve."""
+        """Return the title of the loss curve, "N parameters"."""
         return f"{state.model.n_parameters:,} parameters"
 
     def report(self, state: TrainingState, run: Run) -> None:
-        """Evaluate and record the best checkpoint, plot loss.png, print metrics, samples and the generate command."""
+        """Evaluate the best checkpoint, put its model into `state`, plot loss.png, print metrics, samples, command."""
         config = state.config
         if state.evaluated_step != state.step:
             evaluate_and_record(state, run, self)
@@ -132,7 +132,7 @@ def write_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, 
 
 
 def compressor_bits_per_byte(content: bytes) -> dict[str, float]:
-    """Return the bits per byte of gzip, bz2 and xz at their highest levels, by name."""
+    """Return the bits per byte of `content` compressed at the highest level, by "gzip -9", "bz2 -9" and "xz -9"."""
     # A dictionary larger than the text changes no bit, and costs ten times its size in memory.
     dictionary = min(max(len(content), 2**12), 2**26)
     xz = {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": dictionary}

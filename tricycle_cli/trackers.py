@@ -46,23 +46,23 @@ class Tracker:
         self.where = ""
 
     def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
-        """Start a run, or resume the run of this id."""
+        """Start a run with these settings if `is_new`, or else resume the run of this id; by default do nothing."""
 
     def rewind(self, step: int) -> None:
-        """Delete the values of this step and of later steps."""
+        """Delete the values of this step and of later steps; by default do nothing."""
 
     def has(self, step: int, name: str) -> bool:
-        """Return whether the tracker is known to have a value already."""
+        """Return whether the tracker is known to have this value already; by default False."""
         return False
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the values of one step."""
+        """Log the values of one step, by name; by default do nothing."""
 
     def flush(self) -> None:
-        """Send or write the logged values."""
+        """Send or write the logged values; by default do nothing."""
 
     def finish(self, went_well: bool) -> None:
-        """End the run; the run makes no further calls."""
+        """End the run, as failed unless `went_well`, after which no calls are allowed; by default do nothing."""
 
 
 class TensorBoard(Tracker):
@@ -113,7 +113,7 @@ class TensorBoard(Tracker):
         self._file.flush()
 
     def finish(self, went_well: bool) -> None:
-        """Close the event file."""
+        """Close the event file; `went_well` is ignored."""
         self._file.close()
 
 
@@ -143,7 +143,7 @@ class WandB(Tracker):
         self.where = sync if self._run.settings.mode == "offline" else f"{self._run.url}"
 
     def has(self, step: int, name: str) -> bool:
-        """Return whether the run had this step when it was resumed."""
+        """Return whether the run had this step, with any values, when it was resumed; `name` is ignored."""
         return step < self._first
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -151,7 +151,7 @@ class WandB(Tracker):
         self._run.log(dict(values), step=step)
 
     def finish(self, went_well: bool) -> None:
-        """End the run, with exit code 0 if training finished."""
+        """End the run, with exit code 0 if `went_well`, else 1."""
         self._run.finish(exit_code=0 if went_well else 1)
 
 
@@ -178,7 +178,7 @@ class MLflow(Tracker):
     keeps = True
 
     def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
-        """Create an MLflow run with the settings as parameters, or resume it, by default in the folder's mlflow.db."""
+        """Create an MLflow run with the settings as parameters, and set `id`; or resume it; by default in mlflow.db."""
         from mlflow import MlflowClient
         from mlflow.entities import Param, RunStatus
 
@@ -209,13 +209,13 @@ class MLflow(Tracker):
         self._waiting += [Metric(name, value, now, step) for name, value in values.items()]
 
     def flush(self) -> None:
-        """Send the buffered values."""
+        """Send the buffered values, and empty the buffer."""
         while self._waiting:
             self._client.log_batch(self.id, metrics=self._waiting[:1000])  # the maximum of one request
             del self._waiting[:1000]
 
     def finish(self, went_well: bool) -> None:
-        """End the run with the status FINISHED or KILLED."""
+        """End the run with the status FINISHED if `went_well`, else KILLED."""
         self._client.set_terminated(self.id, "FINISHED" if went_well else "KILLED")
 
 
@@ -256,7 +256,7 @@ class Trackio(Tracker):
         self._run.log(dict(values), step=step)
 
     def finish(self, went_well: bool) -> None:
-        """End the run."""
+        """End the run; `went_well` is ignored."""
         self._run.finish()
 
 
@@ -275,7 +275,7 @@ else:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise if a tracker is unknown or not installed; set variables that disable usage reports of the libraries.
+    """Raise ValueError for an unknown tracker, ModuleNotFoundError if it is not installed; disable usage reports.
 
     Raises:
         ValueError: an unknown name.

@@ -69,7 +69,7 @@ class Tracking:
         self._send("synchronize", list(lines))
 
     def log(self, lines: Sequence[Line]) -> None:
-        """Send lines that were appended to metrics.jsonl."""
+        """Pass lines that were appended to metrics.jsonl to the trackers' threads, without waiting for them."""
         self._send("log", list(lines))
 
     def _send(self, action: str, content: Any) -> None:

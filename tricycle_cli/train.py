@@ -166,7 +166,7 @@ def parse_resume(words: Sequence[str], processes: ProcessGroup, read: Callable[[
 
 
 def resolve_arguments(arguments: A, words: Sequence[str], processes: ProcessGroup) -> A:
-    """Check the arguments of a new run; return them with accumulation_steps times the number of processes.
+    """Check the arguments of a new run, or raise; return a copy with accumulation_steps times the number of processes.
 
     Raises:
         ValueError, RuntimeError: contradictory flags, or a tracker or device that cannot be used.
@@ -208,7 +208,7 @@ def run_description(arguments: Arguments) -> dict[str, Any]:
 
 
 def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
-    """Parse a new run's command line with defaults of its preset, or of the --init-from model, also returned.
+    """Parse a new run's command line, with defaults of preset or --init-from; return it, and that loaded model or None.
 
     The preset, or the model of --init-from, is parsed first, because it provides the defaults of the other flags.
     """
@@ -233,7 +233,7 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
 
 
 def parse_with_init_from(known: argparse.Namespace, args: Sequence[str]) -> tuple[Arguments, Pretrained]:
-    """Load the --init-from model and parse the command line with defaults from its config; return both.
+    """Load the --init-from model and parse the command line with its defaults; return arguments, then model.
 
     Raises:
         ValueError: a flag contradicts the model.
@@ -265,12 +265,12 @@ class TrainTask(TextTask):
 
     @property
     def name(self) -> str:
-        """Return the first part of the name of a new run folder."""
+        """Return the first part of a new run folder's name: preset, or --init-from model, and data, joined by "-"."""
         arguments = self.arguments
         return f"{Path(arguments.init_from or arguments.preset).stem}-{arguments.data}"
 
     def claim_folder(self, folder: Path, processes: ProcessGroup) -> None:
-        """Check that a new run's folder has no run; for a resumed run set `arguments` from the folder and its flags."""
+        """Raise ValueError if a new run's folder has a run; if resumed, set `arguments` from the folder and flags."""
         if self.resumed is None:
             on_rank_zero(processes, lambda: claim_new_folder(folder))
             return
@@ -282,11 +282,11 @@ class TrainTask(TextTask):
         on_rank_zero(processes, lambda: check_trackers(self.arguments.track))
 
     def read(self, folder: Path) -> tuple[Arguments, str]:
-        """Return the arguments that a run was started with, and the digest of its text."""
+        """Return the arguments that a run was started with, and the digest of its text ("" if unknown)."""
         return read_run(folder)
 
     def describe(self) -> dict[str, Any]:
-        """Return the entries of data.json except the digest of the text."""
+        """Return the content of data.json as a dict, without the digest of the text ("corpus")."""
         return run_description(self.arguments)
 
     def prepare(self, run: Run) -> TrainingState:
@@ -324,14 +324,14 @@ class TrainTask(TextTask):
         return training_bytes(config)
 
     def load_corpus(self, tokeniser: Any) -> Any:
-        """Load the tokenized text, with this tokenizer, or with a tokenizer trained on the text if it is None."""
+        """Return the corpus of the arguments' data as tokens; None as tokenizer trains one on the text."""
         arguments = self.arguments
         files = [path.resolve() for path in arguments.files]
         split = "gpt2" if arguments.tokeniser == "portable" else "tricycle"
         return load_corpus(arguments.data, files, arguments.config.vocab_size, tokeniser, split)
 
     def new_state(self, run: Run, tokens: Any, on_gpu: bool, has_last: bool) -> TrainingState:
-        """Return the training state of a new run, or of the last checkpoint."""
+        """Return the training state of a new run, or of the last checkpoint if `has_last`."""
         config, shard = self.arguments.config, self.arguments.shard_optimiser
         if has_last:
             return resume_state(run.last, tokens, on_gpu, run.processes, shard)
@@ -358,7 +358,7 @@ class TrainTask(TextTask):
         return gpt2_tokeniser() if self.arguments.tokeniser == "gpt2" else None
 
     def tracked_settings(self, state: TrainingState) -> dict[str, Any]:
-        """Return the name of the data, the number of parameters and the config, which trackers record."""
+        """Return "data" (its name), "n_parameters" and the config's fields in one dict, which trackers record."""
         return {"data": self.arguments.data, "n_parameters": state.model.n_parameters, **state.config.to_dict()}
 
     def _print_summary(self, state: TrainingState, run: Run, tokeniser: Any, on_gpu: bool) -> None:

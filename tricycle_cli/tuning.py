@@ -75,7 +75,7 @@ class TuningState(TrainingState):
         return batch.n_labels
 
     def extra_metrics(self) -> dict[str, float]:
-        """Return the reward metrics of the last update (DPO); empty for cross-entropy."""
+        """Return and clear the reward metrics of the last update (DPO); {} for cross-entropy, or at a second call."""
         margins = [to_cpu(some) for some in self.margins]
         self.margins.clear()
         return reward_metrics(np.concatenate(margins)) if margins else {}
@@ -88,7 +88,7 @@ class TuningState(TrainingState):
         return int(dataset.n_tokens / dataset.n_items * rows)
 
     def save(self, path: Path, tokeniser: Any, memory: Any = None) -> None:
-        """Save a checkpoint; for the best one with an adapter also the adapter's folder in PEFT format."""
+        """Save a checkpoint; with an adapter, only the adapter, and for "best" also a folder of it in PEFT format."""
         super().save(path, tokeniser if self.adapter is None else None)
         if self.adapter is not None and self.loaded is not None and path.stem == "best":
             save_adapter(self.adapter, self.loaded, path.parent / ADAPTER)
@@ -116,7 +116,7 @@ class TuningState(TrainingState):
 
 
 def loss_of_batches(model: GPT) -> BatchLossFn:
-    """Return the loss of packed batches, (batch, factor): factor times the mean cross-entropy of counted labels."""
+    """Return a function of (batch, factor): factor times the mean cross-entropy (nats) of counted labels, a Tensor."""
     loss_fn = CrossEntropy(ignore_index=IGNORED)
 
     def batch_loss(batch: Batch, factor: Any) -> Tensor:
@@ -127,7 +127,7 @@ def loss_of_batches(model: GPT) -> BatchLossFn:
 
 
 def reward_metrics(margins: np.ndarray) -> dict[str, float]:
-    """Return the mean of reward margins, and the reward accuracy: the fraction above 0 (0 counts as half)."""
+    """Return "reward_margin", the mean, and "reward_accuracy", the fraction of margins above 0 (0 counts as half)."""
     accuracy = ((margins > 0) + 0.5 * (margins == 0)).mean()
     return {"reward_margin": float(margins.mean()), "reward_accuracy": float(accuracy)}
 
@@ -150,14 +150,14 @@ class HeldOutRows:
 
     @classmethod
     def from_dataset(cls, dataset: PackedDataset, n_rows: int, tokeniser: Any) -> HeldOutRows:
-        """Return the first rows of a dataset as held-out data."""
+        """Return the first `n_rows` rows of a dataset, or all if there are fewer, as held-out data."""
         rows = dataset.rows[:n_rows]
         ids = [dataset.examples[item].ids[1:][dataset.examples[item].loss_mask[1:]] for row in rows for item in row]
         n_bytes = sum(len(tokeniser.decode(part).encode("utf-8")) for part in ids)
         return cls(dataset, len(rows), n_bytes, f"{sum(map(len, ids)):,} tokens")
 
     def measure(self, model: GPT) -> dict[str, float]:
-        """Evaluate the model on all rows; return the mean loss in nats per token, and the bits per byte."""
+        """Evaluate the model on all rows; return "held_out_loss" (mean, nats per token) and "bits_per_byte"."""
         size = self.dataset.batch_size or 1
         batch_loss = loss_of_batches(model)
         total, count = 0.0, 0
@@ -171,7 +171,7 @@ class HeldOutRows:
 
     @staticmethod
     def format_metrics(metrics: Mapping[str, float]) -> str:
-        """Format the results of `measure` for printing."""
+        """Format the results of `measure` as "1.2345 nats/token, 0.678 bits/byte"; a missing one is "nan"."""
         bits = metrics.get("bits_per_byte", math.nan)
         return f"{metrics.get('held_out_loss', math.nan):.4f} nats/token, {bits:.3f} bits/byte"
 
@@ -193,7 +193,7 @@ class HeldOutPairs:
         return f"{self.dataset.n_items:,} pairs"
 
     def measure(self, model: GPT) -> dict[str, float]:
-        """Evaluate the model on all pairs; return mean DPO loss in nats per pair, mean reward margin, and accuracy."""
+        """Evaluate all pairs; return means "held_out_loss" (DPO, nats per pair), "reward_margin", "reward_accuracy"."""
         size = self.dataset.batch_size or 1
         margins = []
         with model.evaluating(), np.errstate(all="ignore"):
@@ -206,7 +206,7 @@ class HeldOutPairs:
 
     @staticmethod
     def format_metrics(metrics: Mapping[str, float]) -> str:
-        """Format the results of `measure` for printing."""
+        """Format the results of `measure`: nats/pair, reward margin, reward accuracy in %; a missing one is "nan"."""
         loss, margin, share = (metrics.get(name, math.nan) for name in PAIR_FIGURES)
         return f"{loss:.4f} nats/pair, reward margin {margin:.3f}, reward accuracy {share:.0%}"
 
@@ -215,7 +215,7 @@ class HeldOutPairs:
 def write_samples(
     loaded: Pretrained, run: Run, title: str, prompts: Sequence[tuple[str, list[int]]], n_tokens: int
 ) -> None:
-    """Generate a greedy continuation of each prompt, print the texts, and append them to samples.txt."""
+    """Generate a greedy continuation of each prompt, print all texts, and append them to samples.txt under `title`."""
     window = loaded.model.config.context_window
     stops = stop_tokens(loaded)
     if loaded.tokeniser.chat_template:

@@ -52,7 +52,7 @@ def update_session(state: TrainingState, run: Run, task: Task) -> Iterator[RunSe
 
 @contextlib.contextmanager
 def advise_on_memory(on_gpu: bool, advice: str) -> Iterator[None]:
-    """Add advice on settings that need less memory, and the GPU's free memory, to a MemoryError in this context."""
+    """Re-raise a MemoryError of this context with `advice`, and the GPU's free memory if `on_gpu`, in its message."""
     try:
         yield
     except MemoryError as error:
@@ -153,14 +153,14 @@ class RunSession(StateSession):
         return not (self._is_new or self.waiting) and (self._is_stopping or self.run.should_stop())
 
     def save(self) -> None:
-        """Save the last checkpoint."""
+        """Save the last checkpoint; do nothing after an interrupted evaluation, before which it was saved."""
         if not self._is_interrupted:  # the checkpoint was saved before the evaluation
             self.run.save(self.state, self.run.last)
 
     # -------------------------------------------------------------------- updates
     @contextlib.contextmanager
     def batches(self, source: Any) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Yield the batches of an update, and start its timer."""
+        """Yield this process's batches of an update, from `source`, and their label counts; start the timer."""
         if not self.waiting:
             self._started = clock.awake_seconds()
         self._is_updating = True

@@ -38,7 +38,7 @@ CORPORA = {
 def load_corpus(
     name: str, files: Sequence[Path], model_vocab_size: int, tokeniser: Any = None, split: str = "tricycle"
 ) -> Any:
-    """Return a tokenized corpus by its name, with a given tokenizer or one trained on the corpus.
+    """Return a corpus of CORPORA, tokenized by `tokeniser` or one trained on it; ValueError if that has too many ids.
 
     Args:
         name: a key of `CORPORA`.

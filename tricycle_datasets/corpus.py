@@ -264,7 +264,7 @@ def is_held_out(path: str) -> bool:
 
 
 def hold_out_tail(text: bytes) -> Iterator[Document]:
-    """Split one text into a training part and a held-out tail: the last tenth, at most HELD_OUT_BYTES."""
+    """Yield (text, is held out) for the training part and the tail: the last tenth, at most HELD_OUT_BYTES."""
     cut = len(text) - min(len(text) // 10, HELD_OUT_BYTES)
     yield text[:cut], False
     yield text[cut:], True

@@ -53,14 +53,14 @@ class Record(NamedTuple):
 
     @property
     def content_hash(self) -> int:
-        """A hash of kind and value, which decides whether the record is held out: equal records are not split."""
+        """A 256-bit integer hash of kind and value; equal records are on the same side of the held-out split."""
         content = json.dumps([self.kind, self.value], sort_keys=True)
         return int(hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest(), 16)
 
 
 # -------------------------------------------------------------------- reading
 def read_records(paths: Sequence[str | os.PathLike[str]]) -> list[Record]:
-    """Read fine-tuning records from .jsonl and text files, or folders of them; raise if one is invalid, or none.
+    """Read fine-tuning records from .jsonl and text files or folders; raise ValueError if one is invalid, or none.
 
     Raises:
         ValueError: a record is not valid (no text, no JSON, or wrong fields); the message names the file and the line.
@@ -213,14 +213,14 @@ class ExampleEncoder:
         return [example]
 
     def encode_text(self, text: str) -> np.ndarray:
-        """Return the token ids of a text, with the start-of-text token (if any) and the end-of-text token."""
+        """Return a text's ids (T,), int64: the start-of-text token (if any), its tokens, the end-of-text token."""
         start = self.tokeniser.start_of_text
         before = [] if start is None else [start]
         ids = [*before, *self.tokeniser.encode_plain(text), self.tokeniser.end_of_text]
         return np.array(ids, np.int64)
 
     def split_windows(self, ids: np.ndarray) -> Iterator[Example]:
-        """Split the token ids of a text into examples, so that each token but the first is predicted once."""
+        """Yield examples of at most `window` + 1 ids of a text; neighbors share one id, so each is predicted once."""
         for start in range(0, len(ids) - 1, self.window):
             window = ids[start : start + self.window + 1]
             yield Example(window, np.ones(len(window), bool))
@@ -258,7 +258,7 @@ class ExampleEncoder:
         return both
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """Return the token ids of a prompt, as in generation."""
+        """Return the token ids of a prompt with special tokens, as in generation; [`new_text`] if it is empty."""
         ids = [int(token) for token in self.tokeniser.encode(prompt)] if prompt else []
         return ids or [self.tokeniser.new_text]
 

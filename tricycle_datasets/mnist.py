@@ -34,7 +34,7 @@ SPLITS = {"train": "train", "test": "t10k"}
 
 
 def load_mnist(split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return MNIST's images (N, 28, 28), uint8 with 255 for ink, and labels (N,); download them if necessary.
+    """Return MNIST's read-only uint8 images (N, 28, 28), 255 for ink, and labels (N,); download them if necessary.
 
     Uncompressed files in `$TRICYCLE_DATA/mnist` are read too.
 
@@ -61,7 +61,9 @@ def _content(name: str) -> bytes:
 
 
 def read_idx(content: bytes) -> np.ndarray:
-    """Parse an IDX file of bytes into an array: two zeros, 8 for bytes, the number of axes, sizes, and elements.
+    """Parse an IDX file with elements of one byte to a read-only uint8 array; raise ValueError for other content.
+
+    The content is: two zeros, 8 for bytes, the number of axes, the sizes, and the elements.
 
     Raises:
         ValueError: the content is not such a file.

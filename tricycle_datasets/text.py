@@ -61,7 +61,10 @@ class TextFiles(Corpus):
 
 
 def find_text_files(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yield path and name of a folder's text files, sorted, without hidden, empty and binary ones; or of one file."""
+    """Yield (path, POSIX name) of one text file, or of a folder's in sorted order; ValueError if `root` is neither.
+
+    Hidden, empty and binary files of a folder are skipped; `root` itself must not be empty or binary.
+    """
     if root.is_file():
         if _is_binary(root):
             raise ValueError(f"TextFiles: expected a text file, got one with NUL bytes (binary, or UTF-16): {root}")

@@ -57,13 +57,13 @@ class Exercise:
 
 # -------------------------------------------------------------------- ops of more than one class
 def normalized(layer: Any, x: Tensor, **parameters: Tensor) -> Tensor:
-    """Return the result of a norm layer with the given parameters."""
+    """Set these parameters on a norm layer, which stays changed, and return its result for `x`."""
     vars(layer).update(parameters)
     return layer(x)
 
 
 def one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention of one head without a batch: (T, D), (S, D), (S, E) to (T, E)."""
+    """Compute non-causal attention of one head without a batch: (T, D), (S, D), (S, E) to (T, E)."""
     tensors = (tensor.reshape(1, tensor.shape[0], 1, tensor.shape[1]) for tensor in (q, k, v))
     return Attention(causal=False)(*tensors).reshape(q.shape[0], v.shape[1])
 

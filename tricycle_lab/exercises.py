@@ -64,7 +64,7 @@ def find_exercise(name: str) -> Exercise:
 
 
 def grade(exercise: Exercise | str, function: Callable[..., Any] | None) -> Grade:
-    """Compare a student's gradient function with the exercise's on its inputs; return correct, incorrect or missing.
+    """Check a gradient function on the exercise's inputs; return a `Grade`: correct, incorrect or not implemented.
 
     Args:
         exercise: an exercise or its name.

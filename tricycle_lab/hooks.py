@@ -78,7 +78,7 @@ def add_hook(target: Any, kind: str, function: Callable[..., Any]) -> RemoveHook
 
 
 def attention_of(layer: Layer) -> Any:
-    """Return the attention op of a layer, or None."""
+    """Return the attention op of a layer; None if it has none."""
     attention = getattr(layer, "attention", None)
     return attention if hasattr(attention, "score_options") else None
 
@@ -139,7 +139,7 @@ def _index_mask(caller: str, argument: str, indices: Sequence[int], size: int) -
 
 
 def as_indices(caller: str, argument: str, indices: Any) -> list[int] | None:
-    """Convert an integer or a sequence of integers to a list, and None to None; else raise ValueError.
+    """Convert an integer or a 1-D sequence of integers to a list, and None to None; else raise ValueError.
 
     Raises:
         ValueError: any other value.
@@ -154,7 +154,7 @@ def as_indices(caller: str, argument: str, indices: Any) -> list[int] | None:
 
 # -------------------------------------------------------------------- softmax variants
 def substitute_softmax(layer: Any, softmax: str | RowSoftmax | None, temperature: float | None) -> Substitution:
-    """Return a function that replaces a layer's attention op by one with another softmax, a temperature, or both."""
+    """Return a hook, (op, args) to (op, args), that gives an attention op another softmax, a temperature, or both."""
     changed = copy(layer)  # shares all weights, but has its own op and softmax scales
     if softmax is not None:
         changed.use_softmax(softmax)

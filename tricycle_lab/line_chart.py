@@ -50,11 +50,11 @@ class Scale(NamedTuple):
     end: float
 
     def pixels(self, values: np.ndarray) -> np.ndarray:
-        """Map values to pixels."""
+        """Map values linearly to pixels, in the same shape: `low` to `start`, `high` to `end`."""
         return self.start + (values - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self, max_ticks: int) -> list[tuple[float, str]]:
-        """Return pixel and label of about `max_ticks` ticks, at multiples of 1, 2 or 5 times a power of ten."""
+        """Return (pixel, label) of about `max_ticks` ticks, at multiples of 1, 2 or 5 times a power of ten."""
         min_step = (self.high - self.low) / max_ticks
         power = math.floor(math.log10(min_step))
         step = next(factor * 10.0**power for factor in (1, 2, 5, 10) if factor * 10.0**power >= min_step)

@@ -126,7 +126,7 @@ def _series(metrics: Sequence[Mapping[str, Any]], x: str, y: str, scale: float) 
 
 
 def save_figure(figure: Any, path: Path, dpi: int = 130) -> None:
-    """Write a matplotlib figure as PNG, atomically."""
+    """Write a matplotlib figure as a PNG file atomically; "$" in its texts no longer starts math text."""
     _disable_math_text(figure)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=dpi)
@@ -316,7 +316,7 @@ def _set_log_scales(axes: Any, log: str) -> None:
 def write_attention_page(
     path: Path, weights: Mapping[str, Mapping[str, Array]], tokens: Sequence[str], title: str = "Attention"
 ) -> None:
-    """Write an interactive HTML page of attention weights, one file without external resources.
+    """Write a self-contained interactive HTML page of attention weights[variant][layer], (H, T, T), clipped to 0..1.
 
     Weights are stored as bytes, round(255 sqrt(weight)), with an error of at most 1/255, and less for small weights.
     Weights above 1 or below 0, which learned scales can produce, are clipped.

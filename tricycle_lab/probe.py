@@ -234,7 +234,7 @@ def excess_kurtosis(x: Array) -> float:
 
 
 def entropy(weights: Array) -> Array:
-    """Compute the entropy of each row of attention weights, -sum_s w_s ln w_s, in nats: (..., S) to (...).
+    """Compute the entropy of each row of attention weights, -sum_s w_s ln w_s, in nats: (..., S) to (...) float64.
 
     Rows are not normalized: with softmax1 their sum is below 1. Weights of 0 and below, which learned scales can
     produce, are ignored.
@@ -245,14 +245,14 @@ def entropy(weights: Array) -> Array:
 
 
 def top_k_weight(weights: Array, k: int = 1) -> Array:
-    """Return the sum of the k largest weights of each row, or of all if there are fewer: (..., S) to (...)."""
+    """Return the sum of the k largest weights (all if fewer) of each row: (..., S) to (...) float64."""
     check_positive("top_k_weight", k=k)
     w = _rows("top_k_weight", weights)
     return array_module(w).sort(w, axis=-1)[..., -k:].sum(axis=-1)
 
 
 def unassigned_weight(weights: Array) -> Array:
-    """Return 1 - sum_s w_s of each row, (..., S) to (...): 0 except with softmax1, sink and block softmax."""
+    """Return 1 - sum_s w_s of each row, (..., S) to (...) float64: 0 except with softmax1, sink and block softmax."""
     return 1 - _rows("unassigned_weight", weights).sum(axis=-1)
 
 

@@ -133,7 +133,7 @@ def _losses(state: _RangeTestState, n_steps: int, progress: Callable[[int], None
 
 
 def analyze_losses(rates: np.ndarray, losses: np.ndarray) -> RangeTest:
-    """Smooth the losses of rising rates; find the rate of steepest descent, and that of divergence, None if absent.
+    """Return a `RangeTest` with smoothed losses, and the rates of steepest descent and divergence, None if absent.
 
     Args:
         rates, losses: (n,); the last loss may be NaN.

@@ -84,7 +84,7 @@ def _plot_field(axes: Any, name: str, done: Sequence[TrialResult], early: Sequen
 
 
 def use_log_x_axis(axes: Any) -> None:
-    """Make the x axis logarithmic, with tick labels in plain notation."""
+    """Make the x axis of matplotlib axes logarithmic, in place, with tick labels in plain notation."""
     from matplotlib.ticker import NullFormatter
 
     axes.set_xscale("log")

@@ -94,27 +94,27 @@ class MPIProcessGroup(ProcessGroup):
         self._gpus: Transport | None = None
 
     def broadcast(self, value: T) -> T:
-        """Return the value that rank zero passed."""
+        """Return on every rank the value that rank zero passed; all ranks must call it."""
         self.wait(self._values.Ibarrier())  # this wait has a timeout; `bcast` has none
         return self._values.bcast(value)
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in the order of the ranks."""
+        """Return a list of the values of all ranks, in the order of the ranks; all ranks must call it."""
         self.wait(self._values.Ibarrier())
         return self._values.allgather(value)
 
     def all_reduce(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sum of each number over all ranks."""
+        """Return the sum of each number over all ranks, in float64; all ranks must call it with equal lengths."""
         array = np.array(numbers, np.float64)
         self.wait(self._values.Iallreduce(self.mpi.IN_PLACE, array))
         return array.tolist()
 
     def start_all_reduce(self, array: Array) -> Pending:
-        """Start to sum an array over all ranks, in place."""
+        """Start to sum a contiguous array over all ranks, in place; call `wait` of the result before using it."""
         return self._transport(array).start_all_reduce(array)
 
     def start_broadcast(self, array: Array, rank: int) -> Pending:
-        """Start to overwrite the array of every rank with the array of one rank."""
+        """Start to overwrite every rank's array with that of one rank; call `wait` of the result before using it."""
         return self._transport(array).start_broadcast(array, rank)
 
     def _transport(self, array: Array) -> Transport:
@@ -126,7 +126,7 @@ class MPIProcessGroup(ProcessGroup):
         return self._gpus
 
     def answer_pings(self) -> None:
-        """Answer the pings of waiting ranks."""
+        """Reply to the pings of waiting ranks that have arrived; do nothing within 0.1 s of the last call."""
         self._pings.answer()
 
     def set_status(self, status: str) -> None:
@@ -169,7 +169,7 @@ class MPIProcessGroup(ProcessGroup):
         return self._pings.failures(seconds)
 
     def abort(self) -> None:
-        """Terminate all ranks immediately."""
+        """Terminate all ranks, this one too, immediately with exit status 1."""
         self.mpi.COMM_WORLD.Abort(1)
 
 
@@ -209,7 +209,7 @@ class PingService:
         return reasons
 
     def ping_all(self, request: Any, waited: float) -> None:
-        """Ping all other ranks and wait some seconds; raise UnresponsiveRankError if some stay silent meanwhile.
+        """Ping all other ranks and wait up to 5 s for replies or `request`; UnresponsiveRankError if some stay silent.
 
         Raises:
             UnresponsiveRankError: ranks did not reply; the message names them.

@@ -32,11 +32,11 @@ class Transport:
         self.ranks, self.gradients = ranks, gradients
 
     def start_all_reduce(self, array: Array) -> Pending:
-        """Start to sum a contiguous array over all ranks, in place."""
+        """Start to sum a contiguous array over all ranks, in place; call `wait` of the result before using it."""
         raise NotImplementedError(f"{type(self).__name__} defines no start_all_reduce")
 
     def start_broadcast(self, array: Array, rank: int) -> Pending:
-        """Start to overwrite the array of every rank with the array of one rank."""
+        """Start to overwrite every rank's array with that of one rank; call `wait` of the result before using it."""
         raise NotImplementedError(f"{type(self).__name__} defines no start_broadcast")
 
 
@@ -45,12 +45,12 @@ class HostTransport(Transport):
     """Transport by MPI through host memory; arrays on a GPU are copied to the host and back."""
 
     def start_all_reduce(self, array: Array) -> Pending:
-        """Start to sum a contiguous array over all ranks, in place."""
+        """Start to sum a contiguous array over all ranks, in place; call `wait` of the result before using it."""
         host = array if isinstance(array, np.ndarray) else devices.to_cpu(array)
         return HostRequest(self.ranks, self.gradients.Iallreduce(self.ranks.mpi.IN_PLACE, host), array, host)
 
     def start_broadcast(self, array: Array, rank: int) -> Pending:
-        """Start to overwrite the array of every rank with the array of one rank."""
+        """Start to overwrite every rank's array with that of one rank; call `wait` of the result before using it."""
         host = array if isinstance(array, np.ndarray) else devices.to_cpu(array)
         if not _is_dense(host):
             host = host.copy()
@@ -82,11 +82,11 @@ class CUDAAwareTransport(Transport):
     """
 
     def start_all_reduce(self, array: Array) -> Pending:
-        """Prepare the sum of a contiguous array over all ranks, in place."""
+        """Prepare the sum of a contiguous array over all ranks, in place; `wait` of the result computes it."""
         return BlockingRequest(self, array, lambda part: self.gradients.Allreduce(self.ranks.mpi.IN_PLACE, part))
 
     def start_broadcast(self, array: Array, rank: int) -> Pending:
-        """Prepare to overwrite the array of every rank with the array of one rank."""
+        """Prepare to overwrite every rank's array with that of one rank; `wait` of the result does it."""
         return BlockingRequest(self, array, lambda part: self.gradients.Bcast(part, rank))
 
 
@@ -128,12 +128,12 @@ class NCCLTransport(Transport):
         self.stream = cuda.Stream(non_blocking=True)
 
     def start_all_reduce(self, array: Array) -> Pending:
-        """Start to sum a contiguous array over all ranks, in place."""
+        """Start to sum a contiguous array over all ranks, in place; call `wait` of the result before using it."""
         add = self.nccl.NCCL_SUM
         return self._start(array, lambda at, n, kind: self.all.allReduce(at, at, n, kind, add, self.stream.ptr))
 
     def start_broadcast(self, array: Array, rank: int) -> Pending:
-        """Start to overwrite the array of every rank with the array of one rank."""
+        """Start to overwrite every rank's array with that of one rank; call `wait` of the result before using it."""
         return self._start(array, lambda at, n, kind: self.all.broadcast(at, at, n, kind, rank, self.stream.ptr))
 
     def _start(self, array: Array, call: Any) -> StreamRequest:
@@ -161,7 +161,7 @@ class StreamRequest:
         """Do nothing: the GPU runs the operation."""
 
     def wait(self) -> None:
-        """Make the current CUDA stream wait for the operation."""
+        """Make the current CUDA stream wait for the operation, without blocking the host."""
         self.cuda.get_current_stream().wait_event(self.done)
         if self.dense is not self.array:
             self.array[...] = self.dense

@@ -67,7 +67,7 @@ class CompletionRequest:
     def sequence_requests(
         self, prompts: list[list[int]], max_tokens: int, context_window: int
     ) -> list[SequenceRequest]:
-        """Return `n` sequence requests for each prompt in order, with new tokens limited to fit the context window.
+        """Return `n` requests per prompt in order, limited to `max_tokens` and the window; ApiError if it is too long.
 
         Args:
             prompts: token ids.

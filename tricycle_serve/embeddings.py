@@ -124,7 +124,7 @@ class EmbeddingsResponse:
     as_base64: bool
 
     async def collect(self) -> dict[str, Any]:
-        """Wait for all embeddings, and return the response body.
+        """Wait for all embeddings; return the body: "object", "data" in the order of the texts, "model" and "usage".
 
         Raises:
             ApiError, RequestCancelled: as for `EngineRequest.outputs`.

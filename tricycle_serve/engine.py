@@ -40,17 +40,17 @@ class Engine(ABC):
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
 
     def start(self) -> None:
-        """Start the engine thread."""
+        """Start the engine thread, a daemon; call it only once."""
         self._thread.start()
 
     def close(self) -> None:
-        """Reject new requests, and end the engine thread after its current step."""
+        """Reject new requests, and end the engine thread after its current step; do not wait for it."""
         with self._condition:
             self._closing = True
             self._condition.notify()
 
     def join(self, timeout_seconds: float) -> None:
-        """Wait for the end of the engine thread."""
+        """Wait for the end of the engine thread, at most `timeout_seconds`; return at once if it is not running."""
         if self._thread.is_alive():
             self._thread.join(timeout_seconds)
 
@@ -70,7 +70,7 @@ class Engine(ABC):
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are processed: the engine thread has not ended since it was started."""
+        """Whether the engine is usable: its thread has not been started yet, or has not ended since."""
         return self._thread.ident is None or self._thread.is_alive()
 
     def _run(self) -> None:
@@ -372,6 +372,6 @@ class GenerationEngine(Engine):
 
 
 def timeout_error() -> ApiError:
-    """Return the error for a request that timed out before its first output."""
+    """Return (not raise) the ApiError of status 503 for a request that timed out before its first output."""
     message = "the request timed out"
     return ApiError(message, status=503, code="timeout", retry_after_seconds=MAX_RETRY_AFTER_SECONDS)

@@ -51,12 +51,12 @@ class EngineRequest:
         return self.is_cancelled or self._has_failed or self._n_unfinished == 0
 
     def put(self, output: Any, is_last: bool) -> None:
-        """Send an output to the event loop."""
+        """Send an output to `outputs`; `is_last` ends one of `n_parts`, and the last of these completes the request."""
         self._n_unfinished -= is_last
         self._send(output, self._n_unfinished == 0)
 
     def fail(self, error: BaseException) -> None:
-        """End the request with an error."""
+        """End the request: `outputs` raises `error` if it is an ApiError, else an ApiError of status 500."""
         self._has_failed = True
         self._send(None, False, error)
 
@@ -68,7 +68,7 @@ class EngineRequest:
 
     # ---------------------------------------------------------------- called in the event loop
     def cancel(self) -> None:
-        """Cancel the request; the engine stops work on it at its next step."""
+        """Cancel the request: `outputs` raises RequestCancelled, and the engine stops work at its next step."""
         self.is_cancelled = True
         self._queue.put_nowait((None, False, None))
 

@@ -33,12 +33,12 @@ class ApiError(Exception):
         self.retry_after_seconds = retry_after_seconds
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body of the response."""
+        """Return the response body {"error": ...} with message, type, param and code, as of OpenAI's API."""
         error = {"message": str(self), "type": _error_type(self.status), "param": self.param, "code": self.code}
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        """Return the additional headers of the response."""
+        """Return the additional headers: Retry-After if seconds are given, WWW-Authenticate for status 401; else {}."""
         headers = {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 

@@ -121,7 +121,7 @@ class AccessMiddleware:
 
 
 def host_name(host: str) -> str:
-    """Return the name or address in a Host header, without the port; "" if the header is malformed."""
+    """Return the name or address in a Host header, in lower case without the port; "" if it is malformed."""
     match = HOST_PATTERN.fullmatch(host)
     return "" if match is None else (match["address"] or match["name"]).lower().rstrip(".")
 

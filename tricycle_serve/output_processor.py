@@ -72,7 +72,7 @@ class StopStringFilter:
         return text[:start]
 
     def flush(self) -> str:
-        """Return the text that was held back, at the end of a sequence."""
+        """Return and clear the text that was held back, at the end of a sequence; a second call returns ""."""
         held, self._held = self._held, ""
         return held
 

@@ -62,16 +62,16 @@ class RequestFields:
         self._known: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field without validation."""
+        """Return the value of a field without validation, or `default` if it is absent; mark the field as read."""
         self._known.add(name)
         return self._values.get(name, default)
 
     def has(self, name: str) -> bool:
-        """Return whether the request contains a field."""
+        """Return whether the request contains a field that is not null; do not mark it as read."""
         return name in self._values
 
     def reject(self, name: str, expected: str) -> NoReturn:
-        """Raise ApiError for the value of a field."""
+        """Raise ApiError of status 400: expected `name` to be `expected`, got its value."""
         raise ApiError(f"expected {name} to be {expected}, got {format_value(self._values.get(name))}", param=name)
 
     def get_int(self, name: str, default: Any, minimum: int, maximum: int | None = None) -> Any:
@@ -96,14 +96,14 @@ class RequestFields:
         return float(value)
 
     def get_bool(self, name: str, default: bool = False) -> bool:
-        """Return a Boolean."""
+        """Return a Boolean field, or `default` if it is absent; raise ApiError for another type."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             self.reject(name, "true or false")
         return value
 
     def get_str(self, name: str, default: str | None = None) -> Any:
-        """Return a string without unpaired surrogates."""
+        """Return a string field, unpaired surrogates as U+FFFD, or `default` if absent; ApiError for another type."""
         value = self.get(name, default)
         if value is not None and not isinstance(value, str):
             self.reject(name, "a string")
@@ -116,7 +116,7 @@ class RequestFields:
             raise ApiError(f"{name} is not supported: {reason}", param=name, code="unsupported_parameter")
 
     def ignore(self, *names: str) -> None:
-        """Accept fields that do not affect the response."""
+        """Mark fields that do not affect the response as read, for `reject_unknown`, without checking their values."""
         self._known.update(names)
 
     def reject_unknown(self) -> None:

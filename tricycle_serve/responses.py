@@ -20,12 +20,12 @@ DONE_EVENT = b"data: [DONE]\n\n"
 
 
 def format_event(value: dict[str, Any]) -> bytes:
-    """Return a JSON value as a server-sent event."""
+    """Return a JSON object as the bytes of a server-sent event: "data: ", the JSON, and an empty line."""
     return b"data: " + encode_json(value) + b"\n\n"
 
 
 def encode_json(value: Any) -> bytes:
-    """Return compact JSON in ASCII."""
+    """Return a value as compact JSON in ASCII bytes; raise ValueError for NaN or infinity."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
@@ -54,15 +54,15 @@ class CompletionResponse:
     chunk_object_type = ""
 
     def choice(self, index: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:
-        """Return the JSON object of a complete sequence."""
+        """Return an element of "choices" for a complete sequence; subclasses define it."""
         raise NotImplementedError
 
     def initial_choices(self) -> list[dict[str, Any]]:
-        """Return the choices of the chunks at the beginning of a stream."""
+        """Return the choices that begin a stream, one for each chunk, or []; subclasses define it."""
         raise NotImplementedError
 
     def delta_choices(self, delta: TextDelta) -> list[dict[str, Any]]:
-        """Return the choices of the chunks for a delta."""
+        """Return the choices of a delta in a stream, one for each chunk; subclasses define it."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- common to both kinds
@@ -88,7 +88,7 @@ class CompletionResponse:
         }
 
     async def collect(self) -> dict[str, Any]:
-        """Wait for the end of all sequences, and return the response body.
+        """Wait for all sequences; return the body: the common fields, "choices" in order of index, and "usage".
 
         Raises:
             ApiError, RequestCancelled: as for `EngineRequest.outputs`.
@@ -104,7 +104,7 @@ class CompletionResponse:
         return {**self.common_fields(self.object_type), "choices": choices, "usage": self.usage(n_completion_tokens)}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield server-sent events while the text is generated.
+        """Yield server-sent events: initial choices, deltas, usage if requested, [DONE]; an ApiError is the last event.
 
         Raises:
             RequestCancelled: as for `EngineRequest.outputs`.
@@ -130,7 +130,7 @@ class CompletionResponse:
 
 
 def merge_deltas(deltas: list[TextDelta]) -> list[TextDelta]:
-    """Merge consecutive deltas of the same sequence, so that a slow client receives fewer chunks.
+    """Return deltas with consecutive ones of a sequence merged up to MAX_MERGED_TOKENS tokens, for fewer chunks.
 
     A merged delta has at most `MAX_MERGED_TOKENS` tokens, which limits the bytes that are sent at once.
     """
@@ -163,7 +163,7 @@ class ChatCompletionResponse(CompletionResponse):
     chunk_object_type = "chat.completion.chunk"
 
     def choice(self, index: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:
-        """Return the message of one sequence."""
+        """Return a dict of index, assistant's message, logprobs (None unless requested) and finish_reason."""
         message = {"role": "assistant", "content": text, "refusal": None}
         logprobs_json = self._format_logprobs(logprobs)
         return {"index": index, "message": message, "logprobs": logprobs_json, "finish_reason": finish_reason}
@@ -211,16 +211,16 @@ class TextCompletionResponse(CompletionResponse):
     chunk_object_type = "text_completion"
 
     def choice(self, index: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:
-        """Return the text of one sequence, after its prompt if `echo` is set."""
+        """Return a dict of index, text (after its prompt if `echo` is set), logprobs or None, and finish_reason."""
         return self._choice(index, self._echoed_prompt(index) + text, logprobs, finish_reason)
 
     def initial_choices(self) -> list[dict[str, Any]]:
-        """Return the prompts of all sequences if `echo` is set."""
+        """Return a choice with the prompt for each sequence if `echo` is set and it is not empty; else []."""
         prompts = [(index, self._echoed_prompt(index)) for index in range(len(self.sequences))]
         return [self._choice(index, prompt, [], None) for index, prompt in prompts if prompt]
 
     def delta_choices(self, delta: TextDelta) -> list[dict[str, Any]]:
-        """Return one choice with the text."""
+        """Return a list of one choice with index, new text, logprobs (None unless requested) and finish_reason."""
         return [self._choice(delta.sequence_index, delta.text, delta.logprobs, delta.finish_reason)]
 
     def _choice(self, index: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class ModelService:
         self._thread_pool = ThreadPoolExecutor(N_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
     def model_info(self) -> dict[str, Any]:
-        """Return the model's entry in /v1/models: id, creation time, kind and context window."""
+        """Return the model's entry in /v1/models: id, object, created (Unix time), owned_by, kind, context_window."""
         return {
             "id": self.name,
             "object": "model",
@@ -76,18 +76,18 @@ class ModelService:
         }
 
     def close(self) -> None:
-        """Reject new requests, and end the engine."""
+        """Reject new requests, end the engine after its step, and cancel waiting tokenizations; do not wait."""
         self.engine.close()
         self._thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def check_model_name(self, fields: RequestFields) -> None:
-        """Raise ApiError if a request names another model."""
+        """Raise ApiError of status 404 if the request names another model; none, or null, is accepted."""
         name = fields.get_str("model")
         if name is not None and name != self.name:
             raise model_not_found(name, self.name)
 
     async def run_in_thread(self, function: Any, *args: Any) -> Any:
-        """Return the result of a slow function without blocking the event loop."""
+        """Run a slow function with `args` in a thread without blocking the event loop; return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread_pool, function, *args)
 
     async def chat(self, fields: RequestFields) -> CompletionResponse:
@@ -105,7 +105,7 @@ class ModelService:
 
 
 def model_not_found(name: str, served_name: str) -> ApiError:
-    """Return the error for a request that names a model that is not served."""
+    """Return (not raise) the ApiError of status 404 for a request that names a model that is not served."""
     message = f"the model {name[:100]!r} does not exist, this server has {served_name!r}"
     return ApiError(message, status=404, param="model", code="model_not_found")
 
@@ -147,7 +147,7 @@ class GenerationService(ModelService):
                     self._defaults = replace(defaults, chat=chat)
 
     async def chat(self, fields: RequestFields) -> CompletionResponse:
-        """Submit a chat completion, and return its response.
+        """Validate and queue a chat completion; return its response to `collect` or stream by `events`; else ApiError.
 
         Raises:
             ApiError: an invalid request, or a full queue.
@@ -167,7 +167,7 @@ class GenerationService(ModelService):
         return self._submit(ChatCompletionResponse, request, [prompt], [])
 
     async def complete(self, fields: RequestFields) -> CompletionResponse:
-        """Submit completions of one or several prompts, and return their response.
+        """Validate and queue completions of prompts; return their response to `collect` or stream; else ApiError.
 
         Raises:
             ApiError: an invalid request, or a full queue.
@@ -218,7 +218,7 @@ class EmbeddingService(ModelService):
         self._timeout_seconds = timeout_seconds
 
     async def embed(self, fields: RequestFields) -> EmbeddingsResponse:
-        """Submit an embeddings request, and return its response.
+        """Validate and queue an embeddings request; return its response to `collect`; ApiError if it is invalid.
 
         Raises:
             ApiError: an invalid request, or a full queue.

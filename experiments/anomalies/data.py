@@ -23,12 +23,12 @@ class Series(NamedTuple):
 
 
 def normal_series(n_samples: int, generator: np.random.Generator) -> Series:
-    """Return a series without anomalies."""
+    """Return a random pulse-wave Series of `n_samples` values, without anomalies."""
     return _series(n_samples, [], generator)
 
 
 def series_with_events(n_each: int, generator: np.random.Generator) -> Series:
-    """Return a series with `n_each` anomalies of each kind, in mixed order."""
+    """Return a Series with `n_each` anomalies of each of KINDS in mixed order, one every SLOT samples."""
     kinds = [KINDS[i] for _ in range(n_each) for i in generator.permutation(len(KINDS))]
     starts = [SLOT * i + SLOT // 3 + int(generator.integers(0, 2 * BEAT)) for i in range(len(kinds))]
     return _series(SLOT * len(kinds), list(zip(kinds, starts)), generator)
@@ -96,12 +96,12 @@ def _add_wave(values: np.ndarray, centre: float, width: float, height: float) ->
 
 # -------------------------------------------------------------------- windows
 def windows_of(values: np.ndarray, size: int, stride: int) -> np.ndarray:
-    """Return the windows (N, size) of a series (n_samples,), the first from 0, the next from `stride`."""
+    """Return a read-only view (N, size) of a series (n_samples,): windows from 0, stride, 2 stride and so on."""
     return np.lib.stride_tricks.sliding_window_view(values, size)[::stride]
 
 
 def labels_of(series: Series, size: int, stride: int) -> np.ndarray:
-    """Return the number of the anomaly in each window, -1 for none, -2 for too small a part of one.
+    """Return (N,) the index of the event in each window, -1 for none, -2 for too small a part of one.
 
     A window shows an event that lies in it whole or with a quarter of a beat; with less of one it is left out.
     """

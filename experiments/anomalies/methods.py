@@ -17,13 +17,13 @@ PAST = 16  # samples from which a linear prediction is made
 
 
 def mean(windows: np.ndarray) -> Predictor:
-    """Return a predictor of the mean of all windows."""
+    """Return a function of windows (N, T) that predicts the mean of all training `windows` everywhere."""
     level = windows.mean()
     return lambda inputs: np.full(inputs.shape, level)
 
 
 def moving_average(windows: np.ndarray) -> Predictor:
-    """Return a predictor of each sample by the mean of its neighbors in the window."""
+    """Return a function that predicts each sample of (N, T) by the mean of its neighbors; `windows` is ignored."""
 
     def predict(inputs: np.ndarray) -> np.ndarray:
         n, half = inputs.shape[1], AVERAGED // 2
@@ -35,7 +35,7 @@ def moving_average(windows: np.ndarray) -> Predictor:
 
 
 def linear_prediction(windows: np.ndarray) -> Predictor:
-    """Return a predictor of each sample from the previous ones, by least squares; the first are not predicted."""
+    """Fit by least squares; return a function that predicts each sample from PAST others, and copies the first."""
 
     def split(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         runs = np.lib.stride_tricks.sliding_window_view(inputs, PAST + 1, axis=1).reshape(-1, PAST + 1)
@@ -51,14 +51,14 @@ def linear_prediction(windows: np.ndarray) -> Predictor:
 
 
 def pca(windows: np.ndarray, code_size: int) -> Predictor:
-    """Return a predictor that projects a window onto the first principal components."""
+    """Fit PCA; return a function that projects windows (N, T) onto the first `code_size` principal components."""
     middle = windows.mean(axis=0)
     directions = np.linalg.svd(windows - middle, full_matrices=False)[2][:code_size]
     return lambda inputs: (inputs - middle) @ directions.T @ directions + middle
 
 
 def nearest(windows: np.ndarray) -> Predictor:
-    """Return a predictor of a window by the most similar training window."""
+    """Return a function that predicts each window of (N, T) by the most similar training window."""
     squares = (windows**2).sum(axis=1)
 
     def predict(inputs: np.ndarray) -> np.ndarray:
@@ -69,7 +69,7 @@ def nearest(windows: np.ndarray) -> Predictor:
 
 
 def autoencoder_reconstruction(model: Autoencoder) -> Predictor:
-    """Return a predictor that reconstructs a window with an autoencoder."""
+    """Return a function that reconstructs windows (N, T) with a trained model, in evaluation mode."""
 
     def predict(inputs: np.ndarray) -> np.ndarray:
         x = to_model_shape(model, inputs)
@@ -82,6 +82,6 @@ def autoencoder_reconstruction(model: Autoencoder) -> Predictor:
 
 
 def to_model_shape(model: Autoencoder, windows: np.ndarray) -> np.ndarray:
-    """Return windows (N, T) as a model takes them: (N, T, 1) if it is recurrent."""
+    """Return windows (N, T) in float32 as a model takes them: (N, T, 1) if it is recurrent, else (N, T)."""
     x = windows.astype(np.float32)
     return x[..., None] if isinstance(model, RecurrentAutoencoder) else x

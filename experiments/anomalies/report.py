@@ -18,7 +18,7 @@ SHOWN = 6  # events in the picture of the series
 
 
 def tables(runs: Runs) -> dict[str, str]:
-    """Return all tables by title."""
+    """Return the Markdown tables of ROC areas and of detected events, by title."""
     roc_area = lambda name, kind: of(runs, "methods", name, "area", kind)
     return {
         "Area under the ROC curve of windows, %": grid(list(runs[0]["methods"]), COLUMNS, roc_area, 1, 100),
@@ -27,7 +27,7 @@ def tables(runs: Runs) -> dict[str, str]:
 
 
 def detection_table(runs: Runs) -> str:
-    """Return the table of detection rates, false alarms, errors on normal windows, and seconds to fit."""
+    """Return a Markdown table by method: events found and false alarms in %, error, and seconds to fit."""
     rows = []
     for name in runs[0]["methods"]:
         row = [name, *(cell(of(runs, "methods", name, "found", kind), 0, 100) for kind in COLUMNS)]
@@ -38,7 +38,7 @@ def detection_table(runs: Runs) -> str:
 
 
 def plot_roc(runs: Runs, path: Path) -> None:
-    """Plot the ROC curves at low false-positive rates, one panel for each kind of anomaly."""
+    """Write an image of the ROC curves at low false-positive rates, one panel for each kind of anomaly."""
     found = lambda name, kind: 100 * np.array(of(runs, "methods", name, "curve", kind))
     curves = {kind: {name: (100 * RATES, found(name, kind)) for name in DRAWN} for kind in COLUMNS}
     plot_curves(
@@ -52,7 +52,7 @@ def plot_roc(runs: Runs, path: Path) -> None:
 
 
 def plot_series(windows: Windows, predict: Predictor, threshold: float, path: Path) -> None:
-    """Plot the first anomalies: the series with its prediction, and the score of each window with the threshold."""
+    """Write an image of the first anomalies: series, prediction, and score of each window with the threshold."""
     size, stride = windows.test.shape[1], windows.test.shape[1] // 4
     n_lines = 2
     length = SHOWN * SLOT // n_lines
@@ -90,7 +90,7 @@ def plot_series(windows: Windows, predict: Predictor, threshold: float, path: Pa
 
 
 def overlap_add(made: np.ndarray, stride: int) -> np.ndarray:
-    """Return the series of overlapping windows (N, T): the mean of all predictions of each sample."""
+    """Return the series (stride (N - 1) + T,) of windows (N, T): the mean of all values of each sample."""
     n, size = made.shape
     total, counts = np.zeros((2, stride * (n - 1) + size))
     for i, window in enumerate(made):

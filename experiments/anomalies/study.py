@@ -75,7 +75,7 @@ class Windows(NamedTuple):
 
 
 def new_windows(settings: Settings, seed: int) -> Windows:
-    """Return the normalized windows of a new series."""
+    """Return the Windows of new random series, standardized by the training series; `seed` determines them."""
     generator, size = stream(DATA, seed), settings.window
     train, validation = (
         normal_series(n, generator).values for n in (settings.train_samples, settings.validation_samples)
@@ -89,7 +89,7 @@ def new_windows(settings: Settings, seed: int) -> Windows:
 
 
 def fit_methods(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, Predictor], dict[str, float]]:
-    """Return the fitted methods by name, and the seconds that each took to fit."""
+    """Fit every method; return ({name: function that predicts windows (N, T)}, {name: seconds to fit})."""
     train, size, code = windows.train, settings.window, settings.code_size
 
     def learned(model: Autoencoder, steps: int, rate: float, name: str) -> Predictor:
@@ -135,20 +135,20 @@ def scores(predict: Predictor, windows: np.ndarray) -> np.ndarray:
 
 
 def roc_area(abnormal: np.ndarray, normal: np.ndarray) -> float:
-    """Return the area under the ROC curve: the probability that an abnormal window scores higher, ties counted half."""
+    """Return the ROC area of scores: the probability that an abnormal one is higher, ties counted half."""
     normal = np.sort(normal)
     below, up_to = (np.searchsorted(normal, abnormal, side) for side in ("left", "right"))
     return float((below + up_to).mean() / 2 / len(normal))
 
 
 def roc_curve(abnormal: np.ndarray, normal: np.ndarray) -> np.ndarray:
-    """Return the true-positive rate at each false-positive rate in RATES."""
+    """Return the true-positive rate of scores (len(RATES),) at each false-positive rate in RATES."""
     thresholds = np.quantile(normal, 1 - RATES)
     return (abnormal[:, None] >= thresholds).mean(axis=0)
 
 
 def measure(predict: Predictor, windows: Windows, quantile: float) -> dict[str, Any]:
-    """Return ROC areas and curves by kind of anomaly, and the detection rates at a threshold.
+    """Return "area", "curve" and "found" by kind and for "all", and "false_alarms", "threshold" and "error".
 
     Returns:
         areas and curves by kind of event and of all windows with one; with the threshold that so many of the normal

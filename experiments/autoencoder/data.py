@@ -31,7 +31,7 @@ class Data(NamedTuple):
 
 
 def load(name: str) -> Data:
-    """Load a dataset, split into three parts.
+    """Load "digits" (scikit-learn) or "mnist" (downloaded) in three fixed parts; ImportError or OSError if missing.
 
     Args:
         name: "digits" or "mnist".
@@ -63,5 +63,5 @@ def _mnist() -> Data:
 
 
 def part(images: np.ndarray, labels: np.ndarray) -> Part:
-    """Return a part with images as float32 and labels as int64."""
+    """Return a Part: images (N, height, width) as float32 (N, height, width, 1), and labels (N,) as int64."""
     return Part(images.astype(np.float32)[..., None], labels.astype(np.int64))

@@ -29,7 +29,7 @@ class PCA:
         self.fitted = Fitted(code_size, svd_solver="covariance_eigh").fit(flat(images))
 
     def encode(self, images: np.ndarray) -> np.ndarray:
-        """Return the codes (N, Z) of images."""
+        """Return the float64 codes (N, Z) of images (N, height, width, 1)."""
         return self.fitted.transform(flat(images))
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
@@ -37,7 +37,7 @@ class PCA:
         return self.fitted.inverse_transform(codes).reshape(-1, *self.shape)
 
     def draw(self, n: int, generator: np.random.Generator) -> np.ndarray:
-        """Sample n images from the normal distribution that PCA fits, without pixel noise."""
+        """Return n images (n, height, width, 1) drawn from the fitted normal distribution, without pixel noise."""
         deviations = np.sqrt((self.fitted.explained_variance_ - self.fitted.noise_variance_).clip(0))
         return self.decode(generator.standard_normal((n, len(deviations))) * deviations)
 
@@ -70,7 +70,7 @@ def flat(images: np.ndarray) -> np.ndarray:
 
 
 def moments(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean (P,) and the covariance (P, P) of images."""
+    """Return the mean (P,) and the covariance (P, P), divided by N, of images (N, height, width, 1)."""
     pixels = flat(images)
     return pixels.mean(axis=0), np.cov(pixels.T, bias=True)
 
@@ -87,7 +87,7 @@ def new_model(
     generator: np.random.Generator,
     deviation: float | None = None,
 ) -> Autoencoder:
-    """Return a new autoencoder.
+    """Return a new autoencoder of images (64 or 784 pixels), variational if `deviation` is given.
 
     Args:
         kind: "dense" or "convolutional".

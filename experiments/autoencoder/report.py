@@ -20,7 +20,7 @@ N_BETWEEN = 11  # images from one digit to another, both ends included
 
 # -------------------------------------------------------------------- tables
 def tables(runs: Runs, settings: dict[str, Any]) -> dict[str, str]:
-    """Return all tables by title."""
+    """Return the Markdown tables of reconstruction, denoising, classification and generation, by title."""
     sizes, noises, few = settings["code_sizes"], settings["noises"], settings["few_labels"]
     by_place = lambda what: lambda name, i: of(runs, what, name, i)
 
@@ -43,7 +43,7 @@ def tables(runs: Runs, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def generation_table(runs: Runs) -> str:
-    """Return the table of generated images and log-likelihood bounds; PCA's likelihood is exact."""
+    """Return the Markdown table of generated images and log-likelihood bounds; PCA's likelihood is exact."""
     rows = []
     for name in runs[0]["drawing"]:
         row = [name, *(cell(of(runs, "drawing", name, i), 1, 100) for i in range(2))]
@@ -57,7 +57,7 @@ def generation_table(runs: Runs) -> str:
 
 # -------------------------------------------------------------------- pictures
 def plot_errors(runs: Runs, settings: dict[str, Any], path: Path) -> None:
-    """Plot the reconstruction error and the classification accuracy against the code size."""
+    """Write an image of the reconstruction error and the classification accuracy against the code size."""
     sizes = settings["code_sizes"]
     lines = {name: (sizes, 100 * np.array(of(runs, "reconstruction", name))) for name in runs[0]["reconstruction"]}
     curves: dict[str, Any] = {"unexplained variance, %": lines}
@@ -72,7 +72,7 @@ def plot_errors(runs: Runs, settings: dict[str, Any], path: Path) -> None:
 
 
 def plot_pictures(study: Study, folder: Path) -> list[str]:
-    """Draw reconstructions, noise removed, new digits, interpolations and codes; return the files' names."""
+    """Write six PNG files of reconstructions, denoising, new digits and codes to a folder; return their names."""
     data, settings = study.data, study.settings
     images = first_image_of_each_digit(data)
     rows = {"image": images}
@@ -94,7 +94,7 @@ def plot_pictures(study: Study, folder: Path) -> list[str]:
 
 
 def interpolations(study: Study) -> dict[str, np.ndarray]:
-    """Return interpolations between two digits: in pixels, and decoded from codes on the line between their codes."""
+    """Return {row title: images (N_BETWEEN, height, width, 1)} between two digits, in pixels and in codes."""
     images = first_image_of_each_digit(study.data)
     shares = np.linspace(0, 1, N_BETWEEN, dtype=np.float32)[:, None, None, None]
     size, rows = study.settings.variational_size, {}
@@ -110,7 +110,7 @@ def interpolations(study: Study) -> dict[str, np.ndarray]:
 
 
 def first_image_of_each_digit(data: Data) -> np.ndarray:
-    """Return a test image of each digit, and a few more."""
+    """Return N_COLUMNS test images: the first of each digit from 0 to 9, then the first others."""
     labels = data.test.labels
     first = [int(np.flatnonzero(labels == digit)[0]) for digit in range(10)]
     more = [i for i in range(len(labels)) if i not in first][: N_COLUMNS - 10]
@@ -118,7 +118,7 @@ def first_image_of_each_digit(data: Data) -> np.ndarray:
 
 
 def draw_rows(rows: dict[str, np.ndarray], path: Path, title: str) -> None:
-    """Draw one row of images (n, height, width, 1) for each name."""
+    """Write an image file with one labeled row of images (n, height, width, 1) for each name."""
     together, places = image_grid(list(rows.values()))
     inches = 0.54 / (places[1] - places[0]) if len(rows) > 1 else 0.06  # a pixel
     height, width = (inches * n for n in together.shape)
@@ -135,7 +135,7 @@ def draw_rows(rows: dict[str, np.ndarray], path: Path, title: str) -> None:
 
 
 def image_grid(rows: list[np.ndarray]) -> tuple[np.ndarray, list[float]]:
-    """Return rows of images (n, height, width, 1) as one image with gaps, and the vertical centers of the rows."""
+    """Return (rows of images (n, height, width, 1) as one 2-D image with gaps, vertical centers of the rows)."""
     _, height, width, _ = rows[0].shape
     gap = max(1, height // 8)
     together = np.zeros((len(rows) * (height + gap) - gap, max(map(len, rows)) * (width + gap) - gap))
@@ -147,7 +147,7 @@ def image_grid(rows: list[np.ndarray]) -> tuple[np.ndarray, list[float]]:
 
 
 def plot_latent(study: Study, path: Path) -> None:
-    """Plot test images as points in the code space, colored by digit, for each model with codes of two numbers."""
+    """Write an image of test codes of two numbers, colored by digit, with one panel for each model."""
     deviation = study.settings.deviations[-1]
     codes = {name: make(study.data.test.images) for name, make in study.encoders(2).items() if name != "untrained"}
     codes["variational, dense"] = encode(study.get_trained("dense", 2, 0.0, deviation), study.data.test.images)
@@ -165,7 +165,7 @@ def plot_latent(study: Study, path: Path) -> None:
 
 
 def plot_plane(study: Study, path: Path, n: int = 16) -> None:
-    """Draw the images that a variational autoencoder decodes from a grid of two-dimensional codes."""
+    """Write an image of the digits that a variational autoencoder decodes from an n x n grid of codes."""
     from statistics import NormalDist
 
     model = study.get_trained("dense", 2, 0.0, study.settings.deviations[-1])

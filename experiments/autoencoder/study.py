@@ -84,24 +84,24 @@ ImageFn = Callable[[np.ndarray], np.ndarray]  # images to images
 
 
 def in_chunks(function: Callable[[np.ndarray], Any], images: np.ndarray) -> np.ndarray:
-    """Return the concatenated results of a function of chunks of images, without gradients."""
+    """Call a function of images to a Tensor in chunks, without gradients, and return the concatenated array."""
     with no_grad():
         return np.concatenate([function(images[i : i + CHUNK]).array for i in range(0, len(images), CHUNK)])
 
 
 def encode(model: Autoencoder, images: np.ndarray) -> np.ndarray:
-    """Return the codes of images, in chunks."""
+    """Return the codes (N, Z) of images, in chunks; the model stays in evaluation mode."""
     return in_chunks(model.eval().encode, images)
 
 
 def reconstruct(model: Autoencoder, images: np.ndarray) -> np.ndarray:
-    """Return the reconstructions of images, in chunks."""
+    """Return the reconstructions of images, in chunks; the model stays in evaluation mode."""
     return in_chunks(model.eval(), images)
 
 
 # -------------------------------------------------------------------- training
 def train(model: Autoencoder, data: Data, settings: Settings, seed: int, name: str, noise: float = 0.0) -> Autoencoder:
-    """Train an autoencoder, and keep the weights with the lowest validation loss.
+    """Train an autoencoder in place, and return it with the weights of the lowest validation loss.
 
     Args:
         noise: standard deviation of what is added to an image, anew each time; the clean one is to come out.
@@ -121,7 +121,7 @@ def train(model: Autoencoder, data: Data, settings: Settings, seed: int, name: s
 
 
 def add_noise(images: np.ndarray, deviation: float, generator: np.random.Generator) -> np.ndarray:
-    """Return images with normal noise, not clipped to [0, 1], so that the noise is the same everywhere."""
+    """Return images plus normal noise, not clipped to [0, 1]; the same array if `deviation` is 0."""
     if not deviation:
         return images
     return images + np.float32(deviation) * generator.standard_normal(images.shape, dtype=np.float32)
@@ -135,7 +135,7 @@ def unexplained_variance(made: np.ndarray, images: np.ndarray, data: Data) -> fl
 
 
 def linear_probe_accuracy(train_part: tuple, validation_part: tuple, test_part: tuple, seed: int) -> float:
-    """Return the accuracy of a linear classifier on features, with the best weight decay on validation images.
+    """Return the test accuracy, 0 to 1, of a linear classifier on features; validation data chooses its decay.
 
     Args:
         train_part, validation_part, test_part: features (N, Z) and labels (N,).
@@ -164,14 +164,14 @@ def linear_probe_accuracy(train_part: tuple, validation_part: tuple, test_part: 
 
 
 def balanced_subset(part: Part, n: int, seed: int) -> np.ndarray:
-    """Return the indices of n images with equal numbers of each digit."""
+    """Return the indices of n // 10 random images of each digit, ordered by digit."""
     generator = stream(LABELS, seed)
     rows = [generator.permutation(np.flatnonzero(part.labels == digit))[: n // 10] for digit in range(10)]
     return np.concatenate(rows)
 
 
 def negative_elbo(model: VariationalAutoencoder, images: np.ndarray) -> tuple[float, float]:
-    """Return the mean negative evidence lower bound and its KL divergence, in nats per image.
+    """Return (mean negative evidence lower bound, its KL divergence) in nats per image.
 
     Codes are drawn, also of a model that is not training, and the constant of the normal distribution is counted, so
     that models with another deviation, and PCA, can be compared.
@@ -189,7 +189,7 @@ def negative_elbo(model: VariationalAutoencoder, images: np.ndarray) -> tuple[fl
 
 
 def precision_and_recall(real: np.ndarray, drawn: np.ndarray, others: np.ndarray) -> tuple[float, float]:
-    """Return precision and recall of generated images (Kynkäänniemi et al. 2019), computed of pixels.
+    """Return (precision, recall) of the images `drawn`, by distance in pixels (Kynkäänniemi et al. 2019).
 
     An image is among a set if it is no further from one of them than that one from its third neighbour in the set.
 
@@ -203,12 +203,12 @@ def precision_and_recall(real: np.ndarray, drawn: np.ndarray, others: np.ndarray
 
 
 def distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the squared distances (len(a), len(b))."""
+    """Return the squared Euclidean distances (len(a), len(b)) between the rows of a and of b."""
     return ((a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1) - 2 * a @ b.T).clip(0)
 
 
 def neighbor_radius(images: np.ndarray) -> np.ndarray:
-    """Return the squared distance of each image to its third nearest neighbor."""
+    """Return the squared distance (N,) of each row of images (N, P) to its third nearest neighbor."""
     return np.sort(distances(images, images), axis=1)[:, NEIGHBOURS]
 
 
@@ -226,7 +226,7 @@ class Study:
         self.models: dict[tuple, Any] = {}  # cached models and other results
 
     def get_trained(self, kind: str, size: int, noise: float = 0.0, deviation: float | None = None) -> Autoencoder:
-        """Return a trained autoencoder, trained at the first call."""
+        """Return an autoencoder, trained at the first call and cached; variational with output std `deviation`."""
         key = kind, size, noise, deviation
         if key not in self.models:
             model = new_model(kind, self.data.shape, size, stream(TRAINING, self.seed, 0), deviation)
@@ -236,21 +236,21 @@ class Study:
         return self.models[key]
 
     def pca(self, size: int) -> PCA:
-        """Return PCA with this code size, fitted once."""
+        """Return the PCA of this code size, fitted to the training images at the first call and cached."""
         key = ("PCA", size)
         if key not in self.models:
             self.models[key] = PCA(self.data.train.images, size)
         return self.models[key]
 
     def reconstructors(self, size: int) -> dict[str, ImageFn]:
-        """Return the reconstruction functions of all models with a code size, by name."""
+        """Return {"PCA", "dense", "convolutional": function that reconstructs images}; they train when called."""
         makes: dict[str, ImageFn] = {"PCA": self.pca_reconstructor(size)}
         for kind in KINDS:
             makes[kind] = lambda images, kind=kind: reconstruct(self.get_trained(kind, size), images)
         return makes
 
     def encoders(self, size: int) -> dict[str, ImageFn]:
-        """Return the encoders to compare, by name."""
+        """Return {"PCA", "untrained", "dense", "convolutional": function from images to codes (N, size)}."""
         makes: dict[str, ImageFn] = {"PCA": self.pca(size).encode}
         untrained = new_model("dense", self.data.shape, size, stream(TRAINING, self.seed, 0))
         makes["untrained"] = lambda images: encode(untrained, images)
@@ -260,7 +260,7 @@ class Study:
 
     # ---------------------------------------------------------------- how much is lost
     def reconstruction(self) -> Measures:
-        """Return the fraction of unexplained variance by code size and model."""
+        """Return {model: [fraction of unexplained variance at each of settings.code_sizes]}."""
         sizes = self.settings.code_sizes
         made = {size: self.reconstructors(size) for size in sizes}
         return {
@@ -273,7 +273,7 @@ class Study:
 
     # ---------------------------------------------------------------- noise
     def denoisers(self, noise: float) -> dict[str, ImageFn]:
-        """Return the denoising functions by name; PCA's number of components is chosen on validation images."""
+        """Return {name: function that denoises images}; validation images choose the number of PCA components."""
         size, train_images = self.settings.denoising_size, self.data.train.images
         noisy, clean = self.noisy("validation", noise), self.data.validation.images
         projections = [self.pca_reconstructor(n) for n in (*self.settings.code_sizes, 64) if n < clean[0].size]
@@ -295,11 +295,11 @@ class Study:
         return lambda images: pca.decode(pca.encode(images))
 
     def noisy(self, part: str, noise: float) -> np.ndarray:
-        """Return the images of a part with normal noise of this standard deviation."""
+        """Return the images of "train", "validation" or "test" with noise, the same at each call."""
         return add_noise(getattr(self.data, part).images, noise, stream(NOISE, 0))
 
     def denoising(self) -> Measures:
-        """Return the fraction of unexplained variance of the clean images by noise and model."""
+        """Return {method: [fraction of the clean images' unexplained variance at each of settings.noises]}."""
         shares: Measures = {}
         for noise in self.settings.noises:
             images = add_noise(self.test_part.images, noise, stream(NOISE, 1))
@@ -309,7 +309,7 @@ class Study:
 
     # ---------------------------------------------------------------- codes as features
     def classification(self) -> Measures:
-        """Return classification accuracies by features and code size, with few and with all labels."""
+        """Return {features: [result of `accuracies` at each code size]}; "pixels" has only one entry."""
         accuracies: Measures = {"pixels": [self.accuracies(lambda images: images.reshape(len(images), -1))]}
         for size in self.settings.code_sizes:
             for name, make in self.encoders(size).items():
@@ -317,7 +317,7 @@ class Study:
         return accuracies
 
     def accuracies(self, make: ImageFn) -> dict[str, float]:
-        """Return the classification accuracies with few and with all labels."""
+        """Return {"few", "all"}: test accuracies of a linear classifier on make(images), by number of labels."""
         train_part, validation_part, test_part = (
             (make(part.images), part.labels) for part in (self.data.train, self.data.validation, self.test_part)
         )
@@ -330,14 +330,14 @@ class Study:
 
     # ---------------------------------------------------------------- new digits
     def best_output_std(self, kind: str) -> float:
-        """Return the output standard deviation with the lowest bound on validation images."""
+        """Return the one of settings.deviations with the lowest negative ELBO on validation images."""
         size, images = self.settings.variational_size, self.data.validation.images
         return min(
             self.settings.deviations, key=lambda d: negative_elbo(self.get_trained(kind, size, 0.0, d), images)[0]
         )
 
     def variational_models(self) -> dict[str, VariationalAutoencoder]:
-        """Return the trained variational autoencoders, by name."""
+        """Return {"variational, KIND, DEVIATION": model}, each trained at the first call."""
         size = self.settings.variational_size
         return {
             f"variational, {kind}, {deviation:g}": self.get_trained(kind, size, 0.0, deviation)
@@ -346,7 +346,7 @@ class Study:
         }
 
     def generators(self) -> dict[str, Callable[[int, np.random.Generator], np.ndarray]]:
-        """Return functions that generate n images, by name."""
+        """Return {name: function (n, generator) that generates images (n, height, width, 1)}."""
         size = self.settings.variational_size
         draws: dict[str, Any] = {"PCA": self.pca(size).draw}
         for kind in KINDS:
@@ -357,14 +357,14 @@ class Study:
         return draws
 
     def generate_from_normal_fit(self, kind: str, n: int, generator: np.random.Generator) -> np.ndarray:
-        """Generate images from a plain autoencoder, with codes from a normal fit of the training codes."""
+        """Return n images that a plain autoencoder decodes from a normal fit of the training codes."""
         model = self.get_trained(kind, self.settings.variational_size)
         codes = encode(model, self.data.train.images)
         drawn = generator.multivariate_normal(codes.mean(axis=0), np.cov(codes.T), n)
         return in_chunks(model.decode, drawn.astype(np.float32))
 
     def variational(self) -> Measures:
-        """Return the bounds on test and validation images, the divergence and the reconstruction error by model."""
+        """Return by model, if defined, "bound", "validation" and "divergence" in nats, and the fraction "missed"."""
         test_part, size = self.test_part.images, self.settings.variational_size
         pca = self.pca(size)
         measures: Measures = {
@@ -390,7 +390,7 @@ class Study:
         return measures
 
     def drawing(self) -> Measures:
-        """Return precision and recall of generated images, and of real images for comparison."""
+        """Return {model: (precision, recall)} of generated images, and of "real images" for comparison."""
         real, n = self.data.train.images, min(len(self.data.train.images), MOST_COMPARED)
         others = self.test_part.images
         measures = {
@@ -401,6 +401,6 @@ class Study:
         return measures
 
     def measure_all(self) -> Measures:
-        """Return the measurements of every question, by its name."""
+        """Return {"seed"} and the results of `reconstruction`, `denoising` and so on, by the method's name."""
         parts = self.reconstruction, self.denoising, self.classification, self.variational, self.drawing
         return {"seed": self.seed, **{part.__name__: part() for part in parts}}

@@ -97,7 +97,7 @@ def _library() -> ModuleType:
 
 @contextmanager
 def count_operations(join: np.ufunc, nothing: float) -> Iterator[Rule]:
-    """Return a context manager in which Tricycle computes with `Chains`."""
+    """Enter a context in which Tricycle computes with `Chains`; yield the Rule, which counts multiplications."""
     rule = Rule(join, nothing)
     token = _rule.set(rule)
     ARRAY_MODULES[Chains] = _library()
@@ -110,7 +110,7 @@ def count_operations(join: np.ufunc, nothing: float) -> Iterator[Rule]:
 
 
 def longest_path(layer: Layer, n_tokens: int, width: int) -> tuple[int, int]:
-    """Return the longest chain of products in a layer, and the number of multiplications in its matrix products.
+    """Return (longest chain of products, multiplications in matrix products) of a layer; overwrite its weights.
 
     The layer's weights are lost.
     """
@@ -120,7 +120,7 @@ def longest_path(layer: Layer, n_tokens: int, width: int) -> tuple[int, int]:
 
 
 def shortest_path(layer: Layer, n_tokens: int, width: int) -> float:
-    """Return the shortest chain of products from the first token to the last output; infinity if there is none.
+    """Return the shortest chain of products from first token to last output, else infinity; overwrite the weights.
 
     The layer's weights are lost.
     """

@@ -20,7 +20,7 @@ CHAIN_WIDTH = 4  # chains are as long at any width
 
 
 def measure(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Return for each kind of layer lists of costs over the numbers of tokens.
+    """Return by layer lists over settings.sizes: "cpu" and "wall" ms of each round, "memory" MiB, and others.
 
     Returns:
         "cpu" and "wall": milliseconds of forward and backward, a list for each round; "memory": the most MiB that
@@ -56,12 +56,12 @@ def measure(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def new_layer(name: str, n_tokens: int, width: int) -> Layer:
-    """Return a new layer by name."""
+    """Return a new layer by its name in LAYERS, with the same random weights at each call."""
     return LAYERS[name](width, n_tokens, stream(COST))
 
 
 def new_case(name: str, n_tokens: int, width: int) -> tuple[Layer, Tensor]:
-    """Return a new layer, and one sequence (1, n_tokens, width) for it."""
+    """Return (new layer, random Tensor (1, n_tokens, width)), the same at each call."""
     x = stream(COST, n_tokens).standard_normal((1, n_tokens, width), dtype=np.float32)
     return new_layer(name, n_tokens, width), Tensor(x)
 
@@ -74,7 +74,7 @@ def forward_and_backward(layer: Layer, x: Tensor) -> None:
 
 
 def time_pass(layer: Layer, x: Tensor, repeats: int) -> tuple[float, float]:
-    """Return the CPU seconds and wall seconds of one forward and backward pass."""
+    """Return (CPU seconds, wall seconds) of one forward and backward pass, the means of `repeats`."""
     if repeats > 1:
         forward_and_backward(layer, x)  # the first is not counted, where it would count for much
     cpu, wall = time.process_time(), time.perf_counter()
@@ -95,7 +95,7 @@ def peak_memory(layer: Layer, x: Tensor) -> int:
 
 
 def exponents(sizes: list[int], values: Any) -> list[float]:
-    """Return the exponent p of values ~ n^p over the upper half of the sizes, for each row of values."""
+    """Return the exponent p of values ~ n^p over the upper half of the sizes, by row of values; [] for one size."""
     upper = slice(len(sizes) // 2, None)
     logs = np.log(np.atleast_2d(values).astype(float)[:, upper])
     if logs.shape[1] < 2:
@@ -105,7 +105,7 @@ def exponents(sizes: list[int], values: Any) -> list[float]:
 
 # -------------------------------------------------------------------- paths
 def paths(distances: list[int]) -> dict[str, dict[str, list[int]]]:
-    """Return the lengths of the paths from the first token to the output at each distance.
+    """Return {layer: {"layers": number needed, "products": shortest chain in these}}, lists over the distances.
 
     Returns:
         for each kind of layer "layers", how many must lie one on another before the gradient of that output reaches
@@ -124,13 +124,13 @@ def paths(distances: list[int]) -> dict[str, dict[str, list[int]]]:
 
 
 def new_stack(name: str, n_layers: int, n_tokens: int) -> Sequential:
-    """Return a stack of layers of one kind."""
+    """Return a Sequential of `n_layers` new layers of the kind `name`, of CHAIN_WIDTH channels."""
     generator = stream(COST)
     return Sequential(*(LAYERS[name](CHAIN_WIDTH, n_tokens, generator) for _ in range(n_layers)))
 
 
 def layers_needed(name: str, distance: int) -> int:
-    """Return the fewest layers whose gradient reaches from the last output to the token `distance` before it."""
+    """Return the fewest layers whose gradient reaches `distance` tokens back; ValueError if more than `distance`."""
     x = stream(COST, distance).standard_normal((1, distance + 1, CHAIN_WIDTH))
     for n_layers in range(1, distance + 1):
         stack, first = new_stack(name, n_layers, distance + 1), Tensor(x)  # float64, where less vanishes

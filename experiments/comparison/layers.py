@@ -25,7 +25,7 @@ class CausalConvolution(Layer):
         self.convolution = Conv1d(size, size, kernel_size, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the causal convolution of x (B, T, C)."""
+        """Return the causal convolution (B, T, C) of x (B, T, C)."""
         nothing = Tensor(x.xp.zeros((len(x), self.room, x.shape[-1]), x.dtype), requires_grad=False)
         return self.convolution(concatenate([nothing, x], axis=1))
 
@@ -37,7 +37,7 @@ class Recurrence(Layer):
         self.run = new_recurrent(cell, size, size, generator=generator, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs of the recurrent layer for x (B, T, C)."""
+        """Return the outputs (B, T, C) of all steps for x (B, T, C), from a zero state."""
         return self.run(x)[0]
 
 
@@ -50,7 +50,7 @@ class TextbookAttention(Layer):
         self.attention = ScaledDotProductAttention()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the attention output for x (B, T, C)."""
+        """Return the output (B, T, C) of self-attention without a mask for x (B, T, C)."""
         return self.projection(self.attention(*(part(x) for part in self.parts)))
 
 

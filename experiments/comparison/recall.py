@@ -29,7 +29,7 @@ N_HEADS = 4
 
 
 def new_batch(distance: int, size: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens (B, T) that end with the question, and the tokens to recall (B,), `distance` before it."""
+    """Return tokens (B, T) that end with QUESTION, and the tokens to recall (B,), `distance` before it; B is `size`."""
     before = int(generator.integers(0, MOST_BEFORE + 1))
     tokens = generator.integers(N_CLASSES, N_CLASSES + N_NOISE, (size, before + distance + 1))
     tokens[:, before] = generator.integers(0, N_CLASSES, size)
@@ -38,7 +38,7 @@ def new_batch(distance: int, size: int, generator: np.random.Generator) -> tuple
 
 
 def orthogonal(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
-    """Return a random orthogonal matrix (Saxe et al. 2014)."""
+    """Return a random orthogonal float32 matrix (n, n) (Saxe et al. 2014)."""
     q, r = np.linalg.qr(generator.standard_normal(shape))
     return (q * np.sign(np.diag(r))).astype(np.float32)
 
@@ -55,14 +55,14 @@ class Residual(Layer):
 
 
 def cnn(kernel_size: int) -> Callable:
-    """Return a function that builds a stack of residual causal convolutions."""
+    """Return a function (size, window, generator) that builds a stack of residual causal convolutions."""
     return lambda size, window, generator: Sequential(
         *(Residual(CausalConvolution(size, kernel_size, generator)) for _ in range(N_LAYERS))
     )
 
 
 def recurrent(cell: str, initialiser: Callable = xavier, forget: float = 0.0) -> Callable:
-    """Return a function that builds one recurrent layer.
+    """Return a function (size, window, generator) that builds one recurrent layer of type `cell`.
 
     Args:
         forget: where the bias of an LSTM's forget gate starts.
@@ -79,7 +79,7 @@ def recurrent(cell: str, initialiser: Callable = xavier, forget: float = 0.0) ->
 
 
 def attention(size: int, window: int, generator: np.random.Generator) -> Layer:
-    """Return one block of a transformer encoder without a causal mask."""
+    """Return a transformer encoder block of `size` channels with positions up to `window`, no causal mask."""
     config = ModelConfig(embedding_dim=size, n_heads=N_HEADS, context_window=window)
     block = TransformerBlock(config, causal=False, generator=generator)
     return Sequential(SinusoidalPositions(window, size), block, LayerNorm(size))

@@ -25,19 +25,19 @@ LEAST_NORM = 1e-20  # of a gradient that is drawn
 
 
 def lecture_complexity(kind: str) -> tuple[str, str, str]:
-    """Return the lecture's complexities for a kind of layer."""
+    """Return the lecture's (work, sequential operations, path length) of a kind of layer in O notation."""
     family = kind.split(",")[0]
     return THEIRS[KIN.get(family, family)]
 
 
 def measured(runs: Runs, kind: str, key: str) -> np.ndarray:
-    """Return one measurement of a kind of model as an array (seeds, distances)."""
+    """Return one measurement of a kind of model as a float array (seeds, distances), NaN for None."""
     return np.array(of(select(runs, kind=kind), key), float)
 
 
 # -------------------------------------------------------------------- tables
 def lecture_table(sizes: list[int], distances: list[int], costs: Measures, paths: Measures) -> str:
-    """Return the table of the lecture's three complexities and the measurements at the most tokens."""
+    """Return the Markdown table of the lecture's three complexities and the measurements at the most tokens."""
     n, far = sizes[-1], distances[-1]
     titles = [
         "",
@@ -59,7 +59,7 @@ def lecture_table(sizes: list[int], distances: list[int], costs: Measures, paths
 
 
 def exponent_table(costs: Measures) -> str:
-    """Return the table of measured exponents p of n^p."""
+    """Return the Markdown table of measured exponents p of n^p by layer."""
     keys = {
         "time": "cpu",
         "memory": "memory",
@@ -70,7 +70,7 @@ def exponent_table(costs: Measures) -> str:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Return all tables by title."""
+    """Return all Markdown tables of the comparison, by title; `results` is the content of results.json."""
     sizes, distances, runs = results["sizes"], results["distances"], results["runs"]
     costs = results["costs"]
     seeds = f"{results['settings']['seeds']} seed(s)"
@@ -86,13 +86,13 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def cost_table(sizes: list[int], costs: Measures, key: str) -> str:
-    """Return the table of milliseconds ("cpu" or "wall") or MiB ("memory") at every number of tokens."""
+    """Return a Markdown table of milliseconds ("cpu" or "wall") or MiB ("memory") at every number of tokens."""
     columns = {f"{n:,}": i for i, n in enumerate(sizes)}
     return grid(list(costs), columns, lambda kind, i: np.atleast_2d(costs[kind][key])[:, i], 1, corner="n")
 
 
 def recall_table(distances: list[int], runs: Runs) -> str:
-    """Return the table of test accuracies in percent."""
+    """Return the Markdown table of test accuracies in percent by kind of model and distance."""
     rows = []
     for kind in distinct(runs, "kind"):
         size = select(runs, kind=kind)[0]["parameters"]
@@ -101,7 +101,7 @@ def recall_table(distances: list[int], runs: Runs) -> str:
 
 
 def updates_table(distances: list[int], runs: Runs) -> str:
-    """Return the table of updates until the task was learned: the mean, and the number of successful runs."""
+    """Return the Markdown table of mean updates until the task was learned, and of the successful runs."""
     rows = []
     for kind in distinct(runs, "kind"):
         cells = []
@@ -114,7 +114,7 @@ def updates_table(distances: list[int], runs: Runs) -> str:
 
 
 def gradient_table(distances: list[int], runs: Runs) -> str:
-    """Return the table of median gradient norms before and after training."""
+    """Return the Markdown table of median gradient norms by distance, before and after training."""
     rows = []
     for kind in distinct(runs, "kind"):
         medians = [np.median(measured(runs, kind, key)[:, d]) for key in ("before", "after") for d in distances]
@@ -124,7 +124,7 @@ def gradient_table(distances: list[int], runs: Runs) -> str:
 
 # -------------------------------------------------------------------- pictures
 def plot_costs(sizes: list[int], costs: Measures, path: Path) -> None:
-    """Plot the costs; times are medians over rounds."""
+    """Write an image of time, memory and multiplications against n; times are medians over rounds."""
     panels: dict[str, Callable[[dict[str, Any]], Any]] = {
         "time of forward and backward, ms": lambda of_kind: np.median(of_kind["cpu"], axis=0),
         "peak memory, MiB": lambda of_kind: of_kind["memory"],
@@ -137,7 +137,7 @@ def plot_costs(sizes: list[int], costs: Measures, path: Path) -> None:
 
 
 def panels(lines: dict[str, Any], reference: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the panels of parallel layers and of recurrent layers, each with a reference line."""
+    """Return {panel title: lines}: parallel layers, recurrent layers, each with `reference`; no empty panel."""
     groups: dict[str, dict[str, Any]] = {"convolutions, self-attention": {}, "recurrent": {}}
     for kind, line in lines.items():
         at_once = lecture_complexity(kind)[1] == "O(1)"
@@ -146,7 +146,7 @@ def panels(lines: dict[str, Any], reference: dict[str, Any]) -> dict[str, dict[s
 
 
 def plot_recall(distances: list[int], runs: Runs, path: Path) -> None:
-    """Plot the accuracy against the distance."""
+    """Write an image of the accuracy against the distance."""
     lines: dict[str, Any] = {
         kind: (distances, 100 * measured(runs, kind, "accuracy")) for kind in distinct(runs, "kind")
     }
@@ -155,7 +155,7 @@ def plot_recall(distances: list[int], runs: Runs, path: Path) -> None:
 
 
 def plot_gradients(distances: list[int], runs: Runs, path: Path) -> None:
-    """Plot the median gradient norms; a line ends where the gradient vanishes."""
+    """Write an image of the median gradient norms; a line ends where the gradient vanishes."""
     last = distances[-1]
     curves: dict[str, dict[str, Any]] = {}
     for key, title in {"before": "before training", "after": f"after training at {last}"}.items():

@@ -25,7 +25,7 @@ CHECKED = 200  # sequences of such a look
 
 
 def train(kind: str, distance: int, rate: float, settings: Settings, seed: int) -> tuple[RecallModel, int | None]:
-    """Train a model; return it with the number of updates until it learned the task, None if it did not.
+    """Train a new model; return (model, number of updates until it learned the task, None if it did not).
 
     All kinds see the same sequences, and weights are drawn anew for each distance.
     """
@@ -44,13 +44,13 @@ def train(kind: str, distance: int, rate: float, settings: Settings, seed: int) 
 
 
 def new_recall_model(kind: str, settings: Settings, seed: int, distance: int) -> RecallModel:
-    """Return a new model for a distance."""
+    """Return a new model of a kind in BODIES, whose initial weights depend on seed and distance."""
     window = settings.farthest + MOST_BEFORE + 1
     return new_model(kind, settings.parameters, window, stream(WEIGHTS, seed, distance))
 
 
 def evaluate_recall(model: RecallModel, distance: int, which: int, n: int) -> tuple[float, float]:
-    """Return accuracy and loss on n sequences of the random stream `which`."""
+    """Return (accuracy, loss in nats) on n sequences of the random stream `which`, VALIDATION or TEST."""
     logits, targets = [], []
     with model.evaluating():
         for start in range(0, n, CHUNK):
@@ -64,7 +64,7 @@ def evaluate_recall(model: RecallModel, distance: int, which: int, n: int) -> tu
 def train_with_best_rate(
     kind: str, distance: int, settings: Settings, seed: int, bar: tqdm
 ) -> tuple[RecallModel, dict[str, Any]]:
-    """Train with each learning rate, and return the model with the lowest validation loss and its test results.
+    """Return (model of the learning rate with the lowest validation loss, its test results); advance `bar` by 1.
 
     Learning rates are tried in turn until one has learned: each kind gets as many chances as it needs.
     """
@@ -89,7 +89,7 @@ def train_with_best_rate(
 
 
 def measure(settings: Settings) -> list[dict[str, Any]]:
-    """Return the recall results of each kind of model and seed.
+    """Return a dict for each kind and seed: "kind", "seed", "parameters", lists over distances, gradient norms.
 
     Returns:
         "kind", "seed", "parameters"; over the distances "accuracy", "loss", "rate", "learned" and "seconds" (of the
@@ -112,7 +112,7 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
 
 
 def gradient_norms(model: RecallModel, distance: int) -> list[float]:
-    """Return the norm of the gradient of the state at the question by the embedding `distance` tokens before.
+    """Return [norm of the gradient of the state at the question by the embedding d tokens before], d from 0.
 
     The root mean square over sequences of the Jacobian's Frobenius norm, divided by the root of the width: 1 where what
     is read is handed on as it is. In place of a Jacobian there is one gradient of a random sum of its rows, whose

@@ -33,7 +33,7 @@ POINTS = 60  # of a loss curve
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Parse sys.argv, run the study, print its tables, and return 0; ValueError for invalid settings."""
     quick = QUICK
     default = Settings()
     if "--several" in sys.argv[1:]:
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def study_single_dates(settings: Settings) -> Outcome:
-    """Train and measure every model on texts with one date."""
+    """Train and measure every model on texts with one date; write files, return (tables by title, file names)."""
     examples, folder = study.plotted_examples(), settings.output
     runs: Runs = []
     maps: dict[str, list[np.ndarray]] = {}
@@ -80,7 +80,7 @@ def study_single_dates(settings: Settings) -> Outcome:
 
 
 def study_multiple_dates(settings: Settings) -> Outcome:
-    """Train and measure every model on texts with several dates."""
+    """Train and measure models on texts of several dates; write files, return (tables by title, file names)."""
     runs: Runs = []
     for name in settings.models:
         for seed in range(settings.seeds):
@@ -106,7 +106,7 @@ def check(settings: Settings) -> None:
 
 
 def thin_history(history: dict[str, Any]) -> dict[str, Any]:
-    """Return the training history at fewer points."""
+    """Return a history of `train` with "losses" as means of at most POINTS parts, which end at "loss_steps"."""
     parts = np.array_split(np.array(history["losses"]), min(POINTS, len(history["losses"])))
     steps = np.cumsum([len(part) for part in parts])
     return {

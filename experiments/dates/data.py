@@ -105,7 +105,7 @@ def is_unambiguous(form: str, day: date) -> bool:
 
 
 def numbers(day: date) -> dict[str, str]:
-    """Return the numbers of a date in all notations, by the name of the notation."""
+    """Return {"d", "dd", "m", "mm", "yy", "yyyy": digits as text} of a date, such as "dd": "03"."""
     return {
         "d": f"{day.day}",
         "dd": f"{day.day:02}",
@@ -124,7 +124,7 @@ PARTS = {
 
 
 def ordinal(language: str, day: int) -> str:
-    """Return the day of the month as an ordinal number in a language."""
+    """Return the day of the month as an ordinal ("2nd", "1er", "1º") or, in most languages after 1, as digits."""
     if language == "English":
         ending = "th" if 10 < day < 20 else {1: "st", 2: "nd", 3: "rd"}.get(day % 10, "th")
         return f"{day}{ending}"
@@ -138,7 +138,7 @@ def split_form(form: str) -> list[tuple[str, str]]:
 
 
 def write(day: date, language: str, form: str) -> tuple[str, list[int]]:
-    """Return a date in a form, and the field that each character belongs to."""
+    """Return (date written in a template form, field of each character: NOTHING, DAY, MONTH or YEAR)."""
     words = LANGUAGES[language]
     texts = numbers(day) | {"month": words.months[day.month - 1], "short": words.short_months[day.month - 1]}
     texts["weekday"] = words.weekdays[day.weekday()]
@@ -155,7 +155,7 @@ def write(day: date, language: str, form: str) -> tuple[str, list[int]]:
 
 
 def random_written_date(day: date, language: str, generator: np.random.Generator) -> tuple[str, list[int]]:
-    """Return a date in a random form, with random accents and letter case."""
+    """Return (date in a random unambiguous form, accents and case; field of each character)."""
     forms = LANGUAGES[language].forms
     while not is_unambiguous(form := forms[generator.integers(len(forms))], day):
         pass  # some forms are clear for every date
@@ -171,7 +171,7 @@ def random_written_date(day: date, language: str, generator: np.random.Generator
 
 # -------------------------------------------------------------------- many
 def example(day: date, length: int, generator: np.random.Generator) -> Example:
-    """Return an example in a random language, cut out of a text.
+    """Return an Example in a random language, with filler words around the date up to `length` characters.
 
     Args:
         length: of the whole in characters; the date stands alone if it has no room for more, as with 0.
@@ -189,7 +189,7 @@ def example(day: date, length: int, generator: np.random.Generator) -> Example:
 
 
 def filler(language: str, length: int, generator: np.random.Generator, keep_end: bool) -> str:
-    """Return `length` characters of random words; the first or the last word may be cut."""
+    """Return `length` characters of random words; the last word may be cut, with `keep_end` the first."""
     words = LANGUAGES[language].filler
     chosen = [words[i] for i in generator.integers(len(words), size=max(0, length // 2 + 1))]
     text = " ".join(chosen)
@@ -198,7 +198,7 @@ def filler(language: str, length: int, generator: np.random.Generator, keep_end:
 
 @cache
 def split() -> tuple[list[date], list[date], list[date]]:
-    """Return all dates in disjoint training, validation and test parts."""
+    """Return (training, validation, test): disjoint shuffled lists of all dates; cached, so do not change them."""
     days = [FIRST + timedelta(number) for number in range((LAST - FIRST).days + 1)]
     order = np.random.default_rng(5).permutation(len(days))
     test, validation, training = np.split(order, [N_TEST, N_TEST + N_VALIDATION])
@@ -206,7 +206,7 @@ def split() -> tuple[list[date], list[date], list[date]]:
 
 
 def examples(days: Sequence[date], n: int, lengths: tuple[int, int], generator: np.random.Generator) -> list[Example]:
-    """Return n examples in which all dates occur about equally often.
+    """Return n examples of one date each; `lengths` is (least, most) characters of a text, (0, 0) for dates alone.
 
     Args:
         lengths: (0, most) for dates of which BARE stand alone and the others in texts of up to `most` characters;
@@ -224,7 +224,7 @@ def examples(days: Sequence[date], n: int, lengths: tuple[int, int], generator: 
 def multiple_date_examples(
     days: Sequence[date], n: int, counts: tuple[int, int], generator: np.random.Generator
 ) -> list[Example]:
-    """Return texts of several dates in random languages, joined by BETWEEN.
+    """Return n Examples of several dates in random languages, joined by BETWEEN; `iso` is concatenated.
 
     Args:
         counts: the fewest and the most dates of a text.
@@ -243,15 +243,15 @@ def multiple_date_examples(
 
 
 def encode(source: str) -> list[int]:
-    """Return the token of each character."""
+    """Return the token of each character; KeyError for a character that is not in ALPHABET."""
     return [NUMBER[character] for character in source]
 
 
 def targets(examples: Sequence[Example]) -> np.ndarray:
-    """Return the padded targets (N, 1 + T): each answer between BEGIN and END, then IGNORED."""
+    """Return the padded int64 targets (N, 1 + T): each answer between BEGIN and END, then IGNORED."""
     return pad([[BEGIN, *map(ISO_ALPHABET.index, one.iso), END] for one in examples], IGNORED)[0]
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """Return the text of the generated tokens; an inner BEGIN becomes "?"."""
+    """Return the text of the generated tokens; BEGIN and END become "?"."""
     return "".join(ISO_ALPHABET[token] if token < BEGIN else "?" for token in tokens)

@@ -28,11 +28,11 @@ class ProjectedDotProduct(ScaledDotProductAttention):
         self.key = Dense(key_size, query_size, False, generator=generator)
 
     def project_keys(self, key: Tensor) -> Tensor:
-        """Return the projected keys."""
+        """Return the keys (..., 2 H) projected to the size of queries, (..., H)."""
         return self.key(key)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return the scores of queries and projected keys."""
+        """Return the scaled dot products of unprojected queries and of keys from `project_keys`."""
         return super().scores(self.query(query), key)
 
 
@@ -45,7 +45,7 @@ class Seq2SeqHard(Seq2SeqAttention):
     attention: Any  # HardAttention
 
     def start_decoding(self, source: Any, lengths: Any = None, capacity: int = 0) -> State:
-        """Encode the source, and return the initial state of the decoder."""
+        """Encode the source (B, S), and return the initial decoder state; `capacity` is ignored."""
         return {**Seq2Seq.start_decoding(self, source, lengths), "weights": None}
 
     def _attend(self, query: Tensor, state: State) -> tuple[Tensor, Tensor]:
@@ -57,14 +57,14 @@ class Seq2SeqHard(Seq2SeqAttention):
 
 # -------------------------------------------------------------------- one of each size
 def fixed(size: int, generator: np.random.Generator) -> Seq2Seq:
-    """Return an encoder-decoder without attention."""
+    """Return a new encoder-decoder without attention, with hidden size `size`."""
     return Seq2Seq(SOURCE_VOCAB, TARGET_VOCAB, EMBEDDING, size, generator=generator)
 
 
 def attention_model(
     attention: Any, size: int, generator: np.random.Generator, before: bool = False, kind: Any = None
 ) -> Any:
-    """Return an encoder-decoder with attention."""
+    """Return a new encoder-decoder with this attention, of class `kind` (None: Seq2SeqAttention)."""
     vocabularies = SOURCE_VOCAB, TARGET_VOCAB
     return (kind or Seq2SeqAttention)(
         attention, *vocabularies, EMBEDDING, size, attend_before_step=before, generator=generator
@@ -72,30 +72,30 @@ def attention_model(
 
 
 def bahdanau(size: int, generator: np.random.Generator) -> Seq2SeqAttention:
-    """Return an encoder-decoder with Bahdanau's attention."""
+    """Return a new encoder-decoder with Bahdanau's additive attention before the step, with hidden size `size`."""
     return attention_model(AdditiveAttention(size, 2 * size, size, generator=generator), size, generator, before=True)
 
 
 def luong(score: str) -> Callable[[int, np.random.Generator], Seq2SeqAttention]:
-    """Return a function that builds an encoder-decoder with Luong's attention."""
+    """Return a function (size, generator) that builds a model with Luong's score, "general" or "concat"."""
     return lambda size, generator: attention_model(
         LuongAttention(size, 2 * size, score, generator=generator), size, generator
     )
 
 
 def scaled_dot_product(size: int, generator: np.random.Generator) -> Seq2SeqAttention:
-    """Return an encoder-decoder with scaled dot-product attention."""
+    """Return a new encoder-decoder with scaled dot-product attention, with hidden size `size`."""
     return attention_model(ProjectedDotProduct(size, 2 * size, generator), size, generator)
 
 
 def hard(size: int, generator: np.random.Generator) -> Seq2SeqHard:
-    """Return an encoder-decoder with hard attention."""
+    """Return a new encoder-decoder with hard attention, with hidden size `size`; `generator` also draws its choices."""
     attention = HardAttention(LuongAttention(size, 2 * size, generator=generator), generator)
     return attention_model(attention, size, generator, kind=Seq2SeqHard)
 
 
 def transformer(size: int, generator: np.random.Generator) -> Transformer:
-    """Return an encoder-decoder transformer."""
+    """Return a new encoder-decoder transformer of width `size`, a multiple of HEADS."""
     return Transformer(
         SOURCE_VOCAB, TARGET_VOCAB, size, HEADS, BLOCKS, WINDOW, dropout=0.0, norm_first=True, generator=generator
     )

@@ -16,7 +16,7 @@ POOL, VALIDATION, TEST = 11, 12, 13  # streams that share no number with others
 
 
 def training_texts(n: int, seed: int) -> Texts:
-    """Return the training texts."""
+    """Return `n` training texts of 1 to TRAINED dates each, in an order that depends on `seed`."""
     training, _, _ = dates.split()
     generator = np.random.default_rng((POOL, seed))
     days = [training[i] for i in generator.permutation(len(training))]
@@ -24,21 +24,21 @@ def training_texts(n: int, seed: int) -> Texts:
 
 
 def held_out(part: str, n: int, counts: tuple[int, int]) -> Texts:
-    """Return texts of unseen dates, from "validation" or "test", the same for all models and seeds."""
+    """Return n texts of counts[0] to counts[1] unseen dates of "validation" or "test", the same at each call."""
     _, validation, test = dates.split()
     number, days = (VALIDATION, validation) if part == "validation" else (TEST, test)
     return texts(dates.multiple_date_examples(days, n, counts, np.random.default_rng((number, *counts))))
 
 
 def run(name: str, settings: Settings, seed: int) -> tuple[EncoderDecoder, dict[str, Any], dict[str, Any]]:
-    """Train a model and measure it; return the model, its training history and the results of `measure`."""
+    """Train a model and measure it; return (model, its training history, the results of `measure`)."""
     validation = held_out("validation", settings.validated, (1, TRAINED))
     model, history = train(name, settings, seed, training_texts(settings.examples, seed), validation)
     return model, history, measure(model, settings.tested)
 
 
 def measure(model: EncoderDecoder, n: int) -> dict[str, Any]:
-    """Return the accuracies on n texts with each number of dates in COUNTS.
+    """Return {"whole": fractions of exact answers, "each": of right dates}, lists over COUNTS, of n texts each.
 
     Returns:
         "whole", the fraction of exactly correct answers; "each", the fraction of dates that are correct and in
@@ -56,6 +56,6 @@ def measure(model: EncoderDecoder, n: int) -> dict[str, Any]:
 
 
 def fraction_of_right_dates(text: str, iso: str) -> float:
-    """Return the fraction of correct dates in an answer."""
+    """Return the fraction of the dates in `iso` that `text` has at the same position."""
     starts = range(0, len(iso), LETTERS)
     return sum(text[i : i + LETTERS] == iso[i : i + LETTERS] for i in starts) / len(starts)

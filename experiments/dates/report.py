@@ -18,13 +18,13 @@ FIELD_COLORS = dict(zip(("year", "month", "day"), (COLOURS[1], COLOURS[0], COLOU
 
 
 def title_of(lengths: tuple[int, int]) -> str:
-    """Return the title of a range of text lengths."""
+    """Return the title of a range of text lengths: "alone" for (0, 0), else "LEAST-MOST"."""
     return "alone" if lengths[1] == 0 else f"{lengths[0]}-{lengths[1]}"
 
 
 # -------------------------------------------------------------------- tables
 def main_table(runs: Runs) -> str:
-    """Return the table of models: size, cost, accuracy, and the fraction of attention on the right field."""
+    """Return the Markdown table of models: size, cost, accuracy, and fraction of attention on the right field."""
     titles = "model;parameters;steps;seconds;exact, %;longer texts, %;on the field, %;maximum on the field, %".split(
         ";"
     )
@@ -52,14 +52,14 @@ def main_table(runs: Runs) -> str:
 
 
 def length_table(runs: Runs) -> str:
-    """Return the table of exact answers in percent by text length."""
+    """Return the Markdown table of exact answers in percent by model and text length."""
     columns = {title_of(lengths): i for i, lengths in enumerate(LENGTHS)}
     found = lambda name, i: of(select(runs, model=name), "lengths", i)
     return grid(distinct(runs), columns, found, 1, 100, "characters")
 
 
 def field_table(runs: Runs) -> str:
-    """Return the table of year, month and day: the attention on the field, and how often it has the maximum."""
+    """Return the Markdown table of attention in % on year, month and day, and how often it has its maximum there."""
     rows: dict[str, Runs] = {}
     for name in distinct(runs):
         model_runs = select(runs, model=name)
@@ -74,13 +74,13 @@ def field_table(runs: Runs) -> str:
 
 
 def language_table(runs: Runs) -> str:
-    """Return the table of exact answers in percent by language, on texts as in training."""
+    """Return the Markdown table of exact answers in percent by language, on texts as in training."""
     right = lambda name, language: of(select(runs, model=name), "languages", language)
     return grid(distinct(runs), list(runs[0]["languages"]), right, 2, 100)
 
 
 def tables(runs: Runs) -> dict[str, str]:
-    """Return all tables by title."""
+    """Return all Markdown tables of the study of single dates, by title."""
     return {
         "Accuracy on unseen dates, and attention on the right field": main_table(runs),
         "Exact answers in %, by characters of the text": length_table(runs),
@@ -90,7 +90,7 @@ def tables(runs: Runs) -> dict[str, str]:
 
 
 def multiple_dates_table(runs: Runs) -> str:
-    """Return the table of models and measures against the number of dates."""
+    """Return the Markdown table of exact answers and right dates in percent by number of dates."""
     kinds = {"whole": "whole", "each date": "each"}
     rows = {f"{name}, {title}": (name, key) for name in distinct(runs) for title, key in kinds.items()}
     right = lambda row, i: of(select(runs, model=row[0]), row[1], i)
@@ -99,7 +99,7 @@ def multiple_dates_table(runs: Runs) -> str:
 
 # -------------------------------------------------------------------- pictures
 def plot_training(runs: Runs, path: Path) -> None:
-    """Plot losses and accuracies during training."""
+    """Write an image of losses and validation accuracies during training."""
     losses, checks = {}, {}
     for name in distinct(runs):
         model_runs = select(runs, model=name)
@@ -111,7 +111,7 @@ def plot_training(runs: Runs, path: Path) -> None:
 
 
 def plot_lengths(runs: Runs, path: Path) -> None:
-    """Plot the accuracy against the text length, and the fraction of attention on the right field."""
+    """Write an image of accuracy against text length, and of the fraction of attention on the right field."""
     with drawing(path, (12, 5), "Unseen dates: the mean of the seeds, and their range") as figure:
         panels = figure.subplots(1, 2)
         places = range(len(LENGTHS))
@@ -138,7 +138,7 @@ def plot_lengths(runs: Runs, path: Path) -> None:
 
 
 def plot_multiple_dates(runs: Runs, path: Path) -> None:
-    """Plot the accuracy against the number of dates."""
+    """Write an image of the accuracy against the number of dates."""
     titles = {f"whole answers right, % (1 to {TRAINED_DATES} dates in training)": "whole", "dates right, %": "each"}
     right = lambda name, key: 100 * np.array(of(select(runs, model=name), key))
     curves = {title: {name: (COUNTS, right(name, key)) for name in distinct(runs)} for title, key in titles.items()}
@@ -146,7 +146,7 @@ def plot_multiple_dates(runs: Runs, path: Path) -> None:
 
 
 def plot_alignments(examples: list[Example], maps: dict[str, list[np.ndarray]], path: Path, n_columns: int = 1) -> None:
-    """Plot heat maps of attention: text characters as columns, ISO characters as rows.
+    """Write an image of attention heat maps: text characters as columns, ISO characters as rows.
 
     Letters, and frames of where the weight should be, have the color of their field.
 

@@ -66,13 +66,13 @@ class Texts(NamedTuple):
 
 
 def texts(examples: list[Example]) -> Texts:
-    """Return examples with their token ids."""
+    """Return Texts: the examples with the token ids of their sources and padded targets."""
     return Texts(examples, [dates.encode(one.source) for one in examples], dates.targets(examples))
 
 
 @cache
 def training_texts(n: int, seed: int) -> Texts:
-    """Return the training texts."""
+    """Return `n` training texts of one date each, in an order that depends on `seed`; cached."""
     training, _, _ = dates.split()
     generator = np.random.default_rng((POOL, seed))
     return texts(examples([training[i] for i in generator.permutation(len(training))], n, (0, TRAINED), generator))
@@ -80,14 +80,14 @@ def training_texts(n: int, seed: int) -> Texts:
 
 @cache
 def held_out(part: str, n: int, lengths: tuple[int, int]) -> Texts:
-    """Return unseen dates, from "validation" or "test", the same for all models and seeds."""
+    """Return n texts of `lengths` with unseen dates of "validation" or "test", the same for all models; cached."""
     number = {"validation": VALIDATION, "test": TEST}[part]
     days = dates.split()[1 if part == "validation" else 2]
     return texts(examples(days, n, lengths, np.random.default_rng((number, *lengths))))
 
 
 def batches(sources: list[list[int]]) -> Iterator[np.ndarray]:
-    """Yield the indices of batches of texts with similar lengths."""
+    """Yield index arrays that together contain each text once, in batches of similar lengths."""
     return iter(Buckets([len(source) for source in sources], max(MOST, *map(len, sources))).batches(0))
 
 
@@ -95,7 +95,7 @@ def batches(sources: list[list[int]]) -> Iterator[np.ndarray]:
 def train(
     name: str, settings: Settings, seed: int, data: Texts, validation: Texts
 ) -> tuple[EncoderDecoder, dict[str, Any]]:
-    """Train a model; return it with its losses, validation accuracies and training time.
+    """Train a new model; return (model, {"losses", "checks": [(step, validation accuracy)], "seconds"}).
 
     Args:
         data: the training texts. validation: the texts for evaluations during training.
@@ -150,7 +150,7 @@ class RunningMeanReward:
 def batch_loss(
     model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths: np.ndarray, critic: RunningMeanReward
 ) -> tuple[Tensor, float]:
-    """Return the training loss of a batch, and its cross-entropy part.
+    """Return (training loss with its graph, its cross-entropy part in nats); hard attention updates `critic`.
 
     For hard attention the reward of a choice is the log probability of the token that was made from it: with attention
     after the step, nothing else hangs on it.
@@ -168,7 +168,7 @@ def batch_loss(
 
 # -------------------------------------------------------------------- measuring
 def greedy_answers(model: EncoderDecoder, data: Texts) -> list[str]:
-    """Return the greedily decoded output for each text."""
+    """Return the greedily decoded output for each text, in the order of the texts."""
     answers, max_length = [""] * len(data.sources), data.targets.shape[1] - 1
     for chosen in batches(data.sources):
         source, lengths = pad([data.sources[i] for i in chosen])
@@ -179,12 +179,12 @@ def greedy_answers(model: EncoderDecoder, data: Texts) -> list[str]:
 
 
 def exact_accuracy(model: EncoderDecoder, data: Texts) -> float:
-    """Return the fraction of exactly correct outputs."""
+    """Return the fraction of texts whose greedily decoded output is exactly correct."""
     return float(np.mean([text == one.iso for text, one in zip(greedy_answers(model, data), data.examples)]))
 
 
 def attention_weights(model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the attention weights (B, A, T, S) of a model with teacher forcing; rows sum to 1.
+    """Return attention weights (B, A, T, S) with teacher forcing; rows sum to 1; A is 0 without attention.
 
     A is 1; of the Transformer its layers' heads of attention to the source, first layer first. 0 without attention.
     """
@@ -210,7 +210,7 @@ class FieldAttention(NamedTuple):
 
 
 def measure_attention(model: EncoderDecoder, data: Texts) -> FieldAttention:
-    """Return the attention on the right field, as means over all examples and the digits of a field."""
+    """Return `share` and `top` (A, 3), `even` (3,) for year, month and day: means over all examples and digits."""
     rows: list[tuple[np.ndarray, ...]] = []
     for chosen in batches(data.sources):
         source, lengths = pad([data.sources[i] for i in chosen])
@@ -222,7 +222,7 @@ def measure_attention(model: EncoderDecoder, data: Texts) -> FieldAttention:
 
 
 def attention_on_fields(weights: np.ndarray, fields: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the attention of each example and head on year, month and day, (B, A, 3).
+    """Return (share of weight, frequency of the maximum) on the right field, (B, A, 3): year, month, day.
 
     Args:
         weights: (B, A, T, S). fields: (B, S), the date field of each character.
@@ -241,7 +241,7 @@ def attention_on_fields(weights: np.ndarray, fields: np.ndarray) -> tuple[np.nda
 
 
 def measure(model: EncoderDecoder, settings: Settings) -> dict[str, Any]:
-    """Return the accuracies and attention measurements of a model on unseen dates.
+    """Return fractions "exact", "languages", "lengths" and, with attention, "share", "top" and others.
 
     Returns:
         "exact" on texts as in training, and by language; "lengths", the same at each of LENGTHS; "share" and "top" of
@@ -270,7 +270,7 @@ def measure(model: EncoderDecoder, settings: Settings) -> dict[str, Any]:
 def mean_over_heads(
     attention: FieldAttention, attention_by_length: list[FieldAttention], heads: slice
 ) -> dict[str, Any]:
-    """Return the attention measurements averaged over some heads."""
+    """Return {"share", "top": [year, month, day], "share_at_lengths"}, the means over a slice of heads."""
     share, top = (
         [rounded(value) for value in values[heads].mean(axis=0)] for values in (attention.share, attention.top)
     )
@@ -282,7 +282,7 @@ def mean_over_heads(
 
 
 def best_head(model: EncoderDecoder, n: int) -> int:
-    """Return the head with the largest attention weight on the right field, over `n` validation dates."""
+    """Return the index of the head with the largest weight on the right field, over `n` validation dates."""
     return int(measure_attention(model, held_out("validation", n, (0, TRAINED))).share.mean(axis=1).argmax())
 
 
@@ -293,7 +293,7 @@ def rounded(value: float) -> float:
 
 # -------------------------------------------------------------------- to look at
 def plotted_examples() -> list[Example]:
-    """Return the first suitable test date of each language for the plot."""
+    """Return for each language the first test text of 30 to 44 characters with the month as a word."""
     data = held_out("test", 1000, (0, TRAINED)).examples
     fits = [
         one

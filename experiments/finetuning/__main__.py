@@ -15,7 +15,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, and return its tables and the names of its files."""
+    """Run the study, write files to `settings.output`, and return (Markdown tables by title, file names)."""
     results = measure(settings)
     report.plot(results, settings.output / "finetuning.png")
     report.write_page(results, settings.output / "samples.html")
@@ -23,7 +23,7 @@ def study(settings: Settings) -> Outcome:
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Parse sys.argv, run or resume the study, print its tables, and return 0; ValueError for invalid settings."""
     return run_study(Settings, study, __doc__, QUICK, check)
 
 

@@ -42,7 +42,7 @@ class Function(NamedTuple):
 
 @cache
 def functions() -> dict[str, list[Function]]:
-    """Return the functions in the parts "train", "validation" and "test", shuffled.
+    """Return {"train", "validation", "test": functions}, disjoint by module, shuffled in a fixed order; cached.
 
     Raises:
         ValueError: this Python has no source files.
@@ -64,12 +64,12 @@ def functions() -> dict[str, list[Function]]:
 
 
 def part_of_module(module: str) -> str:
-    """Return the part (training, validation or test) of a module, by its hash."""
+    """Return "train", "validation" or "test" for a module, by the hash of its name."""
     return PARTS.get(int(hashlib.sha256(module.encode()).hexdigest(), 16) % 10, "train")
 
 
 def documented_functions() -> Iterator[Function]:
-    """Yield the documented functions of the standard library."""
+    """Yield the standard library's functions whose docstring and code have lengths within LINE and CODE."""
     for name in python_files():
         module = name.split("/")[0].removesuffix(".py").strip("_").removeprefix("py")  # _pydecimal is decimal
         try:
@@ -83,7 +83,7 @@ def documented_functions() -> Iterator[Function]:
 
 
 def functions_in(tree: ast.AST, lines: list[str], module: str) -> Iterator[Function]:
-    """Yield the functions of a suitable size with a docstring and a body."""
+    """Yield the functions of a syntax tree with a docstring within LINE and code within CODE characters."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
             continue
@@ -107,7 +107,7 @@ def summary(docstring: str) -> str:
 
 
 def dedent_lines(lines: list[str]) -> str:
-    """Return lines without their common indentation."""
+    """Return the non-empty lines joined by newlines, without their common indentation."""
     filled = [line.expandtabs(4) for line in lines if line.strip()]
     least = min(len(line) - len(line.lstrip()) for line in filled)
     return "\n".join(line[least:].rstrip() for line in filled)
@@ -115,23 +115,23 @@ def dedent_lines(lines: list[str]) -> str:
 
 # -------------------------------------------------------------------- how good an answer is
 def first_line(text: str) -> str:
-    """Return the first non-empty line of an answer, without quotation marks."""
+    """Return the first non-empty line of an answer, without quotation marks; "" if there is none."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     return lines[0].strip("\"'`# ") if lines else ""
 
 
 def words_of(line: str) -> Counter[str]:
-    """Return the counts of the words in a line."""
+    """Return the counts of the lower-case words, of letters and digits, in a line."""
     return Counter(re.findall(r"[a-z0-9]+", line.lower()))
 
 
 def rouge1_f1(answer: str, reference: str) -> float:
-    """Return the F1 score of common words of two lines (ROUGE-1, Lin 2004)."""
+    """Return the F1 score, 0 to 1, of the common words of two lines (ROUGE-1, Lin 2004)."""
     answer_words, reference_words = words_of(answer), words_of(reference)
     n_all = answer_words.total() + reference_words.total()
     return 2 * (answer_words & reference_words).total() / n_all if n_all else 0.0
 
 
 def same(answer: str, reference: str) -> bool:
-    """Return whether two lines have the same words in the same order."""
+    """Return whether two lines have the same words in the same order, ignoring case and punctuation."""
     return re.findall(r"[a-z0-9]+", answer.lower()) == re.findall(r"[a-z0-9]+", reference.lower())

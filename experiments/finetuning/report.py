@@ -25,7 +25,7 @@ TEXTS = (*TASKS, "captions", "reviews", OWN_ANSWERS)
 
 
 def results_of(results: Results, task: str, method: str) -> list[Results]:
-    """Return the results of a task before fine-tuning, or after a method with each seed."""
+    """Return the result of "before" as a list of one, or those of a task and method by seed; [] if none."""
     return [results["before"]] if method == "before" else select(results["runs"], task=task, method=method)
 
 
@@ -41,7 +41,7 @@ def pairs(results: Results) -> list[tuple[str, str]]:
 
 # -------------------------------------------------------------------- tables
 def main_table(results: Results) -> str:
-    """Return the table of held-out scores before and after, and of costs, by task."""
+    """Return the Markdown table of held-out scores before and after fine-tuning, and of costs, by task."""
     rows = []
     for task, method in pairs(results):
         method_runs = results_of(results, task, method)
@@ -54,12 +54,12 @@ def main_table(results: Results) -> str:
 
 
 def score(runs: list[Results], task: str, name: str) -> str:
-    """Return one score of the runs as a table cell."""
+    """Return the table cell "NAME MEAN" of one score of the runs in percent."""
     return f"{name} {cell(of(runs, 'scores', task, name), 1, 100)}"
 
 
 def sums_table(results: Results) -> str:
-    """Return the table of correct sums in percent."""
+    """Return the Markdown table of correct sums in percent by method and group of questions."""
     methods = {
         METHOD_LABELS[method]: results_of(results, "sums", method) for task, method in pairs(results) if task == "sums"
     }
@@ -67,14 +67,14 @@ def sums_table(results: Results) -> str:
 
 
 def times(runs: list[Results]) -> list[str]:
-    """Return the table cells of updates, their minutes, and CPU minutes of the whole command."""
+    """Return the table cells [updates, training minutes, CPU minutes of the entire command] of some runs."""
     updates = sorted({run["updates"] for run in runs})
     minutes = [cell([run[name] / 60 for run in runs], 1) for name in ("training_seconds", "cpu_seconds")]
     return ["-".join(map(str, updates)), *minutes]
 
 
 def forgetting_table(results: Results) -> str:
-    """Return the table of bits per byte of all texts before and after each training."""
+    """Return the Markdown table of bits per byte of all texts before and after each training."""
     rows = []
     rows.append(["before", *(cell(results["before"]["bits"][text], 3) for text in TEXTS)])
     for task, method in pairs(results):
@@ -86,12 +86,12 @@ def forgetting_table(results: Results) -> str:
 
 
 def title_of(text: str) -> str:
-    """Return the title of a text for tables and plots."""
+    """Return the title of a text for tables and plots: that of a task, else the text's name itself."""
     return TASKS[text].title if text in TASKS else text
 
 
 def tables(results: Results) -> dict[str, str]:
-    """Return all tables by title."""
+    """Return the study's Markdown tables by title; that of sums only if sums were trained."""
     titled = {"Held-out scores before and after fine-tuning": main_table(results)}
     if any(task == "sums" for task, _ in pairs(results)):
         titled["Correct sums, %"] = sums_table(results)
@@ -100,7 +100,7 @@ def tables(results: Results) -> dict[str, str]:
 
 # -------------------------------------------------------------------- the picture
 def plot(results: Results, path: Path) -> None:
-    """Plot the held-out bits per byte of each task, and the increase on other texts."""
+    """Write an image of the held-out bits per byte of each task, and of the increase on other texts."""
     with drawing(path, (12, 4.6)) as figure:
         left, middle, right = figure.subplots(1, 3, width_ratios=(3, 2, 5))
         tasks = [task for task in TASKS if any(run["task"] == task for run in results["runs"])]
@@ -128,7 +128,7 @@ def plot(results: Results, path: Path) -> None:
 
 
 def bars(axes: Any, places: list[int], groups: list[list[float]], number: int, label: str | None = None) -> None:
-    """Draw a bar of the mean at each position, with a point for each seed if there are several."""
+    """Draw on `axes` a bar of the mean of each group, with a point per seed; `number` sets offset and color."""
     for place, values in zip(places, groups):
         x = place + 0.27 * (number - 1)
         axes.bar(x, np.mean(values), 0.25, color=COLOURS[number], label=label)
@@ -138,7 +138,7 @@ def bars(axes: Any, places: list[int], groups: list[list[float]], number: int, l
 
 
 def plot_forgetting(axes: Any, results: Results) -> None:
-    """Plot the increase of bits per byte on other texts, in percent."""
+    """Plot on `axes` the increase of bits per byte on other texts, in percent."""
     methods = [(task, method) for task, method in pairs(results) if method != "before"]
     markers = dict(zip(TASKS, "os^"))
     for number, (task, method) in enumerate(methods):
@@ -170,7 +170,7 @@ td.reference { color: #006b4e; }
 
 
 def write_page(results: Results, path: Path) -> None:
-    """Write the page of answers before and after fine-tuning."""
+    """Write the HTML page of answers before and after fine-tuning; an existing file is replaced."""
     there = pairs(results)
     parts = []
     for task in dict.fromkeys(name for name, _ in there):
@@ -188,7 +188,7 @@ def write_page(results: Results, path: Path) -> None:
 
 
 def page_table(results: Results, task: str, kind: str, methods: list[str]) -> str:
-    """Return the HTML table of questions and answers.
+    """Return an HTML table of questions, references if there are any, and the answers of each method.
 
     Args:
         kind: the task, or "general".

@@ -30,7 +30,7 @@ def _line_end(text: str, place: int) -> int:
 
 
 def openings(n: int = N_OPENINGS) -> list[tuple[str, str]]:
-    """Return evenly spaced excerpts of the test part, as prompts and continuations."""
+    """Return up to n (prompt of OPENING_WORDS words, continuation) pairs, evenly spaced in the test part."""
     speeches = [speech for speech in part("test").split("\n\n") if len(speech.split()) > 2 * OPENING_WORDS]
     chosen = speeches[:: max(1, len(speeches) // n)][:n]
     pairs = []
@@ -41,12 +41,12 @@ def openings(n: int = N_OPENINGS) -> list[tuple[str, str]]:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text in lower case."""
+    """Return the words of a text in lower case, in their order."""
     return re.findall(r"[a-z']+", text.lower())
 
 
 def n_grams(text: str) -> list[tuple[str, ...]]:
-    """Return all runs of RUN words."""
+    """Return all runs of RUN consecutive lower-case words as tuples; [] for a shorter text."""
     words = words_of(text)
     return [tuple(words[i : i + RUN]) for i in range(len(words) - RUN + 1)]
 
@@ -58,6 +58,6 @@ def training_n_grams() -> frozenset[tuple[str, ...]]:
 
 
 def copied_fraction(texts: list[str]) -> float:
-    """Return the fraction of runs of RUN words that occur in the training text."""
+    """Return the fraction of runs of RUN words that occur in the training text; 0 if there are no runs."""
     rows = [row for text in texts for row in n_grams(text)]
     return sum(row in training_n_grams() for row in rows) / max(1, len(rows))

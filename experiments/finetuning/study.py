@@ -80,7 +80,7 @@ def check(settings: Settings) -> None:
 
 # -------------------------------------------------------------------- all of it
 def measure(settings: Settings) -> Record:
-    """Measure and fine-tune as the settings say; return all results, including stored ones.
+    """Measure and fine-tune as the settings say, resuming stored work; return {"before": results, "runs": list}.
 
     Raises:
         ValueError: the folder holds results of other settings.
@@ -107,7 +107,7 @@ def measure(settings: Settings) -> Record:
 
 
 def trainings(settings: Settings) -> list[tuple[Task, str, int]]:
-    """Return all (task, method, seed) to train, those with the first seed first."""
+    """Return all (task, method, seed) to train, ordered by seed; only sums have further seeds."""
     every = []
     for seed in range(settings.seeds):
         for name in settings.tasks:
@@ -118,7 +118,7 @@ def trainings(settings: Settings) -> list[tuple[Task, str, int]]:
 
 # -------------------------------------------------------------------- training
 def finetune_and_measure(task: Task, method: str, seed: int, settings: Settings, own: list[Any]) -> dict[str, Any]:
-    """Fine-tune the model with one method and seed, and return its results."""
+    """Fine-tune with one method and seed, return costs and measures; delete the weights unless `keep` is set."""
     folder = settings.output / "runs" / f"{task.name}-{method}-{seed}"
     about = run_finetuning(task, method, seed, settings, folder)
     if method == "lora":
@@ -133,7 +133,7 @@ def finetune_and_measure(task: Task, method: str, seed: int, settings: Settings,
 
 
 def run_finetuning(task: Task, method: str, seed: int, settings: Settings, folder: Path) -> dict[str, Any]:
-    """Run or resume `tricycle finetune`, and return its costs.
+    """Run or resume `tricycle finetune` in `folder`, and return its costs; KeyboardInterrupt if it was stopped.
 
     "seconds" of the command by the clock, "cpu_seconds" of all its threads, "training_seconds" of the updates alone,
     without times in which the process stood still.
@@ -166,7 +166,7 @@ def run_finetuning(task: Task, method: str, seed: int, settings: Settings, folde
 
 
 def command(task: Task, method: str, seed: int, settings: Settings, folder: Path) -> list[str]:
-    """Return the arguments of `tricycle finetune`."""
+    """Return the arguments of `tricycle finetune`; only --resume if `folder` has a checkpoint."""
     if (folder / "last.safetensors").is_file():
         return ["--resume", str(folder)]
     data = settings.output / "data"
@@ -183,7 +183,7 @@ def command(task: Task, method: str, seed: int, settings: Settings, folder: Path
 def measure_model(
     loaded: Pretrained, settings: Settings, tasks: Sequence[Task], own: list[Any] | None
 ) -> dict[str, Any]:
-    """Return the losses of a model on all texts, and its scores on some tasks.
+    """Return "bits" per byte by text, "scores" and "samples" by task, and "answers" if `own` is None.
 
     Args:
         own: prompts and answers of the model as it was before, in tokens; None for that model itself.
@@ -214,12 +214,12 @@ def measure_model(
 
 
 def sample_rows(questions: Sequence[Question], answers: Sequence[str]) -> list[list[str]]:
-    """Return the first questions with the right and the given answers."""
+    """Return the first N_SHOWN rows [question, reference, answer]."""
     return [[question.text, question.reference, answer] for question, answer in zip(questions, answers)][:N_SHOWN]
 
 
 def texts_to_score(loaded: Pretrained, settings: Settings, own: list[Any]) -> dict[str, list[Example]]:
-    """Return the texts whose bits per byte are measured, by name."""
+    """Return {name: examples} of the tasks, captions, reviews and own answers, whose bits per byte are measured."""
     window = settings.context_window
     encoder = ExampleEncoder(loaded.tokeniser, window, cut_answers=True)
     texts = {name: examples_of(settings, task, encoder) for name, task in TASKS.items()}
@@ -239,7 +239,7 @@ def chosen(questions: list[Question], n: int) -> list[Question]:
 def generate_answers(
     loaded: Pretrained, questions: Sequence[Question], n_tokens: int, settings: Settings, temperature: float = 0.0
 ) -> list[tuple[list[int], list[int]]]:
-    """Return prompts and answers as token ids; a complete answer ends with its end token."""
+    """Return (prompt ids, new ids) for each question; a complete answer ends with its end token."""
     encoder = ExampleEncoder(loaded.tokeniser, settings.context_window)
     stops = end_tokens(loaded)
     seed = 0 if temperature else None
@@ -255,13 +255,13 @@ def generate_answers(
 
 
 def end_tokens(loaded: Pretrained) -> list[int]:
-    """Return the tokens that end an answer."""
+    """Return the sorted ids of the tokens that end an answer."""
     end = loaded.tokeniser.end_of_answer()
     return sorted({*stop_tokens(loaded), loaded.tokeniser.end_of_text, *([] if end is None else [end])})
 
 
 def prompt_ids(loaded: Pretrained, encoder: ExampleEncoder, question: Question) -> list[int]:
-    """Return the prompt of a question as token ids."""
+    """Return the prompt of a question as token ids, in the chat template if `question.is_chat`."""
     if question.is_chat:
         ids = loaded.tokeniser.chat([{"role": "user", "content": question.text}], allowed_special=False)
         return [int(token) for token in ids]
@@ -276,20 +276,20 @@ def decode_answers(loaded: Pretrained, answers: Sequence[tuple[list[int], list[i
 
 # -------------------------------------------------------------------- bits per byte
 def bits(loaded: Pretrained, examples: list[Example], settings: Settings) -> float:
-    """Return the bits per byte of the tokens of examples that have a loss."""
+    """Return the mean bits per byte over all tokens of the examples that have a loss."""
     dataset = PackedDataset(examples, ROWS, settings.context_window, 0, supports_packing(loaded.model))
     rows = HeldOutRows.from_dataset(dataset, dataset.n_items, loaded.tokeniser)
     return rounded(rows.measure(loaded.model)["bits_per_byte"])
 
 
 def examples_of(settings: Settings, task: Task, encoder: ExampleEncoder) -> list[Example]:
-    """Return the examples of a task's test part."""
+    """Return the encoded examples of a task's test file, which `write_records` must have written."""
     records = read_records([settings.output / "data" / f"{task.name}-test{task.suffix}"])
     return [example for record in records for example in encoder.encode(record)]
 
 
 def answer_example(prompt: list[int], drawn: list[int], window: int) -> Example:
-    """Return an example whose loss counts only the answer."""
+    """Return an example of prompt and answer, cut to `window` + 1 tokens, whose loss counts only the answer."""
     ids = np.array([*prompt, *drawn], np.int64)
     counts = np.arange(len(ids)) >= len(prompt)
     return Example(ids[: window + 1], counts[: window + 1])

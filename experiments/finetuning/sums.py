@@ -41,14 +41,14 @@ class Sum(NamedTuple):
     steps: tuple[int, ...]
 
     def values(self) -> list[int]:
-        """Return the number at the start and after each step."""
+        """Return the number at the start and after each step, len(steps) + 1 numbers."""
         values = [self.start]
         for step in self.steps:
             values.append(values[-1] + step if step else 2 * values[-1])
         return values
 
     def working(self) -> list[str]:
-        """Return the steps of the calculation as sentences."""
+        """Return each step of the calculation as a sentence, such as "34 + 17 = 51."."""
         values = self.values()
         lines = []
         for before, step, after in zip(values, self.steps, values[1:]):
@@ -57,12 +57,12 @@ class Sum(NamedTuple):
         return lines
 
     def answer(self) -> str:
-        """Return the answer: the steps and the result in words."""
+        """Return the answer as text: the steps, then the result in words as a sentence."""
         return " ".join([*self.working(), f"{number_in_words(self.values()[-1]).capitalize()}."])
 
 
 def number_in_words(number: int) -> str:
-    """Raise ValueError: a number that is not from 0 to 999."""
+    """Return a number from 0 to 999 in English words, such as "one hundred twenty-one"; else ValueError."""
     if not 0 <= number <= 999:
         raise ValueError(f"in_words: expected a number from 0 to 999, got {number}")
     if number < len(ONES):
@@ -80,7 +80,7 @@ _PHRASE = re.compile(rf"\b{_WORD}\b(?:[- ](?:hundred|and|{_WORD})\b)*|\d[\d,]*")
 
 
 def last_number(text: str) -> int | None:
-    """Return the last number in a text, in digits or in words; None if there is none."""
+    """Return the last number in a text, in digits or in English words; None if there is none."""
     phrases = _PHRASE.findall(text.lower())
     if not phrases:
         return None
@@ -111,7 +111,7 @@ def new_sum(generator: np.random.Generator) -> Sum:
 
 
 def story(problem: Sum, generator: np.random.Generator) -> str:
-    """Return a sum as a story in the form of the training data."""
+    """Return a sum as a story of a person and items, in the form of the training data, with the question."""
     name, items = choose(NAMES, generator), choose(ITEMS, generator)
     text = START.format(name=name, n=number_in_words(problem.start), items=items)
     for step in problem.steps:
@@ -121,7 +121,7 @@ def story(problem: Sum, generator: np.random.Generator) -> str:
 
 
 def bus_story(problem: Sum, generator: np.random.Generator) -> str:
-    """Return a sum as a story in another form."""
+    """Return a sum as a story of a bus, a form that is not in the training data, with the question."""
     text = BUS_START.format(n=number_in_words(problem.start))
     for step in problem.steps:
         kind = BUS_PLUS if step > 0 else BUS_MINUS if step < 0 else BUS_TWICE
@@ -135,7 +135,7 @@ def choose(values: tuple[str, ...] | list[str], generator: np.random.Generator) 
 
 
 def sums(n_train: int) -> dict[str, list[Sum]]:
-    """Return different random sums, split into "train", "validation" and "test"."""
+    """Return {"train": n_train, "validation": N_VALIDATION, "test": N_TEST} different sums, the same at each call."""
     generator = np.random.default_rng(20)
     n_sums = N_TEST + N_VALIDATION + n_train
     different: dict[Sum, None] = {}
@@ -147,6 +147,6 @@ def sums(n_train: int) -> dict[str, list[Sum]]:
 
 
 def unseen_steps(tested: list[Sum], trained: list[Sum]) -> list[bool]:
-    """Return for each sum whether no step of it, such as 34 + 17, occurs in training."""
+    """Return for each tested sum whether none of its steps, such as 34 + 17, occurs in training."""
     trained_steps = {line for one in trained for line in one.working()}
     return [not any(line in trained_steps for line in one.working()) for one in tested]

@@ -56,7 +56,7 @@ class Task:
 
 # -------------------------------------------------------------------- sums
 def story_records(part: str) -> list[Any]:
-    """Return the records of a part: conversations about stories."""
+    """Return {"messages": [user, assistant]} for each sum of "train", "validation" or "test"."""
     generator = np.random.default_rng((ORDER[part], 0))
     return [
         {"messages": [message("user", sums.story(one, generator)), message("assistant", one.answer())]}
@@ -65,12 +65,12 @@ def story_records(part: str) -> list[Any]:
 
 
 def message(role: str, content: str) -> dict[str, str]:
-    """Return a chat message."""
+    """Return the chat message {"role": role, "content": content}."""
     return {"role": role, "content": content}
 
 
 def story_questions() -> list[Question]:
-    """Return the test questions: seen steps, unseen steps, and stories in another form."""
+    """Return the test questions in groups NEW and KNOWN by their steps, then OTHER: stories in another form."""
     parts = sums.sums(N_STORIES)
     stories = [record["messages"] for record in story_records("test")]
     unseen = sums.unseen_steps(parts["test"], parts["train"])
@@ -84,7 +84,7 @@ def story_questions() -> list[Question]:
 
 
 def score_sums(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
-    """Return the scores of answers to sums: an answer is right if its last number is right, in words or digits."""
+    """Return fractions: "right" (the last number is) and "to the letter" without OTHER; right ones of NEW, OTHER."""
     right = np.array([sums.last_number(a) == sums.last_number(q.reference) for q, a in zip(questions, answers)])
     exact = np.array([answer.strip() == question.reference for question, answer in zip(questions, answers)])
     groups = np.array([question.group for question in questions])
@@ -102,7 +102,7 @@ def fraction_true(flags: np.ndarray) -> float:
 
 # -------------------------------------------------------------------- docstrings
 def function_records(part: str) -> list[Any]:
-    """Return the records of a part: conversations about functions."""
+    """Return {"messages": [user, assistant]} for each function of "train", "validation" or "test"."""
     return [
         {"messages": [message("user", one.question), message("assistant", one.line)]}
         for one in docstrings.functions()[part]
@@ -110,7 +110,7 @@ def function_records(part: str) -> list[Any]:
 
 
 def score_lines(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
-    """Return the word overlap with the author's line, and the fraction of exact matches."""
+    """Return {"overlap": mean ROUGE-1 F1 with the author's line, "the same": fraction of equal lines}."""
     lines = [docstrings.first_line(answer) for answer in answers]
     overlaps = [docstrings.rouge1_f1(line, question.reference) for question, line in zip(questions, lines)]
     same = [docstrings.same(line, question.reference) for question, line in zip(questions, lines)]
@@ -119,7 +119,7 @@ def score_lines(questions: Sequence[Question], answers: Sequence[str]) -> dict[s
 
 # -------------------------------------------------------------------- the voice
 def score_continuations(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
-    """Return the fraction of copied text in generated texts, and in Shakespeare's own continuations."""
+    """Return the copied fractions {"copied": of answers, "copied by Shakespeare": of the references}."""
     references = [question.reference for question in questions]
     return {
         "copied": shakespeare.copied_fraction(list(answers)),
@@ -153,7 +153,7 @@ TASKS = {task.name: task for task in (SUMS, DOCSTRINGS, VOICE)}
 
 # -------------------------------------------------------------------- files
 def write_records(task: Task, part: str, folder: Path) -> Path:
-    """Write the records of a part as a file for `tricycle finetune --data`, and return its path."""
+    """Write the records of a part to folder/TASK-PART.SUFFIX, replacing the file, and return its path."""
     path = folder / f"{task.name}-{part}{task.suffix}"
     with atomic_write(path, text=True) as file:
         for line in lines_of(task, part):
@@ -162,7 +162,7 @@ def write_records(task: Task, part: str, folder: Path) -> Path:
 
 
 def lines_of(task: Task, part: str) -> Iterator[str]:
-    """Yield the lines of a data file."""
+    """Yield JSON lines, of "test" at most N_TESTED_TEXTS, or the entire texts if the task's suffix is .txt."""
     records = task.records(part)
     if task.suffix == ".txt":
         yield from records

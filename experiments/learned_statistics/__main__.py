@@ -33,14 +33,14 @@ from tricycle_cli.flags import run_main
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Parse sys.argv, run the study (with a pretrained --model that of `pretrained.py`), and return 0."""
     if pretrained.names_pretrained_model(sys.argv[1:]):
         return pretrained.main()
     return run_study(Settings, study, __doc__, QUICK, check)
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, and return its tables and the names of its files."""
+    """Run or resume the study, write files to `settings.output`, and return (tables by title, file names)."""
     record = ResultRows(settings, FREE, rows=[], attention={})
     files: list[str] = []
     rows = []
@@ -57,7 +57,7 @@ def study(settings: Settings) -> Outcome:
 
 
 def show(evaluator: VariantEvaluator, record: ResultRows, settings: Settings) -> list[str]:
-    """Measure and draw the attention of the full softmax and of block softmax on a few texts; return the file names."""
+    """Measure and draw attention with full and block softmax on a few texts; update `record`, return file names."""
     frozen, folder, few = evaluator.frozen, settings.output, min(settings.blocks)
     texts = frozen.rows("", "test", SEEN_WINDOWS)[:, :-1]
     evaluator.prepare(Job("whole"))

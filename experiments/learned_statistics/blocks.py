@@ -40,12 +40,12 @@ class Job(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """Return the name of the job's scale file."""
+        """Return the name of the job's scale file, without its suffix."""
         return "-".join(str(value) for value in self if value not in ("", 0.0)).replace(" / ", "_").replace(" ", "_")
 
 
 def job_of(row: dict[str, Any]) -> Job:
-    """Return the job of a result row."""
+    """Return the job of a result row, which must have all fields of Job."""
     return Job(**{name: row[name] for name in Job._fields})
 
 
@@ -53,11 +53,11 @@ class ResultRows(Record):
     """The content of results.json, with a row for each finished job."""
 
     def row(self, values: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the row with these values; None if there is none."""
+        """Return the first row that has all these values; None if there is none."""
         return next((row for row in self["rows"] if values.items() <= row.items()), None)
 
     def add(self, values: dict[str, Any], measured: dict[str, Any]) -> None:
-        """Add a row of results, and save the file."""
+        """Append a row {**values, **measured}, and save the file."""
         self["rows"].append({**values, **measured})
         self.save()
 
@@ -76,7 +76,7 @@ class FrozenModel(NamedTuple):
 
 
 def digest(model: GPT) -> str:
-    """Return the SHA-256 of the bytes of all parameters but the scales."""
+    """Return the SHA-256 of the names and bytes of all parameters but the scales, as hexadecimal digits."""
     sha = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if not name.endswith("softmax_scales"):
@@ -87,7 +87,7 @@ def digest(model: GPT) -> str:
 
 # -------------------------------------------------------------------- blocks and their scales
 def use_block_softmax(model: GPT, job: Job, arrays: Sequence[np.ndarray] = ()) -> list[Tensor]:
-    """Install the softmax variant of a job in every attention layer.
+    """Install a job's softmax in every attention layer, in place; return the scales' parameters, [] if no arrays.
 
     Args:
         arrays: the scales of each layer, if the job has scales.
@@ -107,18 +107,18 @@ def use_block_softmax(model: GPT, job: Job, arrays: Sequence[np.ndarray] = ()) -
 
 
 def block_starts(n_blocks: int, window: int) -> np.ndarray:
-    """Return the first key of each block, as `BlockSoftmax` divides the keys."""
+    """Return the first key of each block, as `BlockSoftmax` divides the keys; it may be fewer than `n_blocks`."""
     return np.arange(0, window, max(1, -(-window // n_blocks)))
 
 
 def equal_shares(n_blocks: int, window: int) -> np.ndarray:
-    """Return scales (n_blocks, W) of 1 / k at each position, where k is the number of blocks visible to it."""
+    """Return float32 scales (n_blocks, W) of 1 / k at each position, where k blocks are visible to it."""
     n_seen = np.searchsorted(block_starts(n_blocks, window), np.arange(window), side="right")
     return np.tile(1 / n_seen, (n_blocks, 1)).astype(np.float32)
 
 
 def first_scales(job: Job, n_layers: int, n_heads: int, window: int) -> list[np.ndarray]:
-    """Return initial scales: all 1, or 1 / k for each of the k blocks visible to a query."""
+    """Return initial scales of each layer, ([H,] n, W or n): all 1 if `job.start` is "1", else 1 / k."""
     per_head, per_position = GRAINS[job.grain or "position"]
     array = equal_shares(job.blocks, window if per_position else job.blocks)
     if job.start == "1":
@@ -129,7 +129,7 @@ def first_scales(job: Job, n_layers: int, n_heads: int, window: int) -> list[np.
 def train_scales(
     frozen: FrozenModel, job: Job, steps: int, batch_size: int, first: Sequence[np.ndarray]
 ) -> tuple[list[np.ndarray], list[float]]:
-    """Train the scales of block softmax on next-token prediction, with all other weights frozen.
+    """Train only the scales of block softmax; return (scales of each layer, loss of each batch).
 
     Args:
         first: the first scales of each layer.
@@ -157,7 +157,7 @@ def train_scales(
 
 
 def batch_loss(model: GPT) -> BatchLossFn:
-    """Return a function that computes the loss of a batch of token rows."""
+    """Return a function (rows (B, T + 1), factor) that computes the next-token loss times the factor."""
 
     def loss(rows: Any, factor: Any) -> Tensor:
         return model.loss(model.place(rows[:, :-1]), model.place(rows[:, 1:]), None, factor)
@@ -174,7 +174,7 @@ class Shares(NamedTuple):
 
 
 def exact_shares(frozen: FrozenModel, rows: np.ndarray, blocks: Sequence[int]) -> Shares:
-    """Return the exact softmax statistics of each block for rows of tokens (N, W + 1), as FlashAttention has them."""
+    """Return means and mean squares of each block's softmax share over rows (N, W + 1); install full softmax."""
     use_block_softmax(frozen.model, Job("whole"))
     mean: dict[int, Any] = dict.fromkeys(blocks, 0.0)
     square: dict[int, Any] = dict.fromkeys(blocks, 0.0)
@@ -191,7 +191,7 @@ def exact_shares(frozen: FrozenModel, rows: np.ndarray, blocks: Sequence[int]) -
 
 
 def attention_of(model: GPT, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Return attention weights (B, H, T, T) of each layer, for tokens (B, T)."""
+    """Return {layer: attention weights (B, H, T, T) on the CPU} for tokens (B, T)."""
     with model.evaluating(), Probe(model, "blocks.*.attention") as probe, no_grad():
         model.hidden_states(model.place(rows))
     return {name: to_cpu(weights) for name, weights in probe.weights.items()}
@@ -229,13 +229,13 @@ class VariantEvaluator:
         self._shares: dict[str, Shares] = {}
 
     def prepare(self, job: Job) -> list[float]:
-        """Install the softmax variant of a job with its scales; return the losses of training the scales."""
+        """Install a job's softmax with its scales in the model; return the losses of training the scales."""
         arrays, losses = self.scales(job)
         use_block_softmax(self.frozen.model, job, arrays)
         return losses
 
     def scales(self, job: Job) -> tuple[list[np.ndarray], list[float]]:
-        """Return the scales of each layer, from their file if it exists, and the losses of training them."""
+        """Return (scales by layer, training losses), trained unless stored in a file; ([], []) without scales."""
         if job.kind in ("whole", "none", "exact"):
             return [], []
         if job.kind == "1 / k":
@@ -252,14 +252,14 @@ class VariantEvaluator:
         return arrays, losses.tolist()
 
     def first(self, job: Job) -> list[np.ndarray]:
-        """Return the initial scales of each layer."""
+        """Return the initial scales of each layer, which `job.start` selects."""
         if job.start == "mean":
             return self.scales(Job("mean", job.blocks, job.grain, job.text))[0]
         config = self.frozen.model.config
         return first_scales(job, config.n_layers, config.n_heads, self.frozen.window)
 
     def shares(self, text: str) -> Shares:
-        """Return the exact block shares of a training text, from their file if it exists."""
+        """Return the exact block shares of a training text, computed and stored unless their file exists."""
         if text not in self._shares:
             path = self.folder / f"shares-{text}-{'-'.join(map(str, self.blocks))}.npz"
             if not path.exists():

@@ -49,7 +49,7 @@ QUICK: dict[str, Any] = {
 
 
 def names_pretrained_model(line: Sequence[str]) -> bool:
-    """Return whether a command line names a pretrained model, not a run folder or checkpoint of Tricycle."""
+    """Return whether --model of a command line is "smollm2", a GGUF file, or a folder or file of safetensors."""
     names = [after for word, after in itertools.pairwise(line) if word == "--model"]
     names += [word.partition("=")[2] for word in line if word.startswith("--model=")]
     if not names:
@@ -60,12 +60,12 @@ def names_pretrained_model(line: Sequence[str]) -> bool:
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Parse sys.argv, run the study, print its tables, and return 0; ValueError for invalid settings."""
     return run_study(PretrainedSettings, study, __doc__, QUICK, check)
 
 
 def study(settings: PretrainedSettings) -> Outcome:
-    """Run the study, and return its tables and the names of its files."""
+    """Run or resume the study, write files to `settings.output`, and return (tables by title, file names)."""
     record = ResultRows(settings, FREE, rows=[])
     evaluator = PretrainedEvaluator(settings)
     for job in tqdm(all_jobs(settings), desc=settings.model, unit="row", dynamic_ncols=True):
@@ -92,7 +92,7 @@ def check(settings: PretrainedSettings) -> None:
 
 
 def complete_record(evaluator: PretrainedEvaluator, record: ResultRows) -> None:
-    """Compute the results that are not rows: the explained variance of means, and generated texts."""
+    """Add "explained", "written", "prompts" and "unchanged" to the record, if missing, and save it."""
     tokeniser = evaluator.frozen.tokeniser
     if "explained" not in record:
         record["explained"] = evaluator.explained()
@@ -110,7 +110,7 @@ def complete_record(evaluator: PretrainedEvaluator, record: ResultRows) -> None:
 
 
 def show(evaluator: PretrainedEvaluator, record: ResultRows) -> Outcome:
-    """Draw the figures and write the page; return tables and the names of the files."""
+    """Draw the figures and write the page to the output folder; return (tables by title, file names)."""
     settings = evaluator.settings
     results, folder = Results(record, settings), settings.output
     scales = {"mean shares": evaluator.scales(mean_job(settings))[0]}
@@ -126,7 +126,7 @@ def show(evaluator: PretrainedEvaluator, record: ResultRows) -> Outcome:
 
 
 def page_data(results: Mapping[str, Any], scales: Mapping[str, Sequence[np.ndarray]]) -> dict[str, Any]:
-    """Return the data of the page: generated texts with block softmax, and the scales.
+    """Return the page's JSON data: the model, prompts and generated texts with block softmax, and the scales.
 
     Args:
         results: of which "prompts" and "written" are shown.

@@ -36,28 +36,28 @@ class Results:
         return job in self.rows
 
     def perplexities(self, job: Job, text: str) -> np.ndarray:
-        """Return the perplexity of each seed for a job and a text."""
+        """Return the perplexities (seeds,) of a job on a text; empty if it has no results."""
         seeds = range(self.settings.seeds if job.kind == "learned" else 1)
         rows = [self.rows[job._replace(seed=seed)] for seed in seeds if self.has(job._replace(seed=seed))]
         return np.array([row["texts"][text]["perplexity"] for row in rows])
 
     def same(self, job: Job, text: str) -> float:
-        """Return the fraction of most probable tokens that equal those with the full softmax (top-1 agreement)."""
+        """Return the top-1 agreement with the full softmax, 0 to 1; KeyError if the job has no results."""
         return float(self.rows[job]["texts"][text]["same"])
 
     def positions(self, job: Job, text: str) -> np.ndarray:
-        """Return the mean loss in each bin of positions in the window."""
+        """Return the mean loss (bins,) in nats in each bin of positions; KeyError if the job has no results."""
         return np.array(self.rows[job]["texts"][text]["positions"])
 
     def recovered_loss(self, job: Job, text: str) -> np.ndarray:
-        """Return the recovered part, in percent, of the loss that blocks without correction add."""
+        """Return for each seed the recovered percentage of the loss that blocks without correction add."""
         full = np.log(self.perplexities(FULL, text)[0])
         uncorrected = np.log(self.perplexities(Job("none", job.blocks), text)[0])
         return 100 * (uncorrected - np.log(self.perplexities(job, text))) / (uncorrected - full)
 
 
 def variants(settings: PretrainedSettings, blocks: int) -> dict[str, Job]:
-    """Return the jobs to compare for a number of blocks, by name."""
+    """Return {label: job} of the variants to compare for a number of blocks."""
     return {
         LABELS["none"]: Job("none", blocks),
         "1 / k": Job("1 / k", blocks),
@@ -69,7 +69,7 @@ def variants(settings: PretrainedSettings, blocks: int) -> dict[str, Job]:
 
 # -------------------------------------------------------------------- tables
 def tables(results: Results) -> dict[str, str]:
-    """Return all tables by title."""
+    """Return the study's Markdown tables by title."""
     return {f"Perplexity, {text}": perplexity_table(results, text) for text in TEXTS} | {
         "Recovered loss, % of the loss that blocks add": recovered_loss_table(results),
         f"All kinds of scales, {results.settings.middle} blocks": grain_table(results),
@@ -82,14 +82,14 @@ def tables(results: Results) -> dict[str, str]:
 
 
 def perplexity_table(results: Results, text: str) -> str:
-    """Return the table of perplexities against the number of blocks."""
+    """Return the Markdown table of perplexities of one text by number of blocks and variant."""
     jobs = {n: {LABELS["whole"]: FULL, **variants(results.settings, n)} for n in results.settings.blocks}
     names = list(next(iter(jobs.values())))
     return grid(list(jobs), names, lambda n, name: results.perplexities(jobs[n][name], text), corner="blocks")
 
 
 def recovered_loss_table(results: Results) -> str:
-    """Return the table of recovered loss: 0% as without correction, 100% as with full softmax."""
+    """Return the Markdown table of recovered loss: 0% as without correction, 100% as with full softmax."""
     names = list(variants(results.settings, 2))[1:]
     lines = []
     for text in TEXTS:
@@ -100,7 +100,7 @@ def recovered_loss_table(results: Results) -> str:
 
 
 def grain_table(results: Results) -> str:
-    """Return the table of all kinds of scales at `middle` blocks: perplexity and top-1 agreement on each text."""
+    """Return the Markdown table of all kinds of scales at `middle` blocks: perplexity and top-1 agreement."""
     settings = results.settings
     jobs = {LABELS["whole"]: FULL, "exact shares": Job("exact", settings.middle)}
     jobs |= {LABELS["none"]: Job("none", settings.middle), "1 / k": Job("1 / k", settings.middle)}
@@ -123,7 +123,7 @@ def _texts_table(results: Results, jobs: dict[str, Job]) -> str:
 
 
 def transfer_table(results: Results) -> str:
-    """Return the table of scales trained on each text and evaluated on each text."""
+    """Return the Markdown table of scales trained on each text and evaluated on each text."""
     settings = results.settings
     middle = settings.middle
     jobs = {LABELS["whole"]: FULL, "1 / k": Job("1 / k", middle)}
@@ -134,7 +134,7 @@ def transfer_table(results: Results) -> str:
 
 
 def rate_table(results: Results) -> str:
-    """Return the table of perplexity and top-1 agreement by initial value and learning rate."""
+    """Return the Markdown table of perplexity and top-1 agreement by initial value and learning rate."""
     settings = results.settings
     jobs = {
         f"{start_label(start)} at {rate}": learned_job(settings, start=start, rate=rate)
@@ -145,14 +145,14 @@ def rate_table(results: Results) -> str:
 
 
 def explained_table(results: Results) -> str:
-    """Return the table of the variance of exact shares around 1 / k that their means explain, in percent."""
+    """Return the Markdown table of the exact shares' variance around 1 / k that their means explain, in %."""
     found = results.other["explained"]
     columns = {f"one for {GRAIN_WORDS[grain]}": grain for grain in GRAINS}
     return grid(list(found), columns, lambda n, grain: found[n][grain], 1, 100, "blocks")
 
 
 def generation_table(results: Results) -> str:
-    """Return the table of generated tokens that equal those with the full softmax."""
+    """Return the Markdown table of generated tokens that equal those with the full softmax, in %."""
     lines = []
     for variant in results.other["written"]:
         job = job_of(variant)
@@ -164,7 +164,7 @@ def generation_table(results: Results) -> str:
 
 
 def seed_table(results: Results) -> str:
-    """Return the table of the seed document's figures and these results (two blocks, one scale per position)."""
+    """Return the Markdown table of the seed document's figures and these (two blocks, one scale per position)."""
     jobs = {start: learned_job(results.settings, blocks=2, start=start) for start in STARTS}
     measured = {
         f"{results.settings.model}, {text}, from {start}": (
@@ -213,7 +213,7 @@ def plot(results: Results, scales: dict[str, Sequence[np.ndarray]], folder: Path
 
 
 def by_blocks(results: Results) -> Panels:
-    """Return the lines of perplexity against the number of blocks, one panel for each text."""
+    """Return {text: {variant: (numbers of blocks, mean perplexities)}} for `plot_curves`."""
     settings, panels = results.settings, Panels()
     for text in TEXTS:
         full = results.perplexities(FULL, text)[0]
@@ -227,7 +227,7 @@ def by_blocks(results: Results) -> Panels:
 
 
 def by_position(results: Results) -> Panels:
-    """Return the lines of added loss by position in the window, one panel for each text."""
+    """Return {text: {variant: (positions, added loss in nats)}} for `plot_curves`."""
     panels = Panels()
     for text in TEXTS:
         full = results.positions(FULL, text)
@@ -240,7 +240,7 @@ def by_position(results: Results) -> Panels:
 
 
 def plot_grains(results: Results, path: Path) -> None:
-    """Plot the perplexity of each kind of scale at `middle` blocks as bars, one panel for each text."""
+    """Write an image of the perplexity of each kind of scale at `middle` blocks, one panel for each text."""
     settings = results.settings
     kinds = {
         "mean shares": {grain: mean_job(settings, grain=grain) for grain in GRAINS},
@@ -264,7 +264,7 @@ def plot_grains(results: Results, path: Path) -> None:
 
 
 def losses(results: Results) -> Panels:
-    """Return the lines of the scales' training loss, one panel for each initial value."""
+    """Return {initial value: {scales: (updates, training losses in nats)}} for `plot_curves`."""
     settings, panels = results.settings, Panels()
     for start in STARTS:
         jobs = {grain: learned_job(settings, grain=grain, start=start) for grain in GRAINS}
@@ -276,7 +276,7 @@ def losses(results: Results) -> Panels:
 
 
 def plot_scales(scales: dict[str, Sequence[np.ndarray]], path: Path, title: str) -> None:
-    """Plot the scales (n, W) of each layer as heat maps, one row for each job and one column for each block.
+    """Write heat maps of the scales (n, W) by layer: one row for each variant, one column for each block.
 
     Args:
         scales: of each layer, by the variant's name.

@@ -82,7 +82,7 @@ def load_frozen_model(settings: PretrainedSettings) -> FrozenModel:
 
 
 def expand_scales(mean: np.ndarray, grain: str) -> np.ndarray:
-    """Return scales of a grain, expanded to each head and position, (L, H, n, W)."""
+    """Return shares (L, H, n, W) averaged to the scales of a grain and expanded to (L, H, n, W) again."""
     scales = average_scales(mean, grain)
     per_head, per_position = GRAINS[grain]
     if not per_head:
@@ -113,12 +113,12 @@ def explained(shares: Shares, n: int, grain: str) -> float:
 
 # -------------------------------------------------------------------- what is measured
 def write(frozen: FrozenModel, prompts: list[np.ndarray], n_tokens: int) -> list[list[int]]:
-    """Return a greedy continuation of each prompt with the model's current softmax."""
+    """Return the new tokens of a greedy continuation of each prompt, with the model's current softmax."""
     return generate_batch(frozen.model, prompts, n_tokens, temperature=0)
 
 
 def repeated_fraction(tokens: Sequence[int], size: int = REPEATED) -> float:
-    """Return the fraction of n-grams of this size that occurred before."""
+    """Return the fraction of n-grams of `size` tokens that occurred before; 0 for fewer tokens."""
     runs = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
@@ -130,7 +130,7 @@ def common_prefix_length(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 
 def mean_in_bins(losses: np.ndarray) -> list[float]:
-    """Return mean losses of (N, W) in bins of the window of about equal length."""
+    """Return the means of losses (N, W) in at most BINS bins along the window, of about equal length."""
     return [float(part.mean()) for part in np.array_split(losses, min(BINS, losses.shape[1]), axis=1)]
 
 
@@ -141,13 +141,13 @@ DIGITS = 5
 
 # -------------------------------------------------------------------- jobs
 def learned_job(settings: PretrainedSettings, **changes: Any) -> Job:
-    """Return the job of the seed document's kind of scale, with changes."""
+    """Return a job of learned scales by position at `middle` blocks, with its fields replaced by `changes`."""
     job = Job("learned", settings.middle, "position", settings.text, "1 / k", settings.rate)
     return job._replace(**changes)
 
 
 def mean_job(settings: PretrainedSettings, **changes: Any) -> Job:
-    """Return the job of mean scales, with changes."""
+    """Return a job of mean shares by position at `middle` blocks, with its fields replaced by `changes`."""
     return Job("mean", settings.middle, "position", settings.text)._replace(**changes)
 
 
@@ -174,7 +174,7 @@ def all_jobs(settings: PretrainedSettings) -> list[Job]:
 
 
 def generation_jobs(settings: PretrainedSettings) -> list[Job]:
-    """Return the jobs whose models continue the prompts."""
+    """Return the different jobs whose softmax continues the prompts, the full softmax first."""
     middle, most = settings.middle, max(settings.blocks)
     jobs = [
         Job("whole"),
@@ -209,7 +209,7 @@ class PretrainedEvaluator(VariantEvaluator):
         self.prompts = [row[:n_read] for rows in self.tests.values() for row in rows[: settings.prompts]]
 
     def measure(self, job: Job) -> dict[str, Any]:
-        """Return the losses and the most probable tokens on all tests."""
+        """Return "losses" of training, "seconds", and "texts": "perplexity" and others; first measure Job("whole")."""
         started = time.perf_counter()
         losses = self.prepare(job)
         prepared = time.perf_counter()
@@ -233,7 +233,7 @@ class PretrainedEvaluator(VariantEvaluator):
         }
 
     def explained(self) -> dict[str, dict[str, float]]:
-        """Return the explained variance by the number of blocks and the grain."""
+        """Return {number of blocks as str: {grain: fraction of variance that means explain}}."""
         shares = self.shares(self.settings.text)
         return {
             str(n): {grain: round(explained(shares, n, grain), DIGITS) for grain in GRAINS}
@@ -241,7 +241,7 @@ class PretrainedEvaluator(VariantEvaluator):
         }
 
     def write(self, job: Job) -> dict[str, Any]:
-        """Return the continuations of the prompts with a job's softmax and with the full softmax."""
+        """Return the job's fields with "tokens", the continuation of each prompt by its softmax, and "seconds"."""
         self.prepare(job)
         started = time.perf_counter()
         tokens = write(self.frozen, self.prompts, self.settings.n_written)
@@ -258,7 +258,7 @@ class PretrainedEvaluator(VariantEvaluator):
 
 
 def compare(written: list[dict[str, Any]], tokeniser: Any) -> Iterator[dict[str, Any]]:
-    """Compare the generated texts of each softmax variant with those of the full softmax, which comes first."""
+    """Yield each variant's job fields, "same", "until", "repeated" and "texts", against the full softmax, the first."""
     full = written[0]["tokens"]
     for variant in written:
         pairs = list(zip(variant["tokens"], full))

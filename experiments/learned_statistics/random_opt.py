@@ -36,7 +36,7 @@ class Settings:
 
 
 def new_opt(settings: Settings) -> GPT:
-    """Return random weights of OPT's architecture: position offset 2, ReLU, biases, pre-norm."""
+    """Return a GPT of OPT's architecture with random weights: position offset 2, ReLU, biases, pre-norm."""
     config = ModelConfig(
         vocab_size=settings.vocabulary,
         context_window=settings.context_window,
@@ -51,7 +51,7 @@ def new_opt(settings: Settings) -> GPT:
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Parse sys.argv, train a tokenizer, write it and the model to the folder, and return 0."""
     settings = parse(Settings, description=__doc__ or "")
     tokeniser = BPETokeniser(min(settings.vocabulary, 2048))
     tokeniser.train(text_of("code", "train")[:200_000], progress=False)

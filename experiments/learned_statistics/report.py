@@ -25,7 +25,7 @@ PAGE_BYTES = 1_400_000  # of weights on the page; as many layers as fit
 
 
 def find(rows: Runs, kind: str, blocks: int, model: int) -> np.ndarray:
-    """Return the perplexity of each seed for a kind of scales, a number of blocks and a model."""
+    """Return the perplexities (seeds,) for a kind of scales, a number of blocks and a model; empty if none."""
     return np.array(of(select(rows, kind=kind, blocks=blocks, model=model), "perplexity"))
 
 
@@ -37,7 +37,7 @@ def recovered_loss(rows: Runs, kind: str, blocks: int, model: int) -> np.ndarray
 
 # -------------------------------------------------------------------- tables
 def tables(rows: Runs, attention: Mapping[str, Mapping[str, list[float]]]) -> dict[str, str]:
-    """Return all tables by title."""
+    """Return the study's Markdown tables by title; `attention` is {variant: {statistic: value by layer}}."""
     titled = {
         "Perplexity on held-out text": perplexity_table(rows),
         "Recovered perplexity, % of the increase due to blocks": recovered_loss_table(rows),
@@ -59,7 +59,7 @@ def cases(rows: Runs) -> list[tuple[int, int]]:
 
 
 def perplexity_table(rows: Runs) -> str:
-    """Return the table of perplexities by model and number of blocks, with one column for each kind of scales."""
+    """Return the Markdown table of perplexities by model and number of blocks, one column for each variant."""
     lines = []
     for model, blocks in cases(rows):
         values = [find(rows, "whole", 1, model), *(find(rows, kind, blocks, model) for kind in VARIANTS)]
@@ -68,7 +68,7 @@ def perplexity_table(rows: Runs) -> str:
 
 
 def recovered_loss_table(rows: Runs) -> str:
-    """Return the table of recovered loss: 0% as without correction, 100% as with full softmax."""
+    """Return a Markdown table of recovered perplexity: 0% as without correction, 100% as with full softmax."""
     kinds = list(VARIANTS)[1:]
     lines = [
         [str(model), str(blocks), *(cell(recovered_loss(rows, kind, blocks, model), 1) for kind in kinds)]
@@ -78,7 +78,7 @@ def recovered_loss_table(rows: Runs) -> str:
 
 
 def seed_table(rows: Runs) -> str:
-    """Return the table of the seed document's figures and these results (two blocks, one scale per position)."""
+    """Return the Markdown table of the seed document's figures and these (two blocks, one scale per position)."""
     measured = {
         f"this study, {model}": (find(rows, "whole", 1, model)[0], find(rows, "learned", 2, model))
         for model, blocks in cases(rows)
@@ -88,7 +88,7 @@ def seed_table(rows: Runs) -> str:
 
 
 def rows_with_seed_figures(measured: Mapping[str, tuple[float, np.ndarray]], digits: int) -> str:
-    """Return a table of perplexities with the full softmax and with 2 blocks and learned scales."""
+    """Return a Markdown table of SEED_TABLE and `measured`: {name: (full perplexity, those of 2 blocks by seed)}."""
     lines = []
     for name, (full, learned) in {**SEED_TABLE, **measured}.items():
         n = 2 if name in SEED_TABLE else digits
@@ -98,7 +98,7 @@ def rows_with_seed_figures(measured: Mapping[str, tuple[float, np.ndarray]], dig
 
 # -------------------------------------------------------------------- pictures
 def plot_spikiness(attention: Mapping[str, Mapping[str, list[float]]], blocks: Sequence[int], path: Path) -> None:
-    """Plot the spikiness of attention (1 - normalized entropy) by layer, one panel for each number of blocks."""
+    """Write an image of the spikiness of attention (1 - normalized entropy) by layer, a panel per block count."""
     panels = {}
     for n in blocks:
         lines = {LABELS["whole"]: attention["whole"]}
@@ -109,7 +109,7 @@ def plot_spikiness(attention: Mapping[str, Mapping[str, list[float]]], blocks: S
 
 
 def plot_scales(learned: Sequence[list[np.ndarray]], measured: list[np.ndarray], path: Path) -> None:
-    """Plot the scales of all seeds and the mean exact statistics against the query's position, one panel a layer."""
+    """Write an image of the scales of all seeds and the mean exact shares by query position, one panel a layer."""
     panels: dict[str, dict[str, tuple[Any, Any]]] = {}
     for layer, mean in enumerate(measured):
         n_blocks, window = mean.shape
@@ -123,7 +123,7 @@ def plot_scales(learned: Sequence[list[np.ndarray]], measured: list[np.ndarray],
 
 
 def draw_maps(maps: Mapping[str, Maps], distances: Sequence[float], tokens: Sequence[str], folder: Path) -> list[str]:
-    """Draw attention maps of one text as PNG files and as an HTML page, and return the names of the files.
+    """Write attention maps of one text as two PNG files and an HTML page to a folder; return the file names.
 
     Args:
         maps: by variant and layer, (H, T, T).

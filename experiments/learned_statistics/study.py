@@ -80,7 +80,7 @@ def check(settings: Settings) -> None:
 
 # -------------------------------------------------------------------- the model
 def load_frozen_model(settings: Settings, seed: int) -> tuple[FrozenModel, HeldOut]:
-    """Return the model that --model names, or one that is trained here, frozen.
+    """Return (frozen model with its texts, held-out text): the model of --model, or one trained here.
 
     Raises:
         ValueError: a model that learned with another softmax, or a tokeniser that does not fit.
@@ -109,7 +109,7 @@ def load_frozen_model(settings: Settings, seed: int) -> tuple[FrozenModel, HeldO
 
 
 def spread_windows(tokens: Any, n_rows: int, window: int) -> np.ndarray:
-    """Return windows (N, W + 1) of tokens, spread evenly."""
+    """Return int64 windows (n_rows, window + 1) of a 1-D token array, spread evenly."""
     starts = np.linspace(0, len(tokens) - window - 1, n_rows + 2).astype(int)[1:-1]
     return np.stack([np.asarray(tokens[start : start + window + 1], np.int64) for start in starts])
 
@@ -121,7 +121,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def new_config(settings: Settings, seed: int) -> GPTConfig:
-    """Return the config of the small GPT."""
+    """Return the config of the small GPT: a byte vocabulary, sizes from the settings."""
     return GPTConfig(
         vocab_size=BYTES,
         context_window=settings.context_window,
@@ -140,7 +140,7 @@ def new_config(settings: Settings, seed: int) -> GPTConfig:
 
 
 def train_model(config: GPTConfig, corpus: Corpus, path: Path, on_gpu: bool) -> GPT:
-    """Train the small GPT, resuming from the checkpoint at `path` if it exists, and return the model."""
+    """Train the small GPT, or resume it from `path`; save it there and return it; ValueError for another config."""
     state = resume_state(path, corpus.train, on_gpu) if path.exists() else new_state(config, corpus.train, on_gpu)
     if state.config != config:
         raise ValueError(f"{path}: expected a model with these settings, found another; name another --output")
@@ -167,7 +167,7 @@ VARIANTS = {  # ways to scale the blocks, by their keys in results.json
 
 
 def job_of(settings: Settings, kind: str, blocks: int = 1, seed: int = 0) -> Job:
-    """Return the job of a kind in VARIANTS, or "whole"."""
+    """Return the job of a kind in VARIANTS, or "whole"; `seed` counts only for learned scales."""
     job = VARIANTS.get(kind, Job(kind))._replace(blocks=blocks)
     if job.kind != "learned":
         return job
@@ -175,7 +175,7 @@ def job_of(settings: Settings, kind: str, blocks: int = 1, seed: int = 0) -> Job
 
 
 def all_rows(settings: Settings) -> list[dict[str, Any]]:
-    """Return the arguments of `job_of` for each row of results of a model."""
+    """Return the arguments {"kind", "blocks", "seed"} of `job_of` for each result row of a model."""
     rows = [{"kind": "whole", "blocks": 1, "seed": 0}]
     for n in settings.blocks:
         for kind, job in VARIANTS.items():
@@ -185,7 +185,7 @@ def all_rows(settings: Settings) -> list[dict[str, Any]]:
 
 
 def new_evaluator(frozen: FrozenModel, number: int, settings: Settings) -> VariantEvaluator:
-    """Return a VariantEvaluator for a model, which stores its scales in the output folder."""
+    """Return a VariantEvaluator for model `number`, which stores its scales in the output folder."""
     folder = settings.output / "scales" / str(number)
     return VariantEvaluator(
         frozen, folder, settings.scale_steps, settings.batch_size, MEASURED_WINDOWS, settings.blocks
@@ -193,7 +193,7 @@ def new_evaluator(frozen: FrozenModel, number: int, settings: Settings) -> Varia
 
 
 def measure(evaluator: VariantEvaluator, job: Job, held_out: HeldOut, settings: Settings) -> dict[str, Any]:
-    """Return the held-out loss (nats per token), perplexity and durations of a softmax variant, in full windows."""
+    """Return held-out "loss" (nats per token), "perplexity", "seconds" and "seconds_of_learning" of a job."""
     started = time.perf_counter()
     evaluator.prepare(job)
     prepared = time.perf_counter()
@@ -204,7 +204,7 @@ def measure(evaluator: VariantEvaluator, job: Job, held_out: HeldOut, settings: 
 
 
 def map_statistics(maps: dict[str, np.ndarray], full: dict[str, np.ndarray]) -> dict[str, list[float]]:
-    """Return the spikiness of attention maps and their distance from the full softmax's, a mean for each layer.
+    """Return {"spikiness", "distance": a mean for each layer} of attention maps; distance from `full`.
 
     Returns:
         "spikiness": of rows divided by their sum. "distance": the sum of |weight - weight of the full softmax|.

@@ -28,7 +28,7 @@ PAINTED = ("plain", "adaptive", "fit to errors")
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Run the study that `sys.argv` asks for (--model: the pretrained one); return 0, or raise ValueError."""
     words = sys.argv[1:]
     if any(word.partition("=")[0] == "--model" for word in words):
         from experiments.max_retrieval import pretrained  # here, for it needs more than this experiment does
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, and return its tables and the names of its files."""
+    """Train, fit and measure per seed, write results and plots; return (Markdown tables by title, file names)."""
     runs: Runs = []
     painted = None
     for seed in range(settings.seeds):

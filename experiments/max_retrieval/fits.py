@@ -27,7 +27,7 @@ TRIED = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)  # inverse temperat
 
 # -------------------------------------------------------------------- answers of prompts
 def padded(prompts: Sequence[Prompt]) -> np.ndarray:
-    """Return the prompts as one array (N, T), padded with zeros at the end."""
+    """Return the prompts' ids as one int64 array (N, T), padded with zeros at the end of each row."""
     ids = np.zeros((len(prompts), max(len(prompt.ids) for prompt in prompts)), np.int64)
     for row, prompt in zip(ids, prompts):
         row[: len(prompt.ids)] = prompt.ids
@@ -35,7 +35,7 @@ def padded(prompts: Sequence[Prompt]) -> np.ndarray:
 
 
 def answer_places(prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the text index and the position of every token of an answer."""
+    """Return the prompt index (K,) and the text position (K,) of each of the K tokens of scored answers."""
     pairs = [
         (i, at) for i, prompt in enumerate(prompts) for part in prompt.answers for at in range(part.start, part.stop)
     ]
@@ -44,7 +44,7 @@ def answer_places(prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def answer_logits(model: GPT, prompts: Sequence[Prompt]) -> tuple[Tensor, np.ndarray]:
-    """Return the logits for all tokens of the answers, and these tokens."""
+    """Return the logits (K, V) that predict the K tokens of all scored answers, and the ids (K,) of these tokens."""
     ids = padded(prompts)
     rows, places = answer_places(prompts)
     hidden = model.hidden_states(ids[:, :-1])
@@ -52,18 +52,18 @@ def answer_logits(model: GPT, prompts: Sequence[Prompt]) -> tuple[Tensor, np.nda
 
 
 def loss_of_answers(model: GPT, prompts: Sequence[Prompt]) -> Tensor:
-    """Return the mean loss over the tokens of answers, in nats."""
+    """Return the scalar mean loss per token of the scored answers, in nats, ready for `backward`."""
     logits, labels = answer_logits(model, prompts)
     return CrossEntropy()(labels, logits)
 
 
 def loss_of_text(model: GPT, ids: np.ndarray) -> Tensor:
-    """Return the mean loss over the tokens of a text (N, T + 1), in nats."""
+    """Return the scalar mean loss per token of a text's ids (N, T + 1), in nats; first tokens have no loss."""
     return model.loss(ids[:, :-1], ids[:, 1:])
 
 
 def grade_answers(model: GPT, prompts: Sequence[Prompt]) -> tuple[list[bool], list[float]]:
-    """Return for each question whether the greedy tokens equal the answer, and -log of its probability."""
+    """Return per scored answer whether each token is the argmax given those before, and its -log probability."""
     with no_grad():
         logits, labels = answer_logits(model, prompts)
         log_shares = to_cpu(LogSoftmax()(logits).array)
@@ -78,7 +78,7 @@ def grade_answers(model: GPT, prompts: Sequence[Prompt]) -> tuple[list[bool], li
 def fit_betas(
     model: GPT, betas: Betas, batches: Sequence[Any], loss_of: Callable[[GPT, Any], Tensor], rate: float = 0.03
 ) -> list[float]:
-    """Fit the inverse temperatures by Adam, one update per batch, with a frozen model; return the losses."""
+    """Fit `betas` in place by Adam, one update per batch, and return the losses; the model must be frozen."""
     optimiser = AdamW(rate, weight_decay=0)
     losses = []
     with use_temperature(model, betas):
@@ -93,7 +93,7 @@ def fit_betas(
 
 
 def beta_gradients(model: GPT, batches: Sequence[Any], loss_of: Callable[[GPT, Any], Tensor]) -> np.ndarray:
-    """Return the gradients of the loss by each head's log inverse temperature, at 1: (batches, L, H).
+    """Return (batches, L, H): the loss gradient by each head's log inverse temperature, where it is 0.
 
     Below 0 where a head that is a little sharper lowers the loss.
     """
@@ -109,7 +109,7 @@ def beta_gradients(model: GPT, batches: Sequence[Any], loss_of: Callable[[GPT, A
 
 # -------------------------------------------------------------------- polynomial temperature
 def fit_polynomial(model: GPT, prompts: Sequence[Prompt], tried: Sequence[float] = TRIED) -> AdaptiveSoftmax:
-    """Fit the polynomial from entropy to inverse temperature that minimizes the loss of the answers' first tokens.
+    """Return an AdaptiveSoftmax with the polynomial that minimizes the loss of each prompt's first answer token.
 
     For each text and layer the rows are those of all heads at the last token before the first answer that counts. They
     are made sharper together, all else staying as it is, and each of them is charged the loss of that answer's first

@@ -77,17 +77,17 @@ QUICK: dict[str, Any] = {"seeds": 1, "largest_size": 16, "steps": 3, "length": 5
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Parse `sys.argv`, run the study and print its tables; return 0, or raise ValueError for invalid settings."""
     return run_study(PretrainedSettings, study, __doc__, QUICK, check)
 
 
 def check(settings: PretrainedSettings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for the first setting below its minimum, such as `seeds` < 1 or `length` < 64."""
     check_minimum(settings, seeds=1, texts=1, largest_size=4, steps=1, length=64, beyond=0)
 
 
 def study(settings: PretrainedSettings) -> Outcome:
-    """Run the study, and return its tables and the names of its files."""
+    """Compute missing parts unless `settings.report`, write reports; return (Markdown tables by title, file names)."""
     if not settings.report:
         Study(settings).run()
     results = results_in(settings.output / "parts")
@@ -108,7 +108,7 @@ class Study:
         self.prompter = Prompter(loaded.tokeniser)
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
-        """Return a part of the results: from its file, or computed and stored with its duration in seconds."""
+        """Return part `name` from its JSON file; else store `work()`; ValueError if the settings differ."""
         path = self.folder / f"{name.replace(' ', '-').replace(',', '')}.json"
         about = {
             key: value for key, value in settings_without_paths(self.settings).items() if key not in ("model", "report")
@@ -125,7 +125,7 @@ class Study:
         return kept["value"]
 
     def run(self) -> None:
-        """Compute all parts of the results."""
+        """Compute and store each part without a file; if `settings.beyond`, extend the model's context window."""
         temperatures = self.temperatures()
         # of the plays all, of the others a quarter, for the time goes with the square of the length
         quarter = max(64, self.settings.length // 4)
@@ -147,7 +147,7 @@ class Study:
 
     # ---------------------------------------------------------------- temperatures
     def temperatures(self) -> dict[str, Temperature]:
-        """Return the temperatures to compare, by name; fit those with parameters."""
+        """Return the temperatures to compare, by the names of NAMES; fit and store those without a file."""
         shape = self.model.config.n_layers, self.model.config.n_heads
         gains = np.array(self.part("fit, slopes", self.head_slopes)["tasks"]).mean(axis=0)
         start = self.part("fit, ln n", self.choose_start)["start"]
@@ -171,7 +171,7 @@ class Study:
         }
 
     def task_batches(self, stream: int = FITTING, tasks: Sequence[str] = tuple(TASKS)) -> Iterator[list[Prompt]]:
-        """Yield batches with one prompt of each task, of changing sizes."""
+        """Yield `settings.steps` lists with one Prompt per task, whose sizes cycle through FIT_SIZES."""
         for step in range(self.settings.steps):
             batch = []
             for task in tasks:
@@ -180,7 +180,7 @@ class Study:
             yield batch
 
     def text_batches(self) -> Iterator[np.ndarray]:
-        """Yield windows of 1,024 training tokens, from each text in turn."""
+        """Yield `settings.steps` training id arrays (1, min(1024, length) + 1), from each text in turn."""
         n_tokens = min(1024, self.settings.length)
         parts = [
             windows(self.tokeniser, text_of(text, "train"), -(-self.settings.steps // len(TEXTS)), n_tokens).ids
@@ -190,14 +190,14 @@ class Study:
             yield parts[step % len(TEXTS)][step // len(TEXTS)][None]
 
     def fit_betas(self, betas: Betas, batches: Iterator[Any]) -> dict[str, Any]:
-        """Fit the inverse temperatures on batches, and return their table and the losses."""
+        """Fit `betas` in place on all batches; return lists "levels", "growth" and "losses" (nats)."""
         chosen = list(batches)
         loss_of: Any = fits.loss_of_answers if isinstance(chosen[0], list) else fits.loss_of_text
         losses = fits.fit_betas(self.model, betas, chosen, loss_of)
         return {**betas.table(), "losses": np.round(losses, 4).tolist()}
 
     def head_slopes(self) -> dict[str, Any]:
-        """Return the gradients of the loss by each head's log inverse temperature, on tasks and on text."""
+        """Return lists "tasks" and "text" (batches, L, H): loss gradients by log inverse temperature."""
         count = min(9, self.settings.steps)
         tasks = list(self.task_batches(CHOICE))[:count]
         texts = list(self.text_batches())[:count]
@@ -208,7 +208,7 @@ class Study:
         return {name: np.round(rows, 5).tolist() for name, rows in found.items()}
 
     def choose_start(self) -> dict[str, Any]:
-        """Return the start of ln n with the lowest loss of answers, on prompts for selection."""
+        """Return "start", the start of ln n with lowest of "losses" (by start), and "softmax", the plain loss."""
         batches = list(self.task_batches(CHOICE))[:8]
         losses = {}
         for start in STARTS:
@@ -219,7 +219,7 @@ class Study:
         return {"start": min(losses, key=lambda start: losses[start]), "losses": losses, "softmax": plain}
 
     def fit_polynomial(self) -> list[float]:
-        """Fit the polynomial temperature, and return its coefficients."""
+        """Fit the polynomial temperature on task prompts; return its coefficients, highest power first."""
         prompts = [
             prompt
             for batch in list(self.task_batches(CHOICE))[: max(1, min(5, self.settings.steps // 8))]
@@ -229,7 +229,7 @@ class Study:
 
     # ---------------------------------------------------------------- measuring
     def grade_tasks(self, temperature: Temperature, seed: int) -> dict[str, Any]:
-        """Return the accuracy and the mean loss of the answers in nats, by task and size."""
+        """Return {task: {n: {"accuracy", "nats" per answer, "questions", mean "tokens" per prompt}}}."""
         result: dict[str, Any] = {}
         for task in TASKS:
             for n in SIZES[task]:
@@ -250,13 +250,17 @@ class Study:
         return result
 
     def n_texts(self, task: str, n: int) -> int:
-        """Return the number of texts: more for short texts, and for those with one question each."""
+        """Return how many prompts of a task and size to measure: a multiple (1 to 10) of `settings.texts`."""
         if task == "largest":
             return (4 if self.settings.quick else 10) * self.settings.texts
         return self.settings.texts if n > 64 or self.settings.quick else 2 * self.settings.texts
 
     def measure_text(self, temperature: Temperature, text: str, n_tokens: int) -> dict[str, Any]:
-        """Return the loss by position and the entropy of each head by length, on a held-out text."""
+        """Return "lengths", "nats", "mean entropy"; if `temperature` is None also "entropy" and "first".
+
+        The text is held out. "nats" is the mean loss per token between two lengths. Entropies are in nats; "entropy"
+        and "first", the weight on the first token, are (lengths, L, H).
+        """
         ids = windows(self.tokeniser, text_of(text, "test"), 1, n_tokens).ids
         lengths = [2**i for i in range(6, 20) if 2**i <= n_tokens]
         with use_temperature(self.model, temperature), EntropyRecorder(self.model, lengths) as recorder:
@@ -270,7 +274,7 @@ class Study:
 
 
 def results_in(folder: Path) -> dict[str, Any]:
-    """Return all results in the part files, by kind of part, with temperatures in order."""
+    """Return "seconds", the sum, and {kind of part: {rest of its name: value}} of all part files in a folder."""
     parts = {}
     for path in sorted(folder.glob("*.json")):
         part = read(path)
@@ -286,7 +290,7 @@ def results_in(folder: Path) -> dict[str, Any]:
 
 
 def keep_best_heads(betas: Betas, gains: np.ndarray, count: int) -> Betas:
-    """Return inverse temperatures for the `count` heads with the largest expected gain, and 1 for all others.
+    """Return new Betas with the levels of the `count` heads with the largest expected gain, and 0 for the others.
 
     Args:
         gains: (L, H), the slope of the loss by the log of each inverse temperature.
@@ -298,7 +302,7 @@ def keep_best_heads(betas: Betas, gains: np.ndarray, count: int) -> Betas:
 
 
 def extend_context_window(model: GPT, n_tokens: int) -> None:
-    """Allow a model with rotary positions to process texts longer than its context window."""
+    """Raise the context window of a model with rotary positions in place to `n_tokens`; never lower it."""
     model.config = dataclasses.replace(model.config, context_window=max(n_tokens, model.config.context_window))
     for block in model.blocks:
         block.attention.context_window = model.config.context_window
@@ -338,6 +342,6 @@ class EntropyRecorder:
         self.first.append(np.array(first))
 
     def table(self) -> dict[str, Any]:
-        """Return the entropies (lengths, L, H), rounded."""
+        """Return "entropy" (nats) and "first" (weight on the first token), lists (lengths, L, H)."""
         pairs = {"entropy": self.entropies, "first": self.first}
         return {name: np.round(np.stack(rows, axis=1).astype(float), 3).tolist() for name, rows in pairs.items()}

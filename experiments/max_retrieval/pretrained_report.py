@@ -27,7 +27,7 @@ N_LISTED = 12  # heads
 
 
 def report(folder: Path, results: dict[str, Any]) -> Outcome:
-    """Write the plots, tables.md and heads.html; results that depend on missing parts are left out."""
+    """Write plots, tables.md, heads.html, as far as parts exist; return (Markdown tables by title, file names)."""
     made = tables(results)
     with atomic_write(folder / "tables.md", text=True) as file:
         file.write("\n\n".join(f"## {title}\n\n{table}" for title, table in made.items()) + "\n")
@@ -41,7 +41,7 @@ def report(folder: Path, results: dict[str, Any]) -> Outcome:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Return the tables that the parts suffice for, by title."""
+    """Return the Markdown tables by title; tables with missing parts are left out, and a line printed for each."""
     makers = {
         "Accuracy, % of answers that are right as a whole": lambda: task_table(results, "accuracy", 1, 100),
         "Nats an answer": lambda: task_table(results, "nats"),
@@ -54,7 +54,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def none_if_missing(make: Callable[[], Any]) -> Any:
-    """Return the result of a function of the parts; None if a part is missing."""
+    """Return `make()`; on a KeyError, print which part is missing and return None."""
     try:
         return make()
     except KeyError as missing:
@@ -69,21 +69,24 @@ def split_last(names: dict[str, Any]) -> list[str]:
 
 
 def of_seeds(results: dict[str, Any], temperature: str, task: str, n: str, key: str) -> list[float]:
-    """Return one number for each available seed."""
+    """Return the value at `key` of each stored seed, for size `n` of a task; an empty list if there is none."""
     parts = [value for name, value in results["tasks"].items() if name.rpartition(", ")[0] == temperature]
     tables = [{str(size): numbers for size, numbers in part.get(task, {}).items()} for part in parts]
     return [table[n][key] for table in tables if n in table]
 
 
 def sizes_of(results: dict[str, Any], task: str) -> list[str]:
-    """Return the sizes of a task in the results."""
+    """Return the sizes of a task in the results, as strings; an empty list if the task is missing."""
     return [str(n) for n in next(iter(results["tasks"].values())).get(task, {})]
 
 
 def layers(results: dict[str, Any], key: str, text: str = "shakespeare") -> tuple[list[int], np.ndarray]:
-    """Return the lengths, and a measurement of each head with the model's own softmax, (lengths, L, H).
+    """Return the lengths, and `key` ("entropy" or "first") of each head with plain softmax, (lengths, L, H).
 
-    The longest reading there is: one beyond the model's window, if it was made.
+    The results are those beyond the model's context window if there are any.
+
+    Raises:
+        KeyError: the part is missing.
     """
     value = results.get("beyond", {}).get(f"{PLAIN}, {text}") or results["text"][f"{PLAIN}, {text}"]
     return value["lengths"], np.array(value[key])
@@ -97,14 +100,14 @@ def entropy_slopes(lengths: list[int], entropies: np.ndarray) -> np.ndarray:
 
 
 def entropy_slopes_within_window(results: dict[str, Any]) -> np.ndarray:
-    """Return the growth of entropy for lengths up to the model's context window."""
+    """Return `entropy_slopes` (L, H) for lengths within the context window; KeyError if the part is missing."""
     value = results["text"][f"{PLAIN}, shakespeare"]
     return entropy_slopes(value["lengths"], np.array(value["entropy"]))
 
 
 # -------------------------------------------------------------------- tables
 def task_table(results: dict[str, Any], key: str, digits: int = 2, scale: float = 1) -> str:
-    """Return the table of tasks and sizes against temperatures."""
+    """Return a Markdown table of `scale` times "accuracy" or "nats" (`key`): tasks and sizes by temperature."""
     names = split_last(results["tasks"])
     rows = []
     for task, title in TITLES.items():
@@ -115,7 +118,7 @@ def task_table(results: dict[str, Any], key: str, digits: int = 2, scale: float 
 
 
 def text_table(results: dict[str, Any]) -> str:
-    """Return the table of perplexity between two positions, and the difference in nats with each temperature."""
+    """Return a Markdown table of perplexity by token range and added nats by temperature; "" without results."""
     names = split_last(results.get("text", {}))
     rows = []
     for kind in ("text", "beyond"):
@@ -132,7 +135,7 @@ def text_table(results: dict[str, Any]) -> str:
 
 
 def entropy_table(results: dict[str, Any]) -> str:
-    """Return the table of the heads' entropies by length, in nats, and of the weight on the first token."""
+    """Return a Markdown table by length of the heads' entropies in nats and the weight on the first token."""
     lengths, entropies = layers(results, "entropy")
     first = layers(results, "first")[1]
     rows = []
@@ -146,7 +149,7 @@ def entropy_table(results: dict[str, Any]) -> str:
 
 
 def head_table(results: dict[str, Any]) -> str:
-    """Return the table of the heads with the steepest loss gradient."""
+    """Return a Markdown table of the 12 heads ("layer.head") whose task-loss gradient is most negative."""
     beta_gradients = {name: np.array(rows) for name, rows in results["fit"]["slopes"].items()}
     tasks, text = beta_gradients["tasks"].mean(axis=0), beta_gradients["text"].mean(axis=0)
     grows = entropy_slopes_within_window(results)
@@ -169,7 +172,7 @@ def head_table(results: dict[str, Any]) -> str:
 
 
 def start_table(results: dict[str, Any]) -> str:
-    """Return the table of the starts of ln n."""
+    """Return a Markdown table of the loss of answers in nats for each start of ln n, and for plain softmax."""
     found = results["fit"]["ln n"]
     rows = [[start, f"{loss:.3f}"] for start, loss in {**found["losses"], "softmax": found["softmax"]}.items()]
     return markdown(["start", "loss of answers"], rows)
@@ -177,7 +180,7 @@ def start_table(results: dict[str, Any]) -> str:
 
 # -------------------------------------------------------------------- pictures
 def plot_tasks(results: dict[str, Any], folder: Path) -> None:
-    """Plot accuracy and loss against n, one panel for each task."""
+    """Write accuracy.png (in %) and nats.png into a folder: curves against n, one panel for each task."""
     names = split_last(results["tasks"])
     for key, label, scale in (("accuracy", "answers right, %", 100), ("nats", "nats an answer", 1)):
         panels: dict[str, dict[str, tuple[Any, Any]]] = {}
@@ -193,7 +196,7 @@ def plot_tasks(results: dict[str, Any], folder: Path) -> None:
 
 
 def plot_texts(results: dict[str, Any], path: Path) -> None:
-    """Plot the change of the loss by position for each temperature, one panel for each text."""
+    """Write a PNG of the nats each temperature adds by position, one panel per text; no file without results."""
     panels: dict[str, dict[str, tuple[Any, Any]]] = {}
     for name, value in results.get("text", {}).items():
         temperature, _, text = name.rpartition(", ")
@@ -206,7 +209,7 @@ def plot_texts(results: dict[str, Any], path: Path) -> None:
 
 
 def plot_entropies(results: dict[str, Any], path: Path) -> None:
-    """Plot the entropy of each head, and the fraction of its weight on the first token."""
+    """Write a PNG of each head's entropy in nats, and its weight on the first token, against the length."""
     lengths, entropies = layers(results, "entropy")
     first = layers(results, "first")[1]
     with drawing(path, (12, 4.8), dpi=90) as figure:
@@ -234,7 +237,7 @@ def plot_entropies(results: dict[str, Any], path: Path) -> None:
 
 
 def plot_heads(results: dict[str, Any], path: Path) -> None:
-    """Plot four maps of all heads, one column for each layer."""
+    """Write a PNG of 3 or 4 maps, layer by head: entropy slopes, loss slopes of tasks and texts, fitted betas."""
     fit = results["fit"]
     maps: dict[str, Any] = {
         "entropy / ln n (0 stays sharp, 1 spreads)": (entropy_slopes_within_window(results), "viridis", 0, 1),
@@ -260,7 +263,7 @@ def _mean(rows: Any) -> np.ndarray:
 
 # -------------------------------------------------------------------- the page
 def page_data(results: dict[str, Any]) -> dict[str, Any]:
-    """Return the data of the page: a map of all heads, with entropy, slopes and betas of each."""
+    """Return "lengths", "heads" (L, H) by measure, "curves" (lengths, L, H) and "tasks" by title, for the page."""
     fit = results["fit"]
     lengths = layers(results, "entropy")[0]
     heads = {

@@ -49,14 +49,14 @@ class Text(NamedTuple):
 
 
 def words_of(tokeniser: Any) -> tuple[str, ...]:
-    """Return words to use as keys: tokens of 4 to 8 letters, or if there are few, pairs of KEYS."""
+    """Return words for keys: tokens of a space and 4 to 8 letters, or, if under 1,000, pairs of KEYS."""
     tokens = [tokeniser.decode([i]) for i in range(min(tokeniser.n_vocab, 12_000))]
     words = tuple(dict.fromkeys(token[1:] for token in tokens if re.fullmatch(" [a-z]{4,8}", token)))
     return words if len(words) >= 1000 else tuple(f"{first} {second}" for first in KEYS for second in KEYS)
 
 
 def largest_number_task(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
-    """Return the text of a task: find the largest of n different numbers.
+    """Return a Text: N_EXAMPLES lists of 4 numbers, then a scored question for the largest of n; ignores `words`.
 
     The examples before it have four numbers each.
     """
@@ -71,7 +71,7 @@ def _numbers(n: int, generator: np.random.Generator) -> list[int]:
 
 
 def name(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
-    """Return the text of a task: recall the names of a captain, a doctor and so on after n other lines."""
+    """Return a Text: 8 named roles, n other lines, 8 questions for the names, the first 2 unscored; ignores `words`."""
     n_examples = 2
     names = generator.permutation(NAMES)
     people = [(f"The {role} is called", f" {who}.\n") for role, who in zip(generator.permutation(ROLES)[:8], names)]
@@ -82,7 +82,7 @@ def name(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
 
 
 def table(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
-    """Return the text of a task: look up words in a table of n words and names."""
+    """Return a Text: a table of n words with names, then at most 12 look-ups, the first min(4, n // 2) unscored."""
     rows = [(f"{key}:", f" {generator.choice(NAMES)}\n") for key in generator.choice(words, n, replace=False)]
     questions = [rows[i] for i in generator.permutation(n)[: N_EXAMPLES + N_QUESTIONS]]
     listed = "".join(key + value for key, value in rows)
@@ -97,7 +97,7 @@ TASKS: dict[str, Callable[[int, Sequence[str], np.random.Generator], Text]] = {
 
 
 def new_prompt(tokeniser: Any, text: Text) -> Prompt:
-    """Return the tokenized text; an answer ends before its full stop or line end."""
+    """Return the ids of a Text, and slices of its scored answers without their final full stop and line ends."""
     ids = list(tokeniser.encode(text.context)) if text.context else []
     places = []
     for i, (question, answer) in enumerate(text.questions):
@@ -119,6 +119,6 @@ class Prompter:
         self.words = words_of(tokeniser)
 
     def prompts(self, task: str, n: int, n_texts: int, key: Sequence[int]) -> list[Prompt]:
-        """Return prompts of a task, from the random stream with this key."""
+        """Return `n_texts` prompts of a task in TASKS with size n; the same key gives the same prompts."""
         generator = np.random.default_rng((*key, list(TASKS).index(task), n))
         return [new_prompt(self.tokeniser, TASKS[task](n, self.words, generator)) for _ in range(n_texts)]

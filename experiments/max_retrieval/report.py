@@ -24,12 +24,12 @@ COLORS = {
 
 
 def gather(runs: Runs, *keys: str) -> np.ndarray:
-    """Return the measurements of all runs, (runs, sizes)."""
+    """Return the values at the path `keys` of all runs as one array, (runs, sizes, ...)."""
     return np.array(of(runs, *keys))
 
 
 def accuracy_table(sizes: list[int], runs: Runs) -> str:
-    """Return the table of accuracies in percent."""
+    """Return a Markdown table of accuracies in percent: a row per number of items, a column per softmax."""
     names = list(runs[0]["accuracy"])
     titles = ["items", "notebook, plain", "notebook, adaptive", *names, "highest score", "entropy"]
     rows = []
@@ -42,13 +42,13 @@ def accuracy_table(sizes: list[int], runs: Runs) -> str:
 
 
 def loss_table(sizes: list[int], runs: Runs) -> str:
-    """Return the table of cross-entropies in nats."""
+    """Return a Markdown table of cross-entropies in nats: a row per number of items, a column per softmax."""
     rows = {f"{n:,}": i for i, n in enumerate(sizes)}
     return grid(rows, list(runs[0]["loss"]), lambda i, name: gather(runs, "loss", name)[:, i], corner="items")
 
 
 def plot_accuracy(sizes: list[int], runs: Runs, path: Path) -> None:
-    """Plot the accuracy, and the gain of each softmax over the plain one, against the number of items.
+    """Write a PNG of the accuracy and of each softmax's gain over the plain one, against the number of items.
 
     Lines are the mean of the training seeds, bands go from the lowest to the highest.
     """
@@ -84,7 +84,7 @@ def plot_accuracy(sizes: list[int], runs: Runs, path: Path) -> None:
 
 
 def plot_weights(sizes: list[int], weights: dict[str, np.ndarray], path: Path) -> None:
-    """Plot heat maps of the largest items' weights against the number of items: one example, and the mean."""
+    """Write a PNG of heat maps of `top_weights` by softmax: one example above, the mean of all below."""
     with drawing(path, (4.2 * len(weights), 6.6)) as figure:
         grid = figure.subplots(2, len(weights), squeeze=False, sharex=True, sharey=True)
         for column, (name, found) in zip(grid.T, weights.items()):

@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
 
 def new_batch(n_items: int, size: int, generator: np.random.Generator) -> Batch:
-    """Return a random batch."""
+    """Return `size` random examples of `n_items` items each, in float32, drawn from the generator."""
     priorities = generator.random((size, n_items), dtype=np.float32)
     classes = generator.integers(0, N_CLASSES, (size, n_items))
     items = np.concatenate([priorities[..., None], np.eye(N_CLASSES, dtype=np.float32)[classes]], axis=-1)
@@ -56,7 +56,7 @@ def new_batch(n_items: int, size: int, generator: np.random.Generator) -> Batch:
 
 
 def lecun(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
-    """Return LeCun-normal weights, with variance 1 / inputs (LeCun et al. 1998), flax's default."""
+    """Return LeCun-normal float32 weights, with variance 1 / shape[0] (LeCun et al. 1998), flax's default."""
     return generator.standard_normal(shape, dtype=np.float32) / np.float32(math.sqrt(shape[0]))
 
 
@@ -87,7 +87,7 @@ class MaxRetrieval(Layer):
 
 
 def batch_loss(model: MaxRetrieval, batch: Batch, l2: float) -> Tensor:
-    """Return the cross-entropy plus l2 times the squared norm of all parameters.
+    """Return the scalar mean cross-entropy in nats plus l2 times the squared norm of all parameters.
 
     The squares are part of the loss, so Adam divides their gradient as any other: this is no decoupled weight decay.
     """
@@ -126,18 +126,18 @@ class Settings:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of items at which the model is measured."""
+        """Return the numbers of items to measure at: 2, 4, 8, ... up to `largest`."""
         return [2**i for i in range(1, self.largest.bit_length())]
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for the first setting below its minimum: 16 for `largest`, 1 for the other counts."""
     check_minimum(settings, steps=1, batch_size=1, width=1, seeds=1, data_seeds=1, samples=1, fit_rows=1, largest=16)
 
 
 # -------------------------------------------------------------------- training
 def train(settings: Settings, seed: int) -> tuple[MaxRetrieval, float]:
-    """Train a model, and return it with the mean loss of its last 100 steps."""
+    """Train a new model; return it with the mean loss of its last 100 steps (nats, l2 term included)."""
     generator = stream(TRAINING, seed)
     model = MaxRetrieval(generator, settings.width)
     falling = WarmupCosine(settings.learning_rate, 0.0, 0, settings.steps)
@@ -156,17 +156,17 @@ def train(settings: Settings, seed: int) -> tuple[MaxRetrieval, float]:
 
 # -------------------------------------------------------------------- a temperature of our own
 def cross_entropy(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return the cross-entropy of each item."""
+    """Return the cross-entropy (R,) in nats of each row of logits (R, K) with its target class."""
     return -kernels.log_softmax(logits)[np.arange(len(targets)), targets]
 
 
 def errors(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return an array with 1 for each wrong prediction and 0 for each right one."""
+    """Return (R,), in the logits' dtype: 1 where the argmax of a row of logits (R, K) is not its target, else 0."""
     return (logits.argmax(axis=-1) != targets).astype(logits.dtype)
 
 
 def fit(model: MaxRetrieval, settings: Settings, seed: int, cost: Callable) -> AdaptiveSoftmax:
-    """Fit the softmax whose temperature is a polynomial of degree 4 of the entropy, with the lowest cost.
+    """Return an AdaptiveSoftmax with the polynomial of degree 4 of the entropy that has the lowest cost.
 
     It is fitted on examples of their own with 16 items (as in training) and up to the most that it is measured on, so
     that it has seen the entropies it will meet: a polynomial is worth nothing outside of these. Rows below the
@@ -201,13 +201,13 @@ def fit(model: MaxRetrieval, settings: Settings, seed: int, cost: Callable) -> A
 
 
 def split(n_items: int, size: int) -> list[tuple[int, int]]:
-    """Return parts of `size` examples that fit into memory, as pairs of a part number and a size."""
+    """Split `size` examples into parts of at most CHUNK items; return pairs (part number, examples of the part)."""
     step = max(1, CHUNK // n_items)
     return [(start // step, min(step, size - start)) for start in range(0, size, step)]
 
 
 def scores_of(query: Tensor, keys: Tensor) -> np.ndarray:
-    """Return the attention scores of one head, (B, N)."""
+    """Return the attention scores (B, N), before the softmax, of queries (B, 1, C) and keys (B, N, C)."""
     return scores_and_weights(Attention(causal=False), one_head(query), one_head(keys))[0][:, 0, 0]
 
 
@@ -217,18 +217,18 @@ def one_head(x: Tensor) -> Tensor:
 
 
 def entropy_of(scores: np.ndarray) -> np.ndarray:
-    """Return the entropy of the softmax of each row of scores, in nats."""
+    """Return the entropy (R,) in nats of the softmax of each row of scores (R, N)."""
     return AdaptiveSoftmax().inverse_temperature(scores)[-1][..., 0]
 
 
 # -------------------------------------------------------------------- measuring
 def measure(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings: Settings, seed: int) -> dict:
-    """Return the accuracy and loss of a model with each softmax.
+    """Return "accuracy" and "loss" as {softmax: list by size}, and lists "found", "entropy" and "data_spread".
 
     Returns:
-        "accuracy" and "loss" of each softmax; "found", how often the item with the highest score has the right class;
-        "entropy" of the plain softmax; "data_spread", the standard deviation of its accuracy between sets of data.
-        Each is a list over the numbers of items; of the entropy with the lowest, the mean and the highest.
+        "accuracy" (0 to 1) and "loss" (nats) of each softmax; "found", how often the item with the highest score has
+        the right class; "entropy" of the plain softmax in nats: lowest, mean and highest; "data_spread", the
+        standard deviation of its accuracy between test sets. Each list is over the numbers of items.
     """
     result: dict = {what: {name: [] for name in softmaxes} for what in ("accuracy", "loss")}
     result |= {"found": [], "entropy": [], "data_spread": []}
@@ -249,7 +249,7 @@ def measure(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings: Set
 def per_example_errors_of_sets(
     model: MaxRetrieval, n_items: int, softmaxes: dict[str, RowSoftmax], settings: Settings, bar: tqdm
 ) -> dict[str, np.ndarray]:
-    """Return the measurements of `examine` on all test sets of one size."""
+    """Return `per_example_errors` of all test sets of `n_items` items, joined on the last axis; advance `bar`."""
     parts = [(d, *part) for d in range(settings.data_seeds) for part in split(n_items, settings.samples)]
     found: list[dict[str, np.ndarray]] = [{} for _ in parts]
 
@@ -264,7 +264,7 @@ def per_example_errors_of_sets(
 
 
 def per_example_errors(model: MaxRetrieval, batch: Batch, softmaxes: dict[str, RowSoftmax]) -> dict[str, np.ndarray]:
-    """Return for each example of a batch "wrong" and "loss" with each softmax."""
+    """Return "wrong" and "loss" (nats), (softmaxes, B), and "found" (bool) and "entropy" (nats), (B,)."""
     with no_grad():  # here, as it holds in one thread
         query, keys, values = model.project(batch)
         parts = [one_head(part) for part in (query, keys, values)]
@@ -282,7 +282,7 @@ def rounded(value: float) -> float:
 
 
 def top_weights(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings: Settings, n_top: int = 16) -> dict:
-    """Return the weights of the items with the highest priorities, in rising order, for each number of items.
+    """Return by softmax the weights (sizes, N_PAINTED, n_top) of the items with the highest priorities, rising.
 
     Returns:
         (sizes, N_PAINTED, n_top) for each softmax; NaN where there are fewer items.
@@ -302,7 +302,7 @@ def top_weights(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings:
 
 
 def train_and_fit(settings: Settings, seed: int) -> tuple[MaxRetrieval, dict[str, RowSoftmax], float, float]:
-    """Train a model, and fit its temperature to the loss and to the errors.
+    """Train a model and fit its temperature; return (model, softmaxes by name, loss, seconds of training).
 
     Returns:
         the model, the softmaxes to measure it with, its last loss, and the seconds that training took.

@@ -39,11 +39,11 @@ class Betas:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Return the trainable Tensors."""
+        """Return the trainable Tensors (H,): the levels of all layers, then the growths, if there are any."""
         return self.levels + (self.growth or [])
 
     def of(self, layer: int, n_queries: int, n_keys: int) -> Tensor:
-        """Return the inverse temperatures (T or 1, H, 1) of a layer."""
+        """Return the inverse temperatures of a layer: (1, H, 1), or with growth (T, H, 1), at least `least`."""
         beta = extra_ops.exp(self.levels[layer])
         if self.growth is None:
             return beta[None, :, None]
@@ -53,13 +53,13 @@ class Betas:
         return extra_ops.maximum(beta, self.least)[:, :, None]
 
     def table(self) -> dict[str, list[list[float]]]:
-        """Return the parameters as lists for a JSON file."""
+        """Return "levels" and "growth" as lists (L, H), to 4 decimals, for JSON; [] for no growth."""
         kinds = {"levels": self.levels, "growth": self.growth or []}
         return {kind: [np.round(row.array.astype(float), 4).tolist() for row in rows] for kind, rows in kinds.items()}
 
     @classmethod
     def from_table(cls, table: dict[str, Any]) -> Betas:
-        """Return the inverse temperatures stored in a table."""
+        """Return new Betas with the "levels" and "growth" of a `table`; `least` is the default."""
         return cls(np.array(table["levels"]), np.array(table["growth"]) if table["growth"] else None)
 
 
@@ -77,7 +77,7 @@ class LogN:
         self.start = start
 
     def of(self, layer: int, n_queries: int, n_keys: int) -> Tensor:
-        """Return the inverse temperatures (T, 1, 1)."""
+        """Return the float32 inverse temperatures (T, 1, 1) of the last T = n_queries tokens; ignores `layer`."""
         visible = np.arange(n_keys - n_queries + 1, n_keys + 1)
         beta = np.maximum(1, np.log(visible) / np.log(self.start)).astype(np.float32)
         return Tensor(beta[:, None, None], requires_grad=False)
@@ -88,7 +88,7 @@ Temperature = Betas | LogN | RowSoftmax | None
 
 @contextmanager
 def use_temperature(model: GPT, temperature: Temperature) -> Iterator[None]:
-    """Return a context manager in which the model's attention uses a temperature; None for no change."""
+    """Within the block, let the model's attention use a temperature; None changes nothing; then restore it."""
     with ExitStack() as undo:
         if temperature is not None:
             # With a hook on the model, `GPT.loss` calls `forward` and with it the hooks of the layers.

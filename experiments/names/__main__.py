@@ -19,7 +19,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, and return its tables and the names of its files."""
+    """Cross-validate the models, write results, plots and a page; return (Markdown tables by title, file names)."""
     problem = data.load(settings.repeated, settings.names)
     runs, outcome = run(problem, settings)
     matrices = {name: confusions(problem, outcome, name) for name in settings.models}
@@ -31,7 +31,7 @@ def study(settings: Settings) -> Outcome:
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Parse `sys.argv`, run the study and print its tables; return 0, or raise ValueError for invalid settings."""
     return run_study(Settings, study, __doc__, QUICK, lambda settings: check_folds(settings, names=settings.folds))
 
 

@@ -17,16 +17,16 @@ BEGIN, END = "^", "$"  # no name has them
 
 
 def letters(name: str) -> list[str]:
-    """Return the lower-case characters of a name between start and end marks."""
+    """Return the lower-case NFC characters of a name as a list, between the marks "^" and "$"."""
     return [BEGIN, *unicodedata.normalize("NFC", name).lower(), END]
 
 
 def load(repeated: bool, most: int) -> Problem:
-    """Load the names as a classification problem.
+    """Return the surnames as a Problem: characters as tokens, languages as classes, no pair of both twice.
 
     Args:
-        repeated: every line of the files is a text of its own instead, to be learnt or tested wherever it falls.
-        most: of each language the first so many lines.
+        repeated: keep duplicates: each line of the files is a separate text, in a separate group.
+        most: the number of lines that are read for each language, from the first.
     """
     pairs = [(name, label) for label, language in enumerate(LANGUAGES) for name in load_names(language)[:most]]
     if not repeated:
@@ -37,7 +37,7 @@ def load(repeated: bool, most: int) -> Problem:
 
 
 def ceiling(problem: Problem, where: np.ndarray) -> float:
-    """Return the highest possible accuracy, if each name gets one answer."""
+    """Return the highest possible accuracy (0 to 1) on the texts `where` (indices), if each name gets one answer."""
     most: dict[str, int] = {}
     for (name, _), count in Counter(("".join(problem.tokens[i]), problem.labels[i]) for i in where).items():
         most[name] = max(most.get(name, 0), count)

@@ -24,7 +24,7 @@ Matrices = dict[str, dict[str, list[list[int]]]]
 
 # -------------------------------------------------------------------- tables
 def main_table(runs: Runs) -> str:
-    """Return the table of measures in percent, mean and standard deviation over folds; balanced ones on the right."""
+    """Return a Markdown table of measures in %, mean ± SD over folds, a row per model; "even": a uniform prior."""
     titles = ["", "parameters", "seconds", "validation"]
     titles += [f"{measure}{end}" for end in ("", ", even") for measure in ("accuracy", "balanced", "F1")]
     rows = []
@@ -36,7 +36,7 @@ def main_table(runs: Runs) -> str:
 
 
 def language_table(classes: tuple[str, ...] | list[str], matrices: Matrices) -> str:
-    """Return the table of recall by language in percent, over all folds, the most frequent language first."""
+    """Return a Markdown table of recall in % over all folds, a row per language, the most frequent first."""
     counts = np.array(next(iter(matrices.values()))["plain"]).sum(axis=1)
     titles = ["", "names", *(f"{name}{end}" for end in ("", ", even") for name in matrices)]
     rows = []
@@ -48,7 +48,7 @@ def language_table(classes: tuple[str, ...] | list[str], matrices: Matrices) -> 
 
 
 def tables(runs: Runs, classes: tuple[str, ...] | list[str], matrices: Matrices) -> dict[str, str]:
-    """Return all tables by title."""
+    """Return the Markdown tables of measures and of recall by title; some run must have a "ceiling"."""
     ceiling = 100 * np.mean([run["ceiling"] for run in runs if "ceiling" in run])
     return {
         f"Measures in %; of the accuracy at most {ceiling:.1f} can be reached": main_table(runs),
@@ -58,13 +58,13 @@ def tables(runs: Runs, classes: tuple[str, ...] | list[str], matrices: Matrices)
 
 # -------------------------------------------------------------------- pictures
 def best_model(runs: Runs) -> str:
-    """Return the model with the highest validation accuracy."""
+    """Return the name in MODELS with the highest mean validation accuracy over folds."""
     names = [name for name in distinct(runs) if name in MODELS]
     return max(names, key=lambda name: np.mean(of(select(runs, model=name), "validation")))
 
 
 def plot_confusion(classes: tuple[str, ...], matrices: dict[str, list[list[int]]], title: str, path: Path) -> None:
-    """Plot the confusion matrix: fractions of each language's names (rows) by answer (columns), in percent."""
+    """Write a PNG of the "plain" and "even" confusion matrices: % of each language's names (rows) by answer."""
     with drawing(path, (16, 7.4)) as figure:
         grid = figure.subplots(1, 2)
         for axes, (kind, counts) in zip(grid, matrices.items()):
@@ -83,7 +83,7 @@ def plot_confusion(classes: tuple[str, ...], matrices: dict[str, list[list[int]]
 
 # -------------------------------------------------------------------- all of it
 def draw(problem: Problem, outcome: Outcome, runs: Runs, matrices: Matrices, settings: Settings) -> list[str]:
-    """Draw the pictures and write the page; return the files' names."""
+    """Write four plots and a page into `settings.output`; return the five file names."""
     folder, best = settings.output, best_model(runs)
     values = {
         f"{name}{end}": [100 * recall for recall in of(select(runs, model=name), kind, "balanced")]

@@ -44,7 +44,7 @@ class Settings(FoldSettings):
 
 
 def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:
-    """Return a record for each model and fold, and all predictions."""
+    """Cross-validate all models and baselines; return a record for each and each fold, and all predictions."""
     n_classes = len(problem.classes)
     prior_of = lambda parts: shared.log_prior(parts.training.labels, n_classes)
 
@@ -61,7 +61,7 @@ def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:
 
 
 def both(logits: np.ndarray, labels: np.ndarray, prior: np.ndarray) -> dict[str, Any]:
-    """Return the measures of the predictions as they are, and with a uniform prior over languages."""
+    """Return `measures` of the argmax of logits ("plain"), and of logits minus the log `prior` ("even")."""
     return {
         kind: measures(confusion(labels, (logits - shift).argmax(axis=1), len(prior)))
         for kind, shift in (("plain", 0), ("even", prior))
@@ -74,7 +74,7 @@ def confusion(labels: np.ndarray, answers: np.ndarray, n_classes: int) -> np.nda
 
 
 def measures(counts: np.ndarray) -> dict[str, Any]:
-    """Return accuracy, balanced accuracy (mean recall) and macro F1 of a confusion matrix.
+    """Return "accuracy", "balanced" (mean recall) and macro "f1", 0 to 1, of counts (true class, answer).
 
     F1 = 2 right / (texts of the class + answers of it). Classes without texts are left out.
     """
@@ -86,7 +86,7 @@ def measures(counts: np.ndarray) -> dict[str, Any]:
 
 
 def confusions(problem: Problem, outcome: Outcome, name: str) -> dict[str, list[list[int]]]:
-    """Return the confusion matrices of all tested texts."""
+    """Return a model's confusion matrices over all tested texts, "plain" and "even" (uniform prior), as lists."""
     labels, logits = problem.labels[outcome.where], outcome.predicted[name].logits
     answers = {"plain": logits.argmax(axis=1), "even": (logits - outcome.prior).argmax(axis=1)}
     return {kind: confusion(labels, answer, len(problem.classes)).tolist() for kind, answer in answers.items()}

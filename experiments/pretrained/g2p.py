@@ -51,19 +51,19 @@ class Speller(EncoderDecoder):
         self.output = Dense(size, len(SOUNDS), generator=generator, role="head")
 
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
-        """Encode the letters, and return the initial state of the decoder."""
+        """Encode letter ids (B, S); return the decoder's state {"hidden": (B, H)}; ignores `capacity`."""
         _, final = self.encoder(self.letters(as_tensor(source)), lengths)
         return {"hidden": final[0]}
 
     def decode(self, target: Operand, state: State) -> Tensor:
-        """Return the logits after each phoneme, and advance the state in place."""
+        """Return the logits (B, T, V) after each phoneme id (B, T), and advance `state` in place."""
         outputs, final = self.decoder(self.sounds(as_tensor(target)), initial=state["hidden"][None])
         state["hidden"] = final[0]
         return self.output(outputs)
 
 
 def load(path: Path | None = None) -> Speller:
-    """Return the network with g2p-en's weights.
+    """Return a Speller with g2p-en's weights, in evaluation mode; download the package if it is missing.
 
     Args:
         path: as of `Package.read`.
@@ -98,7 +98,7 @@ def _converted_arrays(name: str, array: np.ndarray) -> list[tuple[str, np.ndarra
 
 
 def ids_of(words: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the padded letter ids (B, S), each word with an end mark, and the lengths (B,); others are unknown."""
+    """Return zero-padded letter ids (B, S), </s> after each word, and lengths (B,); other characters are <unk>."""
     unknown = LETTERS.index("<unk>")
     known = {letter: i for i, letter in enumerate(LETTERS) if len(letter) == 1}
     rows = [[*(known.get(letter, unknown) for letter in word.lower()), LETTERS.index("</s>")] for word in words]
@@ -110,7 +110,7 @@ def ids_of(words: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pronounce(model: Speller, words: list[str], beam_size: int = 1) -> list[list[str]]:
-    """Return the phonemes of each word in the notation of the CMU Pronouncing Dictionary (numbers mark stress)."""
+    """Return the phonemes of each word, at most 20, as in the CMU dictionary (AH0: digits mark stress)."""
     tokens, lengths = ids_of(words)
     limits = {"begin": SOUNDS.index("<s>"), "end": SOUNDS.index("</s>"), "max_length": MOST_SOUNDS}
     targets = beam_search(model, tokens, lengths, beam_size=beam_size, **limits)
@@ -129,7 +129,7 @@ class Settings:
 
 
 def heteronyms(path: Path | None = None) -> dict[str, set[str]]:
-    """Return the words with two pronunciations in g2p-en's list, with both pronunciations."""
+    """Return {word: its two pronunciations, each one text of phonemes and spaces} of g2p-en's word list."""
     words = {}
     for line in G2P.read("homographs.en", path).decode("utf-8").splitlines():
         if not line.startswith("#") and line.count("|") == 3:
@@ -139,7 +139,7 @@ def heteronyms(path: Path | None = None) -> dict[str, set[str]]:
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Print each word's pronunciation, and the accuracy on heteronyms unless --quick; return 0."""
     settings = parse(Settings, description=__doc__ or "")
     check_minimum(settings, beam_size=1)
     if not settings.words:

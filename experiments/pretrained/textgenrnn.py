@@ -57,7 +57,7 @@ class CharacterModel(Layer):
         self.output = Dense(width, n_characters, role="head")
 
     def states(self, embedded: Operand) -> Tensor:
-        """Return the concatenated embeddings and LSTM outputs of each character, (B, T, W)."""
+        """Return (B, T, W): embeddings (B, T, E) concatenated with the outputs of both LSTMs."""
         embedded = as_tensor(embedded)
         first, _ = self.first(embedded)
         second, _ = self.second(first)
@@ -76,7 +76,7 @@ class CharacterModel(Layer):
 
 # -------------------------------------------------------------------- out of the package
 def load(path: Path | None = None) -> tuple[CharacterModel, dict[str, int]]:
-    """Return the network with its weights, and the vocabulary of characters.
+    """Return the network in evaluation mode, and {character: id}; download the package if it is missing.
 
     Args:
         path: as of `Package.read`.
@@ -109,7 +109,7 @@ def load(path: Path | None = None) -> tuple[CharacterModel, dict[str, int]]:
 
 
 def read_arrays(content: bytes) -> dict[str, np.ndarray]:
-    """Return the arrays of a Keras HDF5 file by the names of layer and weight."""
+    """Return textgenrnn's float32 arrays of a Keras HDF5 file by "layer/weight"; ValueError for another file."""
     import h5py
 
     names = ["embedding/embeddings", "attention/attention_W", "output/kernel", "output/bias"]
@@ -127,7 +127,7 @@ def read_arrays(content: bytes) -> dict[str, np.ndarray]:
 
 
 def from_cudnn(matrix: np.ndarray) -> np.ndarray:
-    """Convert a matrix of four gates from cuDNN's layout to (in, 4 H).
+    """Return a matrix (in, 4 H) of four gates in plain memory order, from one in cuDNN's layout.
 
     There each gate's numbers lie in memory as (H, in), under a shape that says (in, H). Two biases tell such a file.
     """
@@ -139,7 +139,7 @@ def from_cudnn(matrix: np.ndarray) -> np.ndarray:
 
 # -------------------------------------------------------------------- characters
 def windows(vocabulary: dict[str, int], characters: list[str]) -> np.ndarray:
-    """Return the network's input for each character and the end, (T + 1, WINDOW); unknown characters are 0."""
+    """Return ids (T + 1, WINDOW): row t has those before character t, left-padded; 0 for unknown characters."""
     ids = [0] * WINDOW + [vocabulary[MARK]] + [vocabulary.get(character, 0) for character in characters]
     return np.array([ids[i + 1 : i + 1 + WINDOW] for i in range(len(characters) + 1)])
 
@@ -158,7 +158,7 @@ def bits(model: CharacterModel, vocabulary: dict[str, int], texts: tuple[str, ..
 def write(
     model: CharacterModel, vocabulary: dict[str, int], begin: str, temperature: float, longest: int, generator: Any
 ) -> str:
-    """Generate a text from a beginning, up to its end or a maximal length."""
+    """Return `begin` and sampled characters, up to an end mark or `longest` in all; temperature 0 is greedy."""
     characters = {number: character for character, number in vocabulary.items()}
     text = list(begin)
     while len(text) < longest:
@@ -187,7 +187,7 @@ class Settings:
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Print texts for each temperature, and the bits per character of --titles; return 0."""
     quick = Settings(temperatures=(0.5,), texts=1) if "--quick" in sys.argv[1:] else None
     settings = parse(Settings, quick, description=__doc__ or "")
     check_minimum(settings, texts=1, longest=1, seed=0)

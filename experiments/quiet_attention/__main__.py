@@ -47,7 +47,7 @@ class Arguments:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Parse `sys.argv`; train, measure and report all variants and seeds, resuming, or the model of --model."""
     arguments = parse(Arguments, description=__doc__ or "")
     check_minimum(arguments, seeds=1, measurements=1, steps=0, batch_size=0)
     if arguments.model:
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def study_pretrained_model(arguments: Arguments) -> None:
-    """Run the study of a pretrained model on two CPU cores: 20 variants, or 5 with "quick"."""
+    """Measure 20 variants (5 if quick) of `arguments.model`, except those with stored results, and report."""
     sizes = {"tokens": 128, "tested": 2, "rounded": 1, "inside": 1, "survey": 4} if arguments.quick else {}
     settings = Settings(
         model=arguments.model,
@@ -79,7 +79,7 @@ def study_pretrained_model(arguments: Arguments) -> None:
 
 
 def new_config(arguments: Arguments, on_gpu: bool, seed: int, variant: str) -> GPTConfig:
-    """Return the config of nanoGPT's character model, as in seed document 000; "quick" is a third as deep and wide."""
+    """Return the config of nanoGPT's character model (6 layers, width 384), or if quick of 2 layers, width 128."""
     width, depth = (128, 2) if arguments.quick else (384, 6)
     return GPTConfig(
         vocab_size=BYTES,
@@ -101,7 +101,7 @@ def new_config(arguments: Arguments, on_gpu: bool, seed: int, variant: str) -> G
 
 
 def run(config: GPTConfig, tokens: Any, held_out: HeldOut, folder: Path, n_measurements: int, on_gpu: bool) -> None:
-    """Train in a folder, from its last checkpoint if it has one, with regular measurements."""
+    """Train in `folder` from its last checkpoint, if any, and save measurements; ValueError if configs differ."""
     checkpoint, measured = folder / "last.safetensors", folder / "measurements.json"
     state = resume_state(checkpoint, tokens, on_gpu) if checkpoint.exists() else new_state(config, tokens, on_gpu)
     if state.config != config:
@@ -124,7 +124,12 @@ def run(config: GPTConfig, tokens: Any, held_out: HeldOut, folder: Path, n_measu
 
 
 def measure(state: TrainingState, held_out: HeldOut) -> dict[str, Any]:
-    """Return all measurements of the model at one step of a run, without dropout."""
+    """Return "step", "loss", "perplexity", "bits_per_byte", and kurtosis and such by layer, without dropout.
+
+    Returns:
+        "loss" is in nats per token. "weight_kurtosis" is by parameter; "activation_kurtosis", "largest_activation" and
+        "nothing", the mean weight on no token, are by layer.
+    """
     model = state.model
     loss, _ = evaluate(model, held_out.tokens, state.config.batch_size, n_batches=-(-96 // state.config.batch_size))
     window = state.config.context_window

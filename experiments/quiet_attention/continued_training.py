@@ -39,14 +39,14 @@ class Variant(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The title of the variant, without the seed."""
+        """Return a title such as "softmax1, LoRA", without the seed."""
         names = {"": "as it is", "sinks": "sinks learned", "lora": "LoRA", "all": "all weights"}
         begins = f" from {self.initial:g}" if self.method == "sinks" else ""
         return f"{self.softmax}, {names[self.method]}{begins}"
 
     @property
     def key(self) -> str:
-        """The key of the variant in the results."""
+        """Return the key in the results: the title, and the seed if the variant is trained."""
         return f"{self.title}, seed {self.seed}" if self.method else self.title
 
 
@@ -65,7 +65,7 @@ class TrainingPlan(NamedTuple):
     n_tokens: int
 
     def batch(self, generator: np.random.Generator, step: int) -> np.ndarray:
-        """Return rows (n_rows, n_tokens + 1) of token ids, from each text in turn."""
+        """Return ids (n_rows, n_tokens + 1) at random places of the texts, which take turns by row."""
         rows = []
         for i in range(self.n_rows):
             text = self.texts[(step * self.n_rows + i) % len(self.texts)]
@@ -75,7 +75,7 @@ class TrainingPlan(NamedTuple):
 
 
 def use_softmax(model: GPT, variant: Variant) -> list[tuple[str, Tensor]]:
-    """Install a variant's softmax in the model, and return its parameters, if any."""
+    """Install a variant's softmax in the model in place; return (name, sink) pairs, empty without a sink."""
     for block in model.blocks:
         softmax: Any = SinkSoftmax(variant.initial) if variant.softmax == "sink" else variant.softmax
         block.attention.use_softmax(softmax)
@@ -83,7 +83,7 @@ def use_softmax(model: GPT, variant: Variant) -> list[tuple[str, Tensor]]:
 
 
 def train_variant(loaded: Pretrained, variant: Variant, plan: TrainingPlan) -> list[float]:
-    """Train a model with a softmax variant, merge its adapter, and return the loss of each update in nats per token."""
+    """Train the model in place, merge its adapter; return each update's loss in nats; [] without a method."""
     model = loaded.model
     sinks = use_softmax(model, variant)
     if not variant.method:

@@ -51,7 +51,7 @@ MORE_ROUNDINGS = {  # only measured for models without training
 
 
 def rounded(x: np.ndarray, scales: str, axis: int = -1) -> np.ndarray:
-    """Return x rounded to 8 bits.
+    """Return x rounded to 255 levels (127 times a scale to each side), dequantized to its dtype.
 
     Args:
         scales: "tensor", or "row" for one scale along each line of the axis.
@@ -63,7 +63,7 @@ def rounded(x: np.ndarray, scales: str, axis: int = -1) -> np.ndarray:
 
 @contextmanager
 def simulate_int8(model: GPT, rounding: Rounding) -> Iterator[None]:
-    """Return a context manager in which the blocks' matrices and their inputs are rounded; without gradients.
+    """Within the block, round the blocks' matrices and inputs to 8 bits and back; no gradients; then restore.
 
     Activations have a scale for what comes together: give rows one at a time.
     """

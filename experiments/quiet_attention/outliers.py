@@ -39,13 +39,13 @@ class OutlierMeasurements(NamedTuple):
     tokens: list[tuple[int, int, int]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the measurements as lists, rounded, for JSON."""
+        """Return all fields by name as lists, rounded to 4 decimals, for JSON."""
         arrays = {name: value for name, value in self._asdict().items() if name != "tokens"}
         return {name: np.round(value, 4).tolist() for name, value in arrays.items()} | {"tokens": self.tokens}
 
 
 def measure_outliers(model: GPT, ids: np.ndarray) -> OutlierMeasurements:
-    """Measure a model on texts.
+    """Measure outliers and attention sinks of a model on token ids (N, T), one text at a time.
 
     Args:
         ids: whole numbers (N, T), T above FIRST_QUERY.
@@ -82,7 +82,7 @@ def _run(model: GPT, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def massive_tokens(streams: np.ndarray) -> np.ndarray:
-    """Return a mask (T,) of the tokens with outliers of the residual stream in its largest layer.
+    """Return a mask (T,), True for tokens with outliers of the residual stream in its largest layer.
 
     A token is massive where its largest value is at least MASSIVE of the largest of all, and ten times the median
     token's (Sun et al. 2024, "Massive Activations in Large Language Models", ask for more than 100 and 1,000 medians
@@ -98,14 +98,14 @@ def massive_tokens(streams: np.ndarray) -> np.ndarray:
 
 
 def attention_maps(model: GPT, row: np.ndarray, layers: list[int]) -> dict[str, np.ndarray]:
-    """Return the attention weights (H, T, S) of some layers, by name."""
+    """Return {"layer i": attention weights (H, T, T)} of some layers for one text, ids (T,)."""
     weights = _run(model, row)[1]
     return {f"layer {i}": weights[i] for i in layers}
 
 
 # -------------------------------------------------------------------- weights
 def weight_outliers(model: GPT) -> dict[str, Any]:
-    """Return excess kurtosis and largest value in standard deviations of every matrix and head.
+    """Return "matrices", (kurtosis, largest value in SDs) by layer, and "heads", kurtosis by layer and head.
 
     Returns:
         "matrices": by name of the matrix, a pair for each layer; "heads": for queries, keys and values, the kurtosis

@@ -51,7 +51,7 @@ class Settings:
 
 
 def variants_of(settings: Settings, quick: bool) -> list[Variant]:
-    """Return all variants, those with the first seed first."""
+    """Return the variants to measure: five if `quick`, else all for `settings.seeds`; untrained ones first."""
     made = [Variant("softmax"), Variant("softmax1"), Variant("sink", "sinks")]
     if quick:
         return [*made, Variant("softmax", "lora"), Variant("softmax1", "lora")]
@@ -65,7 +65,7 @@ def variants_of(settings: Settings, quick: bool) -> list[Variant]:
 
 
 def measure(settings: Settings, quick: bool = False) -> Record:
-    """Train and measure every variant that has no stored result; return all results.
+    """Train and measure every variant that has no stored result, saving each; return the Record of all.
 
     Raises:
         ValueError: the folder holds results of other settings.
@@ -107,7 +107,10 @@ def measure(settings: Settings, quick: bool = False) -> Record:
 def measure_model(
     loaded: Pretrained, pieces: dict[str, Windows], settings: Settings, roundings: dict[str, Rounding]
 ) -> dict[str, Any]:
-    """Return bits per byte and perplexity of each text, also with 8 bits, and the outlier measurements."""
+    """Return "texts": {text: {rounding: [perplexity, bits per byte]}}, "inside": outliers, and any "sinks".
+
+    Of each text, "all" is without rounding, and "same pieces" is that of the pieces that are also measured with 8 bits.
+    """
     model = loaded.model
     result: dict[str, Any] = {"texts": {}}
     for name, some in pieces.items():
@@ -126,7 +129,7 @@ def measure_model(
 
 
 def input_effects(loaded: Pretrained, pieces: dict[str, Windows], settings: Settings) -> dict[str, list[float]]:
-    """Return the effect on perplexity of rounding the input of one kind of matrix, and its largest outliers."""
+    """Return {matrix: [perplexity ratio if its input is rounded, largest input, ratio to the median, layer]}."""
     found = {}
     for name in MATRICES:
         logs = []
@@ -141,7 +144,7 @@ def input_effects(loaded: Pretrained, pieces: dict[str, Windows], settings: Sett
 
 
 def cost_by_position(loaded: Pretrained, pieces: dict[str, Windows]) -> list[list[float]]:
-    """Return the loss that untrained softmax1 adds, in nats, for each range of positions."""
+    """Return [first, last, nats that untrained softmax1 adds] by token range; the model keeps softmax1."""
     ids = np.concatenate([some.ids for some in pieces.values()])
     plain = token_losses(loaded.model, ids, n_rows=1)
     use_softmax(loaded.model, Variant("softmax1"))
@@ -152,7 +155,7 @@ def cost_by_position(loaded: Pretrained, pieces: dict[str, Windows]) -> list[lis
 
 
 def largest_inputs(model: GPT, row: np.ndarray, name: str) -> tuple[float, float, int]:
-    """Return the largest input of one kind of matrix, its ratio to the median token's largest, and its layer."""
+    """Return (largest input of matrix `name`, ratio to the median token's, layer) where the ratio is highest."""
     found: list[tuple[float, float, int]] = []
 
     def listen(layer: Any, out: Any, x: Any, *others: Any) -> None:
@@ -167,12 +170,12 @@ def largest_inputs(model: GPT, row: np.ndarray, name: str) -> tuple[float, float
 
 
 def perplexity_and_bits(losses: np.ndarray, n_bytes: np.ndarray) -> list[float]:
-    """Return the perplexity per token and the bits per byte."""
+    """Return [perplexity per token, bits per byte] of losses in nats, rounded to 4 and 5 decimals."""
     return [round(perplexity(losses), 4), round(bits_per_byte(losses, n_bytes), 5)]
 
 
 def survey_outliers(loaded: Pretrained, settings: Settings) -> dict[str, Any]:
-    """Return the outliers of the model's weights, and which tokens are massive in many texts.
+    """Return "weights", "texts" and "beginnings": weight outliers, massive tokens, effects of first tokens.
 
     Returns:
         "weights"; by text "first_is_massive", the share of pieces whose first token is, "first_share", the weight that
@@ -196,7 +199,7 @@ def survey_outliers(loaded: Pretrained, settings: Settings) -> dict[str, Any]:
 
 
 def first_token_effects(loaded: Pretrained, settings: Settings) -> dict[str, list[float]]:
-    """Return the largest stream value and the mean attention at the first token, for several first tokens."""
+    """Return {first token: [largest stream value there, mean attention weight on it]} for BEGINNINGS."""
     text = windows(loaded.tokeniser, text_of("shakespeare", "test"), 1, settings.tokens - 1).ids[0]
     found = {}
     for token in BEGINNINGS:
@@ -207,7 +210,7 @@ def first_token_effects(loaded: Pretrained, settings: Settings) -> dict[str, lis
 
 
 def maps(settings: Settings, layers: list[int]) -> tuple[list[str], dict[str, dict[str, np.ndarray]]]:
-    """Return the tokens of a short text, and its attention maps with softmax and softmax1."""
+    """Return the tokens of a short text, and {softmax or softmax1: {"layer i": attention weights (H, T, T)}}."""
     loaded = load_model(settings.model)
     row = windows(loaded.tokeniser, text_of("shakespeare", "test"), 3, SHOWN_TOKENS - 1).ids[1]
     found = {}

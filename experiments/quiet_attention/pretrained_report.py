@@ -22,7 +22,7 @@ SHOWN_LAYERS = 6
 
 
 def report(settings: Settings, results: dict[str, Any]) -> None:
-    """Write all tables, plots and pages, and print the tables."""
+    """Write model.png and model.html into `settings.output`, and print all tables; loads the model again."""
     groups = grouped(results["variants"])
     before = results["before"]
     n_tokens = settings.steps * settings.rows * settings.tokens
@@ -39,7 +39,7 @@ def report(settings: Settings, results: dict[str, Any]) -> None:
 
 
 def tables(results: dict[str, Any], groups: Groups) -> dict[str, str]:
-    """Return all tables by title."""
+    """Return all Markdown tables by title."""
     before = results["before"]
     untrained = {title: some for title, some in groups.items() if not some[0]["variant"]["method"]}
     return {
@@ -59,7 +59,7 @@ def tables(results: dict[str, Any], groups: Groups) -> dict[str, str]:
 
 
 def grouped(variants: Mapping[str, Result]) -> Groups:
-    """Return the variants grouped by title, in order."""
+    """Return {title: results of its seeds}, sorted by training method, then by softmax."""
     groups: Groups = {}
     for result in variants.values():
         groups.setdefault(result["title"], []).append(result)
@@ -75,7 +75,7 @@ def grouped(variants: Mapping[str, Result]) -> Groups:
 
 # -------------------------------------------------------------------- tables
 def sink_table(before: Result) -> str:
-    """Return the table of attention sinks."""
+    """Return a Markdown table by text: % of weight on first and massive tokens, and which are massive."""
     rows = []
     for name, found in before["texts"].items():
         share = np.array(found["first_share"])
@@ -103,7 +103,7 @@ def sink_table(before: Result) -> str:
 
 
 def first_token_table(before: Result) -> str:
-    """Return the table of first tokens."""
+    """Return a Markdown table by first token: largest stream value there, and attention weight in %."""
     rows = [
         [f"`{token!r}`", f"{size:,.0f}", f"{100 * share:.0f}"] for token, (size, share) in before["beginnings"].items()
     ]
@@ -111,7 +111,7 @@ def first_token_table(before: Result) -> str:
 
 
 def weight_table(before: Result) -> str:
-    """Return the table of weight outliers."""
+    """Return a Markdown table by matrix and head kind: kurtosis, and largest value in standard deviations."""
     rows = []
     for name, pairs in before["weights"]["matrices"].items():
         kurtosis, largest = np.array(pairs).T
@@ -128,7 +128,7 @@ def _spread(values: np.ndarray) -> list[str]:
 
 
 def perplexity_table(groups: Groups) -> str:
-    """Return the table of perplexities."""
+    """Return a Markdown table by variant: perplexity per token of each text, and mean bits per byte."""
     rows = []
     for title, some in groups.items():
         cells = [cell(of(some, "texts", name, "all", 0)) for name in TEXTS]
@@ -148,7 +148,7 @@ INSIDE: dict[str, tuple[Callable[[Result], float], int]] = {
 
 
 def outlier_table(groups: Groups) -> str:
-    """Return the table of sinks and outliers: fractions are means of heads, values the largest of layers."""
+    """Return a Markdown table by variant: weight fractions (means of heads) and largest values of all layers."""
     rows = []
     for title, some in groups.items():
         cells = [cell([figure(one["inside"]) for one in some], digits) for figure, digits in INSIDE.values()]
@@ -163,24 +163,24 @@ def perplexity_ratio(result: Result, rounding: str) -> float:
 
 
 def eight_bits_table(groups: Groups, roundings: Sequence[str]) -> str:
-    """Return the table of the 8-bit perplexity ratios."""
+    """Return a Markdown table of `perplexity_ratio`: a row per variant, a column per rounding key."""
     columns = {rounding_label(rounding): rounding for rounding in roundings}
     return grid(groups, columns, lambda some, rounding: [perplexity_ratio(one, rounding) for one in some], 3)
 
 
 def rounding_label(rounding: str) -> str:
-    """Return the label of a key of ROUNDINGS or MORE_ROUNDINGS."""
+    """Return the column label of a key of ROUNDINGS or MORE_ROUNDINGS."""
     return rounding.replace("a scale a tensor", "per-tensor scale").replace("a scale a row", "per-row scale")
 
 
 def rounded_perplexities(groups: Groups) -> str:
-    """Return the table of 8-bit perplexities by text."""
+    """Return a Markdown table of perplexity by variant and text, weights and activations in 8 bits."""
     rounding = list(ROUNDINGS)[1]
     return grid(groups, TEXTS, lambda some, name: of(some, "texts", name, rounding, 0))
 
 
 def input_table(places: Result) -> str:
-    """Return the table of the most sensitive matrix inputs."""
+    """Return a Markdown table of the values of `input_effects`, a row for each kind of matrix."""
     titles = ["input of", "perplexity ratio", "largest", "ratio to the median token's", "in layer"]
     rows = [
         [name, f"{ratio:.3f}", f"{largest:,.0f}", f"{token_ratio:,.0f}", str(layer)]
@@ -190,13 +190,13 @@ def input_table(places: Result) -> str:
 
 
 def position_table(positions: list[list[float]]) -> str:
-    """Return the table of losses by position."""
+    """Return a Markdown table of one row: the nats of `cost_by_position`, a column for each token range."""
     titles = [f"{first:.0f} to {last:.0f}" if last > first else f"{first:.0f}" for first, last, _ in positions]
     return markdown(["tokens", *titles], [["nats", *(f"{nats:.3f}" for *_, nats in positions)]])
 
 
 def learned_sinks(groups: Groups) -> str:
-    """Return the table of learned sink logits."""
+    """Return a Markdown table by variant with sinks: lowest, median and highest logit, and % above 0."""
     rows = []
     for title, some in groups.items():
         if "sinks" in some[0] and some[0]["variant"]["method"]:
@@ -207,7 +207,7 @@ def learned_sinks(groups: Groups) -> str:
 
 
 def time_table(groups: Groups) -> str:
-    """Return the table of durations."""
+    """Return a Markdown table of the seconds of training and measurement by variant, and their total."""
     rows = []
     for title, some in groups.items():
         times = [[one["seconds"][stage] for one in some] for stage in ("teaching", "looking")]
@@ -222,7 +222,7 @@ SOFTMAX_COLORS = dict(zip(("softmax", "softmax1", "sink"), COLOURS))
 
 
 def draw(path: Path, groups: Groups, before: Result) -> None:
-    """Plot the attention sinks and the outliers."""
+    """Write a PNG of four panels: weight on first tokens by head, stream values, sinks by layer, 8-bit ratios."""
     with drawing(path, (13, 9.5), dpi=90) as figure:
         (heads, stream), (share, bars) = figure.subplots(2, 2)
         _draw_heads(figure, heads, before)

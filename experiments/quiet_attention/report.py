@@ -19,12 +19,12 @@ SHOWN_TOKENS = 96
 
 
 def mean_of(key: str, *endings: str) -> Callable[[Row], float]:
-    """Return a function that computes the mean over all names with this ending."""
+    """Return a function of a Row: the mean of row[key] over all names that end with one of `endings`."""
     return lambda row: float(np.mean([value for name, value in row[key].items() if name.endswith(endings)]))
 
 
 def streams(row: Row, key: str) -> list[float]:
-    """Return a measurement of the residual stream after each block."""
+    """Return the values of row[key] for the residual stream after each block, in order."""
     return [value for name, value in row[key].items() if name.rpartition(".")[2].isdigit()]
 
 
@@ -44,7 +44,7 @@ FIGURES: dict[str, tuple[Callable[[Row], float], int]] = {
 
 
 def report(folder: Path, variants: tuple[str, ...], seeds: int, tokeniser: BPETokeniser, tokens: Any) -> None:
-    """Print the tables; leave results.json, curves.png, activations.png and attention.html in the folder."""
+    """Read all runs in a folder, print tables, and write results.json, two PNGs and attention.html there."""
     runs = {
         variant: [read(folder / f"{variant}-{seed}" / "measurements.json") for seed in range(seeds)]
         for variant in variants
@@ -73,7 +73,7 @@ def report(folder: Path, variants: tuple[str, ...], seeds: int, tokeniser: BPETo
 
 
 def summary(runs: Runs) -> str:
-    """Return the table of final measurements."""
+    """Return a Markdown table of the last measurements: a row per figure, a column per variant, mean ± SD."""
     rows = [
         [name, *(cell([figure(run[-1]) for run in found], digits) for found in runs.values())]
         for name, (figure, digits) in FIGURES.items()
@@ -82,7 +82,7 @@ def summary(runs: Runs) -> str:
 
 
 def by_layer(runs: Runs, key: str) -> str:
-    """Return a row of measurements for each matrix or layer."""
+    """Return a Markdown table of the last `key`: a row per matrix or layer, a column per variant."""
     names = list(next(iter(runs.values()))[0][-1][key])
     if key.startswith("activation"):
         names = [name for name in names if not name.endswith(("dropout", "projection"))]
@@ -90,7 +90,7 @@ def by_layer(runs: Runs, key: str) -> str:
 
 
 def draw(path: Path, runs: Runs) -> None:
-    """Plot the measurements during training."""
+    """Write a PNG of each figure against the training step, with the mean and range over seeds."""
     curves: dict[str, dict[str, Any]] = {}
     for name, (figure, _) in FIGURES.items():
         if name != "bits per byte":

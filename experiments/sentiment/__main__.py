@@ -20,7 +20,7 @@ LEAST, KEPT = 20, 40  # favourites come at least so often; so many of each model
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, and return its tables and the names of its files."""
+    """Cross-validate the models, write results, plots and a page; return (Markdown tables by title, file names)."""
     texts, problem = load(settings.sentences)
     runs, outcome = run(problem, settings)
     words = {name: top_weighted_tokens(problem, outcome, name, LEAST)[:KEPT] for name in settings.models}
@@ -31,7 +31,7 @@ def study(settings: Settings) -> Outcome:
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Parse `sys.argv`, run the study and print its tables; return 0, or raise ValueError for invalid settings."""
     check = lambda settings: check_folds(settings, sentences=settings.folds)
     return run_study(Settings, study, __doc__, QUICK, check)
 

@@ -18,7 +18,7 @@ NOTE = (
 
 # -------------------------------------------------------------------- tables
 def main_table(runs: Runs) -> str:
-    """Return the table of accuracies in percent: mean and standard deviation over folds."""
+    """Return a Markdown table of accuracies in %, mean ± SD over folds, a row per model, Kim's CNN last."""
     by_name = {name: select(runs, model=name) for name in distinct(runs)}
     rows = [
         [name, *model_cells(model_runs), cell(of(model_runs, "test"), 1, 100)] for name, model_runs in by_name.items()
@@ -28,14 +28,14 @@ def main_table(runs: Runs) -> str:
 
 
 def masking_table(runs: Runs) -> str:
-    """Return the table of answers that change when one word is masked, in percent."""
+    """Return a Markdown table of the % of answers that change if one word is masked, by model and weight."""
     kinds = {"largest weight": "most", "random": "random", "smallest weight": "least"}
     names = [name for name in distinct(runs) if name in MODELS]
     return grid(names, kinds, lambda name, kind: of(select(runs, model=name), kind), 1, 100)
 
 
 def top_words_table(words: dict[str, list[tuple[str, float, int]]], n: int = 12) -> str:
-    """Return the table of words with the largest mean weight relative to uniform weights."""
+    """Return a Markdown table of the first n entries of each model's `top_weighted_tokens`, a column per model."""
     rows = []
     for i in range(min(n, min(map(len, words.values())))):
         rows.append([f"{i + 1}", *(f"`{word}` {share:.1f}" for word, share, _ in (own[i] for own in words.values()))])
@@ -43,7 +43,7 @@ def top_words_table(words: dict[str, list[tuple[str, float, int]]], n: int = 12)
 
 
 def tables(runs: Runs, words: dict[str, list[tuple[str, float, int]]]) -> dict[str, str]:
-    """Return all tables by title."""
+    """Return all Markdown tables by title; `words` is `top_weighted_tokens` by model."""
     return {
         "Accuracy": main_table(runs),
         "Answers that change when one word is masked, %": masking_table(runs),
@@ -53,7 +53,7 @@ def tables(runs: Runs, words: dict[str, list[tuple[str, float, int]]]) -> dict[s
 
 # -------------------------------------------------------------------- pictures
 def draw(texts: list[str], problem: Problem, outcome: Outcome, runs: Runs, settings: Settings) -> list[str]:
-    """Draw the pictures and write the page; return the files' names."""
+    """Write three plots and a page into `settings.output`; return the four file names."""
     folder = settings.output
     shown = new_items(problem, outcome, lambda number: gaps(texts[number]), settings.shown, settings.seed)
     values = {name: [100 * right for right in of(select(runs, model=name), "test")] for name in distinct(runs)}

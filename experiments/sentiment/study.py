@@ -19,7 +19,7 @@ LEAST = 2  # a word that comes once in training is unknown
 
 
 def words(text: str) -> list[str]:
-    """Return the lower-case words of a text."""
+    """Return the lower-case words and punctuation marks of a text, in order; "n't" and "'s" are separate words."""
     return [word.lower() for word in WORD.findall(text)]
 
 
@@ -31,7 +31,7 @@ def gaps(text: str) -> list[str]:
 
 
 def load(most: int) -> tuple[list[str], Problem]:
-    """Return the texts and the classification problem; at most `most` texts of each class."""
+    """Return the sentences, by class, and their Problem; of each class the first `most`; download if necessary."""
     texts, labels = load_rt_polarity()
     chosen = [i for label in range(len(CLASSES)) for i in np.flatnonzero(np.array(labels) == label)[:most]]
     texts, kept = [texts[i] for i in chosen], np.array([labels[i] for i in chosen])
@@ -61,14 +61,14 @@ class Settings(FoldSettings):
 
 
 def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:
-    """Return a record for each model and fold, and all predictions."""
+    """Cross-validate all models and baselines; return a record for each and each fold, and all predictions."""
     right = lambda logits, parts: {"test": shared.loss_and_accuracy(logits, parts.test.labels)[1]}
     bayes = lambda parts: {name: shared.naive_bayes(problem, parts, most) for name, most in BAYES.items()}
     return shared.cross_validate(problem, settings, RECIPES, changed_answers, right, bayes)
 
 
 def changed_answers(model: Classifier, parts: Parts, predicted: Predicted, key: tuple[int, ...]) -> dict[str, float]:
-    """Return the fraction of changed predictions when the word of largest, smallest or random weight is masked."""
+    """Return "most", "random", "least": the fraction of answers changed by masking the word of such weight."""
     answers, generator = predicted.logits.argmax(axis=1), np.random.default_rng((PLACES, *key))
     places = {
         "most": [int(row.argmax()) for row in predicted.weights],

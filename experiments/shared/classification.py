@@ -72,12 +72,12 @@ class Parts(NamedTuple):
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens with the special tokens."""
+        """Return the number of token ids, those of padding and unknown tokens included."""
         return N_SPECIAL + len(self.vocabulary)
 
 
 def split(problem: Problem, n_folds: int, number: int, seed: int) -> Parts:
-    """Return the parts of a fold: fold `number` is the test, a part of the same size the validation.
+    """Return the Parts of a fold: fold `number` (from 0) is the test, 1 / n_folds of the rest the validation.
 
     Each class, and each set of classes that a group has, has like shares of all three. The vocabulary is that of the
     training texts.
@@ -99,7 +99,7 @@ def split(problem: Problem, n_folds: int, number: int, seed: int) -> Parts:
 
 
 def stratified_folds(strata: np.ndarray, n_folds: int, key: tuple[int, ...]) -> np.ndarray:
-    """Return the fold (N,) of each item, so that folds have similar fractions of each stratum.
+    """Return the random fold, 0 to n_folds - 1, of each item (N,); folds have similar fractions of each stratum.
 
     A stratum goes on dealing where the one before it stopped, so that folds are of like size, too.
     """
@@ -111,14 +111,14 @@ def stratified_folds(strata: np.ndarray, n_folds: int, key: tuple[int, ...]) -> 
 
 
 def new_vocabulary(texts: Sequence[Sequence[str]], least: int = 1) -> dict[str, int]:
-    """Return the ids of all tokens that occur at least `least` times, the most frequent first."""
+    """Return {token: id} of tokens that occur at least `least` times, the most frequent first, ids from 2."""
     counts = Counter(token for text in texts for token in text)
     kept = sorted((token for token, count in counts.items() if count >= least), key=lambda t: (-counts[t], t))
     return {token: number for number, token in enumerate(kept, N_SPECIAL)}
 
 
 def encode(texts: Sequence[Sequence[str]], vocabulary: dict[str, int]) -> list[list[int]]:
-    """Return the token ids of texts."""
+    """Return the token ids of texts; tokens outside the vocabulary become UNKNOWN (1)."""
     return [[vocabulary.get(token, UNKNOWN) for token in text] for text in texts]
 
 
@@ -155,14 +155,14 @@ class Recipe:
 
 
 def convolution(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator) -> Classifier:
-    """Return a convolutional classifier."""
+    """Return a new convolutional classifier with max pooling; ignores `longest`."""
     sizes = vocab_size, recipe.embedding, recipe.size, recipe.widths
     encoder = ConvolutionalEncoder(*sizes, dropout=recipe.inner_dropout, generator=rng)
     return Classifier(encoder, MaxPooling(), recipe.size * len(recipe.widths), n_classes, recipe.dropout, rng)
 
 
 def recurrent(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator) -> Classifier:
-    """Return a recurrent classifier with attention pooling."""
+    """Return a new bidirectional recurrent classifier with attention pooling; ignores `longest`."""
     sizes = vocab_size, recipe.embedding, recipe.size, recipe.layers, recipe.cell
     encoder = RecurrentEncoder(*sizes, dropout=recipe.inner_dropout, generator=rng)
     return Classifier(
@@ -171,7 +171,7 @@ def recurrent(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng
 
 
 def transformer(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator) -> Classifier:
-    """Return a transformer classifier."""
+    """Return a new Transformer classifier with attention pooling, for texts of at most `longest` tokens."""
     encoder = TransformerEncoder(
         vocab_size,
         recipe.embedding,
@@ -198,7 +198,7 @@ MODELS: dict[str, Callable[..., Classifier]] = {
 def train(
     name: str, recipe: Recipe, parts: Parts, n_classes: int, longest: int, key: tuple[int, ...], title: str = ""
 ) -> tuple[Classifier, dict[str, Any]]:
-    """Train a model, and return it after the epoch with the highest validation accuracy (ties: lowest loss).
+    """Train a MODELS model; return it as of the epoch with the highest validation accuracy, and its history.
 
     Args:
         longest: tokens of the longest text that will ever come.
@@ -253,7 +253,7 @@ class Predicted(NamedTuple):
 
 
 def predict(model: Classifier, sequences: list[list[int]]) -> Predicted:
-    """Return the logits and pooling weights of sequences."""
+    """Return the logits (N, K) and the pooling weights (T,) of each sequence, in order, without dropout."""
     logits: list[Any] = [None] * len(sequences)
     weights: list[Any] = [None] * len(sequences)
     lengths = [len(s) for s in sequences]
@@ -267,12 +267,12 @@ def predict(model: Classifier, sequences: list[list[int]]) -> Predicted:
 
 
 def mask_tokens(sequences: list[list[int]], places: Sequence[int]) -> list[list[int]]:
-    """Return the sequences with the token at one position replaced by unknown."""
+    """Return copies of the sequences with the token at places[i] of sequence i replaced by UNKNOWN (1)."""
     return [[*s[:place], UNKNOWN, *s[place + 1 :]] for s, place in zip(sequences, places)]
 
 
 def loss_and_accuracy(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Return the mean cross-entropy in nats, and the accuracy."""
+    """Return (mean cross-entropy in nats, accuracy from 0 to 1) of logits (N, K)."""
     loss = -kernels.log_softmax(logits)[np.arange(len(labels)), labels].mean()
     return float(loss), float((logits.argmax(axis=-1) == labels).mean())
 
@@ -297,7 +297,7 @@ class FoldSettings:
 
 
 def check_folds(settings: Any, **lowest: int) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for an invalid field of FoldSettings, or for a field below its value in `lowest`."""
     check_minimum(settings, folds=3, tested=1, epochs=0, shown=1, seed=0, **lowest)
     check_choices(settings, models=MODELS)
     if settings.tested > settings.folds:
@@ -312,7 +312,7 @@ def cross_validate(
     of_logits: Callable[[np.ndarray, Parts], dict[str, Any]],
     others: Callable[[Parts], dict[str, np.ndarray]],
 ) -> tuple[Runs, Outcome]:
-    """Train every model on every fold; return a record for each, and all predictions.
+    """Train every model on every tested fold; return a record for each predictor and fold, and predictions.
 
     Args:
         of_model, of_logits: return measures of a trained model, and of logits of the test texts.
@@ -335,7 +335,7 @@ def cross_validate(
 
 
 def model_cells(runs: Runs) -> list[str]:
-    """Return the table cells of a model's parameters, seconds and validation accuracy; "" for untrained models."""
+    """Return 3 cells for one model's runs: parameters, seconds, validation accuracy in %; "" if untrained."""
     if runs[0]["model"] not in MODELS:
         return ["", "", ""]
     parameters = f"{np.mean(of(runs, 'parameters')):,.0f}"
@@ -354,7 +354,7 @@ class Outcome(NamedTuple):
 def one_fold(
     problem: Problem, parts: Parts, name: str, recipe: Recipe, key: tuple[int, ...]
 ) -> tuple[Classifier, Predicted, dict[str, Any]]:
-    """Train a model on one fold and predict the classes of the test texts.
+    """Train a model on one fold; return it, its predictions for the test texts, and a record of the training.
 
     Args:
         key: seed and fold.
@@ -381,7 +381,7 @@ def one_fold(
 
 
 def concatenate_folds(problem: Problem, folds: list[tuple[Parts, dict[str, Predicted]]]) -> Outcome:
-    """Return the predictions of all folds as one Outcome."""
+    """Return the predictions of all folds as one Outcome, fold after fold."""
     known, priors, names = [], [], list(folds[0][1])
     for parts, _ in folds:
         known += [np.array(sequence) != UNKNOWN for sequence in parts.test.sequences]
@@ -403,7 +403,7 @@ def mean_logits(predicted: dict[str, Predicted]) -> np.ndarray:
 
 
 def top_weighted_tokens(problem: Problem, outcome: Outcome, name: str, least: int) -> list[tuple[str, float, int]]:
-    """Return the tokens with the mean weights of a model relative to uniform ones, and their counts.
+    """Return (token, mean weight relative to uniform, count) of a model's tokens, the largest weight first.
 
     Left out are tokens that come less often than `least` times, and those unknown to the model.
     """
@@ -423,7 +423,7 @@ def n_grams(tokens: Sequence[str], most: int) -> set[tuple[str, ...]]:
 
 
 def naive_bayes(problem: Problem, parts: Parts, most: int) -> np.ndarray:
-    """Return the logits (N, K) of naive Bayes on n-grams with add-one smoothing.
+    """Return the logits (N, K) of the test texts by naive Bayes on 1- to `most`-grams with add-one smoothing.
 
     An n-gram counts once a text (Wang and Manning 2012); those that training lacks are left out.
     """

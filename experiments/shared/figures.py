@@ -16,7 +16,7 @@ from tricycle_lab.plot import COLOURS, plot_curves, save_figure
 def drawing(
     path: Path, size: tuple[float, float], title: str = "", dpi: int = 110, layout: Any = "constrained"
 ) -> Iterator[Any]:
-    """Yield a figure of matplotlib to draw on, and write it as PNG at the end of the block.
+    """Yield a Matplotlib figure; write it as PNG when the block ends without an error.
 
     Args:
         size: in inches.
@@ -37,7 +37,7 @@ def plot_folds(
     title: str,
     reference: tuple[str, float] | None = None,
 ) -> None:
-    """Plot a row for each name, with a point for each fold and a mark at the mean.
+    """Write a PNG with a row for each name: a point for each fold, and a line at the mean.
 
     Args:
         reference: a label and a value to draw a line at.
@@ -58,7 +58,7 @@ def plot_folds(
 
 
 def plot_training(runs: Runs, path: Path) -> None:
-    """Plot losses and validation accuracies against the epoch, with bands over folds."""
+    """Write a PNG of losses in nats and validation accuracies in % against the epoch, with bands over folds."""
     curves: dict[str, dict[str, tuple[Any, Any]]] = {}
     titles = "training loss, nats", "validation loss, nats", "validation accuracy, %"
     for i, (title, scale) in enumerate(zip(titles, (1, 1, 100))):

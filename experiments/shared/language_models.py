@@ -39,7 +39,7 @@ def load_model(path_or_name: str = MODEL) -> Pretrained:
 
 # -------------------------------------------------------------------- texts
 def text_of(name: str, part: str) -> str:
-    """Return one of three texts: the standard library's source, plays of Shakespeare, captions of photographs.
+    """Return the "train" or "test" part of "code" (standard library), "shakespeare" or "captions" (Multi30k).
 
     Args:
         name: in TEXTS. part: "train", or "test", of which nothing is to be learnt: one source file in twenty, the last
@@ -83,7 +83,7 @@ class Windows(NamedTuple):
 
 
 def windows(tokeniser: Any, text: str, n_windows: int, n_tokens: int, first: int | None = None) -> Windows:
-    """Return excerpts of a text, evenly spaced and without overlap if possible.
+    """Return Windows of `n_windows` evenly spaced excerpts: ids (N, n_tokens + 1), n_bytes (N, n_tokens).
 
     Args:
         tokeniser: byte-level, as that of SmolLM2.
@@ -107,7 +107,7 @@ def windows(tokeniser: Any, text: str, n_windows: int, n_tokens: int, first: int
 
 
 def token_bytes(tokeniser: Any, ids: np.ndarray, text: str) -> np.ndarray:
-    """Return the number of bytes of each token id, (V,).
+    """Return the number of bytes of each token id, int64 (V,); 0 for tokens that are not in `ids`.
 
     Args:
         ids, text: a text and its tokens, to check the numbers.
@@ -138,7 +138,7 @@ def token_losses(model: GPT, ids: np.ndarray, n_rows: int = 0) -> np.ndarray:
 
 
 def read(model: GPT, ids: np.ndarray, n_rows: int = 0) -> Read:
-    """Return the losses and the most probable tokens of a model, also inside a Probe.
+    """Return the losses in nats and the argmax tokens, (N, T), of token ids (N, T + 1), also inside a Probe.
 
     Args:
         n_rows: that are computed together; 0 for as many as have about 2,048 tokens.
@@ -166,7 +166,7 @@ def _read(model: GPT, rows: np.ndarray) -> Read:
 
 
 def perplexity(losses: np.ndarray) -> float:
-    """Return the perplexity, exp of the mean loss."""
+    """Return the perplexity: exp of the mean of losses in nats."""
     return math.exp(losses.mean(dtype=np.float64))
 
 

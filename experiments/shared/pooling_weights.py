@@ -40,7 +40,7 @@ class Item(NamedTuple):
 
 
 def choose(right: np.ndarray, labels: np.ndarray, each: int, generator: np.random.Generator) -> list[int]:
-    """Return random indices of texts that all models classify correctly, then of those some do, then none.
+    """Return random indices of texts that all models have right, then some, then none; at most `each` per class.
 
     Args:
         right: (M, N) whether each of M models is right.
@@ -59,7 +59,7 @@ def choose(right: np.ndarray, labels: np.ndarray, each: int, generator: np.rando
 def new_items(
     problem: Problem, outcome: Outcome, gaps: Callable[[int], Sequence[str]], each: int, seed: int
 ) -> list[Item]:
-    """Return randomly selected test texts with the predictions of all models.
+    """Return Items of random test texts: all models right, then some, then none; at most `each` per class.
 
     Args:
         gaps: returns the text before each token of the text with this index in the problem.
@@ -113,14 +113,14 @@ def write_page(path: Path, title: str, note: str, classes: Sequence[str], items:
 
 # -------------------------------------------------------------------- the picture
 def evenly_spaced(items: Sequence[Item], n: int) -> list[Item]:
-    """Return n evenly spaced items of a list, with the first and the last."""
+    """Return n > 1 evenly spaced items, with the first and the last; items repeat if n > len(items)."""
     return [items[i * (len(items) - 1) // (n - 1)] for i in range(n)]
 
 
 def plot_texts(
     path: Path, classes: Sequence[str], items: Sequence[Item], n_columns: int = 92, n_blocks: int = 1
 ) -> None:
-    """Draw texts with colored words as a PNG: each with a line or more for each model.
+    """Write a PNG of texts with tokens shaded by pooling weight, a line or more for each model.
 
     Args:
         n_columns: characters of a line.
@@ -150,7 +150,7 @@ def plot_texts(
 
 
 def item_lines(item: Item, classes: Sequence[str], n_columns: int) -> list[Line]:
-    """Return the lines of an item: the label, each model's answer and weights, and an empty line."""
+    """Return an item's (label, tokens) lines: its class, each model's answer and weights, and an empty line."""
     lines: list[Line] = [(classes[item.label], [])]
     for name, (weights, answer, probability) in item.answers.items():
         mark = RIGHT if answer == item.label else WRONG
@@ -163,7 +163,7 @@ def item_lines(item: Item, classes: Sequence[str], n_columns: int) -> list[Line]
 def wrap(
     tokens: Sequence[str], gaps: Sequence[str], weights: np.ndarray, n_columns: int
 ) -> list[list[tuple[int, str, float]]]:
-    """Return lines of (column, token, shade); a token that does not fit starts a new line."""
+    """Return lines of (column, token, square root of weight); a token past `n_columns` starts a new line."""
     rows: list[list[tuple[int, str, float]]] = [[]]
     column = 0
     for token, gap, weight in zip(tokens, gaps, weights):

@@ -19,7 +19,7 @@ def run_study(
     check: Callable[[T], None] = lambda settings: None,
     default: T | None = None,
 ) -> int:
-    """Parse the flags, run a study, and print its tables and the names of its files.
+    """Parse `sys.argv`, check the settings, run a study, print its tables and file names, and return 0.
 
     Args:
         kind: the dataclass of the flags, with the folder `output`.
@@ -44,12 +44,12 @@ def print_tables(tables: Mapping[str, str]) -> None:
 
 # -------------------------------------------------------------------- limits
 def flag(name: str) -> str:
-    """Return the command-line flag of a field."""
+    """Return the command-line flag of a field, such as "--batch-size" for "batch_size"."""
     return f"--{name.replace('_', '-')}"
 
 
 def check_minimum(settings: Any, **lowest: int) -> None:
-    """Raise ValueError for the first number below its limit, and ModuleNotFoundError where results cannot be drawn."""
+    """Raise ValueError for the first field below its value in `lowest`; ModuleNotFoundError without Matplotlib."""
     require_matplotlib("an experiment")
     for name, least in lowest.items():
         if getattr(settings, name) < least:
@@ -66,7 +66,7 @@ def check_fractions(settings: Any, *names: str) -> None:
 
 
 def check_choices(settings: Any, **known: Collection[str]) -> None:
-    """Raise ValueError for the first name, or tuple of names, that is unknown or empty."""
+    """Raise ValueError for the first field with a value (or tuple item) that is not in `known`, or an empty tuple."""
     for name, names in known.items():
         value = getattr(settings, name)
         chosen = value if isinstance(value, tuple) else (value,)
@@ -77,5 +77,5 @@ def check_choices(settings: Any, **known: Collection[str]) -> None:
 
 
 def words(values: Sequence[Any], comma: str = " ") -> str:
-    """Return the values joined by commas; "none" if there are none."""
+    """Return the values as text, joined by the separator `comma`; "none" if there are none."""
     return comma.join(map(str, values)) or "none"

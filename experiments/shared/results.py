@@ -18,36 +18,36 @@ ABOUT = ("settings", "date", "machine")  # what `save` adds to results
 
 
 def settings_without_paths(settings: Any) -> dict[str, Any]:
-    """Return the values of a dataclass without paths, which belong to one machine."""
+    """Return the fields of a dataclass as a dict, without Path values, which belong to one machine."""
     return {name: value for name, value in dataclasses.asdict(settings).items() if not isinstance(value, Path)}
 
 
 def about() -> dict[str, str]:
-    """Return the date and the machine, to be stored with results."""
+    """Return "date" (ISO format) and "machine" (architecture and cores), to be stored with results."""
     return {"date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
 
 
 def save(path: Path, settings: Any, **results: Any) -> dict[str, Any]:
-    """Write results as JSON atomically, with settings, date and machine, and return the content."""
+    """Write results, "settings", "date" and "machine" as JSON, replacing the file atomically; return them."""
     everything = {"settings": settings_without_paths(settings), **about(), **results}
     write_json(path, everything)
     return everything
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file atomically."""
+    """Write JSON, replacing the file atomically; make missing folders."""
     with atomic_write(path, text=True) as file:
         json.dump(content, file, ensure_ascii=False)
         file.write("\n")
 
 
 def read(path: Path) -> Any:
-    """Read a JSON file."""
+    """Return the content of a JSON file; FileNotFoundError if there is none."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def rounded(value: Any, digits: int = 5) -> Any:
-    """Return a JSON value with its floats rounded to a number of significant digits."""
+    """Return a JSON value with floats rounded to `digits` significant digits; tuples and arrays become lists."""
     if isinstance(value, Mapping):
         return {key: rounded(inner, digits) for key, inner in value.items()}
     if isinstance(value, (list, tuple, np.ndarray)):
@@ -77,12 +77,12 @@ class Record(dict[str, Any]):
             check_same_settings(self.path, self["settings"], here)
 
     def save(self) -> None:
-        """Save the record to its file."""
+        """Write the record to its file as `save` does, and update its settings, date and machine."""
         self.update(save(self.path, self.settings, **{name: self[name] for name in self if name not in ABOUT}))
 
 
 def check_same_settings(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise ValueError where stored settings differ from these."""
+    """Raise ValueError if a value of `here` differs in `there`; names that only `there` has are ignored."""
     here = json.loads(json.dumps(here))
     pairs = {name: (there.get(name), value) for name, value in here.items()}
     other = [f"{name} {a!r} there and {b!r} here" for name, (a, b) in pairs.items() if a != b]
@@ -92,7 +92,7 @@ def check_same_settings(path: Path, there: Mapping[str, Any], here: Mapping[str,
 
 # -------------------------------------------------------------------- selecting
 def select(runs: Iterable[dict[str, Any]], **values: Any) -> Runs:
-    """Return the runs whose fields have these values."""
+    """Return the runs whose fields have all these values; runs without such a field are left out."""
     return [run for run in runs if values.items() <= run.items()]
 
 
@@ -102,7 +102,7 @@ def distinct(runs: Iterable[Mapping[str, Any]], key: str = "model") -> list[Any]
 
 
 def of(runs: Iterable[Any], *keys: Any) -> list[Any]:
-    """Return the value at the end of a path of keys, for each run."""
+    """Return run[keys[0]][keys[1]]... for each run, as a list; KeyError or IndexError if there is none."""
     values = list(runs)
     for key in keys:
         values = [inner[key] for inner in values]

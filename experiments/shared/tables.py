@@ -7,7 +7,7 @@ import numpy as np
 
 
 def cell(values: Any, digits: int = 2, scale: float = 1) -> str:
-    """Return the mean over seeds with the standard deviation if there are several; "" if there are none."""
+    """Return the text "mean ± SD" of `scale` times values; the mean alone for one value, "" for none."""
     values = scale * np.asarray(values, float)
     if not values.size:
         return ""
@@ -16,7 +16,7 @@ def cell(values: Any, digits: int = 2, scale: float = 1) -> str:
 
 
 def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table whose first column is text and whose others are numbers."""
+    """Return a Markdown table with a left-aligned first column and right-aligned others."""
     ruler = [":---", *["---:"] * (len(titles) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in [titles, ruler, *rows])
 
@@ -29,7 +29,7 @@ def grid(
     scale: float = 1,
     corner: str = "",
 ) -> str:
-    """Return a table with `cell` of the values of each row and column.
+    """Return a Markdown table of `values(row, column)`: numbers as `cell` formats them, texts as they are.
 
     Args:
         rows, columns: what `values` is called with, or a mapping from titles to that.

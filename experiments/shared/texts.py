@@ -14,11 +14,11 @@ def python_root() -> Path:
 
 
 def python_files() -> list[str]:
-    """Return the relative paths of all files that `PythonCode` reads, held-out ones too, in its order."""
+    """Return the sorted paths, relative to `python_root`, of all files of `PythonCode`, held-out ones too."""
     paths = [path.relative_to(python_root()) for path in python_root().rglob("*.py")]
     return sorted(path.as_posix() for path in paths if not SKIPPED_FOLDERS & set(path.parts[:-1]))
 
 
 def plays() -> bytes:
-    """Return Tiny Shakespeare, 1.1 million characters. Raises OSError and ValueError as `fetch` does."""
+    """Return the bytes of Tiny Shakespeare (1.1 million); download if necessary; OSError, ValueError as of `fetch`."""
     return fetch("input.txt", URL, SHA256, folder="tinyshakespeare").read_bytes()

@@ -32,7 +32,7 @@ def train_best(
     title: str,
     max_norm: float = 0.0,
 ) -> Any:
-    """Train by AdamW without decay, and keep the weights with the lowest loss on validation data.
+    """Train `model` in place by AdamW without decay; return it with the weights of the lowest validation loss.
 
     Args:
         batch_loss: the loss of a batch, times a factor.

@@ -18,7 +18,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, and return its tables and the names of its files."""
+    """Run missing trials (none if `settings.report`) and plot; return (Markdown tables by title, file names)."""
     if not settings.report:
         measure(settings)
     folder = settings.output
@@ -31,7 +31,7 @@ def study(settings: Settings) -> Outcome:
 
 
 def main() -> int:
-    """Run the study. The flags of the recipe start from the preset's values, which carry their help."""
+    """Run the study with the flags of `sys.argv`, whose defaults are the preset's, and return 0."""
     quick = {"variants": ("plain", "adamw", "gelu", "cosine"), "batches": 20, "config": replace(preset(), minutes=0.25)}
     return run_study(Settings, study, __doc__, quick, check, Settings(config=preset()))
 

@@ -85,7 +85,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 def all_variants(also: Sequence[str] = ()) -> dict[str, Variant]:
-    """Return the table with variants from the command line, "name: field=value, field=value".
+    """Return VARIANTS with the variants of `also`, each "name: field=value, field=value", by name.
 
     Raises:
         ValueError: a text of another form, a name that is taken, or no field of a config.
@@ -110,7 +110,7 @@ def _change(part: str, text: str) -> tuple[str, Any]:
 
 
 def configs(recipe: GPTConfig, names: Sequence[str] = (), also: Sequence[str] = ()) -> dict[str, GPTConfig]:
-    """Return the config of each variant, the recipe first.
+    """Return {name: config}, the recipe first; variants that change nothing in the recipe are left out.
 
     Args:
         names: of the variants; empty for all that change the recipe.

@@ -21,7 +21,7 @@ PARTS = ("validation", "held-out")
 
 
 def load(data: str, part: str, vocab_size: int, files: Files = (), progress: bool = False) -> Corpus:
-    """Return a corpus whose validation part is the text to score.
+    """Return a Corpus whose validation half is the text to score: `part` is "validation" or "held-out".
 
     With "validation" the held-out text is in neither half: a twentieth of the other files is for validation, or of one
     text the tenth before the last. With "held-out" the corpus is the one that `train_smol_gpt.py` trains on.
@@ -45,7 +45,7 @@ def load(data: str, part: str, vocab_size: int, files: Files = (), progress: boo
 
 
 def held_out(corpus: Corpus) -> HeldOut:
-    """Return the text to score, after the end of another text, so that its first token is predicted too."""
+    """Return the corpus's validation half as HeldOut int64 tokens, after an end-of-text token."""
     tokens = np.concatenate([[corpus.tokeniser.end_of_text], corpus.validation]).astype(np.int64)
     return HeldOut(tokens, len(corpus.validation_bytes))
 
@@ -57,19 +57,19 @@ def is_for_validation(path: str) -> bool:
 
 # -------------------------------------------------------------------- documents
 def python_documents() -> Iterator[Document]:
-    """Yield the training files of the standard library, and whether each is for validation."""
+    """Yield (bytes, is for validation) of each file of the standard library that is not held out."""
     for name in python_files():
         if not is_held_out(name):
             yield (python_root() / name).read_bytes(), is_for_validation(name)
 
 
 def shakespeare_documents() -> Iterator[Document]:
-    """Yield the training and the validation part of the plays."""
+    """Yield (the plays' first eight tenths, False) and (the ninth tenth, True), as bytes."""
     return hold_out_tenth_before_last(plays())
 
 
 def text_documents(paths: Files) -> Iterator[Document]:
-    """Yield the files that `TextFiles` does not hold out, or all but the last tenth of each file."""
+    """Yield (bytes, is for validation) of the files that `TextFiles` does not hold out, or of parts of each."""
     files: dict[Path, str] = {}
     for root in map(Path, paths):
         for path, name in find_text_files(root):
@@ -89,7 +89,7 @@ def text_documents(paths: Files) -> Iterator[Document]:
 
 
 def hold_out_tenth_before_last(text: bytes) -> Iterator[Document]:
-    """Yield a text without its last tenth, and the tenth before it for validation."""
+    """Yield (first eight tenths, False) and (ninth tenth, True) of a text; the last tenth is left out."""
     tenth = len(text) // 10
     end = len(text) - tenth
     yield text[: end - tenth], False

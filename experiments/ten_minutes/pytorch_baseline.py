@@ -57,14 +57,14 @@ class Settings:
 
     @property
     def file(self) -> Path:
-        """The path of the result file."""
+        """Return the path of the result file, pytorch-*.json in `output`, named by the settings and the seed."""
         compiled = "compiled" if self.compile else "eager"
         words = self.recipe, compiled, self.config.precision, self.data, self.part, str(self.config.seed)
         return self.output / f"pytorch-{'-'.join(words)}.json"
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Train and score a PyTorch baseline by the flags of `sys.argv`, save and print the result; return 0."""
     started = time.perf_counter()
     config = preset()
     start = Settings(config=config)
@@ -88,12 +88,12 @@ def main() -> int:
 
 
 def comparable_fields(config: GPTConfig) -> GPTConfig:
-    """Return the config of GPT-2's architecture and AdamW, with the same minutes."""
+    """Return a copy of the config with GPT-2's architecture and AdamW (the fields of PLAIN), same minutes."""
     return replace(config, **{name: value for name, value in PLAIN.items() if name in FIELDS})
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for `threads` < 1, an invalid recipe, or a precision but float32 and bfloat16."""
     check_minimum(settings, threads=1)
     check_recipe(settings)
     if settings.config.precision not in ("float32", "bfloat16"):
@@ -138,7 +138,7 @@ class Trainer:
         self.muon = Muon(chosen, 0.0, config.weight_decay, low=low) if chosen else None
 
     def autocast(self) -> AbstractContextManager:
-        """Return the context manager of mixed precision."""
+        """Return a context manager: bfloat16 autocast on the CPU, or none if `precision` is float32."""
         import torch
 
         if self.config.precision == "bfloat16":
@@ -146,7 +146,7 @@ class Trainer:
         return nullcontext()
 
     def loss(self, inputs: np.ndarray, outputs: np.ndarray) -> Any:
-        """Return the mean loss of a batch (B, T) in nats per token."""
+        """Return the mean loss in nats per token, a torch scalar, of int64 ids and labels (B, T)."""
         import torch
 
         with self.autocast():
@@ -154,7 +154,7 @@ class Trainer:
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), torch.from_numpy(outputs).flatten())
 
     def step(self) -> float:
-        """Make one update, like `tricycle.training_state.train_step`, and return the loss."""
+        """Make one update from the next `accumulation_steps` batches; return their mean loss in nats per token."""
         import torch
 
         config, total = self.config, 0.0
@@ -186,7 +186,7 @@ class EvaluationAdapter:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Switch the model to evaluation mode within the block."""
+        """Within the block, use evaluation mode, autocast and no gradients; then training mode."""
         import torch
 
         self.trainer.model.eval()
@@ -195,7 +195,7 @@ class EvaluationAdapter:
         self.trainer.model.train()
 
     def place(self, ids: Any) -> Tensor:
-        """Return token ids as a Tensor."""
+        """Return token ids as an integer Tensor."""
         return to_tensor(ids, dtype=int)
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -206,12 +206,12 @@ class EvaluationAdapter:
         return to_tensor(logits.float().numpy())
 
     def loss(self, tokens: Tensor, labels: Tensor, loss_fn: Callable[..., Tensor]) -> Tensor:
-        """Return the loss of tokens and labels."""
+        """Return loss_fn(labels, logits of tokens)."""
         return loss_fn(labels, self(tokens))
 
 
 def measure(settings: Settings, started: float) -> dict[str, Any]:
-    """Train until the minutes since `started` are over, but for the time of the measurement at the end.
+    """Train until `config.minutes` after `started` (perf_counter), scoring included; return the results.
 
     Returns:
         "bits" (per byte of the scored text), "loss", "steps", "tokens_per_second", "parameters", "minutes" (of

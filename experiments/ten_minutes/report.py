@@ -14,7 +14,7 @@ from tricycle_lab.plot import COLOURS
 
 
 def trials_in(folder: Path) -> Runs:
-    """Return the trials with the same minutes as the latest call; others are not comparable."""
+    """Return the trials in results.json with the minutes of its latest call; [] if there is no such file."""
     if not (folder / "results.json").is_file():
         return []
     results = read(folder / "results.json")
@@ -23,7 +23,7 @@ def trials_in(folder: Path) -> Runs:
 
 
 def by_variant(trials: Runs) -> dict[str, Runs]:
-    """Return the trials of each variant, the recipe first, then from best to worst."""
+    """Return {variant: trials}, the recipe first, then by rising mean bits per byte."""
     by_name: dict[str, Runs] = {}
     for trial in trials:
         by_name.setdefault(trial["variant"], []).append(trial)
@@ -38,7 +38,7 @@ def loss_increases(variant: Runs, recipe: Runs) -> list[float]:
 
 
 def losses(trials: Runs) -> dict[str, list[float]]:
-    """Return the loss increases of each comparable variant, by label."""
+    """Return {label: `loss_increases`} in bits per byte, best variant first, without variants with no common seed."""
     by_name = by_variant(trials)
     recipe = by_name.pop(RECIPE, [])
     values = {runs[0]["label"]: loss_increases(runs, recipe) for runs in by_name.values()}
@@ -46,13 +46,13 @@ def losses(trials: Runs) -> dict[str, list[float]]:
 
 
 def format_signed(values: Sequence[float]) -> str:
-    """Return the mean with its sign, and the standard deviation over seeds if there are several."""
+    """Return the mean with its sign and 3 decimals, and "± SD" if there are several values."""
     text = cell(values, 3)
     return text if text.startswith("-") else f"+{text}"
 
 
 def table(trials: Runs) -> str:
-    """Return the table of variants."""
+    """Return a Markdown table by variant: bits per byte, change from the recipe, and mean counts."""
     by_name = by_variant(trials)
     titles = ["", "bits per byte", "change from the recipe", "seeds", "parameters", "updates", "tokens per second"]
     rows = []
@@ -69,7 +69,7 @@ def table(trials: Runs) -> str:
 
 
 def baseline_table(baselines: Sequence[dict[str, Any]]) -> str:
-    """Return the table of PyTorch baselines."""
+    """Return a Markdown table of PyTorch baselines, a row for the content of each pytorch-*.json."""
     titles = ["PyTorch", "text", "bits per byte", "parameters", "updates", "tokens per second", "minutes"]
     rows = []
     for run in baselines:
@@ -83,7 +83,7 @@ def baseline_table(baselines: Sequence[dict[str, Any]]) -> str:
 
 
 def syntax_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table of the fractions of complete functions and of all that parse."""
+    """Return a Markdown table of rows of `syntax_check.measure`: counts, and % that parse of complete and all."""
     titles = ["prompt", "temperature", "functions", "distinct", "ended", "parsed, % of complete", "of all, %"]
     lines = []
     for row in rows:
@@ -94,7 +94,7 @@ def syntax_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def tables(folder: Path) -> dict[str, str]:
-    """Return all tables of a folder by title."""
+    """Return the Markdown tables of all results in a folder by title; an empty dict if there are none."""
     titled: dict[str, str] = {}
     if trials := trials_in(folder):
         settings = read(folder / "results.json")["settings"]
@@ -110,12 +110,12 @@ def tables(folder: Path) -> dict[str, str]:
 
 
 def compressors(trials: Runs) -> str:
-    """Return a sentence about the sizes that standard compressors reach on the scored text."""
+    """Return text such as "gzip -9 2.51, xz -9 2.20": compressors' bits per byte on the scored text."""
     return ", ".join(f"{name} {bits:.2f}" for name, bits in trials[0]["compressed"].items())
 
 
 def plot(trials: Runs, path: Path) -> None:
-    """Plot a bar for each variant, the change of the loss, with a point for each seed.
+    """Write a PNG with a bar for each variant's mean change in bits per byte, and a point for each seed.
 
     Raises:
         ValueError: no variant beside the recipe, or no recipe with the same seed.

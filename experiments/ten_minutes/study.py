@@ -49,12 +49,12 @@ class Settings:
 
 
 def preset() -> GPTConfig:
-    """Return the config of the ten-minute recipe, which is the default."""
+    """Return a new GPTConfig of the ten-minute recipe, the preset "laptop"."""
     return GPTConfig.from_dict(PRESETS["laptop"]().to_dict())
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for a count below its minimum, or an invalid recipe, variant name or `also`."""
     check_minimum(settings, seeds=1, jobs=1, batches=0)
     check_recipe(settings)
     configs(settings.config, settings.variants, settings.also)
@@ -94,18 +94,18 @@ class Trials(Record):
         return any(GPTConfig.from_dict(trial["config"]) == config for trial in trials)
 
     def add(self, trial: dict[str, Any]) -> None:
-        """Add a trial, and save the file."""
+        """Append a trial, and write results.json at once."""
         self["trials"].append(trial)
         self.save()
 
 
 def comparable_fields(config: GPTConfig) -> dict[str, Any]:
-    """Return the fields of a config without time, seed and evaluation interval."""
+    """Return a config as a dict without seed, minutes, steps, and evaluation and sample intervals."""
     return {name: value for name, value in config.to_dict().items() if name not in PASSING}
 
 
 def unfinished_trials(settings: Settings, record: Trials) -> Iterator[tuple[str, GPTConfig]]:
-    """Return the unfinished trials: all variants with one seed before the next seed."""
+    """Yield (name, config) of trials that are not in `record`: all variants with one seed, then the next."""
     chosen = configs(settings.config, settings.variants, settings.also)
     for seed in range(settings.config.seed, settings.config.seed + settings.seeds):
         for name, config in chosen.items():
@@ -115,7 +115,7 @@ def unfinished_trials(settings: Settings, record: Trials) -> Iterator[tuple[str,
 
 
 def measure(settings: Settings) -> list[dict[str, Any]]:
-    """Run all trials that are not stored. Raise a RuntimeError if some failed; the others are saved."""
+    """Run and save all trials that are not stored, and return all; RuntimeError at the end if some failed."""
     record = Trials(settings)
     trials = list(unfinished_trials(settings, record))
     cores: queue.Queue[int | None] = queue.Queue()
@@ -156,13 +156,13 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
 
 
 def free_cores(n: int) -> list[int | None]:
-    """Return a CPU core for each job; None if there are too few or the system does not tell."""
+    """Return n CPU core numbers; n times None if there are fewer or the system does not tell."""
     known = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return list(known[:n]) if len(known) >= n else [None] * n
 
 
 def run_trial(settings: Settings, config: GPTConfig, cores: queue.Queue[int | None], bar: tqdm) -> dict[str, Any]:
-    """Run one training in a separate process, and return its results."""
+    """Train in a subprocess on a core taken from `cores` and put back; return results; RuntimeError if it fails."""
     core = cores.get()
     task = {
         "config": config.to_dict(),
@@ -217,7 +217,7 @@ def parse_json_object(line: str) -> dict[str, Any]:
 
 
 def changed_fields(recipe: GPTConfig, config: GPTConfig) -> str:
-    """Return the fields in which two configs differ, as text."""
+    """Return "name value, ..." for the fields of `config` that differ from the recipe's, without the seed."""
     before = recipe.to_dict()
     changes = [
         f"{name} {value}" for name, value in config.to_dict().items() if value != before[name] and name != "seed"

@@ -61,7 +61,7 @@ class Settings:
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Generate functions with a checkpoint, print and save how many parse, and return 0."""
     settings = parse(Settings, description=__doc__ or "")
     check(settings)
     path = settings.run / "best.safetensors" if settings.run.is_dir() else settings.run
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for a setting out of range, no temperatures, or a `run` path that does not exist."""
     check_minimum(settings, samples=1, tokens=16, batch=1, seed=0)
     if not settings.temperatures:
         raise ValueError("expected --temperatures of 0 or more, got none")
@@ -95,7 +95,7 @@ def sampling_of(settings: Settings, temperature: float) -> SamplingParams:
 
 
 def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dict[str, Any]]:
-    """Return the results for each kind of prompt and temperature.
+    """Return a dict for each kind of prompt and temperature: counts of generated functions, and examples.
 
     Returns:
         "prompt", "temperature", "samples", "distinct" (texts), "finished" (ended within --tokens), "parsed"
@@ -125,7 +125,7 @@ def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dic
 
 
 def count_outcomes(samples: Sequence[tuple[str, bool]]) -> dict[str, Any]:
-    """Return the counts of parsed, unparsed and unfinished texts."""
+    """Return counts "samples", "distinct", "finished", "parsed", and "examples", of (text, ended) pairs."""
     finished = [text for text, ended in samples if ended]
     examples = [{"text": text, "parses": is_python(text)} for text in finished[:SHOWN]]
     return {
@@ -150,7 +150,7 @@ def is_python(text: str) -> bool:
 
 # -------------------------------------------------------------------- prompts
 def signatures(tokeniser: BPETokeniser, n: int, longest: int, seed: int) -> list[bytes]:
-    """Return signatures with docstrings of functions in held-out files, up to the body's indentation.
+    """Return up to n signatures with docstrings as bytes, in random order, up to the body's indentation.
 
     Args:
         n: how many; all in another order if there are fewer.
@@ -170,7 +170,7 @@ def signatures(tokeniser: BPETokeniser, n: int, longest: int, seed: int) -> list
 
 
 def function_signatures(source: bytes) -> Iterator[bytes]:
-    """Yield the signature and docstring of each function of a module that has a docstring."""
+    """Yield signature, docstring and body indentation of each top-level function with these; none if unparsable."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -193,7 +193,7 @@ def function_signatures(source: bytes) -> Iterator[bytes]:
 def write(
     model: GPT, tokeniser: BPETokeniser, prompts: Sequence[bytes], settings: Settings, temperature: float, seed: int
 ) -> list[tuple[str, bool]]:
-    """Generate functions that begin with the prompts, in one batch.
+    """Generate functions from prompts in one batch; return (text from "def" on, whether it ended) for each.
 
     Returns:
         for each the text from its "def" on, and whether it came to an end.
@@ -215,12 +215,12 @@ def write(
 
 
 def is_complete(text: bytes) -> bool:
-    """Return whether an unindented line follows the function at the beginning of the text."""
+    """Return whether an unindented line follows the first "def" of a text; ValueError if it has no "def"."""
     return END.search(text, text.index(b"def")) is not None
 
 
 def function_of(tokeniser: BPETokeniser, row: list[int], end: int) -> str:
-    """Return the text of a row from "def" to the end of the function."""
+    """Return the text of token ids from "def" to the function's end and one line end; skip `end` tokens."""
     text = tokeniser.decode_bytes([token for token in row if token != end])
     start = text.index(b"def")
     over = END.search(text, start)

@@ -25,11 +25,11 @@ class Budget:
 
     @property
     def used(self) -> float:
-        """Return the seconds used so far."""
+        """Return the seconds used so far, `spent` included."""
         return self.clock() - self._started
 
     def total_steps(self) -> int:
-        """Return the estimated number of updates in the budget; call it after each update; 0 if unknown.
+        """Count one update, and return the estimated number of updates in the budget; 0 if unknown.
 
         The first few updates take longer than others and do not count. Rates fall with the share of the time that is
         over, and reach the end of the schedule with the last update: nothing depends on a first guess.

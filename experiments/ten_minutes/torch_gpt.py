@@ -33,7 +33,7 @@ class Dense(nn.Module):
         self.bias = nn.Parameter(torch.zeros(to_size)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the linear map of x."""
+        """Return x @ weights (+ bias), (..., to_size)."""
         return F.linear(x, self.weights.T, self.bias)
 
 
@@ -47,7 +47,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(self.size)) if self.centred and config.bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalized x."""
+        """Return x (..., C) normalized over its last axis, with gain and bias."""
         if self.centred:
             return F.layer_norm(x, self.size, self.gain, self.bias, eps=EPS)
         return F.rms_norm(x, self.size, self.gain, eps=EPS)
@@ -61,7 +61,7 @@ class TokenShift(nn.Module):
         self.mix = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x with a learned part of the previous token added."""
+        """Return x (B, T, C) plus `mix` times the previous token (zeros for the first)."""
         return x + self.mix * F.pad(x, (0, 0, 1, -1))
 
 
@@ -73,7 +73,7 @@ class KeyShift(nn.Module):
         self.mix = nn.Parameter(torch.linspace(0, 1, head_size).repeat(n_heads))
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return keys mixed with those of the previous token."""
+        """Return keys (B, T, C) moved by `mix` toward those of the previous token (zeros for the first)."""
         return keys + self.mix * (F.pad(keys, (0, 0, 1, -1)) - keys)
 
 
@@ -98,14 +98,14 @@ class Attention(nn.Module):
             self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def apply_rope(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply RoPE to x (B, H, T, D): channels i and i + R/2 of the first R form a pair."""
+        """Return x (B, H, T, D) with RoPE: channels i and i + R/2 of the first R form a pair."""
         cos, sin = (table[: x.shape[-2]] for table in (self.cos, self.sin))
         half = cos.shape[-1]
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the attention output for x (B, T, C)."""
+        """Return the causal self-attention output (B, T, C) for x (B, T, C)."""
         n_items, n_tokens, _ = x.shape
         qkv = self.qkv(x if self.shift is None else self.shift(x))
         if self.key_shift is not None:
@@ -132,7 +132,7 @@ class MLP(nn.Module):
         self.projection = Dense(hidden, config.embedding_dim, config.bias)
 
     def activation(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the activation of x."""
+        """Return the config's activation of x (..., F); "swiglu" gives (..., F / 2)."""
         name = self.config.activation
         if name == "swiglu":
             value, gate = x.chunk(2, dim=-1)
@@ -142,7 +142,7 @@ class MLP(nn.Module):
         return F.silu(x) if name == "swish" else F.relu(x) if name == "relu" else F.relu(x).square()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of the network for x."""
+        """Return the output (B, T, C) of the network for x (B, T, C)."""
         return F.dropout(self.projection(self.activation(self.up(x))), self.config.dropout, self.training)
 
 
@@ -155,7 +155,7 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = Norm(config), MLP(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states after the block."""
+        """Return the hidden states (B, T, C) after the block, residual connections included."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -187,7 +187,7 @@ class TorchGPT(nn.Module):
         self.head = None if config.tied else Dense(size, config.vocab_size, False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits of tokens (B, T)."""
+        """Return the logits (B, T, V) of tokens (B, T)."""
         x = F.embedding(tokens, self.token_embedding.weights)
         if self.position_embedding is not None:
             x = x + self.position_embedding.weights[: tokens.shape[1]]
@@ -223,7 +223,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters."""
+        """Update all parameters that have a gradient, in place; `closure` is ignored, the result is None."""
         for group in self.param_groups:
             for weights in group["params"]:
                 if weights.grad is not None:
@@ -252,7 +252,7 @@ def blocks(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def orthogonalize(x: torch.Tensor) -> torch.Tensor:
-    """Return approximately U V^T for each U S V^T, (N, R, C)."""
+    """Return approximately U V^T for each matrix U S V^T of x (N, R, C), in the same shape and dtype."""
     if x.shape[1] > x.shape[2]:
         return orthogonalize(x.mT).mT
     x = x / (1.01 * x.norm(dim=(1, 2), keepdim=True) + 1e-7)

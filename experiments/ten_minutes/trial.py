@@ -17,7 +17,7 @@ LINES = 200  # progress reports during a training
 
 
 def main() -> int:
-    """Run the training that the command-line argument describes, and return the exit status."""
+    """Run the training that the JSON of `sys.argv[1]` describes, print reports and the result as JSON; return 0."""
     task = json.loads(sys.argv[1])
     if task["core"] is not None and hasattr(os, "sched_setaffinity"):  # Linux
         os.sched_setaffinity(0, {task["core"]})
@@ -27,16 +27,16 @@ def main() -> int:
 
 
 def run(task: dict[str, Any], report: Any = lambda **values: None) -> dict[str, Any]:
-    """Train for a number of CPU seconds, and return the results with the score.
+    """Train for task["seconds"] of CPU time, score the text, and return the results as a dict for JSON.
 
     Args:
         task: "config" (a dict), "seconds", "data", "files", "part", "batches" (to be scored on; 0 for all).
         report: called with the seconds used, the loss and the step, LINES times.
 
     Returns:
-        "bits" (per byte of the scored text), "loss" (nats per token), "train_bits" (of the last tenth of the
-        updates), "steps", "tokens_per_second", "seconds" (used), "parameters", and "compressed": bits per byte of
-        standard compressors.
+        "bits" (per byte of the scored text), "loss" (nats per token), "train_loss" (nats per token, of the last tenth
+        of the updates), "steps", "tokens_per_second", "seconds" (used), "parameters", and "compressed": bits per byte
+        of standard compressors.
     """
     import numpy as np  # after the cores are chosen
 

@@ -74,7 +74,7 @@ class Settings(TrainingSettings):
 
 
 def main() -> int:
-    """Run the command line, and return the exit status."""
+    """Train and report, or translate or show a sentence, by the flags of `sys.argv`, and return 0."""
     default = Settings(**(QUICK if "--quick" in sys.argv[1:] else {}))
     settings = parse(Settings, default, description=__doc__ or "")
     check(settings)
@@ -100,7 +100,7 @@ def main() -> int:
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for the first setting that is unknown or out of range."""
     check_choices(settings, model=("all", *RECIPES), target=[language for language in LANGUAGES if language != "en"])
     if settings.steps == 0 and not 0 < settings.minutes < float("inf"):
         raise ValueError(f"expected --minutes to be above 0, got {settings.minutes}")
@@ -116,24 +116,24 @@ def check(settings: Settings) -> None:
 
 
 def names_of(settings: Settings) -> list[str]:
-    """Return the names of the models to train."""
+    """Return the names of the models to train: all of RECIPES if `settings.model` is "all"."""
     return list(RECIPES) if settings.model == "all" else [settings.model]
 
 
 def path_of(settings: Settings, name: str, ending: str) -> Path:
-    """Return the path of a file of a run."""
+    """Return the path name-target-seed.ending in the output folder; `ending` has no dot."""
     return settings.output / f"{name}-{settings.target}-{settings.seed}.{ending}"
 
 
 def recipe_of(settings: Settings, name: str) -> Recipe:
-    """Return the recipe of a model with the changes of the command line."""
+    """Return a copy of RECIPES[name] with those values of the command line that are not None."""
     changes = {name: getattr(settings, name) for name in ("width", "learning_rate", "dropout", "max_tokens")}
     changes["n_layers"] = settings.layers
     return dataclasses.replace(RECIPES[name], **{key: value for key, value in changes.items() if value is not None})
 
 
 def load_data(settings: Settings) -> tuple[Pairs, Pairs, list[tuple[str, str]]]:
-    """Return the training and validation pairs as token ids, and the test sentences with their translations."""
+    """Return the training and the validation Pairs, with a new vocabulary, and test (source, reference) texts."""
     train, held_out, test = (
         [load_multi30k(split, language) for language in ("en", settings.target)]
         for split in ("train", "val", report.TEST)
@@ -144,7 +144,7 @@ def load_data(settings: Settings) -> tuple[Pairs, Pairs, list[tuple[str, str]]]:
 
 
 def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list[tuple[str, str]]) -> None:
-    """Train one model, and write its results."""
+    """Train one model (resuming if `settings.resume`), measure it, and write its .safetensors and .json."""
     plan = TrainingSettings(
         **{field.name: getattr(settings, field.name) for field in dataclasses.fields(TrainingSettings)}
     )
@@ -195,7 +195,7 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
 
 
 def by_length(sources: list[str], references: list[str], translations: list[str]) -> list[dict[str, Any]]:
-    """Return BLEU by the number of words of the source."""
+    """Return "words" (a range), "sentences", "mean_words" and "bleu" (0 to 100) for each range of lengths."""
     words = np.array([len(source.split()) for source in sources])
     parts = []
     for low, high in RANGES:

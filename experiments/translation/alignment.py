@@ -15,11 +15,11 @@ SHOWN = (867, 774, 504)
 def translate_with_attention(
     model: EncoderDecoder, vocabulary: Vocabulary, sentence: str, beam_size: int = 5
 ) -> dict[str, Any]:
-    """Return a translation with the attention weights of each token.
+    """Return "sentence", "translation", "source" (S) and "target" (T) tokens, and "weights" (T, S) by layer.
 
     Returns:
         source: S texts of tokens. target: T of them, <end> last. weights: by the name of a layer (T, S) lists, the mean
-        of its heads; none for a model without attention.
+        of its heads; an empty dict for a model without attention.
     """
     (translation,) = translate(model, vocabulary, [sentence], beam_size, progress=False)
     batch = vocabulary.batch([vocabulary.encode(sentence)], [vocabulary.encode(translation)])

@@ -21,7 +21,7 @@ PAINTED = ("bahdanau", "luong", "transformer")
 
 
 def load_runs(folder: Path) -> dict[tuple[str, str], list[Run]]:
-    """Return the runs by target language and model, in the order of the recipes.
+    """Return {(target language, model): runs of its seeds} of a folder, in the order of the recipes.
 
     Raises:
         ValueError: no run in the folder.
@@ -37,7 +37,7 @@ def load_runs(folder: Path) -> dict[tuple[str, str], list[Run]]:
 
 
 def tables(runs: dict[tuple[str, str], list[Run]]) -> dict[str, str]:
-    """Return the tables of all target languages by title."""
+    """Return the Markdown tables of all target languages by title."""
     titled = {}
     for target in dict.fromkeys(language for language, _ in runs):
         titled[f"English to {LANGUAGES[target]}, {TEST}"] = table(runs, target)
@@ -46,7 +46,7 @@ def tables(runs: dict[tuple[str, str], list[Run]]) -> dict[str, str]:
 
 
 def table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
-    """Return the table of means over seeds, with standard deviations if there are several."""
+    """Return a Markdown table by model: minutes, losses and BLEU, mean ± SD over seeds."""
     columns: dict[str, tuple[tuple[str, ...], int, float]] = {
         "minutes": (("seconds",), 1, 1 / 60),
         "passes": (("passes",), 0, 1),
@@ -63,7 +63,7 @@ def table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
 
 
 def length_table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
-    """Return the table of beam-search BLEU by the number of words of the source."""
+    """Return a Markdown table of beam-search BLEU: a row per range of source lengths, a column per model."""
     chosen = of_target(runs, target)
     rows = []
     for i, part in enumerate(next(iter(chosen.values()))[0]["by_length"]):
@@ -73,13 +73,13 @@ def length_table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
 
 
 def of_target(runs: dict[tuple[str, str], list[Run]], target: str) -> dict[str, list[Run]]:
-    """Return the runs of a target language, by model."""
+    """Return {model: runs} of one target language; empty if there are none."""
     return {name: model_runs for (language, name), model_runs in runs.items() if language == target}
 
 
 # -------------------------------------------------------------------- pictures
 def draw(runs: dict[tuple[str, str], list[Run]], folder: Path) -> list[str]:
-    """Draw curves.png, lengths.png and alignment.png for each target, and return the file names."""
+    """Write curves-, lengths- and alignment-<target>.png for each target, and return the file names."""
     names = []
     for target in dict.fromkeys(language for language, _ in runs):
         chosen = of_target(runs, target)
@@ -116,7 +116,7 @@ def _by_length(runs: list[Run]) -> tuple[list[float], list[list[float]]]:
 
 
 def plot_alignments(runs: dict[str, Run], path: Path) -> None:
-    """Plot attention heat maps of real sentences, one row a sentence and one column a model.
+    """Write a PNG of attention heat maps, one row per sentence and one column per model.
 
     Of the Transformer, the mean of the heads of the layer in which rows have the least entropy over all sentences.
     """
@@ -139,7 +139,7 @@ def plot_alignments(runs: dict[str, Run], path: Path) -> None:
 
 
 def sharpest_layer(alignments: list[dict[str, Any]]) -> str:
-    """Return the layer with the lowest mean entropy of its attention rows."""
+    """Return the name of the layer whose attention rows have the lowest mean entropy over all sentences."""
 
     def entropy(layer: str) -> float:
         rows = np.concatenate([np.ravel(shown["weights"][layer]) for shown in alignments])

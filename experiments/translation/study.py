@@ -58,12 +58,12 @@ class Pairs:
         return np.array([(len(source), len(target) + 1) for source, target in self.numbers])
 
     def batch(self, chosen: Sequence[int] | np.ndarray) -> TranslationBatch:
-        """Return the batch of the chosen sentence pairs."""
+        """Return the sentence pairs with the indices `chosen` as one padded batch."""
         return self.vocabulary.batch(*zip(*(self.numbers[i] for i in chosen)))
 
 
 def bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
-    """Return BLEU of detokenized, cased text, and sacrebleu's signature (Post 2018).
+    """Return corpus BLEU (0 to 100) of detokenized, cased text, and sacrebleu's signature (Post 2018).
 
     Raises:
         ImportError: sacrebleu is not installed.
@@ -74,7 +74,7 @@ def bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float,
 
 
 def bleu_metric() -> Any:
-    """Return sacrebleu's metric with default settings. Raise an ImportError if it is not installed."""
+    """Return sacrebleu's BLEU metric with default settings; ImportError if sacrebleu is not installed."""
     try:
         from sacrebleu.metrics import BLEU
     except ImportError:
@@ -111,7 +111,7 @@ RECIPES = {
 
 
 def new_model(name: str, recipe: Recipe, n_vocab: int, generator: np.random.Generator) -> EncoderDecoder:
-    """Return a new model with a shared embedding."""
+    """Return a new, untrained model of the kind `name` in RECIPES, with one embedding for both languages."""
     return new_translator(recipe.config(name, n_vocab), generator)
 
 
@@ -160,12 +160,12 @@ class Training:
     # ---------------------------------------------------------------- the schedule
     @property
     def progress(self) -> float:
-        """Return the fraction of the training that is done."""
+        """Return the fraction of the training that is done, 0 to 1, by seconds or, without minutes, by steps."""
         plan = self.plan
         return min(1.0, self.seconds / (60 * plan.minutes) if plan.minutes else self.step / plan.steps)
 
     def rate(self, _: int = 0) -> float:
-        """Return the learning rate: linear warm-up, then half a cosine to 0."""
+        """Return the learning rate now: linear warm-up, then half a cosine to 0; the argument is ignored."""
         progress, warmup = self.progress, self.plan.warmup
         if progress < warmup:
             return self.recipe.learning_rate * max(progress, 1e-3) / warmup
@@ -173,7 +173,7 @@ class Training:
 
     # ---------------------------------------------------------------- training
     def run(self, keep: Callable[[], None] = lambda: None, every: float = 180.0) -> None:
-        """Train to the end with regular measurements, and call `keep` every `every` seconds."""
+        """Train to the end, appending measurements to `curve`; call `keep` every `every` seconds and at the end."""
         smooth, due, kept, last = 0.0, len(self.curve), self.seconds, self.clock()
         with tqdm(total=1000, initial=round(1000 * self.progress), desc=self.name, unit="‰", leave=True) as bar:
             while self.progress < 1:
@@ -195,7 +195,7 @@ class Training:
         keep()
 
     def train_step(self) -> float:
-        """Make one update, and return the loss."""
+        """Make one update, also of the averaged weights, and return the loss in nats per token."""
         batch = self.pairs.batch(next(self.buckets))
         loss = train_on_batch(self.model, self.optimiser, self.batch_loss, batch, max_norm=1.0)
         self.step += 1
@@ -206,13 +206,13 @@ class Training:
         return loss
 
     def batch_loss(self, batch: TranslationBatch, factor: Any) -> Tensor:
-        """Return the loss of a batch, times a factor."""
+        """Return the mean label-smoothed loss of a batch in nats per target token, times a factor."""
         return self.loss(batch.labels, self.model(batch.source, batch.target, batch.lengths), factor)
 
     # ---------------------------------------------------------------- measuring
     @contextmanager
     def averaged_weights(self) -> Iterator[EncoderDecoder]:
-        """Yield the model with averaged weights, in evaluation mode."""
+        """Yield the model with averaged weights, in evaluation mode; then restore weights and training mode."""
         shaken = copied(self.model)
         self.model.load_state_dict(self.mean)
         self.model.eval()
@@ -223,7 +223,7 @@ class Training:
             self.model.train()
 
     def measure(self) -> dict[str, float]:
-        """Return the validation loss in nats per token, and the BLEU score of greedy translations."""
+        """Return "validation_loss" in nats per token, and "bleu" (0 to 100) of greedy translations."""
         chosen = self.held_out.texts[: self.plan.measured]
         with self.averaged_weights() as model:
             loss = mean_loss(model, self.held_out)
@@ -232,7 +232,7 @@ class Training:
 
     # ---------------------------------------------------------------- keeping
     def save(self, path: Path) -> None:
-        """Write the complete training state to one file."""
+        """Write the complete training state to one safetensors file, replacing it atomically."""
         from safetensors.numpy import save
 
         tensors = {f"mean.{name}": array for name, array in self.mean.items()}
@@ -282,7 +282,7 @@ class Training:
 
 
 def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return the arrays and the metadata of a saved run.
+    """Return the arrays by name, and the metadata, of a run that `Training.save` wrote.
 
     Raises:
         FileNotFoundError: there is none.
@@ -296,7 +296,7 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def part(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """Return the tensors whose names begin with a prefix, without it."""
+    """Return the tensors whose names begin with "prefix.", by the rest of the name."""
     return {name.removeprefix(f"{prefix}."): a for name, a in tensors.items() if name.startswith(f"{prefix}.")}
 
 
@@ -322,7 +322,7 @@ def translate(
     rows: int = 256,
     progress: bool = True,
 ) -> list[str]:
-    """Return the translations of sentences, in order.
+    """Return the translations of sentences, in order, by beam search; beam size 1 is greedy decoding.
 
     Args:
         rows: beams that go through the model at once.

@@ -61,13 +61,13 @@ class Attention(Op):
         scales: Tensor | None = None,
         precision: str = "float32",
     ) -> Tensor:
-        """Compute multi-head attention: (B, T, H, E), in the dtype of the query; 0 where all keys are masked.
+        """Return attention (B, T, H, E) in the query's dtype; key heads are shared; `mask`: True for visible keys.
 
         Args:
             query: (B, T, H, D).
             key: (B, S, K, D), K a divisor of H: query head h uses key head h // (H / K).
             value: (B, S, K, E).
-            mask: a further boolean mask, see `additive_mask`.
+            mask: a further boolean mask, see `additive_mask`; the result is 0 where all keys are masked.
             scales: the parameter of a softmax variant with one, such as `BlockSoftmax`.
             precision: of the matrix products, for softmax variants with a fused kernel.
         """
@@ -110,7 +110,7 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
 
 
 def additive_mask(op: str, mask: Mask, like: Array, n_queries: int, n_keys: int, n_heads: int = 1) -> Array | None:
-    """Convert a boolean mask to one to add to scores, 0 or -inf (masked), (B or 1, H or 1, T or 1, S); None to None.
+    """Convert a mask, True for visible, to 0 or -inf to add to scores, (B or 1, H or 1, T or 1, S); None to None.
 
     Args:
         like: an array with the batch size, dtype and device of the scores.

@@ -56,7 +56,7 @@ class KeyValueCache:
         return result
 
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
-        """Append keys and values (B, T, K, D); return views of all stored ones, or at least those attended to."""
+        """Append keys, values (B, T, K, D), ValueError if full; return views of those stored, at least those in use."""
         n_items, n_tokens = keys.shape[:2]
         if self.length + n_tokens > self.capacity:
             raise ValueError(f"KeyValueCache: {self.length} + {n_tokens} tokens exceed its capacity of {self.capacity}")
@@ -127,18 +127,18 @@ class KeyValueCache:
 
     @property
     def keys(self) -> Array:
-        """The stored keys, (B, T, K, D)."""
+        """The stored keys, (B, T, K, D), only the latest with a window; None before the first `append`."""
         return None if self._keys is None else self._keys[:, : self.length - self._first]
 
 
 def takes_ragged(forward: F) -> F:
-    """Mark a `forward` method that accepts the tokens of several texts as one sequence with a `RaggedCache`."""
+    """Mark, and return, a `forward` that accepts the tokens of several texts as one sequence with a `RaggedCache`."""
     forward.takes_ragged = True  # type: ignore[attr-defined]
     return forward
 
 
 def concatenate_texts(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate results (1, T, ...) of several texts to one sequence, without gradients."""
+    """Concatenate results (1, T, ...) of texts along axis 1, without gradients; return a single one unchanged."""
     if len(parts) == 1:
         return parts[0]
     return Tensor(parts[0].xp.concatenate([part.array for part in parts], axis=1), False)

@@ -34,6 +34,6 @@ def length_mask(
 
 
 def causal_mask(n_queries: int, n_keys: int | None = None) -> np.ndarray:
-    """Return the causal mask (1, T, S): the last of T queries attends to all S keys (default T)."""
+    """Return the boolean mask (1, T, S), True for visible: the last of T queries attends to all S keys (default T)."""
     n_keys = n_queries if n_keys is None else n_keys
     return np.tri(n_queries, n_keys, n_keys - n_queries, bool)[None]

@@ -88,7 +88,7 @@ class PositionEncoding(NamedTuple):
 
 
 def new_position_embedding(config: Any) -> Embedding:
-    """Make the embedding layer of learned positions from a config."""
+    """Make the embedding of learned positions, (context_window + position_offset, embedding_dim), initially 0."""
     return Embedding(config.context_window + config.position_offset, config.embedding_dim, zeros, role="position")
 
 

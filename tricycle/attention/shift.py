@@ -78,7 +78,7 @@ class KeyShift(TokenShift):
 
     @staticmethod
     def correlate_keys(attention: Any) -> None:
-        """Initialize the key weights to correlate with the weights of the first query head of each group."""
+        """Change key weights in place to correlate with the weights of the first query head of each group."""
         weights, n_heads, n_key_heads = attention.qkv.weights.array, attention.n_heads, attention.n_key_heads
         heads = weights.reshape(len(weights), n_heads + 2 * n_key_heads, attention.head_size)
         queries = heads[:, 0 : n_heads : n_heads // n_key_heads]
@@ -87,7 +87,7 @@ class KeyShift(TokenShift):
 
 
 def previous_tokens(x: Array, cache: KeyValueCache | None, name: str) -> Array:
-    """Return x (B, T, C) shifted right by one token in each text; first comes `last[name]` of its cache, or 0.
+    """Return x (B, T, C) shifted right by one in each text, first `last[name]` of its cache or 0; update `last[name]`.
 
     The cache of each text stores its last token as `last[name]`, which is updated.
     """

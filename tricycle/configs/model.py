@@ -118,8 +118,8 @@ class ModelConfig(ValidatedConfig):
 
     @property
     def mlp_width(self) -> int:
-        """The width of the MLP's hidden layer; 2/3 of it if gated, rounded up to a multiple of 8 (Shazeer 2020)."""
-        width = round(self.embedding_dim * self.expansion_ratio)
+        """The MLP's hidden width: `hidden_size`, else by `expansion_ratio`, if gated 2/3, up to a multiple of 8."""
+        width = round(self.embedding_dim * self.expansion_ratio)  # gated: 2/3 of it, as in Shazeer 2020
         return self.hidden_size or (math.ceil(2 * width / 3 / 8) * 8 if self.is_gated else width)
 
     @property

@@ -41,7 +41,7 @@ class ValidatedConfig:
             raise ValueError(f"{type(self).__name__}: expected {field} to be {rule}, got {getattr(self, field)!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as a dict of JSON-serializable values."""
+        """Return all fields by name as a dict of JSON-serializable values, tuples as lists."""
         values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 

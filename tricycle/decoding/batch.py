@@ -25,7 +25,7 @@ def generate_batch(
     temperature: float | None = None,
     n_draft_tokens: int = 0,
 ) -> list[list[int]]:
-    """Generate up to `n_tokens` tokens after each prompt in one batch, and return lists of only the new tokens.
+    """Return up to `n_tokens` new tokens after each prompt, in one batch; a shared seed increases by 1 per prompt.
 
     Args:
         sampling: one for each prompt; or one for all, whose seed, if it is an integer, increases by 1 from prompt to

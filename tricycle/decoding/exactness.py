@@ -19,7 +19,7 @@ def sample_if_certain(
     tolerance: float,
     n_prompt: int = 0,
 ) -> int | None:
-    """Sample a token; return None, with the generator restored, if logits within the tolerance could give another.
+    """Sample a token; return None, generator restored, if logit errors of tolerance * max |logit| could change it.
 
     The generator's state is restored if None is returned.
 
@@ -43,7 +43,7 @@ def sample_if_certain(
 
 
 def is_certain(sampling: SamplingParams, logits: np.ndarray, token: int, number: float, tolerance: float) -> bool:
-    """Return whether all logits within the tolerance provably give this token for the same random number.
+    """Return whether all logits within the absolute tolerance provably give this token for the same random number.
 
     Args:
         logits: (V,), after logits processors.

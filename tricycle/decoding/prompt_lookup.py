@@ -102,7 +102,7 @@ def generate_prompt_lookup(
     overflow: str = "truncate",
     n_draft_tokens: int = 8,
 ) -> Iterator[int]:
-    """Yield the tokens of `generate`, faster for repetitive text by prompt-lookup (speculative) decoding.
+    """Return an iterator over the new tokens, those of `generate`, faster for repetitive text by prompt lookup.
 
     It helps most if the text repeats long passages, such as edited code, at temperature 0.
 

@@ -41,12 +41,12 @@ class RaggedCache(KeyValueCache):
         self.lengths = lengths
 
     def texts(self, n_tokens: int) -> list[tuple[slice, KeyValueCache]]:
-        """Return the rows of the new tokens and the cache of each text."""
+        """Return (slice of its new tokens, cache) for each text; `n_tokens` is not used."""
         stops = np.cumsum(self.lengths).tolist()
         return [(slice(stop - n, stop), cache) for stop, n, cache in zip(stops, self.lengths, self.caches)]
 
     def segments(self, n_tokens: int) -> Segments:
-        """Return the number of cached tokens and of new tokens of each text."""
+        """Return (number of cached tokens, number of new tokens) for each text; `n_tokens` is not used."""
         return tuple((cache.length, n) for cache, n in zip(self.caches, self.lengths))
 
     def call(self, layer: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -60,7 +60,7 @@ class RaggedCache(KeyValueCache):
 def next_logits(
     model: GPT, tokens: Sequence[Sequence[int]], caches: Sequence[list[KeyValueCache]], every: bool = False
 ) -> np.ndarray:
-    """Run the model on new tokens of N texts, extending their caches; return logits (N, V) after each text's last.
+    """Run the model on N texts' new tokens, extending the caches; return logits (N, V), of the last or (R, V) of every.
 
     Args:
         tokens: the new tokens of each text, at least one.

@@ -29,7 +29,7 @@ class SpeculativeState(DecodingState):
         super().__init__(model, quantized_dtype("bfloat16") if dtype == "bfloat16" else dtype)
 
     def reset(self) -> None:
-        """Empty the caches."""
+        """Replace the caches by empty ones; clear the tokens and the record of inexact tokens."""
         super().reset()
         # the numbers of tokens that decoding without drafts processes at a time, from the first inexact token on
         self._inexact: list[int] = []
@@ -75,7 +75,7 @@ class SpeculativeState(DecodingState):
         return other
 
     def logits(self, text: Sequence[int]) -> np.ndarray:
-        """Return the exact logits (V,) after the last token of a text; only new tokens are processed."""
+        """Return the exact logits (V,) after a text's last token; process uncached tokens, updating the state."""
         logits: np.ndarray = decode_batch([self], [text])[0][-1]
         return self.recompute_logits(text) if self.is_inexact else logits
 
@@ -98,7 +98,7 @@ class SpeculativeState(DecodingState):
 def decode_batch(
     states: Sequence[SpeculativeState], texts: Sequence[Sequence[int]], n_draft_tokens: Sequence[int] | None = None
 ) -> list[np.ndarray]:
-    """Run the model on the uncached tokens of several texts, update the states, and return each text's D + 1 logits.
+    """Run the uncached tokens of texts, update the states; return (D + 1, V) logits of each text with D draft tokens.
 
     Args:
         states: one for each text, all of one model.

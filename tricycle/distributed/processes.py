@@ -72,7 +72,7 @@ class ProcessGroup:
         return range(self.rank * n_items // self.size, (self.rank + 1) * n_items // self.size)
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is true in any process."""
+        """Return whether the flag is true in any process; all processes must call this."""
         return self.all_reduce([float(bool(flag))])[0] > 0
 
     @property
@@ -81,7 +81,7 @@ class ProcessGroup:
         return None if self.size == 1 else self.gradient_reducer
 
     def gradient_reducer(self, model: Layer) -> GradientReducer:
-        """Return the GradientReducer of a model, cached while its trainable parameters stay, reset for an update."""
+        """Return the GradientReducer of a model, cached while its trainable parameters stay, after `start_update()`."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         reducer = self._reducers.get(model)
         if reducer is None or not reducer.matches(parameters):
@@ -90,15 +90,15 @@ class ProcessGroup:
         return reducer
 
     def broadcast(self, value: T) -> T:
-        """Return the value that rank zero passed."""
+        """Return in every process the value that rank zero passed; all processes must call this."""
         return value
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all processes, in the order of their ranks."""
+        """Return in every process the values of all, in the order of ranks; all processes must call this."""
         return [value]
 
     def all_reduce(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sum of each number over all processes."""
+        """Return in every process the sum of each number over all; all processes must call this."""
         return list(numbers)
 
     def start_all_reduce(self, array: Array) -> Pending:
@@ -109,7 +109,7 @@ class ProcessGroup:
         raise NotImplementedError(f"{type(self).__name__} defines no start_all_reduce")
 
     def start_broadcast(self, array: Array, rank: int) -> Pending:
-        """Start to overwrite the array of every process with the array of one rank."""
+        """Start to overwrite every process's array with that of `rank`; wait() on the result before using the array."""
         raise NotImplementedError(f"{type(self).__name__} defines no start_broadcast")
 
     def answer_pings(self) -> None:
@@ -171,7 +171,7 @@ class GradientReducer:
                 parameter.grad = None  # every rank has the same gradient, which must be counted once
 
     def total_labels(self, n_labels: Any) -> int:
-        """Return the number of labels of all processes together."""
+        """Return the sum of `n_labels` over all processes; all processes must call this."""
         return int(self.processes.all_reduce([float(n_labels)])[0])
 
     def start_batch(self) -> None:
@@ -274,7 +274,7 @@ class GeneratorAdvance(NamedTuple):
 
     @classmethod
     def from_states(cls, before: Any, after: Any) -> GeneratorAdvance:
-        """Return a `GeneratorAdvance` with the number of draws between two states of a PCG64 generator.
+        """Return the number of draws between two PCG64 `bit_generator.state` dicts; ValueError for other generators.
 
         Raises:
             ValueError: another kind of generator.

@@ -32,7 +32,7 @@ class UpdateCost(NamedTuple):
 
 
 def update_cost(optimiser: Optimiser, parameter: Tensor) -> UpdateCost:
-    """Return the cost of owning a parameter; a rule with costly updates has a method `n_operations(shape)`."""
+    """Return (n_operations, n_state_numbers) of a parameter; 0 operations if its rule has no method of that name."""
     rule = optimiser.rule_of(parameter)
     n_operations: Callable[[tuple[int, ...]], int] | None = getattr(rule, "n_operations", None)
     n_numbers = sum(map(math.prod, rule.state_shapes(parameter.shape).values()))
@@ -70,7 +70,7 @@ class Shards:
         return self.owner_of[parameter] == self.processes.rank
 
     def broadcast(self, arrays: list[Array], owners: list[int]) -> None:
-        """Overwrite each array on every rank with the array of its owner."""
+        """Overwrite each array on every rank with that of its owner rank, and wait; all ranks must call this."""
         pending = [self.processes.start_broadcast(array, owner) for array, owner in zip(arrays, owners)]
         for operation in pending:
             operation.wait()
@@ -91,7 +91,7 @@ class ShardedOptimiser(Optimiser):
         self.states = {p: (n, state if shards.owns(p) else {}) for p, (n, state) in optimiser.states.items()}
 
     def update(self, named_parameters: Iterable[tuple[str, Tensor]], factor: Any = None, n_skipped: Any = 0) -> None:
-        """Update the parameters that this process owns, and broadcast each updated weight from its owner."""
+        """Update owned parameters with factor * gradient and broadcast all weights; change nothing if `factor` <= 0."""
         chosen = [(name, p) for name, p in named_parameters if p.grad is not None and p.requires_grad]
         super().update([(name, p) for name, p in chosen if self.shards.owns(p)], factor, n_skipped)
         if factor is not None and not (devices.is_array(factor) and devices.on_gpu(factor)) and not factor > 0:

@@ -123,7 +123,7 @@ class LowRankUpdate(Layer):
         self.dropout = Dropout(dropout, generator)
 
     def factors(self) -> Iterator[tuple[LoRATarget, slice, Tensor]]:
-        """Yield each target, the slice of its columns of A, and its B."""
+        """Yield (target, slice of its columns of A, its B) for each target."""
         start = 0
         for target, up in zip(self.targets, self.ups):
             yield target, slice(start, start + target.rank), up
@@ -153,7 +153,7 @@ class LowRankUpdate(Layer):
         return array_module(total).sqrt(total)
 
     def merged_weights(self, base: Dense) -> np.ndarray:
-        """Return the weights (in, out) of a layer with this update applied, for DoRA with the magnitudes."""
+        """Return a new array of a layer's weights (in, out) plus this update, for DoRA with the magnitudes applied."""
         total = base.weights.numpy() + self.delta_weights()
         for target, magnitude in zip(self.targets, self.magnitudes):
             columns = total[:, target.start : target.stop]
@@ -410,7 +410,7 @@ class Adapter(Layer):
         return self
 
     def detach(self) -> Adapter:
-        """Make the model compute without the adapter, and return self. The model remains frozen."""
+        """Make the model compute without the adapter, and return self; the model's parameters remain frozen."""
         layers = dict(self.model.named_layers())
         for name in self.low_ranks if self.is_attached else ():
             _replace_layer(layers, name, _base_layer(layers[name]))
@@ -418,7 +418,7 @@ class Adapter(Layer):
         return self
 
     def merge(self) -> Any:
-        """Add the updates to the model's weights permanently, with the adapter detached, and return the model.
+        """Add the updates to the model's weights in place, once, with the adapter detached; return the model (frozen).
 
         Quantized and 16-bit weights become float32, because rounding would remove small updates.
 

@@ -93,7 +93,7 @@ def packed_forward_kwargs(model: GPT, tokens: Any, documents: Array | None) -> d
 
 
 def document_positions(documents: Array) -> Array:
-    """Return the position of each token within its text, from 0: (B, T); the tokens of a text are contiguous."""
+    """Return each token's position within its text, from 0, (B, T), from contiguous text numbers (B, T)."""
     xp = array_module(documents)
     positions = xp.arange(documents.shape[-1]) + xp.zeros_like(documents)
     is_first = xp.ones(documents.shape, bool)
@@ -173,7 +173,7 @@ class PackedDataset(EndlessDataset):
         return self.collate(rows)
 
     def collate(self, rows: Sequence[int]) -> Batch:
-        """Return the inputs, next-token labels and document numbers of these rows, padded to the longest of them."""
+        """Return a Batch of these rows, padded to the longest; `documents` is None if no row has several texts."""
         items = [[self.examples[item] for item in self.rows[row]] for row in rows]
         length = max(sum(len(example.ids) - 1 for example in row) for row in items)
         tokens = np.full((len(items), length), PADDING, np.int64)

@@ -68,12 +68,12 @@ class PairDataset(PackedDataset):
         self.reference_log_probs = np.zeros((self.n_items, 2), np.float32)
 
     def collate(self, rows: Sequence[int]) -> Any:
-        """Return the batch of the pairs with these indices."""
+        """Return a PairBatch of the pairs with these indices: the chosen answers first, then the rejected ones."""
         batch: Batch = super().collate([2 * row + side for side in (0, 1) for row in rows])
         return PairBatch(batch.tokens, batch.labels, self.reference_log_probs[list(rows)].T.reshape(-1))
 
     def compute_reference_log_probs(self, model: GPT) -> None:
-        """Store the log-probabilities of all answers in the reference model in `reference_log_probs`."""
+        """Overwrite `reference_log_probs` (P, 2) with the summed log-probabilities of all answers in `model`."""
         size = self.batch_size or 1
         with model.evaluating():
             for first in range(0, self.n_items, size):

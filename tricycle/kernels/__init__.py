@@ -51,7 +51,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> Array:
-    """Compute a @ b + bias for matrices (N, K) and (K, M) and a bias (M,), into `out` if given.
+    """Compute a (N, K) @ b (K, M) + bias (M,), into `out` if given; in `dtype`, by default at least float32.
 
     The matrices may be transposed views. The result has `dtype`, by default that of the operands, or float32 if these
     have 16 bits; sums have at least float32. The precision "tf32" may round float32 operands to 11 bits.
@@ -64,13 +64,13 @@ def matmul(
 
 @upcasting_kernel(0)
 def sum_rows(x: Array) -> Array:
-    """Return the sum (C,) over the rows of x (N, C)."""
+    """Return the sum (C,) over the rows of x (N, C), in at least float32."""
     return x.sum(axis=0)
 
 
 @upcasting_kernel(0)
 def sum_squares(x: Array) -> Array:
-    """Return the sum of the squares of all elements, as a 0-d array."""
+    """Return the sum of the squares of all elements, as a 0-d array of at least float32."""
     return x.ravel() @ x.ravel()
 
 
@@ -98,7 +98,7 @@ def gelu_with_derivative(x: Array) -> tuple[Array, Array | None]:
 
 @kernel
 def gelu_backward(grad: Array, x: Array | None, slope: Array | None) -> Array:
-    """Return the gradient of x, given the gradient of gelu(x), and x or the derivative of `gelu_with_derivative`."""
+    """Return the gradient of x from that of gelu(x): grad times `slope`, if None times the derivative at x."""
     return multiply.reference(grad, gelu_with_derivative.reference(x)[1] if slope is None else slope)
 
 
@@ -136,7 +136,7 @@ def add(a: Array, b: Array, out: Array | None = None) -> Array:
 
 @kernel
 def dropout_mask(like: Array, shape: tuple[int, ...], keep: float, generator: np.random.Generator) -> Array:
-    """Draw a dropout mask: 1 / keep with probability `keep`, else 0; drawn on the host, so alike on every device."""
+    """Draw a mask on the host, 1 / keep with probability `keep`, else 0; return it in dtype, device of `like`."""
     mask = array_module(like).asarray(generator.random(shape, dtype=np.float32) < keep).astype(like.dtype)
     mask /= keep
     return mask
@@ -186,7 +186,7 @@ def log_softmax(x: Array) -> Array:
 def layer_norm(
     x: Array, gain: Array, bias: Array | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> tuple[Array, Array, Array]:
-    """Return y = (x - mean) / deviation * gain + bias, the mean (0 without `subtract_mean`: RMS norm), 1 / deviation.
+    """Return y = (x - mean) / std * gain + bias, mean and 1 / std (..., 1); without `subtract_mean` RMS norm, mean 0.
 
     Layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019) of x (..., C). y has `dtype`, or that of x.
     """
@@ -202,7 +202,7 @@ def layer_norm(
 def layer_norm_backward(
     grad: Array, x: Array, gain: Array, mean: Array, scale: Array, subtract_mean: bool
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of x (in its dtype), gain and bias from the gradient of the output of `layer_norm`."""
+    """Return the gradients of x (in its dtype), gain and bias from that of y, with mean and scale of `layer_norm`."""
     dtype, rows = x.dtype, tuple(range(x.ndim - 1))
     grad, x = upcast(grad), upcast(x)
     normal, inner = (x - mean) * scale, grad * gain
@@ -216,7 +216,7 @@ def layer_norm_backward(
 def cross_entropy(
     logits: Array, labels: Array, weights: Array, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[Array, Array | None]:
-    """Return the sum of weight * -log softmax(logits)[label] over rows, and its derivative with respect to the logits.
+    """Return the sum over rows of weight * -log softmax(logits)[label], and its gradient (None if not requested).
 
     logits: (N, V); labels and weights: (N,); a weight of 0 ignores its row. `smoothing` is the weight that all labels
     share. The derivative (N, V) needs the same exponentials; it is None without `with_gradient`.
@@ -239,7 +239,7 @@ def cross_entropy(
 
 @upcasting_kernel(0)
 def embedding_backward(grad: Array, ids: Array, n_rows: int) -> Array:
-    """Return the gradient of an embedding table (n_rows, C) from the gradient (N, C) of its rows `ids` (N,)."""
+    """Return the gradient (n_rows, C), at least float32, of an embedding table from that (N, C) of its rows `ids`."""
     xp = array_module(grad)
     table = xp.zeros((n_rows, grad.shape[-1]), grad.dtype)
     xp.add.at(table, ids, grad)
@@ -283,7 +283,7 @@ def adamw(
 
 @kernel
 def run_independent(like: Array, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
-    """Call independent functions, in parallel if a provider for arrays like `like` can; return their results.
+    """Call the functions of jobs (function, size, any_thread, one_thread), perhaps in parallel; return all results.
 
     A job: the function, its number of elements, whether it may run in any thread, and whether it uses only one thread.
     """

@@ -8,6 +8,6 @@ from tricycle.kernels.dispatch import kernel
 
 @kernel
 def relu_squared(x: Array) -> tuple[Array, Array]:
-    """Return max(x, 0) squared, and its derivative."""
+    """Return max(x, 0) squared, and its derivative 2 max(x, 0), in the dtype of x."""
     positive = array_module(x).maximum(x, 0)
     return positive * positive, 2 * positive

@@ -56,7 +56,7 @@ class Kernel(Generic[P, R]):
         return self.reference(*args, **options)
 
     def register(self, array_type: type) -> Callable[[Implementation[P, R]], Implementation[P, R]]:
-        """Return a decorator that registers an implementation for an array type, with the lowest priority so far."""
+        """Return a decorator that registers an implementation, tried last; returning NotImplemented declines a call."""
 
         def add(implementation: Implementation[P, R]) -> Implementation[P, R]:
             with _loading:  # or another thread could cache the list without this implementation
@@ -81,7 +81,7 @@ class Kernel(Generic[P, R]):
 
 
 def kernel(reference: Callable[P, R]) -> Kernel[P, R]:
-    """Make a kernel from its reference implementation, and add it to `KERNELS`."""
+    """Return a Kernel made of a reference implementation, and add it to `KERNELS` under the function's name."""
     KERNELS[reference.__name__] = made = Kernel(reference)
     return made
 
@@ -135,5 +135,5 @@ def upcasting(n_downcast: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def upcasting_kernel(n_downcast: int) -> Callable[[Callable[P, R]], Kernel[P, R]]:
-    """Return a decorator that makes a kernel from a reference implementation, with `upcasting(n_downcast)`."""
+    """Return a decorator: make a Kernel that computes 16-bit input in float32, rounding `n_downcast` results back."""
     return lambda reference: kernel(upcasting(n_downcast)(reference))

@@ -73,12 +73,12 @@ def explain(kernel: Kernel[..., Any] | str, *args: Any, **options: Any) -> Expla
 
 
 def qualified_name(function: Callable[..., Any]) -> str:
-    """Return the module and name of a function."""
+    """Return the module and qualified name of a function, joined by a dot."""
     return f"{function.__module__}.{getattr(function, '__qualname__', '?')}"
 
 
 def provider_name(implementation: Callable[..., Any]) -> str:
-    """Return the provider of an implementation: PROVIDER of its package, else the name of the package."""
+    """Return the provider of an implementation: PROVIDER of its package, else the top-level package's name."""
     package = implementation.__module__.rpartition(".")[0] or implementation.__module__
     return getattr(sys.modules.get(package), "PROVIDER", package.split(".")[0])
 

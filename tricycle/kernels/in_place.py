@@ -12,7 +12,7 @@ P = ParamSpec("P")
 
 
 def upcasting_in_place(*written: int) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Return a decorator: run a kernel in float32 if an argument has 16 bits, then round the `written` ones in place.
+    """Return a decorator: upcast 16-bit arguments to float32, run, then round back those at the positions `written`.
 
     Args:
         written: the positions of the arguments that the kernel writes into.

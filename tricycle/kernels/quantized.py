@@ -81,7 +81,7 @@ class QuantizedMatrix:
 
     @classmethod
     def quantize(cls, matrix: np.ndarray, dtype_name: str, transposed: bool = False) -> QuantizedMatrix:
-        """Round a float matrix to a 16-bit dtype, or to int8 with a scale per row; raise if it is not finite.
+        """Quantize a matrix, keeping its shape; int8: a scale per row (`transposed`: column); ValueError if not finite.
 
         An int8 matrix has one scale per row (per column if `transposed`), such that the largest element becomes 127.
 
@@ -135,7 +135,7 @@ class QuantizedMatrix:
     def linear(
         self, x: Tensor, weights: Tensor, bias: Tensor | None, name: str, precision: str, dtype: Any = None
     ) -> Tensor:
-        """Compute x W + b with this matrix as W, with gradients for x and bias; raise if weights require one.
+        """Compute x W + b with this matrix as W, with gradients for x and bias; ValueError if `weights` requires one.
 
         Raises:
             ValueError: the weights require a gradient.
@@ -161,7 +161,7 @@ class QuantizedMatrix:
 
     # ---------------------------------------------------------------- as an array
     def transpose(self, order: tuple[int, ...] = (1, 0)) -> QuantizedMatrix:
-        """Return the matrix with its axes in another order, without a copy."""
+        """Return the transposed matrix, sharing the values; the matrix itself for the order (0, 1)."""
         if tuple(order) == (0, 1):
             return self
         return QuantizedMatrix(self.values, self.scales, not self.transposed, self.prepared)
@@ -184,11 +184,11 @@ class QuantizedMatrix:
         return _floats(self.values[ids], None if self.scales is None else self.scales[ids])
 
     def dequantize_rows(self, chunk: slice) -> np.ndarray:
-        """Return a range of the stored rows as float32."""
+        """Return a slice of the stored rows (n, K), the columns if `transposed`, as float32."""
         return _floats(self.values[chunk], None if self.scales is None else self.scales[chunk])
 
     def row_chunks(self) -> Iterator[slice]:
-        """Return an iterator over ranges of stored rows that fit into the cache as float32."""
+        """Return an iterator over slices for `dequantize_rows` whose rows fit into the CPU cache as float32."""
         return _chunks(*self.values.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -198,11 +198,11 @@ class QuantizedMatrix:
         return whole.T if self.transposed else whole
 
     def stored_values(self) -> np.ndarray:
-        """Return the stored values as an array, without a copy; meaningful for 16-bit dtypes."""
+        """Return a view of the values in the matrix's shape, without scales, so meaningful only for 16-bit dtypes."""
         return self.values.T if self.transposed else self.values
 
     def with_row_scales(self) -> QuantizedMatrix:
-        """Return an int8 matrix with one scale per row: the matrix itself, or a requantized one if it has blocks."""
+        """Return the matrix requantized to one int8 scale per stored row if it has several, otherwise itself."""
         if self.scales is None or self.scales.shape[1] == 1:
             return self
         values = np.empty_like(self.values)
@@ -216,7 +216,7 @@ ARRAY_MODULES[QuantizedMatrix] = np  # it is in host memory, and np.asarray dequ
 
 
 def quantized_dtype(dtype_name: str) -> np.dtype:
-    """Return the NumPy dtype of a name in DTYPE_NAMES.
+    """Return the NumPy dtype of "int8", "bfloat16" or "float16"; raise ValueError for other names.
 
     Raises:
         ValueError: an unknown name.

@@ -6,7 +6,7 @@ from tricycle.kernels.reference.attention import ScoreOptions
 
 
 def visible_keys(score_options: ScoreOptions, queries: slice, n_keys: int) -> slice:
-    """Return the slice of keys that at least one of a slice of queries attends to, by causal offset and window."""
+    """Return the slice of keys visible to any of a slice of queries, by causal offset and window; (0, 0) if none."""
     if score_options.offset is None:
         return slice(0, n_keys if queries.start < queries.stop else 0)
     start, stop = 0, min(n_keys, queries.stop + score_options.offset)
@@ -26,6 +26,6 @@ def queries_with_keys(score_options: ScoreOptions, n_queries: int, n_keys: int) 
 
 
 def block_score_options(score_options: ScoreOptions, first_query: int, first_key: int) -> ScoreOptions:
-    """Return the score options of a block of queries and keys that begins at these indices."""
+    """Return score options whose `offset` is for a block that begins at these indices; unchanged if it is None."""
     offset = score_options.offset
     return score_options if offset is None else score_options._replace(offset=offset + first_query - first_key)

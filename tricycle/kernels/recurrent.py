@@ -28,7 +28,7 @@ from tricycle.kernels.in_place import upcasting_in_place
 
 @kernel
 def prepare_matrix(matrix: Array) -> Array:
-    """Prepare a matrix for many products `x @ matrix`; providers return it in another layout."""
+    """Return a matrix for many products `x @ matrix`: itself, or a copy in a provider's layout."""
     return matrix
 
 
@@ -39,7 +39,7 @@ Piece = tuple[slice, slice]  # a range of steps and a range of batch items
 def run_batch_parallel(
     gates: Array, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:
-    """Call `first` and `then` for each piece, in order; a provider may run ranges of batch items in parallel.
+    """Call first(piece), then(piece) for each piece (steps, items) in order; providers may run item ranges in parallel.
 
     Args:
         pieces: ranges of steps of all items. `then` may depend on `first` for the same and earlier pieces; items are
@@ -71,7 +71,7 @@ StepBack = Callable[[Array, Array, Array, Array, Array], None]
 def forward_through_time(
     step: Step, gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None
 ) -> None:
-    """Call `step` at each time t with states[:, t] W + b, to overwrite gates[t] and write states[:, t + 1]."""
+    """Call `step` at each t with states[0, t] W + b, to overwrite gates[t], write states[:, t + 1] (if active)."""
     xp = array_module(gates)
     for t in range(gates.shape[0]):
         before, after = states[:, t], states[:, t + 1]
@@ -162,9 +162,10 @@ def rnn_backward(
 @kernel
 @upcasting_in_place(0, 1)
 def gru(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
-    """Run a GRU, h' = (1 - z) n + z h with gates r, z, n and n = tanh(input + r * recurrent part) (Cho et al. 2014).
+    """Run a GRU over all steps (Cho et al. 2014); overwrite gates by the values of (r, z, n), write states[:, 1:].
 
-    The recurrent part is written into states[1] for the backward kernel.
+    h' = (1 - z) n + z h with n = tanh(input + r * recurrent part). The recurrent part is written into states[1] for the
+    backward kernel.
     """
     forward_through_time(_gru_step, gates, states, weights, bias, active)
 
@@ -186,7 +187,7 @@ def _gru_step(gate: Array, recurrent: Array, before: Array, after: Array) -> Non
 def gru_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
-    """Write the gradients of a GRU into d_gates and d_states."""
+    """Backpropagate a GRU through time: write d_gates; overwrite d_states with the first states' gradients."""
     backward_through_time(_gru_step_back, grad, gates, states, weights, active, d_gates, d_states)
 
 
@@ -207,9 +208,10 @@ def _gru_step_back(gate: Array, before: Array, after: Array, d_states: Array, d:
 @kernel
 @upcasting_in_place(0, 1)
 def lstm(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
-    """Run an LSTM, c' = f c + i g and h' = o tanh(c') with gates i, f, g, o; the states are h, c and tanh(c').
+    """Run an LSTM over all steps; overwrite gates by the values of (i, f, g, o), write states[:, 1:] (h, c, tanh(c)).
 
-    Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000.
+    c' = f c + i g and h' = o tanh(c'). Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al.
+    2000.
     """
     forward_through_time(_lstm_step, gates, states, weights, bias, active)
 
@@ -232,7 +234,7 @@ def _lstm_step(gate: Array, recurrent: Array, before: Array, after: Array) -> No
 def lstm_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
-    """Write the gradients of an LSTM into d_gates and d_states."""
+    """Backpropagate an LSTM through time: write d_gates; overwrite d_states with the first states' gradients."""
     backward_through_time(_lstm_step_back, grad, gates, states, weights, active, d_gates, d_states)
 
 

@@ -16,7 +16,7 @@ from tricycle.kernels.reference.attention import (
 
 @upcasting_kernel(0)
 def attention_scores(q: Array, k: Array, score_options: ScoreOptions, mask: Array | None = None) -> Array:
-    """Return the scaled, soft-capped attention scores (B, H, T, S), with -inf where a key is masked."""
+    """Return scaled, soft-capped attention scores (B, H, T, S), at least float32, -inf where a key is masked."""
     return mask_scores(softcapped_scores(q, k, score_options), score_options, mask)
 
 
@@ -24,7 +24,7 @@ def attention_scores(q: Array, k: Array, score_options: ScoreOptions, mask: Arra
 def row_attention(
     q: Array, k: Array, v: Array, score_options: ScoreOptions, row_softmax: RowSoftmaxFn, mask: Array | None = None
 ) -> Array:
-    """Compute row_softmax(scores) v for each head; providers may omit keys that are masked in all rows."""
+    """Compute row_softmax(scores) v (B, T, H, E), in the dtype of q; providers may omit keys masked in all rows."""
     return apply_weights(row_softmax(attention_scores.reference(q, k, score_options, mask)), v)
 
 

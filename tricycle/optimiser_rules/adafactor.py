@@ -41,13 +41,13 @@ class AdafactorRule(Rule):
         self.clip_threshold, self.relative_step = clip_threshold, relative_step
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the state arrays of a parameter, by name."""
+        """Return the state arrays' shapes by name: "rows" and "columns" of a matrix, "second" of a vector."""
         if len(shape) < 2:
             return {"second": shape}
         return {"rows": shape[:-1], "columns": (*shape[:-2], shape[-1])}
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
-        """Make one Adafactor update in place: row and column means of squares, update clipping, decoupled decay."""
+        """Update weights and state in place by Adafactor: row, column means of squares, clipping, decoupled decay."""
         xp = array_module(grad)
         new = step.number**self.beta2_decay  # the weight of this gradient in the moving average
         squares = xp.square(grad)

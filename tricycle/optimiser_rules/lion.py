@@ -22,7 +22,7 @@ class LionRule(Rule):
         self.betas = betas
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
-        """Make one Lion update in place: sign(beta1 * momentum + (1 - beta1) * grad), with decoupled weight decay."""
+        """Update weights and state in place by Lion: sign(beta1 * momentum + (1 - beta1) * grad), decoupled decay."""
         mean = state["first"]
         beta1, beta2 = self.betas
         direction = array_module(grad).sign(beta1 * mean + (1 - beta1) * grad)

@@ -92,7 +92,9 @@ class TargetModules:
         self.by_name = {module.name: module for module in self.all}
 
     def select(self, targets: Iterable[str]) -> list[TargetModule]:
-        """Return the modules whose dotted names equal or end with a target; "all-linear" selects those of all blocks.
+        """Return in model order modules whose names end with a target ("all-linear": all in blocks); else ValueError.
+
+        A target begins at a component of a dotted name: "q_proj" matches "model.layers.0.self_attn.q_proj".
 
         Raises:
             ValueError: a target matches no module.
@@ -110,7 +112,7 @@ class TargetModules:
         return [module for module in self.all if module.name in selected]
 
     def to_peft(self, module: TargetModule, up: np.ndarray) -> np.ndarray:
-        """Convert a matrix B (r, out) of a module to PEFT's layout (out, r)."""
+        """Return a copy of a module's matrix B (r, out) in PEFT's layout (out, r), with the same dtype."""
         theirs = np.empty(up.shape[::-1], up.dtype)
         views, ours = self._views(module, theirs, up)
         views[...] = ours
@@ -178,7 +180,9 @@ def _new_low_ranks(
 
 # -------------------------------------------------------------------- writing
 def save_adapter(adapter: Adapter, loaded: Pretrained, folder: str | os.PathLike[str]) -> None:
-    """Write an adapter to a folder in PEFT's format, adapter_config.json and adapter_model.safetensors, atomically.
+    """Write or replace adapter_config.json and adapter_model.safetensors (PEFT) in a folder; ValueError for NaN or inf.
+
+    Each file is written atomically.
 
     Raises:
         ValueError: a weight is not finite; nothing is written.

@@ -100,7 +100,7 @@ class Budget:
             raise ValueError("it calls translate, which is not allowed in templates")
 
     def check_join(self, separator: Any, items: list[Any]) -> None:
-        """Check a join of items before it is computed."""
+        """Raise ValueError if joining the items with `separator` would give a text that is too long."""
         _check_limit(measure_size(items) + len(items) * len(str(separator)), MAX_VALUE_CHARACTERS, "characters")
 
     def _check_format(self, text: str, values: list[Any]) -> None:
@@ -161,7 +161,9 @@ class ChatTemplate:
             self._template = self._environment.from_string(tree)
 
     def render(self, **variables: Any) -> str:
-        """Render the template with variables, converted to plain values, within limits of time, iterations and output.
+        """Return the text of the template with plain variables; ValueError if it rejects them or exceeds a limit.
+
+        The limits are those of time, iterations and output.
 
         Raises:
             ValueError: the template rejects them (`raise_exception`), is invalid or exceeds a limit; names the line.
@@ -192,7 +194,7 @@ def _errors_with_lines() -> Iterator[None]:
 
 
 def plain_variables(variables: dict[str, Any]) -> dict[str, Any]:
-    """Convert a template's variables to plain strings, numbers, lists and dicts; raise ValueError for other types.
+    """Return a copy of variables as str, numbers, bool, None, lists (also for tuples) and dicts; else raise ValueError.
 
     Raises:
         ValueError: a value of another type, or lists and dicts that are nested too deeply.
@@ -282,7 +284,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         }
 
     def call(__self, __context: Any, __function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function or method for the template, after charging the budget and checking the arguments' sizes."""
+        """Charge the budget, check the arguments' sizes, then call a template's function; ValueError beyond a limit."""
         method = getattr(__function, "__wrapped__", __function)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         name = getattr(method, "__name__", "")
@@ -298,7 +300,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(__context, __function, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Check the budget, and compute a binary operation of the template."""
+        """Return the result of a template's binary operation; raise ValueError if it is too large or over budget."""
         self.budget.check_operator(operator, left, right)
         return _check_size(super().call_binop(context, operator, left, right))
 
@@ -335,7 +337,7 @@ class GenerationTag(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Any) -> Any:
-        """Return the content of the tag as a scope."""
+        """Consume the tag up to `endgeneration` from the parser's stream; return its content as a scope node."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 

@@ -14,7 +14,7 @@ IGNORED_FIELDS = ("dropout", "seed", "precision", "zero_projections", "expansion
 
 
 def effective_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return all config fields that affect the computation: derived values filled in, unused ones at their defaults."""
+    """Return by name the config fields that affect results: derived values filled in, unused ones at their defaults."""
     values = {name: getattr(config, name) for name in model_fields(ModelConfig.__dataclass_fields__)}
     for name in IGNORED_FIELDS:
         del values[name]
@@ -61,7 +61,7 @@ def has_bias(config: ModelConfig, group: str) -> bool:
 
 
 def differing_fields(config: ModelConfig, other: ModelConfig) -> list[str]:
-    """Return the names of the fields in which the computations of two configs differ."""
+    """Return the names of the fields in which the computations of two configs differ; [] if they compute the same."""
     values, others = effective_fields(config), effective_fields(other)
     return [name for name, value in values.items() if not _are_equal(value, others[name])]
 

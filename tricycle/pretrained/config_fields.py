@@ -30,7 +30,7 @@ _ACTIVATION_OF_NAME = {name: activation for activation, names in ACTIVATION_NAME
 
 
 def activation_name(activation: str) -> str:
-    """Return the name of an activation in transformers; that of "swiglu" is the name of its gate's activation."""
+    """Return transformers' name of a Tricycle activation ("swiglu": that of its gate, silu); KeyError if unknown."""
     return ACTIVATION_NAMES["swish" if activation == "swiglu" else activation][0]
 
 
@@ -48,33 +48,33 @@ class ConfigFields:
         return name in self.values
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value of any type."""
+        """Return the value of a field without a check, or `default` if it is missing; null is returned as None."""
         return self.values.get(name, default)
 
     def positive_int(self, name: str, default: int) -> int:
-        """Return an integer above 0."""
+        """Return an integer field above 0, or `default` if it is missing; ValueError for others, also for null."""
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
             raise field_error(name, "a whole number above 0", value)
         return value
 
     def optional_positive_int(self, name: str, default: int | None = None) -> int | None:
-        """Return an integer above 0, or None for null."""
+        """Return an integer field above 0, `default` if it is missing, None for null; ValueError for other values."""
         return None if self.get(name, default) is None else self.positive_int(name, default or 0)
 
     def positive_float(self, name: str, default: float) -> float:
-        """Return a number above 0."""
+        """Return a number field above 0 as a float, `default` if it is missing; ValueError for others, also null."""
         value = self.get(name, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
             raise field_error(name, "a number above 0", value)
         return float(value)
 
     def optional_positive_float(self, name: str, default: float | None) -> float | None:
-        """Return a number above 0, or None for null."""
+        """Return a number field above 0 as a float, `default` if missing, None for null; ValueError for others."""
         return None if self.get(name, default) is None else self.positive_float(name, default or 0)
 
     def sizes(self, *defaults: int, **names: str) -> dict[str, Any]:
-        """Read the sizes of `ModelConfig` (vocabulary, window, width, MLP, layers, heads), each with a default.
+        """Return six sizes by `ModelConfig` name; `defaults` for vocabulary, window, width, MLP, layers, and heads.
 
         Args:
             defaults: one for each field, in the order of SIZE_FIELDS.
@@ -84,7 +84,7 @@ class ConfigFields:
         return {name: self.positive_int(hf_name, default) for (name, hf_name), default in fields}
 
     def boolean(self, name: str, default: bool) -> bool:
-        """Return true or false; null means the default."""
+        """Return a Boolean field, or `default` if it is missing or null; raise ValueError for another type."""
         value = self.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -92,14 +92,14 @@ class ConfigFields:
         return value
 
     def activation(self, name: str, default: str) -> Any:
-        """Return the name in Tricycle of an activation."""
+        """Return Tricycle's name of the activation that a field or `default` has in transformers; else ValueError."""
         value = self.get(name, default)
         if not isinstance(value, str) or value not in _ACTIVATION_OF_NAME:
             raise field_error(name, f"one of {', '.join(_ACTIVATION_OF_NAME)}", value)
         return _ACTIVATION_OF_NAME[value]
 
     def section(self, name: str) -> dict[str, Any]:
-        """Return a nested object, or {} if it is missing or null."""
+        """Return a nested object, or {} if it is missing or null; raise ValueError for another type."""
         value = self.get(name)
         value = {} if value is None else value
         if not isinstance(value, dict):
@@ -107,12 +107,12 @@ class ConfigFields:
         return value
 
     def require(self, name: str, value: Any) -> None:
-        """Raise a ValueError if a field has another value than the only supported one."""
+        """Raise ValueError if a field is present and is not `value`, the only supported value."""
         if self.get(name, value) != value:
             raise field_error(name, f"{value!r}, the only supported value", self.get(name))
 
     def layer_types(self, n_layers: int) -> list[str] | None:
-        """Return the field layer_types, "full_attention" or "sliding_attention" per layer; None if it is missing."""
+        """Return `n_layers` names "full_attention" or "sliding_attention", None if missing; ValueError for others."""
         value = self.get("layer_types")
         if value is None:
             return None
@@ -125,13 +125,13 @@ class ConfigFields:
 
 
 def field_error(name: str, expected: str, value: Any) -> ValueError:
-    """Return a ValueError with the name of a field, the expected value, and the actual value."""
+    """Return (not raise) a ValueError: expected `name` to be `expected`, got `value`, cut to 60 characters."""
     text = repr(value)
     return ValueError(f"expected {name} to be {expected}, got {text if len(text) <= 60 else text[:60] + '...'}")
 
 
 def size_fields(config: ModelConfig, **names: str) -> dict[str, Any]:
-    """Return the fields of a config.json for the sizes of a config; for `names`, see `ConfigFields.sizes`."""
+    """Return the six sizes of a config by their names in config.json; for `names`, see `ConfigFields.sizes`."""
     values = {name: getattr(config, name) for name in SIZE_FIELDS} | {"hidden_size": config.mlp_width}
     return {hf_name: values[name] for name, hf_name in (SIZE_FIELDS | names).items()}
 
@@ -140,7 +140,7 @@ def size_fields(config: ModelConfig, **names: str) -> dict[str, Any]:
 def read_rotary_fields(
     fields: ConfigFields, default_theta: float = 10_000.0, default_fraction: float = 1.0
 ) -> dict[str, Any]:
-    """Convert the RoPE fields of a config.json (base, fraction, scaling) to the fields `rotary_*` of `ModelConfig`.
+    """Convert the RoPE fields of a config.json to a dict of `ModelConfig` fields `rotary_*`; ValueError if unsupported.
 
     They are stored in rope_theta, rope_scaling and partial_rotary_factor, or, in newer files, in rope_parameters.
 
@@ -161,7 +161,7 @@ def read_rotary_fields(
 def read_rotary_section(
     section: dict[str, Any], section_name: str, default_theta: float, default_fraction: float = 1.0
 ) -> dict[str, Any]:
-    """Convert a RoPE object of a config.json (default, linear or llama3) to the fields `rotary_*` of `ModelConfig`."""
+    """Convert a config.json RoPE object (default, linear or llama3) to a dict of `rotary_*` fields; else ValueError."""
     fields = ConfigFields({f"{section_name}.{name}": value for name, value in section.items()})
     rope_type = section.get("rope_type", section.get("type", "default"))
     rotary: dict[str, Any] = {

@@ -43,7 +43,7 @@ MAX_SUPPRESSED = 10_000  # ids without a token in generation_config.json
 
 # -------------------------------------------------------------------- family
 def find_export_family(config: ModelConfig, excluded: str = "") -> tuple[Family, dict[str, Any], ModelConfig]:
-    """Return the `transformers` family that computes what a config does, its config.json fields, and their config.
+    """Return the `transformers` family that computes a config, its config.json fields, and their config; or ValueError.
 
     The latter config may have additional biases and gains, which are exported as 0 and 1. The family with the fewest
     of these is returned.
@@ -59,7 +59,7 @@ def find_export_family(config: ModelConfig, excluded: str = "") -> tuple[Family,
 
 
 def match_family(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, dict[str, Any], ModelConfig]:
-    """Return the family that computes what a config does, its config.json fields, and the config of these fields.
+    """Return the one of `families` that computes a config, its config.json fields and their config; else ValueError.
 
     Raises:
         ValueError: no family computes the same; names the unsupported fields of the closest one.
@@ -171,7 +171,7 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write an indented JSON file atomically."""
+    """Write a dict atomically to an indented JSON file; replace an existing one."""
     with atomic_write(path, text=True) as file:
         json.dump(values, file, indent=2, ensure_ascii=False)
         file.write("\n")

@@ -38,7 +38,7 @@ class GGUFModel(StoredModel):
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return all metadata of a GGUF file as plain Python values.
+    """Return a GGUF file's metadata as a dict of plain Python values by full key, with arrays as lists.
 
     Raises:
         OSError, ValueError: see `read_gguf_header`.

@@ -44,7 +44,7 @@ class ModelMetadata:
         self._shapes = {name: info.shape for name, info in file.tensors.items()}
 
     def error(self, why: str) -> ValueError:
-        """Return a ValueError whose message begins with the path of the file."""
+        """Return (not raise) a ValueError whose message is the path of the file, a colon, and `why`."""
         return ValueError(f"{self.path}: {why}")
 
     def _get(self, key: str, default: Any) -> tuple[str, Any]:
@@ -56,7 +56,10 @@ class ModelMetadata:
         return full_key, value
 
     def positive_int(self, key: str, default: Any = _REQUIRED) -> int:
-        """Return an integer from 1 to 2**31 - 1, or the one value of a list for all layers; raise for other values."""
+        """Return the integer above 0 of a key without its prefix, or `default` if it is missing; else ValueError.
+
+        A list with one value for all layers counts as that value. The largest integer is 2**31 - 1.
+        """
         full_key, value = self._get(key, default)
         if isinstance(value, list) and value and value == [value[0]] * len(value):
             value = value[0]
@@ -67,37 +70,37 @@ class ModelMetadata:
         return value
 
     def positive_float(self, key: str, default: Any = _REQUIRED) -> float:
-        """Return a finite number above 0, as the shortest decimal that rounds to the stored float32."""
+        """Return a number above 0, the shortest decimal of a stored float32; `default` if missing; else ValueError."""
         full_key, value = self._get(key, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
             raise self.error(f"expected {full_key} to be a number above 0, got {short_repr(value)}")
         return float(str(np.float32(value)))
 
     def get(self, key: str) -> Any:
-        """Return a value of any type, or None if it is missing."""
+        """Return the value of a key without its architecture prefix, unchecked; None if it is missing."""
         return self._get(key, None)[1]
 
     def boolean(self, key: str, default: bool) -> bool:
-        """Return true or false."""
+        """Return a Boolean, or `default` if the key is missing; raise ValueError for another type."""
         full_key, value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.error(f"expected {full_key} to be true or false, got {short_repr(value)}")
         return value
 
     def shape(self, layer: str) -> tuple[int, ...]:
-        """Return the shape of the weight matrix of a layer, which must exist."""
+        """Return the shape (rows, columns) of the matrix `layer`.weight; raise ValueError if there is no such one."""
         shape = self._shapes.get(f"{layer}.weight", ())
         if len(shape) != 2:
             raise self.error(f"expected a matrix {layer}.weight, got {shape or 'none'}")
         return shape
 
     def has_tensor(self, name: str) -> bool:
-        """Return whether the file has a tensor."""
+        """Return whether the file has a tensor of this full name, such as "output.weight"."""
         return name in self._shapes
 
     # ---------------------------------------------------------------- values of several architectures
     def n_key_heads(self) -> int:
-        """Return the number of key and value heads."""
+        """Return the number of key and value heads; by default that of the query heads."""
         return self.positive_int("attention.head_count_kv", self.positive_int("attention.head_count"))
 
     def head_size(self) -> int:
@@ -112,11 +115,11 @@ class ModelMetadata:
         return size
 
     def rotary_size(self) -> int:
-        """Return the number of channels of a head to which RoPE is applied."""
+        """Return the number of channels of a head to which RoPE is applied; by default all."""
         return self.positive_int("rope.dimension_count", self.head_size())
 
     def vocabulary_fields(self) -> Fields:
-        """Return the vocabulary size, and whether the output layer is tied to the embedding."""
+        """Return the fields vocab_size, and tie_word_embeddings: true if the file has no tensor output.weight."""
         return {"vocab_size": self.shape("token_embd")[0], "tie_word_embeddings": not self.has_tensor("output.weight")}
 
     def special_tokens(self) -> Fields:

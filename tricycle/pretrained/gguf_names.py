@@ -32,7 +32,7 @@ class AttentionHeads(NamedTuple):
 
     @property
     def n_rows(self) -> tuple[int, int, int]:
-        """The number of rows of the query, key and value matrices."""
+        """The numbers of rows of the query, key and value matrices, in this order."""
         n_key_rows = self.n_key_heads * self.head_size
         return self.n_heads * self.head_size, n_key_rows, n_key_rows
 

@@ -65,7 +65,9 @@ def view_bfloat16(bits: np.ndarray) -> np.ndarray:
 def write_tensors(
     file: IO[bytes], shapes: dict[str, tuple[int, ...]], arrays: Iterable[tuple[str, Any]], dtype_name: str
 ) -> None:
-    """Write the header and the tensors, converted to `dtype_name` one by one, of a safetensors file.
+    """Write a safetensors file with all `arrays` as `dtype_name`; ValueError unless they match `shapes` in order.
+
+    Tensors are converted one by one.
 
     Args:
         shapes: by name, in the order of `arrays`.

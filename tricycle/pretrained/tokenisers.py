@@ -129,7 +129,7 @@ class PretrainedTokeniser:
             return list(backend.encode(_to_unicode(text), add_special_tokens=add_special_tokens).ids)
 
     def encode_plain(self, text: str | bytes) -> np.ndarray:
-        """Encode a text to ids (T,) without special tokens; names of special tokens are encoded as text."""
+        """Encode a text to ids (T,) of `dtype` without special tokens; their names in the text are encoded as text."""
         return np.array(self.encode(_to_unicode(text), add_special_tokens=False, allowed_special=False), self.dtype)
 
     # Cache: always valid, because the document never changes.
@@ -170,7 +170,7 @@ class PretrainedTokeniser:
         return frozenset(token for token, about in added.items() if about.special)
 
     def end_of_answer(self) -> int | None:
-        """Return the first special token that the chat template writes after an assistant's message, or None.
+        """Return the id of the first special token that the chat template writes after an answer, or None.
 
         Raises:
             ValueError: as of `render`.
@@ -220,7 +220,7 @@ class PretrainedTokeniser:
     def chat(
         self, messages: Messages, add_generation_prompt: bool = True, allowed_special: bool = True, **variables: Any
     ) -> list[int]:
-        """Format a conversation with the chat template, and encode it; parse names of special tokens by default.
+        """Encode a conversation in the chat template's format to ids; by default parse names of special tokens.
 
         Args:
             allowed_special: encode the names of special tokens in messages as special tokens, as `transformers` does.
@@ -284,7 +284,7 @@ class PretrainedTokeniser:
 
     # ---------------------------------------------------------------- saving
     def to_dict(self) -> dict[str, Any]:
-        """Return the state of the tokenizer as an object for JSON."""
+        """Return the state as a dict for JSON, from which `from_dict` creates an equal tokenizer."""
         return {**FORMAT, "tokenizer": self._document, "special": self.special, "chat_templates": self.chat_templates}
 
     @classmethod
@@ -343,7 +343,7 @@ class PretrainedStream:
         return self._decode_pending(final=len(self._pending) > self.MAX_PENDING)
 
     def flush(self) -> str:
-        """End the text; return U+FFFD for incomplete bytes."""
+        """End the text; return its rest with U+FFFD for incomplete bytes, or "" if no ids are pending."""
         return self._decode_pending(final=True)
 
     def _decode_pending(self, final: bool) -> str:

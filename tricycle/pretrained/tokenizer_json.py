@@ -39,13 +39,13 @@ def new_document(model: JSONObject, added_tokens: Iterable[JSONObject] = (), **p
 
 
 def added_token(token: int, content: str, special: bool = True) -> JSONObject:
-    """Return an entry of added_tokens: a token that is matched in the text before normalization."""
+    """Return an added_tokens entry for id `token` with text `content`, which is matched before normalization."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {"id": token, "content": content, **flags, "special": special}
 
 
 def bpe_model(vocab: Mapping[str, int], merges: Iterable[tuple[str, str]], **settings: Any) -> JSONObject:
-    """Return a BPE model; earlier merges in the list have priority."""
+    """Return the BPE `model` object of a tokenizer.json; earlier merges have priority; `settings` replace defaults."""
     options = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
     flags = {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
     return {"type": "BPE", **options, **flags, **settings, "vocab": dict(vocab), "merges": [*map(list, merges)]}

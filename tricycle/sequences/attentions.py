@@ -36,15 +36,15 @@ class ScaledDotProductAttention(Layer):
         self.softmax = new_softmax(softmax)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return the scores (B, T, S) of queries (B, T, D) and projected keys (B, S, D)."""
+        """Return the scores q . k / sqrt(D), (B, T, S), of queries (B, T, D) and projected keys (B, S, D)."""
         return query @ key.transpose(0, 2, 1) * (1 / math.sqrt(query.shape[-1]))
 
     def project_keys(self, key: Tensor) -> Tensor:
-        """Return the keys in the form that `scores` takes; in decoding they are projected once for all queries."""
+        """Return the keys in the form that `scores` takes, here unchanged; in decoding this is called once."""
         return key
 
     def weights(self, query: Tensor, projected_keys: Tensor, mask: Mask = None) -> Tensor:
-        """Return the attention weights (B, T, S); a row whose keys are all masked is zero."""
+        """Return the attention weights (B, T, S); a mask is True for visible keys, and a row without one is zero."""
         scores = self.scores(query, projected_keys)
         hidden = additive_mask(type(self).__name__, mask, scores.array, *scores.shape[1:])
         if hidden is not None:
@@ -59,11 +59,11 @@ class ScaledDotProductAttention(Layer):
         mask: Mask = None,
         return_weights: bool = False,
     ) -> Any:
-        """Return attention's weighted means of the values, (B, T, E); with `return_weights` also the weights (B, T, S).
+        """Return attention to `value` (else key), (B, T, E), with `return_weights` also (B, T, S); mask True: visible.
 
         Args:
             query: (B, T, query_size). key: (B, S, key_size). value: (B, S, E); the keys if not given.
-            mask: which keys each query may attend to, in a form that `additive_mask` accepts.
+            mask: True where a query may attend to a key, in a form that `additive_mask` accepts.
 
         Raises:
             ValueError: the shapes do not match.
@@ -108,7 +108,7 @@ class AdditiveAttention(ScaledDotProductAttention):
         return self.key(key)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return the scores (B, T, S) of queries and projected keys."""
+        """Return the scores v . tanh(W_q q + k), (B, T, S), of queries and keys from `project_keys`."""
         hidden = tanh(self.query(query)[:, :, None] + key[:, None])  # (B, T, S, hidden_size)
         return self.vector(hidden)[..., 0]
 
@@ -146,13 +146,13 @@ class LuongAttention(ScaledDotProductAttention):
             self.concat = AdditiveAttention(query_size, key_size, size, softmax, initialiser, generator)
 
     def project_keys(self, key: Tensor) -> Tensor:
-        """Return W k; the keys themselves for "dot"."""
+        """Return W k, (B, S, query_size), or (B, S, hidden_size) for "concat"; the keys themselves for "dot"."""
         if self.score == "concat":
             return self.concat.project_keys(key)
         return self.key(key) if self.score == "general" else key
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return the scores (B, T, S) of queries and projected keys."""
+        """Return the scores (B, T, S) of keys from `project_keys`: dot products, additive if score="concat"."""
         return self.concat.scores(query, key) if self.score == "concat" else query @ key.transpose(0, 2, 1)
 
 

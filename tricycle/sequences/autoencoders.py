@@ -93,7 +93,7 @@ class Autoencoder(Layer):
         return cls(encoder, decoder, generator=generator, **options)
 
     def encode(self, x: Operand) -> Tensor:
-        """Return the codes (B, Z)."""
+        """Return the codes (B, Z) of a batch of inputs x."""
         return self.encoder(as_tensor(x))
 
     def decode(self, code: Operand) -> Tensor:
@@ -105,7 +105,7 @@ class Autoencoder(Layer):
         return self.decode(self.encode(x))
 
     def loss(self, x: Operand, target: Operand | None = None) -> Tensor:
-        """Return the mean squared error of the reconstruction.
+        """Return the mean squared error between the reconstruction of x and `target`, by default x.
 
         Args:
             target: the desired output; x if not given. For a denoising autoencoder, the clean version of x.
@@ -158,7 +158,7 @@ class VariationalAutoencoder(Autoencoder):
         return mean + exp(log_variance * 0.5) * noise
 
     def forward(self, x: Operand) -> Tensor:
-        """Return the reconstruction of x from sampled codes."""
+        """Return the reconstruction of x from sampled codes, in evaluation mode from their means."""
         return self.decode(self.sample_code(*self.posterior(x)))
 
     def loss(self, x: Operand, target: Operand | None = None) -> Tensor:
@@ -209,6 +209,6 @@ class RecurrentAutoencoder(Autoencoder):
         return self.output(self.decoder(steps)[0])
 
     def forward(self, x: Operand, lengths: Any = None) -> Tensor:
-        """Return the reconstruction (B, T, C) of sequences (B, T, C)."""
+        """Return the reconstruction (B, T, C) of sequences (B, T, C); steps after `lengths` are not encoded."""
         x = as_tensor(x)
         return self.decode(self.encode(x, lengths), x.shape[1])

@@ -58,7 +58,7 @@ class Beams(Protocol):
         """Append one token to each of R hypotheses, and return the logits (R, V) for the next."""
 
     def select(self, rows: np.ndarray) -> None:
-        """Keep the hypotheses with these row numbers, which may repeat."""
+        """Keep the hypotheses with these row numbers, in this order; they may repeat."""
 
 
 class _Targets:

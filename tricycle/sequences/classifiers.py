@@ -68,7 +68,7 @@ class AttentionPooling(Layer):
         self.query = Parameter(normal(1.0)((1, 1, size), generator), "embedding")
 
     def forward(self, x: Tensor, mask: Array | None = None) -> tuple[Tensor, Array]:
-        """Return the pooled vectors (B, C) of token vectors (B, T, C), and the attention weights (B, T).
+        """Return the pooled vectors (B, C) of x (B, T, C), and the attention weights (B, T); mask False = padding.
 
         Args:
             mask: (B, T), False for padding.
@@ -82,7 +82,7 @@ class MaxPooling(Layer):
     """Max pooling over time: the largest value of each channel."""
 
     def forward(self, x: Tensor, mask: Array | None = None) -> tuple[Tensor, Array]:
-        """Return the maxima (B, C) over the tokens of x (B, T, C), and the fraction of them that each token has (B, T).
+        """Return the maxima (B, C) over tokens, and each token's fraction of the maxima (B, T); mask False = padding.
 
         Args:
             mask: (B, T), False for padding.

@@ -122,7 +122,7 @@ class Conv1d(Layer):
         return x
 
     def forward(self, x: Operand) -> Tensor:
-        """Return the convolution of x."""
+        """Convolve x (B, *S, from_size) and add the bias: (B, *O, to_size), O = (S + 2 padding - K) // stride + 1."""
         columns = unfold(self._checked(x), self.kernel, self.stride, self.padding)
         return linear(columns, self.weights, self.bias, type(self).__name__.lower())
 
@@ -151,7 +151,7 @@ class ConvTranspose2d(Conv2d):
         return self.from_size, n_places * self.to_size
 
     def forward(self, x: Operand) -> Tensor:
-        """Return the transposed convolution of x (B, H, W, C) plus the bias: upsampled by about the stride."""
+        """Upsample x (B, *O, C) to sizes (O - 1) * stride - 2 padding + kernel_size + output_padding; add the bias."""
         x = self._checked(x)
         columns = linear(x, self.weights, name="convtranspose2d")
         each = zip(x.shape[1:-1], self.stride, self.padding, self.kernel, self.output_padding)

@@ -80,11 +80,11 @@ class MultiHeadAttention(MultiHead):
         kv: tuple[Tensor, Tensor] | None = None,
         return_weights: bool = False,
     ) -> Any:
-        """Return the attention of query to key or `kv`, (B, T, C); with `return_weights` also the weights (B, H, T, S).
+        """Return attention to key or kv, (B, T, C), with `return_weights` also (B, H, T, S); mask True = visible.
 
         Args:
             query: (B, T, C). key, value: see `project_kv`.
-            mask: which keys each query may attend to, in a form that `attention.additive_mask` accepts.
+            mask: True where a query may attend to a key, in a form that `attention.additive_mask` accepts.
             kv: the result of `project_kv`, in place of key and value.
         """
         if kv is None:
@@ -144,7 +144,7 @@ class DecoderBlock(TransformerBlock):
         kv: tuple[Tensor, Tensor] | None = None,
         kv_mask: Mask = None,
     ) -> Tensor:
-        """Return x (B, T, C) after self-attention (with cache), cross-attention to `kv`, and MLP, each with a residual.
+        """Return x (B, T, C) after self-attention, cross-attention to `kv` (required) and MLP, each with a residual.
 
         Args:
             cache, mask: see `TransformerBlock`.

@@ -264,7 +264,7 @@ class Recurrent(Layer):
         self.dropout = Dropout(dropout, generator)
 
     def forward(self, x: Operand, lengths: Operand | None = None, initial: Any = None) -> Any:
-        """Run the layers over x; return outputs (B, T, H) or (B, T, 2 H), 0 in the padding, and the final states.
+        """Run the layers; return outputs (B, T, H or 2 H), 0 in the padding, and final states (R, B, H), LSTM: (h, c).
 
         Args:
             x: (B, T, input_size).

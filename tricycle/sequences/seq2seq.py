@@ -80,12 +80,12 @@ class RecurrentEncoder(Layer):
         self.dropout = Dropout(dropout, generator)
 
     def states(self, tokens: Operand, lengths: Any = None) -> tuple[Tensor, list[Tensor]]:
-        """Return the outputs (B, S, 2 H) and the final states, each (L, B, 2 H) with both directions concatenated."""
+        """Return outputs (B, S, 2 H) and a list of final states, h or (LSTM) h and c, (L, B, 2 H): both directions."""
         outputs, final = self.run(self.dropout(self.embedding(tokens)), lengths)
         return outputs, [concatenate([state[0::2], state[1::2]], axis=-1) for state in _states(final)]
 
     def forward(self, tokens: Operand, lengths: Any = None) -> Tensor:
-        """Return the outputs (B, S, 2 H) of tokens (B, S)."""
+        """Return the outputs (B, S, 2 H) of tokens (B, S), both directions concatenated, 0 in the padding."""
         return self.states(tokens, lengths)[0]
 
 
@@ -126,7 +126,7 @@ class Seq2Seq(EncoderDecoder):
         self.dropout = Dropout(dropout, generator)
 
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
-        """Encode the source (B, S); return the decoder's initial state, with hidden, context, outputs and mask."""
+        """Encode the source (B, S); return the decoder's state: "hidden", "context", "outputs", "mask" in a dict."""
         source = as_tensor(source)
         lengths = np.full(len(source), source.shape[-1]) if lengths is None else lengths
         outputs, both = self.encoder.states(source, lengths)
@@ -180,12 +180,12 @@ class Seq2SeqAttention(Seq2Seq):
         self.mix = Dense(3 * hidden_size, hidden_size, generator=generator)
 
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
-        """Encode the source (B, S), and return the initial state of the decoder, with the projected keys."""
+        """Encode the source (B, S); return the state of Seq2Seq with "projected_keys" and "weights" (None) added."""
         state = super().start_decoding(source, lengths)
         return {**state, "projected_keys": self.attention.project_keys(state["outputs"]), "weights": None}
 
     def decode(self, target: Operand, state: State) -> Tensor:
-        """Return the logits (B, T, V) after each target token; advance the state; attention is state["weights"]."""
+        """Return logits (B, T, V) after each target token; advance `state`; state["weights"] is attention (B, T, S)."""
         y = self.dropout(self.embedding(as_tensor(target)))
         if self.attend_before_step:
             steps, contexts, weights = [], [], []
@@ -260,7 +260,7 @@ class LearnedPositions(SinusoidalPositions):
 # Cache: a pure function of two sizes; the result is read-only.
 @lru_cache(maxsize=16)
 def sinusoids(n_places: int, size: int) -> np.ndarray:
-    """Return the table of sinusoidal encodings (n_places, size): sin(p / 10000^(2 i / size)) at 2 i, cos at 2 i + 1."""
+    """Return the read-only table (n_places, size): sin(p / 10000^(2 i / size)) in column 2 i, cos in 2 i + 1."""
     angles = np.arange(n_places)[:, None] / 10_000 ** (np.arange(0, size, 2) / size)
     table = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(n_places, -1)[:, :size]
     table.flags.writeable = False
@@ -319,7 +319,7 @@ class TransformerEncoder(Layer):
         self.norm = new_norm(config) if norm_first else None
 
     def embed(self, tokens: Operand, offset: int = 0) -> Tensor:
-        """Return the scaled embeddings of tokens (B, T) with positional encodings, (B, T, C)."""
+        """Return embeddings of tokens (B, T) times sqrt(C) plus positions from `offset` on, with dropout, (B, T, C)."""
         x = self.embedding(as_tensor(tokens))
         return self.dropout(self.positions(x * math.sqrt(x.shape[-1]), offset))
 
@@ -372,7 +372,7 @@ class Transformer(EncoderDecoder):
             self.decoder.embedding = self.encoder.embedding
 
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
-        """Encode the source (B, S); return a dict with its keys and values per layer, mask, and empty KV caches."""
+        """Encode the source (B, S); return {"kv", "mask", "caches" (None each without `capacity`), "position": 0}."""
         source = as_tensor(source)
         mask = None if lengths is None else length_mask(lengths, source.shape[-1])
         memory, blocks = self.encoder(source, lengths), self.decoder.blocks

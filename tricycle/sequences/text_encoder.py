@@ -55,7 +55,7 @@ class TextEncoder(BlockStack):
         self.use_precision(config.precision)
 
     def forward(self, tokens: Operand, mask: Any = None, token_type_ids: Operand | None = None) -> Tensor:
-        """Return the hidden states (B, T, C) of the tokens after all blocks; those of padding are undefined.
+        """Return hidden states (B, T, C) of tokens (B, T); mask is False for padding, whose states are undefined.
 
         Args:
             tokens: integers (B, T), T at most the context window.
@@ -133,7 +133,7 @@ class SentencePooling(Layer):
         self.normalize = normalize
 
     def forward(self, hidden: Tensor, mask: Any = None) -> Tensor:
-        """Pool token vectors (B, T, C) to embeddings (B, C): mean or first vector, with L2 norm 1 if `normalize`.
+        """Pool vectors (B, T, C) to (B, C): mean or first, with L2 norm 1 if `normalize`; mask is False for padding.
 
         Args:
             mask: booleans (B, T), False for padding; the mean of a text with only padding is zero.

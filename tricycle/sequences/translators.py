@@ -63,7 +63,7 @@ class Vocabulary:
 
     @classmethod
     def train(cls, sentences: Sequence[str], vocab_size: int, progress: bool = True) -> Vocabulary:
-        """Train a BPE tokenizer on sentences of both languages together, so that names and numbers share tokens."""
+        """Return a vocabulary trained by BPE on sentences of both languages, so that names and numbers share tokens."""
         text = "\n".join(f" {sentence}" for sentence in sentences)
         return cls(BPETokeniser(vocab_size, SPECIAL).train(text, progress))
 
@@ -71,11 +71,11 @@ class Vocabulary:
         return self.tokeniser.n_vocab
 
     def encode(self, sentence: str) -> np.ndarray:
-        """Return the token ids of a sentence with a leading space, so that the first word has its usual token."""
+        """Return int64 ids, without <begin> and <end>, of a sentence with a leading space (as within a text)."""
         return self.tokeniser.encode_plain(f" {sentence}").astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
+        """Return the text of token ids, without special tokens and surrounding spaces."""
         return self.tokeniser.decode([i for i in ids if i < self.pad]).strip()
 
     def texts(self, ids: Sequence[int]) -> list[str]:
@@ -83,7 +83,7 @@ class Vocabulary:
         return [self.tokeniser.decode([i]) for i in ids]
 
     def batch(self, sources: Sequence[Any], targets: Sequence[Any]) -> TranslationBatch:
-        """Return a padded batch of source and target token ids."""
+        """Return a padded TranslationBatch; <begin> is added before each target, <end> after its labels."""
         source, lengths = pad(sources, self.pad)
         target, _ = pad([[self.begin, *ids] for ids in targets], self.pad)
         labels, _ = pad([[*ids, self.end] for ids in targets], self.pad)

@@ -40,7 +40,7 @@ class AdaptiveSoftmax(RowSoftmax):
         self.stop_gradient = stop_gradient
 
     def row_softmax(self, scores: Array) -> Array:
-        """Return softmax(beta scores) over the last axis."""
+        """Return softmax(beta scores) over the last axis, with beta of each row as of `inverse_temperature`."""
         return kernels.softmax(scores * self.inverse_temperature(scores)[0])
 
     def row_softmax_backward(self, grad: Array, scores: Array, weights: Array) -> Array:
@@ -55,7 +55,7 @@ class AdaptiveSoftmax(RowSoftmax):
         return dscores
 
     def inverse_temperature(self, scores: Array) -> tuple[Array, ...]:
-        """Return (beta, its derivative, softmax, log softmax, entropy) per row; beta is a polynomial of the entropy."""
+        """Return beta, d beta / d entropy, softmax, log softmax, entropy (nats) per row; all but softmaxes (..., 1)."""
         xp = array_module(scores)
         plain = kernels.softmax(scores)
         log_plain = xp.log(xp.where(plain > 0, plain, 1))

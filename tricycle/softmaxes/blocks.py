@@ -88,7 +88,7 @@ class BlockSoftmax(RowSoftmax):
         self.per_position = per_position
 
     def for_layer(self, n_heads: int, context_window: int | None) -> tuple[BlockSoftmax, Tensor | None]:
-        """Return a variant with the layer's length, and a parameter of scales (ones) if `correction` is "learned"."""
+        """Return a copy for the layer's length; and ones ([H,] n_blocks, W or n_blocks) if "learned", else None."""
         if context_window is None and self.correction == "learned":
             raise ValueError(f"{self}: expected a layer with a context_window")
         length = self.length or context_window
@@ -98,7 +98,7 @@ class BlockSoftmax(RowSoftmax):
         return chosen, Parameter(np.ones(shape), "scale") if self.correction == "learned" else None
 
     def expand_scales(self, scales: Array, n_keys: int) -> Array:
-        """Expand the scales of blocks of queries to one for each query position, ([H,] n_blocks, W), by repetition.
+        """Repeat scales of query blocks to one per query position, ([H,] n_blocks, W); return them if `per_position`.
 
         Args:
             scales: ([H,] n_blocks, W), or without `per_position` ([H,] n_blocks of keys, n_blocks of queries).
@@ -142,7 +142,7 @@ class BlockSoftmax(RowSoftmax):
         return result
 
     def row_softmax(self, scores: Array, scales: Array | None = None) -> Array:
-        """Return the attention weights of scores (..., T, S)."""
+        """Return the weights of scores (..., T, S) without gradients; scales (..., n_blocks, T) only if "learned"."""
         with no_grad():
             return self(Tensor(scores), None if scales is None else Tensor(scales)).array
 
@@ -157,7 +157,7 @@ class BlockSoftmax(RowSoftmax):
         *,
         dtype: Any = None,
     ) -> tuple[Array, AttendBackward]:
-        """Return attention as a sum over key blocks of softmax attention times the scales, and its backward function.
+        """Return attention (B, T, H, E) of scaled key blocks, and `backward`, which fills dq, dk, dv, returns dscales.
 
         Args:
             scales: ([H,] n_blocks, W) for at least as many positions as queries, or one for each pair of blocks, see

@@ -20,7 +20,7 @@ def attend(
     *,
     dtype: Any = None,
 ) -> tuple[Array, AttendBackward]:
-    """Return attention with the variant's `row_softmax` in place of softmax, and its backward function.
+    """Return attention (B, T, H, E) with the variant's `row_softmax`, and `backward`, which fills dq, dk and dv.
 
     Providers need memory linear, not quadratic, in the number of keys.
     """

@@ -37,7 +37,7 @@ class SinkSoftmax(RowSoftmax):
         self.initial = initial
 
     def for_layer(self, n_heads: int, context_window: int | None) -> tuple[SinkSoftmax, Tensor | None]:
-        """Return the variant and the parameter b of each head, (n_heads,)."""
+        """Return the variant itself and a new parameter, b of each head (n_heads,), filled with `initial`."""
         return self, Parameter(np.full(n_heads, self.initial, np.float32), "scale")
 
     def forward(self, x: Operand, sinks: Operand | None = None) -> Tensor:

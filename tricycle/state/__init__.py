@@ -19,12 +19,12 @@ def is_quantized(tensor: Tensor) -> bool:
 
 
 def freeze(layer: Layer) -> Layer:
-    """Exclude all parameters from training (no gradients, no updates), and return the layer."""
+    """Set `requires_grad` of all parameters to False (no updates), clear their gradients; return the layer."""
     return _set_requires_grad(layer, False)
 
 
 def unfreeze(layer: Layer) -> Layer:
-    """Set `requires_grad` of all parameters; return the layer. Raise ValueError if a weight has fewer than 32 bits.
+    """Set `requires_grad` of all parameters, clear gradients; return the layer; ValueError for weights below 32 bits.
 
     Raises:
         ValueError: weights have 16 bits, which are too few for small updates.
@@ -74,11 +74,11 @@ def state_dict(layer: Layer) -> dict[str, np.ndarray]:
 
 
 def load_state_dict(layer: Layer, state: Mapping[str, np.ndarray]) -> None:
-    """Copy arrays by name into all parameters; raise ValueError, before any change, if names, shapes or dtypes differ.
+    """Copy arrays by name into all parameters, cast; raise ValueError, before any change, if names or shapes differ.
 
     Raises:
-        ValueError: entries are missing, unexpected, misshapen or not numeric; the message names all of them, and no
-            parameter is changed.
+        ValueError: entries are missing, unexpected, misshapen or of another kind (integers for floats), or a parameter
+            is quantized; the message names all of them, and no parameter is changed.
     """
     parameters = dict(layer.named_parameters())
     problems = [f"missing {name}" for name in parameters if name not in state]

@@ -13,7 +13,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def cgroup_folders(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder of this process's cgroup and of each of its parents, and whether it is of cgroups v1.
+    """Yield (folder, is cgroups v1) for this process's cgroup, then for each of its parents, of a controller.
 
     Args:
         controller: "memory" or "cpu".

@@ -55,9 +55,9 @@ def atomic_write(path: str | os.PathLike[str], text: bool = False) -> Iterator[I
 
 
 def append_lines(path: str | os.PathLike[str], text: str) -> None:
-    """Append lines to a file and sync them to the disk; on an error no line is appended, so the call can be repeated.
+    """Append lines and sync them; an incomplete last line is removed first; on an error none is appended.
 
-    Readers never see half a line. An incomplete last line of the file is removed first.
+    Readers never see half a line. After an error the call can be repeated.
 
     Args:
         text: complete lines, each with its "\\n".
@@ -208,7 +208,7 @@ def _with_path(error: OSError, path: str) -> OSError:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, and sync them to the disk."""
+    """Make a folder and its missing parents, and sync them to the disk; do nothing if it exists."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for new_folder in missing:

@@ -147,7 +147,7 @@ def _check_overlaps(path: Path, ranges: list[tuple[int, int, str]]) -> None:
 def write_header(
     file: IO[bytes], layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> None:
-    """Write a safetensors header with metadata and offsets; the tensors must follow in the order of `layout`.
+    """Write a safetensors header for `layout`, {name: (dtype name, shape)}; write the values next, in this order.
 
     Args:
         layout: by name the data type, a key of `ITEM_SIZES`, and the shape.

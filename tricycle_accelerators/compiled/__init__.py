@@ -53,7 +53,7 @@ def unavailable_reason() -> str | None:
 
 
 def needs_compilation() -> bool:
-    """Return whether the Numba kernels have no cached machine code yet, so that the first calls compile them."""
+    """Return whether no machine code of the Numba kernels is cached here yet; False without Numba or if read-only."""
     here = Path(__file__).parent
     return is_available() and os.access(here, os.W_OK) and not any(here.glob("__pycache__/training_loops.*.nbi"))
 

@@ -134,7 +134,7 @@ def attention(
     mask: np.ndarray | None = None,
     dtype: Any = None,
 ) -> Any:
-    """Compute attention by Numba loops, head groups in parallel; return output (B, T, H, D), logsumexp (B, H, T)."""
+    """Return output (B, T, H, D) and float32 logsumexp (B, H, T) by Numba; NotImplemented for a mask or soft-cap."""
     n_queries = q.shape[1]
     if n_queries < LEAST_QUERIES or (
         n_queries <= FEW_ROWS and not _few_decline_reason(q, k, v, score_options, mask, dtype)
@@ -211,7 +211,7 @@ def attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> Any:
-    """Write the attention gradients into dq, dk and dv by Numba loops, head groups in parallel."""
+    """Write the attention gradients into dq, dk, dv by Numba; NotImplemented for a mask, soft-cap or few queries."""
     dtype = dk.dtype
     narrow = q.dtype.name == "bfloat16"
     narrow_results = narrow and dtype == q.dtype

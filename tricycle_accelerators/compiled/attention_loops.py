@@ -91,7 +91,7 @@ def _visible_block_pairs(queries: slice, n_keys: int, last: int, window: int):  
 
 @numba.njit(**OPTIONS)
 def transposition_scratch(n_inner: int, like: np.ndarray) -> np.ndarray:
-    """Allocate the scratch array that `pack_right_transposed` needs for `n_inner` steps."""
+    """Return zeros (LANES, `n_inner` rounded up to LANES) in `like`'s dtype, the scratch of `pack_right_transposed`."""
     return aligned_zeros(LANES, round_up_to_lanes(n_inner), like)
 
 
@@ -413,7 +413,7 @@ def _heads_signature(narrow: bool) -> str:
 # Cache: valid for the life of the process: compiled for this processor.
 @cache
 def compile_attention(narrow: bool, narrow_results: bool) -> Any:
-    """Compile the forward attention loop for bfloat16 or float32 operands and results; return the loop."""
+    """Return the forward loop; operands are bfloat16 bits if `narrow`, results if `narrow_results`, else float32."""
     x, y = _heads_signature(narrow), _heads_signature(narrow_results)
     return compile_loop(f"void({x}, {x}, {x}, f4, i8, i8, b1, {y}, f4[:, :], f4[:, :])")(_attention)
 
@@ -421,6 +421,6 @@ def compile_attention(narrow: bool, narrow_results: bool) -> Any:
 # Cache: valid for the life of the process: compiled for this processor.
 @cache
 def compile_attention_backward(narrow: bool, narrow_results: bool) -> Any:
-    """Compile the backward attention loop for bfloat16 or float32 operands and results; return the loop."""
+    """Return the backward loop; q, k, v are bfloat16 bits if `narrow`, others if `narrow_results`, else float32."""
     x, y = _heads_signature(narrow), _heads_signature(narrow_results)
     return compile_loop(f"void({y}, {x}, {x}, {x}, {y}, f4[:, :], f4, i8, i8, {y}, {y}, {y})")(_attention_backward)

@@ -77,7 +77,7 @@ def _rows_decline_reason(x: np.ndarray) -> str | None:
 
 @decline_when(_rows_decline_reason)
 def gelu(x: np.ndarray) -> Any:
-    """Compute GELU (tanh approximation) elementwise with Numba loops."""
+    """Return GELU (tanh) of x by Numba; NotImplemented unless x is a few float32 rows or large float32 or bfloat16."""
     return _gelu(x)
 
 
@@ -91,7 +91,7 @@ def _gelu(x: np.ndarray) -> Any:
 
 @decline_when(_rows_decline_reason)
 def gelu_with_derivative(x: np.ndarray) -> Any:
-    """Compute GELU with Numba loops; return None for the derivative, which the backward pass recomputes."""
+    """Return GELU of x by Numba loops, and None for the derivative, which `gelu_backward` recomputes from x."""
     return _gelu(x), None
 
 
@@ -101,13 +101,13 @@ def _gelu_backward_decline_reason(grad: np.ndarray, x: np.ndarray | None, slope:
 
 @decline_when(_gelu_backward_decline_reason)
 def gelu_backward(grad: np.ndarray, x: Any, slope: np.ndarray | None) -> Any:
-    """Compute the gradient of GELU from its input with Numba loops."""
+    """Return `grad` times GELU's derivative at x by Numba loops; NotImplemented with a `slope` or for small arrays."""
     return _over_numbers(load_loops("training_loops").gelu_backward, grad, x)
 
 
 @decline_when(_rows_decline_reason)
 def swiglu(x: np.ndarray) -> Any:
-    """Compute SwiGLU of (..., 2 C) to (..., C) with Numba loops."""
+    """Return SwiGLU a * silu(b) of x = [a, b] (..., 2 C) as (..., C), in the dtype of x, by Numba loops."""
     if x.size < MIN_SIZE:
         y = buffers.empty((*x.shape[:-1], x.shape[-1] // 2), FLOAT32)
         load_loops("loops").swiglu(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
@@ -121,7 +121,7 @@ def _swiglu_backward_decline_reason(grad: np.ndarray, x: np.ndarray) -> str | No
 
 @decline_when(_swiglu_backward_decline_reason)
 def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
-    """Compute the gradient of SwiGLU with Numba loops."""
+    """Return the gradient of x = [a, b] (..., 2 C) from `grad` (..., C) of SwiGLU a * silu(b), by Numba loops."""
     return _over_rows(load_loops("training_loops").swiglu_backward, [grad, x], x.shape[-1])
 
 
@@ -158,7 +158,7 @@ def _rotate_decline_reason(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> s
 
 @decline_when(_rotate_decline_reason)
 def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Apply RoPE to (B, T, H, D), rotating pairs (i, i + D/2), with Numba loops, batch items divided among threads."""
+    """Apply RoPE to (B, T, H, D): rotate pairs (i, i + D/2) by cos and sin (T, D/2), with Numba, items in threads."""
     y = buffers.empty(x.shape, x.dtype)
     compute = load_loops("loops").rotate
     heads, rotated = view_for_loops(x), view_for_loops(y)
@@ -177,7 +177,7 @@ def _sum_squares_decline_reason(x: np.ndarray) -> str | None:
 
 @decline_when(_sum_squares_decline_reason)
 def sum_squares(x: np.ndarray) -> np.ndarray:
-    """Compute the sum of squares of all float32 elements with Numba loops in several threads."""
+    """Return the sum of squares of x as a 0-d float32 array by Numba; NotImplemented unless x is large and float32."""
     flat = x.reshape(-1)
     compute = load_loops("training_loops").sum_squares
     return np.asarray(

@@ -65,7 +65,7 @@ def compile_loop(signature: str | list[str]) -> Callable[[Callable[..., Any]], A
 
 
 def overload_by_types(implementation_for: Callable[..., Any]) -> Any:
-    """Turn a function from argument types to an implementation into a Numba function (`numba.extending.overload`)."""
+    """Make a Numba function of one from types to an implementation; in Python it raises NotImplementedError."""
 
     @wraps(implementation_for)
     def stub(*arguments: Any) -> Any:

@@ -80,7 +80,7 @@ def layer_norm(
 # -------------------------------------------------------------------- between products
 @compile_loop(["void(f4[:, ::1], f4[:, ::1])", "void(u2[:, ::1], u2[:, ::1])"])
 def swiglu(x: np.ndarray, y: np.ndarray) -> None:
-    """Write SwiGLU of rows (R, 2 C) into `y` (R, C)."""
+    """Write SwiGLU a * silu(b) of rows [a, b] (R, 2 C) into `y` (R, C)."""
     n_rows, size = y.shape
     for i in range(n_rows):
         for j in range(size):
@@ -241,7 +241,7 @@ def decode_attention_16_bit(
 # -------------------------------------------------------------------- numbers as two of fewer bits
 @compile_loop("b1(f4[:, ::1], i1[:, ::1], f4[::1])")
 def split_int8(x: np.ndarray, parts: np.ndarray, scales: np.ndarray) -> bool:
-    """Quantize float32 rows (R, K) to low, then high int8 rows (2 R, K), and step sizes; False if not finite.
+    """Write rows (R, K) as low, then high int8 rows to `parts` (2 R, K), steps to `scales` (R,); False if not finite.
 
     Args:
         scales: (R,), how large a step is.
@@ -265,7 +265,7 @@ def split_int8(x: np.ndarray, parts: np.ndarray, scales: np.ndarray) -> bool:
 
 @compile_loop("void(f4[:, ::1], f4[::1], f4[:, ::1])")
 def join_int8(products: np.ndarray, scales: np.ndarray, result: np.ndarray) -> None:
-    """Combine the products of low and high int8 rows (2 R, M) to the products of the float32 rows (R, M)."""
+    """Write (256 high + low) * scales to `result` (R, M), from products (2 R, M) of low, then high int8 rows."""
     n_rows, size = result.shape
     for i in range(n_rows):
         for j in range(size):

@@ -19,7 +19,7 @@ def _place(builder: Any, arguments: Any) -> Any:
 
 @intrinsic
 def atomic_load(context: Any, address: Any, index: Any) -> Any:
-    """Load a 64-bit integer of the mailbox atomically (acquire)."""
+    """Load the 64-bit integer at an index of the mailbox at `address` atomically (acquire; Numba intrinsic)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_place(builder, arguments), "acquire", 8)

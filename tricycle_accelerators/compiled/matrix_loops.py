@@ -38,7 +38,7 @@ def _add_bias(out: np.ndarray, bias: np.ndarray) -> None:
 
 @compile_loop("void(f4[:, :], f4[:, :], f4[::1], f4[:, :])")
 def multiply_large(a: np.ndarray, b: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
-    """Write a @ b plus a bias (N,), or (0,) for none, into `out`, by register tiles and packed panels of `b`.
+    """Write a @ b + bias (N,), or (0,) for none, into `out`; M is a multiple of ROWS, N of LANES, and K not 0.
 
     M is a multiple of ROWS, N of LANES, and K is not 0.
 

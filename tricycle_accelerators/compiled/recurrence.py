@@ -58,7 +58,7 @@ def _repeated_decline_reason(matrix: np.ndarray) -> str | None:
 
 @decline_when(_repeated_decline_reason)
 def prepare_matrix(matrix: np.ndarray) -> _Panels:
-    """Wrap a float32 weight matrix so that it is packed into panels once and reused for all time steps."""
+    """Return a wrapper, for `x @ wrapper` and `.T`, that packs a float32 matrix once; NotImplemented if not float32."""
     return _Panels(matrix)
 
 
@@ -110,7 +110,7 @@ def _pipeline_decline_reason(gates: np.ndarray, *_: Any, **__: Any) -> str | Non
 def run_batch_parallel(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:
-    """Call `first`, then `then` for each chunk of time steps, in several threads with a range of batch items each."""
+    """Call `first`, then `then`, with (steps, items) for each piece, in threads with a range of batch items each."""
     n_items = gates.shape[1]
     n_parts = max(1, min(threads.n_threads(), n_items // FEWEST_ITEMS))
     ends = [n_items * part // n_parts for part in range(n_parts + 1)]

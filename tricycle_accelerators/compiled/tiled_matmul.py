@@ -58,7 +58,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Return a large float32 product plus bias, in `out` if given, by Numba register tiles; threads divide the result.
+    """Return float32 a @ b + bias, in `out` if given, by Numba tiles in threads; NotImplemented for a small product.
 
     The left matrix has contiguous rows: BLAS computes products with a transposed left matrix.
     """

@@ -188,7 +188,7 @@ def round_up_to_lanes(n: int) -> int:
 
 @overload_by_types
 def n_inner_steps(n: Any, like: Any) -> Any:
-    """Return the number of inner steps of a product over n numbers: half as many for bfloat16 pairs."""
+    """Return the inner steps of a product over n numbers: n, or n / 2 rounded up if `like` is uint32 (pairs)."""
     if like.dtype == types.uint32:
         return lambda n, like: (n + 1) // 2
     return lambda n, like: n
@@ -196,7 +196,7 @@ def n_inner_steps(n: Any, like: Any) -> Any:
 
 @overload_by_types
 def operand_prototype(x: Any) -> Any:
-    """Return a one-element array with the dtype of packed operands of x: uint32 pairs or float32."""
+    """Return a one-element array of x's packed dtype: uint32 pairs for uint16 with fast bfloat16, else float32."""
     if x.dtype == types.uint16 and HAS_PAIRS:
         return lambda x: np.zeros(1, np.uint32)
     return lambda x: np.zeros(1, np.float32)
@@ -323,7 +323,7 @@ def left_elements(left: Any) -> Any:
 
 @overload_by_types
 def left_to_right(left: Any, shape: Any, out: Any) -> Any:
-    """Return a left operand (N, K) as a right operand: unchanged if float32, bfloat16 pairs are repacked into `out`."""
+    """Return a left operand as a right one: itself if float32; of pairs, its part `shape` (N, K) repacked in `out`."""
     if left.dtype == types.uint32:
 
         def pairs(left: Any, shape: Any, out: Any) -> Any:

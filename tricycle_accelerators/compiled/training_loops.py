@@ -35,7 +35,7 @@ def _gelu_slope(x: np.float32) -> np.float32:
 
 @compile_loop(["void(f4[::1], f4[::1], f4[::1])", "void(u2[::1], u2[::1], u2[::1])"])
 def gelu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
-    """Write the gradient of GELU with respect to its input x into `dx`."""
+    """Write `dy` times the derivative of GELU at x into `dx`; vectors of float32 or of bfloat16 bits (uint16)."""
     for i in range(len(x)):
         dx[i] = convert_for(dx, to_float32(dy[i]) * _gelu_slope(to_float32(x[i])))
 
@@ -55,7 +55,7 @@ def swiglu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
 
 @compile_loop("void(u2[:, ::1], f4[::1])")
 def add_rows(x: np.ndarray, sums: np.ndarray) -> None:
-    """Add the sum of bfloat16 rows (R, C) to `sums` (C,)."""
+    """Add the sum of the rows of x (R, C), bfloat16 bits (uint16), to float32 `sums` (C,) in place."""
     for i in range(len(x)):
         row = x[i]
         for j in range(len(sums)):

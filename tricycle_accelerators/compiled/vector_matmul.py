@@ -94,7 +94,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Multiply a float32 row by a matrix with contiguous columns, plus bias, with spinning Numba threads."""
+    """Return a float32 row times a large matrix by columns, plus bias, by spinning threads; else NotImplemented."""
     product = np.empty((1, b.shape[1]), np.float32)
     _team().multiply(a, b.T, NO_SCALES, NO_SUMS, product)
     if bias is not None:
@@ -140,7 +140,7 @@ def _few_bits_matmul_decline_reason(
 
 @decline_when(_few_bits_matmul_decline_reason)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
-    """Multiply a float32 row by a quantized matrix (rows cached in it), plus bias, with spinning Numba threads."""
+    """Return a float32 row times a matrix (rows cached in it) plus bias by spinning threads; else NotImplemented."""
     rows: _Rows | None = matrix.prepared.get("rows")
     if rows is None:
         rows = matrix.prepared["rows"] = _matrix_rows(matrix)

@@ -94,7 +94,7 @@ def _for_items_decline_reason(q: np.ndarray, *_: Any, **__: Any) -> str | None:
 
 @decline_when(_for_items_decline_reason)
 def run_over_batch(q: np.ndarray, work: Callable[[slice], None]) -> None:
-    """Call `work` for each batch item, items divided among threads."""
+    """Call `work(slice(i, i + 1))` for each batch item i in threads; NotImplemented for fewer items than threads."""
     threads.parallel_for(work, [slice(i, i + 1) for i in range(len(q))])
 
 
@@ -360,7 +360,7 @@ def row_attention(
     row_softmax: RowSoftmaxFn,
     mask: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Compute attention with `row_softmax` in place of softmax on rows of scores, head groups divided among threads."""
+    """Return attention (B, T, H, E) with `row_softmax` on rows of scores in place of softmax, heads in threads."""
     out = buffers.empty((*q.shape[:3], v.shape[3]), q.dtype)
     queries, _, inputs = _trim_hidden(q, k, v, score_options, mask)
     seen_out = _fill_outside(out, queries, 0)

@@ -16,19 +16,19 @@ from tricycle_accelerators.providers import decline_when
 
 @upcasting(1)
 def gelu(x: np.ndarray) -> np.ndarray:
-    """Compute GELU (tanh approximation) with NumPy, chunks divided among threads."""
+    """Return GELU (tanh approximation) of x in its dtype by NumPy, chunks divided among threads."""
     return _gelu(x, None)
 
 
 @upcasting(2)
 def gelu_with_derivative(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Compute GELU and its derivative with NumPy, chunks divided among threads."""
+    """Return GELU of x and its derivative, both in the dtype of x, by NumPy, chunks divided among threads."""
     slope = buffers.empty(x.shape, x.dtype)
     return _gelu(x, slope), slope
 
 
 def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> Any:
-    """Multiply the gradient by the derivative of GELU, which is computed from x if it was not kept."""
+    """Return `grad` times `slope`, the derivative of GELU, which is computed from x if it is None."""
     if slope is None and x is not None:
         _, slope = gelu_with_derivative(x)
     return kernels.multiply(grad, slope)
@@ -146,13 +146,13 @@ def _shared_decline_reason(a: np.ndarray, b: np.ndarray, out: np.ndarray | None 
 
 @decline_when(_shared_decline_reason)
 def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Multiply two large arrays elementwise with NumPy, chunks divided among threads."""
+    """Return a * b by NumPy in threads; NotImplemented for small, 16-bit, non-contiguous or unequally shaped arrays."""
     return _shared(np.multiply, a, b, None)
 
 
 @decline_when(_shared_decline_reason)
 def add(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """Add two large arrays elementwise with NumPy, chunks divided among threads."""
+    """Return a + b, in `out` if given, by NumPy in threads; NotImplemented for small, 16-bit or strided arrays."""
     return _shared(np.add, a, b, out)
 
 
@@ -168,7 +168,7 @@ def _shared(compute: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray | N
 
 @upcasting(1)
 def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Apply RoPE to (B, T, H, D), rotating pairs (i, i + D/2), with NumPy, batch items divided among threads."""
+    """Apply RoPE to (B, T, H, D): rotate pairs (i, i + D/2) by cos and sin (T, D/2), with NumPy, items in threads."""
     half = x.shape[-1] // 2
     y = buffers.empty(x.shape, x.dtype)
     cos, sin = cos[:, None, :], sin[:, None, :]

@@ -30,7 +30,7 @@ def matmul_operand(x: np.ndarray, precision: str) -> np.ndarray:
 
 
 def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the matmul operand of x and the sum of its rows."""
+    """Return the matmul operand of x and the sum (C,) of the rows of x (N, C), in at least float32."""
     return kernels.matmul_operand(x, precision), kernels.sum_rows(x)
 
 
@@ -50,7 +50,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Return a @ b plus bias, in `out` if given, by BLAS; threads divide rows, columns or the inner dimension."""
+    """Return a @ b + bias, in `out` if given, by BLAS in threads; 16-bit operands give float32 without `dtype`."""
     if len(a) == 1 and out is None and dtype is None and a.dtype == b.dtype == np.float32 and b.flags.f_contiguous:
         row = spin_threads.multiply_vector(a, b)  # most of all calls: nothing else is looked at
         if row is not None:
@@ -168,7 +168,7 @@ def _batched_matmul_decline_reason(a: np.ndarray, b: np.ndarray) -> str | None:
 
 @decline_when(_batched_matmul_decline_reason)
 def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Multiply batches of matrices by BLAS; threads divide the batch items unless the product is small."""
+    """Return a (..., N, K) @ b (..., K, M) by BLAS, batch items in threads; NotImplemented if empty or of 16 bits."""
     n_rows, n_inner = a.shape[-2:]
     n_columns = b.shape[-1]
     if a.ndim == 2 and a.dtype == b.dtype and a.dtype in (np.float32, np.float64):
@@ -190,7 +190,7 @@ def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 # -------------------------------------------------------------------- sums
 @upcasting(0)
 def sum_rows(x: np.ndarray) -> np.ndarray:
-    """Sum a matrix (R, C) over its rows to (C,) by BLAS, chunks of rows divided among threads."""
+    """Sum a matrix (R, C) over its rows to (C,), at least float32, by BLAS, chunks of rows divided among threads."""
     if x.size <= chunks.UNSHARED_SIZE:
         few: np.ndarray = chunks.ones_vector(len(x), x) @ x
         return few

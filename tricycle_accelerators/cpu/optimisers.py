@@ -19,7 +19,7 @@ LARGE = 2**22  # elements of a function that is worth all threads
 
 @upcasting(1)
 def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
-    """Orthogonalize each matrix of a batch (Muon) by the reference iteration, one matrix per thread at a time."""
+    """Return about U V^T for each U S V^T in x (N, R, C) (Muon), one matrix per thread; `precision` is ignored."""
     polar = buffers.empty(x.shape, x.dtype)
 
     def work(i: int) -> None:
@@ -30,7 +30,7 @@ def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
 
 
 def run_independent(like: np.ndarray, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
-    """Run jobs (function, size, may share threads, single-threaded) in threads, largest first; return their results."""
+    """Run jobs (function, n_elements, may run in any thread, uses one thread) in threads; return results in order."""
     if sum([job[1] for job in jobs]) < SMALL:
         return [job[0]() for job in jobs]
     results: list[Any] = [None] * len(jobs)

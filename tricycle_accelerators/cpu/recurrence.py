@@ -28,7 +28,7 @@ def _pipeline_decline_reason(gates: np.ndarray, pieces: list[Piece], *_: Any, **
 def run_batch_parallel(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:
-    """Run `first` on chunks of time steps in one thread, and `then` on each in a second after `first` has run on it."""
+    """Call `first` per piece in one thread, then `then` in another; NotImplemented for 1 piece or over 32 items."""
     ready = threading.Semaphore(0)
 
     def run(second: bool) -> None:

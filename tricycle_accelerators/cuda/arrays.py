@@ -36,7 +36,7 @@ def contiguous(x: Array) -> Array:
 
 
 def contiguous_float32(x: Array) -> Array:
-    """Return x as a C-contiguous float32 array."""
+    """Return x as a C-contiguous float32 array: x itself if it is one, else a copy."""
     return contiguous(cast(x, np.dtype(f32)))
 
 

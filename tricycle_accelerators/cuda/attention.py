@@ -102,7 +102,7 @@ def attention(
     mask: Array | None = None,
     dtype: Any = None,
 ) -> tuple[Array, Array]:
-    """Compute attention by cuDNN if it supports the arguments, else by a CUDA kernel; return output and logsumexp."""
+    """Return output (B, T, H, D) and float32 logsumexp (B, H, T) by cuDNN or CUDA; NotImplemented if neither fits."""
     dtype = dtype or q.dtype
     results = cudnn.attention_forward(q, k, v, score_options, off_by_one, mask)
     if results is not None:
@@ -141,7 +141,7 @@ def attention_backward(
     dv: Array,
     mask: Array | None = None,
 ) -> None:
-    """Write the attention gradients into dq, dk and dv by cuDNN if it supports the arguments, else by CUDA kernels."""
+    """Write the attention gradients into dq, dk and dv by cuDNN, else CUDA; return NotImplemented if neither fits."""
     if cudnn.attention_backward(grad, q, k, v, out, logsumexp, score_options, dq, dk, dv, mask):
         return
     way = _select_kernels(q)

@@ -77,7 +77,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def compile_file(file: str, architecture: str) -> Iterator[KernelUsage]:
-    """Compile all kernels of a .cu file by NVRTC for an architecture and yield the resource usage of each kernel.
+    """Compile the kernels of `file`.cu for an architecture and yield each one's KernelUsage; RuntimeError if it fails.
 
     Raises:
         RuntimeError: with the compiler's words.
@@ -114,7 +114,7 @@ def compile_file(file: str, architecture: str) -> Iterator[KernelUsage]:
 
 
 def parse_usages(log: str, mangled: dict[str, str], architecture: str) -> Iterator[KernelUsage]:
-    """Yield the resource usage of each kernel in `mangled` (symbol to C++ name) from the assembler's log.
+    """Yield the KernelUsage of each kernel of `mangled` (symbol: C++ name) from a log; ValueError if one is missing.
 
     Args:
         mangled: from the names in the log to those in C++.

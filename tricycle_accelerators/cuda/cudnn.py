@@ -42,7 +42,7 @@ def unavailable_reason() -> str | None:
 
 
 def version_text() -> str:
-    """Return the versions of cuDNN and its Python frontend as text."""
+    """Return the versions as text, such as "cuDNN 91000, frontend 1.14.0"; ImportError without the frontend."""
     import cudnn
 
     return f"cuDNN {cudnn.backend_version()}, frontend {cudnn.__version__}"
@@ -163,7 +163,7 @@ def _sizes(shape: AttentionShape) -> tuple[int, int, int, int]:
 
 
 def contiguous_strides(shape: AttentionShape) -> Strides:
-    """Return the strides of a C-contiguous array (B, T, H, D), in cuDNN's order of axes."""
+    """Return the strides, in elements, of a C-contiguous array (B, T, H, D) in cuDNN's order of axes: B, H, T, D."""
     return shape.n_tokens * shape.n_heads * shape.size, shape.size, shape.n_heads * shape.size, 1
 
 
@@ -227,7 +227,7 @@ def _run(ready: AttentionGraph, arrays: tuple[Array, ...]) -> None:
 def attention_forward(
     q: Array, k: Array, v: Array, score_options: ScoreOptions, off_by_one: bool, mask: Array | None
 ) -> tuple[Array, Array] | None:
-    """Compute attention by cuDNN as `tricycle.kernels.attention` does; return None if cuDNN does not support it."""
+    """Return output (B, T, H, D) and float32 logsumexp (B, H, T) of attention by cuDNN; None if not supported."""
     import cupy
 
     shape = None if mask is not None or unavailable_reason() else supported_shape(q, score_options, k, v)
@@ -257,7 +257,7 @@ def attention_backward(
     dv: Array,
     mask: Array | None,
 ) -> bool:
-    """Write the gradients of attention by cuDNN; return False, with nothing written, if cuDNN does not support it.
+    """Write attention's gradients into dq, dk, dv by cuDNN and return True; False, nothing written, if not supported.
 
     The gradient is right for softmax1 too, whose weights are e^(score - logsumexp) as well.
     """

@@ -22,13 +22,13 @@ def _elementwise(name: str, x: Array, n_results: int) -> Any:
 
 @decline_when(arrays.array_decline_reason)
 def gelu(x: Array) -> Array:
-    """Compute GELU (tanh approximation) with a CUDA kernel."""
+    """Return GELU (tanh approximation) of x in its dtype by a CUDA kernel; NotImplemented for float64 or an empty x."""
     return _elementwise("gelu", x, 1)
 
 
 @decline_when(arrays.array_decline_reason)
 def gelu_with_derivative(x: Array) -> tuple[Array, None]:
-    """Compute GELU with a CUDA kernel; `gelu_backward` recomputes the derivative from x."""
+    """Return GELU of x by a CUDA kernel, and None: `gelu_backward` recomputes the derivative from x."""
     return _elementwise("gelu", x, 1), None
 
 
@@ -56,7 +56,7 @@ def _add_decline_reason(a: Array, b: Array, out: Array | None = None) -> str | N
 
 @decline_when(_add_decline_reason)
 def add(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Add two arrays of one shape and dtype with a CUDA kernel, into `out` if given, which may be a or b."""
+    """Return a + b, in `out` if given (which may be a or b), by CUDA; NotImplemented if shapes or dtypes differ."""
     return _pairwise("add", a, b, out)
 
 
@@ -67,7 +67,7 @@ def _multiply_decline_reason(a: Array, b: Array) -> str | None:
 
 @decline_when(_multiply_decline_reason)
 def multiply(a: Array, b: Array) -> Array:
-    """Multiply two arrays of one shape, or an array and a 0-d array, with a CUDA kernel."""
+    """Return a * b for two arrays of one shape and dtype, or a 0-d b, by a CUDA kernel; else NotImplemented."""
     return _pairwise("multiply", a, b) if b.ndim else _pairwise("scale", a, b.astype(f32, copy=False))
 
 
@@ -77,19 +77,19 @@ def _gelu_backward_decline_reason(grad: Array, x: Array | None, slope: Array | N
 
 @decline_when(_gelu_backward_decline_reason)
 def gelu_backward(grad: Array, x: Array | None, slope: Array | None) -> Array:
-    """Multiply the gradient by the derivative of GELU at x with a CUDA kernel."""
+    """Return `grad` times GELU's derivative at x by a CUDA kernel, `slope` unused; NotImplemented if x is None."""
     return _pairwise("gelu_backward", grad, x)
 
 
 @decline_when(arrays.array_decline_reason)
 def relu_squared(x: Array) -> tuple[Array, Array]:
-    """Compute relu(x) ** 2 and its derivative with a CUDA kernel."""
+    """Return relu(x) ** 2 and its derivative 2 relu(x), both in the dtype of x, by a CUDA kernel."""
     return _elementwise("relu_squared", x, 2)
 
 
 @decline_when(arrays.array_decline_reason)
 def sigmoid(x: Array) -> Array:
-    """Compute the sigmoid elementwise with a CUDA kernel."""
+    """Return the sigmoid of x in its dtype by a CUDA kernel; NotImplemented for float64 or an empty x."""
     return _elementwise("sigmoid", x, 1)
 
 

@@ -72,7 +72,7 @@ class MatmulSpec(NamedTuple):
 
 
 def matrix_layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> MatrixLayout | None:
-    """Return whether a matrix is column-major, and its leading dimension; None if no axis is contiguous."""
+    """Return a matrix's MatrixLayout (step in elements) from strides in bytes; None if no axis is contiguous."""
     (n_rows, n_columns), (down, across) = shape, strides
     for transposed, near, far, length, number in (
         (False, across, down, n_columns, n_rows),
@@ -96,7 +96,7 @@ def address_alignment(address: int) -> int:
 
 
 def result_type(operands: Any, dtype: Any, out: Array | None) -> np.dtype:
-    """Return the dtype of a matrix product: `out`'s, the requested one, or float32 for 16-bit operands."""
+    """Return a product's dtype: `out`'s, else `dtype`, else float32 for 16-bit `operands`, else that dtype."""
     if out is not None:
         return out.dtype
     return np.dtype(dtype if dtype is not None else np.float32 if operands.itemsize == 2 else operands)
@@ -134,7 +134,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 # Cache: valid for the life of the process: a loaded library.
 @cache
 def load_cublaslt() -> ctypes.CDLL:
-    """Load CuPy's cuBLASLt, declare the argument types of its functions, and return it; raise if it is not there.
+    """Return CuPy's cuBLASLt with declared argument types; ImportError, OSError or RuntimeError if it is not there.
 
     Raises:
         ImportError, OSError, RuntimeError: it is not there.
@@ -307,7 +307,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> Array:
-    """Return a @ b plus bias, in `out` if given, by cuBLASLt with cached plans, or CuPy where it is not supported."""
+    """Return a @ b + bias in `out`, else in `dtype`, else float32 for 16-bit operands, by cuBLASLt, else CuPy."""
     import cupy
 
     if a.dtype != b.dtype:

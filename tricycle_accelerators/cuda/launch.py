@@ -186,7 +186,7 @@ def elements_per_16_bytes(itemsize: int) -> int:
 
 
 def plan_elementwise(n: int, per_thread: int, threads: int = THREADS) -> LaunchPlan:
-    """Plan an elementwise launch over n elements, `per_thread` elements for each thread."""
+    """Plan a launch over n elements, `per_thread` for each of `threads` threads per block; ValueError if too large."""
     return LaunchPlan((ceil_div(n, per_thread * threads), 1), (threads, 1)).check()
 
 
@@ -242,7 +242,7 @@ def plan_token_sums(n_rows: int, row_size: int, at_once: int) -> LaunchPlan:
 
 
 def plan_attention(n_tokens: int, n_heads: int, tile: int, threads: int, shared: int) -> LaunchPlan:
-    """Plan an attention launch with one block for each tile of tokens of each head."""
+    """Plan attention with a block of `threads` threads and `shared` bytes per tile of `tile` tokens of each head."""
     return LaunchPlan((ceil_div(n_tokens, tile) * n_heads, 1), (threads, 1), shared).check()
 
 
@@ -255,14 +255,14 @@ class AttentionSharedMemory(NamedTuple):
 
 
 def tensor_core_shared_memory(size: int) -> AttentionSharedMemory:
-    """Return the shared memory that the tensor-core attention kernels need for a head size."""
+    """Return the bytes of shared memory per block of the tensor-core attention kernels for a head size."""
     row, forward, backward = 2 * (size + 8), tensor_core_tile(size), tensor_core_backward_tile(size)
     queries = (2 * 64 + 4 * backward) * row
     return AttentionSharedMemory((64 + 4 * forward) * row, queries + 4 * 4 * backward, queries)
 
 
 def float32_shared_memory(size: int) -> AttentionSharedMemory:
-    """Return the shared memory that the float32 attention kernels need for a padded head size."""
+    """Return the bytes of shared memory per block of the float32 attention kernels for a padded head size."""
     forward, backward = float32_forward_tile(size), float32_backward_tile(size)
     rows, square = backward * (size + 1), backward * (backward + 1)
     whole = 2 * forward * (size + 1) + forward * (forward + 1)
@@ -381,7 +381,7 @@ def _device_of(kernel: str, arguments: Sequence[Any]) -> int | None:
 
 
 def device_of(array: Any) -> int | None:
-    """Return the number of an array's device; None for numbers and host arrays."""
+    """Return the device number of a CuPy array; None for NumPy arrays and NumPy scalars."""
     return None if isinstance(array, (np.ndarray, np.generic)) else array.device.id
 
 

@@ -21,7 +21,7 @@ def _cross_entropy_decline_reason(logits: Array, *_: Any, **__: Any) -> str | No
 def cross_entropy(
     logits: Array, labels: Array, weights: Array, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[Array, Array | None]:
-    """Compute the weighted cross-entropy loss, and its gradient if asked, with a CUDA kernel."""
+    """Return the sum of weight * cross-entropy, 0-d float32, and its gradient by the logits or None, by CUDA."""
     slope = arrays.empty_like(logits) if with_gradient else None
     return _cross_entropy(logits, labels, weights, smoothing, slope), slope
 

@@ -29,18 +29,18 @@ def _narrow_dtype(precision: str) -> np.dtype | None:
 
 
 def matmul_operand(x: Array, precision: str) -> Array:
-    """Return x in the 16-bit dtype of the requested product precision; unchanged for float32 and TF32."""
+    """Return x as float16 or bfloat16 by `precision`; x itself for "float32", "tf32" or if it has 16 bits already."""
     narrow = _narrow_dtype(precision)
     return x if narrow is None or x.dtype.itemsize == 2 else arrays.cast(x, narrow)
 
 
 def matmul_operand_and_sums(x: Array, precision: str) -> tuple[Array, Array]:
-    """Return the matmul operand of x and the sum of its rows."""
+    """Return `matmul_operand(x, precision)` and the sum (C,) of the rows of x (N, C), in at least float32."""
     return matmul_operand(x, precision), kernels.sum_rows(x)
 
 
 def to_compute_dtype(x: Array, precision: str) -> Array:
-    """Return x in the 16-bit dtype of the requested precision; unchanged for float32 and TF32."""
+    """Return x as float16 or bfloat16 by `precision`; x itself for "float32", "tf32" or if it has 16 bits already."""
     return matmul_operand(x, precision)
 
 
@@ -52,7 +52,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> Array:
-    """Return a @ b plus bias, in `out` if given, by cuBLASLt (`gemm.matmul`)."""
+    """Return a @ b + bias in `out`, else in `dtype`, else float32 for 16-bit operands, by cuBLASLt (`gemm.matmul`)."""
     return gemm.matmul(a, b, bias, out, dtype, precision)
 
 
@@ -64,5 +64,5 @@ def sum_squares(x: Array) -> Array:
 
 @decline_when(arrays.array_decline_reason)
 def sum_rows(x: Array) -> Array:
-    """Sum the rows of a matrix (R, C) with a CUDA kernel."""
+    """Sum a matrix (R, C) over its rows to float32 (C,) by a CUDA kernel; NotImplemented for float64 or an empty x."""
     return sums.column_sums(arrays.contiguous(x), arrays.cuda_type(x.dtype))

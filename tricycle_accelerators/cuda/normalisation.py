@@ -56,7 +56,7 @@ def _layer_norm_backward_decline_reason(grad: Array, x: Array, gain: Array, *_: 
 def layer_norm_backward(
     grad: Array, x: Array, gain: Array, mean: Array, scale: Array, subtract_mean: bool
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of input, gain and bias of layer norm or RMS norm, by CUDA kernels."""
+    """Return the gradients of x (in its dtype), gain and bias (float32) of the norm; NotImplemented for long rows."""
     kind, size = arrays.cuda_type(x.dtype), x.shape[-1]
     n_rows = x.size // size
     rows = arrays.contiguous(grad), arrays.contiguous(x), arrays.contiguous_float32(gain)

@@ -71,19 +71,19 @@ def _forward_decline_reason(
 
 @decline_when(_forward_decline_reason)
 def rnn(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, relu: bool) -> None:
-    """Run an Elman RNN over all time steps on the GPU, writing `gates` and `states` in place."""
+    """Run an RNN on the GPU from states[:, 0]: overwrite `gates`, write states[:, 1:]; inactive items keep states."""
     _forward("rnn", gates, states, weights, bias, active, relu)
 
 
 @decline_when(_forward_decline_reason)
 def gru(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
-    """Run a GRU over all time steps on the GPU, writing `gates` and `states` in place."""
+    """Run a GRU on the GPU from states[:, 0]: overwrite `gates`, write states[:, 1:]; inactive items keep states."""
     _forward("gru", gates, states, weights, bias, active)
 
 
 @decline_when(_forward_decline_reason)
 def lstm(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
-    """Run an LSTM over all time steps on the GPU, writing `gates` and `states` in place."""
+    """Run an LSTM on the GPU from states[:, 0]: overwrite `gates`, write states[:, 1:]; inactive items keep states."""
     _forward("lstm", gates, states, weights, bias, active)
 
 
@@ -112,7 +112,7 @@ def rnn_backward(
     d_states: Array,
     relu: bool,
 ) -> None:
-    """Backpropagate through an Elman RNN on the GPU: write `d_gates`; turn `d_states` into that of the first state."""
+    """Backpropagate through an RNN: write `d_gates`; turn `d_states` of the last states into that of the first."""
     _backward("rnn_backward", grad, gates, states, weights, active, d_gates, d_states, relu)
 
 
@@ -120,7 +120,7 @@ def rnn_backward(
 def gru_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
-    """Backpropagate through a GRU on the GPU, writing `d_gates` and `d_states` in place."""
+    """Backpropagate through a GRU: write `d_gates`; turn `d_states` of the last states into that of the first."""
     _backward("gru_backward", grad, gates, states, weights, active, d_gates, d_states)
 
 
@@ -128,5 +128,5 @@ def gru_backward(
 def lstm_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
-    """Backpropagate through an LSTM on the GPU, writing `d_gates` and `d_states` in place."""
+    """Backpropagate through an LSTM: write `d_gates`; turn `d_states` of the last states into that of the first."""
     _backward("lstm_backward", grad, gates, states, weights, active, d_gates, d_states)

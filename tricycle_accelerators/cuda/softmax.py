@@ -21,13 +21,13 @@ def _rows(name: str, template: tuple[str, ...], x: Array, *others: Array) -> Arr
 
 @decline_when(arrays.array_decline_reason)
 def softmax(x: Array, off_by_one: bool = False) -> Array:
-    """Compute softmax (or softmax1, if `off_by_one`) over the last axis with a CUDA kernel."""
+    """Return softmax (softmax1 if `off_by_one`) over the last axis by CUDA; NotImplemented for float64 or empty x."""
     return _rows("softmax", (arrays.cuda_type(x.dtype), str(off_by_one).lower()), x)
 
 
 @decline_when(arrays.array_decline_reason)
 def log_softmax(x: Array) -> Array:
-    """Compute log-softmax over the last axis with a CUDA kernel."""
+    """Return log-softmax over the last axis by CUDA, in the dtype of x; NotImplemented for float64 or an empty x."""
     return _rows("log_softmax", (arrays.cuda_type(x.dtype),), x)
 
 
@@ -39,5 +39,5 @@ def _softmax_backward_decline_reason(grad: Array, y: Array) -> str | None:
 
 @decline_when(_softmax_backward_decline_reason)
 def softmax_backward(grad: Array, y: Array) -> Array:
-    """Compute the gradient of softmax from its output y with a CUDA kernel."""
+    """Return softmax's input gradient from that of its output y; NotImplemented if shapes or dtypes of both differ."""
     return _rows("softmax_backward", (arrays.cuda_type(y.dtype),), grad, y)

@@ -8,7 +8,7 @@ from tricycle_accelerators.cuda.arrays import f32, i64
 
 
 def total_sum(x: Array, kind: str, squares: str) -> Array:
-    """Sum all elements, or their squares if `squares` is "true", to a 0-d float32 array by CUDA, first in blocks."""
+    """Sum x of CUDA type `kind`, or its squares if `squares` is "true" (else "false"), to 0-d float32 by CUDA."""
     plan = launch.plan_total_sum(x.size, x.dtype.itemsize)
     n_blocks = plan.grid[0]
     total = arrays.empty_like(x, (), f32)
@@ -21,7 +21,7 @@ def total_sum(x: Array, kind: str, squares: str) -> Array:
 
 
 def column_sums(x: Array, kind: str) -> Array:
-    """Sum each column of a matrix (R, C) to a float32 vector (C,) with a CUDA kernel."""
+    """Sum each column of a C-contiguous matrix (R, C) of CUDA type `kind` to a float32 vector (C,) by a CUDA kernel."""
     n_rows, size = x.shape
     plan, chunk = launch.plan_column_sums(n_rows, size, x.dtype.itemsize)
     partial_sums = arrays.empty_like(x, (plan.grid[1], size), f32)

@@ -322,7 +322,7 @@ def _run(
 
 
 def matmul_openmp(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Write a @ b into `out` by oneDNN in OpenMP threads, and report the time it took to the spin policy.
+    """Write a @ b into `out` by oneDNN in OpenMP threads and time it for `spin_policy`, which the caller has checked.
 
     The caller has checked `spin_threads.spin_policy`. Arguments are those of `matmul`.
     """
@@ -353,7 +353,7 @@ def convert(x: np.ndarray, out: np.ndarray) -> None:
 
 
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray, bias: np.ndarray | None = None) -> None:
-    """Write the matrix product a @ b plus bias into `out` by oneDNN in this thread.
+    """Write a @ b plus bias (1, M) into `out` by oneDNN in this thread; no array may be empty.
 
     Args:
         a, b: (..., N, K) and (..., K, M), bfloat16, either may be a transposed view.

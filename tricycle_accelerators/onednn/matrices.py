@@ -22,7 +22,7 @@ def _operand_decline_reason(x: np.ndarray, precision: str) -> str | None:
 
 @decline_when(_operand_decline_reason)
 def matmul_operand(x: np.ndarray, precision: str) -> np.ndarray:
-    """Return x converted to bfloat16 in the same layout if `precision` is bfloat16; else x."""
+    """Return float32 x as bfloat16 in its layout if `precision` is that, else x itself; NotImplemented for float16."""
     if precision != "bfloat16" or x.dtype != np.float32:
         return x
     if x.ndim == 2 and x.flags.f_contiguous and not x.flags.c_contiguous:  # a transposed matrix stays one
@@ -39,7 +39,7 @@ def _to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def rounding_decline_reason(x: np.ndarray, precision: str = "float32") -> str | None:
-    """Return why an array is not converted to bfloat16; None if it is."""
+    """Return why x is not converted to bfloat16 (another precision, not float32, or empty); None if it is."""
     if precision != "bfloat16":
         return "a precision other than bfloat16"
     if x.dtype != np.float32:
@@ -56,7 +56,7 @@ def _operand_and_sums_decline_reason(x: np.ndarray, precision: str) -> str | Non
 
 @decline_when(_operand_and_sums_decline_reason)
 def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return x rounded to bfloat16 and the float32 sum of the unrounded rows (C,), in one pass over memory."""
+    """Return x (N, C) as bfloat16 and the unrounded rows' float32 sum (C,); NotImplemented for another `precision`."""
     out = buffers.empty(x.shape, library.bfloat16())
 
     def work(piece: slice) -> np.ndarray:
@@ -92,7 +92,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Return a @ b plus bias, in `out` if given, for bfloat16 operands or few float32 rows, by oneDNN in threads."""
+    """Return a @ b + bias, in `out` if given, for bfloat16 or 2 to FEW_ROWS float32 rows; else NotImplemented."""
     if a.dtype == np.float32:
         return _few_rows(a, b, bias)
     n_rows = len(a)

@@ -15,7 +15,7 @@ SAFETY = 1.01
 
 @decline_when(rounding_decline_reason)
 def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
-    """Orthogonalize each matrix of a batch (Muon) to float32 by bfloat16 products, one matrix per thread at a time.
+    """Return float32, about U V^T for each U S V^T in x (N, R, C); NotImplemented unless `precision` is bfloat16.
 
     Operands have 16 bits, sums 32.
 

@@ -85,7 +85,7 @@ NUMBER_ON_THE_LEFT = {"-": "z = c - x;  dx = -g", "/": "z = c / x;  dx = -g z / 
 def build_graph(
     function: Callable[..., Any], values: Mapping[str, Any], title: str, description: str = ""
 ) -> dict[str, Any]:
-    """Call a function; return its computation graph with node positions and the steps of backward, as JSON data.
+    """Call a function; return its graph as JSON data: title, description, nodes, edges, backward steps, width, height.
 
     Args:
         function: a function of Tensors that returns a Tensor.
@@ -210,7 +210,7 @@ def find_formula(name: str | None) -> str | None:
 
 
 def backward_sources(tensor: Tensor) -> list[dict[str, str]]:
-    """Return location and source code of the backward function of a Tensor, and of the functions that it calls."""
+    """Return "location" and "code" of a Tensor's backward function, then of those that it calls; [] if unknown."""
     backward = tensor._backward
     functions = [backward] if isinstance(backward, FunctionType) else []
     for function in functions:  # the list grows during the loop: a breadth-first search

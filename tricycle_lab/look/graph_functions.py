@@ -73,7 +73,7 @@ def build_graph_from_spec(spec: str, values: str = "") -> dict[str, Any]:
 
 
 def parse_values(text: str) -> dict[str, Any]:
-    """Parse values such as "x=2, y=[1, 2]" into a dict by name.
+    """Parse values such as "x=2, y=[1, 2]" into a dict by name; ValueError for another form.
 
     Raises:
         ValueError: a text of another form.
@@ -157,7 +157,7 @@ def _evaluate(node: ast.AST | None, inputs: Mapping[str, Any]) -> Any:
 
 
 def load_function(path: Path, name: str) -> Callable[..., Any]:
-    """Execute a Python file, and return one of its functions.
+    """Execute a Python file, and return its function `name`; FileNotFoundError or ValueError if there is none.
 
     Raises:
         FileNotFoundError, ValueError: no such file or function.

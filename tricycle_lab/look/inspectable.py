@@ -71,7 +71,7 @@ class InspectableModel:
         self._token_texts: dict[int, str] = {}
 
     def describe(self) -> dict[str, Any]:
-        """Return title, kind, class, number of parameters, ablatable layers and initial layer, as JSON data.
+        """Return JSON data: title, kind, class, nParameters, ablatable (names of layers) and initialLayer (an index).
 
         `initialLayer` is the index of the attention layer that the page shows first.
         """
@@ -90,7 +90,7 @@ class InspectableModel:
         return [int(token) for token in self.tokeniser.encode_plain(text)]
 
     def encode_input(self, text: str) -> list[int]:
-        """Convert a text to token ids with special tokens, such as the start of a text; raise if empty or too long.
+        """Convert a text to token ids with special tokens, such as the start of text; ValueError if empty or too long.
 
         Raises:
             ValueError: an empty text, or too many tokens.
@@ -109,7 +109,7 @@ class InspectableModel:
         return ids
 
     def replace_token(self, ids: Sequence[int], position: int, replacement: str | int) -> list[int]:
-        """Return the tokens with one replaced by another token, or by the tokens of a text; raise if it is invalid.
+        """Return the tokens with one replaced by a token id, or by the tokens of a text; ValueError if invalid.
 
         Raises:
             ValueError: no such position or token, or too many tokens.
@@ -155,12 +155,12 @@ class InspectableModel:
         raise NotImplementedError
 
     def reusable_fraction(self, ids: Sequence[int], interventions: Interventions, earlier: Trace) -> float:
-        """Return the fraction of a forward pass, 0 to 1, that `run` can take from an earlier trace."""
+        """Return the fraction of a forward pass, 0 to 1, that `run` can take from an earlier trace; by default 0."""
         return 0.0
 
 
 def find_attention_layers(model: Any) -> list[AttentionLayer]:
-    """Return an `AttentionLayer` (name, kind, heads) for each attention layer of a model, in model order."""
+    """Return an `AttentionLayer` (name, kind, heads) per attention layer, in model order, without recorded values."""
     layers = []
     for name, layer in model.named_layers():
         if attention_of(layer) is not None and hasattr(layer, "n_heads"):
@@ -318,7 +318,7 @@ class InspectableStack(InspectableModel):
         return 0, min(n_equal, len(ids) - 1)
 
     def reusable_fraction(self, ids: Sequence[int], interventions: Interventions, earlier: Trace) -> float:
-        """Return the fraction of blocks or positions that `run` can take from an earlier trace."""
+        """Return the fraction of blocks or positions, 0 to 1, that `run` can take from an earlier trace."""
         n_blocks, n_tokens = self._count_reusable(ids, interventions, earlier)
         return max(n_blocks / len(self.block_names), n_tokens / len(ids))
 
@@ -360,11 +360,11 @@ class InspectableEncoderDecoder(InspectableModel):
         self.block_names = [name for name in self.block_names if name.startswith("decoder.")]
 
     def encode(self, text: str) -> list[int]:
-        """Convert a text to tokens, without special tokens."""
+        """Convert a text, stripped of outer whitespace, to tokens without special tokens; [] for a blank text."""
         return [int(token) for token in self._encode(text.strip())] if text.strip() else []
 
     def token_text(self, token: int) -> str:
-        """Return the text of one token."""
+        """Return the text of one token; "<begin>" and "<end>" for the special tokens."""
         return "<begin>" if token == self.begin else "<end>" if token == self.end else self._token_text(token)
 
     def encode_input(self, text: str) -> list[int]:
@@ -390,7 +390,7 @@ class InspectableEncoderDecoder(InspectableModel):
         return ids
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Check the number of tokens of a target."""
+        """Raise ValueError unless the target has 1 to `max_tokens` tokens; the values of the ids are not checked."""
         if not 0 < len(ids) <= self.max_tokens:
             raise ValueError(f"expected a target of 1 to {self.max_tokens} tokens to inspect, got {len(ids)}")
 
@@ -443,7 +443,7 @@ def load_inspectable_translator(path: Path) -> InspectableEncoderDecoder:
 
 
 def substitute_row_softmax(interventions: Interventions) -> Substitution:
-    """Return a hook that replaces a recurrent model's attention softmax and divides the scores by a temperature.
+    """Return a hook that replaces a recurrent model's softmax and divides scores by a temperature, or raise ValueError.
 
     Raises:
         ValueError: ablations, which need a model with blocks, or a softmax with learned scales.

@@ -69,7 +69,7 @@ class Interventions:
 
     @property
     def changes_softmax(self) -> bool:
-        """Whether the softmax or the temperature of all attention layers is changed."""
+        """Return whether the softmax or the temperature of all attention layers is changed."""
         return self.softmax is not None or not math.isclose(self.temperature, 1.0)
 
     def first_changed_block(self, block_names: Sequence[str], other: Interventions) -> int:

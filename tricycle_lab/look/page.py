@@ -42,7 +42,7 @@ def render_page(name: str, title: str, data: Any, has_server: bool = False) -> s
 
 
 def content_security_policy(style: str, script: str, has_server: bool) -> str:
-    """Return a policy that allows this style and script only, and requests to the server of the page at most."""
+    """Return a Content-Security-Policy that allows only this style and script, and requests if `has_server`."""
     connect = "connect-src 'self'; " if has_server else ""
     return f"default-src 'none'; {connect}script-src {_hash(script)}; style-src {_hash(style)}; img-src data:"
 
@@ -56,7 +56,7 @@ def _read_text(name: str) -> str:
 
 
 def collect_static_data(model: InspectableModel, trace: Trace) -> dict[str, Any]:
-    """Return all attention maps, statistics, predictions and the logit lens, as data of a page without a server."""
+    """Return info, trace, attentionMaps, headStatistics, streamStatistics, topPredictions and logitLens by name."""
     maps: dict[str, list[dict[str, Any]]] = {}
     for layer in trace.attention_layers:
         maps[layer.name] = [trace.attention_map(layer.name, head, deflate=True) for head in range(layer.n_heads)]
@@ -73,6 +73,6 @@ def collect_static_data(model: InspectableModel, trace: Trace) -> dict[str, Any]
 
 
 def write_page(path: str | os.PathLike[str], text: str) -> None:
-    """Write a page to a file atomically."""
+    """Write a page to a file atomically, replacing an existing file."""
     with atomic_write(Path(path), text=True) as file:
         file.write(text)

@@ -45,7 +45,7 @@ class RunData:
 
 
 def compare_runs(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Return JSON data for the comparison page: each run, config differences, notes, and "bits" or "nats"."""
+    """Return JSON data of the comparison: "runs", "differences" of configs, "notes", and "unit": "bits" or "nats"."""
     shown = [_describe_run(run) for run in runs]
     return {
         "runs": shown,
@@ -56,7 +56,7 @@ def compare_runs(runs: Sequence[RunData]) -> dict[str, Any]:
 
 
 def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return name and values, as texts, of each field that differs between configs; "" for a missing field."""
+    """Return a dict of "field" and "values" (texts, one per config) for each field that differs; "" if missing."""
     fields = list(dict.fromkeys(name for config in configs for name in config))
     rows = []
     for name in fields:

@@ -64,14 +64,14 @@ class ViewerService:
         self._lock = threading.Lock()
 
     def page(self) -> str:
-        """Return the HTML page."""
+        """Return the HTML page of the viewer, which requests its data from the server."""
         models = [{"info": model.describe()} for model in self.models]
         title = " and ".join(model.title for model in self.models)
         data = {"hasServer": True, "text": self.text, "models": models, "softmaxes": list(SOFTMAXES)}
         return render_page("look", title, data, has_server=True)
 
     def prepare(self) -> None:
-        """Run the models on the text, so that the first request of the page finds the traces."""
+        """Run each model on the text, so that the page's first request finds a trace; ignore invalid texts."""
         for index in range(len(self.models)):
             with contextlib.suppress(ValueError):  # the request of the page reports the error
                 self.respond("run", {"model": index, "text": self.text})
@@ -175,14 +175,14 @@ class StaticPage:
         self.content = content
 
     def page(self) -> str:
-        """Return the HTML page."""
+        """Return the HTML page as it was given."""
         return self.content
 
     def prepare(self) -> None:
-        """Do nothing."""
+        """Do nothing, because a static page needs no traces."""
 
     def respond(self, request: str, fields: Any) -> Any:
-        """Raise `UnknownRequestError`."""
+        """Raise `UnknownRequestError` for every request."""
         raise UnknownRequestError(request)
 
 
@@ -215,11 +215,11 @@ class LookServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """The URL of the page."""
+        """Return the URL of the page, with its random token."""
         return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore closed connections."""
+        """Ignore an error of a connection, such as one that the browser closed, and print nothing."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -52,7 +52,7 @@ class AttentionLayer:
     cached_maps: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
 
     def maps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the attention scores and weights, (H, T, S) each, computed by the first call and then cached."""
+        """Return attention scores and weights, (H, T, S) float32 each, computed at the first call and then cached."""
         if self.compute_maps is None:
             raise ValueError(f"{self.name}: expected a layer that ran in the forward pass, got one that did not")
         if self.cached_maps is None:
@@ -80,7 +80,7 @@ class Predictions:
     entropy: np.ndarray
 
     def first(self, count: int) -> Predictions:
-        """Return the predictions at the first `count` positions."""
+        """Return the predictions at the first `count` positions, as views of the arrays."""
         return Predictions(*(array[:count] for array in vars(self).values()))
 
 
@@ -133,7 +133,7 @@ class Trace:
 
     # ---------------------------------------------------------------- JSON for the page
     def summary(self) -> dict[str, Any]:
-        """Return token ids and texts, attention layers, residual-stream names and predictions, as JSON data."""
+        """Return JSON data: ids, tokens, sourceTokens, attentionLayers, streamNames and predictions (or None)."""
         summary: dict[str, Any] = {
             "ids": self.ids,
             "tokens": self.texts,
@@ -155,7 +155,7 @@ class Trace:
         return summary
 
     def attention_map(self, name: str, head: int, deflate: bool = False) -> dict[str, Any]:
-        """Return the attention scores and weights of one head, as bytes in base64, with statistics.
+        """Return one head's map as JSON data: shape, base64 bytes of weights and of scores, score range and statistics.
 
         The byte of a weight w is 255 sqrt(w); that of a score s is 1 + 254 (s - min) / (max - min), and 0 if the key is
         masked.
@@ -192,7 +192,7 @@ class Trace:
         }
 
     def head_statistics(self, start: int, stop: int) -> dict[str, Any]:
-        """Return mean entropy and score kurtosis of each head of attention layers start to stop - 1, as JSON data."""
+        """Return {"layers": [...]} with name, and entropy and scoreKurtosis by head, of layers start to stop - 1."""
         layers = []
         for layer in self.attention_layers[max(0, start) : max(0, stop)]:
             cached = layer.cached_maps
@@ -205,11 +205,11 @@ class Trace:
         return {"layers": layers}
 
     def stream_statistics(self) -> list[dict[str, Any]]:
-        """Return norms, kurtosis and outliers of the residual stream before the first and after each block."""
+        """Return name, norms, kurtosis and outliers of the residual stream before the first and after each block."""
         return [_stream_statistics(name, x) for name, x in self.stream.items()]
 
     def top_predictions(self, position: int) -> dict[str, Any]:
-        """Return the most probable next tokens at a position, also by the logit lens of each layer, as JSON data.
+        """Return "position", "top" next tokens, and "lens", those by logit lens of each layer; [] without logits.
 
         Raises:
             ValueError: no such position.
@@ -227,7 +227,7 @@ class Trace:
         return {"position": position, "top": self._top_k(logits[-1], N_TOP_TOKENS, next_token)["top"], "lens": lens}
 
     def logit_lens(self) -> dict[str, Any]:
-        """Return each layer's most probable token by logit lens, with probability, at each position, as JSON data."""
+        """Return "tokens" and "probs"[layer][position], the most probable by logit lens, and "texts" by token id."""
         if self.unembed is None or not self.stream:
             return {"tokens": [], "probs": []}
         top = np.zeros((len(self.stream), len(self.ids)), np.int64)
@@ -285,7 +285,7 @@ class Trace:
 
 
 def summarize_logits(logits: np.ndarray, next_tokens: np.ndarray) -> list[np.ndarray]:
-    """Return log-probabilities, ranks, top tokens, their probabilities, and entropies of logits, overwritten."""
+    """Return log-probs of next_tokens, ranks, top tokens, top probabilities, entropies, (n,) each; overwrite logits."""
     starts = range(0, len(logits), ROWS_PER_TASK)
     parts: dict[int, list[np.ndarray]] = {}
 

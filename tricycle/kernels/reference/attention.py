@@ -30,7 +30,7 @@ class ScoreOptions(NamedTuple):
 def attention(
     q: Array, k: Array, v: Array, score_options: ScoreOptions, off_by_one: bool, mask: Any = None, dtype: Any = None
 ) -> tuple[Array, Array]:
-    """Return softmax(scores) v for each head, or softmax1 with `off_by_one`, and the logsumexp of each row of scores.
+    """Return softmax(scores) v (B, T, H, E), or softmax1 with `off_by_one`, and the logsumexp (B, H, T) of the scores.
 
     The output (B, T, H, E) has `dtype`, by default that of q, and is 0 where all keys are masked. The logsumexp of each
     row, (B, H, T), is -inf there (0 with `off_by_one`); the backward kernel needs it. Source: Vaswani et al. 2017.
@@ -87,7 +87,7 @@ def row_attention_backward(
     dv: Array,
     mask: Array | None = None,
 ) -> None:
-    """Write the gradients of q, k and v for attention with the weights row_softmax(scores) into dq, dk and dv."""
+    """Write gradients of row_softmax attention to dq, dk, dv, by row_softmax_backward(dweights, scores, weights)."""
     grad, q, k, v, mask = map(upcast, (grad, q, k, v, mask))
     capped = softcapped_scores(q, k, score_options)
     scores = mask_scores(capped, score_options, mask)

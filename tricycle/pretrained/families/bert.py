@@ -64,13 +64,13 @@ def to_roberta_config(fields: ConfigFields) -> EncoderConfig:
 
 
 def to_roberta_fields(config: EncoderConfig) -> dict[str, Any]:
-    """Convert an `EncoderConfig` to the fields of a RoBERTa config.json."""
+    """Convert an `EncoderConfig` to the fields of a RoBERTa config.json, without model_type."""
     rows = config.context_window + config.position_offset
     return {**to_fields(config), "max_position_embeddings": rows, "pad_token_id": config.position_offset - 1}
 
 
 def uninitialized_encoder(config: EncoderConfig) -> Layer:
-    """Return an encoder without random initialization of its weights."""
+    """Return a `TextEncoder` with all weights at 0 (gains at 1), for weights that are loaded afterwards."""
     return TextEncoder(config, draw_weights=False)
 
 

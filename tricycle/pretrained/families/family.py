@@ -37,7 +37,7 @@ MAX_LISTED_NAMES = 4  # in an error message
 
 
 def uninitialized_gpt(config: Any) -> Layer:
-    """Return a GPT without random initialization of its weights."""
+    """Return a `GPT` with all weights at 0 (gains at 1), for weights that are loaded afterwards."""
     return GPT(config, draw_weights=False)
 
 
@@ -131,7 +131,7 @@ class TensorMapping:
     def matching_views(
         self, name: str, hf_tensor: HFTensor, ours: np.ndarray, theirs: np.ndarray
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield pairs of equally shaped views of a parameter and of a checkpoint tensor, a few rows at a time.
+        """Yield equally shaped views of parameter `ours` and tensor `theirs`, a few rows at a time, to copy either way.
 
         Both views of a pair have the same shape, and the same elements at the same places.
         """
@@ -162,7 +162,7 @@ def declared_role(parameter: Tensor) -> str | None:
 
 # -------------------------------------------------------------------- loading
 def load_weights(model: Layer, family: Family, source: StoredModel, weights: str) -> None:
-    """Check all tensors of files, then load them in the format `weights`; parameters below float32 are frozen.
+    """Check all tensors (ValueError), then load them into the model as `weights`; those below float32 are frozen.
 
     All tensors are checked before any is read.
 
@@ -314,7 +314,7 @@ def _arrays_equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 # -------------------------------------------------------------------- export
 def to_hf_tensors(mapping: TensorMapping, name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Convert an array in the layout of a parameter to checkpoint tensors; yield their names and values."""
+    """Yield (Hugging Face name, new array of the same dtype) of each checkpoint tensor that a parameter consists of."""
     for hf_tensor in mapping.hf_tensors(name):
         theirs = np.empty(hf_tensor.shape, array.dtype)
         for source, target in mapping.matching_views(name, hf_tensor, array, theirs):

@@ -39,7 +39,7 @@ GEMMA3_DEFAULTS = {**DEFAULTS, "vocab_size": 262_208, "max_position_embeddings":
 
 # -------------------------------------------------------------------- from config.json
 def from_gemma2(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of a Gemma 2 config.json to a `ModelConfig`."""
+    """Convert a Gemma 2 config.json to a `ModelConfig`; missing fields get defaults, unsupported ones ValueError."""
     fields = ConfigFields({**DEFAULTS, **fields.values})
     common = _common_config(fields, caps=(50.0, 30.0))
     types = fields.layer_types(common["n_layers"]) or _periodic_layer_types(common["n_layers"], 2)
@@ -47,7 +47,7 @@ def from_gemma2(fields: ConfigFields) -> ModelConfig:
 
 
 def from_gemma3(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of a Gemma 3 config.json, or of its text_config, to a `ModelConfig`."""
+    """Convert a Gemma 3 config.json or its text_config to a `ModelConfig` with defaults; ValueError if unsupported."""
     fields = _text_fields(fields)
     common = _common_config(
         ConfigFields({**fields.values, "rope_scaling": None, "rope_parameters": None}), caps=(None, None)
@@ -131,7 +131,7 @@ def _rope_config(fields: ConfigFields) -> dict[str, Any]:
 
 # -------------------------------------------------------------------- to config.json
 def to_gemma2(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to the fields of a Gemma 2 config.json; heads must divide the width (else ValueError)."""
+    """Convert a `ModelConfig` to Gemma 2's config.json, no model_type; ValueError if heads do not divide the width."""
     check_heads_divide_width(config)
     fields = {
         **common_fields(config),
@@ -149,7 +149,7 @@ def to_gemma2(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_gemma3(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to the fields of a Gemma 3 config.json."""
+    """Convert a `ModelConfig` to Gemma 3's config.json, no model_type; ValueError if heads do not divide the width."""
     return {
         **to_gemma2(config),
         "rope_local_base_freq": config.rotary_local_base or config.rotary_base,

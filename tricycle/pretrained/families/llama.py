@@ -68,14 +68,14 @@ def common_config(
 
 
 def from_llama(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of a Llama config.json to a `ModelConfig`."""
+    """Convert a Llama config.json to a `ModelConfig`; missing fields get defaults, unsupported ones ValueError."""
     bias = fields.boolean("attention_bias", False)
     common = common_config(fields)
     return ModelConfig(**common, qkv_bias=bias, output_bias=bias, mlp_bias=fields.boolean("mlp_bias", False))
 
 
 def from_mistral(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of a Mistral config.json to a `ModelConfig`; a sliding window applies to all layers."""
+    """Convert a Mistral config.json to a `ModelConfig`; its window (default 4096, null for none) is for all layers."""
     with_defaults = ConfigFields({"intermediate_size": 14_336, "max_position_embeddings": 131_072, **fields.values})
     window = fields.optional_positive_int("sliding_window", 4096)
     types = fields.layer_types(fields.positive_int("num_hidden_layers", 32)) or []
@@ -85,12 +85,12 @@ def from_mistral(fields: ConfigFields) -> ModelConfig:
 
 
 def from_qwen2(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of a Qwen2 config.json to a `ModelConfig`."""
+    """Convert a Qwen2 config.json to a `ModelConfig`; missing fields get defaults, unsupported ones ValueError."""
     return ModelConfig(**_qwen_config(fields), qkv_bias=True)
 
 
 def from_qwen3(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of a Qwen3 config.json to a `ModelConfig`."""
+    """Convert a Qwen3 config.json to a `ModelConfig`; missing fields get defaults, unsupported ones ValueError."""
     common = _qwen_config(fields, head_size=128)
     bias = fields.boolean("attention_bias", False)
     norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"]}
@@ -98,7 +98,7 @@ def from_qwen3(fields: ConfigFields) -> ModelConfig:
 
 
 def from_olmo2(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of an OLMo 2 config.json to a `ModelConfig`."""
+    """Convert an OLMo 2 config.json to a `ModelConfig`; missing fields get defaults, unsupported ones ValueError."""
     common = common_config(ConfigFields({"vocab_size": 50_304, "rms_norm_eps": 1e-5, **fields.values}))
     norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"], "qk_norm_per_head": False}
     bias = fields.boolean("attention_bias", False)
@@ -123,7 +123,7 @@ def _qwen_config(fields: ConfigFields, head_size: int | None = None) -> dict[str
 
 
 def sliding_window_config(types: list[str], window: int | None) -> dict[str, Any]:
-    """Return the config fields of sliding windows for attention types of layers."""
+    """Return `ModelConfig` fields window and full_layers (layer indices); {} if there is no window or it is unused."""
     full_layers = tuple(layer for layer, kind in enumerate(types) if kind == "full_attention")
     if window is None or len(full_layers) == len(types):
         return {}
@@ -170,7 +170,7 @@ def check_heads_divide_width(config: ModelConfig) -> None:
 
 
 def to_llama(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to the fields of a Llama config.json; heads must divide the width (else ValueError)."""
+    """Convert a `ModelConfig` to Llama's config.json, no model_type; ValueError if heads do not divide the width."""
     check_heads_divide_width(config)
     return {
         **common_fields(config),
@@ -180,12 +180,12 @@ def to_llama(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_mistral(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to the fields of a Mistral config.json."""
+    """Convert a `ModelConfig` to the fields of a Mistral config.json, without model_type."""
     return {**common_fields(config), "sliding_window": config.window or None}
 
 
 def to_qwen2(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to the fields of a Qwen2 config.json."""
+    """Convert a `ModelConfig` to the fields of a Qwen2 config.json, without model_type."""
     first_window_layer = next((i for i in range(config.n_layers) if config.window_size(i)), config.n_layers)
     # Older versions of transformers read these instead of layer_types.
     legacy = {"use_sliding_window": bool(config.window), "max_window_layers": first_window_layer}
@@ -193,12 +193,12 @@ def to_qwen2(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_qwen3(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to the fields of a Qwen3 config.json."""
+    """Convert a `ModelConfig` to the fields of a Qwen3 config.json, without model_type."""
     return {**to_qwen2(config), "attention_bias": has_bias(config, "qkv") or has_bias(config, "output")}
 
 
 def sliding_window_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields sliding_window and layer_types of config.json."""
+    """Return the config.json fields sliding_window (None without one) and layer_types (a name for each layer)."""
     if not config.window:
         return {"sliding_window": None, "layer_types": ["full_attention"] * config.n_layers}
     types = ["full_attention" if config.window_size(i) is None else "sliding_attention" for i in range(config.n_layers)]
@@ -206,7 +206,7 @@ def sliding_window_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_olmo2(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to the fields of an OLMo 2 config.json."""
+    """Convert a `ModelConfig` to OLMo 2's config.json, no model_type; ValueError if heads do not divide the width."""
     check_heads_divide_width(config)
     return {**common_fields(config), "attention_bias": has_bias(config, "qkv") or has_bias(config, "output")}
 
