@@ -72,7 +72,7 @@ def communication_costs(overlapped: float, late: float, no_reduce: float) -> Com
 def report(
     shape: str, n_ranks: int, schedule: Schedule, results: dict[str, list[Any]], all_reduce_seconds: float
 ) -> str:
-    """Return a text table of tokens/s and ms per step; `results` has the answers of `RankSteps.step` by side."""
+    """Return a text table of tokens/s and ms per step by side; `results` needs RANKS, LATE_REDUCE and NO_REDUCE."""
     config = SHAPES[shape]
     n_tokens = n_ranks * config.batch_size * config.context_window
     medians = {name: statistics.median(step["seconds"] for step in steps) for name, steps in results.items()}

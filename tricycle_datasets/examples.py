@@ -60,7 +60,7 @@ class Record(NamedTuple):
 
 # -------------------------------------------------------------------- reading
 def read_records(paths: Sequence[str | os.PathLike[str]]) -> list[Record]:
-    """Read fine-tuning records from .jsonl and text files or folders; raise ValueError if one is invalid, or none.
+    """Read records from .jsonl, and each other text file as one, also in folders; ValueError if invalid or none.
 
     Raises:
         ValueError: a record is not valid (no text, no JSON, or wrong fields); the message names the file and the line.

@@ -283,7 +283,7 @@ def bits(loaded: Pretrained, examples: list[Example], settings: Settings) -> flo
 
 
 def examples_of(settings: Settings, task: Task, encoder: ExampleEncoder) -> list[Example]:
-    """Return the encoded examples of a task's test file, which `write_records` must have written."""
+    """Return the encoded examples of a task's test file; ValueError unless `write_records` has written it."""
     records = read_records([settings.output / "data" / f"{task.name}-test{task.suffix}"])
     return [example for record in records for example in encoder.encode(record)]
 

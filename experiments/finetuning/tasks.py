@@ -162,7 +162,7 @@ def write_records(task: Task, part: str, folder: Path) -> Path:
 
 
 def lines_of(task: Task, part: str) -> Iterator[str]:
-    """Yield JSON lines, of "test" at most N_TESTED_TEXTS, or the entire texts if the task's suffix is .txt."""
+    """Yield all texts of a .txt task; else JSON lines with newlines, of "test" only the first N_TESTED_TEXTS."""
     records = task.records(part)
     if task.suffix == ".txt":
         yield from records

@@ -57,7 +57,7 @@ class Results:
 
 
 def variants(settings: PretrainedSettings, blocks: int) -> dict[str, Job]:
-    """Return {label: job} of the variants to compare for a number of blocks."""
+    """Return {label: job} for a number of blocks: uncorrected, 1 / k, mean and learned, but not full softmax."""
     return {
         LABELS["none"]: Job("none", blocks),
         "1 / k": Job("1 / k", blocks),

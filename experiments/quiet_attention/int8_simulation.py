@@ -63,7 +63,7 @@ def rounded(x: np.ndarray, scales: str, axis: int = -1) -> np.ndarray:
 
 @contextmanager
 def simulate_int8(model: GPT, rounding: Rounding) -> Iterator[None]:
-    """Within the block, round the blocks' matrices and inputs to 8 bits and back; no gradients; then restore.
+    """Round the blocks' matrices and inputs to 8 bits and back in a context; use `no_grad` and one row a batch.
 
     Activations have a scale for what comes together: give rows one at a time.
     """

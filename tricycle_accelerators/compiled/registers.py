@@ -46,7 +46,7 @@ def offset_address(builder: Any, address: Any, stride: Any, n: int) -> Any:
 def build_loop(
     builder: Any, n_steps: Any, initial: Sequence[Any], step: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
-    """Emit a loop of LLVM whose registers `step(number, registers)` replaces each time; return the last registers.
+    """Emit an LLVM loop of 1 or more steps; `step(number, registers)` returns the next registers; return the last.
 
     Args:
         n_steps: 1 or more.

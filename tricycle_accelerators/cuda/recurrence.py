@@ -71,19 +71,19 @@ def _forward_decline_reason(
 
 @decline_when(_forward_decline_reason)
 def rnn(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, relu: bool) -> None:
-    """Run an RNN on the GPU from states[:, 0]: overwrite `gates`, write states[:, 1:]; inactive items keep states."""
+    """Run an RNN from states[:, 0] (n, T + 1, B, H): overwrite gates (T, B, ...), write states[:, 1:]; float32 only."""
     _forward("rnn", gates, states, weights, bias, active, relu)
 
 
 @decline_when(_forward_decline_reason)
 def gru(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
-    """Run a GRU on the GPU from states[:, 0]: overwrite `gates`, write states[:, 1:]; inactive items keep states."""
+    """Run a GRU from states[:, 0] (n, T + 1, B, H): overwrite gates (T, B, ...), write states[:, 1:]; float32 only."""
     _forward("gru", gates, states, weights, bias, active)
 
 
 @decline_when(_forward_decline_reason)
 def lstm(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
-    """Run an LSTM on the GPU from states[:, 0]: overwrite `gates`, write states[:, 1:]; inactive items keep states."""
+    """Run an LSTM from states[:, 0] (n, T + 1, B, H): overwrite gates (T, B, ...), write states[:, 1:]; float32."""
     _forward("lstm", gates, states, weights, bias, active)
 
 
